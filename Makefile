@@ -1,0 +1,96 @@
+# make demo | test | lint | docs | test-gpu | bench | clean     (see CONTRIBUTING.md)
+#
+# Two kinds of environment. Where the python on PATH has torch already (a GPU machine, perhaps with
+# no network), it is used as it is and the build goes to build/site. Elsewhere .venv is set up.
+SHELL := /bin/bash
+SYSTEM_PYTHON ?= python3
+HAS_TORCH := $(shell $(SYSTEM_PYTHON) -c 'import importlib.util as u; print(int(u.find_spec("torch") is not None))' 2>/dev/null)
+JOBS ?= $(shell nproc)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+ifneq ($(wildcard .venv/bin/python),)
+  MODE := venv
+else ifeq ($(HAS_TORCH),1)
+  MODE := system
+else
+  MODE := venv
+endif
+
+ifeq ($(MODE),venv)
+  PY := .venv/bin/python
+  READY := .venv/.ready
+  INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.TDCOPIER_WERROR=ON
+  RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
+else
+  PY := $(SYSTEM_PYTHON)
+  READY := build/.system-checked
+  INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade --target build/site . -C cmake.define.TDCOPIER_WERROR=ON
+  RUN := PYTHONPATH="$(CURDIR)/build/site$${PYTHONPATH:+:$$PYTHONPATH}"
+endif
+
+.PHONY: demo test test-cpp test-py test-gpu bench lint format docs build check-tools clean
+
+demo: build
+	$(RUN) $(PY) tutorials/01_first_copy.py
+
+test: test-cpp test-py
+
+test-py: build
+	TDCOPIER_TEST_DEVICE=sim $(RUN) $(PY) -m pytest
+
+test-gpu: build
+	FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda $(RUN) $(PY) -m pytest
+	FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=sim $(RUN) $(PY) -m pytest
+
+bench: build
+	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py
+
+# The layer without torch, three times: under the address and undefined-behaviour sanitizers, under
+# the thread sanitizer, and as it is shipped.
+SANITIZED := address,undefined thread none
+test-cpp: $(READY)
+	@set -e; for kind in $(SANITIZED); do \
+	  flags="$$kind"; [ "$$kind" != none ] || flags=""; \
+	  $(RUN) cmake -S . -B build/cpp-$$kind -G Ninja -DTDCOPIER_CPP_TESTS=ON -DTDCOPIER_WERROR=ON \
+	    -DTDCOPIER_SANITIZE="$$flags" -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null; \
+	  $(RUN) cmake --build build/cpp-$$kind; \
+	  echo "C++ tests, sanitizer: $$kind"; \
+	  $(RUN) ctest --test-dir build/cpp-$$kind --output-on-failure; \
+	done
+
+lint: build
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(RUN) $(PY) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt tdcopier._C tdcopier._sim
+	$(RUN) clang-format --dry-run --Werror $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
+
+format: $(READY)
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+	$(RUN) clang-format -i $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
+
+docs: build
+	$(RUN) $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+build: $(READY)
+	@$(INSTALL)
+
+# ---- set-up -------------------------------------------------------------------------------------
+check-tools:
+	@$(SYSTEM_PYTHON) tools/check_tools.py
+
+.venv/.ready: pyproject.toml | check-tools
+	@test -x .venv/bin/python || $(SYSTEM_PYTHON) -m venv .venv
+	@echo "setting up .venv (torch and the development tools; a few minutes the first time)"
+	@.venv/bin/python -m pip install -q --upgrade 'pip>=25.1'
+	@.venv/bin/python -m pip install -q --group dev
+	@touch $@
+
+build/.system-checked: | check-tools
+	@$(PY) -c 'import torch, numpy, pybind11, scikit_build_core' || { \
+	  echo "this python has torch but not all that the build needs: numpy, pybind11, scikit-build-core" >&2; exit 1; }
+	@mkdir -p build && touch $@
+
+clean:
+	rm -rf build docs/_build docs/tutorials .venv
