@@ -1,0 +1,23 @@
+// The error of a broken invariant: a bug in the engine, never a mistake of the caller.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace tdcopier {
+
+// Python sees tdcopier.InternalError, a RuntimeError.
+class InternalError : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
+// Checks an invariant at a cost of one comparison; for once per chunk, not once per leaf.
+inline void check_invariant(bool holds, const char* invariant) {
+  if (!holds) {
+    throw InternalError(std::string("tdcopier has a bug: it is not true that ") + invariant +
+                        ". Please report this with a stack trace.");
+  }
+}
+
+}  // namespace tdcopier

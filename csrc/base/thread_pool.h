@@ -1,0 +1,46 @@
+// A fixed set of worker threads that run tasks in the order in which they were submitted.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace tdcopier {
+
+// Thread: every member may be called from any thread, tasks included, except `shut_down` from a
+// task. Tasks must not throw: one that does ends the process, since nobody would hear of it.
+class ThreadPool {
+ public:
+  explicit ThreadPool(size_t workers);  // at least 1
+  ~ThreadPool();                        // as shut_down()
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  size_t workers() const { return workers_; }
+
+  // False once the pool was shut down: the task was not taken and will not run.
+  [[nodiscard]] bool submit(std::function<void()> task);
+
+  // Blocks: until every task that was submitted has run. May be called again.
+  void shut_down();
+
+ private:
+  void work();
+
+  const size_t workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> tasks_;  // guarded by mutex_
+  bool closed_ = false;                      // guarded by mutex_
+  std::vector<std::thread> threads_;         // guarded by mutex_ once running
+};
+
+// How many workers this process should have: the processors it may use, 8 at most. Past 8 a copy
+// into pinned memory gains little and the caller's own threads lose cores.
+size_t default_worker_count();
+
+}  // namespace tdcopier

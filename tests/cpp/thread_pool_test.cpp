@@ -1,0 +1,75 @@
+// The thread pool's promises: every task runs once, tasks overlap, and closing waits for all of
+// them.
+#include "base/thread_pool.h"
+
+#include <atomic>
+#include <barrier>
+#include <latch>
+
+#include "check.h"
+
+using namespace tdcopier;
+
+namespace {
+
+void every_task_runs_once_before_shut_down_returns() {
+  std::atomic<int> sum = 0;
+  ThreadPool pool(4);
+  for (int i = 1; i <= 1000; ++i) CHECK(pool.submit([&sum, i] { sum += i; }));
+  pool.shut_down();
+  CHECK(sum == 500500);
+}
+
+void workers_run_at_the_same_time() {
+  ThreadPool pool(3);
+  std::barrier together(3);  // passes only if all three tasks run at once
+  for (int i = 0; i < 3; ++i) CHECK(pool.submit([&together] { together.arrive_and_wait(); }));
+  pool.shut_down();
+}
+
+void a_task_may_submit_another() {
+  ThreadPool pool(1);
+  std::latch inner(1);
+  CHECK(pool.submit([&] { CHECK(pool.submit([&inner] { inner.count_down(); })); }));
+  inner.wait();
+}
+
+void a_closed_pool_takes_nothing() {
+  ThreadPool pool(2);
+  pool.shut_down();
+  CHECK(!pool.submit([] {}));
+  pool.shut_down();
+}
+
+void many_threads_may_submit() {
+  std::atomic<int> count = 0;
+  ThreadPool pool(2);
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 8; ++t) {
+    callers.emplace_back([&] {
+      for (int i = 0; i < 200; ++i) CHECK(pool.submit([&count] { ++count; }));
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  pool.shut_down();
+  CHECK(count == 1600);
+}
+
+void there_is_at_least_one_worker() {
+  CHECK(ThreadPool(0).workers() == 1);
+  CHECK(default_worker_count() >= 1 && default_worker_count() <= 8);
+}
+
+}  // namespace
+
+int main() {
+  return run_cases({
+      {"every task runs once before shut_down returns",
+       every_task_runs_once_before_shut_down_returns},
+      {"workers run at the same time", workers_run_at_the_same_time},
+      {"a task may submit another", a_task_may_submit_another},
+      {"a closed pool takes nothing", a_closed_pool_takes_nothing},
+      {"many threads may submit", many_threads_may_submit},
+      {"there is at least one worker", there_is_at_least_one_worker},
+  });
+}
