@@ -1,0 +1,26 @@
+// Pooled events: taken, recorded once, given back by the deleter of the last reference.
+#include "engine/event_pool.h"
+
+#include <utility>
+
+namespace tdcopier {
+
+std::unique_ptr<c10::Event> EventPool::take() {
+  const std::lock_guard lock(mutex_);
+  if (idle_.empty()) return nullptr;
+  std::unique_ptr<c10::Event> event = std::move(idle_.back());
+  idle_.pop_back();
+  return event;
+}
+
+EventRef EventPool::record(const c10::Stream& stream) {
+  std::unique_ptr<c10::Event> event = take();
+  if (!event) event = std::make_unique<c10::Event>(type_);
+  event->record(stream);
+  return {event.release(), [this](const c10::Event* used) {
+            const std::lock_guard lock(mutex_);
+            idle_.emplace_back(const_cast<c10::Event*>(used));
+          }};
+}
+
+}  // namespace tdcopier

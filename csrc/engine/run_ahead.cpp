@@ -1,0 +1,50 @@
+// A queue of events on the consumers' streams; the host waits for the oldest when it is too long.
+#include "engine/run_ahead.h"
+
+#include <utility>
+
+#include "engine/capture_mode.h"
+
+namespace tdcopier {
+namespace {
+
+std::atomic<uint32_t> g_limit = kDefaultRunAheadLimit;
+
+}  // namespace
+
+void RunAhead::set_limit(uint32_t batches) {
+  g_limit = batches;
+}
+
+uint32_t RunAhead::limit() {
+  return g_limit;
+}
+
+void RunAhead::note_hand_over(const c10::Stream& stream) {
+  EventRef event = events_.record(stream);
+  const std::lock_guard lock(mutex_);
+  ahead_.push_back(std::move(event));
+}
+
+bool RunAhead::has_room() {
+  const std::lock_guard lock(mutex_);
+  if (ahead_.empty()) return true;
+  const RelaxedCapture relaxed(ahead_.front()->device_type());
+  while (!ahead_.empty() && ahead_.front()->query()) ahead_.pop_front();
+  return ahead_.size() < limit();
+}
+
+void RunAhead::wait_for_room() {
+  while (!has_room()) {
+    EventRef oldest;
+    {
+      const std::lock_guard lock(mutex_);
+      if (ahead_.empty()) return;
+      oldest = ahead_.front();
+    }
+    const RelaxedCapture relaxed(oldest->device_type());
+    oldest->synchronize();
+  }
+}
+
+}  // namespace tdcopier

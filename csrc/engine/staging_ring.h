@@ -1,0 +1,85 @@
+// The bounded set of pinned buffers that all transfers to one device read from.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/event_pool.h"
+
+namespace tdcopier {
+
+// Every staging buffer has this size: large enough for the link's full rate, small enough that the
+// first transfer starts early and the ring stays in the processor's cache.
+inline constexpr uint64_t kStagingBufferBytes = 4 * 1024 * 1024;
+inline constexpr uint64_t kDefaultStagingLimitBytes = 64 * 1024 * 1024;
+
+struct StagingBuffer {
+  at::Tensor bytes;  // (kStagingBufferBytes,) uint8, pinned
+};
+
+class StagingRing;
+
+// A buffer in the caller's hands. Dropped without `in_flight_until`, it is free again at once.
+class StagingLease {
+ public:
+  StagingLease(StagingRing& ring, std::unique_ptr<StagingBuffer> buffer);
+  ~StagingLease();
+  StagingLease(const StagingLease&) = delete;
+  StagingLease& operator=(const StagingLease&) = delete;
+
+  const at::Tensor& bytes() const { return buffer_->bytes; }
+  // The device reads the buffer until `event` is done.
+  void in_flight_until(EventRef event);
+
+ private:
+  StagingRing& ring_;
+  std::unique_ptr<StagingBuffer> buffer_;
+};
+
+// Thread: any. Lifetime: outlives every lease (device state is never destroyed).
+class StagingRing {
+ public:
+  explicit StagingRing(c10::DeviceType type) : type_(type) {}
+  StagingRing(const StagingRing&) = delete;
+  StagingRing& operator=(const StagingRing&) = delete;
+
+  // Blocks: while every buffer that the limit allows is being filled or read by the device.
+  // GIL: must not be held.
+  StagingLease acquire();
+
+  uint64_t pinned_bytes();
+
+  // Pinned bytes per device, all rings; at least one buffer. A lower limit is reached as buffers
+  // come back. Thread: any.
+  static void set_limit_bytes(uint64_t bytes);
+  static uint64_t limit_bytes();
+
+ private:
+  friend class StagingLease;
+  struct InFlight {
+    std::unique_ptr<StagingBuffer> buffer;
+    EventRef event;
+  };
+
+  std::unique_ptr<StagingBuffer> allocate() const;
+  void give_back(std::unique_ptr<StagingBuffer> buffer);
+  void give_back_after(std::unique_ptr<StagingBuffer> buffer, EventRef event);
+  void collect_done();     // mutex_ held
+  void drop_over_limit();  // mutex_ held
+
+  const c10::DeviceType type_;
+  std::mutex mutex_;
+  std::condition_variable returned_;
+  std::vector<std::unique_ptr<StagingBuffer>> free_;  // the last used is the warmest: taken first
+  std::deque<InFlight> in_flight_;                    // oldest first
+  uint64_t pinned_bytes_ = 0;                         // free, leased and in flight
+};
+
+}  // namespace tdcopier
