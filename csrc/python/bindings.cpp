@@ -1,0 +1,149 @@
+// The native module: names, argument conversion and exception translation; no logic.
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Stream.h>
+
+#include <exception>
+
+#include "base/internal_error.h"
+#include "engine/run_ahead.h"
+#include "engine/staging_ring.h"
+#include "python/device_argument.h"
+#include "python/handle.h"
+#include "python/sources.h"
+#include "python/start_copy.h"
+
+namespace {
+
+using tdcopier::CopyOptions;
+using tdcopier::Handle;
+
+// c10's errors become torch's own Python exceptions: out of memory stays torch.OutOfMemoryError.
+template <typename Function>
+auto with_torch_errors(Function&& function) {
+  try {
+    return function();
+  } catch (py::error_already_set&) {
+    throw;
+  } catch (py::builtin_exception&) {
+    throw;
+  } catch (tdcopier::InternalError&) {
+    throw;
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    throw py::error_already_set();
+  }
+}
+
+// Python's garbage collector sees through a handle: its result may refer back to it.
+void make_collectable(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!py::detail::is_holder_constructed(self)) return 0;
+    return py::cast<Handle&>(py::handle(self)).traverse(visit, arg);
+  };
+  type.tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self)) py::cast<Handle&>(py::handle(self)).clear();
+    return 0;
+  };
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The copy engine. Use the names of `tdcopier` itself.";
+
+  py::object internal_error =
+      py::register_exception<tdcopier::InternalError>(m, "InternalError", PyExc_RuntimeError);
+  internal_error.attr("__module__") = "tdcopier";
+  internal_error.attr("__doc__") =
+      "An invariant of the engine is broken: a bug of ours. Please report it.";
+
+  py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_collectable), R"(
+A copy at work, as `start_copy` returns it.
+
+May be dropped at any time: the copy ends by itself, nothing blocks, nothing leaks. Any thread may use
+it. The calls give up the GIL while they wait.)");
+  handle.attr("__module__") = "tdcopier";
+  handle
+      .def(
+          "ready", [](Handle& self) { return with_torch_errors([&] { return self.ready(); }); },
+          R"(
+Whether the copy has ended: the result has arrived, or the copy has failed. Never blocks.)")
+      .def(
+          "get", [](Handle& self) { return with_torch_errors([&] { return self.get(); }); }, R"(
+Wait on the host until the copy has arrived; return the tree, the same object at each call.
+
+The result is safe on the calling thread's current stream of the target device: its memory is not
+reused while that stream can still read it. Another stream that reads it needs `wait(stream)`, a
+`get()` while it is current, or `record_stream`.
+
+Raises:
+    Exception: what made the copy fail, such as `torch.OutOfMemoryError`; every time.
+    RuntimeError: the current stream is capturing a CUDA graph.)")
+      .def(
+          "wait",
+          [](Handle& self, py::handle stream) {
+            return with_torch_errors([&] { return self.wait(stream); });
+          },
+          py::arg("stream") = py::none(), R"(
+Make a stream wait for the copy; return the tree at once, the same object as `get()`.
+
+What is enqueued on the stream from now on sees the result. The host is held only until the last
+byte was staged, which has happened already for small copies. For a CPU target this is `get()`.
+
+Args:
+    stream: a `torch.Stream` of the target device; None is the calling thread's current one.
+
+Raises:
+    Exception: what made the copy fail before it was on its way; every time.
+    TypeError: not a stream.
+    ValueError: a stream of another device.
+    RuntimeError: the stream is capturing a CUDA graph.)")
+      .def_property_readonly(
+          "stats",
+          [](const Handle& self) {
+            return py::module_::import("tdcopier._stats").attr("CopyStats")(*self.stats());
+          },
+          "The counts of this copy, a `CopyStats`; complete once `ready()`.");
+
+  m.def("start_copy", [](py::handle data, py::handle device, bool use_pinned_staging,
+                         bool pack_cpu_tensors, uint64_t min_packed_alignment_bytes,
+                         uint64_t max_packed_chunk_bytes, bool use_background_thread) {
+    return with_torch_errors([&] {
+      return tdcopier::start_copy(
+          data, device,
+          CopyOptions{use_pinned_staging,
+                      {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
+                      use_background_thread});
+    });
+  });
+
+  m.def("staging_bytes", [](py::handle device) {
+    return with_torch_errors([&]() -> uint64_t {
+      const c10::Device target = tdcopier::parse_device(device);
+      if (!tdcopier::has_engine_transfers(target)) return 0;
+      return tdcopier::TargetDevice::of(target).staging().pinned_bytes();
+    });
+  });
+  m.def("copy_stream", [](py::handle device) {
+    return with_torch_errors([&] {
+      const c10::Device target = tdcopier::parse_device(device);
+      if (!tdcopier::has_engine_transfers(target))
+        throw py::value_error("no engine for " + target.str());
+      return py::reinterpret_steal<py::object>(
+          THPStream_Wrap(tdcopier::TargetDevice::of(target).copy_stream()));
+    });
+  });
+  m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
+  m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;
+  m.def("set_staging_limit_bytes", &tdcopier::StagingRing::set_limit_bytes);
+  m.def("set_run_ahead_limit", &tdcopier::RunAhead::set_limit);
+  m.def("shut_down", [] {
+    tdcopier::stop_returning_sources();
+    tdcopier::shut_down_workers();
+    tdcopier::release_returned_sources();
+  });
+}

@@ -1,0 +1,104 @@
+// Device and stream arguments.
+#include "python/device_argument.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Stream.h>
+#include <torch/csrc/utils/device_lazy_init.h>
+
+#include <string>
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+std::string type_name(py::handle object) {
+  return Py_TYPE(object.ptr())->tp_name;
+}
+
+c10::Device to_c10(py::handle device) {
+  if (THPDevice_Check(device.ptr())) return reinterpret_cast<THPDevice*>(device.ptr())->device;
+  const bool is_index = PyLong_Check(device.ptr()) && !PyBool_Check(device.ptr());
+  if (!PyUnicode_Check(device.ptr()) && !is_index) {
+    throw py::type_error("device must be a str, a torch.device or an int, not " +
+                         type_name(device));
+  }
+  // torch's own parser, so that its rules (a bare int is an accelerator's index) hold here too.
+  try {
+    const py::object parsed = py::module_::import("torch").attr("device")(device);
+    return reinterpret_cast<THPDevice*>(parsed.ptr())->device;
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_RuntimeError) && !error.matches(PyExc_ValueError)) throw;
+    throw py::value_error("unknown device " + std::string(py::repr(device)) + ": " +
+                          std::string(py::str(error.value())));
+  }
+}
+
+}  // namespace
+
+bool has_engine_transfers(c10::Device device) {
+  switch (device.type()) {
+    case c10::DeviceType::CUDA:
+    case c10::DeviceType::XPU:
+      return true;
+    case c10::DeviceType::PrivateUse1:
+      return at::isPrivateUse1HooksRegistered();
+    default:
+      return false;
+  }
+}
+
+c10::Device parse_device(py::handle argument) {
+  const c10::Device device = to_c10(argument);
+  if (device.is_cpu()) return c10::Device(c10::kCPU);
+  if (!has_engine_transfers(device)) return device;
+  const std::string kind = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+  if (!c10::impl::hasDeviceGuardImpl(device.type())) {
+    throw py::value_error("device " + device.str() +
+                          " is not available: this torch was built without " + kind);
+  }
+  const c10::impl::VirtualGuardImpl backend(device.type());
+  const int count = backend.deviceCount();
+  if (count == 0 || device.index() >= count) {
+    throw py::value_error("device " + device.str() + " does not exist: this machine has " +
+                          std::to_string(count) + " " + kind + " device(s)");
+  }
+  torch::utils::device_lazy_init(device.type());
+  return device.has_index() ? device : backend.getDevice();
+}
+
+c10::Stream parse_stream(py::handle stream, c10::Device device) {
+  if (stream.is_none()) return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (!THPStream_Check(stream.ptr())) {
+    throw py::type_error("stream must be None or a torch.Stream of " + device.str() + ", not " +
+                         type_name(stream));
+  }
+  const auto* given = reinterpret_cast<THPStream*>(stream.ptr());
+  const c10::Stream parsed =
+      c10::Stream::unpack3(given->stream_id, static_cast<c10::DeviceIndex>(given->device_index),
+                           static_cast<c10::DeviceType>(given->device_type));
+  if (parsed.device() != device) {
+    throw py::value_error("stream is on " + parsed.device().str() + ", but the result is on " +
+                          device.str() + ": give a stream of that device");
+  }
+  return parsed;
+}
+
+void refuse_capture(const c10::Stream& stream, const char* call) {
+  // c10 can tell from torch 2.12 on; asking torch's own binding serves every version.
+  if (stream.device_type() != c10::DeviceType::CUDA) return;
+  static const auto* is_capturing =
+      new py::object(py::module_::import("torch._C").attr("_cuda_isCurrentStreamCapturing"));
+  const c10::StreamGuard guard(stream);
+  if (!(*is_capturing)().cast<bool>()) return;
+  throw std::runtime_error(
+      std::string(call) +
+      " was called while its stream is capturing a CUDA graph. A graph would replay "
+      "the transfer from staging memory that has other contents by then: copy "
+      "before the capture begins");
+}
+
+}  // namespace tdcopier

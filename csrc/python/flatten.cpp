@@ -1,0 +1,176 @@
+// The walk: containers by exact type first, then tensors and arrays; everything else is opaque.
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/SafePyObject.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <array>
+#include <string>
+
+#include "python/array_leaf.h"
+#include "python/tree.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+// `with torch.device(...)` is a torch function mode too, but one that leaves `Tensor.to` alone.
+bool is_device_context(PyObject* mode) {
+  static const auto* type =
+      new py::object(py::module_::import("torch.utils._device").attr("DeviceContext"));
+  return reinterpret_cast<PyObject*>(Py_TYPE(mode)) == type->ptr();
+}
+
+bool torch_is_altered() {
+  using FunctionModes = at::impl::PythonTorchFunctionTLS;
+  for (int64_t i = 0; i < FunctionModes::stack_len(); ++i) {
+    if (!is_device_context(FunctionModes::get_stack_at(i)->ptr(getPyInterpreter()))) return true;
+  }
+  return dispatch_is_altered();
+}
+
+class Flattener {
+ public:
+  Flattener(c10::Device target, bool engine_transfers)
+      : target_(target), engine_transfers_(engine_transfers), altered_(torch_is_altered()) {
+    flat_.sources = std::make_unique<PySources>();
+    load_numpy_types();
+  }
+
+  FlatTree run(PyObject* data) {
+    visit(data, 0);
+    return std::move(flat_);
+  }
+
+ private:
+  // How a child is reached from its container: by key, or by index where key is null.
+  struct Step {
+    PyObject* key;  // borrowed
+    Py_ssize_t index;
+  };
+
+  void visit(PyObject* object, int depth) {
+    const PyTypeObject* type = Py_TYPE(object);
+    if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) {
+      visit_tensor(object);
+    } else if (type == &PyDict_Type) {
+      visit_dict(object, depth);
+    } else if (type == &PyList_Type) {
+      check_depth(depth);
+      flat_.spec.add(NodeKind::kList, PyList_GET_SIZE(object));
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
+        path_[depth] = {nullptr, i};
+        visit(PyList_GET_ITEM(object, i), depth + 1);
+      }
+    } else if (type == &PyTuple_Type) {
+      check_depth(depth);
+      flat_.spec.add(NodeKind::kTuple, PyTuple_GET_SIZE(object));
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
+        path_[depth] = {nullptr, i};
+        visit(PyTuple_GET_ITEM(object, i), depth + 1);
+      }
+    } else {
+      visit_rare(object, depth);
+    }
+  }
+
+  void visit_dict(PyObject* dict, int depth) {
+    check_depth(depth);
+    flat_.spec.add(NodeKind::kDict, PyDict_GET_SIZE(dict));
+    Py_ssize_t position = 0;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    while (PyDict_Next(dict, &position, &key, &value) != 0) {
+      flat_.spec.refer_to(key);
+      path_[depth] = {key, 0};
+      visit(value, depth + 1);
+    }
+  }
+
+  void visit_tensor(PyObject* object) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    if (altered_) {
+      delegate(object);
+    } else if (tensor.device() == target_) {
+      ready(object);
+      ++flat_.reused;
+    } else if (engine_transfers_ && is_packable(tensor)) {
+      flat_.spec.add(NodeKind::kLeaf, flat_.leaves.size());
+      flat_.leaves.add(tensor.const_data_ptr(), tensor.scalar_type(), tensor.sizes(),
+                       tensor.strides());
+      flat_.sources->keep(object);
+    } else {
+      delegate(object);
+    }
+  }
+
+  void visit_rare(PyObject* object, int depth) {
+    if (PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0) {
+      delegate(object);  // a subclass decides itself what `.to` means
+      return;
+    }
+    switch (classify_array(object)) {
+      case ArrayKind::kNotAnArray:
+      case ArrayKind::kOpaque:
+        ready(object);
+        ++flat_.opaque;
+        return;
+      case ArrayKind::kUnknownNumber:
+        throw py::type_error(path_text(depth) + " is a numpy array of dtype " +
+                             array_dtype_name(object) +
+                             ", which torch does not have: convert it with .astype(...) first");
+      case ArrayKind::kConvertible:
+        if (engine_transfers_ && !altered_ && add_array_leaf(object, flat_.leaves)) {
+          flat_.spec.add(NodeKind::kLeaf, flat_.leaves.size() - 1);
+          flat_.sources->keep(object);
+        } else {
+          delegate(object);
+        }
+    }
+  }
+
+  void ready(PyObject* object) {
+    flat_.spec.add(NodeKind::kReady, 0);
+    flat_.spec.refer_to(object);
+  }
+
+  void delegate(PyObject* object) {
+    flat_.spec.add(NodeKind::kReady, 0);
+    flat_.delegated.push_back(flat_.spec.refer_to(object));
+  }
+
+  void check_depth(int depth) const {
+    if (depth < kMaxDepth) return;
+    PyErr_Format(
+        PyExc_RecursionError,
+        "data is nested more than %d containers deep, from %s... on: does it contain itself?",
+        kMaxDepth, path_text(8).c_str());
+    throw py::error_already_set();
+  }
+
+  std::string path_text(int depth) const {
+    std::string text = "data";
+    for (int i = 0; i < depth; ++i) {
+      const Step& step = path_[i];
+      text += '[';
+      text += step.key != nullptr ? std::string(py::repr(step.key)) : std::to_string(step.index);
+      text += ']';
+    }
+    return text;
+  }
+
+  const c10::Device target_;
+  const bool engine_transfers_;
+  const bool altered_;
+  FlatTree flat_;
+  std::array<Step, kMaxDepth> path_;
+};
+
+}  // namespace
+
+FlatTree flatten(PyObject* data, c10::Device target, bool engine_transfers) {
+  return Flattener(target, engine_transfers).run(data);
+}
+
+}  // namespace tdcopier

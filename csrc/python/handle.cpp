@@ -1,0 +1,158 @@
+// Hand-over: get() waits on the host, wait() makes a stream wait; both build the result once.
+#include "python/handle.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+#include "engine/capture_mode.h"
+#include "python/device_argument.h"
+#include "python/sources.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+// The storages behind a delegated output, sparse ones included.
+void record_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
+  const c10::impl::VirtualGuardImpl backend(stream.device_type());
+  const auto record = [&](const at::Tensor& part) {
+    if (part.has_storage()) backend.recordDataPtrOnStream(part.storage().data_ptr(), stream);
+  };
+  switch (tensor.layout()) {
+    case c10::kSparse:
+      record(tensor._indices());
+      record(tensor._values());
+      return;
+    case c10::kSparseCsr:
+    case c10::kSparseBsr:
+      record(tensor.crow_indices());
+      record(tensor.col_indices());
+      record(tensor.values());
+      return;
+    case c10::kSparseCsc:
+    case c10::kSparseBsc:
+      record(tensor.ccol_indices());
+      record(tensor.row_indices());
+      record(tensor.values());
+      return;
+    default:
+      record(tensor);
+  }
+}
+
+}  // namespace
+
+Handle::~Handle() {
+  job_.reset();
+  release_returned_sources();
+}
+
+void Handle::attach(std::shared_ptr<CopyJob> job, bool background) {
+  counts_.packed = job->plan().packed_leaves;
+  counts_.alone = static_cast<uint32_t>(job->plan().order.size()) - counts_.packed;
+  job_ = std::move(job);
+  background_ = background;
+}
+
+bool Handle::ready() {
+  release_returned_sources();
+  if (python_failure_) return true;
+  if (job_ && !job_->is_done()) return false;
+  const RelaxedCapture relaxed(target_.type());
+  return !delegated_.made || delegated_.made->query();
+}
+
+py::object Handle::get() {
+  if (!has_engine_transfers(target_)) {
+    raise_if_failed();
+    build_once();
+    return result_;
+  }
+  const c10::Stream stream = parse_stream(py::none(), target_);
+  refuse_capture(stream, "get()");
+  wait_enqueued();
+  raise_if_failed();
+  build_once();  // while the transfers run
+  wait_done();
+  hand_over_to(stream);
+  return result_;
+}
+
+py::object Handle::wait(py::handle stream_or_none) {
+  if (!has_engine_transfers(target_)) return get();
+  const c10::Stream stream = parse_stream(stream_or_none, target_);
+  refuse_capture(stream, "wait()");
+  wait_enqueued();
+  raise_if_failed();
+  hand_over_to(stream);
+  build_once();
+  return result_;
+}
+
+void Handle::wait_enqueued() {
+  if (job_ && !job_->is_enqueued()) {
+    const py::gil_scoped_release no_gil;
+    job_->wait_enqueued();
+  }
+  release_returned_sources();
+}
+
+void Handle::wait_done() {
+  if (ready()) {
+    // A device error ends a copy too; waiting for what has ended raises it without blocking.
+    if (job_) job_->wait_done();
+    return;
+  }
+  const py::gil_scoped_release no_gil;
+  if (job_) job_->wait_done();
+  const RelaxedCapture relaxed(target_.type());
+  if (delegated_.made) delegated_.made->synchronize();
+}
+
+void Handle::raise_if_failed() {
+  if (python_failure_) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(python_failure_.ptr())),
+                    python_failure_.ptr());
+    throw py::error_already_set();
+  }
+  if (job_) job_->rethrow_failure();
+}
+
+void Handle::build_once() {
+  if (result_) return;
+  py::object built = spec_.unflatten([this](uint32_t leaf) { return job_->output(leaf); });
+  // Keys' hashes may run Python code, so another thread may have been faster: its result stands.
+  if (result_) return;
+  result_ = std::move(built);
+  spec_.clear();
+}
+
+void Handle::hand_over_to(const c10::Stream& stream) {
+  if (job_) job_->hand_over_to(stream);
+  if (!delegated_.made || stream == *delegated_.stream) return;
+  delegated_.made->block(stream);
+  for (const at::Tensor& tensor : delegated_.tensors) record_on_stream(tensor, stream);
+}
+
+py::tuple Handle::stats() const {
+  const TransferCounts moved = job_ ? job_->counts() : TransferCounts{0, 0};
+  const size_t chunks = job_ ? job_->plan().chunks.size() : 0;
+  return py::make_tuple(counts_.packed, counts_.alone, counts_.delegated, counts_.reused,
+                        counts_.opaque, chunks, moved.transfers, moved.bytes, background_);
+}
+
+int Handle::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(result_.ptr());
+  Py_VISIT(python_failure_.ptr());
+  return spec_.traverse(visit, arg);
+}
+
+void Handle::clear() {
+  result_ = py::object();
+  python_failure_ = py::object();
+  spec_.clear();
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,74 @@
+// What the caller holds: the treespec, the job, and the result once it was built.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/copy_job.h"
+#include "python/tree.h"
+
+namespace tdcopier {
+
+// What `Tensor.to` made on the target inside the call. It belongs to the stream that was current
+// then.
+struct DelegatedOutputs {
+  std::vector<at::Tensor> tensors;
+  std::optional<c10::Stream> stream;  // set with `made`
+  EventRef made;                      // behind the work of `Tensor.to`; null: nothing to wait for
+};
+
+struct LeafCounts {
+  uint32_t packed = 0;
+  uint32_t alone = 0;
+  uint32_t delegated = 0;
+  uint32_t reused = 0;
+  uint32_t opaque = 0;
+};
+
+// GIL: held for every member; given up inside while waiting. Thread: any that holds the GIL.
+class Handle {
+ public:
+  Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
+      : target_(target), spec_(std::move(spec)), counts_(counts) {}
+  ~Handle();
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+
+  // Filled in by start_copy, before the caller sees the handle.
+  void attach(std::shared_ptr<CopyJob> job, bool background);
+  void attach(DelegatedOutputs delegated) { delegated_ = std::move(delegated); }
+  void fail_with(pybind11::object exception) { python_failure_ = std::move(exception); }
+  TreeSpec& spec() { return spec_; }
+  LeafCounts& counts() { return counts_; }
+
+  bool ready();
+  pybind11::object get();
+  pybind11::object wait(pybind11::handle stream);
+  pybind11::tuple stats() const;  // in the order of CopyStats' fields
+
+  int traverse(visitproc visit, void* arg) const;
+  void clear();
+
+ private:
+  void wait_enqueued();
+  void wait_done();
+  void raise_if_failed();
+  void build_once();
+  void hand_over_to(const c10::Stream& stream);
+
+  const c10::Device target_;
+  TreeSpec spec_;
+  LeafCounts counts_;
+  std::shared_ptr<CopyJob> job_;  // null: the engine itself moves nothing
+  bool background_ = false;
+  DelegatedOutputs delegated_;
+  pybind11::object python_failure_;  // what a delegated leaf raised
+  pybind11::object result_;
+};
+
+}  // namespace tdcopier

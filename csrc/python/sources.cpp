@@ -1,0 +1,62 @@
+// The list of sources that wait for the GIL.
+#include "python/sources.h"
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+namespace tdcopier {
+namespace {
+
+struct Returned {
+  std::mutex mutex;
+  std::vector<std::vector<PyObject*>> objects;  // guarded by mutex
+  std::atomic<bool> any = false;                // a look without the lock
+  std::atomic<bool> ending = false;
+};
+
+Returned& returned() {
+  static auto* list = new Returned();  // outlives the workers
+  return *list;
+}
+
+int release_in_main_thread(void*) {
+  release_returned_sources();
+  return 0;
+}
+
+}  // namespace
+
+void PySources::give_back() noexcept {
+  if (objects_.empty()) return;
+  Returned& list = returned();
+  {
+    const std::lock_guard lock(list.mutex);
+    list.objects.push_back(std::move(objects_));
+    list.any = true;
+  }
+  objects_.clear();
+  // A thread that holds the GIL is about to release the list itself. When the queue of pending
+  // calls is full there is a pending call already, perhaps ours.
+  if (!list.ending && PyGILState_Check() == 0) Py_AddPendingCall(release_in_main_thread, nullptr);
+}
+
+void release_returned_sources() {
+  Returned& list = returned();
+  if (!list.any) return;
+  std::vector<std::vector<PyObject*>> objects;
+  {
+    const std::lock_guard lock(list.mutex);
+    objects.swap(list.objects);
+    list.any = false;
+  }
+  for (const std::vector<PyObject*>& batch : objects) {
+    for (PyObject* object : batch) Py_DECREF(object);
+  }
+}
+
+void stop_returning_sources() {
+  returned().ending = true;
+}
+
+}  // namespace tdcopier

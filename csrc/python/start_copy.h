@@ -1,0 +1,31 @@
+// From a nested structure to a handle: the order of the steps of one call.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "python/handle.h"
+
+namespace tdcopier {
+
+// Up to this many bytes are staged in the call: waking a worker costs about 8 us, and so does a
+// copy of this order.
+inline constexpr uint64_t kMaxInlineBytes = 512 * 1024;
+
+struct CopyOptions {
+  bool use_pinned_staging;
+  PackOptions pack;
+  bool use_background_thread;
+};
+
+// Throws what is wrong with the call. A copy that fails does so in the handle.
+// Blocks: while the host is too far ahead of the device (see RunAhead).
+std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle device,
+                                   const CopyOptions& options);
+
+// Blocks: until every job that workers have begun is enqueued. Later copies run in the calling
+// thread.
+void shut_down_workers();
+
+}  // namespace tdcopier

@@ -1,0 +1,79 @@
+// A tree without its leaves, and the leaves: the one walk that takes a nested structure apart.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "engine/leaf.h"
+#include "python/sources.h"
+
+namespace tdcopier {
+
+// Containers nested deeper than this raise RecursionError, cycles included.
+inline constexpr int kMaxDepth = 1000;
+
+enum class NodeKind : uint8_t {
+  kList,   // number = children
+  kTuple,  // number = children
+  kDict,   // number = children; its keys are taken from the references, each before its child
+  kLeaf,   // number = index in the leaf table
+  kReady,  // the next reference is the value itself: opaque, reused, or what `Tensor.to` returned
+};
+
+// Nodes in the order of the walk, parents before children; references in the same order.
+// GIL: held for every member, the destructor included.
+class TreeSpec {
+ public:
+  struct Node {
+    NodeKind kind;
+    uint32_t number;
+  };
+
+  TreeSpec() = default;
+  TreeSpec(TreeSpec&& other) noexcept { swap(other); }
+  TreeSpec& operator=(TreeSpec&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~TreeSpec() { clear(); }
+
+  void reserve(size_t nodes);
+  void add(NodeKind kind, size_t number) {
+    nodes_.push_back({kind, static_cast<uint32_t>(number)});
+  }
+  // Takes a reference of its own; returns the index.
+  size_t refer_to(PyObject* object);
+  PyObject* reference(size_t index) const { return references_[index]; }  // borrowed
+  void replace_reference(size_t index, pybind11::object value);
+
+  // New containers of the same types; `leaf(i)` makes the i-th leaf's tensor.
+  pybind11::object unflatten(const std::function<at::Tensor(uint32_t)>& leaf) const;
+
+  void clear();
+  int traverse(visitproc visit, void* arg) const;  // for the garbage collector
+
+ private:
+  void swap(TreeSpec& other) noexcept;
+
+  std::vector<Node> nodes_;
+  std::vector<PyObject*> references_;  // owned
+};
+
+struct FlatTree {
+  TreeSpec spec;
+  LeafTable leaves;                    // what the engine moves
+  std::unique_ptr<PySources> sources;  // keeps their memory
+  std::vector<size_t> delegated;       // references that `Tensor.to` must replace
+  uint32_t reused = 0;
+  uint32_t opaque = 0;
+};
+
+// Throws: RecursionError, TypeError with the leaf's path. Runs no Python code unless it throws.
+FlatTree flatten(PyObject* data, c10::Device target, bool engine_transfers);
+
+}  // namespace tdcopier

@@ -1,0 +1,28 @@
+"""Packed asynchronous copies of nested tensors between devices.
+
+`start_copy` begins a copy and returns a handle, `copy` is its blocking form.
+"""
+
+from tdcopier._copy import (
+    AsyncCopyHandle,
+    InternalError,
+    copy,
+    set_run_ahead_limit,
+    set_staging_limit_bytes,
+    staging_bytes,
+    start_copy,
+)
+from tdcopier._stats import CopyStats
+
+__all__ = [
+    "AsyncCopyHandle",
+    "CopyStats",
+    "InternalError",
+    "copy",
+    "set_run_ahead_limit",
+    "set_staging_limit_bytes",
+    "staging_bytes",
+    "start_copy",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,165 @@
+"""The public calls: argument checks in Python, everything else in the native module."""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+from typing import Any, TypeAlias
+
+import torch  # its libraries must be loaded before the native module
+
+from tdcopier import _C
+from tdcopier._C import AsyncCopyHandle, InternalError
+
+__all__ = [
+    "AsyncCopyHandle",
+    "Device",
+    "InternalError",
+    "copy",
+    "set_run_ahead_limit",
+    "set_staging_limit_bytes",
+    "staging_bytes",
+    "start_copy",
+]
+
+Device: TypeAlias = "str | torch.device | int"
+
+_STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
+_LARGEST_ALIGNMENT_BYTES = 1 << 30
+_LARGEST_CHUNK_BYTES = 1 << 62
+
+
+def start_copy(
+    data: Any,
+    device: Device,
+    *,
+    use_pinned_staging: bool = True,
+    pack_cpu_tensors: bool = True,
+    min_packed_alignment_bytes: int = 16,
+    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
+    use_background_thread: bool = True,
+) -> AsyncCopyHandle:
+    """Begin to copy every tensor and array of `data` to `device`; return at once with a handle.
+
+    The result equals what `Tensor.to(device)` gives for every leaf, in containers of the same
+    types: same values, dtypes, shapes, strides. `list`, `tuple` and `dict` are containers
+    (subclasses are not yet); tensors and numpy arrays are leaves, and arrays become tensors;
+    everything else is opaque and comes back as it is. Leaves on `device` already come back as the
+    same objects.
+
+    Host leaves whose bytes are contiguous travel packed: those up to 256 KiB share chunks on the
+    device, larger ones have a chunk each. Whatever cannot be copied as plain bytes (leaves that
+    need gradients or lie on another device, sparse tensors, subclasses, gapped strides, any leaf
+    under a torch mode) is left to `Tensor.to`, inside this call, and counted in `stats`.
+
+    **Until the copy is done** (`get` returned, or `ready` is true) the caller may drop the sources
+    and the handle, but may not modify or resize a source in place. A pinned source that a stream
+    is still writing must be synchronised before the call. One output that is alive keeps its whole
+    chunk, and `torch.save` of it writes the whole chunk: `clone()` what is to be kept for long.
+
+    Args:
+        data: a leaf, or any nesting of containers and leaves, up to 1000 containers deep.
+        device: the target, as for `Tensor.to`. "cuda" is the current CUDA device.
+        use_pinned_staging: stage through pinned memory, so that transfers run beside the host.
+            Without it, transfers read pageable memory and block the thread that makes them.
+        pack_cpu_tensors: let small leaves share chunks. Without it each leaf has its own
+            allocation and transfer.
+        min_packed_alignment_bytes: every packed leaf's address on the device is a multiple of
+            the larger of this and its element size, rounded up to a multiple of its element size.
+        max_packed_chunk_bytes: most bytes that the leaves of one chunk span, padding included. (The
+            allocation is larger where an alignment above 64 bytes calls for it.)
+        use_background_thread: leave large work to worker threads and return at once. Up to
+            512 KiB are staged in the call all the same, since that is faster.
+
+    Returns:
+        The handle. `get()` waits for the result; `wait()` gives it at once, ordered on a stream.
+
+    Raises:
+        TypeError: an option or the device is of the wrong type; an array's numbers have a type
+            that torch lacks (the message names its path).
+        ValueError: no such device; a size option that is not positive, an alignment above 1 GiB.
+        RecursionError: containers nested more than 1000 deep, or containing themselves.
+        RuntimeError: the current stream is capturing a CUDA graph.
+
+    A failure of the copy itself (such as `torch.OutOfMemoryError`) is raised by `get` and `wait`.
+    """
+    return _C.start_copy(
+        data,
+        device,
+        bool(use_pinned_staging),
+        bool(pack_cpu_tensors),
+        _size_option(
+            "min_packed_alignment_bytes", min_packed_alignment_bytes, _LARGEST_ALIGNMENT_BYTES
+        ),
+        _size_option("max_packed_chunk_bytes", max_packed_chunk_bytes, _LARGEST_CHUNK_BYTES),
+        bool(use_background_thread),
+    )
+
+
+def copy(data: Any, device: Device, **options: Any) -> Any:
+    """The blocking form of `start_copy`: the tree on `device`, arrived. Takes the same options."""
+    return start_copy(data, device, **options).get()
+
+
+def set_staging_limit_bytes(limit_bytes: int) -> None:
+    """Bound the pinned memory that copies to one device are staged in; all devices, default 64 MiB.
+
+    A copy that finds every staging buffer (4 MiB each) in use waits for one. A lower limit is
+    reached as buffers come back. The environment variable `TDCOPIER_STAGING_LIMIT_BYTES` sets the
+    limit at import.
+
+    Raises:
+        ValueError: less than one buffer.
+    """
+    limit = operator.index(limit_bytes)
+    if limit < _C.STAGING_BUFFER_BYTES:
+        raise ValueError(
+            f"limit_bytes must be at least {_C.STAGING_BUFFER_BYTES} (one buffer); got {limit}"
+        )
+    _C.set_staging_limit_bytes(limit)
+
+
+def staging_bytes(device: Device) -> int:
+    """Bytes of pinned memory that the engine holds at present to stage copies to `device`."""
+    return _C.staging_bytes(device)
+
+
+def set_run_ahead_limit(batches: int) -> None:
+    """Bound how many handed-over batches the host may be ahead of the device; default 4.
+
+    A batch that was dropped keeps its device memory until the device has read it, so a loop that is
+    bound by the device would hold ever more of them. `start_copy` therefore waits until the device
+    has reached all but `batches - 1` of the earlier hand-overs (`get` or `wait`).
+
+    Raises:
+        ValueError: less than 1.
+    """
+    limit = operator.index(batches)
+    if limit < 1:
+        raise ValueError(f"batches must be at least 1; got {limit}")
+    _C.set_run_ahead_limit(min(limit, 0xFFFFFFFF))
+
+
+def _size_option(name: str, value: int, largest: int) -> int:
+    if type(value) is not int:  # the common case costs one comparison
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be a positive int; got {value!r}")
+        value = operator.index(value)
+    if not 0 < value <= largest:
+        raise ValueError(f"{name} must be a positive int of at most {largest}; got {value}")
+    return value
+
+
+def _limit_from_environment() -> None:
+    text = os.environ.get(_STAGING_LIMIT_VARIABLE)
+    if text is None:
+        return
+    try:
+        set_staging_limit_bytes(int(text))
+    except ValueError as error:
+        raise ValueError(f"{_STAGING_LIMIT_VARIABLE}={text!r}: {error}") from None
+
+
+_limit_from_environment()
+atexit.register(_C.shut_down)

@@ -1,0 +1,32 @@
+"""What a copy did, in numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class CopyStats(NamedTuple):
+    """Counts of one copy. Transfers and bytes are complete once the handle is `ready()`.
+
+    Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
+    the number of tensors and arrays in the tree.
+    """
+
+    packed_leaves: int
+    """Leaves that share a chunk with others."""
+    alone_leaves: int
+    """Leaves with a chunk of their own, being larger than 256 KiB or because packing is off."""
+    delegated_leaves: int
+    """Leaves that were left to `Tensor.to`, inside the call; it may have blocked."""
+    reused_leaves: int
+    """Leaves that are on the target already and are returned as they are."""
+    opaque_leaves: int
+    """Values that are neither containers nor leaves, passed through unchanged."""
+    chunks: int
+    """Allocations on the target."""
+    transfers: int
+    """Transfers that the engine enqueued; those of delegated leaves are not among them."""
+    transfer_bytes: int
+    """Bytes of these transfers, padding between slots included."""
+    background: bool
+    """Whether workers staged the copy, rather than the call itself."""
