@@ -1,0 +1,86 @@
+// Reuse of memory blocks in the order of streams' work.
+#include "sim/block_cache.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "sim/runtime.h"
+
+namespace tdcopier::sim {
+
+namespace {
+
+// Fresh system memory often reads as zero, which is what a test may well expect: this does not.
+constexpr int kFreshByte = 0xA5;
+
+}  // namespace
+
+std::size_t rounded_size(std::size_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
+
+Block* BlockCache::reuse(std::int64_t pool, std::size_t size) {
+  sweep();
+  const auto found = free_.find({pool, size});
+  if (found == free_.end() || found->second.empty()) return nullptr;
+  Block* const block = found->second.back();
+  found->second.pop_back();
+  block->seen_until.clear();
+  return block;
+}
+
+Block* BlockCache::allocate(std::int64_t pool, std::size_t size) {
+  void* const data = std::aligned_alloc(kBlockBytes, size);
+  if (data == nullptr) return nullptr;
+  std::memset(data, kFreshByte, size);
+  auto block = std::make_unique<Block>();
+  block->data = data;
+  block->size = size;
+  block->pool = pool;
+  Block* const result = block.get();
+  blocks_.emplace(reinterpret_cast<std::uintptr_t>(data), std::move(block));
+  return result;
+}
+
+void BlockCache::recycle(Block* block) {
+  for (StreamQueue* const user : block->users) {
+    block->in_use_until.push_back(Point{user, user->last()});
+  }
+  block->users.clear();
+  block->seen_until = all_pending_work();
+  waiting_.push_back(block);
+  sweep();
+}
+
+Block* BlockCache::starting_at(const void* data) const {
+  const auto found = blocks_.find(reinterpret_cast<std::uintptr_t>(data));
+  return found == blocks_.end() ? nullptr : found->second.get();
+}
+
+Block* BlockCache::containing(const void* data) const {
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  auto next = blocks_.upper_bound(address);
+  if (next == blocks_.begin()) return nullptr;
+  const auto& [start, block] = *--next;
+  return address < start + block->size ? block.get() : nullptr;
+}
+
+bool BlockCache::all_passed(std::vector<Point>& points) {
+  std::erase_if(points, [](const Point& point) { return point.passed(); });
+  return points.empty();
+}
+
+void BlockCache::sweep() {
+  std::erase_if(waiting_, [&](Block* block) {
+    if (!all_passed(block->in_use_until)) return false;
+    free_[{block->pool, block->size}].push_back(block);
+    return true;
+  });
+}
+
+void BlockCache::forget(Block* block) {
+  std::free(block->data);
+  blocks_.erase(reinterpret_cast<std::uintptr_t>(block->data));
+}
+
+}  // namespace tdcopier::sim

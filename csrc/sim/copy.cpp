@@ -1,0 +1,118 @@
+// Copies as operations on streams.
+#include "sim/copy.h"
+
+#include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <cstring>
+
+#include "sim/counters.h"
+#include "sim/event.h"
+#include "sim/pinned_allocator.h"
+#include "sim/runtime.h"
+
+namespace tdcopier::sim {
+
+namespace {
+
+bool is_sim(const at::Tensor& tensor) {
+  return tensor.device().type() == kDeviceType;
+}
+
+// The tensor's memory, which lies in the host's whatever its device, seen as a tensor of the host.
+// It owns nothing: as on a device, who frees memory that is in use has to say so to its allocator.
+at::Tensor host_view(const at::Tensor& tensor) {
+  auto view = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                            at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU));
+  if (tensor.is_conj()) view = view.conj();
+  if (tensor.is_neg()) view = view._neg_view();
+  return view;
+}
+
+// Whether the elements lie in memory in the same way, without holes, so that bytes can be copied.
+bool same_layout(const at::Tensor& source, const at::Tensor& target) {
+  if (source.scalar_type() != target.scalar_type() || source.is_conj() != target.is_conj() ||
+      source.is_neg() != target.is_neg()) {
+    return false;
+  }
+  if (source.is_contiguous() && target.is_contiguous()) return true;
+  return source.strides() == target.strides() && source.is_non_overlapping_and_dense();
+}
+
+StreamQueue::Operation copy_operation(const at::Tensor& source, const at::Tensor& target) {
+  if (same_layout(source, target)) {
+    return [to = target.data_ptr(), from = source.const_data_ptr(), bytes = target.nbytes()] {
+      std::memmove(to, from, bytes);
+    };
+  }
+  // What can be known to be wrong is better said now than by the stream.
+  at::assert_no_internal_overlap(target);
+  at::assert_no_partial_overlap(target, source);
+  return [to = host_view(target), from = host_view(source)] {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    to.copy_(from);
+  };
+}
+
+void copy_between_devices(const at::Tensor& source, const at::Tensor& target) {
+  count_transfer(Direction::kDeviceToDevice, target.nbytes());
+  auto& from = current_queue(source.device().index());
+  if (source.device() == target.device()) {
+    from.enqueue(copy_operation(source, target));
+    return;
+  }
+  auto& to = current_queue(target.device().index());
+  Event event(/*timed=*/false);
+  event.record(to);  // nobody may still be using the target's memory
+  event.block(from);
+  from.enqueue(copy_operation(source, target));
+  event.record(from);
+  event.block(to);
+}
+
+void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  const bool to_device = is_sim(target);
+  const auto& host = to_device ? source : target;
+  const auto& device = to_device ? target : source;
+  TORCH_CHECK(host.device().is_cpu(),
+              "the simulated device exchanges data with the host only, not with ", host.device());
+  count_transfer(to_device ? Direction::kHostToDevice : Direction::kDeviceToHost, target.nbytes());
+  const auto stream = current_stream(device.device().index());
+  auto& queue = queue_of(stream);
+  const auto position = queue.enqueue(copy_operation(source, target));
+  auto& pinned = PinnedAllocator::get();
+  auto* const data = const_cast<void*>(host.const_data_ptr());
+  if (non_blocking && pinned.is_pinned(data)) {
+    pinned.record_event(data, host.storage().data_ptr().get_context(), stream);
+  } else {
+    queue.wait(position);
+  }
+}
+
+}  // namespace
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  const auto expanded = source.sizes() == target.sizes() ? source : source.expand(target.sizes());
+  if (target.numel() == 0) return target;
+  if (is_sim(source) && is_sim(target)) {
+    copy_between_devices(expanded, target);
+  } else {
+    copy_with_host(expanded, target, non_blocking);
+  }
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  if (source.sizes() != target.sizes()) target.resize_(source.sizes());
+  return copy_from(source, target, /*non_blocking=*/false);
+}
+
+at::Scalar local_scalar(const at::Tensor& self) {
+  const auto on_host = at::empty(self.sizes(), self.options().device(at::kCPU));
+  copy_from(self, on_host, /*non_blocking=*/false);
+  return at::_local_scalar_dense(on_host);
+}
+
+}  // namespace tdcopier::sim

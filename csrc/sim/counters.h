@@ -1,0 +1,36 @@
+// Counts of the transfers between host and device and within devices.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace tdcopier::sim {
+
+enum class Direction : std::uint8_t { kHostToDevice, kDeviceToHost, kDeviceToDevice };
+inline constexpr std::size_t kDirections = 3;
+
+struct Count {
+  std::int64_t transfers = 0;
+  std::int64_t bytes = 0;
+};
+
+using Counts = std::array<Count, kDirections>;  // indexed by Direction
+
+// Counts a transfer, at the time that it is enqueued, unless Uncounted is in force.
+void count_transfer(Direction direction, std::size_t bytes);
+
+Counts counts();
+void reset_counts();
+
+// While one lives, the calling thread's transfers are not counted: those that only stand in for
+// kernels which the simulation does not have.
+class Uncounted {
+ public:
+  Uncounted();
+  ~Uncounted();
+  Uncounted(const Uncounted&) = delete;
+  Uncounted& operator=(const Uncounted&) = delete;
+};
+
+}  // namespace tdcopier::sim

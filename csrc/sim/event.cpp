@@ -1,0 +1,51 @@
+// Events as positions in a stream's work.
+#include "sim/event.h"
+
+#include <c10/util/Exception.h>
+
+#include <chrono>
+
+namespace tdcopier::sim {
+
+void Event::record(StreamQueue& stream) {
+  auto reached_at = std::make_shared<std::int64_t>(0);
+  const auto position = stream.enqueue([reached_at] {
+    *reached_at = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                      std::chrono::steady_clock::now().time_since_epoch())
+                      .count();
+  });
+  const std::lock_guard lock(mutex_);
+  marker_ = {Point{&stream, position}, std::move(reached_at)};
+}
+
+void Event::block(StreamQueue& stream) const {
+  const auto point = marker().point;
+  // A stream never waits for itself: what it has been given before runs before anyway.
+  if (point.stream == nullptr || point.stream == &stream || point.passed()) return;
+  stream.enqueue([point] { point.wait(); });
+}
+
+bool Event::query() const {
+  return marker().point.passed();
+}
+
+void Event::synchronize() const {
+  marker().point.wait();
+}
+
+double Event::elapsed_milliseconds(const Event& start, const Event& end) {
+  TORCH_CHECK(start.timed_ && end.timed_, "both events must be created with timing enabled");
+  const auto first = start.marker();
+  const auto second = end.marker();
+  TORCH_CHECK(first.reached_at && second.reached_at, "both events must have been recorded");
+  TORCH_CHECK(first.point.passed() && second.point.passed(),
+              "both events must have been reached before their distance can be measured");
+  return static_cast<double>(*second.reached_at - *first.reached_at) / 1e6;
+}
+
+Event::Marker Event::marker() const {
+  const std::lock_guard lock(mutex_);
+  return marker_;
+}
+
+}  // namespace tdcopier::sim

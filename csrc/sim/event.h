@@ -1,0 +1,44 @@
+// An event: a marker that is put into a stream's work, and what can be asked of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "sim/stream_queue.h"
+
+namespace tdcopier::sim {
+
+// Any thread may call any member. Waits that were enqueued refer to the marker, not to the event:
+// neither recording again nor destroying the event changes them.
+class Event {
+ public:
+  explicit Event(bool timed) : timed_(timed) {}
+
+  void record(StreamQueue& stream);
+
+  // Makes the stream's later operations wait for the most recent record; nothing if there is none.
+  void block(StreamQueue& stream) const;
+
+  // Whether the most recent record has been reached; true if there is none.
+  bool query() const;
+  void synchronize() const;
+
+  // Milliseconds between the most recent records of two events, each of which must be timed,
+  // recorded and reached.
+  static double elapsed_milliseconds(const Event& start, const Event& end);
+
+ private:
+  struct Marker {
+    Point point;
+    std::shared_ptr<std::int64_t> reached_at;  // nanoseconds; written before the point is passed
+  };
+
+  Marker marker() const;
+
+  const bool timed_;
+  mutable std::mutex mutex_;
+  Marker marker_;
+};
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,112 @@
+// c10's device-generic interface, in terms of the simulation's streams and events.
+#include "sim/guard.h"
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+
+#include "sim/device_allocator.h"
+#include "sim/event.h"
+#include "sim/runtime.h"
+
+namespace tdcopier::sim {
+
+namespace {
+
+c10::DeviceIndex index_of(c10::Device device) {
+  TORCH_CHECK(device.type() == kDeviceType, "not a simulated device: ", device);
+  return resolve_device(device.index());
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kDeviceType; }
+
+  c10::DeviceIndex deviceCount() const noexcept override { return device_count(); }
+
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto previous = getDevice();
+    setDevice(device);
+    return previous;
+  }
+
+  c10::Device getDevice() const override { return {kDeviceType, current_device()}; }
+
+  void setDevice(c10::Device device) const override { set_current_device(index_of(device)); }
+
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0 && device.index() < device_count()) set_current_device(device.index());
+  }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return current_stream(index_of(device));
+  }
+
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return default_stream(index_of(device));
+  }
+
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
+    return pool_stream(index_of(device), high_priority);
+  }
+
+  // As on CUDA, a new stream is one of the pool, and a negative priority is a high one.
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return pool_stream(index_of(device), priority < 0);
+  }
+
+  c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
+
+  bool queryStream(const c10::Stream& stream) const override {
+    const auto& queue = queue_of(stream);
+    return queue.passed(queue.last());
+  }
+
+  void synchronizeStream(const c10::Stream& stream) const override {
+    auto& queue = queue_of(stream);
+    queue.wait(queue.last());
+  }
+
+  void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize(device); }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
+              const c10::EventFlag flag) const override {
+    TORCH_CHECK(device == -1 || device == stream.device_index(), "an event of sim:", int{device},
+                " cannot be recorded on a stream of sim:", int{stream.device_index()});
+    auto& queue = queue_of(stream);
+    if (*event == nullptr) *event = new Event(flag == c10::EventFlag::BACKEND_DEFAULT);
+    static_cast<Event*>(*event)->record(queue);
+  }
+
+  void block(void* event, const c10::Stream& stream) const override {
+    auto& queue = queue_of(stream);
+    if (event != nullptr) static_cast<Event*>(event)->block(queue);
+  }
+
+  bool queryEvent(void* event) const override {
+    return event == nullptr || static_cast<Event*>(event)->query();
+  }
+
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) static_cast<Event*>(event)->synchronize();
+  }
+
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+
+  double elapsedTime(void* start, void* end, const c10::DeviceIndex device) const override {
+    TORCH_CHECK(start != nullptr && end != nullptr, "both events must have been recorded");
+    return Event::elapsed_milliseconds(*static_cast<Event*>(start), *static_cast<Event*>(end));
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    DeviceAllocator::get().recordStream(data, stream);
+  }
+};
+
+}  // namespace
+
+void register_guard() {
+  c10::impl::registerDeviceGuard(kDeviceType, new Guard);
+}
+
+}  // namespace tdcopier::sim

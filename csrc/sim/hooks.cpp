@@ -1,0 +1,89 @@
+// Hooks for torch.accelerator, pinned memory, generators and storages.
+#include "sim/hooks.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "sim/device_allocator.h"
+#include "sim/pinned_allocator.h"
+#include "sim/runtime.h"
+
+namespace tdcopier::sim {
+
+namespace {
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return device_count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override {
+    return device >= 0 && device < device_count();
+  }
+  void init() const override {}
+
+  c10::DeviceIndex deviceCount() const override { return device_count(); }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(c10::DeviceIndex device) const override {
+    set_current_device(resolve_device(device));
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    const auto previous = current_device();
+    setCurrentDevice(device);
+    return previous;
+  }
+  // A negative index leaves the device as it is.
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return device < 0 ? current_device() : exchangeDevice(device);
+  }
+
+  bool isPinnedPtr(const void* data) const override {
+    return PinnedAllocator::get().is_pinned(data);
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &PinnedAllocator::get(); }
+  c10::Device getDeviceFromPtr(void* data) const override {
+    const auto device = DeviceAllocator::get().device_of(data);
+    TORCH_CHECK(device.has_value(), "the address is not in memory of the simulated device");
+    return {kDeviceType, *device};
+  }
+
+  // Random operators run on the host, hence the numbers come from generators of the host.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return at::detail::createCPUGenerator();
+  }
+
+  void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
+    resize_storage(storage, bytes);
+  }
+};
+
+}  // namespace
+
+void register_hooks() {
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+}
+
+void resize_storage(const c10::Storage& storage, std::size_t bytes) {
+  TORCH_CHECK(storage.resizable(), "trying to resize a storage that is not resizable");
+  const c10::DeviceGuard guard(storage.device());
+  auto& allocator = DeviceAllocator::get();
+  auto data = allocator.allocate(bytes);
+  const auto kept = std::min(bytes, storage.nbytes());
+  if (kept > 0) {
+    const auto stream = current_stream(storage.device().index());
+    queue_of(stream).enqueue([target = data.get(), source = storage.data(), kept] {
+      std::memcpy(target, source, kept);
+    });
+    allocator.recordStream(storage.data_ptr(), stream);
+  }
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+}
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,159 @@
+// Python's view of the simulation: plain functions of numbers, dressed up in tdcopier/sim.
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <tuple>
+
+#include "sim/counters.h"
+#include "sim/device_allocator.h"
+#include "sim/gate.h"
+#include "sim/guard.h"
+#include "sim/hooks.h"
+#include "sim/operators.h"
+#include "sim/pinned_allocator.h"
+#include "sim/runtime.h"
+
+namespace py = pybind11;
+
+namespace tdcopier::sim {
+
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;  // for whatever may block
+
+// Registration is done here and not when the module is loaded: from then on the simulation is the
+// accelerator of the process, which has to be somebody's explicit wish.
+void enable(int devices) {
+  TORCH_CHECK(!c10::impl::hasDeviceGuardImpl(kDeviceType) && !at::isPrivateUse1HooksRegistered(),
+              "torch's PrivateUse1 device is in use by another backend");
+  create_devices(devices);
+  register_hooks();
+  c10::SetAllocator(kDeviceType, &DeviceAllocator::get());
+  at::setHostAllocator(kDeviceType, &PinnedAllocator::get());
+  register_guard();
+  register_operators();
+}
+
+StreamQueue& queue_at(int device, c10::StreamId id) {
+  return queue_of(c10::Stream(c10::Stream::UNSAFE,
+                              c10::Device(kDeviceType, static_cast<c10::DeviceIndex>(device)), id));
+}
+
+std::uint64_t busy_for(int device, c10::StreamId id, double seconds) {
+  const auto time =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
+  return queue_at(device, id).enqueue([gate = Gate::make(), time] { gate->pass_within(time); });
+}
+
+std::uint64_t busy_until_open(int device, c10::StreamId id, std::shared_ptr<Gate> gate) {
+  return queue_at(device, id).enqueue([gate = std::move(gate)] { gate->pass(); });
+}
+
+c10::StreamId exchange_stream_id(int device, c10::StreamId id) {
+  const c10::Device on(kDeviceType, static_cast<c10::DeviceIndex>(device));
+  return exchange_stream(c10::Stream(c10::Stream::UNSAFE, on, id)).id();
+}
+
+int exchange_device(int device) {
+  const auto previous = current_device();
+  set_current_device(resolve_device(static_cast<c10::DeviceIndex>(device)));
+  return previous;
+}
+
+auto memory_stats(int device) {
+  const auto stats = DeviceAllocator::get().stats(static_cast<c10::DeviceIndex>(device));
+  return std::make_tuple(stats.allocated, stats.peak_allocated, stats.reserved, stats.peak_reserved,
+                         stats.allocations);
+}
+
+auto pinned_bytes() {
+  const auto bytes = PinnedAllocator::get().bytes();
+  return std::make_tuple(bytes.in_use, bytes.current, bytes.peak);
+}
+
+auto transfer_counts() {
+  const auto all = counts();
+  const auto pair = [&](Direction direction) {
+    const auto& count = all[static_cast<std::size_t>(direction)];
+    return std::make_tuple(count.transfers, count.bytes);
+  };
+  return std::make_tuple(pair(Direction::kHostToDevice), pair(Direction::kDeviceToHost),
+                         pair(Direction::kDeviceToDevice));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_sim, m) {
+  m.doc() = "The simulated accelerator of tdcopier.sim; torch must be imported first.";
+
+  // Without torch's own translator a c10 error would show the C++ stack in its message.
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const c10::ValueError& e) {
+      PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
+    } catch (const c10::Error& e) {
+      PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
+    }
+  });
+
+  m.attr("MAX_DEVICES") = kMaxDevices;
+
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
+      .def(py::init(&Gate::make))
+      .def("open", &Gate::open, Release())
+      .def("is_open", &Gate::is_open, Release())
+      .def("wait_until_reached", &Gate::wait_until_reached, Release());
+
+  m.def("enable", &enable, py::arg("devices"));
+  m.def("shut_down", &shut_down, Release());
+  m.def("in_forked_child", &in_forked_child);
+
+  m.def("device_count", [] { return int{device_count()}; });
+  m.def("current_device", [] { return int{current_device()}; });
+  m.def("exchange_device", &exchange_device, py::arg("device"));
+  m.def("exchange_stream", &exchange_stream_id, py::arg("device"), py::arg("stream_id"));
+
+  m.def(
+      "hold", [](int device, c10::StreamId id) { queue_at(device, id).hold(); }, py::arg("device"),
+      py::arg("stream_id"), Release());
+  m.def(
+      "release", [](int device, c10::StreamId id) { queue_at(device, id).release(); },
+      py::arg("device"), py::arg("stream_id"), Release());
+  m.def("busy_for", &busy_for, py::arg("device"), py::arg("stream_id"), py::arg("seconds"),
+        Release());
+  m.def("busy_until_open", &busy_until_open, py::arg("device"), py::arg("stream_id"),
+        py::arg("gate"), Release());
+  m.def(
+      "synchronize", [](int device) { synchronize(static_cast<c10::DeviceIndex>(device)); },
+      py::arg("device"), Release());
+
+  m.def("transfer_counts", &transfer_counts);
+  m.def("reset_counts", &reset_counts);
+  m.def("memory_stats", &memory_stats, py::arg("device"));
+  m.def(
+      "reset_peak_memory_stats",
+      [](int device) {
+        DeviceAllocator::get().resetPeakStats(static_cast<c10::DeviceIndex>(device));
+      },
+      py::arg("device"));
+  m.def(
+      "set_memory_limit_bytes",
+      [](int device, std::optional<std::int64_t> bytes) {
+        DeviceAllocator::get().set_limit(static_cast<c10::DeviceIndex>(device), bytes);
+      },
+      py::arg("device"), py::arg("bytes"));
+  m.def("empty_cache", [] { DeviceAllocator::get().emptyCache(); });
+  m.def("pinned_bytes", &pinned_bytes);
+  m.def("reset_peak_pinned_bytes", [] { PinnedAllocator::get().reset_peak_stats(); });
+  m.def("empty_pinned_cache", [] { PinnedAllocator::get().empty_cache(); });
+}
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,105 @@
+// Pinned blocks and their counts.
+#include "sim/pinned_allocator.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "sim/runtime.h"
+
+namespace tdcopier::sim {
+
+namespace {
+
+constexpr std::int64_t kOnlyPool = 0;
+
+// The names of the fields have changed between versions of torch: those that exist are filled in.
+template <typename Stats>
+Stats host_stats(const PinnedBytes& bytes) {
+  Stats stats;
+  if constexpr (requires { stats.allocated_bytes.current; }) {
+    stats.allocated_bytes.current = bytes.current;
+    stats.allocated_bytes.peak = bytes.peak;
+  }
+  if constexpr (requires { stats.active_bytes.current; }) stats.active_bytes.current = bytes.in_use;
+  return stats;
+}
+
+}  // namespace
+
+PinnedAllocator& PinnedAllocator::get() {
+  static auto* const instance = new PinnedAllocator;  // leaked: tensors are freed at any time
+  return *instance;
+}
+
+c10::DataPtr PinnedAllocator::allocate(std::size_t bytes) {
+  if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
+  const auto size = rounded_size(bytes);
+  const auto signed_size = static_cast<std::int64_t>(size);
+  const std::lock_guard lock(mutex_);
+  auto* block = cache_.reuse(kOnlyPool, size);
+  if (block == nullptr) {
+    block = cache_.allocate(kOnlyPool, size);
+    TORCH_CHECK(block != nullptr, "the host has no ", size, " bytes of memory to pin");
+    bytes_.current += signed_size;
+    bytes_.peak = std::max(bytes_.peak, bytes_.current);
+  }
+  bytes_.in_use += signed_size;
+  return {block->data, block, &free_block, c10::DeviceType::CPU};
+}
+
+void PinnedAllocator::copy_data(void* target, const void* source, std::size_t bytes) const {
+  std::memcpy(target, source, bytes);
+}
+
+bool PinnedAllocator::record_event(void* data, void* context, c10::Stream stream) {
+  auto& queue = queue_of(stream);
+  const std::lock_guard lock(mutex_);
+  auto* block = cache_.starting_at(data);
+  if (block == nullptr && context != nullptr) {
+    // A view: its context, if it is one of ours, is the block that its address lies in. Comparing
+    // the two reads nothing through a pointer that may be anyone's.
+    auto* const around = cache_.containing(data);
+    if (around == context) block = around;
+  }
+  if (block == nullptr) return false;
+  auto& users = block->users;
+  if (std::find(users.begin(), users.end(), &queue) == users.end()) users.push_back(&queue);
+  return true;
+}
+
+void PinnedAllocator::empty_cache() {
+  const std::lock_guard lock(mutex_);
+  bytes_.current -= static_cast<std::int64_t>(cache_.trim([](std::int64_t) { return true; }));
+}
+
+at::HostStats PinnedAllocator::get_stats() {
+  return host_stats<at::HostStats>(bytes());
+}
+
+void PinnedAllocator::reset_peak_stats() {
+  const std::lock_guard lock(mutex_);
+  bytes_.peak = bytes_.current;
+}
+
+PinnedBytes PinnedAllocator::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_;
+}
+
+bool PinnedAllocator::is_pinned(const void* data) const {
+  const std::lock_guard lock(mutex_);
+  return cache_.containing(data) != nullptr;
+}
+
+void PinnedAllocator::free_block(void* context) {
+  if (context == nullptr || in_forked_child()) return;  // the child's copy is not worth a lock
+  auto* const block = static_cast<Block*>(context);
+  auto& allocator = get();
+  const std::lock_guard lock(allocator.mutex_);
+  allocator.bytes_.in_use -= static_cast<std::int64_t>(block->size);
+  allocator.cache_.recycle(block);
+}
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,51 @@
+// Page-locked host memory, as far as a simulation needs it: blocks that copies may read and write
+// late, and that are not used again before those copies are done.
+#pragma once
+
+#include <ATen/core/CachingHostAllocator.h>
+
+#include <cstdint>
+#include <mutex>
+
+#include "sim/block_cache.h"
+
+namespace tdcopier::sim {
+
+struct PinnedBytes {
+  std::int64_t in_use = 0;   // handed out
+  std::int64_t current = 0;  // taken from the system: in use, or kept for reuse
+  std::int64_t peak = 0;     // the highest `current` since the last reset
+};
+
+class PinnedAllocator final : public at::HostAllocator {
+ public:
+  static PinnedAllocator& get();
+
+  // Zero bytes give a null pointer.
+  c10::DataPtr allocate(std::size_t bytes) override;
+  void copy_data(void* target, const void* source, std::size_t bytes) const override;
+
+  // Notes that the stream uses the block whose context is `context`, or that starts at `data`:
+  // after it is freed it is not handed out again before the work enqueued on the stream until then
+  // is done. Returns whether there is such a block; an address inside of one does not do.
+  bool record_event(void* data, void* context, c10::Stream stream) override;
+
+  void empty_cache() override;
+  at::HostStats get_stats() override;
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override;
+
+  PinnedBytes bytes() const;
+
+  // Whether an address lies in a block that was ever handed out and not given back to the system.
+  bool is_pinned(const void* data) const;
+
+ private:
+  static void free_block(void* context);
+
+  mutable std::mutex mutex_;
+  BlockCache cache_;
+  PinnedBytes bytes_;
+};
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,139 @@
+// The table of streams and the thread-local current device and streams.
+#include "sim/runtime.h"
+
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+
+#include "sim/gate.h"
+
+namespace tdcopier::sim {
+
+namespace {
+
+struct DeviceStreams {
+  std::array<StreamQueue, kStreamsPerDevice> queues;
+  std::array<std::atomic<unsigned>, 2> next_of_pool{};
+};
+
+// Leaked on purpose: operations, events and the memory of tensors outlive every static object.
+std::array<DeviceStreams*, kMaxDevices> devices{};
+std::atomic<int> created{0};
+
+thread_local c10::DeviceIndex thread_device = 0;
+thread_local std::array<c10::StreamId, kMaxDevices> thread_streams{};
+
+c10::Stream make_stream(c10::DeviceIndex index, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kDeviceType, index), id);
+}
+
+template <typename Visit>
+void for_each_queue(c10::DeviceIndex index, Visit visit) {
+  for (auto& queue : devices[static_cast<std::size_t>(index)]->queues) visit(queue);
+}
+
+}  // namespace
+
+void create_devices(int count) {
+  TORCH_CHECK(count >= 1 && count <= kMaxDevices, "the number of simulated devices must be 1 to ",
+              kMaxDevices, ", got ", count);
+  TORCH_CHECK(created.load() == 0, "the simulated devices exist already");
+  for (int i = 0; i < count; ++i) devices[static_cast<std::size_t>(i)] = new DeviceStreams;
+  created.store(count, std::memory_order_release);
+  watch_forks();
+}
+
+c10::DeviceIndex device_count() noexcept {
+  return static_cast<c10::DeviceIndex>(created.load(std::memory_order_acquire));
+}
+
+c10::DeviceIndex resolve_device(c10::DeviceIndex index) {
+  const auto resolved = index == -1 ? thread_device : index;
+  TORCH_CHECK(resolved >= 0 && resolved < device_count(), "there is no device sim:", int{resolved},
+              "; the simulation has ", int{device_count()}, " device(s)");
+  return resolved;
+}
+
+c10::DeviceIndex current_device() noexcept {
+  return thread_device;
+}
+
+void set_current_device(c10::DeviceIndex index) noexcept {
+  thread_device = index;
+}
+
+c10::Stream current_stream(c10::DeviceIndex index) {
+  const auto device = resolve_device(index);
+  return make_stream(device, thread_streams[static_cast<std::size_t>(device)]);
+}
+
+c10::Stream exchange_stream(c10::Stream stream) {
+  queue_of(stream);  // for its checks
+  auto& slot = thread_streams[static_cast<std::size_t>(stream.device_index())];
+  const auto previous = make_stream(stream.device_index(), slot);
+  slot = stream.id();
+  return previous;
+}
+
+c10::Stream default_stream(c10::DeviceIndex index) {
+  return make_stream(resolve_device(index), 0);
+}
+
+c10::Stream pool_stream(c10::DeviceIndex index, bool high_priority) {
+  const auto device = resolve_device(index);
+  const std::size_t pool = high_priority ? 1 : 0;
+  const auto turn = devices[static_cast<std::size_t>(device)]->next_of_pool[pool]++;
+  return make_stream(device, 1 + static_cast<c10::StreamId>(pool) * kPoolStreams +
+                                 static_cast<c10::StreamId>(turn % kPoolStreams));
+}
+
+StreamQueue& queue_of(c10::Stream stream) {
+  TORCH_CHECK(stream.device_type() == kDeviceType,
+              "not a stream of the simulated device: ", stream);
+  const auto device = stream.device_index();
+  TORCH_CHECK(device >= 0 && device < device_count(), "there is no device sim:", int{device},
+              "; the simulation has ", int{device_count()}, " device(s)");
+  TORCH_CHECK(stream.id() >= 0 && stream.id() < kStreamsPerDevice, "device sim:", int{device},
+              " has no stream with id ", stream.id());
+  return devices[static_cast<std::size_t>(device)]->queues[static_cast<std::size_t>(stream.id())];
+}
+
+StreamQueue& current_queue(c10::DeviceIndex index) {
+  return queue_of(current_stream(index));
+}
+
+void synchronize(c10::DeviceIndex index) {
+  // All places are noted before the first wait. A stream that is idle takes part too: it may have a
+  // failure to report.
+  std::vector<Point> points;
+  for_each_queue(resolve_device(index),
+                 [&](StreamQueue& queue) { points.push_back(Point{&queue, queue.last()}); });
+  for (const auto& point : points) point.wait();
+}
+
+std::vector<Point> all_pending_work() {
+  std::vector<Point> points;
+  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
+    for_each_queue(i, [&](StreamQueue& queue) {
+      const Point point{&queue, queue.last()};
+      if (!point.passed()) points.push_back(point);
+    });
+  }
+  return points;
+}
+
+void shut_down() {
+  if (in_forked_child()) return;
+  // All are let go before any is joined: a stream may be waiting for another one's work.
+  Gate::open_all();
+  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
+    for_each_queue(i, [](StreamQueue& queue) { queue.stop(); });
+  }
+  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
+    for_each_queue(i, [](StreamQueue& queue) { queue.join(); });
+  }
+}
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,144 @@
+// The thread of a stream and what may be said to it: append, wait, hold, stop.
+#include "sim/stream_queue.h"
+
+#include <c10/util/Exception.h>
+#include <pthread.h>
+#include <signal.h>
+
+#include <exception>
+#include <utility>
+
+namespace tdcopier::sim {
+
+namespace {
+
+std::atomic<bool> forked{false};
+
+void check_not_forked() {
+  TORCH_CHECK(!forked.load(std::memory_order_relaxed),
+              "the simulated device cannot be used in a forked child process: its streams are "
+              "threads of the parent; start the child with the 'spawn' method");
+}
+
+}  // namespace
+
+bool in_forked_child() noexcept {
+  return forked.load(std::memory_order_relaxed);
+}
+
+void watch_forks() {
+  pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+}
+
+std::uint64_t StreamQueue::enqueue(Operation operation) {
+  check_not_forked();
+  std::unique_lock lock(mutex_);
+  if (ended_) {
+    // What was appended earlier has run, and what this operation waits for either has run too or
+    // is being drained by a thread of its own, so this ends. Passing a position that is already
+    // complete takes no lock, hence no two callers can wait for each other here.
+    operation();
+    const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
+    completed_.store(position, std::memory_order_release);
+    return position;
+  }
+  operations_.push_back(std::move(operation));
+  const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (!started_) {
+    worker_ = std::thread([this] { run(); });
+    started_ = true;
+  }
+  lock.unlock();
+  work_.notify_one();
+  return position;
+}
+
+void StreamQueue::wait(std::uint64_t position) {
+  if (!passed(position)) {
+    check_not_forked();
+    std::unique_lock lock(mutex_);
+    progress_.wait(lock, [&] { return passed(position); });
+  }
+  if (failed_.load(std::memory_order_acquire)) report_failure();
+}
+
+void StreamQueue::report_failure() {
+  std::string failure;
+  {
+    const std::lock_guard lock(mutex_);
+    failure.swap(failure_);
+    failed_.store(false, std::memory_order_release);
+  }
+  TORCH_CHECK(failure.empty(),
+              "an operation on a stream of the simulated device failed: ", failure);
+}
+
+void StreamQueue::hold() {
+  const std::lock_guard lock(mutex_);
+  ++holds_;
+}
+
+void StreamQueue::release() {
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(holds_ > 0, "this stream is not held");
+    --holds_;
+  }
+  work_.notify_one();
+}
+
+void StreamQueue::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    if (!started_) ended_ = true;
+  }
+  work_.notify_one();
+}
+
+void StreamQueue::join() {
+  std::thread worker;
+  {
+    const std::lock_guard lock(mutex_);
+    worker = std::move(worker_);
+  }
+  if (worker.joinable()) worker.join();
+}
+
+void StreamQueue::run() {
+  // Signals are for the threads of the program: a handler must not find itself on this one.
+  sigset_t signals;
+  sigfillset(&signals);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [&] { return stopping_ || (holds_ == 0 && !operations_.empty()); });
+    if (operations_.empty()) {
+      ended_ = true;
+      return;
+    }
+    std::string failure;
+    {
+      const Operation operation = std::move(operations_.front());
+      operations_.pop_front();
+      lock.unlock();
+      try {
+        operation();
+      } catch (const c10::Error& error) {
+        failure = error.what_without_backtrace();
+      } catch (const std::exception& error) {
+        failure = error.what();
+      }
+    }  // what the operation owned is gone before anyone hears that it is done
+    lock.lock();
+    if (!failure.empty() && failure_.empty()) {
+      failure_ = std::move(failure);
+      failed_.store(true, std::memory_order_release);
+    }
+    completed_.fetch_add(1, std::memory_order_acq_rel);
+    progress_.notify_all();
+  }
+}
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,83 @@
+// A stream of the simulated device: a FIFO of operations, run in order by a thread of its own.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace tdcopier::sim {
+
+// Streams are made once and never destroyed, so a plain pointer to one stays valid for ever. All
+// members may be called from any thread. Positions count the operations of one stream from 1, so
+// position 0 has always been passed.
+class StreamQueue {
+ public:
+  using Operation = std::function<void()>;  // must not touch Python
+
+  StreamQueue() = default;
+  StreamQueue(const StreamQueue&) = delete;
+  StreamQueue& operator=(const StreamQueue&) = delete;
+
+  // Appends an operation and returns its position. The thread is started by the first operation.
+  // After stop() has emptied the queue, operations run on the calling thread before this returns.
+  std::uint64_t enqueue(Operation operation);
+
+  // The position of the operation that was appended last.
+  std::uint64_t last() const { return enqueued_.load(std::memory_order_acquire); }
+
+  bool passed(std::uint64_t position) const {
+    return completed_.load(std::memory_order_acquire) >= position;
+  }
+
+  // Blocks the caller until the operation at `position` has run. If an operation has thrown since
+  // the last call, the first to wait is told: errors of a device come late.
+  void wait(std::uint64_t position);
+
+  // While held, no operation begins; one that is running finishes. Holds are counted.
+  void hold();
+  void release();
+
+  // Ends all holds for good, now and later, and lets the queue run dry; join() waits for that.
+  void stop();
+  void join();
+
+ private:
+  void run();
+  void report_failure();
+
+  mutable std::mutex mutex_;
+  std::condition_variable work_;      // the thread: something to do
+  std::condition_variable progress_;  // hosts and other streams: something was done
+  std::deque<Operation> operations_;
+  std::atomic<std::uint64_t> enqueued_{0};
+  std::atomic<std::uint64_t> completed_{0};
+  std::atomic<bool> failed_{false};
+  std::string failure_;  // what the operation said that threw first
+  int holds_ = 0;
+  bool started_ = false;  // the thread was needed
+  bool stopping_ = false;
+  bool ended_ = false;  // the thread has gone, or will never be needed
+  std::thread worker_;
+};
+
+// A place in the work of a stream: everything up to and including `position`.
+struct Point {
+  StreamQueue* stream = nullptr;
+  std::uint64_t position = 0;
+
+  bool passed() const { return stream == nullptr || stream->passed(position); }
+  void wait() const {
+    if (stream != nullptr) stream->wait(position);
+  }
+};
+
+// Threads do not survive a fork: in a child process the device can only say so.
+bool in_forked_child() noexcept;
+void watch_forks();
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,63 @@
+"""A simulated accelerator: the device ``sim`` of torch, for tests of asynchronous code.
+
+Its memory is the host's, but it is as asynchronous as a GPU: a stream is a queue of operations that
+a thread of its own works off, and streams run concurrently. A stream can be *held*, which makes
+visible what happens to work that has been enqueued and has not run::
+
+    from tdcopier import sim
+
+    sim.enable(devices=2)
+    staging = torch.ones(4).pin_memory()
+    with sim.hold(torch.sim.current_stream()):
+        on_device = staging.to("sim", non_blocking=True)
+        staging.fill_(2)  # too early: the copy has not read the buffer yet
+    on_device.tolist()  # [2.0, 2.0, 2.0, 2.0]
+
+What it shares with CUDA: the semantics of events, of the two caching allocators (a freed block is
+reused in stream order; ``record_stream`` delays that), of copies to and from pinned and pageable
+memory, of current devices and streams per thread. What it does not have: kernels. An operator that
+is not a copy waits for the current streams of its devices and then runs on the host.
+
+Importing this module changes nothing; :func:`enable` registers the device, once per process.
+"""
+
+from tdcopier._sim import Gate
+from tdcopier.sim._control import (
+    Counts,
+    Hold,
+    MemoryStats,
+    PinnedBytes,
+    Transfers,
+    busy,
+    counts,
+    empty_pinned_cache,
+    hold,
+    memory_stats,
+    pinned_bytes,
+    reset_counts,
+    reset_peak_pinned_bytes,
+    set_memory_limit_bytes,
+    synchronize,
+)
+from tdcopier.sim._enable import enable, is_enabled
+
+__all__ = [
+    "Counts",
+    "Gate",
+    "Hold",
+    "MemoryStats",
+    "PinnedBytes",
+    "Transfers",
+    "busy",
+    "counts",
+    "empty_pinned_cache",
+    "enable",
+    "hold",
+    "is_enabled",
+    "memory_stats",
+    "pinned_bytes",
+    "reset_counts",
+    "reset_peak_pinned_bytes",
+    "set_memory_limit_bytes",
+    "synchronize",
+]

@@ -1,0 +1,53 @@
+"""What users may write for a device or a stream, and what it means."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from tdcopier import _sim
+
+DeviceLike: TypeAlias = torch.device | str | int | None
+
+
+def device_index(device: DeviceLike) -> int:
+    """The index of a simulated device; the current one for None and for ``"sim"``.
+
+    Raises:
+        ValueError: it is a device of another type.
+        RuntimeError: the simulation is not enabled, or has no device with this index.
+
+    """
+    if _sim.device_count() == 0:
+        raise RuntimeError("the simulation is not enabled; call tdcopier.sim.enable() first")
+    if device is None:
+        return _sim.current_device()
+    if isinstance(device, int):
+        index = device
+    else:
+        parsed = torch.device(device)
+        if parsed.type != "sim":
+            raise ValueError(f"expected a simulated device, got {parsed}")
+        index = _sim.current_device() if parsed.index is None else parsed.index
+    if not 0 <= index < _sim.device_count():
+        raise RuntimeError(
+            f"there is no device sim:{index}; the simulation has {_sim.device_count()} device(s)"
+        )
+    return index
+
+
+def stream_key(stream: torch.Stream | None) -> tuple[int, int]:
+    """Index of the device and id of a stream; of the current one for None.
+
+    Raises:
+        ValueError: it is a stream of a device of another type.
+        RuntimeError: the simulation is not enabled.
+
+    """
+    index = device_index(None)
+    if stream is None:
+        stream = torch.accelerator.current_stream(index)
+    if stream.device.type != "sim":
+        raise ValueError(f"expected a stream of a simulated device, got {stream}")
+    return stream.device_index, stream.stream_id

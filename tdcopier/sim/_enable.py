@@ -1,0 +1,63 @@
+"""Registers the simulated device with torch."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+
+import torch
+from torch.utils import backend_registration
+
+from tdcopier import _sim
+
+_lock = threading.Lock()
+
+
+def is_enabled() -> bool:
+    """Whether :func:`enable` has been called in this process."""
+    return _sim.device_count() > 0
+
+
+def enable(devices: int = 2) -> None:
+    """Make ``devices`` simulated devices, ``sim:0`` and so on, known to torch as ``torch.sim``.
+
+    From then on ``sim`` is what ``torch.accelerator`` means, also where there is a GPU. This lasts
+    until the process ends. Call it before the first ``backward()`` of the process: autograd starts
+    its threads then, one for each device that it knows. At the end of the process all streams are
+    let go and finish their work.
+
+    Args:
+        devices: how many devices, 1 to 16. Calling again with the same number does nothing.
+
+    Raises:
+        ValueError: ``devices`` is not between 1 and 16.
+        RuntimeError: the simulation is enabled with another number of devices, or another backend
+            has taken torch's one place for devices from outside (``PrivateUse1``).
+
+    """
+    if not 1 <= devices <= _sim.MAX_DEVICES:
+        raise ValueError(
+            f"the number of simulated devices must be 1 to {_sim.MAX_DEVICES}, got {devices}"
+        )
+    with _lock:
+        if is_enabled():
+            if _sim.device_count() != devices:
+                raise RuntimeError(
+                    f"the simulation is enabled with {_sim.device_count()} device(s) and cannot be "
+                    f"enabled with {devices} in the same process"
+                )
+            return
+        backend = torch._C._get_privateuse1_backend_name()
+        if backend not in ("privateuseone", "sim"):
+            raise RuntimeError(
+                f"the simulation needs torch's PrivateUse1 device, which in this process is the "
+                f"backend {backend!r}"
+            )
+        _sim.enable(devices)
+        atexit.register(_sim.shut_down)
+
+        from tdcopier.sim import device_module
+
+        backend_registration.rename_privateuse1_backend("sim")
+        torch._register_device_module("sim", device_module)  # type: ignore[no-untyped-call]
+        backend_registration.generate_methods_for_privateuse1_backend()
