@@ -1,0 +1,154 @@
+"""Interleaved timing in one process, boiled down to medians, quartiles and ratios of medians."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Summary(NamedTuple):
+    """What a list of times came to, in microseconds."""
+
+    median_us: float
+    q1_us: float
+    q3_us: float
+    min_us: float
+    max_us: float
+    repeats: int
+
+
+class Contender(NamedTuple):
+    """One way of copying a tree, as it is timed."""
+
+    name: str
+    run: Callable[[Any], Any]
+    """Timed: from a source tree to the tree on the target."""
+    prepare: Callable[[Any], Any] = lambda tree: tree
+    """Not timed, once per source tree: for a baseline that is handed pinned sources."""
+
+
+def summarise(times_us: Sequence[float]) -> Summary:
+    """Median and quartiles. Quartiles are inclusive: they lie within what was measured."""
+    if not times_us:
+        raise ValueError("no times to summarise")
+    if len(times_us) == 1:
+        q1 = median = q3 = times_us[0]
+    else:
+        q1, median, q3 = statistics.quantiles(times_us, n=4, method="inclusive")
+    return Summary(median, q1, q3, min(times_us), max(times_us), len(times_us))
+
+
+def ratio_of_medians(other: Summary, ours: Summary) -> float:
+    """How many times longer the other takes."""
+    return other.median_us / ours.median_us
+
+
+@contextmanager
+def collector_paused(paused: bool = True) -> Iterator[None]:
+    """Keep Python's cyclic collector out of the timed region, as timeit does."""
+    was_on = gc.isenabled()
+    gc.collect()
+    if paused:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def interleave(
+    contenders: Sequence[Contender],
+    sources: Sequence[Any],
+    synchronise: Callable[[], None],
+    *,
+    rounds: int,
+    warm_up: int = 3,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> dict[str, list[float]]:
+    """Time every contender once per round, so that a drift of the machine meets them all alike.
+
+    One time is: the call, its outputs built, and the host synchronised with the device. The device
+    is idle when it starts. Dropping the outputs is not in it. The order is shuffled anew for each
+    round (the same way in each run), so that no contender always finds the caches that the same
+    neighbour left behind. The sources rotate.
+
+    Args:
+        contenders: What to time.
+        sources: Trees to copy, one per round in turn.
+        synchronise: Blocks until the device has done all that was enqueued.
+        rounds: Times to keep per contender.
+        warm_up: Rounds before them that are thrown away.
+        clock_ns: The clock.
+        progress: Wraps the rounds, to show how far it is.
+
+    Returns:
+        Times in microseconds by contender's name, in the order of the rounds.
+
+    """
+    prepared = {c.name: [c.prepare(source) for source in sources] for c in contenders}
+    times_us: dict[str, list[float]] = {c.name: [] for c in contenders}
+    order = list(contenders)
+    dice = random.Random(0)
+    for index in progress(range(warm_up + rounds)):
+        dice.shuffle(order)
+        for contender in order:
+            source = prepared[contender.name][index % len(sources)]
+            synchronise()
+            start = clock_ns()
+            result = contender.run(source)
+            synchronise()
+            end = clock_ns()
+            del result
+            if index >= warm_up:
+                times_us[contender.name].append((end - start) / 1e3)
+    return times_us
+
+
+def steps(
+    start_copy: Callable[[Any], Any],
+    sources: Sequence[Any],
+    synchronise: Callable[[], None],
+    *,
+    rounds: int,
+    warm_up: int = 3,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> dict[str, list[float]]:
+    """Where the time of one copy goes, seen from the caller.
+
+    Args:
+        start_copy: From a source tree to a handle.
+        sources: Trees to copy, one per round in turn.
+        synchronise: Blocks until the device has done all that was enqueued.
+        rounds: Times to keep per step.
+        warm_up: Rounds before them that are thrown away.
+        clock_ns: The clock.
+
+    Returns:
+        Times in microseconds: ``start_copy`` (the call), ``get`` (the wait and the outputs),
+        ``synchronise`` (what the device still had to do then), ``drop`` (freeing handle and tree).
+
+    """
+    names = ("start_copy", "get", "synchronise", "drop")
+    times_us: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(warm_up + rounds):
+        synchronise()
+        ticks = [clock_ns()]
+        handle = start_copy(sources[index % len(sources)])
+        ticks.append(clock_ns())
+        tree = handle.get()
+        ticks.append(clock_ns())
+        synchronise()
+        ticks.append(clock_ns())
+        del tree, handle
+        ticks.append(clock_ns())
+        if index >= warm_up:
+            for name, before, after in zip(names, ticks[:-1], ticks[1:], strict=True):
+                times_us[name].append((after - before) / 1e3)
+    return times_us

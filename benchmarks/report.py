@@ -1,0 +1,234 @@
+"""From result files to tables and plots: the only way figures get into README and docs.
+
+``python benchmarks/report.py`` prints the tables of ``benchmarks/results`` and draws its plots;
+with ``--readme`` it also writes the part of README.md between the two benchmark marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+OURS = "tdcopier"
+NO_RESULTS = "No result files yet: `make bench` on a machine with a GPU writes them."
+WORKLOAD_NAMES = {
+    "detection_batch": "detection batch",
+    "detection_batch_with_images": "detection batch + images",
+    "flat_dict": "flat dict",
+    "one_large": "one large tensor",
+}
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """Results of a folder, by file name; the simulated device's are left out."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [result for result in found if not result["machine"]["device"].startswith("sim")]
+
+
+def number(value: float) -> str:
+    """Three significant digits or all whole ones: 0.0123, 12.3, 1,234."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def size(count: int) -> str:
+    """Bytes in units of 1000, as data sheets do."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= scale:
+            return f"{number(count / scale)} {unit}"
+    return f"{count} B"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def title(result: dict[str, Any], workload: str) -> str:
+    found = result["workloads"][workload]
+    name = WORKLOAD_NAMES.get(workload, workload)
+    leaves = "1 leaf" if found["leaves"] == 1 else f"{found['leaves']:,} leaves"
+    return f"{name}: {leaves}, {size(found['bytes'])}"
+
+
+def machine_line(result: dict[str, Any]) -> str:
+    """One sentence on where the figures are from."""
+    machine = result["machine"]
+    parts = [machine["gpu"] or machine["device"]]
+    if machine.get("driver"):
+        parts.append(f"driver {machine['driver']}")
+    parts.append(f"{machine['logical_cpus']} logical CPUs ({machine['cpu'] or 'unknown'})")
+    parts.append(f"torch {machine['torch']}, Python {machine['python']}")
+    commit = machine.get("git_commit")
+    parts.append(f"tdcopier {machine['tdcopier']}" + (f" at {commit[:10]}" if commit else ""))
+    return ", ".join(parts) + f"; {result['taken']}."
+
+
+def copies_table(result: dict[str, Any]) -> str:
+    """Every workload and contender: median, quartiles, ratio to ours."""
+    rows = []
+    for workload, found in result["workloads"].items():
+        for index, (name, times) in enumerate(found["contenders"].items()):
+            ratio = found["ratios"].get(name)
+            rows.append(
+                [
+                    title(result, workload) if index == 0 else "",
+                    f"**{name}**" if name == OURS else name,
+                    number(times["median_us"]),
+                    f"{number(times['q1_us'])} - {number(times['q3_us'])}",
+                    "" if ratio is None else f"{number(ratio)} x",
+                    str(times["repeats"]),
+                ]
+            )
+    header = ["workload", "way", "median, us", "quartiles, us", "over tdcopier", "repeats"]
+    return table(header, rows)
+
+
+def steps_table(result: dict[str, Any]) -> str:
+    """Where the time of our own copies goes, and how many transfers they took."""
+    rows = []
+    for workload, found in result["workloads"].items():
+        stats = found["stats"]
+        rows.append(
+            [
+                title(result, workload),
+                *(number(found["steps"][s]["median_us"]) for s in ("start_copy", "get", "drop")),
+                f"{stats['packed_leaves']} / {stats['alone_leaves']} / {stats['delegated_leaves']}",
+                str(stats["transfers"]),
+                str(found["h2d_memcpys"]),
+            ]
+        )
+    header = ["workload", "start_copy, us", "get, us", "drop, us"]
+    counted = ["packed / alone / delegated", "transfers", "H2D memcpys counted from outside"]
+    return table([*header, *counted], rows)
+
+
+def targets_table(result: dict[str, Any]) -> str:
+    """What the figures are wanted to show, and whether they do."""
+    return table(
+        ["figure", "wanted", "found", ""],
+        [
+            [t["what"], str(t["wanted"]), str(t["found"]), "hit" if t["hit"] else "**missed**"]
+            for t in result["targets"]
+        ],
+    )
+
+
+def bars(heading: str, values: Sequence[tuple[str, float]], unit: str) -> str:
+    """A plot of horizontal bars on a linear axis from zero, as SVG.
+
+    Args:
+        heading: Written above the bars.
+        values: Name and value of each bar, top to bottom; ours stands out by colour.
+        unit: Written behind each value.
+
+    """
+    row, left, width, top = 26, 290, 760, 40
+    longest = max(value for _, value in values)
+    scale = (width - left - 110) / longest
+    height = top + row * len(values) + 10
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">',
+        "<style>text{fill:#1f2328}@media(prefers-color-scheme:dark){text{fill:#e6edf3}}</style>",
+        f'<text x="8" y="22" font-size="15" font-weight="bold">{escape(heading)}</text>',
+    ]
+    for index, (name, value) in enumerate(values):
+        y = top + row * index
+        colour = "#2a9d63" if name.startswith(OURS) else "#8c96a3"
+        length = max(1.0, value * scale)
+        out += [
+            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>',
+            f'<rect x="{left}" y="{y + 2}" width="{length:.1f}" height="18" fill="{colour}"/>',
+            f'<text x="{left + length + 6:.1f}" y="{y + 15}">{number(value)} {escape(unit)}</text>',
+        ]
+    return "\n".join([*out, "</svg>", ""])
+
+
+def plot(result: dict[str, Any], workload: str = "detection_batch") -> str | None:
+    """The bars of one workload's medians; None where the result does not have it."""
+    if workload not in result.get("workloads", {}) or result["name"] != "h2d":
+        return None
+    contenders = result["workloads"][workload]["contenders"]
+    heading = f"Host to device, {title(result, workload)} ({result['machine']['gpu']})"
+    return bars(heading, [(name, t["median_us"]) for name, t in contenders.items()], "us")
+
+
+def plot_name(result: dict[str, Any]) -> str:
+    return f"{result['name']}-{result['machine']['slug']}.svg"
+
+
+def page(results: Sequence[dict[str, Any]], plots: str) -> str:
+    """All results as Markdown, for the docs.
+
+    Args:
+        results: From :func:`load`.
+        plots: Where the plots are, as seen from the page.
+
+    """
+    if not results:
+        return NO_RESULTS + "\n"
+    parts = []
+    for result in results:
+        parts += [f"## {result['what']}", machine_line(result)]
+        if plot(result):
+            parts.append(f"![{result['what']}]({plots}/{plot_name(result)})")
+        if result["name"] == "h2d":
+            parts += [copies_table(result), steps_table(result)]
+        parts.append(targets_table(result))
+    return "\n\n".join(parts) + "\n"
+
+
+def readme_part(results: Sequence[dict[str, Any]]) -> str:
+    """What stands between the marks in README.md."""
+    copies = [result for result in results if plot(result)]
+    if not copies:
+        return NO_RESULTS
+    result = copies[0]
+    image = f"![copy times](benchmarks/results/{plot_name(result)})"
+    return (
+        f"{image}\n\n{machine_line(result)} Medians; drawn from the files in `benchmarks/results`."
+    )
+
+
+def with_part(readme: str, part: str) -> str:
+    """The README with the text between the marks replaced."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {BEGIN} ... {END}")
+    return f"{before}{begin}\n{part}\n{end}{after}"
+
+
+def write_plots(results: Sequence[dict[str, Any]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        svg = plot(result)
+        if svg:
+            (folder / plot_name(result)).write_text(svg)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--readme", action="store_true", help="also write README.md's part")
+    options = parser.parse_args(arguments)
+    results = load(options.results)
+    print(page(results, "."))
+    write_plots(results, options.results)
+    if options.readme:
+        path = ROOT / "README.md"
+        path.write_text(with_part(path.read_text(), readme_part(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Runs the benchmarks and writes one JSON file each, with the machine in it.
+
+``python benchmarks/run.py`` wants a CUDA device. ``--device sim`` tries the machinery on the
+simulated device, whose figures say nothing on speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import copies
+import machine
+import report
+import streams
+import torch
+
+from tdcopier.workloads import WORKLOADS
+
+SCHEMA = 1
+NAMES = ("h2d", "wait", "memory")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    device = choose_device(options.device)
+    if device is None:
+        return 1
+    out = options.out or (report.RESULTS if device.type == "cuda" else machine.ROOT / "build/bench")
+    out.mkdir(parents=True, exist_ok=True)
+    description = machine.describe(device)
+    repeats = 10 if options.quick else options.repeats
+    results = []
+    for name, run in _benchmarks(device, options, repeats).items():
+        result = {
+            "schema": SCHEMA,
+            "name": name,
+            "taken": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "machine": description,
+            "quick": options.quick,
+            **run(),
+        }
+        path = out / f"{name}-{description['slug']}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {path}", flush=True)
+        results.append(result)
+    report.write_plots(results, out)
+    print(report.page(results, str(out)))
+    if device.type == "sim":
+        print("Figures of a simulated device say nothing on speed; only the counts mean something.")
+        print("Skipped: wait and memory, which need kernels queued on a CUDA stream.")
+    missed = [t["what"] for result in results for t in result["targets"] if not t["hit"]]
+    print("targets: " + (f"MISSED {len(missed)}: {'; '.join(missed)}" if missed else "all hit"))
+    return 0
+
+
+def choose_device(asked: str | None) -> torch.device | None:
+    """The target; None, with a sentence on stderr, where the asked one is not there."""
+    kind, _, number = (asked or "cuda").partition(":")
+    index = int(number or 0)
+    if kind == "sim":
+        if os.environ.get("FAIL_WITHOUT_CUDA") == "1":
+            print("FAIL_WITHOUT_CUDA=1, and the simulated device is not CUDA.", file=sys.stderr)
+            return None
+        from tdcopier import sim
+
+        sim.enable()
+    elif not torch.cuda.is_available():
+        print(
+            "No CUDA device here, and times are what this is about. "
+            "`python benchmarks/run.py --device sim` tries the machinery without one.",
+            file=sys.stderr,
+        )
+        return None
+    else:
+        torch.cuda.set_device(index)
+    return torch.device(kind, index)
+
+
+def _benchmarks(
+    device: torch.device, options: argparse.Namespace, repeats: int
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    checked, timed, iterations = (400, 10, 40) if options.quick else (10_000, 50, 200)
+    found: dict[str, Callable[[], dict[str, Any]]] = {
+        "h2d": lambda: copies.run(
+            device, options.workloads, repeats, progress, keep_gc=options.keep_gc
+        ),
+        "wait": lambda: streams.run_wait(device, timed, checked, progress),
+        "memory": lambda: streams.run_memory(
+            device, ["detection_batch", "detection_batch_with_images"], iterations, progress
+        ),
+    }
+    only = ["h2d"] if device.type == "sim" else options.only
+    return {name: run for name, run in found.items() if name in only}
+
+
+def progress(label: str) -> Callable[[Iterable[int]], Iterable[int]]:
+    """A bar where tqdm is installed and somebody watches; else a line before and one after."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = None
+    if tqdm is not None and sys.stderr.isatty():
+        return lambda rounds: tqdm(rounds, desc=label, leave=False)
+    return lambda rounds: _lines(label, rounds)
+
+
+def _lines(label: str, rounds: Iterable[int]) -> Iterator[int]:
+    begin = time.monotonic()
+    print(f"{label} ...", flush=True)
+    yield from rounds
+    print(f"{label}: {time.monotonic() - begin:.1f} s", flush=True)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", help='such as "cuda:1", or "sim"; default: the CUDA device')
+    parser.add_argument("--repeats", type=int, default=200, help="rounds of the small workloads")
+    parser.add_argument("--out", type=Path, help="folder for the JSON files")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
+    parser.add_argument(
+        "--keep-gc", action="store_true", help="leave Python's collector on while timing"
+    )
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Named example batches, shared by the tutorials, the tests and the benchmarks.
+
+Every batch is a plain tree of ``list`` and ``dict`` with CPU tensors as leaves. The same arguments
+give the same values, and its leaf count and its bytes do not depend on the seed, so that figures
+taken with different seeds compare. Sizes use 1 KB = 1000 bytes, and 1 KiB = 1024 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+
+__all__ = [
+    "WORKLOADS",
+    "Camera",
+    "Sample",
+    "SampleWithImages",
+    "Workload",
+    "detection_batch",
+    "detection_batch_with_images",
+    "flat_dict",
+    "leaves",
+    "leaves_with_paths",
+    "map_tensors",
+    "one_large",
+    "total_bytes",
+]
+
+# Objects seen by one camera, or in one sample: spread evenly from the least to the most.
+MIN_OBJECTS = 8
+MAX_OBJECTS = 80
+NUM_CLASSES = 10
+IMAGE_HEIGHT = 256
+IMAGE_WIDTH = 704
+
+
+class Camera(TypedDict):
+    """Labels in one camera's image, with ``N`` objects: ``29 * N + 48`` bytes in 5 leaves."""
+
+    boxes: torch.Tensor
+    """(N, 4) float32: x0, y0, x1, y1 in pixels."""
+    class_ids: torch.Tensor
+    """(N,) int64."""
+    active: torch.Tensor
+    """(N,) bool: whether the object counts in the loss."""
+    depths: torch.Tensor
+    """(N,) float32, metres."""
+    projection: torch.Tensor
+    """(3, 4) float32: from the vehicle's frame to pixels."""
+
+
+class Sample(TypedDict):
+    """Labels of one moment in time, with ``M`` objects around the vehicle."""
+
+    cameras: list[Camera]
+    boxes_3d: torch.Tensor
+    """(M, 7) float32: centre, size, yaw."""
+    class_ids_3d: torch.Tensor
+    """(M,) int64."""
+    active_3d: torch.Tensor
+    """(M,) bool."""
+
+
+class SampleWithImages(Sample):
+    """A sample with the pixels of its cameras."""
+
+    images: torch.Tensor
+    """(cameras, 3, 256, 704) uint8."""
+
+
+def detection_batch(samples: int = 16, cameras: int = 6, seed: int = 0) -> list[Sample]:
+    """Six-camera 3D detection labels, as a data loader yields them.
+
+    With the defaults: 528 leaves, 153,152 bytes, the largest leaf 2,240 bytes. The number of
+    objects varies from 8 to 80 over the cameras and over the samples: the counts are spread evenly
+    and handed out in an order that the seed decides, so the total stays the same.
+
+    Args:
+        samples: Samples in the batch.
+        cameras: Cameras per sample.
+        seed: Decides values and the order of the counts.
+
+    Returns:
+        One :class:`Sample` per sample.
+
+    """
+    generator = torch.Generator().manual_seed(seed)
+    in_cameras = iter(_object_counts(samples * cameras, generator))
+    in_samples = iter(_object_counts(samples, generator))
+    return [
+        _sample([_camera(next(in_cameras), generator) for _ in range(cameras)], count, generator)
+        for count in in_samples
+    ]
+
+
+def detection_batch_with_images(
+    samples: int = 16, cameras: int = 6, seed: int = 0
+) -> list[SampleWithImages]:
+    """:func:`detection_batch` plus one (cameras, 3, 256, 704) uint8 image batch per sample.
+
+    With the defaults: 544 leaves, 52,057,664 bytes, of which 16 leaves of 3,244,032 bytes are
+    images. The common case of a training step: many tiny leaves and a few large ones.
+
+    Args:
+        samples: Samples in the batch.
+        cameras: Cameras per sample.
+        seed: As in :func:`detection_batch`.
+
+    Returns:
+        One :class:`SampleWithImages` per sample.
+
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (cameras, 3, IMAGE_HEIGHT, IMAGE_WIDTH)
+    return [
+        {
+            **sample,
+            "images": torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator),
+        }
+        for sample in detection_batch(samples, cameras, seed)
+    ]
+
+
+def one_large(size_bytes: int = 1 << 28, seed: int = 0) -> torch.Tensor:
+    """One (``size_bytes // 4``,) int32 tensor; by default 256 MiB (268,435,456 bytes).
+
+    Every value differs from its neighbours and names its position, so a piece that lands in the
+    wrong place shows.
+
+    Args:
+        size_bytes: Bytes of the tensor, rounded down to whole int32 values.
+        seed: The first value.
+
+    Returns:
+        The tensor; the tree is a single leaf.
+
+    """
+    return torch.arange(seed, seed + size_bytes // 4, dtype=torch.int32)
+
+
+def flat_dict(leaves: int = 1000, floats: int = 64, seed: int = 0) -> dict[str, torch.Tensor]:
+    """One dict of equal leaves, each (``floats``,) float32; by default 1000 leaves, 256,000 bytes.
+
+    Args:
+        leaves: Leaves in the dict, under the keys ``"leaf_0"``, ``"leaf_1"``, ...
+        floats: Values per leaf.
+        seed: Decides the values.
+
+    Returns:
+        The dict.
+
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return {f"leaf_{i}": torch.rand(floats, generator=generator) for i in range(leaves)}
+
+
+class Workload(NamedTuple):
+    """A batch with a name."""
+
+    make: Callable[[int], Any]
+    """From a seed to a tree."""
+    pool: int
+    """How many batches with different values a benchmark cycles through."""
+    repeat_share: float
+    """The share of a benchmark's repeats that this batch gets; large ones get less."""
+
+
+WORKLOADS: dict[str, Workload] = {
+    "detection_batch": Workload(lambda seed: detection_batch(seed=seed), 4, 1.0),
+    "detection_batch_with_images": Workload(
+        lambda seed: detection_batch_with_images(seed=seed), 2, 0.25
+    ),
+    "flat_dict": Workload(lambda seed: flat_dict(seed=seed), 4, 1.0),
+    "one_large": Workload(lambda seed: one_large(seed=seed), 1, 0.1),
+}
+"""The batches that benchmarks run by name."""
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
+    """The tree with ``fn`` applied to every tensor: the plain recursive way, one call per leaf.
+
+    With ``fn=lambda leaf: leaf.to(device)`` it is what a copy is held against.
+
+    Args:
+        tree: ``list``, ``tuple`` and ``dict`` containers; a value that is neither a container nor
+            a tensor is opaque and comes back as it is.
+        fn: From a tensor to what takes its place.
+
+    Returns:
+        New containers of the same types.
+
+    """
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if type(tree) is dict:
+        return {key: map_tensors(value, fn) for key, value in tree.items()}
+    if type(tree) is list:
+        return [map_tensors(value, fn) for value in tree]
+    if type(tree) is tuple:
+        return tuple(map_tensors(value, fn) for value in tree)
+    return tree
+
+
+def leaves_with_paths(tree: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Every tensor of the tree with where it is, such as ``"[3]['cameras'][0]['boxes']"``.
+
+    Args:
+        tree: As in :func:`map_tensors`.
+        path: What every path starts with.
+
+    Returns:
+        Pairs of path and tensor, in the order of the containers.
+
+    """
+    if isinstance(tree, torch.Tensor):
+        return [(path, tree)]
+    if type(tree) is dict:
+        children = list(tree.items())
+    elif type(tree) in (list, tuple):
+        children = list(enumerate(tree))
+    else:
+        return []
+    return [
+        pair for key, value in children for pair in leaves_with_paths(value, f"{path}[{key!r}]")
+    ]
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    """Every tensor of the tree, in the order of the containers.
+
+    Args:
+        tree: As in :func:`map_tensors`.
+
+    Returns:
+        The tensors themselves, not copies.
+
+    """
+    return [leaf for _, leaf in leaves_with_paths(tree)]
+
+
+def total_bytes(tree: Any) -> int:
+    """The bytes of all tensors of the tree, without any padding between them.
+
+    Args:
+        tree: As in :func:`map_tensors`.
+
+    Returns:
+        The sum of ``numel * element size``.
+
+    """
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
+
+
+def _object_counts(how_many: int, generator: torch.Generator) -> list[int]:
+    """Counts spread evenly from MIN_OBJECTS to MAX_OBJECTS, shuffled; the sum never changes."""
+    evenly = torch.linspace(MIN_OBJECTS, MAX_OBJECTS, how_many).round().long()
+    counts: list[int] = evenly[torch.randperm(how_many, generator=generator)].tolist()
+    return counts
+
+
+def _camera(count: int, generator: torch.Generator) -> Camera:
+    corners = torch.rand(count, 2, 2, generator=generator).sort(dim=1).values.reshape(count, 4)
+    return {
+        "boxes": corners * torch.tensor([IMAGE_WIDTH, IMAGE_HEIGHT] * 2),
+        "class_ids": torch.randint(0, NUM_CLASSES, (count,), generator=generator),
+        "active": torch.rand(count, generator=generator) < 0.8,
+        "depths": 2.0 + 58.0 * torch.rand(count, generator=generator),
+        "projection": torch.randn(3, 4, generator=generator),
+    }
+
+
+def _sample(cameras: list[Camera], count: int, generator: torch.Generator) -> Sample:
+    return {
+        "cameras": cameras,
+        "boxes_3d": torch.randn(count, 7, generator=generator),
+        "class_ids_3d": torch.randint(0, NUM_CLASSES, (count,), generator=generator),
+        "active_3d": torch.rand(count, generator=generator) < 0.8,
+    }

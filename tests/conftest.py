@@ -1,0 +1,107 @@
+"""One accelerator per test process: the simulated one, or CUDA with TDCOPIER_TEST_DEVICE=cuda.
+
+Enabling the simulated device makes it torch.accelerator's, so the two never share a process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import tdcopier
+from tdcopier import _C
+
+DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
+FAIL_WITHOUT_CUDA = os.environ.get("FAIL_WITHOUT_CUDA") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if DEVICE_TYPE not in ("sim", "cuda"):
+        raise pytest.UsageError(f"TDCOPIER_TEST_DEVICE={DEVICE_TYPE!r}: give sim or cuda")
+    if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("TDCOPIER_TEST_DEVICE=cuda, but torch sees no CUDA device")
+    if FAIL_WITHOUT_CUDA and not torch.cuda.is_available():
+        raise pytest.UsageError("FAIL_WITHOUT_CUDA=1, but torch sees no CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    other = "sim" if DEVICE_TYPE == "cuda" else "cuda"
+    for item in items:
+        if item.get_closest_marker(other):
+            item.add_marker(pytest.mark.skip(reason=f"runs with TDCOPIER_TEST_DEVICE={other}"))
+
+
+@pytest.fixture(scope="session")
+def sim() -> ModuleType:
+    """`tdcopier.sim`, enabled with two devices."""
+    if DEVICE_TYPE != "sim":
+        pytest.skip("runs with TDCOPIER_TEST_DEVICE=sim")
+    from tdcopier import sim as module
+
+    module.enable(devices=2)
+    return module
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """The accelerator's first device, "sim:0" or "cuda:0"."""
+    if DEVICE_TYPE == "sim":
+        request.getfixturevalue("sim")
+    return f"{DEVICE_TYPE}:0"
+
+
+@pytest.fixture
+def accelerator(device: str) -> ModuleType:
+    """`torch.sim` or `torch.cuda`."""
+    return torch.get_device_module(device)
+
+
+class Stall:
+    """Makes a stream's later work wait: held on the simulated device, a long kernel on CUDA."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    @contextmanager
+    def __call__(self, stream: torch.Stream) -> Iterator[None]:
+        if DEVICE_TYPE == "sim":
+            from tdcopier import sim
+
+            with sim.hold(stream):
+                yield
+        else:
+            with torch.cuda.stream(_as_cuda(stream)):
+                torch.cuda._sleep(200_000_000)  # about 0.1 s
+            yield
+
+
+def _as_cuda(stream: torch.Stream) -> Any:
+    return torch.cuda.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+
+
+@pytest.fixture
+def stall(device: str) -> Stall:
+    return Stall(device)
+
+
+@pytest.fixture
+def copy_stream(device: str) -> torch.Stream:
+    """The stream on which the engine puts transfers to `device`."""
+    return _C.copy_stream(device)
+
+
+@pytest.fixture(autouse=True)
+def restore_limits() -> Iterator[None]:
+    yield
+    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+    tdcopier.set_run_ahead_limit(4)

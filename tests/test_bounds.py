@@ -1,0 +1,119 @@
+"""Pinned staging and the host's run-ahead stay within their documented bounds."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import tdcopier
+
+BUFFER_BYTES = 4 * 1024 * 1024
+
+
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_staging_never_exceeds_its_limit_whatever_the_size_of_the_data(device, buffers):
+    tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
+    source = torch.randint(0, 255, (50 << 20,), dtype=torch.uint8)
+    handle = tdcopier.start_copy([source, torch.ones(3)], device)
+    assert torch.equal(handle.get()[0].cpu(), source)
+    assert tdcopier.staging_bytes(device) <= buffers * BUFFER_BYTES
+
+
+@pytest.mark.sim
+def test_staging_is_counted_as_the_pinned_allocator_counts_it(sim, device):
+    tdcopier.copy(torch.ones(30 << 20, dtype=torch.uint8), device)
+    assert (
+        0
+        < tdcopier.staging_bytes("sim:0") + tdcopier.staging_bytes("sim:1")
+        <= sim.pinned_bytes().current
+    )
+
+
+@pytest.mark.sim
+def test_a_copy_that_finds_no_staging_waits_without_the_gil(sim, device, copy_stream):
+    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    tdcopier.staging_bytes(device)
+    started = threading.Event()
+    results = []
+
+    def second_copy():
+        started.set()
+        results.append(tdcopier.copy([torch.full((3,), 2.0)], device))
+
+    with sim.hold(copy_stream):
+        first = tdcopier.start_copy([torch.full((3,), 1.0)], device)
+        thread = threading.Thread(target=second_copy)
+        thread.start()
+        started.wait()
+        assert not results  # this thread runs on although the other one waits
+    thread.join()
+    assert first.get()[0].tolist() == [1, 1, 1]
+    assert results[0][0].tolist() == [2, 2, 2]
+
+
+def test_a_device_bound_loop_holds_a_handful_of_batches(device, accelerator):
+    """200 iterations whose consumer is far behind the host."""
+    batch = [torch.full((30_000,), 1.0) for _ in range(10)]
+    batch_bytes = sum(leaf.nbytes for leaf in batch)
+    consumer = accelerator.Stream(device=device)
+    seen = torch.zeros(200, device=device)
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    before = bytes_in_use_or_waiting(device)
+    peak = 0
+    with accelerator.stream(consumer):
+        for i in range(200):
+            moved = tdcopier.start_copy(batch, device).wait()
+            busy(device, consumer)
+            seen[i : i + 1].copy_(moved[9][-1:], non_blocking=True)
+            del moved
+            peak = max(peak, bytes_in_use_or_waiting(device) - before)
+    accelerator.synchronize()
+    assert seen.sum().item() == 200
+    assert batch_bytes <= peak <= 6 * batch_bytes
+    assert tdcopier.staging_bytes(device) <= 64 * 1024 * 1024
+
+
+def busy(device: str, stream: torch.Stream) -> None:
+    """A kernel of about a millisecond."""
+    if device.startswith("sim"):
+        from tdcopier import sim
+
+        sim.busy(0.001, stream)
+    else:
+        torch.cuda._sleep(2_000_000)
+
+
+def bytes_in_use_or_waiting(device: str) -> int:
+    """Device memory of live tensors, and of dropped ones that a stream may still read."""
+    if device.startswith("sim"):
+        from tdcopier import sim
+
+        return sim.memory_stats(0).reserved_bytes
+    return torch.cuda.memory_stats()["active_bytes.all.current"]
+
+
+@pytest.mark.sim
+def test_the_host_waits_when_it_is_too_far_ahead(sim, device, accelerator):
+    tdcopier.set_run_ahead_limit(2)
+    consumer = accelerator.Stream(device=device)
+    done = []
+
+    def loop():
+        with accelerator.stream(consumer):
+            for i in range(4):
+                tdcopier.start_copy([torch.ones(3)], device).wait()
+                done.append(i)
+
+    thread = threading.Thread(target=loop)
+    with sim.hold(consumer):
+        thread.start()
+        while len(done) < 2:
+            assert thread.is_alive()
+        thread.join(timeout=0.2)
+        assert thread.is_alive()
+        assert done == [0, 1]
+    thread.join()
+    assert done == [0, 1, 2, 3]

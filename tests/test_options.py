@@ -1,0 +1,102 @@
+"""Each option means what it says: seen in addresses, allocations and transfers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import assert_same, oracle
+
+import tdcopier
+
+LEAVES = [
+    torch.arange(n, dtype=dtype)
+    for n in (1, 3, 100)
+    for dtype in (torch.uint8, torch.int16, torch.float32, torch.int64)
+]
+
+
+def spans(outputs: list[torch.Tensor]) -> dict[int, list[tuple[int, int]]]:
+    """By chunk (its storage's address): begin and end of each output, as addresses."""
+    chunks: dict[int, list[tuple[int, int]]] = {}
+    for output in outputs:
+        span = (output.data_ptr(), output.data_ptr() + output.nbytes)
+        chunks.setdefault(output.untyped_storage().data_ptr(), []).append(span)
+    return chunks
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 16, 24, 100, 512, 4096, 1 << 20])
+def test_every_address_is_aligned_to_the_option_and_the_element(device, alignment):
+    outputs = tdcopier.copy(LEAVES, device, min_packed_alignment_bytes=alignment)
+    assert_same(outputs, oracle(LEAVES, device))
+    for output in outputs:
+        element = output.element_size()
+        effective = -(-max(alignment, element) // element) * element
+        assert output.data_ptr() % effective == 0
+
+
+def test_slots_do_not_overlap(device):
+    (chunk,) = spans(tdcopier.copy(LEAVES, device, min_packed_alignment_bytes=1)).values()
+    for (_, end), (begin, _) in zip(sorted(chunk), sorted(chunk)[1:], strict=False):
+        assert end <= begin
+
+
+@pytest.mark.parametrize("limit", [1, 64, 400, 1000, 1 << 40])
+def test_no_chunk_spans_more_than_its_limit(device, limit):
+    handle = tdcopier.start_copy(LEAVES, device, max_packed_chunk_bytes=limit)
+    outputs = handle.get()
+    assert_same(outputs, oracle(LEAVES, device))
+    for chunk in spans(outputs).values():
+        if len(chunk) > 1:
+            assert max(end for _, end in chunk) - min(begin for begin, _ in chunk) <= limit
+    assert handle.stats.alone_leaves == sum(leaf.nbytes > limit for leaf in LEAVES)
+
+
+def test_without_packing_every_leaf_has_its_own_memory_and_transfer(device):
+    handle = tdcopier.start_copy(LEAVES, device, pack_cpu_tensors=False)
+    assert len(spans(handle.get())) == len(LEAVES)
+    stats = handle.stats
+    assert (stats.packed_leaves, stats.alone_leaves) == (0, len(LEAVES))
+    assert (stats.chunks, stats.transfers) == (len(LEAVES), len(LEAVES))
+
+
+def test_without_pinned_staging_nothing_is_pinned(device):
+    before = tdcopier.staging_bytes(device)
+    tree = [torch.randn(70000), *LEAVES]
+    for background in (False, True):
+        handle = tdcopier.start_copy(
+            tree, device, use_pinned_staging=False, use_background_thread=background
+        )
+        assert_same(handle.get(), oracle(tree, device))
+        assert handle.stats.transfers == 2
+    assert tdcopier.staging_bytes(device) == before
+
+
+def test_large_work_goes_to_the_background_and_small_work_does_not(device):
+    small, large = torch.ones(1000), torch.ones(1 << 20)
+    assert not tdcopier.start_copy(small, device).stats.background
+    handle = tdcopier.start_copy(large, device)
+    assert handle.stats.background
+    assert_same(handle.get(), large.to(device))
+    assert not tdcopier.start_copy(large, device, use_background_thread=False).stats.background
+
+
+def test_a_large_leaf_is_cut_into_staging_buffers(device):
+    large = torch.randint(0, 255, (9 << 20,), dtype=torch.uint8)
+    handle = tdcopier.start_copy(large, device)
+    assert_same(handle.get(), large.to(device))
+    assert handle.stats.transfers == 3
+    assert handle.stats.transfer_bytes == large.nbytes
+
+
+def test_options_are_keyword_only_with_the_documented_defaults():
+    import inspect
+
+    parameters = inspect.signature(tdcopier.start_copy).parameters
+    assert {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY} == {
+        "use_pinned_staging": True,
+        "pack_cpu_tensors": True,
+        "min_packed_alignment_bytes": 16,
+        "max_packed_chunk_bytes": 33554432,
+        "use_background_thread": True,
+    }
+    assert [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["data", "device"]
