@@ -21,11 +21,14 @@ ifeq ($(MODE),venv)
   READY := .venv/.ready
   INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.TDCOPIER_WERROR=ON
   RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
+  PYTEST := $(RUN) $(PY) -m pytest
 else
   PY := $(SYSTEM_PYTHON)
   READY := build/.system-checked
   INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade --target build/site . -C cmake.define.TDCOPIER_WERROR=ON
   RUN := PYTHONPATH="$(CURDIR)/build/site$${PYTHONPATH:+:$$PYTHONPATH}"
+  # Not from here: the package without its native module would be found first.
+  PYTEST := cd build/site && $(RUN) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
 .PHONY: demo test test-cpp test-py test-gpu bench lint format docs build check-tools clean
@@ -36,11 +39,11 @@ demo: build
 test: test-cpp test-py
 
 test-py: build
-	TDCOPIER_TEST_DEVICE=sim $(RUN) $(PY) -m pytest
+	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
 
 test-gpu: build
-	FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda $(RUN) $(PY) -m pytest
-	FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=sim $(RUN) $(PY) -m pytest
+	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda; $(PYTEST)
+	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
 
 bench: build
 	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py

@@ -59,12 +59,17 @@ def test_a_source_whose_last_reference_the_job_holds_is_finalised_with_the_gil(d
 
 
 def test_a_background_source_is_released_without_any_further_call(device, accelerator):
-    """A pending call of the interpreter does it: the handle is alive and never asked again."""
+    """A pending call of the interpreter does it: the handle is alive and never asked again.
+
+    It runs when the main thread next takes the GIL, as after each of torch's operations.
+    """
     source = torch.ones(1 << 20)
     alive = weakref.ref(source)
     handle = tdcopier.start_copy([source], device)
     del source
-    for _ in range(10_000_000):
+    scratch = torch.zeros(10_000)
+    for _ in range(100_000):
+        scratch.add_(1)
         if alive() is None:
             break
     assert alive() is None

@@ -87,7 +87,9 @@ void CopyJob::transfer(const Window& window) {
     StagingLease lease = target_.staging().acquire();
     stage_window(plan_, leaves_, window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
     enqueue_from_pinned(chunk.storage, offset, lease.bytes(), bytes);
-    lease.in_flight_until(target_.events().record(target_.copy_stream()));
+    EventRef read = target_.events().record(target_.copy_stream());
+    if (windows_.size() == 1) arrived_ = read;  // the only participant: no second event is needed
+    lease.in_flight_until(std::move(read));
   } else if (plan_.chunks[window.chunk].packed) {
     const auto gathered = std::make_unique_for_overwrite<std::byte[]>(bytes);
     stage_window(plan_, leaves_, window, gathered.get());
@@ -102,9 +104,9 @@ void CopyJob::transfer(const Window& window) {
 
 void CopyJob::leave() noexcept {
   if (--participants_ != 0) return;
-  EventRef arrived;
+  EventRef arrived = arrived_;
   try {
-    if (!failed_ && !windows_.empty()) {
+    if (!failed_ && !windows_.empty() && !arrived) {
       const RelaxedCapture relaxed(target_.device().type());
       arrived = target_.events().record(target_.copy_stream());
     }
@@ -114,7 +116,7 @@ void CopyJob::leave() noexcept {
   if (sources_) sources_->give_back();
   {
     const std::lock_guard lock(mutex_);
-    arrived_ = std::move(arrived);
+    arrived_ = failed_ ? nullptr : std::move(arrived);
     enqueued_.store(true, std::memory_order_release);
   }
   became_enqueued_.notify_all();

@@ -103,7 +103,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   std::condition_variable became_enqueued_;
   std::atomic<bool> enqueued_ = false;  // written under mutex_
   std::exception_ptr failure_;          // guarded by mutex_ until enqueued_, constant after
-  EventRef arrived_;                    // likewise: behind the last transfer
+  EventRef arrived_;                    // behind the last transfer; constant once enqueued_
 };
 
 }  // namespace tdcopier

@@ -26,7 +26,9 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
   auto at = std::partition_point(first, last, [&](uint32_t leaf) {
     return plan.slots[leaf].offset + leaves[leaf].bytes <= window.begin;
   });
+  constexpr ptrdiff_t kAhead = 6;  // small leaves lie scattered: fetch their first bytes early
   for (; at != last && plan.slots[*at].offset < window.end; ++at) {
+    if (last - at > kAhead) __builtin_prefetch(leaves[at[kAhead]].data);
     const Leaf& leaf = leaves[*at];
     if (leaf.bytes == 0) continue;
     const uint64_t offset = plan.slots[*at].offset;

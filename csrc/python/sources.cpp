@@ -36,9 +36,11 @@ void PySources::give_back() noexcept {
     list.any = true;
   }
   objects_.clear();
-  // A thread that holds the GIL is about to release the list itself. When the queue of pending
-  // calls is full there is a pending call already, perhaps ours.
-  if (!list.ending && PyGILState_Check() == 0) Py_AddPendingCall(release_in_main_thread, nullptr);
+  // A thread of Python's is in a call of ours and releases the list at its end. A worker asks the
+  // interpreter to, which does so when the main thread next takes the GIL (any call of torch's will
+  // do). If its queue is full, the next call of ours does it.
+  const bool is_worker = PyGILState_GetThisThreadState() == nullptr;
+  if (is_worker && !list.ending) Py_AddPendingCall(release_in_main_thread, nullptr);
 }
 
 void release_returned_sources() {

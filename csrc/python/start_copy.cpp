@@ -56,7 +56,7 @@ void run_delegated(Handle& handle, const std::vector<size_t>& delegated, c10::De
   DelegatedOutputs outputs;
   try {
     for (const size_t index : delegated) {
-      const auto source = py::reinterpret_borrow<py::object>(handle.spec().reference(index));
+      const auto source = py::reinterpret_borrow<py::object>(handle.spec().value(index));
       py::object tensor = source;
       if (classify_array(source.ptr()) != ArrayKind::kNotAnArray) {
         tensor = py::module_::import("tdcopier._arrays").attr("as_tensor")(source);
@@ -69,7 +69,7 @@ void run_delegated(Handle& handle, const std::vector<size_t>& delegated, c10::De
         if (THPVariable_Check(moved.ptr()))
           outputs.tensors.push_back(THPVariable_Unpack(moved.ptr()));
       }
-      handle.spec().replace_reference(index, std::move(moved));
+      handle.spec().replace_value(index, std::move(moved));
     }
     if (!outputs.tensors.empty() && has_engine_transfers(target)) {
       outputs.stream = parse_stream(py::none(), target);

@@ -10,12 +10,12 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// Walks the spec once more, in the same order, with a cursor on nodes and one on references.
+// Walks the spec once more, in the same order, with a cursor on nodes and one on keys.
 class Builder {
  public:
-  Builder(const std::vector<TreeSpec::Node>& nodes, const std::vector<PyObject*>& references,
-          const std::function<at::Tensor(uint32_t)>& leaf)
-      : node_(nodes.data()), reference_(references.data()), leaf_(leaf) {}
+  Builder(const std::vector<TreeSpec::Node>& nodes, const std::vector<PyObject*>& keys,
+          const std::vector<PyObject*>& values, const std::function<at::Tensor(uint32_t)>& leaf)
+      : node_(nodes.data()), key_(keys.data()), values_(values), leaf_(leaf) {}
 
   // A new reference. Throws py::error_already_set.
   py::object build() {
@@ -24,7 +24,7 @@ class Builder {
       case NodeKind::kLeaf:
         return checked(THPVariable_Wrap(leaf_(node.number)));
       case NodeKind::kReady:
-        return py::reinterpret_borrow<py::object>(*reference_++);
+        return py::reinterpret_borrow<py::object>(values_[node.number]);
       case NodeKind::kList: {
         py::object list = checked(PyList_New(node.number));
         for (uint32_t i = 0; i < node.number; ++i) {
@@ -42,7 +42,7 @@ class Builder {
       case NodeKind::kDict: {
         py::object dict = checked(PyDict_New());
         for (uint32_t i = 0; i < node.number; ++i) {
-          PyObject* key = *reference_++;
+          PyObject* key = *key_++;
           const py::object value = build();
           if (PyDict_SetItem(dict.ptr(), key, value.ptr()) != 0) throw py::error_already_set();
         }
@@ -59,7 +59,8 @@ class Builder {
   }
 
   const TreeSpec::Node* node_;
-  PyObject* const* reference_;
+  PyObject* const* key_;
+  const std::vector<PyObject*>& values_;
   const std::function<at::Tensor(uint32_t)>& leaf_;
 };
 
@@ -69,35 +70,50 @@ void TreeSpec::reserve(size_t nodes) {
   nodes_.reserve(nodes);
 }
 
-size_t TreeSpec::refer_to(PyObject* object) {
-  Py_INCREF(object);
-  references_.push_back(object);
-  return references_.size() - 1;
+void TreeSpec::set_leaf(size_t node, size_t leaf) {
+  nodes_[node] = {NodeKind::kLeaf, static_cast<uint32_t>(leaf)};
 }
 
-void TreeSpec::replace_reference(size_t index, py::object value) {
-  PyObject* old = std::exchange(references_[index], value.release().ptr());
+size_t TreeSpec::set_ready(size_t node, PyObject* value) {
+  Py_INCREF(value);
+  values_.push_back(value);
+  nodes_[node] = {NodeKind::kReady, static_cast<uint32_t>(values_.size() - 1)};
+  return values_.size() - 1;
+}
+
+void TreeSpec::add_key(PyObject* key) {
+  Py_INCREF(key);
+  keys_.push_back(key);
+}
+
+void TreeSpec::replace_value(size_t index, py::object value) {
+  PyObject* old = std::exchange(values_[index], value.release().ptr());
   Py_DECREF(old);
 }
 
 py::object TreeSpec::unflatten(const std::function<at::Tensor(uint32_t)>& leaf) const {
-  return Builder(nodes_, references_, leaf).build();
+  return Builder(nodes_, keys_, values_, leaf).build();
 }
 
 void TreeSpec::clear() {
   nodes_.clear();
-  const std::vector<PyObject*> references = std::exchange(references_, {});
-  for (PyObject* reference : references) Py_DECREF(reference);
+  // Out of the members first: a finalizer may come back here.
+  const std::vector<PyObject*> keys = std::exchange(keys_, {});
+  const std::vector<PyObject*> values = std::exchange(values_, {});
+  for (PyObject* key : keys) Py_DECREF(key);
+  for (PyObject* value : values) Py_DECREF(value);
 }
 
 int TreeSpec::traverse(visitproc visit, void* arg) const {
-  for (PyObject* reference : references_) Py_VISIT(reference);
+  for (PyObject* key : keys_) Py_VISIT(key);
+  for (PyObject* value : values_) Py_VISIT(value);
   return 0;
 }
 
 void TreeSpec::swap(TreeSpec& other) noexcept {
   nodes_.swap(other.nodes_);
-  references_.swap(other.references_);
+  keys_.swap(other.keys_);
+  values_.swap(other.values_);
 }
 
 }  // namespace tdcopier

@@ -20,12 +20,12 @@ inline constexpr int kMaxDepth = 1000;
 enum class NodeKind : uint8_t {
   kList,   // number = children
   kTuple,  // number = children
-  kDict,   // number = children; its keys are taken from the references, each before its child
+  kDict,   // number = children; their keys are the next ones of the spec, each before its child
   kLeaf,   // number = index in the leaf table
-  kReady,  // the next reference is the value itself: opaque, reused, or what `Tensor.to` returned
+  kReady,  // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
 };
 
-// Nodes in the order of the walk, parents before children; references in the same order.
+// Nodes in the order of the walk, parents before children; keys in the same order.
 // GIL: held for every member, the destructor included.
 class TreeSpec {
  public:
@@ -46,10 +46,15 @@ class TreeSpec {
   void add(NodeKind kind, size_t number) {
     nodes_.push_back({kind, static_cast<uint32_t>(number)});
   }
-  // Takes a reference of its own; returns the index.
-  size_t refer_to(PyObject* object);
-  PyObject* reference(size_t index) const { return references_[index]; }  // borrowed
-  void replace_reference(size_t index, pybind11::object value);
+  size_t nodes() const { return nodes_.size(); }
+  // Makes of a node, whatever it was, a leaf of the table or a ready value.
+  void set_leaf(size_t node, size_t leaf);
+  size_t set_ready(size_t node,
+                   PyObject* value);  // takes a reference of its own; the value's index
+
+  void add_key(PyObject* key);                                    // takes a reference of its own
+  PyObject* value(size_t index) const { return values_[index]; }  // borrowed
+  void replace_value(size_t index, pybind11::object value);
 
   // New containers of the same types; `leaf(i)` makes the i-th leaf's tensor.
   pybind11::object unflatten(const std::function<at::Tensor(uint32_t)>& leaf) const;
@@ -61,14 +66,15 @@ class TreeSpec {
   void swap(TreeSpec& other) noexcept;
 
   std::vector<Node> nodes_;
-  std::vector<PyObject*> references_;  // owned
+  std::vector<PyObject*> keys_;    // owned
+  std::vector<PyObject*> values_;  // owned
 };
 
 struct FlatTree {
   TreeSpec spec;
   LeafTable leaves;                    // what the engine moves
   std::unique_ptr<PySources> sources;  // keeps their memory
-  std::vector<size_t> delegated;       // references that `Tensor.to` must replace
+  std::vector<size_t> delegated;       // ready values that `Tensor.to` must replace
   uint32_t reused = 0;
   uint32_t opaque = 0;
 };
