@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from baselines import OURS, PER_LEAF_TO, contenders, differences
 from measure import collector_paused, interleave, ratio_of_medians, steps, summarise
+from quiet import QuietProcessor
 
 import tdcopier
 from tdcopier.workloads import WORKLOADS, leaves, total_bytes
@@ -36,6 +37,7 @@ def run(
         keep_gc: Leave Python's cyclic collector on while timing.
 
     """
+    start_workers(device)
     workloads: dict[str, Any] = {}
     for name in names:
         workloads[name] = _workload(device, name, repeats, progress, keep_gc=keep_gc)
@@ -44,10 +46,16 @@ def run(
         "settings": {
             "collector": "on" if keep_gc else "paused",
             "order": "interleaved, shuffled per round",
+            "processor": "each round on one whose speed no neighbour takes away, where there is one",
         },
         "workloads": workloads,
         "targets": targets(workloads, speed=device.type != "sim"),
     }
+
+
+def start_workers(device: torch.device) -> None:
+    """Start the engine's worker threads, so that they do not inherit one processor later."""
+    tdcopier.copy(torch.zeros(1 << 20), device)
 
 
 def targets(workloads: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
@@ -95,10 +103,21 @@ def _workload(
     synchronise = synchroniser(device)
     ways = contenders(device)
     wrong = {way.name: len(_wrong(way, sources[0], device)) for way in ways}
-    with collector_paused(not keep_gc):
-        times = interleave(ways, sources, synchronise, rounds=rounds, progress=progress(name))
+    with collector_paused(not keep_gc), QuietProcessor() as quiet:
+        times = interleave(
+            ways,
+            sources,
+            synchronise,
+            rounds=rounds,
+            progress=progress(name),
+            before_round=quiet.seek,
+        )
         own = steps(
-            lambda tree: tdcopier.start_copy(tree, device), sources, synchronise, rounds=rounds
+            lambda tree: tdcopier.start_copy(tree, device),
+            sources,
+            synchronise,
+            rounds=rounds,
+            before_round=quiet.seek,
         )
     summaries = {way: summarise(taken) for way, taken in times.items()}
     stats, memcpys, witness = count_transfers(sources[0], device)
@@ -117,6 +136,7 @@ def _workload(
         "h2d_memcpys": memcpys,
         "h2d_memcpys_counted_by": witness,
         "wrong_leaves": wrong,
+        "processor": quiet.described(),
     }
 
 

@@ -71,6 +71,7 @@ def interleave(
     warm_up: int = 3,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    before_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Time every contender once per round, so that a drift of the machine meets them all alike.
 
@@ -87,6 +88,7 @@ def interleave(
         warm_up: Rounds before them that are thrown away.
         clock_ns: The clock.
         progress: Wraps the rounds, to show how far it is.
+        before_round: Called at the beginning of every round, outside what is timed.
 
     Returns:
         Times in microseconds by contender's name, in the order of the rounds.
@@ -98,6 +100,7 @@ def interleave(
     dice = random.Random(0)
     for index in progress(range(warm_up + rounds)):
         dice.shuffle(order)
+        before_round()
         for contender in order:
             source = prepared[contender.name][index % len(sources)]
             synchronise()
@@ -119,6 +122,7 @@ def steps(
     rounds: int,
     warm_up: int = 3,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
+    before_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Where the time of one copy goes, seen from the caller.
 
@@ -129,6 +133,7 @@ def steps(
         rounds: Times to keep per step.
         warm_up: Rounds before them that are thrown away.
         clock_ns: The clock.
+        before_round: Called at the beginning of every round, outside what is timed.
 
     Returns:
         Times in microseconds: ``start_copy`` (the call), ``get`` (the wait and the outputs),
@@ -138,6 +143,7 @@ def steps(
     names = ("start_copy", "get", "synchronise", "drop")
     times_us: dict[str, list[float]] = {name: [] for name in names}
     for index in range(warm_up + rounds):
+        before_round()
         synchronise()
         ticks = [clock_ns()]
         handle = start_copy(sources[index % len(sources)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from measure import summarise
+from quiet import QuietProcessor
 
 import tdcopier
 from tdcopier.workloads import WORKLOADS, detection_batch, leaves, map_tensors, total_bytes
@@ -103,7 +104,8 @@ def run_wait(
     """
     batch = ChangingBatch(detection_batch(), device)
     sleeper = Sleeper()
-    timed = _timed_waits(device, batch, sleeper, timed_rounds, progress)
+    with QuietProcessor() as quiet:
+        timed = _timed_waits(device, batch, sleeper, timed_rounds, progress, quiet.seek)
     checked = _checked_rounds(device, batch, sleeper, checked_rounds, progress)
     wait = summarise(timed["wait_us"])
     wrong = timed["wrong_rounds"] + checked["wrong_rounds"]
@@ -122,6 +124,7 @@ def run_wait(
         "start_copy": summarise(timed["start_copy_us"])._asdict(),
         "rounds_with_the_stream_still_busy_after_wait": timed["still_busy"],
         "rounds_within_100_us": sum(t <= MAX_WAIT_US for t in timed["wait_us"]),
+        "processor": quiet.described(),
         "checked_rounds": checked_rounds,
         "checked_seconds": checked["seconds"],
         "wrong_rounds": wrong,
@@ -148,6 +151,7 @@ def _timed_waits(
     sleeper: Sleeper,
     rounds: int,
     progress: Progress,
+    before_round: Callable[[], None],
 ) -> dict[str, Any]:
     wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
     start_us: list[float] = []
@@ -156,6 +160,7 @@ def _timed_waits(
     stats: dict[str, Any] = {}
     warm_up = 3
     for index in progress("wait() behind 20 ms")(range(warm_up + rounds)):
+        before_round()
         torch.cuda.synchronize(device)
         batch.change()
         sleeper.enqueue(LONG_SLEEP_MS)

@@ -72,7 +72,7 @@ def test_a_device_bound_loop_holds_a_handful_of_batches(device, accelerator):
             peak = max(peak, bytes_in_use_or_waiting(device) - before)
     accelerator.synchronize()
     assert seen.sum().item() == 200
-    assert batch_bytes <= peak <= 6 * batch_bytes
+    assert batch_bytes <= peak <= 6.5 * batch_bytes  # limit 4: five, and one being freed
     assert tdcopier.staging_bytes(device) <= 64 * 1024 * 1024
 
 

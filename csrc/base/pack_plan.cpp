@@ -3,18 +3,20 @@
 #include "base/pack_plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 
 namespace tdcopier {
 namespace {
 
 uint64_t align_up(uint64_t value, uint64_t alignment) {
+  if (std::has_single_bit(alignment)) return (value + alignment - 1) & ~(alignment - 1);
   return (value + alignment - 1) / alignment * alignment;
 }
 
 // The base alignment that serves both, or 0 where it would pass the common bound.
 uint64_t common_alignment(uint64_t base, uint64_t slot) {
-  if (base % slot == 0) return base;
+  if (base == slot || base % slot == 0) return base;
   const uint64_t step = slot / std::gcd(base, slot);
   if (step > kMaxCommonAlignmentBytes / base) return 0;
   return base * step;

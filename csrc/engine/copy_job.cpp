@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "engine/byte_tensor.h"
-#include "engine/capture_mode.h"
+#include "engine/graph_capture.h"
 #include "engine/transport.h"
 
 namespace tdcopier {
@@ -20,6 +20,7 @@ CopyJob::CopyJob(TargetDevice& target, LeafTable leaves, PackPlan plan, bool use
       leaves_(std::move(leaves)),
       plan_(std::move(plan)),
       use_pinned_staging_(use_pinned_staging),
+      output_keys_(plain_key_set(target.device())),
       windows_(cut_windows(plan_, use_pinned_staging ? kStagingBufferBytes : UINT64_MAX / 2)),
       sources_(std::move(sources)) {}
 
@@ -86,7 +87,7 @@ void CopyJob::transfer(const Window& window) {
   if (use_pinned_staging_) {
     StagingLease lease = target_.staging().acquire();
     stage_window(plan_, leaves_, window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
-    enqueue_from_pinned(chunk.storage, offset, lease.bytes(), bytes);
+    enqueue_from_pinned(target_.copy_stream(), chunk.storage, offset, lease.bytes(), bytes);
     EventRef read = target_.events().record(target_.copy_stream());
     if (windows_.size() == 1) arrived_ = read;  // the only participant: no second event is needed
     lease.in_flight_until(std::move(read));
@@ -170,13 +171,12 @@ at::Tensor CopyJob::output(uint32_t leaf_index) const {
   const Leaf& leaf = leaves_[leaf_index];
   const Slot& slot = plan_.slots[leaf_index];
   const Chunk& chunk = chunks_[slot.chunk];
-  at::Tensor output = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(chunk.storage), plain_key_set(target_.device()),
-      c10::scalarTypeToTypeMeta(leaf.dtype));
-  const uint64_t offset = chunk.shift_bytes + slot.offset;
+  const caffe2::TypeMeta dtype = c10::scalarTypeToTypeMeta(leaf.dtype);
+  at::Tensor output =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(chunk.storage), output_keys_, dtype);
   output.unsafeGetTensorImpl()->set_sizes_and_strides(
       leaves_.sizes(leaf), leaves_.strides(leaf),
-      static_cast<int64_t>(offset / c10::elementSize(leaf.dtype)));
+      static_cast<int64_t>((chunk.shift_bytes + slot.offset) / dtype.itemsize()));
   return output;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
@@ -88,6 +89,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   const LeafTable leaves_;
   const PackPlan plan_;
   const bool use_pinned_staging_;
+  const c10::DispatchKeySet output_keys_;
   const std::vector<Window> windows_;
   std::unique_ptr<SourceHold> sources_;
 

@@ -2,6 +2,8 @@
 #include "engine/leaf.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
@@ -33,11 +35,6 @@ bool has_names(const Tensor& tensor) {
   }
 }
 
-bool storage_covers_extent(const at::Tensor& tensor, uint64_t bytes) {
-  const uint64_t begin = static_cast<uint64_t>(tensor.storage_offset()) * tensor.itemsize();
-  return begin + bytes <= tensor.storage().nbytes();
-}
-
 }  // namespace
 
 void LeafTable::reserve(size_t leaves) {
@@ -51,11 +48,34 @@ void LeafTable::add(const void* data, c10::ScalarType dtype, std::span<const int
   const auto element_bytes = static_cast<uint32_t>(c10::elementSize(dtype));
   uint64_t bytes = element_bytes;
   for (const int64_t size : sizes) bytes *= static_cast<uint64_t>(size);
-  leaves_.push_back({data, bytes, dtype, static_cast<uint32_t>(sizes.size()),
-                     static_cast<uint32_t>(shapes_.size())});
+  const auto dims = static_cast<uint32_t>(sizes.size());
+  leaves_.push_back({data, bytes, dtype, dims, static_cast<uint32_t>(shapes_.size())});
   extents_.push_back({bytes, element_bytes});
-  shapes_.insert(shapes_.end(), sizes.begin(), sizes.end());
-  shapes_.insert(shapes_.end(), strides.begin(), strides.end());
+  for (const int64_t size : sizes) shapes_.push_back(size);
+  for (const int64_t stride : strides) shapes_.push_back(stride);
+}
+
+bool LeafTable::add_if_packable(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  // The keys also say that it is strided and that its storage is in host memory.
+  if (has_more_than(impl->key_set(), kPlainKeys)) return false;
+  if (!impl->is_non_overlapping_and_dense() || has_names(tensor)) return false;
+  if (impl->autograd_meta() != nullptr) {
+    if (impl->requires_grad() && c10::GradMode::is_enabled()) return false;
+    if (tensor._fw_grad(/*level=*/0).defined()) return false;
+  }
+  const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr) return false;
+  const uint64_t element_bytes = impl->itemsize();
+  const uint64_t begin = static_cast<uint64_t>(impl->storage_offset()) * element_bytes;
+  const uint64_t bytes = static_cast<uint64_t>(impl->numel()) * element_bytes;
+  if (begin + bytes > storage->nbytes()) return false;
+  const at::IntArrayRef sizes = impl->sizes();
+  const at::IntArrayRef strides = impl->strides();
+  add(static_cast<const std::byte*>(storage->data()) + begin,
+      c10::typeMetaToScalarType(impl->dtype()), {sizes.data(), sizes.size()},
+      {strides.data(), strides.size()});
+  return true;
 }
 
 at::IntArrayRef LeafTable::sizes(const Leaf& leaf) const {
@@ -64,18 +84,6 @@ at::IntArrayRef LeafTable::sizes(const Leaf& leaf) const {
 
 at::IntArrayRef LeafTable::strides(const Leaf& leaf) const {
   return {shapes_.data() + leaf.first_size + leaf.dims, leaf.dims};
-}
-
-bool is_packable(const at::Tensor& tensor) {
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (has_more_than(impl->key_set(), kPlainKeys) || !impl->has_storage()) return false;
-  if (impl->layout() != c10::kStrided || !impl->is_non_overlapping_and_dense()) return false;
-  if (has_names(tensor)) return false;
-  if (impl->autograd_meta() != nullptr) {
-    if (impl->requires_grad() && c10::GradMode::is_enabled()) return false;
-    if (tensor._fw_grad(/*level=*/0).defined()) return false;
-  }
-  return storage_covers_extent(tensor, impl->numel() * impl->itemsize());
 }
 
 bool dispatch_is_altered() {

@@ -31,6 +31,11 @@ class LeafTable {
   void add(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
            std::span<const int64_t> strides);
 
+  // May the engine read this tensor's bytes itself? Only plain, dense, strided host tensors: no
+  // functorch, conj, neg, Python or wrapper keys, no names, no gradient to keep, storage that covers
+  // the extent. Then it is added. Whatever else torch has or will have is left to `Tensor.to`: false.
+  bool add_if_packable(const at::Tensor& tensor);
+
   size_t size() const { return leaves_.size(); }
   const Leaf& operator[](size_t i) const { return leaves_[i]; }
   at::IntArrayRef sizes(const Leaf& leaf) const;    // (dims,)
@@ -42,11 +47,6 @@ class LeafTable {
   std::vector<LeafExtent> extents_;  // for the pack plan
   std::vector<int64_t> shapes_;
 };
-
-// May the engine read this tensor's bytes itself? Only plain, dense, strided host tensors: no
-// functorch, conj, neg, Python or wrapper keys, no names, no gradient to keep, storage that covers
-// the extent. Whatever else torch has or will have is left to `Tensor.to`.
-bool is_packable(const at::Tensor& tensor);
 
 // Is this thread in a state that changes what `Tensor.to` does (a dispatch mode, a functorch
 // transform, functionalization)? Then every leaf is left to it.

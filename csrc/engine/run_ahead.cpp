@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "engine/capture_mode.h"
+#include "engine/graph_capture.h"
 
 namespace tdcopier {
 namespace {

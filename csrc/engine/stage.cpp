@@ -5,6 +5,17 @@
 #include <cstring>
 
 namespace tdcopier {
+namespace {
+
+void prefetch_beginning(const Leaf& leaf) {
+  constexpr uint64_t kLine = 64;
+  const auto* bytes = static_cast<const std::byte*>(leaf.data);
+  for (uint64_t at = 0; at < std::min<uint64_t>(leaf.bytes, 4 * kLine); at += kLine) {
+    __builtin_prefetch(bytes + at);
+  }
+}
+
+}  // namespace
 
 std::vector<Window> cut_windows(const PackPlan& plan, uint64_t max_window_bytes) {
   std::vector<Window> windows;
@@ -26,9 +37,9 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
   auto at = std::partition_point(first, last, [&](uint32_t leaf) {
     return plan.slots[leaf].offset + leaves[leaf].bytes <= window.begin;
   });
-  constexpr ptrdiff_t kAhead = 6;  // small leaves lie scattered: fetch their first bytes early
+  constexpr ptrdiff_t kAhead = 8;  // small leaves lie scattered: fetch their first bytes early
   for (; at != last && plan.slots[*at].offset < window.end; ++at) {
-    if (last - at > kAhead) __builtin_prefetch(leaves[at[kAhead]].data);
+    if (last - at > kAhead) prefetch_beginning(leaves[at[kAhead]]);
     const Leaf& leaf = leaves[*at];
     if (leaf.bytes == 0) continue;
     const uint64_t offset = plan.slots[*at].offset;

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "engine/byte_tensor.h"
-#include "engine/capture_mode.h"
+#include "engine/graph_capture.h"
 
 namespace tdcopier {
 namespace {

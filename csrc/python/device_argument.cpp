@@ -2,13 +2,15 @@
 #include "python/device_argument.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Stream.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 
+#include <stdexcept>
 #include <string>
+
+#include "engine/graph_capture.h"
 
 namespace py = pybind11;
 
@@ -26,14 +28,15 @@ c10::Device to_c10(py::handle device) {
     throw py::type_error("device must be a str, a torch.device or an int, not " +
                          type_name(device));
   }
-  // torch's own parser, so that its rules (a bare int is an accelerator's index) hold here too.
-  try {
+  if (is_index) {  // torch knows which device type a bare number means
     const py::object parsed = py::module_::import("torch").attr("device")(device);
     return reinterpret_cast<THPDevice*>(parsed.ptr())->device;
-  } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_RuntimeError) && !error.matches(PyExc_ValueError)) throw;
+  }
+  try {
+    return c10::Device(device.cast<std::string>());
+  } catch (const c10::Error& error) {
     throw py::value_error("unknown device " + std::string(py::repr(device)) + ": " +
-                          std::string(py::str(error.value())));
+                          error.what_without_backtrace());
   }
 }
 
@@ -88,17 +91,11 @@ c10::Stream parse_stream(py::handle stream, c10::Device device) {
 }
 
 void refuse_capture(const c10::Stream& stream, const char* call) {
-  // c10 can tell from torch 2.12 on; asking torch's own binding serves every version.
-  if (stream.device_type() != c10::DeviceType::CUDA) return;
-  static const auto* is_capturing =
-      new py::object(py::module_::import("torch._C").attr("_cuda_isCurrentStreamCapturing"));
-  const c10::StreamGuard guard(stream);
-  if (!(*is_capturing)().cast<bool>()) return;
-  throw std::runtime_error(
-      std::string(call) +
-      " was called while its stream is capturing a CUDA graph. A graph would replay "
-      "the transfer from staging memory that has other contents by then: copy "
-      "before the capture begins");
+  if (!is_capturing(stream)) return;
+  throw std::runtime_error(std::string(call) +
+                           " was called while its stream is capturing a CUDA graph. A graph would "
+                           "replay the transfer from staging memory that has other contents by then: "
+                           "copy before the capture begins");
 }
 
 }  // namespace tdcopier

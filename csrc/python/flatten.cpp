@@ -68,6 +68,7 @@ class Flattener {
     } else if (type == &PyList_Type) {
       check_depth(depth);
       flat_.spec.add(NodeKind::kList, PyList_GET_SIZE(object));
+      prefetch_each(reinterpret_cast<PyListObject*>(object)->ob_item, PyList_GET_SIZE(object));
       for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
         path_[depth] = {nullptr, i};
         visit(PyList_GET_ITEM(object, i), depth + 1);
@@ -75,6 +76,7 @@ class Flattener {
     } else if (type == &PyTuple_Type) {
       check_depth(depth);
       flat_.spec.add(NodeKind::kTuple, PyTuple_GET_SIZE(object));
+      prefetch_each(reinterpret_cast<PyTupleObject*>(object)->ob_item, PyTuple_GET_SIZE(object));
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
         path_[depth] = {nullptr, i};
         visit(PyTuple_GET_ITEM(object, i), depth + 1);
@@ -84,12 +86,19 @@ class Flattener {
     }
   }
 
+  // The walk looks at each child's type: let the processor fetch all of them at once.
+  static void prefetch_each(PyObject* const* children, Py_ssize_t count) {
+    for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(children[i]);
+  }
+
   void visit_dict(PyObject* dict, int depth) {
     check_depth(depth);
     flat_.spec.add(NodeKind::kDict, PyDict_GET_SIZE(dict));
     Py_ssize_t position = 0;
     PyObject* key = nullptr;
     PyObject* value = nullptr;
+    while (PyDict_Next(dict, &position, &key, &value) != 0) __builtin_prefetch(value);
+    position = 0;
     while (PyDict_Next(dict, &position, &key, &value) != 0) {
       flat_.spec.add_key(key);
       path_[depth] = {key, 0};
@@ -120,7 +129,9 @@ class Flattener {
 
   static void prefetch_storage(PyObject* object) {
     const c10::TensorImpl* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
-    __builtin_prefetch(impl->unsafe_storage().unsafeGetStorageImpl());
+    const auto* storage = reinterpret_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl());
+    __builtin_prefetch(storage);
+    __builtin_prefetch(storage + 48);  // its size and data pointer may lie in the next line
   }
 
   void sort_out(PyObject* object, size_t node) {
@@ -130,10 +141,8 @@ class Flattener {
     } else if (tensor.device() == target_) {
       flat_.spec.set_ready(node, object);
       ++flat_.reused;
-    } else if (engine_transfers_ && is_packable(tensor)) {
-      flat_.spec.set_leaf(node, flat_.leaves.size());
-      flat_.leaves.add(tensor.const_data_ptr(), tensor.scalar_type(), tensor.sizes(),
-                       tensor.strides());
+    } else if (engine_transfers_ && flat_.leaves.add_if_packable(tensor)) {
+      flat_.spec.set_leaf(node, flat_.leaves.size() - 1);
       flat_.sources->keep(object);
     } else {
       delegate(object, node);

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "engine/capture_mode.h"
+#include "engine/graph_capture.h"
 #include "python/device_argument.h"
 #include "python/sources.h"
 

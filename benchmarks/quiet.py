@@ -1,0 +1,87 @@
+"""Keeps the timed thread on a processor that no neighbour slows down, as far as there is one.
+
+On a shared host a virtual processor can lose half its speed to whoever runs on the same core, for
+seconds at a time. Work of the host then takes twice as long, waiting for the device does not, and
+a ratio of the two says more about the neighbour than about the code. All contenders of a round run on
+the same processor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from types import TracebackType
+from typing import Any
+
+TOLERANCE = 1.2  # a probe within this factor of the best one counts as quiet
+PROBE_STEPS = 8000  # a few tenths of a millisecond
+
+
+def probe_us() -> float:
+    """How long a fixed piece of interpreter work takes here and now."""
+    begin = time.perf_counter_ns()
+    total = 0
+    for step in range(PROBE_STEPS):
+        total += step
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
+class QuietProcessor:
+    """A context in which :meth:`seek` moves the calling thread to a quiet processor.
+
+    Only the calling thread is moved; threads that it starts meanwhile inherit where it is, so start
+    worker pools before. Where threads cannot be moved (not on Linux), it only counts.
+    """
+
+    def __init__(self) -> None:
+        self._allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self._best_us = float("inf")
+        self.rounds = 0
+        self.moves = 0
+        self.disturbed_rounds = 0
+
+    def __enter__(self) -> QuietProcessor:
+        for processor in self._allowed:
+            self._move_to(processor)
+            self._best_us = min(self._best_us, *(probe_us() for _ in range(3)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._allowed:
+            os.sched_setaffinity(0, self._allowed)
+
+    def seek(self) -> None:
+        """Before a round: stay where it is quiet, else move; count the round if nowhere is."""
+        self.rounds += 1
+        if self._is_quiet():
+            return
+        for processor in self._allowed:
+            self._move_to(processor)
+            if self._is_quiet():
+                self.moves += 1
+                return
+        self.disturbed_rounds += 1
+
+    def described(self) -> dict[str, Any]:
+        """For the result file."""
+        return {
+            "best_probe_us": round(self._best_us, 1),
+            "tolerance": TOLERANCE,
+            "rounds": self.rounds,
+            "moves": self.moves,
+            "disturbed_rounds": self.disturbed_rounds,
+        }
+
+    def _is_quiet(self) -> bool:
+        found_us = min(probe_us(), probe_us())
+        self._best_us = min(self._best_us, found_us)
+        return found_us <= TOLERANCE * self._best_us
+
+    @staticmethod
+    def _move_to(processor: int) -> None:
+        os.sched_setaffinity(0, {processor})

@@ -1,0 +1,39 @@
+// Looks up the driver's calls, once.
+#include "engine/cuda_driver.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+namespace tdcopier {
+namespace {
+
+template <typename Function>
+bool look_up(void* library, const char* name, Function*& function) {
+  function = reinterpret_cast<Function*>(dlsym(library, name));
+  return function != nullptr;
+}
+
+const CudaDriver* load() {
+  // NOLOAD: torch has loaded the driver by the time there is a CUDA device to copy to.
+  void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return nullptr;
+  static CudaDriver driver;
+  const bool complete =
+      look_up(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode) &&
+      look_up(library, "cuStreamIsCapturing", driver.stream_is_capturing) &&
+      look_up(library, "cuMemcpyHtoDAsync_v2", driver.copy_host_to_device);
+  return complete ? &driver : nullptr;
+}
+
+}  // namespace
+
+const CudaDriver* cuda_driver() {
+  static const CudaDriver* const driver = load();
+  return driver;
+}
+
+void* native_handle(const c10::Stream& stream) {
+  return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStreamNativeHandle(stream);
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,32 @@
+// Asks CUDA's driver; on other devices there is nothing to ask.
+#include "engine/graph_capture.h"
+
+#include "engine/cuda_driver.h"
+
+namespace tdcopier {
+namespace {
+
+constexpr int kRelaxed = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr int kNotCapturing = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+
+}  // namespace
+
+bool is_capturing(const c10::Stream& stream) {
+  if (stream.device_type() != c10::DeviceType::CUDA || cuda_driver() == nullptr) return false;
+  int status = kNotCapturing;
+  // It fails on a thread that has not used the device yet, and so captures nothing there.
+  const int result = cuda_driver()->stream_is_capturing(native_handle(stream), &status);
+  return result == 0 && status != kNotCapturing;
+}
+
+RelaxedCapture::RelaxedCapture(c10::DeviceType type) {
+  if (type != c10::DeviceType::CUDA || cuda_driver() == nullptr) return;
+  int mode = kRelaxed;
+  if (cuda_driver()->exchange_capture_mode(&mode) == 0) previous_mode_ = mode;
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (previous_mode_ >= 0) cuda_driver()->exchange_capture_mode(&previous_mode_);
+}
+
+}  // namespace tdcopier
