@@ -13,6 +13,7 @@ from quiet import QuietProcessor
 import tdcopier
 from tdcopier.workloads import WORKLOADS, leaves, total_bytes
 
+BURST = 5  # calls of one contender in a row
 MIN_SPEEDUP = 35.0  # detection batch, ours against .to() per leaf
 
 Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
@@ -45,8 +46,8 @@ def run(
         "what": "Time from the call to the tree on the target, outputs built and host synchronised",
         "settings": {
             "collector": "on" if keep_gc else "paused",
-            "order": "interleaved, shuffled per round",
-            "processor": "each round on one whose speed no neighbour takes away, where there is one",
+            "order": f"interleaved, bursts of {BURST} calls, shuffled per round",
+            "processor": "each round on one that no neighbour slows down, where there is one",
         },
         "workloads": workloads,
         "targets": targets(workloads, speed=device.type != "sim"),
@@ -98,7 +99,7 @@ def _workload(
     device: torch.device, name: str, repeats: int, progress: Progress, *, keep_gc: bool
 ) -> dict[str, Any]:
     workload = WORKLOADS[name]
-    rounds = max(5, round(repeats * workload.repeat_share))
+    rounds = max(5, round(repeats * workload.repeat_share / BURST))
     sources = [workload.make(seed) for seed in range(workload.pool)]
     synchronise = synchroniser(device)
     ways = contenders(device)
@@ -111,6 +112,7 @@ def _workload(
             rounds=rounds,
             progress=progress(name),
             before_round=quiet.seek,
+            burst=BURST,
         )
         own = steps(
             lambda tree: tdcopier.start_copy(tree, device),
@@ -120,12 +122,19 @@ def _workload(
             before_round=quiet.seek,
         )
     summaries = {way: summarise(taken) for way, taken in times.items()}
+    cold = {way: summarise(taken[::BURST]) for way, taken in times.items()}
     stats, memcpys, witness = count_transfers(sources[0], device)
     return {
         "leaves": len(leaves(sources[0])),
         "bytes": total_bytes(sources[0]),
         "sources": len(sources),
         "contenders": {way: summary._asdict() for way, summary in summaries.items()},
+        "first_calls": {way: summary._asdict() for way, summary in cold.items()},
+        "ratios_of_first_calls": {
+            way: ratio_of_medians(summary, cold[OURS])
+            for way, summary in cold.items()
+            if way != OURS
+        },
         "ratios": {
             way: ratio_of_medians(summary, summaries[OURS])
             for way, summary in summaries.items()

@@ -72,8 +72,12 @@ def interleave(
     clock_ns: Callable[[], int] = time.perf_counter_ns,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     before_round: Callable[[], None] = lambda: None,
+    burst: int = 1,
 ) -> dict[str, list[float]]:
-    """Time every contender once per round, so that a drift of the machine meets them all alike.
+    """Time every contender in every round, so that a drift of the machine meets them all alike.
+
+    A round is a burst of calls with one source, contender after contender. The first call of a
+    burst finds in the caches what the neighbour left, the others what a loop of copies leaves.
 
     One time is: the call, its outputs built, and the host synchronised with the device. The device
     is idle when it starts. Dropping the outputs is not in it. The order is shuffled anew for each
@@ -89,9 +93,10 @@ def interleave(
         clock_ns: The clock.
         progress: Wraps the rounds, to show how far it is.
         before_round: Called at the beginning of every round, outside what is timed.
+        burst: Calls of one contender in a row.
 
     Returns:
-        Times in microseconds by contender's name, in the order of the rounds.
+        Times in microseconds by contender's name, in the order of the calls.
 
     """
     prepared = {c.name: [c.prepare(source) for source in sources] for c in contenders}
@@ -103,14 +108,15 @@ def interleave(
         before_round()
         for contender in order:
             source = prepared[contender.name][index % len(sources)]
-            synchronise()
-            start = clock_ns()
-            result = contender.run(source)
-            synchronise()
-            end = clock_ns()
-            del result
-            if index >= warm_up:
-                times_us[contender.name].append((end - start) / 1e3)
+            for _ in range(burst):
+                synchronise()
+                start = clock_ns()
+                result = contender.run(source)
+                synchronise()
+                end = clock_ns()
+                del result
+                if index >= warm_up:
+                    times_us[contender.name].append((end - start) / 1e3)
     return times_us
 
 

@@ -2,8 +2,8 @@
 
 On a shared host a virtual processor can lose half its speed to whoever runs on the same core, for
 seconds at a time. Work of the host then takes twice as long, waiting for the device does not, and
-a ratio of the two says more about the neighbour than about the code. All contenders of a round run on
-the same processor.
+a ratio of the two says more about the neighbour than about the code. All contenders of a round run
+on the same processor.
 """
 
 from __future__ import annotations

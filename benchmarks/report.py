@@ -73,11 +73,13 @@ def machine_line(result: dict[str, Any]) -> str:
 
 
 def copies_table(result: dict[str, Any]) -> str:
-    """Every workload and contender: median, quartiles, ratio to ours."""
+    """Every workload and contender: median, quartiles, ratio to ours; again with cold caches."""
     rows = []
     for workload, found in result["workloads"].items():
         for index, (name, times) in enumerate(found["contenders"].items()):
             ratio = found["ratios"].get(name)
+            cold_us = found["first_calls"][name]["median_us"]
+            cold_ratio = found["ratios_of_first_calls"].get(name)
             rows.append(
                 [
                     title(result, workload) if index == 0 else "",
@@ -85,10 +87,13 @@ def copies_table(result: dict[str, Any]) -> str:
                     number(times["median_us"]),
                     f"{number(times['q1_us'])} - {number(times['q3_us'])}",
                     "" if ratio is None else f"{number(ratio)} x",
+                    number(cold_us),
+                    "" if cold_ratio is None else f"{number(cold_ratio)} x",
                     str(times["repeats"]),
                 ]
             )
-    header = ["workload", "way", "median, us", "quartiles, us", "over tdcopier", "repeats"]
+    header = ["workload", "way", "median, us", "quartiles, us", "over tdcopier"]
+    header += ["first call of a burst, us", "over tdcopier", "calls"]
     return table(header, rows)
 
 

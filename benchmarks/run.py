@@ -122,7 +122,7 @@ def _lines(label: str, rounds: Iterable[int]) -> Iterator[int]:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", help='such as "cuda:1", or "sim"; default: the CUDA device')
-    parser.add_argument("--repeats", type=int, default=200, help="rounds of the small workloads")
+    parser.add_argument("--repeats", type=int, default=500, help="calls with each small workload")
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))

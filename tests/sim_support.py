@@ -92,5 +92,9 @@ def is_reused(address: int) -> bool:
     return becomes(found, within=2.0)
 
 
+def differences(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(new - old for new, old in zip(now, before, strict=True))
+
+
 def pinned(*values: float) -> torch.Tensor:
     return torch.tensor(values).pin_memory()

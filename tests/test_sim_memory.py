@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from sim_support import differences, is_reused, marker, pinned
 from sim_support import fresh as fresh
-from sim_support import is_reused, marker, pinned
 
 pytestmark = pytest.mark.sim
 
@@ -103,7 +103,7 @@ def test_statistics_are_kept_by_device_in_blocks_of_512_bytes(sim: ModuleType) -
     assert before[:4] == (in_use,) * 4
 
     def growth() -> tuple[int, ...]:
-        return tuple(now - then for now, then in zip(sim.memory_stats("sim:0"), before, strict=True))
+        return differences(sim.memory_stats("sim:0"), before)
 
     a, b = torch.empty(1, device="sim"), torch.empty(129, device="sim")
     assert a.data_ptr() % 512 == b.data_ptr() % 512 == 0

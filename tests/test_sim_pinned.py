@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from sim_support import differences, marker
 from sim_support import fresh as fresh
-from sim_support import marker
 
 pytestmark = pytest.mark.sim
 
@@ -53,7 +53,7 @@ def test_pinned_bytes_are_counted(sim: ModuleType) -> None:
     assert before == (before.in_use,) * 3
 
     def growth() -> tuple[int, ...]:
-        return tuple(now - then for now, then in zip(sim.pinned_bytes(), before, strict=True))
+        return differences(sim.pinned_bytes(), before)
 
     a = torch.empty(100, dtype=torch.uint8, pin_memory=True)
     b = torch.empty(513, dtype=torch.uint8, pin_memory=True)
