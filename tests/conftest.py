@@ -18,6 +18,9 @@ import tdcopier
 from tdcopier import _C
 
 DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
+if DEVICE_TYPE == "sim":
+    # Where torch sees CUDA, `pin_memory=True` means CUDA's pinned memory whatever else is registered.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 FAIL_WITHOUT_CUDA = os.environ.get("FAIL_WITHOUT_CUDA") == "1"
 
 
@@ -26,8 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"TDCOPIER_TEST_DEVICE={DEVICE_TYPE!r}: give sim or cuda")
     if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("TDCOPIER_TEST_DEVICE=cuda, but torch sees no CUDA device")
-    if FAIL_WITHOUT_CUDA and not torch.cuda.is_available():
-        raise pytest.UsageError("FAIL_WITHOUT_CUDA=1, but torch sees no CUDA device")
+    if FAIL_WITHOUT_CUDA and DEVICE_TYPE != "cuda":
+        raise pytest.UsageError("FAIL_WITHOUT_CUDA=1, but these tests would not run on CUDA")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
