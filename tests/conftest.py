@@ -19,7 +19,7 @@ from tdcopier import _C
 
 DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 if DEVICE_TYPE == "sim":
-    # Where torch sees CUDA, `pin_memory=True` means CUDA's pinned memory whatever else is registered.
+    # Where torch sees CUDA, `pin_memory=True` means CUDA's pinned memory whatever else there is.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 FAIL_WITHOUT_CUDA = os.environ.get("FAIL_WITHOUT_CUDA") == "1"
 

@@ -23,9 +23,10 @@ def enable(devices: int = 2) -> None:
 
     From then on ``sim`` is what ``torch.accelerator`` means, also where there is a GPU. This lasts
     until the process ends. Call it before the first ``backward()`` of the process: autograd starts
-    its threads then, one for each device that it knows. Where there is a GPU too, ``pin_memory=True``
-    goes on meaning CUDA's pinned memory: start the process with ``CUDA_VISIBLE_DEVICES=`` then. At
-    the end of the process all streams are let go and finish their work.
+    its threads then, one for each device that it knows. Where there is a GPU too,
+    ``pin_memory=True`` goes on meaning CUDA's pinned memory: start the process with
+    ``CUDA_VISIBLE_DEVICES=`` then. At the end of the process all streams are let go and finish
+    their work.
 
     Args:
         devices: how many devices, 1 to 16. Calling again with the same number does nothing.
