@@ -1,5 +1,5 @@
-// The few calls of CUDA's driver that are worth a shortcut, looked up at run time: nothing here links
-// to CUDA, and everything has a portable path beside it.
+// The few calls of CUDA's driver that are worth a shortcut, looked up at run time: nothing here
+// links to CUDA, and everything has a portable path beside it.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -11,8 +11,8 @@ namespace tdcopier {
 
 // Results are CUresult: 0 is success. Streams are native handles (see native_handle).
 struct CudaDriver {
-  int (*exchange_capture_mode)(int* mode);                       // cuThreadExchangeStreamCaptureMode
-  int (*stream_is_capturing)(void* stream, int* status);         // cuStreamIsCapturing
+  int (*exchange_capture_mode)(int* mode);                // cuThreadExchangeStreamCaptureMode
+  int (*stream_is_capturing)(void* stream, int* status);  // cuStreamIsCapturing
   int (*copy_host_to_device)(uint64_t device_address, const void* host, size_t bytes,
                              void* stream);  // cuMemcpyHtoDAsync_v2
 };

@@ -32,8 +32,9 @@ class LeafTable {
            std::span<const int64_t> strides);
 
   // May the engine read this tensor's bytes itself? Only plain, dense, strided host tensors: no
-  // functorch, conj, neg, Python or wrapper keys, no names, no gradient to keep, storage that covers
-  // the extent. Then it is added. Whatever else torch has or will have is left to `Tensor.to`: false.
+  // functorch, conj, neg, Python or wrapper keys, no names, no gradient to keep, storage that
+  // covers the extent. Then it is added. Whatever else torch has or will have is left to
+  // `Tensor.to`: false.
   bool add_if_packable(const at::Tensor& tensor);
 
   size_t size() const { return leaves_.size(); }

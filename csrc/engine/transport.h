@@ -9,9 +9,9 @@
 
 namespace tdcopier {
 
-// Enqueues on `stream`, which is the current one of the chunk's device: bytes [0, bytes) of `host` to
-// [offset, offset + bytes) of `chunk`. `host` is pinned; it must stay as it is until the transfer is
-// done.
+// Enqueues on `stream`, which is the current one of the chunk's device: bytes [0, bytes) of `host`
+// to [offset, offset + bytes) of `chunk`. `host` is pinned; it must stay as it is until the
+// transfer is done.
 void enqueue_from_pinned(const c10::Stream& stream, const c10::Storage& chunk, uint64_t offset,
                          const at::Tensor& host, uint64_t bytes);
 

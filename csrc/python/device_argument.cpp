@@ -92,10 +92,11 @@ c10::Stream parse_stream(py::handle stream, c10::Device device) {
 
 void refuse_capture(const c10::Stream& stream, const char* call) {
   if (!is_capturing(stream)) return;
-  throw std::runtime_error(std::string(call) +
-                           " was called while its stream is capturing a CUDA graph. A graph would "
-                           "replay the transfer from staging memory that has other contents by then: "
-                           "copy before the capture begins");
+  throw std::runtime_error(
+      std::string(call) +
+      " was called while its stream is capturing a CUDA graph. A graph would "
+      "replay the transfer from staging memory that has other contents by then: "
+      "copy before the capture begins");
 }
 
 }  // namespace tdcopier

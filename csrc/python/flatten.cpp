@@ -129,7 +129,8 @@ class Flattener {
 
   static void prefetch_storage(PyObject* object) {
     const c10::TensorImpl* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
-    const auto* storage = reinterpret_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl());
+    const auto* storage =
+        reinterpret_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl());
     __builtin_prefetch(storage);
     __builtin_prefetch(storage + 48);  // its size and data pointer may lie in the next line
   }
