@@ -32,6 +32,18 @@ def test_staging_is_counted_as_the_pinned_allocator_counts_it(sim, device):
 
 
 @pytest.mark.sim
+def test_a_small_copy_that_finds_no_staging_does_not_hold_up_the_call(sim, device, copy_stream):
+    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    tdcopier.staging_bytes(device)
+    with sim.hold(copy_stream):
+        first = tdcopier.start_copy([torch.full((3,), 1.0)], device)
+        second = tdcopier.start_copy([torch.full((3,), 2.0)], device)  # would hang here
+        assert not first.stats.background
+        assert second.stats.background
+    assert second.get()[0].tolist() == [2, 2, 2]
+
+
+@pytest.mark.sim
 def test_a_copy_that_finds_no_staging_waits_without_the_gil(sim, device, copy_stream):
     tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
     tdcopier.staging_bytes(device)

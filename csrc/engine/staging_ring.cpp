@@ -35,6 +35,13 @@ uint64_t StagingRing::limit_bytes() {
   return g_limit_bytes;
 }
 
+bool StagingRing::is_exhausted() {
+  const std::lock_guard lock(mutex_);
+  if (!free_.empty() || pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return false;
+  collect_done();
+  return free_.empty();
+}
+
 uint64_t StagingRing::pinned_bytes() {
   const std::lock_guard lock(mutex_);
   collect_done();

@@ -54,6 +54,9 @@ class StagingRing {
   // GIL: must not be held.
   StagingLease acquire();
 
+  // Would acquire() wait? An answer for now only: others take buffers too.
+  bool is_exhausted();
+
   uint64_t pinned_bytes();
 
   // Pinned bytes per device, all rings; at least one buffer. A lower limit is reached as buffers

@@ -39,11 +39,11 @@ ThreadPool& workers() {
 }
 
 // Starts the job where it is best run. Returns whether workers run it.
-bool launch(const std::shared_ptr<CopyJob>& job, const CopyOptions& options) {
-  const bool in_background =
-      options.use_background_thread &&
-      (job->plan().total_bytes > kMaxInlineBytes || !options.use_pinned_staging);
-  if (in_background && job->run_in_background(workers())) return true;
+bool launch(const std::shared_ptr<CopyJob>& job, TargetDevice& target, const CopyOptions& options) {
+  // Small work is done here, unless it would have to wait for staging or for a pageable transfer.
+  const bool at_once = options.use_pinned_staging && job->plan().total_bytes <= kMaxInlineBytes &&
+                       !target.staging().is_exhausted();
+  if (options.use_background_thread && !at_once && job->run_in_background(workers())) return true;
   const py::gil_scoped_release no_gil;
   job->run();
   return false;
@@ -106,7 +106,7 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
     PackPlan plan = make_pack_plan(flat.leaves.extents(), options.pack);
     auto job = std::make_shared<CopyJob>(target_device, std::move(flat.leaves), std::move(plan),
                                          options.use_pinned_staging, std::move(flat.sources));
-    const bool background = launch(job, options);
+    const bool background = launch(job, target_device, options);
     handle->attach(std::move(job), background);
   }
   if (!flat.delegated.empty()) run_delegated(*handle, flat.delegated, target);
