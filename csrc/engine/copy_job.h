@@ -60,6 +60,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   bool is_done();
   void wait_done();  // Blocks. GIL: must not be held. Throws the device's error.
 
+  // Requires: is_enqueued().
+  bool has_failed() const { return failure_ != nullptr; }
   // Throws what made the job fail, if it did; every time. Requires: is_enqueued().
   void rethrow_failure() const;
 

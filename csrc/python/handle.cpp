@@ -56,6 +56,11 @@ void Handle::attach(std::shared_ptr<CopyJob> job, bool background) {
   background_ = background;
 }
 
+void Handle::build_early() {
+  if (python_failure_ || (job_ && (!job_->is_enqueued() || job_->has_failed()))) return;
+  build_once();
+}
+
 bool Handle::ready() {
   release_returned_sources();
   if (python_failure_) return true;

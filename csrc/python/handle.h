@@ -46,6 +46,10 @@ class Handle {
   TreeSpec& spec() { return spec_; }
   LeafCounts& counts() { return counts_; }
 
+  // Builds the result if the job is enqueued and has not failed: while the transfer runs rather
+  // than at the hand-over.
+  void build_early();
+
   bool ready();
   pybind11::object get();
   pybind11::object wait(pybind11::handle stream);

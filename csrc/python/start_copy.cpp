@@ -110,6 +110,7 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
     handle->attach(std::move(job), background);
   }
   if (!flat.delegated.empty()) run_delegated(*handle, flat.delegated, target);
+  handle->build_early();
   release_returned_sources();
   return handle;
 }
