@@ -56,7 +56,8 @@ def start_copy(
     **Until the copy is done** (`get` returned, or `ready` is true) the caller may drop the sources
     and the handle, but may not modify or resize a source in place. A pinned source that a stream
     is still writing must be synchronised before the call. One output that is alive keeps its whole
-    chunk, and `torch.save` of it writes the whole chunk: `clone()` what is to be kept for long.
+    chunk, and `torch.save` of it writes the whole chunk; growing one in place (`resize_`, `out=`)
+    writes over its neighbours: `clone()` what is to be kept for long, saved or grown.
 
     Args:
         data: a leaf, or any nesting of containers and leaves, up to 1000 containers deep.

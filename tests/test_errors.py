@@ -130,6 +130,13 @@ def test_a_stream_of_another_kind_is_refused(device, accelerator):
     assert handle.get()[0].tolist() == [1, 1]
 
 
+def test_on_the_host_too_a_stream_must_be_one(device):
+    handle = tdcopier.start_copy([torch.ones(2)], "cpu")
+    with pytest.raises(TypeError, match=r"stream must be None or a torch\.Stream of cpu, not str"):
+        handle.wait("a stream")
+    assert handle.wait(torch.Stream(device=device))[0].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("limit", [0, -1, 4 * 1024 * 1024 - 1])
 def test_a_staging_limit_below_one_buffer_is_refused(limit):
     with pytest.raises(ValueError, match=f"limit_bytes must be at least 4194304.*got {limit}"):

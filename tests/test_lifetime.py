@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,3 +115,36 @@ def test_a_source_may_be_overwritten_once_the_copy_is_done(device):
         (moved,) = handle.get()
         source.fill_(2)
         assert moved.sum().item() == elements
+
+
+def test_an_array_dropped_right_after_the_call_is_copied_all_the_same(device):
+    handles = []
+    for value in range(8):
+        array = np.full(1 << 20, value, np.float32)
+        handles.append(tdcopier.start_copy([array], device))
+        del array
+    for value, handle in enumerate(handles):
+        (large,) = handle.get()
+        assert large.min().item() == large.max().item() == value
+
+
+def test_a_cycle_through_a_handle_that_was_never_asked_is_collected(device):
+    class Owner:
+        pass
+
+    for leaf in (torch.ones(2), torch.ones(1 << 20)):
+        owner = Owner()
+        owner.handle = tdcopier.start_copy({"owner": owner, "x": leaf}, device)
+        alive = weakref.ref(owner)
+        del owner
+        gc.collect()
+        assert alive() is None
+
+
+def test_sources_are_let_go_when_the_call_is_refused(device):
+    array = np.ones(3)
+    alive = weakref.ref(array)
+    with pytest.raises(TypeError, match=r"data\[1\] is a numpy array of dtype"):
+        tdcopier.start_copy([array, np.zeros(2, np.longdouble)], device)
+    del array
+    assert alive() is None

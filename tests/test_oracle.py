@@ -188,6 +188,24 @@ def test_outputs_have_version_counters_of_their_own(device):
     assert weight.grad.tolist() == [0, 1, 2]
 
 
+def test_growing_an_empty_output_leaves_its_neighbours_alone(device):
+    before, empty, after = tdcopier.copy([torch.ones(4), torch.empty(0), torch.ones(4)], device)
+    empty.resize_(64).zero_()
+    assert before.tolist() == after.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("elements", [4, 1 << 20], ids=["inline", "background"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_outputs_are_inference_tensors_if_the_call_was_in_inference_mode(device, elements, inside):
+    source = torch.ones(elements)
+    with torch.inference_mode(inside):
+        handle = tdcopier.start_copy([source], device)
+        expected = source.to(device)
+    with torch.inference_mode(not inside):
+        (moved,) = handle.get()
+    assert moved.is_inference() == expected.is_inference() == inside
+
+
 def test_the_same_tensor_twice_becomes_two_tensors_as_through_to(device):
     leaf = ramp(3)
     first, second = tdcopier.copy([leaf, leaf], device)

@@ -142,3 +142,64 @@ def test_what_is_read_after_wait_is_right_in_every_round(device, accelerator):
         sums[i] = sum(leaf.sum() for leaf in moved)
     accelerator.synchronize()
     assert same_bytes(sums, expected)
+
+
+@pytest.mark.sim
+def test_a_second_stream_waits_for_a_late_copy_as_the_first_does(
+    sim, device, accelerator, copy_stream
+):
+    first, second = (accelerator.Stream(device=device) for _ in range(2))
+    with sim.hold(copy_stream):
+        handle = tdcopier.start_copy([torch.ones(4)], device)
+        handle.wait(first)
+        handle.wait(second)
+        assert not first.query()
+        assert not second.query()
+    first.synchronize()
+    second.synchronize()
+
+
+@pytest.mark.sim
+def test_every_chunk_is_kept_from_reuse(sim, device, accelerator):
+    """Several chunks, packed and alone: none may go to a later copy while the consumer is late."""
+    consumer = accelerator.Stream(device=device)
+    source = [torch.full((n,), 1.0) for n in (100, 100, 100, 70_000)]
+    with accelerator.stream(consumer), sim.hold(consumer):
+        moved = tdcopier.start_copy(source, device, max_packed_chunk_bytes=512).wait()
+        late = [torch.empty_like(leaf) for leaf in moved]
+        for target, leaf in zip(late, moved, strict=True):
+            target.copy_(leaf, non_blocking=True)
+        del moved, leaf
+        others = [
+            tdcopier.start_copy(
+                [torch.full_like(leaf, 2.0) for leaf in source], device, max_packed_chunk_bytes=512
+            )
+            for _ in range(3)
+        ]
+    consumer.synchronize()
+    assert [(leaf.min().item(), leaf.max().item()) for leaf in late] == [(1.0, 1.0)] * 4
+    assert len(others) == 3
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("kind", ["plain", "wrapper subclass"])
+def test_memory_of_delegated_outputs_is_kept_from_reuse(sim, device, accelerator, kind):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    source = torch.full((200, 300), 1.0)[:, ::2]
+    if kind == "wrapper subclass":
+        source = TwoTensor(torch.full((200, 150), 1.0), torch.full((200, 150), 1.0))
+    consumer = accelerator.Stream(device=device)
+    handle = tdcopier.start_copy([source], device)
+    assert handle.stats.delegated_leaves == 1
+    with accelerator.stream(consumer), sim.hold(consumer):
+        (moved,) = handle.wait()
+        part = moved if kind == "plain" else moved.a
+        late = torch.empty((200, 150), device=device)
+        late.copy_(part, non_blocking=True)
+        del moved, part, handle
+        with accelerator.stream(accelerator.default_stream(device)):
+            others = [torch.full((200, 150), 9.0).to(device) for _ in range(4)]
+    consumer.synchronize()
+    assert (late.min().item(), late.max().item()) == (1.0, 1.0)
+    assert len(others) == 4

@@ -52,21 +52,116 @@ def test_two_threads_that_get_one_handle_get_one_object(device):
         assert all(result is results[0] for result in results)
 
 
+class SlowKey:
+    """A key whose hash runs Python code, so that threads change hands while a result is built."""
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+
+    def __hash__(self) -> int:
+        return sum(hash(self.name) for _ in range(20))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SlowKey) and self.name == other.name
+
+
+@pytest.mark.parametrize("elements", [5, 200_000], ids=["inline", "background"])
+def test_threads_that_build_one_result_at_once_get_one_object(device, elements):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(10):
+            tree = {SlowKey(i): [torch.full((elements // 5,), float(i))] for i in range(40)}
+            handle = tdcopier.start_copy(tree, device)
+            results = []
+            together = threading.Barrier(4)
+
+            def ask(handle=handle, results=results, together=together):
+                together.wait()
+                results.append(handle.get())
+
+            threads = [threading.Thread(target=ask) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert all(result is results[0] for result in results)
+            assert [leaf[0][0].item() for leaf in results[0].values()] == list(range(40))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_key_whose_hash_asks_the_handle_does_no_harm(device):
+    class Asking:
+        handle = None
+
+        def __hash__(self) -> int:
+            handle, Asking.handle = Asking.handle, None
+            if handle is not None:
+                handle.get()
+            return 1
+
+    tree = {Asking(): torch.ones(1 << 20), "b": torch.ones(2)}
+    handle = Asking.handle = tdcopier.start_copy(tree, device)
+    result = handle.get()
+    assert handle.get() is result
+    assert result["b"].tolist() == [1, 1]
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("elements", [10, 1 << 20], ids=["inline", "background"])
-def test_the_gil_is_free_while_get_waits(sim, device, copy_stream, elements):
+def test_get_waits_for_the_arrival_and_leaves_the_gil_free(sim, device, copy_stream, elements):
     """Another thread must run Python code for the copy to be let go."""
+    told = threading.Event()
+    order = []
     hold = sim.hold(copy_stream)
+
+    def let_go():
+        told.wait()
+        order.append("let go")
+        hold.release()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
     handle = tdcopier.start_copy([torch.ones(elements)], device)
-    thread = threading.Thread(target=hold.release)
     interval = sys.getswitchinterval()
     try:
-        sys.setswitchinterval(1000)  # the GIL changes hands only where it is given up
-        thread.start()
-        assert handle.get()[0].sum().item() == elements
+        sys.setswitchinterval(1000)  # from here the GIL changes hands only where it is given up
+        told.set()
+        result = handle.get()
+        order.append("got")
     finally:
         sys.setswitchinterval(interval)
         thread.join()
+    assert order == ["let go", "got"]
+    assert result[0].sum().item() == elements
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("background", [True, False])
+def test_staging_that_is_waited_for_leaves_the_gil_free(sim, device, copy_stream, background):
+    tdcopier.set_staging_limit_bytes(4 << 20)
+    tdcopier.staging_bytes(device)
+    told = threading.Event()
+    hold = sim.hold(copy_stream)
+
+    def let_go():
+        told.wait()
+        hold.release()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    first = tdcopier.start_copy([torch.ones(3)], device)
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1000)
+        told.set()
+        second = tdcopier.copy([torch.full((3,), 2.0)], device, use_background_thread=background)
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert second[0].tolist() == [2, 2, 2]
+    assert first.get()[0].tolist() == [1, 1, 1]
 
 
 ENABLE = """
@@ -119,18 +214,64 @@ def test_a_forked_child_copies_on_the_host():
     )
 
 
-def test_a_copy_works_at_interpreter_exit():
+def test_a_copy_works_after_the_workers_are_gone():
     out = run_python(
-        ENABLE
-        + """
-    import atexit
+        """
+    import atexit, os, torch
     def last():
         print(tdcopier.copy([torch.ones(1_000_000)], device)[0].sum().item())
+    atexit.register(last)  # before the package's own: runs after it
+    """
+        + ENABLE.replace("import os, torch, tdcopier", "import tdcopier")
+        + """
     tdcopier.copy([torch.ones(1_000_000)], device)
-    atexit.register(last)
     """
     )
     assert out.split() == ["1000000.0"]
+
+
+def test_children_forked_while_copies_are_in_flight_run_and_end():
+    """Workers may hold any lock at the fork; the child must not wait for one."""
+    run_python(
+        ENABLE
+        + """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    tree = [torch.ones(300_000) for _ in range(6)]
+    for round in range(60):
+        handles = [tdcopier.start_copy(tree, device) for _ in range(3)]
+        pid = os.fork()
+        if pid == 0:
+            handles.clear()
+            result = tdcopier.copy([torch.ones(3), "x"], "cpu")
+            os._exit(0 if result[0].tolist() == [1, 1, 1] else 1)
+        for handle in handles:
+            handle.get()
+        assert os.waitpid(pid, 0)[1] == 0
+    """,
+        timeout_s=100,
+    )
+
+
+def test_first_calls_under_a_function_mode_from_several_threads_end():
+    run_python(
+        """
+    import threading, torch, tdcopier
+    from torch.overrides import TorchFunctionMode
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+    def work():
+        together.wait()
+        with Mode():
+            tdcopier.copy([torch.ones(2)], "cpu")
+    together = threading.Barrier(4)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    """,
+        timeout_s=60,
+    )
 
 
 def test_import_brings_neither_tensordict_nor_the_simulated_device():

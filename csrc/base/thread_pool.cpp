@@ -1,14 +1,25 @@
 // The worker loop: sleep until there is a task or the pool is closed and empty.
 #include "base/thread_pool.h"
 
+#include <sched.h>
+
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 namespace tdcopier {
 
-ThreadPool::ThreadPool(size_t workers) : workers_(std::max<size_t>(workers, 1)) {
-  threads_.reserve(workers_);
-  for (size_t i = 0; i < workers_; ++i) threads_.emplace_back([this] { work(); });
+ThreadPool::ThreadPool(size_t workers) {
+  const size_t wanted = std::max<size_t>(workers, 1);
+  threads_.reserve(wanted);
+  try {
+    while (threads_.size() < wanted) threads_.emplace_back([this] { work(); });
+  } catch (const std::system_error&) {
+    // The process may have no more threads: those that exist will do.
+  }
+  workers_ = threads_.size();
+  const std::lock_guard lock(mutex_);
+  closed_ = workers_ == 0;
 }
 
 ThreadPool::~ThreadPool() {
@@ -51,8 +62,10 @@ void ThreadPool::work() {
 }
 
 size_t default_worker_count() {
-  // hardware_concurrency counts the processors of the affinity mask on Linux.
-  return std::clamp<size_t>(std::thread::hardware_concurrency(), 1, 8);
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return 1;
+  return std::clamp<size_t>(CPU_COUNT(&allowed), 1, 8);
 }
 
 }  // namespace tdcopier

@@ -15,23 +15,24 @@ namespace tdcopier {
 // task. Tasks must not throw: one that does ends the process, since nobody would hear of it.
 class ThreadPool {
  public:
-  explicit ThreadPool(size_t workers);  // at least 1
-  ~ThreadPool();                        // as shut_down()
+  // Tries at least one worker; gets as many as the system lets the process have, perhaps none.
+  explicit ThreadPool(size_t workers);
+  ~ThreadPool();  // as shut_down()
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   size_t workers() const { return workers_; }
 
-  // False once the pool was shut down: the task was not taken and will not run.
+  // False once the pool was shut down, or if it has no workers: the task was not taken.
   [[nodiscard]] bool submit(std::function<void()> task);
 
-  // Blocks: until every task that was submitted has run. May be called again.
+  // Blocks: until every task that was submitted has run. Later calls return at once.
   void shut_down();
 
  private:
   void work();
 
-  const size_t workers_;
+  size_t workers_ = 0;  // constant after construction
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::function<void()>> tasks_;  // guarded by mutex_
@@ -39,7 +40,7 @@ class ThreadPool {
   std::vector<std::thread> threads_;         // guarded by mutex_ once running
 };
 
-// How many workers this process should have: the processors it may use, 8 at most. Past 8 a copy
+// How many workers to have: the processors that this thread may use, 8 at most. Past 8 a copy
 // into pinned memory gains little and the caller's own threads lose cores.
 size_t default_worker_count();
 

@@ -41,10 +41,16 @@ bool CopyJob::run_in_background(ThreadPool& pool) {
       const size_t hands = std::min(pool.workers(), job->windows_.size());  // this one included
       for (size_t i = 1; i < hands; ++i) {
         ++job->participants_;
-        const bool taken = pool.submit([job] {
-          job->work();
-          job->leave();
-        });
+        bool taken = false;
+        try {
+          taken = pool.submit([job] {
+            job->work();
+            job->leave();
+          });
+        } catch (...) {
+          --job->participants_;
+          throw;
+        }
         if (!taken) --job->participants_;  // the pool is closing: this thread does it all
       }
     } catch (...) {
@@ -172,11 +178,13 @@ at::Tensor CopyJob::output(uint32_t leaf_index) const {
   const Slot& slot = plan_.slots[leaf_index];
   const Chunk& chunk = chunks_[slot.chunk];
   const caffe2::TypeMeta dtype = c10::scalarTypeToTypeMeta(leaf.dtype);
+  // An empty leaf shares nothing: `out=` and `resize_` often grow one, over its neighbours' bytes.
+  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : target_.empty_storage();
+  const uint64_t begin = leaf.bytes != 0 ? chunk.shift_bytes + slot.offset : 0;
   at::Tensor output =
-      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(chunk.storage), output_keys_, dtype);
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), output_keys_, dtype);
   output.unsafeGetTensorImpl()->set_sizes_and_strides(
-      leaves_.sizes(leaf), leaves_.strides(leaf),
-      static_cast<int64_t>((chunk.shift_bytes + slot.offset) / dtype.itemsize()));
+      leaves_.sizes(leaf), leaves_.strides(leaf), static_cast<int64_t>(begin / dtype.itemsize()));
   return output;
 }
 

@@ -35,11 +35,15 @@ uint64_t StagingRing::limit_bytes() {
   return g_limit_bytes;
 }
 
-bool StagingRing::is_exhausted() {
+bool StagingRing::is_exhausted() noexcept {
   const std::lock_guard lock(mutex_);
-  if (!free_.empty() || pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return false;
-  collect_done();
-  return free_.empty();
+  try {
+    collect_done();
+  } catch (const c10::Error&) {
+    return false;  // the device has failed: the job that needs it will say so
+  }
+  drop_over_limit();
+  return free_.empty() && pinned_bytes_ + kStagingBufferBytes > limit_bytes();
 }
 
 uint64_t StagingRing::pinned_bytes() {
@@ -50,6 +54,16 @@ uint64_t StagingRing::pinned_bytes() {
 }
 
 StagingLease StagingRing::acquire() {
+  try {
+    std::unique_ptr<StagingBuffer> buffer = take_or_reserve();
+    return {*this, buffer ? std::move(buffer) : allocate_reserved()};
+  } catch (...) {
+    returned_.notify_all();  // the wake-up that this thread may have used up
+    throw;
+  }
+}
+
+std::unique_ptr<StagingBuffer> StagingRing::take_or_reserve() {
   std::unique_lock lock(mutex_);
   for (;;) {
     collect_done();
@@ -57,9 +71,12 @@ StagingLease StagingRing::acquire() {
     if (!free_.empty()) {
       std::unique_ptr<StagingBuffer> buffer = std::move(free_.back());
       free_.pop_back();
-      return {*this, std::move(buffer)};
+      return buffer;
     }
-    if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) break;
+    if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) {
+      pinned_bytes_ += kStagingBufferBytes;
+      return nullptr;
+    }
     if (in_flight_.empty()) {
       returned_.wait(lock);
       continue;
@@ -73,22 +90,18 @@ StagingLease StagingRing::acquire() {
     }
     lock.lock();
   }
-  pinned_bytes_ += kStagingBufferBytes;  // reserved before the lock is given up
-  lock.unlock();
-  try {
-    return {*this, allocate()};
-  } catch (...) {
-    lock.lock();
-    pinned_bytes_ -= kStagingBufferBytes;
-    returned_.notify_one();
-    throw;
-  }
 }
 
-std::unique_ptr<StagingBuffer> StagingRing::allocate() const {
-  at::HostAllocator* allocator = at::getHostAllocator(type_);
-  return std::make_unique<StagingBuffer>(
-      StagingBuffer{byte_tensor(allocator->allocate(kStagingBufferBytes), kStagingBufferBytes)});
+std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved() {
+  try {
+    at::HostAllocator* allocator = at::getHostAllocator(type_);
+    return std::make_unique<StagingBuffer>(
+        StagingBuffer{byte_tensor(allocator->allocate(kStagingBufferBytes), kStagingBufferBytes)});
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    pinned_bytes_ -= kStagingBufferBytes;
+    throw;
+  }
 }
 
 void StagingRing::give_back(std::unique_ptr<StagingBuffer> buffer) {

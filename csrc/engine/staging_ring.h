@@ -55,7 +55,7 @@ class StagingRing {
   StagingLease acquire();
 
   // Would acquire() wait? An answer for now only: others take buffers too.
-  bool is_exhausted();
+  bool is_exhausted() noexcept;
 
   uint64_t pinned_bytes();
 
@@ -71,7 +71,8 @@ class StagingRing {
     EventRef event;
   };
 
-  std::unique_ptr<StagingBuffer> allocate() const;
+  std::unique_ptr<StagingBuffer> take_or_reserve();  // null: room for one more was reserved
+  std::unique_ptr<StagingBuffer> allocate_reserved();
   void give_back(std::unique_ptr<StagingBuffer> buffer);
   void give_back_after(std::unique_ptr<StagingBuffer> buffer, EventRef event);
   void collect_done();     // mutex_ held

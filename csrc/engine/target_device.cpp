@@ -56,4 +56,9 @@ c10::Storage TargetDevice::allocate(uint64_t bytes, uint64_t alignment_bytes,
           /*resizable=*/true};
 }
 
+c10::Storage TargetDevice::empty_storage() const {
+  return {c10::Storage::use_byte_size_t(), size_t{0}, c10::DataPtr(nullptr, device_),
+          c10::GetAllocator(device_.type()), /*resizable=*/true};
+}
+
 }  // namespace tdcopier

@@ -29,6 +29,9 @@ class TargetDevice {
   // whoever reads it elsewhere must be recorded on it. Requires: the copy stream is current.
   c10::Storage allocate(uint64_t bytes, uint64_t alignment_bytes, uint64_t* shift_bytes) const;
 
+  // A resizable storage of no bytes.
+  c10::Storage empty_storage() const;
+
  private:
   explicit TargetDevice(c10::Device device);
 

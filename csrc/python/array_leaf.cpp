@@ -10,24 +10,24 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-struct NumpyTypes {
-  PyTypeObject* array;
-  PyTypeObject* masked_array;
-};
-
 // Null until numpy is loaded; kept for good from then on. GIL: held.
-const NumpyTypes* g_types = nullptr;
+PyTypeObject* g_array_type = nullptr;
+PyTypeObject* g_masked_array_type = nullptr;
+
+// A class of a module that is loaded; never imports one.
+void look_up(const char* module_name, const char* class_name, PyTypeObject*& type) {
+  if (type != nullptr) return;
+  PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), module_name);  // borrowed
+  if (module == nullptr) return;
+  py::object found = py::getattr(module, class_name, py::none());
+  if (PyType_Check(found.ptr()) != 0) type = reinterpret_cast<PyTypeObject*>(found.release().ptr());
+}
 
 }  // namespace
 
 void load_numpy_types() {
-  if (g_types != nullptr) return;
-  PyObject* numpy = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy");  // borrowed
-  if (numpy == nullptr) return;
-  const py::object array = py::reinterpret_borrow<py::object>(numpy).attr("ndarray");
-  const py::object masked = py::module_::import("numpy.ma").attr("MaskedArray");
-  g_types = new NumpyTypes{reinterpret_cast<PyTypeObject*>(array.inc_ref().ptr()),
-                           reinterpret_cast<PyTypeObject*>(masked.inc_ref().ptr())};
+  look_up("numpy", "ndarray", g_array_type);
+  look_up("numpy.ma", "MaskedArray", g_masked_array_type);
 }
 
 namespace {
@@ -66,10 +66,10 @@ py::array borrow(PyObject* array) {
 }  // namespace
 
 ArrayKind classify_array(PyObject* object) {
-  if (g_types == nullptr || PyObject_TypeCheck(object, g_types->array) == 0) {
+  if (g_array_type == nullptr || PyObject_TypeCheck(object, g_array_type) == 0) {
     return ArrayKind::kNotAnArray;
   }
-  if (Py_TYPE(object) != g_types->array && PyObject_TypeCheck(object, g_types->masked_array) != 0) {
+  if (g_masked_array_type != nullptr && PyObject_TypeCheck(object, g_masked_array_type) != 0) {
     return ArrayKind::kOpaque;
   }
   const py::dtype dtype = borrow(object).dtype();

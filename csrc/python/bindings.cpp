@@ -5,6 +5,7 @@
 
 #include <exception>
 
+#include "base/fork.h"
 #include "base/internal_error.h"
 #include "engine/run_ahead.h"
 #include "engine/staging_ring.h"
@@ -53,6 +54,7 @@ void make_collectable(PyHeapTypeObject* heap_type) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  tdcopier::watch_forks();
   m.doc() = "The copy engine. Use the names of `tdcopier` itself.";
 
   py::object internal_error =

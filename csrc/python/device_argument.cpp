@@ -73,12 +73,15 @@ c10::Device parse_device(py::handle argument) {
   return device.has_index() ? device : backend.getDevice();
 }
 
+void check_is_stream(py::handle stream, c10::Device device) {
+  if (stream.is_none() || THPStream_Check(stream.ptr())) return;
+  throw py::type_error("stream must be None or a torch.Stream of " + device.str() + ", not " +
+                       type_name(stream));
+}
+
 c10::Stream parse_stream(py::handle stream, c10::Device device) {
   if (stream.is_none()) return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  if (!THPStream_Check(stream.ptr())) {
-    throw py::type_error("stream must be None or a torch.Stream of " + device.str() + ", not " +
-                         type_name(stream));
-  }
+  check_is_stream(stream, device);
   const auto* given = reinterpret_cast<THPStream*>(stream.ptr());
   const c10::Stream parsed =
       c10::Stream::unpack3(given->stream_id, static_cast<c10::DeviceIndex>(given->device_index),

@@ -20,6 +20,9 @@ bool has_engine_transfers(c10::Device device);
 // Throws: TypeError, ValueError.
 c10::Stream parse_stream(pybind11::handle stream, c10::Device device);
 
+// TypeError unless it is None or a torch.Stream, of whatever device.
+void check_is_stream(pybind11::handle stream, c10::Device device);
+
 // RuntimeError if `stream` is capturing a graph: a copy is not work that a graph can replay.
 void refuse_capture(const c10::Stream& stream, const char* call);
 

@@ -17,11 +17,14 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// `with torch.device(...)` is a torch function mode too, but one that leaves `Tensor.to` alone.
+// `with torch.device(...)` is a torch function mode too, but one that leaves `Tensor.to` alone. Its
+// class is looked up, never imported: an import lets other threads in, and there is no such mode
+// before.
 bool is_device_context(PyObject* mode) {
-  static const auto* type =
-      new py::object(py::module_::import("torch.utils._device").attr("DeviceContext"));
-  return reinterpret_cast<PyObject*>(Py_TYPE(mode)) == type->ptr();
+  PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), "torch.utils._device");
+  if (module == nullptr) return false;
+  const py::object type = py::getattr(module, "DeviceContext", py::none());
+  return reinterpret_cast<PyObject*>(Py_TYPE(mode)) == type.ptr();
 }
 
 bool torch_is_altered() {
@@ -163,10 +166,11 @@ class Flattener {
         flat_.spec.set_ready(node, object);
         ++flat_.opaque;
         return;
-      case ArrayKind::kUnknownNumber:
-        throw py::type_error(path_text(depth) + " is a numpy array of dtype " +
-                             array_dtype_name(object) +
+      case ArrayKind::kUnknownNumber: {
+        const std::string dtype = array_dtype_name(object);  // before Python code can run
+        throw py::type_error(path_text(depth) + " is a numpy array of dtype " + dtype +
                              ", which torch does not have: convert it with .astype(...) first");
+      }
       case ArrayKind::kConvertible:
         if (engine_transfers_ && !altered_ && add_array_leaf(object, flat_.leaves)) {
           flat_.spec.set_leaf(node, flat_.leaves.size() - 1);

@@ -1,10 +1,13 @@
 // Hand-over: get() waits on the host, wait() makes a stream wait; both build the result once.
 #include "python/handle.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
+#include "base/fork.h"
+#include "base/internal_error.h"
 #include "engine/graph_capture.h"
 #include "python/device_argument.h"
 #include "python/sources.h"
@@ -44,7 +47,15 @@ void record_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
 
 }  // namespace
 
+Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
+    : target_(target),
+      inference_mode_(c10::InferenceMode::is_enabled()),
+      spec_(std::make_shared<TreeSpec>(std::move(spec))),
+      counts_(counts) {}
+
 Handle::~Handle() {
+  // The parent's threads hold locks that the job would take: the child leaves the job alone.
+  if (in_forked_child()) new std::shared_ptr<CopyJob>(job_);
   job_.reset();
   release_returned_sources();
 }
@@ -66,7 +77,11 @@ bool Handle::ready() {
   if (python_failure_) return true;
   if (job_ && !job_->is_done()) return false;
   const RelaxedCapture relaxed(target_.type());
-  return !delegated_.made || delegated_.made->query();
+  try {
+    return !delegated_.made || delegated_.made->query();
+  } catch (const c10::Error&) {
+    return true;  // the device failed: get() will say how
+  }
 }
 
 py::object Handle::get() {
@@ -86,7 +101,10 @@ py::object Handle::get() {
 }
 
 py::object Handle::wait(py::handle stream_or_none) {
-  if (!has_engine_transfers(target_)) return get();
+  if (!has_engine_transfers(target_)) {
+    check_is_stream(stream_or_none, target_);
+    return get();  // the host has waited, so any stream has
+  }
   const c10::Stream stream = parse_stream(stream_or_none, target_);
   refuse_capture(stream, "wait()");
   wait_enqueued();
@@ -127,11 +145,14 @@ void Handle::raise_if_failed() {
 
 void Handle::build_once() {
   if (result_) return;
-  py::object built = spec_.unflatten([this](uint32_t leaf) { return job_->output(leaf); });
+  const std::shared_ptr<const TreeSpec> spec = spec_;
+  check_invariant(spec != nullptr, "a handle has its spec until it has its result");
+  const c10::InferenceMode mode(inference_mode_);
+  py::object built = spec->unflatten([this](uint32_t leaf) { return job_->output(leaf); });
   // Keys' hashes may run Python code, so another thread may have been faster: its result stands.
   if (result_) return;
   result_ = std::move(built);
-  spec_.clear();
+  spec_.reset();
 }
 
 void Handle::hand_over_to(const c10::Stream& stream) {
@@ -151,13 +172,13 @@ py::tuple Handle::stats() const {
 int Handle::traverse(visitproc visit, void* arg) const {
   Py_VISIT(result_.ptr());
   Py_VISIT(python_failure_.ptr());
-  return spec_.traverse(visit, arg);
+  return spec_ ? spec_->traverse(visit, arg) : 0;
 }
 
 void Handle::clear() {
   result_ = py::object();
   python_failure_ = py::object();
-  spec_.clear();
+  spec_.reset();
 }
 
 }  // namespace tdcopier

@@ -33,8 +33,7 @@ struct LeafCounts {
 // GIL: held for every member; given up inside while waiting. Thread: any that holds the GIL.
 class Handle {
  public:
-  Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
-      : target_(target), spec_(std::move(spec)), counts_(counts) {}
+  Handle(c10::Device target, TreeSpec spec, LeafCounts counts);
   ~Handle();
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
@@ -43,7 +42,7 @@ class Handle {
   void attach(std::shared_ptr<CopyJob> job, bool background);
   void attach(DelegatedOutputs delegated) { delegated_ = std::move(delegated); }
   void fail_with(pybind11::object exception) { python_failure_ = std::move(exception); }
-  TreeSpec& spec() { return spec_; }
+  TreeSpec& spec() { return *spec_; }
   LeafCounts& counts() { return counts_; }
 
   // Builds the result if the job is enqueued and has not failed: while the transfer runs rather
@@ -66,7 +65,10 @@ class Handle {
   void hand_over_to(const c10::Stream& stream);
 
   const c10::Device target_;
-  TreeSpec spec_;
+  const bool inference_mode_;  // at the call: outputs are what `Tensor.to` would have made there
+  // Shared with whoever is building the result: a key's hash may let another thread in, which then
+  // builds too, is faster, and lets go of the spec.
+  std::shared_ptr<TreeSpec> spec_;
   LeafCounts counts_;
   std::shared_ptr<CopyJob> job_;  // null: the engine itself moves nothing
   bool background_ = false;

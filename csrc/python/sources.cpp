@@ -1,12 +1,17 @@
 // The list of sources that wait for the GIL.
 #include "python/sources.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <mutex>
 #include <utility>
 
 namespace tdcopier {
 namespace {
+
+struct Returned;
+Returned& returned();
 
 struct Returned {
   std::mutex mutex;
@@ -16,7 +21,14 @@ struct Returned {
 };
 
 Returned& returned() {
-  static auto* list = new Returned();  // outlives the workers
+  static auto* list = [] {
+    auto* made = new Returned();  // outlives the workers
+    // A worker may be in give_back() when another thread forks: the child must find the list
+    // unlocked.
+    pthread_atfork([] { returned().mutex.lock(); }, [] { returned().mutex.unlock(); },
+                   [] { returned().mutex.unlock(); });
+    return made;
+  }();
   return *list;
 }
 

@@ -38,6 +38,11 @@ ThreadPool& workers() {
   return *g_workers;
 }
 
+// Whatever way the call ends: what it gave back is not left lying until the next one.
+struct ReleaseAtEnd {
+  ~ReleaseAtEnd() { release_returned_sources(); }
+};
+
 // Starts the job where it is best run. Returns whether workers run it.
 bool launch(const std::shared_ptr<CopyJob>& job, TargetDevice& target, const CopyOptions& options) {
   // Small work is done here, unless it would have to wait for staging or for a pageable transfer.
@@ -47,6 +52,17 @@ bool launch(const std::shared_ptr<CopyJob>& job, TargetDevice& target, const Cop
   const py::gil_scoped_release no_gil;
   job->run();
   return false;
+}
+
+// Those that own the memory: a wrapper subclass keeps its own in tensors of its attributes.
+void add_plain_parts(const py::object& moved, std::vector<at::Tensor>& parts) {
+  if (!THPVariable_Check(moved.ptr())) return;
+  if (THPVariable_CheckExact(moved.ptr())) {
+    parts.push_back(THPVariable_Unpack(moved.ptr()));
+    return;
+  }
+  const py::list found = py::module_::import("tdcopier._delegated").attr("plain_parts")(moved);
+  for (const py::handle part : found) parts.push_back(THPVariable_Unpack(part.ptr()));
 }
 
 // `Tensor.to` for each leaf that the engine leaves to it, in this thread and under its state.
@@ -66,8 +82,7 @@ void run_delegated(Handle& handle, const std::vector<size_t>& delegated, c10::De
         ++handle.counts().reused;
       } else {
         ++handle.counts().delegated;
-        if (THPVariable_Check(moved.ptr()))
-          outputs.tensors.push_back(THPVariable_Unpack(moved.ptr()));
+        add_plain_parts(moved, outputs.tensors);
       }
       handle.spec().replace_value(index, std::move(moved));
     }
@@ -87,6 +102,7 @@ void run_delegated(Handle& handle, const std::vector<size_t>& delegated, c10::De
 
 std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const CopyOptions& options) {
   release_returned_sources();
+  const ReleaseAtEnd release_at_end;
   const c10::Device target = parse_device(device);
   const bool engine_transfers = has_engine_transfers(target);
   if (engine_transfers) refuse_capture(parse_stream(py::none(), target), "start_copy()");
@@ -111,7 +127,6 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
   }
   if (!flat.delegated.empty()) run_delegated(*handle, flat.delegated, target);
   handle->build_early();
-  release_returned_sources();
   return handle;
 }
 
