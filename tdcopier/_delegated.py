@@ -6,7 +6,7 @@ import torch
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that own the memory behind `tensor`: those inside wrapper subclasses, or itself."""
+    """The tensors that own its memory: itself, or those inside a wrapper subclass."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor]
