@@ -6,6 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "base/recycled.h"
+
 namespace tdcopier {
 
 // A leaf up to this size shares a chunk; a larger one travels alone. Past 256 KiB one more
@@ -43,9 +45,9 @@ struct ChunkPlan {
 };
 
 struct PackPlan {
-  std::vector<Slot> slots;        // by leaf
+  RecycledVector<Slot> slots;     // by leaf
   std::vector<ChunkPlan> chunks;  // packed chunks first: small leaves do not wait behind large ones
-  std::vector<uint32_t> order;    // leaf indices by chunk, offsets ascending within a chunk
+  RecycledVector<uint32_t> order;  // leaf indices by chunk, offsets ascending within a chunk
   uint32_t packed_leaves = 0;
   uint64_t total_bytes = 0;  // of all chunks
 };

@@ -7,9 +7,9 @@
 
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "base/pack_plan.h"
+#include "base/recycled.h"
 
 namespace tdcopier {
 
@@ -41,12 +41,12 @@ class LeafTable {
   const Leaf& operator[](size_t i) const { return leaves_[i]; }
   at::IntArrayRef sizes(const Leaf& leaf) const;    // (dims,)
   at::IntArrayRef strides(const Leaf& leaf) const;  // (dims,), in elements
-  const std::vector<LeafExtent>& extents() const { return extents_; }
+  std::span<const LeafExtent> extents() const { return extents_; }
 
  private:
-  std::vector<Leaf> leaves_;
-  std::vector<LeafExtent> extents_;  // for the pack plan
-  std::vector<int64_t> shapes_;
+  RecycledVector<Leaf> leaves_;
+  RecycledVector<LeafExtent> extents_;  // for the pack plan
+  RecycledVector<int64_t> shapes_;
 };
 
 // Is this thread in a state that changes what `Tensor.to` does (a dispatch mode, a functorch

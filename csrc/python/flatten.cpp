@@ -209,7 +209,7 @@ class Flattener {
   const bool engine_transfers_;
   const bool altered_;
   FlatTree flat_;
-  std::vector<Found> tensors_;  // by the first pass, in its order
+  RecycledVector<Found> tensors_;  // by the first pass, in its order
   std::array<Step, kMaxDepth> path_;
 };
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 namespace tdcopier {
 namespace {
@@ -15,8 +16,8 @@ Returned& returned();
 
 struct Returned {
   std::mutex mutex;
-  std::vector<std::vector<PyObject*>> objects;  // guarded by mutex
-  std::atomic<bool> any = false;                // a look without the lock
+  std::vector<RecycledVector<PyObject*>> objects;  // guarded by mutex
+  std::atomic<bool> any = false;                   // a look without the lock
   std::atomic<bool> ending = false;
 };
 
@@ -58,13 +59,13 @@ void PySources::give_back() noexcept {
 void release_returned_sources() {
   Returned& list = returned();
   if (!list.any) return;
-  std::vector<std::vector<PyObject*>> objects;
+  std::vector<RecycledVector<PyObject*>> objects;
   {
     const std::lock_guard lock(list.mutex);
     objects.swap(list.objects);
     list.any = false;
   }
-  for (const std::vector<PyObject*>& batch : objects) {
+  for (const RecycledVector<PyObject*>& batch : objects) {
     for (PyObject* object : batch) Py_DECREF(object);
   }
 }

@@ -3,8 +3,7 @@
 
 #include <torch/csrc/python_headers.h>
 
-#include <vector>
-
+#include "base/recycled.h"
 #include "engine/copy_job.h"
 
 namespace tdcopier {
@@ -28,7 +27,7 @@ class PySources final : public SourceHold {
   void give_back() noexcept override;
 
  private:
-  std::vector<PyObject*> objects_;
+  RecycledVector<PyObject*> objects_;
 };
 
 // Drops all that was given back. GIL: held. May run any Python code (finalizers of the sources).

@@ -13,8 +13,8 @@ namespace {
 // Walks the spec once more, in the same order, with a cursor on nodes and one on keys.
 class Builder {
  public:
-  Builder(const std::vector<TreeSpec::Node>& nodes, const std::vector<PyObject*>& keys,
-          const std::vector<PyObject*>& values, const std::function<at::Tensor(uint32_t)>& leaf)
+  Builder(const RecycledVector<TreeSpec::Node>& nodes, const RecycledVector<PyObject*>& keys,
+          const RecycledVector<PyObject*>& values, const std::function<at::Tensor(uint32_t)>& leaf)
       : node_(nodes.data()), key_(keys.data()), values_(values), leaf_(leaf) {}
 
   // A new reference. Throws py::error_already_set.
@@ -60,7 +60,7 @@ class Builder {
 
   const TreeSpec::Node* node_;
   PyObject* const* key_;
-  const std::vector<PyObject*>& values_;
+  const RecycledVector<PyObject*>& values_;
   const std::function<at::Tensor(uint32_t)>& leaf_;
 };
 
@@ -98,8 +98,8 @@ py::object TreeSpec::unflatten(const std::function<at::Tensor(uint32_t)>& leaf) 
 void TreeSpec::clear() {
   nodes_.clear();
   // Out of the members first: a finalizer may come back here.
-  const std::vector<PyObject*> keys = std::exchange(keys_, {});
-  const std::vector<PyObject*> values = std::exchange(values_, {});
+  const RecycledVector<PyObject*> keys = std::exchange(keys_, {});
+  const RecycledVector<PyObject*> values = std::exchange(values_, {});
   for (PyObject* key : keys) Py_DECREF(key);
   for (PyObject* value : values) Py_DECREF(value);
 }

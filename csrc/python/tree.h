@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/recycled.h"
 #include "engine/leaf.h"
 #include "python/sources.h"
 
@@ -65,9 +66,9 @@ class TreeSpec {
  private:
   void swap(TreeSpec& other) noexcept;
 
-  std::vector<Node> nodes_;
-  std::vector<PyObject*> keys_;    // owned
-  std::vector<PyObject*> values_;  // owned
+  RecycledVector<Node> nodes_;
+  RecycledVector<PyObject*> keys_;    // owned
+  RecycledVector<PyObject*> values_;  // owned
 };
 
 struct FlatTree {

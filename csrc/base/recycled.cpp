@@ -1,0 +1,68 @@
+// Stacks of free blocks by size.
+#include "base/recycled.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <mutex>
+#include <new>
+
+#include "base/fork.h"
+
+namespace tdcopier {
+namespace {
+
+constexpr size_t kSmallestBytes = 1024;
+constexpr size_t kLargestBytes = 1024 * 1024;
+constexpr size_t kSizes = std::countr_zero(kLargestBytes) - std::countr_zero(kSmallestBytes) + 1;
+constexpr size_t kKeptOfEach = 16;
+
+struct Stack {
+  std::array<void*, kKeptOfEach> blocks;
+  size_t count = 0;
+};
+
+struct Store {
+  std::mutex mutex;
+  std::array<Stack, kSizes> stacks;  // guarded by mutex
+};
+
+Store& store() {
+  static auto* made = new Store();  // outlives every array
+  return *made;
+}
+
+size_t rounded(size_t bytes) {
+  return std::bit_ceil(std::max(bytes, kSmallestBytes));
+}
+
+size_t index_of(size_t rounded_bytes) {
+  return std::countr_zero(rounded_bytes) - std::countr_zero(kSmallestBytes);
+}
+
+}  // namespace
+
+void* take_block(size_t bytes) {
+  if (bytes > kLargestBytes) return ::operator new(bytes);
+  const size_t size = rounded(bytes);
+  if (!in_forked_child()) {  // the lock may be held by a thread that a child does not have
+    const std::lock_guard lock(store().mutex);
+    Stack& stack = store().stacks[index_of(size)];
+    if (stack.count != 0) return stack.blocks[--stack.count];
+  }
+  return ::operator new(size);
+}
+
+void give_block(void* block, size_t bytes) noexcept {
+  if (bytes <= kLargestBytes && !in_forked_child()) {
+    const std::lock_guard lock(store().mutex);
+    Stack& stack = store().stacks[index_of(rounded(bytes))];
+    if (stack.count != kKeptOfEach) {
+      stack.blocks[stack.count++] = block;
+      return;
+    }
+  }
+  ::operator delete(block);
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,34 @@
+// Arrays whose memory is kept for the next copy.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace tdcopier {
+
+// Blocks of powers of two bytes, from 1 KiB to 1 MiB, a few of each kept once freed. A request of
+// the C library for so much would first tidy up the hundreds of small blocks that the tensors of
+// the batch before have left, which takes longer than the walk over a batch.
+//
+// Thread: any. Larger blocks go to the C library.
+void* take_block(size_t bytes);
+void give_block(void* block, size_t bytes) noexcept;  // bytes as they were asked for
+
+template <typename T>
+struct RecyclingAllocator {
+  using value_type = T;
+
+  RecyclingAllocator() = default;
+  template <typename U>
+  RecyclingAllocator(const RecyclingAllocator<U>&) noexcept {}
+
+  T* allocate(size_t count) { return static_cast<T*>(take_block(count * sizeof(T))); }
+  void deallocate(T* block, size_t count) noexcept { give_block(block, count * sizeof(T)); }
+
+  friend bool operator==(const RecyclingAllocator&, const RecyclingAllocator&) { return true; }
+};
+
+template <typename T>
+using RecycledVector = std::vector<T, RecyclingAllocator<T>>;
+
+}  // namespace tdcopier

@@ -1,0 +1,66 @@
+// Recycled memory: reused, never handed out twice, right for any size and from any thread.
+#include "base/recycled.h"
+
+#include <cstdint>
+#include <set>
+#include <thread>
+
+#include "check.h"
+
+using namespace tdcopier;
+
+namespace {
+
+void a_freed_block_is_the_next_one_of_its_size() {
+  void* first = take_block(5000);
+  give_block(first, 5000);
+  CHECK(take_block(8000) == first);  // both are 8 KiB
+  give_block(first, 8000);
+}
+
+void live_blocks_are_distinct() {
+  std::set<void*> seen;
+  for (int i = 0; i < 100; ++i) CHECK(seen.insert(take_block(2048)).second);
+  for (void* block : seen) give_block(block, 2048);
+}
+
+void blocks_of_any_size_hold_what_was_asked_for() {
+  for (const size_t bytes :
+       {size_t{1}, size_t{1024}, size_t{1025}, size_t{1} << 20, (size_t{1} << 20) + 1}) {
+    auto* block = static_cast<uint8_t*>(take_block(bytes));
+    block[0] = 1;
+    block[bytes - 1] = 2;
+    give_block(block, bytes);
+  }
+}
+
+void vectors_grow_and_keep_their_values() {
+  RecycledVector<int64_t> values;
+  for (int64_t i = 0; i < 300000; ++i) values.push_back(i);
+  for (int64_t i = 0; i < 300000; ++i) CHECK(values[static_cast<size_t>(i)] == i);
+}
+
+void many_threads_share_the_store() {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t) {
+    threads.emplace_back([t] {
+      for (int round = 0; round < 300; ++round) {
+        RecycledVector<int> values(static_cast<size_t>(100 + round), t);
+        for (const int value : values) CHECK(value == t);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main() {
+  return run_cases({
+      {"a freed block is the next one of its size", a_freed_block_is_the_next_one_of_its_size},
+      {"live blocks are distinct", live_blocks_are_distinct},
+      {"blocks of any size hold what was asked for", blocks_of_any_size_hold_what_was_asked_for},
+      {"vectors grow and keep their values", vectors_grow_and_keep_their_values},
+      {"many threads share the store", many_threads_share_the_store},
+  });
+}
