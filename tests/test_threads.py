@@ -34,24 +34,6 @@ def test_many_threads_copy_at_once(device):
     assert not failures
 
 
-def test_two_threads_that_get_one_handle_get_one_object(device):
-    for _ in range(50):
-        handle = tdcopier.start_copy([torch.ones(20) for _ in range(50)], device)
-        results = []
-        together = threading.Barrier(4)
-
-        def ask(handle=handle, results=results, together=together):
-            together.wait()
-            results.append(handle.get())
-
-        threads = [threading.Thread(target=ask) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(result is results[0] for result in results)
-
-
 class SlowKey:
     """A key whose hash runs Python code, so that threads change hands while a result is built."""
 
