@@ -71,7 +71,8 @@ def start_copy(
         max_packed_chunk_bytes: most bytes that the leaves of one chunk span, padding included. (The
             allocation is larger where an alignment above 64 bytes calls for it.)
         use_background_thread: leave large work to worker threads and return at once. Up to
-            512 KiB are staged in the call all the same, since that is faster.
+            512 KiB are staged in the call all the same, since that is faster, unless they would
+            have to wait for a staging buffer.
 
     Returns:
         The handle. `get()` waits for the result; `wait()` gives it at once, ordered on a stream.

@@ -235,6 +235,29 @@ def test_children_forked_while_copies_are_in_flight_run_and_end():
     )
 
 
+@pytest.mark.sim
+def test_a_child_that_is_the_first_to_use_the_device_gives_its_memory_back():
+    """The parent has the package but no device yet: in the child everything works as usual."""
+    run_python(
+        """
+    import os, torch, tdcopier
+    from tdcopier import sim
+    tdcopier.copy([torch.ones(3)], "cpu")
+    pid = os.fork()
+    if pid == 0:
+        sim.enable(devices=1)
+        before = sim.memory_stats(0).allocated_bytes
+        for _ in range(5):
+            assert tdcopier.copy([torch.ones(1000), torch.ones(5)], "sim")[0].sum().item() == 1000
+        ended = sim.memory_stats(0).allocated_bytes == before
+        assert tdcopier.copy(torch.ones(1 << 20), "sim").sum().item() == 1 << 20  # by workers
+        os._exit(0 if ended else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    """,
+        timeout_s=60,
+    )
+
+
 def test_first_calls_under_a_function_mode_from_several_threads_end():
     run_python(
         """

@@ -1,4 +1,4 @@
-// One flag, set by the child's handler of fork().
+// One number, raised by the child's handler of fork().
 #include "base/fork.h"
 
 #include <pthread.h>
@@ -8,17 +8,17 @@
 namespace tdcopier {
 namespace {
 
-std::atomic<bool> g_forked = false;
+std::atomic<uint32_t> g_generation = 0;
 
 }  // namespace
 
 void watch_forks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { g_forked = true; });
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++g_generation; });
   (void)registered;
 }
 
-bool in_forked_child() {
-  return g_forked;
+uint32_t fork_generation() {
+  return g_generation;
 }
 
 }  // namespace tdcopier

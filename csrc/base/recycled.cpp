@@ -1,13 +1,13 @@
 // Stacks of free blocks by size.
 #include "base/recycled.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <mutex>
 #include <new>
-
-#include "base/fork.h"
 
 namespace tdcopier {
 namespace {
@@ -27,8 +27,18 @@ struct Store {
   std::array<Stack, kSizes> stacks;  // guarded by mutex
 };
 
+Store& store();
+
+Store* make_store() {
+  auto* made = new Store();  // outlives every array
+  // Another thread may be in here at a fork: the child must find the lock open.
+  pthread_atfork([] { store().mutex.lock(); }, [] { store().mutex.unlock(); },
+                 [] { store().mutex.unlock(); });
+  return made;
+}
+
 Store& store() {
-  static auto* made = new Store();  // outlives every array
+  static Store* const made = make_store();
   return *made;
 }
 
@@ -45,7 +55,7 @@ size_t index_of(size_t rounded_bytes) {
 void* take_block(size_t bytes) {
   if (bytes > kLargestBytes) return ::operator new(bytes);
   const size_t size = rounded(bytes);
-  if (!in_forked_child()) {  // the lock may be held by a thread that a child does not have
+  {
     const std::lock_guard lock(store().mutex);
     Stack& stack = store().stacks[index_of(size)];
     if (stack.count != 0) return stack.blocks[--stack.count];
@@ -54,7 +64,7 @@ void* take_block(size_t bytes) {
 }
 
 void give_block(void* block, size_t bytes) noexcept {
-  if (bytes <= kLargestBytes && !in_forked_child()) {
+  if (bytes <= kLargestBytes) {
     const std::lock_guard lock(store().mutex);
     Stack& stack = store().stacks[index_of(rounded(bytes))];
     if (stack.count != kKeptOfEach) {

@@ -50,12 +50,16 @@ void record_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
 Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
     : target_(target),
       inference_mode_(c10::InferenceMode::is_enabled()),
+      generation_(fork_generation()),
       spec_(std::make_shared<TreeSpec>(std::move(spec))),
       counts_(counts) {}
 
 Handle::~Handle() {
-  // The parent's threads hold locks that the job would take: the child leaves the job alone.
-  if (in_forked_child()) new std::shared_ptr<CopyJob>(job_);
+  if (generation_ != fork_generation()) {
+    // A parent's thread may have held a lock that dropping these takes: the child leaves them be.
+    new std::shared_ptr<CopyJob>(std::move(job_));
+    new DelegatedOutputs(std::move(delegated_));
+  }
   job_.reset();
   release_returned_sources();
 }
@@ -125,10 +129,14 @@ void Handle::wait_enqueued() {
 void Handle::wait_done() {
   if (ready()) {
     // A device error ends a copy too; waiting for what has ended raises it without blocking.
-    if (job_) job_->wait_done();
+    synchronize();
     return;
   }
   const py::gil_scoped_release no_gil;
+  synchronize();
+}
+
+void Handle::synchronize() {
   if (job_) job_->wait_done();
   const RelaxedCapture relaxed(target_.type());
   if (delegated_.made) delegated_.made->synchronize();

@@ -60,12 +60,14 @@ class Handle {
  private:
   void wait_enqueued();
   void wait_done();
+  void synchronize();  // Blocks. GIL: either way
   void raise_if_failed();
   void build_once();
   void hand_over_to(const c10::Stream& stream);
 
   const c10::Device target_;
   const bool inference_mode_;  // at the call: outputs are what `Tensor.to` would have made there
+  const uint32_t generation_;  // of the process that made it
   // Shared with whoever is building the result: a key's hash may let another thread in, which then
   // builds too, is faster, and lets go of the spec.
   std::shared_ptr<TreeSpec> spec_;
