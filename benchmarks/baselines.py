@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
+from directions import Direction
 from measure import Contender
 
 import tdcopier
@@ -24,60 +26,74 @@ def multi_tensor_copier() -> ModuleType | None:
         return None
 
 
-def contenders(device: torch.device) -> list[Contender]:
+def contenders(direction: Direction) -> list[Contender]:
     """Every way that can run here, ours first.
 
     Args:
-        device: The target.
+        direction: From where to where.
 
     Returns:
         Contenders whose ``run`` gives the whole tree on the target; whoever times them
         synchronises, since some give it before the bytes have arrived.
 
     """
-
-    def to(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.to(device)
-
-    def pin_to(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.pin_memory().to(device, non_blocking=True)
-
-    def pin(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.pin_memory()
-
-    def pinned_to(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.to(device, non_blocking=True)
-
+    target = direction.target
     found = [
-        Contender(OURS, lambda tree: tdcopier.start_copy(tree, device).get()),
+        Contender(OURS, lambda tree: tdcopier.start_copy(tree, target).get()),
         Contender(
             f"{OURS}, no background thread",
-            lambda tree: tdcopier.start_copy(tree, device, use_background_thread=False).get(),
+            lambda tree: tdcopier.start_copy(tree, target, use_background_thread=False).get(),
         ),
-        Contender(PER_LEAF_TO, lambda tree: map_tensors(tree, to)),
+        per_leaf(PER_LEAF_TO, lambda leaf: leaf.to(target)),
     ]
-    if device.type == "cuda":  # pinning is what these two are about
-        found += [
-            Contender("pin_memory() and .to() per leaf", lambda tree: map_tensors(tree, pin_to)),
-            Contender(
-                "pinned beforehand, non_blocking .to()",
-                lambda tree: map_tensors(tree, pinned_to),
-                lambda tree: map_tensors(tree, pin),
-            ),
-        ]
+    if direction.name == "d2d":
+        found.append(
+            per_leaf("non_blocking .to() per leaf", lambda leaf: leaf.to(target, non_blocking=True))
+        )
+        return found
+    if direction.devices[0].type != "cuda":  # pinning is what the others are about
+        return found
+    found += _pinned_to_device(target) if direction.name == "h2d" else [_device_to_pinned()]
     peer = multi_tensor_copier()
-    if peer is not None and device.type == "cuda":
+    if peer is not None:
         found += [
             Contender(
                 "multi_tensor_copier, inline",
-                lambda tree: peer.start_copy(tree, device, use_background_thread=False).get(),
+                lambda tree: peer.start_copy(tree, target, use_background_thread=False).get(),
             ),
             Contender(
                 "multi_tensor_copier, background",
-                lambda tree: peer.start_copy(tree, device).get(),
+                lambda tree: peer.start_copy(tree, target).get(),
             ),
         ]
     return found
+
+
+def per_leaf(name: str, move: Callable[[torch.Tensor], torch.Tensor]) -> Contender:
+    """The plain recursive way: one call per leaf."""
+    return Contender(name, lambda tree: map_tensors(tree, move))
+
+
+def _pinned_to_device(device: torch.device) -> list[Contender]:
+    def to(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.to(device, non_blocking=True)
+
+    return [
+        per_leaf("pin_memory() and .to() per leaf", lambda leaf: to(leaf.pin_memory())),
+        Contender(
+            "pinned beforehand, non_blocking .to()",
+            lambda tree: map_tensors(tree, to),
+            lambda tree: map_tensors(tree, torch.Tensor.pin_memory),
+        ),
+    ]
+
+
+def _device_to_pinned() -> Contender:
+    def copy(leaf: torch.Tensor) -> torch.Tensor:
+        pinned = torch.empty_like(leaf, device="cpu", pin_memory=True)
+        return pinned.copy_(leaf, non_blocking=True)
+
+    return per_leaf("pinned, non_blocking copy_() per leaf", copy)
 
 
 def differences(result: Any, source: Any, device: torch.device) -> list[str]:

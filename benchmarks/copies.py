@@ -1,4 +1,4 @@
-"""Host-synchronised copies of the named workloads: contenders, our own steps, transfer counts."""
+"""Host-synchronised copies of the named workloads in one direction: contenders, steps, counts."""
 
 from __future__ import annotations
 
@@ -6,61 +6,70 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import witness
 from baselines import OURS, PER_LEAF_TO, contenders, differences
-from measure import collector_paused, interleave, ratio_of_medians, steps, summarise
+from directions import Direction, synchroniser
+from measure import Contender, collector_paused, interleave, ratio_of_medians, steps, summarise
 from quiet import QuietProcessor
 
 import tdcopier
-from tdcopier.workloads import WORKLOADS, leaves, total_bytes
+from tdcopier.workloads import WORKLOADS, Workload, leaves, map_tensors, total_bytes
 
 BURST = 5  # calls of one contender in a row
-MIN_SPEEDUP = 35.0  # detection batch, ours against .to() per leaf
+MIN_ROUNDS = 3
 
 Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
 
 
-def synchroniser(device: torch.device) -> Callable[[], None]:
-    """Blocks the host until everything that was enqueued on the device is done."""
-    module = getattr(torch, device.type)
-    return lambda: module.synchronize(device)
-
-
 def run(
-    device: torch.device, names: list[str], repeats: int, progress: Progress, *, keep_gc: bool
+    direction: Direction, names: list[str], repeats: int, progress: Progress, *, keep_gc: bool
 ) -> dict[str, Any]:
-    """The result of this benchmark, without the machine.
+    """The result of one direction, without the machine.
 
     Args:
-        device: The target.
+        direction: From where to where.
         names: Workloads to run.
-        repeats: Rounds of the smallest workloads; larger ones get a share of them.
+        repeats: Calls with the smallest workloads; larger ones get a share of them.
         progress: From a label to a wrapper of the rounds.
         keep_gc: Leave Python's cyclic collector on while timing.
 
     """
-    start_workers(device)
+    start_workers(direction)
     workloads: dict[str, Any] = {}
     for name in names:
-        workloads[name] = _workload(device, name, repeats, progress, keep_gc=keep_gc)
+        workloads[name] = _workload(direction, name, repeats, progress, keep_gc=keep_gc)
     return {
         "what": "Time from the call to the tree on the target, outputs built and host synchronised",
         "settings": {
+            "source": str(direction.source),
+            "target": str(direction.target),
             "collector": "on" if keep_gc else "paused",
             "order": f"interleaved, bursts of {BURST} calls, shuffled per round",
             "processor": "each round on one that no neighbour slows down, where there is one",
         },
         "workloads": workloads,
-        "targets": targets(workloads, speed=device.type != "sim"),
+        "targets": targets(direction, workloads),
     }
 
 
-def start_workers(device: torch.device) -> None:
+def start_workers(direction: Direction) -> None:
     """Start the engine's worker threads, so that they do not inherit one processor later."""
-    tdcopier.copy(torch.zeros(1 << 20), device)
+    tdcopier.copy(torch.zeros(1 << 20, device=direction.source), direction.target)
 
 
-def targets(workloads: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do; without speed, the counts only."""
+def rounds_of(direction: Direction, workload: Workload, repeats: int) -> int:
+    """Bursts that each contender gets with a workload."""
+    share = workload.repeat_share
+    if share < 1:
+        share *= direction.large_share
+    return max(MIN_ROUNDS, round(repeats * share / BURST))
+
+
+def targets(direction: Direction, workloads: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the figures are wanted to show, and whether they do.
+
+    Speed is left out on the simulated device, whose times mean nothing.
+    """
     wrong = sum(found["wrong_leaves"][OURS] for found in workloads.values())
     found: list[dict[str, Any]] = [
         {
@@ -73,20 +82,22 @@ def targets(workloads: dict[str, Any], *, speed: bool = True) -> list[dict[str, 
     batch = workloads.get("detection_batch")
     if batch is None:
         return found
-    if speed:
+    if direction.devices[0].type != "sim":
         speedup = batch["ratios"][PER_LEAF_TO]
         found.append(
             {
                 "what": f"detection batch, {PER_LEAF_TO} over tdcopier",
-                "wanted": f">= {MIN_SPEEDUP:g}",
+                "wanted": f">= {direction.min_speedup:g}",
                 "found": round(speedup, 2),
-                "hit": speedup >= MIN_SPEEDUP,
+                "hit": speedup >= direction.min_speedup,
             }
         )
-    counts = [batch["stats"]["packed_leaves"], batch["stats"]["transfers"], batch["h2d_memcpys"]]
+    seen = f"{direction.name.upper()} memcpys seen from outside"
+    stats = batch["stats"]
+    counts = [stats["packed_leaves"], stats["transfers"], batch[f"{direction.name}_memcpys"]]
     found.append(
         {
-            "what": "detection batch: packed leaves, transfers, H2D memcpys seen from outside",
+            "what": f"detection batch: packed leaves, transfers, {seen}",
             "wanted": "[528, 1, 1]",
             "found": counts,
             "hit": counts == [528, 1, 1],
@@ -96,26 +107,29 @@ def targets(workloads: dict[str, Any], *, speed: bool = True) -> list[dict[str, 
 
 
 def _workload(
-    device: torch.device, name: str, repeats: int, progress: Progress, *, keep_gc: bool
+    direction: Direction, name: str, repeats: int, progress: Progress, *, keep_gc: bool
 ) -> dict[str, Any]:
     workload = WORKLOADS[name]
-    rounds = max(5, round(repeats * workload.repeat_share / BURST))
-    sources = [workload.make(seed) for seed in range(workload.pool)]
-    synchronise = synchroniser(device)
-    ways = contenders(device)
-    wrong = {way.name: len(_wrong(way, sources[0], device)) for way in ways}
+    rounds = rounds_of(direction, workload, repeats)
+    sources = [
+        map_tensors(workload.make(seed), lambda leaf: leaf.to(direction.source))
+        for seed in range(workload.pool)
+    ]
+    synchronise = synchroniser(direction.devices)
+    ways = contenders(direction)
+    wrong = {way.name: len(_wrong(way, sources[0], direction)) for way in ways}
     with collector_paused(not keep_gc), QuietProcessor() as quiet:
         times = interleave(
             ways,
             sources,
             synchronise,
             rounds=rounds,
-            progress=progress(name),
+            progress=progress(f"{direction.name}, {name}"),
             before_round=quiet.seek,
             burst=BURST,
         )
         own = steps(
-            lambda tree: tdcopier.start_copy(tree, device),
+            lambda tree: tdcopier.start_copy(tree, direction.target),
             sources,
             synchronise,
             rounds=rounds,
@@ -123,7 +137,7 @@ def _workload(
         )
     summaries = {way: summarise(taken) for way, taken in times.items()}
     cold = {way: summarise(taken[::BURST]) for way, taken in times.items()}
-    stats, memcpys, witness = count_transfers(sources[0], device)
+    stats, counted = count_transfers(sources[0], direction)
     return {
         "leaves": len(leaves(sources[0])),
         "bytes": total_bytes(sources[0]),
@@ -142,52 +156,33 @@ def _workload(
         },
         "steps": {step: summarise(taken)._asdict() for step, taken in own.items()},
         "stats": stats,
-        "h2d_memcpys": memcpys,
-        "h2d_memcpys_counted_by": witness,
+        f"{direction.name}_memcpys": counted.memcpys,
+        f"{direction.name}_memcpys_counted_by": counted.counted_by,
         "wrong_leaves": wrong,
         "processor": quiet.described(),
     }
 
 
-def _wrong(way: Any, source: Any, device: torch.device) -> list[str]:
+def _wrong(way: Contender, source: Any, direction: Direction) -> list[str]:
     result = way.run(way.prepare(source))
-    synchroniser(device)()
-    return differences(result, source, device)
+    synchroniser(direction.devices)()
+    return differences(result, source, direction.target)
 
 
-def count_transfers(source: Any, device: torch.device) -> tuple[dict[str, Any], int, str]:
-    """The handle's own counters, and the H2D memcpys that somebody else counted meanwhile.
+def count_transfers(source: Any, direction: Direction) -> tuple[dict[str, Any], witness.Count]:
+    """The handle's own counters, and the transfers that somebody else counted meanwhile.
 
     Args:
-        source: The tree to copy.
-        device: The target.
-
-    Returns:
-        The handle's stats, the outside count, and who counted.
+        source: The tree to copy, where the direction begins.
+        direction: From where to where.
 
     """
-    synchronise = synchroniser(device)
+    synchronise = synchroniser(direction.devices)
 
     def once() -> dict[str, Any]:
-        handle = tdcopier.start_copy(source, device)
+        handle = tdcopier.start_copy(source, direction.target)
         handle.get()
         synchronise()
         return dict(handle.stats._asdict())
 
-    once()  # first use allocates and may load modules: not part of what is counted
-    if device.type == "sim":
-        from tdcopier import sim
-
-        sim.reset_counts()
-        stats = once()
-        return stats, sim.counts().h2d.transfers, "tdcopier.sim"
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        stats = once()
-    memcpys = sum(
-        event.device_type == DeviceType.CUDA and "Memcpy HtoD" in event.name
-        for event in profiler.events()
-    )
-    return stats, memcpys, "torch.profiler"
+    return witness.count(direction.witness, direction.devices[0].type, once)

@@ -20,6 +20,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "slug": slug(gpu_name(device) or device.type),
         "device": str(device),
         "gpu": gpu_name(device),
+        "gpus": torch.cuda.device_count() if device.type == "cuda" else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if device.type == "cuda"
         else None,

@@ -19,6 +19,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 OURS = "tdcopier"
 NO_RESULTS = "No result files yet: `make bench` on a machine with a GPU writes them."
+DIRECTIONS = {"h2d": "Host to device", "d2h": "Device to host", "d2d": "Device to device"}
+ORDER = [*DIRECTIONS, "structure", "wait", "memory"]  # of the page
 WORKLOAD_NAMES = {
     "detection_batch": "detection batch",
     "detection_batch_with_images": "detection batch + images",
@@ -28,8 +30,9 @@ WORKLOAD_NAMES = {
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """Results of a folder, by file name; the simulated device's are left out."""
+    """Results of a folder, in the page's order; the simulated device's are left out."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found.sort(key=lambda result: ORDER.index(result["name"]))
     return [result for result in found if not result["machine"]["device"].startswith("sim")]
 
 
@@ -59,10 +62,19 @@ def title(result: dict[str, Any], workload: str) -> str:
     return f"{name}: {leaves}, {size(found['bytes'])}"
 
 
+def heading(result: dict[str, Any]) -> str:
+    """What was measured; for copies, with the direction."""
+    what = result["what"]
+    direction = DIRECTIONS.get(result["name"])
+    return f"{direction}: {what[:1].lower()}{what[1:]}" if direction else what
+
+
 def machine_line(result: dict[str, Any]) -> str:
     """One sentence on where the figures are from."""
     machine = result["machine"]
-    parts = [machine["gpu"] or machine["device"]]
+    gpus = machine.get("gpus") or 1
+    name = machine["gpu"] or machine["device"]
+    parts = [f"{gpus} x {name}" if gpus > 1 else name]
     if machine.get("driver"):
         parts.append(f"driver {machine['driver']}")
     parts.append(f"{machine['logical_cpus']} logical CPUs ({machine['cpu'] or 'unknown'})")
@@ -100,6 +112,7 @@ def copies_table(result: dict[str, Any]) -> str:
 def steps_table(result: dict[str, Any]) -> str:
     """Where the time of our own copies goes, and how many transfers they took."""
     rows = []
+    name = result["name"]
     for workload, found in result["workloads"].items():
         stats = found["stats"]
         rows.append(
@@ -108,12 +121,55 @@ def steps_table(result: dict[str, Any]) -> str:
                 *(number(found["steps"][s]["median_us"]) for s in ("start_copy", "get", "drop")),
                 f"{stats['packed_leaves']} / {stats['alone_leaves']} / {stats['delegated_leaves']}",
                 str(stats["transfers"]),
-                str(found["h2d_memcpys"]),
+                str(found[f"{name}_memcpys"]),
             ]
         )
     header = ["workload", "start_copy, us", "get, us", "drop, us"]
-    counted = ["packed / alone / delegated", "transfers", "H2D memcpys counted from outside"]
-    return table([*header, *counted], rows)
+    counted = ["packed / alone / delegated", "transfers"]
+    return table([*header, *counted, f"{name.upper()} memcpys counted from outside"], rows)
+
+
+def opaque_table(result: dict[str, Any]) -> str:
+    """Trees without tensors, by every way: median, quartiles, ratio to ours; per opaque value."""
+    rows = []
+    for case, found in result["cases"].items():
+        if len(found["contenders"]) == 1:
+            continue  # of containers there is a table of its own
+        values = found["opaque_values"]
+        for index, (name, times) in enumerate(found["contenders"].items()):
+            ratio = found["ratios"].get(name)
+            rows.append(
+                [
+                    (f"{values:,} {case}" if values else case) if index == 0 else "",
+                    f"**{name}**" if name == OURS else name,
+                    number(times["median_us"]),
+                    f"{number(times['q1_us'])} - {number(times['q3_us'])}",
+                    "" if ratio is None else f"{number(ratio)} x",
+                    str(times["repeats"]),
+                ]
+            )
+    for index, (name, us) in enumerate(result["us_per_opaque_value"].items()):
+        ratio = us / result["us_per_opaque_value"][OURS]
+        rows.append(
+            [
+                "per opaque value" if index == 0 else "",
+                f"**{name}**" if name == OURS else name,
+                number(us),
+                "",
+                "" if name == OURS else f"{number(ratio)} x",
+                "",
+            ]
+        )
+    return table(["tree", "way", "median, us", "quartiles, us", "over tdcopier", "calls"], rows)
+
+
+def containers_table(result: dict[str, Any]) -> str:
+    """What a container adds to its values, by kind; ours only."""
+    rows = [
+        [kind, "passed through whole" if us is None else number(us)]
+        for kind, us in result["us_per_container"].items()
+    ]
+    return table(["container of two integers", "adds, us"], rows)
 
 
 def targets_table(result: dict[str, Any]) -> str:
@@ -160,11 +216,12 @@ def bars(heading: str, values: Sequence[tuple[str, float]], unit: str) -> str:
 
 def plot(result: dict[str, Any], workload: str = "detection_batch") -> str | None:
     """The bars of one workload's medians; None where the result does not have it."""
-    if workload not in result.get("workloads", {}) or result["name"] != "h2d":
+    direction = DIRECTIONS.get(result["name"])
+    if direction is None or workload not in result["workloads"]:
         return None
     contenders = result["workloads"][workload]["contenders"]
-    heading = f"Host to device, {title(result, workload)} ({result['machine']['gpu']})"
-    return bars(heading, [(name, t["median_us"]) for name, t in contenders.items()], "us")
+    above = f"{direction}, {title(result, workload)} ({result['machine']['gpu']})"
+    return bars(above, [(name, t["median_us"]) for name, t in contenders.items()], "us")
 
 
 def plot_name(result: dict[str, Any]) -> str:
@@ -183,25 +240,35 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
         return NO_RESULTS + "\n"
     parts = []
     for result in results:
-        parts += [f"## {result['what']}", machine_line(result)]
+        parts += [f"## {heading(result)}", machine_line(result)]
         if plot(result):
-            parts.append(f"![{result['what']}]({plots}/{plot_name(result)})")
-        if result["name"] == "h2d":
+            parts.append(f"![{heading(result)}]({plots}/{plot_name(result)})")
+        if result["name"] in DIRECTIONS:
             parts += [copies_table(result), steps_table(result)]
+        if result["name"] == "structure":
+            parts += [opaque_table(result), containers_table(result)]
         parts.append(targets_table(result))
     return "\n\n".join(parts) + "\n"
 
 
 def readme_part(results: Sequence[dict[str, Any]]) -> str:
-    """What stands between the marks in README.md."""
-    copies = [result for result in results if plot(result)]
-    if not copies:
+    """What stands between the marks in README.md: a plot per direction, and where it is from."""
+    first: dict[str, dict[str, Any]] = {}
+    for result in results:
+        if plot(result):
+            first.setdefault(result["name"], result)
+    if not first:
         return NO_RESULTS
-    result = copies[0]
-    image = f"![copy times](benchmarks/results/{plot_name(result)})"
-    return (
-        f"{image}\n\n{machine_line(result)} Medians; drawn from the files in `benchmarks/results`."
-    )
+    parts = []
+    drawn = list(first.values())
+    for index, result in enumerate(drawn):
+        alt = f"copy times, {DIRECTIONS[result['name']].lower()}"
+        parts.append(f"![{alt}](benchmarks/results/{plot_name(result)})")
+        last = index + 1 == len(drawn)
+        if last or drawn[index + 1]["machine"] != result["machine"]:  # one line for equal machines
+            parts.append(machine_line(result))
+    parts[-1] += " Medians; drawn from the files in `benchmarks/results`."
+    return "\n\n".join(parts)
 
 
 def with_part(readme: str, part: str) -> str:

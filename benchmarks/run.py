@@ -13,19 +13,28 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import copies
+import directions
 import machine
 import report
 import streams
+import structure
 import torch
 
 from tdcopier.workloads import WORKLOADS
 
 SCHEMA = 1
-NAMES = ("h2d", "wait", "memory")
+WANTING = {
+    "d2d": "it needs two devices",
+    "wait": "it needs kernels queued on a CUDA stream",
+    "memory": "it needs kernels queued on a CUDA stream",
+}
+"""Why a benchmark cannot run, where it cannot."""
+NAMES = ("h2d", "d2h", "d2d", "structure", "wait", "memory")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,7 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
     description = machine.describe(device)
     repeats = 10 if options.quick else options.repeats
     results = []
-    for name, run in _benchmarks(device, options, repeats).items():
+    possible = _benchmarks(device, options, repeats)
+    for name in options.only:
+        if name not in possible:
+            print(f"Skipped {name}: {WANTING[name]}.")
+    for name, run in possible.items():
+        if name not in options.only:
+            continue
         result = {
             "schema": SCHEMA,
             "name": name,
@@ -51,11 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {path}", flush=True)
         results.append(result)
+    if not results:
+        print("Nothing that was asked for can run here.", file=sys.stderr)
+        return 1
     report.write_plots(results, out)
     print(report.page(results, str(out)))
     if device.type == "sim":
         print("Figures of a simulated device say nothing on speed; only the counts mean something.")
-        print("Skipped: wait and memory, which need kernels queued on a CUDA stream.")
     missed = [t["what"] for result in results for t in result["targets"] if not t["hit"]]
     print("targets: " + (f"MISSED {len(missed)}: {'; '.join(missed)}" if missed else "all hit"))
     return 0
@@ -87,18 +104,20 @@ def choose_device(asked: str | None) -> torch.device | None:
 def _benchmarks(
     device: torch.device, options: argparse.Namespace, repeats: int
 ) -> dict[str, Callable[[], dict[str, Any]]]:
-    checked, timed, iterations = (400, 10, 40) if options.quick else (10_000, 50, 200)
+    """Those that can run on this machine, in the order of NAMES."""
     found: dict[str, Callable[[], dict[str, Any]]] = {
-        "h2d": lambda: copies.run(
-            device, options.workloads, repeats, progress, keep_gc=options.keep_gc
-        ),
-        "wait": lambda: streams.run_wait(device, timed, checked, progress),
-        "memory": lambda: streams.run_memory(
-            device, ["detection_batch", "detection_batch_with_images"], iterations, progress
-        ),
+        name: partial(
+            copies.run, direction, options.workloads, repeats, progress, keep_gc=options.keep_gc
+        )
+        for name, direction in directions.possible(device).items()
     }
-    only = ["h2d"] if device.type == "sim" else options.only
-    return {name: run for name, run in found.items() if name in only}
+    found["structure"] = partial(structure.run, device, repeats, progress, keep_gc=options.keep_gc)
+    if device.type == "cuda":
+        checked, timed, iterations = (400, 10, 40) if options.quick else (10_000, 50, 200)
+        memory_of = ["detection_batch", "detection_batch_with_images"]
+        found["wait"] = partial(streams.run_wait, device, timed, checked, progress)
+        found["memory"] = partial(streams.run_memory, device, memory_of, iterations, progress)
+    return found
 
 
 def progress(label: str) -> Callable[[Iterable[int]], Iterable[int]]:
@@ -125,7 +144,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=500, help="calls with each small workload")
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, default=list(NAMES), help="default: all that can run"
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     parser.add_argument(
         "--keep-gc", action="store_true", help="leave Python's collector on while timing"

@@ -1,32 +1,18 @@
 """What the benchmarks make of times and results, on small made-up ones; nothing here is timed."""
 
-import importlib
 import itertools
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from benchmark_support import load, measure
 
 from tdcopier import workloads
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
-
-def load(name: str) -> ModuleType:
-    """A module of benchmarks/, which is a folder of scripts and no package."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-measure, report, machine = load("measure"), load("report"), load("machine")
-copies, streams, run = load("copies"), load("streams"), load("run")
-quiet = load("quiet")
+directions, machine, quiet = load("directions"), load("machine"), load("quiet")
+run, streams = load("run"), load("streams")
 
 
 class Clock:
@@ -41,44 +27,6 @@ class Clock:
 
     def take_us(self, us: int) -> None:
         self.now_ns += us * 1000
-
-
-def a_result(**changes) -> dict:
-    times = measure.summarise([1.0, 2.0, 3.0])._asdict()
-    slow = measure.summarise([6000.0, 6100.0, 6200.0])._asdict()
-    stats = {"packed_leaves": 528, "alone_leaves": 0, "delegated_leaves": 0, "transfers": 1}
-    batch = {
-        "leaves": 528,
-        "bytes": 153_152,
-        "contenders": {"tdcopier": times, ".to() per leaf": slow},
-        "ratios": {".to() per leaf": 3050.0},
-        "first_calls": {"tdcopier": times, ".to() per leaf": slow},
-        "ratios_of_first_calls": {".to() per leaf": 3050.0},
-        "steps": dict.fromkeys(("start_copy", "get", "synchronise", "drop"), times),
-        "stats": stats,
-        "h2d_memcpys": 1,
-        "wrong_leaves": {"tdcopier": 0, ".to() per leaf": 0},
-    }
-    machine = {
-        "slug": "nvidia-h200",
-        "device": "cuda:0",
-        "gpu": "NVIDIA <H200>",
-        "driver": "1.2",
-        "logical_cpus": 16,
-        "cpu": None,
-        "torch": "2.11.0",
-        "python": "3.12.1",
-        "tdcopier": "0.1.0",
-        "git_commit": "0123456789abcdef",
-    }
-    return {
-        "name": "h2d",
-        "what": "Copies",
-        "taken": "2030-01-01 00:00 UTC",
-        "machine": machine,
-        "workloads": {"detection_batch": batch},
-        "targets": [{"what": "speed", "wanted": ">= 35", "found": 3050.0, "hit": True}],
-    } | changes
 
 
 @pytest.mark.parametrize(
@@ -231,113 +179,6 @@ def test_steps_split_a_copy_where_the_caller_sees_it() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.01234, "0.0123"), (9.876, "9.88"), (12.34, "12.3"), (100.4, "100"), (6123.4, "6,123")],
-)
-def test_numbers_have_three_digits_or_are_whole(value, text) -> None:
-    assert report.number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (153_152, "153 KB"), (52_057_664, "52.1 MB")],
-)
-def test_sizes_are_in_units_of_1000(count, text) -> None:
-    assert report.size(count) == text
-
-
-def test_tables_come_from_the_result_alone() -> None:
-    page = report.page([a_result()], "plots")
-    ours = "| detection batch: 528 leaves, 153 KB | **tdcopier** | 2 | 1.5 - 2.5 |  | 2 |  | 3 |"
-    assert ours in page
-    other = "|  | .to() per leaf | 6,100 | 6,050 - 6,150 | 3,050 x | 6,100 | 3,050 x | 3 |"
-    assert other in page
-    assert "| speed | >= 35 | 3050.0 | hit |" in page
-    assert "![Copies](plots/h2d-nvidia-h200.svg)" in page
-    assert "driver 1.2, 16 logical CPUs (unknown)" in page
-    assert "at 0123456789;" in page
-
-
-def test_a_missed_target_stands_out() -> None:
-    target = {"what": "speed", "wanted": ">= 35", "found": 30.0, "hit": False}
-    assert "| speed | >= 35 | 30.0 | **missed** |" in report.page([a_result(targets=[target])], ".")
-
-
-def test_bars_are_linear_and_names_are_escaped() -> None:
-    svg = report.bars("a < b", [("tdcopier", 1.0), ("x & y", 4.0)], "us")
-    widths = [
-        float(part.split('"')[0])
-        for part in svg.split('<rect x="290"')[1:]
-        for part in [part.split('width="')[1]]
-    ]
-    assert widths[1] == pytest.approx(4 * widths[0])
-    assert "a &lt; b" in svg
-    assert "x &amp; y" in svg
-
-
-def test_only_copies_of_the_asked_workload_have_a_plot() -> None:
-    assert report.plot(a_result()) is not None
-    assert report.plot(a_result(workloads={})) is None
-    assert report.plot(a_result(name="memory")) is None
-
-
-def test_without_results_it_says_how_to_make_them(tmp_path: Path) -> None:
-    assert report.load(tmp_path) == []
-    assert "make bench" in report.page([], ".")
-    assert "make bench" in report.readme_part([])
-
-
-def test_results_of_the_simulated_device_are_not_published(tmp_path: Path) -> None:
-    simulated = a_result(machine=a_result()["machine"] | {"device": "sim:0"})
-    (tmp_path / "h2d-sim.json").write_text(json.dumps(simulated))
-    (tmp_path / "h2d-nvidia-h200.json").write_text(json.dumps(a_result()))
-    assert [result["machine"]["device"] for result in report.load(tmp_path)] == ["cuda:0"]
-
-
-def test_readme_part_replaces_what_is_between_the_marks_only() -> None:
-    readme = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    once = report.with_part(readme, "new")
-    assert once == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
-    assert report.with_part(once, "new") == once
-
-
-def test_a_readme_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no"):
-        report.with_part("text", "new")
-
-
-def test_committed_results_make_a_page() -> None:
-    results = report.load(report.RESULTS)
-    assert report.page(results, ".")
-    for result in results:
-        assert result["machine"]["gpu"], "a committed result is from a real device"
-        assert not result["quick"], "a committed result is from a whole run"
-
-
-def test_readme_has_the_marks() -> None:
-    readme = (BENCHMARKS.parent / "README.md").read_text()
-    assert report.with_part(readme, "new") != readme
-
-
-@pytest.mark.parametrize(("speedup", "hit"), [(34.9, False), (35.0, True)])
-def test_the_speed_target_is_met_from_35_on(speedup: float, hit: bool) -> None:
-    batch = a_result()["workloads"]["detection_batch"] | {"ratios": {".to() per leaf": speedup}}
-    targets = copies.targets({"detection_batch": batch})
-    assert [target["hit"] for target in targets] == [True, hit, True]
-
-
-def test_the_transfer_target_needs_the_outside_count_too() -> None:
-    batch = a_result()["workloads"]["detection_batch"] | {"h2d_memcpys": 528}
-    targets = copies.targets({"detection_batch": batch})
-    assert [target["hit"] for target in targets] == [True, True, False]
-
-
-def test_a_wrong_leaf_of_any_workload_misses_a_target() -> None:
-    found = {"flat_dict": {"wrong_leaves": {"tdcopier": 2}}}
-    assert [target["hit"] for target in copies.targets(found)] == [False]
-
-
 def test_a_changing_batch_is_the_same_tree_and_changes_every_value() -> None:
     tree = workloads.detection_batch(samples=2, cameras=2)
     batch = streams.ChangingBatch(tree, torch.device("cpu"))
@@ -379,3 +220,33 @@ def test_fail_without_cuda_does_not_pass_on_the_simulated_device(monkeypatch, ca
     monkeypatch.setenv("FAIL_WITHOUT_CUDA", "1")
     assert run.main(["--device", "sim"]) == 1
     assert "not CUDA" in capsys.readouterr().err
+
+
+def test_on_the_simulated_device_all_directions_run_and_speed_is_no_target(
+    sim: ModuleType, monkeypatch, tmp_path: Path, capsys
+) -> None:
+    monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
+    asked = ["--only", "d2d", "d2h", "h2d", "wait", "--workloads", "detection_batch"]
+    assert run.main(["--device", "sim", "--quick", "--out", str(tmp_path), *asked]) == 0
+    assert "Skipped wait: it needs kernels queued on a CUDA stream." in capsys.readouterr().out
+    for name in ("h2d", "d2h", "d2d"):
+        result = json.loads((tmp_path / f"{name}-sim.json").read_text())
+        assert (tmp_path / f"{name}-sim.svg").exists()
+        batch = result["workloads"]["detection_batch"]
+        assert sum(batch["wrong_leaves"].values()) == 0
+        assert not [target for target in result["targets"] if ">=" in target["wanted"]]
+        stats, outside = batch["stats"], batch[f"{name}_memcpys"]
+        assert outside == stats["transfers"] + stats["delegated_leaves"]
+    assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+def test_with_one_device_the_runner_says_why_it_leaves_d2d_out(
+    sim: ModuleType, monkeypatch, tmp_path: Path, capsys
+) -> None:
+    monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
+    monkeypatch.setattr(directions, "second_device", lambda device: None)
+    assert run.main(["--device", "sim", "--only", "d2d", "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "Skipped d2d: it needs two devices.\n" in printed.out
+    assert "Nothing that was asked for can run here." in printed.err
+    assert list(tmp_path.iterdir()) == []

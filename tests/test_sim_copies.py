@@ -196,26 +196,26 @@ def test_transfers_are_counted_by_direction_when_they_are_enqueued(sim: ModuleTy
         a = source.to("sim", non_blocking=True)
         b = torch.empty(5, dtype=torch.float64, device="sim").copy_(a[::2])
         c = torch.empty(5, dtype=torch.float64).pin_memory().copy_(b, non_blocking=True)
-        expected = sim.Counts(
-            h2d=sim.Transfers(1, 40), d2h=sim.Transfers(1, 40), d2d=sim.Transfers(1, 40)
-        )
+        once = sim.Transfers(1, 40)
+        expected = sim.Counts(h2d=once, d2h=once, d2d=sim.Transfers(0, 0), within=once)
         assert sim.counts() == expected
     torch.sim.synchronize()
     assert c.tolist() == [1] * 5
     a.to("sim:1")
-    assert sim.counts().d2d == (2, 80)
+    assert sim.counts().d2d == (1, 40)
+    assert sim.counts().within == (1, 40)
     sim.reset_counts()
-    assert sim.counts() == ((0, 0),) * 3
+    assert sim.counts() == ((0, 0),) * 4
 
 
 def test_operators_that_run_on_the_host_are_not_counted(sim: ModuleType) -> None:
     a = torch.ones(4, device="sim")
     assert torch.equal((a + 1)[1:] * 2, torch.full((3,), 4.0, device="sim"))
     a[::2].add_(1)
-    assert sim.counts() == ((0, 0),) * 3
+    assert sim.counts() == ((0, 0),) * 4
     a[0].item()
     torch.ones(0).to("sim")
-    assert sim.counts() == ((0, 0), (1, 4), (0, 0))
+    assert sim.counts() == ((0, 0), (1, 4), (0, 0), (0, 0))
 
 
 def test_eight_threads_do_not_mix_up_their_data() -> None:

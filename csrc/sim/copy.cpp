@@ -57,9 +57,10 @@ StreamQueue::Operation copy_operation(const at::Tensor& source, const at::Tensor
 }
 
 void copy_between_devices(const at::Tensor& source, const at::Tensor& target) {
-  count_transfer(Direction::kDeviceToDevice, target.nbytes());
+  const bool within = source.device() == target.device();
+  count_transfer(within ? Direction::kWithinDevice : Direction::kDeviceToDevice, target.nbytes());
   auto& from = current_queue(source.device().index());
-  if (source.device() == target.device()) {
+  if (within) {
     from.enqueue(copy_operation(source, target));
     return;
   }

@@ -1,4 +1,4 @@
-// Counts of the transfers between host and device and within devices.
+// Counts of the transfers between host and devices, between devices and within one.
 #pragma once
 
 #include <array>
@@ -7,8 +7,13 @@
 
 namespace tdcopier::sim {
 
-enum class Direction : std::uint8_t { kHostToDevice, kDeviceToHost, kDeviceToDevice };
-inline constexpr std::size_t kDirections = 3;
+enum class Direction : std::uint8_t {
+  kHostToDevice,
+  kDeviceToHost,
+  kDeviceToDevice,
+  kWithinDevice,
+};
+inline constexpr std::size_t kDirections = 4;
 
 struct Count {
   std::int64_t transfers = 0;

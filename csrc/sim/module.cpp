@@ -1,4 +1,5 @@
 // Python's view of the simulation: plain functions of numbers, dressed up in tdcopier/sim.
+#include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
@@ -39,6 +40,8 @@ void enable(int devices) {
   at::setHostAllocator(kDeviceType, &PinnedAllocator::get());
   register_guard();
   register_operators();
+  // There is nothing to wait for, and before that torch takes no memory for pinned.
+  at::globalContext().lazyInitDevice(kDeviceType);
 }
 
 StreamQueue& queue_at(int device, c10::StreamId id) {
@@ -85,7 +88,7 @@ auto transfer_counts() {
     return std::make_tuple(count.transfers, count.bytes);
   };
   return std::make_tuple(pair(Direction::kHostToDevice), pair(Direction::kDeviceToHost),
-                         pair(Direction::kDeviceToDevice));
+                         pair(Direction::kDeviceToDevice), pair(Direction::kWithinDevice));
 }
 
 }  // namespace

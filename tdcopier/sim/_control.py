@@ -95,11 +95,12 @@ class Transfers(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Transfers by direction: host to device, device to host, within and between devices."""
+    """Transfers by direction."""
 
-    h2d: Transfers
-    d2h: Transfers
-    d2d: Transfers
+    h2d: Transfers  #: from the host to a device
+    d2h: Transfers  #: from a device to the host
+    d2d: Transfers  #: from one device to another
+    within: Transfers  #: from one place of a device to another
 
 
 def counts() -> Counts:

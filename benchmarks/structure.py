@@ -1,0 +1,252 @@
+"""What containers and opaque values cost: trees without a tensor, so no work for the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from baselines import OURS, multi_tensor_copier
+from copies import BURST, Progress, start_workers
+from directions import h2d, synchroniser
+from measure import Contender, Summary, collector_paused, interleave, ratio_of_medians, summarise
+from quiet import QuietProcessor
+from torch.utils import _pytree as pytree
+
+import tdcopier
+
+OPAQUE_VALUES = 1000
+CONTAINERS = 200
+MAX_OPAQUE_US = 0.1
+MAX_INTEGERS_US = 100.0
+PYTREE = "torch.utils._pytree.tree_map"
+
+
+class Note:
+    """A plain class of a user's: opaque."""
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+@dataclasses.dataclass
+class Record:
+    first: int
+    second: int
+
+
+KINDS: dict[str, Callable[[int, int], Any]] = {
+    "list": lambda first, second: [first, second],
+    "tuple": lambda first, second: (first, second),
+    "dict": lambda first, second: {"first": first, "second": second},
+    "named tuple": Pair,
+    "dataclass": Record,
+    "OrderedDict": lambda first, second: OrderedDict(first=first, second=second),
+}
+"""Containers of two values whose cost is reported."""
+
+
+class Case(NamedTuple):
+    """One tree, as it is timed."""
+
+    tree: Any
+    opaque_values: int
+    compared: bool = False
+    """Whether the other ways are timed with it too."""
+
+
+EMPTY, OPAQUE, INTEGERS = "empty list", "opaque values", "integers in a dict of lists"
+UNWRAPPED = "the containers' integers in one list"
+
+
+def cases() -> dict[str, Case]:
+    """The trees that are timed, by name."""
+    integers = range(2 * CONTAINERS)
+    found = {
+        EMPTY: Case([], 0, compared=True),
+        OPAQUE: Case(_mixed_values(OPAQUE_VALUES), OPAQUE_VALUES, compared=True),
+        INTEGERS: Case(
+            {f"key_{k}": list(range(32 * k, 32 * (k + 1))) for k in range(30)}, 960, compared=True
+        ),
+        UNWRAPPED: Case(list(integers), len(integers)),
+    }
+    for kind, make in KINDS.items():
+        filled = [make(i, i + 1) for i in integers[::2]]
+        found[kind] = Case(filled, len(integers))
+    return found
+
+
+def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
+    """The result of this benchmark, without the machine.
+
+    Args:
+        device: The target that the trees without tensors are copied to.
+        repeats: Calls with each tree.
+        progress: From a label to a wrapper of the rounds.
+        keep_gc: Leave Python's cyclic collector on while timing.
+
+    """
+    start_workers(h2d(device))
+    synchroniser([device])()
+    trees = cases()
+    found = ways(device)
+    contenders = {
+        (case, way): Contender(f"{case}, {way}", copy, itemgetter(case))
+        for case, timed in trees.items()
+        for way, copy in found.items()
+        if timed.compared or way == OURS
+    }
+    with collector_paused(not keep_gc), QuietProcessor() as quiet:
+        times = interleave(
+            list(contenders.values()),
+            [{case: timed.tree for case, timed in trees.items()}],
+            lambda: None,  # nothing is enqueued, and to ask the device would take longer
+            rounds=max(5, round(repeats / BURST)),
+            progress=progress("structure"),
+            before_round=quiet.seek,
+            burst=BURST,
+        )
+    summaries: dict[str, dict[str, Summary]] = {case: {} for case in trees}
+    for (case, way), contender in contenders.items():
+        summaries[case][way] = summarise(times[contender.name])
+    seen = {case: _opaque_values_seen(timed.tree, device) for case, timed in trees.items()}
+    changed = sum(changes(found[OURS](timed.tree), timed.tree) for timed in trees.values())
+    result = {
+        "what": "What containers and opaque values cost: start_copy() and get(), without tensors",
+        "settings": {
+            "collector": "on" if keep_gc else "paused",
+            "order": f"interleaved, bursts of {BURST} calls, shuffled per round",
+            "processor": "each round on one that no neighbour slows down, where there is one",
+            "opaque_values": "ints, strings, None and instances of a plain class, in turn",
+            "per_container": f"of {CONTAINERS} with two ints each, less the same ints in one list",
+        },
+        "cases": {
+            case: {
+                "opaque_values": timed.opaque_values,
+                "opaque_values_seen": seen[case],
+                "contenders": {way: s._asdict() for way, s in summaries[case].items()},
+                "ratios": {
+                    way: ratio_of_medians(s, summaries[case][OURS])
+                    for way, s in summaries[case].items()
+                    if way != OURS
+                },
+            }
+            for case, timed in trees.items()
+        },
+        "us_per_opaque_value": {
+            way: (summary.median_us - summaries[EMPTY][way].median_us) / OPAQUE_VALUES
+            for way, summary in summaries[OPAQUE].items()
+        },
+        "us_per_container": {
+            kind: per_container_us(
+                summaries[kind][OURS],
+                summaries[UNWRAPPED][OURS],
+                walked=seen[kind] == trees[kind].opaque_values,
+            )
+            for kind in KINDS
+        },
+        "changed_values": changed,
+        "processor": quiet.described(),
+    }
+    return {**result, "targets": targets(result, speed=device.type != "sim")}
+
+
+def ways(device: torch.device) -> dict[str, Callable[[Any], Any]]:
+    """Every way of copying a tree that can run here, ours first."""
+
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    found: dict[str, Callable[[Any], Any]] = {
+        OURS: lambda tree: tdcopier.start_copy(tree, device).get(),
+        PYTREE: lambda tree: pytree.tree_map(move, tree),
+    }
+    peer = multi_tensor_copier()
+    if peer is not None and device.type == "cuda":
+        found["multi_tensor_copier"] = lambda tree: peer.start_copy(tree, device).get()
+    return found
+
+
+def per_container_us(wrapped: Summary, unwrapped: Summary, *, walked: bool) -> float | None:
+    """Microseconds that a container adds to its values; None where it is passed through whole.
+
+    Args:
+        wrapped: Times of ``CONTAINERS`` containers of one kind, in a list.
+        unwrapped: Times of the same values in a list.
+        walked: Whether the engine went into the containers.
+
+    """
+    return (wrapped.median_us - unwrapped.median_us) / CONTAINERS if walked else None
+
+
+def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
+    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    changed = result["changed_values"]
+    found = [
+        {
+            "what": "containers and values that came back as another type or object, all trees",
+            "wanted": "0",
+            "found": changed,
+            "hit": changed == 0,
+        }
+    ]
+    if not speed:
+        return found
+    opaque_us = result["us_per_opaque_value"][OURS]
+    integers_us = result["cases"][INTEGERS]["contenders"][OURS]["median_us"]
+    return [
+        *found,
+        {
+            "what": f"one opaque value, of {OPAQUE_VALUES} in a list",
+            "wanted": f"< {MAX_OPAQUE_US:g} us",
+            "found": round(opaque_us, 4),
+            "hit": opaque_us < MAX_OPAQUE_US,
+        },
+        {
+            "what": f"{result['cases'][INTEGERS]['opaque_values']} {INTEGERS}, the whole call",
+            "wanted": f"< {MAX_INTEGERS_US:g} us",
+            "found": round(integers_us, 2),
+            "hit": integers_us < MAX_INTEGERS_US,
+        },
+    ]
+
+
+def changes(result: Any, source: Any) -> int:
+    """How many containers have another type, and how many keys and values are other objects."""
+    got, expected = _parts(result), _parts(source)
+    differing = sum(a is not b for a, b in zip(got, expected, strict=False))
+    return differing + abs(len(got) - len(expected))
+
+
+def _parts(tree: Any) -> list[Any]:
+    """Types of containers, keys and values, in the order of the walk."""
+    if isinstance(tree, dict):
+        children = [part for pair in tree.items() for part in pair]
+    elif isinstance(tree, (list, tuple)):
+        children = list(tree)
+    elif dataclasses.is_dataclass(tree):
+        children = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    else:
+        return [tree]
+    return [type(tree), *(part for child in children for part in _parts(child))]
+
+
+def _mixed_values(count: int) -> list[Any]:
+    kinds: list[Callable[[int], Any]] = [
+        lambda index: index,
+        lambda index: f"text {index}",
+        lambda index: None,
+        lambda index: Note(),
+    ]
+    return [kinds[index % len(kinds)](index) for index in range(count)]
+
+
+def _opaque_values_seen(tree: Any, device: torch.device) -> int:
+    handle = tdcopier.start_copy(tree, device)
+    handle.get()
+    return handle.stats.opaque_leaves

@@ -1,0 +1,85 @@
+"""The scripts of benchmarks/ as modules, and made-up results of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    """A module of benchmarks/, which is a folder of scripts and no package."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+measure = load("measure")
+
+
+def a_result(name: str = "h2d", **changes) -> dict:
+    """A result of one direction: 528 leaves in one transfer, 2 us against 6100 us."""
+    times = measure.summarise([1.0, 2.0, 3.0])._asdict()
+    slow = measure.summarise([6000.0, 6100.0, 6200.0])._asdict()
+    stats = {"packed_leaves": 528, "alone_leaves": 0, "delegated_leaves": 0, "transfers": 1}
+    batch = {
+        "leaves": 528,
+        "bytes": 153_152,
+        "contenders": {"tdcopier": times, ".to() per leaf": slow},
+        "ratios": {".to() per leaf": 3050.0},
+        "first_calls": {"tdcopier": times, ".to() per leaf": slow},
+        "ratios_of_first_calls": {".to() per leaf": 3050.0},
+        "steps": dict.fromkeys(("start_copy", "get", "synchronise", "drop"), times),
+        "stats": stats,
+        f"{name}_memcpys": 1,
+        "wrong_leaves": {"tdcopier": 0, ".to() per leaf": 0},
+    }
+    machine = {
+        "slug": "nvidia-h200",
+        "device": "cuda:0",
+        "gpu": "NVIDIA <H200>",
+        "driver": "1.2",
+        "logical_cpus": 16,
+        "cpu": None,
+        "torch": "2.11.0",
+        "python": "3.12.1",
+        "tdcopier": "0.1.0",
+        "git_commit": "0123456789abcdef",
+    }
+    return {
+        "name": name,
+        "what": "Copies",
+        "taken": "2030-01-01 00:00 UTC",
+        "machine": machine,
+        "workloads": {"detection_batch": batch},
+        "targets": [{"what": "speed", "wanted": ">= 35", "found": 3050.0, "hit": True}],
+    } | changes
+
+
+def a_structure_result(**changes) -> dict:
+    """A result on trees without tensors: 0.05 us per opaque value, dataclasses passed through."""
+
+    def case(opaque_values: int, **us: float) -> dict:
+        summaries = {way: measure.summarise([median])._asdict() for way, median in us.items()}
+        ratios = {way: median / us["tdcopier"] for way, median in us.items() if way != "tdcopier"}
+        return {"opaque_values": opaque_values, "contenders": summaries, "ratios": ratios}
+
+    return a_result(
+        name="structure",
+        what="Structure",
+        cases={
+            "empty list": case(0, tdcopier=1.0, tree_map=3.0),
+            "opaque values": case(1000, tdcopier=51.0, tree_map=403.0),
+            "integers in a dict of lists": case(960, tdcopier=40.0, tree_map=400.0),
+            "list": case(400, tdcopier=24.0),
+        },
+        us_per_opaque_value={"tdcopier": 0.05, "tree_map": 0.4},
+        us_per_container={"list": 0.015, "dataclass": None},
+        changed_values=0,
+        **changes,
+    )
