@@ -3,6 +3,8 @@
 `start_copy` begins a copy and returns a handle, `copy` is its blocking form.
 """
 
+from tdcopier._checking import SourceModifiedError
+from tdcopier._containers import register_container
 from tdcopier._copy import (
     AsyncCopyHandle,
     InternalError,
@@ -18,7 +20,9 @@ __all__ = [
     "AsyncCopyHandle",
     "CopyStats",
     "InternalError",
+    "SourceModifiedError",
     "copy",
+    "register_container",
     "set_run_ahead_limit",
     "set_staging_limit_bytes",
     "staging_bytes",

@@ -11,6 +11,7 @@ import torch  # its libraries must be loaded before the native module
 
 from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle, InternalError
+from tdcopier._checking import SourceCheck, checked, checking_from_environment
 
 __all__ = [
     "AsyncCopyHandle",
@@ -43,50 +44,64 @@ def start_copy(
     """Begin to copy every tensor and array of `data` to `device`; return at once with a handle.
 
     The result equals what `Tensor.to(device)` gives for every leaf, in containers of the same
-    types: same values, dtypes, shapes, strides. `list`, `tuple` and `dict` are containers
-    (subclasses are not yet); tensors and numpy arrays are leaves, and arrays become tensors;
+    classes: same values, dtypes, shapes, strides. Containers are `list`, `tuple` and `dict`, their
+    subclasses (named tuples, `OrderedDict`, `defaultdict` and so on), dataclasses, and what
+    `register_container` was told; tensors and numpy arrays are leaves, and arrays become tensors;
     everything else is opaque and comes back as it is. Leaves on `device` already come back as the
     same objects.
 
-    Host leaves whose bytes are contiguous travel packed: those up to 256 KiB share chunks on the
-    device, larger ones have a chunk each. Whatever cannot be copied as plain bytes (leaves that
-    need gradients or lie on another device, sparse tensors, subclasses, gapped strides, any leaf
-    under a torch mode) is left to `Tensor.to`, inside this call, and counted in `stats`.
+    Leaves come from the host, from other devices, or both, and go to a device or to the host, where
+    they arrive in pinned memory. Those up to 256 KiB travel packed: they share chunks, one transfer
+    each, and are gathered on their device first if they come from one. Larger ones have a chunk
+    each. Whatever cannot be copied as plain bytes (leaves that need gradients, sparse tensors,
+    subclasses, conjugate views, any leaf under a torch mode) is left to its own `.to`, inside this
+    call, and counted in `stats`.
 
     **Until the copy is done** (`get` returned, or `ready` is true) the caller may drop the sources
-    and the handle, but may not modify or resize a source in place. A pinned source that a stream
-    is still writing must be synchronised before the call. One output that is alive keeps its whole
-    chunk, and `torch.save` of it writes the whole chunk; growing one in place (`resize_`, `out=`)
-    writes over its neighbours: `clone()` what is to be kept for long, saved or grown.
+    and the handle, but may not modify or resize a source in place; `wait_staged` says when that is
+    allowed earlier. With the environment variable `TDCOPIER_CHECK=1` the handle looks for
+    modified sources and raises a `SourceModifiedError` that names them. Sources on a device are
+    read behind what their current stream has at the call; a pinned host source that a stream is
+    still writing must be synchronised before it. One output that is alive keeps its whole chunk,
+    and `torch.save` of it writes the whole chunk; growing one in place (`resize_`, `out=`) writes
+    over its neighbours: `clone()` what is to be kept for long, saved or grown.
 
     Args:
         data: a leaf, or any nesting of containers and leaves, up to 1000 containers deep.
         device: the target, as for `Tensor.to`. "cuda" is the current CUDA device.
-        use_pinned_staging: stage through pinned memory, so that transfers run beside the host.
-            Without it, transfers read pageable memory and block the thread that makes them.
-        pack_cpu_tensors: let small leaves share chunks. Without it each leaf has its own
-            allocation and transfer.
-        min_packed_alignment_bytes: every packed leaf's address on the device is a multiple of
+        use_pinned_staging: stage through pinned memory, so that transfers run beside the host, and
+            let what arrives on the host be pinned. Without it, transfers read or write pageable
+            memory and block the thread that makes them.
+        pack_cpu_tensors: let small leaves share chunks, on whatever device they are. Without it
+            each leaf has its own allocation and transfer.
+        min_packed_alignment_bytes: every packed leaf's address on the target is a multiple of
             the larger of this and its element size, rounded up to a multiple of its element size.
         max_packed_chunk_bytes: most bytes that the leaves of one chunk span, padding included. (The
             allocation is larger where an alignment above 64 bytes calls for it.)
         use_background_thread: leave large work to worker threads and return at once. Up to
-            512 KiB are staged in the call all the same, since that is faster, unless they would
-            have to wait for a staging buffer.
+            512 KiB of the host are staged in the call all the same, since that is faster, unless
+            they would have to wait for a staging buffer; so is everything enqueued that a device
+            gathers and sends. (The first results of a size that arrive on the host take as long as
+            pinning memory does.)
 
     Returns:
         The handle. `get()` waits for the result; `wait()` gives it at once, ordered on a stream.
 
     Raises:
         TypeError: an option or the device is of the wrong type; an array's numbers have a type
-            that torch lacks (the message names its path).
-        ValueError: no such device; a size option that is not positive, an alignment above 1 GiB.
+            that torch cannot take; a container cannot be rebuilt (messages name the path).
+        ValueError: no such device; a size option that is not positive, an alignment above 1 GiB; a
+            tensor that reaches beyond its storage (the message names its path).
         RecursionError: containers nested more than 1000 deep, or containing themselves.
-        RuntimeError: the current stream is capturing a CUDA graph.
+        RuntimeError: the current stream of the target's or a source's device is capturing a CUDA
+            graph; a container changed while it was walked.
+        Exception: what a registered container's `flatten` raises.
 
-    A failure of the copy itself (such as `torch.OutOfMemoryError`) is raised by `get` and `wait`.
+    A failure of the copy itself (such as `torch.OutOfMemoryError`, or what the `.to` of a delegated
+    leaf or a container's `unflatten` raises) is raised by `get` and `wait`.
     """
-    return _C.start_copy(
+    check = SourceCheck(data, device) if _CHECKING else None
+    handle = _C.start_copy(
         data,
         device,
         bool(use_pinned_staging),
@@ -97,6 +112,7 @@ def start_copy(
         _size_option("max_packed_chunk_bytes", max_packed_chunk_bytes, _LARGEST_CHUNK_BYTES),
         bool(use_background_thread),
     )
+    return handle if check is None else checked(handle, check)
 
 
 def copy(data: Any, device: Device, **options: Any) -> Any:
@@ -163,5 +179,6 @@ def _limit_from_environment() -> None:
         raise ValueError(f"{_STAGING_LIMIT_VARIABLE}={text!r}: {error}") from None
 
 
+_CHECKING = checking_from_environment()
 _limit_from_environment()
 atexit.register(_C.shut_down)

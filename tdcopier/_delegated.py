@@ -1,14 +1,22 @@
-"""What a tensor that `Tensor.to` made consists of."""
+"""What a leaf that `.to` made consists of."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 
-def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that own its memory: itself, or those inside a wrapper subclass."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return [tensor]
-    names, _ = flatten()
-    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+def plain_parts(moved: Any) -> list[torch.Tensor]:
+    """The tensors that own its memory: itself, or those inside a subclass or a collection."""
+    if isinstance(moved, torch.Tensor):
+        flatten = getattr(moved, "__tensor_flatten__", None)
+        if flatten is None:
+            return [moved]
+        inner = [getattr(moved, name) for name in flatten()[0]]
+    elif (stacked := getattr(moved, "tensordicts", None)) is not None:
+        inner = list(stacked)  # a lazy stack's own values would be new tensors
+    else:
+        values = getattr(moved, "values", None)
+        inner = list(values()) if callable(values) else []
+    return [part for value in inner for part in plain_parts(value)]

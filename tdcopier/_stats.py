@@ -9,7 +9,7 @@ class CopyStats(NamedTuple):
     """Counts of one copy. Transfers and bytes are complete once the handle is `ready()`.
 
     Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
-    the number of tensors and arrays in the tree.
+    the number of tensors, arrays and TensorDicts in the tree.
     """
 
     packed_leaves: int
@@ -17,7 +17,8 @@ class CopyStats(NamedTuple):
     alone_leaves: int
     """Leaves with a chunk of their own, being larger than 256 KiB or because packing is off."""
     delegated_leaves: int
-    """Leaves that were left to `Tensor.to`, inside the call; it may have blocked."""
+    """Leaves that were left to their own `.to`, inside the call; it may have blocked. A TensorDict
+    counts as one."""
     reused_leaves: int
     """Leaves that are on the target already and are returned as they are."""
     opaque_leaves: int

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from container_classes import Box, flatten_box, unflatten_box
 
 import tdcopier
-from tdcopier import _C
+from tdcopier import _C, _containers
 
 DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 if DEVICE_TYPE == "sim":
@@ -108,3 +109,46 @@ def restore_limits() -> Iterator[None]:
     yield
     tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
     tdcopier.set_run_ahead_limit(4)
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """What the test registers is forgotten at its end."""
+    before = dict(_containers._registered)
+    yield
+    _containers._registered.clear()
+    _containers._registered.update(before)
+    _containers._found.clear()
+
+
+@pytest.fixture
+def registered_box(registry: None) -> None:
+    """`Box` is a container, as `oracle` expects."""
+    tdcopier.register_container(Box, flatten_box, unflatten_box)
+
+
+@pytest.fixture(params=["D2H", "D2D"])
+def away(request: pytest.FixtureRequest, device: str, accelerator: ModuleType) -> tuple[str, str]:
+    """Source and target of a copy from the accelerator's first device."""
+    if request.param == "D2H":
+        return device, "cpu"
+    if accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    return device, device[:-1] + "1"
+
+
+@pytest.fixture(params=["H2D", "D2H", "D2D"])
+def ends(request: pytest.FixtureRequest, device: str, accelerator: ModuleType) -> tuple[str, str]:
+    """Source and target of a copy in each direction."""
+    if request.param == "D2D" and accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    other = device[:-1] + "1"
+    return {"H2D": ("cpu", device), "D2H": (device, "cpu"), "D2D": (other, device)}[request.param]
+
+
+@pytest.fixture
+def other_device(device: str, accelerator: ModuleType) -> str:
+    """The accelerator's second device."""
+    if accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    return device[:-1] + "1"

@@ -2,53 +2,127 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
 import textwrap
+import time
+import warnings
+import weakref
+from collections import UserDict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.autograd.forward_ad as fwad
+from container_classes import REBUILD, Box
 
 
 def oracle(tree: Any, device: str) -> Any:
     """What the copy must equal: `.to` leaf by leaf, in containers of the same types."""
-    if isinstance(tree, torch.Tensor):
+    if isinstance(tree, torch.Tensor) or is_collection(tree):
         return tree.to(device)
     if isinstance(tree, np.ndarray):
-        return torch.from_numpy(tree).to(device)
-    if type(tree) is dict:
-        return {key: oracle(value, device) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(oracle(value, device) for value in tree)
-    return tree
+        if np.ma.isMaskedArray(tree) or tree.dtype.kind not in "biufc":
+            return tree
+        return _tensor_of(tree).to(device)
+    rebuild = REBUILD.get(type(tree))
+    return tree if rebuild is None else rebuild(tree, lambda child: oracle(child, device))
+
+
+def is_collection(value: Any) -> bool:
+    """Whether it is a TensorDict or a tensorclass."""
+    return hasattr(value, "batch_size") and hasattr(value, "to_dict")
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """`torch.from_numpy`, of a copy in C order where torch cannot have the array itself."""
+    if not array.dtype.isnative or any(s < 0 or s % array.itemsize for s in array.strides):
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return torch.from_numpy(array)
 
 
 def assert_same(got: Any, expected: Any, path: str = "data") -> None:
     """Same structure, class, dtype, shape, stride, device, grad flag, layout and value."""
     assert type(got) is type(expected), f"{path}: {type(got)} is not {type(expected)}"
     if isinstance(expected, torch.Tensor):
-        assert got.dtype == expected.dtype, path
-        assert got.shape == expected.shape, path
-        assert got.layout == expected.layout, path
+        _assert_same_tensor(got, expected, path)
+    elif is_collection(expected):
+        assert got.batch_size == expected.batch_size, path
         assert got.device == expected.device, path
-        assert got.requires_grad == expected.requires_grad, path
-        if expected.layout == torch.strided:
-            assert got.stride() == expected.stride(), path
-            assert same_bytes(got, expected), f"{path}: values differ"
-        else:
-            assert torch.equal(got.cpu().to_dense(), expected.cpu().to_dense()), path
-    elif isinstance(expected, dict):
+        assert set(got.keys()) == set(expected.keys()), path
+        for key in expected.keys():  # noqa: SIM118  # iterating over it would index it
+            assert_same(got.get(key), expected.get(key), f"{path}[{key!r}]")
+    elif type(expected) in REBUILD:
+        _assert_same_container(got, expected, path)
+    else:
+        assert got is expected, f"{path}: not the same object"
+
+
+def _assert_same_tensor(got: torch.Tensor, expected: torch.Tensor, path: str) -> None:
+    names = ["dtype", "layout", "device", "requires_grad", "is_leaf", "is_quantized"]
+    if not expected.is_nested:  # which has no shape, or one that is made up anew; see below
+        names.append("shape")
+    for name in names:
+        seen, wanted = getattr(got, name), getattr(expected, name)
+        assert seen == wanted, f"{path}: {name} is {seen}, not {wanted}"
+    for name in ("is_inference", "is_conj", "is_neg"):
+        seen, wanted = getattr(got, name)(), getattr(expected, name)()
+        assert seen == wanted, f"{path}: {name}() is {seen}, not {wanted}"
+    tangents = [fwad.unpack_dual(tensor).tangent for tensor in (got, expected)]
+    if tangents != [None, None]:
+        assert_same(*tangents, f"the tangent of {path}")
+    parts = getattr(expected, "__tensor_flatten__", None)
+    if parts is not None:
+        names = parts()[0]
+        assert got.__tensor_flatten__()[0] == names, path
+        for name in names:
+            assert_same(getattr(got, name), getattr(expected, name), f"{path}.{name}")
+    elif isinstance(expected, torch._subclasses.FakeTensor):
+        assert got.stride() == expected.stride(), path
+    elif expected.is_nested:
+        for i, (a, b) in enumerate(zip(got.unbind(), expected.unbind(), strict=True)):
+            assert_same(a, b, f"{path}.unbind()[{i}]")
+    elif expected.layout != torch.strided:
+        assert torch.equal(got.cpu().to_dense(), expected.cpu().to_dense()), path
+    elif expected.is_quantized:
+        assert torch.equal(got.cpu().dequantize(), expected.cpu().dequantize()), path
+    else:
+        steps = f"{path}: strides are {got.stride()}, not {expected.stride()}"
+        assert got.stride() == expected.stride(), steps
+        assert same_bytes(got, expected), f"{path}: values differ"
+
+
+def _assert_same_container(got: Any, expected: Any, path: str) -> None:
+    for name in ("default_factory", "maxlen", "version", "number", "tm_zone"):
+        assert getattr(got, name, None) == getattr(expected, name, None), f"{path}.{name}"
+    if isinstance(expected, (dict, UserDict)):
         assert list(got) == list(expected), path
         for key, value in expected.items():
             assert_same(got[key], value, f"{path}[{key!r}]")
-    elif isinstance(expected, (list, tuple)):
+    elif isinstance(expected, (list, tuple, deque)):
         assert len(got) == len(expected), path
         for index, value in enumerate(expected):
             assert_same(got[index], value, f"{path}[{index}]")
-    else:
-        assert got is expected, f"{path}: not the same object"
+    if isinstance(expected, Box):
+        assert_same(got.children, expected.children, f"{path}.children")
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            assert hasattr(got, field.name) == hasattr(expected, field.name), path
+            if hasattr(expected, field.name):
+                value = getattr(expected, field.name)
+                assert_same(getattr(got, field.name), value, f"{path}.{field.name}")
+    attributes, wanted = getattr(got, "__dict__", {}), getattr(expected, "__dict__", {})
+    assert attributes.keys() == wanted.keys(), f"{path}: attributes {list(attributes)}"
+    for name, value in wanted.items():
+        if isinstance(value, (str, int)):
+            assert attributes[name] == value, f"{path}.{name}"
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -58,8 +132,33 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _flat_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    if getattr(plain, "has_names", bool)():  # gone from torch 2.13 on
+        plain = plain.rename(None)
     dense = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+
+
+def are_released(references: list[weakref.ref[Any]], within: float = 10.0) -> bool:
+    """Whether all of them are gone before long, without any further call of tdcopier's.
+
+    A pending call of the interpreter does it, which runs when the main thread next takes the GIL,
+    as after each of torch's operations.
+    """
+    scratch = torch.zeros(10_000)
+    deadline = time.monotonic() + within
+    while any(reference() is not None for reference in references):
+        if time.monotonic() > deadline:
+            return False
+        scratch.add_(1)
+    return True
+
+
+@contextlib.contextmanager
+def raises_exactly(error: type[BaseException], message: str) -> Iterator[None]:
+    """The block raises this error, whose text is all of this message."""
+    with pytest.raises(error) as caught:
+        yield
+    assert str(caught.value) == message
 
 
 def run_python(code: str, timeout_s: float = 120, **environment: str) -> str:

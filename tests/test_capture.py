@@ -27,6 +27,21 @@ def test_a_call_during_the_callers_capture_is_refused_and_the_capture_goes_on(de
     assert early.get()[0].tolist() == [1, 1]
 
 
+def test_a_call_during_the_capture_of_a_sources_stream_is_refused(device):
+    counter = torch.zeros(1, device=device)
+    sources = [torch.ones(2, device=device), torch.ones(3, device=device)]
+    early = tdcopier.start_copy(sources, "cpu")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter += 1
+        for call in (lambda: tdcopier.start_copy(sources, "cpu"), early.wait_staged):
+            with pytest.raises(RuntimeError, match="while its stream is capturing a CUDA graph"):
+                call()
+    graph.replay()
+    assert counter.item() == 1
+    assert early.get()[1].tolist() == [1, 1, 1]
+
+
 def test_copies_on_another_thread_do_not_disturb_a_capture(device):
     batch = detection_batch()
     large = torch.ones(4 << 20)
@@ -37,7 +52,8 @@ def test_copies_on_another_thread_do_not_disturb_a_capture(device):
     def copies():
         try:
             while not stop.is_set():
-                tdcopier.start_copy(batch, device).wait()
+                moved = tdcopier.start_copy(batch, device).wait()
+                tdcopier.start_copy(moved, "cpu").get()
                 tdcopier.copy([large], device)
                 copied.append(1)
         except Exception as error:

@@ -25,34 +25,41 @@ def spans(outputs: list[torch.Tensor]) -> dict[int, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("alignment", [1, 2, 16, 24, 100, 512, 4096, 1 << 20])
-def test_every_address_is_aligned_to_the_option_and_the_element(device, alignment):
-    outputs = tdcopier.copy(LEAVES, device, min_packed_alignment_bytes=alignment)
-    assert_same(outputs, oracle(LEAVES, device))
+def test_every_address_is_aligned_to_the_option_and_the_element(ends, alignment):
+    source, target = ends
+    leaves = oracle(LEAVES, source)
+    outputs = tdcopier.copy(leaves, target, min_packed_alignment_bytes=alignment)
+    assert_same(outputs, oracle(LEAVES, target))
     for output in outputs:
         element = output.element_size()
         effective = -(-max(alignment, element) // element) * element
         assert output.data_ptr() % effective == 0
 
 
-def test_slots_do_not_overlap(device):
-    (chunk,) = spans(tdcopier.copy(LEAVES, device, min_packed_alignment_bytes=1)).values()
+def test_slots_do_not_overlap(ends):
+    source, target = ends
+    outputs = tdcopier.copy(oracle(LEAVES, source), target, min_packed_alignment_bytes=1)
+    (chunk,) = spans(outputs).values()
     for (_, end), (begin, _) in zip(sorted(chunk), sorted(chunk)[1:], strict=False):
         assert end <= begin
 
 
 @pytest.mark.parametrize("limit", [1, 64, 400, 1000, 1 << 40])
-def test_no_chunk_spans_more_than_its_limit(device, limit):
-    handle = tdcopier.start_copy(LEAVES, device, max_packed_chunk_bytes=limit)
+def test_no_chunk_spans_more_than_its_limit(ends, limit):
+    source, target = ends
+    leaves = oracle(LEAVES, source)
+    handle = tdcopier.start_copy(leaves, target, max_packed_chunk_bytes=limit)
     outputs = handle.get()
-    assert_same(outputs, oracle(LEAVES, device))
+    assert_same(outputs, oracle(LEAVES, target))
     for chunk in spans(outputs).values():
         if len(chunk) > 1:
             assert max(end for _, end in chunk) - min(begin for begin, _ in chunk) <= limit
     assert handle.stats.alone_leaves == sum(leaf.nbytes > limit for leaf in LEAVES)
 
 
-def test_without_packing_every_leaf_has_its_own_memory_and_transfer(device):
-    handle = tdcopier.start_copy(LEAVES, device, pack_cpu_tensors=False)
+def test_without_packing_every_leaf_has_its_own_memory_and_transfer(ends):
+    source, target = ends
+    handle = tdcopier.start_copy(oracle(LEAVES, source), target, pack_cpu_tensors=False)
     assert len(spans(handle.get())) == len(LEAVES)
     stats = handle.stats
     assert (stats.packed_leaves, stats.alone_leaves) == (0, len(LEAVES))

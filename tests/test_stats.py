@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import oracle
 
 import tdcopier
 from tdcopier.workloads import detection_batch
@@ -13,6 +14,7 @@ TREES = {
     "one leaf": lambda: torch.ones(10),
     "large and small": lambda: [torch.ones(3 << 20), torch.ones(5), {"a": torch.ones(7)}],
     "nothing": list,
+    "strided": lambda: [torch.ones(40, 50)[:, ::2], torch.ones(3, 1).expand(3, 4)],
     "only empty leaves": lambda: [torch.empty(0), torch.empty(2, 0)],
 }
 OPTIONS = [
@@ -24,35 +26,40 @@ OPTIONS = [
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_transfers_and_bytes_are_those_that_the_simulated_device_counted(
-    sim, device, kind, options
+    sim, device, other_device, kind, options, direction
 ):
-    tree = TREES[kind]()
+    source = "cpu" if direction == "h2d" else other_device
+    tree = oracle(TREES[kind](), source)
     sim.reset_counts()
-    handle = tdcopier.start_copy(tree, device, **options)
+    handle = tdcopier.start_copy(tree, "cpu" if direction == "d2h" else device, **options)
     handle.get()
-    counted = sim.counts().h2d
-    assert (handle.stats.transfers, handle.stats.transfer_bytes) == (
-        counted.transfers,
-        counted.bytes,
-    )
+    counts = sim.counts()._asdict()
+    assert counts.pop(direction) == (handle.stats.transfers, handle.stats.transfer_bytes)
+    within = counts.pop("within").transfers  # what is gathered on its device first
+    assert within == 0 or direction != "h2d"
+    assert set(counts.values()) == {(0, 0)}
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("direction", ["H2D", "D2H"])
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_transfers_are_those_that_the_profiler_counted(device, kind, options):
+def test_transfers_are_those_that_the_profiler_counted(device, kind, options, direction):
     from torch.profiler import ProfilerActivity, profile
 
-    tree = TREES[kind]()
-    tdcopier.copy(tree, device, **options)
+    source, target = ("cpu", device) if direction == "H2D" else (device, "cpu")
+    tree = oracle(TREES[kind](), source)
+    tdcopier.copy(tree, target, **options)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        handle = tdcopier.start_copy(tree, device, **options)
+        handle = tdcopier.start_copy(tree, target, **options)
         handle.get()
         torch.cuda.synchronize()
-    seen = sum(event.count for event in profiler.key_averages() if "Memcpy HtoD" in event.key)
+    name = "Memcpy HtoD" if direction == "H2D" else "Memcpy DtoH"
+    seen = sum(event.count for event in profiler.key_averages() if name in event.key)
     assert handle.stats.transfers == seen
 
 
@@ -74,9 +81,10 @@ def test_the_detection_batch_is_528_packed_leaves_and_one_transfer(device):
 
 def test_every_leaf_is_counted_once(device):
     tree = [
-        torch.ones(3), torch.ones(1 << 20), torch.ones(2, 6)[:, ::2], torch.ones(2, device=device),
+        torch.ones(3), torch.ones(2, 6)[:, ::2],
+        torch.ones(1 << 20), torch.ones(2).requires_grad_(), torch.ones(2, device=device),
         "text", None,
     ]  # fmt: skip
     handle = tdcopier.start_copy(tree, device)
     handle.get()
-    assert handle.stats[:5] == (1, 1, 1, 1, 2)
+    assert handle.stats[:5] == (2, 1, 1, 1, 2)

@@ -1,9 +1,8 @@
-// One copy at work: allocates the chunks, stages and transfers them, and hands them over in order.
+// One copy at work, whatever its direction: who works on it, when it is done, what it hands over.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
-#include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
 #include <atomic>
@@ -15,9 +14,9 @@
 
 #include "base/pack_plan.h"
 #include "base/thread_pool.h"
+#include "engine/accelerator.h"
+#include "engine/chunk.h"
 #include "engine/leaf.h"
-#include "engine/stage.h"
-#include "engine/target_device.h"
 
 namespace tdcopier {
 
@@ -25,7 +24,7 @@ namespace tdcopier {
 class SourceHold {
  public:
   virtual ~SourceHold() = default;
-  // Thread: any. GIL: may or may not be held; must not wait for it.
+  // The second call does nothing. Thread: any. GIL: may or may not be held; must not wait for it.
   virtual void give_back() noexcept = 0;
 };
 
@@ -36,23 +35,23 @@ struct TransferCounts {
 
 // Life: made, then exactly one of run() and run_in_background(); the rest at any time, from any
 // thread. A job is dropped safely at any point: its memory belongs to the copy stream, which is in
-// order.
+// order, or is not reused before that stream has passed.
 class CopyJob : public std::enable_shared_from_this<CopyJob> {
  public:
-  CopyJob(TargetDevice& target, LeafTable leaves, PackPlan plan, bool use_pinned_staging,
-          std::unique_ptr<SourceHold> sources);
+  virtual ~CopyJob() = default;
   CopyJob(const CopyJob&) = delete;
   CopyJob& operator=(const CopyJob&) = delete;
 
-  // Stages and enqueues everything on this thread. Never throws: a failure is kept for
-  // `rethrow_failure`. Blocks: while the staging bound is reached. GIL: must not be held.
+  // Enqueues everything on this thread. Never throws: a failure is kept for `rethrow_failure`.
+  // Blocks: while the staging bound is reached. GIL: must not be held.
   void run() noexcept;
 
   // The same on the pool's workers. Returns at once; false if the pool is closed and nothing was
   // done.
   [[nodiscard]] bool run_in_background(ThreadPool& pool);
 
-  // Enqueued: the sources were read and every transfer is on the copy stream, or the job failed.
+  // Enqueued: the sources were read, or their device will do so in the order of its streams, and
+  // every transfer is on the copy stream; or the job failed.
   bool is_enqueued() const { return enqueued_.load(std::memory_order_acquire); }
   void wait_enqueued();  // Blocks. GIL: must not be held.
 
@@ -65,38 +64,54 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // Throws what made the job fail, if it did; every time. Requires: is_enqueued().
   void rethrow_failure() const;
 
-  // `stream` waits for the transfers, and no chunk is reused while it can still read it. Returns at
-  // once. Requires: is_enqueued() and no failure.
+  // `stream`, of the target, waits for the transfers, and no chunk is reused while it can still
+  // read it. Returns at once. Requires: is_enqueued(), no failure, a target that has streams.
   void hand_over_to(const c10::Stream& stream);
+
+  // `stream`, of the sources' device, waits until the sources were read. Host sources were when
+  // the job is enqueued. Returns at once. Requires: is_enqueued().
+  virtual void order_behind_reads(const c10::Stream&) {}
 
   // A light tensor over the leaf's slot. Requires: is_enqueued() and no failure.
   at::Tensor output(uint32_t leaf) const;
 
-  TransferCounts counts() const;
+  // For the caller that knows the job to be done: sources need no longer wait for anybody else.
+  void give_back_sources() noexcept { sources_->give_back(); }
+
+  TransferCounts counts() const { return {transfers_, transfer_bytes_}; }
   const PackPlan& plan() const { return plan_; }
+  const c10::Device& source_device() const { return leaves_.device(); }
+
+ protected:
+  // `accelerator` is the one whose copy stream the last transfer, or the wait for it, is on.
+  CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves, PackPlan plan,
+          std::shared_ptr<SourceHold> sources);
+
+  // Once, on the first thread that works on the job. Device guards are set here.
+  virtual void allocate_chunks() = 0;
+  // How many threads may be in transfer_all() at a time.
+  virtual size_t most_hands() const { return 1; }
+  // Enqueues transfers until there are none left or somebody has failed. May throw.
+  virtual void transfer_all() = 0;
+  // By the last one out, even of a failed job: sees to it that the sources are given back.
+  virtual void finish_reading() noexcept = 0;
+
+  bool somebody_failed() const { return failed_; }
+  void count_transfer(uint64_t bytes);
+
+  Accelerator& accelerator_;
+  const c10::Device target_;
+  const LeafTable leaves_;
+  const PackPlan plan_;
+  const std::shared_ptr<SourceHold> sources_;  // not null
+  std::vector<Chunk> chunks_;                  // written before any worker shares the job
 
  private:
-  struct Chunk {
-    c10::Storage storage;
-    uint64_t shift_bytes = 0;  // where its first slot begins
-  };
-
-  void allocate_chunks();
-  void work() noexcept;  // transfers windows until there are none left or one has failed
-  void transfer(const Window& window);
+  void work() noexcept;
   void leave() noexcept;  // the last one out finishes the job
   void fail() noexcept;   // keeps the current exception, the first one only
 
-  TargetDevice& target_;
-  const LeafTable leaves_;
-  const PackPlan plan_;
-  const bool use_pinned_staging_;
   const c10::DispatchKeySet output_keys_;
-  const std::vector<Window> windows_;
-  std::unique_ptr<SourceHold> sources_;
-
-  std::vector<Chunk> chunks_;  // written before any worker shares the job
-  std::atomic<size_t> next_window_ = 0;
   std::atomic<uint32_t> participants_ = 1;
   std::atomic<uint64_t> transfers_ = 0;
   std::atomic<uint64_t> transfer_bytes_ = 0;
@@ -107,7 +122,9 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   std::condition_variable became_enqueued_;
   std::atomic<bool> enqueued_ = false;  // written under mutex_
   std::exception_ptr failure_;          // guarded by mutex_ until enqueued_, constant after
-  EventRef arrived_;                    // behind the last transfer; constant once enqueued_
+
+ protected:
+  EventRef arrived_;  // behind the last transfer; by a single hand, or by the last one out
 };
 
 }  // namespace tdcopier

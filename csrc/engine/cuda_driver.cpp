@@ -21,7 +21,8 @@ const CudaDriver* load() {
   const bool complete =
       look_up(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode) &&
       look_up(library, "cuStreamIsCapturing", driver.stream_is_capturing) &&
-      look_up(library, "cuMemcpyHtoDAsync_v2", driver.copy_host_to_device);
+      look_up(library, "cuMemcpyHtoDAsync_v2", driver.copy_host_to_device) &&
+      look_up(library, "cuMemcpyDtoHAsync_v2", driver.copy_device_to_host);
   return complete ? &driver : nullptr;
 }
 

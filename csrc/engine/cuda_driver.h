@@ -15,6 +15,8 @@ struct CudaDriver {
   int (*stream_is_capturing)(void* stream, int* status);  // cuStreamIsCapturing
   int (*copy_host_to_device)(uint64_t device_address, const void* host, size_t bytes,
                              void* stream);  // cuMemcpyHtoDAsync_v2
+  int (*copy_device_to_host)(void* host, uint64_t device_address, size_t bytes,
+                             void* stream);  // cuMemcpyDtoHAsync_v2
 };
 
 // Null where torch has loaded no driver, or one that lacks a call. Thread: any.

@@ -1,20 +1,29 @@
 // The white list of what is packed, and the table of leaves.
 #include "engine/leaf.h"
 
+#include <ATen/ExpandUtils.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <vector>
+
+#include "engine/byte_tensor.h"
+
 namespace tdcopier {
 namespace {
 
-// All that a plain host tensor carries. Anything beyond it means that a copy of the bytes is not
-// enough.
-constexpr c10::DispatchKeySet kPlainKeys({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
-                                          c10::DispatchKey::AutocastCPU,
-                                          c10::DispatchKey::ADInplaceOrView});
+// All that a plain tensor of the device carries. Anything beyond it means that a copy of the bytes
+// is not enough.
+c10::DispatchKeySet plain_keys(c10::Device device) {
+  const c10::DispatchKeySet dense = plain_key_set(device);
+  const c10::BackendComponent backend = dense.highestBackendKey();
+  return dense | c10::getAutogradRelatedKeySetFromBackend(backend) |
+         c10::getAutocastRelatedKeySetFromBackend(backend) |
+         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+}
 
 // What torch includes by itself, without any mode or transform.
 constexpr c10::DispatchKeySet kPlainIncluded({c10::DispatchKey::BackendSelect,
@@ -37,6 +46,8 @@ bool has_names(const Tensor& tensor) {
 
 }  // namespace
 
+LeafTable::LeafTable(c10::Device device) : device_(device), plain_keys_(plain_keys(device)) {}
+
 void LeafTable::reserve(size_t leaves) {
   leaves_.reserve(leaves);
   extents_.reserve(leaves);
@@ -49,33 +60,65 @@ void LeafTable::add(const void* data, c10::ScalarType dtype, std::span<const int
   uint64_t bytes = element_bytes;
   for (const int64_t size : sizes) bytes *= static_cast<uint64_t>(size);
   const auto dims = static_cast<uint32_t>(sizes.size());
-  leaves_.push_back({data, bytes, dtype, dims, static_cast<uint32_t>(shapes_.size())});
+  leaves_.push_back(
+      {data, bytes, dtype, /*strided=*/false, dims, static_cast<uint32_t>(shapes_.size())});
   extents_.push_back({bytes, element_bytes});
   for (const int64_t size : sizes) shapes_.push_back(size);
   for (const int64_t stride : strides) shapes_.push_back(stride);
 }
 
-bool LeafTable::add_if_packable(const at::Tensor& tensor) {
+void LeafTable::add_strided(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
+                            std::span<const int64_t> strides,
+                            std::span<const int64_t> source_strides_bytes) {
+  add(data, dtype, sizes, strides);
+  leaves_.back().strided = true;
+  for (const int64_t stride : source_strides_bytes) shapes_.push_back(stride);
+}
+
+Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  // The keys also say that it is strided and that its storage is in host memory.
-  if (has_more_than(impl->key_set(), kPlainKeys)) return false;
-  if (!impl->is_non_overlapping_and_dense() || has_names(tensor)) return false;
-  if (impl->autograd_meta() != nullptr) {
-    if (impl->requires_grad() && c10::GradMode::is_enabled()) return false;
-    if (tensor._fw_grad(/*level=*/0).defined()) return false;
-  }
+  // The keys also say that it is strided and where its storage is.
+  if (has_more_than(impl->key_set(), plain_keys_) || has_names(tensor)) return Packable::kNo;
   const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (storage == nullptr) return false;
-  const uint64_t element_bytes = impl->itemsize();
-  const uint64_t begin = static_cast<uint64_t>(impl->storage_offset()) * element_bytes;
-  const uint64_t bytes = static_cast<uint64_t>(impl->numel()) * element_bytes;
-  if (begin + bytes > storage->nbytes()) return false;
+  if (storage == nullptr) return Packable::kNo;
   const at::IntArrayRef sizes = impl->sizes();
   const at::IntArrayRef strides = impl->strides();
-  add(static_cast<const std::byte*>(storage->data()) + begin,
-      c10::typeMetaToScalarType(impl->dtype()), {sizes.data(), sizes.size()},
-      {strides.data(), strides.size()});
-  return true;
+  const bool dense = impl->is_non_overlapping_and_dense();
+  const uint64_t element_bytes = impl->itemsize();
+  const auto elements = static_cast<uint64_t>(impl->numel());
+  const uint64_t begin = static_cast<uint64_t>(impl->storage_offset()) * element_bytes;
+  uint64_t reach = elements;  // elements from the first to behind the last
+  if (!dense && elements != 0) {
+    reach = 1;
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      reach += static_cast<uint64_t>((sizes[d] - 1) * strides[d]);
+    }
+  }
+  if (elements != 0 && begin + reach * element_bytes > storage->nbytes()) {
+    return Packable::kShortStorage;
+  }
+  if (impl->autograd_meta() != nullptr) {
+    if (impl->requires_grad() && c10::GradMode::is_enabled()) return Packable::kNo;
+    if (tensor._fw_grad(/*level=*/0).defined()) return Packable::kNo;
+  }
+  const void* data = static_cast<const std::byte*>(storage->data()) + begin;
+  const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
+  if (dense) {
+    add(data, dtype, sizes, strides);
+  } else {
+    add_gapped(data, dtype, sizes, strides);
+  }
+  return Packable::kYes;
+}
+
+// Not in the path of the common leaf.
+void LeafTable::add_gapped(const void* data, c10::ScalarType dtype, at::IntArrayRef sizes,
+                           at::IntArrayRef strides) {
+  std::vector<int64_t> strides_bytes(strides.begin(), strides.end());
+  for (int64_t& stride : strides_bytes) stride *= static_cast<int64_t>(c10::elementSize(dtype));
+  // As `Tensor.to` does: dense, in the same order of dimensions.
+  const std::vector<int64_t> dense = at::infer_dense_strides(sizes, strides);
+  add_strided(data, dtype, sizes, dense, strides_bytes);
 }
 
 at::IntArrayRef LeafTable::sizes(const Leaf& leaf) const {
@@ -84,6 +127,10 @@ at::IntArrayRef LeafTable::sizes(const Leaf& leaf) const {
 
 at::IntArrayRef LeafTable::strides(const Leaf& leaf) const {
   return {shapes_.data() + leaf.first_size + leaf.dims, leaf.dims};
+}
+
+at::IntArrayRef LeafTable::source_strides_bytes(const Leaf& leaf) const {
+  return {shapes_.data() + leaf.first_size + 2 * size_t{leaf.dims}, leaf.dims};
 }
 
 bool dispatch_is_altered() {

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
@@ -13,37 +15,58 @@
 
 namespace tdcopier {
 
-// A leaf in host memory whose bytes are contiguous, in whatever order of dimensions.
+// A leaf in the memory of its table's device. Its bytes lie together, in whatever order of
+// dimensions, or it is strided: with gaps, repeats or a reversed order, and arrives without.
 struct Leaf {
-  const void* data;
-  uint64_t bytes;
+  const void* data;  // the first element
+  uint64_t bytes;    // of its elements
   c10::ScalarType dtype;
+  bool strided;
   uint32_t dims;        // number of dimensions
-  uint32_t first_size;  // index of its sizes in LeafTable::extents; its strides follow them
+  uint32_t first_size;  // index of its sizes in LeafTable::shapes_; strides follow them
 };
 
-// Leaves by index. Sizes and strides lie in one array: the source may be gone when outputs are
-// built.
+enum class Packable {
+  kYes,           // and it was added
+  kNo,            // `Tensor.to` knows what to do with it
+  kShortStorage,  // its elements reach beyond its storage: nobody can read them
+};
+
+// Leaves of one device, by index. Sizes and strides lie in one array: the source may be gone when
+// outputs are built.
 class LeafTable {
  public:
+  explicit LeafTable(c10::Device device);
+
+  const c10::Device& device() const { return device_; }
   void reserve(size_t leaves);
   // `data` holds the product of `sizes` elements, contiguous; `strides` are in elements.
   void add(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
            std::span<const int64_t> strides);
+  // `data` is the first element, `source_strides_bytes` lead to the others; `strides`, in elements,
+  // are those of the contiguous output.
+  void add_strided(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
+                   std::span<const int64_t> strides, std::span<const int64_t> source_strides_bytes);
 
-  // May the engine read this tensor's bytes itself? Only plain, dense, strided host tensors: no
-  // functorch, conj, neg, Python or wrapper keys, no names, no gradient to keep, storage that
-  // covers the extent. Then it is added. Whatever else torch has or will have is left to
-  // `Tensor.to`: false.
-  bool add_if_packable(const at::Tensor& tensor);
+  // May the engine read this tensor's bytes itself? Only a plain strided one of the table's device:
+  // no functorch, conj, neg, Python or wrapper keys, no names, no gradient to keep, storage that
+  // covers the extent. Whatever else torch has or will have is left to `Tensor.to`.
+  Packable add_if_packable(const at::Tensor& tensor);
 
   size_t size() const { return leaves_.size(); }
   const Leaf& operator[](size_t i) const { return leaves_[i]; }
   at::IntArrayRef sizes(const Leaf& leaf) const;    // (dims,)
-  at::IntArrayRef strides(const Leaf& leaf) const;  // (dims,), in elements
+  at::IntArrayRef strides(const Leaf& leaf) const;  // (dims,), in elements, of the output
+  // (dims,), in bytes. Requires: the leaf is strided.
+  at::IntArrayRef source_strides_bytes(const Leaf& leaf) const;
   std::span<const LeafExtent> extents() const { return extents_; }
 
  private:
+  void add_gapped(const void* data, c10::ScalarType dtype, at::IntArrayRef sizes,
+                  at::IntArrayRef strides);
+
+  const c10::Device device_;
+  const c10::DispatchKeySet plain_keys_;
   RecycledVector<Leaf> leaves_;
   RecycledVector<LeafExtent> extents_;  // for the pack plan
   RecycledVector<int64_t> shapes_;

@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+
+#include "base/strided_copy.h"
 
 namespace tdcopier {
 namespace {
@@ -15,14 +18,57 @@ void prefetch_beginning(const Leaf& leaf) {
   }
 }
 
+// Bytes [begin, end) of a leaf as they arrive.
+struct LeafRange {
+  uint64_t begin;
+  uint64_t end;
+};
+
+// A strided leaf is read in the order in which its output lies in memory. Windows and slots begin
+// at multiples of the element's size, so no element is cut.
+void stage_strided(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to) {
+  const at::IntArrayRef sizes = leaves.sizes(leaf);
+  const at::IntArrayRef strides = leaves.strides(leaf);
+  const at::IntArrayRef source_strides_bytes = leaves.source_strides_bytes(leaf);
+  std::vector<size_t> outermost_first(leaf.dims);
+  std::iota(outermost_first.begin(), outermost_first.end(), size_t{0});
+  std::sort(outermost_first.begin(), outermost_first.end(),
+            [&](size_t a, size_t b) { return strides[a] > strides[b]; });
+  std::vector<StridedDim> dims;
+  for (const size_t d : outermost_first) dims.push_back({sizes[d], source_strides_bytes[d]});
+  dims.resize(join_dims(dims));
+  const auto element_bytes = static_cast<uint32_t>(c10::elementSize(leaf.dtype));
+  copy_strided(static_cast<const std::byte*>(leaf.data), dims, element_bytes,
+               range.begin / element_bytes, range.end / element_bytes, to);
+}
+
+void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to) {
+  if (leaf.strided) {
+    stage_strided(leaves, leaf, range, to);
+  } else {
+    std::memcpy(to, static_cast<const std::byte*>(leaf.data) + range.begin,
+                range.end - range.begin);
+  }
+}
+
+bool has_strided(const PackPlan& plan, const LeafTable& leaves, const ChunkPlan& chunk) {
+  return std::any_of(plan.order.begin() + chunk.first, plan.order.begin() + chunk.last,
+                     [&](uint32_t leaf) { return leaves[leaf].strided; });
+}
+
 }  // namespace
 
-std::vector<Window> cut_windows(const PackPlan& plan, uint64_t max_window_bytes) {
+std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
+                                uint64_t max_window_bytes) {
   std::vector<Window> windows;
   for (uint32_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
     const uint64_t bytes = plan.chunks[chunk].bytes;
-    for (uint64_t begin = 0; begin < bytes; begin += max_window_bytes) {
-      windows.push_back({chunk, begin, std::min(bytes, begin + max_window_bytes)});
+    uint64_t step = max_window_bytes;
+    if (bytes > kStridedWindowBytes && has_strided(plan, leaves, plan.chunks[chunk])) {
+      step = std::min(step, kStridedWindowBytes);
+    }
+    for (uint64_t begin = 0; begin < bytes; begin += step) {
+      windows.push_back({chunk, begin, std::min(bytes, begin + step)});
     }
   }
   return windows;
@@ -45,8 +91,8 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
     const uint64_t offset = plan.slots[*at].offset;
     const uint64_t begin = std::max(offset, window.begin);
     const uint64_t end = std::min(offset + leaf.bytes, window.end);
-    std::memcpy(staging + (begin - window.begin),
-                static_cast<const std::byte*>(leaf.data) + (begin - offset), end - begin);
+    const LeafRange range{begin - offset, end - offset};
+    stage_leaf(leaves, leaf, range, staging + (begin - window.begin));
   }
 }
 

@@ -17,8 +17,13 @@ struct Window {
   uint64_t end;
 };
 
+// A chunk with strided leaves is cut into windows of this size: to read them takes so much longer
+// that it is worth more hands.
+inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
+
 // Windows of at most `max_window_bytes` that cover every chunk, in the plan's order.
-std::vector<Window> cut_windows(const PackPlan& plan, uint64_t max_window_bytes);
+std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
+                                uint64_t max_window_bytes);
 
 // Writes the window's share of each leaf to where it belongs in `staging`, which holds the window's
 // bytes. Bytes between slots are left as they are.

@@ -1,6 +1,7 @@
 // Transfers: straight to CUDA's driver, else through ATen's copy, which every backend of torch has.
 #include "engine/transport.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/InferenceMode.h>
 
 #include <utility>
@@ -11,36 +12,66 @@
 namespace tdcopier {
 namespace {
 
-void copy_bytes(const c10::Storage& chunk, uint64_t offset, const at::Tensor& host,
-                bool non_blocking) {
-  byte_view(chunk, offset, static_cast<uint64_t>(host.numel())).copy_(host, non_blocking);
+at::Tensor part_of(const Chunk& chunk, uint64_t offset, uint64_t bytes) {
+  return byte_view(chunk.storage, chunk.shift_bytes + offset, bytes);
 }
 
-// About 2 us where ATen's copy takes 7 to 16. False if the driver did not take it: ATen's copy then
-// succeeds (a thread's first use of the device), or fails with torch's own error.
-bool enqueue_through_driver(const c10::Stream& stream, const c10::Storage& chunk, uint64_t offset,
-                            const at::Tensor& host, uint64_t bytes) {
-  if (stream.device_type() != c10::DeviceType::CUDA || cuda_driver() == nullptr) return false;
-  const auto address = reinterpret_cast<uint64_t>(chunk.data()) + offset;
-  return cuda_driver()->copy_host_to_device(address, host.const_data_ptr(), bytes,
-                                            native_handle(stream)) == 0;
+at::Tensor at_address(ByteViews& views, const void* address, uint64_t bytes) {
+  return views.strided(address, /*element_bytes=*/1, static_cast<int64_t>(bytes), int64_t{1});
+}
+
+// The driver takes about 2 us where ATen's copy takes 7 to 16. Null where there is none, for this
+// kind of device. Where it refuses, ATen's copy succeeds (a thread's first use of the device), or
+// fails with torch's own error.
+const CudaDriver* driver_for(const c10::Stream& stream) {
+  return stream.device_type() == c10::DeviceType::CUDA ? cuda_driver() : nullptr;
 }
 
 }  // namespace
 
-void enqueue_from_pinned(const c10::Stream& stream, const c10::Storage& chunk, uint64_t offset,
+void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, uint64_t offset,
                          const at::Tensor& host, uint64_t bytes) {
-  if (enqueue_through_driver(stream, chunk, offset, host, bytes)) return;
+  const CudaDriver* driver = driver_for(stream);
+  if (driver != nullptr &&
+      driver->copy_host_to_device(reinterpret_cast<uint64_t>(chunk.at(offset)),
+                                  host.const_data_ptr(), bytes, native_handle(stream)) == 0) {
+    return;
+  }
   const c10::InferenceMode no_autograd;
-  copy_bytes(chunk, offset, byte_view(host.storage(), 0, bytes), /*non_blocking=*/true);
+  part_of(chunk, offset, bytes).copy_(byte_view(host.storage(), 0, bytes), /*non_blocking=*/true);
 }
 
-void copy_from_pageable(const c10::Storage& chunk, uint64_t offset, const void* host,
-                        uint64_t bytes) {
+void copy_from_pageable(const Chunk& chunk, uint64_t offset, const void* host, uint64_t bytes) {
   const c10::InferenceMode no_autograd;
   // The data pointer has no deleter: the bytes stay their owner's.
   c10::DataPtr memory(const_cast<void*>(host), c10::Device(c10::kCPU));
-  copy_bytes(chunk, offset, byte_tensor(std::move(memory), bytes), /*non_blocking=*/false);
+  part_of(chunk, offset, bytes).copy_(byte_tensor(std::move(memory), bytes));
+}
+
+void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* address,
+                       const Chunk& chunk, uint64_t bytes) {
+  const CudaDriver* driver = driver_for(stream);
+  if (driver != nullptr &&
+      driver->copy_device_to_host(chunk.at(0), reinterpret_cast<uint64_t>(address), bytes,
+                                  native_handle(stream)) == 0) {
+    // As ATen's copy does: whoever frees the memory early leaves it to the stream until then.
+    const c10::DataPtr& memory = chunk.storage.data_ptr();
+    at::getHostAllocator(stream.device_type())
+        ->record_event(memory.get(), memory.get_context(), stream);
+    return;
+  }
+  const c10::InferenceMode no_autograd;
+  part_of(chunk, 0, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
+}
+
+void copy_to_pageable(ByteViews& views, const void* address, const Chunk& chunk, uint64_t bytes) {
+  const c10::InferenceMode no_autograd;
+  part_of(chunk, 0, bytes).copy_(at_address(views, address, bytes));
+}
+
+void enqueue_between(ByteViews& views, const void* address, const Chunk& chunk, uint64_t bytes) {
+  const c10::InferenceMode no_autograd;
+  part_of(chunk, 0, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
 }
 
 }  // namespace tdcopier

@@ -1,9 +1,13 @@
 // numpy arrays, through pybind11's view of their memory layout: no numpy header, no import.
 #include "python/array_leaf.h"
 
+#include <ATen/ExpandUtils.h>
+#include <c10/util/strides.h>
 #include <pybind11/numpy.h>
 
 #include <optional>
+#include <span>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -65,14 +69,34 @@ py::array borrow(PyObject* array) {
 
 }  // namespace
 
-ArrayKind classify_array(PyObject* object) {
-  if (g_array_type == nullptr || PyObject_TypeCheck(object, g_array_type) == 0) {
-    return ArrayKind::kNotAnArray;
+namespace {
+
+// No gaps and no repeats, in whatever order of dimensions.
+bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
+  const std::vector<int64_t> dense = at::infer_dense_strides(sizes, strides);
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1 && strides[d] != dense[d]) return false;
   }
+  return true;
+}
+
+}  // namespace
+
+bool is_array_type(PyTypeObject* type) {
+  return g_array_type != nullptr && PyType_IsSubtype(type, g_array_type) != 0;
+}
+
+ArrayKind classify_array(PyObject* object) {
   if (g_masked_array_type != nullptr && PyObject_TypeCheck(object, g_masked_array_type) != 0) {
     return ArrayKind::kOpaque;
   }
   const py::dtype dtype = borrow(object).dtype();
+  // Kind V is a record, or a number that some extension registered, such as ml_dtypes' bfloat16.
+  constexpr int kFirstUserType = 256;
+  const bool registered = dtype.num() >= kFirstUserType;
+  if (registered && (dtype.kind() == 'V' || is_number(dtype.kind()))) {
+    return ArrayKind::kUnknownNumber;
+  }
   if (!is_number(dtype.kind())) return ArrayKind::kOpaque;
   return to_torch(dtype.kind(), dtype.itemsize()) ? ArrayKind::kConvertible
                                                   : ArrayKind::kUnknownNumber;
@@ -81,22 +105,36 @@ ArrayKind classify_array(PyObject* object) {
 bool add_array_leaf(PyObject* object, LeafTable& leaves) {
   const py::array array = borrow(object);
   const py::dtype dtype = array.dtype();
-  const bool contiguous = (array.flags() & (py::array::c_style | py::array::f_style)) != 0;
-  const bool native = dtype.byteorder() == '=' || dtype.byteorder() == '|';
-  if (!contiguous || !native || array.size() == 0) return false;
-  constexpr size_t kMostDims = 64;  // numpy's own bound
+  if (dtype.byteorder() != '=' && dtype.byteorder() != '|') return false;
+  if (array.size() == 0) return false;  // nothing to read, and torch has its own idea of strides
+  constexpr size_t kMostDims = 64;      // numpy's own bound
   int64_t sizes[kMostDims];
   int64_t strides[kMostDims];
   const auto dims = static_cast<size_t>(array.ndim());
+  bool torch_has_strides = true;
   for (size_t i = 0; i < dims; ++i) {
-    if (array.strides(i) % array.itemsize() != 0) return false;
     sizes[i] = array.shape(i);
     strides[i] = array.strides(i) / array.itemsize();
-    if (strides[i] < 0) return false;
+    torch_has_strides &= array.strides(i) >= 0 && array.strides(i) % array.itemsize() == 0;
   }
-  leaves.add(array.data(), *to_torch(dtype.kind(), dtype.itemsize()), {sizes, dims},
-             {strides, dims});
+  const c10::ScalarType scalar_type = *to_torch(dtype.kind(), dtype.itemsize());
+  const at::IntArrayRef shape(sizes, dims);
+  const at::IntArrayRef steps(strides, dims);
+  const bool contiguous = (array.flags() & (py::array::c_style | py::array::f_style)) != 0;
+  if (torch_has_strides && (contiguous || is_dense(shape, steps))) {
+    leaves.add(array.data(), scalar_type, shape, steps);
+    return true;
+  }
+  // As through torch.from_numpy: of the array itself, or of a copy in C order.
+  const std::vector<int64_t> dense = torch_has_strides
+                                         ? at::infer_dense_strides(shape, steps)
+                                         : at::IntArrayRef(c10::contiguous_strides(shape)).vec();
+  leaves.add_strided(array.data(), scalar_type, shape, dense, {array.strides(), dims});
   return true;
+}
+
+py::object tensor_from_array(PyObject* array) {
+  return py::module_::import("tdcopier._arrays").attr("as_tensor")(py::handle(array));
 }
 
 std::string array_dtype_name(PyObject* array) {

@@ -2,7 +2,7 @@
 // between.
 #pragma once
 
-#include <torch/csrc/python_headers.h>
+#include <pybind11/pybind11.h>
 
 #include <string>
 
@@ -11,21 +11,26 @@
 namespace tdcopier {
 
 enum class ArrayKind {
-  kNotAnArray,
   kOpaque,         // objects, strings, dates, records, masked arrays: no tensor can hold them
-  kUnknownNumber,  // numbers of a type that torch lacks
+  kUnknownNumber,  // numbers of a type that torch lacks, or cannot take from numpy
   kConvertible,
 };
 
 // Before a walk: looks numpy's types up if numpy is loaded. Where it is not there are no arrays.
 void load_numpy_types();
 
-// Runs no Python code.
-ArrayKind classify_array(PyObject* object);
+// Is it numpy's array, or a class made from it? Runs no Python code, as do the next two.
+bool is_array_type(PyTypeObject* type);
 
-// Requires kConvertible. False, and nothing added, unless its bytes can be read as they are: native
-// byte order and C- or Fortran-contiguous.
+ArrayKind classify_array(PyObject* array);
+
+// Requires kConvertible. False, and nothing added, where its bytes are not those of torch's dtype:
+// another byte order.
 bool add_array_leaf(PyObject* array, LeafTable& leaves);
+
+// A CPU tensor with the values of any convertible array: over the same memory where torch can use
+// it. Runs Python code.
+pybind11::object tensor_from_array(PyObject* array);
 
 std::string array_dtype_name(PyObject* array);
 

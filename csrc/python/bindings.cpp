@@ -10,9 +10,11 @@
 #include "engine/run_ahead.h"
 #include "engine/staging_ring.h"
 #include "python/device_argument.h"
+#include "python/flatten.h"
 #include "python/handle.h"
 #include "python/sources.h"
 #include "python/start_copy.h"
+#include "python/workers.h"
 
 namespace {
 
@@ -104,6 +106,17 @@ Raises:
     TypeError: not a stream.
     ValueError: a stream of another device.
     RuntimeError: the stream is capturing a CUDA graph.)")
+      .def(
+          "wait_staged", [](Handle& self) { with_torch_errors([&] { self.wait_staged(); }); }, R"(
+Wait until the sources may be written again, which is earlier than done.
+
+Host sources have been read when it returns. Sources on a device are read in the order of streams:
+it returns when their reads are enqueued, and the calling thread's current stream of that device
+waits for them, so what is enqueued there from now on may overwrite them. A copy that failed reads
+nothing any more: `get` and `wait` say how it failed.
+
+Raises:
+    RuntimeError: a source is on a device whose current stream is capturing a CUDA graph.)")
       .def_property_readonly(
           "stats",
           [](const Handle& self) {
@@ -123,11 +136,15 @@ Raises:
     });
   });
 
+  m.def("leaves_with_paths", [](py::handle data) {
+    return with_torch_errors([&] { return tdcopier::leaves_with_paths(data); });
+  });
+
   m.def("staging_bytes", [](py::handle device) {
     return with_torch_errors([&]() -> uint64_t {
       const c10::Device target = tdcopier::parse_device(device);
       if (!tdcopier::has_engine_transfers(target)) return 0;
-      return tdcopier::TargetDevice::of(target).staging().pinned_bytes();
+      return tdcopier::Accelerator::of(target).staging().pinned_bytes();
     });
   });
   m.def("copy_stream", [](py::handle device) {
@@ -136,7 +153,7 @@ Raises:
       if (!tdcopier::has_engine_transfers(target))
         throw py::value_error("no engine for " + target.str());
       return py::reinterpret_steal<py::object>(
-          THPStream_Wrap(tdcopier::TargetDevice::of(target).copy_stream()));
+          THPStream_Wrap(tdcopier::Accelerator::of(target).copy_stream()));
     });
   });
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
@@ -145,7 +162,10 @@ Raises:
   m.def("set_run_ahead_limit", &tdcopier::RunAhead::set_limit);
   m.def("shut_down", [] {
     tdcopier::stop_returning_sources();
-    tdcopier::shut_down_workers();
+    {
+      const py::gil_scoped_release no_gil;
+      tdcopier::shut_down_workers();
+    }
     tdcopier::release_returned_sources();
   });
 }

@@ -1,16 +1,23 @@
-// The walk: containers by exact type first, then tensors and arrays; everything else is opaque.
+// The walk: containers by exact type first, then tensors and arrays; everything else is looked up
+// by its class.
+#include "python/flatten.h"
+
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
-#include <cstddef>
+#include <limits>
 #include <string>
-#include <vector>
+#include <utility>
 
+#include "base/internal_error.h"
 #include "python/array_leaf.h"
-#include "python/tree.h"
+#include "python/device_argument.h"
+#include "python/path.h"
+#include "python/value_kind.h"
 
 namespace py = pybind11;
 
@@ -35,55 +42,62 @@ bool torch_is_altered() {
   return dispatch_is_altered();
 }
 
+// A container whose class is asked in Python, taken apart. All are references of its own.
+struct TakenApart {
+  py::object children;  // a list
+  py::object context;
+  py::object names;  // a list of keys or attribute names; None: by index
+};
+
 class Flattener {
  public:
-  Flattener(c10::Device target, bool engine_transfers)
-      : target_(target), engine_transfers_(engine_transfers), altered_(torch_is_altered()) {
-    flat_.sources = std::make_unique<PySources>();
+  // `paths`, where given, gets the path of every node, and every leaf is delegated: a walk for
+  // messages rather than for a copy.
+  Flattener(c10::Device target, std::vector<std::string>* paths)
+      : target_(target),
+        moves_from_host_(has_engine_transfers(target)),
+        altered_(torch_is_altered()),
+        paths_(paths) {
     load_numpy_types();
   }
+  ~Flattener() {
+    for (const Found& found : tensors_) Py_XDECREF(found.object);
+  }
+  Flattener(const Flattener&) = delete;
+  Flattener& operator=(const Flattener&) = delete;
 
   FlatTree run(PyObject* data) {
+    data_ = data;
     visit(data, 0);
     sort_out_tensors();
     return std::move(flat_);
   }
 
  private:
-  // How a child is reached from its container: by key, or by index where key is null.
-  struct Step {
-    PyObject* key;  // borrowed
-    Py_ssize_t index;
-  };
-
   struct Found {
-    PyObject* object;  // borrowed: the GIL is held and no Python code runs until it is kept
+    PyObject* object;  // owned until it is sorted out: a class's own code may have dropped it
     size_t node;
   };
 
   void visit(PyObject* object, int depth) {
     const PyTypeObject* type = Py_TYPE(object);
+    if (paths_ != nullptr) paths_->push_back(path_text(depth));
     if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) {
+      Py_INCREF(object);
       tensors_.push_back({object, flat_.spec.nodes()});
       flat_.spec.add(NodeKind::kLeaf, 0);
     } else if (type == &PyDict_Type) {
       visit_dict(object, depth);
     } else if (type == &PyList_Type) {
-      check_depth(depth);
       flat_.spec.add(NodeKind::kList, PyList_GET_SIZE(object));
       prefetch_each(reinterpret_cast<PyListObject*>(object)->ob_item, PyList_GET_SIZE(object));
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object); ++i) {
-        path_[depth] = {nullptr, i};
-        visit(PyList_GET_ITEM(object, i), depth + 1);
-      }
+      visit_children(object, depth, {PathStep::Kind::kIndex, nullptr, 0}, nullptr);
     } else if (type == &PyTuple_Type) {
-      check_depth(depth);
       flat_.spec.add(NodeKind::kTuple, PyTuple_GET_SIZE(object));
       prefetch_each(reinterpret_cast<PyTupleObject*>(object)->ob_item, PyTuple_GET_SIZE(object));
-      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
-        path_[depth] = {nullptr, i};
-        visit(PyTuple_GET_ITEM(object, i), depth + 1);
-      }
+      visit_children(object, depth, {PathStep::Kind::kIndex, nullptr, 0}, nullptr);
+    } else if (KnownTypes::is_plain_opaque(type)) {
+      add_opaque(object);
     } else {
       visit_rare(object, depth);
     }
@@ -94,32 +108,117 @@ class Flattener {
     for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(children[i]);
   }
 
+  // `children` is a list or a tuple. Code of some class further down may change it meanwhile.
+  void visit_children(PyObject* children, int depth, PathStep step, PyObject* names) {
+    check_depth(depth);
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(children);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      check_unchanged(i < PySequence_Fast_GET_SIZE(children), depth);
+      step.index = i;
+      if (names != nullptr) step.name = PySequence_Fast_GET_ITEM(names, i);
+      path_[depth] = step;
+      visit_kept(PySequence_Fast_GET_ITEM(children, i), depth + 1);
+    }
+    check_unchanged(count == PySequence_Fast_GET_SIZE(children), depth);
+  }
+
   void visit_dict(PyObject* dict, int depth) {
     check_depth(depth);
-    flat_.spec.add(NodeKind::kDict, PyDict_GET_SIZE(dict));
+    const Py_ssize_t count = PyDict_GET_SIZE(dict);
+    flat_.spec.add(NodeKind::kDict, count);
     Py_ssize_t position = 0;
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     while (PyDict_Next(dict, &position, &key, &value) != 0) __builtin_prefetch(value);
     position = 0;
+    Py_ssize_t seen = 0;
     while (PyDict_Next(dict, &position, &key, &value) != 0) {
+      check_unchanged(++seen <= count, depth);
       flat_.spec.add_key(key);
-      path_[depth] = {key, 0};
-      visit(value, depth + 1);
+      path_[depth] = {PathStep::Kind::kKey, key, 0};
+      visit_kept(value, depth + 1);
+    }
+    check_unchanged(seen == count, depth);
+  }
+
+  void visit_kept(PyObject* object, int depth) {
+    Py_INCREF(object);
+    const auto kept = py::reinterpret_steal<py::object>(object);
+    visit(object, depth);
+  }
+
+  void visit_rare(PyObject* object, int depth) {
+    const KnownType& known = types_.of(Py_TYPE(object));
+    switch (known.kind) {
+      case ValueKind::kOpaque:
+        return add_opaque(object);
+      case ValueKind::kDelegated:
+        return add_delegated(object);
+      case ValueKind::kArray:
+        return visit_array(object, depth);
+      case ValueKind::kContainer: {
+        const PathStep::Kind step = known.step;
+        const TakenApart parts = take_apart(known, object, depth);
+        flat_.spec.add(NodeKind::kCustom, PySequence_Fast_GET_SIZE(parts.children.ptr()));
+        flat_.spec.add_key(types_.of(Py_TYPE(object)).unflatten.ptr());
+        flat_.spec.add_key(parts.context.ptr());
+        PyObject* names = parts.names.is_none() ? nullptr : parts.names.ptr();
+        visit_children(parts.children.ptr(), depth,
+                       {names != nullptr ? step : PathStep::Kind::kIndex, nullptr, 0}, names);
+      }
+    }
+  }
+
+  // A container that cannot be rebuilt is a mistake in the call: it is named with its path.
+  TakenApart take_apart(const KnownType& known, PyObject* object, int depth) const {
+    const py::object flatten = known.flatten;  // `known` may move while it runs
+    py::object parts;
+    try {
+      parts = flatten(py::handle(object));
+    } catch (py::error_already_set& error) {
+      if (!error.matches(py::module_::import("tdcopier._containers").attr("Refused"))) throw;
+      throw py::type_error(path_text(depth) + " " + std::string(py::str(error.value())));
+    }
+    check_invariant(PyTuple_Check(parts.ptr()) && PyTuple_GET_SIZE(parts.ptr()) == 3 &&
+                        PyList_Check(PyTuple_GET_ITEM(parts.ptr(), 0)),
+                    "a container is taken apart into a list, a context and names");
+    const py::tuple three = parts;
+    return {three[0], three[1], three[2]};
+  }
+
+  void visit_array(PyObject* object, int depth) {
+    switch (classify_array(object)) {
+      case ArrayKind::kOpaque:
+        return add_opaque(object);
+      case ArrayKind::kUnknownNumber: {
+        const std::string dtype = array_dtype_name(object);  // before Python code can run
+        throw py::type_error(path_text(depth) + " is a numpy array of dtype " + dtype +
+                             ", which torch cannot take: convert it with .astype(...) first");
+      }
+      case ArrayKind::kConvertible:
+        break;
+    }
+    const size_t node = flat_.spec.nodes();
+    if (!moves_from_host_ || altered_ || paths_ != nullptr) return add_delegated(object);
+    flat_.spec.add(NodeKind::kLeaf, 0);
+    const size_t group = group_of(c10::Device(c10::kCPU));
+    if (add_array_leaf(object, flat_.groups[group].leaves)) {
+      Py_INCREF(object);
+      set_leaf(object, node, group);
+    } else {  // such as another byte order: numpy copies it
+      sort_out(tensor_from_array(object).release().ptr(), node);
     }
   }
 
   // Second pass, over tensors alone. What it reads of a tensor lies in three places that are rarely
   // in the cache after a step of training; fetching them ahead hides most of that.
   void sort_out_tensors() {
-    flat_.leaves.reserve(tensors_.size());
-    flat_.sources->reserve(tensors_.size());
     constexpr size_t kFar = 12;
     constexpr size_t kNear = 6;
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (i + kFar < tensors_.size()) prefetch_tensor(tensors_[i + kFar].object);
       if (i + kNear < tensors_.size()) prefetch_storage(tensors_[i + kNear].object);
-      sort_out(tensors_[i].object, tensors_[i].node);
+      sort_out(std::exchange(tensors_[i].object, nullptr), tensors_[i].node);
     }
   }
 
@@ -138,51 +237,73 @@ class Flattener {
     __builtin_prefetch(storage + 48);  // its size and data pointer may lie in the next line
   }
 
+  // Takes over a reference of a tensor, exactly of torch's own class.
   void sort_out(PyObject* object, size_t node) {
+    auto owned = py::reinterpret_steal<py::object>(object);
     const at::Tensor& tensor = THPVariable_Unpack(object);
-    if (altered_) {
-      delegate(object, node);
-    } else if (tensor.device() == target_) {
-      flat_.spec.set_ready(node, object);
+    const c10::Device device = tensor.device();
+    if (altered_ || paths_ != nullptr) return delegate(owned.release().ptr(), node);
+    if (device == target_) {
+      flat_.spec.set_ready(node, owned.release().ptr());
       ++flat_.reused;
-    } else if (engine_transfers_ && flat_.leaves.add_if_packable(tensor)) {
-      flat_.spec.set_leaf(node, flat_.leaves.size() - 1);
-      flat_.sources->keep(object);
-    } else {
-      delegate(object, node);
-    }
-  }
-
-  void visit_rare(PyObject* object, int depth) {
-    const size_t node = flat_.spec.nodes();
-    flat_.spec.add(NodeKind::kReady, 0);
-    if (PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0) {
-      delegate(object, node);  // a subclass decides itself what `.to` means
       return;
     }
-    switch (classify_array(object)) {
-      case ArrayKind::kNotAnArray:
-      case ArrayKind::kOpaque:
-        flat_.spec.set_ready(node, object);
-        ++flat_.opaque;
-        return;
-      case ArrayKind::kUnknownNumber: {
-        const std::string dtype = array_dtype_name(object);  // before Python code can run
-        throw py::type_error(path_text(depth) + " is a numpy array of dtype " + dtype +
-                             ", which torch does not have: convert it with .astype(...) first");
-      }
-      case ArrayKind::kConvertible:
-        if (engine_transfers_ && !altered_ && add_array_leaf(object, flat_.leaves)) {
-          flat_.spec.set_leaf(node, flat_.leaves.size() - 1);
-          flat_.sources->keep(object);
-        } else {
-          delegate(object, node);
-        }
+    if (!is_moved_from(device)) return delegate(owned.release().ptr(), node);
+    const size_t group = group_of(device);
+    switch (flat_.groups[group].leaves.add_if_packable(tensor)) {
+      case Packable::kYes:
+        return set_leaf(owned.release().ptr(), node, group);
+      case Packable::kNo:
+        return delegate(owned.release().ptr(), node);
+      case Packable::kShortStorage:
+        throw py::value_error(
+            path_of(data_, node) + " reaches beyond its storage, which has only " +
+            std::to_string(tensor.storage().nbytes()) +
+            " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
     }
   }
 
-  void delegate(PyObject* object, size_t node) {
-    flat_.delegated.push_back(flat_.spec.set_ready(node, object));
+  bool is_moved_from(c10::Device device) const {
+    if (device.is_cpu()) return moves_from_host_;
+    return has_engine_transfers(device) && (target_.is_cpu() || target_.type() == device.type());
+  }
+
+  size_t group_of(c10::Device device) {
+    if (last_group_ < flat_.groups.size() && flat_.groups[last_group_].leaves.device() == device) {
+      return last_group_;
+    }
+    for (last_group_ = 0; last_group_ < flat_.groups.size(); ++last_group_) {
+      if (flat_.groups[last_group_].leaves.device() == device) return last_group_;
+    }
+    flat_.groups.push_back({LeafTable(device), std::make_shared<PySources>()});
+    flat_.groups.back().leaves.reserve(tensors_.size());
+    flat_.groups.back().sources->reserve(tensors_.size());
+    return last_group_;
+  }
+
+  // Takes over a reference. The leaf is the last one of the group's table.
+  void set_leaf(PyObject* object, size_t node, size_t group) {
+    flat_.spec.set_leaf(node, group, flat_.groups[group].leaves.size() - 1);
+    flat_.groups[group].sources->keep(object);
+  }
+
+  void delegate(PyObject* object, size_t node) {  // takes over a reference
+    flat_.delegated.push_back({flat_.spec.set_ready(node, object), node});
+  }
+
+  void add_delegated(PyObject* object) {
+    const size_t node = flat_.spec.nodes();
+    flat_.spec.add(NodeKind::kReady, 0);
+    Py_INCREF(object);
+    delegate(object, node);
+  }
+
+  void add_opaque(PyObject* object) {
+    const size_t node = flat_.spec.nodes();
+    flat_.spec.add(NodeKind::kReady, 0);
+    Py_INCREF(object);
+    flat_.spec.set_ready(node, object);
+    ++flat_.opaque;
   }
 
   void check_depth(int depth) const {
@@ -194,29 +315,61 @@ class Flattener {
     throw py::error_already_set();
   }
 
+  void check_unchanged(bool unchanged, int depth) const {
+    if (unchanged) return;
+    throw std::runtime_error(path_text(depth) + " changed its size while it was being walked");
+  }
+
   std::string path_text(int depth) const {
     std::string text = "data";
-    for (int i = 0; i < depth; ++i) {
-      const Step& step = path_[i];
-      text += '[';
-      text += step.key != nullptr ? std::string(py::repr(step.key)) : std::to_string(step.index);
-      text += ']';
-    }
+    for (int i = 0; i < depth; ++i) text += path_[i].text();
     return text;
   }
 
   const c10::Device target_;
-  const bool engine_transfers_;
+  const bool moves_from_host_;
   const bool altered_;
+  std::vector<std::string>* const paths_;
+  PyObject* data_ = nullptr;  // borrowed
   FlatTree flat_;
+  KnownTypes types_;
+  size_t last_group_ = 0;
   RecycledVector<Found> tensors_;  // by the first pass, in its order
-  std::array<Step, kMaxDepth> path_;
+  std::array<PathStep, kMaxDepth> path_;
 };
+
+struct Described {
+  std::vector<std::string> paths;  // by node
+  FlatTree tree;                   // every leaf delegated
+};
+
+Described describe(py::handle data) {
+  Described found;
+  found.tree = Flattener(c10::Device(c10::kCPU), &found.paths).run(data.ptr());
+  return found;
+}
 
 }  // namespace
 
-FlatTree flatten(PyObject* data, c10::Device target, bool engine_transfers) {
-  return Flattener(target, engine_transfers).run(data);
+FlatTree flatten(py::handle data, c10::Device target) {
+  return Flattener(target, nullptr).run(data.ptr());
+}
+
+std::string path_of(py::handle data, size_t node) {
+  const Described found = describe(data);
+  return node < found.paths.size() ? found.paths[node] : "a leaf of data";
+}
+
+py::list leaves_with_paths(py::handle data) {
+  Described found = describe(data);
+  std::sort(found.tree.delegated.begin(), found.tree.delegated.end(),
+            [](const Delegated& a, const Delegated& b) { return a.node < b.node; });
+  py::list leaves;
+  for (const Delegated& leaf : found.tree.delegated) {
+    leaves.append(
+        py::make_tuple(found.paths[leaf.node], py::handle(found.tree.spec.value(leaf.value))));
+  }
+  return leaves;
 }
 
 }  // namespace tdcopier

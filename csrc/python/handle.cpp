@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/fork.h"
@@ -49,6 +50,7 @@ void record_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
 
 Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
     : target_(target),
+      target_has_streams_(has_engine_transfers(target)),
       inference_mode_(c10::InferenceMode::is_enabled()),
       generation_(fork_generation()),
       spec_(std::make_shared<TreeSpec>(std::move(spec))),
@@ -57,55 +59,70 @@ Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
 Handle::~Handle() {
   if (generation_ != fork_generation()) {
     // A parent's thread may have held a lock that dropping these takes: the child leaves them be.
-    new std::shared_ptr<CopyJob>(std::move(job_));
+    new std::vector<std::shared_ptr<CopyJob>>(std::move(jobs_));
     new DelegatedOutputs(std::move(delegated_));
   }
-  job_.reset();
+  jobs_.clear();
   release_returned_sources();
 }
 
 void Handle::attach(std::shared_ptr<CopyJob> job, bool background) {
-  counts_.packed = job->plan().packed_leaves;
-  counts_.alone = static_cast<uint32_t>(job->plan().order.size()) - counts_.packed;
-  job_ = std::move(job);
-  background_ = background;
+  counts_.packed += job->plan().packed_leaves;
+  counts_.alone += static_cast<uint32_t>(job->plan().order.size()) - job->plan().packed_leaves;
+  jobs_.push_back(std::move(job));
+  background_ |= background;
+}
+
+bool Handle::is_enqueued() const {
+  return std::all_of(jobs_.begin(), jobs_.end(),
+                     [](const auto& job) { return job->is_enqueued(); });
+}
+
+bool Handle::has_failed() const {
+  return std::any_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->has_failed(); });
 }
 
 void Handle::build_early() {
-  if (python_failure_ || (job_ && (!job_->is_enqueued() || job_->has_failed()))) return;
-  build_once();
+  if (python_failure_ || !is_enqueued() || has_failed()) return;
+  try {
+    build_once();
+  } catch (py::error_already_set&) {
+    if (!python_failure_) throw;
+  }
 }
 
 bool Handle::ready() {
   release_returned_sources();
   if (python_failure_) return true;
-  if (job_ && !job_->is_done()) return false;
+  for (const auto& job : jobs_) {
+    if (!job->is_done()) return false;
+  }
   const RelaxedCapture relaxed(target_.type());
   try {
-    return !delegated_.made || delegated_.made->query();
+    if (delegated_.made && !delegated_.made->query()) return false;
   } catch (const c10::Error&) {
     return true;  // the device failed: get() will say how
   }
+  give_back_sources();
+  return true;
 }
 
 py::object Handle::get() {
-  if (!has_engine_transfers(target_)) {
-    raise_if_failed();
-    build_once();
-    return result_;
+  std::optional<c10::Stream> stream;
+  if (target_has_streams_) {
+    stream = parse_stream(py::none(), target_);
+    refuse_capture(*stream, "get()");
   }
-  const c10::Stream stream = parse_stream(py::none(), target_);
-  refuse_capture(stream, "get()");
   wait_enqueued();
   raise_if_failed();
   build_once();  // while the transfers run
   wait_done();
-  hand_over_to(stream);
+  if (stream) hand_over_to(*stream);
   return result_;
 }
 
 py::object Handle::wait(py::handle stream_or_none) {
-  if (!has_engine_transfers(target_)) {
+  if (!target_has_streams_) {
     check_is_stream(stream_or_none, target_);
     return get();  // the host has waited, so any stream has
   }
@@ -118,10 +135,29 @@ py::object Handle::wait(py::handle stream_or_none) {
   return result_;
 }
 
+void Handle::wait_staged() {
+  std::vector<c10::Stream> streams;  // by job; host sources have none
+  for (const auto& job : jobs_) {
+    if (job->source_device().is_cpu()) continue;
+    streams.push_back(parse_stream(py::none(), job->source_device()));
+    refuse_capture(streams.back(), "wait_staged()");
+  }
+  wait_enqueued();
+  size_t next = 0;
+  for (const auto& job : jobs_) {
+    if (!job->source_device().is_cpu()) job->order_behind_reads(streams[next++]);
+  }
+  for (const EventRef& read : delegated_.read) {
+    const RelaxedCapture relaxed(read->device_type());
+    const c10::impl::VirtualGuardImpl backend(read->device_type());
+    read->block(backend.getStream(read->device()));
+  }
+}
+
 void Handle::wait_enqueued() {
-  if (job_ && !job_->is_enqueued()) {
+  if (!is_enqueued()) {
     const py::gil_scoped_release no_gil;
-    job_->wait_enqueued();
+    for (const auto& job : jobs_) job->wait_enqueued();
   }
   release_returned_sources();
 }
@@ -132,14 +168,25 @@ void Handle::wait_done() {
     synchronize();
     return;
   }
-  const py::gil_scoped_release no_gil;
-  synchronize();
+  {
+    const py::gil_scoped_release no_gil;
+    synchronize();
+  }
+  give_back_sources();
 }
 
 void Handle::synchronize() {
-  if (job_) job_->wait_done();
+  for (const auto& job : jobs_) job->wait_done();
   const RelaxedCapture relaxed(target_.type());
   if (delegated_.made) delegated_.made->synchronize();
+}
+
+// A job that failed may have left the device reading: its sources wait for that.
+void Handle::give_back_sources() {
+  for (const auto& job : jobs_) {
+    if (!job->has_failed()) job->give_back_sources();
+  }
+  release_returned_sources();
 }
 
 void Handle::raise_if_failed() {
@@ -148,7 +195,7 @@ void Handle::raise_if_failed() {
                     python_failure_.ptr());
     throw py::error_already_set();
   }
-  if (job_) job_->rethrow_failure();
+  for (const auto& job : jobs_) job->rethrow_failure();
 }
 
 void Handle::build_once() {
@@ -156,23 +203,37 @@ void Handle::build_once() {
   const std::shared_ptr<const TreeSpec> spec = spec_;
   check_invariant(spec != nullptr, "a handle has its spec until it has its result");
   const c10::InferenceMode mode(inference_mode_);
-  py::object built = spec->unflatten([this](uint32_t leaf) { return job_->output(leaf); });
-  // Keys' hashes may run Python code, so another thread may have been faster: its result stands.
+  py::object built;
+  try {
+    built = spec->unflatten(
+        [this](uint32_t group, uint32_t leaf) { return jobs_[group]->output(leaf); });
+  } catch (py::error_already_set& error) {
+    // An interrupt is not the copy's failure: the next call builds again.
+    if (error.matches(PyExc_Exception)) fail_with(error.value());
+    throw;
+  }
+  // Keys and containers may run Python code, so another thread may have been faster: its result
+  // stands.
   if (result_) return;
   result_ = std::move(built);
   spec_.reset();
 }
 
 void Handle::hand_over_to(const c10::Stream& stream) {
-  if (job_) job_->hand_over_to(stream);
+  for (const auto& job : jobs_) job->hand_over_to(stream);
   if (!delegated_.made || stream == *delegated_.stream) return;
   delegated_.made->block(stream);
   for (const at::Tensor& tensor : delegated_.tensors) record_on_stream(tensor, stream);
 }
 
 py::tuple Handle::stats() const {
-  const TransferCounts moved = job_ ? job_->counts() : TransferCounts{0, 0};
-  const size_t chunks = job_ ? job_->plan().chunks.size() : 0;
+  TransferCounts moved{0, 0};
+  size_t chunks = 0;
+  for (const auto& job : jobs_) {
+    moved.transfers += job->counts().transfers;
+    moved.bytes += job->counts().bytes;
+    chunks += job->plan().chunks.size();
+  }
   return py::make_tuple(counts_.packed, counts_.alone, counts_.delegated, counts_.reused,
                         counts_.opaque, chunks, moved.transfers, moved.bytes, background_);
 }

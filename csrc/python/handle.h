@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/copy_job.h"
+#include "python/sources.h"
 #include "python/tree.h"
 
 namespace tdcopier {
@@ -20,6 +21,7 @@ struct DelegatedOutputs {
   std::vector<at::Tensor> tensors;
   std::optional<c10::Stream> stream;  // set with `made`
   EventRef made;                      // behind the work of `Tensor.to`; null: nothing to wait for
+  std::vector<EventRef> read;         // by source device: behind its reads of delegated leaves
 };
 
 struct LeafCounts {
@@ -39,40 +41,46 @@ class Handle {
   Handle& operator=(const Handle&) = delete;
 
   // Filled in by start_copy, before the caller sees the handle.
+  // The jobs of the tree's groups, in their order.
   void attach(std::shared_ptr<CopyJob> job, bool background);
   void attach(DelegatedOutputs delegated) { delegated_ = std::move(delegated); }
   void fail_with(pybind11::object exception) { python_failure_ = std::move(exception); }
   TreeSpec& spec() { return *spec_; }
   LeafCounts& counts() { return counts_; }
 
-  // Builds the result if the job is enqueued and has not failed: while the transfer runs rather
-  // than at the hand-over.
+  // Builds the result if every job is enqueued and none has failed: while the transfer runs rather
+  // than at the hand-over. What a container's own code raises is kept for get() and wait().
   void build_early();
 
   bool ready();
   pybind11::object get();
   pybind11::object wait(pybind11::handle stream);
+  void wait_staged();
   pybind11::tuple stats() const;  // in the order of CopyStats' fields
 
   int traverse(visitproc visit, void* arg) const;
   void clear();
 
  private:
+  bool is_enqueued() const;
+  bool has_failed() const;  // Requires: is_enqueued()
   void wait_enqueued();
   void wait_done();
   void synchronize();  // Blocks. GIL: either way
+  void give_back_sources();
   void raise_if_failed();
   void build_once();
   void hand_over_to(const c10::Stream& stream);
 
   const c10::Device target_;
+  const bool target_has_streams_;
   const bool inference_mode_;  // at the call: outputs are what `Tensor.to` would have made there
   const uint32_t generation_;  // of the process that made it
   // Shared with whoever is building the result: a key's hash may let another thread in, which then
   // builds too, is faster, and lets go of the spec.
   std::shared_ptr<TreeSpec> spec_;
   LeafCounts counts_;
-  std::shared_ptr<CopyJob> job_;  // null: the engine itself moves nothing
+  std::vector<std::shared_ptr<CopyJob>> jobs_;  // none: the engine itself moves nothing
   bool background_ = false;
   DelegatedOutputs delegated_;
   pybind11::object python_failure_;  // what a delegated leaf raised

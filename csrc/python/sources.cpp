@@ -41,14 +41,13 @@ int release_in_main_thread(void*) {
 }  // namespace
 
 void PySources::give_back() noexcept {
-  if (objects_.empty()) return;
+  if (given_back_.exchange(true) || objects_.empty()) return;
   Returned& list = returned();
   {
     const std::lock_guard lock(list.mutex);
     list.objects.push_back(std::move(objects_));
     list.any = true;
   }
-  objects_.clear();
   // A thread of Python's is in a call of ours and releases the list at its end. A worker asks the
   // interpreter to, which does so when the main thread next takes the GIL (any call of torch's will
   // do). If its queue is full, the next call of ours does it.

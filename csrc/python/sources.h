@@ -3,6 +3,8 @@
 
 #include <torch/csrc/python_headers.h>
 
+#include <atomic>
+
 #include "base/recycled.h"
 #include "engine/copy_job.h"
 
@@ -18,15 +20,13 @@ class PySources final : public SourceHold {
   ~PySources() override { give_back(); }
 
   void reserve(size_t count) { objects_.reserve(count); }
-  // GIL: held. Takes a reference of its own.
-  void keep(PyObject* object) {
-    Py_INCREF(object);
-    objects_.push_back(object);
-  }
+  // GIL: held. Takes over a reference.
+  void keep(PyObject* object) { objects_.push_back(object); }
 
   void give_back() noexcept override;
 
  private:
+  std::atomic<bool> given_back_ = false;
   RecycledVector<PyObject*> objects_;
 };
 

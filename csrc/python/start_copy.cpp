@@ -2,41 +2,25 @@
 // leaves.
 #include "python/start_copy.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <pthread.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <mutex>
+#include <algorithm>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "base/thread_pool.h"
+#include "engine/device_source_job.h"
+#include "engine/host_source_job.h"
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
+#include "python/flatten.h"
+#include "python/workers.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
-
-// Made at first use and never destroyed. A forked child has none of the threads and makes its own.
-ThreadPool* g_workers = nullptr;
-std::mutex g_workers_mutex;
-
-ThreadPool& workers() {
-  const std::lock_guard lock(g_workers_mutex);
-  if (g_workers == nullptr) {
-    static const int registered =
-        pthread_atfork([] { g_workers_mutex.lock(); }, [] { g_workers_mutex.unlock(); },
-                       [] {
-                         g_workers = nullptr;
-                         g_workers_mutex.unlock();
-                       });
-    (void)registered;
-    g_workers = new ThreadPool(default_worker_count());
-  }
-  return *g_workers;
-}
 
 // Whatever way the call ends: what it gave back is not left lying until the next one.
 struct ReleaseAtEnd {
@@ -44,19 +28,40 @@ struct ReleaseAtEnd {
 };
 
 // Starts the job where it is best run. Returns whether workers run it.
-bool launch(const std::shared_ptr<CopyJob>& job, TargetDevice& target, const CopyOptions& options) {
-  // Small work is done here, unless it would have to wait for staging or for a pageable transfer.
-  const bool at_once = options.use_pinned_staging && job->plan().total_bytes <= kMaxInlineBytes &&
-                       !target.staging().is_exhausted();
+bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptions& options) {
+  // Done here, unless it would have to wait for staging or for a pageable transfer: small work, and
+  // whatever a device gathers, since to enqueue that takes as long for any number of bytes.
+  const bool little = !job->source_device().is_cpu() || job->plan().total_bytes <= kMaxInlineBytes;
+  const bool at_once = little && !may_block;
   if (options.use_background_thread && !at_once && job->run_in_background(workers())) return true;
   const py::gil_scoped_release no_gil;
   job->run();
   return false;
 }
 
-// Those that own the memory: a wrapper subclass keeps its own in tensors of its attributes.
+// Begins to move the leaves of one device.
+void start_group(Handle& handle, SourceGroup group, c10::Device target,
+                 const CopyOptions& options) {
+  const c10::Device source = group.leaves.device();
+  PackPlan plan = make_pack_plan(group.leaves.extents(), options.pack);
+  bool may_block = !options.use_pinned_staging && (source.is_cpu() || target.is_cpu());
+  std::shared_ptr<CopyJob> job;
+  if (source.is_cpu()) {
+    Accelerator& accelerator = Accelerator::of(target);
+    may_block |= accelerator.staging().is_exhausted();
+    job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
+                                          options.use_pinned_staging, std::move(group.sources));
+  } else {
+    job = std::make_shared<DeviceSourceJob>(
+        Accelerator::of(source), target, std::move(group.leaves), std::move(plan),
+        options.use_pinned_staging, std::move(group.sources), reclaimer());
+  }
+  const bool background = launch(job, may_block, options);
+  handle.attach(std::move(job), background);
+}
+
+// Those that own the memory: a wrapper subclass or a collection keeps its own in tensors inside.
 void add_plain_parts(const py::object& moved, std::vector<at::Tensor>& parts) {
-  if (!THPVariable_Check(moved.ptr())) return;
   if (THPVariable_CheckExact(moved.ptr())) {
     parts.push_back(THPVariable_Unpack(moved.ptr()));
     return;
@@ -65,18 +70,57 @@ void add_plain_parts(const py::object& moved, std::vector<at::Tensor>& parts) {
   for (const py::handle part : found) parts.push_back(THPVariable_Unpack(part.ptr()));
 }
 
+// The accelerators whose current streams read the leaves that `Tensor.to` was called for.
+class Readers {
+ public:
+  void note(const py::object& tensor) {
+    if (!THPVariable_Check(tensor.ptr())) return;
+    const c10::Device device = THPVariable_Unpack(tensor.ptr()).device();
+    if (!has_engine_transfers(device)) return;
+    if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
+      devices_.push_back(device);
+    }
+  }
+
+  std::vector<EventRef> events() const {
+    std::vector<EventRef> events;
+    for (const c10::Device device : devices_) {
+      events.push_back(Accelerator::of(device).events().record(parse_stream(py::none(), device)));
+    }
+    return events;
+  }
+
+ private:
+  std::vector<c10::Device> devices_;
+};
+
+// Where a leaf's own `.to` failed, as a note of the exception (from Python 3.11 on).
+void note_path(const py::object& error, py::handle data, size_t node) {
+  if (!py::hasattr(error, "add_note")) return;
+  std::string path;
+  try {
+    path = path_of(data, node);
+  } catch (py::error_already_set&) {  // a container's own code, the second time
+    return;
+  }
+  error.attr("add_note")("tdcopier: raised by `.to` of the leaf " + path);
+}
+
 // `Tensor.to` for each leaf that the engine leaves to it, in this thread and under its state.
-void run_delegated(Handle& handle, const std::vector<size_t>& delegated, c10::Device target) {
+void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>& delegated,
+                   c10::Device target) {
   const py::object device = py::reinterpret_steal<py::object>(THPDevice_New(target));
   const py::object to_name = py::str("to");
   DelegatedOutputs outputs;
+  Readers readers;
+  size_t node = 0;
   try {
-    for (const size_t index : delegated) {
-      const auto source = py::reinterpret_borrow<py::object>(handle.spec().value(index));
-      py::object tensor = source;
-      if (classify_array(source.ptr()) != ArrayKind::kNotAnArray) {
-        tensor = py::module_::import("tdcopier._arrays").attr("as_tensor")(source);
-      }
+    for (const Delegated& leaf : delegated) {
+      node = leaf.node;
+      const auto source = py::reinterpret_borrow<py::object>(handle.spec().value(leaf.value));
+      const bool is_array = is_array_type(Py_TYPE(source.ptr()));
+      const py::object tensor = is_array ? tensor_from_array(source.ptr()) : source;
+      readers.note(tensor);
       py::object moved = tensor.attr(to_name)(device);
       if (moved.is(source) || (moved.is(tensor) && target.is_cpu())) {
         ++handle.counts().reused;
@@ -84,15 +128,18 @@ void run_delegated(Handle& handle, const std::vector<size_t>& delegated, c10::De
         ++handle.counts().delegated;
         add_plain_parts(moved, outputs.tensors);
       }
-      handle.spec().replace_value(index, std::move(moved));
+      handle.spec().replace_value(leaf.value, std::move(moved));
     }
+    outputs.read = readers.events();
     if (!outputs.tensors.empty() && has_engine_transfers(target)) {
       outputs.stream = parse_stream(py::none(), target);
-      outputs.made = TargetDevice::of(target).events().record(*outputs.stream);
+      outputs.made = Accelerator::of(target).events().record(*outputs.stream);
     }
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not the copy's failure
-    handle.fail_with(error.value());
+    const py::object failure = error.value();
+    note_path(failure, data, node);
+    handle.fail_with(failure);
     return;
   }
   handle.attach(std::move(outputs));
@@ -104,40 +151,30 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   const c10::Device target = parse_device(device);
-  const bool engine_transfers = has_engine_transfers(target);
-  if (engine_transfers) refuse_capture(parse_stream(py::none(), target), "start_copy()");
+  if (has_engine_transfers(target))
+    refuse_capture(parse_stream(py::none(), target), "start_copy()");
 
-  FlatTree flat = flatten(data.ptr(), target, engine_transfers);
+  FlatTree flat = flatten(data, target);
+  for (const SourceGroup& group : flat.groups) {
+    const c10::Device source = group.leaves.device();
+    if (!source.is_cpu()) refuse_capture(parse_stream(py::none(), source), "start_copy()");
+  }
   LeafCounts counts;
   counts.reused = flat.reused;
   counts.opaque = flat.opaque;
   auto handle = std::make_unique<Handle>(target, std::move(flat.spec), counts);
 
-  if (flat.leaves.size() != 0) {
-    TargetDevice& target_device = TargetDevice::of(target);
-    if (!target_device.run_ahead().has_room()) {
+  if (!flat.groups.empty() && !target.is_cpu()) {
+    RunAhead& run_ahead = Accelerator::of(target).run_ahead();
+    if (!run_ahead.has_room()) {
       const py::gil_scoped_release no_gil;
-      target_device.run_ahead().wait_for_room();
+      run_ahead.wait_for_room();
     }
-    PackPlan plan = make_pack_plan(flat.leaves.extents(), options.pack);
-    auto job = std::make_shared<CopyJob>(target_device, std::move(flat.leaves), std::move(plan),
-                                         options.use_pinned_staging, std::move(flat.sources));
-    const bool background = launch(job, target_device, options);
-    handle->attach(std::move(job), background);
   }
-  if (!flat.delegated.empty()) run_delegated(*handle, flat.delegated, target);
+  for (SourceGroup& group : flat.groups) start_group(*handle, std::move(group), target, options);
+  if (!flat.delegated.empty()) run_delegated(*handle, data, flat.delegated, target);
   handle->build_early();
   return handle;
-}
-
-void shut_down_workers() {
-  const py::gil_scoped_release no_gil;
-  ThreadPool* workers = nullptr;
-  {
-    const std::lock_guard lock(g_workers_mutex);
-    workers = g_workers;
-  }
-  if (workers != nullptr) workers->shut_down();
 }
 
 }  // namespace tdcopier

@@ -24,8 +24,4 @@ struct CopyOptions {
 std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle device,
                                    const CopyOptions& options);
 
-// Blocks: until every job that workers have begun is enqueued. Later copies run in the calling
-// thread.
-void shut_down_workers();
-
 }  // namespace tdcopier

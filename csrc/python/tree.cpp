@@ -14,7 +14,7 @@ namespace {
 class Builder {
  public:
   Builder(const RecycledVector<TreeSpec::Node>& nodes, const RecycledVector<PyObject*>& keys,
-          const RecycledVector<PyObject*>& values, const std::function<at::Tensor(uint32_t)>& leaf)
+          const RecycledVector<PyObject*>& values, const LeafMaker& leaf)
       : node_(nodes.data()), key_(keys.data()), values_(values), leaf_(leaf) {}
 
   // A new reference. Throws py::error_already_set.
@@ -22,22 +22,23 @@ class Builder {
     const TreeSpec::Node node = *node_++;
     switch (node.kind) {
       case NodeKind::kLeaf:
-        return checked(THPVariable_Wrap(leaf_(node.number)));
+        return checked(THPVariable_Wrap(leaf_(node.group, node.number)));
       case NodeKind::kReady:
         return py::reinterpret_borrow<py::object>(values_[node.number]);
-      case NodeKind::kList: {
-        py::object list = checked(PyList_New(node.number));
-        for (uint32_t i = 0; i < node.number; ++i) {
-          PyList_SET_ITEM(list.ptr(), i, build().release().ptr());
-        }
-        return list;
-      }
+      case NodeKind::kList:
+        return build_list(node.number);
       case NodeKind::kTuple: {
         py::object tuple = checked(PyTuple_New(node.number));
         for (uint32_t i = 0; i < node.number; ++i) {
           PyTuple_SET_ITEM(tuple.ptr(), i, build().release().ptr());
         }
         return tuple;
+      }
+      case NodeKind::kCustom: {
+        PyObject* unflatten = *key_++;
+        PyObject* context = *key_++;
+        const py::object children = build_list(node.number);
+        return checked(PyObject_CallFunctionObjArgs(unflatten, children.ptr(), context, nullptr));
       }
       case NodeKind::kDict: {
         py::object dict = checked(PyDict_New());
@@ -53,6 +54,14 @@ class Builder {
   }
 
  private:
+  py::object build_list(uint32_t children) {
+    py::object list = checked(PyList_New(children));
+    for (uint32_t i = 0; i < children; ++i) {
+      PyList_SET_ITEM(list.ptr(), i, build().release().ptr());
+    }
+    return list;
+  }
+
   static py::object checked(PyObject* made) {
     if (made == nullptr) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(made);
@@ -61,7 +70,7 @@ class Builder {
   const TreeSpec::Node* node_;
   PyObject* const* key_;
   const RecycledVector<PyObject*>& values_;
-  const std::function<at::Tensor(uint32_t)>& leaf_;
+  const LeafMaker& leaf_;
 };
 
 }  // namespace
@@ -70,14 +79,13 @@ void TreeSpec::reserve(size_t nodes) {
   nodes_.reserve(nodes);
 }
 
-void TreeSpec::set_leaf(size_t node, size_t leaf) {
-  nodes_[node] = {NodeKind::kLeaf, static_cast<uint32_t>(leaf)};
+void TreeSpec::set_leaf(size_t node, size_t group, size_t leaf) {
+  nodes_[node] = {NodeKind::kLeaf, static_cast<uint16_t>(group), static_cast<uint32_t>(leaf)};
 }
 
 size_t TreeSpec::set_ready(size_t node, PyObject* value) {
-  Py_INCREF(value);
   values_.push_back(value);
-  nodes_[node] = {NodeKind::kReady, static_cast<uint32_t>(values_.size() - 1)};
+  nodes_[node] = {NodeKind::kReady, 0, static_cast<uint32_t>(values_.size() - 1)};
   return values_.size() - 1;
 }
 
@@ -91,7 +99,7 @@ void TreeSpec::replace_value(size_t index, py::object value) {
   Py_DECREF(old);
 }
 
-py::object TreeSpec::unflatten(const std::function<at::Tensor(uint32_t)>& leaf) const {
+py::object TreeSpec::unflatten(const LeafMaker& leaf) const {
   return Builder(nodes_, keys_, values_, leaf).build();
 }
 

@@ -1,30 +1,27 @@
-// A tree without its leaves, and the leaves: the one walk that takes a nested structure apart.
+// The treespec: a tree without its leaves, and building one of the same shape from new leaves.
 #pragma once
 
-#include <c10/core/Device.h>
+#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <vector>
 
 #include "base/recycled.h"
-#include "engine/leaf.h"
-#include "python/sources.h"
 
 namespace tdcopier {
 
-// Containers nested deeper than this raise RecursionError, cycles included.
-inline constexpr int kMaxDepth = 1000;
-
 enum class NodeKind : uint8_t {
-  kList,   // number = children
-  kTuple,  // number = children
-  kDict,   // number = children; their keys are the next ones of the spec, each before its child
-  kLeaf,   // number = index in the leaf table
-  kReady,  // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
+  kList,    // number = children
+  kTuple,   // number = children
+  kDict,    // number = children; their keys are the next ones of the spec, each before its child
+  kCustom,  // number = children; the next keys of the spec are its unflatten and its context
+  kLeaf,    // number = index in the leaf table of its group
+  kReady,   // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
 };
+
+// Makes the tensor of a leaf, given its group and its index there.
+using LeafMaker = std::function<at::Tensor(uint32_t group, uint32_t leaf)>;
 
 // Nodes in the order of the walk, parents before children; keys in the same order.
 // GIL: held for every member, the destructor included.
@@ -32,6 +29,7 @@ class TreeSpec {
  public:
   struct Node {
     NodeKind kind;
+    uint16_t group;  // of a leaf: which of the tree's groups of sources it is in
     uint32_t number;
   };
 
@@ -45,20 +43,19 @@ class TreeSpec {
 
   void reserve(size_t nodes);
   void add(NodeKind kind, size_t number) {
-    nodes_.push_back({kind, static_cast<uint32_t>(number)});
+    nodes_.push_back({kind, 0, static_cast<uint32_t>(number)});
   }
   size_t nodes() const { return nodes_.size(); }
   // Makes of a node, whatever it was, a leaf of the table or a ready value.
-  void set_leaf(size_t node, size_t leaf);
-  size_t set_ready(size_t node,
-                   PyObject* value);  // takes a reference of its own; the value's index
+  void set_leaf(size_t node, size_t group, size_t leaf);
+  size_t set_ready(size_t node, PyObject* value);  // takes over a reference; the value's index
 
   void add_key(PyObject* key);                                    // takes a reference of its own
   PyObject* value(size_t index) const { return values_[index]; }  // borrowed
   void replace_value(size_t index, pybind11::object value);
 
-  // New containers of the same types; `leaf(i)` makes the i-th leaf's tensor.
-  pybind11::object unflatten(const std::function<at::Tensor(uint32_t)>& leaf) const;
+  // New containers of the same types. Runs Python code where a container is a custom one.
+  pybind11::object unflatten(const LeafMaker& leaf) const;
 
   void clear();
   int traverse(visitproc visit, void* arg) const;  // for the garbage collector
@@ -70,17 +67,5 @@ class TreeSpec {
   RecycledVector<PyObject*> keys_;    // owned
   RecycledVector<PyObject*> values_;  // owned
 };
-
-struct FlatTree {
-  TreeSpec spec;
-  LeafTable leaves;                    // what the engine moves
-  std::unique_ptr<PySources> sources;  // keeps their memory
-  std::vector<size_t> delegated;       // ready values that `Tensor.to` must replace
-  uint32_t reused = 0;
-  uint32_t opaque = 0;
-};
-
-// Throws: RecursionError, TypeError with the leaf's path. Runs no Python code unless it throws.
-FlatTree flatten(PyObject* data, c10::Device target, bool engine_transfers);
 
 }  // namespace tdcopier

@@ -1,0 +1,116 @@
+// Chunk by chunk on the source's copy stream: gather, then one transfer.
+#include "engine/device_source_job.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+#include "engine/gather.h"
+#include "engine/graph_capture.h"
+#include "engine/transport.h"
+
+namespace tdcopier {
+namespace {
+
+// The accelerator whose stream tells when all has arrived.
+Accelerator& arrival(Accelerator& source, c10::Device target) {
+  return target.is_cpu() ? source : Accelerator::of(target);
+}
+
+EventRef record_current(Accelerator& accelerator) {
+  const c10::Device device = accelerator.device();
+  return accelerator.events().record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+}  // namespace
+
+DeviceSourceJob::DeviceSourceJob(Accelerator& source, c10::Device target, LeafTable leaves,
+                                 PackPlan plan, bool pinned, std::shared_ptr<SourceHold> sources,
+                                 ThreadPool& reclaimer)
+    : CopyJob(arrival(source, target), target, std::move(leaves), std::move(plan),
+              std::move(sources)),
+      source_(source),
+      pinned_(pinned),
+      reclaimer_(reclaimer),
+      written_(record_current(source)) {}
+
+void DeviceSourceJob::allocate_chunks() {
+  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  c10::Allocator* allocator = target_.is_cpu() && pinned_
+                                  ? at::getHostAllocator(source_.device().type())
+                                  : c10::GetAllocator(target_.type());
+  chunks_.reserve(plan_.chunks.size());
+  for (const ChunkPlan& chunk : plan_.chunks) {
+    chunks_.push_back(allocate_chunk(allocator, target_, chunk));
+  }
+}
+
+void DeviceSourceJob::transfer_all() {
+  const c10::StreamGuard on_target_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_source_stream(source_.copy_stream());
+  written_->block(source_.copy_stream());
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    if (plan_.chunks[i].bytes != 0) transfer(plan_.chunks[i], chunks_[i]);
+  }
+}
+
+void DeviceSourceJob::transfer(const ChunkPlan& plan, const Chunk& chunk) {
+  const Leaf& first = leaves_[plan_.order[plan.first]];
+  const bool in_place = plan.last - plan.first == 1 && !first.strided;
+  if (in_place) {
+    enqueue(first.data, chunk, plan.bytes);
+  } else {
+    // Freed on this stream, in whose order the next chunk uses it again.
+    const Chunk gathered =
+        allocate_chunk(c10::GetAllocator(source_.device().type()), source_.device(), plan);
+    gather(source_, plan_, plan, leaves_, gathered.at(0));
+    // Packed chunks come first: behind the last gather nothing reads a source again.
+    if (&plan == &plan_.chunks.back()) read_ = source_.events().record(source_.copy_stream());
+    enqueue(gathered.at(0), chunk, plan.bytes);
+  }
+  count_transfer(plan.bytes);
+}
+
+void DeviceSourceJob::enqueue(const void* address, const Chunk& chunk, uint64_t bytes) {
+  ByteViewPool::Lease views = source_.views().take();
+  if (!target_.is_cpu()) {
+    enqueue_between(*views, address, chunk, bytes);
+  } else if (pinned_) {
+    enqueue_to_pinned(source_.copy_stream(), *views, address, chunk, bytes);
+  } else {
+    copy_to_pageable(*views, address, chunk, bytes);
+  }
+}
+
+void DeviceSourceJob::finish_reading() noexcept {
+  try {
+    const RelaxedCapture relaxed(source_.device().type());
+    if (!read_) read_ = source_.events().record(source_.copy_stream());
+  } catch (...) {  // the device has failed: it reads no more, and get() says how
+    sources_->give_back();
+    return;
+  }
+  // Waits for the device and gives back, on the reclaimer's thread.
+  const auto reclaim = [read = read_, sources = sources_]() noexcept {
+    try {
+      const RelaxedCapture relaxed(read->device_type());
+      read->synchronize();
+    } catch (...) {  // as above
+    }
+    sources->give_back();
+  };
+  try {
+    if (reclaimer_.submit(reclaim)) return;
+  } catch (...) {  // no memory for the task: done here, below
+  }
+  reclaim();
+}
+
+void DeviceSourceJob::order_behind_reads(const c10::Stream& stream) {
+  const RelaxedCapture relaxed(source_.device().type());
+  if (read_) read_->block(stream);
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,30 @@
+// H2D: host memory, through pinned staging buffers, to an accelerator.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "engine/copy_job.h"
+#include "engine/stage.h"
+
+namespace tdcopier {
+
+class HostSourceJob final : public CopyJob {
+ public:
+  HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan, bool use_pinned_staging,
+                std::shared_ptr<SourceHold> sources);
+
+ private:
+  void allocate_chunks() override;
+  size_t most_hands() const override { return windows_.size(); }
+  void transfer_all() override;
+  void finish_reading() noexcept override { sources_->give_back(); }
+  void transfer(const Window& window);
+
+  const bool use_pinned_staging_;
+  const std::vector<Window> windows_;  // claimed one by one
+  std::atomic<size_t> next_window_ = 0;
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,50 @@
+// The one walk that takes a nested structure apart: a treespec, and the leaves by device.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <vector>
+
+#include "engine/leaf.h"
+#include "python/sources.h"
+#include "python/tree.h"
+
+namespace tdcopier {
+
+// Containers nested deeper than this raise RecursionError, cycles included.
+inline constexpr int kMaxDepth = 1000;
+
+// Leaves of one device that the engine moves.
+struct SourceGroup {
+  LeafTable leaves;
+  std::shared_ptr<PySources> sources;  // keeps their memory
+};
+
+// A leaf that is left to `Tensor.to`.
+struct Delegated {
+  size_t value;  // its index among the spec's ready values, to be replaced
+  size_t node;   // for its path
+};
+
+struct FlatTree {
+  TreeSpec spec;
+  std::vector<SourceGroup> groups;
+  std::vector<Delegated> delegated;
+  uint32_t reused = 0;
+  uint32_t opaque = 0;
+};
+
+// GIL: held; classes other than list, tuple and dict are asked in Python how to take them apart.
+// Throws: RecursionError; TypeError and ValueError with the leaf's path; what such a class raises.
+FlatTree flatten(pybind11::handle data, c10::Device target);
+
+// How node `node` of flatten()'s spec is reached, such as "data['boxes'][3]". Walks again: for
+// messages.
+std::string path_of(pybind11::handle data, size_t node);
+
+// A list of (path, leaf) for every tensor and array of the tree, in the order of the walk.
+pybind11::list leaves_with_paths(pybind11::handle data);
+
+}  // namespace tdcopier

@@ -1,0 +1,19 @@
+// The engine's threads.
+#pragma once
+
+#include "base/thread_pool.h"
+
+namespace tdcopier {
+
+// Stage and enqueue large copies. Made at first use; a forked child has none of them and makes its
+// own. Thread: any.
+ThreadPool& workers();
+
+// One thread that waits for devices to have read their sources, and gives these back.
+ThreadPool& reclaimer();
+
+// Blocks: until every job that workers have begun is enqueued and every source of a device is given
+// back. Later copies run in the calling thread. GIL: must not be held.
+void shut_down_workers();
+
+}  // namespace tdcopier

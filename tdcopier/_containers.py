@@ -1,0 +1,336 @@
+"""How classes other than `list`, `tuple` and `dict` are taken apart and put together again."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import enum
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+T = TypeVar("T")
+
+Flat = tuple[list[Any], Any, "list[Any] | None"]
+"""Children, what else it takes to put the container together, and the children's names."""
+
+DELEGATED = "delegated"
+"""The rule of a class whose values have a `.to` of their own, which moves all that is in them."""
+
+
+class Refused(TypeError):
+    """What is wrong with a container; the walk puts its path in front."""
+
+
+class Rule(NamedTuple):
+    """What the walk needs to know of a container class."""
+
+    flatten: Callable[[Any], Flat]
+    unflatten: Callable[[list[Any], Any], Any]
+    names: Literal["index", "key", "attribute"] = "index"
+    """How children are reached, for messages."""
+
+
+_KNOWN_TO_THE_WALK = {list, tuple, dict, int, str, float, bool, bytes, type(None)}
+
+_registered: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[type, Rule | str | None] = weakref.WeakKeyDictionary()
+
+
+def register_container(
+    cls: type[T],
+    flatten: Callable[[T], tuple[Iterable[Any], Any]],
+    unflatten: Callable[[list[Any], Any], T],
+) -> None:
+    """Make the walk look into values of `cls`, which it would else pass through unchanged.
+
+    Args:
+        cls: the class; subclasses are not included, since `unflatten` would not give their class.
+        flatten: from a value to `(children, context)`. Children may be leaves, containers or opaque
+            values. It must not keep references to them in the context.
+        unflatten: from the moved children, a list in the same order, and the context to a new
+            value. It may be called while the copy is still on its way: it must not read the
+            children's data on the host.
+
+    Raises:
+        TypeError: `cls` is no class, or one that the engine knows itself (`list`, `tuple`, `dict`,
+            tensors, arrays); or a function is not callable.
+        ValueError: `cls` is registered already.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"cls must be a class; got {cls!r}")
+    if cls in _KNOWN_TO_THE_WALK or _is_leaf_class(cls):
+        raise TypeError(f"{cls.__qualname__} is known to the engine and cannot be registered")
+    for name, function in (("flatten", flatten), ("unflatten", unflatten)):
+        if not callable(function):
+            raise TypeError(f"{name} must be callable; got {function!r}")
+    if cls in _registered:
+        raise ValueError(f"{cls.__qualname__} is registered already")
+
+    def flatten_checked(value: Any) -> Flat:
+        answer: Any = flatten(value)
+        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Iterable):
+            return list(answer[0]), answer[1], None
+        raise Refused(
+            f"is a {cls.__qualname__}, whose flatten function must return a pair (children, "
+            f"context); it returned {answer!r}"
+        )
+
+    _registered[cls] = Rule(flatten_checked, unflatten)
+    _found.clear()
+
+
+def rule_of(cls: type) -> Rule | str | None:
+    """The rule of a class, `DELEGATED`, or None where its values are opaque."""
+    if cls not in _found:
+        _found[cls] = _registered.get(cls) or _find_rule(cls)
+    rule: Rule | str | None = _found[cls]
+    return rule
+
+
+def _find_rule(cls: type) -> Rule | str | None:
+    if _is_tensor_collection(cls) or issubclass(cls, PackedSequence):
+        return DELEGATED
+    if issubclass(cls, (enum.Enum, torch.nn.Module)):
+        return None  # members are what they are by identity; a module's `.to` works in place
+    if cls in _EXACT_MAPPINGS:
+        return _EXACT_MAPPINGS[cls]
+    bases: set[type] = set(cls.__mro__)
+    if bases & {dict, collections.UserDict}:
+        return _MAPPINGS
+    if tuple in bases:
+        return _tuple_rule(cls)
+    if bases & {list, collections.deque}:
+        return _SEQUENCES
+    if dataclasses.is_dataclass(cls) and _is_plain_object(cls):
+        return _DATACLASSES
+    return None
+
+
+def _is_plain_object(cls: type) -> bool:
+    """Whether its values hold nothing beyond attributes, as exceptions and the like do."""
+    try:
+        object.__new__(cls)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_leaf_class(cls: type) -> bool:
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
+    return not bases.isdisjoint({"torch.Tensor", "numpy.ndarray"})
+
+
+def _is_tensor_collection(cls: type) -> bool:
+    """TensorDicts and tensorclasses, without importing their package.
+
+    Its own `is_tensor_collection` would keep every class that it was ever asked about.
+    """
+    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
+    return base is not None and (issubclass(cls, base) or getattr(cls, "_is_tensorclass", False))
+
+
+# ---- mappings ------------------------------------------------------------------------------------
+
+
+def _flatten_ordered(value: dict[Any, Any]) -> Flat:
+    keys = list(value)
+    return [value[key] for key in keys], keys, keys
+
+
+def _unflatten_ordered(children: list[Any], keys: list[Any]) -> Any:
+    return collections.OrderedDict(zip(keys, children, strict=True))
+
+
+def _flatten_default(value: collections.defaultdict[Any, Any]) -> Flat:
+    keys = list(value)
+    return list(value.values()), (value.default_factory, keys), keys
+
+
+def _unflatten_default(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
+    factory, keys = context
+    return collections.defaultdict(factory, zip(keys, children, strict=True))
+
+
+def _flatten_mapping(value: Any) -> Flat:
+    """Any other mapping: a shallow copy without the children says all that is not in them."""
+    items = _stored(value)
+    keys = list(items)
+    shell = _shell_of(value, "mapping")
+    if list(_stored(shell)) != keys:
+        raise _not_rebuildable(value, "mapping", "its copy has other keys")
+    for key in keys:
+        try:
+            shell[key] = None  # let go of the child, and see whether it can be replaced
+        except Exception as error:
+            raise _not_rebuildable(value, "mapping", f"{type(error).__name__}: {error}") from error
+    return list(items.values()), (shell, keys), keys
+
+
+def _stored(value: Any) -> dict[Any, Any]:
+    """What a mapping holds, whatever its own methods make of it."""
+    if isinstance(value, dict):
+        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        return dict(base.items(value))
+    stored: dict[Any, Any] = dict(value.data)
+    return stored
+
+
+def _unflatten_mapping(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
+    shell, keys = context
+    rebuilt = _shallow_copy(shell)
+    for key, child in zip(keys, children, strict=True):
+        rebuilt[key] = child
+    return rebuilt
+
+
+_MAPPINGS = Rule(_flatten_mapping, _unflatten_mapping, "key")
+_EXACT_MAPPINGS: dict[type, Rule] = {
+    collections.OrderedDict: Rule(_flatten_ordered, _unflatten_ordered, "key"),
+    collections.defaultdict: Rule(_flatten_default, _unflatten_default, "key"),
+}
+
+
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+def _flatten_sequence(value: Any) -> Flat:
+    base: Any = list if isinstance(value, list) else collections.deque
+    children = list(base.__iter__(value))  # what it holds, whatever its own iterator yields
+    shell = _shell_of(value, "sequence")
+    if len(shell) != len(children):
+        raise _not_rebuildable(value, "sequence", "its copy has another length")
+    for index in range(len(children)):
+        try:
+            shell[index] = None
+        except Exception as error:
+            raise _not_rebuildable(value, "sequence", f"{type(error).__name__}: {error}") from error
+    return children, shell, None
+
+
+def _unflatten_sequence(children: list[Any], shell: Any) -> Any:
+    rebuilt = _shallow_copy(shell)
+    for index, child in enumerate(children):
+        rebuilt[index] = child
+    return rebuilt
+
+
+_SEQUENCES = Rule(_flatten_sequence, _unflatten_sequence)
+
+
+# ---- tuples --------------------------------------------------------------------------------------
+
+
+def _tuple_rule(cls: type) -> Rule | None:
+    if hasattr(cls, "n_sequence_fields"):  # such as torch.return_types.max
+        no_more_of_them = bool(cls.__flags__ & _NOT_INSTANTIABLE)  # such as sys.version_info
+        return None if no_more_of_them else _STRUCTS
+    try:
+        tuple.__new__(cls)
+    except TypeError:
+        return None  # of C, with rules of its own, such as torch.Size: no tensors in there
+    named = isinstance(getattr(cls, "_fields", None), tuple)
+    return _NAMED_TUPLES if named else _TUPLES
+
+
+def _flatten_tuple(value: tuple[Any, ...]) -> Flat:
+    children = list(tuple.__iter__(value))  # what it holds, whatever its own iterator yields
+    return children, (type(value), dict(getattr(value, "__dict__", {}))), None
+
+
+def _flatten_named_tuple(value: Any) -> Flat:
+    children, context, _ = _flatten_tuple(value)
+    return children, context, list(value._fields) if len(value._fields) == len(children) else None
+
+
+def _unflatten_tuple(children: list[Any], context: tuple[type, dict[str, Any]]) -> Any:
+    cls, attributes = context
+    rebuilt: Any = tuple.__new__(cls, children)  # whatever arguments the class's own __new__ wants
+    if attributes:
+        rebuilt.__dict__.update(attributes)
+    return rebuilt
+
+
+def _flatten_struct(value: Any) -> Flat:
+    _, (_, hidden) = value.__reduce__()
+    return list(value), (type(value), hidden), None
+
+
+def _unflatten_struct(children: list[Any], context: tuple[Any, dict[str, Any]]) -> Any:
+    cls, hidden = context
+    return cls(children, hidden)
+
+
+_NOT_INSTANTIABLE = 1 << 7  # a flag of the interpreter's types
+_STRUCTS = Rule(_flatten_struct, _unflatten_struct)
+_TUPLES = Rule(_flatten_tuple, _unflatten_tuple)
+_NAMED_TUPLES = Rule(_flatten_named_tuple, _unflatten_tuple, "attribute")
+
+
+# ---- dataclasses ---------------------------------------------------------------------------------
+
+
+def _flatten_dataclass(value: Any) -> Flat:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    slots = [name for base in type(value).__mro__ for name in vars(base) if _is_slot(base, name)]
+    attributes = [
+        name for name in [*slots, *getattr(value, "__dict__", {})] if hasattr(value, name)
+    ]
+    others = {name: getattr(value, name) for name in attributes if name not in set(names)}
+    return [getattr(value, name) for name in names], (type(value), names, others), names
+
+
+def _unflatten_dataclass(
+    children: list[Any], context: tuple[type, list[str], dict[str, Any]]
+) -> Any:
+    """Without the class's own `__init__`: it may take other arguments, and has checked once."""
+    cls, names, others = context
+    rebuilt: Any = object.__new__(cls)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(rebuilt, name, child)  # also where the class is frozen
+    for name, other in others.items():
+        object.__setattr__(rebuilt, name, other)
+    return rebuilt
+
+
+def _is_slot(cls: type, name: str) -> bool:
+    return isinstance(vars(cls)[name], types.MemberDescriptorType)
+
+
+_DATACLASSES = Rule(_flatten_dataclass, _unflatten_dataclass, "attribute")
+
+
+# ---- what is copied shallowly --------------------------------------------------------------------
+
+
+def _shell_of(value: Any, kind: str) -> Any:
+    try:
+        shell = _shallow_copy(value)
+    except Exception as error:
+        raise _not_rebuildable(value, kind, f"{type(error).__name__}: {error}") from error
+    if type(shell) is not type(value) or shell is value:
+        raise _not_rebuildable(value, kind, f"copy.copy gave a {type(shell).__name__}")
+    return shell
+
+
+def _shallow_copy(value: Any) -> Any:
+    made = copy.copy(value)
+    attributes = getattr(value, "__dict__", None)
+    if attributes is value:  # a dict whose attributes are its items
+        made.__dict__ = made
+    elif attributes and not made.__dict__:  # deque's own way of copying forgets them
+        made.__dict__.update(attributes)
+    return made
+
+
+def _not_rebuildable(value: Any, kind: str, reason: str) -> Refused:
+    return Refused(
+        f"is a {type(value).__name__}, a {kind} that cannot be rebuilt ({reason}): "
+        "register it with tdcopier.register_container"
+    )

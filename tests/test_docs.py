@@ -1,0 +1,70 @@
+"""The page on what may be in a batch says what the catalogue says, row by row."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "what_may_be_in_a_batch.md"
+
+
+def cell(kind: Kind, direction: str) -> str:
+    """What the page says of a kind of leaf in one direction."""
+    outcome = kind.outcome(direction)
+    if kind.fails is not None and outcome != NOT_THERE:
+        return f"`{kind.fails.__name__}` from `get()`"
+    if not isinstance(outcome, str):
+        return f"`{outcome.__name__}`"
+    return "" if outcome == NOT_THERE else outcome
+
+
+def tables() -> list[list[list[str]]]:
+    """All tables of the page: rows of cells, the heading first, without the line below it."""
+    found: list[list[list[str]]] = []
+    inside = False
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("|"):
+            if not inside:
+                found.append([])
+            cells = [text.strip() for text in line.strip("|").split("|")]
+            if not all(re.fullmatch("-+", text) for text in cells):
+                found[-1].append(cells)
+        inside = line.startswith("|")
+    return found
+
+
+def test_the_page_has_two_tables():
+    assert [table[0] for table in tables()] == [
+        ["a leaf that is", *DIRECTIONS],
+        ["container", "kept besides its class and its children"],
+    ]
+
+
+def test_the_table_of_leaves_is_the_catalogue():
+    rows = tables()[0][1:]
+    assert [row[0] for row in rows] == list(KINDS)
+    for name, *cells in rows:
+        assert cells == [cell(KINDS[name], direction) for direction in DIRECTIONS], name
+
+
+def test_the_table_of_containers_is_the_catalogue():
+    rows = tables()[1][1:]
+    assert [row[0] for row in rows] == list(CONTAINERS)
+    for name, keeps in rows:
+        assert keeps == CONTAINERS[name].keeps, name
+
+
+def test_the_example_of_the_page_runs(registry, device):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block.replace('"cuda"', repr(device)), str(PAGE), "exec"), {})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_names_can_stand_in_a_table(name):
+    assert "|" not in name
+    assert name == name.strip()

@@ -1,0 +1,264 @@
+"""`wait_staged`: from then on the sources may be written again, long before the copy is done."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from catalogue import ramp
+from sim_support import BRIEFLY, becomes
+
+import tdcopier
+from tdcopier import _C
+
+SIZES = {"packed": [100, 50], "in place": [100], "alone": [70_000], "background": [1 << 18, 3]}
+sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
+
+
+def filled(value: float, elements: list[int], device: str) -> list[torch.Tensor]:
+    return [torch.full((n,), float(value)).to(device) for n in elements]
+
+
+def refill(leaves: list[torch.Tensor], value: float) -> None:
+    """Enqueued on the current stream."""
+    for leaf in leaves:
+        leaf.copy_(torch.full(leaf.shape, float(value)).pin_memory(), non_blocking=True)
+
+
+def values_of(leaves: list[torch.Tensor]) -> set[float]:
+    return {value for leaf in leaves for value in leaf.unique().tolist()}
+
+
+class Call:
+    """A call on a thread of its own."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.done = threading.Event()
+        self._function = function
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._function()
+        self.done.set()
+
+    def join(self) -> None:
+        self._thread.join()
+        assert self.done.is_set()
+
+
+# ---- sources on the host -------------------------------------------------------------------------
+
+
+@pytest.mark.sim
+def test_host_sources_may_be_written_though_the_transfer_is_held(sim, device, copy_stream):
+    leaf, array = ramp("cpu", 4), np.arange(4.0)
+    with sim.hold(copy_stream):
+        handle = tdcopier.start_copy([leaf, array], device)
+        assert handle.wait_staged() is None
+        leaf.fill_(9)
+        array[:] = 9
+        assert not handle.ready()
+    assert [moved.tolist() for moved in handle.get()] == [[0, 1, 2, 3]] * 2
+
+
+def test_host_sources_may_be_written_once_workers_have_read_them(device):
+    leaves = filled(1, [1 << 20, 3 << 20, 5], "cpu")
+    handle = tdcopier.start_copy(leaves, device)
+    handle.wait_staged()
+    for leaf in leaves:
+        leaf.fill_(2)
+    assert values_of(handle.get()) == {1}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("pinned", [True, False])
+def test_it_waits_until_the_last_byte_was_read_and_leaves_the_gil_free(
+    sim, device, copy_stream, pinned
+):
+    """The second staging buffer, or the only pageable transfer, waits for the held stream."""
+    tdcopier.set_staging_limit_bytes(4 << 20)
+    tdcopier.staging_bytes(device)
+    leaf = torch.full((2 << 20,), 1.0)
+    hold = sim.hold(copy_stream)
+    order = []
+    told = threading.Event()
+
+    def let_go() -> None:
+        told.wait()
+        order.append("let go")
+        hold.release()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    handle = tdcopier.start_copy([leaf], device, use_pinned_staging=pinned)
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1000)  # the GIL changes hands only where it is given up
+        told.set()
+        handle.wait_staged()
+        order.append("staged")
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert order == ["let go", "staged"]
+    leaf.fill_(2)
+    assert values_of(handle.get()) == {1}
+
+
+# ---- sources on a device -------------------------------------------------------------------------
+
+
+@pytest.mark.sim
+@sizes
+def test_device_sources_may_be_written_on_the_current_stream_though_the_read_is_held(
+    sim, away, accelerator, elements
+):
+    source, target = away
+    leaves = filled(1, elements, source)
+    with sim.hold(_C.copy_stream(source)):
+        handle = tdcopier.start_copy(leaves, target)
+        handle.wait_staged()  # would hang here if it waited for the read
+        refill(leaves, 2)
+        assert not becomes(accelerator.current_stream(source).query, within=BRIEFLY)
+        assert not handle.ready()
+    assert values_of(handle.get()) == {1}
+    assert values_of(leaves) == {2}
+
+
+@sizes
+def test_device_sources_behind_a_busy_stream_may_be_written_again(
+    away, accelerator, stall, elements
+):
+    source, target = away
+    leaves = filled(1, elements, source)
+    with stall(accelerator.current_stream(source)):
+        refill(leaves, 2)
+        handle = tdcopier.start_copy(leaves, target)
+        handle.wait_staged()
+        refill(leaves, 3)
+    assert values_of(handle.get()) == {2}
+    assert values_of(leaves) == {3}
+
+
+@pytest.mark.sim
+def test_only_the_stream_that_is_current_then_waits_for_the_read(sim, away, accelerator):
+    source, target = away
+    leaves = filled(1, [10, 20], source)
+    writer, bystander = (accelerator.Stream(device=source) for _ in range(2))
+    with sim.hold(_C.copy_stream(source)):
+        handle = tdcopier.start_copy(leaves, target)
+        with accelerator.stream(writer):
+            handle.wait_staged()
+            refill(leaves, 2)
+        assert becomes(bystander.query)
+        assert becomes(accelerator.current_stream(source).query)
+        assert not becomes(writer.query, within=BRIEFLY)
+    writer.synchronize()
+    assert values_of(handle.get()) == {1}
+    assert values_of(leaves) == {2}
+
+
+@pytest.mark.sim
+def test_it_waits_for_the_read_and_not_for_the_transfer(sim, device, other_device, accelerator):
+    """Gathered leaves have been read once they are in the chunk; the target is late."""
+    leaves = filled(1, [10, 20], device)
+    with sim.hold(_C.copy_stream(other_device)):
+        handle = tdcopier.start_copy(leaves, other_device)
+        handle.wait_staged()
+        assert becomes(accelerator.current_stream(device).query)
+        assert not handle.ready()
+    assert values_of(handle.get()) == {1}
+
+
+@pytest.mark.sim
+def test_each_device_of_a_mixed_tree_gets_its_own_order(sim, device, other_device, accelerator):
+    tree = {place: filled(1, [10, 20], place) for place in ("cpu", device, other_device)}
+    with sim.hold(_C.copy_stream(other_device)):
+        handle = tdcopier.start_copy(tree, "cpu")
+        handle.wait_staged()
+        for place in (device, other_device):
+            with accelerator.device(place):
+                refill(tree[place], 2)
+        assert becomes(accelerator.current_stream(device).query)
+        assert not becomes(accelerator.current_stream(other_device).query, within=BRIEFLY)
+    assert {place: values_of(leaves) for place, leaves in handle.get().items()} == {
+        "cpu": {1}, device: {1}, other_device: {1},
+    }  # fmt: skip
+    assert values_of(tree[device]) == values_of(tree[other_device]) == {2}
+
+
+@pytest.mark.sim
+def test_a_delegated_leaf_is_waited_for_too(sim, device, other_device, accelerator):
+    leaf = torch.full((4,), 1.0).to(device).requires_grad_()
+    reader = accelerator.Stream(device=device)
+    with sim.hold(reader):
+        with accelerator.stream(reader):
+            handle = tdcopier.start_copy([leaf], other_device)
+        assert handle.stats.delegated_leaves == 1
+        handle.wait_staged()
+        with torch.no_grad():
+            refill([leaf], 2)
+        assert not becomes(accelerator.current_stream(device).query, within=BRIEFLY)
+    assert handle.get()[0].tolist() == [1] * 4
+    assert leaf.tolist() == [2] * 4
+
+
+# ---- otherwise -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [[], {"a": "text"}, [torch.empty(0)]], ids=str)
+def test_where_there_is_nothing_to_read_it_returns(device, tree):
+    for target in (device, "cpu"):
+        handle = tdcopier.start_copy(tree, target)
+        handle.wait_staged()
+        assert handle.ready()
+
+
+def test_it_may_be_called_again_and_after_the_copy_is_done(away, accelerator):
+    source, target = away
+    handle = tdcopier.start_copy(filled(1, [10, 20], source), target)
+    for _ in range(3):
+        handle.wait_staged()
+    handle.get()
+    handle.wait_staged()
+    assert values_of(handle.get()) == {1}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("direction", ["H2D", "D2H", "D2D"])
+def test_of_a_copy_that_failed_it_returns_and_get_says_how(sim, device, other_device, direction):
+    source = "cpu" if direction == "H2D" else device
+    target = "cpu" if direction == "D2H" else other_device
+    limited = device if direction == "D2H" else other_device
+    leaves = filled(1, [10, 20], source)
+    torch.sim.synchronize()
+    torch.sim.empty_cache()
+    sim.set_memory_limit_bytes(limited, 0)
+    try:
+        handle = tdcopier.start_copy(leaves, target)
+        handle.wait_staged()
+        with pytest.raises(torch.OutOfMemoryError):
+            handle.get()
+    finally:
+        sim.set_memory_limit_bytes(limited, None)
+
+
+@pytest.mark.sim
+def test_a_host_thread_that_waits_is_let_go_with_the_others(sim, device, copy_stream):
+    """Several threads wait for one copy at once."""
+    tdcopier.set_staging_limit_bytes(4 << 20)
+    tdcopier.staging_bytes(device)
+    leaf = torch.full((2 << 20,), 1.0)
+    with sim.hold(copy_stream):
+        handle = tdcopier.start_copy([leaf], device)
+        calls = [Call(call) for call in (handle.wait_staged, handle.get, handle.wait) for _ in "ab"]
+        assert not becomes(lambda: any(call.done.is_set() for call in calls), within=BRIEFLY)
+    for call in calls:
+        call.join()
+    assert values_of(handle.get()) == {1}
