@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from container_classes import CONTAINERS, EVERY_CONTAINER_IN_ANOTHER
+from kind import DIRECTIONS, NOT_THERE, Kind, everywhere, on_host, value
 
 __all__ = [
     "CONTAINERS",
@@ -24,76 +24,6 @@ __all__ = [
     "NOT_THERE",
     "Kind",
 ]
-
-DIRECTIONS = ("H2D", "D2H", "D2D")
-
-Outcome = str | type[Exception]
-"""What a leaf counts as: "packed" and so on; the error that `start_copy` raises; or NOT_THERE."""
-
-NOT_THERE = "-"
-"""There is no such leaf on this side."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    make: Callable[[str], Any]
-    """The leaf, or a list of leaves, on a device; one that is only on the host ignores it."""
-    h2d: Outcome
-    d2h: Outcome
-    d2d: Outcome
-    leaves: int = 1
-    large: bool = False
-    """Too large to be copied in every container."""
-    on_target: bool = False
-    """Made on the target, not on the source."""
-    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    """What the copy is made in."""
-    fails: type[Exception] | None = None
-    """What its own `.to` raises, and so `get()`."""
-    lacking: dict[str, str] = field(default_factory=dict)
-    """Kinds of device, and why they have no such leaf."""
-    needs: str = ""
-    """A package, or a name in torch or numpy, without which there is no such leaf."""
-
-    def outcome(self, direction: str) -> Outcome:
-        return {"H2D": self.h2d, "D2H": self.d2h, "D2D": self.d2d}[direction]
-
-    @property
-    def is_refused(self) -> bool:
-        return not isinstance(self.h2d, str)
-
-    @property
-    def arrives(self) -> bool:
-        return not self.is_refused and self.fails is None
-
-    def why_missing(self, device_type: str) -> str | None:
-        """Why this process cannot have such a leaf, if it cannot."""
-        if self.needs and not _is_there(self.needs):
-            return f"needs {self.needs}"
-        return self.lacking.get(device_type)
-
-
-def _is_there(name: str) -> bool:
-    package, *attributes = name.split(".")
-    if importlib.util.find_spec(package) is None:
-        return False
-    found: Any = {"torch": torch, "numpy": np}.get(package)
-    for attribute in attributes:
-        found = getattr(found, attribute, None)
-    return not attributes or found is not None
-
-
-def _everywhere(make: Callable[[str], Any], outcome: Outcome, **more: Any) -> Kind:
-    return Kind(make, outcome, outcome, outcome, **more)
-
-
-def _on_host(make: Callable[[], Any], outcome: Outcome, **more: Any) -> Kind:
-    return Kind(lambda _device: make(), outcome, NOT_THERE, NOT_THERE, **more)
-
-
-def _value(make: Callable[[], Any]) -> Kind:
-    return _everywhere(lambda _device: make(), "opaque")
-
 
 # ---- tensors -------------------------------------------------------------------------------------
 
@@ -125,23 +55,20 @@ def _from_file() -> torch.Tensor:
         return torch.from_file(file.name, size=4)
 
 
-def _quantized(per_channel: bool) -> torch.Tensor:
-    import warnings
+def _quietly(make: Callable[[], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Without torch's warnings that a feature is new, or about to go."""
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning)  # torch means to remove them
-        if per_channel:
-            scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])
-            return torch.quantize_per_channel(ramp("cpu", 2, 3), scales, zeros, 0, torch.qint8)
-        return torch.quantize_per_tensor(ramp("cpu", 3), 0.1, 2, torch.quint8)
+    def made(device: str) -> torch.Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make().to(device)
+
+    return made
 
 
-def _strided_nested(device: str) -> torch.Tensor:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors", UserWarning)
-        return torch.nested.nested_tensor([ramp("cpu", 2), ramp("cpu", 3)]).to(device)
+def _quantized_per_channel() -> torch.Tensor:
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])
+    return torch.quantize_per_channel(ramp("cpu", 2, 3), scales, zeros, 0, torch.qint8)
 
 
 def _jagged_nested(device: str) -> torch.Tensor:
@@ -236,137 +163,141 @@ _NO_QUANTIZED = {"sim": "the simulated device has no quantized tensors"}
 _NO_NESTED = {"sim": "the simulated device has no strided nested tensors"}
 
 _DENSE = {
-    "0-dim": _everywhere(lambda d: torch.tensor(3.5).to(d), "packed"),
-    "no elements": _everywhere(lambda d: torch.empty(0, device=d), "packed"),
-    "no elements, but a shape": _everywhere(lambda d: torch.empty(3, 0, 2, device=d), "packed"),
-    "no elements, transposed": _everywhere(lambda d: torch.empty(3, 0, device=d).t(), "packed"),
-    "contiguous": _everywhere(lambda d: ramp(d, 2, 3), "packed"),
-    "transposed": _everywhere(lambda d: ramp(d, 3, 5).t(), "packed"),
-    "permuted": _everywhere(lambda d: ramp(d, 2, 3, 4).permute(1, 2, 0), "packed"),
-    "channels_last": _everywhere(
+    "0-dim": everywhere(lambda d: torch.tensor(3.5).to(d), "packed"),
+    "no elements": everywhere(lambda d: torch.empty(0, device=d), "packed"),
+    "no elements, but a shape": everywhere(lambda d: torch.empty(3, 0, 2, device=d), "packed"),
+    "no elements, transposed": everywhere(lambda d: torch.empty(3, 0, device=d).t(), "packed"),
+    "contiguous": everywhere(lambda d: ramp(d, 2, 3), "packed"),
+    "transposed": everywhere(lambda d: ramp(d, 3, 5).t(), "packed"),
+    "permuted": everywhere(lambda d: ramp(d, 2, 3, 4).permute(1, 2, 0), "packed"),
+    "channels_last": everywhere(
         lambda d: ramp(d, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last), "packed"
     ),
-    "channels_last_3d": _everywhere(
+    "channels_last_3d": everywhere(
         lambda d: ramp(d, 2, 3, 2, 2, 3).contiguous(memory_format=torch.channels_last_3d), "packed"
     ),
-    "view in the middle of a storage": _everywhere(lambda d: ramp(d, 10)[3:7], "packed"),
-    "one element with an odd stride": _everywhere(lambda d: ramp(d, 9)[2::7][:1], "packed"),
-    "exactly 256 KiB": _everywhere(lambda d: ramp(d, 65536), "packed", large=True),
-    "more than 256 KiB": _everywhere(lambda d: ramp(d, 65537), "alone", large=True),
-    "several staging buffers": _everywhere(lambda d: ramp(d, _MANY + 5), "alone", large=True),
-    "same tensor twice": _everywhere(lambda d: [ramp(d, 3)] * 2, "packed", leaves=2),
-    "views of one storage": _everywhere(
+    "view in the middle of a storage": everywhere(lambda d: ramp(d, 10)[3:7], "packed"),
+    "one element with an odd stride": everywhere(lambda d: ramp(d, 9)[2::7][:1], "packed"),
+    "exactly 256 KiB": everywhere(lambda d: ramp(d, 65536), "packed", large=True),
+    "more than 256 KiB": everywhere(lambda d: ramp(d, 65537), "alone", large=True),
+    "several staging buffers": everywhere(lambda d: ramp(d, _MANY + 5), "alone", large=True),
+    "same tensor twice": everywhere(lambda d: [ramp(d, 3)] * 2, "packed", leaves=2),
+    "views of one storage": everywhere(
         lambda d: [(base := ramp(d, 8))[:4], base[2:], base.view(2, 4)], "packed", leaves=3
     ),
-    "in shared memory": _on_host(lambda: ramp("cpu", 6).share_memory_(), "packed"),
-    "pinned": _on_host(lambda: ramp("cpu", 6).pin_memory(), "packed"),
-    "memory-mapped by `torch.from_file`": _on_host(_from_file, "packed"),
-    "copy-on-write": _everywhere(
+    "in shared memory": on_host(lambda: ramp("cpu", 6).share_memory_(), "packed"),
+    "pinned": on_host(lambda: ramp("cpu", 6).pin_memory(), "packed"),
+    "memory-mapped by `torch.from_file`": on_host(_from_file, "packed"),
+    "copy-on-write": everywhere(
         lambda d: torch._lazy_clone(ramp(d, 3)), "packed", needs="torch._lazy_clone"
     ),
-    "`nn.Buffer`": _everywhere(lambda d: torch.nn.Buffer(ramp(d, 3)), "packed"),
-    "inference tensor": _everywhere(_in_inference_mode, "packed"),
-    "on the target": _everywhere(lambda d: ramp(d, 3), "reused", on_target=True),
-    "on the target, strided": _everywhere(lambda d: ramp(d, 6)[::2], "reused", on_target=True),
+    "`nn.Buffer`": everywhere(lambda d: torch.nn.Buffer(ramp(d, 3)), "packed"),
+    "inference tensor": everywhere(_in_inference_mode, "packed"),
+    "on the target": everywhere(lambda d: ramp(d, 3), "reused", on_target=True),
+    "on the target, strided": everywhere(lambda d: ramp(d, 6)[::2], "reused", on_target=True),
 }
 
 _STRIDED = {
-    "gapped": _everywhere(lambda d: ramp(d, 4, 6)[:, ::2], "packed"),
-    "gapped rows, transposed": _everywhere(lambda d: ramp(d, 4, 6)[1:3].t()[2:], "packed"),
-    "diagonal": _everywhere(lambda d: ramp(d, 4, 4).diagonal(), "packed"),
-    "real part of complex": _everywhere(lambda d: _complex(d).real, "packed"),
-    "expanded": _everywhere(lambda d: ramp(d, 1, 4).expand(3, 4), "packed"),
-    "expanded 0-dim": _everywhere(lambda d: torch.tensor(2.5).to(d).expand(2, 3), "packed"),
-    "expanded in the middle, transposed": _everywhere(
+    "gapped": everywhere(lambda d: ramp(d, 4, 6)[:, ::2], "packed"),
+    "gapped rows, transposed": everywhere(lambda d: ramp(d, 4, 6)[1:3].t()[2:], "packed"),
+    "diagonal": everywhere(lambda d: ramp(d, 4, 4).diagonal(), "packed"),
+    "real part of complex": everywhere(lambda d: _complex(d).real, "packed"),
+    "expanded": everywhere(lambda d: ramp(d, 1, 4).expand(3, 4), "packed"),
+    "expanded 0-dim": everywhere(lambda d: torch.tensor(2.5).to(d).expand(2, 3), "packed"),
+    "expanded in the middle, transposed": everywhere(
         lambda d: ramp(d, 3, 1, 4).expand(3, 2, 4).transpose(0, 2), "packed"
     ),
-    "overlapping": _everywhere(lambda d: ramp(d, 6).as_strided((4, 3), (1, 1)), "packed"),
-    "windows of `unfold`": _everywhere(lambda d: ramp(d, 9).unfold(0, 4, 2), "packed"),
-    "channels_last, cropped": _everywhere(
+    "overlapping": everywhere(lambda d: ramp(d, 6).as_strided((4, 3), (1, 1)), "packed"),
+    "windows of `unfold`": everywhere(lambda d: ramp(d, 9).unfold(0, 4, 2), "packed"),
+    "channels_last, cropped": everywhere(
         lambda d: ramp(d, 2, 3, 4, 5).contiguous(memory_format=torch.channels_last)[..., 1:3],
         "packed",
     ),
-    "gapped, of more than 256 KiB": _everywhere(
+    "gapped, of more than 256 KiB": everywhere(
         lambda d: ramp(d, 70_000, 2)[:, 0], "alone", large=True
     ),
-    "gapped, of several staging buffers": _everywhere(  # rows of 2,998 bytes: windows cut them
+    "gapped, of several staging buffers": everywhere(  # rows of 2,998 bytes: windows cut them
         lambda d: ramp(d, 4099, 1000)[:, 1:].t(), "alone", large=True
     ),
-    "expanded to several staging buffers": _everywhere(
+    "expanded to several staging buffers": everywhere(
         lambda d: ramp(d, 1, 1001).expand(2200, 1001), "alone", large=True
     ),
 }
 
 _GRADIENTS = {
-    "requires grad": _everywhere(lambda d: ramp(d, 4).requires_grad_(), "delegated"),
-    "result of an operation with a gradient": _everywhere(
+    "requires grad": everywhere(lambda d: ramp(d, 4).requires_grad_(), "delegated"),
+    "result of an operation with a gradient": everywhere(
         lambda d: ramp(d, 4).requires_grad_() * 2, "delegated"
     ),
-    "requires grad, in `no_grad`": _everywhere(
+    "requires grad, in `no_grad`": everywhere(
         lambda d: ramp(d, 4).requires_grad_(), "packed", within=torch.no_grad
     ),
-    "requires grad, in `inference_mode`": _everywhere(
+    "requires grad, in `inference_mode`": everywhere(
         lambda d: ramp(d, 4).requires_grad_(), "packed", within=torch.inference_mode
     ),
-    "parameter": _everywhere(lambda d: torch.nn.Parameter(ramp(d, 4)), "delegated"),
-    "parameter without gradient": _everywhere(
+    "parameter": everywhere(lambda d: torch.nn.Parameter(ramp(d, 4)), "delegated"),
+    "parameter without gradient": everywhere(
         lambda d: torch.nn.Parameter(ramp(d, 4), requires_grad=False), "packed"
     ),
-    "parameter, in `no_grad`": _everywhere(
+    "parameter, in `no_grad`": everywhere(
         lambda d: torch.nn.Parameter(ramp(d, 4)), "packed", within=torch.no_grad
     ),
-    "forward gradient": _everywhere(_dual, "delegated", within=_dual_level),
+    "forward gradient": everywhere(_dual, "delegated", within=_dual_level),
 }
 
 _DELEGATED = {
-    "conjugate view": _everywhere(lambda d: _complex(d).conj(), "delegated"),
-    "negative view": _everywhere(lambda d: _complex(d).conj().imag, "delegated"),
-    "zero tensor of autograd": _on_host(lambda: torch._efficientzerotensor(3), "delegated"),
-    "tensor subclass": _everywhere(lambda d: ramp(d, 3).as_subclass(Labelled), "delegated"),
-    "subclass with `__torch_function__`": _everywhere(
+    "conjugate view": everywhere(lambda d: _complex(d).conj(), "delegated"),
+    "negative view": everywhere(lambda d: _complex(d).conj().imag, "delegated"),
+    "zero tensor of autograd": on_host(lambda: torch._efficientzerotensor(3), "delegated"),
+    "tensor subclass": everywhere(lambda d: ramp(d, 3).as_subclass(Labelled), "delegated"),
+    "subclass with `__torch_function__`": everywhere(
         lambda d: ramp(d, 3).as_subclass(Loud), "delegated"
     ),
-    "wrapper subclass": _everywhere(_two_tensor, "delegated"),
-    "fake tensor": _everywhere(_fake, "delegated"),
-    "meta tensor": _on_host(
+    "wrapper subclass": everywhere(_two_tensor, "delegated"),
+    "fake tensor": everywhere(_fake, "delegated"),
+    "meta tensor": on_host(
         lambda: torch.empty(3, device="meta"), "delegated", fails=NotImplementedError
     ),
-    "named": _everywhere(
+    "named": everywhere(
         lambda d: ramp(d, 3).refine_names("n"), "delegated", needs="torch.Tensor.refine_names"
     ),
-    "sparse COO": _everywhere(
-        lambda d: torch.eye(3).to_sparse().to(d), "delegated", lacking=_NO_SPARSE
+    "sparse COO": everywhere(
+        _quietly(lambda: torch.eye(3).to_sparse()), "delegated", lacking=_NO_SPARSE
     ),
-    "sparse CSR": _everywhere(
-        lambda d: torch.eye(3).to_sparse_csr().to(d), "delegated", lacking=_NO_SPARSE
+    "sparse CSR": everywhere(
+        _quietly(lambda: torch.eye(3).to_sparse_csr()), "delegated", lacking=_NO_SPARSE
     ),
-    "sparse BSC": _everywhere(
-        lambda d: torch.eye(4).to_sparse_bsc((2, 2)).to(d), "delegated", lacking=_NO_SPARSE
+    "sparse BSC": everywhere(
+        _quietly(lambda: torch.eye(4).to_sparse_bsc((2, 2))), "delegated", lacking=_NO_SPARSE
     ),
-    "quantized": _everywhere(
-        lambda d: _quantized(per_channel=False).to(d), "delegated", lacking=_NO_QUANTIZED
+    "quantized": everywhere(
+        _quietly(lambda: torch.quantize_per_tensor(ramp("cpu", 3), 0.1, 2, torch.quint8)),
+        "delegated",
+        lacking=_NO_QUANTIZED,
     ),
-    "quantized per channel": _everywhere(
-        lambda d: _quantized(per_channel=True).to(d), "delegated", lacking=_NO_QUANTIZED
+    "quantized per channel": everywhere(
+        _quietly(_quantized_per_channel), "delegated", lacking=_NO_QUANTIZED
     ),
-    "nested, strided": _everywhere(_strided_nested, "delegated", lacking=_NO_NESTED),
-    "nested, jagged": _everywhere(_jagged_nested, "delegated"),
-    "TensorDict": _everywhere(_tensordict, "delegated", needs="tensordict"),
-    "tensorclass": _everywhere(_tensorclass, "delegated", needs="tensordict"),
-    "any tensor, inside `vmap`": _everywhere(
-        lambda d: ramp(d, 3), "delegated", within=_inside_vmap
+    "nested, strided": everywhere(
+        _quietly(lambda: torch.nested.nested_tensor([ramp("cpu", 2), ramp("cpu", 3)])),
+        "delegated",
+        lacking=_NO_NESTED,
     ),
-    "any tensor, under a torch function mode": _everywhere(
+    "nested, jagged": everywhere(_jagged_nested, "delegated"),
+    "TensorDict": everywhere(_tensordict, "delegated", needs="tensordict"),
+    "tensorclass": everywhere(_tensorclass, "delegated", needs="tensordict"),
+    "any tensor, inside `vmap`": everywhere(lambda d: ramp(d, 3), "delegated", within=_inside_vmap),
+    "any tensor, under a torch function mode": everywhere(
         lambda d: ramp(d, 3), "delegated", within=_function_mode
     ),
-    "any tensor, under a dispatch mode": _everywhere(
+    "any tensor, under a dispatch mode": everywhere(
         lambda d: ramp(d, 3), "delegated", within=_dispatch_mode
     ),
 }
 
 _REFUSED = {
-    "storage resized to nothing": _everywhere(lambda d: _shortened(d, 0), ValueError),
-    "storage resized to a part": _everywhere(lambda d: _shortened(d, 23), ValueError),
+    "storage resized to nothing": everywhere(lambda d: _shortened(d, 0), ValueError),
+    "storage resized to a part": everywhere(lambda d: _shortened(d, 23), ValueError),
 }
 
 # ---- arrays --------------------------------------------------------------------------------------
@@ -401,60 +332,60 @@ def _user_dtype() -> np.ndarray[Any, Any]:
 
 
 _ARRAYS = {
-    "numpy": _on_host(lambda: np.arange(6, dtype=np.float32).reshape(2, 3), "packed"),
-    "numpy, 0-dim": _on_host(lambda: np.array(2.5), "packed"),
-    "numpy, no elements": _on_host(lambda: np.empty((0, 3), np.int32), "packed"),
-    "numpy, Fortran order": _on_host(
+    "numpy": on_host(lambda: np.arange(6, dtype=np.float32).reshape(2, 3), "packed"),
+    "numpy, 0-dim": on_host(lambda: np.array(2.5), "packed"),
+    "numpy, no elements": on_host(lambda: np.empty((0, 3), np.int32), "packed"),
+    "numpy, Fortran order": on_host(
         lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)), "packed"
     ),
-    "numpy, permuted": _on_host(
+    "numpy, permuted": on_host(
         lambda: np.arange(24.0).reshape(2, 3, 4).transpose(1, 0, 2), "packed"
     ),
-    "numpy, gapped": _on_host(lambda: np.arange(24.0).reshape(4, 6)[:, ::2], "packed"),
-    "numpy, broadcast": _on_host(lambda: np.broadcast_to(np.arange(3.0), (2, 3)), "packed"),
-    "numpy, reversed": _on_host(lambda: np.arange(24).reshape(4, 6)[::-1, ::-2], "packed"),
-    "numpy, strides that its elements do not divide": _on_host(_field, "packed"),
-    "numpy, unaligned": _on_host(_unaligned, "packed"),
-    "numpy, big-endian": _on_host(lambda: np.arange(6, dtype=">i4").reshape(2, 3), "packed"),
-    "numpy, big-endian, reversed": _on_host(lambda: np.arange(5, dtype=">f8")[::-1], "packed"),
-    "numpy, big-endian, 0-dim": _on_host(lambda: np.array(7, ">c16"), "packed"),
-    "numpy, read-only": _on_host(_read_only, "packed"),
-    "numpy, memory-mapped": _on_host(_memmap, "packed"),
-    "numpy, subclass": _on_host(lambda: np.arange(3.0).view(np.recarray), "packed"),
-    "numpy, of more than 256 KiB": _on_host(
+    "numpy, gapped": on_host(lambda: np.arange(24.0).reshape(4, 6)[:, ::2], "packed"),
+    "numpy, broadcast": on_host(lambda: np.broadcast_to(np.arange(3.0), (2, 3)), "packed"),
+    "numpy, reversed": on_host(lambda: np.arange(24).reshape(4, 6)[::-1, ::-2], "packed"),
+    "numpy, strides that its elements do not divide": on_host(_field, "packed"),
+    "numpy, unaligned": on_host(_unaligned, "packed"),
+    "numpy, big-endian": on_host(lambda: np.arange(6, dtype=">i4").reshape(2, 3), "packed"),
+    "numpy, big-endian, reversed": on_host(lambda: np.arange(5, dtype=">f8")[::-1], "packed"),
+    "numpy, big-endian, 0-dim": on_host(lambda: np.array(7, ">c16"), "packed"),
+    "numpy, read-only": on_host(_read_only, "packed"),
+    "numpy, memory-mapped": on_host(_memmap, "packed"),
+    "numpy, subclass": on_host(lambda: np.arange(3.0).view(np.recarray), "packed"),
+    "numpy, of more than 256 KiB": on_host(
         lambda: np.arange(65537, dtype=np.int32), "alone", large=True
     ),
-    "numpy, reversed, of several staging buffers": _on_host(
+    "numpy, reversed, of several staging buffers": on_host(
         lambda: np.arange(_MANY, dtype=np.float32).reshape(1536, -1)[::-1, ::-1], "alone",
         large=True,
     ),
-    "numpy, longdouble": _on_host(lambda: np.zeros(2, np.longdouble), TypeError),
-    "numpy, clongdouble": _on_host(lambda: np.zeros(2, np.clongdouble), TypeError),
-    "numpy, a dtype of an extension's": _on_host(_user_dtype, TypeError, needs="ml_dtypes"),
-    "numpy, objects": _on_host(lambda: np.array([None, "a"], object), "opaque"),
-    "numpy, text": _on_host(lambda: np.array(["a", "b"]), "opaque"),
-    "numpy, bytes": _on_host(lambda: np.array([b"a", b"b"]), "opaque"),
-    "numpy, text of any length": _on_host(
+    "numpy, longdouble": on_host(lambda: np.zeros(2, np.longdouble), TypeError),
+    "numpy, clongdouble": on_host(lambda: np.zeros(2, np.clongdouble), TypeError),
+    "numpy, a dtype of an extension's": on_host(_user_dtype, TypeError, needs="ml_dtypes"),
+    "numpy, objects": on_host(lambda: np.array([None, "a"], object), "opaque"),
+    "numpy, text": on_host(lambda: np.array(["a", "b"]), "opaque"),
+    "numpy, bytes": on_host(lambda: np.array([b"a", b"b"]), "opaque"),
+    "numpy, text of any length": on_host(
         lambda: np.array(["a", "bc"], np.dtypes.StringDType()), "opaque",
         needs="numpy.dtypes.StringDType",
     ),
-    "numpy, dates": _on_host(lambda: np.array(["2020-01-01"], "datetime64[D]"), "opaque"),
-    "numpy, durations": _on_host(lambda: np.array([3], "timedelta64[s]"), "opaque"),
-    "numpy, structured": _on_host(lambda: np.zeros(2, [("x", float)]), "opaque"),
-    "numpy, masked": _on_host(lambda: np.ma.masked_array([1.0, 2.0], [True, False]), "opaque"),
+    "numpy, dates": on_host(lambda: np.array(["2020-01-01"], "datetime64[D]"), "opaque"),
+    "numpy, durations": on_host(lambda: np.array([3], "timedelta64[s]"), "opaque"),
+    "numpy, structured": on_host(lambda: np.zeros(2, [("x", float)]), "opaque"),
+    "numpy, masked": on_host(lambda: np.ma.masked_array([1.0, 2.0], [True, False]), "opaque"),
 }  # fmt: skip
 
 # ---- opaque values -------------------------------------------------------------------------------
 
 _OPAQUE = {
-    "`None`": _value(lambda: None),
+    "`None`": value(lambda: None),
     "number, text, bytes": Kind(
         lambda _device: [1, 2.5, True, 1j, "text", b"bytes"],
         "opaque", "opaque", "opaque", leaves=6,
     ),
-    "numpy scalar": _value(lambda: np.float32(1.5)),
-    "`torch.Size`": _value(lambda: torch.Size([2, 3])),
-    "object of any other class": _value(object),
+    "numpy scalar": value(lambda: np.float32(1.5)),
+    "`torch.Size`": value(lambda: torch.Size([2, 3])),
+    "object of any other class": value(object),
 }  # fmt: skip
 
 KINDS: dict[str, Kind] = _DENSE | _STRIDED | _GRADIENTS | _DELEGATED | _REFUSED | _ARRAYS | _OPAQUE

@@ -194,6 +194,23 @@ def test_what_an_unflatten_function_raises_comes_out_of_get_and_wait_every_time(
     assert_next_copy_works(device)
 
 
+def test_a_flatten_function_that_works_only_once_does_not_hide_what_is_wrong_with_a_leaf(device):
+    """The walk that looks for the leaf's path is a second one."""
+    box = Box()
+    waiting = {box}
+
+    def flatten(given: Box) -> Any:
+        waiting.remove(given)  # a KeyError the second time
+        return [], None
+
+    tdcopier.register_container(Box, flatten, unflatten_box)
+    leaf = ramp("cpu", 3)
+    leaf.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="reaches beyond its storage, which has only 0 bytes"):
+        tdcopier.start_copy([box, leaf], device)
+    assert_next_copy_works(device)
+
+
 def test_an_interrupt_in_an_unflatten_function_is_raised_at_once_and_nothing_is_lost(device):
     interrupts = [KeyboardInterrupt()]
 

@@ -147,6 +147,19 @@ def test_device_sources_behind_a_busy_stream_may_be_written_again(
 
 
 @pytest.mark.sim
+def test_it_waits_for_the_last_chunk(sim, away, accelerator):
+    """The last leaves are overwritten first, as soon as the stream may."""
+    source, target = away
+    leaves = filled(1, [100] * 80, source)
+    with sim.hold(_C.copy_stream(source)):
+        handle = tdcopier.start_copy(leaves, target, max_packed_chunk_bytes=900)  # two leaves each
+        assert handle.stats.chunks == 40
+        handle.wait_staged()
+        refill(leaves[::-1], 2)
+    assert values_of(handle.get()) == {1}
+
+
+@pytest.mark.sim
 def test_only_the_stream_that_is_current_then_waits_for_the_read(sim, away, accelerator):
     source, target = away
     leaves = filled(1, [10, 20], source)
@@ -195,10 +208,10 @@ def test_each_device_of_a_mixed_tree_gets_its_own_order(sim, device, other_devic
 
 @pytest.mark.sim
 def test_a_delegated_leaf_is_waited_for_too(sim, device, other_device, accelerator):
+    """Its transfer waits for the target's current stream, and so must whoever overwrites it."""
     leaf = torch.full((4,), 1.0).to(device).requires_grad_()
-    reader = accelerator.Stream(device=device)
-    with sim.hold(reader):
-        with accelerator.stream(reader):
+    with sim.hold(accelerator.current_stream(other_device)):
+        with accelerator.stream(accelerator.Stream(device=device)):
             handle = tdcopier.start_copy([leaf], other_device)
         assert handle.stats.delegated_leaves == 1
         handle.wait_staged()

@@ -254,10 +254,13 @@ class Flattener {
       case Packable::kYes:
         return set_leaf(owned.release().ptr(), node, group);
       case Packable::kNo:
+        // No job for a group without leaves. Only the one that was made just now can be empty.
+        if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
         return delegate(owned.release().ptr(), node);
       case Packable::kShortStorage:
         throw py::value_error(
-            path_of(data_, node) + " reaches beyond its storage, which has only " +
+            path_of(data_, node).value_or("a tensor in data") +
+            " reaches beyond its storage, which has only " +
             std::to_string(tensor.storage().nbytes()) +
             " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
     }
@@ -355,9 +358,13 @@ FlatTree flatten(py::handle data, c10::Device target) {
   return Flattener(target, nullptr).run(data.ptr());
 }
 
-std::string path_of(py::handle data, size_t node) {
-  const Described found = describe(data);
-  return node < found.paths.size() ? found.paths[node] : "a leaf of data";
+std::optional<std::string> path_of(py::handle data, size_t node) {
+  try {
+    const Described found = describe(data);
+    if (node < found.paths.size()) return found.paths[node];
+  } catch (py::error_already_set&) {  // what is wrong with the leaf matters more
+  }
+  return std::nullopt;
 }
 
 py::list leaves_with_paths(py::handle data) {

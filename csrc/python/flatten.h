@@ -5,6 +5,8 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "engine/leaf.h"
@@ -41,8 +43,8 @@ struct FlatTree {
 FlatTree flatten(pybind11::handle data, c10::Device target);
 
 // How node `node` of flatten()'s spec is reached, such as "data['boxes'][3]". Walks again: for
-// messages.
-std::string path_of(pybind11::handle data, size_t node);
+// messages. Empty if a container's own code does not work a second time.
+std::optional<std::string> path_of(pybind11::handle data, size_t node);
 
 // A list of (path, leaf) for every tensor and array of the tree, in the order of the walk.
 pybind11::list leaves_with_paths(pybind11::handle data);

@@ -97,13 +97,8 @@ class Readers {
 // Where a leaf's own `.to` failed, as a note of the exception (from Python 3.11 on).
 void note_path(const py::object& error, py::handle data, size_t node) {
   if (!py::hasattr(error, "add_note")) return;
-  std::string path;
-  try {
-    path = path_of(data, node);
-  } catch (py::error_already_set&) {  // a container's own code, the second time
-    return;
-  }
-  error.attr("add_note")("tdcopier: raised by `.to` of the leaf " + path);
+  const std::optional<std::string> path = path_of(data, node);
+  if (path) error.attr("add_note")("tdcopier: raised by `.to` of the leaf " + *path);
 }
 
 // `Tensor.to` for each leaf that the engine leaves to it, in this thread and under its state.
