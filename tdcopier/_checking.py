@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -80,6 +81,7 @@ class SourceCheck:
         self._to_host = False
         if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
             return  # no leaf is what it seems, and each is left to `.to`, which has read it already
+        _C.staging_bytes(device)  # raises what is wrong with the device, as the call itself would
         target = torch.empty(0, device=device).device
         self._to_host = target.type == "cpu"
         for path, leaf in _C.leaves_with_paths(data):
@@ -105,6 +107,10 @@ class SourceCheck:
                     f"{self._started_at}. Before writing to a source, call wait_staged() or get() "
                     "on its handle."
                 )
+
+    def forget(self) -> None:
+        """From now on the sources may be modified."""
+        self._leaves = []
 
     def raise_failure(self) -> None:
         """Raise what was found so far, every time."""
@@ -142,13 +148,13 @@ class CheckedHandle:
         return is_ready
 
     def get(self) -> Any:
-        result = self._handle.get()
+        result = self._asked(self._handle.get)
         self._check.look()
         self._check.raise_failure()
         return result
 
     def wait(self, stream: torch.Stream | None = None) -> Any:
-        result = self._handle.wait(stream)
+        result = self._asked(self._handle.wait, stream)
         self._check.look(is_done=False)
         self._check.raise_failure()
         return result
@@ -158,8 +164,18 @@ class CheckedHandle:
         self._check.look()
         self._check.raise_failure()
 
+    def _asked(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return ask(*arguments)
+        except Exception:
+            if self._handle.ready():  # the copy has failed: it reads nothing any more
+                self._check.forget()
+            raise
+
     def __del__(self) -> None:
         """A handle that is dropped is looked at once more; Python prints what this raises."""
+        if sys.is_finalizing():
+            return  # torch is not to be called any more
         self._check.look()
         self._check.raise_failure_once()
 
@@ -175,7 +191,16 @@ def _is_plain(leaf: Any) -> bool:
         and leaf.layout is torch.strided
         and not leaf.is_quantized
         and not leaf.is_meta
+        and not _reaches_beyond_its_storage(leaf)  # the call refuses it
     )
+
+
+def _reaches_beyond_its_storage(leaf: torch.Tensor) -> bool:
+    if leaf.numel() == 0:
+        return False
+    last = sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
+    end = (leaf.storage_offset() + last + 1) * leaf.element_size()
+    return end > leaf.untyped_storage().nbytes()
 
 
 def _version(leaf: torch.Tensor) -> int | None:

@@ -6,10 +6,12 @@ import collections
 import copy
 import dataclasses
 import enum
+import os
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -39,6 +41,13 @@ class Rule(NamedTuple):
 
 _KNOWN_TO_THE_WALK = {list, tuple, dict, int, str, float, bool, bytes, type(None)}
 
+_NOT_INSTANTIABLE = 1 << 7  # flags of the interpreter's types
+_HEAP_TYPE = 1 << 9  # made by a class statement
+
+_lock = threading.RLock()  # asking about a class may run the code of its metaclass
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 _registered: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
 _found: weakref.WeakKeyDictionary[type, Rule | str | None] = weakref.WeakKeyDictionary()
 
@@ -70,28 +79,42 @@ def register_container(
     for name, function in (("flatten", flatten), ("unflatten", unflatten)):
         if not callable(function):
             raise TypeError(f"{name} must be callable; got {function!r}")
-    if cls in _registered:
-        raise ValueError(f"{cls.__qualname__} is registered already")
 
     def flatten_checked(value: Any) -> Flat:
         answer: Any = flatten(value)
-        if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Iterable):
+        if isinstance(answer, tuple) and len(answer) == 2 and _may_be_children(answer[0]):
             return list(answer[0]), answer[1], None
         raise Refused(
             f"is a {cls.__qualname__}, whose flatten function must return a pair (children, "
             f"context); it returned {answer!r}"
         )
 
-    _registered[cls] = Rule(flatten_checked, unflatten)
-    _found.clear()
+    with _lock:
+        if cls in _registered:
+            raise ValueError(f"{cls.__qualname__} is registered already")
+        _registered[cls] = Rule(flatten_checked, unflatten)
+        _found.clear()
+
+
+def _may_be_children(value: Any) -> bool:
+    """Not what can be iterated over, but is rather one child: a tensor would become its rows."""
+    one = (torch.Tensor, str, bytes, Mapping)
+    return isinstance(value, Iterable) and not isinstance(value, one) and not _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(type(value), "__array_interface__")
 
 
 def rule_of(cls: type) -> Rule | str | None:
     """The rule of a class, `DELEGATED`, or None where its values are opaque."""
-    if cls not in _found:
-        _found[cls] = _registered.get(cls) or _find_rule(cls)
-    rule: Rule | str | None = _found[cls]
-    return rule
+    if type(cls).__hash__ is None:
+        return None  # no class that anybody could register
+    with _lock:  # else a rule that was found before a registration could be kept after it
+        if cls not in _found:
+            _found[cls] = _registered.get(cls) or _find_rule(cls)
+        rule: Rule | str | None = _found[cls]
+        return rule
 
 
 def _find_rule(cls: type) -> Rule | str | None:
@@ -115,11 +138,12 @@ def _find_rule(cls: type) -> Rule | str | None:
 
 def _is_plain_object(cls: type) -> bool:
     """Whether its values hold nothing beyond attributes, as exceptions and the like do."""
-    try:
-        object.__new__(cls)
-    except TypeError:
-        return False
-    return True
+    return not _builtin_bases(cls)
+
+
+def _builtin_bases(cls: type) -> set[type]:
+    """The classes written in C that it is made from, besides `object`."""
+    return {base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE} - {object}
 
 
 def _is_leaf_class(cls: type) -> bool:
@@ -139,9 +163,10 @@ def _is_tensor_collection(cls: type) -> bool:
 # ---- mappings ------------------------------------------------------------------------------------
 
 
-def _flatten_ordered(value: dict[Any, Any]) -> Flat:
-    keys = list(value)
-    return [value[key] for key in keys], keys, keys
+def _flatten_ordered(value: dict[Any, Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    items = list(value.items())
+    keys = [key for key, _ in items]
+    return [child for _, child in items], keys, keys
 
 
 def _unflatten_ordered(children: list[Any], keys: list[Any]) -> Any:
@@ -149,8 +174,8 @@ def _unflatten_ordered(children: list[Any], keys: list[Any]) -> Any:
 
 
 def _flatten_default(value: collections.defaultdict[Any, Any]) -> Flat:
-    keys = list(value)
-    return list(value.values()), (value.default_factory, keys), keys
+    children, keys, _ = _flatten_ordered(value)
+    return children, (value.default_factory, keys), keys
 
 
 def _unflatten_default(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
@@ -231,10 +256,8 @@ def _tuple_rule(cls: type) -> Rule | None:
     if hasattr(cls, "n_sequence_fields"):  # such as torch.return_types.max
         no_more_of_them = bool(cls.__flags__ & _NOT_INSTANTIABLE)  # such as sys.version_info
         return None if no_more_of_them else _STRUCTS
-    try:
-        tuple.__new__(cls)
-    except TypeError:
-        return None  # of C, with rules of its own, such as torch.Size: no tensors in there
+    if _builtin_bases(cls) != {tuple}:
+        return None  # with rules of its own, such as torch.Size: no tensors in there
     named = isinstance(getattr(cls, "_fields", None), tuple)
     return _NAMED_TUPLES if named else _TUPLES
 
@@ -267,7 +290,6 @@ def _unflatten_struct(children: list[Any], context: tuple[Any, dict[str, Any]]) 
     return cls(children, hidden)
 
 
-_NOT_INSTANTIABLE = 1 << 7  # a flag of the interpreter's types
 _STRUCTS = Rule(_flatten_struct, _unflatten_struct)
 _TUPLES = Rule(_flatten_tuple, _unflatten_tuple)
 _NAMED_TUPLES = Rule(_flatten_named_tuple, _unflatten_tuple, "attribute")

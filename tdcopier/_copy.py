@@ -115,9 +115,26 @@ def start_copy(
     return handle if check is None else checked(handle, check)
 
 
-def copy(data: Any, device: Device, **options: Any) -> Any:
+def copy(
+    data: Any,
+    device: Device,
+    *,
+    use_pinned_staging: bool = True,
+    pack_cpu_tensors: bool = True,
+    min_packed_alignment_bytes: int = 16,
+    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
+    use_background_thread: bool = True,
+) -> Any:
     """The blocking form of `start_copy`: the tree on `device`, arrived. Takes the same options."""
-    return start_copy(data, device, **options).get()
+    return start_copy(
+        data,
+        device,
+        use_pinned_staging=use_pinned_staging,
+        pack_cpu_tensors=pack_cpu_tensors,
+        min_packed_alignment_bytes=min_packed_alignment_bytes,
+        max_packed_chunk_bytes=max_packed_chunk_bytes,
+        use_background_thread=use_background_thread,
+    ).get()
 
 
 def set_staging_limit_bytes(limit_bytes: int) -> None:
@@ -135,7 +152,7 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
         raise ValueError(
             f"limit_bytes must be at least {_C.STAGING_BUFFER_BYTES} (one buffer); got {limit}"
         )
-    _C.set_staging_limit_bytes(limit)
+    _C.set_staging_limit_bytes(min(limit, _LARGEST_CHUNK_BYTES))
 
 
 def staging_bytes(device: Device) -> int:

@@ -14,6 +14,8 @@ def plain_parts(moved: Any) -> list[torch.Tensor]:
         if flatten is None:
             return [moved]
         inner = [getattr(moved, name) for name in flatten()[0]]
+    elif isinstance(moved, tuple):  # a PackedSequence
+        inner = list(moved)
     elif (stacked := getattr(moved, "tensordicts", None)) is not None:
         inner = list(stacked)  # a lazy stack's own values would be new tensors
     else:

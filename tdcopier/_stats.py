@@ -15,7 +15,8 @@ class CopyStats(NamedTuple):
     packed_leaves: int
     """Leaves that share a chunk with others."""
     alone_leaves: int
-    """Leaves with a chunk of their own, being larger than 256 KiB or because packing is off."""
+    """Leaves with a chunk of their own, being larger than 256 KiB or `max_packed_chunk_bytes`, or
+    because packing is off."""
     delegated_leaves: int
     """Leaves that were left to their own `.to`, inside the call; it may have blocked. A TensorDict
     counts as one."""

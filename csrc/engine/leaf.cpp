@@ -101,13 +101,17 @@ Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
     if (impl->requires_grad() && c10::GradMode::is_enabled()) return Packable::kNo;
     if (tensor._fw_grad(/*level=*/0).defined()) return Packable::kNo;
   }
-  const void* data = static_cast<const std::byte*>(storage->data()) + begin;
+  const auto* data = static_cast<const std::byte*>(storage->data()) + begin;
   const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
   if (dense) {
     add(data, dtype, sizes, strides);
-  } else {
-    add_gapped(data, dtype, sizes, strides);
+    return Packable::kYes;
   }
+  if (elements > kMaxLeafBytes / element_bytes) return Packable::kNo;
+  // A device reads whole elements.
+  const bool aligned = reinterpret_cast<uintptr_t>(data) % element_bytes == 0;
+  if (!device_.is_cpu() && !aligned) return Packable::kNo;
+  add_gapped(data, dtype, sizes, strides);
   return Packable::kYes;
 }
 

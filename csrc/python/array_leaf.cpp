@@ -102,12 +102,24 @@ ArrayKind classify_array(PyObject* object) {
                                                   : ArrayKind::kUnknownNumber;
 }
 
-bool add_array_leaf(PyObject* object, LeafTable& leaves) {
+bool is_readable_array(PyObject* object) {
+  const py::array array = borrow(object);
+  const char order = array.dtype().byteorder();
+  if (order != '=' && order != '|') return false;
+  // Nothing to read, and torch has its own idea of strides; or more than any memory holds, which
+  // numpy counts in bytes that may overflow.
+  uint64_t bytes = static_cast<uint64_t>(array.itemsize());
+  for (py::ssize_t i = 0; i < array.ndim(); ++i) {
+    if (array.shape(i) == 0) return false;
+    if (__builtin_mul_overflow(bytes, static_cast<uint64_t>(array.shape(i)), &bytes)) return false;
+  }
+  return bytes <= kMaxLeafBytes;
+}
+
+void add_array_leaf(PyObject* object, LeafTable& leaves) {
   const py::array array = borrow(object);
   const py::dtype dtype = array.dtype();
-  if (dtype.byteorder() != '=' && dtype.byteorder() != '|') return false;
-  if (array.size() == 0) return false;  // nothing to read, and torch has its own idea of strides
-  constexpr size_t kMostDims = 64;      // numpy's own bound
+  constexpr size_t kMostDims = 64;  // numpy's own bound
   int64_t sizes[kMostDims];
   int64_t strides[kMostDims];
   const auto dims = static_cast<size_t>(array.ndim());
@@ -123,14 +135,13 @@ bool add_array_leaf(PyObject* object, LeafTable& leaves) {
   const bool contiguous = (array.flags() & (py::array::c_style | py::array::f_style)) != 0;
   if (torch_has_strides && (contiguous || is_dense(shape, steps))) {
     leaves.add(array.data(), scalar_type, shape, steps);
-    return true;
+    return;
   }
   // As through torch.from_numpy: of the array itself, or of a copy in C order.
   const std::vector<int64_t> dense = torch_has_strides
                                          ? at::infer_dense_strides(shape, steps)
                                          : at::IntArrayRef(c10::contiguous_strides(shape)).vec();
   leaves.add_strided(array.data(), scalar_type, shape, dense, {array.strides(), dims});
-  return true;
 }
 
 py::object tensor_from_array(PyObject* array) {

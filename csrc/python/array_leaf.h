@@ -19,14 +19,16 @@ enum class ArrayKind {
 // Before a walk: looks numpy's types up if numpy is loaded. Where it is not there are no arrays.
 void load_numpy_types();
 
-// Is it numpy's array, or a class made from it? Runs no Python code, as do the next two.
+// Is it numpy's array, or a class made from it? Runs no Python code, as do the next three.
 bool is_array_type(PyTypeObject* type);
 
 ArrayKind classify_array(PyObject* array);
 
-// Requires kConvertible. False, and nothing added, where its bytes are not those of torch's dtype:
-// another byte order.
-bool add_array_leaf(PyObject* array, LeafTable& leaves);
+// Requires kConvertible. Can its bytes be read as those of torch's dtype? Not in another byte order.
+bool is_readable_array(PyObject* array);
+
+// Requires is_readable_array().
+void add_array_leaf(PyObject* array, LeafTable& leaves);
 
 // A CPU tensor with the values of any convertible array: over the same memory where torch can use
 // it. Runs Python code.

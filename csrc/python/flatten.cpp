@@ -62,6 +62,7 @@ class Flattener {
   }
   ~Flattener() {
     for (const Found& found : tensors_) Py_XDECREF(found.object);
+    for (const Found& found : arrays_) Py_XDECREF(found.object);
   }
   Flattener(const Flattener&) = delete;
   Flattener& operator=(const Flattener&) = delete;
@@ -69,7 +70,7 @@ class Flattener {
   FlatTree run(PyObject* data) {
     data_ = data;
     visit(data, 0);
-    sort_out_tensors();
+    sort_out_leaves();
     return std::move(flat_);
   }
 
@@ -158,9 +159,10 @@ class Flattener {
         return visit_array(object, depth);
       case ValueKind::kContainer: {
         const PathStep::Kind step = known.step;
+        const py::object unflatten = known.unflatten;  // the object may change its class meanwhile
         const TakenApart parts = take_apart(known, object, depth);
         flat_.spec.add(NodeKind::kCustom, PySequence_Fast_GET_SIZE(parts.children.ptr()));
-        flat_.spec.add_key(types_.of(Py_TYPE(object)).unflatten.ptr());
+        flat_.spec.add_key(unflatten.ptr());
         flat_.spec.add_key(parts.context.ptr());
         PyObject* names = parts.names.is_none() ? nullptr : parts.names.ptr();
         visit_children(parts.children.ptr(), depth,
@@ -183,6 +185,8 @@ class Flattener {
                         PyList_Check(PyTuple_GET_ITEM(parts.ptr(), 0)),
                     "a container is taken apart into a list, a context and names");
     const py::tuple three = parts;
+    check_invariant(three[2].is_none() || py::len(three[0]) == py::len(three[2]),
+                    "each child of a container has a name, or none has");
     return {three[0], three[1], three[2]};
   }
 
@@ -198,20 +202,30 @@ class Flattener {
       case ArrayKind::kConvertible:
         break;
     }
-    const size_t node = flat_.spec.nodes();
     if (!moves_from_host_ || altered_ || paths_ != nullptr) return add_delegated(object);
+    const size_t node = flat_.spec.nodes();
     flat_.spec.add(NodeKind::kLeaf, 0);
-    const size_t group = group_of(c10::Device(c10::kCPU));
-    if (add_array_leaf(object, flat_.groups[group].leaves)) {
+    if (is_readable_array(object)) {
       Py_INCREF(object);
-      set_leaf(object, node, group);
+      arrays_.push_back({object, node});
     } else {  // such as another byte order: numpy copies it
-      sort_out(tensor_from_array(object).release().ptr(), node);
+      tensors_.push_back({tensor_from_array(object).release().ptr(), node});
     }
   }
 
-  // Second pass, over tensors alone. What it reads of a tensor lies in three places that are rarely
-  // in the cache after a step of training; fetching them ahead hides most of that.
+  // Where leaves are in memory is looked up when no code of anybody else runs any more: it might
+  // resize them.
+  void sort_out_leaves() {
+    for (Found& found : arrays_) {
+      const size_t group = group_of(c10::Device(c10::kCPU));
+      add_array_leaf(found.object, flat_.groups[group].leaves);
+      set_leaf(std::exchange(found.object, nullptr), found.node, group);
+    }
+    sort_out_tensors();
+  }
+
+  // What it reads of a tensor lies in three places that are rarely in the cache after a step of
+  // training; fetching them ahead hides most of that.
   void sort_out_tensors() {
     constexpr size_t kFar = 12;
     constexpr size_t kNear = 6;
@@ -337,7 +351,8 @@ class Flattener {
   FlatTree flat_;
   KnownTypes types_;
   size_t last_group_ = 0;
-  RecycledVector<Found> tensors_;  // by the first pass, in its order
+  RecycledVector<Found> tensors_;  // by the walk, in its order
+  RecycledVector<Found> arrays_;
   std::array<PathStep, kMaxDepth> path_;
 };
 

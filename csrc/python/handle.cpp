@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "base/fork.h"
@@ -16,37 +17,32 @@
 namespace py = pybind11;
 
 namespace tdcopier {
-namespace {
 
-// The storages behind a delegated output, sparse ones included.
-void record_on_stream(const at::Tensor& tensor, const c10::Stream& stream) {
-  const c10::impl::VirtualGuardImpl backend(stream.device_type());
-  const auto record = [&](const at::Tensor& part) {
-    if (part.has_storage()) backend.recordDataPtrOnStream(part.storage().data_ptr(), stream);
+void DelegatedOutputs::add(const at::Tensor& part) {
+  const auto keep = [this](const at::Tensor& tensor) {
+    if (tensor.has_storage()) storages.push_back(tensor.storage());
   };
-  switch (tensor.layout()) {
+  switch (part.layout()) {
     case c10::kSparse:
-      record(tensor._indices());
-      record(tensor._values());
+      keep(part._indices());
+      keep(part._values());
       return;
     case c10::kSparseCsr:
     case c10::kSparseBsr:
-      record(tensor.crow_indices());
-      record(tensor.col_indices());
-      record(tensor.values());
+      keep(part.crow_indices());
+      keep(part.col_indices());
+      keep(part.values());
       return;
     case c10::kSparseCsc:
     case c10::kSparseBsc:
-      record(tensor.ccol_indices());
-      record(tensor.row_indices());
-      record(tensor.values());
+      keep(part.ccol_indices());
+      keep(part.row_indices());
+      keep(part.values());
       return;
     default:
-      record(tensor);
+      keep(part);
   }
 }
-
-}  // namespace
 
 Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
     : target_(target),
@@ -82,6 +78,11 @@ bool Handle::has_failed() const {
   return std::any_of(jobs_.begin(), jobs_.end(), [](const auto& job) { return job->has_failed(); });
 }
 
+void Handle::fail_with(py::object exception) {
+  failure_traceback_ = exception.attr("__traceback__");
+  python_failure_ = std::move(exception);
+}
+
 void Handle::build_early() {
   if (python_failure_ || !is_enqueued() || has_failed()) return;
   try {
@@ -93,10 +94,11 @@ void Handle::build_early() {
 
 bool Handle::ready() {
   release_returned_sources();
-  if (python_failure_) return true;
+  // Whatever has failed meanwhile: while a job is at work, its sources may not be modified.
   for (const auto& job : jobs_) {
     if (!job->is_done()) return false;
   }
+  if (python_failure_) return true;
   const RelaxedCapture relaxed(target_.type());
   try {
     if (delegated_.made && !delegated_.made->query()) return false;
@@ -156,6 +158,11 @@ void Handle::wait_staged() {
 
 void Handle::wait_enqueued() {
   if (!is_enqueued()) {
+    if (generation_ != fork_generation()) {
+      throw std::runtime_error(
+          "this copy was started before the process was forked, and the threads that work on it are "
+          "the parent's: get its result there, or start another copy here");
+    }
     const py::gil_scoped_release no_gil;
     for (const auto& job : jobs_) job->wait_enqueued();
   }
@@ -191,6 +198,8 @@ void Handle::give_back_sources() {
 
 void Handle::raise_if_failed() {
   if (python_failure_) {
+    // As it was raised: each raise would add to it, and keep what the frames refer to.
+    PyException_SetTraceback(python_failure_.ptr(), failure_traceback_.ptr());
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(python_failure_.ptr())),
                     python_failure_.ptr());
     throw py::error_already_set();
@@ -208,6 +217,7 @@ void Handle::build_once() {
     built = spec->unflatten(
         [this](uint32_t group, uint32_t leaf) { return jobs_[group]->output(leaf); });
   } catch (py::error_already_set& error) {
+    if (result_) return;
     // An interrupt is not the copy's failure: the next call builds again.
     if (error.matches(PyExc_Exception)) fail_with(error.value());
     throw;
@@ -223,7 +233,12 @@ void Handle::hand_over_to(const c10::Stream& stream) {
   for (const auto& job : jobs_) job->hand_over_to(stream);
   if (!delegated_.made || stream == *delegated_.stream) return;
   delegated_.made->block(stream);
-  for (const at::Tensor& tensor : delegated_.tensors) record_on_stream(tensor, stream);
+  const c10::impl::VirtualGuardImpl backend(stream.device_type());
+  for (const c10::Storage& storage : delegated_.storages) {
+    // A part that stays on the host, such as the lengths of a packed sequence, is nobody's business.
+    if (storage.device_type() != stream.device_type()) continue;
+    backend.recordDataPtrOnStream(storage.data_ptr(), stream);
+  }
 }
 
 py::tuple Handle::stats() const {
@@ -241,12 +256,14 @@ py::tuple Handle::stats() const {
 int Handle::traverse(visitproc visit, void* arg) const {
   Py_VISIT(result_.ptr());
   Py_VISIT(python_failure_.ptr());
+  Py_VISIT(failure_traceback_.ptr());
   return spec_ ? spec_->traverse(visit, arg) : 0;
 }
 
 void Handle::clear() {
   result_ = py::object();
   python_failure_ = py::object();
+  failure_traceback_ = py::object();
   spec_.reset();
 }
 

@@ -18,7 +18,10 @@ namespace tdcopier {
 // What `Tensor.to` made on the target inside the call. It belongs to the stream that was current
 // then.
 struct DelegatedOutputs {
-  std::vector<at::Tensor> tensors;
+  // Its memory, whatever its layout. Not the tensors: they may refer back to the handle.
+  void add(const at::Tensor& part);
+
+  std::vector<c10::Storage> storages;
   std::optional<c10::Stream> stream;  // set with `made`
   EventRef made;                      // behind the work of `Tensor.to`; null: nothing to wait for
   std::vector<EventRef> read;         // by source device: behind its reads of delegated leaves
@@ -44,7 +47,7 @@ class Handle {
   // The jobs of the tree's groups, in their order.
   void attach(std::shared_ptr<CopyJob> job, bool background);
   void attach(DelegatedOutputs delegated) { delegated_ = std::move(delegated); }
-  void fail_with(pybind11::object exception) { python_failure_ = std::move(exception); }
+  void fail_with(pybind11::object exception);
   TreeSpec& spec() { return *spec_; }
   LeafCounts& counts() { return counts_; }
 
@@ -83,7 +86,8 @@ class Handle {
   std::vector<std::shared_ptr<CopyJob>> jobs_;  // none: the engine itself moves nothing
   bool background_ = false;
   DelegatedOutputs delegated_;
-  pybind11::object python_failure_;  // what a delegated leaf raised
+  pybind11::object python_failure_;  // what a delegated leaf or a container raised
+  pybind11::object failure_traceback_;  // as it was then
   pybind11::object result_;
 };
 

@@ -61,24 +61,24 @@ void start_group(Handle& handle, SourceGroup group, c10::Device target,
 }
 
 // Those that own the memory: a wrapper subclass or a collection keeps its own in tensors inside.
-void add_plain_parts(const py::object& moved, std::vector<at::Tensor>& parts) {
-  if (THPVariable_CheckExact(moved.ptr())) {
-    parts.push_back(THPVariable_Unpack(moved.ptr()));
-    return;
-  }
-  const py::list found = py::module_::import("tdcopier._delegated").attr("plain_parts")(moved);
+std::vector<at::Tensor> plain_parts(const py::object& value) {
+  if (THPVariable_CheckExact(value.ptr())) return {THPVariable_Unpack(value.ptr())};
+  std::vector<at::Tensor> parts;
+  const py::list found = py::module_::import("tdcopier._delegated").attr("plain_parts")(value);
   for (const py::handle part : found) parts.push_back(THPVariable_Unpack(part.ptr()));
+  return parts;
 }
 
 // The accelerators whose current streams read the leaves that `Tensor.to` was called for.
 class Readers {
  public:
-  void note(const py::object& tensor) {
-    if (!THPVariable_Check(tensor.ptr())) return;
-    const c10::Device device = THPVariable_Unpack(tensor.ptr()).device();
-    if (!has_engine_transfers(device)) return;
-    if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
-      devices_.push_back(device);
+  void note(const py::object& source) {
+    for (const at::Tensor& part : plain_parts(source)) {
+      const c10::Device device = part.device();
+      if (!has_engine_transfers(device)) continue;
+      if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
+        devices_.push_back(device);
+      }
     }
   }
 
@@ -121,12 +121,12 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
         ++handle.counts().reused;
       } else {
         ++handle.counts().delegated;
-        add_plain_parts(moved, outputs.tensors);
+        for (const at::Tensor& part : plain_parts(moved)) outputs.add(part);
       }
       handle.spec().replace_value(leaf.value, std::move(moved));
     }
     outputs.read = readers.events();
-    if (!outputs.tensors.empty() && has_engine_transfers(target)) {
+    if (!outputs.storages.empty() && has_engine_transfers(target)) {
       outputs.stream = parse_stream(py::none(), target);
       outputs.made = Accelerator::of(target).events().record(*outputs.stream);
     }
