@@ -13,6 +13,7 @@ import pytest
 import torch
 from catalogue import ramp
 from container_classes import Box, Pair, flatten_box, unflatten_box
+from sim_support import becomes
 from support import raises_exactly
 
 import tdcopier
@@ -190,7 +191,7 @@ def test_what_an_unflatten_function_raises_comes_out_of_get_and_wait_every_time(
         with pytest.raises(KeyError) as caught:
             ask()
         assert caught.value is error
-    assert handle.ready()
+    assert becomes(handle.ready)
     assert_next_copy_works(device)
 
 
