@@ -269,12 +269,12 @@ def test_a_checked_handle_that_nobody_asked_does_not_disturb_the_end_of_the_proc
 
 
 def test_memory_of_a_lazy_stack_is_found_in_its_members():
-    from tensordict import LazyStackedTensorDict, TensorDict
+    tensordict = pytest.importorskip("tensordict")
 
     from tdcopier._delegated import plain_parts
 
-    members = [TensorDict(a=torch.full((3,), float(i))) for i in range(2)]
-    parts = plain_parts(LazyStackedTensorDict(*members))
+    members = [tensordict.TensorDict(a=torch.full((3,), float(i))) for i in range(2)]
+    parts = plain_parts(tensordict.LazyStackedTensorDict(*members))
     assert [part.data_ptr() for part in parts] == [m["a"].data_ptr() for m in members]
 
 

@@ -15,8 +15,8 @@
 
 namespace tdcopier {
 
-// A leaf that claims more than this repeats its elements, and no memory holds them: `Tensor.to` says
-// so best.
+// A leaf that claims more than this repeats its elements, and no memory holds them: `Tensor.to`
+// says so best.
 inline constexpr uint64_t kMaxLeafBytes = uint64_t{1} << 40;
 
 // A leaf in the memory of its table's device. Its bytes lie together, in whatever order of

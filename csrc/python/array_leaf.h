@@ -24,7 +24,8 @@ bool is_array_type(PyTypeObject* type);
 
 ArrayKind classify_array(PyObject* array);
 
-// Requires kConvertible. Can its bytes be read as those of torch's dtype? Not in another byte order.
+// Requires kConvertible. Can its bytes be read as those of torch's dtype? Not in another byte
+// order.
 bool is_readable_array(PyObject* array);
 
 // Requires is_readable_array().

@@ -160,7 +160,8 @@ void Handle::wait_enqueued() {
   if (!is_enqueued()) {
     if (generation_ != fork_generation()) {
       throw std::runtime_error(
-          "this copy was started before the process was forked, and the threads that work on it are "
+          "this copy was started before the process was forked, and the threads that work on it "
+          "are "
           "the parent's: get its result there, or start another copy here");
     }
     const py::gil_scoped_release no_gil;
@@ -235,7 +236,8 @@ void Handle::hand_over_to(const c10::Stream& stream) {
   delegated_.made->block(stream);
   const c10::impl::VirtualGuardImpl backend(stream.device_type());
   for (const c10::Storage& storage : delegated_.storages) {
-    // A part that stays on the host, such as the lengths of a packed sequence, is nobody's business.
+    // A part that stays on the host, such as the lengths of a packed sequence, is nobody's
+    // business.
     if (storage.device_type() != stream.device_type()) continue;
     backend.recordDataPtrOnStream(storage.data_ptr(), stream);
   }

@@ -86,7 +86,7 @@ class Handle {
   std::vector<std::shared_ptr<CopyJob>> jobs_;  // none: the engine itself moves nothing
   bool background_ = false;
   DelegatedOutputs delegated_;
-  pybind11::object python_failure_;  // what a delegated leaf or a container raised
+  pybind11::object python_failure_;     // what a delegated leaf or a container raised
   pybind11::object failure_traceback_;  // as it was then
   pybind11::object result_;
 };

@@ -30,6 +30,9 @@ Block* BlockCache::reuse(std::int64_t pool, std::size_t size) {
 }
 
 Block* BlockCache::allocate(std::int64_t pool, std::size_t size) {
+  // A system that promises more memory than it has would end the process when it is written.
+  constexpr std::size_t kMoreThanAnyDeviceHas = std::size_t{1} << 40;
+  if (size > kMoreThanAnyDeviceHas) return nullptr;
   void* const data = std::aligned_alloc(kBlockBytes, size);
   if (data == nullptr) return nullptr;
   std::memset(data, kFreshByte, size);
