@@ -79,7 +79,8 @@ def machine_line(result: dict[str, Any]) -> str:
         parts.append(f"driver {machine['driver']}")
     parts.append(f"{machine['logical_cpus']} logical CPUs ({machine['cpu'] or 'unknown'})")
     parts.append(f"torch {machine['torch']}, Python {machine['python']}")
-    commit = machine.get("git_commit")
+    # A commit says nothing of a working tree that had changed since.
+    commit = None if machine.get("git_dirty") else machine.get("git_commit")
     parts.append(f"tdcopier {machine['tdcopier']}" + (f" at {commit[:10]}" if commit else ""))
     return ", ".join(parts) + f"; {result['taken']}."
 

@@ -73,6 +73,13 @@ def test_each_direction_has_its_own_plot_heading_and_witness(name: str, words: s
     assert f">{words}, detection batch: 528 leaves" in report.plot(result)
 
 
+def test_a_commit_is_named_only_where_the_working_tree_was_that_commit() -> None:
+    result = a_result()
+    assert "at 0123456789" in report.machine_line(result)
+    result["machine"]["git_dirty"] = True
+    assert "0123456789" not in report.machine_line(result)
+
+
 def test_several_devices_of_a_machine_are_counted_in_its_line() -> None:
     result = a_result()
     result["machine"]["gpus"] = 2
