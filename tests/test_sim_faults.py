@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from sim_support import marker, pinned
 from sim_support import fresh as fresh
+from sim_support import marker, pinned
 
 pytestmark = pytest.mark.sim
 
