@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 #include <pybind11/pybind11.h>
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -66,7 +67,7 @@ class Handle {
   bool has_failed() const;  // Requires: is_enqueued()
   void wait_enqueued();
   void wait_done();
-  void synchronize();  // Blocks. GIL: either way
+  std::exception_ptr synchronize() noexcept;  // Blocks. GIL: either way. The device's error
   void give_back_sources();
   void raise_if_failed();
   void build_once();
@@ -83,7 +84,8 @@ class Handle {
   std::vector<std::shared_ptr<CopyJob>> jobs_;  // none: the engine itself moves nothing
   bool background_ = false;
   DelegatedOutputs delegated_;
-  pybind11::object python_failure_;  // what a delegated leaf raised
+  pybind11::object python_failure_;    // what a delegated leaf raised
+  std::exception_ptr device_failure_;  // what the device said of this copy when it was asked
   pybind11::object result_;
 };
 
