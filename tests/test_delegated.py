@@ -129,7 +129,7 @@ def test_a_failing_delegated_leaf_fails_the_copy_every_time_with_its_own_error(
     leaves = [ramp(source, 2), ramp(source, 2).as_subclass(Failing)]
     handle = tdcopier.start_copy(leaves, target)
     for _ in range(3):
-        assert becomes(handle.ready)
+        assert becomes(handle.ready)  # the other leaf may still be on its way
         with pytest.raises(KeyError) as caught:
             getattr(handle, ask)()
         assert caught.value is error

@@ -94,11 +94,7 @@ void DeviceSourceJob::finish_reading() noexcept {
   }
   // Waits for the device and gives back, on the reclaimer's thread.
   const auto reclaim = [read = read_, sources = sources_]() noexcept {
-    try {
-      const RelaxedCapture relaxed(read->device_type());
-      read->synchronize();
-    } catch (...) {  // as above
-    }
+    wait_until_ended(*read);
     sources->give_back();
   };
   try {

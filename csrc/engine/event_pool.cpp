@@ -3,7 +3,26 @@
 
 #include <utility>
 
+#include "engine/graph_capture.h"
+
 namespace tdcopier {
+
+bool has_ended(const c10::Event& event) noexcept {
+  const RelaxedCapture relaxed(event.device_type());
+  try {
+    return event.query();
+  } catch (...) {
+    return true;
+  }
+}
+
+void wait_until_ended(const c10::Event& event) noexcept {
+  const RelaxedCapture relaxed(event.device_type());
+  try {
+    event.synchronize();
+  } catch (...) {  // it has ended
+  }
+}
 
 std::unique_ptr<c10::Event> EventPool::take() {
   const std::lock_guard lock(mutex_);

@@ -3,8 +3,6 @@
 
 #include <utility>
 
-#include "engine/graph_capture.h"
-
 namespace tdcopier {
 namespace {
 
@@ -28,9 +26,8 @@ void RunAhead::note_hand_over(const c10::Stream& stream) {
 
 bool RunAhead::has_room() {
   const std::lock_guard lock(mutex_);
-  if (ahead_.empty()) return true;
-  const RelaxedCapture relaxed(ahead_.front()->device_type());
-  while (!ahead_.empty() && ahead_.front()->query()) ahead_.pop_front();
+  // A consumer's stream that has failed reads no more. That is not this copy's failure.
+  while (!ahead_.empty() && has_ended(*ahead_.front())) ahead_.pop_front();
   return ahead_.size() < limit();
 }
 
@@ -42,8 +39,7 @@ void RunAhead::wait_for_room() {
       if (ahead_.empty()) return;
       oldest = ahead_.front();
     }
-    const RelaxedCapture relaxed(oldest->device_type());
-    oldest->synchronize();
+    wait_until_ended(*oldest);
   }
 }
 

@@ -2,12 +2,10 @@
 #include "engine/staging_ring.h"
 
 #include <ATen/core/CachingHostAllocator.h>
-#include <c10/util/Exception.h>
 
 #include <utility>
 
 #include "engine/byte_tensor.h"
-#include "engine/graph_capture.h"
 
 namespace tdcopier {
 namespace {
@@ -37,11 +35,7 @@ uint64_t StagingRing::limit_bytes() {
 
 bool StagingRing::is_exhausted() noexcept {
   const std::lock_guard lock(mutex_);
-  try {
-    collect_done();
-  } catch (const c10::Error&) {
-    return false;  // the device has failed: the job that needs it will say so
-  }
+  collect_done();
   drop_over_limit();
   return free_.empty() && pinned_bytes_ + kStagingBufferBytes > limit_bytes();
 }
@@ -84,10 +78,7 @@ std::unique_ptr<StagingBuffer> StagingRing::take_or_reserve() {
     // Keep a reference and let the others in while the device works.
     const EventRef oldest = in_flight_.front().event;
     lock.unlock();
-    {
-      const RelaxedCapture relaxed(type_);
-      oldest->synchronize();
-    }
+    wait_until_ended(*oldest);
     lock.lock();
   }
 }
@@ -120,9 +111,10 @@ void StagingRing::give_back_after(std::unique_ptr<StagingBuffer> buffer, EventRe
   returned_.notify_one();
 }
 
+// A device that has failed reads no more: its buffers are free, or the ring would be blocked for
+// ever.
 void StagingRing::collect_done() {
-  const RelaxedCapture relaxed(type_);
-  while (!in_flight_.empty() && in_flight_.front().event->query()) {
+  while (!in_flight_.empty() && has_ended(*in_flight_.front().event)) {
     free_.push_back(std::move(in_flight_.front().buffer));
     in_flight_.pop_front();
   }

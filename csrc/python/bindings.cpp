@@ -102,7 +102,8 @@ Args:
     stream: a `torch.Stream` of the target device; None is the calling thread's current one.
 
 Raises:
-    Exception: what made the copy fail before it was on its way; every time.
+    Exception: what made the copy fail, as far as that is known when it is called; every time. If the
+        device fails later, so does the stream.
     TypeError: not a stream.
     ValueError: a stream of another device.
     RuntimeError: the stream is capturing a CUDA graph.)")

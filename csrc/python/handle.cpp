@@ -103,7 +103,8 @@ bool Handle::ready() {
   try {
     if (delegated_.made && !delegated_.made->query()) return false;
   } catch (const c10::Error&) {
-    return true;  // the device failed: get() will say how
+    if (!device_failure_) device_failure_ = std::current_exception();
+    return true;
   }
   give_back_sources();
   return true;
@@ -171,22 +172,29 @@ void Handle::wait_enqueued() {
 }
 
 void Handle::wait_done() {
+  std::exception_ptr failure;
   if (ready()) {
     // A device error ends a copy too; waiting for what has ended raises it without blocking.
-    synchronize();
-    return;
-  }
-  {
+    failure = synchronize();
+  } else {
     const py::gil_scoped_release no_gil;
-    synchronize();
+    failure = synchronize();
   }
+  // A device may tell of its error once only.
+  if (!device_failure_) device_failure_ = failure;
+  raise_if_failed();
   give_back_sources();
 }
 
-void Handle::synchronize() {
-  for (const auto& job : jobs_) job->wait_done();
-  const RelaxedCapture relaxed(target_.type());
-  if (delegated_.made) delegated_.made->synchronize();
+std::exception_ptr Handle::synchronize() noexcept {
+  try {
+    for (const auto& job : jobs_) job->wait_done();
+    const RelaxedCapture relaxed(target_.type());
+    if (delegated_.made) delegated_.made->synchronize();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 // A job that failed may have left the device reading: its sources wait for that.
@@ -206,6 +214,7 @@ void Handle::raise_if_failed() {
     throw py::error_already_set();
   }
   for (const auto& job : jobs_) job->rethrow_failure();
+  if (device_failure_) std::rethrow_exception(device_failure_);
 }
 
 void Handle::build_once() {

@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 #include <pybind11/pybind11.h>
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -69,7 +70,7 @@ class Handle {
   bool has_failed() const;  // Requires: is_enqueued()
   void wait_enqueued();
   void wait_done();
-  void synchronize();  // Blocks. GIL: either way
+  std::exception_ptr synchronize() noexcept;  // Blocks. GIL: either way. The device's error
   void give_back_sources();
   void raise_if_failed();
   void build_once();
@@ -88,6 +89,7 @@ class Handle {
   DelegatedOutputs delegated_;
   pybind11::object python_failure_;     // what a delegated leaf or a container raised
   pybind11::object failure_traceback_;  // as it was then
+  std::exception_ptr device_failure_;   // what the device said of this copy when it was asked
   pybind11::object result_;
 };
 

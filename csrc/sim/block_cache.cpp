@@ -1,6 +1,7 @@
 // Reuse of memory blocks in the order of streams' work.
 #include "sim/block_cache.h"
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
@@ -10,10 +11,19 @@ namespace tdcopier::sim {
 
 namespace {
 
-// Fresh system memory often reads as zero, which is what a test may well expect: this does not.
+// Fresh system memory often reads as zero, which is what a test may well expect: these do not.
 constexpr int kFreshByte = 0xA5;
+constexpr int kFreedByte = 0xDD;
+
+std::atomic<bool> poison_at_allocation{true};
+std::atomic<bool> poison_at_free{false};
 
 }  // namespace
+
+Poison exchange_poison(Poison poison) {
+  return {poison_at_allocation.exchange(poison.at_allocation),
+          poison_at_free.exchange(poison.at_free)};
+}
 
 std::size_t rounded_size(std::size_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
@@ -35,7 +45,7 @@ Block* BlockCache::allocate(std::int64_t pool, std::size_t size) {
   if (size > kMoreThanAnyDeviceHas) return nullptr;
   void* const data = std::aligned_alloc(kBlockBytes, size);
   if (data == nullptr) return nullptr;
-  std::memset(data, kFreshByte, size);
+  if (poison_at_allocation.load(std::memory_order_relaxed)) std::memset(data, kFreshByte, size);
   auto block = std::make_unique<Block>();
   block->data = data;
   block->size = size;
@@ -50,6 +60,7 @@ void BlockCache::recycle(Block* block) {
     block->in_use_until.push_back(Point{user, user->last()});
   }
   block->users.clear();
+  if (block->owner != nullptr) block->freed_at = Point{block->owner, block->owner->last()};
   block->seen_until = all_pending_work();
   waiting_.push_back(block);
   sweep();
@@ -76,9 +87,20 @@ bool BlockCache::all_passed(std::vector<Point>& points) {
 void BlockCache::sweep() {
   std::erase_if(waiting_, [&](Block* block) {
     if (!all_passed(block->in_use_until)) return false;
+    if (poison_at_free.load(std::memory_order_relaxed)) poison(block);
     free_[{block->pool, block->size}].push_back(block);
     return true;
   });
+}
+
+void BlockCache::poison(Block* block) {
+  if (block->freed_at.passed()) {
+    std::memset(block->data, kFreedByte, block->size);
+    return;
+  }
+  const auto position = block->owner->enqueue(
+      [data = block->data, size = block->size] { std::memset(data, kFreedByte, size); });
+  block->seen_until.push_back(Point{block->owner, position});  // it is mapped until then
 }
 
 void BlockCache::forget(Block* block) {

@@ -13,6 +13,14 @@
 
 namespace tdcopier::sim {
 
+// When memory is filled with a pattern that no test takes for data.
+struct Poison {
+  bool at_allocation;  // of memory that is fresh from the system
+  bool at_free;
+};
+// For all blocks from now on; returns what was. Thread: any.
+Poison exchange_poison(Poison poison);
+
 inline constexpr std::size_t kBlockBytes = 512;  // blocks are aligned to and multiples of this
 
 std::size_t rounded_size(std::size_t bytes);
@@ -22,6 +30,8 @@ struct Block {
   void* data = nullptr;
   std::size_t size = 0;
   std::int64_t pool = 0;
+  StreamQueue* owner = nullptr;     // in whose order the block is used again; none: in no stream's
+  Point freed_at;                   // the owner's place at the free
   std::vector<StreamQueue*> users;  // streams that were noted to use the block while handed out
   std::vector<Point> in_use_until;  // freed, and to be reused only when all of these are passed
   std::vector<Point> seen_until;    // freed, and to be unmapped only when all of these are passed
@@ -33,6 +43,9 @@ struct Block {
 // the stream that owns it is ordered before the next user's anyway), unless streams were noted as
 // its users: then it waits until what was enqueued on them at the time of the free has run.
 //
+// A freed block is poisoned when its owner may use it again: at once if no stream that may has
+// pending work, else in the owner's order. Who reads it after that reads it after its free.
+//
 // Memory goes back to the system only when all work that was pending at the free, on any stream,
 // has run. A program that forgets to order its streams therefore sees wrong bytes, never a crash.
 class BlockCache {
@@ -41,8 +54,7 @@ class BlockCache {
   // none.
   Block* reuse(std::int64_t pool, std::size_t size);
 
-  // A new block from the system, filled with a pattern that no test takes for data; null if the
-  // system has no memory.
+  // A new block from the system, poisoned; null if the system has no memory.
   Block* allocate(std::int64_t pool, std::size_t size);
 
   void recycle(Block* block);
@@ -72,6 +84,7 @@ class BlockCache {
  private:
   static bool all_passed(std::vector<Point>& points);
   void sweep();
+  static void poison(Block* block);
   void forget(Block* block);
 
   std::map<std::uintptr_t, std::unique_ptr<Block>> blocks_;

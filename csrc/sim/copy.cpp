@@ -7,11 +7,13 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <cstring>
+#include <optional>
+#include <utility>
 
-#include "sim/counters.h"
 #include "sim/event.h"
 #include "sim/pinned_allocator.h"
 #include "sim/runtime.h"
+#include "sim/transfer.h"
 
 namespace tdcopier::sim {
 
@@ -58,17 +60,20 @@ StreamQueue::Operation copy_operation(const at::Tensor& source, const at::Tensor
 
 void copy_between_devices(const at::Tensor& source, const at::Tensor& target) {
   const bool within = source.device() == target.device();
-  count_transfer(within ? Direction::kWithinDevice : Direction::kDeviceToDevice, target.nbytes());
+  auto operation =
+      begin_transfer({within ? Direction::kWithinDevice : Direction::kDeviceToDevice,
+                      target.nbytes(), source.device().index(), target.device().index()},
+                     copy_operation(source, target));
   auto& from = current_queue(source.device().index());
   if (within) {
-    from.enqueue(copy_operation(source, target));
+    from.enqueue(std::move(operation));
     return;
   }
   auto& to = current_queue(target.device().index());
   Event event(/*timed=*/false);
   event.record(to);  // nobody may still be using the target's memory
   event.block(from);
-  from.enqueue(copy_operation(source, target));
+  from.enqueue(std::move(operation));
   event.record(from);
   event.block(to);
 }
@@ -79,10 +84,14 @@ void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non
   const auto& device = to_device ? target : source;
   TORCH_CHECK(host.device().is_cpu(),
               "the simulated device exchanges data with the host only, not with ", host.device());
-  count_transfer(to_device ? Direction::kHostToDevice : Direction::kDeviceToHost, target.nbytes());
-  const auto stream = current_stream(device.device().index());
+  const auto index = device.device().index();
+  const auto stream = current_stream(index);
   auto& queue = queue_of(stream);
-  const auto position = queue.enqueue(copy_operation(source, target));
+  const auto position = queue.enqueue(
+      to_device ? begin_transfer({Direction::kHostToDevice, target.nbytes(), std::nullopt, index},
+                                 copy_operation(source, target))
+                : begin_transfer({Direction::kDeviceToHost, target.nbytes(), index, std::nullopt},
+                                 copy_operation(source, target)));
   auto& pinned = PinnedAllocator::get();
   auto* const data = const_cast<void*>(host.const_data_ptr());
   if (non_blocking && pinned.is_pinned(data)) {

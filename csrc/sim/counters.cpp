@@ -14,7 +14,6 @@ thread_local int uncounted = 0;
 }  // namespace
 
 void count_transfer(Direction direction, std::size_t bytes) {
-  if (uncounted > 0) return;
   const std::lock_guard lock(mutex);
   auto& total = totals[static_cast<std::size_t>(direction)];
   ++total.transfers;
@@ -36,6 +35,9 @@ Uncounted::Uncounted() {
 }
 Uncounted::~Uncounted() {
   --uncounted;
+}
+bool Uncounted::is_in_force() {
+  return uncounted > 0;
 }
 
 }  // namespace tdcopier::sim

@@ -22,7 +22,7 @@ struct Count {
 
 using Counts = std::array<Count, kDirections>;  // indexed by Direction
 
-// Counts a transfer, at the time that it is enqueued, unless Uncounted is in force.
+// Counts a transfer, at the time that it is enqueued.
 void count_transfer(Direction direction, std::size_t bytes);
 
 Counts counts();
@@ -34,6 +34,7 @@ class Uncounted {
  public:
   Uncounted();
   ~Uncounted();
+  static bool is_in_force();
   Uncounted(const Uncounted&) = delete;
   Uncounted& operator=(const Uncounted&) = delete;
 };

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "sim/faults.h"
+
 namespace tdcopier::sim {
 
 namespace {
@@ -32,10 +34,14 @@ c10::DataPtr DeviceAllocator::allocate(std::size_t bytes) {
   if (bytes == 0) return {nullptr, device};
   const auto size = rounded_size(bytes);
   const auto pool = pool_of(current_stream(index));
+  strike_device_allocation(index, bytes);
 
   const std::lock_guard lock(mutex_);
   auto* block = cache_.reuse(pool, size);
-  if (block == nullptr) block = allocate_block(index, pool, size);
+  if (block == nullptr) {
+    block = allocate_block(index, pool, size);
+    block->owner = &current_queue(index);
+  }
   auto& stats = device_at(index).stats;
   stats.allocated += static_cast<std::int64_t>(size);
   stats.peak_allocated = std::max(stats.peak_allocated, stats.allocated);

@@ -21,12 +21,19 @@ void Event::record(StreamQueue& stream) {
 void Event::block(StreamQueue& stream) const {
   const auto point = marker().point;
   // A stream never waits for itself: what it has been given before runs before anyway.
-  if (point.stream == nullptr || point.stream == &stream || point.passed()) return;
+  if (point.stream == nullptr || point.stream == &stream) return;
+  if (point.passed()) {
+    point.check();  // as CUDA's calls do, it tells at once what is known to have failed
+    return;
+  }
   stream.enqueue([point] { point.wait(); });
 }
 
 bool Event::query() const {
-  return marker().point.passed();
+  const auto point = marker().point;
+  if (!point.passed()) return false;
+  point.check();
+  return true;
 }
 
 void Event::synchronize() const {

@@ -55,14 +55,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
 
-  bool queryStream(const c10::Stream& stream) const override {
-    const auto& queue = queue_of(stream);
-    return queue.passed(queue.last());
-  }
+  bool queryStream(const c10::Stream& stream) const override { return queue_of(stream).query(); }
 
   void synchronizeStream(const c10::Stream& stream) const override {
     auto& queue = queue_of(stream);
-    queue.wait(queue.last());
+    queue.synchronize(queue.last());
   }
 
   void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize(device); }

@@ -12,6 +12,7 @@
 #include <optional>
 #include <tuple>
 
+#include "sim/controls.h"
 #include "sim/counters.h"
 #include "sim/device_allocator.h"
 #include "sim/gate.h"
@@ -102,12 +103,16 @@ PYBIND11_MODULE(_sim, m) {
       if (error) std::rethrow_exception(error);
     } catch (const c10::ValueError& e) {
       PyErr_SetString(PyExc_ValueError, e.what_without_backtrace());
+    } catch (const c10::AcceleratorError& e) {
+      py::set_error(py::module_::import("torch").attr("AcceleratorError"),
+                    e.what_without_backtrace());
     } catch (const c10::Error& e) {
       PyErr_SetString(PyExc_RuntimeError, e.what_without_backtrace());
     }
   });
 
   m.attr("MAX_DEVICES") = kMaxDevices;
+  bind_controls(m);
 
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
       .def(py::init(&Gate::make))

@@ -139,7 +139,7 @@ std::set<c10::DeviceIndex> devices_of(const torch::jit::Stack& stack, std::size_
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const auto index : devices_of(*stack, op.schema().arguments().size())) {
     auto& queue = current_queue(index);
-    queue.wait(queue.last());
+    queue.synchronize(queue.last());
   }
   const Uncounted stands_in_for_a_kernel;
   at::native::cpu_fallback(op, stack);

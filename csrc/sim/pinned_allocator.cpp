@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "sim/faults.h"
 #include "sim/runtime.h"
 
 namespace tdcopier::sim {
@@ -35,6 +36,7 @@ PinnedAllocator& PinnedAllocator::get() {
 
 c10::DataPtr PinnedAllocator::allocate(std::size_t bytes) {
   if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
+  strike_pinned_allocation(bytes);
   const auto size = rounded_size(bytes);
   const auto signed_size = static_cast<std::int64_t>(size);
   const std::lock_guard lock(mutex_);

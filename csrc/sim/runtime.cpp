@@ -110,17 +110,20 @@ void synchronize(c10::DeviceIndex index) {
   std::vector<Point> points;
   for_each_queue(resolve_device(index),
                  [&](StreamQueue& queue) { points.push_back(Point{&queue, queue.last()}); });
-  for (const auto& point : points) point.wait();
+  for (const auto& point : points) point.stream->synchronize(point.position);
+}
+
+std::vector<Point> last_positions() {
+  std::vector<Point> points;
+  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
+    for_each_queue(i, [&](StreamQueue& queue) { points.push_back(Point{&queue, queue.last()}); });
+  }
+  return points;
 }
 
 std::vector<Point> all_pending_work() {
-  std::vector<Point> points;
-  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
-    for_each_queue(i, [&](StreamQueue& queue) {
-      const Point point{&queue, queue.last()};
-      if (!point.passed()) points.push_back(point);
-    });
-  }
+  std::vector<Point> points = last_positions();
+  std::erase_if(points, [](const Point& point) { return point.passed(); });
   return points;
 }
 

@@ -47,6 +47,9 @@ StreamQueue& current_queue(c10::DeviceIndex index);
 // done.
 void synchronize(c10::DeviceIndex index);
 
+// The last position of every stream of every device at the time of the call.
+std::vector<Point> last_positions();
+
 // The work of all devices that has not run at the time of the call: the last position of each
 // stream that is not idle.
 std::vector<Point> all_pending_work();

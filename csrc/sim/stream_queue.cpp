@@ -54,12 +54,49 @@ std::uint64_t StreamQueue::enqueue(Operation operation) {
 }
 
 void StreamQueue::wait(std::uint64_t position) {
-  if (!passed(position)) {
-    check_not_forked();
-    std::unique_lock lock(mutex_);
-    progress_.wait(lock, [&] { return passed(position); });
-  }
+  reach(position);
+  check(position);
   if (failed_.load(std::memory_order_acquire)) report_failure();
+}
+
+void StreamQueue::synchronize(std::uint64_t position) {
+  reach(position);
+  check_stream();
+  if (failed_.load(std::memory_order_acquire)) report_failure();
+}
+
+bool StreamQueue::query() const {
+  if (!passed(last())) return false;
+  check_stream();
+  return true;
+}
+
+void StreamQueue::check(std::uint64_t position) const {
+  if (!any_struck_.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(mutex_);
+  if (const auto* const struck = struck_at(position)) throw DeviceError(struck->failure);
+}
+
+void StreamQueue::check_stream() const {
+  if (!any_struck_.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(mutex_);
+  for (const Struck& struck : struck_) {
+    if (!struck.failure->has_ended()) throw DeviceError(struck.failure);
+  }
+}
+
+const StreamQueue::Struck* StreamQueue::struck_at(std::uint64_t position) const {
+  for (const Struck& struck : struck_) {
+    if (struck.position <= position && struck.failure->covers(this, position)) return &struck;
+  }
+  return nullptr;
+}
+
+void StreamQueue::reach(std::uint64_t position) {
+  if (passed(position)) return;
+  check_not_forked();
+  std::unique_lock lock(mutex_);
+  progress_.wait(lock, [&] { return passed(position); });
 }
 
 void StreamQueue::report_failure() {
@@ -119,12 +156,18 @@ void StreamQueue::run() {
       return;
     }
     std::string failure;
+    std::shared_ptr<const LastingFailure> lasting;
     {
+      const auto position = completed_.load(std::memory_order_relaxed) + 1;
+      const bool skipped = struck_at(position) != nullptr;
       const Operation operation = std::move(operations_.front());
       operations_.pop_front();
       lock.unlock();
       try {
-        operation();
+        if (!skipped) operation();
+      } catch (const DeviceError& error) {
+        lasting = error.failure();
+        if (!lasting->covers(this, position)) failure = error.what_without_backtrace();
       } catch (const c10::Error& error) {
         failure = error.what_without_backtrace();
       } catch (const std::exception& error) {
@@ -136,7 +179,12 @@ void StreamQueue::run() {
       failure_ = std::move(failure);
       failed_.store(true, std::memory_order_release);
     }
-    completed_.fetch_add(1, std::memory_order_acq_rel);
+    const auto position = completed_.load(std::memory_order_relaxed) + 1;
+    if (lasting) {
+      struck_.push_back({position, std::move(lasting)});
+      any_struck_.store(true, std::memory_order_release);
+    }
+    completed_.store(position, std::memory_order_release);
     progress_.notify_all();
   }
 }

@@ -6,9 +6,13 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
+
+#include "sim/lasting_failure.h"
 
 namespace tdcopier::sim {
 
@@ -34,9 +38,17 @@ class StreamQueue {
     return completed_.load(std::memory_order_acquire) >= position;
   }
 
-  // Blocks the caller until the operation at `position` has run. If an operation has thrown since
-  // the last call, the first to wait is told: errors of a device come late.
+  // Blocks the caller until the operation at `position` has run, and check()s it. If an operation
+  // has thrown since the last call, the first to wait is told: errors of a device come late.
   void wait(std::uint64_t position);
+
+  // Throws, every time, if the operation at `position` was struck by a lasting failure. Requires
+  // that it has run.
+  void check(std::uint64_t position) const;
+
+  // The same for the stream itself: throws if a failure lasts, and no longer when it has ended.
+  void synchronize(std::uint64_t position);
+  bool query() const;
 
   // While held, no operation begins; one that is running finishes. Holds are counted.
   void hold();
@@ -47,8 +59,16 @@ class StreamQueue {
   void join();
 
  private:
+  struct Struck {
+    std::uint64_t position;
+    std::shared_ptr<const LastingFailure> failure;
+  };
+
   void run();
+  void reach(std::uint64_t position);
   void report_failure();
+  void check_stream() const;
+  const Struck* struck_at(std::uint64_t position) const;  // mutex_ held; null: none
 
   mutable std::mutex mutex_;
   std::condition_variable work_;      // the thread: something to do
@@ -58,6 +78,8 @@ class StreamQueue {
   std::atomic<std::uint64_t> completed_{0};
   std::atomic<bool> failed_{false};
   std::string failure_;  // what the operation said that threw first
+  std::atomic<bool> any_struck_{false};
+  std::vector<Struck> struck_;  // oldest first
   int holds_ = 0;
   bool started_ = false;  // the thread was needed
   bool stopping_ = false;
@@ -73,6 +95,9 @@ struct Point {
   bool passed() const { return stream == nullptr || stream->passed(position); }
   void wait() const {
     if (stream != nullptr) stream->wait(position);
+  }
+  void check() const {
+    if (stream != nullptr) stream->check(position);
   }
 };
 

@@ -18,6 +18,10 @@ reused in stream order; ``record_stream`` delays that), of copies to and from pi
 memory, of current devices and streams per thread. What it does not have: kernels. An operator that
 is not a copy waits for the current streams of its devices and then runs on the host.
 
+What goes wrong can be ordered: :func:`fail_device_allocation`, :func:`fail_pinned_allocation` and
+:func:`fail_transfer` make the n-th from now on fail. :func:`pace` gives transfers the time that a
+link takes, and :func:`poison` shows who reads memory that was freed.
+
 Importing this module changes nothing; :func:`enable` registers the device, once per process.
 """
 
@@ -40,22 +44,38 @@ from tdcopier.sim._control import (
     synchronize,
 )
 from tdcopier.sim._enable import enable, is_enabled
+from tdcopier.sim._faults import (
+    Fault,
+    fail_device_allocation,
+    fail_pinned_allocation,
+    fail_transfer,
+)
+from tdcopier.sim._pace import Pace, pace
+from tdcopier.sim._poison import Poison, poison
 
 __all__ = [
     "Counts",
+    "Fault",
     "Gate",
     "Hold",
     "MemoryStats",
+    "Pace",
     "PinnedBytes",
+    "Poison",
     "Transfers",
     "busy",
     "counts",
     "empty_pinned_cache",
     "enable",
+    "fail_device_allocation",
+    "fail_pinned_allocation",
+    "fail_transfer",
     "hold",
     "is_enabled",
     "memory_stats",
+    "pace",
     "pinned_bytes",
+    "poison",
     "reset_counts",
     "reset_peak_pinned_bytes",
     "set_memory_limit_bytes",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
 from tdcopier import _sim
 from tdcopier.sim._devices import DeviceLike, device_index, stream_key
+from tdcopier.sim._scope import Scope
 
 
-class Hold:
+class Hold(Scope):
     """Keeps a stream from beginning operations, until :meth:`release` or the end of a ``with``.
 
     Made by :func:`hold`. One that is dropped without being released goes on holding its stream.
@@ -21,27 +20,15 @@ class Hold:
     def __init__(self, stream: torch.Stream | None) -> None:
         """Hold ``stream``, or the current stream."""
         self._key = stream_key(stream)
-        self._lock = threading.Lock()
-        self._holding = True
         _sim.hold(*self._key)
+        super().__init__()
+
+    def _end(self) -> None:
+        _sim.release(*self._key)
 
     def release(self) -> None:
         """Let the stream go on, as far as others do not hold it. The second call does nothing."""
-        with self._lock:
-            if self._holding:
-                self._holding = False
-                _sim.release(*self._key)
-
-    def __enter__(self) -> Hold:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
+        self._end_once()
 
 
 def hold(stream: torch.Stream | None = None) -> Hold:

@@ -1,14 +1,15 @@
-"""What users may write for a device or a stream, and what it means."""
+"""What users may write for a device, a stream or a direction, and what it means."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from tdcopier import _sim
 
 DeviceLike: TypeAlias = torch.device | str | int | None
+Direction: TypeAlias = Literal["h2d", "d2h", "d2d", "within"]
 
 
 def device_index(device: DeviceLike) -> int:
@@ -51,3 +52,16 @@ def stream_key(stream: torch.Stream | None) -> tuple[int, int]:
     if stream.device.type != "sim":
         raise ValueError(f"expected a stream of a simulated device, got {stream}")
     return stream.device_index, stream.stream_id
+
+
+def direction_index(direction: Direction) -> int:
+    """The native module's number of a direction.
+
+    Raises:
+        ValueError: there is no such direction.
+
+    """
+    names = get_args(Direction)
+    if direction not in names:
+        raise ValueError(f"expected one of the directions {names}, got {direction!r}")
+    return names.index(direction)

@@ -1,0 +1,56 @@
+// What happens to every transfer before its bytes move.
+#include "sim/transfer.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <memory>
+#include <utility>
+
+#include "sim/faults.h"
+#include "sim/gate.h"
+#include "sim/pace.h"
+
+namespace tdcopier::sim {
+
+namespace {
+
+const char* name_of(Direction direction) {
+  switch (direction) {
+    case Direction::kHostToDevice:
+      return "h2d";
+    case Direction::kDeviceToHost:
+      return "d2h";
+    case Direction::kDeviceToDevice:
+      return "d2d";
+    case Direction::kWithinDevice:
+      return "within";
+  }
+  return "";
+}
+
+std::string place(std::optional<c10::DeviceIndex> device) {
+  return device ? c10::str("sim:", int{*device}) : "the host";
+}
+
+}  // namespace
+
+std::string describe(const Transfer& transfer) {
+  return c10::str("a transfer ", name_of(transfer.direction), " of ", transfer.bytes,
+                  " bytes from ", place(transfer.source), " to ", place(transfer.target));
+}
+
+StreamQueue::Operation begin_transfer(const Transfer& transfer, StreamQueue::Operation move) {
+  if (Uncounted::is_in_force()) return move;
+  const auto failure = strike_transfer(transfer);
+  count_transfer(transfer.direction, transfer.bytes);
+  const auto time = transfer_time(transfer.direction, transfer.bytes);
+  if (!failure && time.count() == 0) return move;
+  // A gate nobody opens but the end of the process, which waits for no transfer's time.
+  return [failure, time, gate = Gate::make(), run = std::move(move)] {
+    gate->pass_within(time);
+    if (failure) throw DeviceError(failure);
+    run();
+  };
+}
+
+}  // namespace tdcopier::sim

@@ -1,0 +1,39 @@
+"""What all controls of the simulation have in common: they last until they are ended."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Scope:
+    """Something that has begun, and lasts until :meth:`_end_once` or the end of a ``with``."""
+
+    def __init__(self) -> None:
+        """The subclass has begun what it ends in :meth:`_end`."""
+        self._lock = threading.Lock()
+        self._lasts = True
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def _end_once(self) -> None:
+        with self._lock:
+            if self._lasts:
+                self._lasts = False
+                self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end_once()

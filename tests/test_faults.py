@@ -1,0 +1,361 @@
+"""The engine when memory runs out or a transfer fails, at every step of a copy.
+
+The first test makes the first allocation or transfer of a copy fail, then the second of another
+copy, and so on, until there is none left to fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+from sim_support import BRIEFLY, becomes
+from sim_support import fresh as fresh
+from support import are_released
+
+import tdcopier
+from tdcopier import _C
+from tdcopier.sim import Fault, Hold
+
+pytestmark = pytest.mark.sim
+
+BUFFER_BYTES = _C.STAGING_BUFFER_BYTES
+# Sources' devices and the target's; "several" has leaves of several devices.
+ROUTES = {
+    "H2D": (["cpu"], "sim:0"),
+    "D2H": (["sim:0"], "cpu"),
+    "D2D": (["sim:0"], "sim:1"),
+    "several to the device": (["cpu", "sim:1"], "sim:0"),
+    "several to the host": (["sim:0", "sim:1"], "cpu"),
+}
+SIZES = {"inline": [100, 50], "background": [2 * BUFFER_BYTES // 4 + 5, 100, 50]}
+routes = pytest.mark.parametrize(("places", "target"), ROUTES.values(), ids=list(ROUTES))
+sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
+
+FAULTS: dict[str, tuple[Callable[[Any, int], Fault], type[Exception]]] = {
+    "device memory": (lambda sim, n: sim.fail_device_allocation(n), torch.OutOfMemoryError),
+    "pinned memory": (lambda sim, n: sim.fail_pinned_allocation(n), torch.AcceleratorError),
+    "enqueue": (lambda sim, n: sim.fail_transfer(n), torch.AcceleratorError),
+    "execution": (lambda sim, n: sim.fail_transfer(n, when="execution"), torch.AcceleratorError),
+}
+faults = pytest.mark.parametrize(("arm", "error"), FAULTS.values(), ids=list(FAULTS))
+
+
+def leaves_on(places: list[str], elements: list[int], value: float) -> list[torch.Tensor]:
+    return [torch.full((n,), value).to(place) for place in places for n in elements]
+
+
+def values_of(leaves: list[torch.Tensor]) -> set[float]:
+    return {value for leaf in leaves for value in (leaf.min().item(), leaf.max().item())}
+
+
+def in_use(sim: Any) -> tuple[int, ...]:
+    """Bytes on both devices, and pinned bytes that are not staging."""
+    staging = sum(tdcopier.staging_bytes(f"sim:{i}") for i in range(2))
+    devices = [sim.memory_stats(i).allocated_bytes for i in range(2)]
+    return (*devices, sim.pinned_bytes().in_use - staging)
+
+
+@pytest.fixture(autouse=True)
+def warm(fresh: None) -> None:
+    """What the engine makes once, it has made."""
+    for places, target in ROUTES.values():
+        tdcopier.copy(leaves_on(places, [10, 10], 0), target)
+    gc.collect()
+    torch.sim.synchronize(0)
+    torch.sim.synchronize(1)
+
+
+def in_flight(sim: Any, target: str) -> Hold:
+    """Keeps the only staging buffer in flight, so that the next copy must pin one."""
+    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    assert tdcopier.staging_bytes(target) <= BUFFER_BYTES  # the others are given up
+    hold = sim.hold(_C.copy_stream(target))
+    tdcopier.start_copy([torch.ones(2)], target)
+    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+    return hold
+
+
+def assert_fails_every_time(
+    handle: tdcopier.AsyncCopyHandle, error: type[Exception], what: str
+) -> None:
+    for ask in (handle.get, handle.wait, handle.get, handle.wait):
+        with pytest.raises(error) as caught:
+            ask()
+        assert type(caught.value) is error
+        assert f"{what} was made to fail" in str(caught.value)
+        assert becomes(handle.ready)
+
+
+def assert_gives_back(sim: Any, before: tuple[int, ...]) -> None:
+    """All that was in use, staging aside, is free: soon, since a thread waits for the device."""
+    gc.collect()  # an error's traceback has the handle in its frames
+    becomes(lambda: in_use(sim) == before)
+    assert in_use(sim) == before
+
+
+def assert_no_staging_is_lost(target: str) -> None:
+    """With one buffer in all, a copy that needs three would wait for ever for a lost one."""
+    if target == "cpu":
+        return
+    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    assert tdcopier.staging_bytes(target) <= BUFFER_BYTES
+    (moved,) = tdcopier.copy([torch.full((2 * BUFFER_BYTES // 4 + 5,), 3.0)], target)
+    assert values_of([moved]) == {3}
+    assert tdcopier.staging_bytes(target) == BUFFER_BYTES
+    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+
+
+# ---- every step, every direction -----------------------------------------------------------------
+
+
+@faults
+@routes
+@sizes
+def test_whatever_fails_is_told_every_time_and_leaves_nothing_behind(
+    sim, places, target, elements, arm, error
+):
+    before = in_use(sim)
+    for n in itertools.count(1):
+        leaves = leaves_on(places, elements, n)
+        alive = [weakref.ref(leaf) for leaf in leaves]
+        needs_staging = arm is FAULTS["pinned memory"][0] and target != "cpu"
+        no_staging = in_flight(sim, target) if needs_staging else nullcontext()
+        with arm(sim, n) as fault:
+            with no_staging:
+                handle = tdcopier.start_copy(leaves, target)
+                becomes(lambda fault=fault: fault.fired, within=BRIEFLY)
+            with suppress(error):
+                handle.get()  # waits until it is known whether it has failed
+            if fault.fired:
+                assert_fails_every_time(handle, error, fault.struck)
+        if fault.fired:
+            assert_fails_every_time(handle, error, fault.struck)
+        if not fault.fired:
+            break
+        handle = None
+        leaves.clear()
+        assert are_released(alive)
+        assert values_of(tdcopier.copy(leaves_on(places, elements, -n), target)) == {-n}
+        assert_gives_back(sim, before)
+    assert values_of(handle.get()) == {n}
+    handle = None
+    leaves.clear()
+    assert n > 1 or is_spared(arm, places, target)
+    assert_no_staging_is_lost(target)
+    assert_gives_back(sim, before)
+
+
+def is_spared(arm: Callable[[Any, int], Fault], places: list[str], target: str) -> bool:
+    """Whether a copy needs nothing of the kind: no pinned memory is needed between devices."""
+    return arm is FAULTS["pinned memory"][0] and places == ["sim:0"] and target == "sim:1"
+
+
+# ---- several windows -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("when", ["enqueue", "execution"])
+@pytest.mark.parametrize("buffers", [1, 2, 16])
+def test_one_window_fails_while_others_are_in_flight(sim, device, copy_stream, when, n, buffers):
+    tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
+    before = in_use(sim)
+    source = torch.full((5 * BUFFER_BYTES // 4,), 1.0)
+    alive = weakref.ref(source)
+    hold = sim.hold(copy_stream)
+    with sim.fail_transfer(n, direction="h2d", when=when) as fault:
+        handle = tdcopier.start_copy([source], device)
+        del source
+        if buffers < n:  # they come back when the first ones were read
+            hold.release()
+        assert becomes(lambda: fault.fired)
+        if when == "enqueue" and buffers == 16:  # told at once: nobody waits for the stream
+            assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+        hold.release()
+        with pytest.raises(torch.AcceleratorError):
+            handle.get()
+        assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+        assert tdcopier.staging_bytes(device) <= buffers * BUFFER_BYTES
+    assert are_released([alive])
+    assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+    del handle
+    copy_stream.synchronize()
+    assert values_of(tdcopier.copy([torch.full((5 * BUFFER_BYTES // 4,), 2.0)], device)) == {2}
+    assert_no_staging_is_lost(device)
+    assert_gives_back(sim, before)
+
+
+@pytest.mark.parametrize("buffers", [1, 3])
+def test_copies_that_wait_for_staging_go_on_when_another_fails(sim, device, copy_stream, buffers):
+    """Each waits for buffers of the one before; the second one fails."""
+    tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
+    elements = 3 * BUFFER_BYTES // 4
+    with sim.fail_transfer(5, direction="h2d") as fault:
+        with sim.hold(copy_stream):
+            handles = [
+                tdcopier.start_copy([torch.full((elements,), float(i))], device) for i in range(4)
+            ]
+        failed = 0
+        for i, handle in enumerate(handles):
+            try:
+                moved = handle.get()
+            except torch.AcceleratorError as error:
+                message = str(error)
+                failed += 1
+            else:
+                assert values_of(moved) == {i}
+        assert fault.struck in message
+    assert failed == 1
+    assert tdcopier.staging_bytes(device) <= buffers * BUFFER_BYTES
+    assert_no_staging_is_lost(device)
+
+
+def test_staging_stays_within_its_bound_when_the_device_fails_again_and_again(sim, device):
+    tdcopier.set_staging_limit_bytes(2 * BUFFER_BYTES)
+    for n in range(1, 9):
+        with sim.fail_transfer(1 + n % 3, when="execution") as fault:
+            handle = tdcopier.start_copy([torch.ones(3 * BUFFER_BYTES // 4)], device)
+            with pytest.raises(torch.AcceleratorError):
+                handle.get()
+            assert fault.fired
+            assert tdcopier.staging_bytes(device) <= 2 * BUFFER_BYTES  # does not raise either
+        del handle
+        assert tdcopier.staging_bytes(device) <= 2 * BUFFER_BYTES
+    assert_no_staging_is_lost(device)
+
+
+# ---- who is told, and when -----------------------------------------------------------------------
+
+
+def test_a_failure_that_is_not_known_at_wait_brings_the_consumers_stream_down(
+    sim, device, accelerator, copy_stream
+):
+    consumer = accelerator.Stream(device=device)
+    with sim.fail_transfer(when="execution") as fault:
+        with sim.hold(copy_stream):
+            handle = tdcopier.start_copy([torch.ones(4)], device)
+            handle.wait(consumer)
+            assert not handle.ready()
+        with pytest.raises(torch.AcceleratorError, match="made to fail when it ran"):
+            consumer.synchronize()
+        assert handle.ready()
+        assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+    consumer.synchronize()
+    assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+    assert tdcopier.copy([torch.ones(2)], device)[0].tolist() == [1, 1]
+
+
+def test_a_device_error_that_is_told_once_is_told_every_time_by_the_handle(
+    sim, device, copy_stream
+):
+    """Not every backend's errors last: whoever hears of one must keep it."""
+    bits = torch.zeros(4, dtype=torch.bits8, device=device)
+    target = torch.zeros(4, device=device)
+    with sim.hold(copy_stream):
+        with torch.sim.stream(copy_stream):
+            target.copy_(bits)  # there is no such conversion
+        handle = tdcopier.start_copy([torch.ones(4)], device)
+    for ask in (handle.get, handle.wait, handle.get):
+        with pytest.raises(RuntimeError, match="stream of the simulated device failed"):
+            ask()
+        assert handle.ready()
+    assert tdcopier.copy([torch.ones(2)], device)[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_consumer_whose_own_stream_has_failed_does_not_stop_later_copies(
+    sim, device, accelerator, when
+):
+    """The host's run-ahead looks at events on that stream, which nobody will ever reach."""
+    tdcopier.set_run_ahead_limit(2)
+    consumer = accelerator.Stream(device=device)
+    pinned = torch.ones(4).pin_memory()
+    on_device = torch.zeros(4, device=device)
+    with accelerator.stream(consumer), sim.fail_transfer(direction="d2h", when="execution"):
+        handles = [tdcopier.start_copy([torch.ones(4)], device)]
+        if when == "after":
+            handles[0].wait()
+        pinned.copy_(on_device, non_blocking=True)
+        with pytest.raises(torch.AcceleratorError):
+            consumer.synchronize()
+        for _ in range(4):
+            handles.append(tdcopier.start_copy([torch.ones(4)], device))
+            handles[-1].wait()
+    for value in range(6):
+        handle = tdcopier.start_copy([torch.full((4,), float(value))], device)
+        assert handle.wait()[0].tolist() == [value] * 4
+
+
+# ---- delegated leaves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("starter_is_consumer", [True, False])
+def test_a_delegated_leaf_that_fails_on_the_device_after_the_call_fails_the_copy(
+    sim, device, other_device, accelerator, starter_is_consumer
+):
+    """It is moved between the devices in the background: ready() tells the end, get() the error."""
+    source = torch.full((4,), 3.0).to(other_device).requires_grad_()
+    starter = accelerator.Stream(device=device)
+    consumer = starter if starter_is_consumer else accelerator.Stream(device=device)
+    with sim.fail_transfer(direction="d2d", when="execution") as fault:
+        with sim.hold(accelerator.current_stream(other_device)):
+            with accelerator.stream(starter):
+                handle = tdcopier.start_copy([source, torch.ones(3)], device)
+            assert handle.stats.delegated_leaves == 1
+            assert not becomes(handle.ready, within=BRIEFLY)
+        assert becomes(handle.ready)
+        with accelerator.stream(consumer):
+            assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+    with accelerator.stream(consumer):
+        assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+    assert tdcopier.copy([source], device)[0].tolist() == [3] * 4
+
+
+def test_a_delegated_leaf_that_fails_after_wait_is_told_by_get(
+    sim, device, other_device, accelerator
+):
+    source = torch.full((4,), 3.0).to(other_device).requires_grad_()
+    with sim.fail_transfer(direction="d2d", when="execution") as fault:
+        with sim.hold(accelerator.current_stream(other_device)):
+            handle = tdcopier.start_copy([source], device)
+            handle.wait()
+        assert becomes(handle.ready)
+        with pytest.raises(torch.AcceleratorError):
+            handle.get()
+        assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+
+
+@pytest.mark.parametrize(("places", "target"), [ROUTES["H2D"], ROUTES["D2H"]], ids=["H2D", "D2H"])
+@pytest.mark.parametrize("when", ["enqueue", "execution"])
+def test_a_delegated_leaf_that_fails_in_the_call_fails_the_copy(sim, places, target, when):
+    source = torch.full((4,), 3.0).to(places[0]).requires_grad_()
+    before = in_use(sim)
+    with sim.fail_transfer(when=when) as fault:
+        handle = tdcopier.start_copy([source], target)
+        assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+    del handle
+    assert tdcopier.copy([source], target)[0].tolist() == [3] * 4
+    assert_gives_back(sim, before)
+
+
+def test_a_failed_delegated_leaf_does_not_end_a_copy_that_still_reads_its_sources(
+    sim, device, other_device, copy_stream
+):
+    """ready() allows the caller to write to the sources: not while workers are reading them."""
+    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    tdcopier.staging_bytes(device)
+    large = torch.full((3 * BUFFER_BYTES // 4,), 1.0)
+    delegated = torch.ones(4).to(other_device).requires_grad_()
+    with sim.hold(copy_stream), sim.fail_transfer(direction="d2d") as fault:
+        handle = tdcopier.start_copy([large, delegated], device)
+        assert fault.fired
+        # One buffer is filled; the rest of the source has not been read.
+        assert not becomes(handle.ready, within=BRIEFLY)
+    assert becomes(handle.ready)
+    assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
