@@ -177,8 +177,11 @@ def test_wait_staged_waits_for_the_reads_of_a_packed_sequence(
     assert handle.get()[0].data.tolist() == [[5.0] * 4] * 3
 
 
+@pytest.mark.sim
 @pytest.mark.usefixtures("registry")
-def test_a_result_that_one_thread_has_stands_though_another_ones_build_failed(device):
+def test_a_result_that_one_thread_has_stands_though_another_ones_build_failed(
+    sim, device, copy_stream
+):
     inside, go_on = threading.Event(), threading.Event()
     calls = []
 
@@ -191,7 +194,11 @@ def test_a_result_that_one_thread_has_stands_though_another_ones_build_failed(de
         return Box(*children)
 
     tdcopier.register_container(Box, flatten_box, unflatten)
-    handle = tdcopier.start_copy([Box(torch.ones(1 << 20))], device)  # not built in the call
+    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    with sim.hold(
+        copy_stream
+    ):  # of four buffers that are needed one is there: not built in the call
+        handle = tdcopier.start_copy([Box(torch.ones(1 << 22))], device)
     results = []
     thread = threading.Thread(target=lambda: results.append(handle.get()))
     thread.start()
