@@ -17,6 +17,7 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._stats import CopyStats
 
 _VARIABLE = "TDCOPIER_CHECK"
+_MOST_BYTES = 1 << 40  # what claims more repeats its elements, and no copy of it can succeed
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
@@ -86,7 +87,8 @@ class SourceCheck:
         self._to_host = target.type == "cpu"
         for path, leaf in _C.leaves_with_paths(data):
             if isinstance(leaf, np.ndarray):
-                if target.type != "cpu" and leaf.dtype.kind in "biufc":
+                known = leaf.dtype.kind in "biufc" and leaf.nbytes <= _MOST_BYTES
+                if target.type != "cpu" and known:
                     self._leaves.append(_HostLeaf(path, leaf))
             elif _is_plain(leaf) and leaf.device != target:
                 kind = _HostLeaf if leaf.device.type == "cpu" else _DeviceLeaf
@@ -191,6 +193,9 @@ def _is_plain(leaf: Any) -> bool:
         and leaf.layout is torch.strided
         and not leaf.is_quantized
         and not leaf.is_meta
+        and not leaf.is_nested
+        and not getattr(leaf, "has_names", bool)()  # gone from torch 2.13 on
+        and leaf.nbytes <= _MOST_BYTES
         and not _reaches_beyond_its_storage(leaf)  # the call refuses it
     )
 

@@ -11,6 +11,7 @@ import torch
 from support import assert_same, oracle, run_python
 
 import tdcopier
+from tdcopier._checking import SourceCheck
 
 
 @pytest.fixture
@@ -180,6 +181,28 @@ def test_inside_a_transform_nothing_is_watched_and_all_works(checking, device):
         return tdcopier.copy([x], device)[0] + 1
 
     assert torch.vmap(body)(torch.zeros(2, 3)).tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.zeros(1).expand(10**13),
+        lambda: np.broadcast_to(np.float32(1), (10**13,)),
+    ],
+    ids=["nested", "sparse", "tensor beyond all memory", "array beyond all memory"],
+)
+def test_a_leaf_of_which_no_checksum_can_be_taken_is_not_watched(checking, device, make):
+    check = SourceCheck({"a": make(), "b": (watched := torch.ones(2))}, device)
+    check.look()
+    check.raise_failure()
+    check = SourceCheck({"a": make(), "b": watched}, device)
+    watched += 1
+    check.look()
+    with pytest.raises(tdcopier.SourceModifiedError, match=r"^data\['b'\] was modified"):
+        check.raise_failure()
 
 
 PROGRAM = """

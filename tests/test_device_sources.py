@@ -7,23 +7,12 @@ import weakref
 
 import pytest
 import torch
+from filled_leaves import filled, sizes, values_of
 from sim_support import BRIEFLY, becomes
 from support import are_released
 
 import tdcopier
 from tdcopier import _C
-
-SIZES = {"packed": [100, 50], "in place": [100], "alone": [70_000], "background": [1 << 18, 3]}
-sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
-
-
-def filled(value: float, elements: list[int], device: str) -> list[torch.Tensor]:
-    return [torch.full((n,), float(value)).to(device) for n in elements]
-
-
-def values_of(leaves: list[torch.Tensor]) -> set[float]:
-    return {value for leaf in leaves for value in leaf.unique().tolist()}
-
 
 # ---- lifetime ------------------------------------------------------------------------------------
 

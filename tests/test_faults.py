@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from filled_leaves import values_of
 from sim_support import BRIEFLY, becomes
 from sim_support import fresh as fresh
 from support import are_released
@@ -49,10 +50,6 @@ faults = pytest.mark.parametrize(("arm", "error"), FAULTS.values(), ids=list(FAU
 
 def leaves_on(places: list[str], elements: list[int], value: float) -> list[torch.Tensor]:
     return [torch.full((n,), value).to(place) for place in places for n in elements]
-
-
-def values_of(leaves: list[torch.Tensor]) -> set[float]:
-    return {value for leaf in leaves for value in (leaf.min().item(), leaf.max().item())}
 
 
 def in_use(sim: Any) -> tuple[int, ...]:

@@ -11,27 +11,11 @@ import numpy as np
 import pytest
 import torch
 from catalogue import ramp
+from filled_leaves import filled, refill, sizes, values_of
 from sim_support import BRIEFLY, becomes
 
 import tdcopier
 from tdcopier import _C
-
-SIZES = {"packed": [100, 50], "in place": [100], "alone": [70_000], "background": [1 << 18, 3]}
-sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
-
-
-def filled(value: float, elements: list[int], device: str) -> list[torch.Tensor]:
-    return [torch.full((n,), float(value)).to(device) for n in elements]
-
-
-def refill(leaves: list[torch.Tensor], value: float) -> None:
-    """Enqueued on the current stream."""
-    for leaf in leaves:
-        leaf.copy_(torch.full(leaf.shape, float(value)).pin_memory(), non_blocking=True)
-
-
-def values_of(leaves: list[torch.Tensor]) -> set[float]:
-    return {value for leaf in leaves for value in leaf.unique().tolist()}
 
 
 class Call:
