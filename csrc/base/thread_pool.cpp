@@ -1,6 +1,7 @@
 // The worker loop: sleep until there is a task or the pool is closed and empty.
 #include "base/thread_pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -9,11 +10,16 @@
 
 namespace tdcopier {
 
-ThreadPool::ThreadPool(size_t workers) {
+ThreadPool::ThreadPool(size_t workers, const std::string& name) {
   const size_t wanted = std::max<size_t>(workers, 1);
   threads_.reserve(wanted);
   try {
-    while (threads_.size() < wanted) threads_.emplace_back([this] { work(); });
+    while (threads_.size() < wanted) {
+      threads_.emplace_back([this, label = name + "-" + std::to_string(threads_.size())] {
+        pthread_setname_np(pthread_self(), label.c_str());
+        work();
+      });
+    }
   } catch (const std::system_error&) {
     // The process may have no more threads: those that exist will do.
   }
@@ -34,6 +40,10 @@ bool ThreadPool::submit(std::function<void()> task) {
   }
   wake_.notify_one();
   return true;
+}
+
+void ThreadPool::wake() {
+  wake_.nudge();
 }
 
 void ThreadPool::shut_down() {

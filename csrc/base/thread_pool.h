@@ -1,13 +1,15 @@
 // A fixed set of worker threads that run tasks in the order in which they were submitted.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
+
+#include "base/monitor.h"
 
 namespace tdcopier {
 
@@ -16,7 +18,8 @@ namespace tdcopier {
 class ThreadPool {
  public:
   // Tries at least one worker; gets as many as the system lets the process have, perhaps none.
-  explicit ThreadPool(size_t workers);
+  // The workers are called `name`-0 and so on, for debuggers and profilers; 15 characters at most.
+  explicit ThreadPool(size_t workers, const std::string& name = "tdc-worker");
   ~ThreadPool();  // as shut_down()
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -26,6 +29,9 @@ class ThreadPool {
   // False once the pool was shut down, or if it has no workers: the task was not taken.
   [[nodiscard]] bool submit(std::function<void()> task);
 
+  // Workers that have nothing to do look again, which an interleaver that is new wants.
+  void wake();
+
   // Blocks: until every task that was submitted has run. Later calls return at once.
   void shut_down();
 
@@ -33,8 +39,8 @@ class ThreadPool {
   void work();
 
   size_t workers_ = 0;  // constant after construction
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  Mutex mutex_;
+  Condition wake_;
   std::deque<std::function<void()>> tasks_;  // guarded by mutex_
   bool closed_ = false;                      // guarded by mutex_
   std::vector<std::thread> threads_;         // guarded by mutex_ once running

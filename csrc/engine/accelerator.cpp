@@ -18,15 +18,33 @@ c10::Stream make_copy_stream(c10::Device device) {
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
+struct Registry {
+  std::mutex mutex;
+  std::map<std::pair<int, int>, std::unique_ptr<Accelerator>> accelerators;  // by type and index
+};
+
+Registry& registry() {
+  static auto* const made = new Registry();
+  return *made;
+}
+
 }  // namespace
 
 Accelerator& Accelerator::of(c10::Device device) {
-  static std::mutex mutex;
-  static auto* devices = new std::map<std::pair<int, int>, std::unique_ptr<Accelerator>>();
+  auto& [mutex, accelerators] = registry();
   const std::lock_guard lock(mutex);
-  auto& entry = (*devices)[{static_cast<int>(device.type()), device.index()}];
+  auto& entry = accelerators[{static_cast<int>(device.type()), device.index()}];
   if (!entry) entry.reset(new Accelerator(device));
   return *entry;
+}
+
+void Accelerator::settle_all() {
+  auto& [mutex, accelerators] = registry();
+  const std::lock_guard lock(mutex);
+  for (const auto& [key, accelerator] : accelerators) {
+    accelerator->staging().pinned_bytes();
+    accelerator->run_ahead().has_room();
+  }
 }
 
 Accelerator::Accelerator(c10::Device device)

@@ -18,6 +18,9 @@ class Accelerator {
   // `device` has an index, and its backend is initialised.
   static Accelerator& of(c10::Device device);
 
+  // Notices in all of them which transfers and consumers have ended.
+  static void settle_all();
+
   const c10::Device& device() const { return device_; }
   // Where the engine enqueues all its work on this device.
   const c10::Stream& copy_stream() const { return copy_stream_; }

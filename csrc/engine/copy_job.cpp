@@ -83,6 +83,7 @@ void CopyJob::work() noexcept {
 }
 
 void CopyJob::leave() noexcept {
+  interleave();
   if (--participants_ != 0) return;
   try {
     if (!failed_ && transfers_ != 0 && !arrived_) {

@@ -6,12 +6,12 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "base/monitor.h"
 #include "base/pack_plan.h"
 #include "base/thread_pool.h"
 #include "engine/accelerator.h"
@@ -118,8 +118,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   std::atomic<bool> failed_ = false;
   std::atomic<bool> handed_over_ = false;
 
-  std::mutex mutex_;
-  std::condition_variable became_enqueued_;
+  Mutex mutex_;
+  Condition became_enqueued_;
   std::atomic<bool> enqueued_ = false;  // written under mutex_
   std::exception_ptr failure_;          // guarded by mutex_ until enqueued_, constant after
 

@@ -1,6 +1,8 @@
 // Pooled events: taken, recorded once, given back by the deleter of the last reference.
 #include "engine/event_pool.h"
 
+#include <c10/util/Exception.h>
+
 #include <utility>
 
 #include "engine/graph_capture.h"
@@ -16,11 +18,11 @@ bool has_ended(const c10::Event& event) noexcept {
   }
 }
 
-void wait_until_ended(const c10::Event& event) noexcept {
+void wait_until_ended(const c10::Event& event) {
   const RelaxedCapture relaxed(event.device_type());
   try {
     event.synchronize();
-  } catch (...) {  // it has ended
+  } catch (const c10::Error&) {  // it has ended
   }
 }
 

@@ -17,7 +17,7 @@ using EventRef = std::shared_ptr<const c10::Event>;
 // Whether, and until, the device does no more of what is before the event: it is done with that, or
 // it has failed. For whoever only wants the memory back; how it failed is for others to say.
 bool has_ended(const c10::Event& event) noexcept;
-void wait_until_ended(const c10::Event& event) noexcept;  // Blocks. GIL: must not be held.
+void wait_until_ended(const c10::Event& event);  // Blocks. GIL: must not be held.
 
 // Thread: any. Lifetime: outlives every event that it gave out (device state is never destroyed).
 class EventPool {

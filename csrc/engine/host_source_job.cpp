@@ -40,6 +40,7 @@ void HostSourceJob::allocate_chunks() {
 void HostSourceJob::transfer_all() {
   const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
   while (!somebody_failed()) {
+    interleave();
     const size_t window = next_window_++;
     if (window >= windows_.size()) break;
     transfer(windows_[window]);

@@ -7,6 +7,7 @@
 #include <deque>
 #include <mutex>
 
+#include "base/monitor.h"
 #include "engine/event_pool.h"
 
 namespace tdcopier {
@@ -39,7 +40,7 @@ class RunAhead {
 
  private:
   EventPool& events_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::deque<EventRef> ahead_;  // oldest first, guarded by mutex_
 };
 

@@ -5,12 +5,12 @@
 #include <c10/core/DeviceType.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "base/monitor.h"
 #include "engine/event_pool.h"
 
 namespace tdcopier {
@@ -79,8 +79,8 @@ class StagingRing {
   void drop_over_limit();  // mutex_ held
 
   const c10::DeviceType type_;
-  std::mutex mutex_;
-  std::condition_variable returned_;
+  Mutex mutex_;
+  Condition returned_;
   std::vector<std::unique_ptr<StagingBuffer>> free_;  // the last used is the warmest: taken first
   std::deque<InFlight> in_flight_;                    // oldest first
   uint64_t pinned_bytes_ = 0;                         // free, leased and in flight

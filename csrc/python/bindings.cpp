@@ -7,6 +7,7 @@
 
 #include "base/fork.h"
 #include "base/internal_error.h"
+#include "base/interleaver.h"
 #include "engine/run_ahead.h"
 #include "engine/staging_ring.h"
 #include "python/device_argument.h"
@@ -31,6 +32,8 @@ auto with_torch_errors(Function&& function) {
   } catch (py::builtin_exception&) {
     throw;
   } catch (tdcopier::InternalError&) {
+    throw;
+  } catch (tdcopier::DeadlockError&) {
     throw;
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
@@ -157,6 +160,13 @@ Raises:
           THPStream_Wrap(tdcopier::Accelerator::of(target).copy_stream()));
     });
   });
+  // For the simulation, see base/interleaver.h: once, and then whenever one begins to be in force.
+  m.def("set_interleaver", [](const py::capsule& capsule) {
+    tdcopier::set_interleaver(*capsule.get_pointer<tdcopier::Interleaver>());
+  });
+  m.def("wake_workers", &tdcopier::wake_workers);
+  // Notices what has ended since the last copy, so that the next one does not.
+  m.def("settle", &tdcopier::Accelerator::settle_all);
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
   m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;
   m.def("set_staging_limit_bytes", &tdcopier::StagingRing::set_limit_bytes);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/fork.h"
+#include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/graph_capture.h"
 #include "python/device_argument.h"
@@ -93,6 +94,7 @@ void Handle::build_early() {
 }
 
 bool Handle::ready() {
+  interleave();
   release_returned_sources();
   // Whatever has failed meanwhile: while a job is at work, its sources may not be modified.
   for (const auto& job : jobs_) {

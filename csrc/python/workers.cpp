@@ -16,7 +16,7 @@ struct Pools {
 Pools g_pools;
 std::mutex g_mutex;
 
-ThreadPool& made(ThreadPool*& pool, size_t threads) {
+ThreadPool& made(ThreadPool*& pool, size_t threads, const char* name) {
   const std::lock_guard lock(g_mutex);
   if (pool == nullptr) {
     static const int registered = pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); },
@@ -25,7 +25,7 @@ ThreadPool& made(ThreadPool*& pool, size_t threads) {
                                                    g_mutex.unlock();
                                                  });
     (void)registered;
-    pool = new ThreadPool(threads);
+    pool = new ThreadPool(threads, name);
   }
   return *pool;
 }
@@ -33,11 +33,16 @@ ThreadPool& made(ThreadPool*& pool, size_t threads) {
 }  // namespace
 
 ThreadPool& workers() {
-  return made(g_pools.workers, default_worker_count());
+  return made(g_pools.workers, default_worker_count(), "tdc-worker");
 }
 
 ThreadPool& reclaimer() {
-  return made(g_pools.reclaimer, 1);
+  return made(g_pools.reclaimer, 1, "tdc-reclaim");
+}
+
+size_t wake_workers() {
+  for (ThreadPool* pool : {&workers(), &reclaimer()}) pool->wake();
+  return workers().workers() + reclaimer().workers();
 }
 
 void shut_down_workers() {

@@ -12,6 +12,10 @@ ThreadPool& workers();
 // One thread that waits for devices to have read their sources, and gives these back.
 ThreadPool& reclaimer();
 
+// Makes both, and lets those of their threads that have nothing to do look again. Returns how many
+// threads there are.
+size_t wake_workers();
+
 // Blocks: until every job that workers have begun is enqueued and every source of a device is given
 // back. Later copies run in the calling thread. GIL: must not be held.
 void shut_down_workers();

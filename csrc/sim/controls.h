@@ -1,4 +1,4 @@
-// Bindings of what a test can order: faults, the time of transfers, poison.
+// Bindings of what a test can order: faults, the time of transfers, poison, and the order of all.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,5 +6,6 @@
 namespace tdcopier::sim {
 
 void bind_controls(pybind11::module_& m);
+void bind_schedule(pybind11::module_& m);
 
 }  // namespace tdcopier::sim

@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <cstring>
+#include <functional>
 #include <optional>
 #include <utility>
 
@@ -43,7 +44,7 @@ bool same_layout(const at::Tensor& source, const at::Tensor& target) {
   return source.strides() == target.strides() && source.is_non_overlapping_and_dense();
 }
 
-StreamQueue::Operation copy_operation(const at::Tensor& source, const at::Tensor& target) {
+std::function<void()> copy_operation(const at::Tensor& source, const at::Tensor& target) {
   if (same_layout(source, target)) {
     return [to = target.data_ptr(), from = source.const_data_ptr(), bytes = target.nbytes()] {
       std::memmove(to, from, bytes);
@@ -53,7 +54,10 @@ StreamQueue::Operation copy_operation(const at::Tensor& source, const at::Tensor
   at::assert_no_internal_overlap(target);
   at::assert_no_partial_overlap(target, source);
   return [to = host_view(target), from = host_view(source)] {
+    // It may run on a thread of the program, whose modes are none of its business.
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks |
+                                                      c10::functorch_transforms_ks);
     to.copy_(from);
   };
 }

@@ -56,7 +56,8 @@ c10::DeleterFnPtr DeviceAllocator::raw_deleter() const {
 void DeviceAllocator::copy_data(void* target, const void* source, std::size_t bytes) const {
   const auto device = device_of(target);
   TORCH_CHECK(device.has_value(), "the target of the copy is not memory of the simulated device");
-  current_queue(*device).enqueue([target, source, bytes] { std::memmove(target, source, bytes); });
+  current_queue(*device).enqueue(
+      {"copy", [target, source, bytes] { std::memmove(target, source, bytes); }});
 }
 
 void DeviceAllocator::emptyCache(c10::MempoolId_t pool) {

@@ -5,15 +5,18 @@
 
 #include <chrono>
 
+#include "sim/schedule.h"
+
 namespace tdcopier::sim {
 
 void Event::record(StreamQueue& stream) {
   auto reached_at = std::make_shared<std::int64_t>(0);
-  const auto position = stream.enqueue([reached_at] {
-    *reached_at = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                      std::chrono::steady_clock::now().time_since_epoch())
-                      .count();
-  });
+  const auto position = stream.enqueue(
+      {"event", [reached_at] {
+         *reached_at = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                           std::chrono::steady_clock::now().time_since_epoch())
+                           .count();
+       }});
   const std::lock_guard lock(mutex_);
   marker_ = {Point{&stream, position}, std::move(reached_at)};
 }
@@ -26,10 +29,11 @@ void Event::block(StreamQueue& stream) const {
     point.check();  // as CUDA's calls do, it tells at once what is known to have failed
     return;
   }
-  stream.enqueue([point] { point.wait(); });
+  stream.enqueue({"wait", [point] { point.wait(); }, [point] { return point.passed(); }});
 }
 
 bool Event::query() const {
+  Schedule::get().point();
   const auto point = marker().point;
   if (!point.passed()) return false;
   point.check();

@@ -2,7 +2,10 @@
 #include "sim/gate.h"
 
 #include <algorithm>
+#include <string>
 #include <vector>
+
+#include "sim/schedule.h"
 
 namespace tdcopier::sim {
 
@@ -62,7 +65,15 @@ void Gate::pass() {
   changed_.wait(lock, [&] { return open_; });
 }
 
+bool Gate::arrive() {
+  const std::lock_guard lock(mutex_);
+  reached_ = true;
+  changed_.notify_all();
+  return open_;
+}
+
 void Gate::pass_within(std::chrono::nanoseconds timeout) {
+  if (Schedule::is_on()) return;  // which time has passed is the schedule's to say
   std::unique_lock lock(mutex_);
   reached_ = true;
   changed_.notify_all();
@@ -70,6 +81,12 @@ void Gate::pass_within(std::chrono::nanoseconds timeout) {
 }
 
 void Gate::wait_until_reached() {
+  Schedule::get().wait_until(
+      [this] {
+        const std::lock_guard lock(mutex_);
+        return reached_ || open_;
+      },
+      [] { return std::string("a gate to be reached"); });
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return reached_ || open_; });
 }

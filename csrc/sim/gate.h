@@ -20,6 +20,7 @@ class Gate {
 
   // For the operation: notes that it is here, then blocks until the gate is open.
   void pass();
+  bool arrive();  // the same, but returns whether it is open instead of blocking
   void pass_within(std::chrono::nanoseconds timeout);
 
   // Blocks the caller until some operation has arrived at the gate, or the gate is open.

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "sim/gate.h"
+#include "sim/schedule.h"
 
 namespace tdcopier::sim {
 
@@ -40,7 +41,12 @@ void create_devices(int count) {
   TORCH_CHECK(count >= 1 && count <= kMaxDevices, "the number of simulated devices must be 1 to ",
               kMaxDevices, ", got ", count);
   TORCH_CHECK(created.load() == 0, "the simulated devices exist already");
-  for (int i = 0; i < count; ++i) devices[static_cast<std::size_t>(i)] = new DeviceStreams;
+  for (int i = 0; i < count; ++i) {
+    auto* const device = devices[static_cast<std::size_t>(i)] = new DeviceStreams;
+    for (int id = 0; id < kStreamsPerDevice; ++id) {
+      device->queues[static_cast<std::size_t>(id)].place(i, id);
+    }
+  }
   created.store(count, std::memory_order_release);
   watch_forks();
 }
@@ -113,6 +119,10 @@ void synchronize(c10::DeviceIndex index) {
   for (const auto& point : points) point.stream->synchronize(point.position);
 }
 
+void for_all_streams(const std::function<void(StreamQueue&)>& visit) {
+  for (c10::DeviceIndex i = 0; i < device_count(); ++i) for_each_queue(i, visit);
+}
+
 std::vector<Point> last_positions() {
   std::vector<Point> points;
   for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
@@ -129,6 +139,7 @@ std::vector<Point> all_pending_work() {
 
 void shut_down() {
   if (in_forked_child()) return;
+  Schedule::get().end();
   // All are let go before any is joined: a stream may be waiting for another one's work.
   Gate::open_all();
   for (c10::DeviceIndex i = 0; i < device_count(); ++i) {

@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "sim/stream_queue.h"
@@ -46,6 +47,8 @@ StreamQueue& current_queue(c10::DeviceIndex index);
 // Blocks the caller until the work that all streams of a device have at the time of the call is
 // done.
 void synchronize(c10::DeviceIndex index);
+
+void for_all_streams(const std::function<void(StreamQueue&)>& visit);
 
 // The last position of every stream of every device at the time of the call.
 std::vector<Point> last_positions();

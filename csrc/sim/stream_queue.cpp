@@ -8,6 +8,8 @@
 #include <exception>
 #include <utility>
 
+#include "sim/schedule.h"
+
 namespace tdcopier::sim {
 
 namespace {
@@ -30,24 +32,41 @@ void watch_forks() {
   pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
 }
 
+void StreamQueue::place(int device, int id) {
+  device_ = device;
+  id_ = id;
+}
+
+std::string StreamQueue::name() const {
+  return c10::str("stream ", id_, " of sim:", device_);
+}
+
 std::uint64_t StreamQueue::enqueue(Operation operation) {
+  const auto position = append(std::move(operation));
+  Schedule::get().point();
+  return position;
+}
+
+std::uint64_t StreamQueue::append(Operation operation) {
   check_not_forked();
   std::unique_lock lock(mutex_);
   if (ended_) {
     // What was appended earlier has run, and what this operation waits for either has run too or
     // is being drained by a thread of its own, so this ends. Passing a position that is already
     // complete takes no lock, hence no two callers can wait for each other here.
-    operation();
+    operation.run();
     const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
     completed_.store(position, std::memory_order_release);
     return position;
   }
   operations_.push_back(std::move(operation));
   const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
-  if (!started_) {
-    worker_ = std::thread([this] { run(); });
-    started_ = true;
+  if (Schedule::is_on()) {
+    lock.unlock();
+    Schedule::get().note_work(*this);
+    return position;
   }
+  start_thread();
   lock.unlock();
   work_.notify_one();
   return position;
@@ -66,6 +85,7 @@ void StreamQueue::synchronize(std::uint64_t position) {
 }
 
 bool StreamQueue::query() const {
+  Schedule::get().point();
   if (!passed(last())) return false;
   check_stream();
   return true;
@@ -95,6 +115,8 @@ const StreamQueue::Struck* StreamQueue::struck_at(std::uint64_t position) const 
 void StreamQueue::reach(std::uint64_t position) {
   if (passed(position)) return;
   check_not_forked();
+  Schedule::get().wait_until([this, position] { return passed(position); },
+                             [this, position] { return c10::str("operation ", position, " of ", name()); });
   std::unique_lock lock(mutex_);
   progress_.wait(lock, [&] { return passed(position); });
 }
@@ -124,6 +146,44 @@ void StreamQueue::release() {
   work_.notify_one();
 }
 
+bool StreamQueue::can_step() const {
+  const std::lock_guard lock(mutex_);
+  if (holds_ > 0 || operations_.empty()) return false;
+  const Operation& next = operations_.front();
+  return !next.can_begin || next.can_begin();
+}
+
+const char* StreamQueue::step() {
+  std::unique_lock lock(mutex_);
+  return run_front(lock);
+}
+
+std::string StreamQueue::state() const {
+  const std::lock_guard lock(mutex_);
+  const auto position = completed_.load(std::memory_order_relaxed) + 1;
+  if (operations_.empty()) return c10::str(name(), " has no work");
+  return c10::str(name(), holds_ > 0 ? " is held before" : " waits in", " operation ", position, " (",
+                  operations_.front().name, "), of ", last());
+}
+
+void StreamQueue::resume() {
+  const std::lock_guard lock(mutex_);
+  if (operations_.empty()) return;
+  start_thread();
+  work_.notify_one();
+}
+
+bool StreamQueue::is_held() const {
+  const std::lock_guard lock(mutex_);
+  return holds_ > 0;
+}
+
+void StreamQueue::start_thread() {
+  if (started_) return;
+  worker_ = std::thread([this] { run(); });
+  started_ = true;
+}
+
 void StreamQueue::stop() {
   {
     const std::lock_guard lock(mutex_);
@@ -150,43 +210,52 @@ void StreamQueue::run() {
 
   std::unique_lock lock(mutex_);
   for (;;) {
-    work_.wait(lock, [&] { return stopping_ || (holds_ == 0 && !operations_.empty()); });
+    work_.wait(lock, [&] {
+      return stopping_ || (holds_ == 0 && !operations_.empty() && !Schedule::is_on());
+    });
     if (operations_.empty()) {
       ended_ = true;
       return;
     }
-    std::string failure;
-    std::shared_ptr<const LastingFailure> lasting;
-    {
-      const auto position = completed_.load(std::memory_order_relaxed) + 1;
-      const bool skipped = struck_at(position) != nullptr;
-      const Operation operation = std::move(operations_.front());
-      operations_.pop_front();
-      lock.unlock();
-      try {
-        if (!skipped) operation();
-      } catch (const DeviceError& error) {
-        lasting = error.failure();
-        if (!lasting->covers(this, position)) failure = error.what_without_backtrace();
-      } catch (const c10::Error& error) {
-        failure = error.what_without_backtrace();
-      } catch (const std::exception& error) {
-        failure = error.what();
-      }
-    }  // what the operation owned is gone before anyone hears that it is done
-    lock.lock();
-    if (!failure.empty() && failure_.empty()) {
-      failure_ = std::move(failure);
-      failed_.store(true, std::memory_order_release);
-    }
-    const auto position = completed_.load(std::memory_order_relaxed) + 1;
-    if (lasting) {
-      struck_.push_back({position, std::move(lasting)});
-      any_struck_.store(true, std::memory_order_release);
-    }
-    completed_.store(position, std::memory_order_release);
-    progress_.notify_all();
+    run_front(lock);
   }
+}
+
+const char* StreamQueue::run_front(std::unique_lock<std::mutex>& lock) {
+  const char* name = "";
+  std::string failure;
+  std::shared_ptr<const LastingFailure> lasting;
+  {
+    const auto position = completed_.load(std::memory_order_relaxed) + 1;
+    const bool skipped = struck_at(position) != nullptr;
+    const Operation operation = std::move(operations_.front());
+    operations_.pop_front();
+    name = operation.name;
+    lock.unlock();
+    try {
+      if (!skipped) operation.run();
+    } catch (const DeviceError& error) {
+      lasting = error.failure();
+      if (!lasting->covers(this, position)) failure = error.what_without_backtrace();
+    } catch (const c10::Error& error) {
+      failure = error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+  }  // what the operation owned is gone before anyone hears that it is done
+  lock.lock();
+  if (!failure.empty() && failure_.empty()) {
+    failure_ = std::move(failure);
+    failed_.store(true, std::memory_order_release);
+  }
+  const auto position = completed_.load(std::memory_order_relaxed) + 1;
+  if (lasting) {
+    struck_.push_back({position, std::move(lasting)});
+    any_struck_.store(true, std::memory_order_release);
+  }
+  completed_.store(position, std::memory_order_release);
+  progress_.notify_all();
+  return name;
 }
 
 }  // namespace tdcopier::sim

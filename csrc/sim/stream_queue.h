@@ -1,11 +1,11 @@
-// A stream of the simulated device: a FIFO of operations, run in order by a thread of its own.
+// A stream of the simulated device: a FIFO of operations, run in order by a thread of its own, or
+// one by one by a schedule.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "sim/lasting_failure.h"
+#include "sim/operation.h"
 
 namespace tdcopier::sim {
 
@@ -21,15 +22,20 @@ namespace tdcopier::sim {
 // position 0 has always been passed.
 class StreamQueue {
  public:
-  using Operation = std::function<void()>;  // must not touch Python
-
   StreamQueue() = default;
   StreamQueue(const StreamQueue&) = delete;
   StreamQueue& operator=(const StreamQueue&) = delete;
 
+  // Says which stream it is. Once, before anyone else knows it.
+  void place(int device, int id);
+  std::string name() const;  // "stream 3 of sim:0"
+
   // Appends an operation and returns its position. The thread is started by the first operation.
   // After stop() has emptied the queue, operations run on the calling thread before this returns.
+  // In a schedule, others may go on before it returns.
   std::uint64_t enqueue(Operation operation);
+  // The same for callers that hold a lock: nobody else goes on.
+  std::uint64_t append(Operation operation);
 
   // The position of the operation that was appended last.
   std::uint64_t last() const { return enqueued_.load(std::memory_order_acquire); }
@@ -54,6 +60,15 @@ class StreamQueue {
   void hold();
   void release();
 
+  // For a schedule, which is then the only one to run operations. Whether the first may begin;
+  // runs it, on the calling thread, and returns its name; and what there is to say of both.
+  bool can_step() const;
+  const char* step();
+  std::string state() const;
+  // The schedule is over: the thread works off what is left.
+  void resume();
+  bool is_held() const;
+
   // Ends all holds for good, now and later, and lets the queue run dry; join() waits for that.
   void stop();
   void join();
@@ -65,11 +80,15 @@ class StreamQueue {
   };
 
   void run();
+  const char* run_front(std::unique_lock<std::mutex>& lock);
+  void start_thread();  // mutex_ held; once
   void reach(std::uint64_t position);
   void report_failure();
   void check_stream() const;
   const Struck* struck_at(std::uint64_t position) const;  // mutex_ held; null: none
 
+  int device_ = 0;
+  int id_ = 0;
   mutable std::mutex mutex_;
   std::condition_variable work_;      // the thread: something to do
   std::condition_variable progress_;  // hosts and other streams: something was done

@@ -39,18 +39,19 @@ std::string describe(const Transfer& transfer) {
                   " bytes from ", place(transfer.source), " to ", place(transfer.target));
 }
 
-StreamQueue::Operation begin_transfer(const Transfer& transfer, StreamQueue::Operation move) {
-  if (Uncounted::is_in_force()) return move;
+Operation begin_transfer(const Transfer& transfer, std::function<void()> move) {
+  const char* const name = name_of(transfer.direction);
+  if (Uncounted::is_in_force()) return {"kernel", std::move(move)};
   const auto failure = strike_transfer(transfer);
   count_transfer(transfer.direction, transfer.bytes);
   const auto time = transfer_time(transfer.direction, transfer.bytes);
-  if (!failure && time.count() == 0) return move;
+  if (!failure && time.count() == 0) return {name, std::move(move)};
   // A gate nobody opens but the end of the process, which waits for no transfer's time.
-  return [failure, time, gate = Gate::make(), run = std::move(move)] {
-    gate->pass_within(time);
-    if (failure) throw DeviceError(failure);
-    run();
-  };
+  return {name, [failure, time, gate = Gate::make(), run = std::move(move)] {
+            gate->pass_within(time);
+            if (failure) throw DeviceError(failure);
+            run();
+          }};
 }
 
 }  // namespace tdcopier::sim

@@ -4,11 +4,12 @@
 #include <c10/core/Device.h>
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <string>
 
 #include "sim/counters.h"
-#include "sim/stream_queue.h"
+#include "sim/operation.h"
 
 namespace tdcopier::sim {
 
@@ -25,6 +26,6 @@ std::string describe(const Transfer& transfer);
 // Counts the transfer, which is about to be enqueued, and returns `move` as it is to be enqueued:
 // behind the time that it takes, or failing. Throws if it fails now; then it is not counted.
 // What only stands in for kernels (Uncounted) is let through.
-StreamQueue::Operation begin_transfer(const Transfer& transfer, StreamQueue::Operation move);
+Operation begin_transfer(const Transfer& transfer, std::function<void()> move);
 
 }  // namespace tdcopier::sim

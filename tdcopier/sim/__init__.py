@@ -52,9 +52,11 @@ from tdcopier.sim._faults import (
 )
 from tdcopier.sim._pace import Pace, pace
 from tdcopier.sim._poison import Poison, poison
+from tdcopier.sim._schedule import DeadlockError, Schedule, ScheduledThread, schedule
 
 __all__ = [
     "Counts",
+    "DeadlockError",
     "Fault",
     "Gate",
     "Hold",
@@ -62,6 +64,8 @@ __all__ = [
     "Pace",
     "PinnedBytes",
     "Poison",
+    "Schedule",
+    "ScheduledThread",
     "Transfers",
     "busy",
     "counts",
@@ -78,6 +82,7 @@ __all__ = [
     "poison",
     "reset_counts",
     "reset_peak_pinned_bytes",
+    "schedule",
     "set_memory_limit_bytes",
     "synchronize",
 ]

@@ -1,0 +1,23 @@
+// What a stream runs: one piece of work, and when it may begin.
+#pragma once
+
+#include <functional>
+#include <utility>
+
+namespace tdcopier::sim {
+
+// Must not touch Python.
+struct Operation {
+  Operation(const char* what, std::function<void()> work)
+      : name(what), run(std::move(work)) {}
+  Operation(const char* what, std::function<void()> work, std::function<bool()> ready)
+      : name(what), run(std::move(work)), can_begin(std::move(ready)) {}
+
+  const char* name;  // of static storage: "h2d", "wait" and so on
+  // Blocks: until it may begin, if it was not asked first.
+  std::function<void()> run;
+  // Whether run() would not block now. None: it never blocks. Thread: any; must not block.
+  std::function<bool()> can_begin;
+};
+
+}  // namespace tdcopier::sim

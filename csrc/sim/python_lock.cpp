@@ -1,0 +1,12 @@
+// The one question that the simulation's insides ask of Python.
+#include "sim/python_lock.h"
+
+#include <torch/csrc/python_headers.h>
+
+namespace tdcopier::sim {
+
+bool has_python_lock() noexcept {
+  return PyGILState_Check() == 1;
+}
+
+}  // namespace tdcopier::sim
