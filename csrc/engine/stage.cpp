@@ -2,13 +2,17 @@
 #include "engine/stage.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "base/strided_copy.h"
 
 namespace tdcopier {
 namespace {
+
+std::atomic<uint64_t> g_max_window_bytes = std::numeric_limits<uint64_t>::max();
 
 void prefetch_beginning(const Leaf& leaf) {
   constexpr uint64_t kLine = 64;
@@ -58,12 +62,16 @@ bool has_strided(const PackPlan& plan, const LeafTable& leaves, const ChunkPlan&
 
 }  // namespace
 
+void set_max_window_bytes(uint64_t bytes) {
+  g_max_window_bytes = bytes;
+}
+
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
                                 uint64_t max_window_bytes) {
   std::vector<Window> windows;
   for (uint32_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
     const uint64_t bytes = plan.chunks[chunk].bytes;
-    uint64_t step = max_window_bytes;
+    uint64_t step = std::min<uint64_t>(max_window_bytes, g_max_window_bytes);
     if (bytes > kStridedWindowBytes && has_strided(plan, leaves, plan.chunks[chunk])) {
       step = std::min(step, kStridedWindowBytes);
     }

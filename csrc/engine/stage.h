@@ -21,6 +21,9 @@ struct Window {
 // that it is worth more hands.
 inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
 
+// Another bound for all windows, for tests that want many of them for little. Thread: any.
+void set_max_window_bytes(uint64_t bytes);
+
 // Windows of at most `max_window_bytes` that cover every chunk, in the plan's order.
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
                                 uint64_t max_window_bytes);

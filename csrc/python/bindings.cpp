@@ -6,9 +6,10 @@
 #include <exception>
 
 #include "base/fork.h"
-#include "base/internal_error.h"
 #include "base/interleaver.h"
+#include "base/internal_error.h"
 #include "engine/run_ahead.h"
+#include "engine/stage.h"
 #include "engine/staging_ring.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
@@ -170,6 +171,9 @@ Raises:
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
   m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;
   m.def("set_staging_limit_bytes", &tdcopier::StagingRing::set_limit_bytes);
+  m.attr("MAX_INLINE_BYTES") = tdcopier::kMaxInlineBytes;
+  m.def("set_max_inline_bytes", &tdcopier::set_max_inline_bytes);
+  m.def("set_max_window_bytes", &tdcopier::set_max_window_bytes);
   m.def("set_run_ahead_limit", &tdcopier::RunAhead::set_limit);
   m.def("shut_down", [] {
     tdcopier::stop_returning_sources();

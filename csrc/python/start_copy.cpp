@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +23,8 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
+std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
+
 // Whatever way the call ends: what it gave back is not left lying until the next one.
 struct ReleaseAtEnd {
   ~ReleaseAtEnd() { release_returned_sources(); }
@@ -31,7 +34,8 @@ struct ReleaseAtEnd {
 bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptions& options) {
   // Done here, unless it would have to wait for staging or for a pageable transfer: small work, and
   // whatever a device gathers, since to enqueue that takes as long for any number of bytes.
-  const bool little = !job->source_device().is_cpu() || job->plan().total_bytes <= kMaxInlineBytes;
+  const bool little =
+      !job->source_device().is_cpu() || job->plan().total_bytes <= g_max_inline_bytes;
   const bool at_once = little && !may_block;
   if (options.use_background_thread && !at_once && job->run_in_background(workers())) return true;
   const py::gil_scoped_release no_gil;
@@ -141,6 +145,10 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
 }
 
 }  // namespace
+
+void set_max_inline_bytes(uint64_t bytes) {
+  g_max_inline_bytes = bytes;
+}
 
 std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const CopyOptions& options) {
   release_returned_sources();

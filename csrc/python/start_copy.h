@@ -12,6 +12,8 @@ namespace tdcopier {
 // Up to this many bytes are staged in the call: waking a worker costs about 8 us, and so does a
 // copy of this order.
 inline constexpr uint64_t kMaxInlineBytes = 512 * 1024;
+// Another bound, for tests that want workers for little. Thread: any.
+void set_max_inline_bytes(uint64_t bytes);
 
 struct CopyOptions {
   bool use_pinned_staging;

@@ -98,8 +98,9 @@ void BlockCache::poison(Block* block) {
     std::memset(block->data, kFreedByte, block->size);
     return;
   }
-  const auto position = block->owner->append(
-      {"poison", [data = block->data, size = block->size] { std::memset(data, kFreedByte, size); }});
+  const auto position = block->owner->append({"poison", [data = block->data, size = block->size] {
+                                                std::memset(data, kFreedByte, size);
+                                              }});
   block->seen_until.push_back(Point{block->owner, position});  // it is mapped until then
 }
 

@@ -11,12 +11,12 @@ namespace tdcopier::sim {
 
 void Event::record(StreamQueue& stream) {
   auto reached_at = std::make_shared<std::int64_t>(0);
-  const auto position = stream.enqueue(
-      {"event", [reached_at] {
-         *reached_at = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                           std::chrono::steady_clock::now().time_since_epoch())
-                           .count();
-       }});
+  const auto position =
+      stream.enqueue({"event", [reached_at] {
+                        *reached_at = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                          std::chrono::steady_clock::now().time_since_epoch())
+                                          .count();
+                      }});
   const std::lock_guard lock(mutex_);
   marker_ = {Point{&stream, position}, std::move(reached_at)};
 }

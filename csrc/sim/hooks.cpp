@@ -77,10 +77,9 @@ void resize_storage(const c10::Storage& storage, std::size_t bytes) {
   const auto kept = std::min(bytes, storage.nbytes());
   if (kept > 0) {
     const auto stream = current_stream(storage.device().index());
-    queue_of(stream).enqueue(
-        {"resize", [target = data.get(), source = storage.data(), kept] {
-           std::memcpy(target, source, kept);
-         }});
+    queue_of(stream).enqueue({"resize", [target = data.get(), source = storage.data(), kept] {
+                                std::memcpy(target, source, kept);
+                              }});
     allocator.recordStream(storage.data_ptr(), stream);
   }
   storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));

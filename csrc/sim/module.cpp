@@ -53,13 +53,14 @@ StreamQueue& queue_at(int device, c10::StreamId id) {
 std::uint64_t busy_for(int device, c10::StreamId id, double seconds) {
   const auto time =
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
-  return queue_at(device, id).enqueue(
-      {"busy", [gate = Gate::make(), time] { gate->pass_within(time); }});
+  return queue_at(device, id).enqueue({"busy", [gate = Gate::make(), time] {
+                                         gate->pass_within(time);
+                                       }});
 }
 
 std::uint64_t busy_until_open(int device, c10::StreamId id, std::shared_ptr<Gate> gate) {
-  return queue_at(device, id).enqueue(
-      {"gate", [gate] { gate->pass(); }, [gate] { return gate->arrive(); }});
+  return queue_at(device, id)
+      .enqueue({"gate", [gate] { gate->pass(); }, [gate] { return gate->arrive(); }});
 }
 
 c10::StreamId exchange_stream_id(int device, c10::StreamId id) {

@@ -8,8 +8,7 @@ namespace tdcopier::sim {
 
 // Must not touch Python.
 struct Operation {
-  Operation(const char* what, std::function<void()> work)
-      : name(what), run(std::move(work)) {}
+  Operation(const char* what, std::function<void()> work) : name(what), run(std::move(work)) {}
   Operation(const char* what, std::function<void()> work, std::function<bool()> ready)
       : name(what), run(std::move(work)), can_begin(std::move(ready)) {}
 
@@ -18,6 +17,7 @@ struct Operation {
   std::function<void()> run;
   // Whether run() would not block now. None: it never blocks. Thread: any; must not block.
   std::function<bool()> can_begin;
+  bool is_transfer = false;  // between two places that are not the same device
 };
 
 }  // namespace tdcopier::sim

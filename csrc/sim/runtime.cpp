@@ -95,6 +95,23 @@ c10::Stream pool_stream(c10::DeviceIndex index, bool high_priority) {
                                  static_cast<c10::StreamId>(turn % kPoolStreams));
 }
 
+std::vector<unsigned> pool_turns() {
+  std::vector<unsigned> turns;
+  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
+    for (const auto& next : devices[static_cast<std::size_t>(i)]->next_of_pool) {
+      turns.push_back(next.load());
+    }
+  }
+  return turns;
+}
+
+void set_pool_turns(const std::vector<unsigned>& turns) {
+  auto turn = turns.begin();
+  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
+    for (auto& next : devices[static_cast<std::size_t>(i)]->next_of_pool) next.store(*turn++);
+  }
+}
+
 StreamQueue& queue_of(c10::Stream stream) {
   TORCH_CHECK(stream.device_type() == kDeviceType,
               "not a stream of the simulated device: ", stream);

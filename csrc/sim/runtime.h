@@ -40,6 +40,11 @@ c10::Stream exchange_stream(c10::Stream stream);
 c10::Stream default_stream(c10::DeviceIndex index);
 c10::Stream pool_stream(c10::DeviceIndex index, bool high_priority);
 
+// Which streams of the pools come next, on all devices. A schedule puts back what it found, so that
+// it gives out the same streams each time.
+std::vector<unsigned> pool_turns();
+void set_pool_turns(const std::vector<unsigned>& turns);
+
 // The queue behind a stream; errors if it is not one of this device's streams.
 StreamQueue& queue_of(c10::Stream stream);
 StreamQueue& current_queue(c10::DeviceIndex index);

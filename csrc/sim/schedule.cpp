@@ -115,7 +115,9 @@ void Schedule::begin(std::uint64_t seed, std::chrono::nanoseconds stall) {
   runners_.clear();
   steps_.clear();
   failure_.clear();
-  choices_ = 0;
+  abandoned_ = false;
+  choices_ = pending_ = most_pending_ = 0;
+  pool_turns_ = pool_turns();
   fingerprint_ = 0xcbf29ce484222325;
   strangers_ = false;
   stall_ = stall;
@@ -190,7 +192,8 @@ void Schedule::end() {
   {
     Lock lock(mutex_);
     if (!is_on()) return;
-    Actor* const self = this_thread.epoch == epoch_ ? static_cast<Actor*>(this_thread.actor) : nullptr;
+    Actor* const self =
+        this_thread.epoch == epoch_ ? static_cast<Actor*>(this_thread.actor) : nullptr;
     if (self != nullptr && turn_ == self) {
       draining_ = self;
       drained_ = false;
@@ -199,6 +202,7 @@ void Schedule::end() {
       draining_ = nullptr;
     }
     on_.store(false, std::memory_order_release);
+    set_pool_turns(pool_turns_);
     for (const auto& actor : actors_) actor->changed.notify_all();
     arrived_.notify_all();
     arrived_.wait(lock, [this] { return standing_ == 0; });  // nobody knows an actor any more
@@ -264,8 +268,9 @@ void Schedule::notify(const void* condition) noexcept {
   }
 }
 
-void Schedule::note_work(StreamQueue& stream) {
+void Schedule::note_work(StreamQueue& stream, bool is_transfer) {
   const Lock lock(mutex_);
+  if (is_transfer) most_pending_ = std::max(most_pending_, ++pending_);
   const auto same = [&](const Runner& runner) { return runner.stream == &stream; };
   if (std::any_of(runners_.begin(), runners_.end(), same)) return;
   runners_.push_back({&stream, draw_weight()});
@@ -298,13 +303,12 @@ void Schedule::wait_as_stranger(const std::function<bool()>& can_go_on) {
   constexpr std::chrono::milliseconds kPatience(1);
   Lock lock(mutex_);
   while (is_on() && !can_go_on()) {
-    const auto found = std::find_if(runners_.begin(), runners_.end(), [](const Runner& runner) {
-      return runner.stream->can_step();
-    });
+    const auto found = std::find_if(runners_.begin(), runners_.end(),
+                                    [](const Runner& runner) { return runner.stream->can_step(); });
     if (found == runners_.end()) {
       arrived_.wait_for(lock, kPatience);
     } else {
-      found->stream->step();
+      if (found->stream->step().is_transfer) --pending_;
       ++progress_;
     }
   }
@@ -314,9 +318,9 @@ void Schedule::wait_as_stranger(const std::function<bool()>& can_go_on) {
 
 bool Schedule::may_go_on(const Actor& actor) const {
   if (!actor.native && !actor.has_gil) {
-    const bool gil_is_taken =
-        std::any_of(actors_.begin(), actors_.end(),
-                    [](const auto& other) { return other->stands_still() && other->has_gil; });
+    const bool gil_is_taken = std::any_of(actors_.begin(), actors_.end(), [](const auto& other) {
+      return other->stands_still() && other->has_gil;
+    });
     if (gil_is_taken) return false;
   }
   if (actor.state == Actor::State::kAtPoint || actor.deadlocked) return true;
@@ -366,7 +370,9 @@ void Schedule::let_others_go_on(Lock& lock, Actor& self, bool with_threads) {
     }
     const Candidate chosen = pick();
     if (chosen.actor == nullptr) {
-      steps_.push_back({chosen.runner, true, runners_[chosen.runner].stream->step()});
+      const auto ran = runners_[chosen.runner].stream->step();
+      if (ran.is_transfer) --pending_;
+      steps_.push_back({chosen.runner, true, ran.name});
       continue;
     }
     if (chosen.actor != &self) {
@@ -397,8 +403,8 @@ void Schedule::stand_still(Lock& lock, Actor& self) {
                turn_ != &self && progress_ == seen) {
       abandon(c10::str(turn_->name, " has the turn and does not come to a point: it is blocked ",
                        "outside of the simulation",
-                       self.has_gil ? ", perhaps by the GIL, which another thread holds" : "",
-                       "; ", describe()));
+                       self.has_gil ? ", perhaps by the GIL, which another thread holds" : "", "; ",
+                       describe()));
     }
   }
   --standing_;
@@ -449,6 +455,7 @@ void Schedule::throw_if_deadlocked(Actor& self) {
 // Everybody goes their own ways at once.
 void Schedule::abandon(std::string why) {
   failure_ = std::move(why);
+  abandoned_ = true;
   on_.store(false, std::memory_order_release);
   for (const auto& actor : actors_) actor->changed.notify_all();
   arrived_.notify_all();
@@ -466,9 +473,9 @@ std::uint64_t Schedule::draw() {
 }
 
 double Schedule::draw_weight() {
-  constexpr int kWeights = 7;
-  const auto halvings = draw() % kWeights;
-  return even_ ? 1.0 : 1.0 / static_cast<double>(1 << halvings);
+  constexpr int kWeights = 7;  // 1, 1/4, 1/16 and so on
+  const auto quarterings = draw() % kWeights;
+  return even_ ? 1.0 : 1.0 / static_cast<double>(1 << (2 * quarterings));
 }
 
 std::string Schedule::describe() const {
@@ -488,12 +495,12 @@ std::string Schedule::describe() const {
 
 Schedule::Record Schedule::record() const {
   const Lock lock(mutex_);
-  Record record{{}, fingerprint_, choices_, failure_};
+  Record record{{}, fingerprint_, choices_, most_pending_, failure_, abandoned_};
   record.steps.reserve(steps_.size());
   for (const Step& step : steps_) {
-    record.steps.push_back(
-        (step.is_stream ? runners_[step.who].stream->name() + ": " : actors_[step.who]->name + " ") +
-        step.what);
+    record.steps.push_back((step.is_stream ? runners_[step.who].stream->name() + ": "
+                                           : actors_[step.who]->name + " ") +
+                           step.what);
   }
   return record;
 }

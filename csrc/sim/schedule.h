@@ -19,10 +19,11 @@ namespace tdcopier::sim {
 
 class StreamQueue;
 
-// While it is on, one of the threads that take part has the turn and the others stand still. At each
-// point that it comes to (its calls of the device, and where the engine says so), the seed picks who
-// goes on: itself, another thread, or a stream, of which one operation then runs, on the thread
-// that has the turn. A thread that waits for the device or for another thread gives the turn away.
+// While it is on, one of the threads that take part has the turn and the others stand still. At
+// each point that it comes to (its calls of the device, and where the engine says so), the seed
+// picks who goes on: itself, another thread, or a stream, of which one operation then runs, on the
+// thread that has the turn. A thread that waits for the device or for another thread gives the turn
+// away.
 //
 // Everybody has a weight by which it is picked, from the seed too: so in some schedules a stream
 // lies still for as long as it may, in others it is always ahead of everyone.
@@ -54,9 +55,8 @@ class Schedule final : public Interleaver {
 
   // For streams: one has work; somebody waits for the device. wait_until() returns at once if no
   // schedule is on or the caller does not take part, which then waits for itself.
-  void note_work(StreamQueue& stream);
-  void wait_until(const std::function<bool()>& can_go_on,
-                  const std::function<std::string()>& what);
+  void note_work(StreamQueue& stream, bool is_transfer);
+  void wait_until(const std::function<bool()>& can_go_on, const std::function<std::string()>& what);
 
   void point() noexcept override;
   void enter_lock() noexcept override;
@@ -70,7 +70,9 @@ class Schedule final : public Interleaver {
     std::vector<std::string> steps;  // who went on and what it did
     std::uint64_t fingerprint;       // of the choices that were made
     std::uint64_t choices;           // how often there was one
+    std::size_t most_pending;        // transfers that were enqueued and had not run, at a time
     std::string failure;             // why nobody could go on; empty: that did not happen
+    bool abandoned;                  // and everybody went their own ways
   };
   Record record() const;
 
@@ -119,12 +121,16 @@ class Schedule final : public Interleaver {
   std::uint64_t fingerprint_ = 0;
   std::uint64_t choices_ = 0;
   std::uint64_t progress_ = 0;
-  std::size_t standing_ = 0;  // threads in stand_still()
-  bool even_ = false;       // all weights are the same
-  bool drained_ = false;    // nobody but draining_ can go on
-  bool strangers_ = false;  // threads that do not take part were seen
+  std::size_t pending_ = 0;  // transfers
+  std::size_t most_pending_ = 0;
+  std::vector<unsigned> pool_turns_;  // as they were at the beginning
+  std::size_t standing_ = 0;          // threads in stand_still()
+  bool even_ = false;                 // all weights are the same
+  bool drained_ = false;              // nobody but draining_ can go on
+  bool strangers_ = false;            // threads that do not take part were seen
   std::chrono::nanoseconds stall_{};
   std::string failure_;
+  bool abandoned_ = false;
 };
 
 }  // namespace tdcopier::sim

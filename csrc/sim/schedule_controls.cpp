@@ -26,7 +26,7 @@ void begin(std::uint64_t seed, double stall_seconds) {
 auto record() {
   auto record = Schedule::get().record();
   return std::make_tuple(std::move(record.steps), record.fingerprint, record.choices,
-                         std::move(record.failure));
+                         record.most_pending, std::move(record.failure), record.abandoned);
 }
 
 }  // namespace
@@ -56,9 +56,8 @@ void bind_schedule(py::module_& m) {
       py::arg("number"), Release());
   m.def("schedule_leave", [] { Schedule::get().leave(); }, Release());
   m.def(
-      "schedule_wait_for_leave",
-      [](std::size_t number) { Schedule::get().wait_for_leave(number); }, py::arg("number"),
-      Release());
+      "schedule_wait_for_leave", [](std::size_t number) { Schedule::get().wait_for_leave(number); },
+      py::arg("number"), Release());
   m.def("schedule_record", &record);
 }
 

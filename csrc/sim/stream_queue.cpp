@@ -62,8 +62,9 @@ std::uint64_t StreamQueue::append(Operation operation) {
   operations_.push_back(std::move(operation));
   const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
   if (Schedule::is_on()) {
+    const bool is_transfer = operations_.back().is_transfer;
     lock.unlock();
-    Schedule::get().note_work(*this);
+    Schedule::get().note_work(*this, is_transfer);
     return position;
   }
   start_thread();
@@ -115,8 +116,9 @@ const StreamQueue::Struck* StreamQueue::struck_at(std::uint64_t position) const 
 void StreamQueue::reach(std::uint64_t position) {
   if (passed(position)) return;
   check_not_forked();
-  Schedule::get().wait_until([this, position] { return passed(position); },
-                             [this, position] { return c10::str("operation ", position, " of ", name()); });
+  Schedule::get().wait_until(
+      [this, position] { return passed(position); },
+      [this, position] { return c10::str("operation ", position, " of ", name()); });
   std::unique_lock lock(mutex_);
   progress_.wait(lock, [&] { return passed(position); });
 }
@@ -153,7 +155,7 @@ bool StreamQueue::can_step() const {
   return !next.can_begin || next.can_begin();
 }
 
-const char* StreamQueue::step() {
+StreamQueue::Ran StreamQueue::step() {
   std::unique_lock lock(mutex_);
   return run_front(lock);
 }
@@ -162,8 +164,8 @@ std::string StreamQueue::state() const {
   const std::lock_guard lock(mutex_);
   const auto position = completed_.load(std::memory_order_relaxed) + 1;
   if (operations_.empty()) return c10::str(name(), " has no work");
-  return c10::str(name(), holds_ > 0 ? " is held before" : " waits in", " operation ", position, " (",
-                  operations_.front().name, "), of ", last());
+  return c10::str(name(), holds_ > 0 ? " is held before" : " waits in", " operation ", position,
+                  " (", operations_.front().name, "), of ", last());
 }
 
 void StreamQueue::resume() {
@@ -221,8 +223,8 @@ void StreamQueue::run() {
   }
 }
 
-const char* StreamQueue::run_front(std::unique_lock<std::mutex>& lock) {
-  const char* name = "";
+StreamQueue::Ran StreamQueue::run_front(std::unique_lock<std::mutex>& lock) {
+  Ran ran{};
   std::string failure;
   std::shared_ptr<const LastingFailure> lasting;
   {
@@ -230,7 +232,7 @@ const char* StreamQueue::run_front(std::unique_lock<std::mutex>& lock) {
     const bool skipped = struck_at(position) != nullptr;
     const Operation operation = std::move(operations_.front());
     operations_.pop_front();
-    name = operation.name;
+    ran = {operation.name, operation.is_transfer};
     lock.unlock();
     try {
       if (!skipped) operation.run();
@@ -255,7 +257,7 @@ const char* StreamQueue::run_front(std::unique_lock<std::mutex>& lock) {
   }
   completed_.store(position, std::memory_order_release);
   progress_.notify_all();
-  return name;
+  return ran;
 }
 
 }  // namespace tdcopier::sim

@@ -61,9 +61,13 @@ class StreamQueue {
   void release();
 
   // For a schedule, which is then the only one to run operations. Whether the first may begin;
-  // runs it, on the calling thread, and returns its name; and what there is to say of both.
+  // runs it, on the calling thread, and says what it was; and what there is to say of both.
+  struct Ran {
+    const char* name;
+    bool is_transfer;
+  };
   bool can_step() const;
-  const char* step();
+  Ran step();
   std::string state() const;
   // The schedule is over: the thread works off what is left.
   void resume();
@@ -80,7 +84,7 @@ class StreamQueue {
   };
 
   void run();
-  const char* run_front(std::unique_lock<std::mutex>& lock);
+  Ran run_front(std::unique_lock<std::mutex>& lock);
   void start_thread();  // mutex_ held; once
   void reach(std::uint64_t position);
   void report_failure();

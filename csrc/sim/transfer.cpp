@@ -45,13 +45,17 @@ Operation begin_transfer(const Transfer& transfer, std::function<void()> move) {
   const auto failure = strike_transfer(transfer);
   count_transfer(transfer.direction, transfer.bytes);
   const auto time = transfer_time(transfer.direction, transfer.bytes);
-  if (!failure && time.count() == 0) return {name, std::move(move)};
-  // A gate nobody opens but the end of the process, which waits for no transfer's time.
-  return {name, [failure, time, gate = Gate::make(), run = std::move(move)] {
-            gate->pass_within(time);
-            if (failure) throw DeviceError(failure);
-            run();
-          }};
+  if (failure || time.count() != 0) {
+    // A gate nobody opens but the end of the process, which waits for no transfer's time.
+    move = [failure, time, gate = Gate::make(), run = std::move(move)] {
+      gate->pass_within(time);
+      if (failure) throw DeviceError(failure);
+      run();
+    };
+  }
+  Operation operation(name, std::move(move));
+  operation.is_transfer = transfer.direction != Direction::kWithinDevice;
+  return operation;
 }
 
 }  // namespace tdcopier::sim

@@ -1,0 +1,134 @@
+"""Plays scenarios in many orders of events; as a program, for as long as one likes.
+
+    python tests/play.py --schedules 1000000 --jobs 2
+    python tests/play.py --only between_devices --seed 4711   # one order again, step by step
+
+Every order is checked in the same way: values, what the detectors of ``tdcopier.sim`` find, memory
+that is left in use, and that nobody waits for ever. What was freed is poisoned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+from scenarios import SCENARIOS, Play, device_values
+
+from tdcopier import sim
+
+DEVICES = ("sim:0", "sim:1")
+_values: dict[str, torch.Tensor] = {}
+
+
+@dataclass
+class Played:
+    """What a number of schedules has shown."""
+
+    schedules: int = 0
+    overlapping: int = 0
+    """In which transfers of two jobs were in flight at once."""
+    fingerprints: set[tuple[str, int]] = field(default_factory=set)
+    """Of those that overlap: the scenario and the choices that were made."""
+    choices: int = 0
+
+    def add(self, other: Played) -> None:
+        self.schedules += other.schedules
+        self.overlapping += other.overlapping
+        self.fingerprints |= other.fingerprints
+        self.choices += other.choices
+
+
+def play(name: str, seed: int) -> tuple[Played, sim.Schedule]:
+    """Play one scenario in one order. Raises whatever is found to be wrong."""
+    if not _values:
+        _values.update(device_values(DEVICES))
+    scenario = SCENARIOS[name]
+    with sim.poison(), sim.detect(leaks=True):
+        with sim.schedule(seed) as schedule:
+            stage = Play(sim, DEVICES, _values, schedule)
+            scenario.run(stage)
+            stage.finish()
+        del stage
+    # A job of these scenarios is one transfer, so two in flight are two jobs'.
+    overlap = scenario.one_transfer_a_job and schedule.most_transfers_in_flight >= 2
+    fingerprints = {(name, schedule.fingerprint)} if overlap else set()
+    return Played(1, int(overlap), fingerprints, schedule.choices), schedule
+
+
+def play_range(names: list[str], seeds: range) -> Played:
+    """Each of the scenarios with each of the seeds."""
+    sim.enable(devices=len(DEVICES))
+    total = Played()
+    for seed in seeds:
+        for name in names:
+            try:
+                total.add(play(name, seed)[0])
+            except BaseException as error:
+                raise RuntimeError(f"{name} fails in the schedule with seed {seed}") from error
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=10_000, help="how many, all together")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", choices=SCENARIOS, action="append", help="a scenario; repeatable")
+    parser.add_argument("--seed", type=int, help="play this one and print its steps")
+    parser.add_argument("--json", help="write what was shown to this file")
+    arguments = parser.parse_args()
+    names = arguments.only or list(SCENARIOS)
+
+    if arguments.seed is not None:
+        sim.enable(devices=len(DEVICES))
+        for name in names:
+            print(f"{name}, seed {arguments.seed}:")
+            print("\n".join(f"  {step}" for step in play(name, arguments.seed)[1].steps))
+        return
+
+    from tqdm import tqdm
+
+    a_batch = 50
+    seeds = -(-arguments.schedules // len(names))
+    last = arguments.first_seed + seeds
+    batches = [
+        range(first, min(first + a_batch, last))
+        for first in range(arguments.first_seed, last, a_batch)
+    ]
+    started = time.monotonic()
+    total = Played()
+    with (
+        concurrent.futures.ProcessPoolExecutor(
+            arguments.jobs, mp_context=multiprocessing.get_context("spawn")
+        ) as pool,
+        tqdm(total=seeds * len(names), unit=" schedules", disable=None) as progress,
+    ):
+        for played in pool.map(play_range, [names] * len(batches), batches):
+            total.add(played)
+            progress.update(played.schedules)
+    shown = {
+        "scenarios": len(names),
+        "schedules": total.schedules,
+        "with_two_jobs_in_flight": total.overlapping,
+        "distinct_among_these": len(total.fingerprints),
+        "choices_per_schedule": round(total.choices / total.schedules, 1),
+        "first_seed": arguments.first_seed,
+        "seconds": round(time.monotonic() - started, 1),
+        "processes": arguments.jobs,
+        "torch": torch.__version__,
+    }
+    print(json.dumps(shown, indent=2))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(shown, file, indent=2)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

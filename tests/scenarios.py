@@ -1,0 +1,379 @@
+"""Small programs with copies that overlap, to be run in many orders of events.
+
+Each takes a :class:`Play`, checks all values itself, and is the same program each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import tdcopier
+from tdcopier import _C
+
+Tree = list[torch.Tensor]
+
+
+@dataclass
+class Play:
+    """What a scenario works with: streams, batches of which no two are alike, checks at the end."""
+
+    sim: ModuleType  # `tdcopier.sim`
+    devices: tuple[str, str]
+    values: dict[str, torch.Tensor]  # by device: what there is to write, see `device_values`
+    schedule: Any = None  # the schedule that is on, or None
+    made: int = 0
+    checks: list[tuple[Tree, Tree]] = field(default_factory=list)
+
+    def batch(self, sizes: tuple[int, ...] = (5, 40, 17)) -> Tree:
+        """Leaves of int32 on the host, with values that no other batch has."""
+        self.made += 1
+        first = 1000 * self.made
+        return [torch.arange(first, first + size, dtype=torch.int32) for size in sizes]
+
+    def stream(self, device: str) -> torch.Stream:
+        return torch.sim.Stream(device=device)
+
+    def on(self, stream: torch.Stream) -> contextlib.AbstractContextManager[None]:
+        return torch.sim.stream(stream)
+
+    def expect(self, tree: Tree, expected: Tree) -> None:
+        """Check now, on the current streams."""
+        for leaf, wanted in zip(tree, expected, strict=True):
+            got = leaf.tolist()
+            assert got == wanted.tolist(), f"{got[:4]}... is not {wanted.tolist()[:4]}..."
+
+    def read_late(self, tree: Tree, expected: Tree) -> None:
+        """Enqueue on the current stream what a kernel would read; check when all is over."""
+        copies = [torch.empty_like(leaf) for leaf in tree]
+        for target, leaf in zip(copies, tree, strict=True):
+            target.copy_(leaf, non_blocking=True)
+        self.checks.append((copies, expected))
+
+    # What writes on a device here does so within it, as kernels do: the only transfers are the
+    # engine's.
+
+    def write(self, device: str, batch: Tree) -> Tree:
+        """The batch on a device, written by the current stream when its turn comes."""
+        written = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch]
+        for target, leaf in zip(written, batch, strict=True):
+            first = int(leaf[0])
+            target.copy_(self.values[device][first : first + leaf.numel()], non_blocking=True)
+        return written
+
+    def overwrite(self, tree: Tree) -> None:
+        """Enqueue writes on the current stream, without waiting for anything."""
+        for leaf in tree:
+            junk = self.values[str(leaf.device)][:1].expand(leaf.numel())
+            leaf.copy_(junk, non_blocking=True)
+
+    def churn(self, device: str, like: Tree) -> None:
+        """Use device memory of the current stream, as much as a batch, for something else."""
+        total = sum(leaf.numel() for leaf in like)
+        for size in (total, *(leaf.numel() for leaf in like)):
+            for _ in range(2):
+                self.overwrite([torch.empty(size, dtype=torch.int32, device=device)])
+
+    def finish(self) -> None:
+        for device in self.devices:
+            torch.sim.synchronize(device)
+        for tree, expected in self.checks:
+            self.expect(tree, expected)
+        self.checks.clear()
+
+
+def device_values(devices: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The integers from 0 on, enough of them for any batch, on each device."""
+    return {device: torch.arange(20_000, dtype=torch.int32).to(device) for device in devices}
+
+
+@contextlib.contextmanager
+def small_limits(
+    inline_bytes: int = 0, window_bytes: int = 64, staging_buffers: int = 2
+) -> Iterator[None]:
+    """Workers, several windows and a ring that runs out, for batches of a few hundred bytes."""
+    _C.set_max_inline_bytes(inline_bytes)
+    _C.set_max_window_bytes(window_bytes)
+    tdcopier.set_staging_limit_bytes(staging_buffers * _C.STAGING_BUFFER_BYTES)
+    try:
+        yield
+    finally:
+        _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+        _C.set_max_window_bytes(2**63)
+        tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+
+
+def two_batches_for_two_streams(play: Play) -> None:
+    """H2D: each is read by its own stream, and dropped while that has not read it."""
+    device = play.devices[0]
+    batches = [play.batch(), play.batch()]
+    streams = [play.stream(device) for _ in batches]
+    handles = [tdcopier.start_copy(batch, device) for batch in batches]
+    for handle, batch, stream in zip(handles, batches, streams, strict=True):
+        with play.on(stream):
+            play.read_late(handle.wait(), batch)
+    del handles, handle
+    third = play.batch()
+    play.expect(tdcopier.start_copy(third, device).get(), third)
+
+
+def sources_are_overwritten_at_once(play: Play) -> None:
+    """H2D: host sources belong to the caller again when they are staged."""
+    device = play.devices[0]
+    batches = [play.batch(), play.batch((33, 2, 61))]
+    expected = [[leaf.clone() for leaf in batch] for batch in batches]
+    handles = [tdcopier.start_copy(batch, device) for batch in batches]
+    for handle, batch in zip(handles, batches, strict=True):
+        handle.wait_staged()
+        for leaf in batch:
+            leaf.fill_(-1)
+    for handle, wanted in zip(handles, expected, strict=True):
+        play.read_late(handle.wait(), wanted)
+
+
+def workers_share_two_buffers(play: Play) -> None:
+    """H2D: windows of three batches compete for two staging buffers."""
+    with small_limits():
+        sources_are_overwritten_at_once(play)
+        device = play.devices[1]
+        batch = play.batch((100, 3))
+        expected = [leaf.clone() for leaf in batch]
+        handle = tdcopier.start_copy(batch, device)
+        del batch
+        play.expect(handle.get(), expected)
+
+
+def results_are_dropped_and_their_memory_used_again(play: Play) -> None:
+    """H2D: what a late consumer reads must not be handed out meanwhile."""
+    device = play.devices[0]
+    consumer = play.stream(device)
+    for _ in range(3):
+        batch = play.batch((64, 64))
+        handle = tdcopier.start_copy(batch, device)
+        with play.on(consumer):
+            play.read_late(handle.wait(), batch)
+        del handle
+
+
+def device_sources_are_overwritten_behind_wait_staged(play: Play) -> None:
+    """D2H: read after what was enqueued before, and before what is enqueued after."""
+    device = play.devices[0]
+    producer = play.stream(device)
+    handles = []
+    with play.on(producer):
+        for batch in (play.batch(), play.batch((50,))):
+            source = play.write(device, batch)
+            handle = tdcopier.start_copy(source, "cpu")
+            handle.wait_staged()
+            play.overwrite(source)
+            handles.append((handle, batch))
+        for handle, batch in handles:
+            play.expect(handle.get(), batch)
+
+
+def device_sources_are_freed_at_once(play: Play) -> None:
+    """D2H: the copy keeps them until the device has read them."""
+    device = play.devices[0]
+    producer = play.stream(device)
+    with play.on(producer):
+        handles = []
+        for batch in (play.batch(), play.batch((50,))):
+            source = play.write(device, batch)
+            handles.append((tdcopier.start_copy(source, "cpu"), batch))
+            del source
+            play.churn(device, batch)
+    for handle, batch in handles:
+        play.expect(handle.get(), batch)
+
+
+def host_results_are_dropped_before_they_arrive(play: Play) -> None:
+    """D2H: pinned memory is not given out while the device will write it."""
+    device = play.devices[0]
+    batch, other = play.batch((64, 64)), play.batch((64, 64))
+    handles = [tdcopier.start_copy(play.write(device, batch), "cpu") for _ in range(2)]
+    del handles
+    pinned = [torch.empty(128, dtype=torch.int32, pin_memory=True) for _ in range(3)]
+    for leaf in pinned:
+        leaf.fill_(7)
+    play.read_late(play.write(device, other), other)
+    torch.sim.synchronize(device)
+    play.expect(pinned, [torch.full((128,), 7, dtype=torch.int32)] * 3)
+
+
+def between_devices(play: Play) -> None:
+    """D2D: behind the producer of one device, before the consumer of the other."""
+    near, far = play.devices
+    producer, consumer = play.stream(near), play.stream(far)
+    for batch in (play.batch(), play.batch((80,))):
+        with play.on(producer):
+            source = play.write(near, batch)
+            handle = tdcopier.start_copy(source, far)
+            handle.wait_staged()
+            play.overwrite(source)
+        with play.on(consumer):
+            play.read_late(handle.wait(), batch)
+        del handle, source
+
+
+def there_and_back(play: Play) -> None:
+    """H2D, then D2H of the result, on one stream that waits for nothing else."""
+    device = play.devices[0]
+    stream = play.stream(device)
+    pairs = []
+    with play.on(stream):
+        for batch in (play.batch(), play.batch((90, 1))):
+            moved = tdcopier.start_copy(batch, device).wait()
+            pairs.append((tdcopier.start_copy(moved, "cpu"), batch))
+            del moved
+        for handle, batch in pairs:
+            play.expect(handle.get(), batch)
+
+
+def the_host_runs_ahead(play: Play) -> None:
+    """H2D: more batches than may be ahead of the consumer."""
+    device = play.devices[0]
+    tdcopier.set_run_ahead_limit(2)
+    try:
+        consumer = play.stream(device)
+        for _ in range(4):
+            batch = play.batch((30,))
+            handle = tdcopier.start_copy(batch, device)
+            with play.on(consumer):
+                play.read_late(handle.wait(), batch)
+    finally:
+        tdcopier.set_run_ahead_limit(4)
+
+
+def threads_copy_at_once(play: Play) -> None:
+    """Both directions, from two threads beside the caller's."""
+    near, far = play.devices
+
+    def there() -> None:
+        for _ in range(2):
+            batch = play.batch()
+            play.expect(tdcopier.start_copy(batch, near).get(), batch)
+
+    def back() -> None:
+        stream = play.stream(far)
+        with play.on(stream):
+            batch = play.batch((44, 3))
+            play.expect(tdcopier.start_copy(play.write(far, batch), "cpu").get(), batch)
+
+    threads = [play.schedule.thread(there), play.schedule.thread(back)]
+    with small_limits(staging_buffers=1):
+        there()
+        for thread in threads:
+            thread.join()
+
+
+def one_handle_for_two_threads(play: Play) -> None:
+    """Both ask for the same result, each on a stream of its own."""
+    device = play.devices[0]
+    batch = play.batch((70, 9))
+    with small_limits():
+        handle = tdcopier.start_copy(batch, device)
+        results = []
+
+        def take() -> None:
+            with play.on(play.stream(device)):
+                result = handle.wait()
+                play.read_late(result, batch)
+                results.append(result)
+
+        thread = play.schedule.thread(take)
+        take()
+        thread.join()
+    assert results[0] is results[1]
+
+
+def let_go_by_another_thread(play: Play) -> None:
+    """`get()` leaves the GIL to the thread that it depends on."""
+    device = play.devices[0]
+    hold = play.sim.hold(_C.copy_stream(device))
+    batch = play.batch()
+    handle = tdcopier.start_copy(batch, device)
+    thread = play.schedule.thread(hold.release)
+    play.expect(handle.get(), batch)
+    thread.join()
+
+
+def failures_are_told_each_time(play: Play) -> None:
+    """A transfer fails when it runs: `get()` says so twice, and the next copy works."""
+    device = play.devices[0]
+    batch = play.batch()
+    with play.sim.fail_transfer(direction="h2d", when="execution"):
+        handle = tdcopier.start_copy(batch, device)
+        for _ in range(2):
+            with pytest.raises(torch.AcceleratorError, match="was made to fail"):
+                handle.get()
+        assert handle.ready()
+    with play.sim.fail_device_allocation():
+        handle = tdcopier.start_copy(batch, device)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                handle.wait()
+    play.expect(tdcopier.start_copy(batch, device).get(), batch)
+
+
+def counted_as_the_device_counts(play: Play) -> None:
+    """`stats` against the device's own count, and staging against its limit."""
+    device = play.devices[0]
+    with small_limits(staging_buffers=1):
+        before = play.sim.counts().h2d
+        batches = [play.batch(), play.batch((100, 3))]
+        handles = [tdcopier.start_copy(batch, device) for batch in batches]
+        for handle, batch in zip(handles, batches, strict=True):
+            play.read_late(handle.wait(), batch)
+        after = play.sim.counts().h2d
+        told = [handle.stats for handle in handles]
+        assert sum(stats.transfers for stats in told) == after.transfers - before.transfers > 2
+        assert sum(stats.transfer_bytes for stats in told) == after.bytes - before.bytes
+        assert _C.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES
+
+
+def polled_until_ready(play: Play) -> None:
+    """`ready()` says True when the result may be read by the host, not before."""
+    device = play.devices[0]
+    batch = play.batch((60,))
+    handles = [
+        tdcopier.start_copy(play.write(device, batch), "cpu"),
+        tdcopier.start_copy(play.write(device, batch), "cpu"),
+    ]
+    for handle in handles:
+        while not handle.ready():
+            pass
+        play.expect(handle.get(), batch)
+
+
+class Scenario(NamedTuple):
+    run: Callable[[Play], None]
+    one_transfer_a_job: bool = True
+
+
+SCENARIOS: dict[str, Scenario] = {
+    run.__name__: Scenario(run, one_transfer_a_job)
+    for run, one_transfer_a_job in (
+        (two_batches_for_two_streams, True),
+        (sources_are_overwritten_at_once, True),
+        (workers_share_two_buffers, False),
+        (results_are_dropped_and_their_memory_used_again, True),
+        (device_sources_are_overwritten_behind_wait_staged, True),
+        (device_sources_are_freed_at_once, True),
+        (host_results_are_dropped_before_they_arrive, True),
+        (between_devices, True),
+        (there_and_back, True),
+        (the_host_runs_ahead, True),
+        (threads_copy_at_once, False),
+        (one_handle_for_two_threads, False),
+        (let_go_by_another_thread, True),
+        (failures_are_told_each_time, True),
+        (counted_as_the_device_counts, False),
+        (polled_until_ready, True),
+    )
+}

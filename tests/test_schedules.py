@@ -1,0 +1,41 @@
+"""Copies that overlap, in thousands of orders of events: values, order, lifetime, no deadlock."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from play import Played, play
+from scenarios import SCENARIOS
+
+pytestmark = pytest.mark.sim
+
+# A longer run: TDCOPIER_TEST_SCHEDULES=10000 make test-py, or python tests/play.py.
+SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "1000"))
+FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
+
+_played = Played()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_order_of_events_is_right(sim, name):
+    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+        played, _ = play(name, seed)
+        _played.add(played)
+
+
+def test_thousands_of_distinct_orders_had_two_jobs_in_flight(sim, request):
+    chosen = {item.name for item in request.session.items}
+    if not {f"test_every_order_of_events_is_right[{name}]" for name in SCENARIOS} <= chosen:
+        pytest.skip("counts what the test above has played, of which not all was run")
+    assert _played.schedules == SEEDS * len(SCENARIOS)
+    assert len(_played.fingerprints) >= 2 * SEEDS
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_same_seed_gives_the_same_order_again(sim, name):
+    for seed in range(3):
+        _, first = play(name, seed)
+        _, again = play(name, seed)
+        assert again.steps == first.steps
+        assert (again.fingerprint, again.choices) == (first.fingerprint, first.choices)

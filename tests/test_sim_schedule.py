@@ -1,0 +1,335 @@
+"""The schedule itself: one step at a time, in an order that a seed picks and that comes again."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import threading
+
+import pytest
+import torch
+from sim_support import fresh as fresh
+from support import run_python
+
+import tdcopier
+
+pytestmark = pytest.mark.sim
+
+
+def two_streams_write(sim) -> list[int]:
+    """Two streams write the same place, in no order: who is last is the schedule's choice."""
+    place = torch.zeros(1, dtype=torch.int32, device="sim")
+    for value in (1, 2):
+        with torch.sim.stream(torch.sim.Stream()):
+            place.copy_(torch.tensor([value], dtype=torch.int32).pin_memory(), non_blocking=True)
+    torch.sim.synchronize()
+    return place.tolist()
+
+
+def test_seeds_pick_every_order(sim):
+    seen = set()
+    for seed in range(30):
+        with sim.schedule(seed):
+            seen.add(tuple(two_streams_write(sim)))
+    assert seen == {(1,), (2,)}
+
+
+def test_a_seed_picks_the_same_order_each_time(sim):
+    for seed in range(10):
+        runs = []
+        for _ in range(2):
+            with sim.schedule(seed) as schedule:
+                values = two_streams_write(sim)
+            runs.append((values, schedule.steps, schedule.fingerprint, schedule.choices))
+        assert runs[0] == runs[1]
+        assert runs[0][3] > 0
+
+
+def test_a_seed_picks_the_same_order_in_another_process(sim):
+    program = """
+        import torch
+        import tdcopier
+        from tdcopier import sim
+
+        sim.enable(devices=2)
+        {warm_up}
+        source = torch.arange(30)
+        with sim.schedule(5) as schedule:
+            handles = [tdcopier.start_copy([source, source[:7]], "sim:0") for _ in range(3)]
+            with torch.sim.stream(torch.sim.Stream()):
+                for handle in handles:
+                    handle.wait()
+        print(schedule.fingerprint, schedule.choices, *schedule.steps)
+        """
+    warm_up = "tdcopier.copy([torch.ones(9)], 'sim:0')"
+    cold = run_python(program.replace("{warm_up}", ""))
+    assert cold == run_python(program.replace("{warm_up}", warm_up))
+    assert "h2d" in cold
+
+
+def test_work_that_was_enqueued_runs_before_at_and_after_any_call(sim):
+    """A stream may be ahead of the host or behind it by as much as it likes."""
+    positions = set()
+    for seed in range(100):
+        with sim.schedule(seed):
+            stream = torch.sim.Stream()
+            events = [stream.record_event() for _ in range(3)]
+            positions.add(tuple(event.query() for event in events))
+    assert {(True,) * 3, (True, True, False), (True, False, False), (False,) * 3} <= positions
+
+
+def test_who_waits_for_itself_is_told_of_a_deadlock(sim):
+    with sim.schedule(1), torch.sim.stream(torch.sim.Stream()):
+        stream = torch.sim.current_stream()
+        with sim.hold(stream):
+            event = stream.record_event()
+            with pytest.raises(RuntimeError, match="deadlock") as caught:
+                event.synchronize()
+    text = str(caught.value)
+    assert "the main thread waits for operation" in text
+    assert f"stream {stream.stream_id} of sim:0 is held before operation" in text
+
+
+def test_after_a_deadlock_the_program_goes_on(sim):
+    with sim.schedule(1):
+        stream = torch.sim.Stream()
+        hold = sim.hold(stream)
+        event = stream.record_event()
+        with pytest.raises(RuntimeError, match="deadlock"):
+            event.synchronize()
+        hold.release()
+        event.synchronize()
+        assert event.query()
+    torch.sim.synchronize()
+
+
+@pytest.mark.parametrize("elements", [10, 1 << 20], ids=["inline", "background"])
+def test_get_of_a_copy_that_cannot_end_is_a_deadlock(sim, copy_stream, elements):
+    with sim.schedule(3), sim.hold(copy_stream):
+        handle = tdcopier.start_copy([torch.ones(elements)], "sim:0")
+        with pytest.raises(sim.DeadlockError, match="is held before operation"):
+            handle.get()
+
+
+def test_a_deadlock_that_comes_through_torch_leaves_the_schedule_by_its_name(sim):
+    stream = torch.sim.Stream()
+    with pytest.raises(sim.DeadlockError, match="nobody can go on"), sim.schedule(1):
+        hold = sim.hold(stream)
+        try:
+            stream.record_event().synchronize()
+        finally:
+            hold.release()
+
+
+def test_two_streams_that_wait_for_each_other_are_named(sim):
+    with sim.schedule(1):
+        gate = sim.Gate()
+        first, second = torch.sim.Stream(), torch.sim.Stream()
+        sim.busy(gate, first)
+        second.wait_event(first.record_event())
+        event = second.record_event()
+        with pytest.raises(RuntimeError, match="deadlock") as caught:
+            event.synchronize()
+        gate.open()
+    text = str(caught.value)
+    for stream, operation in ((first, "gate"), (second, "wait")):
+        assert re.search(
+            rf"stream {stream.stream_id} of sim:0 waits in operation \d+ \({operation}\)", text
+        )
+
+
+def test_threads_take_turns_as_the_seed_picks(sim):
+    def turns(seed: int) -> str:
+        seen: list[str] = []
+
+        def work(name: str) -> str:
+            for _ in range(3):
+                schedule.point()
+                seen.append(name)
+            return name
+
+        with sim.schedule(seed) as schedule:
+            threads = [schedule.thread(work, name) for name in "ab"]
+            assert [thread.join() for thread in threads] == ["a", "b"]
+        return "".join(seen)
+
+    orders = [turns(seed) for seed in range(40)]
+    assert orders == [turns(seed) for seed in range(40)]
+    assert len(set(orders)) > 5
+
+
+def test_what_a_thread_raises_comes_out_of_join(sim):
+    def fail() -> None:
+        raise KeyError("lost")
+
+    with sim.schedule(2) as schedule:
+        thread = schedule.thread(fail)
+        for _ in range(2):
+            with pytest.raises(KeyError, match="lost"):
+                thread.join()
+    with pytest.raises(KeyError, match="lost"), sim.schedule(2) as schedule:
+        schedule.thread(fail)  # joined at the end
+
+
+def test_a_thread_that_waits_for_another_one_lets_it_go_on(sim):
+    for seed in range(20):
+        with sim.schedule(seed) as schedule:
+            stream = torch.sim.Stream()
+            hold = sim.hold(stream)
+            event = stream.record_event()
+            thread = schedule.thread(hold.release)
+            event.synchronize()
+            thread.join()
+
+
+def test_a_thread_that_blocks_outside_of_the_simulation_is_found(sim):
+    """With a lock of Python's, which nobody can release without the turn."""
+    lock = threading.Lock()
+    lock.acquire()
+
+    def block() -> None:
+        assert lock.acquire(timeout=20)
+
+    with pytest.raises(sim.DeadlockError, match=r"thread 0 has the turn and does not come"):  # noqa: SIM117
+        with sim.schedule(1, timeout_s=0.2) as schedule:
+            thread = schedule.thread(block)
+            for _ in range(1000):
+                schedule.point()
+                if not lock.locked():
+                    break
+                if schedule_is_over():
+                    lock.release()
+                    break
+            thread.join()
+
+
+def schedule_is_over() -> bool:
+    from tdcopier import _sim
+
+    return not _sim.schedule_is_on()
+
+
+def test_threads_that_do_not_take_part_run_beside_it(sim):
+    results = []
+
+    def beside() -> None:
+        results.append(torch.arange(5).to("sim").tolist())
+
+    with sim.schedule(4):
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        assert torch.ones(2).to("sim").tolist() == [1, 1]
+    assert results == [[0, 1, 2, 3, 4]]
+
+
+def test_backward_works_within_a_schedule(sim):
+    with sim.schedule(4):
+        leaf = torch.ones(3, device="sim", requires_grad=True)
+        (leaf * 2).sum().backward()
+        assert leaf.grad.tolist() == [2, 2, 2]
+
+
+def test_time_does_not_pass(sim):
+    with sim.schedule(1), sim.pace("h2d", latency_us=60_000_000):
+        sim.busy(3600)
+        assert torch.ones(2).to("sim").tolist() == [1, 1]
+
+
+def test_work_that_is_left_runs_to_its_end_with_the_schedule(sim):
+    with sim.schedule(1):
+        event = torch.sim.Stream().record_event()
+    assert event.query()
+
+
+def test_work_that_cannot_go_on_is_left_to_the_streams(sim):
+    gate = sim.Gate()
+    with sim.schedule(1):
+        sim.busy(gate)
+        event = torch.sim.current_stream().record_event()
+    assert not event.query()
+    gate.open()
+    event.synchronize()
+
+
+def test_an_exception_names_the_seed(sim):
+    with pytest.raises(ZeroDivisionError) as caught, sim.schedule(77):
+        _ = 1 // 0
+    if hasattr(caught.value, "__notes__"):
+        assert caught.value.__notes__ == ["tdcopier.sim: in the schedule with seed 77"]
+
+
+def test_garbage_collection_is_off_meanwhile_and_as_it_was_after(sim):
+    gc.enable()
+    with sim.schedule(1):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    with sim.schedule(1):
+        pass
+    assert not gc.isenabled()
+
+
+def test_one_schedule_at_a_time(sim):
+    with sim.schedule(1):
+        with pytest.raises(RuntimeError, match="a schedule is on already"), sim.schedule(2):
+            pass
+        assert torch.ones(1).to("sim").tolist() == [1]
+
+
+def test_no_schedule_begins_while_a_stream_is_held(sim):
+    with (
+        sim.hold(torch.sim.current_stream()),
+        pytest.raises(RuntimeError, match=r"stream 0 of sim:0 is held: release it"),
+        sim.schedule(1),
+    ):
+        pass
+    with sim.schedule(1):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "a seed must be between 0 and"),
+        ({"seed": 2**64}, "a seed must be between 0 and"),
+        ({"seed": 0, "timeout_s": 0}, "the timeout must be between"),
+    ],
+)
+def test_bad_arguments_are_refused(sim, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sim.schedule(**arguments)
+
+
+def test_a_thread_can_be_started_only_within_the_schedule(sim):
+    schedule = sim.schedule(1)
+    with pytest.raises(RuntimeError, match="only while the schedule is on"):
+        schedule.thread(print)
+
+
+def test_the_process_may_end_within_a_schedule():
+    output = run_python(
+        """
+        import sys
+        import torch
+        import tdcopier
+        from tdcopier import sim
+
+        sim.enable()
+        schedule = sim.schedule(1)
+        schedule.__enter__()
+        handle = tdcopier.start_copy([torch.ones(1 << 20)], "sim:0")
+        print("leaving")
+        """
+    )
+    assert output == "leaving\n"
+
+
+def test_streams_that_a_schedule_makes_are_the_same_ones_each_time(sim):
+    ids = []
+    for _ in range(2):
+        with sim.schedule(1):
+            ids.append([torch.sim.Stream().stream_id for _ in range(3)])
+    assert ids[0] == ids[1]
+    assert len(set(itertools.chain(*ids))) == 3
