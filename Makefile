@@ -31,19 +31,23 @@ else
   PYTEST := cd build/site && $(RUN) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
-.PHONY: demo test test-cpp test-py test-gpu bench lint format docs build check-tools clean
+.PHONY: demo test test-cpp test-py test-gpu broken-engines bench lint format docs build check-tools clean
 
 demo: build
 	$(RUN) $(PY) tutorials/01_first_copy.py
 
 test: test-cpp test-py
 
-test-py: build
+test-py: build broken-engines
 	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
 
-test-gpu: build
+test-gpu: build broken-engines
 	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda; $(PYTEST)
 	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
+
+# Engines with defects that are chosen when they run, for tests/test_broken_engines.py.
+broken-engines: $(READY)
+	@$(RUN) $(PY) tests/broken_engines.py
 
 bench: build
 	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py

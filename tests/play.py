@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import json
 import multiprocessing
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from scenarios import SCENARIOS, Play, device_values
 from tdcopier import sim
 
 DEVICES = ("sim:0", "sim:1")
+TIMEOUT_S = float(os.environ.get("TDCOPIER_PLAY_TIMEOUT_S", "30"))
 _values: dict[str, torch.Tensor] = {}
 
 
@@ -50,7 +52,7 @@ def play(name: str, seed: int) -> tuple[Played, sim.Schedule]:
         _values.update(device_values(DEVICES))
     scenario = SCENARIOS[name]
     with sim.poison(), sim.detect(leaks=True):
-        with sim.schedule(seed) as schedule:
+        with sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
             stage = Play(sim, DEVICES, _values, schedule)
             scenario.run(stage)
             stage.finish()

@@ -149,6 +149,50 @@ def workers_share_two_buffers(play: Play) -> None:
         play.expect(handle.get(), expected)
 
 
+def sources_are_dropped_at_once(play: Play) -> None:
+    """H2D: workers read host memory that nobody but the copy keeps, and that is used again."""
+    device = play.devices[0]
+    with small_limits():
+        pairs = []
+        for _ in range(2):
+            batch = play.batch((100, 30))
+            expected = [leaf.clone() for leaf in batch]
+            pairs.append((tdcopier.start_copy(batch, device), expected))
+            sizes = [leaf.numel() for leaf in batch]
+            del batch
+            for _ in range(3):
+                play.schedule.point()
+                junk = [torch.full((size,), -1, dtype=torch.int32) for size in sizes]
+        for handle, expected in pairs:
+            play.expect(handle.get(), expected)
+        del junk
+
+
+def polled_while_workers_stage(play: Play) -> None:
+    """`ready()` keeps the GIL, which no worker may want."""
+    device = play.devices[0]
+    with small_limits():
+        batches = [play.batch(), play.batch((90,))]
+        handles = [tdcopier.start_copy(batch, device) for batch in batches]
+        for handle, batch in zip(handles, batches, strict=True):
+            while not handle.ready():
+                pass
+            play.expect(handle.get(), batch)
+
+
+def transfers_fail_when_they_are_enqueued(play: Play) -> None:
+    """Whatever a failed copy had is given back; staging too."""
+    device = play.devices[0]
+    with small_limits(staging_buffers=1):
+        for n in (1, 3):
+            batch = play.batch()
+            with play.sim.fail_transfer(n, direction="h2d"):
+                handle = tdcopier.start_copy(batch, device)
+                with pytest.raises(torch.AcceleratorError, match="was made to fail"):
+                    handle.get()
+            play.expect(tdcopier.start_copy(batch, device).get(), batch)
+
+
 def results_are_dropped_and_their_memory_used_again(play: Play) -> None:
     """H2D: what a late consumer reads must not be handed out meanwhile."""
     device = play.devices[0]
@@ -309,10 +353,11 @@ def failures_are_told_each_time(play: Play) -> None:
     batch = play.batch()
     with play.sim.fail_transfer(direction="h2d", when="execution"):
         handle = tdcopier.start_copy(batch, device)
-        for _ in range(2):
-            with pytest.raises(torch.AcceleratorError, match="was made to fail"):
-                handle.get()
+        with pytest.raises(torch.AcceleratorError, match="was made to fail"):
+            handle.get()
         assert handle.ready()
+    with pytest.raises(torch.AcceleratorError, match="was made to fail"):
+        handle.get()  # though the device works again
     with play.sim.fail_device_allocation():
         handle = tdcopier.start_copy(batch, device)
         for _ in range(2):
@@ -362,6 +407,8 @@ SCENARIOS: dict[str, Scenario] = {
         (two_batches_for_two_streams, True),
         (sources_are_overwritten_at_once, True),
         (workers_share_two_buffers, False),
+        (sources_are_dropped_at_once, False),
+        (polled_while_workers_stage, False),
         (results_are_dropped_and_their_memory_used_again, True),
         (device_sources_are_overwritten_behind_wait_staged, True),
         (device_sources_are_freed_at_once, True),
@@ -373,6 +420,7 @@ SCENARIOS: dict[str, Scenario] = {
         (one_handle_for_two_threads, False),
         (let_go_by_another_thread, True),
         (failures_are_told_each_time, True),
+        (transfers_fail_when_they_are_enqueued, False),
         (counted_as_the_device_counts, False),
         (polled_until_ready, True),
     )

@@ -1,0 +1,281 @@
+"""Engines that break one promise each, and who finds out: a check that finds none is no check.
+
+``build()`` makes a test build of the engine, apart from the real one, in which each of these pieces
+of code has a broken twin that the environment variable ``TDCOPIER_DEFECT`` chooses. The engine's own
+source knows nothing of that. Where it changes, the text here must follow.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "broken"
+SITE = BUILD / "site"
+
+
+@dataclass(frozen=True)
+class Defect:
+    promise: str  # by its name in docs/concepts/promises.md
+    file: str  # under csrc/
+    code: str  # as it is
+    broken: str  # as it is in the test build; {defect} says whether this defect is chosen
+    scenario: str  # the one that shows it
+    found: str  # a pattern of what is told
+
+
+DEFECTS: dict[str, Defect] = {
+    "last_byte_not_staged": Defect(
+        "Oracle",
+        "engine/stage.cpp",
+        "                range.end - range.begin);",
+        "                range.end - range.begin - ({defect} ? 1 : 0));",
+        "two_batches_for_two_streams",
+        "AssertionError",
+    ),
+    "staging_reused_early": Defect(
+        "Lifetime",
+        "engine/staging_ring.cpp",
+        "  ring_.give_back_after(std::move(buffer_), std::move(event));",
+        "  if ({defect}) return ring_.give_back(std::move(buffer_));\n"
+        "  ring_.give_back_after(std::move(buffer_), std::move(event));",
+        "sources_are_overwritten_at_once",
+        "HazardError: .*changed",
+    ),
+    "host_source_released_early": Defect(
+        "Lifetime",
+        "engine/copy_job.cpp",
+        "  return pool.submit([job = shared_from_this(), &pool] {\n    try {",
+        "  return pool.submit([job = shared_from_this(), &pool] {\n"
+        "    if ({defect}) job->sources_->give_back();\n    try {",
+        "sources_are_dropped_at_once",
+        "AssertionError",
+    ),
+    "device_source_released_early": Defect(
+        "Lifetime",
+        "engine/device_source_job.cpp",
+        "    wait_until_ended(*read);",
+        "    if (!{defect}) wait_until_ended(*read);",
+        "device_sources_are_freed_at_once",
+        "HazardError: .*(reused|unordered)",
+    ),
+    "chunks_of_failed_copies_leak": Defect(
+        "Lifetime",
+        "engine/copy_job.cpp",
+        "    if (failed_) arrived_ = nullptr;",
+        "    if (failed_ && {defect}) new std::vector<Chunk>(std::move(chunks_));\n"
+        "    if (failed_) arrived_ = nullptr;",
+        "transfers_fail_when_they_are_enqueued",
+        "HazardError: .*leak",
+    ),
+    "result_not_recorded": Defect(
+        "Order",
+        "engine/copy_job.cpp",
+        "    if (chunk.storage.nbytes() != 0)",
+        "    if (chunk.storage.nbytes() != 0 && !{defect})",
+        "results_are_dropped_and_their_memory_used_again",
+        "HazardError: .*reused",
+    ),
+    "consumer_does_not_wait": Defect(
+        "Order",
+        "engine/copy_job.cpp",
+        "  arrived_->block(stream);",
+        "  if (!{defect}) arrived_->block(stream);",
+        "two_batches_for_two_streams",
+        "HazardError: .*unordered|AssertionError",
+    ),
+    "source_not_waited_for": Defect(
+        "Order",
+        "engine/device_source_job.cpp",
+        "  written_->block(source_.copy_stream());",
+        "  if (!{defect}) written_->block(source_.copy_stream());",
+        "device_sources_are_overwritten_behind_wait_staged",
+        "HazardError: .*unordered|AssertionError",
+    ),
+    "writer_does_not_wait_for_reads": Defect(
+        "Order",
+        "engine/device_source_job.cpp",
+        "  if (read_) read_->block(stream);",
+        "  if (read_ && !{defect}) read_->block(stream);",
+        "device_sources_are_overwritten_behind_wait_staged",
+        "HazardError: .*unordered|AssertionError",
+    ),
+    "arrival_signalled_early": Defect(
+        "Order",
+        "engine/copy_job.cpp",
+        "    transfer_all();",
+        "    if ({defect}) arrived_ = accelerator_.events().record(accelerator_.copy_stream());\n"
+        "    transfer_all();",
+        "polled_until_ready",
+        "AssertionError",
+    ),
+    "chunk_belongs_to_the_callers_stream": Defect(
+        "Order",
+        "engine/host_source_job.cpp",
+        "void HostSourceJob::allocate_chunks() {\n"
+        "  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());",
+        "void HostSourceJob::allocate_chunks() {\n"
+        "  std::optional<c10::StreamGuard> on_copy_stream;\n"
+        "  if (!{defect}) on_copy_stream.emplace(accelerator_.copy_stream());",
+        "results_are_dropped_and_their_memory_used_again",
+        "HazardError: .*unordered",
+    ),
+    "error_type_lost": Defect(
+        "Errors",
+        "engine/copy_job.cpp",
+        "  if (!failure_) failure_ = std::current_exception();",
+        "  if (!failure_) failure_ = std::current_exception();\n"
+        '  if ({defect}) failure_ = std::make_exception_ptr(std::runtime_error("copy failed"));',
+        "failures_are_told_each_time",
+        "RuntimeError: copy failed",
+    ),
+    "failure_of_the_device_forgotten": Defect(
+        "Errors",
+        "python/handle.cpp",
+        "  if (!device_failure_) device_failure_ = failure;",
+        "  if (!device_failure_ && !{defect}) device_failure_ = failure;",
+        "failures_are_told_each_time",
+        "DID NOT RAISE",
+    ),
+    "staging_limit_ignored": Defect(
+        "Bounds",
+        "engine/staging_ring.cpp",
+        "    if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) {",
+        "    if ({defect} || pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) {",
+        "counted_as_the_device_counts",
+        "AssertionError",
+    ),
+    "worker_drops_tensors": Defect(
+        "Threads",
+        "python/sources.cpp",
+        "    list.objects.push_back(std::move(objects_));",
+        "    if ({defect} && PyGILState_GetThisThreadState() == nullptr) {\n"
+        "      const PyGILState_STATE gil = PyGILState_Ensure();\n"
+        "      for (PyObject* object : objects_) Py_DECREF(object);\n"
+        "      PyGILState_Release(gil);\n"
+        "      return;\n"
+        "    }\n"
+        "    list.objects.push_back(std::move(objects_));",
+        "polled_while_workers_stage",
+        "DeadlockError: .*blocked outside of the simulation, perhaps by the GIL",
+    ),
+    "gil_held_while_waiting": Defect(
+        "Threads",
+        "python/handle.cpp",
+        "    const py::gil_scoped_release no_gil;\n    failure = synchronize();",
+        "    std::optional<py::gil_scoped_release> no_gil;\n"
+        "    if (!{defect}) no_gil.emplace();\n    failure = synchronize();",
+        "let_go_by_another_thread",
+        "(DeadlockError|RuntimeError): .*nobody can go on",
+    ),
+    "waiter_not_woken": Defect(
+        "Threads",
+        "engine/copy_job.cpp",
+        "  became_enqueued_.notify_all();",
+        "  if (!{defect}) became_enqueued_.notify_all();",
+        "workers_share_two_buffers",
+        "DeadlockError: .*nobody can go on",
+    ),
+    "bytes_not_counted": Defect(
+        "Counters",
+        "engine/copy_job.cpp",
+        "  transfer_bytes_ += bytes;",
+        "  if (!{defect} || transfers_ == 1) transfer_bytes_ += bytes;",
+        "counted_as_the_device_counts",
+        "AssertionError",
+    ),
+}
+
+_SWITCH = """
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+inline bool tdcopier_defect(const char* name) {{
+  const char* const chosen = std::getenv("TDCOPIER_DEFECT");
+  return chosen != nullptr && std::strcmp(chosen, name) == 0;
+}}
+"""
+
+
+def _write(path: Path, text: str) -> None:
+    """Leave a file that is right as it is: its age says what has to be compiled."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def broken_sources() -> dict[Path, str]:
+    """By their place in the tree: all files of the test build that differ from the engine's."""
+    changed: dict[Path, str] = {}
+    for name, defect in DEFECTS.items():
+        path = Path("csrc") / defect.file
+        text = changed.get(path) or _SWITCH.format() + (ROOT / path).read_text()
+        if text.count(defect.code) != 1:
+            raise LookupError(
+                f"{path} has {text.count(defect.code)} places for the defect {name!r}, not one: "
+                "the code has changed, so tests/broken_engines.py must follow"
+            )
+        changed[path] = text.replace(
+            defect.code, defect.broken.replace("{defect}", f'tdcopier_defect("{name}")')
+        )
+    return changed
+
+
+def build() -> None:
+    """Make the test build, or bring it up to date."""
+    source = BUILD / "source"
+    changed = broken_sources()
+    wanted = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "csrc", "cmake", "tdcopier"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    wanted += ["CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"]
+    for name in wanted:
+        path = Path(name)
+        if (ROOT / path).exists():
+            _write(source / path, changed.get(path) or (ROOT / path).read_text())
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
+        + ["--upgrade", "--target", str(SITE), str(source)],
+        check=True,
+    )
+
+
+def show(name: str, seeds: int) -> None:
+    """Play the defect's scenario until it is found, and print by what. For a process of its own."""
+    os.environ["TDCOPIER_DEFECT"] = name
+    os.environ["TDCOPIER_PLAY_TIMEOUT_S"] = "1"
+    # The test build, also where an editable install of the real one would come first.
+    sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]
+    sys.path.insert(0, str(SITE))
+    import tdcopier
+
+    assert Path(tdcopier.__file__).is_relative_to(SITE), tdcopier.__file__
+    from play import DEVICES, play
+
+    from tdcopier import sim
+
+    sim.enable(devices=len(DEVICES))
+    for seed in range(seeds):
+        try:
+            play(DEFECTS[name].scenario if name else "two_batches_for_two_streams", seed)
+        except BaseException as error:
+            text = " ".join(str(error).split())
+            print(f"seed {seed}: {type(error).__name__}: {text}", flush=True)
+            os._exit(0)  # an engine that is broken may not be able to end in order
+    print(f"nothing was found in {seeds} schedules")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--show"]:
+        show(sys.argv[2], seeds=int(sys.argv[3]))
+    else:
+        build()

@@ -1,0 +1,51 @@
+"""Each promise has a check that finds an engine which breaks it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from broken_engines import DEFECTS, ROOT, SITE, broken_sources
+
+pytestmark = pytest.mark.sim
+
+SEEDS = 300
+
+
+def output_of(name: str) -> str:
+    """What playing with this defect prints; one seed after the other until something is found."""
+    if not SITE.exists():
+        pytest.fail("there is no test build of the broken engines: `make broken-engines` makes it")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "broken_engines.py"), "--show", name, str(SEEDS)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_broken_engine_is_found(name):
+    told = output_of(name)
+    assert re.match(rf"seed \d+: {DEFECTS[name].found}", told), told
+
+
+def test_the_same_build_without_a_defect_is_right():
+    assert output_of("") == f"nothing was found in {SEEDS} schedules"
+
+
+def test_every_promise_has_a_broken_engine():
+    promises = re.findall(
+        r"^\*\*(.+?)\.\*\*", (ROOT / "docs/concepts/promises.md").read_text(), re.MULTILINE
+    )
+    # Check mode is a tool for users' mistakes: tests/test_checking.py makes these.
+    assert {defect.promise for defect in DEFECTS.values()} == set(promises) - {"Check mode"}
+
+
+def test_the_table_fits_the_code():
+    assert len(broken_sources()) == len({defect.file for defect in DEFECTS.values()})
