@@ -54,11 +54,10 @@ def test_staging_is_counted_as_the_pinned_allocator_counts_it(sim, device):
     )
 
 
-@pytest.mark.sim
-def test_a_small_copy_that_finds_no_staging_does_not_hold_up_the_call(sim, device, copy_stream):
+def test_a_small_copy_that_finds_no_staging_does_not_hold_up_the_call(stall, device, copy_stream):
     tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
     tdcopier.staging_bytes(device)
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         first = tdcopier.start_copy([torch.full((3,), 1.0)], device)
         second = tdcopier.start_copy([torch.full((3,), 2.0)], device)  # would hang here
         assert not first.stats.background
@@ -108,8 +107,7 @@ def bytes_in_use_or_waiting(device: str) -> int:
     return torch.cuda.memory_stats()["active_bytes.all.current"]
 
 
-@pytest.mark.sim
-def test_the_host_waits_when_it_is_too_far_ahead(sim, device, accelerator):
+def test_the_host_waits_when_it_is_too_far_ahead(stall, device, accelerator):
     tdcopier.set_run_ahead_limit(2)
     consumer = accelerator.Stream(device=device)
     done = []
@@ -121,7 +119,7 @@ def test_the_host_waits_when_it_is_too_far_ahead(sim, device, accelerator):
                 done.append(i)
 
     thread = threading.Thread(target=loop)
-    with sim.hold(consumer):
+    with stall(consumer):
         thread.start()
         while len(done) < 2:
             assert thread.is_alive()

@@ -36,13 +36,12 @@ def test_sources_that_are_dropped_right_after_the_call_are_copied_all_the_same(
     assert values_of([leaf for leaves in others for leaf in leaves]) == {9}
 
 
-@pytest.mark.sim
 @sizes
-def test_sources_are_kept_until_the_device_has_read_them_and_no_longer(sim, away, elements):
+def test_sources_are_kept_until_the_device_has_read_them_and_no_longer(stall, away, elements):
     source, target = away
     leaves = filled(1, elements, source)
     alive = [weakref.ref(leaf) for leaf in leaves]
-    with sim.hold(_C.copy_stream(source)):
+    with stall(_C.copy_stream(source)):
         handle = tdcopier.start_copy(leaves, target)
         leaves.clear()
         tdcopier.copy([torch.ones(2)], "cpu")  # a call would release what was given back
@@ -52,17 +51,16 @@ def test_sources_are_kept_until_the_device_has_read_them_and_no_longer(sim, away
     assert values_of(handle.get()) == {1}
 
 
-@pytest.mark.sim
 @sizes
 @pytest.mark.parametrize("stream", ["copy stream", "current stream"])
 def test_a_handle_that_is_dropped_early_does_not_block_and_lets_go_of_its_sources(
-    sim, away, accelerator, elements, stream
+    stall, away, accelerator, elements, stream
 ):
     source, target = away
     leaves = filled(1, elements, source)
     alive = [weakref.ref(leaf) for leaf in leaves]
     late = _C.copy_stream(source) if stream == "copy stream" else accelerator.current_stream(source)
-    with sim.hold(late):
+    with stall(late):
         handle = tdcopier.start_copy(leaves, target)
         leaves.clear()
         del handle  # would hang here if it waited for the device
@@ -186,15 +184,14 @@ def test_a_target_device_without_memory_fails_the_copy(
     assert values_of(tdcopier.copy(filled(2, elements, device), other_device)) == {2}
 
 
-@pytest.mark.sim
 def test_what_a_failed_copy_has_enqueued_keeps_its_sources_until_it_was_read(
-    sim, device, copy_stream, no_memory
+    stall, device, copy_stream, no_memory
 ):
     """Memory for the first gathered chunk, and none for the second one."""
     leaves = filled(1, [250, 250, 1600, 300], device)
     alive = [weakref.ref(leaf) for leaf in leaves]
     no_memory(device, more_bytes=2560)
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy(leaves, "cpu", max_packed_chunk_bytes=8000)
         assert_fails_every_time(handle)
         assert handle.stats.transfers == 1
@@ -220,13 +217,12 @@ def test_one_device_that_fails_fails_the_whole_of_a_mixed_copy(
     assert are_released(alive)
 
 
-@pytest.mark.sim
 def test_an_error_comes_at_once_though_the_rest_of_the_copy_is_late(
-    sim, device, other_device, no_memory
+    stall, device, other_device, no_memory
 ):
     leaves = filled(1, [100, 50], device) + filled(1, [100, 50], other_device)
     no_memory(device)
-    with sim.hold(_C.copy_stream(other_device)):
+    with stall(_C.copy_stream(other_device)):
         handle = tdcopier.start_copy(leaves, "cpu")
         with pytest.raises(torch.OutOfMemoryError):
             handle.get()  # would hang here if it waited for the other device first

@@ -92,24 +92,22 @@ def test_that_goes_for_a_stream_that_is_not_the_default_one(away, accelerator, s
     assert values_of(handle.get()) == {2}
 
 
-@pytest.mark.sim
-def test_other_streams_of_the_source_are_not_waited_for(sim, away, accelerator):
+def test_other_streams_of_the_source_are_not_waited_for(stall, away, accelerator):
     source, target = away
     leaves = filled(1, [5, 6], source)
     with (
-        sim.hold(accelerator.default_stream(source)),
+        stall(accelerator.default_stream(source)),
         accelerator.stream(accelerator.Stream(device=source)),
     ):
         got = tdcopier.start_copy(leaves, target).get()  # would hang here
     assert values_of(got) == {1}
 
 
-@pytest.mark.sim
 def test_without_pinned_memory_the_call_does_not_wait_for_the_source_either(
-    sim, device, accelerator
+    stall, device, accelerator
 ):
     leaves = filled(1, [5, 6], device)
-    with sim.hold(accelerator.current_stream(device)):
+    with stall(accelerator.current_stream(device)):
         refill(leaves, 2)
         handle = tdcopier.start_copy(leaves, "cpu", use_pinned_staging=False)
         assert handle.stats.background
@@ -151,15 +149,14 @@ def test_get_of_what_goes_to_the_host_waits_for_its_arrival(sim, device, copy_st
 # ---- those who wait for it -----------------------------------------------------------------------
 
 
-@pytest.mark.sim
 @sizes
 @pytest.mark.parametrize("late", ["source", "target"])
 def test_a_consumer_on_another_device_waits_for_a_copy_that_is_late(
-    sim, device, other_device, accelerator, elements, late
+    stall, device, other_device, accelerator, elements, late
 ):
     leaves = filled(7, elements, device)
     consumer = accelerator.Stream(device=other_device)
-    with sim.hold(_C.copy_stream(device if late == "source" else other_device)):
+    with stall(_C.copy_stream(device if late == "source" else other_device)):
         handle = tdcopier.start_copy(leaves, other_device)
         with accelerator.stream(consumer):
             moved = handle.wait()
@@ -172,12 +169,11 @@ def test_a_consumer_on_another_device_waits_for_a_copy_that_is_late(
     assert values_of(copied) == {7}
 
 
-@pytest.mark.sim
 def test_a_given_stream_of_the_target_is_the_one_that_waits(
-    sim, device, other_device, accelerator, copy_stream
+    stall, device, other_device, accelerator, copy_stream
 ):
     consumer = accelerator.Stream(device=other_device)
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy(filled(1, [3], device), other_device)
         handle.wait(consumer)
         assert not becomes(consumer.query, within=BRIEFLY)
@@ -187,15 +183,14 @@ def test_a_given_stream_of_the_target_is_the_one_that_waits(
     consumer.synchronize()
 
 
-@pytest.mark.sim
 @pytest.mark.parametrize("hand_over", ["get", "wait"])
 def test_memory_on_another_device_is_not_reused_while_a_consumer_can_still_read_it(
-    sim, device, other_device, accelerator, hand_over
+    stall, device, other_device, accelerator, hand_over
 ):
     consumer = accelerator.Stream(device=other_device)
     tdcopier.set_run_ahead_limit(1000)
     kept = []
-    with accelerator.stream(consumer), sim.hold(consumer):
+    with accelerator.stream(consumer), stall(consumer):
         for value in range(20):
             handle = tdcopier.start_copy(filled(float(value), [50, 9], device), other_device)
             moved = getattr(handle, hand_over)()
@@ -249,14 +244,13 @@ def test_leaves_of_several_devices_arrive_together(device, other_device, target)
     assert (handle.stats.chunks, handle.stats.transfers) == (4, 4)
 
 
-@pytest.mark.sim
 @pytest.mark.parametrize("late", ["device", "other device"])
 def test_a_mixed_copy_is_ready_when_all_of_it_has_arrived(
-    sim, device, other_device, accelerator, late
+    stall, device, other_device, accelerator, late
 ):
     tree = mixed(device, other_device)
     consumer = accelerator.Stream(device=device)
-    with sim.hold(_C.copy_stream(device if late == "device" else other_device)):
+    with stall(_C.copy_stream(device if late == "device" else other_device)):
         handle = tdcopier.start_copy(tree, device)
         handle.wait(consumer)
         assert not becomes(consumer.query, within=BRIEFLY)
@@ -266,13 +260,12 @@ def test_a_mixed_copy_is_ready_when_all_of_it_has_arrived(
     assert handle.ready()
 
 
-@pytest.mark.sim
 def test_each_source_device_is_read_behind_its_own_current_stream(
-    sim, device, other_device, accelerator
+    stall, device, other_device, accelerator
 ):
     leaves = filled(1, [3, 4], device) + filled(1, [3, 4], other_device)
     for held in (device, other_device):
-        with sim.hold(accelerator.current_stream(held)):
+        with stall(accelerator.current_stream(held)):
             refill([leaf for leaf in leaves if str(leaf.device) == held], 2)
             handle = tdcopier.start_copy(leaves, "cpu")
             assert not becomes(handle.ready, within=BRIEFLY)

@@ -12,23 +12,21 @@ import torch
 import tdcopier
 
 
-@pytest.mark.sim
 @pytest.mark.parametrize("elements", [100, 1 << 20], ids=["inline", "background"])
 def test_a_handle_dropped_early_does_not_block_and_the_copy_ends(
-    sim, device, copy_stream, elements
+    stall, device, copy_stream, elements
 ):
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy([torch.ones(elements)], device)
         del handle  # would hang here if it waited for the device
     copy_stream.synchronize()
     assert tdcopier.copy([torch.full((elements,), 2.0)], device)[0][-1].item() == 2
 
 
-@pytest.mark.sim
-def test_sources_are_given_back_once_staged_although_the_handle_lives(sim, device, copy_stream):
+def test_sources_are_given_back_once_staged_although_the_handle_lives(stall, device, copy_stream):
     source = torch.full((100,), 5.0)
     alive = weakref.ref(source)
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy([source], device)
         del source
         assert alive() is None  # the device has not read anything yet

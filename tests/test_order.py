@@ -24,18 +24,17 @@ def test_wait_returns_while_the_consumer_stream_is_busy_and_what_is_read_later_i
     assert total.item() == source.sum().item()
 
 
-@pytest.mark.sim
-def test_the_copy_itself_is_not_held_up_by_the_consumers_queue(sim, device, accelerator):
-    with sim.hold(accelerator.current_stream()):
+def test_the_copy_itself_is_not_held_up_by_the_consumers_queue(stall, device, accelerator):
+    with stall(accelerator.current_stream()):
         handle = tdcopier.start_copy([torch.ones(3)], device)
-        assert handle.get()[0].device.type == "sim"  # waits for the copy stream alone
+        handle.get()  # waits for the copy stream alone
         assert handle.ready()
+        assert not accelerator.current_stream().query()
 
 
-@pytest.mark.sim
-def test_a_consumer_waits_for_a_copy_that_is_late(sim, device, accelerator, copy_stream):
+def test_a_consumer_waits_for_a_copy_that_is_late(stall, device, accelerator, copy_stream):
     consumer = accelerator.Stream(device=device)
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy([torch.full((4,), 7.0)], device)
         assert not handle.ready()
         with accelerator.stream(consumer):
@@ -47,10 +46,9 @@ def test_a_consumer_waits_for_a_copy_that_is_late(sim, device, accelerator, copy
     assert copied.tolist() == [7, 7, 7, 7]
 
 
-@pytest.mark.sim
-def test_a_given_stream_is_the_one_that_waits(sim, device, accelerator, copy_stream):
+def test_a_given_stream_is_the_one_that_waits(stall, device, accelerator, copy_stream):
     consumer = accelerator.Stream(device=device)
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy([torch.ones(4)], device)
         handle.wait(consumer)
         assert not consumer.query()
@@ -58,16 +56,15 @@ def test_a_given_stream_is_the_one_that_waits(sim, device, accelerator, copy_str
     consumer.synchronize()
 
 
-@pytest.mark.sim
 @pytest.mark.parametrize("hand_over", ["get", "wait"])
 def test_memory_is_not_reused_while_a_stream_that_got_it_can_still_read_it(
-    sim, device, accelerator, hand_over
+    stall, device, accelerator, hand_over
 ):
     """The consumer reads late; by then later copies have been through the same pool of memory."""
     consumer = accelerator.Stream(device=device)
     tdcopier.set_run_ahead_limit(1000)
     kept = []
-    with accelerator.stream(consumer), sim.hold(consumer):
+    with accelerator.stream(consumer), stall(consumer):
         for value in range(20):
             (moved,) = getattr(
                 tdcopier.start_copy([torch.full((50,), float(value))], device), hand_over
@@ -80,13 +77,12 @@ def test_memory_is_not_reused_while_a_stream_that_got_it_can_still_read_it(
     assert [late[0].item() for late in kept] == list(range(20))
 
 
-@pytest.mark.sim
-def test_a_second_hand_over_records_the_memory_on_its_stream_too(sim, device, accelerator):
+def test_a_second_hand_over_records_the_memory_on_its_stream_too(stall, device, accelerator):
     first, second = (accelerator.Stream(device=device) for _ in range(2))
     handle = tdcopier.start_copy([torch.full((50,), 1.0)], device)
     with accelerator.stream(first):
         handle.wait()
-    with accelerator.stream(second), sim.hold(second):
+    with accelerator.stream(second), stall(second):
         (moved,) = handle.wait()
         late = torch.empty(50, device=device)
         late.copy_(moved, non_blocking=True)
@@ -97,9 +93,8 @@ def test_a_second_hand_over_records_the_memory_on_its_stream_too(sim, device, ac
     assert len(others) == 3
 
 
-@pytest.mark.sim
-def test_staging_is_not_reused_before_the_device_has_read_it(sim, device, copy_stream):
-    with sim.hold(copy_stream):
+def test_staging_is_not_reused_before_the_device_has_read_it(stall, device, copy_stream):
+    with stall(copy_stream):
         handles = [tdcopier.start_copy([torch.full((100,), float(v))], device) for v in range(10)]
     assert [handle.get()[0][0].item() for handle in handles] == list(range(10))
 
@@ -111,12 +106,11 @@ def test_get_returns_the_same_object_each_time_and_so_does_wait(device):
     assert handle.wait() is result
 
 
-@pytest.mark.sim
-def test_delegated_outputs_are_ordered_too(sim, device, other_device, accelerator):
+def test_delegated_outputs_are_ordered_too(stall, device, other_device, accelerator):
     """A leaf that torch moves between devices runs on the streams that were current at the call."""
     source = torch.full((4,), 3.0).to(other_device).requires_grad_()
     starter, consumer = (accelerator.Stream(device=device) for _ in range(2))
-    with sim.hold(starter):
+    with stall(starter):
         with accelerator.stream(starter):
             handle = tdcopier.start_copy([source], device)
         assert handle.stats.delegated_leaves == 1
@@ -144,12 +138,11 @@ def test_what_is_read_after_wait_is_right_in_every_round(device, accelerator):
     assert same_bytes(sums, expected)
 
 
-@pytest.mark.sim
 def test_a_second_stream_waits_for_a_late_copy_as_the_first_does(
-    sim, device, accelerator, copy_stream
+    stall, device, accelerator, copy_stream
 ):
     first, second = (accelerator.Stream(device=device) for _ in range(2))
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy([torch.ones(4)], device)
         handle.wait(first)
         handle.wait(second)
@@ -159,12 +152,11 @@ def test_a_second_stream_waits_for_a_late_copy_as_the_first_does(
     second.synchronize()
 
 
-@pytest.mark.sim
-def test_every_chunk_is_kept_from_reuse(sim, device, accelerator):
+def test_every_chunk_is_kept_from_reuse(stall, device, accelerator):
     """Several chunks, packed and alone: none may go to a later copy while the consumer is late."""
     consumer = accelerator.Stream(device=device)
     source = [torch.full((n,), 1.0) for n in (100, 100, 100, 70_000)]
-    with accelerator.stream(consumer), sim.hold(consumer):
+    with accelerator.stream(consumer), stall(consumer):
         moved = tdcopier.start_copy(source, device, max_packed_chunk_bytes=512).wait()
         late = [torch.empty_like(leaf) for leaf in moved]
         for target, leaf in zip(late, moved, strict=True):
@@ -181,9 +173,8 @@ def test_every_chunk_is_kept_from_reuse(sim, device, accelerator):
     assert len(others) == 3
 
 
-@pytest.mark.sim
 @pytest.mark.parametrize("kind", ["plain", "wrapper subclass"])
-def test_memory_of_delegated_outputs_is_kept_from_reuse(sim, device, accelerator, kind):
+def test_memory_of_delegated_outputs_is_kept_from_reuse(stall, device, accelerator, kind):
     from torch.testing._internal.two_tensor import TwoTensor
 
     source = torch.full((200, 150), 1.0).requires_grad_()
@@ -192,7 +183,7 @@ def test_memory_of_delegated_outputs_is_kept_from_reuse(sim, device, accelerator
     consumer = accelerator.Stream(device=device)
     handle = tdcopier.start_copy([source], device)
     assert handle.stats.delegated_leaves == 1
-    with accelerator.stream(consumer), sim.hold(consumer):
+    with accelerator.stream(consumer), stall(consumer):
         (moved,) = handle.wait()
         part = moved.detach() if kind == "plain" else moved.a
         late = torch.empty((200, 150), device=device)

@@ -39,10 +39,9 @@ class Call:
 # ---- sources on the host -------------------------------------------------------------------------
 
 
-@pytest.mark.sim
-def test_host_sources_may_be_written_though_the_transfer_is_held(sim, device, copy_stream):
+def test_host_sources_may_be_written_though_the_transfer_is_held(stall, device, copy_stream):
     leaf, array = ramp("cpu", 4), np.arange(4.0)
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy([leaf, array], device)
         assert handle.wait_staged() is None
         leaf.fill_(9)
@@ -98,14 +97,13 @@ def test_it_waits_until_the_last_byte_was_read_and_leaves_the_gil_free(
 # ---- sources on a device -------------------------------------------------------------------------
 
 
-@pytest.mark.sim
 @sizes
 def test_device_sources_may_be_written_on_the_current_stream_though_the_read_is_held(
-    sim, away, accelerator, elements
+    stall, away, accelerator, elements
 ):
     source, target = away
     leaves = filled(1, elements, source)
-    with sim.hold(_C.copy_stream(source)):
+    with stall(_C.copy_stream(source)):
         handle = tdcopier.start_copy(leaves, target)
         handle.wait_staged()  # would hang here if it waited for the read
         refill(leaves, 2)
@@ -130,12 +128,11 @@ def test_device_sources_behind_a_busy_stream_may_be_written_again(
     assert values_of(leaves) == {3}
 
 
-@pytest.mark.sim
-def test_it_waits_for_the_last_chunk(sim, away, accelerator):
+def test_it_waits_for_the_last_chunk(stall, away, accelerator):
     """The last leaves are overwritten first, as soon as the stream may."""
     source, target = away
     leaves = filled(1, [100] * 80, source)
-    with sim.hold(_C.copy_stream(source)):
+    with stall(_C.copy_stream(source)):
         handle = tdcopier.start_copy(leaves, target, max_packed_chunk_bytes=900)  # two leaves each
         assert handle.stats.chunks == 40
         handle.wait_staged()
@@ -143,12 +140,11 @@ def test_it_waits_for_the_last_chunk(sim, away, accelerator):
     assert values_of(handle.get()) == {1}
 
 
-@pytest.mark.sim
-def test_only_the_stream_that_is_current_then_waits_for_the_read(sim, away, accelerator):
+def test_only_the_stream_that_is_current_then_waits_for_the_read(stall, away, accelerator):
     source, target = away
     leaves = filled(1, [10, 20], source)
     writer, bystander = (accelerator.Stream(device=source) for _ in range(2))
-    with sim.hold(_C.copy_stream(source)):
+    with stall(_C.copy_stream(source)):
         handle = tdcopier.start_copy(leaves, target)
         with accelerator.stream(writer):
             handle.wait_staged()
@@ -161,11 +157,10 @@ def test_only_the_stream_that_is_current_then_waits_for_the_read(sim, away, acce
     assert values_of(leaves) == {2}
 
 
-@pytest.mark.sim
-def test_it_waits_for_the_read_and_not_for_the_transfer(sim, device, other_device, accelerator):
+def test_it_waits_for_the_read_and_not_for_the_transfer(stall, device, other_device, accelerator):
     """Gathered leaves have been read once they are in the chunk; the target is late."""
     leaves = filled(1, [10, 20], device)
-    with sim.hold(_C.copy_stream(other_device)):
+    with stall(_C.copy_stream(other_device)):
         handle = tdcopier.start_copy(leaves, other_device)
         handle.wait_staged()
         assert becomes(accelerator.current_stream(device).query)
@@ -173,10 +168,9 @@ def test_it_waits_for_the_read_and_not_for_the_transfer(sim, device, other_devic
     assert values_of(handle.get()) == {1}
 
 
-@pytest.mark.sim
-def test_each_device_of_a_mixed_tree_gets_its_own_order(sim, device, other_device, accelerator):
+def test_each_device_of_a_mixed_tree_gets_its_own_order(stall, device, other_device, accelerator):
     tree = {place: filled(1, [10, 20], place) for place in ("cpu", device, other_device)}
-    with sim.hold(_C.copy_stream(other_device)):
+    with stall(_C.copy_stream(other_device)):
         handle = tdcopier.start_copy(tree, "cpu")
         handle.wait_staged()
         for place in (device, other_device):
@@ -190,11 +184,10 @@ def test_each_device_of_a_mixed_tree_gets_its_own_order(sim, device, other_devic
     assert values_of(tree[device]) == values_of(tree[other_device]) == {2}
 
 
-@pytest.mark.sim
-def test_a_delegated_leaf_is_waited_for_too(sim, device, other_device, accelerator):
+def test_a_delegated_leaf_is_waited_for_too(stall, device, other_device, accelerator):
     """Its transfer waits for the target's current stream, and so must whoever overwrites it."""
     leaf = torch.full((4,), 1.0).to(device).requires_grad_()
-    with sim.hold(accelerator.current_stream(other_device)):
+    with stall(accelerator.current_stream(other_device)):
         with accelerator.stream(accelerator.Stream(device=device)):
             handle = tdcopier.start_copy([leaf], other_device)
         assert handle.stats.delegated_leaves == 1
@@ -246,13 +239,12 @@ def test_of_a_copy_that_failed_it_returns_and_get_says_how(sim, device, other_de
         sim.set_memory_limit_bytes(limited, None)
 
 
-@pytest.mark.sim
-def test_a_host_thread_that_waits_is_let_go_with_the_others(sim, device, copy_stream):
+def test_a_host_thread_that_waits_is_let_go_with_the_others(stall, device, copy_stream):
     """Several threads wait for one copy at once."""
     tdcopier.set_staging_limit_bytes(4 << 20)
     tdcopier.staging_bytes(device)
     leaf = torch.full((2 << 20,), 1.0)
-    with sim.hold(copy_stream):
+    with stall(copy_stream):
         handle = tdcopier.start_copy([leaf], device)
         calls = [Call(call) for call in (handle.wait_staged, handle.get, handle.wait) for _ in "ab"]
         assert not becomes(lambda: any(call.done.is_set() for call in calls), within=BRIEFLY)

@@ -1,0 +1,1 @@
+pytest_plugins = ["tdcopier.sim.pytest_plugin"]

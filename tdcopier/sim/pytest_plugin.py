@@ -1,0 +1,109 @@
+"""Pytest's side of the simulated device: a fixture, and tests that run in many orders of events.
+
+Name it in the ``conftest.py`` of the tests that use it::
+
+    pytest_plugins = ["tdcopier.sim.pytest_plugin"]
+
+``sim``
+    A fixture: the module ``tdcopier.sim``, enabled. While the test runs, memory is poisoned when it
+    is freed, and the detectors are on, for leaks too. The test fails if they find anything.
+``@pytest.mark.schedules(n)``
+    The test runs ``n`` times, each in a schedule of its own (:func:`tdcopier.sim.schedule`), with the
+    seeds from 0 on. What its fixtures have made is the same each time. A failure names its seed.
+``--sim-seed=N``
+    Only this seed, for all tests that are marked.
+``--sim-schedules=N``
+    So many seeds, whatever the marks say: a longer run.
+``--sim-devices=N``
+    How many devices there are; 2 by default.
+
+The simulated device becomes ``torch.accelerator``'s for the whole process, so these tests have a
+process of their own: ``pytest tests/without_gpu``, beside the one for tests that use CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sim", "the simulated device of tdcopier")
+    group.addoption("--sim-seed", type=int, help="run marked tests with this seed only")
+    group.addoption("--sim-schedules", type=int, help="run marked tests with so many seeds")
+    group.addoption("--sim-devices", type=int, default=2, help="how many devices there are")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "schedules(n): run the test in n orders of events of the simulated device"
+    )
+
+
+def _enabled(config: pytest.Config) -> ModuleType:
+    import torch
+
+    from tdcopier import sim
+
+    if torch.cuda.is_initialized():
+        pytest.fail(
+            "tests of the simulated device need a process of their own, and in this one CUDA is in "
+            "use already: run them apart from the tests for CUDA",
+            pytrace=False,
+        )
+    sim.enable(devices=config.getoption("--sim-devices"))
+    return sim
+
+
+@contextlib.contextmanager
+def _watched(sim: ModuleType) -> Iterator[None]:
+    with sim.poison(), sim.detect(leaks=True):
+        yield
+
+
+@pytest.fixture(name="sim")
+def _sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """`tdcopier.sim`, enabled, with its detectors on."""
+    sim = _enabled(request.config)
+    if request.node.get_closest_marker("schedules"):
+        yield sim  # each run is watched by itself
+        return
+    with _watched(sim):
+        yield sim
+
+
+def _seeds(config: pytest.Config, marked: Any) -> range:
+    seed = config.getoption("--sim-seed")
+    if seed is not None:
+        return range(seed, seed + 1)
+    count = config.getoption("--sim-schedules") or marked
+    if not isinstance(count, int) or count < 1:
+        raise pytest.UsageError(
+            f"schedules wants the number of seeds, which must be positive, got {count!r}"
+        )
+    return range(count)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test with one seed after the other, up to the first that fails."""
+    marker = pyfuncitem.get_closest_marker("schedules")
+    if marker is None:
+        return None
+    sim = _enabled(pyfuncitem.config)
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    for seed in _seeds(pyfuncitem.config, *marker.args or (None,)):
+        try:
+            with _watched(sim), sim.schedule(seed):
+                pyfuncitem.obj(**arguments)
+        except Exception as error:
+            pyfuncitem.add_report_section("call", "sim", f"failed with --sim-seed={seed}")
+            if hasattr(error, "add_note"):
+                error.add_note(f"to see it again: pytest '{pyfuncitem.nodeid}' --sim-seed={seed}")
+            raise
+    return True

@@ -1,0 +1,115 @@
+"""The pytest plugin, used as a user would: in a process of its own, with the example of the docs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sim
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+
+
+def run_pytest(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null"]
+        + ["--rootdir", str(folder), "--import-mode=prepend", "-q", *arguments, str(folder)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def told_of_the_careless_one(output: str) -> str:
+    """The lines of pytest's report that say what happened."""
+    return "\n".join(
+        re.sub(r" +", " ", line)
+        for line in output.splitlines()
+        if line.startswith("E ") or "--sim-seed" in line
+    )
+
+
+def make(folder: Path, body: str) -> Path:
+    (folder / "conftest.py").write_text((EXAMPLES / "conftest.py").read_text())
+    (folder / "test_it.py").write_text("import torch, pytest\n" + body)
+    return folder
+
+
+def test_the_example_of_the_docs_is_right():
+    code, output = run_pytest(EXAMPLES)
+    assert (code, "1 passed" in output) == (0, True), output
+
+
+def test_the_careless_one_is_found_as_the_docs_show():
+    code, output = run_pytest(EXAMPLES, CARELESS="1")
+    assert code == 1
+    assert told_of_the_careless_one(output) + "\n" == (EXAMPLES / "careless.txt").read_text()
+
+
+def test_a_seed_alone_shows_it_again():
+    _, output = run_pytest(EXAMPLES, CARELESS="1")
+    (seed,) = set(re.findall(r"--sim-seed=(\d+)", output))
+    code, again = run_pytest(EXAMPLES, f"--sim-seed={seed}", CARELESS="1")
+    assert code == 1
+    assert told_of_the_careless_one(again) == told_of_the_careless_one(output)
+
+
+def test_the_number_of_seeds_can_be_chosen(tmp_path):
+    folder = make(
+        tmp_path,
+        """
+runs = []
+
+@pytest.mark.schedules(3)
+def test_runs(sim):
+    runs.append(1)
+
+def test_count():
+    print("runs:", len(runs))
+""",
+    )
+    for arguments, runs in (((), 3), (("--sim-schedules=7",), 7), (("--sim-seed=5",), 1)):
+        code, output = run_pytest(folder, "-s", *arguments)
+        assert (code, f"runs: {runs}\n" in output) == (0, True), output
+
+
+def test_without_the_mark_a_test_runs_once_and_is_watched(tmp_path):
+    folder = make(
+        tmp_path,
+        """
+kept = []
+
+def test_leaks(sim):
+    kept.append(torch.ones(100, device="sim"))
+
+def test_does_not(sim):
+    assert torch.accelerator.current_accelerator().type == "sim"
+    assert torch.ones(100, device="sim").sum().item() == 100
+""",
+    )
+    code, output = run_pytest(folder)
+    assert code == 1
+    assert "HazardError" in output
+    assert "1 passed" in output
+
+
+def test_devices_can_be_chosen(tmp_path):
+    folder = make(tmp_path, "def test_it(sim):\n    assert torch.accelerator.device_count() == 3\n")
+    code, output = run_pytest(folder, "--sim-devices=3")
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("mark", ["schedules", "schedules(0)", "schedules('all')"])
+def test_a_mark_without_a_number_is_refused(tmp_path, mark):
+    folder = make(tmp_path, f"@pytest.mark.{mark}\ndef test_it(sim):\n    pass\n")
+    code, output = run_pytest(folder)
+    assert code != 0
+    assert "schedules wants the number of seeds" in output
