@@ -107,7 +107,8 @@ def bytes_in_use_or_waiting(device: str) -> int:
     return torch.cuda.memory_stats()["active_bytes.all.current"]
 
 
-def test_the_host_waits_when_it_is_too_far_ahead(stall, device, accelerator):
+@pytest.mark.sim
+def test_the_host_waits_when_it_is_too_far_ahead(sim, device, accelerator):
     tdcopier.set_run_ahead_limit(2)
     consumer = accelerator.Stream(device=device)
     done = []
@@ -119,7 +120,7 @@ def test_the_host_waits_when_it_is_too_far_ahead(stall, device, accelerator):
                 done.append(i)
 
     thread = threading.Thread(target=loop)
-    with stall(consumer):
+    with sim.hold(consumer):
         thread.start()
         while len(done) < 2:
             assert thread.is_alive()

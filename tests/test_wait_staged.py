@@ -103,6 +103,9 @@ def test_device_sources_may_be_written_on_the_current_stream_though_the_read_is_
 ):
     source, target = away
     leaves = filled(1, elements, source)
+    tdcopier.copy(leaves, target)  # CUDA loads each kernel at its first use, which takes its time
+    refill(leaves, 1)
+    accelerator.synchronize(source)
     with stall(_C.copy_stream(source)):
         handle = tdcopier.start_copy(leaves, target)
         handle.wait_staged()  # would hang here if it waited for the read
