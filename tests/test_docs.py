@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from broken_engines import DEFECTS
 from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "what_may_be_in_a_batch.md"
@@ -68,3 +69,15 @@ def test_the_example_of_the_page_runs(registry, device):
 def test_names_can_stand_in_a_table(name):
     assert "|" not in name
     assert name == name.strip()
+
+
+def test_the_page_on_tests_names_every_broken_engine():
+    page = (PAGE.parent / "concepts" / "how_promises_are_tested.md").read_text()
+    rows = [
+        [text.strip() for text in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ") and not line.startswith("| promise")
+    ]
+    assert [row[:2] for row in rows] == [
+        [defect.promise, name.replace("_", " ")] for name, defect in DEFECTS.items()
+    ]
