@@ -2,14 +2,16 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <utility>
 
 namespace tdcopier::sim {
 
+struct Note;
+
 // Must not touch Python.
 struct Operation {
-  Operation(const char* what, std::function<void()> work)
-      : name(what), run(std::move(work)) {}
+  Operation(const char* what, std::function<void()> work) : name(what), run(std::move(work)) {}
   Operation(const char* what, std::function<void()> work, std::function<bool()> ready)
       : name(what), run(std::move(work)), can_begin(std::move(ready)) {}
 
@@ -18,6 +20,7 @@ struct Operation {
   std::function<void()> run;
   // Whether run() would not block now. None: it never blocks. Thread: any; must not block.
   std::function<bool()> can_begin;
+  std::shared_ptr<Note> note;  // for a detection; null: none is on, or nothing to note
 };
 
 }  // namespace tdcopier::sim
