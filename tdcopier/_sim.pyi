@@ -56,6 +56,19 @@ def fail_transfer(
 ) -> Fault: ...
 def pace(direction: int, latency_us: float, bytes_per_second: float) -> Pace: ...
 def exchange_poison(at_allocation: bool, at_free: bool) -> tuple[bool, bool]: ...
+def detect_begin() -> None: ...
+def detect_end() -> None: ...
+def detect_hazards() -> list[tuple[str, str]]:
+    """Kind and message of each."""
+
+def detect_in_use() -> list[tuple[int | None, int, int]]:
+    """Device (none: pinned), size and number of the blocks handed out since the beginning."""
+
+def detect_older_given_back(size: int) -> int:
+    """Pinned blocks of this size that were in use at the beginning and are not any more."""
+
+def run_dry() -> bool:
+    """Wait for all streams, whatever fails; False, without waiting, if one is held."""
 
 class DeadlockError(RuntimeError): ...
 

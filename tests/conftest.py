@@ -22,6 +22,7 @@ DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 if DEVICE_TYPE == "sim":
     # Where torch sees CUDA, `pin_memory=True` means CUDA's pinned memory whatever else there is.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+DETECT = os.environ.get("TDCOPIER_TEST_DETECT") == "1"
 FAIL_WITHOUT_CUDA = os.environ.get("FAIL_WITHOUT_CUDA") == "1"
 
 
@@ -50,6 +51,17 @@ def sim() -> ModuleType:
 
     module.enable(devices=2)
     return module
+
+
+@pytest.fixture(autouse=True)
+def detection(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With TDCOPIER_TEST_DETECT=1, each test fails that has a hazard which it does not announce."""
+    wanted = DETECT and not request.node.get_closest_marker("hazardous")
+    if not wanted or DEVICE_TYPE != "sim":
+        yield
+        return
+    with request.getfixturevalue("sim").detect():
+        yield
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tdcopier.sim import Gate
+from tdcopier.sim import Gate, Hazard, HazardError
 
 BRIEFLY = 0.03
 
@@ -98,3 +98,14 @@ def differences(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...
 
 def pinned(*values: float) -> torch.Tensor:
     return torch.tensor(values).pin_memory()
+
+
+def hazards_of(
+    sim: ModuleType, program: Callable[[], object], *, leaks: bool = False
+) -> tuple[Hazard, ...]:
+    try:
+        with sim.detect(leaks=leaks):
+            program()
+    except HazardError as error:
+        return error.hazards
+    return ()

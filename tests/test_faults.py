@@ -254,6 +254,7 @@ def test_a_device_error_that_is_told_once_is_told_every_time_by_the_handle(
     """Not every backend's errors last: whoever hears of one must keep it."""
     bits = torch.zeros(4, dtype=torch.bits8, device=device)
     target = torch.zeros(4, device=device)
+    torch.sim.synchronize(device)
     with sim.hold(copy_stream):
         with torch.sim.stream(copy_stream):
             target.copy_(bits)  # there is no such conversion
@@ -274,6 +275,7 @@ def test_a_consumer_whose_own_stream_has_failed_does_not_stop_later_copies(
     consumer = accelerator.Stream(device=device)
     pinned = torch.ones(4).pin_memory()
     on_device = torch.zeros(4, device=device)
+    accelerator.synchronize()
     with accelerator.stream(consumer), sim.fail_transfer(direction="d2h", when="execution"):
         handles = [tdcopier.start_copy([torch.ones(4)], device)]
         if when == "after":

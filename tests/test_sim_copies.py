@@ -14,6 +14,7 @@ from sim_support import fresh as fresh
 pytestmark = pytest.mark.sim
 
 
+@pytest.mark.hazardous
 def test_a_copy_to_the_device_reads_pinned_memory_when_it_runs(sim: ModuleType) -> None:
     source = pinned(1, 2)
     with sim.hold():
@@ -74,6 +75,7 @@ def test_a_copy_on_the_device_does_not_wait(sim: ModuleType, target_device: str)
     assert target.tolist() == [1, 1, 1]
 
 
+@pytest.mark.hazardous
 def test_a_copy_runs_on_the_current_stream_of_its_thread(sim: ModuleType) -> None:
     side = torch.sim.Stream()
     source, target = pinned(1), torch.zeros(1, device="sim")

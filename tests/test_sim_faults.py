@@ -168,6 +168,7 @@ def test_a_transfer_that_fails_when_it_runs_is_told_by_all_that_is_behind_it(
 ) -> None:
     stream = torch.sim.Stream()
     source, target = pinned(5), torch.zeros(1, device="sim")
+    torch.sim.synchronize()
     before = marker(stream)
     with sim.fail_transfer(when="execution") as fault:
         with torch.sim.stream(stream), sim.hold(stream):
@@ -213,6 +214,7 @@ def test_a_broken_stream_runs_nothing_until_the_fault_is_disarmed(sim: ModuleTyp
 
 def test_a_failure_reaches_the_streams_that_wait_for_it(sim: ModuleType) -> None:
     source, target = pinned(5), torch.zeros(1, device="sim")
+    torch.sim.synchronize()
     stream, waiter = torch.sim.Stream(), torch.sim.Stream(1)
     with sim.fail_transfer(when="execution"):
         with sim.hold(stream):

@@ -35,6 +35,7 @@ def test_a_freed_block_is_not_shared_with_other_streams_or_sizes() -> None:
     assert torch.empty(1000, device="sim").data_ptr() == address
 
 
+@pytest.mark.hazardous
 def test_reuse_without_ordering_destroys_bytes_that_another_stream_needs(sim: ModuleType) -> None:
     """The mistake that record_stream is there to prevent must show."""
     side, result = torch.sim.Stream(), pinned(0)

@@ -29,6 +29,7 @@ def test_operators_see_what_the_current_stream_was_given_before(
     opener.join()
 
 
+@pytest.mark.hazardous
 def test_operators_do_not_wait_for_other_streams(sim: ModuleType) -> None:
     side = torch.sim.Stream()
     target = torch.zeros(1, device="sim")
@@ -107,6 +108,7 @@ def test_gradients_flow_through_moves() -> None:
     assert b.grad.tolist() == [5, 5]
 
 
+@pytest.mark.hazardous
 def test_a_tensor_that_grows_keeps_its_bytes_in_stream_order(sim: ModuleType) -> None:
     source = pinned(1, 2)
     with sim.hold():

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "sim/runtime.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -56,6 +57,11 @@ Block* BlockCache::allocate(std::int64_t pool, std::size_t size) {
 }
 
 void BlockCache::recycle(Block* block) {
+  block->in_use = false;
+  if (Tracker::is_on()) {
+    Tracker::get().given_back(*block);
+    block->done_at_free = Tracker::get().end_of_all(block->users);
+  }
   for (StreamQueue* const user : block->users) {
     block->in_use_until.push_back(Point{user, user->last()});
   }
@@ -77,6 +83,12 @@ Block* BlockCache::containing(const void* data) const {
   if (next == blocks_.begin()) return nullptr;
   const auto& [start, block] = *--next;
   return address < start + block->size ? block.get() : nullptr;
+}
+
+std::optional<Place> BlockCache::place_of(const void* data) const {
+  const auto* const block = containing(data);
+  if (block == nullptr) return std::nullopt;
+  return Place{reinterpret_cast<std::uintptr_t>(block->data), block->size, block->in_use};
 }
 
 bool BlockCache::all_passed(std::vector<Point>& points) {
@@ -105,6 +117,7 @@ void BlockCache::poison(Block* block) {
 }
 
 void BlockCache::forget(Block* block) {
+  if (Tracker::is_on()) Tracker::get().forgotten(*block);
   std::free(block->data);
   blocks_.erase(reinterpret_cast<std::uintptr_t>(block->data));
 }

@@ -6,9 +6,11 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "sim/clock.h"
 #include "sim/stream_queue.h"
 
 namespace tdcopier::sim {
@@ -35,6 +37,15 @@ struct Block {
   std::vector<StreamQueue*> users;  // streams that were noted to use the block while handed out
   std::vector<Point> in_use_until;  // freed, and to be reused only when all of these are passed
   std::vector<Point> seen_until;    // freed, and to be unmapped only when all of these are passed
+  bool in_use = false;              // handed out
+  std::shared_ptr<const Clock> done_at_free;  // for a detection: what in_use_until stands for
+};
+
+// Where an address lies.
+struct Place {
+  std::uintptr_t begin;  // of its block
+  std::size_t size;
+  bool in_use;
 };
 
 // Not locked: its owner's mutex guards it.
@@ -80,6 +91,7 @@ class BlockCache {
   // The block that starts at an address, or that an address lies in; null if there is none.
   Block* starting_at(const void* data) const;
   Block* containing(const void* data) const;
+  std::optional<Place> place_of(const void* data) const;
 
  private:
   static bool all_passed(std::vector<Point>& points);

@@ -1,4 +1,5 @@
-// Bindings of what a test can order: faults, the time of transfers, poison, and the order of all.
+// Bindings of what a test can order: faults, the time of transfers, poison, what is
+// looked for, and the order of all.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -6,6 +7,7 @@
 namespace tdcopier::sim {
 
 void bind_controls(pybind11::module_& m);
+void bind_detect(pybind11::module_& m);
 void bind_schedule(pybind11::module_& m);
 
 }  // namespace tdcopier::sim

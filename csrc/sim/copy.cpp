@@ -12,8 +12,10 @@
 #include <utility>
 
 #include "sim/event.h"
+#include "sim/note.h"
 #include "sim/pinned_allocator.h"
 #include "sim/runtime.h"
+#include "sim/tracker.h"
 #include "sim/transfer.h"
 
 namespace tdcopier::sim {
@@ -62,13 +64,29 @@ std::function<void()> copy_operation(const at::Tensor& source, const at::Tensor&
   };
 }
 
+// The copy as it is to be enqueued on `queue`.
+Operation begin_copy(const Transfer& transfer, const at::Tensor& source, const at::Tensor& target,
+                     const StreamQueue& queue) {
+  auto move = copy_operation(source, target);
+  if (!Tracker::is_on()) return begin_transfer(transfer, std::move(move));
+  auto note = note_of(describe(transfer), access_to(source, /*writes=*/false),
+                      access_to(target, /*writes=*/true));
+  for (const auto& access : note->accesses) {
+    // What stands in for a kernel moves through memory of the host that is nobody else's.
+    if (!access.on_host || Uncounted::is_in_force()) continue;
+    move = Tracker::get().watch(std::move(move), access, note->label + " on " + queue.name());
+  }
+  auto operation = begin_transfer(transfer, std::move(move));
+  operation.note = std::move(note);
+  return operation;
+}
+
 void copy_between_devices(const at::Tensor& source, const at::Tensor& target) {
   const bool within = source.device() == target.device();
-  auto operation =
-      begin_transfer({within ? Direction::kWithinDevice : Direction::kDeviceToDevice,
-                      target.nbytes(), source.device().index(), target.device().index()},
-                     copy_operation(source, target));
   auto& from = current_queue(source.device().index());
+  auto operation = begin_copy({within ? Direction::kWithinDevice : Direction::kDeviceToDevice,
+                               target.nbytes(), source.device().index(), target.device().index()},
+                              source, target, from);
   if (within) {
     from.enqueue(std::move(operation));
     return;
@@ -91,17 +109,21 @@ void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non
   const auto index = device.device().index();
   const auto stream = current_stream(index);
   auto& queue = queue_of(stream);
-  const auto position = queue.enqueue(
-      to_device ? begin_transfer({Direction::kHostToDevice, target.nbytes(), std::nullopt, index},
-                                 copy_operation(source, target))
-                : begin_transfer({Direction::kDeviceToHost, target.nbytes(), index, std::nullopt},
-                                 copy_operation(source, target)));
+  const auto transfer =
+      to_device ? Transfer{Direction::kHostToDevice, target.nbytes(), std::nullopt, index}
+                : Transfer{Direction::kDeviceToHost, target.nbytes(), index, std::nullopt};
+  auto operation = begin_copy(transfer, source, target, queue);
+  const auto note = operation.note;
+  if (note) note->wants_reached = true;
+  const auto position = queue.enqueue(std::move(operation));
   auto& pinned = PinnedAllocator::get();
   auto* const data = const_cast<void*>(host.const_data_ptr());
   if (non_blocking && pinned.is_pinned(data)) {
     pinned.record_event(data, host.storage().data_ptr().get_context(), stream);
   } else {
     queue.wait(position);
+    // A kernel would not have been waited for.
+    if (note && !Uncounted::is_in_force()) Tracker::get().host_knows(note->reached.get());
   }
 }
 

@@ -9,7 +9,7 @@ namespace {
 
 std::mutex mutex;  // one for both numbers of a transfer, so that they always agree
 Counts totals;
-thread_local int uncounted = 0;
+thread_local const char* uncounted = nullptr;
 
 }  // namespace
 
@@ -30,14 +30,14 @@ void reset_counts() {
   totals = {};
 }
 
-Uncounted::Uncounted() {
-  ++uncounted;
+Uncounted::Uncounted(const char* operator_name) : outer_(uncounted) {
+  if (outer_ == nullptr) uncounted = operator_name;
 }
 Uncounted::~Uncounted() {
-  --uncounted;
+  uncounted = outer_;
 }
-bool Uncounted::is_in_force() {
-  return uncounted > 0;
+const char* Uncounted::operator_name() {
+  return uncounted;
 }
 
 }  // namespace tdcopier::sim

@@ -29,14 +29,18 @@ Counts counts();
 void reset_counts();
 
 // While one lives, the calling thread's transfers are not counted: those that only stand in for
-// kernels which the simulation does not have.
+// kernels which the simulation does not have. Nested ones are as the outermost.
 class Uncounted {
  public:
-  Uncounted();
+  explicit Uncounted(const char* operator_name);  // a string that lives as long
   ~Uncounted();
-  static bool is_in_force();
+  static bool is_in_force() { return operator_name() != nullptr; }
+  static const char* operator_name();  // null: none is in force
   Uncounted(const Uncounted&) = delete;
   Uncounted& operator=(const Uncounted&) = delete;
+
+ private:
+  const char* outer_;
 };
 
 }  // namespace tdcopier::sim

@@ -7,6 +7,8 @@
 #include <cstring>
 
 #include "sim/faults.h"
+#include "sim/note.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -42,6 +44,8 @@ c10::DataPtr DeviceAllocator::allocate(std::size_t bytes) {
     block = allocate_block(index, pool, size);
     block->owner = &current_queue(index);
   }
+  block->in_use = true;
+  if (Tracker::is_on()) Tracker::get().handed_out(*block, int{index}, block->owner);
   auto& stats = device_at(index).stats;
   stats.allocated += static_cast<std::int64_t>(size);
   stats.peak_allocated = std::max(stats.peak_allocated, stats.allocated);
@@ -56,8 +60,13 @@ c10::DeleterFnPtr DeviceAllocator::raw_deleter() const {
 void DeviceAllocator::copy_data(void* target, const void* source, std::size_t bytes) const {
   const auto device = device_of(target);
   TORCH_CHECK(device.has_value(), "the target of the copy is not memory of the simulated device");
-  current_queue(*device).enqueue(
-      {"copy", [target, source, bytes] { std::memmove(target, source, bytes); }});
+  Operation copy{"copy", [target, source, bytes] { std::memmove(target, source, bytes); }};
+  if (Tracker::is_on() && bytes > 0) {
+    copy.note = note_of(c10::str("a copy of ", bytes, " bytes of a storage"),
+                        access_to(source, bytes, /*writes=*/false),
+                        access_to(target, bytes, /*writes=*/true));
+  }
+  current_queue(*device).enqueue(std::move(copy));
 }
 
 void DeviceAllocator::emptyCache(c10::MempoolId_t pool) {
@@ -121,6 +130,11 @@ std::optional<c10::DeviceIndex> DeviceAllocator::device_of(const void* data) con
   const auto* const block = cache_.containing(data);
   if (block == nullptr) return std::nullopt;
   return static_cast<c10::DeviceIndex>(device_of_pool(block->pool));
+}
+
+std::optional<Place> DeviceAllocator::place_of(const void* data) const {
+  const std::lock_guard lock(mutex_);
+  return cache_.place_of(data);
 }
 
 void DeviceAllocator::free_data(void* data) {

@@ -50,6 +50,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
   // The device of an address within a block, if it is one of this allocator's.
   std::optional<c10::DeviceIndex> device_of(const void* data) const;
+  std::optional<Place> place_of(const void* data) const;
 
  private:
   struct Device {

@@ -6,42 +6,59 @@
 #include <chrono>
 
 #include "sim/schedule.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
 void Event::record(StreamQueue& stream) {
   auto reached_at = std::make_shared<std::int64_t>(0);
-  const auto position =
-      stream.enqueue({"event", [reached_at] {
-                        *reached_at = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                          std::chrono::steady_clock::now().time_since_epoch())
-                                          .count();
-                      }});
+  Operation reach{"event", [reached_at] {
+                    *reached_at = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                      std::chrono::steady_clock::now().time_since_epoch())
+                                      .count();
+                  }};
+  if (Tracker::is_on()) {
+    reach.note = std::make_shared<Note>();
+    reach.note->wants_reached = true;
+  }
+  const auto note = reach.note;
+  const auto position = stream.enqueue(std::move(reach));
   const std::lock_guard lock(mutex_);
-  marker_ = {Point{&stream, position}, std::move(reached_at)};
+  marker_ = {Point{&stream, position}, std::move(reached_at), note};
 }
 
 void Event::block(StreamQueue& stream) const {
-  const auto point = marker().point;
+  const auto marker = this->marker();
+  const auto& point = marker.point;
   // A stream never waits for itself: what it has been given before runs before anyway.
   if (point.stream == nullptr || point.stream == &stream) return;
+  const auto* const clock = Tracker::is_on() ? marker.clock() : nullptr;
   if (point.passed()) {
+    if (clock != nullptr) Tracker::get().stream_waits(stream, *clock);
     point.check();  // as CUDA's calls do, it tells at once what is known to have failed
     return;
   }
-  stream.enqueue({"wait", [point] { point.wait(); }, [point] { return point.passed(); }});
+  Operation wait{"wait", [point] { point.wait(); }, [point] { return point.passed(); }};
+  if (clock != nullptr) {
+    wait.note = std::make_shared<Note>();
+    wait.note->awaited = marker.note->reached;
+  }
+  stream.enqueue(std::move(wait));
 }
 
 bool Event::query() const {
   Schedule::get().point();
-  const auto point = marker().point;
-  if (!point.passed()) return false;
-  point.check();
+  const auto marker = this->marker();
+  if (!marker.point.passed()) return false;
+  if (Tracker::is_on()) Tracker::get().host_knows(marker.clock());
+  marker.point.check();
   return true;
 }
 
 void Event::synchronize() const {
-  marker().point.wait();
+  const auto marker = this->marker();
+  marker.point.wait();
+  if (Tracker::is_on()) Tracker::get().host_knows(marker.clock());
 }
 
 double Event::elapsed_milliseconds(const Event& start, const Event& end) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 
+#include "sim/note.h"
 #include "sim/stream_queue.h"
 
 namespace tdcopier::sim {
@@ -32,6 +33,9 @@ class Event {
   struct Marker {
     Point point;
     std::shared_ptr<std::int64_t> reached_at;  // nanoseconds; written before the point is passed
+    std::shared_ptr<const Note> note;          // null: recorded without a detection
+
+    const Clock* clock() const { return note ? note->reached.get() : nullptr; }
   };
 
   Marker marker() const;

@@ -7,6 +7,7 @@
 #include "sim/device_allocator.h"
 #include "sim/event.h"
 #include "sim/runtime.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -55,11 +56,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
 
-  bool queryStream(const c10::Stream& stream) const override { return queue_of(stream).query(); }
+  bool queryStream(const c10::Stream& stream) const override {
+    auto& queue = queue_of(stream);
+    const auto end = Tracker::is_on() ? Tracker::get().end_of(queue) : nullptr;
+    if (!queue.query()) return false;
+    Tracker::get().host_knows(end.get());
+    return true;
+  }
 
   void synchronizeStream(const c10::Stream& stream) const override {
     auto& queue = queue_of(stream);
+    const auto end = Tracker::is_on() ? Tracker::get().end_of(queue) : nullptr;
     queue.synchronize(queue.last());
+    Tracker::get().host_knows(end.get());
   }
 
   void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize(device); }

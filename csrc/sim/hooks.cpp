@@ -10,8 +10,10 @@
 #include <utility>
 
 #include "sim/device_allocator.h"
+#include "sim/note.h"
 #include "sim/pinned_allocator.h"
 #include "sim/runtime.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -77,9 +79,15 @@ void resize_storage(const c10::Storage& storage, std::size_t bytes) {
   const auto kept = std::min(bytes, storage.nbytes());
   if (kept > 0) {
     const auto stream = current_stream(storage.device().index());
-    queue_of(stream).enqueue({"resize", [target = data.get(), source = storage.data(), kept] {
-                                std::memcpy(target, source, kept);
-                              }});
+    Operation copy{"resize", [target = data.get(), source = storage.data(), kept] {
+                     std::memcpy(target, source, kept);
+                   }};
+    if (Tracker::is_on()) {
+      copy.note = note_of(c10::str("the copy of ", kept, " bytes to a storage's new memory"),
+                          access_to(storage.data(), kept, /*writes=*/false),
+                          access_to(data.get(), kept, /*writes=*/true));
+    }
+    queue_of(stream).enqueue(std::move(copy));
     allocator.recordStream(storage.data_ptr(), stream);
   }
   storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));

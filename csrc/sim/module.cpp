@@ -116,6 +116,7 @@ PYBIND11_MODULE(_sim, m) {
 
   m.attr("MAX_DEVICES") = kMaxDevices;
   bind_controls(m);
+  bind_detect(m);
   bind_schedule(m);
 
   py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")

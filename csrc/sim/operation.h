@@ -2,9 +2,12 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <utility>
 
 namespace tdcopier::sim {
+
+struct Note;
 
 // Must not touch Python.
 struct Operation {
@@ -17,7 +20,8 @@ struct Operation {
   std::function<void()> run;
   // Whether run() would not block now. None: it never blocks. Thread: any; must not block.
   std::function<bool()> can_begin;
-  bool is_transfer = false;  // between two places that are not the same device
+  bool is_transfer = false;    // between two places that are not the same device
+  std::shared_ptr<Note> note;  // for a detection; null: none is on, or nothing to note
 };
 
 }  // namespace tdcopier::sim

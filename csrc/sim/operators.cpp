@@ -24,6 +24,7 @@
 #include "sim/device_allocator.h"
 #include "sim/hooks.h"
 #include "sim/runtime.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -136,13 +137,26 @@ std::set<c10::DeviceIndex> devices_of(const torch::jit::Stack& stack, std::size_
 // streams of its devices have been given before, and is done when the call returns: what a kernel
 // on the current stream would compute. Work on other streams is not waited for, so a program that
 // forgets to order its streams gets the bytes of too early.
+//
+// For a detection it is a kernel too: what it has waited for does not count as known to the host,
+// unless the host waits for such an operator on every device, since its result is a number of the
+// host's or has a shape that depends on data.
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  for (const auto index : devices_of(*stack, op.schema().arguments().size())) {
+  const auto devices = devices_of(*stack, op.schema().arguments().size());
+  for (const auto index : devices) {
     auto& queue = current_queue(index);
     queue.synchronize(queue.last());
   }
-  const Uncounted stands_in_for_a_kernel;
-  at::native::cpu_fallback(op, stack);
+  {
+    const Uncounted stands_in_for_a_kernel(op.schema().name().c_str());
+    at::native::cpu_fallback(op, stack);
+  }
+  if (!Tracker::is_on()) return;
+  if (!op.hasTag(at::Tag::data_dependent_output) && !op.hasTag(at::Tag::dynamic_output_shape)) {
+    return;
+  }
+  auto& tracker = Tracker::get();
+  for (const auto index : devices) tracker.host_knows(tracker.end_of(current_queue(index)).get());
 }
 
 }  // namespace

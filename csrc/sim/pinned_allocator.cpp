@@ -8,6 +8,7 @@
 
 #include "sim/faults.h"
 #include "sim/runtime.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -47,6 +48,8 @@ c10::DataPtr PinnedAllocator::allocate(std::size_t bytes) {
     bytes_.current += signed_size;
     bytes_.peak = std::max(bytes_.peak, bytes_.current);
   }
+  block->in_use = true;
+  if (Tracker::is_on()) Tracker::get().handed_out(*block, std::nullopt, nullptr);
   bytes_.in_use += signed_size;
   return {block->data, block, &free_block, c10::DeviceType::CPU};
 }
@@ -93,6 +96,11 @@ PinnedBytes PinnedAllocator::bytes() const {
 bool PinnedAllocator::is_pinned(const void* data) const {
   const std::lock_guard lock(mutex_);
   return cache_.containing(data) != nullptr;
+}
+
+std::optional<Place> PinnedAllocator::place_of(const void* data) const {
+  const std::lock_guard lock(mutex_);
+  return cache_.place_of(data);
 }
 
 void PinnedAllocator::free_block(void* context) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 
 #include "sim/block_cache.h"
 
@@ -39,6 +40,7 @@ class PinnedAllocator final : public at::HostAllocator {
 
   // Whether an address lies in a block that was ever handed out and not given back to the system.
   bool is_pinned(const void* data) const;
+  std::optional<Place> place_of(const void* data) const;
 
  private:
   static void free_block(void* context);

@@ -9,6 +9,7 @@
 
 #include "sim/gate.h"
 #include "sim/schedule.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -131,9 +132,12 @@ void synchronize(c10::DeviceIndex index) {
   // All places are noted before the first wait. A stream that is idle takes part too: it may have a
   // failure to report.
   std::vector<Point> points;
-  for_each_queue(resolve_device(index),
-                 [&](StreamQueue& queue) { points.push_back(Point{&queue, queue.last()}); });
+  std::vector<StreamQueue*> queues;
+  for_each_queue(resolve_device(index), [&](StreamQueue& queue) { queues.push_back(&queue); });
+  const auto ends = Tracker::is_on() ? Tracker::get().end_of_all(queues) : nullptr;
+  for (auto* const queue : queues) points.push_back(Point{queue, queue->last()});
   for (const auto& point : points) point.stream->synchronize(point.position);
+  Tracker::get().host_knows(ends.get());
 }
 
 void for_all_streams(const std::function<void(StreamQueue&)>& visit) {

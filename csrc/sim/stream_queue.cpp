@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "sim/schedule.h"
+#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -59,8 +60,10 @@ std::uint64_t StreamQueue::append(Operation operation) {
     completed_.store(position, std::memory_order_release);
     return position;
   }
+  const auto note = std::move(operation.note);
   operations_.push_back(std::move(operation));
   const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (note) Tracker::get().enqueued(*this, position, note);  // in the order of positions
   if (Schedule::is_on()) {
     const bool is_transfer = operations_.back().is_transfer;
     lock.unlock();

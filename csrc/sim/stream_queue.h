@@ -48,6 +48,9 @@ class StreamQueue {
   // has thrown since the last call, the first to wait is told: errors of a device come late.
   void wait(std::uint64_t position);
 
+  // The same without a word of what failed.
+  void reach(std::uint64_t position);
+
   // Throws, every time, if the operation at `position` was struck by a lasting failure. Requires
   // that it has run.
   void check(std::uint64_t position) const;
@@ -86,7 +89,6 @@ class StreamQueue {
   void run();
   Ran run_front(std::unique_lock<std::mutex>& lock);
   void start_thread();  // mutex_ held; once
-  void reach(std::uint64_t position);
   void report_failure();
   void check_stream() const;
   const Struck* struck_at(std::uint64_t position) const;  // mutex_ held; null: none

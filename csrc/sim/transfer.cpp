@@ -35,6 +35,9 @@ std::string place(std::optional<c10::DeviceIndex> device) {
 }  // namespace
 
 std::string describe(const Transfer& transfer) {
+  if (const auto* const name = Uncounted::operator_name()) {
+    return c10::str("the operator ", name, " (", transfer.bytes, " bytes)");
+  }
   return c10::str("a transfer ", name_of(transfer.direction), " of ", transfer.bytes,
                   " bytes from ", place(transfer.source), " to ", place(transfer.target));
 }

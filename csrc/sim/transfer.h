@@ -20,7 +20,8 @@ struct Transfer {
   std::optional<c10::DeviceIndex> target;
 };
 
-// "a transfer h2d of 4096 bytes from the host to sim:0"
+// "a transfer h2d of 4096 bytes from the host to sim:0"; for what stands in for a kernel, "the
+// operator aten::add (4096 bytes)".
 std::string describe(const Transfer& transfer);
 
 // Counts the transfer, which is about to be enqueued, and returns `move` as it is to be enqueued:

@@ -20,7 +20,8 @@ is not a copy waits for the current streams of its devices and then runs on the 
 
 What goes wrong can be ordered: :func:`fail_device_allocation`, :func:`fail_pinned_allocation` and
 :func:`fail_transfer` make the n-th from now on fail. :func:`pace` gives transfers the time that a
-link takes, and :func:`poison` shows who reads memory that was freed.
+link takes, and :func:`poison` shows who reads memory that was freed. :func:`detect` finds races,
+memory that is reused too early and leaks by itself, also where a run happens to go well.
 
 Importing this module changes nothing; :func:`enable` registers the device, once per process.
 """
@@ -43,6 +44,7 @@ from tdcopier.sim._control import (
     set_memory_limit_bytes,
     synchronize,
 )
+from tdcopier.sim._detect import Detector, Hazard, HazardError, detect
 from tdcopier.sim._enable import enable, is_enabled
 from tdcopier.sim._faults import (
     Fault,
@@ -57,8 +59,11 @@ from tdcopier.sim._schedule import DeadlockError, Schedule, ScheduledThread, sch
 __all__ = [
     "Counts",
     "DeadlockError",
+    "Detector",
     "Fault",
     "Gate",
+    "Hazard",
+    "HazardError",
     "Hold",
     "MemoryStats",
     "Pace",
@@ -69,6 +74,7 @@ __all__ = [
     "Transfers",
     "busy",
     "counts",
+    "detect",
     "empty_pinned_cache",
     "enable",
     "fail_device_allocation",
