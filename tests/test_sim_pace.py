@@ -41,6 +41,7 @@ def test_a_transfer_takes_its_latency_and_its_bytes_time(
         assert milliseconds(leaf, target) >= 50
 
 
+@pytest.mark.hazardous
 def test_the_bytes_move_when_the_time_has_passed(sim: ModuleType) -> None:
     source = torch.ones(4).pin_memory()
     with sim.pace("h2d", latency_us=100_000):
