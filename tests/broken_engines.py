@@ -244,6 +244,7 @@ def build() -> None:
             _write(source / path, changed.get(path) or (ROOT / path).read_text())
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
+        + ["-C", "cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0"]  # compiled rather than run fast
         + ["--upgrade", "--target", str(SITE), str(source)],
         check=True,
     )

@@ -72,14 +72,18 @@ class Detector:
             error.add_note(_described(self._found))
 
     def _end(self) -> tuple[Hazard, ...]:
-        if self._leaks:
-            gc.collect()
-        all_has_run = _sim.run_dry()
-        if not self._leaks or not all_has_run:
+        if not self._all_has_run() or not self._leaks:
             return ()
+        if not self._leaked():
+            return ()
+        gc.collect()  # which takes long, and is seldom needed
+        return self._leaked() if self._all_has_run() else ()
+
+    def _all_has_run(self) -> bool:
+        if not _sim.run_dry():
+            return False
         _C.settle()
-        gc.collect()
-        return self._leaked()
+        return True
 
     def _leaked(self) -> tuple[Hazard, ...]:
         # Staging buffers have one size, and the engine says how many it has. How many of them have

@@ -24,7 +24,7 @@ class ScheduledThread:
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         """Start it; it stands still until its turn comes."""
-        self._function = function
+        self._function: Callable[[], Any] | None = function
         self._error: BaseException | None = None
         self._result: Any = None
         self._joined = False
@@ -36,10 +36,12 @@ class ScheduledThread:
     def _run(self) -> None:
         _sim.schedule_enter(self._number)
         try:
+            assert self._function is not None
             self._result = self._function()
         except BaseException as error:
             self._error = error
         finally:
+            self._function = None  # what it refers to goes while this thread has the turn
             _sim.schedule_leave()
 
     @property
@@ -113,6 +115,7 @@ class Schedule:
                 thread.join()
             except BaseException as raised:
                 failure = failure or raised
+        self._threads.clear()
         _sim.schedule_end()
         self._record = _sim.schedule_record()
         if self._collects:
