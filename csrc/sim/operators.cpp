@@ -16,6 +16,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <list>
 #include <optional>
 #include <set>
 
@@ -159,12 +160,17 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const auto index : devices) tracker.host_knows(tracker.end_of(current_queue(index)).get());
 }
 
+// Never destroyed: taking operators away at the end of the process would only make late calls fail.
+// In a list, so that who looks for leaks sees that they are meant to stay.
+torch::Library& library(const char* operators, c10::DispatchKey key, uint32_t line) {
+  static auto* const all = new std::list<torch::Library>;
+  return all->emplace_back(torch::Library::IMPL, operators, key, __FILE__, line);
+}
+
 }  // namespace
 
 void register_operators() {
-  // Leaked: taking operators away at the end of the process would only make late calls fail.
-  auto& aten = *new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1,
-                                   __FILE__, __LINE__);
+  auto& aten = library("aten", c10::DispatchKey::PrivateUse1, __LINE__);
   aten.impl("empty.memory_format", TORCH_FN(empty));
   aten.impl("empty_strided", TORCH_FN(empty_strided));
   aten.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
@@ -186,13 +192,12 @@ void register_operators() {
   // Copies honour the conjugate and negative bits. Otherwise torch would resolve the bits first, by
   // a copy on the device, and so on without end.
   for (const auto bit : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
-    auto& copies = *new torch::Library(torch::Library::IMPL, "aten", bit, __FILE__, __LINE__);
+    auto& copies = library("aten", bit, __LINE__);
     copies.impl("_copy_from", torch::CppFunction::makeFallthrough());
     copies.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
   }
 
-  auto& all = *new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1,
-                                  __FILE__, __LINE__);
+  auto& all = library("_", c10::DispatchKey::PrivateUse1, __LINE__);
   all.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
