@@ -1,4 +1,4 @@
-# make demo | test | lint | docs | test-gpu | bench | clean     (see CONTRIBUTING.md)
+# make demo | test | lint | docs | test-gpu | test-sanitized | bench | clean     (see CONTRIBUTING.md)
 #
 # Two kinds of environment. Where the python on PATH has torch already (a GPU machine, perhaps with
 # no network), it is used as it is and the build goes to build/site. Elsewhere .venv is set up.
@@ -31,7 +31,7 @@ else
   PYTEST := cd build/site && $(RUN) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
-.PHONY: demo test test-cpp test-py test-gpu broken-engines bench lint format docs build check-tools clean
+.PHONY: demo test test-cpp test-py test-gpu test-sanitized broken-engines bench lint format docs build check-tools clean
 
 demo: build
 	$(RUN) $(PY) tutorials/01_first_copy.py
@@ -63,6 +63,18 @@ test-cpp: $(READY)
 	  $(RUN) cmake --build build/cpp-$$kind; \
 	  echo "C++ tests, sanitizer: $$kind"; \
 	  $(RUN) ctest --test-dir build/cpp-$$kind --output-on-failure; \
+	done
+
+# The whole on the simulated device, with the modules under the thread sanitizer and then under the
+# address and undefined-behaviour sanitizers, which also look for leaks. Two builds of their own.
+test-sanitized: $(READY)
+	@set -e; for kind in thread address; do \
+	  name=tsan; flags=thread; [ $$kind = thread ] || { name=asan; flags=address,undefined; }; \
+	  $(RUN) $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade \
+	    --target build/$$name/site . -C build-dir=build/$$name/{wheel_tag} \
+	    -C cmake.build-type=RelWithDebInfo -C cmake.define.TDCOPIER_WERROR=ON \
+	    -C cmake.define.TDCOPIER_SANITIZE="$$flags"; \
+	  $(RUN) $(PY) tests/sanitizers/run.py $$kind build/$$name/site; \
 	done
 
 lint: build
