@@ -5,6 +5,7 @@
 SITE holds the built package. Python and torch have no sanitizer of their own, so its library is
 loaded before them. What stays unseen then: accesses by torch's and Python's own code, except by
 what the sanitizer intercepts (memcpy, malloc, free, locks, threads), which it sees everywhere.
+The tests run without the search for leaks, which makes each of their many processes take minutes.
 What is suppressed, and why, is in tsan.supp and lsan.supp.
 """
 
@@ -37,9 +38,10 @@ def library(name: str) -> str:
     return path
 
 
-def environment_of(kind: str, site: Path) -> dict[str, str]:
+def environment_of(kind: str, site: Path, leaks: bool) -> dict[str, str]:
     log = f"exitcode={FOUND}:log_path={site.with_name('report')}"
-    stacks = "fast_unwind_on_malloc=0:malloc_context_size=40"  # Python keeps no frame pointers
+    # Python keeps no frame pointers, and a suppressed function may be far up the stack.
+    leaking = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=40"
     return {
         **os.environ,
         "LD_PRELOAD": ":".join(library(name) for name in LIBRARIES[kind]),
@@ -50,7 +52,7 @@ def environment_of(kind: str, site: Path) -> dict[str, str]:
         "TDCOPIER_TEST_DEVICE": "sim",
         # A forked child ends by itself, and may start threads.
         "TSAN_OPTIONS": f"{log}:die_after_fork=0:suppressions={HERE / 'tsan.supp'}",
-        "ASAN_OPTIONS": f"{log}:detect_leaks=1:{stacks}",
+        "ASAN_OPTIONS": f"{log}:{leaking if leaks else 'detect_leaks=0'}",
         "LSAN_OPTIONS": f"suppressions={HERE / 'lsan.supp'}:print_suppressions=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
@@ -70,14 +72,15 @@ def bare_python(site: Path) -> str:
 
 def main() -> None:
     kind, site = sys.argv[1], Path(sys.argv[2]).resolve()
-    python, environment = bare_python(site), environment_of(kind, site)
+    python = bare_python(site)
     tests = [str(ROOT / "tests" / f"test_{name}.py") for name in TESTS]
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    for arguments in (
-        [str(HERE / "stress.py"), "32", "100"],
-        [*pytest, "--rootdir", str(ROOT), "-o", "timeout=600", *tests],
+    for arguments, leaks in (
+        ([str(HERE / "stress.py"), "32", "100"], True),
+        ([*pytest, "--rootdir", str(ROOT), "-o", "timeout=600", *tests], False),
     ):
         began = time.monotonic()
+        environment = environment_of(kind, site, leaks)
         # Not from the root: the package without its native module would be found there.
         ended = subprocess.run([python, *arguments], cwd=site, env=environment, check=False)
         for report in site.parent.glob("report.*"):
