@@ -46,26 +46,35 @@ class Played:
         self.choices += other.choices
 
 
-def play(name: str, seed: int) -> tuple[Played, sim.Schedule]:
-    """Play one scenario in one order. Raises whatever is found to be wrong."""
+def prepare() -> None:
+    """Make what all scenarios share, before anybody looks at which memory is in use."""
+    sim.enable(devices=len(DEVICES))
     if not _values:
         _values.update(device_values(DEVICES))
-    scenario = SCENARIOS[name]
+
+
+def run(name: str, seed: int) -> sim.Schedule:
+    """Run one scenario in one order. Requires `prepare`."""
+    with sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
+        stage = Play(sim, DEVICES, _values, schedule)
+        SCENARIOS[name].run(stage)
+        stage.finish()
+    return schedule
+
+
+def play(name: str, seed: int) -> tuple[Played, sim.Schedule]:
+    """Play one scenario in one order. Raises whatever is found to be wrong."""
+    prepare()
     with sim.poison(), sim.detect(leaks=True):
-        with sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
-            stage = Play(sim, DEVICES, _values, schedule)
-            scenario.run(stage)
-            stage.finish()
-        del stage
+        schedule = run(name, seed)
     # A job of these scenarios is one transfer, so two in flight are two jobs'.
-    overlap = scenario.one_transfer_a_job and schedule.most_transfers_in_flight >= 2
+    overlap = SCENARIOS[name].one_transfer_a_job and schedule.most_transfers_in_flight >= 2
     fingerprints = {(name, schedule.fingerprint)} if overlap else set()
     return Played(1, int(overlap), fingerprints, schedule.choices), schedule
 
 
 def play_range(names: list[str], seeds: range) -> Played:
     """Each of the scenarios with each of the seeds."""
-    sim.enable(devices=len(DEVICES))
     total = Played()
     for seed in seeds:
         for name in names:
@@ -88,7 +97,6 @@ def main() -> None:
     names = arguments.only or list(SCENARIOS)
 
     if arguments.seed is not None:
-        sim.enable(devices=len(DEVICES))
         for name in names:
             print(f"{name}, seed {arguments.seed}:")
             print("\n".join(f"  {step}" for step in play(name, arguments.seed)[1].steps))

@@ -193,6 +193,17 @@ def transfers_fail_when_they_are_enqueued(play: Play) -> None:
             play.expect(tdcopier.start_copy(batch, device).get(), batch)
 
 
+def handles_are_dropped_at_once(play: Play) -> None:
+    """H2D: what nobody will read is still written, but not to memory that others have by then."""
+    device = play.devices[0]
+    stream = play.stream(device)
+    with play.on(stream):
+        for _ in range(3):
+            tdcopier.start_copy(play.batch((64, 64)), device)
+            batch = play.batch((64, 64, 128))
+            play.read_late(play.write(device, batch), batch)
+
+
 def results_are_dropped_and_their_memory_used_again(play: Play) -> None:
     """H2D: what a late consumer reads must not be handed out meanwhile."""
     device = play.devices[0]
@@ -351,13 +362,17 @@ def failures_are_told_each_time(play: Play) -> None:
     """A transfer fails when it runs: `get()` says so twice, and the next copy works."""
     device = play.devices[0]
     batch = play.batch()
-    with play.sim.fail_transfer(direction="h2d", when="execution"):
-        handle = tdcopier.start_copy(batch, device)
+    for direction, leaves, target in (
+        ("h2d", batch, device),
+        ("d2h", play.write(device, batch), "cpu"),
+    ):
+        with play.sim.fail_transfer(direction=direction, when="execution"):
+            handle = tdcopier.start_copy(leaves, target)
+            with pytest.raises(torch.AcceleratorError, match="was made to fail"):
+                handle.get()
+            assert handle.ready()
         with pytest.raises(torch.AcceleratorError, match="was made to fail"):
-            handle.get()
-        assert handle.ready()
-    with pytest.raises(torch.AcceleratorError, match="was made to fail"):
-        handle.get()  # though the device works again
+            handle.get()  # though the device works again
     with play.sim.fail_device_allocation():
         handle = tdcopier.start_copy(batch, device)
         for _ in range(2):
@@ -409,6 +424,7 @@ SCENARIOS: dict[str, Scenario] = {
         (workers_share_two_buffers, False),
         (sources_are_dropped_at_once, False),
         (polled_while_workers_stage, False),
+        (handles_are_dropped_at_once, True),
         (results_are_dropped_and_their_memory_used_again, True),
         (device_sources_are_overwritten_behind_wait_staged, True),
         (device_sources_are_freed_at_once, True),

@@ -29,12 +29,10 @@ def run_pytest(folder: Path, *arguments: str, **environment: str) -> tuple[int, 
 
 
 def told_of_the_careless_one(output: str) -> str:
-    """The lines of pytest's report that say what happened."""
-    return "\n".join(
-        re.sub(r" +", " ", line)
-        for line in output.splitlines()
-        if line.startswith("E ") or "--sim-seed" in line
-    )
+    """The lines of pytest's report that say what happened, but for its own help with the values."""
+    lines = [line for line in output.splitlines() if line.startswith("E ") or "--sim-seed" in line]
+    ours = [line for line in lines if not re.match(r"E +(At index|Use -v|$)", line)]
+    return "\n".join(re.sub(r"^E +", "", line) for line in ours)
 
 
 def make(folder: Path, body: str) -> Path:
@@ -48,6 +46,7 @@ def test_the_example_of_the_docs_is_right():
     assert (code, "1 passed" in output) == (0, True), output
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes there")
 def test_the_careless_one_is_found_as_the_docs_show():
     code, output = run_pytest(EXAMPLES, CARELESS="1")
     assert code == 1
@@ -98,7 +97,7 @@ def test_does_not(sim):
     code, output = run_pytest(folder)
     assert code == 1
     assert "HazardError" in output
-    assert "1 passed" in output
+    assert "1 failed, 1 passed" in output
 
 
 def test_devices_can_be_chosen(tmp_path):

@@ -14,5 +14,4 @@ def test_every_batch_arrives(sim):
     prefetcher = Prefetcher(64, "sim", careful=CAREFUL)
     batches = [torch.full((64,), float(i)) for i in range(5)]
     moved = [prefetcher.send(batch) for batch in batches]
-    for batch, on_device in zip(batches, moved, strict=True):
-        assert torch.equal(on_device.cpu(), batch)
+    assert [on_device.unique().tolist() for on_device in moved] == [[0], [1], [2], [3], [4]]

@@ -66,14 +66,9 @@ def _watched(sim: ModuleType) -> Iterator[None]:
 
 
 @pytest.fixture(name="sim")
-def _sim(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """`tdcopier.sim`, enabled, with its detectors on."""
-    sim = _enabled(request.config)
-    if request.node.get_closest_marker("schedules"):
-        yield sim  # each run is watched by itself
-        return
-    with _watched(sim):
-        yield sim
+def _sim(request: pytest.FixtureRequest) -> ModuleType:
+    """`tdcopier.sim`, enabled; the detectors are on while the test itself runs."""
+    return _enabled(request.config)
 
 
 def _seeds(config: pytest.Config, marked: Any) -> range:
@@ -90,13 +85,17 @@ def _seeds(config: pytest.Config, marked: Any) -> range:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a marked test with one seed after the other, up to the first that fails."""
+    """Watch a test; run a marked one with one seed after the other, up to the first that fails."""
     marker = pyfuncitem.get_closest_marker("schedules")
-    if marker is None:
+    if marker is None and "sim" not in pyfuncitem.fixturenames:
         return None
     sim = _enabled(pyfuncitem.config)
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    if marker is None:
+        with _watched(sim):
+            pyfuncitem.obj(**arguments)
+        return True
     for seed in _seeds(pyfuncitem.config, *marker.args or (None,)):
         try:
             with _watched(sim), sim.schedule(seed):
