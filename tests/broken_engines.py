@@ -1,8 +1,8 @@
 """Engines that break one promise each, and who finds out: a check that finds none is no check.
 
 ``build()`` makes a test build of the engine, apart from the real one, in which each of these pieces
-of code has a broken twin that the environment variable ``TDCOPIER_DEFECT`` chooses. The engine's own
-source knows nothing of that. Where it changes, the text here must follow.
+of code has a broken twin that the environment variable ``TDCOPIER_DEFECT`` chooses. The engine's
+own source knows nothing of that. Where it changes, the text here must follow.
 """
 
 from __future__ import annotations
@@ -254,15 +254,15 @@ def build() -> None:
         path = Path(name)
         if (ROOT / path).exists():
             _write(source / path, changed.get(path) or (ROOT / path).read_text())
+    options = ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(SITE)]
+    options += ["-C", "cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0"]  # compiled rather than run fast
+    options += ["-C", "cmake.define.TDCOPIER_SIM=OFF"]
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
-        + ["-C", "cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0"]  # compiled rather than run fast
-        + ["-C", "cmake.define.TDCOPIER_SIM=OFF"]
-        + ["--upgrade", "--target", str(SITE), str(source)],
-        check=True,
+        [sys.executable, "-m", "pip", "install", "-q", *options, str(source)], check=True
     )
     simulation = importlib.util.find_spec("tdcopier._sim")
-    assert simulation is not None and simulation.origin is not None
+    assert simulation is not None
+    assert simulation.origin is not None
     shutil.copy2(simulation.origin, SITE / "tdcopier")  # the real one: nothing in it is broken
 
 

@@ -19,7 +19,8 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from scenarios import SCENARIOS, Play, device_values
+from scenarios import SCENARIOS
+from stage import Play, device_values
 
 from tdcopier import sim
 

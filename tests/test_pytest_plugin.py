@@ -1,4 +1,4 @@
-"""The pytest plugin, used as a user would: in a process of its own, with the example of the docs."""
+"""The pytest plugin as a user has it: in a process of its own, with the example of the docs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 
 
 def run_pytest(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    options = ["-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(folder), "-q"]
+    options += ["--import-mode=prepend", *arguments, str(folder)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null"]
-        + ["--rootdir", str(folder), "--import-mode=prepend", "-q", *arguments, str(folder)],
+        [sys.executable, "-m", "pytest", *options],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,

@@ -13,6 +13,7 @@ from sim_support import fresh as fresh
 from support import run_python
 
 import tdcopier
+from tdcopier import _sim
 
 pytestmark = pytest.mark.sim
 
@@ -113,13 +114,13 @@ def test_get_of_a_copy_that_cannot_end_is_a_deadlock(sim, copy_stream, elements)
 
 
 def test_a_deadlock_that_comes_through_torch_leaves_the_schedule_by_its_name(sim):
-    stream = torch.sim.Stream()
-    with pytest.raises(sim.DeadlockError, match="nobody can go on"), sim.schedule(1):
-        hold = sim.hold(stream)
-        try:
+    def wait_for_a_stream_that_is_held() -> None:
+        with sim.schedule(1), sim.hold(stream):
             stream.record_event().synchronize()
-        finally:
-            hold.release()
+
+    stream = torch.sim.Stream()
+    with pytest.raises(sim.DeadlockError, match="nobody can go on"):
+        wait_for_a_stream_that_is_held()
 
 
 def test_two_streams_that_wait_for_each_other_are_named(sim):
@@ -184,30 +185,20 @@ def test_a_thread_that_waits_for_another_one_lets_it_go_on(sim):
 
 
 def test_a_thread_that_blocks_outside_of_the_simulation_is_found(sim):
-    """With a lock of Python's, which nobody can release without the turn."""
+    """On a lock of Python's, which its owner cannot release without the turn."""
     lock = threading.Lock()
-    lock.acquire()
 
-    def block() -> None:
-        assert lock.acquire(timeout=20)
-
-    with pytest.raises(sim.DeadlockError, match=r"thread 0 has the turn and does not come"):  # noqa: SIM117
-        with sim.schedule(1, timeout_s=0.2) as schedule:
-            thread = schedule.thread(block)
-            for _ in range(1000):
+    def wait_for_each_other() -> None:
+        with lock, sim.schedule(1, timeout_s=0.2) as schedule:
+            schedule.thread(lock.acquire, timeout=20)
+            while _sim.schedule_is_on():  # until it is given up
                 schedule.point()
-                if not lock.locked():
-                    break
-                if schedule_is_over():
-                    lock.release()
-                    break
-            thread.join()
+            lock.release()
+            schedule._threads[0].join()
 
-
-def schedule_is_over() -> bool:
-    from tdcopier import _sim
-
-    return not _sim.schedule_is_on()
+    with pytest.raises(sim.DeadlockError, match=r"thread 0 has the turn and does not come"):
+        wait_for_each_other()
+    assert not lock.locked()
 
 
 def test_threads_that_do_not_take_part_run_beside_it(sim):

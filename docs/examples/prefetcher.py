@@ -1,4 +1,4 @@
-"""Sends arrays to the accelerator through two pinned buffers in turn: the usual hand-written way."""
+"""Sends batches to the accelerator through two pinned buffers in turn, as written by hand."""
 
 from __future__ import annotations
 

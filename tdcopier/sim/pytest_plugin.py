@@ -8,8 +8,9 @@ Name it in the ``conftest.py`` of the tests that use it::
     A fixture: the module ``tdcopier.sim``, enabled. While the test runs, memory is poisoned when it
     is freed, and the detectors are on, for leaks too. The test fails if they find anything.
 ``@pytest.mark.schedules(n)``
-    The test runs ``n`` times, each in a schedule of its own (:func:`tdcopier.sim.schedule`), with the
-    seeds from 0 on. What its fixtures have made is the same each time. A failure names its seed.
+    The test runs ``n`` times, each in a schedule of its own (:func:`tdcopier.sim.schedule`), with
+    the seeds from 0 on. What its fixtures have made is the same each time. A failure names its
+    seed.
 ``--sim-seed=N``
     Only this seed, for all tests that are marked.
 ``--sim-schedules=N``
@@ -49,7 +50,7 @@ def _enabled(config: pytest.Config) -> ModuleType:
 
     from tdcopier import sim
 
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         pytest.fail(
             "tests of the simulated device need a process of their own, and in this one CUDA is in "
             "use already: run them apart from the tests for CUDA",
