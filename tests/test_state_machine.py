@@ -142,8 +142,8 @@ class Copies(RuleBasedStateMachine):
         super().__init__()
         self.stack: contextlib.ExitStack | None = None
 
-    @initialize(seed=st.integers(0, 2**64 - 1))
-    def begin(self, seed: int) -> None:
+    @initialize(seed=st.integers(0, 2**64 - 1), buffers=st.integers(1, 2))
+    def begin(self, seed: int, buffers: int) -> None:
         for device in DEVICES:
             torch.sim.synchronize(device)
         # What an earlier program has left would be found by this one.
@@ -155,9 +155,9 @@ class Copies(RuleBasedStateMachine):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sim.poison())
             stack.enter_context(detectors(self.sim))
-            stack.enter_context(small_limits())
+            stack.enter_context(small_limits(staging_buffers=buffers))
             stack.callback(tdcopier.set_run_ahead_limit, 4)
-            self.staging_limit = self.staging_ceiling = 2 * BUFFER_BYTES
+            self.staging_ceiling = buffers * BUFFER_BYTES
             staging_bytes()  # what is beyond the limit is given up now
             schedule = stack.enter_context(self.sim.schedule(seed, timeout_s=TIMEOUT_S))
             self.world = World(self.sim, self.tables, schedule)
@@ -177,6 +177,7 @@ class Copies(RuleBasedStateMachine):
                 self.world.overwrite(copy)
         if then == "drop":
             self.reuse_memory_of_sources(copy)
+            self.staging_is_within_its_limit()
         self.live.append(copy)
         return copy
 
@@ -273,8 +274,6 @@ class Copies(RuleBasedStateMachine):
             self.world.churn(other, copy.plan.target, 512)
 
     def forget(self, copy: Copy) -> None:
-        if not copy.is_enqueued:
-            self.staging_ceiling = max(self.staging_ceiling, 1 << 62)
         self.world.drop(copy)
         self.live.remove(copy)
 
@@ -294,10 +293,9 @@ class Copies(RuleBasedStateMachine):
 
     @rule(buffers=st.integers(1, 3))
     def change_staging_limit(self, buffers: int) -> None:
-        self.staging_limit = buffers * BUFFER_BYTES
-        tdcopier.set_staging_limit_bytes(self.staging_limit)
+        tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
         # What is in use stays in use: a lower limit holds once that has come back.
-        self.staging_ceiling = max(self.staging_ceiling, self.staging_limit)
+        self.staging_ceiling = max(self.staging_ceiling, buffers * BUFFER_BYTES)
 
     @rule()
     def staging_is_within_its_limit(self) -> None:
@@ -349,6 +347,19 @@ class Copies(RuleBasedStateMachine):
                     self.world.read_late(shared, result)
 
         self.threads.append(self.world.schedule.thread(run))
+
+    @rule(target=copies, plan=plans, lane=lanes, device=devices)
+    def get_what_a_thread_lets_go(self, plan: CopyPlan, lane: int, device: str) -> Copy:
+        """Whoever waits must leave the GIL to the thread that it waits for."""
+        with self.sim.hold(_C.copy_stream(device)) as hold, self.world.on(lane):
+            thread = self.world.schedule.thread(hold.release)
+            copy = self.world.prepare(plan)
+            self.world.launch(copy)
+            self.live.append(copy)
+            _, result = self.world.get(copy)
+            self.world.read_now(copy, result)
+            thread.join()
+        return copy
 
     @precondition(lambda self: self.threads)
     @rule()
