@@ -109,8 +109,8 @@ DEFECTS: dict[str, Defect] = {
     "writer_does_not_wait_for_reads": Defect(
         "Order",
         "engine/device_source_job.cpp",
-        "  if (read_) read_->block(stream);",
-        "  if (read_ && !{defect}) read_->block(stream);",
+        "  if (read_) block_until_ended(*read_, stream);",
+        "  if (read_ && !{defect}) block_until_ended(*read_, stream);",
         "device_sources_are_overwritten_behind_wait_staged",
         "AssertionError",
         "unordered",

@@ -93,7 +93,7 @@ class Stall:
                 yield
         else:
             with torch.cuda.stream(_as_cuda(stream)):
-                torch.cuda._sleep(200_000_000)  # about 0.1 s
+                torch.cuda._sleep(400_000_000)  # about 0.2 s
             yield
 
 
@@ -105,8 +105,22 @@ def _as_cuda(stream: torch.Stream) -> Any:
     )
 
 
+@pytest.fixture(scope="session")
+def loaded_kernels() -> None:
+    """What CUDA loads or sets up at its first use takes longer than a stream is stalled."""
+    if DEVICE_TYPE != "cuda":
+        return
+    places = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    for source in places:
+        leaves = [torch.full((n,), 1.0, device=source) for n in (10, 20)]
+        for target in places:
+            for leaf in tdcopier.copy([*leaves, leaves[0].clone().requires_grad_()], target):
+                leaf.detach().fill_(2).sum().item()
+                torch.empty_like(leaf).copy_(leaf)
+
+
 @pytest.fixture
-def stall(device: str) -> Stall:
+def stall(device: str, loaded_kernels: None) -> Stall:
     return Stall(device)
 
 

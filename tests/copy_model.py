@@ -293,17 +293,11 @@ class World:
         assert copy.failed in (None, kind), f"{kind} after {copy.failed}"
         copy.failed = kind
 
-    def wait_staged(self, copy: Copy) -> bool:
-        """Whether the sources may be written now. A device that has failed may be told of here."""
+    def wait_staged(self, copy: Copy) -> None:
+        """From now on the sources may be written, even if the copy has failed."""
         assert copy.handle is not None
-        try:
-            copy.handle.wait_staged()
-        except Exception as error:
-            if type(error) not in copy.fallible or MADE_TO_FAIL not in str(error):
-                raise
-            return False
+        copy.handle.wait_staged()
         copy.is_enqueued = True
-        return True
 
     def get(self, copy: Copy) -> tuple[bool, Any]:
         assert copy.handle is not None

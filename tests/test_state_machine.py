@@ -7,20 +7,16 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from copy_model import (
     DEVICES,
-    LANES,
-    WRAPPINGS,
     Copy,
     CopyPlan,
-    LeafPlan,
     Tables,
     World,
     staging_bytes,
@@ -36,7 +32,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scenarios import small_limits
+from random_programs import FAULTS, Step, devices, lanes, plans, programs, sizes
+from stage import small_limits
 
 import tdcopier
 from tdcopier import _C
@@ -48,87 +45,6 @@ EXAMPLES = os.environ.get("TDCOPIER_TEST_EXAMPLES")
 TIMEOUT_S = float(os.environ.get("TDCOPIER_PLAY_TIMEOUT_S", "30"))
 BUFFER_BYTES = _C.STAGING_BUFFER_BYTES
 MOST_POLLS = 50  # whoever else there is may be picked as seldom as the seed likes
-
-# ---- what programs are made of -------------------------------------------------------------------
-
-DTYPES = [
-    torch.int32, torch.uint8, torch.int16, torch.float64, torch.bfloat16, torch.complex64,
-]  # fmt: skip
-SHAPES = [(), (7,), (40,), (60,), (3, 5), (17, 2), (2, 3, 4), (1,), (0,), (3, 0)]
-ROUTES = [
-    ("cpu", "sim:0"), ("cpu", "sim:1"), ("sim:0", "cpu"), ("sim:1", "cpu"), ("sim:0", "sim:1"),
-    ("sim:1", "sim:0"), ("sim:0", "sim:0"), ("cpu", "cpu"),
-]  # fmt: skip
-rarely = st.integers(0, 7).map(lambda number: number == 7)
-leaves = st.builds(
-    LeafPlan,
-    kind=st.sampled_from(["tensor"] * 8 + ["array"] * 2 + ["delegated", "opaque"]),
-    shape=st.sampled_from(SHAPES),
-    dtype=st.sampled_from(DTYPES),
-    layout=st.sampled_from(["dense"] * 3 + ["transposed", "sliced", "expanded"]),
-    elsewhere=rarely,
-)
-options = st.fixed_dictionaries(
-    {},
-    optional={
-        "use_pinned_staging": st.sampled_from([True, True, False]),
-        "use_background_thread": st.sampled_from([True, True, False]),
-        "pack_cpu_tensors": st.sampled_from([True, False]),
-        "max_packed_chunk_bytes": st.sampled_from([1, 100, 300]),
-        "min_packed_alignment_bytes": st.sampled_from([1, 24, 512]),
-    },
-)
-plans = st.builds(
-    lambda route, leaves, wrapping, options: CopyPlan(
-        *route, tuple(leaves), wrapping, tuple(options.items())
-    ),
-    st.sampled_from(ROUTES),
-    st.lists(leaves, max_size=5),
-    st.sampled_from(list(WRAPPINGS)),
-    options,
-)
-lanes = st.integers(0, LANES - 1)
-devices = st.sampled_from(DEVICES)
-sizes = st.sampled_from([64, 160, 512, 1000])
-
-
-class Step(NamedTuple):
-    """One copy of a thread's program."""
-
-    plan: CopyPlan
-    lane: int
-    how: str
-
-
-programs = st.lists(
-    st.builds(Step, plans, lanes, st.sampled_from(["get", "wait", "poll", "drop"])),
-    min_size=1,
-    max_size=3,
-)
-
-
-class Failing(NamedTuple):
-    arm: Callable[[Any, int], Any]
-    error: type[Exception]
-    lasts: bool = False  # what its stream has been given does not run
-
-
-FAULTS = {
-    "device memory": Failing(lambda sim, n: sim.fail_device_allocation(n), torch.OutOfMemoryError),
-    "pinned memory": Failing(lambda sim, n: sim.fail_pinned_allocation(n), torch.AcceleratorError),
-    "enqueue": Failing(lambda sim, n: sim.fail_transfer(n), torch.AcceleratorError),
-    "execution": Failing(
-        lambda sim, n: sim.fail_transfer(n, when="execution"), torch.AcceleratorError, lasts=True
-    ),
-}
-
-
-def detectors(sim: ModuleType) -> contextlib.AbstractContextManager[Any]:
-    """Those that find hazards, where there are any."""
-    return sim.detect(leaks=True) if hasattr(sim, "detect") else contextlib.nullcontext()
-
-
-# ---- the machine ---------------------------------------------------------------------------------
 
 
 class Copies(RuleBasedStateMachine):
@@ -154,7 +70,7 @@ class Copies(RuleBasedStateMachine):
         self.threads: list[Any] = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sim.poison())
-            stack.enter_context(detectors(self.sim))
+            stack.enter_context(self.sim.detect(leaks=True))
             stack.enter_context(small_limits(staging_buffers=buffers))
             stack.callback(tdcopier.set_run_ahead_limit, 4)
             self.staging_ceiling = buffers * BUFFER_BYTES
@@ -173,7 +89,8 @@ class Copies(RuleBasedStateMachine):
         with self.world.on(lane):
             copy = self.world.prepare(plan)
             self.world.launch(copy)
-            if then == "write" and self.world.wait_staged(copy):
+            if then == "write":
+                self.world.wait_staged(copy)
                 self.world.overwrite(copy)
         if then == "drop":
             self.reuse_memory_of_sources(copy)
@@ -221,8 +138,8 @@ class Copies(RuleBasedStateMachine):
     @rule(copy=copies, lane=lanes)
     def wait_staged_and_overwrite(self, copy: Copy, lane: int) -> None:
         with self.world.on(lane):
-            if self.world.wait_staged(copy):
-                self.world.overwrite(copy)
+            self.world.wait_staged(copy)
+            self.world.overwrite(copy)
 
     @rule(copy=copies, lane=lanes)
     def overwrite_host_sources_after_wait(self, copy: Copy, lane: int) -> None:
@@ -471,6 +388,7 @@ class Copies(RuleBasedStateMachine):
         assert self.allocated() == self.allocated_before
 
 
+@pytest.mark.timeout(900)  # a failure is shrunk before it is told
 def test_random_programs_of_copies_behave_as_to_does_in_any_order_of_events(sim):
     Copies.sim, Copies.tables = sim, Tables()
     run_state_machine_as_test(

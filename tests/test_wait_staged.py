@@ -103,9 +103,6 @@ def test_device_sources_may_be_written_on_the_current_stream_though_the_read_is_
 ):
     source, target = away
     leaves = filled(1, elements, source)
-    tdcopier.copy(leaves, target)  # CUDA loads each kernel at its first use, which takes its time
-    refill(leaves, 1)
-    accelerator.synchronize(source)
     with stall(_C.copy_stream(source)):
         handle = tdcopier.start_copy(leaves, target)
         handle.wait_staged()  # would hang here if it waited for the read
@@ -240,6 +237,22 @@ def test_of_a_copy_that_failed_it_returns_and_get_says_how(sim, device, other_de
             handle.get()
     finally:
         sim.set_memory_limit_bytes(limited, None)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("kind", ["packed", "delegated"])
+def test_of_a_copy_of_which_the_device_has_told_that_it_failed_it_returns_too(
+    sim, device, other_device, kind
+):
+    """Whether the failure is known already is a matter of luck, so it must not matter."""
+    leaf = torch.ones(3, device=device).requires_grad_(kind == "delegated")
+    with sim.fail_transfer(direction="d2d", when="execution"):
+        handle = tdcopier.start_copy([leaf], other_device)
+        with pytest.raises(torch.AcceleratorError, match="was made to fail"):
+            handle.get()
+        handle.wait_staged()
+        with pytest.raises(torch.AcceleratorError, match="was made to fail"):
+            handle.get()
 
 
 def test_a_host_thread_that_waits_is_let_go_with_the_others(stall, device, copy_stream):

@@ -43,6 +43,8 @@ bool ThreadPool::submit(std::function<void()> task) {
 }
 
 void ThreadPool::wake() {
+  // Under the lock: a worker that has just asked for an interleaver and found none is in its wait.
+  const std::lock_guard lock(mutex_);
   wake_.nudge();
 }
 

@@ -105,8 +105,7 @@ void DeviceSourceJob::finish_reading() noexcept {
 }
 
 void DeviceSourceJob::order_behind_reads(const c10::Stream& stream) {
-  const RelaxedCapture relaxed(source_.device().type());
-  if (read_) read_->block(stream);
+  if (read_) block_until_ended(*read_, stream);
 }
 
 }  // namespace tdcopier

@@ -26,6 +26,14 @@ void wait_until_ended(const c10::Event& event) {
   }
 }
 
+void block_until_ended(const c10::Event& event, const c10::Stream& stream) {
+  const RelaxedCapture relaxed(event.device_type());
+  try {
+    event.block(stream);
+  } catch (const c10::Error&) {  // it has ended
+  }
+}
+
 std::unique_ptr<c10::Event> EventPool::take() {
   const std::lock_guard lock(mutex_);
   if (idle_.empty()) return nullptr;

@@ -18,6 +18,7 @@ using EventRef = std::shared_ptr<const c10::Event>;
 // it has failed. For whoever only wants the memory back; how it failed is for others to say.
 bool has_ended(const c10::Event& event) noexcept;
 void wait_until_ended(const c10::Event& event);  // Blocks. GIL: must not be held.
+void block_until_ended(const c10::Event& event, const c10::Stream& stream);  // `stream` waits
 
 // Thread: any. Lifetime: outlives every event that it gave out (device state is never destroyed).
 class EventPool {

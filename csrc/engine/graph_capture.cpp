@@ -13,9 +13,12 @@ constexpr int kNotCapturing = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 
 bool is_capturing(const c10::Stream& stream) {
   if (stream.device_type() != c10::DeviceType::CUDA || cuda_driver() == nullptr) return false;
+  void* const handle = native_handle(stream);
+  // The default stream cannot be captured, and on a thread that has not used the device yet to ask
+  // it is an error.
+  if (handle == nullptr) return false;
   int status = kNotCapturing;
-  // It fails on a thread that has not used the device yet, and so captures nothing there.
-  const int result = cuda_driver()->stream_is_capturing(native_handle(stream), &status);
+  const int result = cuda_driver()->stream_is_capturing(handle, &status);
   return result == 0 && status != kNotCapturing;
 }
 

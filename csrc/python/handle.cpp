@@ -94,7 +94,11 @@ void Handle::build_early() {
 }
 
 bool Handle::ready() {
-  interleave();
+  if (interleaver() != nullptr) {
+    // Whoever polls keeps the GIL, but the interpreter takes it from him now and then.
+    const py::gil_scoped_release no_gil;
+    interleave();
+  }
   release_returned_sources();
   // Whatever has failed meanwhile: while a job is at work, its sources may not be modified.
   for (const auto& job : jobs_) {
@@ -153,9 +157,8 @@ void Handle::wait_staged() {
     if (!job->source_device().is_cpu()) job->order_behind_reads(streams[next++]);
   }
   for (const EventRef& read : delegated_.read) {
-    const RelaxedCapture relaxed(read->device_type());
     const c10::impl::VirtualGuardImpl backend(read->device_type());
-    read->block(backend.getStream(read->device()));
+    block_until_ended(*read, backend.getStream(read->device()));
   }
 }
 

@@ -187,9 +187,10 @@ def schedule(seed: int, *, timeout_s: float = 30.0) -> Schedule:
                 train_one_step()  # a failure names the seed
 
     Whoever waits lets the others go on. If nobody can, :class:`DeadlockError` is raised, with who
-    waits for what, instead of a hang. Time does not pass: :func:`busy` and :func:`pace` take as
-    long as the seed likes. At the end everybody goes on until there is nothing left to do, and
-    threads are joined.
+    waits for what, instead of a hang. Who polls instead of waiting may have to ask some thousand
+    times, since the seed may favour it by as much. Time does not pass: :func:`busy` and
+    :func:`pace` take as long as the seed likes. At the end everybody goes on until there is nothing
+    left to do, and threads are joined.
 
     For a repeatable order the code must be repeatable: no decision by time or address, random
     numbers from a seed. Automatic garbage collection is off meanwhile.
