@@ -60,7 +60,8 @@ def detection(request: pytest.FixtureRequest) -> Iterator[None]:
     if not wanted or DEVICE_TYPE != "sim":
         yield
         return
-    with request.getfixturevalue("sim").detect():
+    sim = request.getfixturevalue("sim")
+    with sim.poison(), sim.detect():
         yield
 
 
