@@ -324,3 +324,55 @@ def test_streams_that_a_schedule_makes_are_the_same_ones_each_time(sim):
             ids.append([torch.sim.Stream().stream_id for _ in range(3)])
     assert ids[0] == ids[1]
     assert len(set(itertools.chain(*ids))) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_thread_is_left_waiting_behind_a_schedule(sim, fails):
+    gate, threads = sim.Gate(), []
+
+    def leave_threads_waiting() -> None:
+        with sim.schedule(0) as schedule:
+            sim.busy(gate)
+            wait = torch.ones(3).to
+            threads.extend(schedule.thread(wait, "sim") for _ in range(3))
+            assert not fails
+
+    try:
+        with pytest.raises(AssertionError if fails else sim.DeadlockError):
+            leave_threads_waiting()
+        assert [thread.is_joined for thread in threads] == [True] * 3
+        assert not any(thread._thread.is_alive() for thread in threads)
+    finally:
+        gate.open()
+
+
+@pytest.mark.timeout(20)
+def test_a_held_stream_with_work_is_told_of_and_not_waited_for(sim):
+    stream = torch.sim.Stream()
+    with sim.hold(stream):
+        stream.record_event()
+        with pytest.raises(RuntimeError, match="is held: release it"), sim.schedule(1):
+            pass
+
+
+def test_what_a_copy_leaves_behind_changes_no_schedule(sim):
+    """Not even if the consumer's stream has not come to its end when the schedule begins."""
+
+    def run() -> tuple[int, int]:
+        with sim.schedule(0) as schedule:
+            for _ in range(20):
+                torch.sim.Stream("sim:0").record_event()  # something that may go on at each point
+            for _ in range(6):
+                tdcopier.start_copy([torch.ones(9)], "sim:1").wait()
+        return schedule.fingerprint, schedule.choices
+
+    expected = run()
+    for _ in range(3):
+        stream = torch.sim.current_stream("sim:1")
+        with sim.pace("h2d", latency_us=20_000):
+            torch.ones(3).pin_memory().to("sim:1", non_blocking=True)
+            tdcopier.start_copy([torch.ones(9)], "sim:1").wait()
+            torch.ones(3).pin_memory().to("sim:1", non_blocking=True)
+            tdcopier.start_copy([torch.ones(9)], "sim:1").wait()
+            assert not stream.query()
+            assert run() == expected

@@ -2,6 +2,7 @@
 #include "sim/schedule.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -152,6 +153,11 @@ void Schedule::wait_for_leave(std::size_t number) {
     const Lock lock(mutex_);
     actor = actors_[threads_[number]].get();
   }
+  Actor* const self = is_on() ? this_actor() : nullptr;
+  if (self != nullptr) self->joins = true;
+  const auto joined = c10::make_scope_exit([self] {
+    if (self != nullptr) self->joins = false;
+  });
   wait_until([actor] { return actor->state == Actor::State::kGone; },
              [actor] { return "the end of " + actor->name; });
 }

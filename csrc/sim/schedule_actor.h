@@ -21,6 +21,7 @@ struct Schedule::Actor {
   State state = State::kGoing;
   bool has_gil = false;  // while it stands still
   bool deadlocked = false;
+  bool joins = false;  // it waits for another thread's end
   // What it waits for: a condition, or the device.
   const void* condition = nullptr;
   bool notified = false;

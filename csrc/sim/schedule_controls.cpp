@@ -1,4 +1,5 @@
 // The schedule as Python's side of it, tdcopier/sim/_schedule.py, wants it.
+#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 
 #include <chrono>
@@ -18,6 +19,9 @@ namespace {
 using Release = py::call_guard<py::gil_scoped_release>;  // for whatever may block
 
 void begin(std::uint64_t seed, double stall_seconds) {
+  for_all_streams([](const StreamQueue& stream) {
+    TORCH_CHECK(!stream.is_held(), stream.name(), " is held: release it before a schedule begins");
+  });
   for (c10::DeviceIndex i = 0; i < device_count(); ++i) synchronize(i);
   Schedule::get().begin(seed, std::chrono::duration_cast<std::chrono::nanoseconds>(
                                   std::chrono::duration<double>(stall_seconds)));

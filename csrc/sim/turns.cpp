@@ -133,7 +133,9 @@ bool Schedule::nobody_can(Lock& lock, Actor& self) {
   Actor* told = self.native || self.state == Actor::State::kGone ? nullptr : &self;
   for (const auto& actor : actors_) {
     if (actor->native || !actor->stands_still()) continue;
-    if (told == nullptr || actor->has_gil) told = actor.get();
+    // Whoever only waits for another one's end would leave that one waiting for ever.
+    const bool is_nearer = told != nullptr && told->joins && !actor->joins;
+    if (told == nullptr || is_nearer || actor->has_gil) told = actor.get();
   }
   if (told == nullptr) {
     abandon(failure_);
