@@ -113,3 +113,15 @@ def test_a_mark_without_a_number_is_refused(tmp_path, mark):
     code, output = run_pytest(folder)
     assert code != 0
     assert "schedules wants the number of seeds" in output
+
+
+def test_an_async_test_does_not_pass_without_having_run(tmp_path):
+    body = "\n@pytest.mark.schedules(2)\nasync def test_it(sim):\n    raise KeyError\n"
+    code, output = run_pytest(make(tmp_path, body))
+    assert (code, "cannot be an async function" in output) == (1, True), output
+
+
+def test_what_pytest_itself_fails_names_its_seed(tmp_path):
+    body = "\n@pytest.mark.schedules(2)\ndef test_it(sim):\n    pytest.fail('so')\n"
+    code, output = run_pytest(make(tmp_path, body))
+    assert (code, "failed with --sim-seed=0" in output) == (1, True), output

@@ -25,6 +25,7 @@ process of their own: ``pytest tests/without_gpu``, beside the one for tests tha
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -90,6 +91,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("schedules")
     if marker is None and "sim" not in pyfuncitem.fixturenames:
         return None
+    if inspect.iscoroutinefunction(pyfuncitem.obj) or inspect.isasyncgenfunction(pyfuncitem.obj):
+        pytest.fail("a test of the simulated device cannot be an async function", pytrace=False)
     sim = _enabled(pyfuncitem.config)
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
@@ -101,7 +104,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         try:
             with _watched(sim), sim.schedule(seed):
                 pyfuncitem.obj(**arguments)
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             pyfuncitem.add_report_section("call", "sim", f"failed with --sim-seed={seed}")
             if hasattr(error, "add_note"):
                 error.add_note(f"to see it again: pytest '{pyfuncitem.nodeid}' --sim-seed={seed}")
