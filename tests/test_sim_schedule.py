@@ -376,3 +376,80 @@ def test_what_a_copy_leaves_behind_changes_no_schedule(sim):
             tdcopier.start_copy([torch.ones(9)], "sim:1").wait()
             assert not stream.query()
             assert run() == expected
+
+
+def test_work_of_a_thread_beside_it_keeps_its_order_when_a_schedule_begins(sim):
+    """The stream may be in the middle of an operation then."""
+    for seed in range(10):
+        place = torch.zeros(1, dtype=torch.int32, device="sim")
+        values = [torch.tensor([i], dtype=torch.int32).pin_memory() for i in range(40)]
+        stream = torch.sim.Stream()
+        torch.sim.synchronize()
+
+        def write(place=place, values=values, stream=stream) -> None:
+            with torch.sim.stream(stream):
+                for value in values:
+                    place.copy_(value, non_blocking=True)
+
+        beside = threading.Thread(target=write)
+        beside.start()
+        with sim.schedule(seed):
+            beside.join()
+            stream.synchronize()
+            assert place.item() == 39
+
+
+def test_a_stranger_may_release_what_everybody_waits_for(sim):
+    stream = torch.sim.Stream()
+    with sim.schedule(1):
+        hold = sim.hold(stream)
+        event = stream.record_event()
+
+        def let_go() -> None:
+            torch.ones(1).to("sim")  # it is seen to be there
+            told.set()
+            go_on.wait()
+            hold.release()
+
+        told, go_on = threading.Event(), threading.Event()
+        beside = threading.Thread(target=let_go)
+        beside.start()
+        told.wait()
+        go_on.set()
+        event.synchronize()
+        beside.join()
+
+
+def test_transfers_in_flight_are_counted(sim):
+    with sim.schedule(1) as schedule:
+        source = torch.ones(4).pin_memory()
+        streams = [torch.sim.Stream() for _ in range(3)]
+        for stream in streams:
+            with sim.hold(stream), torch.sim.stream(stream):
+                source.to("sim", non_blocking=True)
+            stream.synchronize()
+        one_by_one = schedule.most_transfers_in_flight
+        holds = [sim.hold(stream) for stream in streams]
+        for stream in streams:
+            with torch.sim.stream(stream):
+                source.to("sim", non_blocking=True)
+        for hold in holds:
+            hold.release()
+    assert (one_by_one, schedule.most_transfers_in_flight) == (1, 3)
+
+
+def test_a_thread_may_be_joined_when_the_schedule_is_over(sim):
+    with sim.schedule(1) as schedule:
+        thread = schedule.thread(lambda: 7)
+    assert thread.join() == 7
+    with sim.schedule(2):
+        assert thread.join() == 7
+
+
+def test_a_schedule_cannot_be_entered_twice(sim):
+    schedule = sim.schedule(1)
+    with schedule:
+        thread = schedule.thread(lambda: 7)
+        with pytest.raises(RuntimeError, match="this schedule is on already"), schedule:
+            pass
+        assert thread.join() == 7

@@ -99,18 +99,13 @@ c10::Stream pool_stream(c10::DeviceIndex index, bool high_priority) {
 std::vector<unsigned> pool_turns() {
   std::vector<unsigned> turns;
   for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
-    for (const auto& next : devices[static_cast<std::size_t>(i)]->next_of_pool) {
-      turns.push_back(next.load());
-    }
+    turns.push_back(devices[static_cast<std::size_t>(i)]->next_of_pool[0].load());
   }
   return turns;
 }
 
 void set_pool_turns(const std::vector<unsigned>& turns) {
-  auto turn = turns.begin();
-  for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
-    for (auto& next : devices[static_cast<std::size_t>(i)]->next_of_pool) next.store(*turn++);
-  }
+  for (std::size_t i = 0; i < turns.size(); ++i) devices[i]->next_of_pool[0].store(turns[i]);
 }
 
 StreamQueue& queue_of(c10::Stream stream) {

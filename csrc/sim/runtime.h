@@ -40,8 +40,9 @@ c10::Stream exchange_stream(c10::Stream stream);
 c10::Stream default_stream(c10::DeviceIndex index);
 c10::Stream pool_stream(c10::DeviceIndex index, bool high_priority);
 
-// Which streams of the pools come next, on all devices. A schedule puts back what it found, so that
-// it gives out the same streams each time.
+// Which stream of the pool of normal priority comes next, by device. A schedule puts back what it
+// found, so that it gives out the same streams each time. (From the other pool the engine takes
+// streams that it keeps.)
 std::vector<unsigned> pool_turns();
 void set_pool_turns(const std::vector<unsigned>& turns);
 

@@ -95,6 +95,12 @@ void Schedule::begin(std::uint64_t seed, std::chrono::nanoseconds stall) {
   this_thread.epoch = ++epoch_;
   this_thread.actor = turn_ = &add_actor("the main thread", /*native=*/false);
   on_.store(true, std::memory_order_release);
+  // Threads that do not take part may have enqueued something since the streams ran dry.
+  for_all_streams([this](StreamQueue& stream) {
+    if (stream.passed(stream.last())) return;
+    strangers_ = true;
+    runners_.push_back({&stream, draw_weight()});
+  });
 }
 
 void Schedule::await_workers(std::size_t count) {
@@ -282,7 +288,7 @@ void Schedule::wait_as_stranger(const std::function<bool()>& can_go_on) {
     if (found == runners_.end()) {
       arrived_.wait_for(lock, kPatience);
     } else {
-      if (found->stream->step().is_transfer) --pending_;
+      note_run(found->stream->step().is_transfer);
       ++progress_;
     }
   }

@@ -100,6 +100,8 @@ class Schedule final : public Interleaver {
   bool nobody_can(Lock& lock, Actor& self);
   void wait_as_stranger(const std::function<bool()>& can_go_on);
   void throw_if_deadlocked(Actor& self);
+  // What ran may have been enqueued before the schedule began, and so was not counted.
+  void note_run(bool is_transfer) { pending_ -= is_transfer && pending_ > 0 ? 1 : 0; }
   void abandon(std::string why);
   std::string describe() const;
   std::uint64_t draw();

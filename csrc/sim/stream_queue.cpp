@@ -153,14 +153,16 @@ void StreamQueue::release() {
 
 bool StreamQueue::can_step() const {
   const std::lock_guard lock(mutex_);
-  if (holds_ > 0 || operations_.empty()) return false;
+  if (holds_ > 0 || running_ || operations_.empty()) return false;
   const Operation& next = operations_.front();
   return !next.can_begin || next.can_begin();
 }
 
 StreamQueue::Ran StreamQueue::step() {
   std::unique_lock lock(mutex_);
-  return run_front(lock);
+  const auto ran = run_front(lock);
+  work_.notify_one();  // the thread may have been left the rest meanwhile
+  return ran;
 }
 
 std::string StreamQueue::state() const {
@@ -216,6 +218,7 @@ void StreamQueue::run() {
   std::unique_lock lock(mutex_);
   for (;;) {
     work_.wait(lock, [&] {
+      if (running_) return false;
       return stopping_ || (holds_ == 0 && !operations_.empty() && !Schedule::is_on());
     });
     if (operations_.empty()) {
@@ -236,6 +239,7 @@ StreamQueue::Ran StreamQueue::run_front(std::unique_lock<std::mutex>& lock) {
     const Operation operation = std::move(operations_.front());
     operations_.pop_front();
     ran = {operation.name, operation.is_transfer};
+    running_ = true;
     lock.unlock();
     try {
       if (!skipped) operation.run();
@@ -249,6 +253,7 @@ StreamQueue::Ran StreamQueue::run_front(std::unique_lock<std::mutex>& lock) {
     }
   }  // what the operation owned is gone before anyone hears that it is done
   lock.lock();
+  running_ = false;
   if (!failure.empty() && failure_.empty()) {
     failure_ = std::move(failure);
     failed_.store(true, std::memory_order_release);

@@ -108,7 +108,8 @@ class StreamQueue {
   int holds_ = 0;
   bool started_ = false;  // the thread was needed
   bool stopping_ = false;
-  bool ended_ = false;  // the thread has gone, or will never be needed
+  bool running_ = false;  // somebody is in an operation
+  bool ended_ = false;    // the thread has gone, or will never be needed
   std::thread worker_;
 };
 

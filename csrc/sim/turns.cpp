@@ -68,7 +68,7 @@ void Schedule::let_others_go_on(Lock& lock, Actor& self, bool with_threads) {
     const Candidate chosen = pick();
     if (chosen.actor == nullptr) {
       const auto ran = runners_[chosen.runner].stream->step();
-      if (ran.is_transfer) --pending_;
+      note_run(ran.is_transfer);
       steps_.push_back({chosen.runner, true, ran.name});
       continue;
     }

@@ -22,8 +22,9 @@ DeadlockError.__module__ = "tdcopier.sim"
 class ScheduledThread:
     """A thread that takes part in a schedule. Made by :meth:`Schedule.thread`."""
 
-    def __init__(self, function: Callable[[], Any], name: str) -> None:
+    def __init__(self, schedule: Schedule, function: Callable[[], Any], name: str) -> None:
         """Start it; it stands still until its turn comes."""
+        self._schedule = schedule
         self._function: Callable[[], Any] | None = function
         self._error: BaseException | None = None
         self._result: Any = None
@@ -61,7 +62,8 @@ class ScheduledThread:
 
         """
         if not self._joined:
-            _sim.schedule_wait_for_leave(self._number)
+            if self._schedule.is_on:
+                _sim.schedule_wait_for_leave(self._number)
             self._thread.join()
             self._joined = True
         if self._error is not None:
@@ -84,8 +86,11 @@ class Schedule:
         self._threads: list[ScheduledThread] = []
         self._record: tuple[list[str], int, int, int, str, bool] | None = None
         self._collects = False
+        self._is_on = False
 
     def __enter__(self) -> Self:
+        if self._is_on:
+            raise RuntimeError("this schedule is on already")
         _C.set_interleaver(_sim.interleaver())
         self._threads.clear()
         self._record = None
@@ -101,6 +106,7 @@ class Schedule:
         # A collection frees what it finds, when it comes: not the seed's doing.
         self._collects = gc.isenabled()
         gc.disable()
+        self._is_on = True
         return self
 
     def __exit__(
@@ -118,6 +124,7 @@ class Schedule:
             except BaseException as raised:
                 failure = failure or raised
         self._threads.clear()
+        self._is_on = False
         _sim.schedule_end()
         self._record = _sim.schedule_record()
         if self._collects:
@@ -134,6 +141,11 @@ class Schedule:
             if failure is not error:
                 raise failure
 
+    @property
+    def is_on(self) -> bool:
+        """Whether its ``with`` lasts."""
+        return self._is_on
+
     def thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> ScheduledThread:
         """Start a thread that takes part: it goes on whenever the seed picks it.
 
@@ -141,10 +153,10 @@ class Schedule:
         takes part must wait for another one by :meth:`ScheduledThread.join`, or by what the device
         and tdcopier offer, since a lock of Python's would keep it from giving the turn away.
         """
-        if not _sim.schedule_is_on():
+        if not self._is_on:
             raise RuntimeError("a thread can be started only while the schedule is on")
         name = f"thread {len(self._threads)}"
-        thread = ScheduledThread(lambda: function(*args, **kwargs), name)
+        thread = ScheduledThread(self, lambda: function(*args, **kwargs), name)
         self._threads.append(thread)
         return thread
 

@@ -15,6 +15,8 @@ Name it in the ``conftest.py`` of the tests that use it::
     Only this seed, for all tests that are marked.
 ``--sim-schedules=N``
     So many seeds, whatever the marks say: a longer run.
+``--sim-timeout=S``
+    How many seconds a thread may take from one call of the device to the next; 30 by default.
 ``--sim-devices=N``
     How many devices there are; 2 by default.
 
@@ -28,7 +30,6 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -37,6 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sim", "the simulated device of tdcopier")
     group.addoption("--sim-seed", type=int, help="run marked tests with this seed only")
     group.addoption("--sim-schedules", type=int, help="run marked tests with so many seeds")
+    group.addoption(
+        "--sim-timeout", type=float, default=30.0, help="seconds that a thread may stand still"
+    )
     group.addoption("--sim-devices", type=int, default=2, help="how many devices there are")
 
 
@@ -73,14 +77,18 @@ def _sim(request: pytest.FixtureRequest) -> ModuleType:
     return _enabled(request.config)
 
 
-def _seeds(config: pytest.Config, marked: Any) -> range:
+def _seeds(config: pytest.Config, marker: pytest.Mark) -> range:
     seed = config.getoption("--sim-seed")
     if seed is not None:
         return range(seed, seed + 1)
-    count = config.getoption("--sim-schedules") or marked
+    count = config.getoption("--sim-schedules")
+    if count is None:
+        values = [*marker.args, *marker.kwargs.values()]
+        count = values[0] if len(values) == 1 and set(marker.kwargs) <= {"n"} else None
     if not isinstance(count, int) or count < 1:
-        raise pytest.UsageError(
-            f"schedules wants the number of seeds, which must be positive, got {count!r}"
+        pytest.fail(
+            f"schedules wants the number of seeds, which must be positive, got {count!r}",
+            pytrace=False,
         )
     return range(count)
 
@@ -100,9 +108,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         with _watched(sim):
             pyfuncitem.obj(**arguments)
         return True
-    for seed in _seeds(pyfuncitem.config, *marker.args or (None,)):
+    timeout_s = pyfuncitem.config.getoption("--sim-timeout")
+    for seed in _seeds(pyfuncitem.config, marker):
         try:
-            with _watched(sim), sim.schedule(seed):
+            with _watched(sim), sim.schedule(seed, timeout_s=timeout_s):
                 pyfuncitem.obj(**arguments)
         except (Exception, pytest.fail.Exception) as error:
             pyfuncitem.add_report_section("call", "sim", f"failed with --sim-seed={seed}")
