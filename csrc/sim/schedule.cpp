@@ -75,9 +75,6 @@ Schedule::Actor* Schedule::this_actor() noexcept {
 
 void Schedule::begin(std::uint64_t seed, std::chrono::nanoseconds stall) {
   TORCH_CHECK(!is_on(), "a schedule is on already");
-  for_all_streams([](StreamQueue& stream) {
-    TORCH_CHECK(!stream.is_held(), stream.name(), " is held: release it before a schedule begins");
-  });
   const Lock lock(mutex_);
   actors_.clear();
   threads_.clear();

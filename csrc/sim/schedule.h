@@ -37,8 +37,8 @@ class Schedule final : public Interleaver {
   static Schedule& get();
   static bool is_on() noexcept { return on_.load(std::memory_order_acquire); }
 
-  // The calling thread takes part and has the turn. Requires that no stream has work or is held and
-  // that the engine's workers are idle.
+  // The calling thread takes part and has the turn. Requires that no stream is held and that the
+  // engine's workers are idle. Work that streams have is run by the schedule.
   void begin(std::uint64_t seed, std::chrono::nanoseconds stall);
   // Blocks until so many of the engine's workers, which have been woken up, take part.
   void await_workers(std::size_t count);
