@@ -85,7 +85,7 @@ class SourceCheck:
         _C.staging_bytes(device)  # raises what is wrong with the device, as the call itself would
         target = torch.empty(0, device=device).device
         self._to_host = target.type == "cpu"
-        for path, leaf in _C.leaves_with_paths(data):
+        for path, leaf in _C.leaves_with_paths(data, device):
             if isinstance(leaf, np.ndarray):
                 known = leaf.dtype.kind in "biufc" and leaf.nbytes <= _MOST_BYTES
                 if target.type != "cpu" and known:

@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from tdcopier._delegated import Mover
+
 T = TypeVar("T")
 
 Flat = tuple[list[Any], Any, "list[Any] | None"]
@@ -33,10 +35,12 @@ class Refused(TypeError):
 class Rule(NamedTuple):
     """What the walk needs to know of a container class."""
 
-    flatten: Callable[[Any], Flat]
+    flatten: Callable[..., Flat | None]
     unflatten: Callable[[list[Any], Any], Any]
     names: Literal["index", "key", "attribute"] = "index"
     """How children are reached, for messages."""
+    by_target: bool = False
+    """`flatten` takes the target and whether names are wanted too; None leaves it to its `.to`."""
 
 
 _KNOWN_TO_THE_WALK = {list, tuple, dict, int, str, float, bool, bytes, type(None)}
@@ -118,7 +122,11 @@ def rule_of(cls: type) -> Rule | str | None:
 
 
 def _find_rule(cls: type) -> Rule | str | None:
-    if _is_tensor_collection(cls) or issubclass(cls, PackedSequence):
+    if _is_tensor_collection(cls):
+        from tdcopier.tensordict._walk import COLLECTION  # it has imported tensordict
+
+        return COLLECTION
+    if issubclass(cls, (PackedSequence, Mover)):
         return DELEGATED
     if issubclass(cls, (enum.Enum, torch.nn.Module)):
         return None  # members are what they are by identity; a module's `.to` works in place

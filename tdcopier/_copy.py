@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import operator
 import os
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch  # its libraries must be loaded before the native module
+from typing_extensions import Unpack
 
 from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle, InternalError
@@ -15,13 +16,16 @@ from tdcopier._checking import SourceCheck, checked, checking_from_environment
 
 __all__ = [
     "AsyncCopyHandle",
+    "CopyOptions",
     "Device",
     "InternalError",
+    "async_to",
     "copy",
     "set_run_ahead_limit",
     "set_staging_limit_bytes",
     "staging_bytes",
     "start_copy",
+    "to",
 ]
 
 Device: TypeAlias = "str | torch.device | int"
@@ -48,7 +52,8 @@ def start_copy(
     subclasses (named tuples, `OrderedDict`, `defaultdict` and so on), dataclasses, and what
     `register_container` was told; tensors and numpy arrays are leaves, and arrays become tensors;
     everything else is opaque and comes back as it is. Leaves on `device` already come back as the
-    same objects.
+    same objects. TensorDicts and tensorclasses, anywhere in the tree, are containers too: see
+    `async_to`.
 
     Leaves come from the host, from other devices, or both, and go to a device or to the host, where
     they arrive in pinned memory. Those up to 256 KiB travel packed: they share chunks, one transfer
@@ -115,26 +120,51 @@ def start_copy(
     return handle if check is None else checked(handle, check)
 
 
-def copy(
-    data: Any,
-    device: Device,
-    *,
-    use_pinned_staging: bool = True,
-    pack_cpu_tensors: bool = True,
-    min_packed_alignment_bytes: int = 16,
-    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
-    use_background_thread: bool = True,
-) -> Any:
+class CopyOptions(TypedDict, total=False):
+    """The options of `start_copy`, which its other forms take as well."""
+
+    use_pinned_staging: bool
+    pack_cpu_tensors: bool
+    min_packed_alignment_bytes: int
+    max_packed_chunk_bytes: int
+    use_background_thread: bool
+
+
+def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     """The blocking form of `start_copy`: the tree on `device`, arrived. Takes the same options."""
-    return start_copy(
-        data,
-        device,
-        use_pinned_staging=use_pinned_staging,
-        pack_cpu_tensors=pack_cpu_tensors,
-        min_packed_alignment_bytes=min_packed_alignment_bytes,
-        max_packed_chunk_bytes=max_packed_chunk_bytes,
-        use_background_thread=use_background_thread,
-    ).get()
+    return start_copy(data, device, **options).get()
+
+
+def async_to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle:
+    """Begin to move a TensorDict to `device`; return at once with a handle.
+
+    `get()` and `wait()` give what `data.to(device)` would have given: a collection of the same
+    class, with `device` set on every node, so that entries set later move there too; the same batch
+    sizes, names, lock and non-tensor data. Its leaves travel packed, whatever they are nested in:
+    TensorDicts and their subclasses, lazy stacks, tensorclasses, typed ones. A collection that is
+    on the device already comes back as the same object.
+
+    What is not made of plain memory is left to its own `.to`, inside this call, and counted in
+    `stats`: consolidated and persistent TensorDicts, `TensorDictParams`, sub-TensorDicts, lazy
+    views, tensorclasses with a `__post_init__` (it may read what it is given), and leaves that
+    `start_copy` leaves to theirs. The structure may be changed as soon as the call has returned;
+    what `start_copy` says of modified sources holds for the leaves.
+
+    Args:
+        data: a TensorDict or a tensorclass; or any tree, with or without TensorDicts in it: this is
+            `start_copy` under the name that users of TensorDict expect.
+        device: the target, as for `TensorDict.to`.
+        **options: those of `start_copy`.
+
+    Raises:
+        Exception: as `start_copy`.
+    """
+    return start_copy(data, device, **options)
+
+
+def to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
+    """The blocking form of `async_to`: the TensorDict on `device`, arrived."""
+    return start_copy(data, device, **options).get()
 
 
 def set_staging_limit_bytes(limit_bytes: int) -> None:

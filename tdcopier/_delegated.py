@@ -1,10 +1,17 @@
-"""What a leaf that `.to` made consists of."""
+"""What is left to its own `.to`, and what a leaf that `.to` made consists of."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+
+class Mover:
+    """A part of a container that the walk leaves to its `.to(device)`, and counts as delegated."""
+
+    def to(self, device: torch.device) -> Any:
+        raise NotImplementedError
 
 
 def plain_parts(moved: Any) -> list[torch.Tensor]:

@@ -9,7 +9,8 @@ class CopyStats(NamedTuple):
     """Counts of one copy. Transfers and bytes are complete once the handle is `ready()`.
 
     Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
-    the number of tensors, arrays and TensorDicts in the tree.
+    the number of tensors and arrays in the tree, where a TensorDict (or a part of one) that is left
+    to its own `.to` counts as one.
     """
 
     packed_leaves: int
@@ -18,8 +19,7 @@ class CopyStats(NamedTuple):
     """Leaves with a chunk of their own, being larger than 256 KiB or `max_packed_chunk_bytes`, or
     because packing is off."""
     delegated_leaves: int
-    """Leaves that were left to their own `.to`, inside the call; it may have blocked. A TensorDict
-    counts as one."""
+    """Leaves that were left to their own `.to`, inside the call; it may have blocked."""
     reused_leaves: int
     """Leaves that are on the target already and are returned as they are."""
     opaque_leaves: int

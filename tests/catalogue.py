@@ -105,23 +105,6 @@ def _dual(device: str) -> torch.Tensor:
     return fwad.make_dual(ramp(device, 3), ramp(device, 3) + 1)
 
 
-def _tensordict(device: str) -> Any:
-    from tensordict import TensorDict
-
-    nested = TensorDict({"c": ramp(device, 2, 4)}, batch_size=[2], device=device)
-    return TensorDict({"a": ramp(device, 2, 3), "b": nested}, batch_size=[2], device=device)
-
-
-def _tensorclass(device: str) -> Any:
-    import tensordict
-
-    class Frames(tensordict.TensorClass):
-        pixels: torch.Tensor
-        label: str
-
-    return Frames(pixels=ramp(device, 2, 3), label="x", batch_size=[2], device=device)
-
-
 def _function_mode() -> AbstractContextManager[Any]:
     from torch.overrides import TorchFunctionMode
 
@@ -284,8 +267,6 @@ _DELEGATED = {
         lacking=_NO_NESTED,
     ),
     "nested, jagged": everywhere(_jagged_nested, "delegated"),
-    "TensorDict": everywhere(_tensordict, "delegated", needs="tensordict"),
-    "tensorclass": everywhere(_tensorclass, "delegated", needs="tensordict"),
     "any tensor, inside `vmap`": everywhere(lambda d: ramp(d, 3), "delegated", within=_inside_vmap),
     "any tensor, under a torch function mode": everywhere(
         lambda d: ramp(d, 3), "delegated", within=_function_mode

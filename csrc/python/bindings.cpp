@@ -141,8 +141,9 @@ Raises:
     });
   });
 
-  m.def("leaves_with_paths", [](py::handle data) {
-    return with_torch_errors([&] { return tdcopier::leaves_with_paths(data); });
+  m.def("leaves_with_paths", [](py::handle data, py::handle device) {
+    return with_torch_errors(
+        [&] { return tdcopier::leaves_with_paths(data, tdcopier::parse_device(device)); });
   });
 
   m.def("staging_bytes", [](py::handle device) {

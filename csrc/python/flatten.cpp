@@ -4,6 +4,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/SafePyObject.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -157,26 +158,43 @@ class Flattener {
         return add_delegated(object);
       case ValueKind::kArray:
         return visit_array(object, depth);
-      case ValueKind::kContainer: {
+      case ValueKind::kMapped:
+        return visit_mapped(object);
+      case ValueKind::kContainer:
+      case ValueKind::kCollection: {
+        if (known.kind == ValueKind::kCollection && altered_) return add_delegated(object);
         const PathStep::Kind step = known.step;
         const py::object unflatten = known.unflatten;  // the object may change its class meanwhile
-        const TakenApart parts = take_apart(known, object, depth);
-        flat_.spec.add(NodeKind::kCustom, PySequence_Fast_GET_SIZE(parts.children.ptr()));
+        const std::optional<TakenApart> parts = take_apart(known, object, depth);
+        if (!parts) return add_delegated(object);
+        flat_.spec.add(NodeKind::kCustom, PySequence_Fast_GET_SIZE(parts->children.ptr()));
         flat_.spec.add_key(unflatten.ptr());
-        flat_.spec.add_key(parts.context.ptr());
-        PyObject* names = parts.names.is_none() ? nullptr : parts.names.ptr();
-        visit_children(parts.children.ptr(), depth,
+        flat_.spec.add_key(parts->context.ptr());
+        PyObject* names = parts->names.is_none() ? nullptr : parts->names.ptr();
+        visit_children(parts->children.ptr(), depth,
                        {names != nullptr ? step : PathStep::Kind::kIndex, nullptr, 0}, names);
       }
     }
   }
 
-  // A container that cannot be rebuilt is a mistake in the call: it is named with its path.
-  TakenApart take_apart(const KnownType& known, PyObject* object, int depth) const {
+  // On its own device `.to` leaves it as it is; elsewhere its bytes are those of a plain tensor.
+  void visit_mapped(PyObject* object) {
+    if (target_.is_cpu() || paths_ != nullptr) return add_delegated(object);
+    Py_INCREF(object);
+    tensors_.push_back({object, flat_.spec.nodes()});
+    flat_.spec.add(NodeKind::kLeaf, 0);
+  }
+
+  // A container that cannot be rebuilt is a mistake in the call: it is named with its path. Nothing
+  // where a collection is left to its own `.to`.
+  std::optional<TakenApart> take_apart(const KnownType& known, PyObject* object, int depth) {
     const py::object flatten = known.flatten;  // `known` may move while it runs
+    const bool collection = known.kind == ValueKind::kCollection;
     py::object parts;
     try {
-      parts = flatten(py::handle(object));
+      parts = collection ? flatten(py::handle(object), python_target(), paths_ != nullptr)
+                         : flatten(py::handle(object));
+      if (collection && parts.is_none()) return std::nullopt;
     } catch (py::error_already_set& error) {
       if (!error.matches(py::module_::import("tdcopier._containers").attr("Refused"))) throw;
       throw py::type_error(path_text(depth) + " " + std::string(py::str(error.value())));
@@ -187,7 +205,14 @@ class Flattener {
     const py::tuple three = parts;
     check_invariant(three[2].is_none() || py::len(three[0]) == py::len(three[2]),
                     "each child of a container has a name, or none has");
-    return {three[0], three[1], three[2]};
+    return TakenApart{three[0], three[1], three[2]};
+  }
+
+  const py::object& python_target() {
+    if (!python_target_) {
+      python_target_ = py::reinterpret_steal<py::object>(THPDevice_New(target_));
+    }
+    return python_target_;
   }
 
   void visit_array(PyObject* object, int depth) {
@@ -273,7 +298,7 @@ class Flattener {
         return delegate(owned.release().ptr(), node);
       case Packable::kShortStorage:
         throw py::value_error(
-            path_of(data_, node).value_or("a tensor in data") +
+            path_of(data_, node, target_).value_or("a tensor in data") +
             " reaches beyond its storage, which has only " +
             std::to_string(tensor.storage().nbytes()) +
             " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
@@ -348,6 +373,7 @@ class Flattener {
   const bool altered_;
   std::vector<std::string>* const paths_;
   PyObject* data_ = nullptr;  // borrowed
+  py::object python_target_;  // a torch.device; made when a collection asks for it
   FlatTree flat_;
   KnownTypes types_;
   size_t last_group_ = 0;
@@ -361,9 +387,9 @@ struct Described {
   FlatTree tree;                   // every leaf delegated
 };
 
-Described describe(py::handle data) {
+Described describe(py::handle data, c10::Device target) {
   Described found;
-  found.tree = Flattener(c10::Device(c10::kCPU), &found.paths).run(data.ptr());
+  found.tree = Flattener(target, &found.paths).run(data.ptr());
   return found;
 }
 
@@ -373,17 +399,17 @@ FlatTree flatten(py::handle data, c10::Device target) {
   return Flattener(target, nullptr).run(data.ptr());
 }
 
-std::optional<std::string> path_of(py::handle data, size_t node) {
+std::optional<std::string> path_of(py::handle data, size_t node, c10::Device target) {
   try {
-    const Described found = describe(data);
+    const Described found = describe(data, target);
     if (node < found.paths.size()) return found.paths[node];
   } catch (py::error_already_set&) {  // what is wrong with the leaf matters more
   }
   return std::nullopt;
 }
 
-py::list leaves_with_paths(py::handle data) {
-  Described found = describe(data);
+py::list leaves_with_paths(py::handle data, c10::Device target) {
+  Described found = describe(data, target);
   std::sort(found.tree.delegated.begin(), found.tree.delegated.end(),
             [](const Delegated& a, const Delegated& b) { return a.node < b.node; });
   py::list leaves;

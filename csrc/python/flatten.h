@@ -42,11 +42,12 @@ struct FlatTree {
 // Throws: RecursionError; TypeError and ValueError with the leaf's path; what such a class raises.
 FlatTree flatten(pybind11::handle data, c10::Device target);
 
-// How node `node` of flatten()'s spec is reached, such as "data['boxes'][3]". Walks again: for
-// messages. Empty if a container's own code does not work a second time.
-std::optional<std::string> path_of(pybind11::handle data, size_t node);
+// How node `node` of the spec of flatten(data, target) is reached, such as "data['boxes'][3]".
+// Walks again: for messages. Empty if a container's own code does not work a second time.
+std::optional<std::string> path_of(pybind11::handle data, size_t node, c10::Device target);
 
-// A list of (path, leaf) for every tensor and array of the tree, in the order of the walk.
-pybind11::list leaves_with_paths(pybind11::handle data);
+// A list of (path, leaf) for every tensor and array of the tree, in the order of the walk; a
+// collection that is left to its own `.to` counts as one.
+pybind11::list leaves_with_paths(pybind11::handle data, c10::Device target);
 
 }  // namespace tdcopier

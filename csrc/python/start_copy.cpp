@@ -99,9 +99,9 @@ class Readers {
 };
 
 // Where a leaf's own `.to` failed, as a note of the exception (from Python 3.11 on).
-void note_path(const py::object& error, py::handle data, size_t node) {
+void note_path(const py::object& error, py::handle data, size_t node, c10::Device target) {
   if (!py::hasattr(error, "add_note")) return;
-  const std::optional<std::string> path = path_of(data, node);
+  const std::optional<std::string> path = path_of(data, node, target);
   if (path) error.attr("add_note")("tdcopier: raised by `.to` of the leaf " + *path);
 }
 
@@ -137,7 +137,7 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not the copy's failure
     const py::object failure = error.value();
-    note_path(failure, data, node);
+    note_path(failure, data, node, target);
     handle.fail_with(failure);
     return;
   }

@@ -17,11 +17,19 @@ PathStep::Kind step_kind(const std::string& name) {
   return name == "attribute" ? PathStep::Kind::kAttribute : PathStep::Kind::kIndex;
 }
 
+// TensorDict's memory-mapped tensors. Never imports their package: it may be half loaded.
+bool is_mapped_tensor(const py::object& type) {
+  PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), "tensordict.memmap");
+  if (module == nullptr) return false;
+  return py::getattr(module, "MemoryMappedTensor", py::none()).is(type);
+}
+
 KnownType look_up(py::object type) {
   const auto index = PathStep::Kind::kIndex;
   if (PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()),
                        reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0) {
-    return {std::move(type), ValueKind::kDelegated, {}, {}, index};
+    const bool mapped = is_mapped_tensor(type);
+    return {std::move(type), mapped ? ValueKind::kMapped : ValueKind::kDelegated, {}, {}, index};
   }
   if (is_array_type(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
     return {std::move(type), ValueKind::kArray, {}, {}, index};
@@ -29,7 +37,9 @@ KnownType look_up(py::object type) {
   const py::object rule = py::module_::import("tdcopier._containers").attr("rule_of")(type);
   if (rule.is_none()) return {std::move(type), ValueKind::kOpaque, {}, {}, index};
   if (PyUnicode_Check(rule.ptr())) return {std::move(type), ValueKind::kDelegated, {}, {}, index};
-  return {std::move(type), ValueKind::kContainer, rule.attr("flatten"), rule.attr("unflatten"),
+  const bool by_target = rule.attr("by_target").cast<bool>();
+  return {std::move(type), by_target ? ValueKind::kCollection : ValueKind::kContainer,
+          rule.attr("flatten"), rule.attr("unflatten"),
           step_kind(rule.attr("names").cast<std::string>())};
 }
 

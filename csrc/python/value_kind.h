@@ -12,15 +12,18 @@ namespace tdcopier {
 enum class ValueKind : uint8_t {
   kOpaque,
   kArray,      // a numpy array: it depends on its dtype
-  kDelegated,  // a tensor subclass or a tensor collection, with a `.to` of its own
+  kDelegated,  // a tensor subclass or the like, with a `.to` of its own
+  kMapped,     // a tensor subclass over a file's plain bytes, which `.to` elsewhere makes a tensor
   kContainer,
+  kCollection,  // a container with a `.to` of its own: it depends on the target
 };
 
 // A class, once it was looked up.
 struct KnownType {
   pybind11::object type;
   ValueKind kind;
-  // Of containers: flatten(value) -> (children, context, names), unflatten(children, context).
+  // Of containers: flatten(value) -> (children, context, names), unflatten(children, context). Of
+  // collections: flatten(value, target, named) -> the same, or None to leave it to its own `.to`.
   pybind11::object flatten;
   pybind11::object unflatten;
   PathStep::Kind step;

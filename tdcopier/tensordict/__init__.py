@@ -1,0 +1,1 @@
+"""TensorDicts as trees: the only part of the package that imports tensordict, when it is needed."""

@@ -1,0 +1,73 @@
+"""Which classes of tensordict's are taken apart, by what they are made of."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import tensordict
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    MemoryMappedTensor,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    UnbatchedTensor,
+)
+
+# A newer tensordict may lack a class that an older one has, and the other way round.
+MetaData: Any = getattr(tensordict, "MetaData", None)
+TypedTensorDict: Any = getattr(tensordict, "TypedTensorDict", None)
+
+_tensorclasses: Any = importlib.import_module("tensordict.tensorclass")  # a function has its name
+
+PLAIN_LEAVES = frozenset({torch.Tensor, MemoryMappedTensor, torch.nn.Parameter, torch.nn.Buffer})
+"""Leaves that need no look at their class."""
+
+NON_TENSOR_CLASSES = frozenset({NonTensorData, MetaData} - {None})
+LAZY_STACKS = frozenset({LazyStackedTensorDict, NonTensorStack})
+
+_TENSORDICT_METHODS = (
+    "_apply_nest",
+    "_fast_apply",
+    "_new_unsafe",
+    "_set_str",
+    "empty",
+    "items",
+    "to",
+)
+"""What `.to` calls; a subclass that has its own may do what it likes, and is left to `.to`."""
+
+
+def is_leaf(cls: type) -> bool:
+    """Whether a TensorDict's entry of this class is a tensor, and no collection of them."""
+    return torch.Tensor in cls.__mro__ and UnbatchedTensor not in cls.__mro__
+
+
+def is_plain_subclass(cls: type) -> bool:
+    """Whether it is a subclass of TensorDict that moves as TensorDict does."""
+    return issubclass(cls, TensorDict) and all(
+        _is_of_tensordict(inspect.getattr_static(cls, name)) for name in _TENSORDICT_METHODS
+    )
+
+
+def is_plain_tensorclass(cls: type) -> bool:
+    """Whether its values are rebuilt without any code of the class's own.
+
+    `.to` runs a `__post_init__` on what it has moved; it may read that, so it has to have arrived.
+    """
+    if not getattr(cls, "_is_tensorclass", False) or getattr(cls, "_is_non_tensor", False):
+        return False
+    rebuild: Any = getattr(cls, "_from_tensordict", None)
+    if getattr(rebuild, "__func__", None) is not _tensorclasses._from_tensordict:
+        return False
+    runs = hasattr(cls, "__post_init__") and not getattr(cls, "_skip_post_init_on_rebuild", False)
+    return not runs and _is_of_tensordict(inspect.getattr_static(cls, "to"))
+
+
+def _is_of_tensordict(method: Any) -> bool:
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    module = str(getattr(function, "__module__", ""))
+    return module.startswith(("tensordict.", "tdcopier."))

@@ -1,0 +1,258 @@
+"""TensorDicts in the walk: taken apart into one flat list of leaves, whatever is nested in them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDict, UnbatchedTensor
+
+from tdcopier._containers import Refused, Rule
+from tdcopier._delegated import Mover
+from tdcopier.tensordict import _kinds, _nodes
+from tdcopier.tensordict._nodes import Node
+
+Key = tuple[str, ...]
+
+
+class _Taking:
+    """One walk: what it has found so far."""
+
+    __slots__ = ("device", "keys", "leaves", "prefix")
+
+    def __init__(self, device: torch.device | None, named: bool) -> None:
+        self.device = device
+        """The target; None where the leaves are wanted wherever they are."""
+        self.leaves: list[Any] = []
+        self.keys: list[Key] | None = [] if named else None
+        """Of the leaves, where they are wanted."""
+        self.prefix: Key = ()
+
+    def add(self, leaf: Any) -> None:
+        self.leaves.append(leaf)
+        if self.keys is not None:
+            self.keys.append(self.prefix)
+
+
+Taker = Callable[[Any, _Taking], "Node | None"]
+"""Takes a value of some class apart; None, with nothing taken, where that cannot be done."""
+
+
+def flatten(
+    value: Any, device: torch.device | None, named: bool
+) -> tuple[list[Any], Any, list[Any] | None] | None:
+    """Leaves, what else it takes to build the result, and the leaves' keys if they are wanted.
+
+    Returns:
+        None where `value` is to be left to its own `.to`: it is on the device, or of a kind whose
+        parts are not for us to take.
+
+    Raises:
+        Refused: of such a kind, and no device is given.
+
+    """
+    if device is not None and (value.device == device or _is_consolidated(value)):
+        return None
+    walk = _Taking(device, named)
+    node = _take(value, walk)
+    if node is None:
+        if device is None:
+            raise Refused(
+                f"is a {type(value).__qualname__}, whose leaves are not in memory of its own: "
+                "make it a TensorDict with to_tensordict()"
+            )
+        return None
+    keys = None if walk.keys is None else [key[0] if len(key) == 1 else key for key in walk.keys]
+    return walk.leaves, (node, device, value.is_locked), keys
+
+
+def unflatten(leaves: list[Any], context: tuple[Node, torch.device, bool]) -> Any:
+    """The collection anew, with the leaves that have arrived, locked if it was."""
+    node, device, is_locked = context
+    made = node.build(iter(leaves), device)
+    if is_locked:
+        made.lock_()
+    return made
+
+
+COLLECTION = Rule(flatten, unflatten, "key", by_target=True)
+"""The walk's rule for every TensorDict and tensorclass."""
+
+
+class MovedByItself(Mover):
+    """A nested collection that moves as it does in any TensorDict: by its own code."""
+
+    def __init__(self, value: Any, batch_size: torch.Size) -> None:
+        """`batch_size` is that of the TensorDict that it is in."""
+        self._value = value
+        self._batch_size = batch_size
+
+    def to(self, device: torch.device) -> Any:
+        parent = TensorDict._new_unsafe({"entry": self._value}, batch_size=self._batch_size)
+        return parent.to(device)._tensordict["entry"]
+
+
+# ---- by class ------------------------------------------------------------------------------------
+
+_takers: weakref.WeakKeyDictionary[type, Taker] = weakref.WeakKeyDictionary()
+
+
+def _take(value: Any, walk: _Taking) -> Node | None:
+    cls = type(value)
+    taker = _take_dense if cls is TensorDict else _takers.get(cls) or _find_taker(cls)
+    return taker(value, walk)
+
+
+def _find_taker(cls: type) -> Taker:
+    _takers[cls] = taker = _taker_of(cls)
+    return taker
+
+
+def _taker_of(cls: type) -> Taker:
+    if _kinds.is_leaf(cls):
+        return _take_leaf
+    if cls in _kinds.LAZY_STACKS:
+        return _take_stack
+    if cls in _kinds.NON_TENSOR_CLASSES:
+        return _take_data
+    if _kinds.TypedTensorDict is not None and issubclass(cls, _kinds.TypedTensorDict):
+        return _take_typed
+    if _kinds.is_plain_tensorclass(cls):
+        return _take_tensorclass
+    if _kinds.is_plain_subclass(cls):
+        return _take_subclass
+    if issubclass(cls, UnbatchedTensor):
+        return _take_unbatched
+    return _take_nothing
+
+
+_get = object.__getattribute__
+
+
+def _state_of(value: Any) -> dict[str, Any]:
+    """A tensorclass's attributes: its own way to get at one looks through its fields first."""
+    state: dict[str, Any] = _get(value, "__dict__")
+    return state
+
+
+def _take_nothing(value: Any, walk: _Taking) -> None:
+    return None
+
+
+def _take_leaf(value: Any, walk: _Taking) -> Node:
+    walk.add(value)
+    return _nodes.WHOLE
+
+
+def _take_dense(value: Any, walk: _Taking) -> _nodes.Dense:
+    entries: dict[str, Any] = value._tensordict
+    keys, values = tuple(entries), list(entries.values())
+    names = value._td_dim_names
+    if walk.keys is None and _kinds.PLAIN_LEAVES.issuperset(map(type, values)):
+        walk.leaves += values
+        return _nodes.Dense(keys, len(values), (), value._batch_size, names)
+    return _take_mixed(keys, values, value._batch_size, names, walk)
+
+
+def _take_mixed(
+    keys: tuple[str, ...],
+    values: list[Any],
+    batch_size: torch.Size,
+    names: list[str | None] | None,
+    walk: _Taking,
+) -> _nodes.Dense:
+    """Leaves first, so that they can be taken and given back in one go; then what is nested."""
+    prefix = walk.prefix
+    others = []
+    for index, each in enumerate(values):
+        cls = type(each)
+        if cls not in _kinds.PLAIN_LEAVES and not _kinds.is_leaf(cls):
+            others.append(index)
+            continue
+        walk.leaves.append(each)
+        if walk.keys is not None:
+            walk.keys.append((*prefix, keys[index]))
+    nested = []
+    for index in others:
+        walk.prefix = (*prefix, keys[index])
+        nested.append((index, _take_nested(values[index], walk, batch_size)))
+    walk.prefix = prefix
+    return _nodes.Dense(keys, len(values) - len(others), nested, batch_size, names)
+
+
+def _take_nested(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
+    node = _take(value, walk)
+    if node is not None:
+        return node
+    if walk.device is None:
+        raise Refused(
+            f"has a {type(value).__qualname__} at {walk.prefix}, whose leaves are not in memory of "
+            "its own: make it a TensorDict with to_tensordict()"
+        )
+    walk.add(MovedByItself(value, batch_size))
+    return _nodes.WHOLE
+
+
+def _take_subclass(value: Any, walk: _Taking) -> Node:
+    names = value.names if value._has_names() else None
+    shell = value.empty(batch_size=None, device=walk.device, names=names)
+    return _nodes.Subclass(shell, _take_dense(value, walk))
+
+
+def _take_stack(value: Any, walk: _Taking) -> Node | None:
+    state = vars(value)
+    members = value.tensordicts
+    if not members or any(state.get(name) for name in _HOOKS):
+        return None
+    prefix = walk.prefix
+    nodes = []
+    for index, member in enumerate(members):
+        walk.prefix = (*prefix, str(index))
+        nodes.append(_take_nested(member, walk, member.batch_size))
+    walk.prefix = prefix
+    return _nodes.Stacked(type(value), nodes, value.stack_dim, value._td_dim_name)
+
+
+_HOOKS = ("_hook_out", "_hook_in", "hook_out", "hook_in")
+
+
+def _take_tensorclass(value: Any, walk: _Taking) -> Node | None:
+    state = _state_of(value)
+    inner = _take(state["_tensordict"], walk)
+    if inner is None:
+        return None
+    others = state["_non_tensordict"]
+    if others and not _nodes.KEEPS_NONE_FIELDS:
+        others = {name: other for name, other in others.items() if other is not None}
+    return _nodes.Wrapped(type(value), inner, dict(others))
+
+
+def _take_typed(value: Any, walk: _Taking) -> Node | None:
+    inner = _take(value._source, walk)
+    return None if inner is None else _nodes.Typed(type(value), inner)
+
+
+def _take_data(value: Any, walk: _Taking) -> Node | None:
+    state = _state_of(value)
+    inner, fields = state["_tensordict"], state["_non_tensordict"]
+    if type(inner) is not TensorDict or inner._tensordict or "data" not in fields:
+        return None
+    names = inner._td_dim_names
+    node = _nodes.Data(type(value), fields["data"], inner._batch_size, names)
+    walk.add(node)  # opaque to the walk, and counted as such
+    return node
+
+
+def _take_unbatched(value: Any, walk: _Taking) -> Node | None:
+    inner = value._base_tensor()
+    if type(inner) is not torch.Tensor or inner.requires_grad:
+        return None
+    walk.add(inner)
+    return _nodes.Unbatched(type(value), getattr(value, "_batch_size", None))
+
+
+def _is_consolidated(value: Any) -> bool:
+    inner = value.__dict__.get("_tensordict") if not isinstance(value, TensorDict) else value
+    return hasattr(inner, "_consolidated")
