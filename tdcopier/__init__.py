@@ -4,6 +4,8 @@
 are the same for TensorDicts.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tdcopier._checking import SourceModifiedError
 from tdcopier._containers import register_container
 from tdcopier._copy import (
@@ -20,6 +22,13 @@ from tdcopier._copy import (
 )
 from tdcopier._stats import CopyStats
 
+if TYPE_CHECKING:
+    from tdcopier.tensordict._backend import (
+        install_tensordict_backend,
+        remove_tensordict_backend,
+        tensordict_backend,
+    )
+
 __all__ = [
     "AsyncCopyHandle",
     "CopyOptions",
@@ -28,12 +37,29 @@ __all__ = [
     "SourceModifiedError",
     "async_to",
     "copy",
+    "install_tensordict_backend",
     "register_container",
+    "remove_tensordict_backend",
     "set_run_ahead_limit",
     "set_staging_limit_bytes",
     "staging_bytes",
     "start_copy",
+    "tensordict_backend",
     "to",
 ]
+
+_NEEDS_TENSORDICT = frozenset(
+    {"install_tensordict_backend", "remove_tensordict_backend", "tensordict_backend"}
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Names whose module imports tensordict, which takes a second: when they are asked for."""
+    if name not in _NEEDS_TENSORDICT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tdcopier.tensordict import _backend
+
+    return getattr(_backend, name)
+
 
 __version__ = "0.1.0"

@@ -16,6 +16,7 @@
 #include "python/handle.h"
 #include "python/sources.h"
 #include "python/start_copy.h"
+#include "python/torch_state.h"
 #include "python/workers.h"
 
 namespace {
@@ -146,6 +147,10 @@ Raises:
         [&] { return tdcopier::leaves_with_paths(data, tdcopier::parse_device(device)); });
   });
 
+  m.def("engine_takes", [](py::handle device) {
+    return with_torch_errors(
+        [&] { return tdcopier::engine_takes(tdcopier::parse_device(device)); });
+  });
   m.def("staging_bytes", [](py::handle device) {
     return with_torch_errors([&]() -> uint64_t {
       const c10::Device target = tdcopier::parse_device(device);

@@ -2,10 +2,7 @@
 // by its class.
 #include "python/flatten.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <c10/core/SafePyObject.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -18,30 +15,13 @@
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
 #include "python/path.h"
+#include "python/torch_state.h"
 #include "python/value_kind.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
-
-// `with torch.device(...)` is a torch function mode too, but one that leaves `Tensor.to` alone. Its
-// class is looked up, never imported: an import lets other threads in, and there is no such mode
-// before.
-bool is_device_context(PyObject* mode) {
-  PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), "torch.utils._device");
-  if (module == nullptr) return false;
-  const py::object type = py::getattr(module, "DeviceContext", py::none());
-  return reinterpret_cast<PyObject*>(Py_TYPE(mode)) == type.ptr();
-}
-
-bool torch_is_altered() {
-  using FunctionModes = at::impl::PythonTorchFunctionTLS;
-  for (int64_t i = 0; i < FunctionModes::stack_len(); ++i) {
-    if (!is_device_context(FunctionModes::get_stack_at(i)->ptr(getPyInterpreter()))) return true;
-  }
-  return dispatch_is_altered();
-}
 
 // A container whose class is asked in Python, taken apart. All are references of its own.
 struct TakenApart {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDict, UnbatchedTensor
+from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
 
 from tdcopier._containers import Refused, Rule
 from tdcopier._delegated import Mover
@@ -91,7 +91,10 @@ class MovedByItself(Mover):
 
     def to(self, device: torch.device) -> Any:
         parent = TensorDict._new_unsafe({"entry": self._value}, batch_size=self._batch_size)
-        return parent.to(device)._tensordict["entry"]
+        return _own_to(parent, device)._tensordict["entry"]
+
+
+_own_to: Any = TensorDictBase.to  # whatever serves it later
 
 
 # ---- by class ------------------------------------------------------------------------------------
