@@ -22,10 +22,11 @@ std::vector<Window> whole_chunks(const PackPlan& plan) {
 }  // namespace
 
 HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan,
-                             bool use_pinned_staging, std::shared_ptr<SourceHold> sources)
+                             bool use_pinned_staging, uint64_t max_window_bytes,
+                             std::shared_ptr<SourceHold> sources)
     : CopyJob(target, target.device(), std::move(leaves), std::move(plan), std::move(sources)),
       use_pinned_staging_(use_pinned_staging),
-      windows_(use_pinned_staging ? cut_windows(plan_, leaves_, kStagingBufferBytes)
+      windows_(use_pinned_staging ? cut_windows(plan_, leaves_, max_window_bytes)
                                   : whole_chunks(plan_)) {}
 
 void HostSourceJob::allocate_chunks() {

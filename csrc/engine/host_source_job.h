@@ -12,8 +12,9 @@ namespace tdcopier {
 
 class HostSourceJob final : public CopyJob {
  public:
+  // Each transfer takes at most `max_window_bytes`, which fit in a staging buffer.
   HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan, bool use_pinned_staging,
-                std::shared_ptr<SourceHold> sources);
+                uint64_t max_window_bytes, std::shared_ptr<SourceHold> sources);
 
  private:
   void allocate_chunks() override;

@@ -17,6 +17,7 @@ namespace {
 // Null until numpy is loaded; kept for good from then on. GIL: held.
 PyTypeObject* g_array_type = nullptr;
 PyTypeObject* g_masked_array_type = nullptr;
+PyTypeObject* g_mapped_array_type = nullptr;
 
 // A class of a module that is loaded; never imports one.
 void look_up(const char* module_name, const char* class_name, PyTypeObject*& type) {
@@ -32,6 +33,7 @@ void look_up(const char* module_name, const char* class_name, PyTypeObject*& typ
 void load_numpy_types() {
   look_up("numpy", "ndarray", g_array_type);
   look_up("numpy.ma", "MaskedArray", g_masked_array_type);
+  look_up("numpy", "memmap", g_mapped_array_type);
 }
 
 namespace {
@@ -100,6 +102,10 @@ ArrayKind classify_array(PyObject* object) {
   if (!is_number(dtype.kind())) return ArrayKind::kOpaque;
   return to_torch(dtype.kind(), dtype.itemsize()) ? ArrayKind::kConvertible
                                                   : ArrayKind::kUnknownNumber;
+}
+
+bool is_mapped_array(PyObject* object) {
+  return g_mapped_array_type != nullptr && PyObject_TypeCheck(object, g_mapped_array_type) != 0;
 }
 
 bool is_readable_array(PyObject* object) {

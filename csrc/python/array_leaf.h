@@ -19,7 +19,7 @@ enum class ArrayKind {
 // Before a walk: looks numpy's types up if numpy is loaded. Where it is not there are no arrays.
 void load_numpy_types();
 
-// Is it numpy's array, or a class made from it? Runs no Python code, as do the next three.
+// Is it numpy's array, or a class made from it? Runs no Python code, as do the next four.
 bool is_array_type(PyTypeObject* type);
 
 ArrayKind classify_array(PyObject* array);
@@ -27,6 +27,9 @@ ArrayKind classify_array(PyObject* array);
 // Requires kConvertible. Can its bytes be read as those of torch's dtype? Not in another byte
 // order.
 bool is_readable_array(PyObject* array);
+
+// Does it lie in a file that numpy has mapped?
+bool is_mapped_array(PyObject* array);
 
 // Requires is_readable_array().
 void add_array_leaf(PyObject* array, LeafTable& leaves);

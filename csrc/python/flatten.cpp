@@ -224,6 +224,7 @@ class Flattener {
     for (Found& found : arrays_) {
       const size_t group = group_of(c10::Device(c10::kCPU));
       add_array_leaf(found.object, flat_.groups[group].leaves);
+      if (is_mapped_array(found.object)) note_mapped(flat_.groups[group]);
       set_leaf(std::exchange(found.object, nullptr), found.node, group);
     }
     sort_out_tensors();
@@ -271,6 +272,9 @@ class Flattener {
     const size_t group = group_of(device);
     switch (flat_.groups[group].leaves.add_if_packable(tensor)) {
       case Packable::kYes:
+        if (device.is_cpu() && is_mapped_file(*tensor.storage().unsafeGetStorageImpl())) {
+          note_mapped(flat_.groups[group]);
+        }
         return set_leaf(owned.release().ptr(), node, group);
       case Packable::kNo:
         // No job for a group without leaves. Only the one that was made just now can be empty.
@@ -297,10 +301,16 @@ class Flattener {
     for (last_group_ = 0; last_group_ < flat_.groups.size(); ++last_group_) {
       if (flat_.groups[last_group_].leaves.device() == device) return last_group_;
     }
-    flat_.groups.push_back({LeafTable(device), std::make_shared<PySources>()});
+    flat_.groups.push_back({LeafTable(device), std::make_shared<PySources>(), {}});
     flat_.groups.back().leaves.reserve(tensors_.size());
     flat_.groups.back().sources->reserve(tensors_.size());
     return last_group_;
+  }
+
+  // The last leaf of the group's table lies in a mapped file.
+  static void note_mapped(SourceGroup& group) {
+    const Leaf& leaf = group.leaves[group.leaves.size() - 1];
+    group.mapped.note(leaf.data, leaf.bytes);
   }
 
   // Takes over a reference. The leaf is the last one of the group's table.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/leaf.h"
+#include "engine/mapped_leaves.h"
 #include "python/sources.h"
 #include "python/tree.h"
 
@@ -22,6 +23,7 @@ inline constexpr int kMaxDepth = 1000;
 struct SourceGroup {
   LeafTable leaves;
   std::shared_ptr<PySources> sources;  // keeps their memory
+  MappedLeaves mapped;                 // none on a device
 };
 
 // A leaf that is left to `Tensor.to`.

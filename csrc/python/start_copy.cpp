@@ -32,7 +32,8 @@ struct ReleaseAtEnd {
 
 // Starts the job where it is best run. Returns whether workers run it.
 bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptions& options) {
-  // Done here, unless it would have to wait for staging or for a pageable transfer: small work, and
+  // Done here, unless it would have to wait for staging, for a disk or for a pageable transfer:
+  // small work, and
   // whatever a device gathers, since to enqueue that takes as long for any number of bytes.
   const bool little =
       !job->source_device().is_cpu() || job->plan().total_bytes <= g_max_inline_bytes;
@@ -53,8 +54,11 @@ void start_group(Handle& handle, SourceGroup group, c10::Device target,
   if (source.is_cpu()) {
     Accelerator& accelerator = Accelerator::of(target);
     may_block |= accelerator.staging().is_exhausted();
+    may_block |= plan.total_bytes <= g_max_inline_bytes && group.mapped.wait_for_disk();
+    const uint64_t window_bytes = group.mapped.empty() ? kStagingBufferBytes : kMappedWindowBytes;
     job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
-                                          options.use_pinned_staging, std::move(group.sources));
+                                          options.use_pinned_staging, window_bytes,
+                                          std::move(group.sources));
   } else {
     job = std::make_shared<DeviceSourceJob>(
         Accelerator::of(source), target, std::move(group.leaves), std::move(plan),

@@ -1,0 +1,23 @@
+// Mapped storages are told by how torch would free them.
+#include "engine/mapped_leaves.h"
+
+#include <ATen/MapAllocator.h>
+
+#include <algorithm>
+
+#include "base/residency.h"
+
+namespace tdcopier {
+
+bool is_mapped_file(const c10::StorageImpl& storage) {
+  const at::MapAllocator* mapped = at::MapAllocator::fromDataPtr(storage.data_ptr());
+  return mapped != nullptr && (mapped->flags() & at::ALLOCATOR_MAPPED_SHAREDMEM) == 0;
+}
+
+bool MappedLeaves::wait_for_disk() const {
+  const auto last = leaves_.begin() + static_cast<ptrdiff_t>(std::min(count_, kMostAsked));
+  return !std::all_of(leaves_.begin(), last,
+                      [](const Bytes& leaf) { return is_resident(leaf.data, leaf.bytes); });
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,41 @@
+// Host leaves that lie in memory-mapped files: to read them may be to wait for a disk.
+#pragma once
+
+#include <c10/core/StorageImpl.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace tdcopier {
+
+// Workers share the reading of mapped files in pieces of this size. Each faults its own pages in
+// and reads from the beginning to the end, which the kernel's read-ahead follows.
+inline constexpr uint64_t kMappedWindowBytes = 1024 * 1024;
+
+// Is it a file that torch has mapped? Shared memory is not one.
+bool is_mapped_file(const c10::StorageImpl& storage);
+
+// Those of one tree's host leaves that are mapped. Remembers where a few of them are.
+class MappedLeaves {
+ public:
+  void note(const void* data, uint64_t bytes) {
+    if (count_ < kMostAsked) leaves_[count_] = {data, bytes};
+    ++count_;
+  }
+  bool empty() const { return count_ == 0; }
+
+  // Is one of them not in memory yet? Asks for a few: whoever reads one of a tree reads them all.
+  bool wait_for_disk() const;
+
+ private:
+  static constexpr size_t kMostAsked = 4;
+  struct Bytes {
+    const void* data;
+    uint64_t bytes;
+  };
+  std::array<Bytes, kMostAsked> leaves_{};
+  size_t count_ = 0;
+};
+
+}  // namespace tdcopier

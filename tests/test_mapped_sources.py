@@ -1,0 +1,137 @@
+"""Sources in memory-mapped files: read by the workers, in pieces, and off the caller's thread where
+that would wait for a disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import assert_same
+
+import tdcopier
+from tdcopier import _C
+
+PIECE_BYTES = 1024 * 1024
+
+
+def _by_tensordict(path: Path, elements: int) -> Any:
+    from tensordict import MemoryMappedTensor
+
+    return MemoryMappedTensor.from_filename(path, dtype=torch.int32, shape=(elements,))
+
+
+def _by_torch(path: Path, elements: int) -> Any:
+    return torch.from_file(str(path), shared=True, size=elements, dtype=torch.int32)
+
+
+def _by_numpy(path: Path, elements: int) -> Any:
+    return np.memmap(path, dtype=np.int32, mode="r", shape=(elements,))
+
+
+WAYS: dict[str, Callable[[Path, int], Any]] = {
+    "MemoryMappedTensor": _by_tensordict,
+    "torch.from_file": _by_torch,
+    "np.memmap": _by_numpy,
+}
+
+
+@pytest.fixture(params=WAYS)
+def map_file(request: pytest.FixtureRequest) -> Callable[[Path, int], Any]:
+    return WAYS[request.param]
+
+
+def written(path: Path, elements: int) -> torch.Tensor:
+    """What is in the file, which is on the disk by now."""
+    values = torch.arange(elements, dtype=torch.int32)
+    path.write_bytes(values.numpy().tobytes())
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+    return values
+
+
+def is_cold(path: Path) -> bool:
+    """Whether the file could be thrown out of the page cache: not all file systems do that."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    size = path.stat().st_size
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        anchor = ctypes.c_char.from_buffer(mapped)
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(anchor)), size, pages)
+        del anchor
+        assert failed == 0, os.strerror(ctypes.get_errno())
+        return not any(flags & 1 for flags in pages)
+
+
+def test_a_small_source_on_disk_is_read_by_workers_and_one_in_memory_within_the_call(
+    device, tmp_path, map_file
+):
+    values = written(tmp_path / "leaf", 1000)
+    if not is_cold(tmp_path / "leaf"):
+        pytest.skip("this file system keeps its files in memory")
+    source = map_file(tmp_path / "leaf", 1000)
+    handle = tdcopier.start_copy([source], device)
+    assert_same(handle.get(), [values.to(device)])
+    assert handle.stats.background
+    again = tdcopier.start_copy([source], device)
+    assert_same(again.get(), [values.to(device)])
+    assert not again.stats.background
+    inline = tdcopier.start_copy([source], device, use_background_thread=False)
+    assert not inline.stats.background
+
+
+def test_any_of_the_first_leaves_on_disk_calls_for_workers(device, tmp_path, map_file):
+    values = [written(tmp_path / name, 100) for name in "abc"]
+    if not is_cold(tmp_path / "c"):
+        pytest.skip("this file system keeps its files in memory")
+    sources = [map_file(tmp_path / name, 100) for name in "abc"]
+    handle = tdcopier.start_copy(sources, device)
+    assert_same(handle.get(), [each.to(device) for each in values])
+    assert handle.stats.background
+
+
+def test_a_large_source_is_shared_out_in_pieces(device, tmp_path, map_file):
+    elements = (5 * PIECE_BYTES) // 4 + 3
+    values = written(tmp_path / "leaf", elements)
+    handle = tdcopier.start_copy({"x": map_file(tmp_path / "leaf", elements)}, device)
+    assert_same(handle.get(), {"x": values.to(device)})
+    assert (handle.stats.alone_leaves, handle.stats.transfers) == (1, 6)
+
+
+def test_memory_that_is_no_file_is_not_shared_out_so_finely(device):
+    shared = torch.zeros(5 * PIECE_BYTES, dtype=torch.uint8).share_memory_()
+    plain = torch.zeros(5 * PIECE_BYTES, dtype=torch.uint8)
+    wanted = -(-5 * PIECE_BYTES // _C.STAGING_BUFFER_BYTES)
+    for source in (shared, plain):
+        handle = tdcopier.start_copy(source, device)
+        handle.get()
+        assert handle.stats.transfers == wanted
+
+
+def test_a_mapped_tensor_arrives_as_a_plain_one_and_stays_itself_on_the_host(device, tmp_path):
+    values = written(tmp_path / "leaf", 100)
+    source = _by_tensordict(tmp_path / "leaf", 100)
+    handle = tdcopier.start_copy([source, source[10:20]], device)
+    assert_same(handle.get(), [values.to(device), values[10:20].to(device)])
+    assert handle.stats.packed_leaves == 2
+    there = tdcopier.start_copy(source, "cpu")
+    assert there.get() is source
+    assert there.stats.reused_leaves == 1
+
+
+def test_the_file_may_be_forgotten_as_soon_as_the_call_returns(device, tmp_path, map_file):
+    elements = (3 * PIECE_BYTES) // 4
+    values = written(tmp_path / "leaf", elements)
+    handle = tdcopier.start_copy(map_file(tmp_path / "leaf", elements), device)
+    (tmp_path / "leaf").unlink()
+    assert_same(handle.get(), values.to(device))
