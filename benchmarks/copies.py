@@ -9,7 +9,7 @@ import torch
 import witness
 from baselines import OURS, PER_LEAF_TO, contenders, differences
 from directions import Direction, synchroniser
-from measure import Contender, collector_paused, interleave, ratio_of_medians, steps, summarise
+from measure import Contender, collector_paused, compared, interleave, steps, summarise
 from quiet import QuietProcessor
 
 import tdcopier
@@ -135,25 +135,12 @@ def _workload(
             rounds=rounds,
             before_round=quiet.seek,
         )
-    summaries = {way: summarise(taken) for way, taken in times.items()}
-    cold = {way: summarise(taken[::BURST]) for way, taken in times.items()}
     stats, counted = count_transfers(sources[0], direction)
     return {
         "leaves": len(leaves(sources[0])),
         "bytes": total_bytes(sources[0]),
         "sources": len(sources),
-        "contenders": {way: summary._asdict() for way, summary in summaries.items()},
-        "first_calls": {way: summary._asdict() for way, summary in cold.items()},
-        "ratios_of_first_calls": {
-            way: ratio_of_medians(summary, cold[OURS])
-            for way, summary in cold.items()
-            if way != OURS
-        },
-        "ratios": {
-            way: ratio_of_medians(summary, summaries[OURS])
-            for way, summary in summaries.items()
-            if way != OURS
-        },
+        **compared(times, OURS, BURST),
         "steps": {step: summarise(taken)._asdict() for step, taken in own.items()},
         "stats": stats,
         f"{direction.name}_memcpys": counted.memcpys,
@@ -177,10 +164,17 @@ def count_transfers(source: Any, direction: Direction) -> tuple[dict[str, Any], 
         direction: From where to where.
 
     """
+    return count_of(lambda: tdcopier.start_copy(source, direction.target), direction)
+
+
+def count_of(
+    start: Callable[[], tdcopier.AsyncCopyHandle], direction: Direction
+) -> tuple[dict[str, Any], witness.Count]:
+    """The same of a copy that is begun in any way."""
     synchronise = synchroniser(direction.devices)
 
     def once() -> dict[str, Any]:
-        handle = tdcopier.start_copy(source, direction.target)
+        handle = start()
         handle.get()
         synchronise()
         return dict(handle.stats._asdict())

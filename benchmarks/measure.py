@@ -48,6 +48,33 @@ def ratio_of_medians(other: Summary, ours: Summary) -> float:
     return other.median_us / ours.median_us
 
 
+def compared(times_us: dict[str, list[float]], reference: str, burst: int) -> dict[str, Any]:
+    """What the times of several contenders come to, as result files hold it.
+
+    Args:
+        times_us: From :func:`interleave`.
+        reference: The contender that ratios are over.
+        burst: As it was interleaved: the first call of each burst is also given apart.
+
+    """
+    parts = {
+        "contenders": ({way: summarise(taken) for way, taken in times_us.items()}, "ratios"),
+        "first_calls": (
+            {way: summarise(taken[::burst]) for way, taken in times_us.items()},
+            "ratios_of_first_calls",
+        ),
+    }
+    found: dict[str, Any] = {}
+    for part, (summaries, ratios) in parts.items():
+        found[part] = {way: summary._asdict() for way, summary in summaries.items()}
+        found[ratios] = {
+            way: ratio_of_medians(summary, summaries[reference])
+            for way, summary in summaries.items()
+            if way != reference
+        }
+    return found
+
+
 @contextmanager
 def collector_paused(paused: bool = True) -> Iterator[None]:
     """Keep Python's cyclic collector out of the timed region, as timeit does."""

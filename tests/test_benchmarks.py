@@ -100,6 +100,14 @@ def test_a_burst_is_one_contender_with_one_source_several_times_in_a_row() -> No
     assert rounds_begun == [0, 6, 12, 18]
 
 
+def test_contenders_are_compared_by_all_calls_and_by_first_calls() -> None:
+    found = measure.compared({"ours": [4.0, 1.0, 1.0], "other": [8.0, 5.0, 5.0]}, "ours", 3)
+    assert found["contenders"]["other"]["median_us"] == 5.0
+    assert found["ratios"] == {"other": 5.0}
+    assert found["first_calls"]["other"]["median_us"] == 8.0
+    assert found["ratios_of_first_calls"] == {"other": 2.0}
+
+
 def test_a_disturbed_processor_is_left_for_a_quiet_one(monkeypatch) -> None:
     where = [0]
     slow = {0}
