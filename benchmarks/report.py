@@ -9,18 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import td_report
+from tables import OURS, leaves_and_bytes, number, ratio_cell, table, times_cells
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-OURS = "tdcopier"
 NO_RESULTS = "No result files yet: `make bench` on a machine with a GPU writes them."
 DIRECTIONS = {"h2d": "Host to device", "d2h": "Device to host", "d2d": "Device to device"}
-ORDER = [*DIRECTIONS, "structure", "wait", "memory"]  # of the page
+PLOTTED = {name: words.lower() for name, words in DIRECTIONS.items()}
+PLOTTED["tensordict"] = "TensorDict, host to device"
+ORDER = [*DIRECTIONS, "structure", "tensordict", "wait", "memory"]  # of the page
 WORKLOAD_NAMES = {
     "detection_batch": "detection batch",
     "detection_batch_with_images": "detection batch + images",
@@ -36,30 +40,10 @@ def load(folder: Path) -> list[dict[str, Any]]:
     return [result for result in found if not result["machine"]["device"].startswith("sim")]
 
 
-def number(value: float) -> str:
-    """Three significant digits or all whole ones: 0.0123, 12.3, 1,234."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def size(count: int) -> str:
-    """Bytes in units of 1000, as data sheets do."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= scale:
-            return f"{number(count / scale)} {unit}"
-    return f"{count} B"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def title(result: dict[str, Any], workload: str) -> str:
     found = result["workloads"][workload]
     name = WORKLOAD_NAMES.get(workload, workload)
-    leaves = "1 leaf" if found["leaves"] == 1 else f"{found['leaves']:,} leaves"
-    return f"{name}: {leaves}, {size(found['bytes'])}"
+    return f"{name}: {leaves_and_bytes(found)}"
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -90,18 +74,14 @@ def copies_table(result: dict[str, Any]) -> str:
     rows = []
     for workload, found in result["workloads"].items():
         for index, (name, times) in enumerate(found["contenders"].items()):
-            ratio = found["ratios"].get(name)
-            cold_us = found["first_calls"][name]["median_us"]
-            cold_ratio = found["ratios_of_first_calls"].get(name)
             rows.append(
                 [
                     title(result, workload) if index == 0 else "",
                     f"**{name}**" if name == OURS else name,
-                    number(times["median_us"]),
-                    f"{number(times['q1_us'])} - {number(times['q3_us'])}",
-                    "" if ratio is None else f"{number(ratio)} x",
-                    number(cold_us),
-                    "" if cold_ratio is None else f"{number(cold_ratio)} x",
+                    *times_cells(times),
+                    ratio_cell(found["ratios"].get(name)),
+                    number(found["first_calls"][name]["median_us"]),
+                    ratio_cell(found["ratios_of_first_calls"].get(name)),
                     str(times["repeats"]),
                 ]
             )
@@ -138,14 +118,12 @@ def opaque_table(result: dict[str, Any]) -> str:
             continue  # of containers there is a table of its own
         values = found["opaque_values"]
         for index, (name, times) in enumerate(found["contenders"].items()):
-            ratio = found["ratios"].get(name)
             rows.append(
                 [
                     (f"{values:,} {case}" if values else case) if index == 0 else "",
                     f"**{name}**" if name == OURS else name,
-                    number(times["median_us"]),
-                    f"{number(times['q1_us'])} - {number(times['q3_us'])}",
-                    "" if ratio is None else f"{number(ratio)} x",
+                    *times_cells(times),
+                    ratio_cell(found["ratios"].get(name)),
                     str(times["repeats"]),
                 ]
             )
@@ -217,6 +195,8 @@ def bars(heading: str, values: Sequence[tuple[str, float]], unit: str) -> str:
 
 def plot(result: dict[str, Any], workload: str = "detection_batch") -> str | None:
     """The bars of one workload's medians; None where the result does not have it."""
+    if result["name"] == "tensordict":
+        return bars(*td_report.plotted(result), "us")
     direction = DIRECTIONS.get(result["name"])
     if direction is None or workload not in result["workloads"]:
         return None
@@ -248,12 +228,14 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
             parts += [copies_table(result), steps_table(result)]
         if result["name"] == "structure":
             parts += [opaque_table(result), containers_table(result)]
+        if result["name"] == "tensordict":
+            parts += td_report.tables(result)
         parts.append(targets_table(result))
     return "\n\n".join(parts) + "\n"
 
 
 def readme_part(results: Sequence[dict[str, Any]]) -> str:
-    """What stands between the marks in README.md: a plot per direction, and where it is from."""
+    """What stands between the marks in README.md: plots of copies, and where they are from."""
     first: dict[str, dict[str, Any]] = {}
     for result in results:
         if plot(result):
@@ -263,7 +245,7 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
     parts = []
     drawn = list(first.values())
     for index, result in enumerate(drawn):
-        alt = f"copy times, {DIRECTIONS[result['name']].lower()}"
+        alt = f"copy times, {PLOTTED[result['name']]}"
         parts.append(f"![{alt}](benchmarks/results/{plot_name(result)})")
         last = index + 1 == len(drawn)
         if last or drawn[index + 1]["machine"] != result["machine"]:  # one line for equal machines

@@ -83,3 +83,73 @@ def a_structure_result(**changes) -> dict:
         changed_values=0,
         **changes,
     )
+
+
+def a_tensordict_result(**changes) -> dict:
+    """A result on TensorDicts that hits every target: one batch each way, and one that fails."""
+
+    def times(**us: float) -> dict:
+        return {way: measure.summarise([median])._asdict() for way, median in us.items()}
+
+    def compared(reference: str, **us: float) -> dict:
+        ratios = {way: median / us[reference] for way, median in us.items() if way != reference}
+        return {
+            "contenders": times(**us),
+            "ratios": ratios,
+            "first_calls": times(**us),
+            "ratios_of_first_calls": ratios,
+            "wrong": dict.fromkeys(us, 0),
+        }
+
+    def counts(packed: int) -> dict:
+        stats = dict.fromkeys(("alone_leaves", "delegated_leaves"), 0)
+        return {"stats": {"packed_leaves": packed, "transfers": 1, **stats}, "memcpys": 1}
+
+    def batch(leaves: int, **us: float) -> dict:
+        return {
+            "leaves": leaves,
+            "bytes": 1000,
+            "failed": {},
+            "steps": times(start_copy=3.0, get=2.0, synchronise=0.0, drop=1.0),
+            **compared("tdcopier", tdcopier=10.0, **us),
+            **counts(leaves),
+        }
+
+    chunk, fresh = "tdcopier.copy_into(), one earlier chunk", "start_copy().get()"
+    rebuild = "tdcopier, rebuilding alone"
+    filled = compared(fresh, **{fresh: 100.0, chunk: 40.0})
+    mapped = compared(fresh, **{fresh: 100.0, "copy_() per leaf, memory-mapped tensors": 800.0})
+    flat = batch(1000, **{"td.to()": 150.0, "td.consolidate().to()": 250.0})
+    nodes = {"TensorDict": (500.0, 3.0), "tensorclass": (1500.0, 10.0)}
+    return (
+        a_result(
+            name="tensordict",
+            what="TensorDicts",
+            settings={"tensordict": "1.2.3"},
+            copies={
+                "h2d": {"flat": flat, "control": batch(13, **{"td.to()": 25.0})},
+                "d2h": {"flat": flat | {"failed": {"td.consolidate().to()": "TypeError: no"}}},
+            },
+            nodes={
+                "nodes": 200,
+                "leaves": 400,
+                "times": {
+                    "side by side": times(**{"tdcopier": 200.0, rebuild: 100.0}),
+                    **{
+                        kind: times(**{"tdcopier": whole_us, rebuild: 100.0 + 200 * node_us})
+                        for kind, (whole_us, node_us) in nodes.items()
+                    },
+                },
+                "us_per_node": {
+                    kind: {"tdcopier": (whole_us - 200.0) / 200, rebuild: node_us}
+                    for kind, (whole_us, node_us) in nodes.items()
+                },
+                "wrong": {"side by side": 0, "TensorDict": 0, "tensorclass": 0},
+            },
+            into={
+                "h2d": {"leaves": 528, "bytes": 153_152, "counts": {chunk: counts(528)}, **filled},
+                "d2h": {"leaves": 528, "bytes": 153_152, "counts": {}, **mapped},
+            },
+        )
+        | changes
+    )

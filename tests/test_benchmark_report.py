@@ -4,9 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmark_support import BENCHMARKS, a_result, a_structure_result, load
+from benchmark_support import (
+    BENCHMARKS,
+    a_result,
+    a_structure_result,
+    a_tensordict_result,
+    load,
+)
 
-report = load("report")
+report, tables = load("report"), load("tables")
 
 
 @pytest.mark.parametrize(
@@ -14,7 +20,7 @@ report = load("report")
     [(0.01234, "0.0123"), (9.876, "9.88"), (12.34, "12.3"), (100.4, "100"), (6123.4, "6,123")],
 )
 def test_numbers_have_three_digits_or_are_whole(value, text) -> None:
-    assert report.number(value) == text
+    assert tables.number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -22,7 +28,7 @@ def test_numbers_have_three_digits_or_are_whole(value, text) -> None:
     [(0, "0 B"), (999, "999 B"), (153_152, "153 KB"), (52_057_664, "52.1 MB")],
 )
 def test_sizes_are_in_units_of_1000(count, text) -> None:
-    assert report.size(count) == text
+    assert tables.size(count) == text
 
 
 def test_tables_come_from_the_result_alone() -> None:
@@ -110,6 +116,48 @@ def test_containers_are_given_apart_and_those_passed_through_are_named() -> None
     assert "| list | 0.015 |" in page
     assert "| dataclass | passed through whole |" in page
     assert "| 400 list |" not in page
+
+
+def test_tensordicts_have_a_plot_and_a_table_of_every_way() -> None:
+    result = a_tensordict_result()
+    page = report.page([result], "plots")
+    assert "![TensorDicts](plots/tensordict-nvidia-h200.svg)" in page
+    assert "Taken with tensordict 1.2.3." in page
+    assert "| flat to the device: 1,000 leaves, 1 KB | **tdcopier** | 10 |" in page
+    assert "|  | td.to() | 150 | 150 - 150 | 15 x | 150 | 15 x | 1 |" in page
+    assert "| control to the device | 3 | 2 | 1 | 13 / 0 / 0 | 1 | 1 |" in page
+    assert "TensorDict to device, 1,000 leaves, 1 KB (NVIDIA &lt;H200&gt;)" in report.plot(result)
+
+
+def test_ways_of_moving_a_tensordict_that_fail_or_err_are_named() -> None:
+    result = a_tensordict_result()
+    result["copies"]["h2d"]["flat"]["wrong"]["td.to()"] = 3
+    page = report.page([result], "plots")
+    assert "|  | td.consolidate().to() | fails: TypeError: no |" in page
+    assert "|  | td.to() (wrong in 3 places) | 150 |" in page
+
+
+def test_nodes_are_given_by_kind_with_what_each_adds() -> None:
+    page = report.page([a_tensordict_result()], ".")
+    assert "| 400 leaves, side by side | **tdcopier** | 200 | 200 - 200 |  |" in page
+    assert "| 400 leaves, 200 nodes, TensorDict | **tdcopier** | 500 | 500 - 500 | 1.5 |" in page
+    rebuild = "**tdcopier, rebuilding alone**"
+    assert f"|  | {rebuild} | 2,100 | 2,100 - 2,100 | 10 |" in page
+
+
+def test_copies_into_what_is_there_are_held_against_those_that_allocate() -> None:
+    page = report.page([a_tensordict_result()], ".")
+    chunk = "|  | **tdcopier.copy_into(), one earlier chunk** | 40 | 40 - 40 | 0.4 x | 1 | 1 | 1 |"
+    assert chunk in page
+    to_host = "| detection batch to the host: 528 leaves, 153 KB | start_copy().get() | 100 |"
+    assert to_host in page
+
+
+def test_readme_shows_tensordicts_below_the_directions() -> None:
+    part = report.readme_part([a_result(), a_result("d2h"), a_tensordict_result()])
+    assert part.count("![") == 3
+    assert "![copy times, TensorDict, host to device]" in part
+    assert part.index("d2h-nvidia-h200.svg") < part.index("tensordict-nvidia-h200.svg")
 
 
 def test_readme_has_one_plot_per_direction_and_one_line_per_machine() -> None:

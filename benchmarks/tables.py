@@ -1,0 +1,47 @@
+"""Numbers, sizes and tables as the pages show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+OURS = "tdcopier"
+
+
+def number(value: float) -> str:
+    """Three significant digits or all whole ones: 0.0123, 12.3, 1,234."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def size(count: int) -> str:
+    """Bytes in units of 1000, as data sheets do."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if count >= scale:
+            return f"{number(count / scale)} {unit}"
+    return f"{count} B"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def way_cell(way: str) -> str:
+    """The name of a way of copying; ours stands out."""
+    return f"**{way}**" if way.startswith(OURS) else way
+
+
+def times_cells(times: dict[str, Any]) -> list[str]:
+    """Median and quartiles in microseconds."""
+    return [number(times["median_us"]), f"{number(times['q1_us'])} - {number(times['q3_us'])}"]
+
+
+def ratio_cell(ratio: float | None) -> str:
+    """How many times longer; empty for what ratios are over."""
+    return "" if ratio is None else f"{number(ratio)} x"
+
+
+def leaves_and_bytes(found: dict[str, Any]) -> str:
+    leaves = "1 leaf" if found["leaves"] == 1 else f"{found['leaves']:,} leaves"
+    return f"{leaves}, {size(found['bytes'])}"
