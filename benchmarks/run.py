@@ -7,6 +7,7 @@ simulated device, whose figures say nothing on speed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -32,9 +33,10 @@ WANTING = {
     "d2d": "it needs two devices",
     "wait": "it needs kernels queued on a CUDA stream",
     "memory": "it needs kernels queued on a CUDA stream",
+    "tensordict": "it needs the package tensordict",
 }
 """Why a benchmark cannot run, where it cannot."""
-NAMES = ("h2d", "d2h", "d2d", "structure", "wait", "memory")
+NAMES = ("h2d", "d2h", "d2d", "structure", "tensordict", "wait", "memory")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,12 +114,22 @@ def _benchmarks(
         for name, direction in directions.possible(device).items()
     }
     found["structure"] = partial(structure.run, device, repeats, progress, keep_gc=options.keep_gc)
+    if importlib.util.find_spec("tensordict") is not None:
+        found["tensordict"] = partial(
+            _tensordicts, device, repeats, progress, keep_gc=options.keep_gc
+        )
     if device.type == "cuda":
         checked, timed, iterations = (400, 10, 40) if options.quick else (10_000, 50, 200)
         memory_of = ["detection_batch", "detection_batch_with_images"]
         found["wait"] = partial(streams.run_wait, device, timed, checked, progress)
         found["memory"] = partial(streams.run_memory, device, memory_of, iterations, progress)
     return found
+
+
+def _tensordicts(*arguments: Any, keep_gc: bool) -> dict[str, Any]:
+    import tensordicts  # wants tensordict, whose import takes seconds
+
+    return tensordicts.run(*arguments, keep_gc=keep_gc)
 
 
 def progress(label: str) -> Callable[[Iterable[int]], Iterable[int]]:

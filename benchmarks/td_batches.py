@@ -1,0 +1,211 @@
+"""TensorDict batches that are timed, and what is compared of a copied one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    lazy_stack,
+    tensorclass,
+)
+
+from tdcopier.workloads import flat_dict
+
+ROWS = 256  # of a replay batch
+OBSERVED, CONTROLLED = 17, 6  # numbers that a walking robot senses and sets
+FRAMES = 64
+MEMBERS = 32
+
+
+class Batch(NamedTuple):
+    """A batch with a name."""
+
+    make: Callable[[int], Any]
+    """From a seed to a TensorDict or tensorclass on the host."""
+    pool: int
+    """How many with different values are cycled through."""
+    repeat_share: float
+    """The share of the repeats that it gets; the slow ones get less."""
+
+
+@tensorclass
+class Camera:
+    projection: torch.Tensor
+    distortion: torch.Tensor
+    exposure: torch.Tensor
+
+
+@tensorclass
+class Labels:
+    boxes: torch.Tensor
+    class_ids: torch.Tensor
+    scores: torch.Tensor
+
+
+@tensorclass
+class Frames:
+    """Frames of a clip, with the labels in them and the camera that took them."""
+
+    clip: str
+    labels: Labels
+    camera: Camera
+    times: torch.Tensor
+    poses: torch.Tensor
+
+
+def flat(seed: int) -> TensorDict:
+    """1000 leaves of 64 floats side by side: 256,000 bytes."""
+    return TensorDict(flat_dict(seed=seed), [])
+
+
+def control(seed: int) -> TensorDict:
+    """A replay batch of continuous control: 13 leaves in three nodes, 48,640 bytes.
+
+    It is nested as collectors and replay buffers of torchrl give it: the step, what came of it
+    under ``"next"``, the trajectory's number under ``"collector"``, and where the sampler found the
+    row and how much it weighs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    step, after = (_moment(generator) for _ in range(2))
+    after["reward"] = torch.randn(ROWS, 1, generator=generator)
+    return TensorDict(
+        {
+            **step,
+            "action": torch.rand(ROWS, CONTROLLED, generator=generator),
+            "next": TensorDict(after, [ROWS]),
+            "collector": TensorDict(
+                {"traj_ids": torch.randint(0, 100, (ROWS,), generator=generator)}, [ROWS]
+            ),
+            "index": torch.randint(0, 1_000_000, (ROWS,), generator=generator),
+            "priority_weight": torch.rand(ROWS, generator=generator),
+        },
+        [ROWS],
+    )
+
+
+def frames(seed: int) -> Any:
+    """A tensorclass with two others in it: 8 leaves and a string."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(FRAMES, *shape, generator=generator)
+
+    return Frames(
+        clip=f"clip {seed}",
+        labels=Labels(
+            boxes=numbers(12, 4),
+            class_ids=torch.randint(0, 10, (FRAMES, 12), generator=generator),
+            scores=numbers(12),
+            batch_size=[FRAMES],
+        ),
+        camera=Camera(
+            projection=numbers(3, 4),
+            distortion=numbers(5),
+            exposure=numbers(),
+            batch_size=[FRAMES],
+        ),
+        times=numbers(),
+        poses=numbers(3, 4),
+        batch_size=[FRAMES],
+    )
+
+
+def ragged(seed: int) -> TensorDictBase:
+    """Answers of a language model, 32 of different lengths in a lazy stack: 128 leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.linspace(16, 264, MEMBERS).long()  # the total is the same for every seed
+    order = torch.randperm(MEMBERS, generator=generator)
+    return lazy_stack([_answer(length, generator) for length in lengths[order].tolist()])
+
+
+BATCHES: dict[str, Batch] = {
+    "flat": Batch(flat, 2, 0.2),
+    "control": Batch(control, 4, 1.0),
+    "tensorclass": Batch(frames, 4, 1.0),
+    "lazy stack": Batch(ragged, 2, 0.3),
+}
+"""The batches that are timed by name."""
+
+
+def differences(got: Any, expected: Any) -> list[str]:
+    """Places where one has another class, device, batch size, leaf or value than the other.
+
+    Args:
+        got: A TensorDict or tensorclass.
+        expected: What it ought to be like.
+
+    Returns:
+        Paths, none if all is the same.
+
+    """
+    found, wanted = dict(_places(got)), dict(_places(expected))
+    if list(found) != list(wanted):
+        return ["<structure>"]
+    return [path for path, place in wanted.items() if not _alike(found[path], place)]
+
+
+def count_leaves(data: Any) -> int:
+    return len(_leaves(data))
+
+
+def total_bytes(data: Any) -> int:
+    """The bytes of all leaves, without any padding between them."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in _leaves(data))
+
+
+def _leaves(data: Any) -> list[torch.Tensor]:
+    return [place for _, place in _places(data) if isinstance(place, torch.Tensor)]
+
+
+def _places(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every node and leaf with its path: of a node what it says of itself."""
+    if not is_tensor_collection(value):
+        yield path, value
+        return
+    yield path, (type(value), value.device, value.batch_size)
+    if isinstance(value, LazyStackedTensorDict):
+        children = [(f"[{index}]", member) for index, member in enumerate(value.tensordicts)]
+    else:
+        children = [(f"[{key!r}]", value.get(key)) for key in value.keys()]  # noqa: SIM118 (iterating a TensorDict goes over rows)
+    for name, child in children:
+        yield from _places(child, path + name)
+
+
+def _alike(got: Any, expected: Any) -> bool:
+    if not isinstance(expected, torch.Tensor):
+        return bool(got == expected)
+    return (
+        type(got) is type(expected)
+        and got.device == expected.device
+        and got.dtype == expected.dtype
+        and torch.equal(got.cpu(), expected.cpu())
+    )
+
+
+def _moment(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What an environment says at one step: 4 leaves."""
+    ended = torch.rand(ROWS, 2, generator=generator) < 0.01
+    return {
+        "observation": torch.randn(ROWS, OBSERVED, generator=generator),
+        "done": ended.any(1, keepdim=True),
+        "terminated": ended[:, :1].clone(),
+        "truncated": ended[:, 1:].clone(),
+    }
+
+
+def _answer(length: int, generator: torch.Generator) -> TensorDict:
+    return TensorDict(
+        {
+            "tokens": torch.randint(0, 50_000, (length,), generator=generator),
+            "mask": torch.rand(length, generator=generator) < 0.9,
+            "log_probs": -torch.rand(length, generator=generator),
+            "reward": torch.rand((), generator=generator),
+        },
+        [],
+    )
