@@ -122,6 +122,10 @@ def rule_of(cls: type) -> Rule | str | None:
 
 
 def _find_rule(cls: type) -> Rule | str | None:
+    if _is_jagged(cls):
+        from tdcopier._jagged import JAGGED  # torch has imported what it needs
+
+        return JAGGED
     if _is_tensor_collection(cls):
         from tdcopier.tensordict._walk import COLLECTION  # it has imported tensordict
 
@@ -157,6 +161,12 @@ def _builtin_bases(cls: type) -> set[type]:
 def _is_leaf_class(cls: type) -> bool:
     bases = {f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__}
     return not bases.isdisjoint({"torch.Tensor", "numpy.ndarray"})
+
+
+def _is_jagged(cls: type) -> bool:
+    """Jagged nested tensors' own class, without importing it."""
+    module = sys.modules.get("torch.nested._internal.nested_tensor")
+    return module is not None and cls is getattr(module, "NestedTensor", None)
 
 
 def _is_tensor_collection(cls: type) -> bool:

@@ -76,6 +76,12 @@ def _jagged_nested(device: str) -> torch.Tensor:
     return torch.nested.nested_tensor(parts, layout=torch.jagged).to(device)
 
 
+def _jagged_with_lengths(device: str) -> torch.Tensor:
+    values, offsets = ramp(device, 9, 3), torch.tensor([0, 4, 9]).to(device)
+    lengths = torch.tensor([2, 5]).to(device)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
+
+
 class Labelled(torch.Tensor):
     """A subclass without anything of its own."""
 
@@ -228,6 +234,20 @@ _GRADIENTS = {
     "forward gradient": everywhere(_dual, "delegated", within=_dual_level),
 }
 
+_JAGGED = {
+    "nested, jagged": everywhere(
+        _jagged_nested, "packed", leaves=2, parts=lambda leaf: [leaf._values, leaf._offsets]
+    ),
+    "nested, jagged, with lengths": everywhere(
+        _jagged_with_lengths, "packed", leaves=3,
+        parts=lambda leaf: [leaf._values, leaf._offsets, leaf._lengths],
+    ),
+    "nested, jagged, that requires grad": everywhere(
+        lambda d: _jagged_nested(d).requires_grad_(), "delegated"
+    ),
+    "nested, jagged, on the target": everywhere(_jagged_nested, "reused", on_target=True),
+}  # fmt: skip
+
 _DELEGATED = {
     "conjugate view": everywhere(lambda d: _complex(d).conj(), "delegated"),
     "negative view": everywhere(lambda d: _complex(d).conj().imag, "delegated"),
@@ -266,7 +286,6 @@ _DELEGATED = {
         "delegated",
         lacking=_NO_NESTED,
     ),
-    "nested, jagged": everywhere(_jagged_nested, "delegated"),
     "any tensor, inside `vmap`": everywhere(lambda d: ramp(d, 3), "delegated", within=_inside_vmap),
     "any tensor, under a torch function mode": everywhere(
         lambda d: ramp(d, 3), "delegated", within=_function_mode
@@ -369,7 +388,9 @@ _OPAQUE = {
     "object of any other class": value(object),
 }  # fmt: skip
 
-KINDS: dict[str, Kind] = _DENSE | _STRIDED | _GRADIENTS | _DELEGATED | _REFUSED | _ARRAYS | _OPAQUE
+KINDS: dict[str, Kind] = (
+    _DENSE | _STRIDED | _GRADIENTS | _JAGGED | _DELEGATED | _REFUSED | _ARRAYS | _OPAQUE
+)
 
 # ---- dtypes --------------------------------------------------------------------------------------
 

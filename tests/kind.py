@@ -31,6 +31,8 @@ class Kind:
     leaves: int = 1
     large: bool = False
     """Too large to be copied in every container."""
+    parts: Callable[[Any], list[Any]] = lambda leaf: leaf if isinstance(leaf, list) else [leaf]
+    """The plain leaves that it travels as."""
     on_target: bool = False
     """Made on the target, not on the source."""
     within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext

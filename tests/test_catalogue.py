@@ -63,7 +63,7 @@ def expected_counts(kind: Kind, leaf: Any, direction: str, options: dict[str, An
     counts = dict.fromkeys(names, 0)
     if outcome == "packed" and options:  # by default it is just what the catalogue says
         limit = options.get("max_packed_chunk_bytes", 1 << 25)
-        for each in leaf if isinstance(leaf, list) else [leaf]:
+        for each in kind.parts(leaf):
             packed = options.get("pack_cpu_tensors", True) and each.nbytes <= limit
             counts["packed" if packed else "alone"] += 1
     else:

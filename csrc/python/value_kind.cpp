@@ -17,19 +17,22 @@ PathStep::Kind step_kind(const std::string& name) {
   return name == "attribute" ? PathStep::Kind::kAttribute : PathStep::Kind::kIndex;
 }
 
-// TensorDict's memory-mapped tensors. Never imports their package: it may be half loaded.
-bool is_mapped_tensor(const py::object& type) {
-  PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), "tensordict.memmap");
-  if (module == nullptr) return false;
-  return py::getattr(module, "MemoryMappedTensor", py::none()).is(type);
+// Never imports the module: there is no value of the class before, and it may be half loaded.
+bool is_class(const py::object& type, const char* module_name, const char* name) {
+  PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), module_name);
+  return module != nullptr && py::getattr(module, name, py::none()).is(type);
 }
 
 KnownType look_up(py::object type) {
   const auto index = PathStep::Kind::kIndex;
   if (PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()),
                        reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0) {
-    const bool mapped = is_mapped_tensor(type);
-    return {std::move(type), mapped ? ValueKind::kMapped : ValueKind::kDelegated, {}, {}, index};
+    if (is_class(type, "tensordict.memmap", "MemoryMappedTensor")) {
+      return {std::move(type), ValueKind::kMapped, {}, {}, index};
+    }
+    if (!is_class(type, "torch.nested._internal.nested_tensor", "NestedTensor")) {
+      return {std::move(type), ValueKind::kDelegated, {}, {}, index};
+    }
   }
   if (is_array_type(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
     return {std::move(type), ValueKind::kArray, {}, {}, index};
