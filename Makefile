@@ -1,4 +1,5 @@
-# make demo | test | lint | docs | test-gpu | test-sanitized | bench | clean     (see CONTRIBUTING.md)
+# make demo | test | test-oldest | lint | docs | test-gpu | test-sanitized | bench | clean
+# (see CONTRIBUTING.md)
 #
 # Two kinds of environment. Where the python on PATH has torch already (a GPU machine, perhaps with
 # no network), it is used as it is and the build goes to build/site. Elsewhere .venv is set up.
@@ -31,7 +32,7 @@ else
   PYTEST := cd build/site && $(RUN) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
-.PHONY: demo test test-cpp test-py test-gpu test-sanitized broken-engines bench lint format docs build check-tools clean
+.PHONY: demo test test-cpp test-py test-oldest test-gpu test-sanitized broken-engines bench lint format docs build check-tools clean
 
 demo: build
 	$(RUN) $(PY) tutorials/01_first_copy.py
@@ -40,6 +41,14 @@ test: test-cpp test-py
 
 test-py: build broken-engines
 	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
+
+# The same with the oldest tensordict that is supported, in front of the one that is installed.
+OLDEST := $(CURDIR)/build/oldest
+test-oldest: build broken-engines
+	@test -d $(OLDEST)/tensordict || \
+	  $(PY) -m pip install -q --no-deps --target $(OLDEST) 'tensordict>=0.14,<0.15'
+	export TDCOPIER_TEST_TENSORDICT=0.14 TDCOPIER_TEST_DEVICE=sim \
+	  PYTHONPATH="$(OLDEST)$${PYTHONPATH:+:$$PYTHONPATH}"; $(PYTEST)
 
 test-gpu: build broken-engines
 	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda; $(PYTEST)

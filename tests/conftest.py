@@ -5,6 +5,7 @@ Enabling the simulated device makes it torch.accelerator's, so the two never sha
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ if DEVICE_TYPE == "sim":
     # Where torch sees CUDA, `pin_memory=True` means CUDA's pinned memory whatever else there is.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 DETECT = os.environ.get("TDCOPIER_TEST_DETECT") == "1"
+TENSORDICT = os.environ.get("TDCOPIER_TEST_TENSORDICT")  # the version that is wanted, such as 0.14
 FAIL_WITHOUT_CUDA = os.environ.get("FAIL_WITHOUT_CUDA") == "1"
 
 
@@ -33,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("TDCOPIER_TEST_DEVICE=cuda, but torch sees no CUDA device")
     if FAIL_WITHOUT_CUDA and DEVICE_TYPE != "cuda":
         raise pytest.UsageError("FAIL_WITHOUT_CUDA=1, but these tests would not run on CUDA")
+    if TENSORDICT is not None:
+        found = importlib.metadata.version("tensordict")
+        if not found.startswith(f"{TENSORDICT}."):
+            raise pytest.UsageError(
+                f"TDCOPIER_TEST_TENSORDICT={TENSORDICT}, but tensordict {found} is here"
+            )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
