@@ -10,22 +10,46 @@ import torch
 class Mover:
     """A part of a container that the walk leaves to its `.to(device)`, and counts as delegated."""
 
+    def __init__(self, value: Any) -> None:
+        """`value` is what moves."""
+        self.value = value
+
     def to(self, device: torch.device) -> Any:
-        raise NotImplementedError
+        return self.value.to(device)
 
 
 def plain_parts(moved: Any) -> list[torch.Tensor]:
-    """The tensors that own its memory: itself, or those inside a subclass or a collection."""
+    """The tensors that own its memory: itself, or those inside a subclass or a collection.
+
+    A collection that reads its tensors from elsewhere each time (a file, a remote store) has none.
+    """
     if isinstance(moved, torch.Tensor):
         flatten = getattr(moved, "__tensor_flatten__", None)
         if flatten is None:
             return [moved]
         inner = [getattr(moved, name) for name in flatten()[0]]
+    elif isinstance(moved, Mover):
+        inner = [moved.value]
     elif isinstance(moved, tuple):  # a PackedSequence
         inner = list(moved)
-    elif (stacked := getattr(moved, "tensordicts", None)) is not None:
-        inner = list(stacked)  # a lazy stack's own values would be new tensors
     else:
-        values = getattr(moved, "values", None)
-        inner = list(values()) if callable(values) else []
+        inner = _held_by(moved)
     return [part for value in inner for part in plain_parts(value)]
+
+
+_HOLDERS = ("_tensordict", "_param_td", "_source")
+"""Under which attributes collections keep what they are made of: entries, or one collection."""
+
+
+def _held_by(collection: Any) -> list[Any]:
+    """What it holds itself: its methods may make new tensors, and its fields have any name."""
+    state: dict[str, Any] = object.__getattribute__(collection, "__dict__")
+    if "tensordicts" in state:
+        return list(state["tensordicts"])
+    for name in _HOLDERS:
+        held = state.get(name)
+        if isinstance(held, dict):
+            return list(held.values())
+        if held is not None:
+            return [held]
+    return []

@@ -53,7 +53,7 @@ def is_plain_subclass(cls: type) -> bool:
     )
 
 
-def is_plain_tensorclass(cls: type) -> bool:
+def is_plain_tensorclass(cls: Any) -> bool:
     """Whether its values are rebuilt without any code of the class's own.
 
     `.to` runs a `__post_init__` on what it has moved; it may read that, so it has to have arrived.
@@ -64,7 +64,13 @@ def is_plain_tensorclass(cls: type) -> bool:
     if getattr(rebuild, "__func__", None) is not _tensorclasses._from_tensordict:
         return False
     runs = hasattr(cls, "__post_init__") and not getattr(cls, "_skip_post_init_on_rebuild", False)
-    return not runs and _is_of_tensordict(inspect.getattr_static(cls, "to"))
+    has_own_to = (
+        "to" not in cls.__expected_keys__
+        and not _is_of_tensordict(  # a field may shadow it
+            inspect.getattr_static(cls, "to")
+        )
+    )
+    return not runs and not has_own_to
 
 
 def _is_of_tensordict(method: Any) -> bool:

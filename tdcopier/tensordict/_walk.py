@@ -53,7 +53,8 @@ def flatten(
         Refused: of such a kind, and no device is given.
 
     """
-    if device is not None and (value.device == device or _is_consolidated(value)):
+    inside = _inside(value)
+    if device is not None and (inside.device == device or hasattr(inside, "_consolidated")):
         return None
     walk = _Taking(device, named)
     node = _take(value, walk)
@@ -65,7 +66,7 @@ def flatten(
             )
         return None
     keys = None if walk.keys is None else [key[0] if len(key) == 1 else key for key in walk.keys]
-    return walk.leaves, (node, device, value.is_locked), keys
+    return walk.leaves, (node, device, inside.is_locked), keys
 
 
 def unflatten(leaves: list[Any], context: tuple[Node, torch.device, bool]) -> Any:
@@ -73,8 +74,25 @@ def unflatten(leaves: list[Any], context: tuple[Node, torch.device, bool]) -> An
     node, device, is_locked = context
     made = node.build(iter(leaves), device)
     if is_locked:
-        made.lock_()
+        _inside(made).lock_()
     return made
+
+
+_get = object.__getattribute__
+
+
+def _state_of(value: Any) -> dict[str, Any]:
+    """A tensorclass's attributes: its own way to get at one looks through its fields first."""
+    state: dict[str, Any] = _get(value, "__dict__")
+    return state
+
+
+def _inside(value: Any) -> Any:
+    """The TensorDict that a tensorclass wraps, whose fields may have the names of its methods."""
+    inside = value
+    while type(inside) is not TensorDict and getattr(type(inside), "_is_tensorclass", False):
+        inside = _state_of(inside)["_tensordict"]
+    return inside
 
 
 COLLECTION = Rule(flatten, unflatten, "key", by_target=True)
@@ -86,11 +104,11 @@ class MovedByItself(Mover):
 
     def __init__(self, value: Any, batch_size: torch.Size) -> None:
         """`batch_size` is that of the TensorDict that it is in."""
-        self._value = value
+        super().__init__(value)
         self._batch_size = batch_size
 
     def to(self, device: torch.device) -> Any:
-        parent = TensorDict._new_unsafe({"entry": self._value}, batch_size=self._batch_size)
+        parent = TensorDict._new_unsafe({"entry": self.value}, batch_size=self._batch_size)
         return _own_to(parent, device)._tensordict["entry"]
 
 
@@ -129,15 +147,6 @@ def _taker_of(cls: type) -> Taker:
     if issubclass(cls, UnbatchedTensor):
         return _take_unbatched
     return _take_nothing
-
-
-_get = object.__getattribute__
-
-
-def _state_of(value: Any) -> dict[str, Any]:
-    """A tensorclass's attributes: its own way to get at one looks through its fields first."""
-    state: dict[str, Any] = _get(value, "__dict__")
-    return state
 
 
 def _take_nothing(value: Any, walk: _Taking) -> None:
@@ -213,7 +222,7 @@ def _take_stack(value: Any, walk: _Taking) -> Node | None:
     nodes = []
     for index, member in enumerate(members):
         walk.prefix = (*prefix, str(index))
-        nodes.append(_take_nested(member, walk, member.batch_size))
+        nodes.append(_take_nested(member, walk, _inside(member).batch_size))
     walk.prefix = prefix
     return _nodes.Stacked(type(value), nodes, value.stack_dim, value._td_dim_name)
 
@@ -254,8 +263,3 @@ def _take_unbatched(value: Any, walk: _Taking) -> Node | None:
         return None
     walk.add(inner)
     return _nodes.Unbatched(type(value), getattr(value, "_batch_size", None))
-
-
-def _is_consolidated(value: Any) -> bool:
-    inner = value.__dict__.get("_tensordict") if not isinstance(value, TensorDict) else value
-    return hasattr(inner, "_consolidated")
