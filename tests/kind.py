@@ -57,12 +57,12 @@ class Kind:
 
     def why_missing(self, device_type: str) -> str | None:
         """Why this process cannot have such a leaf, if it cannot."""
-        if self.needs and not _is_there(self.needs):
+        if self.needs and not is_there(self.needs):
             return f"needs {self.needs}"
         return self.lacking.get(device_type)
 
 
-def _is_there(name: str) -> bool:
+def is_there(name: str) -> bool:
     package, *attributes = name.split(".")
     if importlib.util.find_spec(package) is None:
         return False

@@ -1,0 +1,70 @@
+"""What the catalogue of TensorDicts says of one kind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kind import is_there
+
+
+class Counts(NamedTuple):
+    """What the first fields of `handle.stats` must be."""
+
+    packed: int = 0
+    alone: int = 0
+    delegated: int = 0
+    reused: int = 0
+    opaque: int = 0
+
+
+@dataclass(frozen=True)
+class TdKind:
+    make: Callable[[str], Any]
+    """The TensorDict on a device; one that is only on the host ignores it."""
+    h2d: Counts
+    d2h: Counts | None
+    """None: there is no such thing on a device."""
+    d2d: Counts | None
+    large: bool = False
+    """Too large to be copied under every option."""
+    on_target: bool = False
+    """Made on the target, not on the source."""
+    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    """What it is made and copied in."""
+    lacking: dict[str, str] = field(default_factory=dict)
+    """Types of device, "meta" among them, and why it cannot come from there or go there."""
+    needs: str = ""
+    """A package, or a name in torch or tensordict, without which there is no such thing."""
+
+    def counts(self, direction: str) -> Counts | None:
+        return {"H2D": self.h2d, "D2H": self.d2h, "D2D": self.d2d}[direction]
+
+    def why_missing(self, *device_types: str) -> str | None:
+        """Why this process cannot have it on, or move it between, devices of these types."""
+        if self.needs and not is_there(self.needs):
+            return f"needs {self.needs}"
+        return next((self.lacking[each] for each in device_types if each in self.lacking), None)
+
+
+def anywhere(make: Callable[[str], Any], counts: Counts, **more: Any) -> TdKind:
+    return TdKind(make, **{"h2d": counts, "d2h": counts, "d2d": counts} | more)
+
+
+def host_only(make: Callable[[], Any], counts: Counts, **more: Any) -> TdKind:
+    return TdKind(lambda _device: make(), counts, None, None, **more)
+
+
+def packed(leaves: int, **others: int) -> Counts:
+    return Counts(packed=leaves, **others)
+
+
+def delegated(leaves: int = 1, **others: int) -> Counts:
+    return Counts(delegated=leaves, **others)
+
+
+def opaque(values: int = 1) -> Counts:
+    return Counts(opaque=values)

@@ -1,0 +1,177 @@
+"""Whether two TensorDicts are the same in everything that their users can see, node by node.
+
+It reads what the nodes hold without the conveniences of tensordict, which build new tensors, hide
+the members of a stack and turn wrapped values into plain ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support import assert_same, is_collection
+from tensordict import (
+    LazyStackedTensorDict,
+    PersistentTensorDict,
+    TensorDict,
+    TensorDictParams,
+    TypedTensorDict,
+    is_tensorclass,
+)
+
+_STATE = (
+    "device",
+    "batch_size",
+    "names",
+    "is_locked",
+    "stack_dim",  # of a lazy stack
+    "custom_op",  # of a lazy view
+    "inv_op",
+    "custom_op_kwargs",
+    "inv_op_kwargs",
+    "no_convert",  # of parameters
+    "training",
+    "_locked_schema",
+)
+_WITHOUT_COPY = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}
+"""Dtypes that torch can neither copy on the host nor print."""
+_QUESTIONS = ("is_memmap", "is_shared", "is_consolidated", "is_empty")
+
+
+def assert_same_tensordict(got: Any, expected: Any, path: str = "data") -> None:
+    """Same classes, state of each node, keys in order, and leaves; values of Python are the same
+    objects. On "meta" values are not compared.
+    """
+    assert type(got) is type(expected), f"{path}: {_name(got)} is not {_name(expected)}"
+    if isinstance(expected, torch.Tensor):
+        _assert_same_leaf(got, expected, path)
+    elif is_collection(expected):
+        _assert_same_node(got, expected, path)
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected), f"{path}: {len(got)} items, not {len(expected)}"
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert_same_tensordict(a, b, f"{path}[{i}]")
+    elif isinstance(expected, dict):
+        assert list(got) == list(expected), f"{path}: keys {list(got)}, not {list(expected)}"
+        for key in expected:
+            assert_same_tensordict(got[key], expected[key], f"{path}[{key!r}]")
+    else:
+        assert got is expected, f"{path}: {got!r} is not the object {expected!r}"
+
+
+def children_of(node: Any) -> list[tuple[str, Any]]:
+    """What a node holds itself, by the end of its path; leaves, nodes, and values of Python."""
+    if is_tensorclass(node):
+        values = node.__dict__["_non_tensordict"]
+        return [("._tensordict", node.__dict__["_tensordict"])] + [
+            (f".{name}", value) for name, value in values.items() if name != "_is_non_tensor"
+        ]
+    if isinstance(node, TensorDict):
+        return [(f"[{key!r}]", value) for key, value in node._tensordict.items()]
+    if isinstance(node, LazyStackedTensorDict):
+        return [(f".tensordicts[{i}]", member) for i, member in enumerate(node.tensordicts)]
+    if isinstance(node, TensorDictParams):
+        return [("._param_td", node._param_td)]
+    if isinstance(node, PersistentTensorDict):  # reading makes new tensors
+        return [(f"[{key!r}]", node.get(key)) for key in sorted(node.keys())]
+    return [("._source", node._source)]  # a typed one, a view
+
+
+def leaves_of(node: Any, path: str = "data") -> list[tuple[str, torch.Tensor]]:
+    """The tensors in a node and below, by their paths, without those hidden in values."""
+    found = []
+    for name, child in children_of(node):
+        if isinstance(child, torch.Tensor):
+            found.append((path + name, child))
+        elif is_collection(child):
+            found += leaves_of(child, path + name)
+    return found
+
+
+def nodes_of(node: Any, path: str = "data") -> list[tuple[str, Any]]:
+    """The node and those below, by their paths."""
+    below = [nodes_of(child, path + name) for name, child in children_of(node) if _is_node(child)]
+    return [(path, node), *[each for found in below for each in found]]
+
+
+def _assert_same_node(got: Any, expected: Any, path: str) -> None:
+    for name in _STATE:
+        wanted = _attribute(expected, name)
+        seen = _attribute(got, name)
+        assert seen == wanted, f"{path}: {name} is {seen!r}, not {wanted!r}"
+    for name in _QUESTIONS:
+        wanted = getattr(expected, name)()
+        seen = getattr(got, name)()
+        assert seen == wanted, f"{path}: {name}() is {seen!r}, not {wanted!r}"
+    if not isinstance(expected, TypedTensorDict):  # which has the parents of its source
+        seen, wanted = _parents(got), _parents(expected)
+        assert seen == wanted, f"{path}: locked by {seen} nodes above it, not {wanted}"
+    children, wanted_children = children_of(got), children_of(expected)
+    names, wanted_names = [name for name, _ in children], [name for name, _ in wanted_children]
+    assert names == wanted_names, f"{path}: holds {names}, not {wanted_names}"
+    for (name, child), (_, wanted) in zip(children, wanted_children, strict=True):
+        assert_same_tensordict(child, wanted, path + name)
+    if isinstance(expected, TensorDictParams):
+        for kind in ("named_parameters", "named_buffers"):
+            seen = [name for name, _ in getattr(got, kind)()]
+            wanted = [name for name, _ in getattr(expected, kind)()]
+            assert seen == wanted, f"{path}: {kind}() are {seen}, not {wanted}"
+    if expected.is_consolidated():
+        _assert_one_storage(got, expected, path)
+
+
+def _assert_one_storage(got: Any, expected: Any, path: str) -> None:
+    """The leaves of a consolidated one are in the storage that goes with it into a file."""
+    seen, wanted = _storage_of(got), _storage_of(expected)
+    assert_same_tensordict(seen, wanted, f"{path}._consolidated['storage']")
+    start = seen.untyped_storage().data_ptr()
+    for (name, leaf), (_, wanted_leaf) in zip(leaves_of(got), leaves_of(expected), strict=True):
+        is_inside = leaf.untyped_storage().data_ptr() == start
+        wanted_inside = wanted_leaf.untyped_storage().data_ptr() == (
+            wanted.untyped_storage().data_ptr()
+        )
+        assert is_inside == wanted_inside, f"{path}: {name} is not in the consolidated storage"
+
+
+def _assert_same_leaf(got: torch.Tensor, expected: torch.Tensor, path: str) -> None:
+    if expected.device.type == "meta":
+        for name in ("dtype", "layout", "device", "requires_grad", "is_leaf", "is_nested"):
+            seen, wanted = getattr(got, name), getattr(expected, name)
+            assert seen == wanted, f"{path}: {name} is {seen}, not {wanted}"
+        if not expected.is_nested:
+            assert got.shape == expected.shape, f"{path}: shape is {got.shape}"
+        if expected.layout == torch.strided and not expected.is_nested:
+            assert got.stride() == expected.stride(), f"{path}: strides are {got.stride()}"
+    elif type(expected) is torch.Tensor and expected.dtype in _WITHOUT_COPY:
+        assert got.dtype == expected.dtype, f"{path}: dtype is {got.dtype}, not {expected.dtype}"
+        assert_same(got.view(torch.uint8), expected.view(torch.uint8), path)
+    else:
+        assert_same(got, expected, path)
+    assert _attribute(got, "batch_size") == _attribute(expected, "batch_size"), path
+
+
+def _parents(node: Any) -> int:
+    """How many nodes above hold this one locked: it cannot be unlocked before them."""
+    return sum(reference() is not None for reference in _attribute(node, "_lock_parents_weakrefs"))
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """A tensorclass has the state of its TensorDict, even where a field has the same name."""
+    if is_tensorclass(value):
+        value = value.__dict__["_tensordict"]
+    found = getattr(value, name, None)
+    return [] if found is None and name == "_lock_parents_weakrefs" else found
+
+
+def _storage_of(node: Any) -> torch.Tensor:
+    if is_tensorclass(node):
+        node = node.__dict__["_tensordict"]
+    return node._consolidated["storage"]
+
+
+def _is_node(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and is_collection(value)
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
