@@ -245,7 +245,9 @@ TD_KINDS: dict[str, TdKind] = (
 )
 
 NOT_MADE = {
-    "TensorDictStore, LazyStackedTensorDictStore": "their entries live on a Redis server",
+    "TensorDictStore, LazyStackedTensorDictStore, _StoreStackElementView": (
+        "their entries live on a Redis server"
+    ),
     "a lazy stack of nothing": "tensordict makes one only by indexing, and cannot move it",
 }
 """What there is, but not here, and why."""

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import tensordict
 import torch
 from catalogue import ramp
 from tensordict import (
@@ -59,7 +60,13 @@ def _within(device: str) -> TensorDict:
 
 _TWO = {"batch_size": [2]}
 
-TENSORCLASSES: dict[str, TdKind] = {
+TENSOR_LEFT_WHERE_IT_IS = (
+    dict.fromkeys(("cpu", "sim", "cuda"), "its own `.to` leaves it where it is before 0.15")
+    if tensordict.__version__.startswith("0.14")
+    else {}
+)
+
+CLASSES: dict[str, TdKind] = {
     "tensorclass by decorator": anywhere(
         lambda d: Decorated(ramp(d, 2, 3), label="cat", mask=ramp(d, 2), device=d, **_TWO),
         packed(2, opaque=1),
@@ -87,9 +94,9 @@ TENSORCLASSES: dict[str, TdKind] = {
     "tensorclass in a TensorDict, locked": anywhere(
         lambda d: _within(d).lock_(), packed(2, opaque=1)
     ),
-    "tensorclass, autocast": anywhere(_cast, packed(3, opaque=1)),
+    "tensorclass, autocast": anywhere(_cast, packed(2, opaque=2)),
     "tensorclass, nocast": anywhere(
-        lambda d: Uncast(ramp(d, 2), 3, [1, 2], device=d, **_TWO), packed(1, opaque=2)
+        lambda d: Uncast(ramp(d, 2), 3, [1, 2], device=d, **_TWO), packed(2, opaque=1)
     ),
     "tensorclass, frozen": anywhere(
         lambda d: Frozen(ramp(d, 2), device=d, **_TWO), packed(1, opaque=1)
@@ -104,14 +111,14 @@ TENSORCLASSES: dict[str, TdKind] = {
         lambda d: FrozenShadowing(items=ramp(d, 2), device=d, **_TWO), packed(1, opaque=1)
     ),
     "tensorclass with `__post_init__`": anywhere(
-        lambda d: Checked(ramp(d, 2, 3), device=d, **_TWO), packed(1)
+        lambda d: Checked(ramp(d, 2, 3), device=d, **_TWO), delegated()
     ),
     "tensorclass with methods": anywhere(
         lambda d: WithMethods(ramp(d, 2, 3), device=d, **_TWO), packed(1)
     ),
     "tensorclass, indexed": anywhere(lambda d: _clip(d)[0], packed(3, opaque=2)),
     "tensorclass, stacked": anywhere(
-        lambda d: torch.stack([_frames(d), _frames(d)]), packed(1, opaque=1)
+        lambda d: torch.stack([_frames(d), _frames(d)]), packed(1, opaque=2)
     ),
     "tensorclass, lazily stacked, within": anywhere(
         lambda d: TensorDict({"s": lazy_stack([_frames(d), _frames(d, label="dog")])}, [2]),
@@ -235,6 +242,12 @@ def _lazy_legacy():
             yield
 
 
+_LEFT_WHERE_IT_IS = (
+    dict.fromkeys(("cpu", "sim", "cuda"), "its own `.to` leaves it where it is before 0.15")
+    if tensordict.__version__.startswith("0.14")
+    else {}
+)
+
 CLASSES: dict[str, TdKind] = {
     "TensorDictParams": anywhere(_params, delegated()),
     "TensorDictParams, in `no_grad`": anywhere(_params, delegated(), within=torch.no_grad),
@@ -242,7 +255,7 @@ CLASSES: dict[str, TdKind] = {
     "TensorDictParams in a TensorDict": anywhere(
         lambda d: TensorDict({"p": _params(d), "a": ramp(d, 2)}, []), delegated(1, packed=1)
     ),
-    "TensorDict of a module": anywhere(_params_of_a_module, delegated()),
+    "TensorDict of a module": anywhere(_params_of_a_module, delegated(2)),
     "TypedTensorDict": anywhere(
         lambda d: State(eta=ramp(d, 2, 3), x=ramp(d, 2), device=d, **_TWO), packed(2)
     ),
@@ -264,6 +277,7 @@ CLASSES: dict[str, TdKind] = {
             lazy_stack([TensorDict({"eta": ramp(d, 2), "x": ramp(d, 2)}, [2], device=d)] * 2)
         ),
         packed(4),
+        lacking=_LEFT_WHERE_IT_IS,
     ),
     "TypedTensorDict in a TensorDict": anywhere(
         lambda d: TensorDict({"s": State(eta=ramp(d, 2), x=ramp(d, 2), **_TWO)}, [2], device=d),

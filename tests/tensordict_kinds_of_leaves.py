@@ -127,12 +127,12 @@ LEAVES: dict[str, TdKind] = {
     "jagged leaf at the root, locked": anywhere(
         lambda d: TensorDict({"j": KINDS["nested, jagged"].make(d)}, device=d).lock_(), delegated()
     ),
-    "unbatched tensor": anywhere(_unbatched, delegated(1, packed=1)),
-    "unbatched tensor, locked": anywhere(lambda d: _unbatched(d).lock_(), delegated(1, packed=1)),
-    "every leaf, under a function mode": anywhere(
-        flat, delegated(2), within=KINDS["any tensor, under a torch function mode"].within
+    "unbatched tensor": anywhere(_unbatched, packed(2)),
+    "unbatched tensor, locked": anywhere(lambda d: _unbatched(d).lock_(), packed(2)),
+    "any, under a function mode": anywhere(
+        flat, delegated(), within=KINDS["any tensor, under a torch function mode"].within
     ),
-    "every leaf, under a dispatch mode": anywhere(
-        flat, delegated(2), within=KINDS["any tensor, under a dispatch mode"].within
+    "any, under a dispatch mode": anywhere(
+        flat, delegated(), within=KINDS["any tensor, under a dispatch mode"].within
     ),
 }

@@ -90,7 +90,7 @@ MEMORY: dict[str, TdKind] = {
         lambda d: _two_nodes(d).consolidate(metadata=True), delegated()
     ),
     "consolidated, locked": anywhere(lambda d: _two_nodes(d).consolidate().lock_(), delegated()),
-    "consolidated, with text": anywhere(lambda d: _with_text(d).consolidate(), packed(1, opaque=1)),
+    "consolidated, with text": anywhere(lambda d: _with_text(d).consolidate(), delegated()),
     "consolidated node": anywhere(
         lambda d: TensorDict({"x": flat(d).consolidate(), "a": ramp(d, 2)}, [2], device=d),
         packed(3),
