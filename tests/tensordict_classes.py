@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorClass, TensorDict, TypedTensorDict, tensorclass
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    TensorClass,
+    TensorDict,
+    TypedTensorDict,
+    UnbatchedTensor,
+    tensorclass,
+)
 
 
 class Episode(TensorDict):
@@ -83,7 +91,7 @@ class Checked(TensorClass):
 
     def __post_init__(self) -> None:
         type(self).made += 1
-        assert self.pixels.dim() == 2
+        assert self.pixels.dim() >= 2
 
 
 class WithMethods(TensorClass):
@@ -113,3 +121,50 @@ class LongerState(State):
 
 class FrozenState(TypedTensorDict["frozen"]):
     eta: torch.Tensor
+
+
+# ---- with a say in how they move -----------------------------------------------------------------
+
+
+class OwnTo(TensorDict):
+    """Its `.to` leaves a mark, which nobody else would."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        moved = super().to(*args, **kwargs)
+        return moved.set("moved", torch.ones(moved.batch_size, device=moved.device))
+
+
+class OwnSet(TensorDict):
+    """Doubles what is set, so that setting an entry once more would show."""
+
+    def _set_str(self, key: str, value: Any, **kwargs: Any) -> Any:
+        doubled = value * 2 if isinstance(value, torch.Tensor) else value
+        return super()._set_str(key, doubled, **kwargs)
+
+
+class OwnConstructor(TensorDict):
+    """Cannot be made as a TensorDict is."""
+
+    def __init__(self, rows: int, device: str) -> None:
+        data = {"rows": torch.arange(float(rows)).to(device)}
+        super().__init__(data, [rows], device=device)
+
+
+class OwnToClass(TensorClass):
+    pixels: torch.Tensor
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        moved = self._tensordict.to(*args, **kwargs)
+        return type(self)._from_tensordict(moved + 1)
+
+
+class Text(NonTensorData):
+    """A subclass without anything of its own."""
+
+
+class Table(UnbatchedTensor):
+    """A subclass without anything of its own."""
+
+
+class Batches(LazyStackedTensorDict):
+    """A subclass without anything of its own."""

@@ -13,6 +13,7 @@ from tensordict_kind import Counts, TdKind, anywhere, packed
 from tensordict_kinds_of_classes import CLASSES, NON_TENSOR, TENSORCLASSES
 from tensordict_kinds_of_leaves import LEAVES, flat, ramp
 from tensordict_kinds_of_memory import MEMORY
+from tensordict_kinds_of_mixtures import MIXTURES
 
 __all__ = ["NOT_MADE", "TD_KINDS", "TdKind"]
 
@@ -241,7 +242,15 @@ _LAZY = {
 # ---- all -----------------------------------------------------------------------------------------
 
 TD_KINDS: dict[str, TdKind] = (
-    _DICT_BACKED | _VIEWS | _LAZY | TENSORCLASSES | NON_TENSOR | CLASSES | LEAVES | MEMORY
+    _DICT_BACKED
+    | _VIEWS
+    | _LAZY
+    | TENSORCLASSES
+    | NON_TENSOR
+    | CLASSES
+    | LEAVES
+    | MEMORY
+    | MIXTURES
 )
 
 NOT_MADE = {

@@ -60,13 +60,7 @@ def _within(device: str) -> TensorDict:
 
 _TWO = {"batch_size": [2]}
 
-TENSOR_LEFT_WHERE_IT_IS = (
-    dict.fromkeys(("cpu", "sim", "cuda"), "its own `.to` leaves it where it is before 0.15")
-    if tensordict.__version__.startswith("0.14")
-    else {}
-)
-
-CLASSES: dict[str, TdKind] = {
+TENSORCLASSES: dict[str, TdKind] = {
     "tensorclass by decorator": anywhere(
         lambda d: Decorated(ramp(d, 2, 3), label="cat", mask=ramp(d, 2), device=d, **_TWO),
         packed(2, opaque=1),
