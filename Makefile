@@ -36,6 +36,7 @@ endif
 
 demo: build
 	$(RUN) $(PY) tutorials/01_first_copy.py
+	$(RUN) $(PY) tutorials/02_tensordict.py
 
 test: test-cpp test-py
 

@@ -40,6 +40,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../tutorials",
     "gallery_dirs": "tutorials",
     "filename_pattern": r"/\d\d_",
+    "within_subsection_order": "FileNameSortKey",
     "abort_on_example_error": True,
     "run_stale_examples": True,  # the engine may have changed though the tutorial has not
     "download_all_examples": False,

@@ -441,7 +441,7 @@ except ImportError as missing:
     print(f"skipped: the picture ({missing})")
 else:
     if "__file__" in globals():  # a gallery has none, and takes the figure itself
-        picture = Path(__file__).resolve().parents[1] / "build" / "02_every_batch.png"
+        picture = Path(__file__).resolve().parents[1] / "build" / "04_every_batch.png"
         picture.parent.mkdir(exist_ok=True)
         figure.savefig(picture, dpi=120)
         print(f"picture: {picture.relative_to(picture.parents[1])}")
