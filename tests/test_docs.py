@@ -1,4 +1,4 @@
-"""The page on what may be in a batch says what the catalogue says, row by row."""
+"""The pages on what may be in a batch hold what the catalogues say, and their examples run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from broken_engines import DEFECTS
 from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "what_may_be_in_a_batch.md"
+TENSORDICTS = PAGE.with_name("tensordict.md")
 
 
 def cell(kind: Kind, direction: str) -> str:
@@ -63,6 +64,17 @@ def test_the_example_of_the_page_runs(registry, device):
     assert blocks
     for block in blocks:
         exec(compile(block.replace('"cuda"', repr(device)), str(PAGE), "exec"), {})
+
+
+def test_the_examples_of_the_page_on_tensordicts_run_one_after_the_other(
+    device, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)  # where one of them leaves its files
+    blocks = re.findall(r"```python\n(.*?)```", TENSORDICTS.read_text(), flags=re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block.replace('"cuda"', repr(device)), str(TENSORDICTS), "exec"), names)
 
 
 @pytest.mark.parametrize("name", KINDS)
