@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from broken_engines import DEFECTS
 from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
+from tensordict_kinds import TD_KINDS, TdKind
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "what_may_be_in_a_batch.md"
 TENSORDICTS = PAGE.with_name("tensordict.md")
@@ -23,11 +24,11 @@ def cell(kind: Kind, direction: str) -> str:
     return "" if outcome == NOT_THERE else outcome
 
 
-def tables() -> list[list[list[str]]]:
-    """All tables of the page: rows of cells, the heading first, without the line below it."""
+def tables(page: Path = PAGE) -> list[list[list[str]]]:
+    """All tables of a page: rows of cells, the heading first, without the line below it."""
     found: list[list[list[str]]] = []
     inside = False
-    for line in PAGE.read_text().splitlines():
+    for line in page.read_text().splitlines():
         if line.startswith("|"):
             if not inside:
                 found.append([])
@@ -66,6 +67,32 @@ def test_the_example_of_the_page_runs(registry, device):
         exec(compile(block.replace('"cuda"', repr(device)), str(PAGE), "exec"), {})
 
 
+def outcome(kind: TdKind) -> str:
+    """What the page on TensorDicts says of a kind of them."""
+    said = {}
+    for direction in DIRECTIONS:
+        if (counts := kind.counts(direction)) is not None:
+            words = [word for word, count in zip(counts._fields, counts, strict=True) if count]
+            said[direction] = ", ".join(words) or "none"
+    if len(set(said.values())) == 1:
+        text = said["H2D"]
+    else:
+        text = "; ".join(f"{direction}: {words}" for direction, words in said.items())
+    return text if len(said) == len(DIRECTIONS) else f"{text} (from the host only)"
+
+
+def as_text(rows: list[list[str]]) -> str:
+    """So that a difference is shown as the rows to add and to take away."""
+    return "\n".join(" | ".join(row) for row in rows)
+
+
+def test_the_tables_of_tensordicts_are_the_catalogue():
+    heading = ["a TensorDict that is or has", "what becomes of what is in it"]
+    on_page = [row for table in tables(TENSORDICTS) if table[0] == heading for row in table[1:]]
+    in_catalogue = [[name, outcome(kind)] for name, kind in TD_KINDS.items()]
+    assert as_text(on_page) == as_text(in_catalogue)
+
+
 def test_the_examples_of_the_page_on_tensordicts_run_one_after_the_other(
     device, monkeypatch, tmp_path
 ):
@@ -77,7 +104,7 @@ def test_the_examples_of_the_page_on_tensordicts_run_one_after_the_other(
         exec(compile(block.replace('"cuda"', repr(device)), str(TENSORDICTS), "exec"), names)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *TD_KINDS])
 def test_names_can_stand_in_a_table(name):
     assert "|" not in name
     assert name == name.strip()
