@@ -123,7 +123,7 @@ LEAVES: dict[str, TdKind] = {
     "sparse CSR": _of_catalogue("sparse CSR", _ONE_DELEGATED),
     "quantized": _of_catalogue("quantized", _ONE_DELEGATED, not_to_meta=True),
     "nested tensor, strided": _of_catalogue("nested, strided", _ONE_DELEGATED, not_to_meta=True),
-    "nested tensor, jagged": _of_catalogue("nested, jagged", packed(2 + _BESIDE)),
+    "nested tensor, jagged": _of_catalogue("nested, jagged", packed(_BESIDE + 2)),
     "jagged leaf at the root, locked": anywhere(
         lambda d: TensorDict({"j": KINDS["nested, jagged"].make(d)}, device=d).lock_(), packed(2)
     ),
