@@ -5,12 +5,14 @@ TensorDicts
 A ``TensorDict`` is a dict of tensors that knows its device. Here we see what that means for its
 entries, and move TensorDicts to the accelerator and back while the host does something else: flat
 ones, ones with all that may be nested in them, and one that lies in a folder of memory-mapped
-files. Then TensorDict's own ``.to`` uses the engine.
+files. We fill tensors that are there already, as a CUDA graph wants it, and let TensorDict's own
+``.to`` use the engine.
 
 Like the other tutorials, this one runs on a CUDA device, or else on the one that tdcopier
 simulates in host memory. The picture shows where every leaf of a nested TensorDict has arrived.
 """
 
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -265,6 +267,65 @@ for each in (loaded, replayed):
     print(f"{leaf.device!s:>6}: a {type(leaf).__name__} of shape {tuple(leaf.shape)}")
 check(replayed, loaded.to(device))
 assert handle.stats.packed_leaves == 3
+
+# %%
+# And back: ``memmap_like`` makes files like a TensorDict, with nothing in them yet.
+# :func:`tdcopier.copy_into` fills tensors that are there, wherever they are, and here these are the
+# files. Nothing else is made on the host.
+
+speeds = TensorDict({"speed": replayed["motion", "velocity"].norm(dim=1)}, [8], device=device)
+on_disk = speeds.memmap_like(prefix=Path(folder.name, "speeds"))
+handle = tdcopier.copy_into(speeds, on_disk)
+assert handle.get() is on_disk
+show(Path(folder.name, "speeds"))
+read_again = TensorDict.load_memmap(Path(folder.name, "speeds"))
+torch.testing.assert_close(read_again["speed"], motion["motion", "velocity"].norm(dim=1))
+
+# %%
+# A batch that stays where it is
+# ------------------------------
+# A CUDA graph reads the addresses that it was captured with. So its batch is made once, and
+# refreshed with ``copy_into``. That writes behind what the current stream has been given: a replay
+# that is under way reads the batch before, and the next replay reads the new one. The host need not
+# wait in between. The simulated device has no graphs; there, a copy on the current stream stands
+# for the replay, and the stream is held until the host is through.
+
+static = tdcopier.to(make_drive(seed=3), device)
+seen = torch.empty_like(static["steering"])
+
+
+def addresses(td):
+    """Where the leaves are."""
+    return [leaf.data_ptr() for _, leaf in parts(td) if isinstance(leaf, torch.Tensor)]
+
+
+def replay():
+    if device.type == "cuda":
+        graph.replay()
+    else:
+        seen.copy_(static["steering"])
+
+
+if device.type == "cuda":
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen.copy_(static["steering"])
+
+before = addresses(static)
+drives, replayed = [make_drive(seed) for seed in (4, 5, 6)], []
+with contextlib.nullcontext() if device.type == "cuda" else sim.hold(torch.sim.current_stream()):
+    for each in drives:
+        handle = tdcopier.copy_into(each, static)
+        handle.wait()
+        replay()
+        replayed.append(seen.clone())
+    print(f"{len(drives)} batches and replays are enqueued")
+for each, got in zip(drives, replayed, strict=True):
+    assert torch.equal(got.cpu(), each["steering"])
+assert addresses(static) == before
+print(f"each replay has read its batch; {len(before)} leaves are where they were")
+print("transfers for one batch:", handle.stats.transfers)
+assert handle.stats.transfers == 1
 
 # %%
 # TensorDict's own calls
