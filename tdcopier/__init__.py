@@ -1,7 +1,7 @@
 """Packed asynchronous copies of nested tensors between devices.
 
 `start_copy` begins a copy and returns a handle, `copy` is its blocking form. `async_to` and `to`
-are the same for TensorDicts.
+are the same for TensorDicts. `copy_into` fills a tree that exists.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from tdcopier._copy import (
     InternalError,
     async_to,
     copy,
+    copy_into,
     set_run_ahead_limit,
     set_staging_limit_bytes,
     staging_bytes,
@@ -37,6 +38,7 @@ __all__ = [
     "SourceModifiedError",
     "async_to",
     "copy",
+    "copy_into",
     "install_tensordict_backend",
     "register_container",
     "remove_tensordict_backend",

@@ -73,26 +73,47 @@ class _DeviceLeaf:
 class SourceCheck:
     """What the sources of one copy were like when it was started."""
 
-    def __init__(self, data: Any, device: Any) -> None:
-        """Remember every leaf that the copy is going to read."""
+    def __init__(self) -> None:
+        """None so far."""
         self._started_at = _caller()
         self._leaves: list[_HostLeaf | _DeviceLeaf] = []
         self._failure: SourceModifiedError | None = None
         self._told = False
         self._to_host = False
-        if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
-            return  # no leaf is what it seems, and each is left to `.to`, which has read it already
+
+    @classmethod
+    def of_copy(cls, data: Any, device: Any) -> SourceCheck:
+        """Remember every leaf that `start_copy` is going to read."""
+        check = cls()
+        if _is_altered():
+            return check
         _C.staging_bytes(device)  # raises what is wrong with the device, as the call itself would
         target = torch.empty(0, device=device).device
-        self._to_host = target.type == "cpu"
+        check._to_host = target.type == "cpu"
         for path, leaf in _C.leaves_with_paths(data, device):
-            if isinstance(leaf, np.ndarray):
-                known = leaf.dtype.kind in "biufc" and leaf.nbytes <= _MOST_BYTES
-                if target.type != "cpu" and known:
-                    self._leaves.append(_HostLeaf(path, leaf))
-            elif _is_plain(leaf) and leaf.device != target:
-                kind = _HostLeaf if leaf.device.type == "cpu" else _DeviceLeaf
-                self._leaves.append(kind(path, leaf))
+            # Arrays become tensors on the host, and what is on the target is not read.
+            read = target.type != "cpu" if isinstance(leaf, np.ndarray) else leaf.device != target
+            if read:
+                check._watch(path, leaf)
+        return check
+
+    @classmethod
+    def of_filling(cls, source: Any, destination: Any) -> SourceCheck:
+        """Remember every leaf that `copy_into` is going to read."""
+        check = cls()
+        if not _is_altered():
+            for steps, leaf, filled in _C.pairs_with_paths(source, destination):
+                if leaf is not filled:
+                    check._watch(f"source{steps}", leaf)
+        return check
+
+    def _watch(self, path: str, leaf: Any) -> None:
+        if isinstance(leaf, np.ndarray):
+            if leaf.dtype.kind in "biufc" and leaf.nbytes <= _MOST_BYTES:
+                self._leaves.append(_HostLeaf(path, leaf))
+        elif _is_plain(leaf):
+            kind = _HostLeaf if leaf.device.type == "cpu" else _DeviceLeaf
+            self._leaves.append(kind(path, leaf))
 
     def look(self, *, is_done: bool = True) -> None:
         """Compare; forget what has been compared, since it may be modified from now on.
@@ -185,6 +206,12 @@ class CheckedHandle:
 def checked(handle: AsyncCopyHandle, check: SourceCheck) -> AsyncCopyHandle:
     """The handle, with the check in its way."""
     return cast("AsyncCopyHandle", CheckedHandle(handle, check))
+
+
+def _is_altered() -> bool:
+    """Whether no leaf is what it seems, and each is left to torch, which reads it in the call."""
+    interpreters: Any = torch._C._functorch
+    return bool(torch._C._len_torch_dispatch_stack() or interpreters.peek_interpreter_stack())
 
 
 def _is_plain(leaf: Any) -> bool:

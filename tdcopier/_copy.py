@@ -21,6 +21,7 @@ __all__ = [
     "InternalError",
     "async_to",
     "copy",
+    "copy_into",
     "set_run_ahead_limit",
     "set_staging_limit_bytes",
     "staging_bytes",
@@ -105,7 +106,7 @@ def start_copy(
     A failure of the copy itself (such as `torch.OutOfMemoryError`, or what the `.to` of a delegated
     leaf or a container's `unflatten` raises) is raised by `get` and `wait`.
     """
-    check = SourceCheck(data, device) if _CHECKING else None
+    check = SourceCheck.of_copy(data, device) if _CHECKING else None
     handle = _C.start_copy(
         data,
         device,
@@ -133,6 +134,73 @@ class CopyOptions(TypedDict, total=False):
 def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     """The blocking form of `start_copy`: the tree on `device`, arrived. Takes the same options."""
     return start_copy(data, device, **options).get()
+
+
+def copy_into(
+    source: Any,
+    destination: Any,
+    *,
+    use_pinned_staging: bool = True,
+    use_background_thread: bool = True,
+) -> AsyncCopyHandle:
+    """Begin to fill an existing tree with the values of another; return at once with a handle.
+
+    Each leaf of `source` is copied into the leaf of `destination` at the same place. Both are
+    tensors or numpy arrays, anywhere: on the host (pageable, pinned or memory-mapped) or on
+    devices, strided or not, in any mixture. `get()` and `wait()` give `destination` itself. Nothing
+    is allocated for the result, so tensors keep their addresses, as CUDA graphs need it; where the
+    destination is what `start_copy` has once delivered to a device, its chunk is filled by one
+    transfer.
+
+    The trees must have the same structure: containers have the same keys, the same attributes or
+    the same number of children (their classes may differ), and leaves the same shape and dtype.
+    Opaque values must be at the same places; they are left alone. A leaf that is the very memory of
+    its destination counts as reused and is not touched. Version counters of the tensors that are
+    written move.
+
+    **Order.** Sources on a device are read behind what their current stream has at the call.
+    Destinations on a device are written behind what their current stream has at the call, and
+    whatever a stream is given after `get()`, or after a `wait()` for it, sees the new values. In
+    between, destinations may be neither read nor written. Destinations on the host are written at
+    any time from the call on, until `get()` or `wait()` returns or `ready()` is true; one that is
+    pinned and that a stream still reads must be synchronised before the call. What `start_copy`
+    says of sources holds here too. The caller may drop both trees: what is copied is kept.
+
+    Whatever cannot be copied as plain bytes (a source that needs a gradient, sparse tensors,
+    subclasses, conjugate views, any leaf under a torch mode) is left to `copy_`, inside this call,
+    and counted as delegated. Leaves up to 256 KiB count as packed, larger ones as alone.
+
+    Args:
+        source: a leaf, or any nesting of containers and leaves.
+        destination: a tree of the same structure, to be filled.
+        use_pinned_staging: stage through pinned memory, so that transfers run beside the host.
+            Without it, transfers read or write pageable memory and block the thread that makes
+            them.
+        use_background_thread: leave large work, and whatever arrives in host memory, to worker
+            threads and return at once.
+
+    Raises:
+        ValueError: the trees differ in structure, or a leaf in shape or dtype; a destination
+            requires a gradient while gradients are enabled, is a read-only array, shares memory
+            between its elements, or with another leaf that is read or written (leaves with gaps are
+            compared up to a million rows); a tensor reaches beyond its storage. Messages name the
+            first such leaf by its path, and nothing has been written.
+        TypeError: an array's numbers have a type that torch cannot take; a container of a kind
+            that cannot be taken apart.
+        RecursionError: containers nested more than 1000 deep, or containing themselves.
+        RuntimeError: the current stream of a device in question is capturing a CUDA graph; a
+            destination was made in inference mode, and this is not; a container changed while it
+            was walked.
+        Exception: what a registered container's `flatten` raises.
+
+    A failure of the copy itself is raised by `get` and `wait`, every time. What the destinations
+    hold after it is undefined.
+    """
+    check = SourceCheck.of_filling(source, destination) if _CHECKING else None
+    handle = _C.copy_into(
+        source, destination, bool(use_pinned_staging), bool(use_background_thread)
+    )
+    return handle if check is None else checked(handle, check)
 
 
 def async_to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle:

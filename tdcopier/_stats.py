@@ -8,6 +8,9 @@ from typing import NamedTuple
 class CopyStats(NamedTuple):
     """Counts of one copy. Transfers and bytes are complete once the handle is `ready()`.
 
+    Of `copy_into`, leaves up to 256 KiB count as packed and larger ones as alone, also where there
+    is no transfer, and chunks are those on the target that are scattered to their destinations.
+
     Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
     the number of tensors and arrays in the tree, where a TensorDict (or a part of one) that is left
     to its own `.to` counts as one.

@@ -62,7 +62,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "device_source_released_early": Defect(
         "Lifetime",
-        "engine/device_source_job.cpp",
+        "engine/reclaim.cpp",
         "    wait_until_ended(*read);",
         "    if (!{defect}) wait_until_ended(*read);",
         "device_sources_are_freed_at_once",
@@ -114,6 +114,24 @@ DEFECTS: dict[str, Defect] = {
         "device_sources_are_overwritten_behind_wait_staged",
         "AssertionError",
         "unordered",
+    ),
+    "destination_not_waited_for": Defect(
+        "Order",
+        "engine/host_into_device_job.cpp",
+        "  used_->block(accelerator_.copy_stream());",
+        "  if (!{defect}) used_->block(accelerator_.copy_stream());",
+        "filled_behind_the_reads_before",
+        "AssertionError",
+        "unordered",
+    ),
+    "destination_released_early": Defect(
+        "Lifetime",
+        "engine/host_into_device_job.cpp",
+        "  give_back_destinations();",
+        "  if ({defect}) return IntoJob::give_back_sources();\n  give_back_destinations();",
+        "a_chunk_is_filled_again_and_dropped",
+        "AssertionError",
+        "reused",
     ),
     "arrival_signalled_early": Defect(
         "Order",

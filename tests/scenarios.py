@@ -318,6 +318,74 @@ def polled_until_ready(play: Play) -> None:
         play.expect(handle.get(), batch)
 
 
+def filled_behind_the_reads_before(play: Play) -> None:
+    """H2D into memory that exists: late readers of the old values and of the new ones."""
+    device = play.devices[0]
+    reader = play.stream(device)
+    batches = [play.batch() for _ in range(3)]
+    with play.on(reader):
+        static = play.write(device, batches[0])
+        play.read_late(static, batches[0])
+        for batch in batches[1:]:
+            handle = tdcopier.copy_into(batch, static)
+            handle.wait()
+            play.read_late(static, batch)
+
+
+def a_chunk_is_filled_again_and_dropped(play: Play) -> None:
+    """H2D into the chunk of an earlier copy, whose memory somebody else has before long."""
+    device = play.devices[0]
+    stream = play.stream(device)
+    with play.on(stream):
+        batches = [play.batch((64, 64)) for _ in range(3)]
+        static = tdcopier.start_copy(batches[0], device).wait()
+        handle = tdcopier.copy_into(batches[1], static)
+        assert handle.stats.transfers == 1
+        play.read_late(handle.wait(), batches[1])
+        tdcopier.copy_into(batches[2], static)
+        del static, handle
+        other = play.batch((64, 64, 128))
+        play.read_late(play.write(device, other), other)
+
+
+def host_memory_is_filled_while_sources_are_overwritten(play: Play) -> None:
+    """D2H into memory that exists, through two staging buffers, by several hands."""
+    device = play.devices[0]
+    producer = play.stream(device)
+    with small_limits():
+        pairs = []
+        with play.on(producer):
+            for batch in (play.batch(), play.batch((90, 7))):
+                source = play.write(device, batch)
+                static = [torch.zeros_like(leaf) for leaf in batch]
+                handle = tdcopier.copy_into(source, static)
+                handle.wait_staged()
+                play.overwrite(source)
+                del source
+                pairs.append((handle, static, batch))
+        for handle, static, batch in pairs:
+            assert handle.get() is static
+            play.expect(static, batch)
+
+
+def between_devices_into_memory_that_exists(play: Play) -> None:
+    """D2D: behind the producer of one device and the readers of the other."""
+    near, far = play.devices
+    producer, consumer = play.stream(near), play.stream(far)
+    old = play.batch((33, 60))
+    with play.on(consumer):
+        static = play.write(far, old)
+        play.read_late(static, old)
+        for batch in (play.batch((33, 60)), play.batch((33, 60))):
+            with play.on(producer):
+                source = play.write(near, batch)
+                handle = tdcopier.copy_into(source, static)
+                handle.wait_staged()
+                play.overwrite(source)
+            play.read_late(handle.wait(), batch)
+            del source
+
+
 class Scenario(NamedTuple):
     run: Callable[[Play], None]
     one_transfer_a_job: bool = True
@@ -346,5 +414,9 @@ SCENARIOS: dict[str, Scenario] = {
         (transfers_fail_when_they_are_enqueued, False),
         (counted_as_the_device_counts, False),
         (polled_until_ready, True),
+        (filled_behind_the_reads_before, False),
+        (a_chunk_is_filled_again_and_dropped, True),
+        (host_memory_is_filled_while_sources_are_overwritten, False),
+        (between_devices_into_memory_that_exists, False),
     )
 }

@@ -8,9 +8,21 @@
 namespace tdcopier {
 namespace {
 
+enum class Toward { kDense, kStrided };
+
+// `dense` is where elements lie one behind the other.
+template <Toward kToward>
+void move_bytes(std::byte* strided, std::byte* dense, uint64_t bytes) {
+  if constexpr (kToward == Toward::kDense) {
+    std::memcpy(dense, strided, bytes);
+  } else {
+    std::memcpy(strided, dense, bytes);
+  }
+}
+
 // Rows of elements that lie in memory at regular steps.
 struct Plane {
-  const std::byte* from;
+  std::byte* strided;
   uint64_t rows;
   int64_t row_stride;  // in bytes, as the next
   uint64_t columns;
@@ -28,48 +40,48 @@ WidePlane as_wide_elements(const Plane& plane, uint32_t element_bytes) {
   if (plane.column_stride != static_cast<int64_t>(element_bytes)) {
     return {plane, element_bytes};
   }
-  return {{plane.from, 1, 0, plane.rows, plane.row_stride}, plane.columns * element_bytes};
+  return {{plane.strided, 1, 0, plane.rows, plane.row_stride}, plane.columns * element_bytes};
 }
 
 // The size is a constant, so that each element is one load and one store.
-template <size_t kElementBytes>
-void copy_plane(const Plane& plane, std::byte* to) {
-  const std::byte* row = plane.from;
+template <Toward kToward, size_t kElementBytes>
+void copy_plane(const Plane& plane, std::byte* dense) {
+  std::byte* row = plane.strided;
   for (uint64_t r = 0; r < plane.rows; ++r, row += plane.row_stride) {
-    const std::byte* element = row;
+    std::byte* element = row;
     for (uint64_t c = 0; c < plane.columns; ++c, element += plane.column_stride) {
-      std::memcpy(to, element, kElementBytes);
-      to += kElementBytes;
+      move_bytes<kToward>(element, dense, kElementBytes);
+      dense += kElementBytes;
     }
   }
 }
 
-void copy_plane(const WidePlane& wide, std::byte* to) {
+template <Toward kToward>
+void copy_plane(const WidePlane& wide, std::byte* dense) {
   const auto& [plane, element_bytes] = wide;
   switch (element_bytes) {
     case 1:
-      return copy_plane<1>(plane, to);
+      return copy_plane<kToward, 1>(plane, dense);
     case 2:
-      return copy_plane<2>(plane, to);
+      return copy_plane<kToward, 2>(plane, dense);
     case 3:
-      return copy_plane<3>(plane, to);
+      return copy_plane<kToward, 3>(plane, dense);
     case 4:
-      return copy_plane<4>(plane, to);
+      return copy_plane<kToward, 4>(plane, dense);
     case 6:
-      return copy_plane<6>(plane, to);
+      return copy_plane<kToward, 6>(plane, dense);
     case 8:
-      return copy_plane<8>(plane, to);
+      return copy_plane<kToward, 8>(plane, dense);
     case 12:
-      return copy_plane<12>(plane, to);
+      return copy_plane<kToward, 12>(plane, dense);
     case 16:
-      return copy_plane<16>(plane, to);
+      return copy_plane<kToward, 16>(plane, dense);
     default:
       for (uint64_t r = 0; r < plane.rows; ++r) {
-        for (uint64_t c = 0; c < plane.columns; ++c, to += element_bytes) {
-          std::memcpy(to,
-                      plane.from + static_cast<int64_t>(r) * plane.row_stride +
-                          static_cast<int64_t>(c) * plane.column_stride,
-                      element_bytes);
+        for (uint64_t c = 0; c < plane.columns; ++c, dense += element_bytes) {
+          move_bytes<kToward>(plane.strided + static_cast<int64_t>(r) * plane.row_stride +
+                                  static_cast<int64_t>(c) * plane.column_stride,
+                              dense, element_bytes);
         }
       }
   }
@@ -91,11 +103,14 @@ size_t join_dims(std::span<StridedDim> dims) {
   return kept;
 }
 
-void copy_strided(const std::byte* from, std::span<const StridedDim> dims, uint32_t element_bytes,
-                  uint64_t first, uint64_t last, std::byte* to) {
+namespace {
+
+template <Toward kToward>
+void copy_range(std::byte* strided, std::span<const StridedDim> dims, uint32_t element_bytes,
+                uint64_t first, uint64_t last, std::byte* dense) {
   if (first >= last) return;
   if (dims.empty()) {  // one element
-    std::memcpy(to, from, element_bytes);
+    move_bytes<kToward>(strided, dense, element_bytes);
     return;
   }
   const StridedDim& inner = dims.back();
@@ -107,33 +122,45 @@ void copy_strided(const std::byte* from, std::span<const StridedDim> dims, uint3
   for (size_t d = outer.size(); d-- > 0;) {
     index[d] = static_cast<int64_t>(row % static_cast<uint64_t>(outer[d].size));
     row /= static_cast<uint64_t>(outer[d].size);
-    from += index[d] * outer[d].stride_bytes;
+    strided += index[d] * outer[d].stride_bytes;
   }
   // Moves on by rows along the innermost of the outer dimensions, by not more than it has.
   const auto advance = [&](int64_t rows) {
     for (size_t d = outer.size(); d-- > 0; rows = 1) {
-      from += rows * outer[d].stride_bytes;
+      strided += rows * outer[d].stride_bytes;
       index[d] += rows;
       if (index[d] < outer[d].size) return;
-      from -= index[d] * outer[d].stride_bytes;
+      strided -= index[d] * outer[d].stride_bytes;
       index[d] = 0;
     }
   };
   uint64_t skip = first % row_elements;
   while (first < last) {
-    Plane plane{from + static_cast<int64_t>(skip) * inner.stride_bytes, 1, 0,
+    Plane plane{strided + static_cast<int64_t>(skip) * inner.stride_bytes, 1, 0,
                 std::min(row_elements - skip, last - first), inner.stride_bytes};
     if (plane.columns == row_elements && !outer.empty()) {
       plane.row_stride = outer.back().stride_bytes;
       plane.rows = std::min(static_cast<uint64_t>(outer.back().size - index.back()),
                             (last - first) / row_elements);
     }
-    copy_plane(as_wide_elements(plane, element_bytes), to);
-    to += plane.rows * plane.columns * element_bytes;
+    copy_plane<kToward>(as_wide_elements(plane, element_bytes), dense);
+    dense += plane.rows * plane.columns * element_bytes;
     first += plane.rows * plane.columns;
     skip = 0;
     advance(static_cast<int64_t>(plane.rows));
   }
+}
+
+}  // namespace
+
+void copy_strided(const std::byte* from, std::span<const StridedDim> dims, uint32_t element_bytes,
+                  uint64_t first, uint64_t last, std::byte* to) {
+  copy_range<Toward::kDense>(const_cast<std::byte*>(from), dims, element_bytes, first, last, to);
+}
+
+void copy_to_strided(std::byte* to, std::span<const StridedDim> dims, uint32_t element_bytes,
+                     uint64_t first, uint64_t last, const std::byte* from) {
+  copy_range<Toward::kStrided>(to, dims, element_bytes, first, last, const_cast<std::byte*>(from));
 }
 
 }  // namespace tdcopier

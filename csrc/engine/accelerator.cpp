@@ -12,6 +12,7 @@ namespace tdcopier {
 namespace {
 
 c10::Stream make_copy_stream(c10::Device device) {
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);  // it has none
   // High priority: that pool is the one that callers use least, so the stream is our own in
   // practice.
   return c10::impl::VirtualGuardImpl(device.type())
@@ -45,6 +46,10 @@ void Accelerator::settle_all() {
     accelerator->staging().pinned_bytes();
     accelerator->run_ahead().has_room();
   }
+}
+
+EventRef Accelerator::record_current() {
+  return events_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 Accelerator::Accelerator(c10::Device device)

@@ -15,7 +15,8 @@ namespace tdcopier {
 // the interpreter's orderly end.
 class Accelerator {
  public:
-  // `device` has an index, and its backend is initialised.
+  // `device` has an index, and its backend is initialised; or it is the host, for copies within
+  // which nothing of the device is used.
   static Accelerator& of(c10::Device device);
 
   // Notices in all of them which transfers and consumers have ended.
@@ -25,6 +26,8 @@ class Accelerator {
   // Where the engine enqueues all its work on this device.
   const c10::Stream& copy_stream() const { return copy_stream_; }
   EventPool& events() { return events_; }
+  // An event behind what the calling thread's current stream of this device has.
+  EventRef record_current();
   StagingRing& staging() { return staging_; }
   RunAhead& run_ahead() { return run_ahead_; }
   ByteViewPool& views() { return views_; }

@@ -10,6 +10,7 @@
 
 #include "engine/byte_tensor.h"
 #include "engine/graph_capture.h"
+#include "engine/own_chunks.h"
 
 namespace tdcopier {
 namespace {
@@ -33,8 +34,7 @@ CopyJob::CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves,
 
 void CopyJob::run() noexcept {
   try {
-    const RelaxedCapture relaxed(accelerator_.device().type());
-    allocate_chunks();
+    allocate();
   } catch (...) {
     fail();
   }
@@ -45,10 +45,7 @@ void CopyJob::run() noexcept {
 bool CopyJob::run_in_background(ThreadPool& pool) {
   return pool.submit([job = shared_from_this(), &pool] {
     try {
-      {
-        const RelaxedCapture relaxed(job->accelerator_.device().type());
-        job->allocate_chunks();
-      }
+      job->allocate();
       const size_t hands = std::min(pool.workers(), job->most_hands());  // this one included
       for (size_t i = 1; i < hands; ++i) {
         ++job->participants_;
@@ -72,6 +69,16 @@ bool CopyJob::run_in_background(ThreadPool& pool) {
   });
 }
 
+void CopyJob::allocate() {
+  const RelaxedCapture relaxed(accelerator_.device().type());
+  allocate_chunks();
+  if (target_.is_cpu()) return;  // host memory is filled again leaf by leaf
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    const ChunkPlan& chunk = plan_.chunks[i];
+    if (chunk.last - chunk.first > 1) remember_chunk(chunks_[i], plan_, chunk, leaves_);
+  }
+}
+
 void CopyJob::work() noexcept {
   if (failed_) return;
   try {
@@ -88,6 +95,7 @@ void CopyJob::leave() noexcept {
   try {
     if (!failed_ && transfers_ != 0 && !arrived_) {
       const RelaxedCapture relaxed(accelerator_.device().type());
+      finish_transfers();
       arrived_ = accelerator_.events().record(accelerator_.copy_stream());
     }
   } catch (...) {

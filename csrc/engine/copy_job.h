@@ -66,21 +66,29 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // `stream`, of the target, waits for the transfers, and no chunk is reused while it can still
   // read it. Returns at once. Requires: is_enqueued(), no failure, a target that has streams.
-  void hand_over_to(const c10::Stream& stream);
+  virtual void hand_over_to(const c10::Stream& stream);
+
+  // The sources were read, or their device will do so in the order of its streams; or the job
+  // failed. No later than enqueued, and earlier where bytes go on from where they arrive.
+  virtual void wait_reads_enqueued() { wait_enqueued(); }  // Blocks. GIL: must not be held.
+  virtual bool are_reads_enqueued() const { return is_enqueued(); }
 
   // `stream`, of the sources' device, waits until the sources were read. Host sources were when
-  // the job is enqueued. Returns at once. Requires: is_enqueued().
+  // the job is enqueued. Returns at once. Requires: are_reads_enqueued().
   virtual void order_behind_reads(const c10::Stream&) {}
 
   // A light tensor over the leaf's slot. Requires: is_enqueued() and no failure.
   at::Tensor output(uint32_t leaf) const;
 
   // For the caller that knows the job to be done: sources need no longer wait for anybody else.
-  void give_back_sources() noexcept { sources_->give_back(); }
+  virtual void give_back_sources() noexcept { sources_->give_back(); }
 
   TransferCounts counts() const { return {transfers_, transfer_bytes_}; }
   const PackPlan& plan() const { return plan_; }
+  // Allocations on the target.
+  virtual size_t chunks() const { return plan_.chunks.size(); }
   const c10::Device& source_device() const { return leaves_.device(); }
+  const c10::Device& target() const { return target_; }
 
  protected:
   // `accelerator` is the one whose copy stream the last transfer, or the wait for it, is on.
@@ -93,6 +101,9 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   virtual size_t most_hands() const { return 1; }
   // Enqueues transfers until there are none left or somebody has failed. May throw.
   virtual void transfer_all() = 0;
+  // By the last one out, unless somebody has failed: what comes behind all transfers on the
+  // accelerator's stream. May throw.
+  virtual void finish_transfers() {}
   // By the last one out, even of a failed job: sees to it that the sources are given back.
   virtual void finish_reading() noexcept = 0;
 
@@ -109,6 +120,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
  private:
   void work() noexcept;
   void leave() noexcept;  // the last one out finishes the job
+  void allocate();        // allocate_chunks(), and remembers them
   void fail() noexcept;   // keeps the current exception, the first one only
 
   const c10::DispatchKeySet output_keys_;

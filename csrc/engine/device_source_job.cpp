@@ -3,12 +3,12 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
 #include "engine/gather.h"
 #include "engine/graph_capture.h"
+#include "engine/reclaim.h"
 #include "engine/transport.h"
 
 namespace tdcopier {
@@ -17,11 +17,6 @@ namespace {
 // The accelerator whose stream tells when all has arrived.
 Accelerator& arrival(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source : Accelerator::of(target);
-}
-
-EventRef record_current(Accelerator& accelerator) {
-  const c10::Device device = accelerator.device();
-  return accelerator.events().record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 }  // namespace
@@ -34,7 +29,7 @@ DeviceSourceJob::DeviceSourceJob(Accelerator& source, c10::Device target, LeafTa
       source_(source),
       pinned_(pinned),
       reclaimer_(reclaimer),
-      written_(record_current(source)) {}
+      written_(source.record_current()) {}
 
 void DeviceSourceJob::allocate_chunks() {
   const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
@@ -92,16 +87,7 @@ void DeviceSourceJob::finish_reading() noexcept {
     sources_->give_back();
     return;
   }
-  // Waits for the device and gives back, on the reclaimer's thread.
-  const auto reclaim = [read = read_, sources = sources_]() noexcept {
-    wait_until_ended(*read);
-    sources->give_back();
-  };
-  try {
-    if (reclaimer_.submit(reclaim)) return;
-  } catch (...) {  // no memory for the task: done here, below
-  }
-  reclaim();
+  give_back_behind(read_, sources_, reclaimer_);
 }
 
 void DeviceSourceJob::order_behind_reads(const c10::Stream& stream) {

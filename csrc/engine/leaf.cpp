@@ -15,16 +15,6 @@
 namespace tdcopier {
 namespace {
 
-// All that a plain tensor of the device carries. Anything beyond it means that a copy of the bytes
-// is not enough.
-c10::DispatchKeySet plain_keys(c10::Device device) {
-  const c10::DispatchKeySet dense = plain_key_set(device);
-  const c10::BackendComponent backend = dense.highestBackendKey();
-  return dense | c10::getAutogradRelatedKeySetFromBackend(backend) |
-         c10::getAutocastRelatedKeySetFromBackend(backend) |
-         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
-}
-
 // What torch includes by itself, without any mode or transform.
 constexpr c10::DispatchKeySet kPlainIncluded({c10::DispatchKey::BackendSelect,
                                               c10::DispatchKey::ADInplaceOrView});
@@ -46,7 +36,16 @@ bool has_names(const Tensor& tensor) {
 
 }  // namespace
 
-LeafTable::LeafTable(c10::Device device) : device_(device), plain_keys_(plain_keys(device)) {}
+c10::DispatchKeySet plain_tensor_keys(c10::Device device) {
+  const c10::DispatchKeySet dense = plain_key_set(device);
+  const c10::BackendComponent backend = dense.highestBackendKey();
+  return dense | c10::getAutogradRelatedKeySetFromBackend(backend) |
+         c10::getAutocastRelatedKeySetFromBackend(backend) |
+         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+}
+
+LeafTable::LeafTable(c10::Device device)
+    : device_(device), plain_keys_(plain_tensor_keys(device)) {}
 
 void LeafTable::reserve(size_t leaves) {
   leaves_.reserve(leaves);
@@ -75,12 +74,12 @@ void LeafTable::add_strided(const void* data, c10::ScalarType dtype, std::span<c
   for (const int64_t stride : source_strides_bytes) shapes_.push_back(stride);
 }
 
-Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
+PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   // The keys also say that it is strided and where its storage is.
-  if (has_more_than(impl->key_set(), plain_keys_) || has_names(tensor)) return Packable::kNo;
-  const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (storage == nullptr) return Packable::kNo;
+  if (has_more_than(impl->key_set(), plain) || has_names(tensor)) return {Packable::kNo};
+  c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr) return {Packable::kNo};
   const at::IntArrayRef sizes = impl->sizes();
   const at::IntArrayRef strides = impl->strides();
   const bool dense = impl->is_non_overlapping_and_dense();
@@ -95,19 +94,29 @@ Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
     }
   }
   if (elements != 0 && begin + reach * element_bytes > storage->nbytes()) {
-    return Packable::kShortStorage;
+    return {Packable::kShortStorage};
   }
   if (impl->autograd_meta() != nullptr) {
-    if (impl->requires_grad() && c10::GradMode::is_enabled()) return Packable::kNo;
-    if (tensor._fw_grad(/*level=*/0).defined()) return Packable::kNo;
+    if (impl->requires_grad() && c10::GradMode::is_enabled()) return {Packable::kNo};
+    if (tensor._fw_grad(/*level=*/0).defined()) return {Packable::kNo};
   }
-  const auto* data = static_cast<const std::byte*>(storage->data()) + begin;
+  return {Packable::kYes, storage, begin, dense};
+}
+
+Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
+  const PlainTensor plain = look_at(tensor, plain_keys_);
+  if (plain.packable != Packable::kYes) return plain.packable;
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const at::IntArrayRef sizes = impl->sizes();
+  const at::IntArrayRef strides = impl->strides();
+  const uint64_t element_bytes = impl->itemsize();
+  const auto* data = static_cast<const std::byte*>(plain.storage->data()) + plain.begin;
   const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
-  if (dense) {
+  if (plain.dense) {
     add(data, dtype, sizes, strides);
     return Packable::kYes;
   }
-  if (elements > kMaxLeafBytes / element_bytes) return Packable::kNo;
+  if (static_cast<uint64_t>(impl->numel()) > kMaxLeafBytes / element_bytes) return Packable::kNo;
   // A device reads whole elements.
   const bool aligned = reinterpret_cast<uintptr_t>(data) % element_bytes == 0;
   if (!device_.is_cpu() && !aligned) return Packable::kNo;

@@ -6,6 +6,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
 
 #include <cstdint>
 #include <span>
@@ -36,6 +37,22 @@ enum class Packable {
   kShortStorage,  // its elements reach beyond its storage: nobody can read them
 };
 
+// All that a plain strided tensor of the device carries. Anything beyond it means that a copy of
+// the bytes is not enough.
+c10::DispatchKeySet plain_tensor_keys(c10::Device device);
+
+// A tensor, as far as the engine reads and writes it.
+struct PlainTensor {
+  Packable packable;
+  c10::StorageImpl* storage = nullptr;  // the rest too is for kYes only
+  uint64_t begin = 0;                   // the first element's place in it, in bytes
+  bool dense = true;                    // its bytes lie together, in whatever order of dimensions
+};
+
+// Is it plain: with no keys but `plain`, no names, no gradient to keep, storage that covers the
+// extent? Whatever else torch has or will have is left to torch.
+PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain);
+
 // Leaves of one device, by index. Sizes and strides lie in one array: the source may be gone when
 // outputs are built.
 class LeafTable {
@@ -52,9 +69,8 @@ class LeafTable {
   void add_strided(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
                    std::span<const int64_t> strides, std::span<const int64_t> source_strides_bytes);
 
-  // May the engine read this tensor's bytes itself? Only a plain strided one of the table's device:
-  // no functorch, conj, neg, Python or wrapper keys, no names, no gradient to keep, storage that
-  // covers the extent. Whatever else torch has or will have is left to `Tensor.to`.
+  // May the engine read this tensor's bytes itself? Only a plain one of the table's device: no
+  // functorch, conj, neg, Python or wrapper keys. Others are left to `Tensor.to`.
   Packable add_if_packable(const at::Tensor& tensor);
 
   size_t size() const { return leaves_.size(); }

@@ -22,29 +22,22 @@ void prefetch_beginning(const Leaf& leaf) {
   }
 }
 
-// Bytes [begin, end) of a leaf as they arrive.
-struct LeafRange {
-  uint64_t begin;
-  uint64_t end;
-};
-
 // A strided leaf is read in the order in which its output lies in memory. Windows and slots begin
 // at multiples of the element's size, so no element is cut.
 void stage_strided(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to) {
-  const at::IntArrayRef sizes = leaves.sizes(leaf);
-  const at::IntArrayRef strides = leaves.strides(leaf);
-  const at::IntArrayRef source_strides_bytes = leaves.source_strides_bytes(leaf);
-  std::vector<size_t> outermost_first(leaf.dims);
-  std::iota(outermost_first.begin(), outermost_first.end(), size_t{0});
-  std::sort(outermost_first.begin(), outermost_first.end(),
-            [&](size_t a, size_t b) { return strides[a] > strides[b]; });
-  std::vector<StridedDim> dims;
-  for (const size_t d : outermost_first) dims.push_back({sizes[d], source_strides_bytes[d]});
-  dims.resize(join_dims(dims));
+  const std::vector<StridedDim> dims =
+      dims_as_they_arrive(leaves, leaf, leaves.source_strides_bytes(leaf));
   const auto element_bytes = static_cast<uint32_t>(c10::elementSize(leaf.dtype));
   copy_strided(static_cast<const std::byte*>(leaf.data), dims, element_bytes,
                range.begin / element_bytes, range.end / element_bytes, to);
 }
+
+bool has_strided(const PackPlan& plan, const LeafTable& leaves, const ChunkPlan& chunk) {
+  return std::any_of(plan.order.begin() + chunk.first, plan.order.begin() + chunk.last,
+                     [&](uint32_t leaf) { return leaves[leaf].strided; });
+}
+
+}  // namespace
 
 void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to) {
   if (leaf.strided) {
@@ -55,12 +48,19 @@ void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std:
   }
 }
 
-bool has_strided(const PackPlan& plan, const LeafTable& leaves, const ChunkPlan& chunk) {
-  return std::any_of(plan.order.begin() + chunk.first, plan.order.begin() + chunk.last,
-                     [&](uint32_t leaf) { return leaves[leaf].strided; });
+std::vector<StridedDim> dims_as_they_arrive(const LeafTable& leaves, const Leaf& leaf,
+                                            std::span<const int64_t> strides_bytes) {
+  const at::IntArrayRef sizes = leaves.sizes(leaf);
+  const at::IntArrayRef strides = leaves.strides(leaf);
+  std::vector<size_t> outermost_first(leaf.dims);
+  std::iota(outermost_first.begin(), outermost_first.end(), size_t{0});
+  std::sort(outermost_first.begin(), outermost_first.end(),
+            [&](size_t a, size_t b) { return strides[a] > strides[b]; });
+  std::vector<StridedDim> dims;
+  for (const size_t d : outermost_first) dims.push_back({sizes[d], strides_bytes[d]});
+  dims.resize(join_dims(dims));
+  return dims;
 }
-
-}  // namespace
 
 void set_max_window_bytes(uint64_t bytes) {
   g_max_window_bytes = bytes;

@@ -2,10 +2,13 @@
 // them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "base/pack_plan.h"
+#include "base/strided_copy.h"
 #include "engine/leaf.h"
 
 namespace tdcopier {
@@ -13,6 +16,12 @@ namespace tdcopier {
 // Bytes [begin, end) of one chunk.
 struct Window {
   uint32_t chunk;
+  uint64_t begin;
+  uint64_t end;
+};
+
+// Bytes [begin, end) of a leaf as they arrive.
+struct LeafRange {
   uint64_t begin;
   uint64_t end;
 };
@@ -32,5 +41,33 @@ std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
 // bytes. Bytes between slots are left as they are.
 void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
                   std::byte* staging);
+
+// Writes a leaf's bytes, as they arrive, to `to`.
+void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to);
+
+// The leaf's dimensions in the order in which its bytes arrive, joined, for memory with these
+// strides.
+std::vector<StridedDim> dims_as_they_arrive(const LeafTable& leaves, const Leaf& leaf,
+                                            std::span<const int64_t> strides_bytes);
+
+// Calls visit(leaf, range, place in the window) for each leaf that has bytes in the window.
+template <typename Visit>
+void for_each_in_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
+                        const Visit& visit) {
+  const ChunkPlan& chunk = plan.chunks[window.chunk];
+  const auto first = plan.order.begin() + chunk.first;
+  const auto last = plan.order.begin() + chunk.last;
+  // The first leaf that ends behind the window's beginning; offsets ascend within a chunk.
+  auto at = std::partition_point(first, last, [&](uint32_t leaf) {
+    return plan.slots[leaf].offset + leaves[leaf].bytes <= window.begin;
+  });
+  for (; at != last && plan.slots[*at].offset < window.end; ++at) {
+    if (leaves[*at].bytes == 0) continue;
+    const uint64_t offset = plan.slots[*at].offset;
+    const uint64_t begin = std::max(offset, window.begin);
+    const uint64_t end = std::min(offset + leaves[*at].bytes, window.end);
+    visit(*at, LeafRange{begin - offset, end - offset}, begin - window.begin);
+  }
+}
 
 }  // namespace tdcopier

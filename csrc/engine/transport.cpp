@@ -20,6 +20,11 @@ at::Tensor at_address(ByteViews& views, const void* address, uint64_t bytes) {
   return views.strided(address, /*element_bytes=*/1, static_cast<int64_t>(bytes), int64_t{1});
 }
 
+// Host memory that stays its owner's: the data pointer has no deleter.
+at::Tensor on_host(const void* address, uint64_t bytes) {
+  return byte_tensor(c10::DataPtr(const_cast<void*>(address), c10::Device(c10::kCPU)), bytes);
+}
+
 // The driver takes about 2 us where ATen's copy takes 7 to 16. Null where there is none, for this
 // kind of device. Where it refuses, ATen's copy succeeds (a thread's first use of the device), or
 // fails with torch's own error.
@@ -43,9 +48,7 @@ void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, uint64_t
 
 void copy_from_pageable(const Chunk& chunk, uint64_t offset, const void* host, uint64_t bytes) {
   const c10::InferenceMode no_autograd;
-  // The data pointer has no deleter: the bytes stay their owner's.
-  c10::DataPtr memory(const_cast<void*>(host), c10::Device(c10::kCPU));
-  part_of(chunk, offset, bytes).copy_(byte_tensor(std::move(memory), bytes));
+  part_of(chunk, offset, bytes).copy_(on_host(host, bytes));
 }
 
 void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* address,
@@ -72,6 +75,47 @@ void copy_to_pageable(ByteViews& views, const void* address, const Chunk& chunk,
 void enqueue_between(ByteViews& views, const void* address, const Chunk& chunk, uint64_t bytes) {
   const c10::InferenceMode no_autograd;
   part_of(chunk, 0, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
+}
+
+void enqueue_from_pinned(const c10::Stream& stream, ByteViews& views, const at::Tensor& host,
+                         uint64_t offset, void* address, uint64_t bytes) {
+  const CudaDriver* driver = driver_for(stream);
+  if (driver != nullptr &&
+      driver->copy_host_to_device(reinterpret_cast<uint64_t>(address),
+                                  static_cast<const std::byte*>(host.const_data_ptr()) + offset,
+                                  bytes, native_handle(stream)) == 0) {
+    return;
+  }
+  const c10::InferenceMode no_autograd;
+  at_address(views, address, bytes)
+      .copy_(byte_view(host.storage(), offset, bytes), /*non_blocking=*/true);
+}
+
+void copy_from_pageable(ByteViews& views, const void* host, void* address, uint64_t bytes) {
+  const c10::InferenceMode no_autograd;
+  at_address(views, address, bytes).copy_(on_host(host, bytes));
+}
+
+void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* address, void* host,
+                       uint64_t bytes) {
+  const CudaDriver* driver = driver_for(stream);
+  if (driver != nullptr && driver->copy_device_to_host(host, reinterpret_cast<uint64_t>(address),
+                                                       bytes, native_handle(stream)) == 0) {
+    return;
+  }
+  const c10::InferenceMode no_autograd;
+  on_host(host, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
+}
+
+void copy_to_pageable(ByteViews& views, const void* address, void* host, uint64_t bytes) {
+  const c10::InferenceMode no_autograd;
+  on_host(host, bytes).copy_(at_address(views, address, bytes));
+}
+
+void enqueue_between(ByteViews& from_views, const void* from, ByteViews& to_views, void* to,
+                     uint64_t bytes) {
+  const c10::InferenceMode no_autograd;
+  at_address(to_views, to, bytes).copy_(at_address(from_views, from, bytes), /*non_blocking=*/true);
 }
 
 }  // namespace tdcopier

@@ -150,6 +150,17 @@ void add_array_leaf(PyObject* object, LeafTable& leaves) {
   leaves.add_strided(array.data(), scalar_type, shape, dense, {array.strides(), dims});
 }
 
+ArrayMemory memory_of_array(PyObject* object) {
+  const py::array array = borrow(object);
+  const py::dtype dtype = array.dtype();
+  const py::ssize_t dims = array.ndim();
+  return {static_cast<std::byte*>(const_cast<void*>(array.data())),
+          array.writeable(),
+          *to_torch(dtype.kind(), dtype.itemsize()),
+          {array.shape(), array.shape() + dims},
+          {array.strides(), array.strides() + dims}};
+}
+
 py::object tensor_from_array(PyObject* array) {
   return py::module_::import("tdcopier._arrays").attr("as_tensor")(py::handle(array));
 }

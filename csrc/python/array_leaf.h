@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <vector>
 
 #include "engine/leaf.h"
 
@@ -33,6 +34,18 @@ bool is_mapped_array(PyObject* array);
 
 // Requires is_readable_array().
 void add_array_leaf(PyObject* array, LeafTable& leaves);
+
+// An array's memory and what is in it.
+struct ArrayMemory {
+  std::byte* data;  // the first element
+  bool writeable;
+  c10::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides_bytes;
+};
+
+// Requires is_readable_array().
+ArrayMemory memory_of_array(PyObject* array);
 
 // A CPU tensor with the values of any convertible array: over the same memory where torch can use
 // it. Runs Python code.

@@ -11,9 +11,11 @@
 #include "engine/run_ahead.h"
 #include "engine/stage.h"
 #include "engine/staging_ring.h"
+#include "python/copy_into.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
 #include "python/handle.h"
+#include "python/pair_walk.h"
 #include "python/sources.h"
 #include "python/start_copy.h"
 #include "python/torch_state.h"
@@ -140,6 +142,17 @@ Raises:
                       {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
                       use_background_thread});
     });
+  });
+
+  m.def("copy_into", [](py::handle source, py::handle destination, bool use_pinned_staging,
+                        bool use_background_thread) {
+    return with_torch_errors([&] {
+      return tdcopier::copy_into(source, destination, {use_pinned_staging, use_background_thread});
+    });
+  });
+
+  m.def("pairs_with_paths", [](py::handle source, py::handle destination) {
+    return with_torch_errors([&] { return tdcopier::pairs_with_paths(source, destination); });
   });
 
   m.def("leaves_with_paths", [](py::handle data, py::handle device) {

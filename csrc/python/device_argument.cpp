@@ -79,6 +79,13 @@ void check_is_stream(py::handle stream, c10::Device device) {
                        type_name(stream));
 }
 
+std::optional<c10::Device> device_of_stream(py::handle stream) {
+  if (!THPStream_Check(stream.ptr())) return std::nullopt;
+  const auto* given = reinterpret_cast<THPStream*>(stream.ptr());
+  return c10::Device(static_cast<c10::DeviceType>(given->device_type),
+                     static_cast<c10::DeviceIndex>(given->device_index));
+}
+
 c10::Stream parse_stream(py::handle stream, c10::Device device) {
   if (stream.is_none()) return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   check_is_stream(stream, device);

@@ -5,6 +5,8 @@
 #include <c10/core/Stream.h>
 #include <pybind11/pybind11.h>
 
+#include <optional>
+
 namespace tdcopier {
 
 // A str, torch.device or int, as for `Tensor.to`. The result has an index where the backend has
@@ -19,6 +21,9 @@ bool has_engine_transfers(c10::Device device);
 // None (the calling thread's current stream of `device`) or a torch.Stream of `device`.
 // Throws: TypeError, ValueError.
 c10::Stream parse_stream(pybind11::handle stream, c10::Device device);
+
+// Of a torch.Stream; nullopt for anything else.
+std::optional<c10::Device> device_of_stream(pybind11::handle stream);
 
 // TypeError unless it is None or a torch.Stream, of whatever device.
 void check_is_stream(pybind11::handle stream, c10::Device device);

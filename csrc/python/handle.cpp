@@ -46,18 +46,24 @@ void DelegatedOutputs::add(const at::Tensor& part) {
 }
 
 Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
-    : target_(target),
-      target_has_streams_(has_engine_transfers(target)),
+    : targets_{target},
       inference_mode_(c10::InferenceMode::is_enabled()),
       generation_(fork_generation()),
       spec_(std::make_shared<TreeSpec>(std::move(spec))),
       counts_(counts) {}
 
+Handle::Handle(std::vector<c10::Device> targets, py::object result, LeafCounts counts)
+    : targets_(std::move(targets)),
+      inference_mode_(c10::InferenceMode::is_enabled()),
+      generation_(fork_generation()),
+      counts_(counts),
+      result_(std::move(result)) {}
+
 Handle::~Handle() {
   if (generation_ != fork_generation()) {
     // A parent's thread may have held a lock that dropping these takes: the child leaves them be.
     new std::vector<std::shared_ptr<CopyJob>>(std::move(jobs_));
-    new DelegatedOutputs(std::move(delegated_));
+    new std::vector<DelegatedOutputs>(std::move(delegated_));
   }
   jobs_.clear();
   release_returned_sources();
@@ -105,41 +111,57 @@ bool Handle::ready() {
     if (!job->is_done()) return false;
   }
   if (python_failure_) return true;
-  const RelaxedCapture relaxed(target_.type());
-  try {
-    if (delegated_.made && !delegated_.made->query()) return false;
-  } catch (const c10::Error&) {
-    if (!device_failure_) device_failure_ = std::current_exception();
-    return true;
+  for (const DelegatedOutputs& delegated : delegated_) {
+    if (!delegated.made) continue;
+    const RelaxedCapture relaxed(delegated.made->device_type());
+    try {
+      if (!delegated.made->query()) return false;
+    } catch (const c10::Error&) {
+      if (!device_failure_) device_failure_ = std::current_exception();
+      return true;
+    }
   }
   give_back_sources();
   return true;
 }
 
-py::object Handle::get() {
-  std::optional<c10::Stream> stream;
-  if (target_has_streams_) {
-    stream = parse_stream(py::none(), target_);
-    refuse_capture(*stream, "get()");
+std::vector<c10::Stream> Handle::consumers(py::handle given, const char* call) const {
+  std::vector<c10::Device> devices;
+  for (const c10::Device target : targets_) {
+    if (has_engine_transfers(target)) devices.push_back(target);
   }
+  std::vector<c10::Stream> streams;
+  for (const c10::Device device : devices) streams.push_back(parse_stream(py::none(), device));
+  if (!given.is_none() && !devices.empty()) {
+    const c10::Device named = device_of_stream(given).value_or(devices.front());
+    const auto at = std::find(devices.begin(), devices.end(), named);
+    const auto which = at != devices.end() ? at - devices.begin() : 0;
+    streams[which] = parse_stream(given, devices[which]);
+  }
+  for (const c10::Stream& stream : streams) refuse_capture(stream, call);
+  return streams;
+}
+
+py::object Handle::get() {
+  const std::vector<c10::Stream> streams = consumers(py::none(), "get()");
   wait_enqueued();
   raise_if_failed();
   build_once();  // while the transfers run
   wait_done();
-  if (stream) hand_over_to(*stream);
+  hand_over_to(streams);
   return result_;
 }
 
 py::object Handle::wait(py::handle stream_or_none) {
-  if (!target_has_streams_) {
-    check_is_stream(stream_or_none, target_);
+  const std::vector<c10::Stream> streams = consumers(stream_or_none, "wait()");
+  if (streams.empty()) {
+    check_is_stream(stream_or_none, targets_.empty() ? c10::Device(c10::kCPU) : targets_.front());
     return get();  // the host has waited, so any stream has
   }
-  const c10::Stream stream = parse_stream(stream_or_none, target_);
-  refuse_capture(stream, "wait()");
   wait_enqueued();
   raise_if_failed();
-  hand_over_to(stream);
+  wait_done_on_host();
+  hand_over_to(streams);
   build_once();
   return result_;
 }
@@ -151,25 +173,35 @@ void Handle::wait_staged() {
     streams.push_back(parse_stream(py::none(), job->source_device()));
     refuse_capture(streams.back(), "wait_staged()");
   }
-  wait_enqueued();
+  const auto enqueued = [](const auto& job) { return job->are_reads_enqueued(); };
+  if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
+    refuse_in_child();
+    const py::gil_scoped_release no_gil;
+    for (const auto& job : jobs_) job->wait_reads_enqueued();
+  }
+  release_returned_sources();
   size_t next = 0;
   for (const auto& job : jobs_) {
     if (!job->source_device().is_cpu()) job->order_behind_reads(streams[next++]);
   }
-  for (const EventRef& read : delegated_.read) {
-    const c10::impl::VirtualGuardImpl backend(read->device_type());
-    block_until_ended(*read, backend.getStream(read->device()));
+  for (const DelegatedOutputs& delegated : delegated_) {
+    for (const EventRef& read : delegated.read) {
+      const c10::impl::VirtualGuardImpl backend(read->device_type());
+      block_until_ended(*read, backend.getStream(read->device()));
+    }
   }
+}
+
+void Handle::refuse_in_child() const {
+  if (generation_ == fork_generation()) return;
+  throw std::runtime_error(
+      "this copy was started before the process was forked, and the threads that work on it are "
+      "the parent's: get its result there, or start another copy here");
 }
 
 void Handle::wait_enqueued() {
   if (!is_enqueued()) {
-    if (generation_ != fork_generation()) {
-      throw std::runtime_error(
-          "this copy was started before the process was forked, and the threads that work on it "
-          "are "
-          "the parent's: get its result there, or start another copy here");
-    }
+    refuse_in_child();
     const py::gil_scoped_release no_gil;
     for (const auto& job : jobs_) job->wait_enqueued();
   }
@@ -191,11 +223,33 @@ void Handle::wait_done() {
   give_back_sources();
 }
 
+void Handle::wait_done_on_host() {
+  const bool any_on_host =
+      std::any_of(targets_.begin(), targets_.end(), [](c10::Device d) { return d.is_cpu(); });
+  if (!any_on_host) return;
+  std::exception_ptr failure;
+  {
+    const py::gil_scoped_release no_gil;
+    try {
+      for (const auto& job : jobs_) {
+        if (job->target().is_cpu()) job->wait_done();
+      }
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  if (!device_failure_) device_failure_ = failure;
+  raise_if_failed();
+}
+
 std::exception_ptr Handle::synchronize() noexcept {
   try {
     for (const auto& job : jobs_) job->wait_done();
-    const RelaxedCapture relaxed(target_.type());
-    if (delegated_.made) delegated_.made->synchronize();
+    for (const DelegatedOutputs& delegated : delegated_) {
+      if (!delegated.made) continue;
+      const RelaxedCapture relaxed(delegated.made->device_type());
+      delegated.made->synchronize();
+    }
   } catch (...) {
     return std::current_exception();
   }
@@ -244,16 +298,23 @@ void Handle::build_once() {
   spec_.reset();
 }
 
-void Handle::hand_over_to(const c10::Stream& stream) {
-  for (const auto& job : jobs_) job->hand_over_to(stream);
-  if (!delegated_.made || stream == *delegated_.stream) return;
-  delegated_.made->block(stream);
-  const c10::impl::VirtualGuardImpl backend(stream.device_type());
-  for (const c10::Storage& storage : delegated_.storages) {
-    // A part that stays on the host, such as the lengths of a packed sequence, is nobody's
-    // business.
-    if (storage.device_type() != stream.device_type()) continue;
-    backend.recordDataPtrOnStream(storage.data_ptr(), stream);
+void Handle::hand_over_to(const std::vector<c10::Stream>& streams) {
+  for (const c10::Stream& stream : streams) {
+    for (const auto& job : jobs_) {
+      if (job->target() == stream.device()) job->hand_over_to(stream);
+    }
+    for (const DelegatedOutputs& delegated : delegated_) {
+      if (!delegated.made || delegated.stream->device() != stream.device()) continue;
+      if (stream == *delegated.stream) continue;
+      delegated.made->block(stream);
+      const c10::impl::VirtualGuardImpl backend(stream.device_type());
+      for (const c10::Storage& storage : delegated.storages) {
+        // A part that stays on the host, such as the lengths of a packed sequence, is nobody's
+        // business.
+        if (storage.device_type() != stream.device_type()) continue;
+        backend.recordDataPtrOnStream(storage.data_ptr(), stream);
+      }
+    }
   }
 }
 
@@ -263,7 +324,7 @@ py::tuple Handle::stats() const {
   for (const auto& job : jobs_) {
     moved.transfers += job->counts().transfers;
     moved.bytes += job->counts().bytes;
-    chunks += job->plan().chunks.size();
+    chunks += job->chunks();
   }
   return py::make_tuple(counts_.packed, counts_.alone, counts_.delegated, counts_.reused,
                         counts_.opaque, chunks, moved.transfers, moved.bytes, background_);

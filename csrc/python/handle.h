@@ -40,6 +40,8 @@ struct LeafCounts {
 class Handle {
  public:
   Handle(c10::Device target, TreeSpec spec, LeafCounts counts);
+  // Of a copy into `result`, whose leaves that are written lie on these devices.
+  Handle(std::vector<c10::Device> targets, pybind11::object result, LeafCounts counts);
   ~Handle();
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
@@ -47,7 +49,7 @@ class Handle {
   // Filled in by start_copy, before the caller sees the handle.
   // The jobs of the tree's groups, in their order.
   void attach(std::shared_ptr<CopyJob> job, bool background);
-  void attach(DelegatedOutputs delegated) { delegated_ = std::move(delegated); }
+  void attach(DelegatedOutputs delegated) { delegated_.push_back(std::move(delegated)); }
   void fail_with(pybind11::object exception);
   TreeSpec& spec() { return *spec_; }
   LeafCounts& counts() { return counts_; }
@@ -67,17 +69,20 @@ class Handle {
 
  private:
   bool is_enqueued() const;
-  bool has_failed() const;  // Requires: is_enqueued()
+  bool has_failed() const;       // Requires: is_enqueued()
+  void refuse_in_child() const;  // whose parent's threads work on it
   void wait_enqueued();
   void wait_done();
+  void wait_done_on_host();                   // as far as the host is a target
   std::exception_ptr synchronize() noexcept;  // Blocks. GIL: either way. The device's error
+  // One for each target that has streams: the one that is given, or that is current.
+  std::vector<c10::Stream> consumers(pybind11::handle stream, const char* call) const;
   void give_back_sources();
   void raise_if_failed();
   void build_once();
-  void hand_over_to(const c10::Stream& stream);
+  void hand_over_to(const std::vector<c10::Stream>& streams);
 
-  const c10::Device target_;
-  const bool target_has_streams_;
+  const std::vector<c10::Device> targets_;
   const bool inference_mode_;  // at the call: outputs are what `Tensor.to` would have made there
   const uint32_t generation_;  // of the process that made it
   // Shared with whoever is building the result: a key's hash may let another thread in, which then
@@ -86,10 +91,10 @@ class Handle {
   LeafCounts counts_;
   std::vector<std::shared_ptr<CopyJob>> jobs_;  // none: the engine itself moves nothing
   bool background_ = false;
-  DelegatedOutputs delegated_;
-  pybind11::object python_failure_;     // what a delegated leaf or a container raised
-  pybind11::object failure_traceback_;  // as it was then
-  std::exception_ptr device_failure_;   // what the device said of this copy when it was asked
+  std::vector<DelegatedOutputs> delegated_;  // by target
+  pybind11::object python_failure_;          // what a delegated leaf or a container raised
+  pybind11::object failure_traceback_;       // as it was then
+  std::exception_ptr device_failure_;        // what the device said of this copy when it was asked
   pybind11::object result_;
 };
 

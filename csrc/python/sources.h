@@ -33,6 +33,11 @@ class PySources final : public SourceHold {
 // Drops all that was given back. GIL: held. May run any Python code (finalizers of the sources).
 void release_returned_sources();
 
+// Whatever way a call ends: what it gave back is not left lying until the next one.
+struct ReleaseAtEnd {
+  ~ReleaseAtEnd() { release_returned_sources(); }
+};
+
 // From here on workers leave what they give back to the operating system: the interpreter is
 // ending.
 void stop_returning_sources();

@@ -14,6 +14,7 @@
 #include "engine/device_source_job.h"
 #include "engine/host_source_job.h"
 #include "python/array_leaf.h"
+#include "python/delegated.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
 #include "python/workers.h"
@@ -24,11 +25,6 @@ namespace tdcopier {
 namespace {
 
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
-
-// Whatever way the call ends: what it gave back is not left lying until the next one.
-struct ReleaseAtEnd {
-  ~ReleaseAtEnd() { release_returned_sources(); }
-};
 
 // Starts the job where it is best run. Returns whether workers run it.
 bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptions& options) {
@@ -68,40 +64,6 @@ void start_group(Handle& handle, SourceGroup group, c10::Device target,
   handle.attach(std::move(job), background);
 }
 
-// Those that own the memory: a wrapper subclass or a collection keeps its own in tensors inside.
-std::vector<at::Tensor> plain_parts(const py::object& value) {
-  if (THPVariable_CheckExact(value.ptr())) return {THPVariable_Unpack(value.ptr())};
-  std::vector<at::Tensor> parts;
-  const py::list found = py::module_::import("tdcopier._delegated").attr("plain_parts")(value);
-  for (const py::handle part : found) parts.push_back(THPVariable_Unpack(part.ptr()));
-  return parts;
-}
-
-// The accelerators whose current streams read the leaves that `Tensor.to` was called for.
-class Readers {
- public:
-  void note(const py::object& source) {
-    for (const at::Tensor& part : plain_parts(source)) {
-      const c10::Device device = part.device();
-      if (!has_engine_transfers(device)) continue;
-      if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
-        devices_.push_back(device);
-      }
-    }
-  }
-
-  std::vector<EventRef> events() const {
-    std::vector<EventRef> events;
-    for (const c10::Device device : devices_) {
-      events.push_back(Accelerator::of(device).events().record(parse_stream(py::none(), device)));
-    }
-    return events;
-  }
-
- private:
-  std::vector<c10::Device> devices_;
-};
-
 // Where a leaf's own `.to` failed, as a note of the exception (from Python 3.11 on).
 void note_path(const py::object& error, py::handle data, size_t node, c10::Device target) {
   if (!py::hasattr(error, "add_note")) return;
@@ -115,7 +77,7 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
   const py::object device = py::reinterpret_steal<py::object>(THPDevice_New(target));
   const py::object to_name = py::str("to");
   DelegatedOutputs outputs;
-  Readers readers;
+  Users readers;
   size_t node = 0;
   try {
     for (const Delegated& leaf : delegated) {
@@ -149,6 +111,10 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
 }
 
 }  // namespace
+
+uint64_t max_inline_bytes() {
+  return g_max_inline_bytes;
+}
 
 void set_max_inline_bytes(uint64_t bytes) {
   g_max_inline_bytes = bytes;

@@ -14,6 +14,7 @@ namespace tdcopier {
 inline constexpr uint64_t kMaxInlineBytes = 512 * 1024;
 // Another bound, for tests that want workers for little. Thread: any.
 void set_max_inline_bytes(uint64_t bytes);
+uint64_t max_inline_bytes();
 
 struct CopyOptions {
   bool use_pinned_staging;

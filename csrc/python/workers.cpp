@@ -1,8 +1,9 @@
-// Two pools, made when they are needed and never destroyed.
+// Three pools, made when they are needed and never destroyed.
 #include "python/workers.h"
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <mutex>
 
 namespace tdcopier {
@@ -10,6 +11,7 @@ namespace {
 
 struct Pools {
   ThreadPool* workers = nullptr;
+  ThreadPool* arrivals = nullptr;
   ThreadPool* reclaimer = nullptr;
 };
 
@@ -36,13 +38,18 @@ ThreadPool& workers() {
   return made(g_pools.workers, default_worker_count(), "tdc-worker");
 }
 
+ThreadPool& arrivals() {
+  constexpr size_t kEnoughForALink = 4;
+  return made(g_pools.arrivals, std::min(default_worker_count(), kEnoughForALink), "tdc-arrive");
+}
+
 ThreadPool& reclaimer() {
   return made(g_pools.reclaimer, 1, "tdc-reclaim");
 }
 
 size_t wake_workers() {
-  for (ThreadPool* pool : {&workers(), &reclaimer()}) pool->wake();
-  return workers().workers() + reclaimer().workers();
+  for (ThreadPool* pool : {&workers(), &arrivals(), &reclaimer()}) pool->wake();
+  return workers().workers() + arrivals().workers() + reclaimer().workers();
 }
 
 void shut_down_workers() {
@@ -52,6 +59,7 @@ void shut_down_workers() {
     pools = g_pools;
   }
   if (pools.workers != nullptr) pools.workers->shut_down();
+  if (pools.arrivals != nullptr) pools.arrivals->shut_down();
   if (pools.reclaimer != nullptr) pools.reclaimer->shut_down();
 }
 

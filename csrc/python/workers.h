@@ -9,11 +9,15 @@ namespace tdcopier {
 // own. Thread: any.
 ThreadPool& workers();
 
+// Wait for what arrives on the host, and write it where it belongs. A pool of their own: whoever
+// stages does not wait behind them for a device.
+ThreadPool& arrivals();
+
 // One thread that waits for devices to have read their sources, and gives these back.
 ThreadPool& reclaimer();
 
-// Makes both, and lets those of their threads that have nothing to do look again. Returns how many
-// threads there are.
+// Makes all of them, and lets those of their threads that have nothing to do look again. Returns
+// how many threads there are.
 size_t wake_workers();
 
 // Blocks: until every job that workers have begun is enqueued and every source of a device is given

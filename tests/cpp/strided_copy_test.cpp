@@ -35,6 +35,17 @@ void check_range(const std::byte* from, const std::vector<StridedDim>& dims, uin
   }
 }
 
+// The other way: what is written to the array is read from it again, where nothing repeats.
+void check_way_back(std::byte* to, const std::vector<StridedDim>& dims, uint32_t element_bytes,
+                    uint64_t first, uint64_t last) {
+  std::vector<std::byte> sent((last - first) * element_bytes);
+  for (size_t i = 0; i < sent.size(); ++i) sent[i] = static_cast<std::byte>(i * 7 + 1);
+  copy_to_strided(to, dims, element_bytes, first, last, sent.data());
+  std::vector<std::byte> got(sent.size());
+  copy_strided(to, dims, element_bytes, first, last, got.data());
+  CHECK(got == sent);
+}
+
 void random_arrays() {
   std::mt19937 random(7);
   const auto up_to = [&](int64_t most) {
@@ -65,6 +76,32 @@ void random_arrays() {
   }
 }
 
+void what_was_written_is_read() {
+  std::mt19937 random(9);
+  const auto up_to = [&](int64_t most) {
+    return std::uniform_int_distribution<int64_t>(0, most)(random);
+  };
+  std::vector<std::byte> memory(1 << 18);
+  for (int round = 0; round < 2000; ++round) {
+    constexpr uint32_t kSizes[] = {1, 2, 3, 4, 8, 16};
+    const uint32_t element_bytes = kSizes[up_to(5)];
+    std::vector<StridedDim> dims(static_cast<size_t>(up_to(4)));
+    int64_t span = element_bytes;  // of the dimensions inside, so that none reaches into another
+    uint64_t elements = 1;
+    for (size_t d = dims.size(); d-- > 0;) {
+      const int64_t step = span + up_to(2) * static_cast<int64_t>(element_bytes);
+      dims[d] = {1 + up_to(4), up_to(1) != 0 ? step : -step};
+      span += (dims[d].size - 1) * step;
+      elements *= static_cast<uint64_t>(dims[d].size);
+    }
+    std::byte* middle = memory.data() + memory.size() / 2;
+    const auto first = static_cast<uint64_t>(up_to(static_cast<int64_t>(elements)));
+    check_way_back(middle, dims, element_bytes, first, elements);
+    dims.resize(join_dims(dims));
+    check_way_back(middle, dims, element_bytes, 0, elements);
+  }
+}
+
 void what_lies_like_one_dimension_is_joined() {
   std::vector<StridedDim> dims = {{2, 24}, {1, 999}, {3, 8}, {2, 4}};
   CHECK(join_dims(dims) == 1);
@@ -79,5 +116,6 @@ void what_lies_like_one_dimension_is_joined() {
 
 int main() {
   random_arrays();
+  what_was_written_is_read();
   what_lies_like_one_dimension_is_joined();
 }

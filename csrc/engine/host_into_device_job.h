@@ -1,0 +1,43 @@
+// H2D into memory that exists: through pinned staging buffers, straight to where it belongs, or by
+// way of a chunk that the device scatters.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "engine/into_job.h"
+#include "engine/stage.h"
+
+namespace tdcopier {
+
+// The device writes behind what its current stream has when the job is made.
+class HostIntoDeviceJob final : public IntoJob {
+ public:
+  // Thread: the caller's, whose current stream of the target counts.
+  HostIntoDeviceJob(Accelerator& target, LeafPairs pairs, IntoPlan plan, bool use_pinned_staging,
+                    IntoHolds holds, ThreadPool& reclaimer);
+
+  size_t chunks() const override;
+
+ private:
+  void allocate_chunks() override;
+  size_t most_hands() const override { return windows_.size(); }
+  void transfer_all() override;
+  void finish_transfers() override;
+  void finish_reading() noexcept override;
+  void transfer(const Window& window);
+  // Calls send(place in the window, address on the device, bytes) for each part of the window that
+  // lies together there.
+  template <typename Send>
+  void send_parts(const Window& window, const Send& send);
+
+  const bool use_pinned_staging_;
+  const std::vector<Run> runs_;
+  const std::vector<ChunkRuns> chunk_runs_;
+  const std::vector<Window> windows_;  // claimed one by one
+  const EventRef used_;                // behind what the caller's stream had to do with the target
+  std::vector<Chunk> scattered_;       // by chunk, empty where there is none to scatter
+  std::atomic<size_t> next_window_ = 0;
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,32 @@
+// H2H into memory that exists: plain copies, by several hands where there is much of it.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "engine/into_job.h"
+#include "engine/stage.h"
+
+namespace tdcopier {
+
+// So much at a time for one hand.
+inline constexpr uint64_t kHostWindowBytes = 1024 * 1024;
+
+// No device is involved, and nothing counts as a transfer.
+class HostIntoHostJob final : public IntoJob {
+ public:
+  HostIntoHostJob(LeafPairs pairs, PackPlan plan, IntoHolds holds, ThreadPool& reclaimer);
+
+  size_t chunks() const override { return 0; }
+
+ private:
+  void allocate_chunks() override {}
+  size_t most_hands() const override { return windows_.size(); }
+  void transfer_all() override;
+  void finish_reading() noexcept override { give_back_sources(); }
+
+  const std::vector<Window> windows_;  // claimed one by one
+  std::atomic<size_t> next_window_ = 0;
+};
+
+}  // namespace tdcopier

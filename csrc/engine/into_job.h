@@ -1,0 +1,46 @@
+// What all jobs share that fill existing memory: they hand over nothing, and keep their
+// destinations until these are written.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/thread_pool.h"
+#include "engine/copy_job.h"
+#include "engine/destination.h"
+#include "engine/into_plan.h"
+
+namespace tdcopier {
+
+// Whoever keeps the memory alive that a job reads and writes.
+struct IntoHolds {
+  std::shared_ptr<SourceHold> sources;
+  std::shared_ptr<SourceHold> destinations;
+};
+
+class IntoJob : public CopyJob {
+ public:
+  // The destinations belong to the caller: no allocator has to be told who reads them.
+  void hand_over_to(const c10::Stream& stream) final;
+  void give_back_sources() noexcept final;
+
+ protected:
+  IntoJob(Accelerator& accelerator, c10::Device target, LeafPairs pairs, PackPlan plan,
+          IntoHolds holds, ThreadPool& reclaimer);
+
+  // Gives back the destinations when all that has been enqueued for them is done.
+  void give_back_destinations() noexcept;
+  // Gives back sources that a device reads when all on its copy stream is done.
+  void give_back_sources_behind(Accelerator& source) noexcept;
+
+  const DestinationTable destinations_;
+
+ private:
+  void give_back_behind_work(Accelerator& accelerator, const std::shared_ptr<SourceHold>& hold,
+                             const EventRef& known) noexcept;
+
+  const std::shared_ptr<SourceHold> destination_hold_;
+  ThreadPool& reclaimer_;
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,196 @@
+// Destinations by address, joined to runs where they adjoin or only padding lies between them.
+#include "engine/into_plan.h"
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+
+#include "engine/own_chunks.h"
+
+namespace tdcopier {
+namespace {
+
+constexpr uint64_t kLineBytes = 64;
+constexpr uint64_t kSlotAlignmentBytes = 16;  // a multiple of every element's size
+
+uint64_t align_up(uint64_t value, uint64_t alignment) {
+  return (value + alignment - 1) & ~(alignment - 1);
+}
+
+// Tells whether the bytes between two destinations are padding, asked by ascending addresses.
+class Padding {
+ public:
+  bool is_between(const Destination& before, uint64_t before_bytes, const Destination& after) {
+    const std::byte* const from = before.data + before_bytes;
+    if (from == after.data) return true;
+    if (before.storage == nullptr || before.storage != after.storage) return false;
+    if (before.storage != storage_) {
+      storage_ = before.storage;
+      slots_ = slots_of(storage_);
+      cursor_ = 0;
+    }
+    return slots_ != nullptr && slots_->is_padding(from, after.data, cursor_);
+  }
+
+ private:
+  const c10::StorageImpl* storage_ = nullptr;
+  std::shared_ptr<const ChunkSlots> slots_;
+  size_t cursor_ = 0;
+};
+
+class Planner {
+ public:
+  Planner(const LeafPairs& pairs, uint64_t max_chunk_bytes)
+      : leaves_(pairs.leaves), to_(pairs.destinations), max_chunk_bytes_(max_chunk_bytes) {
+    plan_.pack.slots.resize(leaves_.size());
+    plan_.pack.order.reserve(leaves_.size());
+  }
+
+  IntoPlan make() {
+    sort_out();
+    join();
+    place_runs();
+    place_scattered();
+    plan_.pack.packed_leaves = static_cast<uint32_t>(plan_.pack.order.size());
+    place_large();
+    for (const ChunkPlan& chunk : plan_.pack.chunks) plan_.pack.total_bytes += chunk.bytes;
+    return std::move(plan_);
+  }
+
+ private:
+  // Leaves [first, last) of `joinable_`.
+  struct Joined {
+    size_t first;
+    size_t last;
+  };
+
+  void sort_out() {
+    joinable_.reserve(leaves_.size());
+    for (uint32_t leaf = 0; leaf < leaves_.size(); ++leaf) {
+      if (leaves_[leaf].bytes > kMaxPackedLeafBytes) {
+        large_.push_back(leaf);
+      } else {
+        auto& those = to_[leaf].strided ? scattered_ : joinable_;
+        those.push_back(leaf);
+      }
+    }
+    const auto lies_before = [this](uint32_t a, uint32_t b) { return to_[a].data < to_[b].data; };
+    if (!std::is_sorted(joinable_.begin(), joinable_.end(), lies_before)) {
+      std::sort(joinable_.begin(), joinable_.end(), lies_before);
+    }
+  }
+
+  void join() {
+    Padding padding;
+    for (size_t i = 0; i < joinable_.size(); ++i) {
+      const bool goes_on =
+          i != 0 && padding.is_between(to_[joinable_[i - 1]], leaves_[joinable_[i - 1]].bytes,
+                                       to_[joinable_[i]]);
+      if (!goes_on) joined_.push_back({i, i});
+      joined_.back().last = i + 1;
+    }
+  }
+
+  uint64_t bytes_of(const Joined& joined) const {
+    const uint32_t last = joinable_[joined.last - 1];
+    return static_cast<uint64_t>(to_[last].data - to_[joinable_[joined.first]].data) +
+           leaves_[last].bytes;
+  }
+
+  void place_runs() {
+    const bool all = joined_.size() <= kMostSmallRuns;
+    for (const Joined& joined : joined_) {
+      const auto begin = joinable_.begin() + static_cast<ptrdiff_t>(joined.first);
+      const auto end = joinable_.begin() + static_cast<ptrdiff_t>(joined.last);
+      if (!all && bytes_of(joined) < kLargeRunBytes) {
+        scattered_.insert(scattered_.end(), begin, end);
+        continue;
+      }
+      bool begun = false;
+      for (auto leaf = begin; leaf != end; ++leaf) {
+        place_in_run(*leaf, begun);
+        begun = true;
+      }
+    }
+  }
+
+  void place_in_run(uint32_t leaf, bool goes_on) {
+    const uint64_t bytes = leaves_[leaf].bytes;
+    std::byte* const to = to_[leaf].data;
+    const auto fits = [&](uint64_t offset) { return offset + bytes <= max_chunk_bytes_; };
+    const auto behind_last = [&] {
+      return plan_.runs.back().offset + static_cast<uint64_t>(to - plan_.runs.back().to);
+    };
+    const bool is_open = !plan_.chunks.empty() && fits(goes_on ? behind_last() : after_gap(to));
+    if (!is_open) open_chunk(/*packed=*/true, /*scattered=*/false);
+    if (!is_open || !goes_on) {
+      plan_.runs.push_back({after_gap(to), 0, to});
+      ++plan_.chunks.back().last;
+    }
+    Run& run = plan_.runs.back();
+    const uint64_t offset = behind_last();
+    place(leaf, offset);
+    run.bytes = offset + bytes - run.offset;
+  }
+
+  // Where a run that goes to `to` begins behind what the chunk has: at the same place in a line.
+  uint64_t after_gap(const std::byte* to) const {
+    return align_up(plan_.pack.chunks.back().bytes, kLineBytes) +
+           reinterpret_cast<uintptr_t>(to) % kLineBytes;
+  }
+
+  void place_scattered() {
+    bool is_open = false;
+    for (const uint32_t leaf : scattered_) {
+      uint64_t offset = is_open ? align_up(plan_.pack.chunks.back().bytes, kSlotAlignmentBytes) : 0;
+      if (!is_open || offset + leaves_[leaf].bytes > max_chunk_bytes_) {
+        open_chunk(/*packed=*/true, /*scattered=*/true);
+        is_open = true;
+        offset = 0;
+      }
+      place(leaf, offset);
+    }
+  }
+
+  void place_large() {
+    for (const uint32_t leaf : large_) {
+      open_chunk(/*packed=*/false, to_[leaf].strided);
+      place(leaf, 0);
+      if (to_[leaf].strided) continue;
+      plan_.runs.push_back({0, leaves_[leaf].bytes, to_[leaf].data});
+      ++plan_.chunks.back().last;
+    }
+  }
+
+  void open_chunk(bool packed, bool scattered) {
+    const auto first = static_cast<uint32_t>(plan_.pack.order.size());
+    plan_.pack.chunks.push_back({0, kLineBytes, first, first, packed});
+    const auto first_run = static_cast<uint32_t>(plan_.runs.size());
+    plan_.chunks.push_back({first_run, first_run, scattered});
+  }
+
+  void place(uint32_t leaf, uint64_t offset) {
+    ChunkPlan& chunk = plan_.pack.chunks.back();
+    plan_.pack.slots[leaf] = {static_cast<uint32_t>(plan_.pack.chunks.size() - 1), offset};
+    plan_.pack.order.push_back(leaf);
+    chunk.bytes = offset + leaves_[leaf].bytes;
+    chunk.last = static_cast<uint32_t>(plan_.pack.order.size());
+  }
+
+  const LeafTable& leaves_;
+  const DestinationTable& to_;
+  const uint64_t max_chunk_bytes_;
+  RecycledVector<uint32_t> joinable_;  // by address
+  std::vector<Joined> joined_;
+  RecycledVector<uint32_t> scattered_;
+  std::vector<uint32_t> large_;
+  IntoPlan plan_;
+};
+
+}  // namespace
+
+IntoPlan make_into_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes) {
+  return Planner(pairs, max_chunk_bytes).make();
+}
+
+}  // namespace tdcopier

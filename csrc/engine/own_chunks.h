@@ -1,0 +1,48 @@
+// Remembers which storages are chunks of the engine's own, and where slots lie in them: what lies
+// between slots is padding, which whoever fills a chunk again may write.
+#pragma once
+
+#include <c10/core/Storage.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "base/pack_plan.h"
+#include "base/recycled.h"
+#include "engine/chunk.h"
+#include "engine/leaf.h"
+
+namespace tdcopier {
+
+// The bytes of one slot, from the chunk's first on.
+struct SlotRange {
+  uint64_t begin;
+  uint64_t end;
+};
+
+// The slots of one chunk.
+class ChunkSlots {
+ public:
+  ChunkSlots(const std::byte* begin, RecycledVector<SlotRange> slots)
+      : begin_(begin), slots_(std::move(slots)) {}
+
+  const std::byte* begin() const { return begin_; }
+  // Are the bytes [from, to) of the chunk's memory in no slot? Ask for ascending addresses:
+  // `cursor` is 0 at first.
+  bool is_padding(const std::byte* from, const std::byte* to, size_t& cursor) const;
+
+ private:
+  const std::byte* begin_;  // where its first slot begins
+  const RecycledVector<SlotRange> slots_;
+};
+
+// Thread: any. Lifetime: an entry goes some time after its storage. No storage is kept alive.
+void remember_chunk(const Chunk& chunk, const PackPlan& plan, const ChunkPlan& chunk_plan,
+                    const LeafTable& leaves);
+
+// Null unless it is a chunk that is remembered, with its memory as it was. Requires: the storage is
+// alive.
+std::shared_ptr<const ChunkSlots> slots_of(const c10::StorageImpl* storage);
+
+}  // namespace tdcopier

@@ -1,0 +1,158 @@
+// One call: pair and check all leaves, capture check, versions, plan and launch, delegated leaves.
+#include "python/copy_into.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/device_into_device_job.h"
+#include "engine/device_into_host_job.h"
+#include "engine/host_into_device_job.h"
+#include "engine/host_into_host_job.h"
+#include "python/delegated.h"
+#include "python/device_argument.h"
+#include "python/pair_walk.h"
+#include "python/sort_pairs.h"
+#include "python/start_copy.h"
+#include "python/workers.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+// Copies between devices gather so much at a time.
+constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
+
+struct Started {
+  std::shared_ptr<CopyJob> job;
+  bool at_once;  // so little to do, and nothing to wait for: best done in the call
+  ThreadPool& pool;
+};
+
+Started make_job(IntoGroup group, const IntoOptions& options) {
+  const c10::Device source = group.pairs.leaves.device();
+  const c10::Device target = group.destination;
+  IntoHolds holds{std::move(group.sources), std::move(group.destinations)};
+  PackOptions host_chunks;
+  host_chunks.max_chunk_bytes = kStagingBufferBytes;
+  const bool pinned = options.use_pinned_staging;
+  if (target.is_cpu()) {
+    PackPlan plan = make_pack_plan(group.pairs.leaves.extents(), host_chunks);
+    const bool little = plan.total_bytes <= max_inline_bytes();
+    if (source.is_cpu()) {
+      return {std::make_shared<HostIntoHostJob>(std::move(group.pairs), std::move(plan),
+                                                std::move(holds), reclaimer()),
+              little, workers()};
+    }
+    return {
+        std::make_shared<DeviceIntoHostJob>(Accelerator::of(source), std::move(group.pairs),
+                                            std::move(plan), pinned, std::move(holds), reclaimer()),
+        false, arrivals()};
+  }
+  Accelerator& accelerator = Accelerator::of(target);
+  if (!source.is_cpu()) {
+    IntoPlan plan = make_into_plan(group.pairs, kMaxGatheredBytes);
+    return {std::make_shared<DeviceIntoDeviceJob>(Accelerator::of(source), accelerator,
+                                                  std::move(group.pairs), std::move(plan),
+                                                  std::move(holds), reclaimer()),
+            true, workers()};
+  }
+  IntoPlan plan = make_into_plan(group.pairs, kMaxGatheredBytes);
+  const bool little = plan.pack.total_bytes <= max_inline_bytes();
+  const bool at_once = little && pinned && !accelerator.staging().is_exhausted();
+  return {std::make_shared<HostIntoDeviceJob>(accelerator, std::move(group.pairs), std::move(plan),
+                                              pinned, std::move(holds), reclaimer()),
+          at_once, workers()};
+}
+
+void start_group(Handle& handle, IntoGroup group, const IntoOptions& options) {
+  Started started = make_job(std::move(group), options);
+  bool background = false;
+  if (options.use_background_thread && !started.at_once) {
+    background = started.job->run_in_background(started.pool);
+  }
+  if (!background) {
+    const py::gil_scoped_release no_gil;
+    started.job->run();
+  }
+  handle.attach(std::move(started.job), background);
+}
+
+void add_device(std::vector<c10::Device>& devices, c10::Device device) {
+  if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
+}
+
+// `copy_` for each leaf that the engine leaves to it, in this thread and under its state.
+void run_delegated(Handle& handle, py::handle source, py::handle destination,
+                   const std::vector<DelegatedPair>& delegated, const Users& readers,
+                   const Users& writers) {
+  const py::object fill = py::module_::import("tdcopier._into").attr("fill");
+  size_t number = 0;
+  try {
+    for (const DelegatedPair& pair : delegated) {
+      number = pair.number;
+      fill(pair.destination, pair.source);
+      ++handle.counts().delegated;
+    }
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not the copy's failure
+    const py::object failure = error.value();
+    if (py::hasattr(failure, "add_note")) {
+      const auto path = path_of_pair(source, destination, number);
+      if (path) {
+        failure.attr("add_note")("tdcopier: raised by `copy_` of the leaf destination" + *path);
+      }
+    }
+    handle.fail_with(failure);
+    return;
+  }
+  DelegatedOutputs reads;
+  reads.read = readers.events();
+  handle.attach(std::move(reads));
+  for (const c10::Device device : writers.devices()) {
+    DelegatedOutputs writes;  // into memory of the caller's, of which nobody has to be told
+    writes.stream = parse_stream(py::none(), device);
+    writes.made = Accelerator::of(device).events().record(*writes.stream);
+    handle.attach(std::move(writes));
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
+                                  const IntoOptions& options) {
+  release_returned_sources();
+  const ReleaseAtEnd release_at_end;
+  SortedPairs sorted = sort_pairs(source, destination);
+  Users readers;
+  Users writers;
+  for (const DelegatedPair& pair : sorted.delegated) {
+    readers.note(pair.source);
+    writers.note(pair.destination);
+  }
+  std::vector<c10::Device> targets = writers.devices();
+  for (const IntoGroup& group : sorted.groups) add_device(targets, group.destination);
+  std::vector<c10::Device> used = targets;
+  for (const c10::Device device : readers.devices()) add_device(used, device);
+  for (const IntoGroup& group : sorted.groups) add_device(used, group.pairs.leaves.device());
+  for (const c10::Device device : used) {
+    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), "copy_into()");
+  }
+
+  for (c10::TensorImpl* tensor : sorted.written) tensor->bump_version();
+  LeafCounts counts;
+  counts.packed = sorted.empty;
+  counts.reused = sorted.reused;
+  counts.opaque = sorted.opaque;
+  auto handle = std::make_unique<Handle>(std::move(targets),
+                                         py::reinterpret_borrow<py::object>(destination), counts);
+  for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
+  if (!sorted.delegated.empty()) {
+    run_delegated(*handle, source, destination, sorted.delegated, readers, writers);
+  }
+  return handle;
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,468 @@
+// One look at each pair, of the commonest kind first: two plain tensors whose bytes lie alike.
+#include "python/sort_pairs.h"
+
+#include <ATen/ExpandUtils.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/overlap.h"
+#include "engine/stage.h"
+#include "python/array_leaf.h"
+#include "python/device_argument.h"
+#include "python/pair_walk.h"
+#include "python/torch_state.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+// One end of a pair, where it is plain: memory, and the elements in it.
+struct End {
+  c10::Device device = c10::kCPU;
+  std::byte* data = nullptr;
+  c10::StorageImpl* storage = nullptr;  // of a tensor
+  c10::ScalarType dtype = c10::ScalarType::Byte;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides_bytes;
+};
+
+// Two ways of stepping through elements are one if they agree wherever there is a step.
+template <typename Strides, typename Others>
+bool same_steps(at::IntArrayRef sizes, const Strides& strides, const Others& others) {
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1 && strides[d] != others[d]) return false;
+  }
+  return true;
+}
+
+std::string shape_text(at::IntArrayRef sizes) {
+  std::string text = "(";
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    text += (d != 0 ? ", " : "") + std::to_string(sizes[d]);
+  }
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
+
+std::string dtype_text(c10::ScalarType dtype) {
+  return py::str(py::handle(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
+}
+
+class Sorter {
+ public:
+  Sorter(py::handle source, py::handle destination)
+      : source_(source), destination_(destination), altered_(torch_is_altered()) {}
+
+  SortedPairs run() {
+    const PairedTrees trees = pair_trees(source_, destination_);
+    leaves_ = trees.leaves.size();
+    sort_all(trees);
+    if (check_delegated()) {
+      // Code of their classes may have moved the memory of others: where that is, is looked up when
+      // no such code runs any more.
+      sorted_ = {};
+      sort_all(trees);
+    }
+    refuse_overlap();
+    return std::move(sorted_);
+  }
+
+ private:
+  void sort_all(const PairedTrees& trees) {
+    sorted_.opaque = trees.opaque;
+    for (number_ = 0; number_ < leaves_; ++number_) {
+      sort_out(py::reinterpret_borrow<py::object>(trees.leaves[number_].source),
+               py::reinterpret_borrow<py::object>(trees.leaves[number_].destination));
+    }
+  }
+
+  // Whether there are any, and no mistake among them.
+  bool check_delegated() {
+    if (sorted_.delegated.empty()) return false;
+    const py::object mismatch = py::module_::import("tdcopier._into").attr("mismatch");
+    for (const DelegatedPair& pair : sorted_.delegated) {
+      const py::object wrong = mismatch(pair.source, pair.destination);
+      if (wrong.is_none()) continue;
+      number_ = pair.number;
+      const py::tuple told = wrong;  // of the source, or None; of the destination
+      const auto beside = told[1].cast<std::string>();
+      if (told[0].is_none()) refuse("destination", beside);
+      refuse_both(told[0].cast<std::string>(), beside);
+    }
+    return true;
+  }
+
+  void sort_out(py::object from, py::object to) {
+    if (altered_) return delegate(std::move(from), std::move(to));
+    const bool tensors = is_plain_class(from.ptr()) && is_plain_class(to.ptr());
+    if (tensors ? !add_tensors(from, to) : !add_any(from, to)) {
+      delegate(std::move(from), std::move(to));
+    }
+  }
+
+  // A tensor of torch's own class, or of one whose memory is that of a plain tensor.
+  bool is_plain_class(PyObject* object) {
+    PyTypeObject* type = Py_TYPE(object);
+    if (THPVariable_CheckTypeExact(type)) return true;
+    if (!THPVariable_Check(object)) return false;
+    for (const auto& [known, plain] : classes_) {
+      if (known == type) return plain;
+    }
+    const py::object answer =
+        py::module_::import("tdcopier._into")
+            .attr("is_plain_class")(py::handle(reinterpret_cast<PyObject*>(type)));
+    classes_.emplace_back(type, answer.cast<bool>());
+    return classes_.back().second;
+  }
+
+  c10::DispatchKeySet keys_of(c10::Device device) {
+    for (const auto& [known, keys] : keys_) {
+      if (known == device) return keys;
+    }
+    keys_.emplace_back(device, plain_tensor_keys(device));
+    return keys_.back().second;
+  }
+
+  static bool is_reached(c10::Device device) {
+    return device.is_cpu() || has_engine_transfers(device);
+  }
+  // Most leaves go the same way as the one before.
+  bool is_moved(c10::Device from, c10::Device to) {
+    if (way_ && way_->first == from && way_->second == to) return true;
+    if (!is_reached(from) || !is_reached(to)) return false;
+    if (!from.is_cpu() && !to.is_cpu() && from.type() != to.type()) return false;
+    way_ = {from, to};
+    return true;
+  }
+
+  // False: it is left to torch. The path of nearly every leaf.
+  bool add_tensors(py::object& from, py::object& to) {
+    const at::Tensor& source = THPVariable_Unpack(from.ptr());
+    const at::Tensor& target = THPVariable_Unpack(to.ptr());
+    check_writable(target);
+    const c10::Device device = source.device();
+    const c10::Device target_device = target.device();
+    if (!is_moved(device, target_device)) return false;
+    const PlainTensor plain = look_at(source, keys_of(device));
+    const PlainTensor target_plain = look_at(target, keys_of(target_device));
+    check_storage(plain, source, "source");
+    check_storage(target_plain, target, "destination");
+    if (plain.packable != Packable::kYes || target_plain.packable != Packable::kYes) return false;
+    c10::TensorImpl* impl = target.unsafeGetTensorImpl();
+    const c10::TensorImpl* source_impl = source.unsafeGetTensorImpl();
+    const at::IntArrayRef sizes = impl->sizes();
+    const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
+    if (source_impl->sizes() != sizes) refuse_shapes(source_impl->sizes(), sizes);
+    if (source_impl->dtype() != impl->dtype()) {
+      refuse_dtypes(c10::typeMetaToScalarType(source_impl->dtype()), dtype);
+    }
+    if (impl->numel() == 0) {
+      note_written(impl, std::move(to));
+      ++sorted_.empty;
+      return true;
+    }
+    const auto* data = static_cast<const std::byte*>(plain.storage->data()) + plain.begin;
+    auto* const target_data =
+        static_cast<std::byte*>(target_plain.storage->mutable_data()) + target_plain.begin;
+    const at::IntArrayRef strides = source_impl->strides();
+    const bool alike = same_steps(sizes, strides, impl->strides());
+    if (data == target_data && alike && device == target_device) {
+      ++sorted_.reused;
+      return true;
+    }
+    // A device reads and writes whole elements.
+    const uint64_t element_bytes = impl->itemsize();
+    const auto is_aligned = [&](const std::byte* address, c10::Device where) {
+      return where.is_cpu() || reinterpret_cast<uintptr_t>(address) % element_bytes == 0;
+    };
+    if (!is_aligned(data, device) || !is_aligned(target_data, target_device)) return false;
+    IntoGroup& group = group_of(device, target_device);
+    if (plain.dense && target_plain.dense && alike) {
+      const int64_t elements[] = {impl->numel()};
+      const int64_t steps[] = {1};
+      group.pairs.leaves.add(data, dtype, elements, steps);
+      const bool large = static_cast<uint64_t>(impl->numel()) * element_bytes > kMaxPackedLeafBytes;
+      const bool pinned = large && !device.is_cpu() && target_device.is_cpu() && target.is_pinned();
+      group.pairs.destinations.add(target_data, target_plain.storage, pinned);
+    } else {
+      add_strided(group, end_of(source, const_cast<std::byte*>(data), plain.storage),
+                  end_of(target, target_data, target_plain.storage));
+    }
+    sorted_.written.push_back(impl);
+    keep(group, std::move(from), std::move(to));
+    return true;
+  }
+
+  static End end_of(const at::Tensor& tensor, std::byte* data, c10::StorageImpl* storage) {
+    End end{tensor.device(),       data, storage, tensor.scalar_type(), tensor.sizes().vec(),
+            tensor.strides().vec()};
+    for (int64_t& stride : end.strides_bytes) stride *= static_cast<int64_t>(tensor.itemsize());
+    return end;
+  }
+
+  // An array at one end at least, or a class that is not plain. False: it is left to torch.
+  bool add_any(py::object& from, py::object& to) {
+    const bool from_array = is_array_type(Py_TYPE(from.ptr()));
+    const bool to_array = is_array_type(Py_TYPE(to.ptr()));
+    if (!(from_array || is_plain_class(from.ptr())) || !(to_array || is_plain_class(to.ptr()))) {
+      return false;
+    }
+    if (to_array && !is_readable_array(to.ptr())) return false;
+    if (from_array && !is_readable_array(from.ptr())) {
+      return false;  // numpy, or torch, knows what its elements are
+    }
+    End source;
+    End target;
+    if (!see(from, from_array, /*written=*/false, source)) return false;
+    if (!see(to, to_array, /*written=*/true, target)) return false;
+    if (!is_moved(source.device, target.device)) return false;
+    if (source.sizes != target.sizes) refuse_shapes(source.sizes, target.sizes);
+    if (source.dtype != target.dtype) refuse_dtypes(source.dtype, target.dtype);
+    if (source.device == target.device && source.data == target.data &&
+        same_steps(source.sizes, source.strides_bytes, target.strides_bytes)) {
+      ++sorted_.reused;
+      return true;
+    }
+    add_strided(group_of(source.device, target.device), source, target);
+    if (!to_array) sorted_.written.push_back(THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl());
+    keep(group_of(source.device, target.device), std::move(from), std::move(to));
+    return true;
+  }
+
+  bool see(const py::object& leaf, bool is_array, bool written, End& end) {
+    if (is_array) {
+      ArrayMemory memory = memory_of_array(leaf.ptr());
+      if (written && !memory.writeable) {
+        refuse("destination",
+               " is a read-only array: give one that may be written, such as a copy");
+      }
+      end = {c10::kCPU,
+             memory.data,
+             nullptr,
+             memory.dtype,
+             std::move(memory.sizes),
+             std::move(memory.strides_bytes)};
+      return true;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(leaf.ptr());
+    if (written) check_writable(tensor);
+    if (!is_reached(tensor.device())) return false;
+    const PlainTensor plain = look_at(tensor, keys_of(tensor.device()));
+    check_storage(plain, tensor, written ? "destination" : "source");
+    if (plain.packable != Packable::kYes || tensor.numel() == 0) return false;
+    const void* memory = written ? plain.storage->mutable_data() : plain.storage->data();
+    auto* const data = static_cast<std::byte*>(const_cast<void*>(memory)) + plain.begin;
+    if (!tensor.device().is_cpu() && reinterpret_cast<uintptr_t>(data) % tensor.itemsize() != 0) {
+      return false;
+    }
+    end = end_of(tensor, data, plain.storage);
+    return true;
+  }
+
+  // Of any steps at both ends: in between, the elements lie as they do at the destination, without
+  // its gaps.
+  void add_strided(IntoGroup& group, const End& source, const End& target) {
+    std::vector<int64_t> order = target.strides_bytes;  // only which is longer counts
+    for (int64_t& stride : order) stride = std::abs(stride);
+    const std::vector<int64_t> dense = at::infer_dense_strides(target.sizes, order);
+    const auto element_bytes = static_cast<int64_t>(c10::elementSize(target.dtype));
+    std::vector<int64_t> dense_bytes = dense;
+    for (int64_t& stride : dense_bytes) stride *= element_bytes;
+    LeafPairs& pairs = group.pairs;
+    if (same_steps(source.sizes, source.strides_bytes, dense_bytes)) {
+      pairs.leaves.add(source.data, source.dtype, source.sizes, dense);
+    } else {
+      pairs.leaves.add_strided(source.data, source.dtype, source.sizes, dense,
+                               source.strides_bytes);
+    }
+    if (same_steps(target.sizes, target.strides_bytes, dense_bytes)) {
+      pairs.destinations.add(target.data, target.storage, /*pinned=*/false);
+      return;
+    }
+    const Leaf& leaf = pairs.leaves[pairs.leaves.size() - 1];
+    if (overlaps_itself(dims_as_they_arrive(pairs.leaves, leaf, target.strides_bytes),
+                        static_cast<uint64_t>(element_bytes))) {
+      refuse("destination",
+             " has elements that share memory (was it made with expand() or as_strided()?): give "
+             "one with memory for each, such as a clone()");
+    }
+    pairs.destinations.add_strided(target.data, target.storage, target.strides_bytes);
+  }
+
+  IntoGroup& group_of(c10::Device from, c10::Device to) {
+    for (IntoGroup& group : sorted_.groups) {
+      if (group.pairs.leaves.device() == from && group.destination == to) return group;
+    }
+    sorted_.groups.push_back({to,
+                              {LeafTable(from), {}},
+                              std::make_shared<PySources>(),
+                              std::make_shared<PySources>(),
+                              {}});
+    IntoGroup& made = sorted_.groups.back();
+    made.pairs.leaves.reserve(leaves_);
+    made.pairs.destinations.reserve(leaves_);
+    made.sources->reserve(leaves_);
+    made.destinations->reserve(leaves_);
+    made.numbers.reserve(leaves_);
+    return made;
+  }
+
+  void keep(IntoGroup& group, py::object from, py::object to) {
+    group.sources->keep(from.release().ptr());
+    group.destinations->keep(to.release().ptr());
+    group.numbers.push_back(static_cast<uint32_t>(number_));
+  }
+
+  void note_written(c10::TensorImpl* impl, py::object owner) {
+    sorted_.written.push_back(impl);
+    sorted_.kept.push_back(std::move(owner));
+  }
+
+  void delegate(py::object from, py::object to) {
+    sorted_.delegated.push_back({std::move(from), std::move(to), number_});
+  }
+
+  void check_writable(const at::Tensor& tensor) const {
+    const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    if (impl->autograd_meta() != nullptr && c10::GradMode::is_enabled() && impl->requires_grad()) {
+      refuse("destination",
+             " requires a gradient, and writing in place would break it: call copy_into() within "
+             "torch.no_grad(), or give detach()");
+    }
+    if (const_cast<c10::TensorImpl*>(impl)->is_inference() && !c10::InferenceMode::is_enabled()) {
+      throw std::runtime_error(path("destination") +
+                               " was made in inference mode, where alone it may be written in "
+                               "place: call copy_into() there, or give a clone()");
+    }
+  }
+
+  void check_storage(const PlainTensor& plain, const at::Tensor& tensor, const char* tree) const {
+    if (plain.packable != Packable::kShortStorage) return;
+    refuse(tree, " reaches beyond its storage, which has only " +
+                     std::to_string(tensor.storage().nbytes()) +
+                     " bytes (was it shrunk with untyped_storage().resize_()?)");
+  }
+
+  // Written memory that is written or read a second time.
+  void refuse_overlap() {
+    for (const IntoGroup& group : sorted_.groups) {
+      const auto first = std::find_if(
+          sorted_.groups.begin(), sorted_.groups.end(),
+          [&](const IntoGroup& other) { return other.destination == group.destination; });
+      if (&*first == &group) refuse_overlap_on(group.destination);
+    }
+  }
+
+  struct Owner {
+    size_t number;
+    const char* tree;
+  };
+
+  // As in the chunk of an earlier copy, filled from elsewhere: one behind the other.
+  bool lie_in_order(c10::Device device) const {
+    const std::byte* end = nullptr;
+    for (const IntoGroup& group : sorted_.groups) {
+      if (group.pairs.leaves.device() == device) return false;
+      if (group.destination != device) continue;
+      for (size_t i = 0; i < group.pairs.leaves.size(); ++i) {
+        const Destination& to = group.pairs.destinations[i];
+        if (to.strided || to.data < end) return false;
+        end = to.data + group.pairs.leaves[i].bytes;
+      }
+    }
+    return true;
+  }
+
+  void refuse_overlap_on(c10::Device device) {
+    if (lie_in_order(device)) return;
+    RecycledVector<Area> areas;
+    RecycledVector<Owner> owners;
+    areas.reserve(2 * leaves_);
+    owners.reserve(2 * leaves_);
+    for (const IntoGroup& group : sorted_.groups) {
+      const auto& [leaves, destinations] = group.pairs;
+      const bool reads = leaves.device() == device;
+      const bool writes = group.destination == device;
+      for (size_t i = 0; i < leaves.size(); ++i) {
+        const Leaf& leaf = leaves[i];
+        const uint64_t element_bytes = c10::elementSize(leaf.dtype);
+        if (writes) {
+          const Destination& to = destinations[i];
+          areas.push_back({to.data, to.strided ? element_bytes : leaf.bytes, true, {}});
+          if (to.strided) {
+            areas.back().dims =
+                dims_as_they_arrive(leaves, leaf, destinations.strides_bytes(to, leaf.dims));
+          }
+          owners.push_back({group.numbers[i], "destination"});
+        }
+        if (reads) {
+          const auto* data = static_cast<const std::byte*>(leaf.data);
+          areas.push_back({data, leaf.strided ? element_bytes : leaf.bytes, false, {}});
+          if (leaf.strided) {
+            areas.back().dims =
+                dims_as_they_arrive(leaves, leaf, leaves.source_strides_bytes(leaf));
+          }
+          owners.push_back({group.numbers[i], "source"});
+        }
+      }
+    }
+    const auto found = find_overlap(areas);
+    if (!found) return;
+    Owner first = owners[found->first];
+    Owner second = owners[found->second];
+    if (second.number < first.number) std::swap(first, second);
+    number_ = first.number;
+    const std::string name = path(first.tree);
+    number_ = second.number;
+    throw py::value_error(name + " and " + path(second.tree) +
+                          " share memory: what is written must not be read or written for another "
+                          "leaf; give a clone() of one");
+  }
+
+  std::string path(const char* tree) const {
+    const auto steps = path_of_pair(source_, destination_, number_);
+    return steps ? tree + *steps : std::string("a leaf of ") + tree;
+  }
+
+  [[noreturn]] void refuse(const char* tree, const std::string& why) const {
+    throw py::value_error(path(tree) + why);
+  }
+  [[noreturn]] void refuse_both(const std::string& found, const std::string& beside) const {
+    throw py::value_error(path("source") + found + ", but " + path("destination") + beside);
+  }
+  [[noreturn]] void refuse_shapes(at::IntArrayRef from, at::IntArrayRef to) const {
+    refuse_both(" has shape " + shape_text(from),
+                " has shape " + shape_text(to) + ": both must have the same");
+  }
+  [[noreturn]] void refuse_dtypes(c10::ScalarType from, c10::ScalarType to) const {
+    refuse_both(" has dtype " + dtype_text(from), " has dtype " + dtype_text(to) +
+                                                      ": both must have the same; convert one "
+                                                      "with to() first");
+  }
+
+  const py::handle source_;
+  const py::handle destination_;
+  const bool altered_;
+  size_t leaves_ = 0;
+  size_t number_ = 0;  // of the pair in hand
+  std::optional<std::pair<c10::Device, c10::Device>> way_;
+  std::vector<std::pair<PyTypeObject*, bool>> classes_;
+  std::vector<std::pair<c10::Device, c10::DispatchKeySet>> keys_;
+  SortedPairs sorted_;
+};
+
+}  // namespace
+
+SortedPairs sort_pairs(py::handle source, py::handle destination) {
+  return Sorter(source, destination).run();
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,46 @@
+// Looks at every leaf and where it goes: what the engine copies, by devices; what is left to torch;
+// what is a mistake.
+#pragma once
+
+#include <c10/core/TensorImpl.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <vector>
+
+#include "engine/destination.h"
+#include "python/sources.h"
+
+namespace tdcopier {
+
+// Leaves that go from one device to one device.
+struct IntoGroup {
+  c10::Device destination;
+  LeafPairs pairs;
+  std::shared_ptr<PySources> sources;  // keep the memory of both
+  std::shared_ptr<PySources> destinations;
+  RecycledVector<uint32_t> numbers;  // by leaf: its pair in the walk
+};
+
+// A leaf that is left to `copy_`.
+struct DelegatedPair {
+  pybind11::object source;
+  pybind11::object destination;
+  size_t number;  // in the walk
+};
+
+struct SortedPairs {
+  std::vector<IntoGroup> groups;
+  std::vector<DelegatedPair> delegated;
+  RecycledVector<c10::TensorImpl*> written;  // tensors whose version moves; kept by the groups
+  std::vector<pybind11::object> kept;        // or here
+  uint32_t reused = 0;
+  uint32_t empty = 0;
+  uint32_t opaque = 0;
+};
+
+// GIL: held. Throws: as pair_trees(); ValueError, with the path, for what cannot be written or does
+// not fit; RuntimeError for a tensor made in inference mode, outside of it, as torch does.
+SortedPairs sort_pairs(pybind11::handle source, pybind11::handle destination);
+
+}  // namespace tdcopier

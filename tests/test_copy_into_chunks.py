@@ -1,0 +1,91 @@
+"""Destinations in a chunk that others share: only what is theirs is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import same_bytes
+
+import tdcopier
+from tdcopier import _C
+
+SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=60)
+DTYPES = [torch.uint8, torch.int16, torch.float32, torch.float64]
+
+
+def test_padding_between_slots_is_crossed_and_what_was_cut_off_a_leaf_is_not(device):
+    """A gap to the next multiple of the alignment may be the rest of a leaf."""
+    delivered = tdcopier.copy([torch.full((7,), 1, dtype=torch.int32) for _ in range(3)], device)
+    whole = [torch.full((7,), 2, dtype=torch.int32) for _ in range(3)]
+    assert tdcopier.copy_into(whole, delivered).get() is delivered
+    handle = tdcopier.copy_into(whole, delivered)
+    handle.get()
+    assert handle.stats.transfers == 1
+    cut = [delivered[0][:4], delivered[1][:6], delivered[2]]
+    handle = tdcopier.copy_into([torch.full_like(leaf, 3).cpu() for leaf in cut], cut)
+    handle.get()
+    assert handle.stats.transfers == 3
+    assert [leaf.tolist() for leaf in delivered] == [[3] * 4 + [2] * 3, [3] * 6 + [2], [3] * 7]
+
+
+def test_a_chunk_whose_storage_was_moved_is_like_any_other_memory(device):
+    delivered = tdcopier.copy([torch.ones(3), torch.ones(3)], device)
+    delivered[0].untyped_storage().resize_(4096)
+    handle = tdcopier.copy_into([torch.zeros(3), torch.zeros(3)], delivered)
+    handle.get()
+    assert handle.stats.transfers == 2
+    assert [leaf.tolist() for leaf in delivered] == [[0] * 3] * 2
+
+
+@pytest.mark.parametrize("source_on", ["host", "same device", "other device"])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(sizes=SIZES, data=st.data())
+def test_leaves_and_parts_of_a_chunk_are_filled_and_nothing_else(
+    device, request, source_on, sizes, data
+):
+    place = {"host": "cpu", "same device": device}.get(source_on) or request.getfixturevalue(
+        "other_device"
+    )
+    dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in sizes]
+    alignment = data.draw(st.sampled_from([1, 16, 64]))
+    batch = [torch.full((n,), 1).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    delivered = tdcopier.copy(batch, device, min_packed_alignment_bytes=alignment)
+    expected = [leaf.clone() for leaf in batch]
+    chosen = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True, min_size=1))
+    source, destination = [], []
+    for index in chosen:
+        begin = data.draw(st.integers(0, sizes[index] - 1))
+        end = data.draw(st.integers(begin + 1, sizes[index]))
+        step = data.draw(st.sampled_from([1, 1, 1, 2]))
+        destination.append(delivered[index][begin:end:step])
+        source.append(torch.full(destination[-1].shape, 2).to(dtypes[index]).to(place))
+        expected[index][begin:end:step] = 2
+    _C.set_max_window_bytes(data.draw(st.sampled_from([64, 2**40])))
+    try:
+        tdcopier.copy_into(source, destination).get()
+    finally:
+        _C.set_max_window_bytes(2**63)
+    for leaf, wanted in zip(delivered, expected, strict=True):
+        assert same_bytes(leaf, wanted)
+
+
+def test_large_chunks_in_many_windows_are_filled(device):
+    batch = [torch.full((n,), 1.0) for n in range(1, 700)]
+    delivered = tdcopier.copy(batch, device)
+    _C.set_max_window_bytes(4096)
+    _C.set_max_inline_bytes(0)
+    try:
+        handle = tdcopier.copy_into([leaf + 1 for leaf in batch], delivered)
+        handle.get()
+    finally:
+        _C.set_max_window_bytes(2**63)
+        _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+    assert handle.stats.background
+    assert handle.stats.transfers > 100
+    assert all((leaf == 2).all() for leaf in delivered)

@@ -1,0 +1,106 @@
+"""Filling existing memory when memory runs out or a transfer fails, at every step of a copy."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from sim_support import fresh as fresh
+from support import are_released
+
+import tdcopier
+from tdcopier import _C
+from tdcopier.sim import Fault
+
+pytestmark = pytest.mark.sim
+
+ROUTES = {
+    "H2D": ("cpu", "sim:0"),
+    "D2H": ("sim:0", "cpu"),
+    "D2D": ("sim:0", "sim:1"),
+}
+SIZES = {"few": [100, 50], "many": [*range(1, 40)], "large": [1_200_000, 100]}
+FAULTS = {
+    "device memory": torch.OutOfMemoryError,
+    "pinned memory": torch.AcceleratorError,
+    "enqueue": torch.AcceleratorError,
+    "execution": torch.AcceleratorError,
+}
+
+
+def armed(sim: Any, name: str, n: int) -> Fault:
+    return {
+        "device memory": lambda: sim.fail_device_allocation(n),
+        "pinned memory": lambda: sim.fail_pinned_allocation(n),
+        "enqueue": lambda: sim.fail_transfer(n),
+        "execution": lambda: sim.fail_transfer(n, when="execution"),
+    }[name]()
+
+
+def trees(route: tuple[str, str], sizes: list[int], value: float) -> tuple[Any, Any]:
+    source = [torch.full((n,), value).to(route[0]) for n in sizes]
+    return source, [torch.zeros(n, device=route[1]) for n in sizes]
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=list(ROUTES))
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_fails_is_told_each_time_and_the_next_copy_works(sim, route, sizes, fault):
+    source, destination = trees(route, sizes, 1.0)
+    tdcopier.copy_into(source, destination).get()
+    for n in itertools.count(1):
+        source, destination = trees(route, sizes, float(n))
+        references = [weakref.ref(leaf) for leaf in (*source, *destination)]
+        if fault == "pinned memory":  # staging that is there is not allocated
+            tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+            hold = sim.hold(_C.copy_stream("sim:0"))
+            tdcopier.start_copy([torch.ones(2)], "sim:0")
+            tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+        with armed(sim, fault, n) as arming:
+            handle = tdcopier.copy_into(source, destination)
+            if fault == "pinned memory":
+                hold.release()
+            try:
+                handle.get()
+            except FAULTS[fault] as error:
+                message = str(error)
+            else:
+                assert not arming.fired
+                assert all((leaf == n).all() for leaf in destination)
+                break
+            assert arming.fired
+        assert handle.ready()
+        for ask in (handle.get, handle.wait):
+            with pytest.raises(FAULTS[fault]) as again:
+                ask()
+            assert str(again.value) == message
+        again_source, again = trees(route, sizes, n + 0.5)
+        tdcopier.copy_into(again_source, again).get()
+        assert all((leaf == n + 0.5).all() for leaf in again)
+        del handle, ask, source, destination
+        assert are_released(references)
+        gc.collect()
+
+
+def test_a_failure_of_copy_itself_is_told_each_time_with_the_path(device, monkeypatch):
+    """A destination that refuses: the leaves that the engine copies arrive all the same."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    source = {"a": torch.ones(3), "b": TwoTensor(torch.ones(2), torch.ones(2))}
+    destination = {"a": torch.zeros(3, device=device), "b": torch.zeros(2, device=device)}
+
+    def refuse(*arguments: Any) -> None:
+        raise KeyError("no")
+
+    monkeypatch.setattr("tdcopier._into.fill", refuse)
+    handle = tdcopier.copy_into(source, destination)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="no") as caught:
+            handle.get()
+    notes = getattr(caught.value, "__notes__", ["... the leaf destination['b']"])  # from 3.11 on
+    assert notes[0].endswith("the leaf destination['b']")
+    assert handle.ready()

@@ -1,0 +1,259 @@
+"""Filling existing memory: who waits for whom, and what is kept until when."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from support import are_released, run_python
+
+import tdcopier
+from tdcopier import _C
+
+
+def late_copy(leaf: torch.Tensor) -> torch.Tensor:
+    """What a kernel on the current stream reads when its turn comes."""
+    late = torch.empty_like(leaf)
+    late.copy_(leaf, non_blocking=True)
+    return late
+
+
+@pytest.mark.parametrize("source_on", ["host", "same device", "other device"])
+def test_a_destination_is_written_after_the_reads_that_were_enqueued_before(
+    request, stall, device, accelerator, source_on
+):
+    place = {"host": "cpu", "same device": device}.get(source_on) or request.getfixturevalue(
+        "other_device"
+    )
+    source = [torch.full((50,), 2.0).to(place)]
+    destination = [torch.full((50,), 1.0).to(device)]
+    reader = accelerator.Stream(device=device)
+    accelerator.synchronize()
+    with accelerator.stream(reader), stall(reader):
+        before = late_copy(destination[0])
+        handle = tdcopier.copy_into(source, destination)
+        assert not handle.ready()
+        handle.wait()
+        after = late_copy(destination[0])
+    reader.synchronize()
+    assert before.tolist() == [1.0] * 50
+    assert after.tolist() == [2.0] * 50
+
+
+def test_sources_on_a_device_are_read_after_what_was_enqueued_before(stall, device, accelerator):
+    source, host = torch.full((50,), 1.0, device=device), torch.zeros(50)
+    value = torch.full((50,), 2.0, device=device)
+    writer = accelerator.Stream(device=device)
+    accelerator.synchronize()
+    with accelerator.stream(writer):
+        with stall(writer):
+            source.copy_(value, non_blocking=True)
+            handle = tdcopier.copy_into([source], [host])
+            assert not handle.ready()
+        handle.get()
+    assert host.tolist() == [2.0] * 50
+
+
+def test_wait_staged_lets_a_device_source_be_overwritten(stall, device, accelerator):
+    source, host = torch.full((50,), 1.0, device=device), torch.zeros(50)
+    value = torch.full((50,), 2.0, device=device)
+    stream = accelerator.Stream(device=device)
+    accelerator.synchronize()
+    with accelerator.stream(stream):
+        with stall(stream):
+            handle = tdcopier.copy_into([source], [host])
+            handle.wait_staged()  # would hang here if it waited for the bytes to arrive
+            source.copy_(value, non_blocking=True)
+        handle.get()
+    assert host.tolist() == [1.0] * 50
+
+
+def test_wait_staged_lets_a_host_source_be_overwritten(stall, device, copy_stream):
+    source, destination = torch.full((50,), 1.0), torch.zeros(50, device=device)
+    with stall(copy_stream):
+        handle = tdcopier.copy_into([source], [destination])
+        handle.wait_staged()
+        source.fill_(3)
+    handle.get()
+    assert destination.tolist() == [1.0] * 50
+
+
+def test_a_given_stream_is_the_one_that_waits(stall, device, accelerator, copy_stream):
+    destination = torch.zeros(50, device=device)
+    consumer = accelerator.Stream(device=device)
+    with stall(copy_stream):
+        handle = tdcopier.copy_into([torch.ones(50)], [destination])
+        handle.wait(consumer)
+        assert not consumer.query()
+        assert accelerator.current_stream().query()
+    consumer.synchronize()
+    assert destination.tolist() == [1.0] * 50
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_memory_that_is_dropped_is_not_given_out_before_it_was_written(
+    stall, device, copy_stream, scattered
+):
+    sizes = range(50, 90) if scattered else [50]
+    destination = [torch.zeros(n, device=device) for n in sizes]
+    with stall(copy_stream):
+        handle = tdcopier.copy_into([torch.full((n,), 9.0) for n in sizes], destination)
+        del handle, destination
+        others = [torch.full((n,), 1.0, device=device) for n in sizes for _ in range(3)]
+    _settle(device)
+    assert all(leaf.tolist() == [1.0] * leaf.numel() for leaf in others)
+
+
+def _settle(device: str) -> None:
+    torch.get_device_module(device).synchronize(device)
+
+
+def test_everything_may_be_dropped_at_once(device):
+    host = torch.zeros(400_000)
+    source = torch.full((400_000,), 3.0, device=device)
+    tdcopier.copy_into({"a": source}, {"a": host})
+    del source
+    tdcopier.copy_into({"a": torch.full((400_000,), 4.0)}, {"a": torch.zeros(400_000)})
+    gc.collect()
+    _settle(device)
+    # The one before it on the same threads and streams has ended when this one has.
+    for _ in range(5):
+        tdcopier.copy_into([torch.ones(2, device=device)], [torch.zeros(2)]).get()
+
+
+@pytest.mark.parametrize("direction", ["H2D", "D2H", "H2H", "within"])
+def test_both_trees_are_let_go_when_the_copy_is_done(device, direction):
+    place = {"H2D": ("cpu", device), "D2H": (device, "cpu"), "H2H": ("cpu", "cpu")}.get(
+        direction, (device, device)
+    )
+    source = [torch.ones(20).to(place[0]), torch.ones(300_000).to(place[0])]
+    destination = [torch.zeros_like(leaf, device=place[1]) for leaf in source]
+    references = [weakref.ref(leaf) for leaf in (*source, *destination)]
+    handle = tdcopier.copy_into(source, destination)
+    handle.get()
+    del source, destination
+    assert are_released(references[:2])
+    del handle
+    assert are_released(references)
+
+
+def test_threads_fill_trees_of_their_own(device):
+    failures: list[BaseException] = []
+    started = threading.Barrier(4)
+
+    def fill(value: float) -> None:
+        try:
+            there = [torch.zeros(n, device=device) for n in (3, 70_000, 200_000)]
+            back = [torch.zeros(n) for n in (3, 70_000, 200_000)]
+            started.wait()
+            for step in range(10):
+                source = [torch.full_like(leaf, value + step) for leaf in back]
+                tdcopier.copy_into(source, there).wait()
+                tdcopier.copy_into(there, back).get()
+                assert all((leaf == value + step).all() for leaf in back)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=fill, args=(100.0 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(
+    stall, device, accelerator
+):
+    """Threads that wait for a device are none of those that stage."""
+    source, host = torch.ones(5_000_000, device=device), torch.zeros(5_000_000)
+    stream = accelerator.Stream(device=device)
+    accelerator.synchronize()
+    with stall(stream):
+        with accelerator.stream(stream):
+            handle = tdcopier.copy_into([source], [host])
+        staged = tdcopier.copy_into([torch.ones(5_000_000)], [torch.zeros(5_000_000)])
+        staged.get()  # large, so that workers do it
+        assert not handle.ready()
+    handle.get()
+    assert host.sum().item() == 5_000_000
+
+
+@pytest.mark.cuda
+def test_a_graph_that_was_replayed_before_sees_the_old_values(device, stall, accelerator):
+    batch = [torch.full((n,), 1.0) for n in (5, 60)]
+    static = tdcopier.copy(batch, device)
+    total = torch.zeros((), device=device)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        total.copy_(sum(leaf.sum() for leaf in static))
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            total.copy_(sum(leaf.sum() for leaf in static))
+        with stall(stream):
+            graph.replay()
+            before = late_copy(total)
+            tdcopier.copy_into([leaf + 1 for leaf in batch], static).wait()
+            graph.replay()
+            after = late_copy(total)
+    stream.synchronize()
+    assert (before.item(), after.item()) == (65.0, 130.0)
+
+
+@pytest.mark.cuda
+def test_a_call_during_the_callers_own_capture_is_refused(device):
+    static = torch.zeros(3, device=device)
+    with (
+        pytest.raises(RuntimeError, match=r"copy_into\(\) was called while its stream is"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        tdcopier.copy_into([torch.ones(3)], [static])
+
+
+def test_a_modified_source_is_named_in_check_mode(device, stall, copy_stream):
+    program = f"""
+        import torch, tdcopier
+        if {device!r}.startswith("sim"):
+            from tdcopier import sim
+            sim.enable()
+        source = {{"a": [torch.zeros(600_000)]}}
+        destination = {{"a": [torch.ones(600_000, device={device!r})]}}
+        tdcopier.copy_into(source, destination).get()
+        handle = tdcopier.copy_into(source, destination)
+        source["a"][0].fill_(3)
+        try:
+            handle.get()
+        except tdcopier.SourceModifiedError as error:
+            print(str(error).split(" was ")[0])
+    """
+    assert run_python(program, TDCOPIER_CHECK="1").strip() == "source['a'][0]"
+
+
+def test_a_forked_child_fills_memory_of_the_host():
+    """With workers of its own: the parent's are not there."""
+    run_python(
+        """
+        import os, warnings, numpy as np, tdcopier
+        warnings.simplefilter("ignore")
+        source, destination = np.ones(1_000_000), np.zeros(1_000_000)
+        assert tdcopier.copy_into([source], [destination]).stats.background
+        pid = os.fork()
+        if pid == 0:
+            destination[:] = 0
+            tdcopier.copy_into([source], [destination]).get()
+            os._exit(0 if (destination == 1).all() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        """
+    )
+
+
+def test_the_ring_is_not_exceeded_by_what_comes_back(device):
+    tdcopier.set_staging_limit_bytes(2 * _C.STAGING_BUFFER_BYTES)
+    sources = [torch.ones(n, device=device) for n in (10, 3_000_000, 4_000_000)]
+    tdcopier.copy_into(sources, [torch.zeros(leaf.numel()) for leaf in sources]).get()
+    assert _C.staging_bytes(device) <= 2 * _C.STAGING_BUFFER_BYTES

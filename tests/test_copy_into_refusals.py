@@ -1,0 +1,254 @@
+"""What `copy_into` refuses: with a message that names the leaf, and before anything is written."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support import raises_exactly
+
+import tdcopier
+
+
+class Refused(NamedTuple):
+    make: Callable[[], tuple[Any, Any]]
+    """The source, and the destination, besides the first leaf of each, which fit."""
+    message: str
+    error: type[Exception] = ValueError
+
+
+def two(n: int = 2) -> torch.Tensor:
+    return torch.zeros(n)
+
+
+def read_only() -> np.ndarray[Any, Any]:
+    array = np.zeros(2, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+def shrunk() -> torch.Tensor:
+    leaf = torch.zeros(2)
+    leaf.untyped_storage().resize_(4)
+    return leaf
+
+
+def of_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(2)
+
+
+def two_of_one(first: slice, second: slice) -> tuple[Any, Any]:
+    whole = torch.zeros(10)
+    left, right = whole[first], whole[second]
+    return [torch.ones_like(left), torch.ones_like(right)], [left, right]
+
+
+def interleaved() -> tuple[Any, Any]:
+    whole = torch.zeros(4, 3)
+    return [torch.ones(4, 2), torch.ones(4, 2)], [whole[:, :2], whole[:, 1:]]
+
+
+def shifted() -> tuple[Any, Any]:
+    whole = torch.zeros(10)
+    return whole[:5], whole[2:7]
+
+
+def swapped() -> tuple[Any, Any]:
+    left, right = torch.zeros(2), torch.ones(2)
+    return [left, right], [right, left]
+
+
+Pair = collections.namedtuple("Pair", "left right")
+BOTH = ": both must have the same"
+REACHED = (
+    ": both must be leaves, or containers that are reached in the same way (by key, by attribute "
+    "or by index), or neither"
+)
+SHARE = (
+    " share memory: what is written must not be read or written for another leaf; give a clone() "
+    "of one"
+)
+GRADIENT = (
+    "destination['x'] requires a gradient, and writing in place would break it: call copy_into() "
+    "within torch.no_grad(), or give detach()"
+)
+
+REFUSED = {
+    "another shape": Refused(
+        lambda: ([two(), two(2)], [two(), two(3)]),
+        "source['x'][1] has shape (2,), but destination['x'][1] has shape (3,)" + BOTH,
+    ),
+    "another dtype": Refused(
+        lambda: (two(), two().double()),
+        "source['x'] has dtype torch.float32, but destination['x'] has dtype torch.float64"
+        + BOTH
+        + "; convert one with to() first",
+    ),
+    "an array's other dtype": Refused(
+        lambda: (two(), np.zeros(2)),
+        "source['x'] has dtype torch.float32, but destination['x'] has dtype torch.float64"
+        + BOTH
+        + "; convert one with to() first",
+    ),
+    "an array's other shape": Refused(
+        lambda: (np.zeros((1, 2)), torch.zeros(2, 1, dtype=torch.float64)),
+        "source['x'] has shape (1, 2), but destination['x'] has shape (2, 1)" + BOTH,
+    ),
+    "a delegated leaf's other shape": Refused(
+        lambda: (two().requires_grad_(), two(3)),
+        "source['x'] has shape (2,), but destination['x'] has shape (3,)" + BOTH,
+    ),
+    "fewer children": Refused(
+        lambda: ({"in": [two()]}, {"in": [two(), two()]}),
+        "source['x']['in'] has 1 children, but destination['x']['in'] has 2: both must have the "
+        "same number",
+    ),
+    "a key that the destination lacks": Refused(
+        lambda: ({"a": two(), "b": two()}, {"a": two(), "c": two()}),
+        "source['x'] has 'b', which destination['x'] lacks" + BOTH,
+    ),
+    "a key that the source lacks": Refused(
+        lambda: ({"a": two()}, {"a": two(), "c": two()}),
+        "destination['x'] has 'c', which source['x'] lacks" + BOTH,
+    ),
+    "a key that another kind of mapping lacks": Refused(
+        lambda: ({"a": two()}, collections.OrderedDict(b=two())),
+        "source['x'] has 'a', which destination['x'] lacks" + BOTH,
+    ),
+    "a list for a dict": Refused(
+        lambda: ({"a": two()}, [two()]),
+        "source['x'] is a dict, a container by key, but destination['x'] is a list, a container by "
+        "index" + REACHED,
+    ),
+    "a leaf for a named tuple": Refused(
+        lambda: (two(), Pair(two(), two())),
+        "source['x'] is a Tensor, a leaf, but destination['x'] is a Pair, a container by attribute"
+        + REACHED,
+    ),
+    "an opaque value for a leaf": Refused(
+        lambda: (two(), 3),
+        "source['x'] is a Tensor, a leaf, but destination['x'] is a int, which is opaque" + REACHED,
+    ),
+    "a destination with a gradient": Refused(lambda: (two(), two().requires_grad_()), GRADIENT),
+    "one for a delegated leaf": Refused(
+        lambda: (two().requires_grad_(), two().requires_grad_()), GRADIENT
+    ),
+    "a read-only array": Refused(
+        lambda: (two(), read_only()),
+        "destination['x'] is a read-only array: give one that may be written, such as a copy",
+    ),
+    "an expanded destination": Refused(
+        lambda: (two(), torch.zeros(1).expand(2)),
+        "destination['x'] has elements that share memory (was it made with expand() or "
+        "as_strided()?): give one with memory for each, such as a clone()",
+    ),
+    "a destination whose rows overlap": Refused(
+        lambda: (torch.ones(3, 3), torch.zeros(9).as_strided((3, 3), (2, 1))),
+        "destination['x'] has elements that share memory (was it made with expand() or "
+        "as_strided()?): give one with memory for each, such as a clone()",
+    ),
+    "destinations that overlap": Refused(
+        lambda: two_of_one(slice(0, 4), slice(3, 6)),
+        "destination['x'][0] and destination['x'][1]" + SHARE,
+    ),
+    "destinations whose columns overlap": Refused(
+        interleaved, "destination['x'][0] and destination['x'][1]" + SHARE
+    ),
+    "one destination twice": Refused(
+        lambda: two_of_one(slice(0, 4), slice(0, 4)),
+        "destination['x'][0] and destination['x'][1]" + SHARE,
+    ),
+    "a source that overlaps its destination": Refused(
+        shifted, "source['x'] and destination['x']" + SHARE
+    ),
+    "leaves that change places": Refused(swapped, "source['x'][0] and destination['x'][1]" + SHARE),
+    "a destination without memory": Refused(
+        lambda: (two(), shrunk()),
+        "destination['x'] reaches beyond its storage, which has only 4 bytes (was it shrunk with "
+        "untyped_storage().resize_()?)",
+    ),
+    "a source without memory": Refused(
+        lambda: (shrunk(), two()),
+        "source['x'] reaches beyond its storage, which has only 4 bytes (was it shrunk with "
+        "untyped_storage().resize_()?)",
+    ),
+    "a packed sequence": Refused(
+        lambda: tuple(torch.nn.utils.rnn.pack_sequence([two()]) for _ in range(2)),
+        "destination['x'] is a PackedSequence, which cannot be filled: give the tensors in it",
+    ),
+    "a destination of inference mode": Refused(
+        lambda: (two(), of_inference_mode()),
+        "destination['x'] was made in inference mode, where alone it may be written in place: call "
+        "copy_into() there, or give a clone()",
+        RuntimeError,
+    ),
+    "numbers that torch lacks": Refused(
+        lambda: (np.zeros(2, np.longdouble), two()),
+        "source['x'] is a numpy array of dtype float128, which torch cannot take: convert it with "
+        ".astype(...) first",
+        TypeError,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_its_path_and_nothing_is_written(name):
+    refused = REFUSED[name]
+    source, destination = refused.make()
+    first = torch.zeros(5)
+    with raises_exactly(refused.error, refused.message):
+        tdcopier.copy_into(
+            {"first": torch.ones(5), "x": source}, {"first": first, "x": destination}
+        )
+    assert first.tolist() == [0] * 5
+    assert first._version == 0
+
+
+def test_columns_beside_one_another_are_no_overlap():
+    whole = torch.zeros(6, 4)
+    source = [torch.full((6,), float(i)) for i in range(4)]
+    tdcopier.copy_into(source, [whole[:, i] for i in range(4)]).get()
+    assert whole.tolist() == [[0, 1, 2, 3]] * 6
+
+
+def test_one_source_may_fill_several_destinations():
+    source, left, right = torch.ones(3), torch.zeros(3), torch.zeros(3)
+    tdcopier.copy_into([source, source], [left, right]).get()
+    assert left.tolist() == right.tolist() == [1, 1, 1]
+
+
+def test_a_tree_that_contains_itself_is_refused():
+    source: list[Any] = [torch.ones(2)]
+    destination: list[Any] = [torch.zeros(2)]
+    source.append(source)
+    destination.append(destination)
+    with pytest.raises(RecursionError, match="does it contain itself"):
+        tdcopier.copy_into(source, destination)
+    assert destination[0].tolist() == [0, 0]
+
+
+def test_a_tensordict_of_foreign_memory_is_refused():
+    from tensordict import TensorDict
+
+    part = TensorDict({"a": torch.zeros(4)}, [4])._get_sub_tensordict(slice(2))
+    with pytest.raises(TypeError, match=r"destination is a _SubTensorDict, whose leaves"):
+        tdcopier.copy_into(TensorDict({"a": torch.zeros(2)}, [2]), part)
+
+
+def test_a_stream_of_a_device_that_is_not_filled_is_refused(device, other_device, accelerator):
+    handle = tdcopier.copy_into([torch.ones(3)], [torch.zeros(3, device=device)])
+    with pytest.raises(ValueError, match="give a stream of that device"):
+        handle.wait(accelerator.Stream(device=other_device))
+    with pytest.raises(TypeError, match="stream must be None or"):
+        handle.wait(3)
+    handle.get()
+
+
+def test_options_are_keywords_only():
+    with pytest.raises(TypeError):
+        tdcopier.copy_into([], [], True)  # type: ignore[misc]
