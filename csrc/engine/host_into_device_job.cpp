@@ -13,14 +13,14 @@
 namespace tdcopier {
 
 HostIntoDeviceJob::HostIntoDeviceJob(Accelerator& target, LeafPairs pairs, IntoPlan plan,
-                                     bool use_pinned_staging, IntoHolds holds,
-                                     ThreadPool& reclaimer)
+                                     bool use_pinned_staging, uint64_t max_window_bytes,
+                                     IntoHolds holds, ThreadPool& reclaimer)
     : IntoJob(target, target.device(), std::move(pairs), std::move(plan.pack), std::move(holds),
               reclaimer),
       use_pinned_staging_(use_pinned_staging),
       runs_(std::move(plan.runs)),
       chunk_runs_(std::move(plan.chunks)),
-      windows_(cut_windows(plan_, leaves_, kStagingBufferBytes)),
+      windows_(cut_windows(plan_, leaves_, max_window_bytes)),
       used_(target.record_current()) {}
 
 size_t HostIntoDeviceJob::chunks() const {

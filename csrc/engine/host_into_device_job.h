@@ -15,7 +15,7 @@ class HostIntoDeviceJob final : public IntoJob {
  public:
   // Thread: the caller's, whose current stream of the target counts.
   HostIntoDeviceJob(Accelerator& target, LeafPairs pairs, IntoPlan plan, bool use_pinned_staging,
-                    IntoHolds holds, ThreadPool& reclaimer);
+                    uint64_t max_window_bytes, IntoHolds holds, ThreadPool& reclaimer);
 
   size_t chunks() const override;
 

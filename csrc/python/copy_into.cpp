@@ -40,8 +40,8 @@ Started make_job(IntoGroup group, const IntoOptions& options) {
   const bool pinned = options.use_pinned_staging;
   if (target.is_cpu()) {
     PackPlan plan = make_pack_plan(group.pairs.leaves.extents(), host_chunks);
-    const bool little = plan.total_bytes <= max_inline_bytes();
     if (source.is_cpu()) {
+      const bool little = plan.total_bytes <= max_inline_bytes() && !group.mapped.wait_for_disk();
       return {std::make_shared<HostIntoHostJob>(std::move(group.pairs), std::move(plan),
                                                 std::move(holds), reclaimer()),
               little, workers()};
@@ -60,10 +60,11 @@ Started make_job(IntoGroup group, const IntoOptions& options) {
             true, workers()};
   }
   IntoPlan plan = make_into_plan(group.pairs, kMaxGatheredBytes);
-  const bool little = plan.pack.total_bytes <= max_inline_bytes();
+  const bool little = plan.pack.total_bytes <= max_inline_bytes() && !group.mapped.wait_for_disk();
   const bool at_once = little && pinned && !accelerator.staging().is_exhausted();
+  const uint64_t window_bytes = group.mapped.empty() ? kStagingBufferBytes : kMappedWindowBytes;
   return {std::make_shared<HostIntoDeviceJob>(accelerator, std::move(group.pairs), std::move(plan),
-                                              pinned, std::move(holds), reclaimer()),
+                                              pinned, window_bytes, std::move(holds), reclaimer()),
           at_once, workers()};
 }
 

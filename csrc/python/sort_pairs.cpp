@@ -196,6 +196,7 @@ class Sorter {
       add_strided(group, end_of(source, const_cast<std::byte*>(data), plain.storage),
                   end_of(target, target_data, target_plain.storage));
     }
+    if (device.is_cpu() && is_mapped_file(*plain.storage)) note_mapped(group);
     sorted_.written.push_back(impl);
     keep(group, std::move(from), std::move(to));
     return true;
@@ -231,9 +232,13 @@ class Sorter {
       ++sorted_.reused;
       return true;
     }
-    add_strided(group_of(source.device, target.device), source, target);
+    IntoGroup& group = group_of(source.device, target.device);
+    add_strided(group, source, target);
+    const bool mapped = from_array ? is_mapped_array(from.ptr())
+                                   : source.device.is_cpu() && is_mapped_file(*source.storage);
+    if (mapped) note_mapped(group);
     if (!to_array) sorted_.written.push_back(THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl());
-    keep(group_of(source.device, target.device), std::move(from), std::move(to));
+    keep(group, std::move(from), std::move(to));
     return true;
   }
 
@@ -305,6 +310,7 @@ class Sorter {
                               {LeafTable(from), {}},
                               std::make_shared<PySources>(),
                               std::make_shared<PySources>(),
+                              {},
                               {}});
     IntoGroup& made = sorted_.groups.back();
     made.pairs.leaves.reserve(leaves_);
@@ -313,6 +319,12 @@ class Sorter {
     made.destinations->reserve(leaves_);
     made.numbers.reserve(leaves_);
     return made;
+  }
+
+  // The last leaf of the group's table lies in a mapped file.
+  static void note_mapped(IntoGroup& group) {
+    const Leaf& leaf = group.pairs.leaves[group.pairs.leaves.size() - 1];
+    group.mapped.note(leaf.data, leaf.bytes);
   }
 
   void keep(IntoGroup& group, py::object from, py::object to) {

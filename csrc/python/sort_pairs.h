@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/destination.h"
+#include "engine/mapped_leaves.h"
 #include "python/sources.h"
 
 namespace tdcopier {
@@ -20,6 +21,7 @@ struct IntoGroup {
   std::shared_ptr<PySources> sources;  // keep the memory of both
   std::shared_ptr<PySources> destinations;
   RecycledVector<uint32_t> numbers;  // by leaf: its pair in the walk
+  MappedLeaves mapped;               // among the sources
 };
 
 // A leaf that is left to `copy_`.
