@@ -129,7 +129,7 @@ DEFECTS: dict[str, Defect] = {
         "engine/host_into_device_job.cpp",
         "  give_back_destinations();",
         "  if ({defect}) return IntoJob::give_back_sources();\n  give_back_destinations();",
-        "a_chunk_is_filled_again_and_dropped",
+        "destinations_are_dropped_at_once",
         "AssertionError",
         "reused",
     ),

@@ -332,20 +332,30 @@ def filled_behind_the_reads_before(play: Play) -> None:
             play.read_late(static, batch)
 
 
-def a_chunk_is_filled_again_and_dropped(play: Play) -> None:
-    """H2D into the chunk of an earlier copy, whose memory somebody else has before long."""
+def a_chunk_is_filled_again(play: Play) -> None:
+    """H2D into the chunk of an earlier copy, by one transfer each."""
     device = play.devices[0]
     stream = play.stream(device)
     with play.on(stream):
         batches = [play.batch((64, 64)) for _ in range(3)]
         static = tdcopier.start_copy(batches[0], device).wait()
-        handle = tdcopier.copy_into(batches[1], static)
-        assert handle.stats.transfers == 1
-        play.read_late(handle.wait(), batches[1])
-        tdcopier.copy_into(batches[2], static)
-        del static, handle
-        other = play.batch((64, 64, 128))
-        play.read_late(play.write(device, other), other)
+        for batch in batches[1:]:
+            handle = tdcopier.copy_into(batch, static)
+            assert handle.stats.transfers == 1
+            play.read_late(handle.wait(), batch)
+
+
+def destinations_are_dropped_at_once(play: Play) -> None:
+    """H2D into memory that nobody else keeps, and that is used again."""
+    device = play.devices[0]
+    stream = play.stream(device)
+    with play.on(stream):
+        for _ in range(2):
+            static = play.write(device, play.batch((64, 64)))
+            tdcopier.copy_into(play.batch((64, 64)), static)
+            del static
+            batch = play.batch((64, 64))
+            play.read_late(play.write(device, batch), batch)
 
 
 def host_memory_is_filled_while_sources_are_overwritten(play: Play) -> None:
@@ -415,7 +425,8 @@ SCENARIOS: dict[str, Scenario] = {
         (counted_as_the_device_counts, False),
         (polled_until_ready, True),
         (filled_behind_the_reads_before, False),
-        (a_chunk_is_filled_again_and_dropped, True),
+        (a_chunk_is_filled_again, True),
+        (destinations_are_dropped_at_once, False),
         (host_memory_is_filled_while_sources_are_overwritten, False),
         (between_devices_into_memory_that_exists, False),
     )
