@@ -58,9 +58,9 @@ def shifted() -> tuple[Any, Any]:
     return whole[:5], whole[2:7]
 
 
-def swapped() -> tuple[Any, Any]:
-    left, right = torch.zeros(2), torch.ones(2)
-    return [left, right], [right, left]
+def handed_on() -> tuple[Any, Any]:
+    shared = torch.zeros(2)
+    return [shared, two()], [two(), shared]
 
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -166,7 +166,9 @@ REFUSED = {
     "a source that overlaps its destination": Refused(
         shifted, "source['x'] and destination['x']" + SHARE
     ),
-    "leaves that change places": Refused(swapped, "source['x'][0] and destination['x'][1]" + SHARE),
+    "a source that is another leaf's destination": Refused(
+        handed_on, "source['x'][0] and destination['x'][1]" + SHARE
+    ),
     "a destination without memory": Refused(
         lambda: (two(), shrunk()),
         "destination['x'] reaches beyond its storage, which has only 4 bytes (was it shrunk with "
