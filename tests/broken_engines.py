@@ -69,6 +69,15 @@ DEFECTS: dict[str, Defect] = {
         "AssertionError",
         "reused",
     ),
+    "destination_released_early": Defect(
+        "Lifetime",
+        "engine/host_into_device_job.cpp",
+        "  give_back_destinations();",
+        "  if ({defect}) return IntoJob::give_back_sources();\n  give_back_destinations();",
+        "destinations_are_dropped_at_once",
+        "AssertionError",
+        "reused",
+    ),
     "chunks_of_failed_copies_leak": Defect(
         "Lifetime",
         "engine/copy_job.cpp",
@@ -123,15 +132,6 @@ DEFECTS: dict[str, Defect] = {
         "filled_behind_the_reads_before",
         "AssertionError",
         "unordered",
-    ),
-    "destination_released_early": Defect(
-        "Lifetime",
-        "engine/host_into_device_job.cpp",
-        "  give_back_destinations();",
-        "  if ({defect}) return IntoJob::give_back_sources();\n  give_back_destinations();",
-        "destinations_are_dropped_at_once",
-        "AssertionError",
-        "reused",
     ),
     "arrival_signalled_early": Defect(
         "Order",

@@ -195,10 +195,10 @@ def test_inside_a_transform_nothing_is_watched_and_all_works(checking, device):
     ids=["nested", "sparse", "tensor beyond all memory", "array beyond all memory"],
 )
 def test_a_leaf_of_which_no_checksum_can_be_taken_is_not_watched(checking, device, make):
-    check = SourceCheck({"a": make(), "b": (watched := torch.ones(2))}, device)
+    check = SourceCheck.of_copy({"a": make(), "b": (watched := torch.ones(2))}, device)
     check.look()
     check.raise_failure()
-    check = SourceCheck({"a": make(), "b": watched}, device)
+    check = SourceCheck.of_copy({"a": make(), "b": watched}, device)
     watched += 1
     check.look()
     with pytest.raises(tdcopier.SourceModifiedError, match=r"^data\['b'\] was modified"):
