@@ -19,10 +19,13 @@ def flatten(value: Any, device: torch.device | None, named: bool) -> Flat | None
     """The tensors that it is made of, and what else there is to it.
 
     Returns:
-        None where its own `.to` is needed: it is on the device, it has a gradient to keep, or it is
-        made of anything but plain tensors.
+        None where torch's own code is needed: it is on the device, or none is given, since memory
+        that exists has offsets of its own; it has a gradient to keep; or it is made of anything but
+        plain tensors.
 
     """
+    if device is None:
+        return None
     parts = [value._values, value._offsets]
     if value._lengths is not None:
         parts.append(value._lengths)

@@ -15,6 +15,7 @@
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
 #include "python/path.h"
+#include "python/prefetch.h"
 #include "python/torch_state.h"
 #include "python/value_kind.h"
 
@@ -83,11 +84,6 @@ class Flattener {
     } else {
       visit_rare(object, depth);
     }
-  }
-
-  // The walk looks at each child's type: let the processor fetch all of them at once.
-  static void prefetch_each(PyObject* const* children, Py_ssize_t count) {
-    for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(children[i]);
   }
 
   // `children` is a list or a tuple. Code of some class further down may change it meanwhile.
@@ -233,28 +229,12 @@ class Flattener {
   // What it reads of a tensor lies in three places that are rarely in the cache after a step of
   // training; fetching them ahead hides most of that.
   void sort_out_tensors() {
-    constexpr size_t kFar = 12;
-    constexpr size_t kNear = 6;
     for (size_t i = 0; i < tensors_.size(); ++i) {
-      if (i + kFar < tensors_.size()) prefetch_tensor(tensors_[i + kFar].object);
-      if (i + kNear < tensors_.size()) prefetch_storage(tensors_[i + kNear].object);
+      if (i + kTensorsAhead < tensors_.size()) prefetch_tensor(tensors_[i + kTensorsAhead].object);
+      if (i + kStoragesAhead < tensors_.size())
+        prefetch_storage(tensors_[i + kStoragesAhead].object);
       sort_out(std::exchange(tensors_[i].object, nullptr), tensors_[i].node);
     }
-  }
-
-  static void prefetch_tensor(PyObject* object) {
-    const auto* impl =
-        reinterpret_cast<const char*>(THPVariable_Unpack(object).unsafeGetTensorImpl());
-    constexpr size_t kLine = 64;
-    for (size_t at = 0; at < sizeof(c10::TensorImpl); at += kLine) __builtin_prefetch(impl + at);
-  }
-
-  static void prefetch_storage(PyObject* object) {
-    const c10::TensorImpl* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
-    const auto* storage =
-        reinterpret_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl());
-    __builtin_prefetch(storage);
-    __builtin_prefetch(storage + 48);  // its size and data pointer may lie in the next line
   }
 
   // Takes over a reference of a tensor, exactly of torch's own class.

@@ -12,6 +12,7 @@
 #include "python/array_leaf.h"
 #include "python/flatten.h"
 #include "python/path.h"
+#include "python/prefetch.h"
 #include "python/value_kind.h"
 
 namespace py = pybind11;
@@ -83,6 +84,8 @@ class PairWalk {
              " has " + std::to_string(PySequence_Fast_GET_SIZE(destination)) +
                  ": both must have the same number");
     }
+    prefetch_each(PySequence_Fast_ITEMS(source), count);
+    prefetch_each(PySequence_Fast_ITEMS(destination), count);
     for (Py_ssize_t i = 0; i < count; ++i) {
       check_unchanged(
           i < PySequence_Fast_GET_SIZE(source) && i < PySequence_Fast_GET_SIZE(destination), depth);
@@ -229,6 +232,7 @@ class PairWalk {
       if (!error.matches(py::module_::import("tdcopier._containers").attr("Refused"))) throw;
       throw py::type_error(text(tree, depth) + " " + std::string(py::str(error.value())));
     }
+    if (parts.is_none()) return {kLeaf, {}, {}};
     check_invariant(PyTuple_Check(parts.ptr()) && PyTuple_GET_SIZE(parts.ptr()) == 3,
                     "a container is taken apart into a list, a context and names");
     const py::tuple three = parts;

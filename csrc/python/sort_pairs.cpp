@@ -18,6 +18,7 @@
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
 #include "python/pair_walk.h"
+#include "python/prefetch.h"
 #include "python/torch_state.h"
 
 namespace py = pybind11;
@@ -79,9 +80,21 @@ class Sorter {
   void sort_all(const PairedTrees& trees) {
     sorted_.opaque = trees.opaque;
     for (number_ = 0; number_ < leaves_; ++number_) {
+      prefetch_ahead(trees);
       sort_out(py::reinterpret_borrow<py::object>(trees.leaves[number_].source),
                py::reinterpret_borrow<py::object>(trees.leaves[number_].destination));
     }
+  }
+
+  void prefetch_ahead(const PairedTrees& trees) const {
+    const auto each = [&](size_t number, auto prefetch) {
+      if (number >= leaves_) return;
+      const LeafPair& pair = trees.leaves[number];
+      if (THPVariable_CheckTypeExact(Py_TYPE(pair.source))) prefetch(pair.source);
+      if (THPVariable_CheckTypeExact(Py_TYPE(pair.destination))) prefetch(pair.destination);
+    };
+    each(number_ + kTensorsAhead, prefetch_tensor);
+    each(number_ + kStoragesAhead, prefetch_storage);
   }
 
   // Whether there are any, and no mistake among them.
