@@ -64,6 +64,11 @@ class LeafTable {
   // `data` holds the product of `sizes` elements, contiguous; `strides` are in elements.
   void add(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
            std::span<const int64_t> strides);
+  // The same without a shape, for a leaf of which no output is made.
+  void add_bytes(const void* data, c10::ScalarType dtype, uint64_t bytes, uint32_t element_bytes) {
+    leaves_.push_back({data, bytes, dtype, /*strided=*/false, 0, 0});
+    extents_.push_back({bytes, element_bytes});
+  }
   // `data` is the first element, `source_strides_bytes` lead to the others; `strides`, in elements,
   // are those of the contiguous output.
   void add_strided(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,

@@ -14,6 +14,10 @@ bool is_mapped_file(const c10::StorageImpl& storage) {
   return mapped != nullptr && (mapped->flags() & at::ALLOCATOR_MAPPED_SHAREDMEM) == 0;
 }
 
+bool MappedFiles::is_mapped_memory(const c10::StorageImpl& storage) {
+  return at::MapAllocator::fromDataPtr(storage.data_ptr()) != nullptr;
+}
+
 bool MappedLeaves::wait_for_disk() const {
   const auto last = leaves_.begin() + static_cast<ptrdiff_t>(std::min(count_, kMostAsked));
   return !std::all_of(leaves_.begin(), last,

@@ -16,6 +16,24 @@ inline constexpr uint64_t kMappedWindowBytes = 1024 * 1024;
 // Is it a file that torch has mapped? Shared memory is not one.
 bool is_mapped_file(const c10::StorageImpl& storage);
 
+// The same of one storage after the other, most of which are freed in the same way.
+class MappedFiles {
+ public:
+  bool has(const c10::StorageImpl& storage) {
+    const c10::DeleterFnPtr deleter = storage.data_ptr().get_deleter();
+    if (deleter == ordinary_) return false;
+    if (is_mapped_file(storage)) return true;
+    // What it does tells files, but not files from shared memory: that is asked each time.
+    if (!is_mapped_memory(storage)) ordinary_ = deleter;
+    return false;
+  }
+
+ private:
+  static bool is_mapped_memory(const c10::StorageImpl& storage);
+
+  c10::DeleterFnPtr ordinary_ = nullptr;
+};
+
 // Those of one tree's host leaves that are mapped. Remembers where a few of them are.
 class MappedLeaves {
  public:

@@ -252,7 +252,9 @@ class Flattener {
     const size_t group = group_of(device);
     switch (flat_.groups[group].leaves.add_if_packable(tensor)) {
       case Packable::kYes:
-        if (device.is_cpu() && is_mapped_file(*tensor.storage().unsafeGetStorageImpl())) {
+        if (device.is_cpu() &&
+            mapped_files_.has(
+                *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl())) {
           note_mapped(flat_.groups[group]);
         }
         return set_leaf(owned.release().ptr(), node, group);
@@ -346,6 +348,7 @@ class Flattener {
   py::object python_target_;  // a torch.device; made when a collection asks for it
   FlatTree flat_;
   KnownTypes types_;
+  MappedFiles mapped_files_;
   size_t last_group_ = 0;
   RecycledVector<Found> tensors_;  // by the walk, in its order
   RecycledVector<Found> arrays_;

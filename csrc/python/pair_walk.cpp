@@ -68,7 +68,12 @@ class PairWalk {
     found_.leaves.push_back({source, destination});
   }
 
+  // Two tensors need not be kept on the way: no code of theirs runs.
   void visit_kept(PyObject* source, PyObject* destination, int depth) {
+    if (THPVariable_CheckTypeExact(Py_TYPE(source)) &&
+        THPVariable_CheckTypeExact(Py_TYPE(destination))) {
+      return add(source, destination, depth);
+    }
     const auto from = py::reinterpret_borrow<py::object>(source);
     const auto to = py::reinterpret_borrow<py::object>(destination);
     visit(source, destination, depth);

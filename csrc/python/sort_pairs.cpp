@@ -57,32 +57,44 @@ std::string dtype_text(c10::ScalarType dtype) {
   return py::str(py::handle(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
 }
 
+// What a pair of plain tensors had in common with the next.
+struct Usual {
+  c10::DispatchKeySet source;
+  c10::DispatchKeySet target;
+  c10::Device from;
+  c10::Device to;
+  size_t group;
+};
+
 class Sorter {
  public:
   Sorter(py::handle source, py::handle destination)
       : source_(source), destination_(destination), altered_(torch_is_altered()) {}
 
   SortedPairs run() {
-    const PairedTrees trees = pair_trees(source_, destination_);
-    leaves_ = trees.leaves.size();
-    sort_all(trees);
+    sort_all(pair_trees(source_, destination_));
     if (check_delegated()) {
       // Code of their classes may have moved the memory of others: where that is, is looked up when
       // no such code runs any more.
       sorted_ = {};
-      sort_all(trees);
+      usual_.reset();
+      sort_all(pair_trees(source_, destination_));
     }
     refuse_overlap();
     return std::move(sorted_);
   }
 
  private:
-  void sort_all(const PairedTrees& trees) {
+  // Takes over the references.
+  void sort_all(PairedTrees trees) {
+    leaves_ = trees.leaves.size();
     sorted_.opaque = trees.opaque;
     for (number_ = 0; number_ < leaves_; ++number_) {
       prefetch_ahead(trees);
-      sort_out(py::reinterpret_borrow<py::object>(trees.leaves[number_].source),
-               py::reinterpret_borrow<py::object>(trees.leaves[number_].destination));
+      LeafPair& pair = trees.leaves[number_];
+      auto from = py::reinterpret_steal<py::object>(std::exchange(pair.source, nullptr));
+      auto to = py::reinterpret_steal<py::object>(std::exchange(pair.destination, nullptr));
+      sort_out(std::move(from), std::move(to));
     }
   }
 
@@ -115,6 +127,10 @@ class Sorter {
 
   void sort_out(py::object from, py::object to) {
     if (altered_) return delegate(std::move(from), std::move(to));
+    if (THPVariable_CheckTypeExact(Py_TYPE(from.ptr())) &&
+        THPVariable_CheckTypeExact(Py_TYPE(to.ptr())) && add_usual(from, to)) {
+      return;
+    }
     const bool tensors = is_plain_class(from.ptr()) && is_plain_class(to.ptr());
     if (tensors ? !add_tensors(from, to) : !add_any(from, to)) {
       delegate(std::move(from), std::move(to));
@@ -156,7 +172,45 @@ class Sorter {
     return true;
   }
 
-  // False: it is left to torch. The path of nearly every leaf.
+  // What is known of a pair with the same keys as one that add_tensors() took, between the same
+  // devices: all but memory and shape. The path of nearly every leaf; false: to be looked at again.
+  bool add_usual(py::object& from, py::object& to) {
+    const c10::TensorImpl* source = THPVariable_Unpack(from.ptr()).unsafeGetTensorImpl();
+    c10::TensorImpl* target = THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl();
+    if (!usual_ || source->key_set() != usual_->source || target->key_set() != usual_->target ||
+        source->autograd_meta() != nullptr || target->autograd_meta() != nullptr ||
+        !source->is_contiguous() || !target->is_contiguous() || source->device() != usual_->from ||
+        target->device() != usual_->to || source->dtype() != target->dtype() ||
+        source->sizes() != target->sizes()) {
+      return false;
+    }
+    const uint64_t element_bytes = target->itemsize();
+    const uint64_t bytes = static_cast<uint64_t>(target->numel()) * element_bytes;
+    c10::StorageImpl* source_storage = source->unsafe_storage().unsafeGetStorageImpl();
+    c10::StorageImpl* target_storage = target->unsafe_storage().unsafeGetStorageImpl();
+    const uint64_t begin = static_cast<uint64_t>(source->storage_offset()) * element_bytes;
+    const uint64_t target_begin = static_cast<uint64_t>(target->storage_offset()) * element_bytes;
+    if (bytes == 0 || bytes > kMaxPackedLeafBytes || source_storage == nullptr ||
+        target_storage == nullptr || begin + bytes > source_storage->nbytes() ||
+        target_begin + bytes > target_storage->nbytes()) {
+      return false;
+    }
+    const auto* data = static_cast<const std::byte*>(source_storage->data()) + begin;
+    auto* target_data = static_cast<std::byte*>(target_storage->mutable_data()) + target_begin;
+    const auto either =
+        reinterpret_cast<uintptr_t>(data) | reinterpret_cast<uintptr_t>(target_data);
+    if (data == target_data || either % element_bytes != 0) return false;
+    IntoGroup& group = sorted_.groups[usual_->group];
+    const c10::ScalarType dtype = c10::typeMetaToScalarType(target->dtype());
+    group.pairs.leaves.add_bytes(data, dtype, bytes, static_cast<uint32_t>(element_bytes));
+    group.pairs.destinations.add(target_data, target_storage, /*pinned=*/false);
+    if (usual_->from.is_cpu() && mapped_files_.has(*source_storage)) note_mapped(group);
+    sorted_.written.push_back(target);
+    keep(group, std::move(from), std::move(to));
+    return true;
+  }
+
+  // False: it is left to torch.
   bool add_tensors(py::object& from, py::object& to) {
     const at::Tensor& source = THPVariable_Unpack(from.ptr());
     const at::Tensor& target = THPVariable_Unpack(to.ptr());
@@ -199,17 +253,18 @@ class Sorter {
     if (!is_aligned(data, device) || !is_aligned(target_data, target_device)) return false;
     IntoGroup& group = group_of(device, target_device);
     if (plain.dense && target_plain.dense && alike) {
-      const int64_t elements[] = {impl->numel()};
-      const int64_t steps[] = {1};
-      group.pairs.leaves.add(data, dtype, elements, steps);
-      const bool large = static_cast<uint64_t>(impl->numel()) * element_bytes > kMaxPackedLeafBytes;
+      const uint64_t bytes = static_cast<uint64_t>(impl->numel()) * element_bytes;
+      group.pairs.leaves.add_bytes(data, dtype, bytes, static_cast<uint32_t>(element_bytes));
+      const bool large = bytes > kMaxPackedLeafBytes;
       const bool pinned = large && !device.is_cpu() && target_device.is_cpu() && target.is_pinned();
       group.pairs.destinations.add(target_data, target_plain.storage, pinned);
+      usual_ = {source_impl->key_set(), impl->key_set(), device, target_device,
+                static_cast<size_t>(&group - sorted_.groups.data())};
     } else {
       add_strided(group, end_of(source, const_cast<std::byte*>(data), plain.storage),
                   end_of(target, target_data, target_plain.storage));
     }
-    if (device.is_cpu() && is_mapped_file(*plain.storage)) note_mapped(group);
+    if (device.is_cpu() && mapped_files_.has(*plain.storage)) note_mapped(group);
     sorted_.written.push_back(impl);
     keep(group, std::move(from), std::move(to));
     return true;
@@ -479,6 +534,8 @@ class Sorter {
   size_t leaves_ = 0;
   size_t number_ = 0;  // of the pair in hand
   std::optional<std::pair<c10::Device, c10::Device>> way_;
+  std::optional<Usual> usual_;
+  MappedFiles mapped_files_;
   std::vector<std::pair<PyTypeObject*, bool>> classes_;
   std::vector<std::pair<c10::Device, c10::DispatchKeySet>> keys_;
   SortedPairs sorted_;
