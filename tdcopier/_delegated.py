@@ -30,8 +30,8 @@ def plain_parts(moved: Any) -> list[torch.Tensor]:
         inner = [getattr(moved, name) for name in flatten()[0]]
     elif isinstance(moved, Mover):
         inner = [moved.value]
-    elif isinstance(moved, tuple):  # a PackedSequence
-        inner = list(moved)
+    elif isinstance(moved, tuple):  # a PackedSequence, which may have no indices
+        inner = [part for part in moved if part is not None]
     else:
         inner = _held_by(moved)
     return [part for value in inner for part in plain_parts(value)]
