@@ -92,7 +92,11 @@ class SourceCheck:
         check._to_host = target.type == "cpu"
         for path, leaf in _C.leaves_with_paths(data, device):
             # Arrays become tensors on the host, and what is on the target is not read.
-            read = target.type != "cpu" if isinstance(leaf, np.ndarray) else leaf.device != target
+            # What is neither an array nor a plain tensor need not have a device, or one of its own.
+            if isinstance(leaf, np.ndarray):
+                read = target.type != "cpu"
+            else:
+                read = _is_plain(leaf) and leaf.device != target
             if read:
                 check._watch(path, leaf)
         return check

@@ -205,6 +205,33 @@ def test_a_leaf_of_which_no_checksum_can_be_taken_is_not_watched(checking, devic
         check.raise_failure()
 
 
+def test_what_is_left_to_its_own_to_as_a_whole_is_not_watched_and_arrives(checking, device):
+    tensordict = pytest.importorskip("tensordict")
+    from torch.nn.utils import rnn
+
+    class Camera(tensordict.TensorClass["shadow"]):
+        device: torch.Tensor
+
+        def __post_init__(self) -> None:
+            pass
+
+    weights = tensordict.TensorDictParams(tensordict.TensorDict({"w": torch.ones(2)}))
+    source = {
+        "a module within": tensordict.TensorDict({"weights": weights, "x": torch.ones(2)}),
+        "a module": weights,
+        "sequences": rnn.pack_sequence([torch.ones(3), torch.ones(2)]),
+        "a field that shadows": Camera(device=torch.ones(2)),
+        "watched": (watched := torch.ones(2)),
+    }
+    moved = tdcopier.copy(source, device)
+    assert moved["a module within"]["weights", "w"].device == torch.device(device)
+    assert moved["sequences"].data.device == torch.device(device)
+    handle = tdcopier.start_copy(source, device)
+    watched += 1
+    with pytest.raises(tdcopier.SourceModifiedError, match=r"^data\['watched'\] was modified"):
+        handle.get()
+
+
 PROGRAM = """
     import torch, tdcopier
     handle = tdcopier.start_copy([leaf := torch.ones(3)], "meta")
