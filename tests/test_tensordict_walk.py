@@ -148,6 +148,46 @@ def test_nested_dicts_are_taken_as_well(device):
     assert type(tdcopier.to(tree, device)["y"][1]) is dict
 
 
+def deep(depth: int) -> TensorDict:
+    td = TensorDict({"x": torch.ones(2)})
+    for _ in range(depth):
+        td = TensorDict({"next": td})
+    return td
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_what_is_nested_as_deep_as_its_own_to_can_go_arrives(device, is_locked):
+    source = deep(440)
+    if is_locked:
+        source.lock_()
+    expected = source.to(device)
+    with tdcopier.tensordict_backend() as use:
+        switched = source.to(device)
+    for got in (tdcopier.to(source, device), switched):
+        below, wanted = got, expected
+        while "next" in below._tensordict:
+            assert (below.device, below.is_locked) == (wanted.device, wanted.is_locked)
+            below, wanted = below._tensordict["next"], wanted._tensordict["next"]
+        assert_same(below["x"], wanted["x"])
+    assert use.by_engine == 1
+
+
+@pytest.mark.parametrize("where", ["TensorDict", "lazy stack"])
+def test_what_contains_itself_is_an_error_and_the_next_copy_works(device, where):
+    source = deep(2)
+    if where == "TensorDict":
+        source["next"]._tensordict["again"] = source
+    else:
+        source["next"]._tensordict["again"] = lazy_stack([deep(1), deep(1)])
+        source["next", "again"].tensordicts[1] = source
+    with pytest.raises(RecursionError):
+        tdcopier.async_to(source, device)
+    with tdcopier.tensordict_backend(), pytest.raises(RecursionError):
+        source.to(device)
+    del source["next"]._tensordict["again"]
+    assert_same(tdcopier.to(source, device), source.to(device))
+
+
 def test_options_are_those_of_start_copy(device):
     handle = tdcopier.async_to(nested(), device, pack_cpu_tensors=False)
     handle.get()

@@ -51,19 +51,14 @@ class Dense:
         self._batch_size = batch_size
         self._names = names
 
-    def entries(self, arrived: Leaves, device: torch.device) -> dict[str, Any]:
+    def build(self, arrived: Leaves, device: torch.device) -> Any:
+        """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
         values = list(islice(arrived, self._leaves))
         for index, node in self._nested:
             values.insert(index, node.build(arrived, device))
-        return dict(zip(self._keys, values, strict=True))
-
-    def build(self, arrived: Leaves, device: torch.device) -> Any:
-        return make_tensordict(
-            self.entries(arrived, device),
-            self._batch_size,
-            device,
-            None if self._names is None else list(self._names),
-        )
+        entries = dict(zip(self._keys, values, strict=True))
+        names = None if self._names is None else list(self._names)
+        return make_tensordict(entries, self._batch_size, device, names)
 
 
 class Subclass:
@@ -77,7 +72,7 @@ class Subclass:
 
     def build(self, arrived: Leaves, device: torch.device) -> Any:
         made = self._shell.empty()  # this may be built twice
-        made._tensordict.update(self._dense.entries(arrived, device))
+        made._tensordict.update(self._dense.build(arrived, device)._tensordict)
         return made
 
 

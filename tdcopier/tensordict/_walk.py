@@ -121,9 +121,11 @@ _takers: weakref.WeakKeyDictionary[type, Taker] = weakref.WeakKeyDictionary()
 
 
 def _take(value: Any, walk: _Taking) -> Node | None:
-    cls = type(value)
-    taker = _take_dense if cls is TensorDict else _takers.get(cls) or _find_taker(cls)
-    return taker(value, walk)
+    return _taker_for(type(value))(value, walk)
+
+
+def _taker_for(cls: type) -> Taker:
+    return _take_dense if cls is TensorDict else _takers.get(cls) or _find_taker(cls)
 
 
 def _find_taker(cls: type) -> Taker:
@@ -159,24 +161,27 @@ def _take_leaf(value: Any, walk: _Taking) -> Node:
 
 
 def _take_dense(value: Any, walk: _Taking) -> _nodes.Dense:
+    """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
     entries: dict[str, Any] = value._tensordict
     keys, values = tuple(entries), list(entries.values())
     names = value._td_dim_names
     if walk.keys is None and _kinds.PLAIN_LEAVES.issuperset(map(type, values)):
         walk.leaves += values
         return _nodes.Dense(keys, len(values), (), value._batch_size, names)
-    return _take_mixed(keys, values, value._batch_size, names, walk)
+    batch_size, prefix = value._batch_size, walk.prefix
+    others = _take_leaves(keys, values, walk)
+    nested = []
+    for index in others:
+        walk.prefix = (*prefix, keys[index])
+        each = values[index]
+        node = _taker_for(type(each))(each, walk)
+        nested.append((index, _leave(each, walk, batch_size) if node is None else node))
+    walk.prefix = prefix
+    return _nodes.Dense(keys, len(values) - len(others), nested, batch_size, names)
 
 
-def _take_mixed(
-    keys: tuple[str, ...],
-    values: list[Any],
-    batch_size: torch.Size,
-    names: list[str | None] | None,
-    walk: _Taking,
-) -> _nodes.Dense:
-    """Leaves first, so that they can be taken and given back in one go; then what is nested."""
-    prefix = walk.prefix
+def _take_leaves(keys: tuple[str, ...], values: list[Any], walk: _Taking) -> list[int]:
+    """Leaves first, so that they can be taken and given back in one go; where the others are."""
     others = []
     for index, each in enumerate(values):
         cls = type(each)
@@ -185,19 +190,12 @@ def _take_mixed(
             continue
         walk.leaves.append(each)
         if walk.keys is not None:
-            walk.keys.append((*prefix, keys[index]))
-    nested = []
-    for index in others:
-        walk.prefix = (*prefix, keys[index])
-        nested.append((index, _take_nested(values[index], walk, batch_size)))
-    walk.prefix = prefix
-    return _nodes.Dense(keys, len(values) - len(others), nested, batch_size, names)
+            walk.keys.append((*walk.prefix, keys[index]))
+    return others
 
 
-def _take_nested(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
-    node = _take(value, walk)
-    if node is not None:
-        return node
+def _leave(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
+    """Something nested, to its own `.to`."""
     if walk.device is None:
         raise Refused(
             f"has a {type(value).__qualname__} at {walk.prefix}, whose leaves are not in memory of "
@@ -222,7 +220,10 @@ def _take_stack(value: Any, walk: _Taking) -> Node | None:
     nodes = []
     for index, member in enumerate(members):
         walk.prefix = (*prefix, str(index))
-        nodes.append(_take_nested(member, walk, _inside(member).batch_size))
+        node = _take(member, walk)
+        if node is None:
+            node = _leave(member, walk, _inside(member).batch_size)
+        nodes.append(node)
     walk.prefix = prefix
     return _nodes.Stacked(type(value), nodes, value.stack_dim, value._td_dim_name)
 
