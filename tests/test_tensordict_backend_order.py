@@ -112,6 +112,34 @@ def test_a_copy_to_the_host_has_arrived_and_comes_after_what_writes_its_source(
     thread.join()
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize("call", ["to", "constructor"])
+def test_a_blocking_copy_to_a_device_has_arrived_for_every_stream(sim, device, call, copy_stream):
+    """The engine's stream is held: the call must wait until another thread lets it go."""
+    source = _filled(3, 10, "cpu")
+    hold = sim.hold(copy_stream)
+    early = []
+    called, returned = threading.Event(), threading.Event()
+
+    def let_go() -> None:
+        called.wait()
+        early.append(becomes(returned.is_set, within=0.3))
+        hold.release()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    with tdcopier.tensordict_backend() as use:
+        called.set()
+        if call == "to":
+            moved = source.to(device, non_blocking=False)
+        else:
+            moved = TensorDict({"c": source["c"]}, device=device, non_blocking=False)
+        returned.set()
+    thread.join()
+    assert early == [False]
+    assert (_values(moved), use.by_engine) == ({3}, 1)
+
+
 def test_memory_of_a_result_is_not_reused_while_its_stream_can_still_read_it(
     stall, device, accelerator
 ):

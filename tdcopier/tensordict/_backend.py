@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -29,12 +30,16 @@ class BackendUse:
         self.by_tensordict = 0
         """Calls of `.to` that were left to tensordict: for their arguments, the kind of collection,
         a torch mode or a graph capture."""
+        self._is_on = True  # until its block has ended
 
     def __repr__(self) -> str:
         return f"BackendUse(by_engine={self.by_engine}, by_tensordict={self.by_tensordict})"
 
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # held whenever a call is counted: no child must be born with it taken
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 _patches = 0  # how many switches are on, of both kinds; guarded by _lock
 _process_wide: list[BackendUse] = []  # guarded by _lock for writing
 _own: ContextVar[tuple[BackendUse, ...]] = ContextVar("tdcopier_tensordict_backend", default=())
@@ -48,8 +53,9 @@ def tensordict_backend() -> Iterator[BackendUse]:
     device=)` of a dict of tensors, and `with td.to(device) as moved:` give the same results as
     ever, in one transfer. What they guarantee stays, and more: a source in host memory, pinned or
     not, may be overwritten when the call returns; a copy to a device is ordered on the current
-    stream and the host does not wait for it (but for the bound of `set_run_ahead_limit`); a copy to
-    the host has arrived, also with `non_blocking=True`. Results on the host are pinned.
+    stream and the host does not wait for it (but for the bound of `set_run_ahead_limit`), unless
+    `non_blocking=False` asks for that; a copy to the host has arrived, also with
+    `non_blocking=True`. Results on the host are pinned.
 
     Everything else goes to tensordict's own code: a dtype, another tensor or TensorDict,
     `batch_size`, `inplace`, `non_blocking_pin` and so on; collections that `async_to` leaves to
@@ -63,11 +69,14 @@ def tensordict_backend() -> Iterator[BackendUse]:
     """
     use = BackendUse()
     _patch()
-    token = _own.set((*_own.get(), use))
+    _own.set((*_blocks(), use))
     try:
         yield use
     finally:
-        _own.reset(token)
+        # The block may end in another context than it began in, or before one that began within it.
+        # Contexts that were copied meanwhile, such as a task's, have it for good: it says itself.
+        use._is_on = False
+        _own.set(_blocks())
         _unpatch()
 
 
@@ -128,9 +137,14 @@ def _set_methods(to: Callable[..., Any], init: Callable[..., Any]) -> None:
     dense.__init__ = init
 
 
+def _blocks() -> tuple[BackendUse, ...]:
+    """Those that this context is in."""
+    return tuple(use for use in _own.get() if use._is_on)
+
+
 def _uses() -> tuple[BackendUse, ...]:
     """Whom this call counts for; none if the switch is off here."""
-    own = _own.get()
+    own = _blocks()
     return (*own, *_process_wide[:1]) if _process_wide else own
 
 
@@ -153,7 +167,7 @@ def _switched_to(self: Any, *args: Any, **kwargs: Any) -> Any:
     if device is None or parts is None:
         return _raw_to(self, *args, **kwargs)
     leaves, context, _ = parts
-    return _walk.unflatten(_moved(leaves, device), context)
+    return _walk.unflatten(_moved(leaves, device, kwargs.get("non_blocking")), context)
 
 
 # As tensordict does: it lets the result be used in a `with` statement.
@@ -169,25 +183,28 @@ def _plain_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device
     if type(asked) not in (str, torch.device, int):
         return None
     try:
-        return _parsed(asked) if _C.engine_takes(asked) else None
+        device = _parsed(asked) if _C.engine_takes(asked) else None
     except (ValueError, RuntimeError):  # no such device: tensordict has its own words for that
         return None
+    # "cpu:1" is the host to the engine, and a device of its own to tensordict.
+    is_numbered_host = device is not None and device.type == "cpu" and device.index is not None
+    return None if is_numbered_host else device
 
 
 def _parsed(asked: str | torch.device | int) -> torch.device:
     """With its index, as tensordict gives it."""
     device = torch.device(asked)
-    if device.type == "cpu":
-        return torch.device("cpu")
     index: int | None = device.index
-    if index is not None:
+    if index is not None or device.type == "cpu":
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def _moved(leaves: list[Any], device: torch.device) -> Any:
+def _moved(leaves: list[Any], device: torch.device, non_blocking: bool | None) -> Any:
     """The leaves on the device, as `.to` hands them over; the sources may be written again."""
     handle = start_copy(leaves, device)
+    if non_blocking is not None and not non_blocking:
+        return handle.get()  # arrived, for every stream
     handle.wait_staged()
     return handle.wait()  # this is get() where the host is the target
 
@@ -217,7 +234,7 @@ def _with_moved_source(
     if not leaves:
         return args, kwargs
     _count(uses, by_engine=True)
-    moved = _with_tensors(tree, device, iter(_moved(leaves, device)))
+    moved = _with_tensors(tree, device, iter(_moved(leaves, device, given.get("non_blocking"))))
     if source is None:
         return args, {**kwargs, **moved}
     return (moved, *args[1:]) if args else args, kwargs if args else {**kwargs, "source": moved}
