@@ -49,6 +49,33 @@ def test_lengths_and_their_bounds_come_along(device):
         assert torch.equal(got.cpu(), wanted)
 
 
+def test_a_transposed_one_keeps_its_ragged_dimension(ends):
+    source, target = ends
+    turned = jagged(source).transpose(1, 2)
+    copied, moved = tdcopier.copy(turned, target), turned.to(target)
+    assert copied.shape == turned.shape == moved.shape
+    assert copied.stride() == moved.stride()
+    for got, wanted in zip(copied.unbind(), turned.unbind(), strict=True):
+        assert torch.equal(got.cpu(), wanted.cpu())
+
+
+def test_what_is_known_of_its_lengths_is_known_of_the_copy_and_looked_up_in_neither(ends):
+    source, target = ends
+    known = jagged(source, min_seqlen=2, max_seqlen=4)
+    copied = tdcopier.copy([known], target)[0]
+    assert copied._maybe_min_seqlen == 2
+    assert copied._maybe_max_seqlen == 4
+    unknown = tdcopier.copy([jagged(source)], target)[0]
+    assert unknown._maybe_max_seqlen is None
+    assert unknown._get_max_seqlen() == 4
+
+
+def test_one_that_is_back_can_be_added_to_its_source(device):
+    source = jagged()
+    back = tdcopier.copy(tdcopier.copy({"x": source}, device), "cpu")["x"]
+    assert torch.equal((back + source).values(), 2 * source.values())
+
+
 def test_the_path_of_a_part_is_known(device):
     source = jagged()
     source._values.untyped_storage().resize_(8)
