@@ -16,6 +16,7 @@ from test_tensordict_backend import outcome
 from test_tensordict_backend import restored as restored
 
 import tdcopier
+from tdcopier import _C
 
 LARGE = 3 << 20  # elements, of four bytes: three staging buffers
 
@@ -44,6 +45,20 @@ def test_a_source_may_be_written_as_soon_as_the_call_has_returned(
                 leaf.fill_(-1)
             assert _values(moved) == {value}
     assert use.by_engine >= 3
+
+
+def test_a_source_on_another_device_may_be_written_by_its_stream_while_the_copy_is_late(
+    stall, device, other_device, accelerator
+):
+    td, fives = _filled(3, 10, other_device), _filled(5, 10, other_device)
+    with tdcopier.tensordict_backend() as use, stall(_C.copy_stream(other_device)):
+        moved = td.to(device)
+        built = TensorDict(dict(td["x"].items()), device=device)
+        for leaf, five in zip(td.values(True, True), fives.values(True, True), strict=True):
+            leaf.copy_(five, non_blocking=True)
+    accelerator.synchronize(other_device)
+    assert (_values(moved), _values(built), _values(td)) == ({3}, {3}, {5})
+    assert use.by_engine == 2
 
 
 def test_a_constructors_source_may_be_written_as_soon_as_it_has_returned(device):
