@@ -90,6 +90,40 @@ def test_a_small_source_on_disk_is_read_by_workers_and_one_in_memory_within_the_
     assert not inline.stats.background
 
 
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "every 1000th": lambda leaf: leaf[::1000],
+    "the ends": lambda leaf: leaf[:: len(leaf) - 1],
+    "backwards": lambda leaf: leaf[::-1],  # numpy's only
+}
+
+
+def read_at(path: Path, offset: int) -> None:
+    """Bring one page into memory, and none behind it."""
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.seek(offset)
+        file.read(1)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_with_gaps_is_read_by_workers_where_only_its_first_bytes_are_in_memory(
+    device, tmp_path, map_file, view
+):
+    elements = 100_000
+    written(tmp_path / "leaf", elements)
+    if view == "backwards" and map_file is not _by_numpy:
+        pytest.skip("torch has no such views")
+    source = VIEWS[view](map_file(tmp_path / "leaf", elements))
+    if not is_cold(tmp_path / "leaf"):
+        pytest.skip("this file system keeps its files in memory")
+    read_at(tmp_path / "leaf", 4 * (elements - 1) if view == "backwards" else 0)
+    handle = tdcopier.start_copy([source], device)
+    values = torch.arange(elements, dtype=torch.int32).numpy()
+    expected = torch.from_numpy(VIEWS[view](values).copy())
+    assert_same(handle.get(), [expected.to(device)])
+    assert handle.stats.background
+
+
 def test_any_of_the_first_leaves_on_disk_calls_for_workers(device, tmp_path, map_file):
     values = [written(tmp_path / name, 100) for name in "abc"]
     if not is_cold(tmp_path / "c"):

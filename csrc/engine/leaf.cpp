@@ -146,6 +146,20 @@ at::IntArrayRef LeafTable::source_strides_bytes(const Leaf& leaf) const {
   return {shapes_.data() + leaf.first_size + 2 * size_t{leaf.dims}, leaf.dims};
 }
 
+std::span<const std::byte> LeafTable::reach(const Leaf& leaf) const {
+  const auto* first = static_cast<const std::byte*>(leaf.data);
+  if (!leaf.strided || leaf.bytes == 0) return {first, leaf.bytes};
+  const at::IntArrayRef counts = sizes(leaf);
+  const at::IntArrayRef steps = source_strides_bytes(leaf);
+  int64_t below = 0;  // an array may run backwards
+  auto above = static_cast<int64_t>(c10::elementSize(leaf.dtype));
+  for (size_t d = 0; d < counts.size(); ++d) {
+    const int64_t span = (counts[d] - 1) * steps[d];
+    (span < 0 ? below : above) += span;
+  }
+  return {first + below, static_cast<size_t>(above - below)};
+}
+
 bool dispatch_is_altered() {
   return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
          has_more_than(c10::impl::tls_local_dispatch_key_set().included_, kPlainIncluded);

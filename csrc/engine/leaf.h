@@ -8,6 +8,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -84,6 +85,8 @@ class LeafTable {
   at::IntArrayRef strides(const Leaf& leaf) const;  // (dims,), in elements, of the output
   // (dims,), in bytes. Requires: the leaf is strided.
   at::IntArrayRef source_strides_bytes(const Leaf& leaf) const;
+  // All memory from its first byte to its last, with the gaps of a strided leaf.
+  std::span<const std::byte> reach(const Leaf& leaf) const;
   std::span<const LeafExtent> extents() const { return extents_; }
 
  private:

@@ -19,9 +19,11 @@ bool MappedFiles::is_mapped_memory(const c10::StorageImpl& storage) {
 }
 
 bool MappedLeaves::wait_for_disk() const {
-  const auto last = leaves_.begin() + static_cast<ptrdiff_t>(std::min(count_, kMostAsked));
-  return !std::all_of(leaves_.begin(), last,
-                      [](const Bytes& leaf) { return is_resident(leaf.data, leaf.bytes); });
+  constexpr size_t kMostAskedBytes = 16 << 20;  // the kernel is asked page by page
+  const auto last = reaches_.begin() + static_cast<ptrdiff_t>(std::min(count_, kMostAsked));
+  return !std::all_of(reaches_.begin(), last, [](std::span<const std::byte> reach) {
+    return reach.size() <= kMostAskedBytes && is_resident(reach.data(), reach.size());
+  });
 }
 
 }  // namespace tdcopier

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace tdcopier {
 
@@ -37,22 +38,20 @@ class MappedFiles {
 // Those of one tree's host leaves that are mapped. Remembers where a few of them are.
 class MappedLeaves {
  public:
-  void note(const void* data, uint64_t bytes) {
-    if (count_ < kMostAsked) leaves_[count_] = {data, bytes};
+  // `reach` is all memory from a leaf's first byte to its last.
+  void note(std::span<const std::byte> reach) {
+    if (count_ < kMostAsked) reaches_[count_] = reach;
     ++count_;
   }
   bool empty() const { return count_ == 0; }
 
   // Is one of them not in memory yet? Asks for a few: whoever reads one of a tree reads them all.
+  // Rows that are far apart in a file are taken for absent without asking for all that is between.
   bool wait_for_disk() const;
 
  private:
   static constexpr size_t kMostAsked = 4;
-  struct Bytes {
-    const void* data;
-    uint64_t bytes;
-  };
-  std::array<Bytes, kMostAsked> leaves_{};
+  std::array<std::span<const std::byte>, kMostAsked> reaches_{};
   size_t count_ = 0;
 };
 

@@ -292,7 +292,7 @@ class Flattener {
   // The last leaf of the group's table lies in a mapped file.
   static void note_mapped(SourceGroup& group) {
     const Leaf& leaf = group.leaves[group.leaves.size() - 1];
-    group.mapped.note(leaf.data, leaf.bytes);
+    group.mapped.note(group.leaves.reach(leaf));
   }
 
   // Takes over a reference. The leaf is the last one of the group's table.
