@@ -392,7 +392,7 @@ class Sorter {
   // The last leaf of the group's table lies in a mapped file.
   static void note_mapped(IntoGroup& group) {
     const Leaf& leaf = group.pairs.leaves[group.pairs.leaves.size() - 1];
-    group.mapped.note(leaf.data, leaf.bytes);
+    group.mapped.note(group.pairs.leaves.reach(leaf));
   }
 
   void keep(IntoGroup& group, py::object from, py::object to) {
