@@ -182,6 +182,39 @@ def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(
     assert host.sum().item() == 5_000_000
 
 
+def test_what_one_device_sends_does_not_wait_for_another(stall, device, other_device, accelerator):
+    """Every thread that writes what the first one sends waits for it."""
+    sources = [torch.ones(20, device=device) for _ in range(10)]
+    other = torch.full((20,), 3.0, device=other_device)
+    stream = accelerator.Stream(device=device)
+    for place in (device, other_device):
+        accelerator.synchronize(place)
+    with stall(stream):
+        with accelerator.stream(stream):
+            handles = [tdcopier.copy_into([leaf], [torch.zeros(20)]) for leaf in sources]
+        host = torch.zeros(20)
+        tdcopier.copy_into([other], [host]).get()  # would hang here
+        assert not any(handle.ready() for handle in handles)
+    assert host.tolist() == [3.0] * 20
+    for handle in handles:
+        assert handle.get()[0].tolist() == [1.0] * 20
+
+
+def test_what_is_scattered_lies_on_the_device_where_it_goes(device, other_device, accelerator):
+    source = [torch.ones(n, device=other_device) for n in range(1, 200)]
+    destination = [torch.zeros(n, device=device) for n in range(1, 200)]
+    before = {}
+    for place in (device, other_device):
+        accelerator.reset_peak_memory_stats(place)
+        before[place] = accelerator.memory_allocated(place)
+    handle = tdcopier.copy_into(source, destination)
+    handle.get()
+    assert handle.stats.chunks == 1
+    for place, bytes_before in before.items():
+        more = accelerator.max_memory_allocated(place) - bytes_before
+        assert handle.stats.transfer_bytes <= more < 2 * handle.stats.transfer_bytes
+
+
 @pytest.mark.cuda
 def test_a_graph_that_was_replayed_before_sees_the_old_values(device, stall, accelerator):
     batch = [torch.full((n,), 1.0) for n in (5, 60)]

@@ -75,9 +75,14 @@ void DeviceIntoDeviceJob::send(const ChunkPlan& plan, const ChunkRuns& runs,
   }
   if (!runs.scattered) return;
   // Its image begins with its first slot, so that a leaf that was not gathered is all of it.
-  const Chunk arrived = allocate_chunk(c10::GetAllocator(target_.type()), target_, plan);
+  const Chunk arrived = allocate_on_target(plan);
   counted(image, arrived.at(0), plan.bytes);
   scatter(accelerator_, plan_, plan, leaves_, destinations_, arrived.at(0));
+}
+
+Chunk DeviceIntoDeviceJob::allocate_on_target(const ChunkPlan& plan) {
+  const c10::StreamGuard on_target_stream(accelerator_.copy_stream());
+  return allocate_chunk(c10::GetAllocator(target_.type()), target_, plan);
 }
 
 void DeviceIntoDeviceJob::finish_reading() noexcept {

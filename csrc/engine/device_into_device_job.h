@@ -23,6 +23,8 @@ class DeviceIntoDeviceJob final : public IntoJob {
   void transfer_all() override;
   void finish_reading() noexcept override;
   void transfer(size_t chunk);
+  // Of the target's copy stream: allocators serve the current device.
+  Chunk allocate_on_target(const ChunkPlan& plan);
   void send(const ChunkPlan& plan, const ChunkRuns& runs, const std::byte* image);
 
   Accelerator& source_;

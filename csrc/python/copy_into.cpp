@@ -49,7 +49,7 @@ Started make_job(IntoGroup group, const IntoOptions& options) {
     return {
         std::make_shared<DeviceIntoHostJob>(Accelerator::of(source), std::move(group.pairs),
                                             std::move(plan), pinned, std::move(holds), reclaimer()),
-        false, arrivals()};
+        false, arrivals(source)};
   }
   Accelerator& accelerator = Accelerator::of(target);
   if (!source.is_cpu()) {

@@ -1,25 +1,29 @@
-// Three pools, made when they are needed and never destroyed.
+// Pools, made when they are needed and never destroyed.
 #include "python/workers.h"
 
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pthread.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
+#include <vector>
 
 namespace tdcopier {
 namespace {
 
 struct Pools {
   ThreadPool* workers = nullptr;
-  ThreadPool* arrivals = nullptr;
+  std::map<c10::DeviceIndex, ThreadPool*> arrivals;  // by the sources' device
   ThreadPool* reclaimer = nullptr;
 };
 
 Pools g_pools;
 std::mutex g_mutex;
 
+// g_mutex is held.
 ThreadPool& made(ThreadPool*& pool, size_t threads, const char* name) {
-  const std::lock_guard lock(g_mutex);
   if (pool == nullptr) {
     static const int registered = pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); },
                                                  [] {
@@ -32,35 +36,60 @@ ThreadPool& made(ThreadPool*& pool, size_t threads, const char* name) {
   return *pool;
 }
 
+std::vector<ThreadPool*> pools_of(const Pools& pools) {
+  std::vector<ThreadPool*> all{pools.workers};
+  for (const auto& [device, pool] : pools.arrivals) all.push_back(pool);
+  all.push_back(pools.reclaimer);  // the last: others leave it something to do
+  std::erase(all, nullptr);
+  return all;
+}
+
 }  // namespace
 
 ThreadPool& workers() {
+  const std::lock_guard lock(g_mutex);
   return made(g_pools.workers, default_worker_count(), "tdc-worker");
 }
 
-ThreadPool& arrivals() {
+ThreadPool& arrivals(c10::Device source) {
   constexpr size_t kEnoughForALink = 4;
-  return made(g_pools.arrivals, std::min(default_worker_count(), kEnoughForALink), "tdc-arrive");
+  const std::lock_guard lock(g_mutex);
+  return made(g_pools.arrivals[source.index()], std::min(default_worker_count(), kEnoughForALink),
+              "tdc-arrive");
 }
 
 ThreadPool& reclaimer() {
+  const std::lock_guard lock(g_mutex);
   return made(g_pools.reclaimer, 1, "tdc-reclaim");
 }
 
 size_t wake_workers() {
-  for (ThreadPool* pool : {&workers(), &arrivals(), &reclaimer()}) pool->wake();
-  return workers().workers() + arrivals().workers() + reclaimer().workers();
+  workers();
+  reclaimer();
+  if (const auto type = at::getAccelerator()) {
+    const c10::DeviceIndex devices = c10::impl::VirtualGuardImpl(*type).deviceCount();
+    for (c10::DeviceIndex i = 0; i < devices; ++i) arrivals(c10::Device(*type, i));
+  }
+  std::vector<ThreadPool*> pools;
+  {
+    const std::lock_guard lock(g_mutex);
+    pools = pools_of(g_pools);
+  }
+  size_t threads = 0;
+  for (ThreadPool* pool : pools) {
+    pool->wake();
+    threads += pool->workers();
+  }
+  return threads;
 }
 
 void shut_down_workers() {
-  Pools pools;
+  std::vector<ThreadPool*> pools;
   {
     const std::lock_guard lock(g_mutex);
-    pools = g_pools;
+    pools = pools_of(g_pools);
   }
-  if (pools.workers != nullptr) pools.workers->shut_down();
-  if (pools.arrivals != nullptr) pools.arrivals->shut_down();
-  if (pools.reclaimer != nullptr) pools.reclaimer->shut_down();
+  for (ThreadPool* pool : pools) pool->shut_down();
 }
 
 }  // namespace tdcopier

@@ -1,6 +1,8 @@
 // The engine's threads.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include "base/thread_pool.h"
 
 namespace tdcopier {
@@ -9,9 +11,9 @@ namespace tdcopier {
 // own. Thread: any.
 ThreadPool& workers();
 
-// Wait for what arrives on the host, and write it where it belongs. A pool of their own: whoever
-// stages does not wait behind them for a device.
-ThreadPool& arrivals();
+// Wait for what arrives on the host from `source`, and write it where it belongs. A pool for each
+// device: neither whoever stages nor what another device sends waits behind them for this one.
+ThreadPool& arrivals(c10::Device source);
 
 // One thread that waits for devices to have read their sources, and gives these back.
 ThreadPool& reclaimer();
