@@ -87,6 +87,45 @@ def test_whatever_fails_is_told_each_time_and_the_next_copy_works(sim, route, si
         gc.collect()
 
 
+@pytest.mark.parametrize("way", ["H2D", "D2H", "D2D"])
+def test_a_failed_copy_is_not_done_while_it_still_writes(sim, way):
+    """Or what it has enqueued would be written over what comes next."""
+    route = ROUTES[way]
+    source = [torch.full((300_000,), 1.0).to(route[0]) for _ in range(2)]
+    destination = [torch.zeros(300_000, device=route[1]) for _ in range(2)]
+    if way == "D2H":
+        destination = [leaf.pin_memory() for leaf in destination]
+    sim.synchronize()
+    copies = _C.copy_stream("sim:1" if way == "D2D" else "sim:0")
+    with sim.hold(copies), sim.fail_transfer(2):
+        handle = tdcopier.copy_into(source, destination, use_background_thread=False)
+        assert not handle.ready()
+    for ask in (handle.get, handle.wait):
+        with pytest.raises(torch.AcceleratorError):
+            ask()
+    assert handle.ready()
+    destination[0].fill_(3)
+    sim.synchronize()
+    assert (destination[0] == 3).all()
+
+
+def test_a_failure_is_told_when_the_other_leaves_have_arrived(sim, monkeypatch):
+    """While `copy_` fails in the call, the engine's transfers are on their way."""
+    source = {"a": torch.ones(300_000, device="sim:0"), "b": torch.ones(2, requires_grad=True)}
+    destination = {"a": torch.zeros(300_000).pin_memory(), "b": torch.zeros(2)}
+
+    def refuse(*arguments: Any) -> None:
+        raise KeyError("no")
+
+    monkeypatch.setattr("tdcopier._into.fill", refuse)
+    sim.synchronize()
+    with sim.pace("d2h", latency_us=200_000):
+        handle = tdcopier.copy_into(source, destination)
+        with pytest.raises(KeyError, match="no"):
+            handle.get()
+        assert (destination["a"] == 1).all()
+
+
 def test_a_failure_of_copy_itself_is_told_each_time_with_the_path(device, monkeypatch):
     """A destination that refuses: the leaves that the engine copies arrive all the same."""
     from torch.testing._internal.two_tensor import TwoTensor

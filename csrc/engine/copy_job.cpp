@@ -128,7 +128,8 @@ void CopyJob::wait_enqueued() {
 
 bool CopyJob::is_done() {
   if (!is_enqueued()) return false;
-  if (failure_ || !arrived_) return true;
+  if (failure_) return !stopped_ || has_ended(*stopped_);
+  if (!arrived_) return true;
   const RelaxedCapture relaxed(accelerator_.device().type());
   try {
     return arrived_->query();
@@ -141,6 +142,7 @@ void CopyJob::wait_done() {
   wait_enqueued();
   const RelaxedCapture relaxed(accelerator_.device().type());
   if (arrived_) arrived_->synchronize();
+  if (stopped_) wait_until_ended(*stopped_);
 }
 
 void CopyJob::rethrow_failure() const {

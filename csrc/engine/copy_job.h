@@ -55,7 +55,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   bool is_enqueued() const { return enqueued_.load(std::memory_order_acquire); }
   void wait_enqueued();  // Blocks. GIL: must not be held.
 
-  // Done: the transfers have arrived, or the job failed. A device error counts as an end.
+  // Done: the transfers have arrived; or the job failed, and writes no more to the caller's memory.
+  // A device error counts as an end.
   bool is_done();
   void wait_done();  // Blocks. GIL: must not be held. Throws the device's error.
 
@@ -137,6 +138,9 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
  protected:
   EventRef arrived_;  // behind the last transfer; by a single hand, or by the last one out
+  // Of a job that failed: behind what it has enqueued all the same and that writes to the caller's
+  // memory; null if there is no such. By the last one out.
+  EventRef stopped_;
 };
 
 }  // namespace tdcopier

@@ -28,25 +28,26 @@ void IntoJob::give_back_sources() noexcept {
 }
 
 void IntoJob::give_back_destinations() noexcept {
-  give_back_behind_work(accelerator_, destination_hold_, somebody_failed() ? nullptr : arrived_);
+  if (somebody_failed()) stopped_ = behind_work(accelerator_);
+  give_back_when(somebody_failed() ? stopped_ : arrived_, destination_hold_);
 }
 
 void IntoJob::give_back_sources_behind(Accelerator& source) noexcept {
-  const bool arrived_says_it = &source == &accelerator_ && !somebody_failed();
-  give_back_behind_work(source, sources_, arrived_says_it ? arrived_ : nullptr);
+  const bool arrived_says_it = &source == &accelerator_ && !somebody_failed() && arrived_;
+  give_back_when(arrived_says_it ? arrived_ : behind_work(source), sources_);
 }
 
-void IntoJob::give_back_behind_work(Accelerator& accelerator,
-                                    const std::shared_ptr<SourceHold>& hold,
-                                    const EventRef& known) noexcept {
-  EventRef done = known;
+EventRef IntoJob::behind_work(Accelerator& accelerator) noexcept {
   try {
     const RelaxedCapture relaxed(accelerator.device().type());
-    if (!done) done = accelerator.events().record(accelerator.copy_stream());
-  } catch (...) {  // the device has failed: it does no more, and get() says how
-    hold->give_back();
-    return;
+    return accelerator.events().record(accelerator.copy_stream());
+  } catch (...) {
+    return nullptr;
   }
+}
+
+void IntoJob::give_back_when(EventRef done, const std::shared_ptr<SourceHold>& hold) noexcept {
+  if (!done) return hold->give_back();
   give_back_behind(std::move(done), hold, reclaimer_);
 }
 

@@ -28,7 +28,8 @@ class IntoJob : public CopyJob {
   IntoJob(Accelerator& accelerator, c10::Device target, LeafPairs pairs, PackPlan plan,
           IntoHolds holds, ThreadPool& reclaimer);
 
-  // Gives back the destinations when all that has been enqueued for them is done.
+  // Gives back the destinations when all that has been enqueued for them is done. A failed job is
+  // not done before.
   void give_back_destinations() noexcept;
   // Gives back sources that a device reads when all on its copy stream is done.
   void give_back_sources_behind(Accelerator& source) noexcept;
@@ -36,8 +37,11 @@ class IntoJob : public CopyJob {
   const DestinationTable destinations_;
 
  private:
-  void give_back_behind_work(Accelerator& accelerator, const std::shared_ptr<SourceHold>& hold,
-                             const EventRef& known) noexcept;
+  // An event behind all on the accelerator's copy stream; null if the device has failed: it does no
+  // more, and get() says how.
+  static EventRef behind_work(Accelerator& accelerator) noexcept;
+  // Null: nobody uses them any more.
+  void give_back_when(EventRef done, const std::shared_ptr<SourceHold>& hold) noexcept;
 
   const std::shared_ptr<SourceHold> destination_hold_;
   ThreadPool& reclaimer_;

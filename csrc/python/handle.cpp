@@ -47,6 +47,7 @@ void DelegatedOutputs::add(const at::Tensor& part) {
 
 Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
     : targets_{target},
+      fills_(false),
       inference_mode_(c10::InferenceMode::is_enabled()),
       generation_(fork_generation()),
       spec_(std::make_shared<TreeSpec>(std::move(spec))),
@@ -54,6 +55,7 @@ Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
 
 Handle::Handle(std::vector<c10::Device> targets, py::object result, LeafCounts counts)
     : targets_(std::move(targets)),
+      fills_(true),
       inference_mode_(c10::InferenceMode::is_enabled()),
       generation_(fork_generation()),
       counts_(counts),
@@ -145,6 +147,7 @@ std::vector<c10::Stream> Handle::consumers(py::handle given, const char* call) c
 py::object Handle::get() {
   const std::vector<c10::Stream> streams = consumers(py::none(), "get()");
   wait_enqueued();
+  wait_stopped_if_failed();
   raise_if_failed();
   build_once();  // while the transfers run
   wait_done();
@@ -159,6 +162,7 @@ py::object Handle::wait(py::handle stream_or_none) {
     return get();  // the host has waited, so any stream has
   }
   wait_enqueued();
+  wait_stopped_if_failed();
   raise_if_failed();
   wait_done_on_host();
   hand_over_to(streams);
@@ -208,6 +212,13 @@ void Handle::wait_enqueued() {
   release_returned_sources();
 }
 
+// Whoever hears of a failure may write to the destinations again, or give them to another copy.
+void Handle::wait_stopped_if_failed() {
+  if (!fills_ || (!python_failure_ && !has_failed())) return;
+  const py::gil_scoped_release no_gil;
+  synchronize();  // a device's error too is only an end: the failure that came first is raised
+}
+
 void Handle::wait_done() {
   std::exception_ptr failure;
   if (ready()) {
@@ -236,6 +247,7 @@ void Handle::wait_done_on_host() {
       }
     } catch (...) {
       failure = std::current_exception();
+      synchronize();  // as wait_stopped_if_failed()
     }
   }
   if (!device_failure_) device_failure_ = failure;
@@ -243,17 +255,23 @@ void Handle::wait_done_on_host() {
 }
 
 std::exception_ptr Handle::synchronize() noexcept {
-  try {
-    for (const auto& job : jobs_) job->wait_done();
-    for (const DelegatedOutputs& delegated : delegated_) {
-      if (!delegated.made) continue;
+  std::exception_ptr failure;
+  const auto end = [&failure](const auto& wait) {
+    try {
+      wait();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  };
+  for (const auto& job : jobs_) end([&] { job->wait_done(); });
+  for (const DelegatedOutputs& delegated : delegated_) {
+    if (!delegated.made) continue;
+    end([&] {
       const RelaxedCapture relaxed(delegated.made->device_type());
       delegated.made->synchronize();
-    }
-  } catch (...) {
-    return std::current_exception();
+    });
   }
-  return nullptr;
+  return failure;
 }
 
 // A job that failed may have left the device reading: its sources wait for that.

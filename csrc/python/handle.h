@@ -74,7 +74,8 @@ class Handle {
   void wait_enqueued();
   void wait_done();
   void wait_done_on_host();                   // as far as the host is a target
-  std::exception_ptr synchronize() noexcept;  // Blocks. GIL: either way. The device's error
+  void wait_stopped_if_failed();              // of a copy into memory that exists
+  std::exception_ptr synchronize() noexcept;  // Blocks. GIL: either way. The device's first error
   // One for each target that has streams: the one that is given, or that is current.
   std::vector<c10::Stream> consumers(pybind11::handle stream, const char* call) const;
   void give_back_sources();
@@ -83,6 +84,7 @@ class Handle {
   void hand_over_to(const std::vector<c10::Stream>& streams);
 
   const std::vector<c10::Device> targets_;
+  const bool fills_;           // memory that exists
   const bool inference_mode_;  // at the call: outputs are what `Tensor.to` would have made there
   const uint32_t generation_;  // of the process that made it
   // Shared with whoever is building the result: a key's hash may let another thread in, which then
