@@ -30,6 +30,17 @@ def test_padding_between_slots_is_crossed_and_what_was_cut_off_a_leaf_is_not(dev
     assert [leaf.tolist() for leaf in delivered] == [[3] * 4 + [2] * 3, [3] * 6 + [2], [3] * 7]
 
 
+def test_what_a_view_of_the_whole_chunk_has_put_between_slots_stays(device):
+    """Only a gap from the end of one slot to the beginning of the next is padding."""
+    delivered = tdcopier.copy([torch.ones(3), torch.ones(3)], device)
+    view = torch.empty(0, dtype=torch.uint8, device=device)
+    view.set_(delivered[0].untyped_storage())
+    view.fill_(7)
+    source = [torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)]
+    tdcopier.copy_into(source, [view[12:13], view[15:16]]).get()
+    assert view[10:18].tolist() == [7, 7, 0, 7, 7, 0, 7, 7]
+
+
 def test_a_chunk_whose_storage_was_moved_is_like_any_other_memory(device):
     delivered = tdcopier.copy([torch.ones(3), torch.ones(3)], device)
     delivered[0].untyped_storage().resize_(4096)

@@ -34,8 +34,9 @@ bool ChunkSlots::is_padding(const std::byte* from, const std::byte* to, size_t& 
   if (from < begin_) return false;
   const auto first = static_cast<uint64_t>(from - begin_);
   const auto last = static_cast<uint64_t>(to - begin_);
-  while (cursor < slots_.size() && slots_[cursor].end <= first) ++cursor;
-  return cursor == slots_.size() || slots_[cursor].begin >= last;
+  while (cursor < slots_.size() && slots_[cursor].end < first) ++cursor;
+  return cursor + 1 < slots_.size() && slots_[cursor].end == first &&
+         slots_[cursor + 1].begin == last;
 }
 
 void remember_chunk(const Chunk& chunk, const PackPlan& plan, const ChunkPlan& chunk_plan,

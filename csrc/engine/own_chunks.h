@@ -28,8 +28,9 @@ class ChunkSlots {
       : begin_(begin), slots_(std::move(slots)) {}
 
   const std::byte* begin() const { return begin_; }
-  // Are the bytes [from, to) of the chunk's memory in no slot? Ask for ascending addresses:
-  // `cursor` is 0 at first.
+  // Are the bytes [from, to) just what lies between a slot and the next? Only then are they
+  // nobody's: whoever has made views of the chunk by other bounds has put something between slots.
+  // Ask for ascending addresses: `cursor` is 0 at first.
   bool is_padding(const std::byte* from, const std::byte* to, size_t& cursor) const;
 
  private:
