@@ -30,6 +30,10 @@ def mismatch(source: Any, destination: Any) -> tuple[str | None, str] | None:
             " requires a gradient, and writing in place would break it: call copy_into() within "
             "torch.no_grad(), or give detach()"
         )
+    if isinstance(destination, torch.Tensor | np.ndarray) and not hasattr(source, "dtype"):
+        name = type(source).__qualname__
+        target = type(destination).__qualname__
+        return f" is a {name}", f" is a {target}: give the tensors in it"
     for name, of in (("shape", _shape), ("dtype", _dtype)):
         have, want = of(source), of(destination)
         if have is not None and want is not None and have != want:

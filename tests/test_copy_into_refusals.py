@@ -58,6 +58,26 @@ def shifted() -> tuple[Any, Any]:
     return whole[:5], whole[2:7]
 
 
+def kept_and_written() -> tuple[Any, Any]:
+    leaf = torch.zeros(2)
+    return [leaf, two()], [leaf, leaf]
+
+
+def transposed_in_place() -> tuple[Any, Any]:
+    """More rows than are compared, but both lie together."""
+    square = torch.zeros(1100, 1100)
+    return square.t(), square
+
+
+def twice_within_many_rows() -> tuple[Any, Any]:
+    wide = torch.zeros(1100, 4000)
+    row = wide[7, 2100:2200]
+    return (
+        [torch.ones(1100, 1000), torch.ones(100), torch.ones(100)],
+        [wide[:, 0:2000:2], row, row],
+    )
+
+
 def handed_on() -> tuple[Any, Any]:
     shared = torch.zeros(2)
     return [shared, two()], [two(), shared]
@@ -102,6 +122,10 @@ REFUSED = {
     "a delegated leaf's other shape": Refused(
         lambda: (two().requires_grad_(), two(3)),
         "source['x'] has shape (2,), but destination['x'] has shape (3,)" + BOTH,
+    ),
+    "a delegated leaf's other shape, before that of a plain one": Refused(
+        lambda: ([two().requires_grad_(), two()], [two(3), two(4)]),
+        "source['x'][0] has shape (2,), but destination['x'][0] has shape (3,)" + BOTH,
     ),
     "fewer children": Refused(
         lambda: ({"in": [two()]}, {"in": [two(), two()]}),
@@ -169,6 +193,15 @@ REFUSED = {
     "a source that is another leaf's destination": Refused(
         handed_on, "source['x'][0] and destination['x'][1]" + SHARE
     ),
+    "a leaf that is its own destination and another's": Refused(
+        kept_and_written, "source['x'][0] and destination['x'][1]" + SHARE
+    ),
+    "a large square that is transposed in place": Refused(
+        transposed_in_place, "destination['x'] and source['x']" + SHARE
+    ),
+    "one destination twice, between more rows than are compared": Refused(
+        twice_within_many_rows, "destination['x'][1] and destination['x'][2]" + SHARE
+    ),
     "a destination without memory": Refused(
         lambda: (two(), shrunk()),
         "destination['x'] reaches beyond its storage, which has only 4 bytes (was it shrunk with "
@@ -182,6 +215,10 @@ REFUSED = {
     "a packed sequence": Refused(
         lambda: tuple(torch.nn.utils.rnn.pack_sequence([two()]) for _ in range(2)),
         "destination['x'] is a PackedSequence, which cannot be filled: give the tensors in it",
+    ),
+    "a packed sequence for a tensor": Refused(
+        lambda: (torch.nn.utils.rnn.pack_sequence([two()]), two()),
+        "source['x'] is a PackedSequence, but destination['x'] is a Tensor: give the tensors in it",
     ),
     "a destination of inference mode": Refused(
         lambda: (two(), of_inference_mode()),
@@ -208,6 +245,22 @@ def test_it_is_refused_by_its_path_and_nothing_is_written(name):
             {"first": torch.ones(5), "x": source}, {"first": first, "x": destination}
         )
     assert first.tolist() == [0] * 5
+    assert first._version == 0
+
+
+def test_memory_is_looked_up_behind_all_code_of_classes():
+    """A class may be asked for its tensors, and use that to shrink the memory of another leaf."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Shrinks(TwoTensor):
+        def __tensor_flatten__(self):
+            victim.untyped_storage().resize_(4)
+            return super().__tensor_flatten__()
+
+    victim, first = torch.ones(50), torch.zeros(50)
+    source = {"a": victim, "b": Shrinks(torch.ones(2), torch.ones(2))}
+    with pytest.raises(ValueError, match=r"source\['a'\] reaches beyond its storage"):
+        tdcopier.copy_into(source, {"a": first, "b": torch.zeros(2)})
     assert first._version == 0
 
 

@@ -66,27 +66,73 @@ void append_rows(uint64_t begin, const Rows& rows, size_t area, std::vector<Row>
   }
 }
 
+uint64_t step_of(const StridedDim& dim) {
+  return static_cast<uint64_t>(std::abs(dim.stride_bytes));
+}
+
+void sort_by_step(std::vector<StridedDim>& dims) {
+  std::sort(dims.begin(), dims.end(),
+            [](const StridedDim& a, const StridedDim& b) { return step_of(a) < step_of(b); });
+}
+
 void sort_rows(std::vector<Row>& rows) {
   std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.begin < b.begin; });
 }
 
+// Without gaps and repeats, in whatever order of dimensions and whichever way along them?
+bool lies_together(std::span<const StridedDim> dims, uint64_t element_bytes) {
+  std::vector<StridedDim> ascending(dims.begin(), dims.end());
+  sort_by_step(ascending);
+  uint64_t span = element_bytes;
+  for (const StridedDim& dim : ascending) {
+    if (dim.size == 1) continue;
+    if (step_of(dim) != span) return false;
+    span *= static_cast<uint64_t>(dim.size);
+  }
+  return true;
+}
+
+struct AreaRows {
+  uint64_t begin;  // an address: of the first row
+  Rows rows;
+  size_t area;
+};
+
+AreaRows rows_of(const Area& area, const Bounds& bounds) {
+  if (lies_together(area.dims, area.bytes)) {
+    return {bounds.begin, {1, bounds.end - bounds.begin, {}}, bounds.area};
+  }
+  return {reinterpret_cast<uint64_t>(area.begin), rows_of(area.dims, area.bytes), bounds.area};
+}
+
+// Those with the fewest rows, as far as these are not too many.
+void keep_comparable(std::vector<AreaRows>& cluster) {
+  std::sort(cluster.begin(), cluster.end(),
+            [](const AreaRows& a, const AreaRows& b) { return a.rows.count < b.rows.count; });
+  uint64_t count = 0;
+  size_t kept = 0;
+  while (kept < cluster.size() && cluster[kept].rows.count <= kMostComparedRows - count) {
+    count += cluster[kept++].rows.count;
+  }
+  cluster.resize(kept);
+}
+
 std::optional<std::pair<size_t, size_t>> find_in_cluster(std::span<const Area> areas,
-                                                         std::span<const Bounds> cluster) {
+                                                         std::span<const Bounds> bounds) {
+  std::vector<AreaRows> cluster;
+  cluster.reserve(bounds.size());
   uint64_t count = 0;
   bool any_written = false;
-  for (const Bounds& bounds : cluster) {
-    const Area& area = areas[bounds.area];
-    count += rows_of(area.dims, area.bytes).count;
-    any_written |= area.written;
+  for (const Bounds& each : bounds) {
+    cluster.push_back(rows_of(areas[each.area], each));
+    count += std::min(cluster.back().rows.count, kMostComparedRows + 1);
+    any_written |= areas[each.area].written;
   }
-  if (!any_written || count > kMostComparedRows) return std::nullopt;
+  if (!any_written) return std::nullopt;
+  if (count > kMostComparedRows) keep_comparable(cluster);
   std::vector<Row> rows;
-  rows.reserve(count);
-  for (const Bounds& bounds : cluster) {
-    const Area& area = areas[bounds.area];
-    append_rows(reinterpret_cast<uint64_t>(area.begin), rows_of(area.dims, area.bytes), bounds.area,
-                rows);
-  }
+  rows.reserve(std::min(count, kMostComparedRows));
+  for (const AreaRows& each : cluster) append_rows(each.begin, each.rows, each.area, rows);
   sort_rows(rows);
   // Of the rows so far, those that reach furthest: of all, and of the written ones.
   const Row* any = nullptr;
@@ -129,15 +175,13 @@ std::optional<std::pair<size_t, size_t>> find_overlap(std::span<const Area> area
 
 bool overlaps_itself(std::span<const StridedDim> dims, uint64_t element_bytes) {
   std::vector<StridedDim> ascending(dims.begin(), dims.end());
-  std::sort(ascending.begin(), ascending.end(), [](const StridedDim& a, const StridedDim& b) {
-    return std::abs(a.stride_bytes) < std::abs(b.stride_bytes);
-  });
+  sort_by_step(ascending);
   // Enough: each dimension steps over all that the inner ones span.
   uint64_t span = element_bytes;
   bool apart = true;
   for (const StridedDim& dim : ascending) {
     if (dim.size <= 1) continue;
-    const auto step = static_cast<uint64_t>(std::abs(dim.stride_bytes));
+    const uint64_t step = step_of(dim);
     if (step == 0) return true;
     apart &= step >= span;
     span += static_cast<uint64_t>(dim.size - 1) * step;

@@ -20,8 +20,8 @@ struct Area {
   std::vector<StridedDim> dims;
 };
 
-// Arrays with gaps are compared row by row; where that would be more rows than this, those that
-// reach into one another count as apart.
+// Arrays with gaps are compared row by row; where those that reach into one another have more rows
+// than this, the ones with the most rows count as apart.
 inline constexpr uint64_t kMostComparedRows = 1 << 20;
 
 // Two areas, by index, that share a byte, and one of which at least is written; if there are any.

@@ -87,12 +87,11 @@ void add_device(std::vector<c10::Device>& devices, c10::Device device) {
 
 // `copy_` for each leaf that the engine leaves to it, in this thread and under its state.
 void run_delegated(Handle& handle, py::handle source, py::handle destination,
-                   const std::vector<DelegatedPair>& delegated, const Users& readers,
-                   const Users& writers) {
+                   const SortedPairs& sorted) {
   const py::object fill = py::module_::import("tdcopier._into").attr("fill");
   size_t number = 0;
   try {
-    for (const DelegatedPair& pair : delegated) {
+    for (const DelegatedPair& pair : sorted.delegated) {
       number = pair.number;
       fill(pair.destination, pair.source);
       ++handle.counts().delegated;
@@ -110,9 +109,9 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
     return;
   }
   DelegatedOutputs reads;
-  reads.read = readers.events();
+  reads.read = sorted.readers.events();
   handle.attach(std::move(reads));
-  for (const c10::Device device : writers.devices()) {
+  for (const c10::Device device : sorted.writers.devices()) {
     DelegatedOutputs writes;  // into memory of the caller's, of which nobody has to be told
     writes.stream = parse_stream(py::none(), device);
     writes.made = Accelerator::of(device).events().record(*writes.stream);
@@ -127,16 +126,10 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   SortedPairs sorted = sort_pairs(source, destination);
-  Users readers;
-  Users writers;
-  for (const DelegatedPair& pair : sorted.delegated) {
-    readers.note(pair.source);
-    writers.note(pair.destination);
-  }
-  std::vector<c10::Device> targets = writers.devices();
+  std::vector<c10::Device> targets = sorted.writers.devices();
   for (const IntoGroup& group : sorted.groups) add_device(targets, group.destination);
   std::vector<c10::Device> used = targets;
-  for (const c10::Device device : readers.devices()) add_device(used, device);
+  for (const c10::Device device : sorted.readers.devices()) add_device(used, device);
   for (const IntoGroup& group : sorted.groups) add_device(used, group.pairs.leaves.device());
   for (const c10::Device device : used) {
     if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), "copy_into()");
@@ -145,13 +138,13 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
   for (c10::TensorImpl* tensor : sorted.written) tensor->bump_version();
   LeafCounts counts;
   counts.packed = sorted.empty;
-  counts.reused = sorted.reused;
+  counts.reused = static_cast<uint32_t>(sorted.reused.size());
   counts.opaque = sorted.opaque;
   auto handle = std::make_unique<Handle>(std::move(targets),
                                          py::reinterpret_borrow<py::object>(destination), counts);
   for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
   if (!sorted.delegated.empty()) {
-    run_delegated(*handle, source, destination, sorted.delegated, readers, writers);
+    run_delegated(*handle, source, destination, sorted);
   }
   return handle;
 }

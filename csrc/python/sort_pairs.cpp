@@ -17,6 +17,7 @@
 #include "engine/stage.h"
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
+#include "python/pair_overlap.h"
 #include "python/pair_walk.h"
 #include "python/prefetch.h"
 #include "python/torch_state.h"
@@ -72,15 +73,24 @@ class Sorter {
       : source_(source), destination_(destination), altered_(torch_is_altered()) {}
 
   SortedPairs run() {
-    sort_all(pair_trees(source_, destination_));
+    PairedTrees trees = pair_trees(source_, destination_);
+    try {
+      sort_all(std::move(trees));
+    } catch (const py::value_error&) {
+      check_delegated();  // the first mistake is told, and these leaves come before this one
+      throw;
+    }
     if (check_delegated()) {
       // Code of their classes may have moved the memory of others: where that is, is looked up when
       // no such code runs any more.
+      note_users();
       sorted_ = {};
       usual_.reset();
       sort_all(pair_trees(source_, destination_));
     }
     refuse_overlap();
+    sorted_.readers = std::move(readers_);
+    sorted_.writers = std::move(writers_);
     return std::move(sorted_);
   }
 
@@ -123,6 +133,13 @@ class Sorter {
       refuse_both(told[0].cast<std::string>(), beside);
     }
     return true;
+  }
+
+  void note_users() {
+    for (const DelegatedPair& pair : sorted_.delegated) {
+      readers_.note(pair.source);
+      writers_.note(pair.destination);
+    }
   }
 
   void sort_out(py::object from, py::object to) {
@@ -242,7 +259,7 @@ class Sorter {
     const at::IntArrayRef strides = source_impl->strides();
     const bool alike = same_steps(sizes, strides, impl->strides());
     if (data == target_data && alike && device == target_device) {
-      ++sorted_.reused;
+      note_reused(end_of(target, target_data, target_plain.storage));
       return true;
     }
     // A device reads and writes whole elements.
@@ -297,7 +314,7 @@ class Sorter {
     if (source.dtype != target.dtype) refuse_dtypes(source.dtype, target.dtype);
     if (source.device == target.device && source.data == target.data &&
         same_steps(source.sizes, source.strides_bytes, target.strides_bytes)) {
-      ++sorted_.reused;
+      note_reused(target);
       return true;
     }
     IntoGroup& group = group_of(source.device, target.device);
@@ -370,6 +387,15 @@ class Sorter {
     pairs.destinations.add_strided(target.data, target.storage, target.strides_bytes);
   }
 
+  // What it holds is wanted at the end.
+  void note_reused(const End& end) {
+    Area area{end.data, c10::elementSize(end.dtype), /*written=*/false, {}};
+    for (size_t d = 0; d < end.sizes.size(); ++d) {
+      area.dims.push_back({end.sizes[d], end.strides_bytes[d]});
+    }
+    sorted_.reused.push_back({end.device, std::move(area), number_});
+  }
+
   IntoGroup& group_of(c10::Device from, c10::Device to) {
     for (IntoGroup& group : sorted_.groups) {
       if (group.pairs.leaves.device() == from && group.destination == to) return group;
@@ -431,78 +457,13 @@ class Sorter {
                      " bytes (was it shrunk with untyped_storage().resize_()?)");
   }
 
-  // Written memory that is written or read a second time.
   void refuse_overlap() {
-    for (const IntoGroup& group : sorted_.groups) {
-      const auto first = std::find_if(
-          sorted_.groups.begin(), sorted_.groups.end(),
-          [&](const IntoGroup& other) { return other.destination == group.destination; });
-      if (&*first == &group) refuse_overlap_on(group.destination);
-    }
-  }
-
-  struct Owner {
-    size_t number;
-    const char* tree;
-  };
-
-  // As in the chunk of an earlier copy, filled from elsewhere: one behind the other.
-  bool lie_in_order(c10::Device device) const {
-    const std::byte* end = nullptr;
-    for (const IntoGroup& group : sorted_.groups) {
-      if (group.pairs.leaves.device() == device) return false;
-      if (group.destination != device) continue;
-      for (size_t i = 0; i < group.pairs.leaves.size(); ++i) {
-        const Destination& to = group.pairs.destinations[i];
-        if (to.strided || to.data < end) return false;
-        end = to.data + group.pairs.leaves[i].bytes;
-      }
-    }
-    return true;
-  }
-
-  void refuse_overlap_on(c10::Device device) {
-    if (lie_in_order(device)) return;
-    RecycledVector<Area> areas;
-    RecycledVector<Owner> owners;
-    areas.reserve(2 * leaves_);
-    owners.reserve(2 * leaves_);
-    for (const IntoGroup& group : sorted_.groups) {
-      const auto& [leaves, destinations] = group.pairs;
-      const bool reads = leaves.device() == device;
-      const bool writes = group.destination == device;
-      for (size_t i = 0; i < leaves.size(); ++i) {
-        const Leaf& leaf = leaves[i];
-        const uint64_t element_bytes = c10::elementSize(leaf.dtype);
-        if (writes) {
-          const Destination& to = destinations[i];
-          areas.push_back({to.data, to.strided ? element_bytes : leaf.bytes, true, {}});
-          if (to.strided) {
-            areas.back().dims =
-                dims_as_they_arrive(leaves, leaf, destinations.strides_bytes(to, leaf.dims));
-          }
-          owners.push_back({group.numbers[i], "destination"});
-        }
-        if (reads) {
-          const auto* data = static_cast<const std::byte*>(leaf.data);
-          areas.push_back({data, leaf.strided ? element_bytes : leaf.bytes, false, {}});
-          if (leaf.strided) {
-            areas.back().dims =
-                dims_as_they_arrive(leaves, leaf, leaves.source_strides_bytes(leaf));
-          }
-          owners.push_back({group.numbers[i], "source"});
-        }
-      }
-    }
-    const auto found = find_overlap(areas);
+    const auto found = find_shared_memory(sorted_, leaves_);
     if (!found) return;
-    Owner first = owners[found->first];
-    Owner second = owners[found->second];
-    if (second.number < first.number) std::swap(first, second);
-    number_ = first.number;
-    const std::string name = path(first.tree);
-    number_ = second.number;
-    throw py::value_error(name + " and " + path(second.tree) +
+    number_ = found->first.number;
+    const std::string name = path(found->first.tree);
+    number_ = found->second.number;
+    throw py::value_error(name + " and " + path(found->second.tree) +
                           " share memory: what is written must not be read or written for another "
                           "leaf; give a clone() of one");
   }
@@ -538,6 +499,8 @@ class Sorter {
   MappedFiles mapped_files_;
   std::vector<std::pair<PyTypeObject*, bool>> classes_;
   std::vector<std::pair<c10::Device, c10::DispatchKeySet>> keys_;
+  Users readers_;
+  Users writers_;
   SortedPairs sorted_;
 };
 

@@ -8,8 +8,10 @@
 #include <memory>
 #include <vector>
 
+#include "base/overlap.h"
 #include "engine/destination.h"
 #include "engine/mapped_leaves.h"
+#include "python/delegated.h"
 #include "python/sources.h"
 
 namespace tdcopier {
@@ -31,12 +33,21 @@ struct DelegatedPair {
   size_t number;  // in the walk
 };
 
+// A leaf that is the very memory of its destination.
+struct ReusedPair {
+  c10::Device device;
+  Area area;
+  size_t number;  // in the walk
+};
+
 struct SortedPairs {
   std::vector<IntoGroup> groups;
   std::vector<DelegatedPair> delegated;
   RecycledVector<c10::TensorImpl*> written;  // tensors whose version moves; kept by the groups
   std::vector<pybind11::object> kept;        // or here
-  uint32_t reused = 0;
+  std::vector<ReusedPair> reused;
+  Users readers;  // of what is delegated
+  Users writers;
   uint32_t empty = 0;
   uint32_t opaque = 0;
 };

@@ -102,11 +102,33 @@ void adjoining_areas_do_not_overlap() {
   CHECK(!find_overlap(areas));
 }
 
+// Addresses only: nothing is read.
+void many_rows_hide_no_others() {
+  constexpr int64_t kSide = 4096;  // of elements of 4 bytes: more than are compared
+  auto* const begin = reinterpret_cast<const std::byte*>(uintptr_t{1} << 40);
+  const std::vector<StridedDim> every_other = {{kSide, 8 * kSide}, {kSide, 8}};
+  const Area gapped{begin, 4, true, every_other};
+  const Area row{begin + 8 * kSide + 4, 4, true, {}};
+  CHECK(!find_overlap(std::vector<Area>{gapped, row}));
+  CHECK(find_overlap(std::vector<Area>{gapped, row, row}));
+  // Without gaps, an array is one row in whatever order its dimensions are, and whichever way
+  // along.
+  const Area square{begin, 4, true, {{kSide, 4 * kSide}, {kSide, 4}}};
+  const Area transposed{begin, 4, false, {{kSide, 4}, {kSide, 4 * kSide}}};
+  const std::byte* const last = begin + 4 * (kSide * kSide - 1);
+  const Area reversed{last, 4, false, {{kSide, -4}, {kSide, -4 * kSide}}};
+  const Area beside{begin + 4 * kSide * kSide, 4, false, transposed.dims};
+  CHECK(find_overlap(std::vector<Area>{square, transposed}));
+  CHECK(find_overlap(std::vector<Area>{square, reversed}));
+  CHECK(!find_overlap(std::vector<Area>{square, beside}));
+}
+
 }  // namespace
 
 int main() {
   return run_cases(
       {{"self overlap is exact", self_overlap_is_exact},
        {"overlaps are found and neighbours are not", overlaps_are_found_and_neighbours_are_not},
+       {"many rows hide no others", many_rows_hide_no_others},
        {"adjoining areas do not overlap", adjoining_areas_do_not_overlap}});
 }
