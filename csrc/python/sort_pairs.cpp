@@ -2,9 +2,6 @@
 #include "python/sort_pairs.h"
 
 #include <ATen/ExpandUtils.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -17,6 +14,7 @@
 #include "engine/stage.h"
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
+#include "python/pair_mistakes.h"
 #include "python/pair_overlap.h"
 #include "python/pair_walk.h"
 #include "python/prefetch.h"
@@ -46,18 +44,6 @@ bool same_steps(at::IntArrayRef sizes, const Strides& strides, const Others& oth
   return true;
 }
 
-std::string shape_text(at::IntArrayRef sizes) {
-  std::string text = "(";
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    text += (d != 0 ? ", " : "") + std::to_string(sizes[d]);
-  }
-  return text + (sizes.size() == 1 ? ",)" : ")");
-}
-
-std::string dtype_text(c10::ScalarType dtype) {
-  return py::str(py::handle(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))));
-}
-
 // What a pair of plain tensors had in common with the next.
 struct Usual {
   c10::DispatchKeySet source;
@@ -70,7 +56,10 @@ struct Usual {
 class Sorter {
  public:
   Sorter(py::handle source, py::handle destination)
-      : source_(source), destination_(destination), altered_(torch_is_altered()) {}
+      : source_(source),
+        destination_(destination),
+        mistakes_(source, destination),
+        altered_(torch_is_altered()) {}
 
   SortedPairs run() {
     PairedTrees trees = pair_trees(source_, destination_);
@@ -129,8 +118,8 @@ class Sorter {
       number_ = pair.number;
       const py::tuple told = wrong;  // of the source, or None; of the destination
       const auto beside = told[1].cast<std::string>();
-      if (told[0].is_none()) refuse("destination", beside);
-      refuse_both(told[0].cast<std::string>(), beside);
+      if (told[0].is_none()) mistakes_.refuse(number_, "destination", beside);
+      mistakes_.refuse_both(number_, told[0].cast<std::string>(), beside);
     }
     return true;
   }
@@ -221,9 +210,9 @@ class Sorter {
     const c10::ScalarType dtype = c10::typeMetaToScalarType(target->dtype());
     group.pairs.leaves.add_bytes(data, dtype, bytes, static_cast<uint32_t>(element_bytes));
     group.pairs.destinations.add(target_data, target_storage, /*pinned=*/false);
-    if (usual_->from.is_cpu() && mapped_files_.has(*source_storage)) note_mapped(group);
+    if (usual_->from.is_cpu() && mapped_files_.has(*source_storage)) group.note_mapped();
     sorted_.written.push_back(target);
-    keep(group, std::move(from), std::move(to));
+    group.keep(number_, std::move(from), std::move(to));
     return true;
   }
 
@@ -231,22 +220,23 @@ class Sorter {
   bool add_tensors(py::object& from, py::object& to) {
     const at::Tensor& source = THPVariable_Unpack(from.ptr());
     const at::Tensor& target = THPVariable_Unpack(to.ptr());
-    check_writable(target);
+    mistakes_.check_writable(number_, target);
     const c10::Device device = source.device();
     const c10::Device target_device = target.device();
     if (!is_moved(device, target_device)) return false;
     const PlainTensor plain = look_at(source, keys_of(device));
     const PlainTensor target_plain = look_at(target, keys_of(target_device));
-    check_storage(plain, source, "source");
-    check_storage(target_plain, target, "destination");
+    mistakes_.check_storage(number_, plain, source, "source");
+    mistakes_.check_storage(number_, target_plain, target, "destination");
     if (plain.packable != Packable::kYes || target_plain.packable != Packable::kYes) return false;
     c10::TensorImpl* impl = target.unsafeGetTensorImpl();
     const c10::TensorImpl* source_impl = source.unsafeGetTensorImpl();
     const at::IntArrayRef sizes = impl->sizes();
     const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
-    if (source_impl->sizes() != sizes) refuse_shapes(source_impl->sizes(), sizes);
+    if (source_impl->sizes() != sizes)
+      mistakes_.refuse_shapes(number_, source_impl->sizes(), sizes);
     if (source_impl->dtype() != impl->dtype()) {
-      refuse_dtypes(c10::typeMetaToScalarType(source_impl->dtype()), dtype);
+      mistakes_.refuse_dtypes(number_, c10::typeMetaToScalarType(source_impl->dtype()), dtype);
     }
     if (impl->numel() == 0) {
       note_written(impl, std::move(to));
@@ -281,9 +271,9 @@ class Sorter {
       add_strided(group, end_of(source, const_cast<std::byte*>(data), plain.storage),
                   end_of(target, target_data, target_plain.storage));
     }
-    if (device.is_cpu() && mapped_files_.has(*plain.storage)) note_mapped(group);
+    if (device.is_cpu() && mapped_files_.has(*plain.storage)) group.note_mapped();
     sorted_.written.push_back(impl);
-    keep(group, std::move(from), std::move(to));
+    group.keep(number_, std::move(from), std::move(to));
     return true;
   }
 
@@ -310,8 +300,8 @@ class Sorter {
     if (!see(from, from_array, /*written=*/false, source)) return false;
     if (!see(to, to_array, /*written=*/true, target)) return false;
     if (!is_moved(source.device, target.device)) return false;
-    if (source.sizes != target.sizes) refuse_shapes(source.sizes, target.sizes);
-    if (source.dtype != target.dtype) refuse_dtypes(source.dtype, target.dtype);
+    if (source.sizes != target.sizes) mistakes_.refuse_shapes(number_, source.sizes, target.sizes);
+    if (source.dtype != target.dtype) mistakes_.refuse_dtypes(number_, source.dtype, target.dtype);
     if (source.device == target.device && source.data == target.data &&
         same_steps(source.sizes, source.strides_bytes, target.strides_bytes)) {
       note_reused(target);
@@ -321,9 +311,9 @@ class Sorter {
     add_strided(group, source, target);
     const bool mapped = from_array ? is_mapped_array(from.ptr())
                                    : source.device.is_cpu() && is_mapped_file(*source.storage);
-    if (mapped) note_mapped(group);
+    if (mapped) group.note_mapped();
     if (!to_array) sorted_.written.push_back(THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl());
-    keep(group, std::move(from), std::move(to));
+    group.keep(number_, std::move(from), std::move(to));
     return true;
   }
 
@@ -331,8 +321,8 @@ class Sorter {
     if (is_array) {
       ArrayMemory memory = memory_of_array(leaf.ptr());
       if (written && !memory.writeable) {
-        refuse("destination",
-               " is a read-only array: give one that may be written, such as a copy");
+        mistakes_.refuse(number_, "destination",
+                         " is a read-only array: give one that may be written, such as a copy");
       }
       end = {c10::kCPU,
              memory.data,
@@ -343,10 +333,10 @@ class Sorter {
       return true;
     }
     const at::Tensor& tensor = THPVariable_Unpack(leaf.ptr());
-    if (written) check_writable(tensor);
+    if (written) mistakes_.check_writable(number_, tensor);
     if (!is_reached(tensor.device())) return false;
     const PlainTensor plain = look_at(tensor, keys_of(tensor.device()));
-    check_storage(plain, tensor, written ? "destination" : "source");
+    mistakes_.check_storage(number_, plain, tensor, written ? "destination" : "source");
     if (plain.packable != Packable::kYes || tensor.numel() == 0) return false;
     const void* memory = written ? plain.storage->mutable_data() : plain.storage->data();
     auto* const data = static_cast<std::byte*>(const_cast<void*>(memory)) + plain.begin;
@@ -380,9 +370,10 @@ class Sorter {
     const Leaf& leaf = pairs.leaves[pairs.leaves.size() - 1];
     if (overlaps_itself(dims_as_they_arrive(pairs.leaves, leaf, target.strides_bytes),
                         static_cast<uint64_t>(element_bytes))) {
-      refuse("destination",
-             " has elements that share memory (was it made with expand() or as_strided()?): give "
-             "one with memory for each, such as a clone()");
+      mistakes_.refuse(
+          number_, "destination",
+          " has elements that share memory (was it made with expand() or as_strided()?): give "
+          "one with memory for each, such as a clone()");
     }
     pairs.destinations.add_strided(target.data, target.storage, target.strides_bytes);
   }
@@ -415,18 +406,6 @@ class Sorter {
     return made;
   }
 
-  // The last leaf of the group's table lies in a mapped file.
-  static void note_mapped(IntoGroup& group) {
-    const Leaf& leaf = group.pairs.leaves[group.pairs.leaves.size() - 1];
-    group.mapped.note(group.pairs.leaves.reach(leaf));
-  }
-
-  void keep(IntoGroup& group, py::object from, py::object to) {
-    group.sources->keep(from.release().ptr());
-    group.destinations->keep(to.release().ptr());
-    group.numbers.push_back(static_cast<uint32_t>(number_));
-  }
-
   void note_written(c10::TensorImpl* impl, py::object owner) {
     sorted_.written.push_back(impl);
     sorted_.kept.push_back(std::move(owner));
@@ -436,61 +415,14 @@ class Sorter {
     sorted_.delegated.push_back({std::move(from), std::move(to), number_});
   }
 
-  void check_writable(const at::Tensor& tensor) const {
-    const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-    if (impl->autograd_meta() != nullptr && c10::GradMode::is_enabled() && impl->requires_grad()) {
-      refuse("destination",
-             " requires a gradient, and writing in place would break it: call copy_into() within "
-             "torch.no_grad(), or give detach()");
-    }
-    if (const_cast<c10::TensorImpl*>(impl)->is_inference() && !c10::InferenceMode::is_enabled()) {
-      throw std::runtime_error(path("destination") +
-                               " was made in inference mode, where alone it may be written in "
-                               "place: call copy_into() there, or give a clone()");
-    }
-  }
-
-  void check_storage(const PlainTensor& plain, const at::Tensor& tensor, const char* tree) const {
-    if (plain.packable != Packable::kShortStorage) return;
-    refuse(tree, " reaches beyond its storage, which has only " +
-                     std::to_string(tensor.storage().nbytes()) +
-                     " bytes (was it shrunk with untyped_storage().resize_()?)");
-  }
-
   void refuse_overlap() {
     const auto found = find_shared_memory(sorted_, leaves_);
-    if (!found) return;
-    number_ = found->first.number;
-    const std::string name = path(found->first.tree);
-    number_ = found->second.number;
-    throw py::value_error(name + " and " + path(found->second.tree) +
-                          " share memory: what is written must not be read or written for another "
-                          "leaf; give a clone() of one");
-  }
-
-  std::string path(const char* tree) const {
-    const auto steps = path_of_pair(source_, destination_, number_);
-    return steps ? tree + *steps : std::string("a leaf of ") + tree;
-  }
-
-  [[noreturn]] void refuse(const char* tree, const std::string& why) const {
-    throw py::value_error(path(tree) + why);
-  }
-  [[noreturn]] void refuse_both(const std::string& found, const std::string& beside) const {
-    throw py::value_error(path("source") + found + ", but " + path("destination") + beside);
-  }
-  [[noreturn]] void refuse_shapes(at::IntArrayRef from, at::IntArrayRef to) const {
-    refuse_both(" has shape " + shape_text(from),
-                " has shape " + shape_text(to) + ": both must have the same");
-  }
-  [[noreturn]] void refuse_dtypes(c10::ScalarType from, c10::ScalarType to) const {
-    refuse_both(" has dtype " + dtype_text(from), " has dtype " + dtype_text(to) +
-                                                      ": both must have the same; convert one "
-                                                      "with to() first");
+    if (found) mistakes_.refuse_sharing(found->first, found->second);
   }
 
   const py::handle source_;
   const py::handle destination_;
+  const PairMistakes mistakes_;
   const bool altered_;
   size_t leaves_ = 0;
   size_t number_ = 0;  // of the pair in hand

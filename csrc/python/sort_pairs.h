@@ -24,6 +24,15 @@ struct IntoGroup {
   std::shared_ptr<PySources> destinations;
   RecycledVector<uint32_t> numbers;  // by leaf: its pair in the walk
   MappedLeaves mapped;               // among the sources
+
+  // Both were added to the tables last.
+  void keep(size_t number, pybind11::object from, pybind11::object to) {
+    sources->keep(from.release().ptr());
+    destinations->keep(to.release().ptr());
+    numbers.push_back(static_cast<uint32_t>(number));
+  }
+  // The last leaf lies in a mapped file.
+  void note_mapped() { mapped.note(pairs.leaves.reach(pairs.leaves[pairs.leaves.size() - 1])); }
 };
 
 // A leaf that is left to `copy_`.
