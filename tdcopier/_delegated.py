@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -27,7 +28,9 @@ def plain_parts(moved: Any) -> list[torch.Tensor]:
         flatten = getattr(moved, "__tensor_flatten__", None)
         if flatten is None:
             return [moved]
-        inner = [getattr(moved, name) for name in flatten()[0]]
+        inner: list[Any] = [getattr(moved, name) for name in flatten()[0]]
+    elif isinstance(moved, np.ndarray):  # on the host, where nobody has to be told
+        inner = []
     elif isinstance(moved, Mover):
         inner = [moved.value]
     elif isinstance(moved, tuple):  # a PackedSequence, which may have no indices

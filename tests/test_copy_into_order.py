@@ -84,6 +84,7 @@ def test_wait_staged_lets_a_host_source_be_overwritten(stall, device, copy_strea
 def test_a_given_stream_is_the_one_that_waits(stall, device, accelerator, copy_stream):
     destination = torch.zeros(50, device=device)
     consumer = accelerator.Stream(device=device)
+    accelerator.synchronize()
     with stall(copy_stream):
         handle = tdcopier.copy_into([torch.ones(50)], [destination])
         handle.wait(consumer)
@@ -180,6 +181,17 @@ def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(
         assert not handle.ready()
     handle.get()
     assert host.sum().item() == 5_000_000
+
+
+@pytest.mark.sim
+def test_wait_holds_the_host_back_where_some_leaves_arrive_there(device, sim):
+    """In pinned memory, which the device writes by itself when all is enqueued."""
+    source = [torch.ones(3), torch.ones(300_000, device=device)]
+    destination = [torch.zeros(3, device=device), torch.zeros(300_000).pin_memory()]
+    with sim.pace("d2h", latency_us=200_000):
+        tdcopier.copy_into(source, destination).wait()
+        assert (destination[1] == 1).all()
+    assert destination[0].tolist() == [1.0] * 3
 
 
 def test_what_one_device_sends_does_not_wait_for_another(stall, device, other_device, accelerator):
