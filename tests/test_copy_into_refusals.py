@@ -307,3 +307,11 @@ def test_a_stream_of_a_device_that_is_not_filled_is_refused(device, other_device
 def test_options_are_keywords_only():
     with pytest.raises(TypeError):
         tdcopier.copy_into([], [], True)  # type: ignore[misc]
+
+
+def test_destinations_that_overlap_are_refused_wherever_their_sources_are(device):
+    host = torch.zeros(4)
+    source = [torch.ones(2), torch.ones(2, device=device)]
+    with pytest.raises(ValueError, match=r"destination\[0\] and destination\[1\] share memory"):
+        tdcopier.copy_into(source, [host[:2], host[1:3]])
+    assert host.tolist() == [0] * 4
