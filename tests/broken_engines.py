@@ -166,8 +166,8 @@ DEFECTS: dict[str, Defect] = {
     "error_of_the_device_swallowed": Defect(
         "Errors",
         "python/handle.cpp",
-        "    return std::current_exception();",
-        "    return {defect} ? nullptr : std::current_exception();",
+        "      if (!failure) failure = std::current_exception();",
+        "      if (!failure && !{defect}) failure = std::current_exception();",
         "failures_are_told_each_time",
         "Failed",  # pytest's: nothing was raised
     ),
