@@ -381,6 +381,16 @@ std::optional<std::string> path_of(py::handle data, size_t node, c10::Device tar
   return std::nullopt;
 }
 
+py::object values_if_tensors(py::handle dict) {
+  if (!PyDict_Check(dict.ptr())) throw py::type_error("entries must be a dict");
+  Py_ssize_t position = 0;
+  PyObject* value = nullptr;
+  while (PyDict_Next(dict.ptr(), &position, nullptr, &value) != 0) {
+    if (!THPVariable_CheckTypeExact(Py_TYPE(value))) return py::none();
+  }
+  return py::reinterpret_steal<py::object>(PyDict_Values(dict.ptr()));
+}
+
 py::list leaves_with_paths(py::handle data, c10::Device target) {
   Described found = describe(data, target);
   std::sort(found.tree.delegated.begin(), found.tree.delegated.end(),

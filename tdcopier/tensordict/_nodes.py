@@ -10,6 +10,8 @@ import tensordict
 import torch
 from tensordict import NonTensorData, TensorDict
 
+from tdcopier._C import InternalError
+
 Leaves = Iterator[Any]
 
 
@@ -53,10 +55,15 @@ class Dense:
 
     def build(self, arrived: Leaves, device: torch.device) -> Any:
         """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
-        values = list(islice(arrived, self._leaves))
-        for index, node in self._nested:
-            values.insert(index, node.build(arrived, device))
-        entries = dict(zip(self._keys, values, strict=True))
+        if self._nested:
+            values = list(islice(arrived, self._leaves))
+            for index, node in self._nested:
+                values.insert(index, node.build(arrived, device))
+            entries = dict(zip(self._keys, values, strict=True))
+        else:
+            entries = dict(zip(self._keys, arrived, strict=False))  # it goes on behind them
+            if len(entries) != self._leaves:
+                raise InternalError("a TensorDict gets as many leaves as it had")
         names = None if self._names is None else list(self._names)
         return make_tensordict(entries, self._batch_size, device, names)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
 
+from tdcopier import _C
 from tdcopier._containers import Refused, Rule
 from tdcopier._delegated import Mover
 from tdcopier.tensordict import _kinds, _nodes
@@ -163,12 +164,12 @@ def _take_leaf(value: Any, walk: _Taking) -> Node:
 def _take_dense(value: Any, walk: _Taking) -> _nodes.Dense:
     """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
     entries: dict[str, Any] = value._tensordict
-    keys, values = tuple(entries), list(entries.values())
-    names = value._td_dim_names
-    if walk.keys is None and _kinds.PLAIN_LEAVES.issuperset(map(type, values)):
-        walk.leaves += values
-        return _nodes.Dense(keys, len(values), (), value._batch_size, names)
-    batch_size, prefix = value._batch_size, walk.prefix
+    keys, names, batch_size = tuple(entries), value._td_dim_names, value._batch_size
+    tensors = None if walk.keys is not None else _C.values_if_tensors(entries)
+    if tensors is not None:
+        walk.leaves += tensors
+        return _nodes.Dense(keys, len(tensors), (), batch_size, names)
+    values, prefix = list(entries.values()), walk.prefix
     others = _take_leaves(keys, values, walk)
     nested = []
     for index in others:
