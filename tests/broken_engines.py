@@ -103,7 +103,7 @@ DEFECTS: dict[str, Defect] = {
         "  arrived_->block(stream);",
         "  if (!{defect}) arrived_->block(stream);",
         "two_batches_for_two_streams",
-        "HazardError",
+        "AssertionError",
         "unordered",
     ),
     "source_not_waited_for": Defect(
@@ -112,7 +112,7 @@ DEFECTS: dict[str, Defect] = {
         "  written_->block(source_.copy_stream());",
         "  if (!{defect}) written_->block(source_.copy_stream());",
         "device_sources_are_overwritten_behind_wait_staged",
-        "HazardError",
+        "AssertionError",
         "unordered",
     ),
     "writer_does_not_wait_for_reads": Defect(
