@@ -42,6 +42,11 @@ def told_of_the_careless_one(output: str) -> str:
     return "\n".join(re.sub(r"^E +", "", line) for line in ours)
 
 
+def without_values(told: str) -> str:
+    """Which batches were written over in time depends on the order: on every step of a copy."""
+    return re.sub(r"^assert \[\[.*\]\] ==", "assert [[...]] ==", told)
+
+
 def make(folder: Path, body: str) -> Path:
     (folder / "conftest.py").write_text((EXAMPLES / "conftest.py").read_text())
     (folder / "test_it.py").write_text("import torch, pytest\n" + body)
@@ -57,7 +62,8 @@ def test_the_example_of_the_docs_is_right():
 def test_the_careless_one_is_found_as_the_docs_show():
     code, output = run_pytest(EXAMPLES, CARELESS="1")
     assert code == 1
-    assert told_of_the_careless_one(output) + "\n" == (EXAMPLES / "careless.txt").read_text()
+    documented = (EXAMPLES / "careless.txt").read_text().rstrip("\n")
+    assert without_values(told_of_the_careless_one(output)) == without_values(documented)
 
 
 def test_a_seed_alone_shows_it_again():

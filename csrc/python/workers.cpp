@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace tdcopier {
@@ -23,7 +24,7 @@ Pools g_pools;
 std::mutex g_mutex;
 
 // g_mutex is held.
-ThreadPool& made(ThreadPool*& pool, size_t threads, const char* name) {
+ThreadPool& made(ThreadPool*& pool, size_t threads, const std::string& name) {
   if (pool == nullptr) {
     static const int registered = pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); },
                                                  [] {
@@ -54,8 +55,9 @@ ThreadPool& workers() {
 ThreadPool& arrivals(c10::Device source) {
   constexpr size_t kEnoughForALink = 4;
   const std::lock_guard lock(g_mutex);
+  // Named apart: a schedule knows threads by their names.
   return made(g_pools.arrivals[source.index()], std::min(default_worker_count(), kEnoughForALink),
-              "tdc-arrive");
+              "tdc-arr" + std::to_string(source.index()));
 }
 
 ThreadPool& reclaimer() {
