@@ -175,7 +175,7 @@ def copy_into(
         destination: a tree of the same structure, to be filled.
         use_pinned_staging: stage through pinned memory, so that transfers run beside the host.
             Without it, transfers read or write pageable memory and block the thread that makes
-            them.
+            them. What stays on the host, or goes from device to device, is never staged.
         use_background_thread: leave large work, and whatever arrives in host memory, to worker
             threads and return at once.
 

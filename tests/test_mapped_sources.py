@@ -59,8 +59,16 @@ def written(path: Path, elements: int) -> torch.Tensor:
 
 
 def is_cold(path: Path) -> bool:
-    """Whether the file could be thrown out of the page cache: not all file systems do that."""
+    """Whether the file could be thrown out of the page cache: not all file systems do that.
+
+    The kernel may hold on to a page that it is busy with, so it is asked more than once.
+    """
+    return any(_is_thrown_out(path) for _ in range(100))
+
+
+def _is_thrown_out(path: Path) -> bool:
     with path.open("rb") as file:
+        os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     size = path.stat().st_size
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:

@@ -29,7 +29,7 @@ class BackendUse:
         """Calls of `.to` and constructors whose tensors the engine moved."""
         self.by_tensordict = 0
         """Calls of `.to` that were left to tensordict: for their arguments, the kind of collection,
-        a torch mode or a graph capture."""
+        a torch mode or a graph capture, or because the collection was there already."""
         self._is_on = True  # until its block has ended
 
     def __repr__(self) -> str:
