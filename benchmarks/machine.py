@@ -13,6 +13,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
+_COMMIT_VARIABLE = "TDCOPIER_BENCH_COMMIT"
+"""Names the commit that was measured, where the tree is a copy without its history."""
+
 
 def describe(device: torch.device) -> dict[str, object]:
     """Hardware and versions; what cannot be known is None."""
@@ -31,8 +34,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tdcopier": _version("tdcopier"),
-        "git_commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
-        "git_dirty": _is_dirty(),
+        **_commit(),
     }
 
 
@@ -61,9 +63,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _is_dirty() -> bool | None:
+def _commit() -> dict[str, object]:
+    """What was measured, and whether it had changed since that commit."""
+    if named := os.environ.get(_COMMIT_VARIABLE):
+        return {"git_commit": named, "git_dirty": False}
     status = _output("git", "-C", str(ROOT), "status", "--porcelain", empty="")
-    return None if status is None else bool(status)
+    return {
+        "git_commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "git_dirty": None if status is None else bool(status),
+    }
 
 
 def _output(*command: str, empty: str | None = None) -> str | None:

@@ -123,7 +123,7 @@ def test_a_subclass_keeps_its_class_and_names(device):
 def test_a_leaf_that_nobody_can_read_is_named_by_its_keys(device):
     source = nested()
     source["b", "d", "e"].untyped_storage().resize_(4)
-    with pytest.raises(ValueError, match=r"^data\[1\]\[\('b', 'd', 'e'\)\] reaches beyond"):
+    with pytest.raises(ValueError, match=r"^data\[1\]\[\('b', 'd'\)\]\['e'\] reaches beyond"):
         tdcopier.start_copy([0, source], device)
 
 

@@ -3,14 +3,15 @@
 #include "base/pack_plan.h"
 
 #include <algorithm>
-#include <bit>
 #include <numeric>
 
 namespace tdcopier {
 namespace {
 
 uint64_t align_up(uint64_t value, uint64_t alignment) {
-  if (std::has_single_bit(alignment)) return (value + alignment - 1) & ~(alignment - 1);
+  // std::has_single_bit calls a function where no processor is named to compile for.
+  const bool is_power_of_two = (alignment & (alignment - 1)) == 0;
+  if (is_power_of_two) return (value + alignment - 1) & ~(alignment - 1);
   return (value + alignment - 1) / alignment * alignment;
 }
 

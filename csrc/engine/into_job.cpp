@@ -29,12 +29,23 @@ void IntoJob::give_back_sources() noexcept {
 
 void IntoJob::give_back_destinations() noexcept {
   if (somebody_failed()) stopped_ = behind_work(accelerator_);
-  give_back_when(somebody_failed() ? stopped_ : arrived_, destination_hold_);
+  written_ = somebody_failed() ? stopped_ : arrived_;
+}
+
+IntoJob::~IntoJob() {
+  if (!written_) return;
+  {
+    const RelaxedCapture relaxed(accelerator_.device().type());
+    if (has_ended(*written_)) return;
+  }
+  give_back_behind(std::move(written_), destination_hold_, reclaimer_);
 }
 
 void IntoJob::give_back_sources_behind(Accelerator& source) noexcept {
   const bool arrived_says_it = &source == &accelerator_ && !somebody_failed() && arrived_;
-  give_back_when(arrived_says_it ? arrived_ : behind_work(source), sources_);
+  EventRef read = arrived_says_it ? arrived_ : behind_work(source);
+  if (!read) return sources_->give_back();
+  give_back_behind(std::move(read), sources_, reclaimer_);
 }
 
 EventRef IntoJob::behind_work(Accelerator& accelerator) noexcept {
@@ -44,11 +55,6 @@ EventRef IntoJob::behind_work(Accelerator& accelerator) noexcept {
   } catch (...) {
     return nullptr;
   }
-}
-
-void IntoJob::give_back_when(EventRef done, const std::shared_ptr<SourceHold>& hold) noexcept {
-  if (!done) return hold->give_back();
-  give_back_behind(std::move(done), hold, reclaimer_);
 }
 
 }  // namespace tdcopier

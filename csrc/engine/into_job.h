@@ -20,6 +20,9 @@ struct IntoHolds {
 
 class IntoJob : public CopyJob {
  public:
+  // A job that goes before its transfers are done leaves the destinations to the reclaimer.
+  ~IntoJob() override;
+
   // The destinations belong to the caller: no allocator has to be told who reads them.
   void hand_over_to(const c10::Stream& stream) final;
   void give_back_sources() noexcept final;
@@ -28,8 +31,9 @@ class IntoJob : public CopyJob {
   IntoJob(Accelerator& accelerator, c10::Device target, LeafPairs pairs, PackPlan plan,
           IntoHolds holds, ThreadPool& reclaimer);
 
-  // Gives back the destinations when all that has been enqueued for them is done. A failed job is
-  // not done before.
+  // From here on the destinations are given back when all that has been enqueued for them is done:
+  // by whoever knows the job to be done, or with the job, whose handle has them as its result.
+  // Nobody has to be woken for that. A failed job is not done before.
   void give_back_destinations() noexcept;
   // Gives back sources that a device reads when all on its copy stream is done.
   void give_back_sources_behind(Accelerator& source) noexcept;
@@ -40,10 +44,9 @@ class IntoJob : public CopyJob {
   // An event behind all on the accelerator's copy stream; null if the device has failed: it does no
   // more, and get() says how.
   static EventRef behind_work(Accelerator& accelerator) noexcept;
-  // Null: nobody uses them any more.
-  void give_back_when(EventRef done, const std::shared_ptr<SourceHold>& hold) noexcept;
 
   const std::shared_ptr<SourceHold> destination_hold_;
+  EventRef written_;  // behind all that writes destinations; null: nothing does any more
   ThreadPool& reclaimer_;
 };
 

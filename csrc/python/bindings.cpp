@@ -155,7 +155,7 @@ Raises:
     return with_torch_errors([&] { return tdcopier::pairs_with_paths(source, destination); });
   });
 
-  m.def("values_if_tensors", &tdcopier::values_if_tensors);
+  m.def("is_dict_of_tensors", &tdcopier::is_dict_of_tensors);
   m.def("leaves_with_paths", [](py::handle data, py::handle device) {
     return with_torch_errors(
         [&] { return tdcopier::leaves_with_paths(data, tdcopier::parse_device(device)); });

@@ -13,6 +13,7 @@
 #include "python/delegated.h"
 #include "python/device_argument.h"
 #include "python/pair_walk.h"
+#include "python/prefetch.h"
 #include "python/sort_pairs.h"
 #include "python/start_copy.h"
 #include "python/workers.h"
@@ -85,6 +86,14 @@ void add_device(std::vector<c10::Device>& devices, c10::Device device) {
   if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
 }
 
+// A counter is increased atomically, and none of the next is fetched until that is done.
+void bump_versions(const RecycledVector<c10::TensorImpl*>& written) {
+  for (size_t i = 0; i < written.size(); ++i) {
+    if (i + kVersionsAhead < written.size()) prefetch_version(written[i + kVersionsAhead]);
+    written[i]->bump_version();
+  }
+}
+
 // `copy_` for each leaf that the engine leaves to it, in this thread and under its state.
 void run_delegated(Handle& handle, py::handle source, py::handle destination,
                    const SortedPairs& sorted) {
@@ -135,7 +144,7 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
     if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), "copy_into()");
   }
 
-  for (c10::TensorImpl* tensor : sorted.written) tensor->bump_version();
+  bump_versions(sorted.written);
   LeafCounts counts;
   counts.packed = sorted.empty;
   counts.reused = static_cast<uint32_t>(sorted.reused.size());

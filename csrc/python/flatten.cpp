@@ -139,7 +139,8 @@ class Flattener {
       case ValueKind::kContainer:
       case ValueKind::kCollection: {
         if (known.kind == ValueKind::kCollection && altered_) return add_delegated(object);
-        const PathStep::Kind step = known.step;
+        const PathStep::Kind step =
+            known.kind == ValueKind::kCollection ? PathStep::Kind::kNestedKey : known.step;
         const py::object unflatten = known.unflatten;  // the object may change its class meanwhile
         const std::optional<TakenApart> parts = take_apart(known, object, depth);
         if (!parts) return add_delegated(object);
@@ -381,14 +382,14 @@ std::optional<std::string> path_of(py::handle data, size_t node, c10::Device tar
   return std::nullopt;
 }
 
-py::object values_if_tensors(py::handle dict) {
-  if (!PyDict_Check(dict.ptr())) throw py::type_error("entries must be a dict");
+bool is_dict_of_tensors(py::handle object) {
+  if (!PyDict_CheckExact(object.ptr())) return false;
   Py_ssize_t position = 0;
   PyObject* value = nullptr;
-  while (PyDict_Next(dict.ptr(), &position, nullptr, &value) != 0) {
-    if (!THPVariable_CheckTypeExact(Py_TYPE(value))) return py::none();
+  while (PyDict_Next(object.ptr(), &position, nullptr, &value) != 0) {
+    if (!THPVariable_CheckTypeExact(Py_TYPE(value))) return false;
   }
-  return py::reinterpret_steal<py::object>(PyDict_Values(dict.ptr()));
+  return true;
 }
 
 py::list leaves_with_paths(py::handle data, c10::Device target) {

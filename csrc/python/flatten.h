@@ -48,8 +48,8 @@ FlatTree flatten(pybind11::handle data, c10::Device target);
 // Walks again: for messages. Empty if a container's own code does not work a second time.
 std::optional<std::string> path_of(pybind11::handle data, size_t node, c10::Device target);
 
-// The values of a dict, in a list, if each is a tensor of torch's own class; else None.
-pybind11::object values_if_tensors(pybind11::handle dict);
+// Exactly a dict, and each value exactly a tensor of torch's own class.
+bool is_dict_of_tensors(pybind11::handle object);
 
 // A list of (path, leaf) for every tensor and array of the tree, in the order of the walk; a
 // collection that is left to its own `.to` counts as one.

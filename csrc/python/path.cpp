@@ -9,6 +9,9 @@ std::string PathStep::text() const {
   switch (kind) {
     case Kind::kIndex:
       return "[" + std::to_string(index) + "]";
+    case Kind::kNestedKey:
+      if (PyTuple_CheckExact(name) && PyTuple_GET_SIZE(name) == 0) return "";
+      [[fallthrough]];
     case Kind::kKey:
       return "[" + std::string(py::repr(name)) + "]";
     case Kind::kAttribute:

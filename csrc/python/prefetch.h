@@ -13,6 +13,7 @@ namespace tdcopier {
 // How many tensors ahead: what a storage is known from is the tensor itself.
 inline constexpr size_t kTensorsAhead = 12;
 inline constexpr size_t kStoragesAhead = 6;
+inline constexpr size_t kVersionsAhead = 16;
 
 inline void prefetch_each(PyObject* const* children, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(children[i]);
@@ -32,6 +33,13 @@ inline void prefetch_storage(PyObject* object) {
       reinterpret_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl());
   __builtin_prefetch(storage);
   __builtin_prefetch(storage + 48);  // its size and data pointer may lie in the next line
+}
+
+// To be written: a counter of its own, which the tensor points to.
+inline void prefetch_version(const c10::TensorImpl* impl) {
+  const c10::VariableVersion& version = impl->version_counter();
+  static_assert(sizeof(version) == sizeof(void*), "a version is a pointer to its counter");
+  __builtin_prefetch(*reinterpret_cast<const void* const*>(&version), /*write=*/1);
 }
 
 }  // namespace tdcopier

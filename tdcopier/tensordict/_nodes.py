@@ -10,8 +10,6 @@ import tensordict
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from tdcopier._C import InternalError
-
 Leaves = Iterator[Any]
 
 
@@ -33,8 +31,22 @@ class Whole:
 WHOLE = Whole()
 
 
+class Flat:
+    """A TensorDict of plain tensors alone, whose dict arrives as one."""
+
+    __slots__ = ("_batch_size", "_names")
+
+    def __init__(self, batch_size: torch.Size, names: list[str | None] | None) -> None:
+        self._batch_size = batch_size
+        self._names = names
+
+    def build(self, arrived: Leaves, device: torch.device) -> Any:
+        names = None if self._names is None else list(self._names)
+        return make_tensordict(next(arrived), self._batch_size, device, names)
+
+
 class Dense:
-    """A TensorDict: its tensors first, then its nested nodes, put where their keys are."""
+    """Another TensorDict: its leaves first, then its nested nodes, put where their keys are."""
 
     __slots__ = ("_batch_size", "_keys", "_leaves", "_names", "_nested")
 
@@ -55,15 +67,10 @@ class Dense:
 
     def build(self, arrived: Leaves, device: torch.device) -> Any:
         """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
-        if self._nested:
-            values = list(islice(arrived, self._leaves))
-            for index, node in self._nested:
-                values.insert(index, node.build(arrived, device))
-            entries = dict(zip(self._keys, values, strict=True))
-        else:
-            entries = dict(zip(self._keys, arrived, strict=False))  # it goes on behind them
-            if len(entries) != self._leaves:
-                raise InternalError("a TensorDict gets as many leaves as it had")
+        values = list(islice(arrived, self._leaves))
+        for index, node in self._nested:
+            values.insert(index, node.build(arrived, device))
+        entries = dict(zip(self._keys, values, strict=True))
         names = None if self._names is None else list(self._names)
         return make_tensordict(entries, self._batch_size, device, names)
 
@@ -73,7 +80,7 @@ class Subclass:
 
     __slots__ = ("_dense", "_shell")
 
-    def __init__(self, shell: Any, dense: Dense) -> None:
+    def __init__(self, shell: Any, dense: Node) -> None:
         self._shell = shell
         self._dense = dense
 

@@ -161,15 +161,14 @@ def _take_leaf(value: Any, walk: _Taking) -> Node:
     return _nodes.WHOLE
 
 
-def _take_dense(value: Any, walk: _Taking) -> _nodes.Dense:
+def _take_dense(value: Any, walk: _Taking) -> _nodes.Flat | _nodes.Dense:
     """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
     entries: dict[str, Any] = value._tensordict
-    keys, names, batch_size = tuple(entries), value._td_dim_names, value._batch_size
-    tensors = None if walk.keys is not None else _C.values_if_tensors(entries)
-    if tensors is not None:
-        walk.leaves += tensors
-        return _nodes.Dense(keys, len(tensors), (), batch_size, names)
-    values, prefix = list(entries.values()), walk.prefix
+    names, batch_size = value._td_dim_names, value._batch_size
+    if walk.device is not None and _C.is_dict_of_tensors(entries):
+        walk.add(entries)  # taken and given back by the walk, in one go
+        return _nodes.Flat(batch_size, names)
+    keys, values, prefix = tuple(entries), list(entries.values()), walk.prefix
     others = _take_leaves(keys, values, walk)
     nested = []
     for index in others:
