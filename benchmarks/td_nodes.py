@@ -105,7 +105,8 @@ def ways(tree: str, direction: Direction) -> list[Contender]:
 
     def rebuild(parts: tuple[Rule, list[Any], Any]) -> Any:
         rule, leaves, context = parts
-        return rule.unflatten(leaves, context)
+        # The walk makes a dict anew for each node that has given it one.
+        return rule.unflatten([_anew(leaf) for leaf in leaves], context)
 
     return [
         Contender(WHOLE, lambda made: tdcopier.async_to(made[tree], target).get()),
@@ -117,6 +118,10 @@ def ways(tree: str, direction: Direction) -> list[Contender]:
         Contender(REBUILD, rebuild, prepare=lambda made: parts_on(made[tree], target)),
         Contender(TO, lambda made: made[tree].to(target)),
     ]
+
+
+def _anew(leaf: Any) -> Any:
+    return leaf.copy() if type(leaf) is dict else leaf
 
 
 def parts_on(td: TensorDict, device: torch.device) -> tuple[Rule, list[Any], Any]:

@@ -187,7 +187,8 @@ def test_taking_apart_alone_gives_the_leaves_and_moves_none(sim: ModuleType, mon
     trees = td_nodes.trees()
     ways = {way.name: way for way in td_nodes.ways(td_nodes.NESTED, direction("h2d"))}
     apart = ways[td_nodes.APART]
-    leaves, _, _ = apart.run(apart.prepare(trees))
+    taken, _, _ = apart.run(apart.prepare(trees))
+    leaves = [leaf for entries in taken for leaf in entries.values()]
     wanted = td_batches._leaves(trees[td_nodes.NESTED])
     assert all(got is leaf for got, leaf in zip(leaves, wanted, strict=True))
 
