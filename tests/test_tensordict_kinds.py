@@ -82,8 +82,14 @@ def state_of(td: Any) -> list[Any]:
         state.append((path, id(node), type(node), node.device, node.is_locked, node.batch_size))
         state.append([(name, id(child)) for name, child in children_of(node)])
     for path, leaf in leaves_of(td):
-        state.append((path, leaf.device, leaf.requires_grad, leaf._is_view(), leaf.shape))
+        state.append((path, leaf.device, leaf.requires_grad, leaf._is_view(), shape_of(leaf)))
     return state
+
+
+def shape_of(leaf: torch.Tensor) -> Any:
+    """Of a strided nested tensor, whose rows have shapes of their own: these."""
+    strided_nested = leaf.is_nested and leaf.layout is torch.strided
+    return leaf._nested_tensor_size().tolist() if strided_nested else leaf.shape
 
 
 # ---- arrival -------------------------------------------------------------------------------------

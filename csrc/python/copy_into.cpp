@@ -86,13 +86,30 @@ void add_device(std::vector<c10::Device>& devices, c10::Device device) {
   if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
 }
 
-// A counter is increased atomically, and none of the next is fetched until that is done.
-void bump_versions(const RecycledVector<c10::TensorImpl*>& written) {
-  for (size_t i = 0; i < written.size(); ++i) {
-    if (i + kVersionsAhead < written.size()) prefetch_version(written[i + kVersionsAhead]);
-    written[i]->bump_version();
+// Moves the versions of tensors at the end of the call, whichever way it is left: by then the
+// transfers run, which need the time.
+class BumpAtEnd {
+ public:
+  // A handle gives destinations back when it is asked, or dropped: not before its call has ended.
+  explicit BumpAtEnd(SortedPairs& sorted)
+      : written_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {
+    for (const IntoGroup& group : sorted.groups) holds_.push_back(group.destinations);
   }
-}
+  BumpAtEnd(const BumpAtEnd&) = delete;
+  BumpAtEnd& operator=(const BumpAtEnd&) = delete;
+  ~BumpAtEnd() {
+    // A counter is increased atomically, and none of the next is fetched until that is done.
+    for (size_t i = 0; i < written_.size(); ++i) {
+      if (i + kVersionsAhead < written_.size()) prefetch_version(written_[i + kVersionsAhead]);
+      written_[i]->bump_version();
+    }
+  }
+
+ private:
+  const RecycledVector<c10::TensorImpl*> written_;
+  const std::vector<py::object> kept_;
+  std::vector<std::shared_ptr<PySources>> holds_;
+};
 
 // `copy_` for each leaf that the engine leaves to it, in this thread and under its state.
 void run_delegated(Handle& handle, py::handle source, py::handle destination,
@@ -144,13 +161,13 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
     if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), "copy_into()");
   }
 
-  bump_versions(sorted.written);
   LeafCounts counts;
   counts.packed = sorted.empty;
   counts.reused = static_cast<uint32_t>(sorted.reused.size());
   counts.opaque = sorted.opaque;
   auto handle = std::make_unique<Handle>(std::move(targets),
                                          py::reinterpret_borrow<py::object>(destination), counts);
+  const BumpAtEnd bump(sorted);
   for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
   if (!sorted.delegated.empty()) {
     run_delegated(*handle, source, destination, sorted);

@@ -139,8 +139,9 @@ class Flattener {
       case ValueKind::kContainer:
       case ValueKind::kCollection: {
         if (known.kind == ValueKind::kCollection && altered_) return add_delegated(object);
-        const PathStep::Kind step =
-            known.kind == ValueKind::kCollection ? PathStep::Kind::kNestedKey : known.step;
+        const bool keyed_collection =
+            known.kind == ValueKind::kCollection && known.step == PathStep::Kind::kKey;
+        const PathStep::Kind step = keyed_collection ? PathStep::Kind::kNestedKey : known.step;
         const py::object unflatten = known.unflatten;  // the object may change its class meanwhile
         const std::optional<TakenApart> parts = take_apart(known, object, depth);
         if (!parts) return add_delegated(object);
