@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -71,6 +73,36 @@ def test_wait_staged_lets_a_device_source_be_overwritten(stall, device, accelera
     assert host.tolist() == [1.0] * 50
 
 
+@pytest.mark.parametrize("kind", ["packed", "large", "delegated"])
+@pytest.mark.parametrize("direction", ["D2H", "within", "D2D"])
+def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator, direction, kind):
+    """No order of events has to be hit: the detector asks whether the two are ordered at all."""
+    target = {"D2H": "cpu", "within": device}.get(direction, "sim:1")
+    size = 3_000_000 if kind == "large" else 50  # in several windows, where it is staged
+    source = [torch.full((size,), float(i), device=device) for i in range(1, 4)]
+    if kind == "delegated":
+        source = [leaf.requires_grad_() for leaf in source]
+    destination = [torch.zeros(size, device=target) for _ in source]
+    other = torch.zeros(size, device=device)
+    accelerator.synchronize()
+    with sim.detect(), contextlib.ExitStack() as held:
+        # What the host has seen to be over is ordered before all that follows; the next window of a
+        # copy to the host is only read when the one before has arrived.
+        if not (direction == "D2H" and kind == "large"):
+            for copies in {_C.copy_stream(device), _C.copy_stream("sim:1")}:
+                held.enter_context(sim.hold(copies))
+        with accelerator.stream(accelerator.Stream(device=device)):
+            handle = tdcopier.copy_into(source, destination)
+        assert (handle.stats.delegated_leaves == 3) == (kind == "delegated")
+        with torch.no_grad(), accelerator.stream(accelerator.Stream(device=device)):
+            handle.wait_staged()
+            for leaf in source:
+                leaf.copy_(other, non_blocking=True)
+        held.close()
+        handle.get()
+        assert [leaf[-1].item() for leaf in destination] == [1, 2, 3]
+
+
 def test_wait_staged_lets_a_host_source_be_overwritten(stall, device, copy_stream):
     source, destination = torch.full((50,), 1.0), torch.zeros(50, device=device)
     with stall(copy_stream):
@@ -106,6 +138,37 @@ def test_memory_that_is_dropped_is_not_given_out_before_it_was_written(
         others = [torch.full((n,), 1.0, device=device) for n in sizes for _ in range(3)]
     _settle(device)
     assert all(leaf.tolist() == [1.0] * leaf.numel() for leaf in others)
+
+
+@pytest.mark.parametrize("dropped", [True, False], ids=["handle dropped", "handle kept"])
+@pytest.mark.parametrize("direction", ["H2D", "D2H", "within", "D2D"])
+def test_what_the_device_still_reads_or_writes_is_kept(request, stall, device, direction, dropped):
+    """By nobody but the engine: both trees are dropped."""
+    places = {"H2D": ("cpu", device), "D2H": (device, "cpu"), "within": (device, device)}
+    come_from, go_to = places.get(direction) or (device, request.getfixturevalue("other_device"))
+    sizes = [*range(50, 90), 300_000]  # packed, and alone
+    source = [torch.full((n,), 3.0).to(come_from) for n in sizes]
+    destination = [torch.zeros(n, device=go_to) for n in sizes]
+    _settle(device)
+    written = [weakref.ref(leaf) for leaf in destination]
+    read = [weakref.ref(leaf) for leaf in source] if come_from != "cpu" else []
+    with stall(_C.copy_stream(device if go_to == "cpu" else go_to)):
+        handle = tdcopier.copy_into(source, destination)
+        del source, destination
+        if dropped:
+            del handle
+        elif direction != "H2D":  # nor does asking let go of them
+            assert not handle.ready()
+        scratch = torch.zeros(10_000)
+        for _ in range(200):  # whoever lets go in the background has had its chance
+            scratch.add_(1)
+        time.sleep(0.05)
+        scratch.add_(1)
+        assert all(reference() is not None for reference in (*written, *read))
+    if not dropped:
+        handle.get()
+        del handle
+    assert are_released([*written, *read])
 
 
 def _settle(device: str) -> None:
