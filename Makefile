@@ -92,12 +92,12 @@ lint: build
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	$(RUN) $(PY) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt tdcopier._C tdcopier._sim
-	$(RUN) clang-format --dry-run --Werror $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
+	$(RUN) clang-format --dry-run --Werror $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 
 format: $(READY)
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
-	$(RUN) clang-format -i $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
+	$(RUN) clang-format -i $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 
 docs: build
 	$(RUN) $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -57,7 +57,8 @@ def memcpys_among(names: Iterable[str], witness: Witness) -> int:
 
     Between two devices, a driver that knows ``Memcpy PtoP`` uses it for every transfer, and
     ``Memcpy DtoD`` is then a copy within one device. Another calls both ``DtoD``. So only the first
-    name that is there at all counts. A gather or scatter is a kernel, and has neither name.
+    name that is there at all counts. A gather or scatter is a kernel, and has neither name; but one
+    that gathers little straight into host memory is the transfer, where there is no memcpy.
     """
     found = list(names)
     counts = (sum(memcpy in name for name in found) for memcpy in witness.memcpys)

@@ -30,7 +30,8 @@ class CopyStats(NamedTuple):
     chunks: int
     """Allocations on the target."""
     transfers: int
-    """Transfers that the engine enqueued; those of delegated leaves are not among them."""
+    """Transfers that the engine enqueued; those of delegated leaves are not among them. A kernel
+    that gathers leaves of a CUDA device straight into pinned memory, up to 4 MiB, is one."""
     transfer_bytes: int
     """Bytes of these transfers, padding between slots included."""
     background: bool

@@ -10,6 +10,7 @@
 
 #include "engine/byte_tensor.h"
 #include "engine/graph_capture.h"
+#include "engine/output_tensor.h"
 #include "engine/own_chunks.h"
 
 namespace tdcopier {
@@ -170,7 +171,7 @@ at::Tensor CopyJob::output(uint32_t leaf_index) const {
   c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(target_);
   const uint64_t begin = leaf.bytes != 0 ? chunk.shift_bytes + slot.offset : 0;
   at::Tensor output =
-      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), output_keys_, dtype);
+      at::detail::make_tensor<OutputTensor>(std::move(storage), output_keys_, dtype);
   output.unsafeGetTensorImpl()->set_sizes_and_strides(
       leaves_.sizes(leaf), leaves_.strides(leaf), static_cast<int64_t>(begin / dtype.itemsize()));
   return output;

@@ -23,6 +23,14 @@ const CudaDriver* load() {
       look_up(library, "cuStreamIsCapturing", driver.stream_is_capturing) &&
       look_up(library, "cuMemcpyHtoDAsync_v2", driver.copy_host_to_device) &&
       look_up(library, "cuMemcpyDtoHAsync_v2", driver.copy_device_to_host);
+  const bool launches = look_up(library, "cuDevicePrimaryCtxRetain", driver.retain_context) &&
+                        look_up(library, "cuCtxGetCurrent", driver.current_context) &&
+                        look_up(library, "cuCtxPushCurrent_v2", driver.push_context) &&
+                        look_up(library, "cuCtxPopCurrent_v2", driver.pop_context) &&
+                        look_up(library, "cuModuleLoadData", driver.load_module) &&
+                        look_up(library, "cuModuleGetFunction", driver.get_function) &&
+                        look_up(library, "cuLaunchKernel", driver.launch);
+  if (!launches) driver.launch = nullptr;
   return complete ? &driver : nullptr;
 }
 

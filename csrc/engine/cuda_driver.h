@@ -17,6 +17,18 @@ struct CudaDriver {
                              void* stream);  // cuMemcpyHtoDAsync_v2
   int (*copy_device_to_host)(void* host, uint64_t device_address, size_t bytes,
                              void* stream);  // cuMemcpyDtoHAsync_v2
+
+  // For kernels: all of them, or `launch` is null.
+  int (*retain_context)(void** context, int device);                     // cuDevicePrimaryCtxRetain
+  int (*current_context)(void** context);                                // cuCtxGetCurrent
+  int (*push_context)(void* context);                                    // cuCtxPushCurrent_v2
+  int (*pop_context)(void** context);                                    // cuCtxPopCurrent_v2
+  int (*load_module)(void** module, const void* image);                  // cuModuleLoadData
+  int (*get_function)(void** function, void* module, const char* name);  // cuModuleGetFunction
+  int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
+                void** parameters, void** extra);  // cuLaunchKernel
+  bool can_launch() const { return launch != nullptr; }
 };
 
 // Null where torch has loaded no driver, or one that lacks a call. Thread: any.

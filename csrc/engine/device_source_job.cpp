@@ -4,15 +4,20 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "engine/gather.h"
 #include "engine/graph_capture.h"
 #include "engine/reclaim.h"
+#include "engine/segment_kernel.h"
 #include "engine/transport.h"
 
 namespace tdcopier {
 namespace {
+
+std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
 
 // The accelerator whose stream tells when all has arrived.
 Accelerator& arrival(Accelerator& source, c10::Device target) {
@@ -20,6 +25,10 @@ Accelerator& arrival(Accelerator& source, c10::Device target) {
 }
 
 }  // namespace
+
+void set_max_straight_bytes(uint64_t bytes) {
+  g_max_straight_bytes = bytes;
+}
 
 DeviceSourceJob::DeviceSourceJob(Accelerator& source, c10::Device target, LeafTable leaves,
                                  PackPlan plan, bool pinned, std::shared_ptr<SourceHold> sources,
@@ -51,21 +60,45 @@ void DeviceSourceJob::transfer_all() {
   }
 }
 
+bool DeviceSourceJob::is_gathered_straight(const ChunkPlan& plan) const {
+  if (!target_.is_cpu() || !pinned_ || plan.bytes > g_max_straight_bytes) return false;
+  if (!has_segment_kernel(source_.device(), plan.bytes)) return false;
+  return std::none_of(plan_.order.begin() + plan.first, plan_.order.begin() + plan.last,
+                      [this](uint32_t leaf) { return leaves_[leaf].strided; });
+}
+
 void DeviceSourceJob::transfer(const ChunkPlan& plan, const Chunk& chunk) {
   const Leaf& first = leaves_[plan_.order[plan.first]];
   const bool in_place = plan.last - plan.first == 1 && !first.strided;
   if (in_place) {
     enqueue(first.data, chunk, plan.bytes);
+  } else if (is_gathered_straight(plan)) {
+    gather_straight(plan, chunk);
   } else {
     // Freed on this stream, in whose order the next chunk uses it again.
     const Chunk gathered =
         allocate_chunk(c10::GetAllocator(source_.device().type()), source_.device(), plan);
     gather(source_, plan_, plan, leaves_, gathered.at(0));
-    // Packed chunks come first: behind the last gather nothing reads a source again.
-    if (&plan == &plan_.chunks.back()) read_ = source_.events().record(source_.copy_stream());
+    note_gathered(plan);
     enqueue(gathered.at(0), chunk, plan.bytes);
   }
   count_transfer(plan.bytes);
+}
+
+void DeviceSourceJob::gather_straight(const ChunkPlan& plan, const Chunk& chunk) {
+  try {
+    gather(source_, plan_, plan, leaves_, chunk.at(0));
+  } catch (...) {
+    note_written(source_.copy_stream(), chunk);  // some of it may be under way
+    throw;
+  }
+  note_written(source_.copy_stream(), chunk);
+  note_gathered(plan);
+}
+
+// Packed chunks come first: behind the last gather nothing reads a source again.
+void DeviceSourceJob::note_gathered(const ChunkPlan& plan) {
+  if (&plan == &plan_.chunks.back()) read_ = source_.events().record(source_.copy_stream());
 }
 
 void DeviceSourceJob::enqueue(const void* address, const Chunk& chunk, uint64_t bytes) {

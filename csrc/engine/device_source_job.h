@@ -8,6 +8,13 @@
 
 namespace tdcopier {
 
+// So little is gathered straight into pinned memory, by a kernel: another transfer from a chunk on
+// the device would take longer.
+inline constexpr uint64_t kMaxStraightBytes = 4 * 1024 * 1024;
+
+// Another bound, for tests and comparisons. Thread: any.
+void set_max_straight_bytes(uint64_t bytes);
+
 // The sources' bytes are read by the device, behind what their current stream has when the job is
 // made. They are given back when it has done so, by `reclaimer`'s thread.
 class DeviceSourceJob final : public CopyJob {
@@ -25,6 +32,9 @@ class DeviceSourceJob final : public CopyJob {
   void transfer_all() override;
   void finish_reading() noexcept override;
   void transfer(const ChunkPlan& plan, const Chunk& chunk);
+  bool is_gathered_straight(const ChunkPlan& plan) const;
+  void gather_straight(const ChunkPlan& plan, const Chunk& chunk);
+  void note_gathered(const ChunkPlan& plan);
   void enqueue(const void* address, const Chunk& chunk, uint64_t bytes);
 
   Accelerator& source_;

@@ -9,8 +9,8 @@
 
 namespace tdcopier {
 
-// Enqueues on the accelerator's current stream: each leaf of `chunk` to its slot in `memory`, on
-// the same device. Leaves with gaps arrive without. Never blocks.
+// Enqueues on the accelerator's copy stream, which is the current one: each leaf of `chunk` to its
+// slot in `memory`, on the same device. Leaves with gaps arrive without. Never blocks.
 void gather(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chunk,
             const LeafTable& leaves, std::byte* memory);
 

@@ -1,11 +1,13 @@
-// As the gather, in the other direction: one call of torch's for all leaves whose bytes lie
-// together at both ends, one per leaf with gaps.
+// As the gather, in the other direction: one kernel, or one call of torch's, for all leaves whose
+// bytes lie together at both ends; one call per leaf with gaps.
 #include "engine/scatter.h"
 
 #include <ATen/ops/_foreach_copy.h>
 #include <c10/core/InferenceMode.h>
 
 #include <vector>
+
+#include "engine/segment_kernel.h"
 
 namespace tdcopier {
 namespace {
@@ -58,14 +60,21 @@ class Copies {
 }  // namespace
 
 void scatter(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chunk,
-             const LeafTable& leaves, const DestinationTable& destinations,
-             const std::byte* memory) {
+             const LeafTable& leaves, const DestinationTable& destinations, std::byte* memory) {
   const c10::InferenceMode no_autograd;
+  const bool by_kernel = has_segment_kernel(accelerator.device(), chunk.bytes);
   Copies copies(accelerator, leaves, destinations);
+  Segments segments(by_kernel ? chunk.last - chunk.first : 0);
   for (uint32_t i = chunk.first; i < chunk.last; ++i) {
     const uint32_t leaf = plan.order[i];
-    copies.add(leaf, {memory + plan.slots[leaf].offset, /*strided=*/false});
+    const uint64_t offset = plan.slots[leaf].offset;
+    if (by_kernel && !destinations[leaf].strided) {
+      segments.add(destinations[leaf].data, offset, leaves[leaf].bytes);
+    } else {
+      copies.add(leaf, {memory + offset, /*strided=*/false});
+    }
   }
+  move_segments(accelerator.copy_stream(), Move::kScatter, memory, segments.all());
   copies.enqueue();
 }
 

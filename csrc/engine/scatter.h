@@ -9,11 +9,10 @@
 
 namespace tdcopier {
 
-// Enqueues on the accelerator's current stream: each leaf of `chunk` from its slot in `memory` to
-// its destination. Never blocks.
+// Enqueues on the accelerator's copy stream, which is the current one: each leaf of `chunk` from
+// its slot in `memory` to its destination. Never blocks.
 void scatter(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chunk,
-             const LeafTable& leaves, const DestinationTable& destinations,
-             const std::byte* memory);
+             const LeafTable& leaves, const DestinationTable& destinations, std::byte* memory);
 
 // Enqueues on the accelerator's current stream: every leaf from where it is to its destination,
 // both on this device. Never blocks.

@@ -51,16 +51,20 @@ void copy_from_pageable(const Chunk& chunk, uint64_t offset, const void* host, u
   part_of(chunk, offset, bytes).copy_(on_host(host, bytes));
 }
 
+// As ATen's copy does.
+void note_written(const c10::Stream& stream, const Chunk& chunk) {
+  const c10::DataPtr& memory = chunk.storage.data_ptr();
+  at::getHostAllocator(stream.device_type())
+      ->record_event(memory.get(), memory.get_context(), stream);
+}
+
 void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* address,
                        const Chunk& chunk, uint64_t bytes) {
   const CudaDriver* driver = driver_for(stream);
   if (driver != nullptr &&
       driver->copy_device_to_host(chunk.at(0), reinterpret_cast<uint64_t>(address), bytes,
                                   native_handle(stream)) == 0) {
-    // As ATen's copy does: whoever frees the memory early leaves it to the stream until then.
-    const c10::DataPtr& memory = chunk.storage.data_ptr();
-    at::getHostAllocator(stream.device_type())
-        ->record_event(memory.get(), memory.get_context(), stream);
+    note_written(stream, chunk);
     return;
   }
   const c10::InferenceMode no_autograd;

@@ -36,6 +36,10 @@ void copy_from_pageable(ByteViews& views, const void* host, void* address, uint6
 void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* address,
                        const Chunk& chunk, uint64_t bytes);
 
+// What is on the stream now writes to `chunk`, which is pinned: it is not given to anybody else
+// before that is done, even if it is dropped.
+void note_written(const c10::Stream& stream, const Chunk& chunk);
+
 // D2H. The same to pinned memory at `host`, which its owner keeps until the transfer is done.
 void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* address, void* host,
                        uint64_t bytes);

@@ -8,7 +8,9 @@
 #include "base/fork.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
+#include "engine/device_source_job.h"
 #include "engine/run_ahead.h"
+#include "engine/segment_kernel.h"
 #include "engine/stage.h"
 #include "engine/staging_ring.h"
 #include "python/copy_into.h"
@@ -186,6 +188,13 @@ Raises:
     tdcopier::set_interleaver(*capsule.get_pointer<tdcopier::Interleaver>());
   });
   m.def("wake_workers", &tdcopier::wake_workers);
+  m.def("segment_kernel_lack", [](py::handle device) {
+    return with_torch_errors(
+        [&] { return tdcopier::segment_kernel_lack(tdcopier::parse_device(device)); });
+  });
+  m.def("use_segment_kernel", &tdcopier::use_segment_kernel);
+  m.attr("MAX_STRAIGHT_BYTES") = tdcopier::kMaxStraightBytes;
+  m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);
   // Notices what has ended since the last copy, so that the next one does not.
   m.def("settle", &tdcopier::Accelerator::settle_all);
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;

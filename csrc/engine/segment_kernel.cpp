@@ -1,0 +1,168 @@
+// Compiles the kernel once for each device's primary context, and launches it through the driver.
+#include "engine/segment_kernel.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/internal_error.h"
+#include "engine/cuda_driver.h"
+#include "kernels/move_segments_ptx.h"
+
+namespace tdcopier {
+namespace {
+
+// Longer leaves are cut.
+constexpr uint32_t kMaxSegmentBytes = 16 * 1024;
+constexpr unsigned kThreadsOfBlock = 128;
+
+template <size_t kMost>
+struct Parameters {
+  uint64_t memory;
+  uint32_t scatter;
+  uint32_t unused = 0;
+  Segment each[kMost];
+};
+static_assert(sizeof(Parameters<2046>) <= 32764, "what a kernel's parameters may hold");
+
+struct Kernel {
+  void* context = nullptr;  // the device's primary one
+  std::string lack;         // why there is none; the rest is empty then
+  void* few = nullptr;      // functions for up to 254, 766 and 2046 segments
+  void* some = nullptr;
+  void* many = nullptr;
+};
+
+std::atomic<bool> g_used = true;
+
+// Makes the context current on this thread, and the one that was again at the end.
+class CurrentContext {
+ public:
+  CurrentContext(const CudaDriver& driver, void* context) : driver_(driver) {
+    void* current = nullptr;
+    if (driver.current_context(&current) == 0 && current == context) return;
+    pushed_ = driver.push_context(context) == 0;
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+  ~CurrentContext() {
+    void* popped = nullptr;
+    if (pushed_) driver_.pop_context(&popped);
+  }
+
+ private:
+  const CudaDriver& driver_;
+  bool pushed_ = false;
+};
+
+std::string failed(const char* call, int result) {
+  return std::string(call) + " returned " + std::to_string(result);
+}
+
+// The context is kept for good, as torch keeps it.
+Kernel load(int device) {
+  Kernel kernel;
+  const CudaDriver* driver = cuda_driver();
+  if (driver == nullptr || !driver->can_launch()) {
+    kernel.lack = "the driver lacks a call";
+    return kernel;
+  }
+  if (const int result = driver->retain_context(&kernel.context, device)) {
+    kernel.lack = failed("cuDevicePrimaryCtxRetain", result);
+    return kernel;
+  }
+  const CurrentContext here(*driver, kernel.context);
+  void* module = nullptr;
+  if (const int result = driver->load_module(&module, kMoveSegmentsPtx)) {
+    kernel.lack = failed("cuModuleLoadData", result) + " (drivers before 530 lack this PTX)";
+    return kernel;
+  }
+  const std::pair<const char*, void**> functions[] = {{"move_segments_254", &kernel.few},
+                                                      {"move_segments_766", &kernel.some},
+                                                      {"move_segments_2046", &kernel.many}};
+  for (const auto& [name, function] : functions) {
+    if (const int result = driver->get_function(function, module, name)) {
+      kernel.lack = failed("cuModuleGetFunction", result);
+    }
+  }
+  return kernel;
+}
+
+// Made at first use and never destroyed, as what they serve.
+const Kernel& kernel_of(c10::Device device) {
+  struct Kernels {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Kernel>> by_device;  // guarded by mutex
+  };
+  static auto* const kernels = new Kernels();
+  const auto index = static_cast<size_t>(device.index());
+  const std::lock_guard lock(kernels->mutex);
+  if (kernels->by_device.size() <= index) kernels->by_device.resize(index + 1);
+  std::unique_ptr<Kernel>& kernel = kernels->by_device[index];
+  if (!kernel) kernel = std::make_unique<Kernel>(load(device.index()));
+  return *kernel;
+}
+
+template <size_t kMost>
+void launch(void* function, void* stream, Move move, std::byte* memory,
+            std::span<const Segment> segments) {
+  Parameters<kMost> parameters;
+  parameters.memory = reinterpret_cast<uint64_t>(memory);
+  parameters.scatter = static_cast<uint32_t>(move);
+  std::memcpy(parameters.each, segments.data(), segments.size_bytes());
+  void* arguments[] = {&parameters};
+  const int result = cuda_driver()->launch(function, static_cast<unsigned>(segments.size()), 1, 1,
+                                           kThreadsOfBlock, 1, 1, 0, stream, arguments, nullptr);
+  TORCH_CHECK(result == 0, "CUDA error: cuLaunchKernel returned ", result,
+              " for a copy between leaves and their chunk");
+}
+
+}  // namespace
+
+void Segments::add(const void* address, uint64_t offset, uint64_t bytes) {
+  for (uint64_t at = 0; at < bytes; at += kMaxSegmentBytes) {
+    segments_.push_back({reinterpret_cast<uint64_t>(address) + at,
+                         static_cast<uint32_t>(offset + at),
+                         static_cast<uint32_t>(std::min<uint64_t>(bytes - at, kMaxSegmentBytes))});
+  }
+}
+
+void move_segments(const c10::Stream& stream, Move move, std::byte* memory,
+                   std::span<const Segment> segments) {
+  if (segments.empty()) return;
+  const Kernel& kernel = kernel_of(stream.device());
+  check_invariant(kernel.lack.empty(), "segments are moved where there is a kernel for them");
+  const CurrentContext here(*cuda_driver(), kernel.context);
+  void* const handle = native_handle(stream);
+  while (!segments.empty()) {
+    const auto part = segments.first(std::min<size_t>(segments.size(), 2046));
+    if (part.size() <= 254) {
+      launch<254>(kernel.few, handle, move, memory, part);
+    } else if (part.size() <= 766) {
+      launch<766>(kernel.some, handle, move, memory, part);
+    } else {
+      launch<2046>(kernel.many, handle, move, memory, part);
+    }
+    segments = segments.subspan(part.size());
+  }
+}
+
+const std::string& segment_kernel_lack(c10::Device device) {
+  static const std::string other = "only CUDA devices have it";
+  static const std::string off = "it is switched off";
+  if (device.type() != c10::DeviceType::CUDA) return other;
+  if (!g_used.load(std::memory_order_relaxed)) return off;
+  return kernel_of(device).lack;
+}
+
+void use_segment_kernel(bool use) {
+  g_used = use;
+}
+
+}  // namespace tdcopier

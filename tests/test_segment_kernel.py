@@ -1,0 +1,162 @@
+"""The kernel that gathers and scatters on CUDA, against the portable way and the source."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tdcopier
+from tdcopier import _C
+
+pytestmark = pytest.mark.cuda
+
+WIDTHS = [torch.uint8, torch.int16, torch.float32, torch.float64, torch.complex128]
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    yield
+    _C.use_segment_kernel(True)
+    _C.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES)
+
+
+def leaves_of(
+    lengths: list[int], dtypes: list[torch.dtype], device: str, shift: int = 0
+) -> list[torch.Tensor]:
+    """Random bytes, each beginning `shift` elements into its memory."""
+    found = []
+    for index, length in enumerate(lengths):
+        dtype = dtypes[index % len(dtypes)]
+        count = (length + shift) * dtype.itemsize
+        raw = torch.randint(0, 256, (count,), dtype=torch.uint8, device=device)
+        found.append(raw.view(dtype)[shift:])
+    return found
+
+
+def assert_equal_bytes(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for got, leaf in zip(found, wanted, strict=True):
+        assert got.dtype == leaf.dtype
+        assert got.shape == leaf.shape
+        assert torch.equal(got.view(torch.uint8).cpu(), leaf.view(torch.uint8).cpu())
+
+
+def test_every_cuda_device_has_the_kernel(device):
+    for index in range(torch.cuda.device_count()):
+        assert _C.segment_kernel_lack(f"cuda:{index}") == ""
+    assert _C.segment_kernel_lack("cpu") != ""
+    _C.use_segment_kernel(False)
+    assert _C.segment_kernel_lack(device) == "it is switched off"
+
+
+LENGTHS = {
+    "small": [*range(1, 70)],
+    "around a block's work": [16_383, 16_384, 16_385, 1, 32_768, 4],
+    "more than one launch holds": [3] * 5_000,
+    "exactly what the parameters hold": [5] * 254 + [6] * 512 + [7] * 1280,
+    "large": [260_000, 7, 130_001, 65_536],
+}
+
+
+@pytest.mark.parametrize("straight", [True, False], ids=["straight", "by a chunk"])
+@pytest.mark.parametrize("shift", [0, 1, 3])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_leaves_of_every_width_arrive_on_the_host(device, kind, shift, straight):
+    _C.set_max_straight_bytes(1 << 30 if straight else 0)
+    for dtypes in ([torch.uint8], WIDTHS):
+        source = leaves_of(
+            [max(1, n // max(t.itemsize for t in dtypes)) for n in LENGTHS[kind]],
+            dtypes,
+            device,
+            shift,
+        )
+        assert_equal_bytes(tdcopier.copy(source, "cpu"), source)
+        unaligned = tdcopier.copy(source, "cpu", min_packed_alignment_bytes=1)
+        assert_equal_bytes(unaligned, source)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_leaves_of_every_width_are_scattered(device, kind, shift):
+    for dtypes in ([torch.uint8], WIDTHS):
+        lengths = [max(1, n // max(t.itemsize for t in dtypes)) for n in LENGTHS[kind]]
+        source = leaves_of(lengths, dtypes, "cpu")
+        destination = leaves_of(lengths, dtypes, device, shift)
+        tdcopier.copy_into(source, destination).get()
+        assert_equal_bytes(destination, source)
+
+
+def test_what_lies_around_destinations_stays(device):
+    rows = torch.zeros(100, 3, 7, dtype=torch.uint8, device=device)
+    source = [torch.full((7,), 9, dtype=torch.uint8) for _ in range(100)]
+    tdcopier.copy_into(source, [row[1] for row in rows]).get()
+    assert rows[:, 1].eq(9).all()
+    assert rows[:, ::2].eq(0).all()
+
+
+def test_leaves_with_gaps_and_empty_ones_go_beside_it(device):
+    base = torch.arange(4_000.0, device=device).reshape(40, 100)
+    source = [base[:, ::2], torch.ones(5, device=device), base[:0], base.t()[3:9], base[7]]
+    moved = tdcopier.copy(source, "cpu")
+    for got, leaf in zip(moved, source, strict=True):
+        assert torch.equal(got, leaf.cpu())
+
+
+def test_between_devices(device, other_device):
+    source = leaves_of(LENGTHS["small"], WIDTHS, other_device)
+    assert_equal_bytes(tdcopier.copy(source, device), source)
+    destination = leaves_of(LENGTHS["small"], WIDTHS, device)
+    tdcopier.copy_into(source, destination).get()
+    assert_equal_bytes(destination, source)
+
+
+def kernels_during(copy) -> Counter[str]:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    copy()  # modules are loaded
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        copy()
+        torch.cuda.synchronize()
+    return Counter(e.name for e in profiler.events() if e.device_type == DeviceType.CUDA)
+
+
+def test_a_batch_of_small_leaves_is_one_kernel_and_nothing_else(device):
+    source = [torch.ones(20, device=device) for _ in range(500)]
+    seen = kernels_during(lambda: tdcopier.copy(source, "cpu"))
+    assert seen == Counter({"move_segments_766": 1})
+    _C.set_max_straight_bytes(0)
+    seen = kernels_during(lambda: tdcopier.copy(source, "cpu"))
+    assert seen.pop("move_segments_766") == 1
+    assert [name.startswith("Memcpy DtoH") for name in seen.elements()] == [True]
+    _C.use_segment_kernel(False)
+    seen = kernels_during(lambda: tdcopier.copy(source, "cpu"))
+    assert not any(name.startswith("move_segments") for name in seen)
+
+
+def test_without_it_the_portable_way_gives_the_same(device):
+    source = leaves_of(LENGTHS["small"], WIDTHS, device)
+    _C.use_segment_kernel(False)
+    assert_equal_bytes(tdcopier.copy(source, "cpu"), source)
+
+
+def test_a_thread_that_has_not_used_cuda_yet_gathers_too(device):
+    source = leaves_of(LENGTHS["small"], WIDTHS, device)
+    found: list[list[torch.Tensor]] = []
+    thread = threading.Thread(target=lambda: found.append(tdcopier.copy(source, "cpu")))
+    thread.start()
+    thread.join()
+    assert_equal_bytes(found[0], source)
+
+
+def test_a_result_that_is_dropped_at_once_is_not_given_out_before_it_was_written(stall, device):
+    source = [torch.full((50,), 7.0, device=device) for _ in range(40)]
+    tdcopier.copy(source, "cpu")
+    with stall(_C.copy_stream(device)):
+        tdcopier.start_copy(source, "cpu")
+        others = [torch.full((2_000,), 1.0).pin_memory() for _ in range(20)]
+    torch.cuda.synchronize()
+    assert all(leaf.eq(1).all() for leaf in others)

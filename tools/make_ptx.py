@@ -1,0 +1,107 @@
+"""Compiles csrc/kernels/move_segments.cu to the PTX that the engine hands to CUDA's driver.
+
+``python tools/make_ptx.py`` writes csrc/kernels/move_segments_ptx.h; with ``--check`` it compares.
+It needs no GPU and no toolkit: NVRTC alone, of one exact version, since each writes other PTX:
+``pip install nvidia-cuda-nvrtc-cu12==12.1.105``. Its PTX (8.1) is the oldest whose kernels may have
+32 KiB of parameters, so the oldest drivers that know these (530 and later) take it, and all
+after them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+from importlib import metadata
+from pathlib import Path
+
+KERNELS = Path(__file__).resolve().parents[1] / "csrc/kernels"
+SOURCE, HEADER = KERNELS / "move_segments.cu", KERNELS / "move_segments_ptx.h"
+PACKAGE, VERSION = "nvidia-cuda-nvrtc-cu12", "12.1.105"
+OPTIONS = ["--gpu-architecture=compute_70", "--std=c++17"]
+
+PREAMBLE = """// Written by tools/make_ptx.py from move_segments.cu: not to be edited.
+#pragma once
+
+namespace tdcopier {
+
+inline constexpr char kMoveSegmentsPtx[] = R"ptx("""
+END = """)ptx";
+
+}  // namespace tdcopier
+"""
+
+
+class WrongCompiler(RuntimeError):
+    """NVRTC is missing, or of another version than the header is made with."""
+
+
+def compiled() -> str:
+    """The header's text, from the source as it is now.
+
+    Raises:
+        WrongCompiler: without NVRTC, or with another version of it.
+        RuntimeError: the source does not compile; the message has the compiler's log.
+
+    """
+    nvrtc = _load()
+    program = ctypes.c_void_p()
+    source = SOURCE.read_bytes()
+    _check(nvrtc, nvrtc.nvrtcCreateProgram, ctypes.byref(program), source, b"", 0, None, None)
+    options = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
+    if nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options) != 0:
+        raise RuntimeError(_text(nvrtc, program, "ProgramLog"))
+    # Constants of NVRTC's own headers come along, which nothing uses.
+    lines = _text(nvrtc, program, "PTX").strip().splitlines()
+    kept = [line for line in lines if not (line.startswith(".global") and "nv6target" in line)]
+    return "\n".join([PREAMBLE + kept[0], *kept[1:], END])
+
+
+def _load() -> ctypes.CDLL:
+    try:
+        package = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise WrongCompiler(f"there is no {PACKAGE}: pip install {PACKAGE}=={VERSION}") from None
+    if package.version != VERSION:
+        raise WrongCompiler(f"{PACKAGE} is {package.version}, and {VERSION} is wanted")
+    for file in package.files or []:
+        if file.name.startswith("libnvrtc.so"):
+            return ctypes.CDLL(str(file.locate()))
+    raise WrongCompiler(f"{PACKAGE} has no libnvrtc.so")
+
+
+def _check(nvrtc: ctypes.CDLL, call: ctypes._CFuncPtr, *arguments: object) -> None:
+    result = call(*arguments)
+    if result != 0:
+        nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(nvrtc.nvrtcGetErrorString(result).decode())
+
+
+def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> str:
+    size = ctypes.c_size_t()
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size"), program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}"), program, text)
+    return text.value.decode()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    options = parser.parse_args(arguments)
+    try:
+        header = compiled()
+    except WrongCompiler as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not options.check:
+        HEADER.write_text(header)
+        return 0
+    if HEADER.read_text() == header:
+        return 0
+    print(f"{HEADER.name} is not what {SOURCE.name} compiles to: run {sys.argv[0]}.")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
