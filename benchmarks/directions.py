@@ -36,7 +36,9 @@ def h2d(device: torch.device) -> Direction:
 
 def d2h(device: torch.device) -> Direction:
     # A large tree takes long into pageable memory, which is fresh, and faulted in, at each call.
-    return Direction("d2h", device, HOST, 18.0, Witness(("Memcpy DtoH", "move_segments"), "d2h"), large_share=0.2)
+    return Direction(
+        "d2h", device, HOST, 18.0, Witness(("Memcpy DtoH", "move_segments"), "d2h"), large_share=0.2
+    )
 
 
 def d2d(device: torch.device, other: torch.device) -> Direction:

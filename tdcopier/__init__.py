@@ -21,7 +21,8 @@ from tdcopier._copy import (
     start_copy,
     to,
 )
-from tdcopier._stats import CopyStats
+from tdcopier._stats import CopyStats, StepTimes
+from tdcopier._steps import time_steps
 
 if TYPE_CHECKING:
     from tdcopier.tensordict._backend import (
@@ -36,6 +37,7 @@ __all__ = [
     "CopyStats",
     "InternalError",
     "SourceModifiedError",
+    "StepTimes",
     "async_to",
     "copy",
     "copy_into",
@@ -47,6 +49,7 @@ __all__ = [
     "staging_bytes",
     "start_copy",
     "tensordict_backend",
+    "time_steps",
     "to",
 ]
 

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+
+class StepTimes(NamedTuple):
+    """What one copy has spent its time on so far, in microseconds of a steady clock.
+
+    Steps of several threads side by side add up, so `stage` and `enqueue` may exceed the copy's
+    whole duration.
+    """
+
+    flatten_us: float
+    """Taking the tree apart, and looking at each leaf; of `copy_into`, at each pair."""
+    plan_us: float
+    """Deciding where each leaf goes, and allocating memory for it."""
+    stage_us: float
+    """Reading leaves into staging memory, or enqueuing the kernel that gathers them; of
+    `copy_into`, writing what has arrived on the host to where it belongs, too."""
+    enqueue_us: float
+    """Putting transfers on the copy stream; those of pageable memory block meanwhile."""
+    outputs_us: float
+    """Making the tensors of the result."""
+    unflatten_us: float
+    """Making the containers of the result, and Python's side of its tensors."""
+    wait_us: float
+    """The host was blocked: in `get`, in a `wait` whose result arrives on the host, or by
+    `set_run_ahead_limit`."""
 
 
 class CopyStats(NamedTuple):
@@ -36,3 +61,11 @@ class CopyStats(NamedTuple):
     """Bytes of these transfers, padding between slots included."""
     background: bool
     """Whether workers staged the copy, rather than the call itself."""
+    steps: StepTimes | None = None
+    """Where its time went so far; None unless `time_steps` was on at the call."""
+
+
+def stats_of(*fields: Any) -> CopyStats:
+    """The counts that a handle has, in the order of the fields."""
+    *counts, steps = fields
+    return CopyStats(*counts, steps=None if steps is None else StepTimes(*steps))

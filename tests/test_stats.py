@@ -67,9 +67,7 @@ def test_transfers_are_those_that_the_profiler_counted(request, device, kind, op
         direction, ("Memcpy DtoH",)
     )
     seen = sum(
-        event.count
-        for event in profiler.key_averages()
-        if any(name in event.key for name in names)
+        event.count for event in profiler.key_averages() if any(name in event.key for name in names)
     )
     assert handle.stats.transfers == seen
 

@@ -71,6 +71,7 @@ bool CopyJob::run_in_background(ThreadPool& pool) {
 }
 
 void CopyJob::allocate() {
+  const StepRange plan(steps_, Step::kPlan);
   const RelaxedCapture relaxed(accelerator_.device().type());
   allocate_chunks();
   if (target_.is_cpu()) return;  // host memory is filled again leaf by leaf
@@ -117,6 +118,11 @@ void CopyJob::fail() noexcept {
   failed_ = true;
 }
 
+void CopyJob::stage(const Window& window, std::byte* staging) {
+  const StepRange range(steps_, Step::kStage);
+  stage_window(plan_, leaves_, window, staging);
+}
+
 void CopyJob::count_transfer(uint64_t bytes) {
   ++transfers_;
   transfer_bytes_ += bytes;
@@ -160,6 +166,14 @@ void CopyJob::hand_over_to(const c10::Stream& stream) {
     if (chunk.storage.nbytes() != 0)
       backend.recordDataPtrOnStream(chunk.storage.data_ptr(), stream);
   }
+}
+
+RecycledVector<at::Tensor> CopyJob::outputs() {
+  const StepRange range(steps_, Step::kOutputs);
+  RecycledVector<at::Tensor> outputs;
+  outputs.reserve(leaves_.size());
+  for (uint32_t i = 0; i < leaves_.size(); ++i) outputs.push_back(output(i));
+  return outputs;
 }
 
 at::Tensor CopyJob::output(uint32_t leaf_index) const {

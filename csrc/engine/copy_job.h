@@ -11,12 +11,15 @@
 #include <mutex>
 #include <vector>
 
+#include "base/interleaver.h"
 #include "base/monitor.h"
 #include "base/pack_plan.h"
 #include "base/thread_pool.h"
 #include "engine/accelerator.h"
 #include "engine/chunk.h"
 #include "engine/leaf.h"
+#include "engine/stage.h"
+#include "engine/steps.h"
 
 namespace tdcopier {
 
@@ -78,12 +81,14 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // the job is enqueued. Returns at once. Requires: are_reads_enqueued().
   virtual void order_behind_reads(const c10::Stream&) {}
 
-  // A light tensor over the leaf's slot. Requires: is_enqueued() and no failure.
-  at::Tensor output(uint32_t leaf) const;
+  // A light tensor over each leaf's slot, by leaf. Requires: is_enqueued() and no failure.
+  RecycledVector<at::Tensor> outputs();
 
   // For the caller that knows the job to be done: sources need no longer wait for anybody else.
   virtual void give_back_sources() noexcept { sources_->give_back(); }
 
+  // Of the threads that work on it, together.
+  StepTimes& steps() { return steps_; }
   TransferCounts counts() const { return {transfers_, transfer_bytes_}; }
   const PackPlan& plan() const { return plan_; }
   // Allocations on the target.
@@ -109,6 +114,19 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   virtual void finish_reading() noexcept = 0;
 
   bool somebody_failed() const { return failed_; }
+  // For hands side by side: calls work(window) for windows that no other hand has claimed, until
+  // there are none left or somebody has failed.
+  template <typename Work>
+  void claim_windows(const std::vector<Window>& windows, const Work& work) {
+    while (!somebody_failed()) {
+      interleave();
+      const size_t window = next_window_++;
+      if (window >= windows.size()) return;
+      work(windows[window]);
+    }
+  }
+  // The window's share of each leaf to `staging`.
+  void stage(const Window& window, std::byte* staging);
   void count_transfer(uint64_t bytes);
 
   Accelerator& accelerator_;
@@ -117,8 +135,10 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   const PackPlan plan_;
   const std::shared_ptr<SourceHold> sources_;  // not null
   std::vector<Chunk> chunks_;                  // written before any worker shares the job
+  StepTimes steps_;
 
  private:
+  at::Tensor output(uint32_t leaf) const;
   void work() noexcept;
   void leave() noexcept;  // the last one out finishes the job
   void allocate();        // allocate_chunks(), and remembers them
@@ -126,6 +146,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   const c10::DispatchKeySet output_keys_;
   std::atomic<uint32_t> participants_ = 1;
+  std::atomic<size_t> next_window_ = 0;
   std::atomic<uint64_t> transfers_ = 0;
   std::atomic<uint64_t> transfer_bytes_ = 0;
   std::atomic<bool> failed_ = false;

@@ -38,6 +38,7 @@ void DeviceIntoDeviceJob::transfer_all() {
   written_->block(source_.copy_stream());
   used_->block(accelerator_.copy_stream());
   if (&source_ == &accelerator_) {
+    const StepRange range(steps_, Step::kEnqueue);
     copy_within(source_, leaves_, destinations_);
     arrived_ = source_.events().record(source_.copy_stream());
     read_ = arrived_;
@@ -58,12 +59,16 @@ void DeviceIntoDeviceJob::transfer(size_t chunk) {
   // Freed on this stream, in whose order the next chunk uses it again.
   const Chunk gathered =
       allocate_chunk(c10::GetAllocator(source_.device().type()), source_.device(), plan);
-  gather(source_, plan_, plan, leaves_, gathered.at(0));
+  {
+    const StepRange range(steps_, Step::kStage);
+    gather(source_, plan_, plan, leaves_, gathered.at(0));
+  }
   send(plan, chunk_runs_[chunk], gathered.at(0));
 }
 
 void DeviceIntoDeviceJob::send(const ChunkPlan& plan, const ChunkRuns& runs,
                                const std::byte* image) {
+  const StepRange range(steps_, Step::kEnqueue);
   ByteViewPool::Lease from = source_.views().take();
   ByteViewPool::Lease to = accelerator_.views().take();
   const auto counted = [&](const std::byte* address, std::byte* destination, uint64_t bytes) {

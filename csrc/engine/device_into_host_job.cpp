@@ -60,12 +60,7 @@ void DeviceIntoHostJob::allocate_chunks() {
 
 void DeviceIntoHostJob::transfer_all() {
   const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
-  while (!somebody_failed()) {
-    interleave();
-    const size_t window = next_window_++;
-    if (window >= windows_.size()) break;
-    transfer(windows_[window]);
-  }
+  claim_windows(windows_, [this](const Window& window) { transfer(window); });
 }
 
 void DeviceIntoHostJob::transfer(const Window& window) {
@@ -78,6 +73,7 @@ void DeviceIntoHostJob::transfer_straight(const Window& window) {
   const void* const from = leaves_[leaf].data;
   std::byte* const to = destinations_[leaf].data;
   const uint64_t bytes = window.end - window.begin;
+  const StepRange range(steps_, Step::kEnqueue);
   ByteViewPool::Lease views = accelerator_.views().take();
   if (use_pinned_staging_) {
     enqueue_to_pinned(accelerator_.copy_stream(), *views, from, to, bytes);
@@ -95,13 +91,14 @@ void DeviceIntoHostJob::transfer_staged(const Window& window) {
   {
     Chunk here;  // freed on the copy stream, in whose order the next window uses it again
     ByteViewPool::Lease views = accelerator_.views().take();
-    enqueue_to_pinned(accelerator_.copy_stream(), *views, image_of(window, here), staged,
-                      window.end - window.begin);
+    const std::byte* const image = image_of(window, here);
+    const StepRange range(steps_, Step::kEnqueue);
+    enqueue_to_pinned(accelerator_.copy_stream(), *views, image, staged, window.end - window.begin);
     arrived = accelerator_.events().record(accelerator_.copy_stream());
   }
   note_read(window);
   arrived->synchronize();
-  deliver_window(plan_, leaves_, destinations_, window, staged);
+  deliver(window, staged);
 }
 
 void DeviceIntoHostJob::transfer_pageable(const Window& window) {
@@ -110,10 +107,17 @@ void DeviceIntoHostJob::transfer_pageable(const Window& window) {
   {
     Chunk here;
     ByteViewPool::Lease views = accelerator_.views().take();
-    copy_to_pageable(*views, image_of(window, here), staged.get(), bytes);
+    const std::byte* const image = image_of(window, here);
+    const StepRange range(steps_, Step::kEnqueue);
+    copy_to_pageable(*views, image, staged.get(), bytes);
   }
   note_read(window);
-  deliver_window(plan_, leaves_, destinations_, window, staged.get());
+  deliver(window, staged.get());
+}
+
+void DeviceIntoHostJob::deliver(const Window& window, const std::byte* staged) {
+  const StepRange range(steps_, Step::kStage);
+  deliver_window(plan_, leaves_, destinations_, window, staged);
 }
 
 const std::byte* DeviceIntoHostJob::image_of(const Window& window, Chunk& here) {
@@ -129,6 +133,7 @@ const std::byte* DeviceIntoHostJob::image_of(const Window& window, Chunk& here) 
 Chunk DeviceIntoHostJob::gather_chunk(const ChunkPlan& chunk) {
   const c10::Device device = accelerator_.device();
   Chunk gathered = allocate_chunk(c10::GetAllocator(device.type()), device, chunk);
+  const StepRange range(steps_, Step::kStage);
   gather(accelerator_, plan_, chunk, leaves_, gathered.at(0));
   return gathered;
 }

@@ -36,6 +36,7 @@ class DeviceIntoHostJob final : public IntoJob {
   void transfer_pageable(const Window& window);
   // Where the window's bytes are on the device: gathered into `here`, if need be.
   const std::byte* image_of(const Window& window, Chunk& here);
+  void deliver(const Window& window, const std::byte* staged);
   Chunk gather_chunk(const ChunkPlan& chunk);
   bool is_gathered(const ChunkPlan& chunk) const;
   void note_read(const Window& window);
@@ -48,7 +49,6 @@ class DeviceIntoHostJob final : public IntoJob {
   const std::vector<Window> windows_;  // claimed one by one
   const EventRef written_;             // behind what the caller's stream had to do with the sources
   std::vector<Chunk> gathered_;        // by chunk, where it has several windows
-  std::atomic<size_t> next_window_ = 0;
   std::atomic<size_t> unread_windows_;
 
   Mutex reads_mutex_;

@@ -78,16 +78,21 @@ void DeviceSourceJob::transfer(const ChunkPlan& plan, const Chunk& chunk) {
     // Freed on this stream, in whose order the next chunk uses it again.
     const Chunk gathered =
         allocate_chunk(c10::GetAllocator(source_.device().type()), source_.device(), plan);
-    gather(source_, plan_, plan, leaves_, gathered.at(0));
+    gather_to(plan, gathered.at(0));
     note_gathered(plan);
     enqueue(gathered.at(0), chunk, plan.bytes);
   }
   count_transfer(plan.bytes);
 }
 
+void DeviceSourceJob::gather_to(const ChunkPlan& plan, std::byte* memory) {
+  const StepRange range(steps_, Step::kStage);
+  gather(source_, plan_, plan, leaves_, memory);
+}
+
 void DeviceSourceJob::gather_straight(const ChunkPlan& plan, const Chunk& chunk) {
   try {
-    gather(source_, plan_, plan, leaves_, chunk.at(0));
+    gather_to(plan, chunk.at(0));
   } catch (...) {
     note_written(source_.copy_stream(), chunk);  // some of it may be under way
     throw;
@@ -102,6 +107,7 @@ void DeviceSourceJob::note_gathered(const ChunkPlan& plan) {
 }
 
 void DeviceSourceJob::enqueue(const void* address, const Chunk& chunk, uint64_t bytes) {
+  const StepRange range(steps_, Step::kEnqueue);
   ByteViewPool::Lease views = source_.views().take();
   if (!target_.is_cpu()) {
     enqueue_between(*views, address, chunk, bytes);

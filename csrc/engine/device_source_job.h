@@ -33,6 +33,7 @@ class DeviceSourceJob final : public CopyJob {
   void finish_reading() noexcept override;
   void transfer(const ChunkPlan& plan, const Chunk& chunk);
   bool is_gathered_straight(const ChunkPlan& plan) const;
+  void gather_to(const ChunkPlan& plan, std::byte* memory);
   void gather_straight(const ChunkPlan& plan, const Chunk& chunk);
   void note_gathered(const ChunkPlan& plan);
   void enqueue(const void* address, const Chunk& chunk, uint64_t bytes);

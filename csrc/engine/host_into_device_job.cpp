@@ -41,12 +41,7 @@ void HostIntoDeviceJob::allocate_chunks() {
 
 void HostIntoDeviceJob::transfer_all() {
   const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
-  while (!somebody_failed()) {
-    interleave();
-    const size_t window = next_window_++;
-    if (window >= windows_.size()) break;
-    transfer(windows_[window]);
-  }
+  claim_windows(windows_, [this](const Window& window) { transfer(window); });
 }
 
 template <typename Send>
@@ -72,14 +67,16 @@ void HostIntoDeviceJob::transfer(const Window& window) {
   ByteViewPool::Lease views = accelerator_.views().take();
   if (!use_pinned_staging_) {
     const auto staged = std::make_unique_for_overwrite<std::byte[]>(window.end - window.begin);
-    stage_window(plan_, leaves_, window, staged.get());
+    stage(window, staged.get());
+    const StepRange range(steps_, Step::kEnqueue);
     send_parts(window, [&](uint64_t at, std::byte* address, uint64_t bytes) {
       copy_from_pageable(*views, staged.get() + at, address, bytes);
     });
     return;
   }
   StagingLease lease = accelerator_.staging().acquire();
-  stage_window(plan_, leaves_, window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
+  stage(window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
+  const StepRange range(steps_, Step::kEnqueue);
   const auto leave_to_device = [&] {
     EventRef read = accelerator_.events().record(accelerator_.copy_stream());
     // The only participant, and nothing comes behind: no second event is needed.

@@ -2,7 +2,6 @@
 // way of a chunk that the device scatters.
 #pragma once
 
-#include <atomic>
 #include <vector>
 
 #include "engine/into_job.h"
@@ -37,7 +36,6 @@ class HostIntoDeviceJob final : public IntoJob {
   const std::vector<Window> windows_;  // claimed one by one
   const EventRef used_;                // behind what the caller's stream had to do with the target
   std::vector<Chunk> scattered_;       // by chunk, empty where there is none to scatter
-  std::atomic<size_t> next_window_ = 0;
 };
 
 }  // namespace tdcopier

@@ -14,12 +14,10 @@ HostIntoHostJob::HostIntoHostJob(LeafPairs pairs, PackPlan plan, IntoHolds holds
       windows_(cut_windows(plan_, leaves_, kHostWindowBytes)) {}
 
 void HostIntoHostJob::transfer_all() {
-  while (!somebody_failed()) {
-    interleave();
-    const size_t window = next_window_++;
-    if (window >= windows_.size()) break;
-    copy_window(plan_, leaves_, destinations_, windows_[window]);
-  }
+  claim_windows(windows_, [this](const Window& window) {
+    const StepRange range(steps_, Step::kStage);
+    copy_window(plan_, leaves_, destinations_, window);
+  });
 }
 
 }  // namespace tdcopier

@@ -1,7 +1,6 @@
 // H2H into memory that exists: plain copies, by several hands where there is much of it.
 #pragma once
 
-#include <atomic>
 #include <vector>
 
 #include "engine/into_job.h"
@@ -26,7 +25,6 @@ class HostIntoHostJob final : public IntoJob {
   void finish_reading() noexcept override { give_back_sources(); }
 
   const std::vector<Window> windows_;  // claimed one by one
-  std::atomic<size_t> next_window_ = 0;
 };
 
 }  // namespace tdcopier

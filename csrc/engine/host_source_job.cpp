@@ -40,12 +40,7 @@ void HostSourceJob::allocate_chunks() {
 
 void HostSourceJob::transfer_all() {
   const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
-  while (!somebody_failed()) {
-    interleave();
-    const size_t window = next_window_++;
-    if (window >= windows_.size()) break;
-    transfer(windows_[window]);
-  }
+  claim_windows(windows_, [this](const Window& window) { transfer(window); });
 }
 
 void HostSourceJob::transfer(const Window& window) {
@@ -54,16 +49,19 @@ void HostSourceJob::transfer(const Window& window) {
   const Leaf& first = leaves_[plan_.order[plan_.chunks[window.chunk].first]];
   if (use_pinned_staging_) {
     StagingLease lease = accelerator_.staging().acquire();
-    stage_window(plan_, leaves_, window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
+    stage(window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
+    const StepRange range(steps_, Step::kEnqueue);
     enqueue_from_pinned(accelerator_.copy_stream(), chunk, window.begin, lease.bytes(), bytes);
     EventRef read = accelerator_.events().record(accelerator_.copy_stream());
     if (windows_.size() == 1) arrived_ = read;  // the only participant: no second event is needed
     lease.in_flight_until(std::move(read));
   } else if (plan_.chunks[window.chunk].packed || first.strided) {
     const auto staged = std::make_unique_for_overwrite<std::byte[]>(bytes);
-    stage_window(plan_, leaves_, window, staged.get());
+    stage(window, staged.get());
+    const StepRange range(steps_, Step::kEnqueue);
     copy_from_pageable(chunk, window.begin, staged.get(), bytes);
   } else {
+    const StepRange range(steps_, Step::kEnqueue);
     copy_from_pageable(chunk, window.begin, first.data, bytes);
   }
   count_transfer(bytes);

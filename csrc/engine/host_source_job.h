@@ -1,7 +1,6 @@
 // H2D: host memory, through pinned staging buffers, to an accelerator.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -25,7 +24,6 @@ class HostSourceJob final : public CopyJob {
 
   const bool use_pinned_staging_;
   const std::vector<Window> windows_;  // claimed one by one
-  std::atomic<size_t> next_window_ = 0;
 };
 
 }  // namespace tdcopier

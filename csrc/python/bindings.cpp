@@ -13,6 +13,7 @@
 #include "engine/segment_kernel.h"
 #include "engine/stage.h"
 #include "engine/staging_ring.h"
+#include "engine/steps.h"
 #include "python/copy_into.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
@@ -130,7 +131,7 @@ Raises:
       .def_property_readonly(
           "stats",
           [](const Handle& self) {
-            return py::module_::import("tdcopier._stats").attr("CopyStats")(*self.stats());
+            return py::module_::import("tdcopier._stats").attr("stats_of")(*self.stats());
           },
           "The counts of this copy, a `CopyStats`; complete once `ready()`.");
 
@@ -195,6 +196,8 @@ Raises:
   m.def("use_segment_kernel", &tdcopier::use_segment_kernel);
   m.attr("MAX_STRAIGHT_BYTES") = tdcopier::kMaxStraightBytes;
   m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);
+  m.def("time_steps", &tdcopier::time_steps);
+  m.def("are_steps_timed", &tdcopier::are_steps_timed);
   // Notices what has ended since the last copy, so that the next one does not.
   m.def("settle", &tdcopier::Accelerator::settle_all);
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;

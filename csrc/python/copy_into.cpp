@@ -32,7 +32,8 @@ struct Started {
   ThreadPool& pool;
 };
 
-Started make_job(IntoGroup group, const IntoOptions& options) {
+Started make_job(Handle& handle, IntoGroup group, const IntoOptions& options) {
+  const StepRange range(handle.steps(), Step::kPlan);
   const c10::Device source = group.pairs.leaves.device();
   const c10::Device target = group.destination;
   IntoHolds holds{std::move(group.sources), std::move(group.destinations)};
@@ -70,7 +71,7 @@ Started make_job(IntoGroup group, const IntoOptions& options) {
 }
 
 void start_group(Handle& handle, IntoGroup group, const IntoOptions& options) {
-  Started started = make_job(std::move(group), options);
+  Started started = make_job(handle, std::move(group), options);
   bool background = false;
   if (options.use_background_thread && !started.at_once) {
     background = started.job->run_in_background(started.pool);
@@ -151,7 +152,11 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
                                   const IntoOptions& options) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
-  SortedPairs sorted = sort_pairs(source, destination);
+  StepTimes steps;  // until there is a handle
+  SortedPairs sorted = [&] {
+    const StepRange range(steps, Step::kFlatten);
+    return sort_pairs(source, destination);
+  }();
   std::vector<c10::Device> targets = sorted.writers.devices();
   for (const IntoGroup& group : sorted.groups) add_device(targets, group.destination);
   std::vector<c10::Device> used = targets;
@@ -167,6 +172,7 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
   counts.opaque = sorted.opaque;
   auto handle = std::make_unique<Handle>(std::move(targets),
                                          py::reinterpret_borrow<py::object>(destination), counts);
+  handle->steps().add(Step::kFlatten, steps.ns(Step::kFlatten));
   const BumpAtEnd bump(sorted);
   for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
   if (!sorted.delegated.empty()) {

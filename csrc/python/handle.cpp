@@ -206,6 +206,7 @@ void Handle::refuse_in_child() const {
 void Handle::wait_enqueued() {
   if (!is_enqueued()) {
     refuse_in_child();
+    const StepRange range(steps_, Step::kWait);
     const py::gil_scoped_release no_gil;
     for (const auto& job : jobs_) job->wait_enqueued();
   }
@@ -220,6 +221,7 @@ void Handle::wait_stopped_if_failed() {
 }
 
 void Handle::wait_done() {
+  const StepRange range(steps_, Step::kWait);
   std::exception_ptr failure;
   if (ready()) {
     // A device error ends a copy too; waiting for what has ended raises it without blocking.
@@ -239,6 +241,7 @@ void Handle::wait_done_on_host() {
       std::any_of(targets_.begin(), targets_.end(), [](c10::Device d) { return d.is_cpu(); });
   if (!any_on_host) return;
   std::exception_ptr failure;
+  const StepRange range(steps_, Step::kWait);
   {
     const py::gil_scoped_release no_gil;
     try {
@@ -301,8 +304,10 @@ void Handle::build_once() {
   const c10::InferenceMode mode(inference_mode_);
   py::object built;
   try {
-    built = spec->unflatten(
-        [this](uint32_t group, uint32_t leaf) { return jobs_[group]->output(leaf); });
+    LeafTensors outputs;
+    for (const auto& job : jobs_) outputs.push_back(job->outputs());
+    const StepRange range(steps_, Step::kUnflatten);
+    built = spec->unflatten(std::move(outputs));
   } catch (py::error_already_set& error) {
     if (result_) return;
     // An interrupt is not the copy's failure: the next call builds again.
@@ -345,7 +350,19 @@ py::tuple Handle::stats() const {
     chunks += job->chunks();
   }
   return py::make_tuple(counts_.packed, counts_.alone, counts_.delegated, counts_.reused,
-                        counts_.opaque, chunks, moved.transfers, moved.bytes, background_);
+                        counts_.opaque, chunks, moved.transfers, moved.bytes, background_, times());
+}
+
+py::object Handle::times() const {
+  if (!timed_) return py::none();
+  py::tuple times(kSteps);
+  for (size_t i = 0; i < kSteps; ++i) {
+    const auto step = static_cast<Step>(i);
+    uint64_t ns = steps_.ns(step);
+    for (const auto& job : jobs_) ns += job->steps().ns(step);
+    times[i] = static_cast<double>(ns) / 1000;
+  }
+  return times;
 }
 
 int Handle::traverse(visitproc visit, void* arg) const {

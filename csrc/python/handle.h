@@ -53,6 +53,7 @@ class Handle {
   void fail_with(pybind11::object exception);
   TreeSpec& spec() { return *spec_; }
   LeafCounts& counts() { return counts_; }
+  StepTimes& steps() { return steps_; }
 
   // Builds the result if every job is enqueued and none has failed: while the transfer runs rather
   // than at the hand-over. What a container's own code raises is kept for get() and wait().
@@ -81,6 +82,7 @@ class Handle {
   void give_back_sources();
   void raise_if_failed();
   void build_once();
+  pybind11::object times() const;  // microseconds by step; None where they were not taken
   void hand_over_to(const std::vector<c10::Stream>& streams);
 
   const std::vector<c10::Device> targets_;
@@ -91,6 +93,8 @@ class Handle {
   // builds too, is faster, and lets go of the spec.
   std::shared_ptr<TreeSpec> spec_;
   LeafCounts counts_;
+  const bool timed_ = are_steps_timed();
+  StepTimes steps_;  // those of the caller's threads; the jobs have their own
   std::vector<std::shared_ptr<CopyJob>> jobs_;  // none: the engine itself moves nothing
   bool background_ = false;
   std::vector<DelegatedOutputs> delegated_;  // by target

@@ -44,7 +44,10 @@ bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptio
 void start_group(Handle& handle, SourceGroup group, c10::Device target,
                  const CopyOptions& options) {
   const c10::Device source = group.leaves.device();
-  PackPlan plan = make_pack_plan(group.leaves.extents(), options.pack);
+  PackPlan plan = [&] {
+    const StepRange range(handle.steps(), Step::kPlan);
+    return make_pack_plan(group.leaves.extents(), options.pack);
+  }();
   bool may_block = !options.use_pinned_staging && (source.is_cpu() || target.is_cpu());
   std::shared_ptr<CopyJob> job;
   if (source.is_cpu()) {
@@ -127,7 +130,11 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
   if (has_engine_transfers(target))
     refuse_capture(parse_stream(py::none(), target), "start_copy()");
 
-  FlatTree flat = flatten(data, target);
+  StepTimes steps;  // until there is a handle
+  FlatTree flat = [&] {
+    const StepRange range(steps, Step::kFlatten);
+    return flatten(data, target);
+  }();
   for (const SourceGroup& group : flat.groups) {
     const c10::Device source = group.leaves.device();
     if (!source.is_cpu()) refuse_capture(parse_stream(py::none(), source), "start_copy()");
@@ -136,10 +143,12 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
   counts.reused = flat.reused;
   counts.opaque = flat.opaque;
   auto handle = std::make_unique<Handle>(target, std::move(flat.spec), counts);
+  handle->steps().add(Step::kFlatten, steps.ns(Step::kFlatten));
 
   if (!flat.groups.empty() && !target.is_cpu()) {
     RunAhead& run_ahead = Accelerator::of(target).run_ahead();
     if (!run_ahead.has_room()) {
+      const StepRange range(handle->steps(), Step::kWait);
       const py::gil_scoped_release no_gil;
       run_ahead.wait_for_room();
     }

@@ -14,15 +14,15 @@ namespace {
 class Builder {
  public:
   Builder(const RecycledVector<TreeSpec::Node>& nodes, const RecycledVector<PyObject*>& keys,
-          const RecycledVector<PyObject*>& values, const LeafMaker& leaf)
-      : node_(nodes.data()), key_(keys.data()), values_(values), leaf_(leaf) {}
+          const RecycledVector<PyObject*>& values, LeafTensors& leaves)
+      : node_(nodes.data()), key_(keys.data()), values_(values), leaves_(leaves) {}
 
   // A new reference. Throws py::error_already_set.
   py::object build() {
     const TreeSpec::Node node = *node_++;
     switch (node.kind) {
       case NodeKind::kLeaf:
-        return checked(THPVariable_Wrap(leaf_(node.group, node.number)));
+        return checked(THPVariable_Wrap(std::move(leaves_[node.group][node.number])));
       case NodeKind::kReady:
         return py::reinterpret_borrow<py::object>(values_[node.number]);
       case NodeKind::kList:
@@ -70,7 +70,7 @@ class Builder {
   const TreeSpec::Node* node_;
   PyObject* const* key_;
   const RecycledVector<PyObject*>& values_;
-  const LeafMaker& leaf_;
+  LeafTensors& leaves_;
 };
 
 }  // namespace
@@ -99,8 +99,8 @@ void TreeSpec::replace_value(size_t index, py::object value) {
   Py_DECREF(old);
 }
 
-py::object TreeSpec::unflatten(const LeafMaker& leaf) const {
-  return Builder(nodes_, keys_, values_, leaf).build();
+py::object TreeSpec::unflatten(LeafTensors leaves) const {
+  return Builder(nodes_, keys_, values_, leaves).build();
 }
 
 void TreeSpec::clear() {

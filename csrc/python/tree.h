@@ -5,7 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <functional>
+#include <vector>
 
 #include "base/recycled.h"
 
@@ -20,8 +20,8 @@ enum class NodeKind : uint8_t {
   kReady,   // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
 };
 
-// Makes the tensor of a leaf, given its group and its index there.
-using LeafMaker = std::function<at::Tensor(uint32_t group, uint32_t leaf)>;
+// The tensors of all leaves, by group and by index there.
+using LeafTensors = std::vector<RecycledVector<at::Tensor>>;
 
 // Nodes in the order of the walk, parents before children; keys in the same order.
 // GIL: held for every member, the destructor included.
@@ -54,8 +54,9 @@ class TreeSpec {
   PyObject* value(size_t index) const { return values_[index]; }  // borrowed
   void replace_value(size_t index, pybind11::object value);
 
-  // New containers of the same types. Runs Python code where a container is a custom one.
-  pybind11::object unflatten(const LeafMaker& leaf) const;
+  // New containers of the same types. Takes each leaf. Runs Python code where a container is a
+  // custom one.
+  pybind11::object unflatten(LeafTensors leaves) const;
 
   void clear();
   int traverse(visitproc visit, void* arg) const;  // for the garbage collector
