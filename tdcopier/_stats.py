@@ -67,5 +67,5 @@ class CopyStats(NamedTuple):
 
 def stats_of(*fields: Any) -> CopyStats:
     """The counts that a handle has, in the order of the fields."""
-    *counts, steps = fields
-    return CopyStats(*counts, steps=None if steps is None else StepTimes(*steps))
+    stats = CopyStats(*fields)
+    return stats if stats.steps is None else stats._replace(steps=StepTimes(*stats.steps))

@@ -10,7 +10,7 @@ from tdcopier import _C
 _VARIABLE = "TDCOPIER_TIME_STEPS"
 
 
-class time_steps:  # noqa: N801  (a call that may stand in a `with`)
+class time_steps:
     """Let each copy that starts from now on take the time of its steps, for `handle.stats.steps`.
 
     As a call it holds until the next one; as a context manager it ends with its `with`, and what
