@@ -1,6 +1,7 @@
 """Sphinx settings. The build runs the tutorials and draws the benchmark page from result files."""
 
 import os
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -50,9 +51,12 @@ sphinx_gallery_conf = {
 }
 
 
-# Written beside the output, never by hand: the figures of the benchmark page.
+# Written beside the output, never by hand: the figures of the benchmark page, an example.
 GENERATED = DOCS / "_build" / "generated"
 GENERATED.mkdir(parents=True, exist_ok=True)
 _results = report.load(report.RESULTS)
 report.write_plots(_results, GENERATED)
 (GENERATED / "benchmarks.md").write_text(report.page(_results, "/_build/generated"))
+with (GENERATED / "info.txt").open("wb") as file:
+    command = [sys.executable, "-m", "tdcopier.info"]
+    subprocess.run(command, stdout=file, check=True, cwd=GENERATED)

@@ -4,6 +4,7 @@
 are the same for TensorDicts. `copy_into` fills a tree that exists.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from tdcopier._checking import SourceModifiedError
@@ -25,6 +26,7 @@ from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
 
 if TYPE_CHECKING:
+    from tdcopier._info import info
     from tdcopier.tensordict._backend import (
         install_tensordict_backend,
         remove_tensordict_backend,
@@ -41,6 +43,7 @@ __all__ = [
     "async_to",
     "copy",
     "copy_into",
+    "info",
     "install_tensordict_backend",
     "register_container",
     "remove_tensordict_backend",
@@ -53,18 +56,20 @@ __all__ = [
     "to",
 ]
 
-_NEEDS_TENSORDICT = frozenset(
-    {"install_tensordict_backend", "remove_tensordict_backend", "tensordict_backend"}
-)
+_BACKEND = "tdcopier.tensordict._backend"  # imports tensordict, which takes a second
+_WHEN_ASKED_FOR = {
+    "info": "tdcopier._info",
+    "install_tensordict_backend": _BACKEND,
+    "remove_tensordict_backend": _BACKEND,
+    "tensordict_backend": _BACKEND,
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Names whose module imports tensordict, which takes a second: when they are asked for."""
-    if name not in _NEEDS_TENSORDICT:
+    """Names whose module is imported when they are asked for."""
+    if name not in _WHEN_ASKED_FOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tdcopier.tensordict import _backend
-
-    return getattr(_backend, name)
+    return getattr(importlib.import_module(_WHEN_ASKED_FOR[name]), name)
 
 
 __version__ = "0.1.0"

@@ -36,6 +36,16 @@ _LARGEST_ALIGNMENT_BYTES = 1 << 30
 _LARGEST_CHUNK_BYTES = 1 << 62
 
 
+class _LimitsInForce:
+    """What the engine was told last, since it takes limits and does not tell them."""
+
+    staging_limit_bytes = _C.DEFAULT_STAGING_LIMIT_BYTES
+    run_ahead_batches = 4
+
+
+limits_in_force = _LimitsInForce()
+
+
 def start_copy(
     data: Any,
     device: Device,
@@ -250,7 +260,9 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
         raise ValueError(
             f"limit_bytes must be at least {_C.STAGING_BUFFER_BYTES} (one buffer); got {limit}"
         )
-    _C.set_staging_limit_bytes(min(limit, _LARGEST_CHUNK_BYTES))
+    limit = min(limit, _LARGEST_CHUNK_BYTES)
+    _C.set_staging_limit_bytes(limit)
+    limits_in_force.staging_limit_bytes = limit
 
 
 def staging_bytes(device: Device) -> int:
@@ -271,7 +283,9 @@ def set_run_ahead_limit(batches: int) -> None:
     limit = operator.index(batches)
     if limit < 1:
         raise ValueError(f"batches must be at least 1; got {limit}")
-    _C.set_run_ahead_limit(min(limit, 0xFFFFFFFF))
+    limit = min(limit, 0xFFFFFFFF)
+    _C.set_run_ahead_limit(limit)
+    limits_in_force.run_ahead_batches = limit
 
 
 def _size_option(name: str, value: int, largest: int) -> int:

@@ -107,6 +107,11 @@ def remove_tensordict_backend() -> None:
         _unpatch()
 
 
+def switches_on() -> tuple[bool, bool]:
+    """Whether it is installed in the process, and whether this thread is in a block of it."""
+    return bool(_process_wide), bool(_blocks())
+
+
 # ---- the methods ---------------------------------------------------------------------------------
 
 _owner_of_to: Any = next(cls for cls in TensorDictBase.__mro__ if "to" in vars(cls))

@@ -1,0 +1,375 @@
+"""What `tdcopier.info` tells: versions, devices, limits in force, threads, switches.
+
+Each question is asked by itself, and one that cannot be answered says why instead of raising.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+import tdcopier
+from tdcopier import _C, _copy
+
+_Answer = TypeVar("_Answer")
+
+_MOST_WORKERS = 8  # as csrc/base/thread_pool.cpp has it
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_THREADS = Path("/proc/self/task")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+_OTHER_VARIABLES = (
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Read by others, and what copies do depends on them."""
+
+
+class NotToldError(Exception):
+    """Nobody here knows the answer; its message says why."""
+
+
+class Unknown(TypedDict):
+    """Stands for an answer that could not be had."""
+
+    unknown: str
+    """Why."""
+
+
+class Versions(TypedDict):
+    """None for what is not installed."""
+
+    tdcopier: str
+    python: str
+    torch: str
+    numpy: str | Unknown | None
+    tensordict: str | Unknown | None
+    torchrl: str | Unknown | None
+    cuda: str | Unknown
+    """That torch was built with."""
+    driver: str | Unknown
+    """NVIDIA's."""
+    system: str | Unknown
+
+
+class DeviceInfo(TypedDict):
+    """One device that the engine copies to and from."""
+
+    device: str
+    """Such as `"cuda:0"`."""
+    name: str | Unknown
+    memory_bytes: int | Unknown
+    pci_address: str | Unknown
+    pci_link: str | Unknown
+    """Speed and width now, and the most that there can be: a device at rest slows its link down."""
+    staging_bytes: int | Unknown
+    """Pinned memory that the engine holds at present for copies to it."""
+    gather: str | Unknown
+    """How leaves that lie on it are collected into chunks."""
+
+
+class Limits(TypedDict):
+    """Bounds in force in this process."""
+
+    staging_limit_bytes: int
+    """For each device: `set_staging_limit_bytes`."""
+    staging_buffer_bytes: int
+    """Also the most bytes of one transfer that is staged."""
+    run_ahead_batches: int
+    """`set_run_ahead_limit`."""
+    inline_bytes: int
+    """Up to this, host sources are staged in the call."""
+
+
+class Workers(TypedDict):
+    """The threads that stage large copies. They are made at the first one, and stay as many."""
+
+    wanted: int
+    """How many the first large copy would make, if it were started now in this thread."""
+    follows: str
+    """What that number comes from."""
+    running: int | Unknown
+    allowed_processors: int | Unknown
+    processors: int | Unknown
+    """Of the machine."""
+
+
+class Switches(TypedDict):
+    """What was turned on."""
+
+    check_mode: bool
+    """`TDCOPIER_CHECK`."""
+    tensordict_backend_installed: bool
+    """In the process: `install_tensordict_backend`."""
+    tensordict_backend_here: bool
+    """In the calling thread: `tensordict_backend`."""
+
+
+class Info(TypedDict):
+    """What `info` gives."""
+
+    versions: Versions
+    devices: list[DeviceInfo]
+    missing_devices: dict[str, str]
+    """Kinds of device that are not here, and why."""
+    limits: Limits
+    workers: Workers
+    switches: Switches
+    environment: dict[str, str]
+    """The variables that are set, of tdcopier's and of a few that copies depend on."""
+
+
+def info() -> Info:
+    """What a bug report should say: versions, devices, limits in force, threads, switches.
+
+    Plain dicts, lists, strings and numbers, so `json.dumps` takes it. Where something cannot be
+    known, there is `{"unknown": reason}` in its place. `python -m tdcopier.info` prints it.
+
+    **It initialises CUDA** if there is a CUDA device, since torch tells a device's name only then:
+    do not call it in a process that is to fork and use CUDA in its children. It makes no context,
+    and allocates nothing on a device.
+
+    Returns:
+        Sections `versions`, `devices` (a list), `missing_devices` (by kind, why there is none),
+        `limits`, `workers`, `switches`, `environment`.
+    """
+    devices, missing_devices = _devices()
+    return {
+        "versions": _versions(),
+        "devices": devices,
+        "missing_devices": missing_devices,
+        "limits": {
+            "staging_limit_bytes": _copy.limits_in_force.staging_limit_bytes,
+            "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
+            "run_ahead_batches": _copy.limits_in_force.run_ahead_batches,
+            "inline_bytes": _C.MAX_INLINE_BYTES,
+        },
+        "workers": _workers(),
+        "switches": _switches(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("TDCOPIER_") or name in _OTHER_VARIABLES
+        },
+    }
+
+
+def gather_in_use(device: torch.device) -> str:
+    """How the engine collects leaves that lie on a device into the chunks that it sends."""
+    return "portable (torch._foreach_copy_)"
+
+
+def _asked(question: Callable[[], _Answer]) -> _Answer | Unknown:
+    """The answer, or why there is none: a report must not fail on one line of it."""
+    try:
+        return question()
+    except Exception as error:
+        return {"unknown": _reason(error)}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NotToldError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# ---- versions ------------------------------------------------------------------------------------
+
+
+def _versions() -> Versions:
+    return {
+        "tdcopier": tdcopier.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": _asked(lambda: _version("numpy")),
+        "tensordict": _asked(lambda: _version("tensordict")),
+        "torchrl": _asked(lambda: _version("torchrl")),
+        "cuda": torch.version.cuda or {"unknown": "this torch was built without CUDA"},
+        "driver": _asked(_driver_version),
+        "system": _asked(platform.platform),
+    }
+
+
+def _version(package: str) -> str | None:
+    """Of what is installed. Imports nothing: tensordict alone takes a second."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        if importlib.util.find_spec(package) is None:
+            return None
+        raise NotToldError(f"{package} can be imported, but has no metadata") from None
+
+
+def _driver_version() -> str:
+    """NVIDIA's, from the kernel's module where it says so, which takes no time."""
+    if _DRIVER_FILE.exists():
+        found = re.search(r"\s(\d+\.\d+(\.\d+)*)\s", _DRIVER_FILE.read_text())
+        if found is not None:
+            return found[1]
+    try:
+        done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=True)
+    except FileNotFoundError:
+        raise NotToldError(f"there is neither {_DRIVER_FILE} nor nvidia-smi") from None
+    return done.stdout.strip().splitlines()[0]
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def _devices() -> tuple[list[DeviceInfo], dict[str, str]]:
+    """Those that the engine copies to and from, and why there are none of the other kinds."""
+    found: list[DeviceInfo] = []
+    missing: dict[str, str] = {}
+    for kind in ("cuda", "xpu", _registered_kind()):
+        count = _asked(partial(_count, kind))
+        if isinstance(count, int):
+            found += [_device(torch.device(kind, index)) for index in range(count)]
+        else:
+            missing[kind] = count["unknown"]
+    return found, missing
+
+
+def _registered_kind() -> str:
+    """The kind of device that was registered from outside; `"sim"` if none was, or that one."""
+    name: str = torch._C._get_privateuse1_backend_name()
+    return "sim" if name == "privateuseone" else name
+
+
+def _count(kind: str) -> int:
+    """How many there are.
+
+    Raises:
+        NotToldError: there are none.
+    """
+    if kind == "sim" and not hasattr(torch, "sim"):
+        raise NotToldError("not enabled (tdcopier.sim.enable)")
+    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        raise NotToldError("this torch was built without CUDA")
+    count = int(torch.get_device_module(kind).device_count())
+    if count == 0:
+        raise NotToldError(f"torch sees no {kind} device")
+    return count
+
+
+def _device(device: torch.device) -> DeviceInfo:
+    return {
+        "device": str(device),
+        "name": _asked(lambda: _name(device)),
+        "memory_bytes": _asked(lambda: int(_properties(device).total_memory)),
+        "pci_address": _asked(lambda: _pci_address(device)),
+        "pci_link": _asked(lambda: _pci_link(_pci_address(device))),
+        "staging_bytes": _asked(lambda: _staging_bytes(device)),
+        "gather": _asked(lambda: gather_in_use(device)),
+    }
+
+
+def _name(device: torch.device) -> str:
+    return "simulated" if device.type == "sim" else str(_properties(device).name)
+
+
+def _properties(device: torch.device) -> Any:
+    """As torch has them; of CUDA it initialises CUDA, and makes no context."""
+    if device.type == "sim":
+        raise NotToldError("a simulated device is the host's memory")
+    return torch.get_device_module(device).get_device_properties(device)
+
+
+def _pci_address(device: torch.device) -> str:
+    """As the system writes it: domain, bus, device, function."""
+    properties = _properties(device)
+    if not hasattr(properties, "pci_bus_id"):
+        raise NotToldError(f"torch does not tell it of {device.type} devices")
+    domain, bus, slot = (
+        getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")
+    )
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def _pci_link(address: str) -> str:
+    folder = _PCI_DEVICES / address
+    if not (folder / "current_link_speed").exists():
+        raise NotToldError(f"the system does not tell it: {folder} has no current_link_speed")
+    now, most = (_speed_and_width(folder, which) for which in ("current", "max"))
+    return f"{now} now, at most {most}"
+
+
+def _speed_and_width(folder: Path, which: str) -> str:
+    speed, width = (
+        (folder / f"{which}_link_{part}").read_text().strip() for part in ("speed", "width")
+    )
+    return f"{speed} x{width}"
+
+
+def _staging_bytes(device: torch.device) -> int:
+    # The engine's question makes its copy stream, and so a context of some 100 MB. Where there is
+    # no context, it has not been.
+    if device.type == "cuda" and not _has_context(device.index):
+        return 0
+    return _C.staging_bytes(device)
+
+
+def _has_context(index: int) -> bool:
+    return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
+
+
+# ---- threads and switches ------------------------------------------------------------------------
+
+
+def _workers() -> Workers:
+    allowed = _asked(lambda: len(os.sched_getaffinity(0)))
+    return {
+        "wanted": min(allowed, _MOST_WORKERS) if isinstance(allowed, int) else 1,
+        "follows": f"processors that the calling thread may use, {_MOST_WORKERS} at most",
+        "running": _asked(_running_workers),
+        "allowed_processors": allowed,
+        "processors": _asked(_processors),
+    }
+
+
+def _running_workers() -> int:
+    """Workers' names among the threads of this process; what a worker starts inherits its name."""
+    if not _THREADS.exists():
+        raise NotToldError(f"there is no {_THREADS}")
+    names = {_thread_name(thread) for thread in _THREADS.iterdir()}
+    return sum(name.startswith("tdc-worker-") for name in names)
+
+
+def _thread_name(thread: Path) -> str:
+    try:
+        return (thread / "comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return ""
+
+
+def _processors() -> int:
+    count = os.cpu_count()
+    if count is None:
+        raise NotToldError("the system does not tell it")
+    return count
+
+
+def _switches() -> Switches:
+    # It cannot be on before its module was imported, which would import tensordict.
+    backend = sys.modules.get("tdcopier.tensordict._backend")
+    installed, here = (False, False) if backend is None else backend.switches_on()
+    return {
+        "check_mode": _copy._CHECKING,
+        "tensordict_backend_installed": installed,
+        "tensordict_backend_here": here,
+    }

@@ -1,0 +1,81 @@
+"""`python -m tdcopier.info`: prints what a bug report should say, as text or as JSON.
+
+It initialises CUDA where there is a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from tdcopier._info import Info, info
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print it; the exit status is 0."""
+    parser = argparse.ArgumentParser(prog="python -m tdcopier.info", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    found = info()
+    print(json.dumps(found, indent=1) if options.json else as_text(found))
+    return 0
+
+
+def as_text(found: Info) -> str:
+    """One line for each answer, in sections."""
+    lines: list[str] = []
+    for section, answers in found.items():
+        if section == "devices":
+            for device in found["devices"]:
+                lines += ["", device["device"], *_rows(device)]
+        elif isinstance(answers, Mapping):
+            rows = _rows(answers) if answers else ["  none"]
+            lines += ["", section.replace("_", " "), *rows]
+    return "\n".join(lines[1:])
+
+
+def _rows(answers: Mapping[str, Any]) -> Iterator[str]:
+    shown = {name: value for name, value in answers.items() if name != "device"}
+    width = max(len(_label(name)) for name in shown)
+    for name, value in shown.items():
+        yield f"  {_label(name):<{width}}  {_value(name, value)}"
+
+
+def _label(name: str) -> str:
+    """Variables keep their names, and sizes say their unit themselves."""
+    return name if name.isupper() else name.removesuffix("_bytes").replace("_", " ")
+
+
+def _value(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"unknown: {value['unknown']}"
+    if value is None:
+        return "not installed"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return _size(value) if name.endswith("_bytes") else str(value)
+
+
+def _size(count: int) -> str:
+    """In the largest unit that it has one of, and in bytes."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.4g} {unit} ({count:,} bytes)"
+    return f"{count} bytes"
+
+
+class _CallableModule(ModuleType):
+    """Importing this module puts it in the place of the function of the same name."""
+
+    def __call__(self) -> Info:
+        return info()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+sys.modules[__name__].__class__ = _CallableModule
