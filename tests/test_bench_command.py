@@ -70,7 +70,7 @@ def test_a_wrong_copy_gives_no_figures_and_exit_status_1(
         nonlocal calls
         calls += 1
         result = own(tree, target)
-        if calls <= good_calls:
+        if calls <= good_calls or target.type == "cpu":
             return result
         last = result[-1]
         leaf = last["boxes_3d"]
@@ -91,7 +91,6 @@ def test_a_wrong_copy_gives_no_figures_and_exit_status_1(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert ("H2D" in printed.err) is (good_calls > 0)
-    assert "D2H" not in printed.err  # found at the end of the first direction
     place = "the structure" if wrong == "structure" else "[15]['boxes_3d']"
     assert printed.err.splitlines()[-1] == (
         f"WRONG: {copies.OURS} gives something else than .to() in 1 place, such as "
