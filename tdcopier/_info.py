@@ -94,6 +94,8 @@ class Limits(TypedDict):
     """`set_run_ahead_limit`."""
     inline_bytes: int
     """Up to this, host sources are staged in the call."""
+    straight_bytes: int
+    """Up to this, the kernel gathers the leaves of a chunk straight into pinned memory."""
 
 
 class Workers(TypedDict):
@@ -134,21 +136,26 @@ class Info(TypedDict):
     """The variables that are set, of tdcopier's and of a few that copies depend on."""
 
 
-def info() -> Info:
+def info(*, make_contexts: bool = False) -> Info:
     """What a bug report should say: versions, devices, limits in force, threads, switches.
 
     Plain dicts, lists, strings and numbers, so `json.dumps` takes it. Where something cannot be
     known, there is `{"unknown": reason}` in its place. `python -m tdcopier.info` prints it.
 
     **It initialises CUDA** if there is a CUDA device, since torch tells a device's name only then:
-    do not call it in a process that is to fork and use CUDA in its children. It makes no context,
-    and allocates nothing on a device.
+    do not call it in a process that is to fork and use CUDA in its children. It makes no context
+    on a device that this process has not used, unless told to, so such a device's `gather` is
+    unknown.
+
+    Args:
+        make_contexts: make a context on every CUDA device, which takes some of its memory for as
+            long as the process lives, and so have all answers. The command does.
 
     Returns:
         Sections `versions`, `devices` (a list), `missing_devices` (by kind, why there is none),
         `limits`, `workers`, `switches`, `environment`.
     """
-    devices, missing_devices = _devices()
+    devices, missing_devices = _devices(make_contexts)
     return {
         "versions": _versions(),
         "devices": devices,
@@ -158,6 +165,7 @@ def info() -> Info:
             "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
             "run_ahead_batches": _copy.limits_in_force.run_ahead_batches,
             "inline_bytes": _C.MAX_INLINE_BYTES,
+            "straight_bytes": _C.MAX_STRAIGHT_BYTES,
         },
         "workers": _workers(),
         "switches": _switches(),
@@ -170,8 +178,12 @@ def info() -> Info:
 
 
 def gather_in_use(device: torch.device) -> str:
-    """How the engine collects leaves that lie on a device into the chunks that it sends."""
-    return "portable (torch._foreach_copy_)"
+    """How the engine collects leaves that lie on a device into the chunks that it sends.
+
+    Of a CUDA device it makes a context and compiles the kernel, where there is none yet.
+    """
+    lack = _C.segment_kernel_lack(device)
+    return f"portable (torch._foreach_copy_); of the kernel: {lack}" if lack else "one kernel"
 
 
 def _asked(question: Callable[[], _Answer]) -> _Answer | Unknown:
@@ -232,14 +244,14 @@ def _driver_version() -> str:
 # ---- devices -------------------------------------------------------------------------------------
 
 
-def _devices() -> tuple[list[DeviceInfo], dict[str, str]]:
+def _devices(make_contexts: bool) -> tuple[list[DeviceInfo], dict[str, str]]:
     """Those that the engine copies to and from, and why there are none of the other kinds."""
     found: list[DeviceInfo] = []
     missing: dict[str, str] = {}
     for kind in ("cuda", "xpu", _registered_kind()):
         count = _asked(partial(_count, kind))
         if isinstance(count, int):
-            found += [_device(torch.device(kind, index)) for index in range(count)]
+            found += [_device(torch.device(kind, index), make_contexts) for index in range(count)]
         else:
             missing[kind] = count["unknown"]
     return found, missing
@@ -267,7 +279,7 @@ def _count(kind: str) -> int:
     return count
 
 
-def _device(device: torch.device) -> DeviceInfo:
+def _device(device: torch.device, make_contexts: bool) -> DeviceInfo:
     return {
         "device": str(device),
         "name": _asked(lambda: _name(device)),
@@ -275,7 +287,7 @@ def _device(device: torch.device) -> DeviceInfo:
         "pci_address": _asked(lambda: _pci_address(device)),
         "pci_link": _asked(lambda: _pci_link(_pci_address(device))),
         "staging_bytes": _asked(lambda: _staging_bytes(device)),
-        "gather": _asked(lambda: gather_in_use(device)),
+        "gather": _asked(lambda: _gather(device, make_contexts)),
     }
 
 
@@ -316,16 +328,22 @@ def _speed_and_width(folder: Path, which: str) -> str:
     return f"{speed} x{width}"
 
 
+def _gather(device: torch.device, make_contexts: bool) -> str:
+    if not make_contexts and not _has_context(device):
+        raise NotToldError("this process has not used the device, and was not told to")
+    return gather_in_use(device)
+
+
 def _staging_bytes(device: torch.device) -> int:
-    # The engine's question makes its copy stream, and so a context of some 100 MB. Where there is
-    # no context, it has not been.
-    if device.type == "cuda" and not _has_context(device.index):
-        return 0
-    return _C.staging_bytes(device)
+    # The engine's question would make a context. Where there is none, it has not been.
+    return _C.staging_bytes(device) if _has_context(device) else 0
 
 
-def _has_context(index: int) -> bool:
-    return bool(torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]
+def _has_context(device: torch.device) -> bool:
+    """Whether this process has what it takes to use the device already."""
+    if device.type != "cuda":
+        return True
+    return bool(torch._C._cuda_hasPrimaryContext(device.index))  # type: ignore[attr-defined]
 
 
 # ---- threads and switches ------------------------------------------------------------------------

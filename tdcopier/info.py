@@ -1,6 +1,6 @@
 """`python -m tdcopier.info`: prints what a bug report should say, as text or as JSON.
 
-It initialises CUDA where there is a CUDA device.
+It makes a context on every CUDA device, and so takes some of its memory while it runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Print it; the exit status is 0."""
     parser = argparse.ArgumentParser(prog="python -m tdcopier.info", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--no-contexts", action="store_true", help="make none, and leave open what takes one"
+    )
     options = parser.parse_args(arguments)
-    found = info()
+    found = info(make_contexts=not options.no_contexts)
     print(json.dumps(found, indent=1) if options.json else as_text(found))
     return 0
 
@@ -71,8 +74,8 @@ def _size(count: int) -> str:
 class _CallableModule(ModuleType):
     """Importing this module puts it in the place of the function of the same name."""
 
-    def __call__(self) -> Info:
-        return info()
+    def __call__(self, *, make_contexts: bool = False) -> Info:
+        return info(make_contexts=make_contexts)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def test_limits_are_those_in_force():
         "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
         "run_ahead_batches": 4,
         "inline_bytes": _C.MAX_INLINE_BYTES,
+        "straight_bytes": _C.MAX_STRAIGHT_BYTES,
     }
     tdcopier.set_staging_limit_bytes(3 * _C.STAGING_BUFFER_BYTES)
     tdcopier.set_run_ahead_limit(7)
@@ -76,7 +77,9 @@ def test_each_device_has_the_staging_that_it_holds_and_its_gather(device, other_
     for each in (device, other_device):
         found = of_device(each)
         assert found["staging_bytes"] == tdcopier.staging_bytes(each)
-        assert found["gather"] == _info.gather_in_use(torch.device(each))
+        assert found["gather"] == (
+            "portable (torch._foreach_copy_); of the kernel: only CUDA devices have it"
+        )
         assert found["name"] == "simulated"
     assert of_device(device)["staging_bytes"] > 0
 
@@ -91,14 +94,20 @@ def test_a_cuda_device_has_a_name_a_size_and_an_address(device):
 
 
 @pytest.mark.cuda
-def test_asking_makes_no_context_on_a_cuda_device():
+def test_asking_makes_no_context_unless_told_to_on_a_cuda_device():
     printed = run_python("""
         import torch, tdcopier
+        def contexts():
+            return [torch._C._cuda_hasPrimaryContext(i) for i in range(torch.cuda.device_count())]
         found = tdcopier.info()["devices"]
-        assert [each["staging_bytes"] for each in found] == [0] * torch.cuda.device_count()
-        print([torch._C._cuda_hasPrimaryContext(i) for i in range(len(found))])
+        assert [each["staging_bytes"] for each in found] == [0] * len(found)
+        assert ["unknown" in each["gather"] for each in found] == [True] * len(found)
+        assert not any(contexts())
+        found = tdcopier.info(make_contexts=True)["devices"]
+        assert all(contexts())
+        print({each["gather"] for each in found})
     """)
-    assert "True" not in printed
+    assert printed.strip() == "{'one kernel'}"
 
 
 def on_a_made_up_gpu(monkeypatch, **properties: object) -> None:
@@ -108,7 +117,7 @@ def on_a_made_up_gpu(monkeypatch, **properties: object) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties)
     )
-    monkeypatch.setattr(_info, "_has_context", lambda index: False)
+    monkeypatch.setattr(_info, "_has_context", lambda device: device.type != "cuda")
 
 
 @pytest.mark.sim
@@ -138,8 +147,29 @@ def test_a_gpu_is_described_by_torch_and_its_link_by_the_system(monkeypatch, tmp
         "pci_address": "0000:1b:02.0",
         "pci_link": "2.5 GT/s PCIe x8 now, at most 32.0 GT/s PCIe x16",
         "staging_bytes": 0,
-        "gather": _info.gather_in_use(torch.device("cuda:0")),
+        "gather": {"unknown": "this process has not used the device, and was not told to"},
     }
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("lack", "gather"),
+    [
+        ("", "one kernel"),
+        ("it is off", "portable (torch._foreach_copy_); of the kernel: it is off"),
+    ],
+)
+def test_the_gather_of_a_gpu_is_the_kernel_or_says_what_the_kernel_lacks(
+    monkeypatch, capsys, lack, gather
+):
+    on_a_made_up_gpu(monkeypatch)
+    monkeypatch.setattr(_C, "segment_kernel_lack", lambda device: lack)
+    [found] = (d for d in tdcopier.info(make_contexts=True)["devices"] if d["device"] == "cuda:0")
+    assert found["gather"] == gather
+    assert main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"][0]["gather"] == gather
+    assert main(["--json", "--no-contexts"]) == 0
+    assert "unknown" in json.loads(capsys.readouterr().out)["devices"][0]["gather"]
 
 
 @pytest.mark.sim
