@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from directions import Direction
-from measure import Contender
+from measure import PREPARED, Contender
 
 import tdcopier
 from tdcopier.workloads import leaves_with_paths, map_tensors
@@ -84,6 +84,7 @@ def _pinned_to_device(device: torch.device) -> list[Contender]:
             "pinned beforehand, non_blocking .to()",
             lambda tree: map_tensors(tree, to),
             lambda tree: map_tensors(tree, torch.Tensor.pin_memory),
+            PREPARED,
         ),
     ]
 

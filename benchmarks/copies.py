@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import limits
 import torch
 import witness
-from baselines import OURS, PER_LEAF_TO, contenders, differences
+from baselines import OURS, contenders, differences
+from copy_targets import targets
 from directions import Direction, synchroniser
-from measure import Contender, collector_paused, compared, interleave, steps, summarise
+from measure import LIMIT, Contender, collector_paused, compared, interleave, steps, summarise
 from quiet import QuietProcessor
 
 import tdcopier
@@ -36,8 +38,11 @@ def run(
     """
     start_workers(direction)
     workloads: dict[str, Any] = {}
-    for name in names:
-        workloads[name] = _workload(direction, name, repeats, progress, keep_gc=keep_gc)
+    with limits.crews() as memcpy_by:
+        for name in names:
+            workloads[name] = _workload(
+                direction, name, repeats, progress, memcpy_by, keep_gc=keep_gc
+            )
     return {
         "what": "Time from the call to the tree on the target, outputs built and host synchronised",
         "settings": {
@@ -65,49 +70,14 @@ def rounds_of(direction: Direction, workload: Workload, repeats: int) -> int:
     return max(MIN_ROUNDS, round(repeats * share / BURST))
 
 
-def targets(direction: Direction, workloads: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do.
-
-    Speed is left out on the simulated device, whose times mean nothing.
-    """
-    wrong = sum(found["wrong_leaves"][OURS] for found in workloads.values())
-    found: list[dict[str, Any]] = [
-        {
-            "what": "leaves of tdcopier's result that differ from .to(), all workloads",
-            "wanted": "0",
-            "found": wrong,
-            "hit": wrong == 0,
-        }
-    ]
-    batch = workloads.get("detection_batch")
-    if batch is None:
-        return found
-    if direction.devices[0].type != "sim":
-        speedup = batch["ratios"][PER_LEAF_TO]
-        found.append(
-            {
-                "what": f"detection batch, {PER_LEAF_TO} over tdcopier",
-                "wanted": f">= {direction.min_speedup:g}",
-                "found": round(speedup, 2),
-                "hit": speedup >= direction.min_speedup,
-            }
-        )
-    seen = f"{direction.name.upper()} memcpys seen from outside"
-    stats = batch["stats"]
-    counts = [stats["packed_leaves"], stats["transfers"], batch[f"{direction.name}_memcpys"]]
-    found.append(
-        {
-            "what": f"detection batch: packed leaves, transfers, {seen}",
-            "wanted": "[528, 1, 1]",
-            "found": counts,
-            "hit": counts == [528, 1, 1],
-        }
-    )
-    return found
-
-
 def _workload(
-    direction: Direction, name: str, repeats: int, progress: Progress, *, keep_gc: bool
+    direction: Direction,
+    name: str,
+    repeats: int,
+    progress: Progress,
+    memcpy_by: limits.MemcpyBy,
+    *,
+    keep_gc: bool,
 ) -> dict[str, Any]:
     workload = WORKLOADS[name]
     rounds = rounds_of(direction, workload, repeats)
@@ -116,7 +86,8 @@ def _workload(
         for seed in range(workload.pool)
     ]
     synchronise = synchroniser(direction.devices)
-    ways = contenders(direction)
+    size_bytes = total_bytes(sources[0])
+    ways = contenders(direction) + limits.contenders(direction, size_bytes, memcpy_by)
     wrong = {way.name: len(_wrong(way, sources[0], direction)) for way in ways}
     with collector_paused(not keep_gc), QuietProcessor() as quiet:
         times = interleave(
@@ -136,11 +107,15 @@ def _workload(
             before_round=quiet.seek,
         )
     stats, counted = count_transfers(sources[0], direction)
+    found = compared(times, OURS, BURST)
+    medians_us = {way: taken["median_us"] for way, taken in found["contenders"].items()}
     return {
         "leaves": len(leaves(sources[0])),
-        "bytes": total_bytes(sources[0]),
+        "bytes": size_bytes,
         "sources": len(sources),
-        **compared(times, OURS, BURST),
+        **found,
+        "kinds": {way.name: way.kind for way in ways},
+        "limits": limits.found_limits(direction, size_bytes, memcpy_by, medians_us, OURS),
         "steps": {step: summarise(taken)._asdict() for step, taken in own.items()},
         "stats": stats,
         f"{direction.name}_memcpys": counted.memcpys,
@@ -153,6 +128,8 @@ def _workload(
 def _wrong(way: Contender, source: Any, direction: Direction) -> list[str]:
     result = way.run(way.prepare(source))
     synchroniser(direction.devices)()
+    if way.kind == LIMIT:
+        return ["<bytes>"] if limits.differs(result, source) else []
     return differences(result, source, direction.target)
 
 

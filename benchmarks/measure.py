@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tdcopier._bench.measure import (
+    LIMIT,
+    PREPARED,
+    WAY,
     Contender,
     Summary,
     collector_paused,
@@ -17,6 +20,9 @@ from tdcopier._bench.measure import (
 )
 
 __all__ = [
+    "LIMIT",
+    "PREPARED",
+    "WAY",
     "Contender",
     "Summary",
     "collector_paused",

@@ -28,7 +28,9 @@ ORDER = [*DIRECTIONS, "structure", "tensordict", "wait", "memory"]  # of the pag
 WORKLOAD_NAMES = {
     "detection_batch": "detection batch",
     "detection_batch_with_images": "detection batch + images",
+    "atari_replay": "Atari replay batch",
     "flat_dict": "flat dict",
+    "many_large": "many large tensors",
     "one_large": "one large tensor",
 }
 
@@ -108,6 +110,23 @@ def steps_table(result: dict[str, Any]) -> str:
     header = ["workload", "start_copy, us", "get, us", "drop, us"]
     counted = ["packed / alone / delegated", "transfers"]
     return table([*header, *counted, f"{name.upper()} memcpys counted from outside"], rows)
+
+
+def limits_table(result: dict[str, Any]) -> str:
+    """Each workload beside what the machine can do with its bytes."""
+    rows = []
+    for workload, found in result["workloads"].items():
+        for index, limit in enumerate(found["limits"].values()):
+            rows.append(
+                [
+                    title(result, workload) if index == 0 else "",
+                    limit["way"].removeprefix("limit: "),
+                    number(limit["median_us"]),
+                    number(limit["gb_per_s"]),
+                    ratio_cell(limit["ours_over"]),
+                ]
+            )
+    return table(["workload", "limit", "median, us", "GB/s", "tdcopier over it"], rows)
 
 
 def opaque_table(result: dict[str, Any]) -> str:
@@ -226,6 +245,9 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
             parts.append(f"![{heading(result)}]({plots}/{plot_name(result)})")
         if result["name"] in DIRECTIONS:
             parts += [copies_table(result), steps_table(result)]
+            # Results that were taken before limits were have none.
+            if all("limits" in found for found in result["workloads"].values()):
+                parts.append(limits_table(result))
         if result["name"] == "structure":
             parts += [opaque_table(result), containers_table(result)]
         if result["name"] == "tensordict":

@@ -14,15 +14,20 @@ import torch
 
 __all__ = [
     "WORKLOADS",
+    "AtariReplay",
+    "AtariStep",
+    "AtariStepAfter",
     "Camera",
     "Sample",
     "SampleWithImages",
     "Workload",
+    "atari_replay",
     "detection_batch",
     "detection_batch_with_images",
     "flat_dict",
     "leaves",
     "leaves_with_paths",
+    "many_large",
     "map_tensors",
     "one_large",
     "total_bytes",
@@ -68,6 +73,36 @@ class SampleWithImages(Sample):
 
     images: torch.Tensor
     """(cameras, 3, 256, 704) uint8."""
+
+
+class AtariStep(TypedDict):
+    """What an environment says of one step, in ``R`` rows: ``28,227 * R`` bytes in 4 leaves."""
+
+    pixels: torch.Tensor
+    """(R, 4, 84, 84) uint8: the last four frames, grey."""
+    done: torch.Tensor
+    """(R, 1) bool: terminated or truncated."""
+    terminated: torch.Tensor
+    """(R, 1) bool."""
+    truncated: torch.Tensor
+    """(R, 1) bool."""
+
+
+class AtariStepAfter(AtariStep):
+    """What came of an action."""
+
+    reward: torch.Tensor
+    """(R, 1) float32."""
+
+
+class AtariReplay(AtariStep):
+    """Rows of a replay buffer."""
+
+    action: torch.Tensor
+    """(R,) int64."""
+    next: AtariStepAfter
+    index: torch.Tensor
+    """(R,) int64: where in the buffer the row was found."""
 
 
 def detection_batch(samples: int = 16, cameras: int = 6, seed: int = 0) -> list[Sample]:
@@ -140,6 +175,52 @@ def one_large(size_bytes: int = 1 << 28, seed: int = 0) -> torch.Tensor:
     return torch.arange(seed, seed + size_bytes // 4, dtype=torch.int32)
 
 
+def many_large(leaves: int = 64, leaf_bytes: int = 1 << 22, seed: int = 0) -> list[torch.Tensor]:
+    """A list of equal int32 leaves; by default 64 of 4 MiB, together 268,435,456 bytes.
+
+    As when the weights of a layer, or the optimizer's state of one, are brought back from the host,
+    or when the features of a clip were computed before. Values name positions, as in
+    :func:`one_large`, and no two leaves are equal.
+
+    Args:
+        leaves: Leaves in the list.
+        leaf_bytes: Bytes of each, rounded down to whole int32 values.
+        seed: The first value.
+
+    Returns:
+        The list.
+
+    """
+    count = leaf_bytes // 4
+    begins = range(seed, seed + leaves * count, count)
+    return [torch.arange(begin, begin + count, dtype=torch.int32) for begin in begins]
+
+
+def atari_replay(rows: int = 256, seed: int = 0) -> AtariReplay:
+    """Rows sampled from a replay buffer of Atari frames, as a learner gets them at each step.
+
+    With the defaults: 11 leaves, 14,457,344 bytes, of which the two stacks of frames have 7,225,344
+    each and all others together 6,656. Nested as torchrl's buffers give it: the step, what came of
+    it under ``"next"``, and where in the buffer the sampler found the row.
+
+    Args:
+        rows: Rows in the batch.
+        seed: Decides the values.
+
+    Returns:
+        One dict, with one dict in it.
+
+    """
+    generator = torch.Generator().manual_seed(seed)
+    reward = torch.randint(-1, 2, (rows, 1), generator=generator).float()
+    return {
+        **_atari_step(rows, generator),
+        "action": torch.randint(0, 18, (rows,), generator=generator),
+        "next": {**_atari_step(rows, generator), "reward": reward},
+        "index": torch.randint(0, 1_000_000, (rows,), generator=generator),
+    }
+
+
 def flat_dict(leaves: int = 1000, floats: int = 64, seed: int = 0) -> dict[str, torch.Tensor]:
     """One dict of equal leaves, each (``floats``,) float32; by default 1000 leaves, 256,000 bytes.
 
@@ -172,7 +253,9 @@ WORKLOADS: dict[str, Workload] = {
     "detection_batch_with_images": Workload(
         lambda seed: detection_batch_with_images(seed=seed), 2, 0.25
     ),
+    "atari_replay": Workload(lambda seed: atari_replay(seed=seed), 4, 0.5),
     "flat_dict": Workload(lambda seed: flat_dict(seed=seed), 4, 1.0),
+    "many_large": Workload(lambda seed: many_large(seed=seed), 1, 0.1),
     "one_large": Workload(lambda seed: one_large(seed=seed), 1, 0.1),
 }
 """The batches that benchmarks run by name."""
@@ -277,4 +360,14 @@ def _sample(cameras: list[Camera], count: int, generator: torch.Generator) -> Sa
         "boxes_3d": torch.randn(count, 7, generator=generator),
         "class_ids_3d": torch.randint(0, NUM_CLASSES, (count,), generator=generator),
         "active_3d": torch.rand(count, generator=generator) < 0.8,
+    }
+
+
+def _atari_step(rows: int, generator: torch.Generator) -> AtariStep:
+    terminated, truncated = torch.rand(2, rows, 1, generator=generator) < 0.01
+    return {
+        "pixels": torch.randint(0, 256, (rows, 4, 84, 84), dtype=torch.uint8, generator=generator),
+        "done": terminated | truncated,
+        "terminated": terminated.clone(),
+        "truncated": truncated.clone(),
     }

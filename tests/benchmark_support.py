@@ -32,6 +32,15 @@ def a_result(name: str = "h2d", **changes) -> dict:
         "bytes": 153_152,
         "contenders": {"tdcopier": times, ".to() per leaf": slow},
         "ratios": {".to() per leaf": 3050.0},
+        "kinds": {"tdcopier": "way", ".to() per leaf": "way"},
+        "limits": {
+            "dma": {
+                "way": "limit: one pinned DMA",
+                "median_us": 1.6,
+                "gb_per_s": 54.0,
+                "ours_over": 1.25,
+            }
+        },
         "first_calls": {"tdcopier": times, ".to() per leaf": slow},
         "ratios_of_first_calls": {".to() per leaf": 3050.0},
         "steps": dict.fromkeys(("start_copy", "get", "synchronise", "drop"), times),

@@ -1,10 +1,10 @@
-"""What the benchmark of copies takes for a direction, a right tree, a transfer and a hit target."""
+"""What the benchmark of copies takes for a direction, a right tree and a transfer."""
 
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from benchmark_support import a_result, load
+from benchmark_support import load
 
 from tdcopier import workloads
 
@@ -20,36 +20,6 @@ ON_CUDA = {
 ENDS_ON_CUDA_0, ENDS_ON_CUDA_1 = (
     {"h2d": ("cpu", name), "d2h": (name, "cpu")} for name in ("cuda:0", "cuda:1")
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "speedup", "hit"),
-    [
-        ("h2d", 34.9, False),
-        ("h2d", 35.0, True),
-        ("d2h", 17.9, False),
-        ("d2h", 18.0, True),
-        ("d2d", 9.9, False),
-        ("d2d", 10.0, True),
-    ],
-)
-def test_each_direction_has_its_own_speed_target(name: str, speedup: float, hit: bool) -> None:
-    batch = a_result(name)["workloads"]["detection_batch"] | {"ratios": {".to() per leaf": speedup}}
-    targets = copies.targets(ON_CUDA[name], {"detection_batch": batch})
-    assert [target["hit"] for target in targets] == [True, hit, True]
-
-
-@pytest.mark.parametrize("name", list(ON_CUDA))
-def test_the_transfer_target_needs_the_outside_count_too(name: str) -> None:
-    batch = a_result(name)["workloads"]["detection_batch"] | {f"{name}_memcpys": 528}
-    targets = copies.targets(ON_CUDA[name], {"detection_batch": batch})
-    assert [target["hit"] for target in targets] == [True, True, False]
-    assert targets[-1]["found"] == [528, 1, 528]
-
-
-def test_a_wrong_leaf_of_any_workload_misses_a_target() -> None:
-    found = {"flat_dict": {"wrong_leaves": {"tdcopier": 2}}}
-    assert [target["hit"] for target in copies.targets(ON_CUDA["h2d"], found)] == [False]
 
 
 @pytest.mark.parametrize(

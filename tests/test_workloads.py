@@ -51,7 +51,9 @@ def test_boxes_have_their_corners_in_order() -> None:
             assert bool(((x0 <= x1) & (y0 <= y1)).all())
 
 
-@pytest.mark.parametrize("make", [workloads.detection_batch, workloads.flat_dict])
+@pytest.mark.parametrize(
+    "make", [workloads.detection_batch, workloads.flat_dict, workloads.atari_replay]
+)
 def test_the_same_seed_gives_the_same_values_and_another_seed_others(make) -> None:
     first, again, other = (workloads.leaves(make(seed=seed)) for seed in (3, 3, 4))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -72,6 +74,25 @@ def test_images_add_one_large_leaf_per_sample() -> None:
 def test_one_large_names_every_position() -> None:
     leaf = workloads.one_large(size_bytes=1024, seed=5)
     assert leaf.tolist() == list(range(5, 5 + 256))
+
+
+def test_many_large_leaves_name_every_position_of_all_of_them() -> None:
+    leaves = workloads.many_large(leaves=3, leaf_bytes=8, seed=5)
+    assert [leaf.tolist() for leaf in leaves] == [[5, 6], [7, 8], [9, 10]]
+    full = workloads.many_large()
+    assert len(full) == 64
+    assert {leaf.nbytes for leaf in full} == {4 << 20}
+
+
+def test_an_atari_replay_batch_has_11_leaves_in_two_dicts_and_the_documented_bytes() -> None:
+    batch = workloads.atari_replay()
+    assert len(workloads.leaves(batch)) == 11
+    assert workloads.total_bytes(batch) == 14_457_344
+    pixels = [batch["pixels"], batch["next"]["pixels"]]
+    assert {(leaf.shape, leaf.dtype) for leaf in pixels} == {((256, 4, 84, 84), torch.uint8)}
+    assert sum(leaf.nbytes for leaf in pixels) == 2 * 7_225_344
+    assert all(leaf.is_contiguous() for leaf in workloads.leaves(batch))
+    assert len({leaf.untyped_storage().data_ptr() for leaf in workloads.leaves(batch)}) == 11
 
 
 def test_flat_dict_has_the_asked_leaves() -> None:

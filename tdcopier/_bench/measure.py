@@ -22,6 +22,11 @@ class Summary(NamedTuple):
     repeats: int
 
 
+WAY, PREPARED, LIMIT = "way", "prepared", "limit"
+"""What a contender is: a way of copying; one that is handed sources that are prepared for it; or no
+copy of a tree at all, but what the machine can do at best."""
+
+
 class Contender(NamedTuple):
     """One way of copying a tree, as it is timed."""
 
@@ -30,6 +35,7 @@ class Contender(NamedTuple):
     """Timed: from a source tree to the tree on the target."""
     prepare: Callable[[Any], Any] = lambda tree: tree
     """Not timed, once per source tree: for a baseline that is handed pinned sources."""
+    kind: str = WAY
 
 
 def summarise(times_us: Sequence[float]) -> Summary:
