@@ -16,6 +16,7 @@ from tdcopier.workloads import leaves_with_paths, map_tensors
 
 OURS = "tdcopier"
 PER_LEAF_TO = ".to() per leaf"
+PINNED = "pinned beforehand, non_blocking .to()"
 
 
 def multi_tensor_copier() -> ModuleType | None:
@@ -81,7 +82,7 @@ def _pinned_to_device(device: torch.device) -> list[Contender]:
     return [
         per_leaf("pin_memory() and .to() per leaf", lambda leaf: to(leaf.pin_memory())),
         Contender(
-            "pinned beforehand, non_blocking .to()",
+            PINNED,
             lambda tree: map_tensors(tree, to),
             lambda tree: map_tensors(tree, torch.Tensor.pin_memory),
             PREPARED,

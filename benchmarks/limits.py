@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from directions import DMA, HOST, MEMCPY, Direction
 from measure import LIMIT, Contender
+from tables import LIMIT_PREFIX
 
 from tdcopier.workloads import leaves
 
@@ -36,11 +37,11 @@ class Pieces(NamedTuple):
 
 def name_of_transfer(direction: Direction) -> str:
     pinned = HOST in (direction.source, direction.target)
-    return f"limit: one{' pinned' * pinned} DMA"
+    return f"{LIMIT_PREFIX}one{' pinned' * pinned} DMA"
 
 
 def name_of_memcpy(threads: int) -> str:
-    return f"limit: memcpy into pinned memory, {threads} thread{'s' * (threads > 1)}"
+    return f"{LIMIT_PREFIX}memcpy into pinned memory, {threads} thread{'s' * (threads > 1)}"
 
 
 @contextmanager

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
+import feed_report
 import td_report
-from tables import OURS, leaves_and_bytes, number, ratio_cell, table, times_cells
+from plots import bars
+from tables import LIMIT_PREFIX, OURS, leaves_and_bytes, number, ratio_cell, table, times_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -24,7 +25,9 @@ NO_RESULTS = "No result files yet: `make bench` on a machine with a GPU writes t
 DIRECTIONS = {"h2d": "Host to device", "d2h": "Device to host", "d2d": "Device to device"}
 PLOTTED = {name: words.lower() for name, words in DIRECTIONS.items()}
 PLOTTED["tensordict"] = "TensorDict, host to device"
-ORDER = [*DIRECTIONS, "structure", "tensordict", "wait", "memory"]  # of the page
+PLOTTED["loop"] = "in a training loop"
+PLOTTED["sizes"] = "against the number of leaves"
+ORDER = [*DIRECTIONS, "loop", "sizes", "structure", "tensordict", "wait", "memory"]  # of the page
 WORKLOAD_NAMES = {
     "detection_batch": "detection batch",
     "detection_batch_with_images": "detection batch + images",
@@ -120,7 +123,7 @@ def limits_table(result: dict[str, Any]) -> str:
             rows.append(
                 [
                     title(result, workload) if index == 0 else "",
-                    limit["way"].removeprefix("limit: "),
+                    limit["way"].removeprefix(LIMIT_PREFIX),
                     number(limit["median_us"]),
                     number(limit["gb_per_s"]),
                     ratio_cell(limit["ours_over"]),
@@ -181,41 +184,14 @@ def targets_table(result: dict[str, Any]) -> str:
     )
 
 
-def bars(heading: str, values: Sequence[tuple[str, float]], unit: str) -> str:
-    """A plot of horizontal bars on a linear axis from zero, as SVG.
-
-    Args:
-        heading: Written above the bars.
-        values: Name and value of each bar, top to bottom; ours stands out by colour.
-        unit: Written behind each value.
-
-    """
-    row, left, width, top = 26, 290, 760, 40
-    longest = max(value for _, value in values)
-    scale = (width - left - 110) / longest
-    height = top + row * len(values) + 10
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">',
-        "<style>text{fill:#1f2328}@media(prefers-color-scheme:dark){text{fill:#e6edf3}}</style>",
-        f'<text x="8" y="22" font-size="15" font-weight="bold">{escape(heading)}</text>',
-    ]
-    for index, (name, value) in enumerate(values):
-        y = top + row * index
-        colour = "#2a9d63" if name.startswith(OURS) else "#8c96a3"
-        length = max(1.0, value * scale)
-        out += [
-            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>',
-            f'<rect x="{left}" y="{y + 2}" width="{length:.1f}" height="18" fill="{colour}"/>',
-            f'<text x="{left + length + 6:.1f}" y="{y + 15}">{number(value)} {escape(unit)}</text>',
-        ]
-    return "\n".join([*out, "</svg>", ""])
-
-
 def plot(result: dict[str, Any], workload: str = "detection_batch") -> str | None:
-    """The bars of one workload's medians; None where the result does not have it."""
+    """The plot of a result, of copies that of one workload; None where it does not have one."""
     if result["name"] == "tensordict":
         return bars(*td_report.plotted(result), "us")
+    if result["name"] == "loop":
+        return feed_report.loop_plot(result)
+    if result["name"] == "sizes":
+        return feed_report.sizes_plot(result)
     direction = DIRECTIONS.get(result["name"])
     if direction is None or workload not in result["workloads"]:
         return None
@@ -248,6 +224,11 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
             # Results that were taken before limits were have none.
             if all("limits" in found for found in result["workloads"].values()):
                 parts.append(limits_table(result))
+        if result["name"] == "loop":
+            parts.append(feed_report.loop_table(result, WORKLOAD_NAMES))
+            parts.append(feed_report.beside_table(result))
+        if result["name"] == "sizes":
+            parts.append(feed_report.sizes_table(result))
         if result["name"] == "structure":
             parts += [opaque_table(result), containers_table(result)]
         if result["name"] == "tensordict":

@@ -20,8 +20,10 @@ from typing import Any
 
 import copies
 import directions
+import loop
 import machine
 import report
+import sizes
 import streams
 import structure
 import torch
@@ -36,7 +38,7 @@ WANTING = {
     "tensordict": "it needs the package tensordict",
 }
 """Why a benchmark cannot run, where it cannot."""
-NAMES = ("h2d", "d2h", "d2d", "structure", "tensordict", "wait", "memory")
+NAMES = ("h2d", "d2h", "d2d", "loop", "sizes", "structure", "tensordict", "wait", "memory")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -113,7 +115,8 @@ def _benchmarks(
         )
         for name, direction in directions.possible(device).items()
     }
-    found["structure"] = partial(structure.run, device, repeats, progress, keep_gc=options.keep_gc)
+    for name, module in (("loop", loop), ("sizes", sizes), ("structure", structure)):
+        found[name] = partial(module.run, device, repeats, progress, keep_gc=options.keep_gc)
     if importlib.util.find_spec("tensordict") is not None:
         found["tensordict"] = partial(
             _tensordicts, device, repeats, progress, keep_gc=options.keep_gc

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 OURS = "tdcopier"
+LIMIT_PREFIX = "limit: "  # of what is no way to copy a tree, but the best that the machine can do
 
 
 def number(value: float) -> str:

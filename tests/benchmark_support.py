@@ -162,3 +162,76 @@ def a_tensordict_result(**changes) -> dict:
         )
         | changes
     )
+
+
+def a_loop_result(**changes) -> dict:
+    """A result on training loops that hits every target, each just so."""
+
+    def loop(over_resident: float, copy_calls_us: float) -> dict:
+        def times(*us: float) -> dict:
+            ways = ("on the device already", "tdcopier", ".to() per leaf")
+            return {way: measure.summarise([u])._asdict() for way, u in zip(ways, us, strict=True)}
+
+        return {
+            "leaves": 528,
+            "bytes": 153_152,
+            "steps_per_block": 20,
+            "step": times(3400.0, 3400.0 * over_resident, 10_200.0),
+            "ratios": {
+                "on the device already": 1.0,
+                "tdcopier": over_resident,
+                ".to() per leaf": 3.0,
+            },
+            "copy_calls": times(0.5, copy_calls_us, 8400.0),
+            "wrong": {"on the device already": 0, "tdcopier": 0, ".to() per leaf": 0},
+        }
+
+    def summary(us: float) -> dict:
+        return measure.summarise([us])._asdict()
+
+    return (
+        a_result(
+            name="loop",
+            what="A training loop",
+            loops={
+                "detection_batch": loop(1.02, 150.0),
+                "detection_batch_with_images": loop(1.05, 500.0),
+                "atari_replay": loop(1.02, 300.0),
+            },
+            beside_host_work={
+                "host_work_us": 1000.0,
+                "start_copy": summary(70.0),
+                "get": summary(10.0),
+                "together": summary(80.0),
+                "wrong": 0,
+            },
+        )
+        | changes
+    )
+
+
+def a_sizes_result(**changes) -> dict:
+    """A result on the number of leaves: a leaf among 100,000 costs 1.5 times one among 1,000."""
+
+    def size(count: int, **us_per_leaf: float) -> dict:
+        return {
+            "leaves": count,
+            "bytes": 256 * count,
+            "contenders": {
+                way: measure.summarise([us * count])._asdict() for way, us in us_per_leaf.items()
+            },
+            "us_per_leaf": us_per_leaf,
+            "wrong": dict.fromkeys(us_per_leaf, 0),
+        }
+
+    return (
+        a_result(
+            name="sizes",
+            what="Sizes",
+            sizes={
+                "1000": size(1000, **{"tdcopier": 0.5, ".to() per leaf": 12.0}),
+                "100000": size(100_000, tdcopier=0.75),
+            },
+        )
+        | changes
+    )

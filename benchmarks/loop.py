@@ -1,0 +1,277 @@
+"""A training loop that is fed by copies, against the same loop on batches that are there already.
+
+A loop does not care how long a copy takes, but how much later the step is done, and how long the
+host is kept from other things.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import host_work
+import torch
+from baselines import OURS, PER_LEAF_TO, PINNED, multi_tensor_copier
+from copies import Progress, start_workers
+from copy_targets import at_most
+from directions import h2d, synchroniser
+from limits import flat_bytes
+from loop_work import Reader, Work
+from measure import collector_paused, summarise
+from quiet import QuietProcessor
+
+import tdcopier
+from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
+
+STEP_MS = 3.4  # of work for the device in each step
+STEPS = 20  # of one feed in a row
+CHECK_EVERY = 10  # of these steps, the whole batch is compared; of each, three leaves
+WARM_UP = 2
+RESIDENT = "on the device already"
+
+
+class Wanted(NamedTuple):
+    """Of a loop that is fed by us, at most."""
+
+    over_resident: float
+    """Time of a step over that with a batch that is on the device already."""
+    copy_calls_us: float
+    """Time of the host in the calls that copy, per step."""
+
+
+WANTED = {
+    "detection_batch": Wanted(1.02, 150.0),
+    "detection_batch_with_images": Wanted(1.05, 500.0),
+    "atari_replay": Wanted(1.02, 300.0),
+}
+"""The batches that loops are fed with."""
+POOL = {"detection_batch": 8, "detection_batch_with_images": 4, "atari_replay": 6}
+
+
+class Feed(NamedTuple):
+    """One way for the batches of a loop to reach the device."""
+
+    name: str
+    start: Callable[[Any], Any]
+    """Before a step: from the source of the next one to what ``finish`` is given."""
+    finish: Callable[[Any], Any]
+    """At the beginning of a step: to the batch that the current stream may read."""
+    prepare: Callable[[Any], Any] = lambda tree: tree
+    """Once per source, not timed."""
+
+
+def feeds(device: torch.device) -> list[Feed]:
+    """Every way that can run here: what ratios are over, then ours, then the others."""
+
+    def same(value: Any) -> Any:
+        return value
+
+    def to(tree: Any, **how: bool) -> Any:
+        return map_tensors(tree, lambda leaf: leaf.to(device, **how))
+
+    found = [
+        Feed(RESIDENT, same, same, to),
+        Feed(OURS, lambda tree: tdcopier.start_copy(tree, device), lambda handle: handle.wait()),
+        Feed(PER_LEAF_TO, same, to),
+        Feed(
+            PINNED,
+            same,
+            lambda tree: to(tree, non_blocking=True),
+            lambda tree: map_tensors(tree, torch.Tensor.pin_memory),
+        ),
+    ]
+    peer = multi_tensor_copier()
+    if peer is not None and device.type == "cuda":
+        found.append(
+            Feed(
+                "multi_tensor_copier",
+                lambda tree: peer.start_copy(tree, device),
+                lambda handle: handle.get(),
+            )
+        )
+    return found
+
+
+class Block(NamedTuple):
+    """One feed's steps in a row."""
+
+    step_us: float
+    """Of the whole block, the device included, over its steps."""
+    copy_calls_us: list[float]
+    """Of the host, by step."""
+    checked: list[tuple[int, Any]]
+    """The number of a step, and the batch that it had."""
+
+
+def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
+    """The result of this benchmark, without the machine.
+
+    Args:
+        device: The target.
+        repeats: As of the other benchmarks; blocks are longer, so there are fewer.
+        progress: From a label to a wrapper of the rounds.
+        keep_gc: Leave Python's cyclic collector on while timing.
+
+    """
+    start_workers(h2d(device))
+    work = Work(device, STEP_MS)
+    rounds = max(2, round(repeats * 0.03))
+    result = {
+        "what": "A training loop: time of a step, and of the host in the calls that copy",
+        "settings": {
+            "work": f"{work.count} multiplications of matrices, {tuple(work.factor.shape)}, "
+            f"{work.factor.dtype}, for about {STEP_MS:g} ms a step",
+            "order": f"blocks of {STEPS} steps, shuffled per round",
+            "ahead": "start_copy() of the next batch before the step, wait() at its beginning; the "
+            "host begins a step when the one before the last is done",
+            "collector": "on" if keep_gc else "paused",
+            "processor": "each round on one that no neighbour slows down, where there is one",
+        },
+        "loops": {
+            name: _loop(device, name, work, rounds, progress, keep_gc=keep_gc) for name in WANTED
+        },
+        "beside_host_work": host_work.run(device, max(10, repeats // 2), progress, keep_gc=keep_gc),
+    }
+    return {**result, "targets": targets(result, speed=device.type != "sim")}
+
+
+def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
+    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    beside = result["beside_host_work"]
+    wrong = sum(sum(found["wrong"].values()) for found in result["loops"].values())
+    wrong += beside["wrong"]
+    found = [
+        {
+            "what": "steps and batches with another value than the source's, all feeds",
+            "wanted": "0",
+            "found": wrong,
+            "hit": wrong == 0,
+        }
+    ]
+    if not speed:
+        return found
+    for name, wanted in WANTED.items():
+        loop = result["loops"][name]
+        ratio, host_us = loop["ratios"][OURS], loop["copy_calls"][OURS]["median_us"]
+        found += [
+            at_most(f"{name}, step over that {RESIDENT}", ratio, wanted.over_resident),
+            at_most(
+                f"{name}, host in the copy calls of a step", host_us, wanted.copy_calls_us, "us"
+            ),
+        ]
+    between = f"{host_work.HOST_WORK_US:g} us of other work between"
+    what = f"detection batch, start_copy() and get() with {between}"
+    return [*found, at_most(what, beside["together"]["median_us"], host_work.MAX_TOGETHER_US, "us")]
+
+
+def block(
+    feed: Feed,
+    sources: list[Any],
+    first: int,
+    work: Work,
+    reader: Reader,
+    device: torch.device,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> Block:
+    """Twenty steps. Each sets off the copy for the next; that for the first is done beforehand.
+
+    Args:
+        feed: How batches reach the device.
+        sources: What the feed has prepared, one per step in turn.
+        first: Which of them is the first step's.
+        work: What the device does in a step.
+        reader: What reads the batch.
+        device: Where the loop runs.
+        clock_ns: The clock.
+
+    """
+    module = torch.get_device_module(device)
+    ended = [module.Event(), module.Event()]
+    copy_calls_us: list[float] = []
+    checked: list[tuple[int, Any]] = []
+    coming = feed.start(sources[first % len(sources)])
+    module.synchronize(device)
+    begin = clock_ns()
+    for step in range(STEPS):
+        following = sources[(first + step + 1) % len(sources)]
+        called = clock_ns()
+        batch = feed.finish(coming)
+        coming = feed.start(following)
+        copy_calls_us.append((clock_ns() - called) / 1e3)
+        reader.read(batch, step)
+        work.enqueue()
+        ended[step % 2].record()
+        if (step + 1) % CHECK_EVERY == 0:
+            checked.append((step, batch))
+        del batch
+        if step > 0:  # as a loop does that prints the loss of the step before
+            ended[(step - 1) % 2].synchronize()
+    module.synchronize(device)
+    return Block((clock_ns() - begin) / 1e3 / STEPS, copy_calls_us, checked)
+
+
+def count_wrong(
+    found: Block, first: int, reader: Reader, expected: list[torch.Tensor]
+) -> tuple[int, int]:
+    """Steps that read other values than the source's, and whole batches with such values.
+
+    Args:
+        found: A block that is done.
+        first: As it was run.
+        reader: As it was run.
+        expected: The bytes of each source, on the device.
+
+    """
+    batches = sum(
+        not torch.equal(flat_bytes(batch), expected[(first + step) % len(expected)])
+        for step, batch in found.checked
+    )
+    return reader.count_wrong(first), batches
+
+
+def _loop(
+    device: torch.device,
+    name: str,
+    work: Work,
+    rounds: int,
+    progress: Progress,
+    *,
+    keep_gc: bool,
+) -> dict[str, Any]:
+    sources = [WORKLOADS[name].make(seed) for seed in range(POOL[name])]
+    expected = [flat_bytes(source).to(device) for source in sources]
+    reader = Reader(sources, STEPS, device)
+    ways = feeds(device)
+    prepared = {feed.name: [feed.prepare(source) for source in sources] for feed in ways}
+    step_us: dict[str, list[float]] = {feed.name: [] for feed in ways}
+    copy_calls_us: dict[str, list[float]] = {feed.name: [] for feed in ways}
+    wrong = {feed.name: 0 for feed in ways}
+    synchroniser([device])()
+    order, dice = list(ways), random.Random(0)
+    with collector_paused(not keep_gc), QuietProcessor() as quiet:
+        for index in progress(f"loop, {name}")(range(WARM_UP + rounds)):
+            dice.shuffle(order)
+            quiet.seek()
+            for feed in order:
+                found = block(feed, prepared[feed.name], index, work, reader, device)
+                wrong[feed.name] += sum(count_wrong(found, index, reader, expected))
+                if index >= WARM_UP:
+                    step_us[feed.name].append(found.step_us)
+                    copy_calls_us[feed.name] += found.copy_calls_us
+                del found
+    steps = {way: summarise(taken) for way, taken in step_us.items()}
+    return {
+        "leaves": len(leaves(sources[0])),
+        "bytes": total_bytes(sources[0]),
+        "sources": len(sources),
+        "steps_per_block": STEPS,
+        "step": {way: summary._asdict() for way, summary in steps.items()},
+        "ratios": {way: s.median_us / steps[RESIDENT].median_us for way, s in steps.items()},
+        "copy_calls": {way: summarise(taken)._asdict() for way, taken in copy_calls_us.items()},
+        "checked_steps": (WARM_UP + rounds) * STEPS,
+        "checked_batches": (WARM_UP + rounds) * (STEPS // CHECK_EVERY),
+        "wrong": wrong,
+        "processor": quiet.described(),
+    }

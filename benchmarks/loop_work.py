@@ -1,0 +1,85 @@
+"""What is done in a step of a training loop: the batch is read, and the device has work."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import getitem
+from typing import Any
+
+import torch
+
+READ_BYTES = 1 << 14  # of a leaf: the last ones arrive last
+
+
+class Work:
+    """What the device does in a step: multiplications of matrices that take about the asked time.
+
+    On the simulated device, whose times mean nothing, a single small one.
+    """
+
+    def __init__(self, device: torch.device, ms: float) -> None:
+        on_cuda = device.type == "cuda"
+        size, dtype = (4096, torch.bfloat16) if on_cuda else (16, torch.float32)
+        self.factor = torch.full((size, size), 1.0 / size, dtype=dtype, device=device)
+        self.product = torch.empty_like(self.factor)
+        self.count = 1
+        if on_cuda:
+            self.count = max(1, round(ms / self._ms_of_one()))
+
+    def enqueue(self) -> None:
+        for _ in range(self.count):
+            torch.mm(self.factor, self.factor, out=self.product)
+
+    def _ms_of_one(self) -> float:
+        calls = 100  # the first of them bring the clock of an idle device up
+        for _ in range(2):
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            for _ in range(calls):
+                torch.mm(self.factor, self.factor, out=self.product)
+            after.record()
+            after.synchronize()
+        return float(before.elapsed_time(after)) / calls
+
+
+class Reader:
+    """Reads three leaves of the batch in each step, in the order of the stream, as a model would.
+
+    It takes the sum of their last bytes. A step that begins before its batch is there leaves
+    another sum than that of the source.
+    """
+
+    def __init__(self, sources: list[Any], steps: int, device: torch.device) -> None:
+        everywhere = routes(sources[0])
+        self.routes = [everywhere[0], everywhere[len(everywhere) // 2], everywhere[-1]]
+        self.expected = [self._sums(source) for source in sources]
+        self.sums = torch.zeros(steps, len(self.routes), dtype=torch.int64, device=device)
+
+    def read(self, batch: Any, step: int) -> None:
+        for found, leaf in zip(self.sums[step], self._leaves(batch), strict=True):
+            found.copy_(sum_of_last_bytes(leaf))
+
+    def count_wrong(self, first: int) -> int:
+        """Steps of a block whose sums are not those of the sources from ``first`` on; forgets."""
+        found = self.sums.tolist()
+        self.sums.fill_(-1)
+        count = len(self.expected)
+        return sum(sums != self.expected[(first + step) % count] for step, sums in enumerate(found))
+
+    def _leaves(self, batch: Any) -> list[torch.Tensor]:
+        return [reduce(getitem, route, batch) for route in self.routes]
+
+    def _sums(self, batch: Any) -> list[int]:
+        return [int(sum_of_last_bytes(leaf)) for leaf in self._leaves(batch)]
+
+
+def routes(tree: Any) -> list[tuple[Any, ...]]:
+    """Keys and indices that lead to each leaf, in the order of the containers."""
+    if isinstance(tree, torch.Tensor):
+        return [()]
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return [(key, *route) for key, child in children for route in routes(child)]
+
+
+def sum_of_last_bytes(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.reshape(-1).view(torch.uint8)[-READ_BYTES:].sum()

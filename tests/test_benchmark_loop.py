@@ -1,0 +1,208 @@
+"""What the benchmark of training loops takes for a step's time, the host's, and a right batch."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from benchmark_support import a_loop_result, load
+
+from tdcopier import workloads
+
+loop, loop_work, host_work = load("loop"), load("loop_work"), load("host_work")
+limits, report, run = load("limits"), load("report"), load("run")
+
+
+@pytest.fixture
+def device(sim: ModuleType) -> torch.device:
+    return torch.device("sim", 0)
+
+
+class Clock:
+    """Ticks by one microsecond at each look, and when somebody says that something took longer."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+    def take_us(self, us: int) -> None:
+        self.now_ns += us * 1000
+
+
+class Idle:
+    """A step without work for the device."""
+
+    def enqueue(self) -> None:
+        pass
+
+
+def small_sources(count: int = 3) -> list:
+    return [workloads.detection_batch(samples=2, cameras=2, seed=seed) for seed in range(count)]
+
+
+def wrong_of(feed, sources: list, device: torch.device) -> tuple[int, int]:
+    """Wrong steps and wrong batches of one block."""
+    reader = loop_work.Reader(sources, loop.STEPS, device)
+    prepared = [feed.prepare(source) for source in sources]
+    found = loop.block(feed, prepared, 1, loop.Work(device, loop.STEP_MS), reader, device)
+    expected = [limits.flat_bytes(source).to(device) for source in sources]
+    return loop.count_wrong(found, 1, reader, expected)
+
+
+def test_all_ways_to_feed_a_loop_bring_the_right_batch_to_each_step(device: torch.device) -> None:
+    feeds = loop.feeds(device)
+    assert [feed.name for feed in feeds] == [
+        "on the device already",
+        "tdcopier",
+        ".to() per leaf",
+        "pinned beforehand, non_blocking .to()",
+    ]
+    for feed in feeds:
+        assert wrong_of(feed, small_sources(), device) == (0, 0), feed.name
+
+
+def test_a_feed_that_is_a_step_behind_is_wrong_in_every_step(device: torch.device) -> None:
+    sources = small_sources()
+    (resident, *_) = loop.feeds(device)
+    behind = resident._replace(prepare=lambda tree: resident.prepare(sources[0]))
+    steps_of_other_sources = sum((1 + step) % 3 != 0 for step in range(loop.STEPS))
+    assert wrong_of(behind, sources, device) == (steps_of_other_sources, 2)
+
+
+def test_a_wrong_value_that_no_step_reads_is_found_in_the_batches_that_are_compared(
+    device: torch.device,
+) -> None:
+    (resident, *_) = loop.feeds(device)
+
+    def prepare(tree):
+        batch = resident.prepare(tree)
+        batch[0]["cameras"][1]["depths"][0] += 1
+        return batch
+
+    assert wrong_of(resident._replace(prepare=prepare), small_sources(), device) == (0, 2)
+
+
+def test_a_step_that_did_not_read_is_wrong_whatever_the_block_before_has_read(
+    device: torch.device,
+) -> None:
+    reader = loop_work.Reader(small_sources(1), 2, device)
+    batch = loop.feeds(device)[0].prepare(small_sources(1)[0])
+    reader.read(batch, 0)
+    reader.read(batch, 1)
+    assert reader.count_wrong(0) == 0
+    reader.read(batch, 1)
+    assert reader.count_wrong(0) == 1
+
+
+def test_only_the_copy_calls_are_the_hosts_time_and_all_is_the_steps(device: torch.device) -> None:
+    clock = Clock()
+    sources = small_sources()
+    (resident, *_) = loop.feeds(device)
+    started: list[int] = []
+
+    def start(tree):
+        started.append(len(started))
+        clock.take_us(30)
+        return tree
+
+    def finish(tree):
+        clock.take_us(12)
+        return tree
+
+    class Slow(Idle):
+        def enqueue(self) -> None:
+            clock.take_us(1000)
+
+    feed = resident._replace(start=start, finish=finish)
+    prepared = [feed.prepare(source) for source in sources]
+    reader = loop_work.Reader(sources, loop.STEPS, device)
+    found = loop.block(feed, prepared, 0, Slow(), reader, device, clock)
+    assert found.copy_calls_us == [43.0] * loop.STEPS
+    # Two looks at the clock in each step, and one at the end.
+    assert found.step_us == pytest.approx(1000 + 43 + 1 + 1 / loop.STEPS)
+    assert len(started) == loop.STEPS + 1  # one beforehand, and one in each step
+    assert [step for step, _ in found.checked] == [9, 19]
+
+
+def test_routes_lead_to_the_leaves_in_their_order() -> None:
+    tree = {"a": [torch.zeros(1), {"b": torch.ones(1)}], "c": torch.ones(2)}
+    assert loop_work.routes(tree) == [("a", 0), ("a", 1, "b"), ("c",)]
+
+
+def test_work_of_the_host_lasts_as_long_as_asked() -> None:
+    clock = Clock()
+    host_work.work_on_host(100.0, clock)
+    assert 100_000 <= clock.now_ns <= 103_000
+
+
+def test_the_loops_targets_are_hit_just_so() -> None:
+    targets = loop.targets(a_loop_result())
+    assert [target["hit"] for target in targets] == [True] * 8
+    assert [target["wanted"] for target in targets][1:3] == ["<= 1.02", "<= 150 us"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        (lambda r: r["loops"]["detection_batch"]["ratios"].update(tdcopier=1.021), 1),
+        (
+            lambda r: r["loops"]["detection_batch_with_images"]["copy_calls"]["tdcopier"].update(
+                median_us=501.0
+            ),
+            4,
+        ),
+        (lambda r: r["loops"]["atari_replay"]["ratios"].update(tdcopier=1.03), 5),
+        (lambda r: r["loops"]["atari_replay"]["wrong"].update({".to() per leaf": 1}), 0),
+        (lambda r: r["beside_host_work"].update(wrong=1), 0),
+        (lambda r: r["beside_host_work"]["together"].update(median_us=80.1), 7),
+    ],
+)
+def test_a_figure_that_is_too_high_misses_its_own_target_alone(changed, missed: int) -> None:
+    result = a_loop_result()
+    changed(result)
+    hits = [target["hit"] for target in loop.targets(result)]
+    assert hits == [index != missed for index in range(8)]
+
+
+@pytest.mark.parametrize("part", ["ratios", "copy_calls"])
+def test_a_loop_without_ours_in_it_is_no_hit_but_an_error(part: str) -> None:
+    result = a_loop_result()
+    del result["loops"]["atari_replay"][part]["tdcopier"]
+    with pytest.raises(KeyError, match="tdcopier"):
+        loop.targets(result)
+
+
+def test_on_the_simulated_device_loops_run_and_only_values_are_a_target(
+    device: torch.device, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
+    monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
+    asked = ["--device", "sim", "--quick", "--only", "loop", "--out", str(tmp_path)]
+    assert run.main(asked) == 0
+    result = json.loads((tmp_path / "loop-sim.json").read_text())
+    found = result["loops"]["detection_batch"]
+    names = {feed.name for feed in loop.feeds(device)}
+    for part in ("step", "ratios", "copy_calls", "wrong"):
+        assert set(found[part]) == names
+    assert found["checked_batches"] == 8
+    assert [(target["found"], target["hit"]) for target in result["targets"]] == [(0, True)]
+    assert (tmp_path / "loop-sim.svg").exists()
+
+
+def test_a_loop_has_a_table_of_its_feeds_and_one_of_copies_beside_other_work() -> None:
+    result = a_loop_result()
+    result["loops"]["atari_replay"]["wrong"]["tdcopier"] = 2
+    page = report.page([result], "plots")
+    first = "| detection batch: 528 leaves, 153 KB | on the device already | 3,400 | 3,400 - 3,400"
+    assert f"{first} |  | 0.5 | 0.5 - 0.5 | 20 |" in page
+    ours = "|  | **tdcopier** | 3,468 | 3,468 - 3,468 | 1.02 x | 150 | 150 - 150 | 20 |"
+    assert ours in page
+    assert "| Atari replay batch: 528 leaves, 153 KB |" in page
+    assert "**tdcopier** (wrong 2 times)" in page
+    assert "| detection batch, 1,000 us of other work between | median, us |" in page
+    assert "| **tdcopier, together** | 80 | 80 - 80 | 1 |" in page
+    assert "![A training loop](plots/loop-nvidia-h200.svg)" in page
