@@ -38,11 +38,8 @@ def run(
     """
     start_workers(direction)
     workloads: dict[str, Any] = {}
-    with limits.crews() as memcpy_by:
-        for name in names:
-            workloads[name] = _workload(
-                direction, name, repeats, progress, memcpy_by, keep_gc=keep_gc
-            )
+    for name in names:
+        workloads[name] = _workload(direction, name, repeats, progress, keep_gc=keep_gc)
     return {
         "what": "Time from the call to the tree on the target, outputs built and host synchronised",
         "settings": {
@@ -71,13 +68,7 @@ def rounds_of(direction: Direction, workload: Workload, repeats: int) -> int:
 
 
 def _workload(
-    direction: Direction,
-    name: str,
-    repeats: int,
-    progress: Progress,
-    memcpy_by: limits.MemcpyBy,
-    *,
-    keep_gc: bool,
+    direction: Direction, name: str, repeats: int, progress: Progress, *, keep_gc: bool
 ) -> dict[str, Any]:
     workload = WORKLOADS[name]
     rounds = rounds_of(direction, workload, repeats)
@@ -87,7 +78,8 @@ def _workload(
     ]
     synchronise = synchroniser(direction.devices)
     size_bytes = total_bytes(sources[0])
-    ways = contenders(direction) + limits.contenders(direction, size_bytes, memcpy_by)
+    crews = limits.crews()
+    ways = contenders(direction) + limits.contenders(direction, size_bytes, crews)
     wrong = {way.name: len(_wrong(way, sources[0], direction)) for way in ways}
     with collector_paused(not keep_gc), QuietProcessor() as quiet:
         times = interleave(
@@ -115,7 +107,9 @@ def _workload(
         "sources": len(sources),
         **found,
         "kinds": {way.name: way.kind for way in ways},
-        "limits": limits.found_limits(direction, size_bytes, memcpy_by, medians_us, OURS),
+        "limits": limits.found_limits(
+            direction, size_bytes, [crew.threads for crew in crews], medians_us, OURS
+        ),
         "steps": {step: summarise(taken)._asdict() for step, taken in own.items()},
         "stats": stats,
         f"{direction.name}_memcpys": counted.memcpys,
@@ -126,8 +120,9 @@ def _workload(
 
 
 def _wrong(way: Contender, source: Any, direction: Direction) -> list[str]:
-    result = way.run(way.prepare(source))
-    synchroniser(direction.devices)()
+    with way.around():
+        result = way.run(way.prepare(source))
+        synchroniser(direction.devices)()
     if way.kind == LIMIT:
         return ["<bytes>"] if limits.differs(result, source) else []
     return differences(result, source, direction.target)

@@ -6,7 +6,7 @@ They run as contenders, so that a ratio to them is one of figures from the same 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,9 +21,6 @@ from tdcopier.workloads import leaves
 LARGE_BYTES = 1_000_000  # from here on, a memcpy takes longer than to hand it to another thread
 SEVERAL = 8
 TEAM_BYTES = 1 << 22  # enough for torch to call all of a team
-
-MemcpyBy = dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
-"""By how many threads: from a target and a source to the target, filled."""
 
 
 class Pieces(NamedTuple):
@@ -44,35 +41,60 @@ def name_of_memcpy(threads: int) -> str:
     return f"{LIMIT_PREFIX}memcpy into pinned memory, {threads} thread{'s' * (threads > 1)}"
 
 
-@contextmanager
-def crews() -> Iterator[MemcpyBy]:
-    """Teams of 1, of 8 and of as many threads as there are processors, for memcpys.
+class Crew:
+    """A thread that copies together with a team of torch's threads, while it is at work.
 
-    Each has a thread of its own that calls it together. A team belongs to the thread that calls
-    it, and where one thread changes the size of its team, members end and are made anew; they
-    would be bound to the one processor on which the calling thread is kept while it is timed.
+    A team belongs to the thread that calls it: were it the timed one's, its members would end and
+    be made anew whenever the size of the team changes, bound to the one processor on which the
+    timed thread is kept. And it is there for the crew's own bursts only: with more threads than
+    processors, all teams of a process go to sleep sooner, so that the memcpys of other contenders
+    would take longer.
     """
-    usual = torch.get_num_threads()
-    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    callers: dict[int, ThreadPoolExecutor] = {}
-    try:
-        for threads in sorted({1, min(SEVERAL, most), most}):
-            callers[threads] = ThreadPoolExecutor(1, f"memcpy by {threads}")
-            callers[threads].submit(_call_together, threads).result()
-        torch.set_num_threads(usual)  # the setting is also what threads to come begin with
-        yield {threads: _by(caller) for threads, caller in callers.items()}
-    finally:
-        for caller in callers.values():
-            caller.shutdown()
+
+    def __init__(self, threads: int, processors: set[int] | None) -> None:
+        self.threads = threads
+        self._processors = processors
+        self._caller: ThreadPoolExecutor | None = None
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        usual = torch.get_num_threads()
+        name = f"memcpy by {self.threads}"
+        with ThreadPoolExecutor(1, name, self._call_together) as self._caller:
+            try:
+                self._caller.submit(torch.get_num_threads).result()  # the team is together then
+                torch.set_num_threads(usual)  # it is also what threads to come begin with
+                yield
+            finally:
+                self._caller = None
+
+    def memcpy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """The target, filled. While at work."""
+        assert self._caller is not None
+        return self._caller.submit(target.copy_, source).result()
+
+    def _call_together(self) -> None:
+        if self._processors is not None:  # else those of the timed thread, which is one
+            os.sched_setaffinity(0, self._processors)
+        torch.set_num_threads(self.threads)
+        some = torch.zeros(TEAM_BYTES, dtype=torch.uint8)
+        torch.empty_like(some).copy_(some)
 
 
-def contenders(direction: Direction, size_bytes: int, memcpy_by: MemcpyBy) -> list[Contender]:
+def crews() -> list[Crew]:
+    """Of 1 thread, of 8, and of as many as there are processors: those of the calling thread."""
+    processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    most = len(processors or ()) or os.cpu_count() or 1
+    return [Crew(threads, processors) for threads in sorted({1, min(SEVERAL, most), most})]
+
+
+def contenders(direction: Direction, size_bytes: int, crews: list[Crew]) -> list[Contender]:
     """The limits of one batch in one direction.
 
     Args:
         direction: From where to where.
         size_bytes: Bytes of the batch. Of a small one, memcpys are not timed.
-        memcpy_by: From :func:`crews`; only what begins on the host is copied there.
+        crews: From :func:`crews`; only what begins on the host is copied there.
 
     """
     found = [
@@ -90,19 +112,20 @@ def contenders(direction: Direction, size_bytes: int, memcpy_by: MemcpyBy) -> li
         return found
     return found + [
         Contender(
-            name_of_memcpy(threads),
-            lambda pieces, memcpy=memcpy: memcpy(pieces.target, pieces.source),
+            name_of_memcpy(crew.threads),
+            lambda pieces, crew=crew: crew.memcpy(pieces.target, pieces.source),
             lambda tree: Pieces(flat_bytes(tree), _room(size_bytes, HOST)),
             LIMIT,
+            crew.at_work,
         )
-        for threads, memcpy in memcpy_by.items()
+        for crew in crews
     ]
 
 
 def found_limits(
     direction: Direction,
     size_bytes: int,
-    memcpy_by: Iterable[int],
+    threads: Iterable[int],
     medians_us: dict[str, float],
     ours: str,
 ) -> dict[str, dict[str, Any]]:
@@ -111,20 +134,20 @@ def found_limits(
     Args:
         direction: From where to where.
         size_bytes: Bytes of the batch.
-        memcpy_by: How many threads there were to choose from.
+        threads: Of the memcpys there were to choose from.
         medians_us: By contender, the limits among them.
         ours: The contender that is held against them.
 
     """
     ours_us = medians_us[ours]
     ways = {DMA: name_of_transfer(direction)}
-    threads = {name_of_memcpy(n): n for n in memcpy_by if name_of_memcpy(n) in medians_us}
-    if threads:
-        ways[MEMCPY] = min(threads, key=medians_us.__getitem__)
+    memcpys = {name_of_memcpy(n): n for n in threads if name_of_memcpy(n) in medians_us}
+    if memcpys:
+        ways[MEMCPY] = min(memcpys, key=medians_us.__getitem__)
     return {
         limit: {
             "way": way,
-            **({"threads": threads[way]} if limit == MEMCPY else {}),
+            **({"threads": memcpys[way]} if limit == MEMCPY else {}),
             "median_us": medians_us[way],
             "gb_per_s": size_bytes / medians_us[way] / 1e3,
             "ours_over": ours_us / medians_us[way],
@@ -141,15 +164,6 @@ def flat_bytes(tree: Any) -> torch.Tensor:
 def differs(result: torch.Tensor, tree: Any) -> bool:
     """Whether a limit has moved other bytes than those of the batch."""
     return not torch.equal(result.cpu(), flat_bytes(tree).cpu())
-
-
-def _call_together(threads: int) -> None:
-    torch.set_num_threads(threads)
-    torch.empty(TEAM_BYTES, dtype=torch.uint8).copy_(torch.zeros(TEAM_BYTES, dtype=torch.uint8))
-
-
-def _by(caller: ThreadPoolExecutor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    return lambda target, source: caller.submit(target.copy_, source).result()
 
 
 def _room(size_bytes: int, device: torch.device) -> torch.Tensor:

@@ -144,8 +144,7 @@ def test_limits_move_the_bytes_of_the_batch_and_no_others(
     on_host = {"a": workloads.one_large(size_bytes - 3), "b": [torch.tensor([True, False, True])]}
     source = workloads.map_tensors(on_host, lambda leaf: leaf.to(direction.source))
     total = workloads.total_bytes(source)
-    by = {threads: lambda target, piece: target.copy_(piece) for threads in (1, 2)}
-    ways = limits.contenders(direction, total, by)
+    ways = limits.contenders(direction, total, [limits.Crew(threads, None) for threads in (1, 2)])
     assert [way.kind for way in ways] == ["limit"] * (dmas + memcpys)
     assert sum("DMA" in way.name for way in ways) == dmas
     for way in ways:
@@ -156,17 +155,34 @@ def test_limits_move_the_bytes_of_the_batch_and_no_others(
     assert copies._wrong(stale, source, direction) == ["<bytes>"]
 
 
-def test_each_team_is_called_by_a_thread_of_its_own_and_leaves_the_callers_alone() -> None:
+def test_a_crew_and_its_team_are_there_only_while_it_is_at_work() -> None:
     usual = torch.get_num_threads()
     running = threading.active_count()
     source = torch.arange(200, dtype=torch.uint8)
-    with limits.crews() as memcpy_by:
-        assert torch.get_num_threads() == usual
-        assert threading.active_count() == running + len(memcpy_by)
-        assert min(memcpy_by) == 1
-        for memcpy in memcpy_by.values():
-            assert torch.equal(memcpy(torch.zeros_like(source), source), source)
-    assert threading.active_count() == running
+    crews = limits.crews()
+    assert crews[0].threads == 1
+    for crew in crews:
+        with crew.at_work():
+            assert threading.active_count() == running + 1
+            assert torch.get_num_threads() == usual
+            assert torch.equal(crew.memcpy(torch.zeros_like(source), source), source)
+        assert threading.active_count() == running
+
+
+def test_a_crew_is_not_bound_to_the_processor_of_the_thread_that_is_timed(monkeypatch) -> None:
+    bound: list[tuple[str, set[int]]] = []
+
+    def bind(pid: int, processors: set[int]) -> None:
+        bound.append((threading.current_thread().name, processors))
+
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(limits.os, "sched_setaffinity", bind, raising=False)
+    (one, three) = limits.crews()
+    assert (one.threads, three.threads) == (1, 3)
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda pid: {1}, raising=False)
+    with one.at_work():
+        pass
+    assert bound == [("memcpy by 1_0", {0, 1, 2})]
 
 
 def test_the_page_gives_ours_over_each_limit_where_the_result_has_them() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -98,6 +99,27 @@ def test_a_burst_is_one_contender_with_one_source_several_times_in_a_row() -> No
     bursts = [order[begin : begin + 3] for begin in range(0, 24, 3)]
     assert all(len(set(burst)) == 1 for burst in bursts)
     assert rounds_begun == [0, 6, 12, 18]
+
+
+def test_what_a_contender_needs_around_it_is_there_for_its_bursts_and_not_timed() -> None:
+    clock, seen = Clock(), []
+
+    @contextmanager
+    def around():
+        clock.take_us(1000)
+        seen.append("in")
+        yield
+        seen.append("out")
+        clock.take_us(1000)
+
+    needy = measure.Contender("needy", lambda source: seen.append("call"), around=around)
+    other = measure.Contender("other", lambda source: seen.append("other"))
+    times = measure.interleave(
+        [needy, other], ["x"], lambda: None, rounds=2, warm_up=0, clock_ns=clock, burst=2
+    )
+    assert times == {"needy": [1.0] * 4, "other": [1.0] * 4}
+    assert [what for what in seen if what != "other"] == ["in", "call", "call", "out"] * 2
+    assert "in call call out" in " ".join(seen)
 
 
 def test_contenders_are_compared_by_all_calls_and_by_first_calls() -> None:

@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 
@@ -36,6 +36,8 @@ class Contender(NamedTuple):
     prepare: Callable[[Any], Any] = lambda tree: tree
     """Not timed, once per source tree: for a baseline that is handed pinned sources."""
     kind: str = WAY
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered for each burst, not timed: for what must not be there while others are timed."""
 
 
 def summarise(times_us: Sequence[float]) -> Summary:
@@ -141,13 +143,14 @@ def interleave(
         before_round()
         for contender in order:
             source = prepared[contender.name][index % len(sources)]
-            for _ in range(burst):
-                synchronise()
-                start = clock_ns()
-                result = contender.run(source)
-                synchronise()
-                end = clock_ns()
-                del result
-                if index >= warm_up:
-                    times_us[contender.name].append((end - start) / 1e3)
+            with contender.around():
+                for _ in range(burst):
+                    synchronise()
+                    start = clock_ns()
+                    result = contender.run(source)
+                    synchronise()
+                    end = clock_ns()
+                    del result
+                    if index >= warm_up:
+                        times_us[contender.name].append((end - start) / 1e3)
     return times_us
