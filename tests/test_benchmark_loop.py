@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +86,24 @@ def test_a_wrong_value_that_no_step_reads_is_found_in_the_batches_that_are_compa
     assert wrong_of(resident._replace(prepare=prepare), small_sources(), device) == (0, 2)
 
 
+def test_a_batch_that_is_right_only_after_its_step_is_wrong_in_that_step(
+    device: torch.device,
+) -> None:
+    (resident, *_) = loop.feeds(device)
+    late: list[tuple] = []
+
+    def finish(tree):
+        while late:
+            for leaf, value in zip(*map(workloads.leaves, late.pop()), strict=True):
+                leaf.copy_(value)
+        batch = workloads.map_tensors(tree, torch.zeros_like)
+        late.append((batch, tree))
+        return batch
+
+    # Of the batches that are compared, that of step 9 has arrived by the end of the block.
+    assert wrong_of(resident._replace(finish=finish), small_sources(), device) == (loop.STEPS, 1)
+
+
 def test_a_step_that_did_not_read_is_wrong_whatever_the_block_before_has_read(
     device: torch.device,
 ) -> None:
@@ -137,6 +155,18 @@ def test_work_of_the_host_lasts_as_long_as_asked() -> None:
     clock = Clock()
     host_work.work_on_host(100.0, clock)
     assert 100_000 <= clock.now_ns <= 103_000
+
+
+def test_a_copy_that_is_wrong_beside_work_of_the_host_is_found(
+    device: torch.device, monkeypatch
+) -> None:
+    steps = run.progress
+    assert host_work.run(device, 10, steps, keep_gc=False)["wrong"] == 0
+    other = workloads.WORKLOADS["detection_batch"].make(5)
+    start_copy = host_work.tdcopier.start_copy
+    stale = SimpleNamespace(start_copy=lambda tree, device: start_copy(other, device))
+    monkeypatch.setattr(host_work, "tdcopier", stale)
+    assert host_work.run(device, 10, steps, keep_gc=False)["wrong"] == 2
 
 
 def test_the_loops_targets_are_hit_just_so() -> None:
