@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from witness import Witness
 
 HOST = torch.device("cpu")
 DMA, MEMCPY = "dma", "memcpy"  # the machine's limits, as results name them
-NOTHING: Mapping = MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class OverLimit(NamedTuple):

@@ -68,8 +68,8 @@ def feeds(device: torch.device) -> list[Feed]:
     def same(value: Any) -> Any:
         return value
 
-    def to(tree: Any, **how: bool) -> Any:
-        return map_tensors(tree, lambda leaf: leaf.to(device, **how))
+    def to(tree: Any, non_blocking: bool = False) -> Any:
+        return map_tensors(tree, lambda leaf: leaf.to(device, non_blocking=non_blocking))
 
     found = [
         Feed(RESIDENT, same, same, to),
