@@ -24,7 +24,6 @@ from tdcopier import _C, _copy
 
 _Answer = TypeVar("_Answer")
 
-_MOST_WORKERS = 8  # as csrc/base/thread_pool.cpp has it
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _THREADS = Path("/proc/self/task")
@@ -352,8 +351,9 @@ def _has_context(device: torch.device) -> bool:
 def _workers() -> Workers:
     allowed = _asked(lambda: len(os.sched_getaffinity(0)))
     return {
-        "wanted": min(allowed, _MOST_WORKERS) if isinstance(allowed, int) else 1,
-        "follows": f"processors that the calling thread may use, {_MOST_WORKERS} at most",
+        "wanted": _C.default_worker_count(),
+        "follows": "processors that this thread may use, or its cgroup's quota if that is less; "
+        "12 at most",
         "running": _asked(_running_workers),
         "allowed_processors": allowed,
         "processors": _asked(_processors),

@@ -17,7 +17,6 @@ import torch
 from support import assert_same
 
 import tdcopier
-from tdcopier import _C
 
 PIECE_BYTES = 1024 * 1024
 
@@ -145,7 +144,8 @@ def test_any_of_the_first_leaves_on_disk_calls_for_workers(device, tmp_path, map
 def test_a_large_source_is_shared_out_in_pieces(device, tmp_path, map_file):
     elements = (5 * PIECE_BYTES) // 4 + 3
     values = written(tmp_path / "leaf", elements)
-    handle = tdcopier.start_copy({"x": map_file(tmp_path / "leaf", elements)}, device)
+    source = {"x": map_file(tmp_path / "leaf", elements)}
+    handle = tdcopier.start_copy(source, device, use_background_thread=False)
     assert_same(handle.get(), {"x": values.to(device)})
     assert (handle.stats.alone_leaves, handle.stats.transfers) == (1, 6)
 
@@ -153,11 +153,10 @@ def test_a_large_source_is_shared_out_in_pieces(device, tmp_path, map_file):
 def test_memory_that_is_no_file_is_not_shared_out_so_finely(device):
     shared = torch.zeros(5 * PIECE_BYTES, dtype=torch.uint8).share_memory_()
     plain = torch.zeros(5 * PIECE_BYTES, dtype=torch.uint8)
-    wanted = -(-5 * PIECE_BYTES // _C.STAGING_BUFFER_BYTES)
     for source in (shared, plain):
-        handle = tdcopier.start_copy(source, device)
+        handle = tdcopier.start_copy(source, device, use_background_thread=False)
         handle.get()
-        assert handle.stats.transfers == wanted
+        assert handle.stats.transfers == 4  # what one thread cuts anything into
 
 
 def test_a_mapped_tensor_arrives_as_a_plain_one_and_stays_itself_on_the_host(device, tmp_path):

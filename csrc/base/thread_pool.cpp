@@ -2,11 +2,12 @@
 #include "base/thread_pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <system_error>
 #include <utility>
+
+#include "base/processors.h"
 
 namespace tdcopier {
 
@@ -42,6 +43,16 @@ bool ThreadPool::submit(std::function<void()> task) {
   return true;
 }
 
+bool ThreadPool::submit_to_many(const std::function<void()>& task, size_t times) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return false;
+    tasks_.insert(tasks_.end(), times, task);
+  }
+  wake_.notify_all();
+  return true;
+}
+
 void ThreadPool::wake() {
   // Under the lock: a worker that has just asked for an interleaver and found none is in its wait.
   const std::lock_guard lock(mutex_);
@@ -74,10 +85,7 @@ void ThreadPool::work() {
 }
 
 size_t default_worker_count() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return 1;
-  return std::clamp<size_t>(CPU_COUNT(&allowed), 1, 8);
+  return std::min(usable_processors(), kMostWorkers);
 }
 
 }  // namespace tdcopier

@@ -29,6 +29,10 @@ class ThreadPool {
   // False once the pool was shut down, or if it has no workers: the task was not taken.
   [[nodiscard]] bool submit(std::function<void()> task);
 
+  // The same task several times over, for as many workers; all of them are woken by one call of the
+  // system's. All times or none.
+  [[nodiscard]] bool submit_to_many(const std::function<void()>& task, size_t times);
+
   // Workers that have nothing to do look again, which an interleaver that is new wants.
   void wake();
 
@@ -46,8 +50,11 @@ class ThreadPool {
   std::vector<std::thread> threads_;         // guarded by mutex_ once running
 };
 
-// How many workers to have: the processors that this thread may use, 8 at most. Past 8 a copy
-// into pinned memory gains little and the caller's own threads lose cores.
+// Past so many a copy into pinned memory gains little, and the caller's own threads lose
+// processors.
+inline constexpr size_t kMostWorkers = 12;
+
+// How many workers to have: the processors that this process may use, kMostWorkers at most.
 size_t default_worker_count();
 
 }  // namespace tdcopier

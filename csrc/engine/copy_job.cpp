@@ -48,26 +48,31 @@ bool CopyJob::run_in_background(ThreadPool& pool) {
     try {
       job->allocate();
       const size_t hands = std::min(pool.workers(), job->most_hands());  // this one included
-      for (size_t i = 1; i < hands; ++i) {
-        ++job->participants_;
-        bool taken = false;
-        try {
-          taken = pool.submit([job] {
-            job->work();
-            job->leave();
-          });
-        } catch (...) {
-          --job->participants_;
-          throw;
-        }
-        if (!taken) --job->participants_;  // the pool is closing: this thread does it all
-      }
+      if (hands > 1) job->call_others(pool, hands - 1);
     } catch (...) {
       job->fail();
     }
     job->work();
     job->leave();
   });
+}
+
+void CopyJob::call_others(ThreadPool& pool, size_t hands) {
+  const auto others = static_cast<uint32_t>(hands);
+  participants_ += others;
+  bool taken = false;
+  try {
+    taken = pool.submit_to_many(
+        [job = shared_from_this()] {
+          job->work();
+          job->leave();
+        },
+        hands);
+  } catch (...) {
+    participants_ -= others;
+    throw;
+  }
+  if (!taken) participants_ -= others;  // the pool is closing: this thread does it all
 }
 
 void CopyJob::allocate() {

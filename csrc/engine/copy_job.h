@@ -139,6 +139,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
  private:
   at::Tensor output(uint32_t leaf) const;
+  void call_others(ThreadPool& pool, size_t hands);
   void work() noexcept;
   void leave() noexcept;  // the last one out finishes the job
   void allocate();        // allocate_chunks(), and remembers them

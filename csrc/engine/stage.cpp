@@ -14,6 +14,19 @@ namespace {
 
 std::atomic<uint64_t> g_max_window_bytes = std::numeric_limits<uint64_t>::max();
 
+constexpr uint64_t kPageBytes = 4096;
+
+uint64_t align_up(uint64_t value, uint64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+// At most `most`, so that as many steps cover the bytes, and the last is not much smaller.
+uint64_t even_step(uint64_t bytes, uint64_t most) {
+  if (bytes <= most || most < 16 * kPageBytes) return most;
+  const uint64_t steps = (bytes + most - 1) / most;
+  return std::min(most, align_up((bytes + steps - 1) / steps, kPageBytes));
+}
+
 void prefetch_beginning(const Leaf& leaf) {
   constexpr uint64_t kLine = 64;
   const auto* bytes = static_cast<const std::byte*>(leaf.data);
@@ -66,6 +79,13 @@ void set_max_window_bytes(uint64_t bytes) {
   g_max_window_bytes = bytes;
 }
 
+uint64_t balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes) {
+  constexpr uint64_t kWindowsOfHand = 4;
+  constexpr uint64_t kLeastBytes = 512 * 1024;
+  const uint64_t share = total_bytes / (kWindowsOfHand * hands);
+  return std::clamp(align_up(share, kPageBytes), kLeastBytes, most_bytes);
+}
+
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
                                 uint64_t max_window_bytes) {
   std::vector<Window> windows;
@@ -75,6 +95,7 @@ std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
     if (bytes > kStridedWindowBytes && has_strided(plan, leaves, plan.chunks[chunk])) {
       step = std::min(step, kStridedWindowBytes);
     }
+    step = even_step(bytes, step);
     for (uint64_t begin = 0; begin < bytes; begin += step) {
       windows.push_back({chunk, begin, std::min(bytes, begin + step)});
     }

@@ -30,10 +30,15 @@ struct LeafRange {
 // that it is worth more hands.
 inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
 
+// How large windows are best, for so many bytes and hands: small enough that each hand has several
+// and the first transfer begins soon, large enough that transfers are few.
+uint64_t balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes);
+
 // Another bound for all windows, for tests that want many of them for little. Thread: any.
 void set_max_window_bytes(uint64_t bytes);
 
-// Windows of at most `max_window_bytes` that cover every chunk, in the plan's order.
+// Windows of at most `max_window_bytes` that cover every chunk, in the plan's order; those of one
+// chunk are about equal.
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
                                 uint64_t max_window_bytes);
 

@@ -16,6 +16,9 @@ inline constexpr uint64_t kMaxInlineBytes = 512 * 1024;
 void set_max_inline_bytes(uint64_t bytes);
 uint64_t max_inline_bytes();
 
+// How large the windows are best in which host sources with this plan are staged.
+uint64_t best_window_bytes(const PackPlan& plan, bool background, bool mapped);
+
 struct CopyOptions {
   bool use_pinned_staging;
   PackOptions pack;
