@@ -32,6 +32,7 @@ __all__ = [
 Device: TypeAlias = "str | torch.device | int"
 
 _STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
+_GATHER_VARIABLE = "TDCOPIER_GATHER"
 _LARGEST_ALIGNMENT_BYTES = 1 << 30
 _LARGEST_CHUNK_BYTES = 1 << 62
 
@@ -308,6 +309,14 @@ def _limit_from_environment() -> None:
         raise ValueError(f"{_STAGING_LIMIT_VARIABLE}={text!r}: {error}") from None
 
 
+def _gather_from_environment() -> None:
+    text = os.environ.get(_GATHER_VARIABLE, "kernel")
+    if text not in ("kernel", "portable"):
+        raise ValueError(f'{_GATHER_VARIABLE}={text!r}: give "kernel" or "portable"')
+    _C.use_segment_kernel(text == "kernel")
+
+
 _CHECKING = checking_from_environment()
 _limit_from_environment()
+_gather_from_environment()
 atexit.register(_C.shut_down)

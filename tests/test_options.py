@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import assert_same, oracle
+from support import assert_same, oracle, run_python
 
 import tdcopier
 
@@ -107,3 +107,15 @@ def test_options_are_keyword_only_with_the_documented_defaults():
         "use_background_thread": True,
     }
     assert [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["data", "device"]
+
+
+def test_an_unknown_way_to_gather_is_an_error_of_the_import():
+    code = """
+    try:
+        import tdcopier
+    except ValueError as error:
+        print(error)
+    """
+    told = run_python(code, TDCOPIER_GATHER="faster")
+    assert told.strip() == 'TDCOPIER_GATHER=\'faster\': give "kernel" or "portable"'
+    assert run_python(code, TDCOPIER_GATHER="portable") == ""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support import run_python
 
 import tdcopier
 from tdcopier import _C
@@ -160,3 +161,9 @@ def test_a_result_that_is_dropped_at_once_is_not_given_out_before_it_was_written
         others = [torch.full((2_000,), 1.0).pin_memory() for _ in range(20)]
     torch.cuda.synchronize()
     assert all(leaf.eq(1).all() for leaf in others)
+
+
+def test_the_environment_leaves_it_out(device):
+    code = "import tdcopier; print(tdcopier._C.segment_kernel_lack('cuda:0'))"
+    assert run_python(code, TDCOPIER_GATHER="portable").strip() == "it is switched off"
+    assert run_python(code, TDCOPIER_GATHER="kernel").strip() == ""
