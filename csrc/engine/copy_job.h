@@ -89,6 +89,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // Of the threads that work on it, together.
   StepTimes& steps() { return steps_; }
+  // Bytes that the thread which enqueues the job has to move, or wait for.
+  virtual uint64_t host_bytes() const { return plan_.total_bytes; }
   TransferCounts counts() const { return {transfers_, transfer_bytes_}; }
   const PackPlan& plan() const { return plan_; }
   // Allocations on the target.

@@ -25,6 +25,7 @@ class DeviceSourceJob final : public CopyJob {
   DeviceSourceJob(Accelerator& source, c10::Device target, LeafTable leaves, PackPlan plan,
                   bool pinned, std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer);
 
+  uint64_t host_bytes() const override { return 0; }
   void order_behind_reads(const c10::Stream& stream) override;
 
  private:

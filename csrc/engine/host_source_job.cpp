@@ -3,31 +3,45 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <numeric>
 #include <utility>
 
+#include "engine/graph_capture.h"
+#include "engine/reclaim.h"
 #include "engine/transport.h"
 
 namespace tdcopier {
-namespace {
-
-std::vector<Window> whole_chunks(const PackPlan& plan) {
-  std::vector<Window> windows;
-  for (uint32_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
-    const uint64_t bytes = plan.chunks[chunk].bytes;
-    if (bytes != 0) windows.push_back({chunk, 0, bytes});
-  }
-  return windows;
-}
-
-}  // namespace
 
 HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan,
                              bool use_pinned_staging, uint64_t max_window_bytes,
-                             std::shared_ptr<SourceHold> sources)
+                             std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer)
     : CopyJob(target, target.device(), std::move(leaves), std::move(plan), std::move(sources)),
       use_pinned_staging_(use_pinned_staging),
-      windows_(use_pinned_staging ? cut_windows(plan_, leaves_, max_window_bytes)
-                                  : whole_chunks(plan_)) {}
+      windows_(make_windows(max_window_bytes)),
+      host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
+                                  [this](uint64_t sum, const ChunkPlan& chunk) {
+                                    return goes_straight(chunk) ? sum : sum + chunk.bytes;
+                                  })),
+      reclaimer_(reclaimer) {}
+
+bool HostSourceJob::goes_straight(const ChunkPlan& chunk) const {
+  return use_pinned_staging_ && chunk.last - chunk.first == 1 &&
+         leaves_[plan_.order[chunk.first]].pinned;
+}
+
+// A chunk that is not staged in parts is one window.
+std::vector<Window> HostSourceJob::make_windows(uint64_t max_window_bytes) const {
+  std::vector<Window> windows;
+  for (const Window& window : cut_windows(plan_, leaves_, max_window_bytes)) {
+    const ChunkPlan& chunk = plan_.chunks[window.chunk];
+    if (use_pinned_staging_ && !goes_straight(chunk)) {
+      windows.push_back(window);
+    } else if (window.begin == 0) {
+      windows.push_back({window.chunk, 0, chunk.bytes});
+    }
+  }
+  return windows;
+}
 
 void HostSourceJob::allocate_chunks() {
   const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
@@ -44,27 +58,68 @@ void HostSourceJob::transfer_all() {
 }
 
 void HostSourceJob::transfer(const Window& window) {
-  const Chunk& chunk = chunks_[window.chunk];
-  const uint64_t bytes = window.end - window.begin;
-  const Leaf& first = leaves_[plan_.order[plan_.chunks[window.chunk].first]];
-  if (use_pinned_staging_) {
-    StagingLease lease = accelerator_.staging().acquire();
-    stage(window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
+  const ChunkPlan& chunk = plan_.chunks[window.chunk];
+  if (goes_straight(chunk)) {
     const StepRange range(steps_, Step::kEnqueue);
-    enqueue_from_pinned(accelerator_.copy_stream(), chunk, window.begin, lease.bytes(), bytes);
-    EventRef read = accelerator_.events().record(accelerator_.copy_stream());
-    if (windows_.size() == 1) arrived_ = read;  // the only participant: no second event is needed
-    lease.in_flight_until(std::move(read));
-  } else if (plan_.chunks[window.chunk].packed || first.strided) {
-    const auto staged = std::make_unique_for_overwrite<std::byte[]>(bytes);
-    stage(window, staged.get());
-    const StepRange range(steps_, Step::kEnqueue);
-    copy_from_pageable(chunk, window.begin, staged.get(), bytes);
+    enqueue_from_pinned(accelerator_.copy_stream(), chunks_[window.chunk],
+                        leaves_[plan_.order[chunk.first]].data, chunk.bytes);
+  } else if (use_pinned_staging_) {
+    transfer_staged(window);
   } else {
-    const StepRange range(steps_, Step::kEnqueue);
-    copy_from_pageable(chunk, window.begin, first.data, bytes);
+    transfer_pageable(window);
   }
-  count_transfer(bytes);
+  count_transfer(window.end - window.begin);
+}
+
+void HostSourceJob::transfer_staged(const Window& window) {
+  StagingLease lease = accelerator_.staging().acquire();
+  stage(window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
+  const StepRange range(steps_, Step::kEnqueue);
+  enqueue_from_pinned(accelerator_.copy_stream(), chunks_[window.chunk], window.begin,
+                      lease.bytes(), window.end - window.begin);
+  EventRef read = accelerator_.events().record(accelerator_.copy_stream());
+  if (windows_.size() == 1) arrived_ = read;  // the only participant: no second event is needed
+  lease.in_flight_until(std::move(read));
+}
+
+void HostSourceJob::transfer_pageable(const Window& window) {
+  const ChunkPlan& plan = plan_.chunks[window.chunk];
+  const Chunk& chunk = chunks_[window.chunk];
+  const Leaf& first = leaves_[plan_.order[plan.first]];
+  if (!plan.packed && !first.strided) {
+    const StepRange range(steps_, Step::kEnqueue);
+    return copy_from_pageable(chunk, 0, first.data, plan.bytes);
+  }
+  const auto staged = std::make_unique_for_overwrite<std::byte[]>(plan.bytes);
+  stage(window, staged.get());
+  const StepRange range(steps_, Step::kEnqueue);
+  copy_from_pageable(chunk, 0, staged.get(), plan.bytes);
+}
+
+void HostSourceJob::finish_reading() noexcept {
+  if (host_bytes_ == plan_.total_bytes) return sources_->give_back();
+  try {
+    const RelaxedCapture relaxed(accelerator_.device().type());
+    // Of a job that failed, the device may be reading what was enqueued before.
+    read_ = somebody_failed() || !arrived_
+                ? accelerator_.events().record(accelerator_.copy_stream())
+                : arrived_;
+  } catch (...) {  // the device has failed: it reads no more, and get() says how
+    return sources_->give_back();
+  }
+  give_back_behind(read_, sources_, reclaimer_);
+}
+
+bool HostSourceJob::are_reads_enqueued() const {
+  if (!is_enqueued()) return false;
+  const RelaxedCapture relaxed(accelerator_.device().type());
+  return !read_ || has_ended(*read_);
+}
+
+void HostSourceJob::wait_reads_enqueued() {
+  wait_enqueued();
+  const RelaxedCapture relaxed(accelerator_.device().type());
+  if (read_) wait_until_ended(*read_);
 }
 
 }  // namespace tdcopier

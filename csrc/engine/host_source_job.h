@@ -1,29 +1,45 @@
-// H2D: host memory, through pinned staging buffers, to an accelerator.
+// H2D: from the host to an accelerator, through pinned staging buffers; large leaves that are
+// pinned already without.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "base/thread_pool.h"
 #include "engine/copy_job.h"
-#include "engine/stage.h"
 
 namespace tdcopier {
 
+// Sources are given back when they have been staged; where the device reads some of them by itself,
+// all are when it has done so, by `reclaimer`'s thread.
 class HostSourceJob final : public CopyJob {
  public:
-  // Each transfer takes at most `max_window_bytes`, which fit in a staging buffer.
+  // Each staged transfer takes at most `max_window_bytes`, which fit in a staging buffer.
   HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan, bool use_pinned_staging,
-                uint64_t max_window_bytes, std::shared_ptr<SourceHold> sources);
+                uint64_t max_window_bytes, std::shared_ptr<SourceHold> sources,
+                ThreadPool& reclaimer);
+
+  uint64_t host_bytes() const override { return host_bytes_; }
+  void wait_reads_enqueued() override;
+  bool are_reads_enqueued() const override;
 
  private:
   void allocate_chunks() override;
   size_t most_hands() const override { return windows_.size(); }
   void transfer_all() override;
-  void finish_reading() noexcept override { sources_->give_back(); }
+  void finish_reading() noexcept override;
   void transfer(const Window& window);
+  void transfer_staged(const Window& window);
+  void transfer_pageable(const Window& window);
+  // Whether the device reads the one leaf of this chunk where it is.
+  bool goes_straight(const ChunkPlan& chunk) const;
+  std::vector<Window> make_windows(uint64_t max_window_bytes) const;
 
   const bool use_pinned_staging_;
   const std::vector<Window> windows_;  // claimed one by one
+  const uint64_t host_bytes_;
+  ThreadPool& reclaimer_;
+  EventRef read_;  // behind the device's reads of sources, if it has any; constant once enqueued
 };
 
 }  // namespace tdcopier

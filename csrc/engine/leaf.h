@@ -30,6 +30,7 @@ struct Leaf {
   bool strided;
   uint32_t dims;        // number of dimensions
   uint32_t first_size;  // index of its sizes in LeafTable::shapes_; strides follow them
+  bool pinned = false;  // on the host: a device can read it by itself; asked of large ones only
 };
 
 enum class Packable {
@@ -78,6 +79,9 @@ class LeafTable {
   // May the engine read this tensor's bytes itself? Only a plain one of the table's device: no
   // functorch, conj, neg, Python or wrapper keys. Others are left to `Tensor.to`.
   Packable add_if_packable(const at::Tensor& tensor);
+
+  // The leaf that was added last is in pinned memory.
+  void note_pinned() { leaves_.back().pinned = true; }
 
   size_t size() const { return leaves_.size(); }
   const Leaf& operator[](size_t i) const { return leaves_[i]; }

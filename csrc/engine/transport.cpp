@@ -46,6 +46,17 @@ void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, uint64_t
   part_of(chunk, offset, bytes).copy_(byte_view(host.storage(), 0, bytes), /*non_blocking=*/true);
 }
 
+void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, const void* host,
+                         uint64_t bytes) {
+  const CudaDriver* driver = driver_for(stream);
+  if (driver != nullptr && driver->copy_host_to_device(reinterpret_cast<uint64_t>(chunk.at(0)),
+                                                       host, bytes, native_handle(stream)) == 0) {
+    return;
+  }
+  const c10::InferenceMode no_autograd;
+  part_of(chunk, 0, bytes).copy_(on_host(host, bytes), /*non_blocking=*/true);
+}
+
 void copy_from_pageable(const Chunk& chunk, uint64_t offset, const void* host, uint64_t bytes) {
   const c10::InferenceMode no_autograd;
   part_of(chunk, offset, bytes).copy_(on_host(host, bytes));

@@ -21,6 +21,10 @@ namespace tdcopier {
 void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, uint64_t offset,
                          const at::Tensor& host, uint64_t bytes);
 
+// H2D. The same from pinned memory at `host`, which its owner keeps until the transfer is done.
+void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, const void* host,
+                         uint64_t bytes);
+
 // H2D. The same to any address of the device, from `offset` of `host` on.
 void enqueue_from_pinned(const c10::Stream& stream, ByteViews& views, const at::Tensor& host,
                          uint64_t offset, void* address, uint64_t bytes);

@@ -31,8 +31,7 @@ bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptio
   // Done here, unless it would have to wait for staging, for a disk or for a pageable transfer:
   // small work, and
   // whatever a device gathers, since to enqueue that takes as long for any number of bytes.
-  const bool little =
-      !job->source_device().is_cpu() || job->plan().total_bytes <= g_max_inline_bytes;
+  const bool little = job->host_bytes() <= g_max_inline_bytes;
   const bool at_once = little && !may_block;
   if (options.use_background_thread && !at_once && job->run_in_background(workers())) return true;
   const py::gil_scoped_release no_gil;
@@ -58,7 +57,7 @@ void start_group(Handle& handle, SourceGroup group, c10::Device target,
                                                     /*mapped=*/!group.mapped.empty());
     job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
                                           options.use_pinned_staging, window_bytes,
-                                          std::move(group.sources));
+                                          std::move(group.sources), reclaimer());
   } else {
     job = std::make_shared<DeviceSourceJob>(
         Accelerator::of(source), target, std::move(group.leaves), std::move(plan),
