@@ -173,12 +173,8 @@ void CopyJob::hand_over_to(const c10::Stream& stream) {
   }
 }
 
-RecycledVector<at::Tensor> CopyJob::outputs() {
-  const StepRange range(steps_, Step::kOutputs);
-  RecycledVector<at::Tensor> outputs;
-  outputs.reserve(leaves_.size());
-  for (uint32_t i = 0; i < leaves_.size(); ++i) outputs.push_back(output(i));
-  return outputs;
+void CopyJob::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const {
+  for (size_t i = first; i < last; ++i) to[i] = output(static_cast<uint32_t>(i));
 }
 
 at::Tensor CopyJob::output(uint32_t leaf_index) const {

@@ -81,8 +81,10 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // the job is enqueued. Returns at once. Requires: are_reads_enqueued().
   virtual void order_behind_reads(const c10::Stream&) {}
 
-  // A light tensor over each leaf's slot, by leaf. Requires: is_enqueued() and no failure.
-  RecycledVector<at::Tensor> outputs();
+  // Light tensors over the slots of leaves [first, last), to the same places of `to`. Requires:
+  // is_enqueued() and no failure.
+  void make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const;
+  size_t leaves() const { return leaves_.size(); }
 
   // For the caller that knows the job to be done: sources need no longer wait for anybody else.
   virtual void give_back_sources() noexcept { sources_->give_back(); }

@@ -100,10 +100,8 @@ void HostSourceJob::finish_reading() noexcept {
   if (host_bytes_ == plan_.total_bytes) return sources_->give_back();
   try {
     const RelaxedCapture relaxed(accelerator_.device().type());
-    // Of a job that failed, the device may be reading what was enqueued before.
-    read_ = somebody_failed() || !arrived_
-                ? accelerator_.events().record(accelerator_.copy_stream())
-                : arrived_;
+    // A job that failed has no event of its own, and the device may be reading for it all the same.
+    read_ = arrived_ ? arrived_ : accelerator_.events().record(accelerator_.copy_stream());
   } catch (...) {  // the device has failed: it reads no more, and get() says how
     return sources_->give_back();
   }

@@ -17,6 +17,8 @@ inline constexpr size_t kSteps = 7;
 class StepTimes {
  public:
   void add(Step step, uint64_t ns) { ns_[static_cast<size_t>(step)] += ns; }
+  // For a step that was part of another.
+  void take_out(Step step, uint64_t ns) { ns_[static_cast<size_t>(step)] -= ns; }
   uint64_t ns(Step step) const { return ns_[static_cast<size_t>(step)]; }
 
  private:

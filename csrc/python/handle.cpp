@@ -18,6 +18,36 @@
 namespace py = pybind11;
 
 namespace tdcopier {
+namespace {
+
+// Makes outputs some ahead, so that neither they nor their making is out of the cache when they get
+// their Python objects.
+class Outputs final : public LeafTensors {
+ public:
+  explicit Outputs(const std::vector<std::shared_ptr<CopyJob>>& jobs) : jobs_(jobs) {
+    for (const auto& job : jobs) made_.emplace_back(job->leaves());
+  }
+
+  at::Tensor take(uint32_t group, uint32_t leaf) override {
+    RecycledVector<at::Tensor>& made = made_[group];
+    if (!made[leaf].defined()) {
+      const StepRange range(steps_, Step::kOutputs);
+      jobs_[group]->make_outputs(leaf, std::min(made.size(), leaf + kAhead), made);
+    }
+    return std::move(made[leaf]);
+  }
+
+  uint64_t ns() const { return steps_.ns(Step::kOutputs); }
+
+ private:
+  static constexpr size_t kAhead = 256;
+
+  const std::vector<std::shared_ptr<CopyJob>>& jobs_;
+  StepTimes steps_;
+  std::vector<RecycledVector<at::Tensor>> made_;  // by group and leaf; undefined: not yet, or taken
+};
+
+}  // namespace
 
 void DelegatedOutputs::add(const at::Tensor& part) {
   const auto keep = [this](const at::Tensor& tensor) {
@@ -304,10 +334,13 @@ void Handle::build_once() {
   const c10::InferenceMode mode(inference_mode_);
   py::object built;
   try {
-    LeafTensors outputs;
-    for (const auto& job : jobs_) outputs.push_back(job->outputs());
-    const StepRange range(steps_, Step::kUnflatten);
-    built = spec->unflatten(std::move(outputs));
+    Outputs outputs(jobs_);
+    {
+      const StepRange range(steps_, Step::kUnflatten);
+      built = spec->unflatten(outputs);
+    }
+    steps_.add(Step::kOutputs, outputs.ns());  // a step of its own, within the other
+    steps_.take_out(Step::kUnflatten, outputs.ns());
   } catch (py::error_already_set& error) {
     if (result_) return;
     // An interrupt is not the copy's failure: the next call builds again.

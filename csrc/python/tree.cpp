@@ -22,7 +22,7 @@ class Builder {
     const TreeSpec::Node node = *node_++;
     switch (node.kind) {
       case NodeKind::kLeaf:
-        return checked(THPVariable_Wrap(std::move(leaves_[node.group][node.number])));
+        return checked(THPVariable_Wrap(leaves_.take(node.group, node.number)));
       case NodeKind::kReady:
         return py::reinterpret_borrow<py::object>(values_[node.number]);
       case NodeKind::kList:
@@ -99,7 +99,7 @@ void TreeSpec::replace_value(size_t index, py::object value) {
   Py_DECREF(old);
 }
 
-py::object TreeSpec::unflatten(LeafTensors leaves) const {
+py::object TreeSpec::unflatten(LeafTensors& leaves) const {
   return Builder(nodes_, keys_, values_, leaves).build();
 }
 

@@ -20,8 +20,14 @@ enum class NodeKind : uint8_t {
   kReady,   // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
 };
 
-// The tensors of all leaves, by group and by index there.
-using LeafTensors = std::vector<RecycledVector<at::Tensor>>;
+// The tensors of all leaves. Each is taken once, about in the order of their indices.
+class LeafTensors {
+ public:
+  virtual at::Tensor take(uint32_t group, uint32_t leaf) = 0;
+
+ protected:
+  ~LeafTensors() = default;
+};
 
 // Nodes in the order of the walk, parents before children; keys in the same order.
 // GIL: held for every member, the destructor included.
@@ -56,7 +62,7 @@ class TreeSpec {
 
   // New containers of the same types. Takes each leaf. Runs Python code where a container is a
   // custom one.
-  pybind11::object unflatten(LeafTensors leaves) const;
+  pybind11::object unflatten(LeafTensors& leaves) const;
 
   void clear();
   int traverse(visitproc visit, void* arg) const;  // for the garbage collector
