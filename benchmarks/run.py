@@ -11,8 +11,7 @@ import importlib.util
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ import streams
 import structure
 import torch
 
+from tdcopier._bench.progress import progress
 from tdcopier.workloads import WORKLOADS
 
 SCHEMA = 1
@@ -133,24 +133,6 @@ def _tensordicts(*arguments: Any, keep_gc: bool) -> dict[str, Any]:
     import tensordicts  # wants tensordict, whose import takes seconds
 
     return tensordicts.run(*arguments, keep_gc=keep_gc)
-
-
-def progress(label: str) -> Callable[[Iterable[int]], Iterable[int]]:
-    """A bar where tqdm is installed and somebody watches; else a line before and one after."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if tqdm is not None and sys.stderr.isatty():
-        return lambda rounds: tqdm(rounds, desc=label, leave=False)
-    return lambda rounds: _lines(label, rounds)
-
-
-def _lines(label: str, rounds: Iterable[int]) -> Iterator[int]:
-    begin = time.monotonic()
-    print(f"{label} ...", flush=True)
-    yield from rounds
-    print(f"{label}: {time.monotonic() - begin:.1f} s", flush=True)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

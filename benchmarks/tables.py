@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tdcopier._bench.tables import number, size
+
+__all__ = [
+    "LIMIT_PREFIX",
+    "OURS",
+    "leaves_and_bytes",
+    "number",
+    "ratio_cell",
+    "size",
+    "table",
+    "times_cells",
+    "way_cell",
+]
+
 OURS = "tdcopier"
 LIMIT_PREFIX = "limit: "  # of what is no way to copy a tree, but the best that the machine can do
-
-
-def number(value: float) -> str:
-    """Three significant digits or all whole ones: 0.0123, 12.3, 1,234."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def size(count: int) -> str:
-    """Bytes in units of 1000, as data sheets do."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if count >= scale:
-            return f"{number(count / scale)} {unit}"
-    return f"{count} B"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
