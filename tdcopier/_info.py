@@ -119,6 +119,8 @@ class Switches(TypedDict):
     """In the process: `install_tensordict_backend`."""
     tensordict_backend_here: bool
     """In the calling thread: `tensordict_backend`."""
+    steps_timed: bool
+    """`time_steps`."""
 
 
 class Info(TypedDict):
@@ -390,4 +392,5 @@ def _switches() -> Switches:
         "check_mode": _copy._CHECKING,
         "tensordict_backend_installed": installed,
         "tensordict_backend_here": here,
+        "steps_timed": _C.are_steps_timed(),
     }

@@ -172,6 +172,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--megabytes must be at least 1")
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")
+    if options.json is not None and options.json.is_dir():
+        parser.error(f"--json: {options.json} is a folder")
     return options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from typing import Any
 
 import numpy as np
@@ -382,3 +383,36 @@ def test_data_of_many_buffers_goes_through_one(device):
     tdcopier.copy_into([there], [back]).get()
     assert torch.equal(source, back)
     assert _C.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES
+
+
+class Shown:
+    """Shows a view of its tensor, made anew each time, which nobody else keeps."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_versions_move_of_tensors_that_only_the_walk_has(registry):
+    """While code of another leaf's class runs, which lets go of what was given back."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def flatten(shown: Shown) -> tuple[list[torch.Tensor], None]:
+        view = shown.tensor.view(-1)
+        seen.append(weakref.ref(view))
+        return [view], None
+
+    class Calls(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.copy_:
+                tdcopier.copy([torch.ones(2)], "cpu")
+                alive.append(seen[-1]() is not None)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    alive: list[bool] = []
+    tdcopier.register_container(Shown, flatten, lambda children, _: Shown(children[0]))
+    destination = [Shown(torch.zeros(4)), torch.zeros(3).as_subclass(Calls)]
+    tdcopier.copy_into([Shown(torch.ones(4)), torch.ones(3)], destination).get()
+    assert alive == [True]
+    assert destination[0].tensor.tolist() == [1] * 4
+    assert destination[0].tensor._version == 1

@@ -109,6 +109,26 @@ def test_a_failed_copy_is_not_done_while_it_still_writes(sim, way):
     assert (destination[0] == 3).all()
 
 
+@pytest.mark.parametrize("way", ["H2D", "D2H", "D2D"])
+def test_a_failed_copy_that_is_dropped_keeps_what_the_device_still_writes(sim, way):
+    route = ROUTES[way]
+    source = [torch.full((300_000,), 1.0).to(route[0]) for _ in range(2)]
+    destination = [torch.zeros(300_000, device=route[1]) for _ in range(2)]
+    if way == "D2H":
+        destination = [leaf.pin_memory() for leaf in destination]
+    references = [weakref.ref(leaf) for leaf in destination]
+    sim.synchronize()
+    with sim.hold(_C.copy_stream("sim:1" if way == "D2D" else "sim:0")):
+        with sim.fail_transfer(2):
+            handle = tdcopier.copy_into(source, destination, use_background_thread=False)
+        del handle, destination
+        scratch = torch.zeros(10_000)
+        for _ in range(200):  # whoever lets go in the background has had its chance
+            scratch.add_(1)
+        assert all(reference() is not None for reference in references)
+    assert are_released(references)
+
+
 def test_a_failure_is_told_when_the_other_leaves_have_arrived(sim, monkeypatch):
     """While `copy_` fails in the call, the engine's transfers are on their way."""
     source = {"a": torch.ones(300_000, device="sim:0"), "b": torch.ones(2, requires_grad=True)}

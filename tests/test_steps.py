@@ -14,12 +14,6 @@ from tdcopier import _C
 STEPS = ["flatten", "plan", "stage", "enqueue", "outputs", "unflatten", "wait"]
 
 
-@pytest.fixture(autouse=True)
-def off_at_the_end():
-    yield
-    _C.time_steps(False)
-
-
 def test_they_are_none_unless_they_are_asked_for(device):
     assert tdcopier.start_copy([torch.ones(3)], device).stats.steps is None
     with tdcopier.time_steps():
@@ -29,15 +23,15 @@ def test_they_are_none_unless_they_are_asked_for(device):
     assert after.stats.steps is None
 
 
-def test_the_switch_nests_and_may_be_a_call():
-    tdcopier.time_steps()
+def test_the_switch_holds_until_all_have_left():
+    first, second = tdcopier.time_steps(), tdcopier.time_steps()
+    assert not _C.are_steps_timed()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
     assert _C.are_steps_timed()
-    with tdcopier.time_steps(False):
-        assert not _C.are_steps_timed()
-        with tdcopier.time_steps():
-            assert _C.are_steps_timed()
-        assert not _C.are_steps_timed()
-    assert _C.are_steps_timed()
+    second.__exit__(None, None, None)
+    assert not _C.are_steps_timed()
 
 
 @pytest.mark.parametrize("direction", ["H2D", "D2H"])

@@ -196,3 +196,18 @@ def test_options_are_those_of_start_copy(device):
         tdcopier.async_to(nested(), device, no_such=True)
     with pytest.raises(ValueError, match="min_packed_alignment_bytes"):
         tdcopier.to(nested(), device, min_packed_alignment_bytes=0)
+
+
+def test_leaves_of_a_flat_one_are_named_by_their_keys_alone(device):
+    source = tensordict.TensorDict({"x": torch.ones(3), "y": torch.ones(3)}, [])
+    source["y"].untyped_storage().resize_(4)
+    with pytest.raises(ValueError, match=r"^data\['y'\] reaches beyond"):
+        tdcopier.start_copy(source, device)
+
+
+def test_a_result_has_names_of_its_own(device):
+    source = tensordict.TensorDict({"x": torch.ones(3)}, [3], names=["rows"])
+    moved = tdcopier.to(source, device)
+    moved.names = ["other"]
+    assert source.names == ["rows"]
+    assert moved._td_dim_names is not source._td_dim_names

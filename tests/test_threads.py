@@ -288,3 +288,37 @@ def test_import_brings_neither_tensordict_nor_the_simulated_device():
     assert "tdcopier._sim" not in sys.modules
     """
     )
+
+
+def test_a_process_that_gets_no_threads_copies_all_the_same(device):
+    """More than is staged in the call, where no worker can be made."""
+    if device != "sim:0":
+        pytest.skip("CUDA itself wants memory and threads")
+    run_python(
+        """
+        import os
+        import resource
+        import sys
+
+        # A thread's stack takes as much as a process may have, which is settled when it begins.
+        if "STACKS_ARE_LARGE" not in os.environ:
+            os.environ["STACKS_ARE_LARGE"] = "1"
+            resource.setrlimit(resource.RLIMIT_STACK, (1 << 30, resource.RLIM_INFINITY))
+            os.execv(sys.executable, sys.orig_argv)
+
+        import torch
+        import tdcopier
+        from tdcopier import sim
+
+        sim.enable()
+        tdcopier.copy([torch.ones(10)], "sim")
+        large = torch.ones(1 << 18)
+        with open("/proc/self/statm") as statm:
+            pages = int(statm.read().split()[0])
+        # Room for data, and none for another thread.
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (500 << 20), -1))
+        handle = tdcopier.start_copy([large], "sim")
+        assert handle.get()[0].eq(1).all()
+        assert not handle.stats.background
+        """
+    )

@@ -22,7 +22,8 @@ class HostIntoHostJob final : public IntoJob {
   void allocate_chunks() override {}
   size_t most_hands() const override { return windows_.size(); }
   void transfer_all() override;
-  void finish_reading() noexcept override { give_back_sources(); }
+  // Destinations stay with the job, as those of the others do.
+  void finish_reading() noexcept override { sources_->give_back(); }
 
   const std::vector<Window> windows_;  // claimed one by one
 };

@@ -13,6 +13,7 @@
 
 #include "base/internal_error.h"
 #include "engine/cuda_driver.h"
+#include "engine/graph_capture.h"
 #include "kernels/move_segments_ptx.h"
 
 namespace tdcopier {
@@ -77,6 +78,7 @@ Kernel load(int device) {
     kernel.lack = failed("cuDevicePrimaryCtxRetain", result);
     return kernel;
   }
+  const RelaxedCapture relaxed(c10::DeviceType::CUDA);
   const CurrentContext here(*driver, kernel.context);
   void* module = nullptr;
   if (const int result = driver->load_module(&module, kMoveSegmentsPtx)) {

@@ -82,7 +82,8 @@ void set_max_window_bytes(uint64_t bytes) {
 uint64_t balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes) {
   constexpr uint64_t kWindowsOfHand = 4;
   constexpr uint64_t kLeastBytes = 512 * 1024;
-  const uint64_t share = total_bytes / (kWindowsOfHand * hands);
+  // A pool may have got no thread at all: then the caller is the one hand.
+  const uint64_t share = total_bytes / (kWindowsOfHand * std::max<size_t>(hands, 1));
   return std::clamp(align_up(share, kPageBytes), kLeastBytes, most_bytes);
 }
 

@@ -23,16 +23,22 @@ struct Pools {
 Pools g_pools;
 std::mutex g_mutex;
 
-// g_mutex is held.
-ThreadPool& made(ThreadPool*& pool, size_t threads, const std::string& name) {
+// A child has none of the threads. Once: a second time it would lock what is locked.
+void forget_pools_in_children() {
+  static const int registered = pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); },
+                                               [] {
+                                                 g_pools = {};
+                                                 g_mutex.unlock();
+                                               });
+  (void)registered;
+}
+
+// g_mutex is held. `threads` says how many, and may ask the system.
+template <typename Threads>
+ThreadPool& made(ThreadPool*& pool, const Threads& threads, const std::string& name) {
   if (pool == nullptr) {
-    static const int registered = pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); },
-                                                 [] {
-                                                   g_pools = {};
-                                                   g_mutex.unlock();
-                                                 });
-    (void)registered;
-    pool = new ThreadPool(threads, name);
+    forget_pools_in_children();
+    pool = new ThreadPool(threads(), name);
   }
   return *pool;
 }
@@ -49,20 +55,21 @@ std::vector<ThreadPool*> pools_of(const Pools& pools) {
 
 ThreadPool& workers() {
   const std::lock_guard lock(g_mutex);
-  return made(g_pools.workers, default_worker_count(), "tdc-worker");
+  return made(g_pools.workers, default_worker_count, "tdc-worker");
 }
 
 ThreadPool& arrivals(c10::Device source) {
-  constexpr size_t kEnoughForALink = 4;
+  static constexpr size_t kEnoughForALink = 4;
+  const auto threads = [] { return std::min<size_t>(default_worker_count(), kEnoughForALink); };
   const std::lock_guard lock(g_mutex);
   // Named apart: a schedule knows threads by their names.
-  return made(g_pools.arrivals[source.index()], std::min(default_worker_count(), kEnoughForALink),
+  return made(g_pools.arrivals[source.index()], threads,
               "tdc-arr" + std::to_string(source.index()));
 }
 
 ThreadPool& reclaimer() {
   const std::lock_guard lock(g_mutex);
-  return made(g_pools.reclaimer, 1, "tdc-reclaim");
+  return made(g_pools.reclaimer, [] { return size_t{1}; }, "tdc-reclaim");
 }
 
 size_t wake_workers() {
