@@ -278,7 +278,7 @@ def test_the_workers_that_a_large_copy_makes_are_as_many_as_were_wanted(device):
         print(before["running"], running)
         """
     )
-    assert printed.split() == ["0", str(min(len(os.sched_getaffinity(0)), 8))]
+    assert printed.split() == ["0", str(_C.default_worker_count())]
 
 
 def test_variables_that_are_set_are_told_and_others_not(monkeypatch):

@@ -50,9 +50,9 @@ class ThreadPool {
   std::vector<std::thread> threads_;         // guarded by mutex_ once running
 };
 
-// Past so many a copy into pinned memory gains little, and the caller's own threads lose
+// More of them queue for the driver longer than they gain, and the caller's own threads lose
 // processors.
-inline constexpr size_t kMostWorkers = 12;
+inline constexpr size_t kMostWorkers = 8;
 
 // How many workers to have: the processors that this process may use, kMostWorkers at most.
 size_t default_worker_count();

@@ -80,11 +80,11 @@ void set_max_window_bytes(uint64_t bytes) {
 }
 
 uint64_t balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes) {
-  constexpr uint64_t kWindowsOfHand = 4;
-  constexpr uint64_t kLeastBytes = 512 * 1024;
+  constexpr uint64_t kWindowsOfHand = 2;
+  constexpr uint64_t kLeastBytes = 2 * 1024 * 1024;
   // A pool may have got no thread at all: then the caller is the one hand.
   const uint64_t share = total_bytes / (kWindowsOfHand * std::max<size_t>(hands, 1));
-  return std::clamp(align_up(share, kPageBytes), kLeastBytes, most_bytes);
+  return std::clamp(align_up(share, kPageBytes), std::min(kLeastBytes, most_bytes), most_bytes);
 }
 
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,

@@ -30,8 +30,8 @@ struct LeafRange {
 // that it is worth more hands.
 inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
 
-// How large windows are best, for so many bytes and hands: small enough that each hand has several
-// and the first transfer begins soon, large enough that transfers are few.
+// How large windows are best, for so many bytes and hands: small enough that each hand has its
+// share, and large enough that the hands do not queue for the driver.
 uint64_t balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes);
 
 // Another bound for all windows, for tests that want many of them for little. Thread: any.
