@@ -36,19 +36,19 @@ class Cgroups {
 
 void version_2_gives_a_quota_or_none() {
   const Cgroups groups;
-  groups.write("self", "0::/work/inner\n");
+  groups.write("self", "0::/jobs/inner\n");
   CHECK(!groups.quota());
-  groups.write("mount/work/inner/cpu.max", "max 100000\n");
+  groups.write("mount/jobs/inner/cpu.max", "max 100000\n");
   CHECK(!groups.quota());
-  groups.write("mount/work/inner/cpu.max", "150000 100000\n");
+  groups.write("mount/jobs/inner/cpu.max", "150000 100000\n");
   CHECK(groups.quota() == 1.5);
 }
 
 void the_tightest_on_the_way_to_the_root_counts() {
   const Cgroups groups;
-  groups.write("self", "0::/work/inner\n");
-  groups.write("mount/work/inner/cpu.max", "400000 100000\n");
-  groups.write("mount/work/cpu.max", "200000 100000\n");
+  groups.write("self", "0::/jobs/inner\n");
+  groups.write("mount/jobs/inner/cpu.max", "400000 100000\n");
+  groups.write("mount/jobs/cpu.max", "200000 100000\n");
   CHECK(groups.quota() == 2.0);
   groups.write("mount/cpu.max", "50000 100000\n");  // as a container sees its own
   CHECK(groups.quota() == 0.5);
@@ -56,13 +56,13 @@ void the_tightest_on_the_way_to_the_root_counts() {
 
 void version_1_is_read_where_the_controller_is_cpu() {
   const Cgroups groups;
-  groups.write("self", "5:cpuset:/work\n4:cpu,cpuacct:/work\n1:name=systemd:/work\n");
-  groups.write("mount/cpuset/work/cpu.cfs_quota_us", "100000\n");
-  groups.write("mount/cpuset/work/cpu.cfs_period_us", "100000\n");
-  groups.write("mount/cpu/work/cpu.cfs_quota_us", "-1\n");
-  groups.write("mount/cpu/work/cpu.cfs_period_us", "100000\n");
+  groups.write("self", "5:cpuset:/jobs\n4:cpu,cpuacct:/jobs\n1:name=systemd:/jobs\n");
+  groups.write("mount/cpuset/jobs/cpu.cfs_quota_us", "100000\n");
+  groups.write("mount/cpuset/jobs/cpu.cfs_period_us", "100000\n");
+  groups.write("mount/cpu/jobs/cpu.cfs_quota_us", "-1\n");
+  groups.write("mount/cpu/jobs/cpu.cfs_period_us", "100000\n");
   CHECK(!groups.quota());
-  groups.write("mount/cpu/work/cpu.cfs_quota_us", "300000\n");
+  groups.write("mount/cpu/jobs/cpu.cfs_quota_us", "300000\n");
   CHECK(groups.quota() == 3.0);
 }
 
