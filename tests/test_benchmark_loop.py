@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from benchmark_support import a_loop_result, load
+from benchmark_support import Clock, a_loop_result, load
 
 from tdcopier import workloads
 
@@ -17,20 +17,6 @@ limits, report, run = load("limits"), load("report"), load("run")
 @pytest.fixture
 def device(sim: ModuleType) -> torch.device:
     return torch.device("sim", 0)
-
-
-class Clock:
-    """Ticks by one microsecond at each look, and when somebody says that something took longer."""
-
-    def __init__(self) -> None:
-        self.now_ns = 0
-
-    def __call__(self) -> int:
-        self.now_ns += 1000
-        return self.now_ns
-
-    def take_us(self, us: int) -> None:
-        self.now_ns += us * 1000
 
 
 class Idle:

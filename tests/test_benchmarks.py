@@ -8,26 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from benchmark_support import load, measure
+from benchmark_support import Clock, load, measure
 
 from tdcopier import workloads
 
 directions, machine, quiet = load("directions"), load("machine"), load("quiet")
 run, streams = load("run"), load("streams")
-
-
-class Clock:
-    """Ticks by one microsecond at each look, and when a contender says that it took longer."""
-
-    def __init__(self) -> None:
-        self.now_ns = 0
-
-    def __call__(self) -> int:
-        self.now_ns += 1000
-        return self.now_ns
-
-    def take_us(self, us: int) -> None:
-        self.now_ns += us * 1000
 
 
 @pytest.mark.parametrize(

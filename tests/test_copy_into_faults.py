@@ -91,8 +91,7 @@ def test_whatever_fails_is_told_each_time_and_the_next_copy_works(sim, route, si
 def test_a_failed_copy_is_not_done_while_it_still_writes(sim, way):
     """Or what it has enqueued would be written over what comes next."""
     route = ROUTES[way]
-    source = [torch.full((300_000,), 1.0).to(route[0]) for _ in range(2)]
-    destination = [torch.zeros(300_000, device=route[1]) for _ in range(2)]
+    source, destination = trees(route, [300_000] * 2, 1.0)
     if way == "D2H":
         destination = [leaf.pin_memory() for leaf in destination]
     sim.synchronize()
@@ -112,8 +111,7 @@ def test_a_failed_copy_is_not_done_while_it_still_writes(sim, way):
 @pytest.mark.parametrize("way", ["H2D", "D2H", "D2D"])
 def test_a_failed_copy_that_is_dropped_keeps_what_the_device_still_writes(sim, way):
     route = ROUTES[way]
-    source = [torch.full((300_000,), 1.0).to(route[0]) for _ in range(2)]
-    destination = [torch.zeros(300_000, device=route[1]) for _ in range(2)]
+    source, destination = trees(route, [300_000] * 2, 1.0)
     if way == "D2H":
         destination = [leaf.pin_memory() for leaf in destination]
     references = [weakref.ref(leaf) for leaf in destination]
