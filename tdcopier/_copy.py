@@ -70,7 +70,8 @@ def start_copy(
     Leaves come from the host, from other devices, or both, and go to a device or to the host, where
     they arrive in pinned memory. Those up to 256 KiB travel packed: they share chunks, one transfer
     each, and are gathered on their device first if they come from one. Larger ones have a chunk
-    each. Whatever cannot be copied as plain bytes (leaves that need gradients, sparse tensors,
+    each, and on the way to a device are not staged if they are pinned already. Whatever cannot be
+    copied as plain bytes (leaves that need gradients, sparse tensors,
     subclasses, conjugate views, any leaf under a torch mode) is left to its own `.to`, inside this
     call, and counted in `stats`.
 
