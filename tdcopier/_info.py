@@ -355,7 +355,7 @@ def _workers() -> Workers:
     return {
         "wanted": _C.default_worker_count(),
         "follows": "processors that this thread may use, or its cgroup's quota if that is less; "
-        "8 at most",
+        "12 at most",
         "running": _asked(_running_workers),
         "allowed_processors": allowed,
         "processors": _asked(_processors),

@@ -54,9 +54,9 @@ DEFECTS: dict[str, Defect] = {
     "host_source_released_early": Defect(
         "Lifetime",
         "engine/copy_job.cpp",
-        "  return pool.submit([job = shared_from_this(), &pool] {\n    try {",
-        "  return pool.submit([job = shared_from_this(), &pool] {\n"
-        "    if ({defect}) job->sources_->give_back();\n    try {",
+        "    if (job->begin()) job->lead(&pool, pool.workers() - 1);",
+        "    if ({defect}) job->sources_->give_back();\n"
+        "    if (job->begin()) job->lead(&pool, pool.workers() - 1);",
         "sources_are_dropped_at_once",
         "AssertionError",
     ),

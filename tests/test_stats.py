@@ -72,15 +72,24 @@ def test_transfers_are_those_that_the_profiler_counted(request, device, kind, op
     assert handle.stats.transfers == seen
 
 
+def windows_of(total_bytes: int, most_bytes: int) -> int:
+    """How many there are, the small leaf's included: eight of each size, from 256 KiB on."""
+    windows = 1
+    while total_bytes > 0:
+        total_bytes -= min(most_bytes, 2 ** (18 + windows // 8))
+        windows += 1
+    return windows
+
+
 @pytest.mark.parametrize("megabytes", [1, 3, 8, 20])
-def test_middling_copies_are_cut_into_windows_of_two_to_four_mebibytes(device, megabytes):
+def test_windows_grow_from_a_quarter_of_a_mebibyte_to_two_or_four(device, megabytes):
     leaves = [torch.ones(megabytes << 18), torch.ones(5)]
     for background in (True, False):
         handle = tdcopier.start_copy(leaves, device, use_background_thread=background)
         got = handle.get()
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, leaves, strict=True))
-        least, most = -(-megabytes // 4), -(-megabytes // 2)
-        assert least + 1 <= handle.stats.transfers <= most + 1  # and the small leaf
+        fewest, most = (windows_of(megabytes << 20, largest << 20) for largest in (4, 2))
+        assert fewest <= handle.stats.transfers <= most
 
 
 def test_the_detection_batch_is_528_packed_leaves_and_one_transfer(device):

@@ -53,6 +53,11 @@ bool ThreadPool::submit_to_many(const std::function<void()>& task, size_t times)
   return true;
 }
 
+void ThreadPool::wait_until_idle() {
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [this] { return tasks_.empty() && running_ == 0; });
+}
+
 void ThreadPool::wake() {
   // Under the lock: a worker that has just asked for an interleaver and found none is in its wait.
   const std::lock_guard lock(mutex_);
@@ -79,8 +84,16 @@ void ThreadPool::work() {
       if (tasks_.empty()) return;
       task = std::move(tasks_.front());
       tasks_.pop_front();
+      ++running_;
     }
     task();
+    task = nullptr;  // what it keeps goes before it counts as done
+    {
+      const std::lock_guard lock(mutex_);
+      --running_;
+      if (running_ != 0 || !tasks_.empty()) continue;
+    }
+    idle_.notify_all();
   }
 }
 

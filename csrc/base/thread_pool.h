@@ -30,8 +30,11 @@ class ThreadPool {
   [[nodiscard]] bool submit(std::function<void()> task);
 
   // The same task several times over, for as many workers; all of them are woken by one call of the
-  // system's. All times or none.
-  [[nodiscard]] bool submit_to_many(const std::function<void()>& task, size_t times);
+  // system's. All times, or none where submit() would not take it.
+  bool submit_to_many(const std::function<void()>& task, size_t times);
+
+  // Blocks: until every task that was submitted has run.
+  void wait_until_idle();
 
   // Workers that have nothing to do look again, which an interleaver that is new wants.
   void wake();
@@ -46,13 +49,15 @@ class ThreadPool {
   Mutex mutex_;
   Condition wake_;
   std::deque<std::function<void()>> tasks_;  // guarded by mutex_
-  bool closed_ = false;                      // guarded by mutex_
-  std::vector<std::thread> threads_;         // guarded by mutex_ once running
+  size_t running_ = 0;                       // tasks; guarded by mutex_
+  Condition idle_;
+  bool closed_ = false;               // guarded by mutex_
+  std::vector<std::thread> threads_;  // guarded by mutex_ once running
 };
 
-// More of them queue for the driver longer than they gain, and the caller's own threads lose
-// processors.
-inline constexpr size_t kMostWorkers = 8;
+// More of them fill staging memory no faster than the link empties it, and the caller's own threads
+// lose processors.
+inline constexpr size_t kMostWorkers = 12;
 
 // How many workers to have: the processors that this process may use, kMostWorkers at most.
 size_t default_worker_count();

@@ -34,45 +34,79 @@ CopyJob::CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves,
       output_keys_(plain_key_set(target)) {}
 
 void CopyJob::run() noexcept {
+  if (begin()) lead(nullptr, 0);
+}
+
+bool CopyJob::run_in_background(ThreadPool& pool) {
+  pool_ = &pool;
+  return pool.submit([job = shared_from_this(), &pool] {
+    if (job->begin()) job->lead(&pool, pool.workers() - 1);
+  });
+}
+
+void CopyJob::help() noexcept {
+  if (pool_ == nullptr || is_enqueued()) return;
+  if (begin()) {
+    lead(pool_, pool_->workers());
+  } else if (join()) {
+    be_hand();
+  }
+}
+
+bool CopyJob::begin() {
+  interleave();
+  return !begun_.exchange(true);
+}
+
+void CopyJob::lead(ThreadPool* pool, size_t workers) noexcept {
   try {
+    const size_t others = std::min(workers, std::max<size_t>(most_hands(), 1) - 1);
+    if (others != 0) call_others(*pool, others);
     allocate();
   } catch (...) {
     fail();
+  }
+  open();
+  work();
+  leave();
+}
+
+// Who comes when there is nothing left to do is not waited for. Should the pool be closing, this
+// thread does it all.
+void CopyJob::call_others(ThreadPool& pool, size_t hands) {
+  pool.submit_to_many(
+      [called = weak_from_this()] {
+        const std::shared_ptr<CopyJob> job = called.lock();
+        if (job && job->join()) job->be_hand();
+      },
+      hands);
+}
+
+bool CopyJob::join() {
+  interleave();
+  const size_t most = most_hands();
+  uint32_t present = participants_;
+  while (present != 0 && present < most) {
+    if (participants_.compare_exchange_weak(present, present + 1)) return true;
+  }
+  return false;
+}
+
+void CopyJob::be_hand() noexcept {
+  {
+    std::unique_lock lock(mutex_);
+    became_open_.wait(lock, [this] { return open_; });
   }
   work();
   leave();
 }
 
-bool CopyJob::run_in_background(ThreadPool& pool) {
-  return pool.submit([job = shared_from_this(), &pool] {
-    try {
-      job->allocate();
-      const size_t hands = std::min(pool.workers(), job->most_hands());  // this one included
-      if (hands > 1) job->call_others(pool, hands - 1);
-    } catch (...) {
-      job->fail();
-    }
-    job->work();
-    job->leave();
-  });
-}
-
-void CopyJob::call_others(ThreadPool& pool, size_t hands) {
-  const auto others = static_cast<uint32_t>(hands);
-  participants_ += others;
-  bool taken = false;
-  try {
-    taken = pool.submit_to_many(
-        [job = shared_from_this()] {
-          job->work();
-          job->leave();
-        },
-        hands);
-  } catch (...) {
-    participants_ -= others;
-    throw;
+void CopyJob::open() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
   }
-  if (!taken) participants_ -= others;  // the pool is closing: this thread does it all
+  became_open_.notify_all();
 }
 
 void CopyJob::allocate() {

@@ -50,8 +50,13 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   void run() noexcept;
 
   // The same on the pool's workers. Returns at once; false if the pool is closed and nothing was
-  // done.
+  // done. Lifetime: the pool outlives the job.
   [[nodiscard]] bool run_in_background(ThreadPool& pool);
+
+  // For a thread that would only wait until the job is enqueued: begins it if nobody has yet, or is
+  // one more hand, and comes back when nothing is left to begin; others may still be at work.
+  // Requires: no torch mode in this thread. Blocks: as run(). GIL: must not be held.
+  void help() noexcept;
 
   // Enqueued: the sources were read, or their device will do so in the order of its streams, and
   // every transfer is on the copy stream; or the job failed.
@@ -107,7 +112,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // Once, on the first thread that works on the job. Device guards are set here.
   virtual void allocate_chunks() = 0;
-  // How many threads may be in transfer_all() at a time.
+  // How many threads may be in transfer_all(), side by side or one after the other.
   virtual size_t most_hands() const { return 1; }
   // Enqueues transfers until there are none left or somebody has failed. May throw.
   virtual void transfer_all() = 0;
@@ -143,14 +148,23 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
  private:
   at::Tensor output(uint32_t leaf) const;
+  // Whoever gets true has to lead(), and nobody else.
+  bool begin();
+  // Does the job with up to so many of the pool's workers, who wake while this thread allocates.
+  void lead(ThreadPool* pool, size_t workers) noexcept;
   void call_others(ThreadPool& pool, size_t hands);
+  bool join();              // is there room for one more hand?
+  void be_hand() noexcept;  // of one that has joined, or was called
+  void open() noexcept;     // there are chunks, or never will be
   void work() noexcept;
   void leave() noexcept;  // the last one out finishes the job
   void allocate();        // allocate_chunks(), and remembers them
   void fail() noexcept;   // keeps the current exception, the first one only
 
   const c10::DispatchKeySet output_keys_;
-  std::atomic<uint32_t> participants_ = 1;
+  ThreadPool* pool_ = nullptr;  // whose workers the job was given to; written before they have it
+  std::atomic<bool> begun_ = false;
+  std::atomic<uint32_t> participants_ = 1;  // who leads is one, even before there is anybody
   std::atomic<size_t> next_window_ = 0;
   std::atomic<uint64_t> transfers_ = 0;
   std::atomic<uint64_t> transfer_bytes_ = 0;
@@ -158,6 +172,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   std::atomic<bool> handed_over_ = false;
 
   Mutex mutex_;
+  Condition became_open_;
+  bool open_ = false;  // guarded by mutex_
   Condition became_enqueued_;
   std::atomic<bool> enqueued_ = false;  // written under mutex_
   std::exception_ptr failure_;          // guarded by mutex_ until enqueued_, constant after

@@ -31,7 +31,7 @@ bool DeviceIntoHostJob::goes_straight(const ChunkPlan& chunk) const {
 
 std::vector<Window> DeviceIntoHostJob::windows_of_plan() const {
   std::vector<Window> windows;
-  for (const Window& window : cut_windows(plan_, leaves_, kStagingBufferBytes)) {
+  for (const Window& window : cut_windows(plan_, leaves_, WindowBytes::all(kStagingBufferBytes))) {
     const ChunkPlan& chunk = plan_.chunks[window.chunk];
     if (!goes_straight(chunk)) {
       windows.push_back(window);

@@ -13,14 +13,14 @@
 namespace tdcopier {
 
 HostIntoDeviceJob::HostIntoDeviceJob(Accelerator& target, LeafPairs pairs, IntoPlan plan,
-                                     bool use_pinned_staging, uint64_t max_window_bytes,
+                                     bool use_pinned_staging, WindowBytes window_bytes,
                                      IntoHolds holds, ThreadPool& reclaimer)
     : IntoJob(target, target.device(), std::move(pairs), std::move(plan.pack), std::move(holds),
               reclaimer),
       use_pinned_staging_(use_pinned_staging),
       runs_(std::move(plan.runs)),
       chunk_runs_(std::move(plan.chunks)),
-      windows_(cut_windows(plan_, leaves_, max_window_bytes)),
+      windows_(cut_windows(plan_, leaves_, window_bytes)),
       used_(target.record_current()) {}
 
 size_t HostIntoDeviceJob::chunks() const {
@@ -64,8 +64,8 @@ void HostIntoDeviceJob::send_parts(const Window& window, const Send& send) {
 }
 
 void HostIntoDeviceJob::transfer(const Window& window) {
-  ByteViewPool::Lease views = accelerator_.views().take();
   if (!use_pinned_staging_) {
+    ByteViewPool::Lease views = accelerator_.views().take();
     const auto staged = std::make_unique_for_overwrite<std::byte[]>(window.end - window.begin);
     stage(window, staged.get());
     const StepRange range(steps_, Step::kEnqueue);
@@ -76,7 +76,14 @@ void HostIntoDeviceJob::transfer(const Window& window) {
   }
   StagingLease lease = accelerator_.staging().acquire();
   stage(window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
+  staged_.add({window, std::move(lease)},
+              [this](StagedWindow staged) { enqueue(std::move(staged)); });
+}
+
+void HostIntoDeviceJob::enqueue(StagedWindow staged) {
   const StepRange range(steps_, Step::kEnqueue);
+  ByteViewPool::Lease views = accelerator_.views().take();
+  auto& [window, lease] = staged;
   const auto leave_to_device = [&] {
     EventRef read = accelerator_.events().record(accelerator_.copy_stream());
     // The only participant, and nothing comes behind: no second event is needed.

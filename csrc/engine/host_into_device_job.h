@@ -4,8 +4,10 @@
 
 #include <vector>
 
+#include "base/combiner.h"
 #include "engine/into_job.h"
 #include "engine/stage.h"
+#include "engine/staged_window.h"
 
 namespace tdcopier {
 
@@ -14,7 +16,7 @@ class HostIntoDeviceJob final : public IntoJob {
  public:
   // Thread: the caller's, whose current stream of the target counts.
   HostIntoDeviceJob(Accelerator& target, LeafPairs pairs, IntoPlan plan, bool use_pinned_staging,
-                    uint64_t max_window_bytes, IntoHolds holds, ThreadPool& reclaimer);
+                    WindowBytes window_bytes, IntoHolds holds, ThreadPool& reclaimer);
 
   size_t chunks() const override;
 
@@ -25,6 +27,7 @@ class HostIntoDeviceJob final : public IntoJob {
   void finish_transfers() override;
   void finish_reading() noexcept override;
   void transfer(const Window& window);
+  void enqueue(StagedWindow staged);
   // Calls send(place in the window, address on the device, bytes) for each part of the window that
   // lies together there.
   template <typename Send>
@@ -34,6 +37,7 @@ class HostIntoDeviceJob final : public IntoJob {
   const std::vector<Run> runs_;
   const std::vector<ChunkRuns> chunk_runs_;
   const std::vector<Window> windows_;  // claimed one by one
+  Combiner<StagedWindow> staged_;      // the driver takes one thread at a time
   const EventRef used_;                // behind what the caller's stream had to do with the target
   std::vector<Chunk> scattered_;       // by chunk, empty where there is none to scatter
 };

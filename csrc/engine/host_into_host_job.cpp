@@ -11,7 +11,7 @@ HostIntoHostJob::HostIntoHostJob(LeafPairs pairs, PackPlan plan, IntoHolds holds
                                  ThreadPool& reclaimer)
     : IntoJob(Accelerator::of(c10::Device(c10::kCPU)), c10::Device(c10::kCPU), std::move(pairs),
               std::move(plan), std::move(holds), reclaimer),
-      windows_(cut_windows(plan_, leaves_, kHostWindowBytes)) {}
+      windows_(cut_windows(plan_, leaves_, WindowBytes::all(kHostWindowBytes))) {}
 
 void HostIntoHostJob::transfer_all() {
   claim_windows(windows_, [this](const Window& window) {

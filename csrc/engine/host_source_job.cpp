@@ -13,11 +13,11 @@
 namespace tdcopier {
 
 HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan,
-                             bool use_pinned_staging, uint64_t max_window_bytes,
+                             bool use_pinned_staging, WindowBytes window_bytes,
                              std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer)
     : CopyJob(target, target.device(), std::move(leaves), std::move(plan), std::move(sources)),
       use_pinned_staging_(use_pinned_staging),
-      windows_(make_windows(max_window_bytes)),
+      windows_(make_windows(window_bytes)),
       host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
                                   [this](uint64_t sum, const ChunkPlan& chunk) {
                                     return goes_straight(chunk) ? sum : sum + chunk.bytes;
@@ -30,9 +30,9 @@ bool HostSourceJob::goes_straight(const ChunkPlan& chunk) const {
 }
 
 // A chunk that is not staged in parts is one window.
-std::vector<Window> HostSourceJob::make_windows(uint64_t max_window_bytes) const {
+std::vector<Window> HostSourceJob::make_windows(WindowBytes window_bytes) const {
   std::vector<Window> windows;
-  for (const Window& window : cut_windows(plan_, leaves_, max_window_bytes)) {
+  for (const Window& window : cut_windows(plan_, leaves_, window_bytes)) {
     const ChunkPlan& chunk = plan_.chunks[window.chunk];
     if (use_pinned_staging_ && !goes_straight(chunk)) {
       windows.push_back(window);
@@ -64,7 +64,7 @@ void HostSourceJob::transfer(const Window& window) {
     enqueue_from_pinned(accelerator_.copy_stream(), chunks_[window.chunk],
                         leaves_[plan_.order[chunk.first]].data, chunk.bytes);
   } else if (use_pinned_staging_) {
-    transfer_staged(window);
+    return transfer_staged(window);
   } else {
     transfer_pageable(window);
   }
@@ -74,12 +74,19 @@ void HostSourceJob::transfer(const Window& window) {
 void HostSourceJob::transfer_staged(const Window& window) {
   StagingLease lease = accelerator_.staging().acquire();
   stage(window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
+  staged_.add({window, std::move(lease)},
+              [this](StagedWindow staged) { enqueue(std::move(staged)); });
+}
+
+void HostSourceJob::enqueue(StagedWindow staged) {
   const StepRange range(steps_, Step::kEnqueue);
+  const auto& [window, lease] = staged;
   enqueue_from_pinned(accelerator_.copy_stream(), chunks_[window.chunk], window.begin,
                       lease.bytes(), window.end - window.begin);
   EventRef read = accelerator_.events().record(accelerator_.copy_stream());
   if (windows_.size() == 1) arrived_ = read;  // the only participant: no second event is needed
-  lease.in_flight_until(std::move(read));
+  staged.lease.in_flight_until(std::move(read));
+  count_transfer(window.end - window.begin);
 }
 
 void HostSourceJob::transfer_pageable(const Window& window) {

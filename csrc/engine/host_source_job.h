@@ -5,8 +5,10 @@
 #include <memory>
 #include <vector>
 
+#include "base/combiner.h"
 #include "base/thread_pool.h"
 #include "engine/copy_job.h"
+#include "engine/staged_window.h"
 
 namespace tdcopier {
 
@@ -14,9 +16,9 @@ namespace tdcopier {
 // all are when it has done so, by `reclaimer`'s thread.
 class HostSourceJob final : public CopyJob {
  public:
-  // Each staged transfer takes at most `max_window_bytes`, which fit in a staging buffer.
+  // A window fits in a staging buffer.
   HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan, bool use_pinned_staging,
-                uint64_t max_window_bytes, std::shared_ptr<SourceHold> sources,
+                WindowBytes window_bytes, std::shared_ptr<SourceHold> sources,
                 ThreadPool& reclaimer);
 
   uint64_t host_bytes() const override { return host_bytes_; }
@@ -30,15 +32,17 @@ class HostSourceJob final : public CopyJob {
   void finish_reading() noexcept override;
   void transfer(const Window& window);
   void transfer_staged(const Window& window);
+  void enqueue(StagedWindow staged);
   void transfer_pageable(const Window& window);
   // Whether the device reads the one leaf of this chunk where it is.
   bool goes_straight(const ChunkPlan& chunk) const;
-  std::vector<Window> make_windows(uint64_t max_window_bytes) const;
+  std::vector<Window> make_windows(WindowBytes window_bytes) const;
 
   const bool use_pinned_staging_;
   const std::vector<Window> windows_;  // claimed one by one
   const uint64_t host_bytes_;
   ThreadPool& reclaimer_;
+  Combiner<StagedWindow> staged_;  // the driver takes one thread at a time
   EventRef read_;  // behind the device's reads of sources, if it has any; constant once enqueued
 };
 

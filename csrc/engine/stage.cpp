@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "base/streaming_copy.h"
 #include "base/strided_copy.h"
 
 namespace tdcopier {
@@ -15,6 +16,10 @@ namespace {
 std::atomic<uint64_t> g_max_window_bytes = std::numeric_limits<uint64_t>::max();
 
 constexpr uint64_t kPageBytes = 4096;
+
+// Of so many bytes that lie together the device reads the last ones when the first have long left
+// the caches, or has to fetch them all from there.
+constexpr uint64_t kStreamedBytes = 64 * 1024;
 
 uint64_t align_up(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
@@ -79,26 +84,32 @@ void set_max_window_bytes(uint64_t bytes) {
   g_max_window_bytes = bytes;
 }
 
-uint64_t balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes) {
+WindowBytes balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes) {
   constexpr uint64_t kWindowsOfHand = 2;
+  constexpr uint64_t kFirstBytes = 256 * 1024;
   constexpr uint64_t kLeastBytes = 2 * 1024 * 1024;
   // A pool may have got no thread at all: then the caller is the one hand.
   const uint64_t share = total_bytes / (kWindowsOfHand * std::max<size_t>(hands, 1));
-  return std::clamp(align_up(share, kPageBytes), std::min(kLeastBytes, most_bytes), most_bytes);
+  const uint64_t most =
+      std::clamp(align_up(share, kPageBytes), std::min(kLeastBytes, most_bytes), most_bytes);
+  return {std::min(kFirstBytes, most), most};
 }
 
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
-                                uint64_t max_window_bytes) {
+                                WindowBytes window_bytes) {
+  constexpr size_t kWindowsOfRound = 8;
   std::vector<Window> windows;
   for (uint32_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
     const uint64_t bytes = plan.chunks[chunk].bytes;
-    uint64_t step = std::min<uint64_t>(max_window_bytes, g_max_window_bytes);
+    uint64_t step = std::min<uint64_t>(window_bytes.most, g_max_window_bytes);
     if (bytes > kStridedWindowBytes && has_strided(plan, leaves, plan.chunks[chunk])) {
       step = std::min(step, kStridedWindowBytes);
     }
     step = even_step(bytes, step);
-    for (uint64_t begin = 0; begin < bytes; begin += step) {
-      windows.push_back({chunk, begin, std::min(bytes, begin + step)});
+    for (uint64_t begin = 0; begin < bytes; begin = windows.back().end) {
+      const size_t round = std::min<size_t>(windows.size() / kWindowsOfRound, 32);
+      const uint64_t here = std::min(step, window_bytes.first << round);
+      windows.push_back({chunk, begin, std::min(bytes, begin + here)});
     }
   }
   return windows;
@@ -122,7 +133,12 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
     const uint64_t begin = std::max(offset, window.begin);
     const uint64_t end = std::min(offset + leaf.bytes, window.end);
     const LeafRange range{begin - offset, end - offset};
-    stage_leaf(leaves, leaf, range, staging + (begin - window.begin));
+    std::byte* const to = staging + (begin - window.begin);
+    if (leaf.strided || end - begin < kStreamedBytes) {
+      stage_leaf(leaves, leaf, range, to);
+    } else {
+      copy_streaming(to, static_cast<const std::byte*>(leaf.data) + range.begin, end - begin);
+    }
   }
 }
 

@@ -30,17 +30,26 @@ struct LeafRange {
 // that it is worth more hands.
 inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
 
-// How large windows are best, for so many bytes and hands: small enough that each hand has its
-// share, and large enough that the hands do not queue for the driver.
-uint64_t balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes);
+// How large the windows of a job are: the first ones small, so that the device has something to do
+// soon, and twice as large for each round of them, until they are as large as they may be.
+struct WindowBytes {
+  uint64_t first;
+  uint64_t most;
+
+  static WindowBytes all(uint64_t bytes) { return {bytes, bytes}; }
+};
+
+// What is best for so many bytes and hands: small enough that each hand has its share, and large
+// enough that a transfer's own cost does not matter.
+WindowBytes balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes);
 
 // Another bound for all windows, for tests that want many of them for little. Thread: any.
 void set_max_window_bytes(uint64_t bytes);
 
-// Windows of at most `max_window_bytes` that cover every chunk, in the plan's order; those of one
-// chunk are about equal.
+// Windows that cover every chunk, in the plan's order; those of full size in one chunk are about
+// equal.
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
-                                uint64_t max_window_bytes);
+                                WindowBytes window_bytes);
 
 // Writes the window's share of each leaf to where it belongs in `staging`, which holds the window's
 // bytes. Bytes between slots are left as they are.

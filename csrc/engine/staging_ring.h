@@ -31,6 +31,7 @@ class StagingLease {
  public:
   StagingLease(StagingRing& ring, std::unique_ptr<StagingBuffer> buffer);
   ~StagingLease();
+  StagingLease(StagingLease&&) = default;
   StagingLease(const StagingLease&) = delete;
   StagingLease& operator=(const StagingLease&) = delete;
 

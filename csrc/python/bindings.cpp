@@ -200,7 +200,11 @@ Raises:
   m.def("time_steps", &tdcopier::time_steps);
   m.def("are_steps_timed", &tdcopier::are_steps_timed);
   // Notices what has ended since the last copy, so that the next one does not.
-  m.def("settle", &tdcopier::Accelerator::settle_all);
+  m.def("settle", [] {
+    const py::gil_scoped_release no_gil;
+    tdcopier::rest_workers();
+    tdcopier::Accelerator::settle_all();
+  });
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
   m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;
   m.def("set_staging_limit_bytes", &tdcopier::StagingRing::set_limit_bytes);

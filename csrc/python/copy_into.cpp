@@ -64,8 +64,8 @@ Started make_job(Handle& handle, IntoGroup group, const IntoOptions& options) {
   IntoPlan plan = make_into_plan(group.pairs, kMaxGatheredBytes);
   const bool little = plan.pack.total_bytes <= max_inline_bytes() && !group.mapped.wait_for_disk();
   const bool at_once = little && pinned && !accelerator.staging().is_exhausted();
-  const uint64_t window_bytes = best_window_bytes(plan.pack, options.use_background_thread,
-                                                  /*mapped=*/!group.mapped.empty());
+  const WindowBytes window_bytes = best_window_bytes(plan.pack, options.use_background_thread,
+                                                     /*mapped=*/!group.mapped.empty());
   return {std::make_shared<HostIntoDeviceJob>(accelerator, std::move(group.pairs), std::move(plan),
                                               pinned, window_bytes, std::move(holds), reclaimer()),
           at_once, workers()};

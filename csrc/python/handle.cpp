@@ -211,6 +211,7 @@ void Handle::wait_staged() {
   if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
     refuse_in_child();
     const py::gil_scoped_release no_gil;
+    help();
     for (const auto& job : jobs_) job->wait_reads_enqueued();
   }
   release_returned_sources();
@@ -233,11 +234,18 @@ void Handle::refuse_in_child() const {
       "the parent's: get its result there, or start another copy here");
 }
 
+// A worker that has slept takes longer to come than this thread to begin.
+void Handle::help() const {
+  if (dispatch_is_altered()) return;  // a mode of this thread's is not the copy's business
+  for (const auto& job : jobs_) job->help();
+}
+
 void Handle::wait_enqueued() {
   if (!is_enqueued()) {
     refuse_in_child();
     const StepRange range(steps_, Step::kWait);
     const py::gil_scoped_release no_gil;
+    help();
     for (const auto& job : jobs_) job->wait_enqueued();
   }
   release_returned_sources();

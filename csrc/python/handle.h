@@ -72,6 +72,7 @@ class Handle {
   bool is_enqueued() const;
   bool has_failed() const;       // Requires: is_enqueued()
   void refuse_in_child() const;  // whose parent's threads work on it
+  void help() const;             // with what the jobs have left to do. GIL: must not be held
   void wait_enqueued();
   void wait_done();
   void wait_done_on_host();                   // as far as the host is a target

@@ -53,8 +53,8 @@ void start_group(Handle& handle, SourceGroup group, c10::Device target,
     Accelerator& accelerator = Accelerator::of(target);
     may_block |= accelerator.staging().is_exhausted();
     may_block |= plan.total_bytes <= g_max_inline_bytes && group.mapped.wait_for_disk();
-    const uint64_t window_bytes = best_window_bytes(plan, options.use_background_thread,
-                                                    /*mapped=*/!group.mapped.empty());
+    const WindowBytes window_bytes = best_window_bytes(plan, options.use_background_thread,
+                                                       /*mapped=*/!group.mapped.empty());
     job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
                                           options.use_pinned_staging, window_bytes,
                                           std::move(group.sources), reclaimer());
@@ -119,10 +119,11 @@ uint64_t max_inline_bytes() {
   return g_max_inline_bytes;
 }
 
-uint64_t best_window_bytes(const PackPlan& plan, bool background, bool mapped) {
-  const uint64_t most = mapped ? kMappedWindowBytes : kStagingBufferBytes;
-  if (plan.total_bytes <= g_max_inline_bytes) return most;
-  return balanced_window_bytes(plan.total_bytes, background ? workers().workers() : 1, most);
+WindowBytes best_window_bytes(const PackPlan& plan, bool background, bool mapped) {
+  if (mapped) return WindowBytes::all(kMappedWindowBytes);
+  if (plan.total_bytes <= g_max_inline_bytes) return WindowBytes::all(kStagingBufferBytes);
+  const size_t hands = background ? workers().workers() : 1;
+  return balanced_window_bytes(plan.total_bytes, hands, kStagingBufferBytes);
 }
 
 void set_max_inline_bytes(uint64_t bytes) {

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "engine/stage.h"
 #include "python/handle.h"
 
 namespace tdcopier {
@@ -17,7 +18,7 @@ void set_max_inline_bytes(uint64_t bytes);
 uint64_t max_inline_bytes();
 
 // How large the windows are best in which host sources with this plan are staged.
-uint64_t best_window_bytes(const PackPlan& plan, bool background, bool mapped);
+WindowBytes best_window_bytes(const PackPlan& plan, bool background, bool mapped);
 
 struct CopyOptions {
   bool use_pinned_staging;

@@ -72,6 +72,15 @@ ThreadPool& reclaimer() {
   return made(g_pools.reclaimer, [] { return size_t{1}; }, "tdc-reclaim");
 }
 
+void rest_workers() {
+  std::vector<ThreadPool*> pools;
+  {
+    const std::lock_guard lock(g_mutex);
+    pools = pools_of(g_pools);
+  }
+  for (ThreadPool* pool : pools) pool->wait_until_idle();
+}
+
 size_t wake_workers() {
   workers();
   reclaimer();

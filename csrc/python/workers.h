@@ -22,6 +22,9 @@ ThreadPool& reclaimer();
 // how many threads there are.
 size_t wake_workers();
 
+// Blocks: until none of them has anything to do. GIL: must not be held.
+void rest_workers();
+
 // Blocks: until every job that workers have begun is enqueued and every source of a device is given
 // back. Later copies run in the calling thread. GIL: must not be held.
 void shut_down_workers();

@@ -34,6 +34,22 @@ void a_task_may_submit_another() {
   inner.wait();
 }
 
+void idle_means_that_nothing_runs_and_nothing_waits() {
+  ThreadPool pool(2);
+  pool.wait_until_idle();
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> ended = 0;
+    for (int i = 0; i < 5; ++i) {
+      CHECK(pool.submit([&] {
+        CHECK(pool.submit([&ended] { ++ended; }));
+        ++ended;
+      }));
+    }
+    pool.wait_until_idle();
+    CHECK(ended == 10);
+  }
+}
+
 void a_closed_pool_takes_nothing() {
   ThreadPool pool(2);
   pool.shut_down();
