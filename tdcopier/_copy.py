@@ -70,10 +70,11 @@ def start_copy(
     Leaves come from the host, from other devices, or both, and go to a device or to the host, where
     they arrive in pinned memory. Those up to 256 KiB travel packed: they share chunks, one transfer
     each, and are gathered on their device first if they come from one. Larger ones have a chunk
-    each, and on the way to a device are not staged if they are pinned already. Whatever cannot be
-    copied as plain bytes (leaves that need gradients, sparse tensors,
-    subclasses, conjugate views, any leaf under a torch mode) is left to its own `.to`, inside this
-    call, and counted in `stats`.
+    each, and on the way to a device are not staged if they are pinned already; nor are small ones
+    that lie one behind the other in a pinned tensor, where they are as much together. Whatever
+    cannot be copied as plain bytes (leaves that need gradients, sparse tensors, subclasses,
+    conjugate views, any leaf under a torch mode) is left to its own `.to`, inside this call, and
+    counted in `stats`.
 
     **Until the copy is done** (`get` returned, or `ready` is true) the caller may drop the sources
     and the handle, but may not modify or resize a source in place; `wait_staged` says when that is

@@ -1,9 +1,11 @@
-// The pack plan: one pass fills shared chunks in leaf order, a second one gives each large leaf its
-// own.
+// The pack plan: a chunk for each run, then one pass fills shared chunks in leaf order, and a last
+// one gives each large leaf its own.
 #include "base/pack_plan.h"
 
 #include <algorithm>
 #include <numeric>
+
+#include "base/internal_error.h"
 
 namespace tdcopier {
 namespace {
@@ -33,7 +35,8 @@ uint64_t slot_alignment_bytes(uint64_t min_alignment_bytes, uint32_t element_byt
   return align_up(std::max<uint64_t>(min_alignment_bytes, element_bytes), element_bytes);
 }
 
-PackPlan make_pack_plan(std::span<const LeafExtent> leaves, const PackOptions& options) {
+PackPlan make_pack_plan(std::span<const LeafExtent> leaves, const PackOptions& options,
+                        std::span<const LeafSeries> runs) {
   PackPlan plan;
   plan.slots.resize(leaves.size());
   plan.order.reserve(leaves.size());
@@ -50,15 +53,16 @@ PackPlan make_pack_plan(std::span<const LeafExtent> leaves, const PackOptions& o
     plan.chunks.push_back({0, alignment, first, first, packed});
   };
 
-  uint32_t last_element_bytes = 0;  // runs of one dtype are common: spare them the division
+  uint32_t last_element_bytes = 0;  // leaves of one dtype come together: spare them the division
   uint64_t alignment = 1;
-  for (uint32_t leaf = 0; leaf < leaves.size(); ++leaf) {
-    if (!is_packable(leaves[leaf], options)) continue;
+  bool is_open = false;
+  const auto pack = [&](uint32_t leaf) {
     if (leaves[leaf].element_bytes != last_element_bytes) {
       last_element_bytes = leaves[leaf].element_bytes;
       alignment = slot_alignment_bytes(options.min_alignment_bytes, last_element_bytes);
     }
-    if (plan.chunks.empty()) open_chunk(alignment, true);
+    if (!is_open) open_chunk(alignment, true);
+    is_open = true;
     ChunkPlan& open = plan.chunks.back();
     const uint64_t common = common_alignment(open.alignment_bytes, alignment);
     uint64_t offset = align_up(open.bytes, alignment);
@@ -69,6 +73,25 @@ PackPlan make_pack_plan(std::span<const LeafExtent> leaves, const PackOptions& o
       open.alignment_bytes = common;
     }
     place(leaf, offset);
+  };
+
+  for (const LeafSeries& run : runs) {
+    is_open = false;
+    const size_t before = plan.chunks.size();
+    for (uint32_t leaf = run.first; leaf < run.last; ++leaf) {
+      if (leaves[leaf].bytes != 0) pack(leaf);
+    }
+    check_invariant(plan.chunks.size() == before + 1, "a run is one chunk");
+    plan.chunks.back().as_source = true;
+  }
+
+  is_open = false;
+  auto run = runs.begin();  // the first that does not end before the leaf
+  for (uint32_t leaf = 0; leaf < leaves.size(); ++leaf) {
+    if (!is_packable(leaves[leaf], options)) continue;
+    while (run != runs.end() && run->last <= leaf) ++run;
+    const bool is_in_run = run != runs.end() && run->first <= leaf && leaves[leaf].bytes != 0;
+    if (!is_in_run) pack(leaf);
   }
   plan.packed_leaves = static_cast<uint32_t>(plan.order.size());
 
@@ -79,6 +102,45 @@ PackPlan make_pack_plan(std::span<const LeafExtent> leaves, const PackOptions& o
   }
   for (const ChunkPlan& chunk : plan.chunks) plan.total_bytes += chunk.bytes;
   return plan;
+}
+
+std::vector<LeafSeries> find_runs(std::span<const LeafExtent> leaves,
+                                  std::span<const uintptr_t> addresses,
+                                  std::span<const LeafSeries> series, const PackOptions& options) {
+  std::vector<LeafSeries> runs;
+  for (const LeafSeries& those : series) {
+    LeafSeries run{};
+    uint64_t bytes = 0;  // of the run; 0: there is none
+    uint64_t run_alignment = 1;
+    const auto end_run = [&] {
+      if (bytes > kMaxPackedLeafBytes) runs.push_back(run);
+      bytes = 0;
+    };
+    for (uint32_t leaf = those.first; leaf < those.last; ++leaf) {
+      if (leaves[leaf].bytes == 0) continue;
+      const uint64_t alignment =
+          slot_alignment_bytes(options.min_alignment_bytes, leaves[leaf].element_bytes);
+      const uint64_t common = common_alignment(run_alignment, alignment);
+      const uint64_t offset = align_up(bytes, alignment);
+      // Just where its slot would be, so that a gap is what padding would be.
+      const bool goes_on = bytes != 0 && addresses[leaf] == addresses[run.first] + offset &&
+                           common != 0 && is_packable(leaves[leaf], options) &&
+                           offset + leaves[leaf].bytes <= options.max_chunk_bytes;
+      if (goes_on) {
+        run.last = leaf + 1;
+        bytes = offset + leaves[leaf].bytes;
+        run_alignment = common;
+        continue;
+      }
+      end_run();
+      if (!is_packable(leaves[leaf], options)) continue;
+      run = {leaf, leaf + 1};
+      bytes = leaves[leaf].bytes;
+      run_alignment = alignment;
+    }
+    end_run();
+  }
+  return runs;
 }
 
 }  // namespace tdcopier

@@ -25,8 +25,9 @@ HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan pla
       reclaimer_(reclaimer) {}
 
 bool HostSourceJob::goes_straight(const ChunkPlan& chunk) const {
-  return use_pinned_staging_ && chunk.last - chunk.first == 1 &&
-         leaves_[plan_.order[chunk.first]].pinned;
+  if (!use_pinned_staging_) return false;
+  return chunk.as_source ||
+         (chunk.last - chunk.first == 1 && leaves_[plan_.order[chunk.first]].pinned);
 }
 
 // A chunk that is not staged in parts is one window.
@@ -93,7 +94,7 @@ void HostSourceJob::transfer_pageable(const Window& window) {
   const ChunkPlan& plan = plan_.chunks[window.chunk];
   const Chunk& chunk = chunks_[window.chunk];
   const Leaf& first = leaves_[plan_.order[plan.first]];
-  if (!plan.packed && !first.strided) {
+  if (plan.as_source || (!plan.packed && !first.strided)) {
     const StepRange range(steps_, Step::kEnqueue);
     return copy_from_pageable(chunk, 0, first.data, plan.bytes);
   }

@@ -1,5 +1,5 @@
-// H2D: from the host to an accelerator, through pinned staging buffers; large leaves that are
-// pinned already without.
+// H2D: from the host to an accelerator, through pinned staging buffers; large leaves, and runs
+// of small ones, that are pinned already without.
 #pragma once
 
 #include <memory>
@@ -34,7 +34,7 @@ class HostSourceJob final : public CopyJob {
   void transfer_staged(const Window& window);
   void enqueue(StagedWindow staged);
   void transfer_pageable(const Window& window);
-  // Whether the device reads the one leaf of this chunk where it is.
+  // Whether the device reads all of this chunk where it is.
   bool goes_straight(const ChunkPlan& chunk) const;
   std::vector<Window> make_windows(WindowBytes window_bytes) const;
 

@@ -134,6 +134,22 @@ void LeafTable::add_gapped(const void* data, c10::ScalarType dtype, at::IntArray
   add_strided(data, dtype, sizes, dense, strides_bytes);
 }
 
+void LeafTable::note_pinned_series(uint32_t first) {
+  const auto last = static_cast<uint32_t>(leaves_.size());
+  if (pinned_series_.empty() || pinned_series_.back().first != first) {
+    pinned_series_.push_back({first, last});
+  }
+  pinned_series_.back().last = last;
+}
+
+std::vector<LeafSeries> LeafTable::pinned_runs(const PackOptions& options) const {
+  if (pinned_series_.empty()) return {};
+  RecycledVector<uintptr_t> addresses;
+  addresses.reserve(leaves_.size());
+  for (const Leaf& leaf : leaves_) addresses.push_back(reinterpret_cast<uintptr_t>(leaf.data));
+  return find_runs(extents_, addresses, pinned_series_, options);
+}
+
 at::IntArrayRef LeafTable::sizes(const Leaf& leaf) const {
   return {shapes_.data() + leaf.first_size, leaf.dims};
 }

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "base/pack_plan.h"
 #include "base/recycled.h"
@@ -82,6 +83,11 @@ class LeafTable {
 
   // The leaf that was added last is in pinned memory.
   void note_pinned() { leaves_.back().pinned = true; }
+  // Leaves from `first` on are of one pinned storage, and none of them is strided. May be said
+  // again of a series that has gone on.
+  void note_pinned_series(uint32_t first);
+  // Runs of leaves that a device can read as one.
+  std::vector<LeafSeries> pinned_runs(const PackOptions& options) const;
 
   size_t size() const { return leaves_.size(); }
   const Leaf& operator[](size_t i) const { return leaves_[i]; }
@@ -102,6 +108,7 @@ class LeafTable {
   RecycledVector<Leaf> leaves_;
   RecycledVector<LeafExtent> extents_;  // for the pack plan
   RecycledVector<int64_t> shapes_;
+  std::vector<LeafSeries> pinned_series_;
 };
 
 // Is this thread in a state that changes what `Tensor.to` does (a dispatch mode, a functorch

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/internal_error.h"
+#include "engine/pinned_leaves.h"
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
 #include "python/path.h"
@@ -259,7 +260,7 @@ class Flattener {
                 *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl())) {
           note_mapped(flat_.groups[group]);
         }
-        note_if_pinned(flat_.groups[group].leaves, tensor);
+        if (device.is_cpu()) pinned_.note(flat_.groups[group].leaves, tensor);
         return set_leaf(owned.release().ptr(), node, group);
       case Packable::kNo:
         // No job for a group without leaves. Only the one that was made just now can be empty.
@@ -296,14 +297,6 @@ class Flattener {
   static void note_mapped(SourceGroup& group) {
     const Leaf& leaf = group.leaves[group.leaves.size() - 1];
     group.mapped.note(group.leaves.reach(leaf));
-  }
-
-  // The last leaf of the table is this tensor. To ask takes a microsecond, which small ones are not
-  // worth: they are packed wherever they are.
-  static void note_if_pinned(LeafTable& leaves, const at::Tensor& tensor) {
-    const Leaf& leaf = leaves[leaves.size() - 1];
-    if (!leaves.device().is_cpu() || leaf.bytes <= kMaxPackedLeafBytes || leaf.strided) return;
-    if (tensor.is_pinned()) leaves.note_pinned();
   }
 
   // Takes over a reference. The leaf is the last one of the group's table.
@@ -360,6 +353,7 @@ class Flattener {
   FlatTree flat_;
   KnownTypes types_;
   MappedFiles mapped_files_;
+  PinnedLeaves pinned_;
   size_t last_group_ = 0;
   RecycledVector<Found> tensors_;  // by the walk, in its order
   RecycledVector<Found> arrays_;

@@ -45,7 +45,8 @@ void start_group(Handle& handle, SourceGroup group, c10::Device target,
   const c10::Device source = group.leaves.device();
   PackPlan plan = [&] {
     const StepRange range(handle.steps(), Step::kPlan);
-    return make_pack_plan(group.leaves.extents(), options.pack);
+    return make_pack_plan(group.leaves.extents(), options.pack,
+                          group.leaves.pinned_runs(options.pack));
   }();
   bool may_block = !options.use_pinned_staging && (source.is_cpu() || target.is_cpu());
   std::shared_ptr<CopyJob> job;
