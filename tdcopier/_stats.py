@@ -61,6 +61,10 @@ class CopyStats(NamedTuple):
     """Bytes of these transfers, padding between slots included."""
     background: bool
     """Whether workers staged the copy, rather than the call itself."""
+    fallbacks: int
+    """How often the device's fast way was not to be had, and torch's own call did the work: on
+    CUDA, a gather or scatter without the kernel, or a transfer that the driver did not take. 0 on
+    devices that have no such way; delegated leaves are not among them."""
     steps: StepTimes | None = None
     """Where its time went so far; None unless `time_steps` was on at the call."""
 

@@ -144,6 +144,31 @@ def test_without_it_the_portable_way_gives_the_same(device):
     assert_equal_bytes(tdcopier.copy(source, "cpu"), source)
 
 
+@pytest.mark.parametrize("straight", [True, False], ids=["straight", "by a chunk"])
+def test_copies_without_it_count_what_torch_did_instead(device, straight):
+    _C.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES if straight else 0)
+    source = leaves_of(LENGTHS["small"], WIDTHS, device)
+    strided = torch.ones(40, 50, device=device)[:, ::2]  # never straight, and torch's in any case
+    batch = source if straight else [*source, strided]
+    host = [leaf.cpu() for leaf in source]
+    apart = [torch.zeros(leaf.numel() + 9, dtype=leaf.dtype, device=device) for leaf in source]
+    destination = [room[: leaf.numel()] for room, leaf in zip(apart, source, strict=True)]
+
+    def fallbacks() -> list[int]:
+        gathered = tdcopier.start_copy(batch, "cpu")
+        scattered = tdcopier.copy_into(host, destination)
+        for handle in (gathered, scattered):
+            handle.get()
+        return [gathered.stats.fallbacks, scattered.stats.fallbacks]
+
+    fallbacks()  # the first use of the device by this thread
+    assert fallbacks() == [0, 0]
+    _C.use_segment_kernel(False)
+    assert fallbacks() == [1, 1]
+    _C.use_segment_kernel(True)
+    assert fallbacks() == [0, 0]
+
+
 def test_a_thread_that_has_not_used_cuda_yet_gathers_too(device):
     source = leaves_of(LENGTHS["small"], WIDTHS, device)
     found: list[list[torch.Tensor]] = []

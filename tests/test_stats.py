@@ -117,3 +117,23 @@ def test_every_leaf_is_counted_once(device):
     handle = tdcopier.start_copy(tree, device)
     handle.get()
     assert handle.stats[:5] == (2, 1, 1, 1, 2)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("direction", ["H2D", "D2H", "D2D"])
+def test_nothing_falls_back_to_torch_where_the_device_has_its_fast_way_or_none(
+    request, device, direction, options
+):
+    other = request.getfixturevalue("other_device") if direction == "D2D" else device
+    source, target = {"H2D": ("cpu", device), "D2H": (device, "cpu"), "D2D": (other, device)}[
+        direction
+    ]
+    tree = oracle([detection_batch(), *TREES["large and small"](), *TREES["strided"]()], source)
+    tdcopier.copy(tree, target, **options)  # CUDA's driver may refuse a thread's first call
+    handle = tdcopier.start_copy(tree, target, use_background_thread=False, **options)
+    moved = handle.get()
+    assert handle.stats.transfers > 0
+    assert handle.stats.fallbacks == 0
+    filling = tdcopier.copy_into(tree, moved, use_background_thread=False)
+    filling.get()
+    assert filling.stats.fallbacks == 0

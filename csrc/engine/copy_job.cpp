@@ -111,6 +111,7 @@ void CopyJob::open() noexcept {
 
 void CopyJob::allocate() {
   const StepRange plan(steps_, Step::kPlan);
+  const CountFallbacks counted(fallbacks_);
   const RelaxedCapture relaxed(accelerator_.device().type());
   allocate_chunks();
   if (target_.is_cpu()) return;  // host memory is filled again leaf by leaf
@@ -123,6 +124,7 @@ void CopyJob::allocate() {
 void CopyJob::work() noexcept {
   if (failed_) return;
   try {
+    const CountFallbacks counted(fallbacks_);
     const RelaxedCapture relaxed(accelerator_.device().type());
     transfer_all();
   } catch (...) {
@@ -135,6 +137,7 @@ void CopyJob::leave() noexcept {
   if (--participants_ != 0) return;
   try {
     if (!failed_ && transfers_ != 0 && !arrived_) {
+      const CountFallbacks counted(fallbacks_);
       const RelaxedCapture relaxed(accelerator_.device().type());
       finish_transfers();
       arrived_ = accelerator_.events().record(accelerator_.copy_stream());

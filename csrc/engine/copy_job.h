@@ -17,6 +17,7 @@
 #include "base/thread_pool.h"
 #include "engine/accelerator.h"
 #include "engine/chunk.h"
+#include "engine/fallbacks.h"
 #include "engine/leaf.h"
 #include "engine/stage.h"
 #include "engine/steps.h"
@@ -34,6 +35,7 @@ class SourceHold {
 struct TransferCounts {
   uint64_t transfers;
   uint64_t bytes;
+  uint64_t fallbacks;  // gathers, scatters and transfers that were left to torch
 };
 
 // Life: made, then exactly one of run() and run_in_background(); the rest at any time, from any
@@ -98,7 +100,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   StepTimes& steps() { return steps_; }
   // Bytes that the thread which enqueues the job has to move, or wait for.
   virtual uint64_t host_bytes() const { return plan_.total_bytes; }
-  TransferCounts counts() const { return {transfers_, transfer_bytes_}; }
+  TransferCounts counts() const { return {transfers_, transfer_bytes_, fallbacks_}; }
   const PackPlan& plan() const { return plan_; }
   // Allocations on the target.
   virtual size_t chunks() const { return plan_.chunks.size(); }
@@ -168,6 +170,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   std::atomic<size_t> next_window_ = 0;
   std::atomic<uint64_t> transfers_ = 0;
   std::atomic<uint64_t> transfer_bytes_ = 0;
+  FallbackCount fallbacks_ = 0;
   std::atomic<bool> failed_ = false;
   std::atomic<bool> handed_over_ = false;
 

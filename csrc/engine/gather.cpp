@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "engine/fallbacks.h"
 #include "engine/segment_kernel.h"
 
 namespace tdcopier {
@@ -44,7 +45,9 @@ void gather(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chu
     }
   }
   move_segments(accelerator.copy_stream(), Move::kGather, memory, segments.all());
-  if (!views->from().empty()) at::_foreach_copy_(views->to(), views->from(), /*non_blocking=*/true);
+  if (views->from().empty()) return;
+  note_fallback(accelerator.device().type());
+  at::_foreach_copy_(views->to(), views->from(), /*non_blocking=*/true);
 }
 
 }  // namespace tdcopier

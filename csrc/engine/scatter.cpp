@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "engine/fallbacks.h"
 #include "engine/segment_kernel.h"
 
 namespace tdcopier {
@@ -46,9 +47,11 @@ class Copies {
                /*non_blocking=*/true);
   }
 
-  void enqueue() {
-    if (views_->from().empty()) return;
+  // Whether there were any whose bytes lie together.
+  bool enqueue() {
+    if (views_->from().empty()) return false;
     at::_foreach_copy_(views_->to(), views_->from(), /*non_blocking=*/true);
+    return true;
   }
 
  private:
@@ -75,7 +78,7 @@ void scatter(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& ch
     }
   }
   move_segments(accelerator.copy_stream(), Move::kScatter, memory, segments.all());
-  copies.enqueue();
+  if (copies.enqueue()) note_fallback(accelerator.device().type());
 }
 
 void copy_within(Accelerator& accelerator, const LeafTable& leaves,

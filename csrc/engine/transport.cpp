@@ -8,6 +8,7 @@
 
 #include "engine/byte_tensor.h"
 #include "engine/cuda_driver.h"
+#include "engine/fallbacks.h"
 
 namespace tdcopier {
 namespace {
@@ -42,6 +43,7 @@ void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, uint64_t
                                   host.const_data_ptr(), bytes, native_handle(stream)) == 0) {
     return;
   }
+  note_fallback(stream.device_type());
   const c10::InferenceMode no_autograd;
   part_of(chunk, offset, bytes).copy_(byte_view(host.storage(), 0, bytes), /*non_blocking=*/true);
 }
@@ -53,6 +55,7 @@ void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, const vo
                                                        host, bytes, native_handle(stream)) == 0) {
     return;
   }
+  note_fallback(stream.device_type());
   const c10::InferenceMode no_autograd;
   part_of(chunk, 0, bytes).copy_(on_host(host, bytes), /*non_blocking=*/true);
 }
@@ -78,6 +81,7 @@ void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* 
     note_written(stream, chunk);
     return;
   }
+  note_fallback(stream.device_type());
   const c10::InferenceMode no_autograd;
   part_of(chunk, 0, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
 }
@@ -101,6 +105,7 @@ void enqueue_from_pinned(const c10::Stream& stream, ByteViews& views, const at::
                                   bytes, native_handle(stream)) == 0) {
     return;
   }
+  note_fallback(stream.device_type());
   const c10::InferenceMode no_autograd;
   at_address(views, address, bytes)
       .copy_(byte_view(host.storage(), offset, bytes), /*non_blocking=*/true);
@@ -118,6 +123,7 @@ void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* 
                                                        bytes, native_handle(stream)) == 0) {
     return;
   }
+  note_fallback(stream.device_type());
   const c10::InferenceMode no_autograd;
   on_host(host, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
 }

@@ -383,15 +383,17 @@ void Handle::hand_over_to(const std::vector<c10::Stream>& streams) {
 }
 
 py::tuple Handle::stats() const {
-  TransferCounts moved{0, 0};
+  TransferCounts moved{0, 0, 0};
   size_t chunks = 0;
   for (const auto& job : jobs_) {
     moved.transfers += job->counts().transfers;
     moved.bytes += job->counts().bytes;
+    moved.fallbacks += job->counts().fallbacks;
     chunks += job->chunks();
   }
   return py::make_tuple(counts_.packed, counts_.alone, counts_.delegated, counts_.reused,
-                        counts_.opaque, chunks, moved.transfers, moved.bytes, background_, times());
+                        counts_.opaque, chunks, moved.transfers, moved.bytes, background_,
+                        moved.fallbacks, times());
 }
 
 py::object Handle::times() const {

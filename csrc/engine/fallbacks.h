@@ -1,0 +1,29 @@
+// Counts where torch's own call did the work because a device's fast way was not to be had.
+#pragma once
+
+#include <c10/core/DeviceType.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace tdcopier {
+
+using FallbackCount = std::atomic<uint64_t>;
+
+// While it lives, what this thread notes is counted there.
+class CountFallbacks {
+ public:
+  explicit CountFallbacks(FallbackCount& count);
+  ~CountFallbacks();
+  CountFallbacks(const CountFallbacks&) = delete;
+  CountFallbacks& operator=(const CountFallbacks&) = delete;
+
+ private:
+  FallbackCount* const before_;
+};
+
+// One gather, scatter or transfer on a device of this type was left to torch. Nothing is counted
+// where there is no fast way at all: only CUDA has one.
+void note_fallback(c10::DeviceType type);
+
+}  // namespace tdcopier
