@@ -330,6 +330,23 @@ def test_staging_that_is_kept_is_no_leak(sim: ModuleType, finds: Finds, staging:
     finds(replace, None, leaks=True)
 
 
+def test_staging_over_the_limit_when_one_begins_to_look_hides_no_leak(
+    sim: ModuleType, finds: Finds, staging: int
+) -> None:
+    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+    with sim.hold(_C.copy_stream("sim:1")):  # so that each part needs a buffer of its own
+        handle = tdcopier.start_copy([torch.ones(3 * staging // 4)], "sim:1")
+        handle.wait_staged()
+    handle.get()
+    tdcopier.set_staging_limit_bytes(staging)
+    kept = []
+
+    def leak() -> None:
+        kept.append(torch.empty(staging, dtype=torch.uint8, pin_memory=True))
+
+    finds(leak, "leak", f"{staging} bytes of pinned memory", leaks=True)
+
+
 # ---- when one looks -----------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,8 @@ from tdcopier.sim._devices import device_index
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_LETTING_GO_S = 0.3
 
 
 class Hazard(NamedTuple):
@@ -47,6 +50,7 @@ class Detector:
         self._found: tuple[Hazard, ...] | None = None
 
     def __enter__(self) -> Self:
+        _staging_bytes()  # what is over the limit is given back before anything is counted
         _sim.detect_begin()
         self._found = None
         self._staging_bytes = _staging_bytes()
@@ -77,7 +81,13 @@ class Detector:
         if not self._leaked():
             return ()
         gc.collect()  # which takes long, and is seldom needed
-        return self._leaked() if self._all_has_run() else ()
+        # A worker that has told of the end of its job is about to let go of it.
+        deadline = time.monotonic() + _LETTING_GO_S
+        while leaks := self._leaked() if self._all_has_run() else ():
+            if time.monotonic() > deadline:
+                return leaks
+            time.sleep(0.001)
+        return ()
 
     def _all_has_run(self) -> bool:
         if not _sim.run_dry():
