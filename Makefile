@@ -53,7 +53,7 @@ test-oldest: build broken-engines
 
 test-gpu: build broken-engines
 	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda; $(PYTEST)
-	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
+	export TDCOPIER_TEST_DEVICE=sim TDCOPIER_TEST_SCHEDULES=2000; $(PYTEST)
 
 # Engines with defects that are chosen when they run, for tests/test_broken_engines.py.
 broken-engines: $(READY)

@@ -5,6 +5,7 @@ Enabling the simulated device makes it torch.accelerator's, so the two never sha
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 from collections.abc import Iterator
@@ -59,6 +60,15 @@ def sim() -> ModuleType:
 
     module.enable(devices=2)
     return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_is_collected() -> None:
+    """What there is before a module's tests, half a million objects of packages and of pytest, is
+    not gone through each time that a test, or TensorDict's `unlock_()`, collects garbage.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -47,10 +47,20 @@ def without_values(told: str) -> str:
     return re.sub(r"^assert \[\[.*\]\] ==", "assert [[...]] ==", told)
 
 
-def make(folder: Path, body: str) -> Path:
+def make(folder: Path, *bodies: str) -> Path:
+    """A folder with a file of tests for each of the bodies: a process costs seconds."""
     (folder / "conftest.py").write_text((EXAMPLES / "conftest.py").read_text())
-    (folder / "test_it.py").write_text("import torch, pytest\n" + body)
+    for number, body in enumerate(bodies):
+        (folder / f"test_{number}.py").write_text("import torch, pytest\n" + body)
     return folder
+
+
+@pytest.fixture(scope="module")
+def careless() -> str:
+    """What pytest prints of the careless one."""
+    code, output = run_pytest(EXAMPLES, CARELESS="1")
+    assert code == 1, output
+    return output
 
 
 def test_the_example_of_the_docs_is_right():
@@ -59,19 +69,16 @@ def test_the_example_of_the_docs_is_right():
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes there")
-def test_the_careless_one_is_found_as_the_docs_show():
-    code, output = run_pytest(EXAMPLES, CARELESS="1")
-    assert code == 1
+def test_the_careless_one_is_found_as_the_docs_show(careless):
     documented = (EXAMPLES / "careless.txt").read_text().rstrip("\n")
-    assert without_values(told_of_the_careless_one(output)) == without_values(documented)
+    assert without_values(told_of_the_careless_one(careless)) == without_values(documented)
 
 
-def test_a_seed_alone_shows_it_again():
-    _, output = run_pytest(EXAMPLES, CARELESS="1")
-    (seed,) = set(re.findall(r"--sim-seed=(\d+)", output))
+def test_a_seed_alone_shows_it_again(careless):
+    (seed,) = set(re.findall(r"--sim-seed=(\d+)", careless))
     code, again = run_pytest(EXAMPLES, f"--sim-seed={seed}", CARELESS="1")
     assert code == 1
-    assert told_of_the_careless_one(again) == told_of_the_careless_one(output)
+    assert told_of_the_careless_one(again) == told_of_the_careless_one(careless)
 
 
 def test_the_number_of_seeds_can_be_chosen(tmp_path):
@@ -119,21 +126,19 @@ def test_devices_can_be_chosen(tmp_path):
     assert code == 0, output
 
 
-@pytest.mark.parametrize("mark", ["schedules", "schedules(0)", "schedules('all')"])
-def test_a_mark_without_a_number_is_refused(tmp_path, mark):
-    folder = make(tmp_path, f"@pytest.mark.{mark}\ndef test_it(sim):\n    pass\n")
-    code, output = run_pytest(folder)
+def test_a_mark_without_a_number_is_refused(tmp_path):
+    marks = ["schedules", "schedules(0)", "schedules('all')"]
+    bodies = [f"@pytest.mark.{mark}\ndef test_it(sim):\n    pass\n" for mark in marks]
+    code, output = run_pytest(make(tmp_path, *bodies))
     assert code != 0
-    assert "schedules wants the number of seeds" in output
+    for got in ("None", "0", "'all'"):
+        assert f"schedules wants the number of seeds, which must be positive, got {got}" in output
 
 
-def test_an_async_test_does_not_pass_without_having_run(tmp_path):
-    body = "\n@pytest.mark.schedules(2)\nasync def test_it(sim):\n    raise KeyError\n"
-    code, output = run_pytest(make(tmp_path, body))
-    assert (code, "cannot be an async function" in output) == (1, True), output
-
-
-def test_what_pytest_itself_fails_names_its_seed(tmp_path):
-    body = "\n@pytest.mark.schedules(2)\ndef test_it(sim):\n    pytest.fail('so')\n"
-    code, output = run_pytest(make(tmp_path, body))
-    assert (code, "failed with --sim-seed=0" in output) == (1, True), output
+def test_an_async_test_does_not_pass_and_what_pytest_itself_fails_names_its_seed(tmp_path):
+    is_async = "\n@pytest.mark.schedules(2)\nasync def test_it(sim):\n    raise KeyError\n"
+    fails = "\n@pytest.mark.schedules(2)\ndef test_it(sim):\n    pytest.fail('so')\n"
+    code, output = run_pytest(make(tmp_path, is_async, fails))
+    assert (code, "2 failed" in output) == (1, True), output
+    assert "cannot be an async function" in output
+    assert "failed with --sim-seed=0" in output

@@ -10,8 +10,9 @@ from scenarios import SCENARIOS
 
 pytestmark = pytest.mark.sim
 
-# A longer run: TDCOPIER_TEST_SCHEDULES=10000 make test-py, or python tests/play.py.
-SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "1000"))
+# Twice as many as find every broken engine (`make test-gpu` has more). A longer run:
+# TDCOPIER_TEST_SCHEDULES=10000 make test-py, or python tests/play.py.
+SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "600"))
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
 
 _played = Played()

@@ -4,8 +4,7 @@ as the catalogue says, and the source is as it was.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,15 +41,6 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any
     ),
 }
 """What is called, the tree that it is called with, and the TensorDict in the result."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_old_is_collected() -> Iterator[None]:
-    """`unlock_()` collects garbage each time: what is there already need not be gone through."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def kind_and_ends(name: str, direction: str, device: str) -> tuple[TdKind, str, str]:
