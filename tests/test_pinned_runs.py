@@ -24,7 +24,8 @@ def pinned_rows(rows: int = ROWS, row: int = ROW) -> torch.Tensor:
 
 def times_asked(copy: Callable[[], Any]) -> int:
     """How often torch was asked whether memory is pinned, by the profiler's count."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         copy()
     return sum(e.count for e in profiler.key_averages() if e.key == "aten::is_pinned")
 

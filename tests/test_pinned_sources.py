@@ -65,7 +65,7 @@ def test_wait_staged_lasts_until_the_device_has_read_it(stall, device, copy_stre
 
         writer = threading.Thread(target=overwrite)
         writer.start()
-        assert not staged.wait(0.2)  # it cannot be: the device has not begun
+        assert not staged.wait(0.05)  # it cannot be: the device has not begun
     writer.join()
     assert handle.get()[0].eq(1).all()
 
