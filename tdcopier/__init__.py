@@ -22,6 +22,7 @@ from tdcopier._copy import (
     start_copy,
     to,
 )
+from tdcopier._prepared import PreparedCopy, prepare
 from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
 
@@ -38,6 +39,7 @@ __all__ = [
     "CopyOptions",
     "CopyStats",
     "InternalError",
+    "PreparedCopy",
     "SourceModifiedError",
     "StepTimes",
     "async_to",
@@ -45,6 +47,7 @@ __all__ = [
     "copy_into",
     "info",
     "install_tensordict_backend",
+    "prepare",
     "register_container",
     "remove_tensordict_backend",
     "set_run_ahead_limit",

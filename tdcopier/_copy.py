@@ -123,6 +123,30 @@ def start_copy(
     handle = _C.start_copy(
         data,
         device,
+        *checked_options(
+            use_pinned_staging,
+            pack_cpu_tensors,
+            min_packed_alignment_bytes,
+            max_packed_chunk_bytes,
+            use_background_thread,
+        ),
+    )
+    return handle if check is None else checked(handle, check)
+
+
+def checked_options(
+    use_pinned_staging: bool,
+    pack_cpu_tensors: bool,
+    min_packed_alignment_bytes: int,
+    max_packed_chunk_bytes: int,
+    use_background_thread: bool,
+) -> tuple[bool, bool, int, int, bool]:
+    """The options of a copy as the native module takes them.
+
+    Raises:
+        TypeError, ValueError: as `start_copy` says.
+    """
+    return (
         bool(use_pinned_staging),
         bool(pack_cpu_tensors),
         _size_option(
@@ -131,7 +155,6 @@ def start_copy(
         _size_option("max_packed_chunk_bytes", max_packed_chunk_bytes, _LARGEST_CHUNK_BYTES),
         bool(use_background_thread),
     )
-    return handle if check is None else checked(handle, check)
 
 
 class CopyOptions(TypedDict, total=False):

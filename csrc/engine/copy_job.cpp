@@ -24,12 +24,13 @@ c10::Storage empty_storage(c10::Device device) {
 
 }  // namespace
 
-CopyJob::CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves, PackPlan plan,
-                 std::shared_ptr<SourceHold> sources)
+CopyJob::CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves,
+                 std::shared_ptr<const PackPlan> plan, std::shared_ptr<SourceHold> sources)
     : accelerator_(accelerator),
       target_(target),
       leaves_(std::move(leaves)),
-      plan_(std::move(plan)),
+      shared_plan_(std::move(plan)),
+      plan_(*shared_plan_),
       sources_(std::move(sources)),
       output_keys_(plain_key_set(target)) {}
 
@@ -212,6 +213,23 @@ void CopyJob::hand_over_to(const c10::Stream& stream) {
 
 void CopyJob::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const {
   for (size_t i = first; i < last; ++i) to[i] = output(static_cast<uint32_t>(i));
+}
+
+bool CopyJob::reuse_output(const at::Tensor& earlier, size_t leaf_index,
+                           c10::DispatchKeySet keys) const {
+  const Leaf& leaf = leaves_[leaf_index];
+  if (leaf.bytes == 0) return false;  // it has a storage of its own, which may have grown
+  OutputTensor* output = OutputTensor::of(earlier);
+  if (output == nullptr || earlier.use_count() != 1 || earlier.weak_use_count() != 1) return false;
+  if (!output->is_plain(keys)) return false;
+  if (output->device() != target_ || output->dtype() != c10::scalarTypeToTypeMeta(leaf.dtype) ||
+      output->sizes() != leaves_.sizes(leaf) || output->strides() != leaves_.strides(leaf)) {
+    return false;
+  }
+  const Slot& slot = plan_.slots[leaf_index];
+  const Chunk& chunk = chunks_[slot.chunk];
+  output->move_to(chunk.storage, (chunk.shift_bytes + slot.offset) / output->itemsize());
+  return true;
 }
 
 at::Tensor CopyJob::output(uint32_t leaf_index) const {

@@ -91,6 +91,11 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // Light tensors over the slots of leaves [first, last), to the same places of `to`. Requires:
   // is_enqueued() and no failure.
   void make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const;
+  // Makes of a tensor that was an output of this leaf in an earlier copy, with the same plan, the
+  // one of this copy. Not if anybody has changed it, or if this is not the only reference to it.
+  // `keys` are those that outputs get. Requires: as make_outputs().
+  [[nodiscard]] bool reuse_output(const at::Tensor& earlier, size_t leaf,
+                                  c10::DispatchKeySet keys) const;
   size_t leaves() const { return leaves_.size(); }
 
   // For the caller that knows the job to be done: sources need no longer wait for anybody else.
@@ -109,8 +114,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
  protected:
   // `accelerator` is the one whose copy stream the last transfer, or the wait for it, is on.
-  CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves, PackPlan plan,
-          std::shared_ptr<SourceHold> sources);
+  CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves,
+          std::shared_ptr<const PackPlan> plan, std::shared_ptr<SourceHold> sources);
 
   // Once, on the first thread that works on the job. Device guards are set here.
   virtual void allocate_chunks() = 0;
@@ -143,7 +148,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   Accelerator& accelerator_;
   const c10::Device target_;
   const LeafTable leaves_;
-  const PackPlan plan_;
+  const std::shared_ptr<const PackPlan> shared_plan_;
+  const PackPlan& plan_;
   const std::shared_ptr<SourceHold> sources_;  // not null
   std::vector<Chunk> chunks_;                  // written before any worker shares the job
   StepTimes steps_;

@@ -31,8 +31,8 @@ void set_max_straight_bytes(uint64_t bytes) {
 }
 
 DeviceSourceJob::DeviceSourceJob(Accelerator& source, c10::Device target, LeafTable leaves,
-                                 PackPlan plan, bool pinned, std::shared_ptr<SourceHold> sources,
-                                 ThreadPool& reclaimer)
+                                 std::shared_ptr<const PackPlan> plan, bool pinned,
+                                 std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer)
     : CopyJob(arrival(source, target), target, std::move(leaves), std::move(plan),
               std::move(sources)),
       source_(source),

@@ -22,8 +22,9 @@ class DeviceSourceJob final : public CopyJob {
   // `target` is the host or another accelerator of the same type. `pinned`: what arrives on the
   // host is pinned memory.
   // Thread: the caller's, whose current stream of the sources' device counts.
-  DeviceSourceJob(Accelerator& source, c10::Device target, LeafTable leaves, PackPlan plan,
-                  bool pinned, std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer);
+  DeviceSourceJob(Accelerator& source, c10::Device target, LeafTable leaves,
+                  std::shared_ptr<const PackPlan> plan, bool pinned,
+                  std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer);
 
   uint64_t host_bytes() const override { return 0; }
   void order_behind_reads(const c10::Stream& stream) override;

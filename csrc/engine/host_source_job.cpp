@@ -12,9 +12,10 @@
 
 namespace tdcopier {
 
-HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan,
-                             bool use_pinned_staging, WindowBytes window_bytes,
-                             std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer)
+HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves,
+                             std::shared_ptr<const PackPlan> plan, bool use_pinned_staging,
+                             WindowBytes window_bytes, std::shared_ptr<SourceHold> sources,
+                             ThreadPool& reclaimer)
     : CopyJob(target, target.device(), std::move(leaves), std::move(plan), std::move(sources)),
       use_pinned_staging_(use_pinned_staging),
       windows_(make_windows(window_bytes)),

@@ -17,9 +17,9 @@ namespace tdcopier {
 class HostSourceJob final : public CopyJob {
  public:
   // A window fits in a staging buffer.
-  HostSourceJob(Accelerator& target, LeafTable leaves, PackPlan plan, bool use_pinned_staging,
-                WindowBytes window_bytes, std::shared_ptr<SourceHold> sources,
-                ThreadPool& reclaimer);
+  HostSourceJob(Accelerator& target, LeafTable leaves, std::shared_ptr<const PackPlan> plan,
+                bool use_pinned_staging, WindowBytes window_bytes,
+                std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer);
 
   uint64_t host_bytes() const override { return host_bytes_; }
   void wait_reads_enqueued() override;

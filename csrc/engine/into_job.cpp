@@ -10,8 +10,8 @@ namespace tdcopier {
 
 IntoJob::IntoJob(Accelerator& accelerator, c10::Device target, LeafPairs pairs, PackPlan plan,
                  IntoHolds holds, ThreadPool& reclaimer)
-    : CopyJob(accelerator, target, std::move(pairs.leaves), std::move(plan),
-              std::move(holds.sources)),
+    : CopyJob(accelerator, target, std::move(pairs.leaves),
+              std::make_shared<const PackPlan>(std::move(plan)), std::move(holds.sources)),
       destinations_(std::move(pairs.destinations)),
       destination_hold_(std::move(holds.destinations)),
       reclaimer_(reclaimer) {}

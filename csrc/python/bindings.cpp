@@ -1,5 +1,7 @@
 // The native module: names, argument conversion and exception translation; no logic.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Stream.h>
 
@@ -19,6 +21,7 @@
 #include "python/flatten.h"
 #include "python/handle.h"
 #include "python/pair_walk.h"
+#include "python/prepared_copy.h"
 #include "python/sources.h"
 #include "python/start_copy.h"
 #include "python/torch_state.h"
@@ -28,6 +31,7 @@ namespace {
 
 using tdcopier::CopyOptions;
 using tdcopier::Handle;
+using tdcopier::PreparedCopy;
 
 // c10's errors become torch's own Python exceptions: out of memory stays torch.OutOfMemoryError.
 template <typename Function>
@@ -48,17 +52,18 @@ auto with_torch_errors(Function&& function) {
   }
 }
 
-// Python's garbage collector sees through a handle: its result may refer back to it.
+// Python's garbage collector sees through it: what it holds may refer back to it.
+template <typename Held>
 void make_collectable(PyHeapTypeObject* heap_type) {
   PyTypeObject& type = heap_type->ht_type;
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!py::detail::is_holder_constructed(self)) return 0;
-    return py::cast<Handle&>(py::handle(self)).traverse(visit, arg);
+    return py::cast<Held&>(py::handle(self)).traverse(visit, arg);
   };
   type.tp_clear = [](PyObject* self) {
-    if (py::detail::is_holder_constructed(self)) py::cast<Handle&>(py::handle(self)).clear();
+    if (py::detail::is_holder_constructed(self)) py::cast<Held&>(py::handle(self)).clear();
     return 0;
   };
 }
@@ -75,7 +80,8 @@ PYBIND11_MODULE(_C, m) {
   internal_error.attr("__doc__") =
       "An invariant of the engine is broken: a bug of ours. Please report it.";
 
-  py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_collectable), R"(
+  py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_collectable<Handle>),
+                            R"(
 A copy at work, as `start_copy` returns it.
 
 May be dropped at any time: the copy ends by itself, nothing blocks, nothing leaks. Any thread may use
@@ -146,6 +152,39 @@ Raises:
                       use_background_thread});
     });
   });
+
+  py::class_<PreparedCopy>(m, "PreparedCopy", py::custom_type_setup(make_collectable<PreparedCopy>))
+      .def(py::init([](py::handle example, py::handle device, bool use_pinned_staging,
+                       bool pack_cpu_tensors, uint64_t min_packed_alignment_bytes,
+                       uint64_t max_packed_chunk_bytes, bool use_background_thread,
+                       bool reuse_outputs) {
+        return with_torch_errors([&] {
+          return std::make_unique<PreparedCopy>(
+              example, device,
+              CopyOptions{use_pinned_staging,
+                          {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
+                          use_background_thread},
+              reuse_outputs);
+        });
+      }))
+      .def("start_copy",
+           [](PreparedCopy& self, py::handle data) {
+             return with_torch_errors([&] { return self.start_copy(data); });
+           })
+      .def("why_not",
+           [](const PreparedCopy& self, py::handle data) {
+             return with_torch_errors([&] { return self.why_not(data); });
+           })
+      .def_property_readonly(
+          "device",
+          [](const PreparedCopy& self) {
+            return py::reinterpret_steal<py::object>(THPDevice_New(self.target()));
+          })
+      .def_property_readonly("fits", &PreparedCopy::fits)
+      .def_property_readonly("misfits", &PreparedCopy::misfits)
+      .def_property_readonly("leaves", &PreparedCopy::leaves)
+      .def_property_readonly("bytes", &PreparedCopy::bytes)
+      .def_property_readonly("keeps_outputs", &PreparedCopy::keeps_outputs);
 
   m.def("copy_into", [](py::handle source, py::handle destination, bool use_pinned_staging,
                         bool use_background_thread) {

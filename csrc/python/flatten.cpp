@@ -36,12 +36,15 @@ class Flattener {
  public:
   // `paths`, where given, gets the path of every node, and every leaf is delegated: a walk for
   // messages rather than for a copy.
-  Flattener(c10::Device target, std::vector<std::string>* paths)
+  Flattener(c10::Device target, const ExpectedTree& expected, std::vector<std::string>* paths)
       : target_(target),
+        expected_(expected),
         moves_from_host_(has_engine_transfers(target)),
         altered_(torch_is_altered()),
         paths_(paths) {
     load_numpy_types();
+    flat_.spec.reserve(expected.nodes);
+    if (!expected.patterns.empty()) tensors_.reserve(expected.patterns.front()->size());
   }
   ~Flattener() {
     for (const Found& found : tensors_) Py_XDECREF(found.object);
@@ -67,9 +70,7 @@ class Flattener {
     const PyTypeObject* type = Py_TYPE(object);
     if (paths_ != nullptr) paths_->push_back(path_text(depth));
     if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) {
-      Py_INCREF(object);
-      tensors_.push_back({object, flat_.spec.nodes()});
-      flat_.spec.add(NodeKind::kLeaf, 0);
+      add_tensor(object);
     } else if (type == &PyDict_Type) {
       visit_dict(object, depth);
     } else if (type == &PyList_Type) {
@@ -120,7 +121,14 @@ class Flattener {
     check_unchanged(seen == count, depth);
   }
 
+  void add_tensor(PyObject* object) {
+    Py_INCREF(object);
+    tensors_.push_back({object, flat_.spec.nodes()});
+    flat_.spec.add(NodeKind::kLeaf, 0);
+  }
+
   void visit_kept(PyObject* object, int depth) {
+    if (paths_ == nullptr && THPVariable_CheckTypeExact(Py_TYPE(object))) return add_tensor(object);
     Py_INCREF(object);
     const auto kept = py::reinterpret_steal<py::object>(object);
     visit(object, depth);
@@ -287,7 +295,13 @@ class Flattener {
     for (last_group_ = 0; last_group_ < flat_.groups.size(); ++last_group_) {
       if (flat_.groups[last_group_].leaves.device() == device) return last_group_;
     }
-    flat_.groups.push_back({LeafTable(device), std::make_shared<PySources>(), {}});
+    std::shared_ptr<const LeafTable> pattern;
+    const auto& patterns = expected_.patterns;
+    if (last_group_ < patterns.size() && patterns[last_group_]->device() == device) {
+      pattern = patterns[last_group_];
+    }
+    flat_.groups.push_back(
+        {LeafTable(device, std::move(pattern)), std::make_shared<PySources>(), {}});
     flat_.groups.back().leaves.reserve(tensors_.size());
     flat_.groups.back().sources->reserve(tensors_.size());
     return last_group_;
@@ -345,6 +359,7 @@ class Flattener {
   }
 
   const c10::Device target_;
+  const ExpectedTree& expected_;
   const bool moves_from_host_;
   const bool altered_;
   std::vector<std::string>* const paths_;
@@ -367,14 +382,18 @@ struct Described {
 
 Described describe(py::handle data, c10::Device target) {
   Described found;
-  found.tree = Flattener(target, &found.paths).run(data.ptr());
+  found.tree = Flattener(target, {}, &found.paths).run(data.ptr());
   return found;
 }
 
 }  // namespace
 
-FlatTree flatten(py::handle data, c10::Device target) {
-  return Flattener(target, nullptr).run(data.ptr());
+FlatTree flatten(py::handle data, c10::Device target, const ExpectedTree& expected) {
+  return Flattener(target, expected, nullptr).run(data.ptr());
+}
+
+std::vector<std::string> paths_of(py::handle data, c10::Device target) {
+  return describe(data, target).paths;
 }
 
 std::optional<std::string> path_of(py::handle data, size_t node, c10::Device target) {

@@ -42,11 +42,19 @@ struct FlatTree {
 
 // GIL: held; classes other than list, tuple and dict are asked in Python how to take them apart.
 // Throws: RecursionError; TypeError and ValueError with the leaf's path; what such a class raises.
-FlatTree flatten(pybind11::handle data, c10::Device target);
+//
+// `expected` is what the tree may be like: it costs less then.
+struct ExpectedTree {
+  std::vector<std::shared_ptr<const LeafTable>> patterns;  // of the leaf tables, by group
+  size_t nodes = 0;
+};
+FlatTree flatten(pybind11::handle data, c10::Device target, const ExpectedTree& expected = {});
 
 // How node `node` of the spec of flatten(data, target) is reached, such as "data['boxes'][3]".
 // Walks again: for messages. Empty if a container's own code does not work a second time.
 std::optional<std::string> path_of(pybind11::handle data, size_t node, c10::Device target);
+// Of every node. Throws as flatten().
+std::vector<std::string> paths_of(pybind11::handle data, c10::Device target);
 
 // Exactly a dict, and each value exactly a tensor of torch's own class.
 bool is_dict_of_tensors(pybind11::handle object);

@@ -13,41 +13,12 @@
 #include "base/internal_error.h"
 #include "engine/graph_capture.h"
 #include "python/device_argument.h"
+#include "python/outputs.h"
 #include "python/sources.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
-namespace {
-
-// Makes outputs some ahead, so that neither they nor their making is out of the cache when they get
-// their Python objects.
-class Outputs final : public LeafTensors {
- public:
-  explicit Outputs(const std::vector<std::shared_ptr<CopyJob>>& jobs) : jobs_(jobs) {
-    for (const auto& job : jobs) made_.emplace_back(job->leaves());
-  }
-
-  at::Tensor take(uint32_t group, uint32_t leaf) override {
-    RecycledVector<at::Tensor>& made = made_[group];
-    if (!made[leaf].defined()) {
-      const StepRange range(steps_, Step::kOutputs);
-      jobs_[group]->make_outputs(leaf, std::min(made.size(), leaf + kAhead), made);
-    }
-    return std::move(made[leaf]);
-  }
-
-  uint64_t ns() const { return steps_.ns(Step::kOutputs); }
-
- private:
-  static constexpr size_t kAhead = 256;
-
-  const std::vector<std::shared_ptr<CopyJob>>& jobs_;
-  StepTimes steps_;
-  std::vector<RecycledVector<at::Tensor>> made_;  // by group and leaf; undefined: not yet, or taken
-};
-
-}  // namespace
 
 void DelegatedOutputs::add(const at::Tensor& part) {
   const auto keep = [this](const at::Tensor& tensor) {
@@ -342,7 +313,7 @@ void Handle::build_once() {
   const c10::InferenceMode mode(inference_mode_);
   py::object built;
   try {
-    Outputs outputs(jobs_);
+    Outputs outputs(jobs_, kept_ != nullptr ? kept_->pick(inference_mode_) : nullptr);
     {
       const StepRange range(steps_, Step::kUnflatten);
       built = spec->unflatten(outputs);
@@ -360,6 +331,12 @@ void Handle::build_once() {
   if (result_) return;
   result_ = std::move(built);
   spec_.reset();
+  forget_kept();
+}
+
+void Handle::forget_kept() {
+  kept_ = nullptr;
+  const py::object owner = std::exchange(owner_of_kept_, {});
 }
 
 void Handle::hand_over_to(const std::vector<c10::Stream>& streams) {
@@ -412,6 +389,7 @@ int Handle::traverse(visitproc visit, void* arg) const {
   Py_VISIT(result_.ptr());
   Py_VISIT(python_failure_.ptr());
   Py_VISIT(failure_traceback_.ptr());
+  Py_VISIT(owner_of_kept_.ptr());
   return spec_ ? spec_->traverse(visit, arg) : 0;
 }
 
@@ -420,6 +398,7 @@ void Handle::clear() {
   python_failure_ = py::object();
   failure_traceback_ = py::object();
   spec_.reset();
+  forget_kept();
 }
 
 }  // namespace tdcopier

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/copy_job.h"
+#include "python/kept_outputs.h"
 #include "python/sources.h"
 #include "python/tree.h"
 
@@ -51,6 +52,11 @@ class Handle {
   void attach(std::shared_ptr<CopyJob> job, bool background);
   void attach(DelegatedOutputs delegated) { delegated_.push_back(std::move(delegated)); }
   void fail_with(pybind11::object exception);
+  // Where the result's tensors are taken from, and left for the next one. `owner` keeps it.
+  void reuse_outputs(pybind11::object owner, KeptOutputs& kept) {
+    owner_of_kept_ = std::move(owner);
+    kept_ = &kept;
+  }
   TreeSpec& spec() { return *spec_; }
   LeafCounts& counts() { return counts_; }
   StepTimes& steps() { return steps_; }
@@ -83,6 +89,7 @@ class Handle {
   void give_back_sources();
   void raise_if_failed();
   void build_once();
+  void forget_kept();
   pybind11::object times() const;  // microseconds by step; None where they were not taken
   void hand_over_to(const std::vector<c10::Stream>& streams);
 
@@ -102,6 +109,8 @@ class Handle {
   pybind11::object python_failure_;          // what a delegated leaf or a container raised
   pybind11::object failure_traceback_;       // as it was then
   std::exception_ptr device_failure_;        // what the device said of this copy when it was asked
+  pybind11::object owner_of_kept_;
+  KeptOutputs* kept_ = nullptr;  // null: every tensor is made anew
   pybind11::object result_;
 };
 

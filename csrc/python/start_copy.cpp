@@ -17,6 +17,7 @@
 #include "python/delegated.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
+#include "python/prepared_copy.h"
 #include "python/workers.h"
 
 namespace py = pybind11;
@@ -40,21 +41,21 @@ bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptio
 }
 
 // Begins to move the leaves of one device.
-void start_group(Handle& handle, SourceGroup group, c10::Device target,
-                 const CopyOptions& options) {
+void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPlan> plan,
+                 c10::Device target, const CopyOptions& options) {
   const c10::Device source = group.leaves.device();
-  PackPlan plan = [&] {
+  if (plan == nullptr) {
     const StepRange range(handle.steps(), Step::kPlan);
-    return make_pack_plan(group.leaves.extents(), options.pack,
-                          group.leaves.pinned_runs(options.pack));
-  }();
+    plan = std::make_shared<const PackPlan>(make_pack_plan(
+        group.leaves.extents(), options.pack, group.leaves.pinned_runs(options.pack)));
+  }
   bool may_block = !options.use_pinned_staging && (source.is_cpu() || target.is_cpu());
   std::shared_ptr<CopyJob> job;
   if (source.is_cpu()) {
     Accelerator& accelerator = Accelerator::of(target);
     may_block |= accelerator.staging().is_exhausted();
-    may_block |= plan.total_bytes <= g_max_inline_bytes && group.mapped.wait_for_disk();
-    const WindowBytes window_bytes = best_window_bytes(plan, options.use_background_thread,
+    may_block |= plan->total_bytes <= g_max_inline_bytes && group.mapped.wait_for_disk();
+    const WindowBytes window_bytes = best_window_bytes(*plan, options.use_background_thread,
                                                        /*mapped=*/!group.mapped.empty());
     job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
                                           options.use_pinned_staging, window_bytes,
@@ -134,19 +135,25 @@ void set_max_inline_bytes(uint64_t bytes) {
 std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const CopyOptions& options) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
-  const c10::Device target = parse_device(device);
+  return start_copy_to(parse_device(device), data, options, nullptr);
+}
+
+std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
+                                      const CopyOptions& options, PreparedCopy* prepared) {
   if (has_engine_transfers(target))
     refuse_capture(parse_stream(py::none(), target), "start_copy()");
 
   StepTimes steps;  // until there is a handle
   FlatTree flat = [&] {
     const StepRange range(steps, Step::kFlatten);
-    return flatten(data, target);
+    return prepared != nullptr ? flatten(data, target, prepared->expected())
+                               : flatten(data, target);
   }();
   for (const SourceGroup& group : flat.groups) {
     const c10::Device source = group.leaves.device();
     if (!source.is_cpu()) refuse_capture(parse_stream(py::none(), source), "start_copy()");
   }
+  const bool fits = prepared != nullptr && prepared->note_fit(flat);
   LeafCounts counts;
   counts.reused = flat.reused;
   counts.opaque = flat.opaque;
@@ -161,7 +168,11 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
       run_ahead.wait_for_room();
     }
   }
-  for (SourceGroup& group : flat.groups) start_group(*handle, std::move(group), target, options);
+  for (size_t i = 0; i < flat.groups.size(); ++i) {
+    start_group(*handle, std::move(flat.groups[i]), fits ? prepared->plan(i) : nullptr, target,
+                options);
+  }
+  if (fits) prepared->offer_outputs(*handle);
   if (!flat.delegated.empty()) run_delegated(*handle, data, flat.delegated, target);
   handle->build_early();
   return handle;

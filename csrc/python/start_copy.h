@@ -31,4 +31,10 @@ struct CopyOptions {
 std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle device,
                                    const CopyOptions& options);
 
+class PreparedCopy;
+
+// The same, once the target is known. `prepared`: null, or what is known of such data beforehand.
+std::unique_ptr<Handle> start_copy_to(c10::Device target, pybind11::handle data,
+                                      const CopyOptions& options, PreparedCopy* prepared);
+
 }  // namespace tdcopier

@@ -1,8 +1,6 @@
 // The treespec: its references, and building the result.
 #include "python/tree.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <utility>
 
 namespace py = pybind11;
@@ -22,7 +20,7 @@ class Builder {
     const TreeSpec::Node node = *node_++;
     switch (node.kind) {
       case NodeKind::kLeaf:
-        return checked(THPVariable_Wrap(leaves_.take(node.group, node.number)));
+        return checked(leaves_.take(node.group, node.number));
       case NodeKind::kReady:
         return py::reinterpret_borrow<py::object>(values_[node.number]);
       case NodeKind::kList:
@@ -77,6 +75,7 @@ class Builder {
 
 void TreeSpec::reserve(size_t nodes) {
   nodes_.reserve(nodes);
+  keys_.reserve(nodes);  // at most one for each node but for custom containers
 }
 
 void TreeSpec::set_leaf(size_t node, size_t group, size_t leaf) {

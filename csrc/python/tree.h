@@ -1,7 +1,6 @@
 // The treespec: a tree without its leaves, and building one of the same shape from new leaves.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -23,7 +22,7 @@ enum class NodeKind : uint8_t {
 // The tensors of all leaves. Each is taken once, about in the order of their indices.
 class LeafTensors {
  public:
-  virtual at::Tensor take(uint32_t group, uint32_t leaf) = 0;
+  virtual PyObject* take(uint32_t group, uint32_t leaf) = 0;  // a new reference; null: an error
 
  protected:
   ~LeafTensors() = default;
@@ -52,6 +51,7 @@ class TreeSpec {
     nodes_.push_back({kind, 0, static_cast<uint32_t>(number)});
   }
   size_t nodes() const { return nodes_.size(); }
+  const Node& node(size_t index) const { return nodes_[index]; }
   // Makes of a node, whatever it was, a leaf of the table or a ready value.
   void set_leaf(size_t node, size_t group, size_t leaf);
   size_t set_ready(size_t node, PyObject* value);  // takes over a reference; the value's index

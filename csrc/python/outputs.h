@@ -1,0 +1,60 @@
+// The tensors of a result, while its containers are built: new ones, or those of an earlier result.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/recycled.h"
+#include "engine/copy_job.h"
+#include "engine/steps.h"
+#include "python/kept_outputs.h"
+#include "python/tree.h"
+
+namespace tdcopier {
+
+// Makes outputs some ahead, so that neither they nor their making is out of the cache when they get
+// their Python objects.
+class Outputs final : public LeafTensors {
+ public:
+  // `kept`: what earlier results have left. Null: nothing.
+  Outputs(const std::vector<std::shared_ptr<CopyJob>>& jobs, std::shared_ptr<KeptSet> kept)
+      : jobs_(jobs), kept_(std::move(kept)) {
+    made_.resize(jobs.size());
+  }
+
+  PyObject* take(uint32_t group, uint32_t leaf) override {
+    if (kept_ == nullptr) return THPVariable_Wrap(make(group, leaf, kAhead));
+    if (PyObject* reused = kept_->reuse(*jobs_[group], group, leaf)) return reused;
+    const bool is_first = !kept_->has(group, leaf);
+    PyObject* made = THPVariable_Wrap(make(group, leaf, is_first ? kAhead : 1));
+    if (made != nullptr) kept_->keep(group, leaf, made);
+    return made;
+  }
+
+  uint64_t ns() const { return steps_.ns(Step::kOutputs); }
+
+ private:
+  static constexpr size_t kAhead = 256;
+
+  at::Tensor make(uint32_t group, uint32_t leaf, size_t ahead) {
+    RecycledVector<at::Tensor>& made = made_[group];
+    if (made.empty()) made.resize(jobs_[group]->leaves());
+    if (!made[leaf].defined()) {
+      const StepRange range(steps_, Step::kOutputs);
+      jobs_[group]->make_outputs(leaf, std::min(made.size(), leaf + ahead), made);
+    }
+    return std::move(made[leaf]);
+  }
+
+  const std::vector<std::shared_ptr<CopyJob>>& jobs_;
+  const std::shared_ptr<KeptSet> kept_;
+  StepTimes steps_;
+  std::vector<RecycledVector<at::Tensor>> made_;  // by group and leaf; undefined: not yet, or taken
+};
+
+}  // namespace tdcopier

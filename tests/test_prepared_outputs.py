@@ -1,0 +1,222 @@
+"""`prepare(reuse_outputs=True)`: tensors that nobody has any more come back as new ones."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import assert_same, oracle
+
+import tdcopier
+from tdcopier.workloads import detection_batch, map_tensors
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.fixture
+def reusing(device: str) -> tdcopier.PreparedCopy:
+    return tdcopier.prepare(pair(0.0), device, reuse_outputs=True)
+
+
+def pair(value: float) -> list[torch.Tensor]:
+    return [torch.full((3, 2), value), torch.full((4,), value + 1)]
+
+
+def ids(tree: list[torch.Tensor]) -> list[int]:
+    return [id(leaf) for leaf in tree]
+
+
+def test_tensors_that_nobody_has_are_those_of_the_next_result(reusing):
+    got = reusing.start_copy(pair(1.0)).get()
+    before = ids(got)
+    del got
+    for value in (2.0, 3.0):
+        got = reusing.start_copy(pair(value)).get()
+        assert ids(got) == before
+        assert_same([leaf.cpu() for leaf in got], pair(value))
+        del got
+
+
+def test_results_that_are_kept_are_left_alone(reusing):
+    kept = [reusing.start_copy(pair(value)).get() for value in map(float, range(10))]
+    assert len({i for got in kept for i in ids(got)}) == 20
+    for value, got in enumerate(kept):
+        assert_same([leaf.cpu() for leaf in got], pair(float(value)))
+
+
+def test_without_the_option_nothing_is_kept(device):
+    plan = tdcopier.prepare(pair(0.0), device)
+    got = plan.start_copy(pair(1.0)).get()
+    gone = [weakref.ref(leaf) for leaf in got]
+    del got
+    assert [reference() for reference in gone] == [None, None]
+
+
+def _attribute(leaf: torch.Tensor) -> Any:
+    leaf.note = "mine"
+
+
+def _gradient(leaf: torch.Tensor) -> Any:
+    leaf.requires_grad_()
+
+
+def _gradient_on_and_off(leaf: torch.Tensor) -> Any:
+    leaf.requires_grad_().requires_grad_(False)
+
+
+def _changed(change: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], None]:
+    """Nothing is held of what the change returns."""
+
+    def touch(leaf: torch.Tensor) -> None:
+        change(leaf)
+
+    return touch
+
+
+def _swapped(leaf: torch.Tensor) -> Any:
+    torch.utils.swap_tensors(leaf, torch.zeros(7))
+
+
+def _named(leaf: torch.Tensor) -> Any:
+    leaf.grad = torch.zeros_like(leaf)
+
+
+TOUCHED = {
+    "a reference": lambda leaf: leaf,
+    "a weak reference": weakref.ref,
+    "an attribute": _attribute,
+    "its attributes": vars,
+    "a gradient": _gradient,
+    "a gradient, no more": _gradient_on_and_off,
+    "a gradient that was given": _named,
+    "another shape": _changed(lambda leaf: leaf.resize_(2)),
+    "another shape, with a class": _changed(lambda leaf: leaf.unsqueeze_(0)),
+    "other strides": _changed(lambda leaf: leaf.t_()),
+    "other data": lambda leaf: setattr(leaf, "data", torch.zeros(3, 2, device=leaf.device)),
+    "another dtype": lambda leaf: setattr(leaf, "data", torch.zeros(3, 2).int().to(leaf.device)),
+    "another class": lambda leaf: setattr(leaf, "__class__", Subclass),
+    "a swap": _swapped,
+    "a value": _changed(lambda leaf: leaf.add_(1)),
+    "a view": lambda leaf: leaf.view(-1),
+    "a detached one": lambda leaf: leaf.detach(),
+    "its data": lambda leaf: leaf.data,
+    "its storage": lambda leaf: leaf.untyped_storage(),
+    "the storage's size": _changed(lambda leaf: leaf.untyped_storage().resize_(0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*resize:UserWarning")
+@pytest.mark.parametrize("touch", TOUCHED)
+def test_whatever_was_done_to_a_tensor_the_next_result_is_as_new(reusing, device, touch):
+    got = reusing.start_copy(pair(1.0)).get()
+    held = TOUCHED[touch](got[0])
+    held_values = held.clone() if isinstance(held, torch.Tensor) else None
+    del got
+    after = reusing.start_copy(pair(5.0)).get()
+    assert_same(after, [leaf.to(device) for leaf in pair(5.0)])
+    for leaf in after:
+        assert type(leaf) is torch.Tensor
+        assert not vars(leaf)
+        assert leaf.grad is None
+        assert leaf.grad_fn is None
+        assert leaf._version == 0
+        assert not leaf._is_view()
+    after[0].add_(1)
+    if held_values is not None:  # with its values, and a version of its own
+        assert torch.equal(held, held_values)
+        assert held._version == 0
+        held.sub_(3)
+        assert after[0]._version == 1
+    assert torch.equal(after[0].cpu(), pair(6.0)[0])
+
+
+def test_a_weak_reference_to_a_tensor_never_sees_another_result(reusing):
+    got = reusing.start_copy(pair(1.0)).get()
+    seen = weakref.ref(got[0])
+    del got
+    after = reusing.start_copy(pair(2.0)).get()
+    assert seen() is None
+    assert_same([leaf.cpu() for leaf in after], pair(2.0))
+
+
+def test_a_graph_that_saved_a_tensor_still_has_its_values(reusing, device):
+    weight = torch.ones(3, 2, device=device, requires_grad=True)
+    got = reusing.start_copy(pair(2.0)).get()
+    loss = (weight * got[0]).sum()
+    del got
+    for value in (7.0, 8.0):
+        assert_same([leaf.cpu() for leaf in reusing.start_copy(pair(value)).get()], pair(value))
+    loss.backward()
+    assert weight.grad.unique().tolist() == [2]
+
+
+def test_inference_tensors_and_others_are_not_mistaken_for_one_another(reusing):
+    for inference in (True, False, True, True, False, False):
+        with torch.inference_mode(inference):
+            got = reusing.start_copy(pair(1.0)).get()
+            assert [leaf.is_inference() for leaf in got] == [inference] * 2
+            if not inference:
+                got[0].add_(1)
+            del got
+
+
+def test_memory_is_freed_with_the_plan(device, accelerator):
+    batch = detection_batch()
+    tdcopier.copy(batch, device)
+    gc.collect()
+    before = accelerator.memory_allocated(device)
+    plan = tdcopier.prepare(batch, device, reuse_outputs=True)
+    plan.start_copy(batch).get()
+    kept = accelerator.memory_allocated(device) - before
+    for _ in range(5):
+        plan.start_copy(batch).get()
+    assert 0 < kept == accelerator.memory_allocated(device) - before
+    del plan
+    assert accelerator.memory_allocated(device) == before
+
+
+def test_large_batches_are_not_kept(device):
+    plan = tdcopier.prepare([torch.ones(2 << 20)], device, reuse_outputs=True)
+    got = plan.start_copy([torch.ones(2 << 20)]).get()
+    gone = weakref.ref(got[0])
+    del got
+    assert gone() is None
+
+
+def test_a_plan_that_its_own_tensors_refer_to_is_collected(device):
+    plan = tdcopier.prepare(pair(0.0), device, reuse_outputs=True)
+    got = plan.start_copy(pair(1.0)).get()
+    got[0].plan = plan
+    gone = weakref.ref(plan)
+    del plan, got
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_handle_outlives_its_plan(device, stall, copy_stream):
+    plan = tdcopier.prepare(pair(0.0), device, reuse_outputs=True)
+    with stall(copy_stream):
+        handle = plan.start_copy(pair(3.0))
+        del plan
+        gc.collect()
+    assert_same([leaf.cpu() for leaf in handle.get()], pair(3.0))
+
+
+def test_a_loop_over_batches_of_one_layout_reuses_every_tensor(device):
+    batch = detection_batch()
+    plan = tdcopier.prepare(batch, device, reuse_outputs=True)
+    seen: set[int] = set()
+    for step in range(6):
+        other = map_tensors(batch, lambda leaf, step=step: (leaf + step).to(leaf.dtype))
+        got = plan.start_copy(other).get()
+        assert_same(got, oracle(other, device))
+        map_tensors(got, lambda leaf: seen.add(id(leaf)))
+        del got
+    assert len(seen) == 528
+    assert plan.fits == 6
