@@ -41,6 +41,7 @@ def example(seed: int = 0) -> dict[str, Any]:
         "reversed": leaf(12).numpy()[::-1],
         "large": leaf(70_000),
         "empty": leaf(0, 3),
+        "spectrum": torch.complex(leaf(3), leaf(3)),
         "name": f"batch {seed}",
         "pair": Pair(leaf(3), seed),
         "label": torch.tensor(seed),
@@ -221,6 +222,11 @@ MISFITS = {
         "data['reversed'] is (12,) float32 with strides (1,), the example's was (12,) float32 with "
         "strides (-4,) bytes",
     ),
+    "an array's order": (
+        lambda b: b.update(array=np.asfortranarray(b["array"])),
+        "data['array'] is (4, 6) float32 with strides (1, 4), the example's was (4, 6) float32 "
+        "with strides (6, 1)",
+    ),
     "a key more, behind": (
         lambda b: b.update(more=torch.ones(2)),
         "data['more'] is a leaf more than the example had",
@@ -254,8 +260,8 @@ MISFITS = {
         "data['large'] is left to its own .to, as 1 leaf or container in all; the example had 0",
     ),
     "a conjugate view": (
-        lambda b: b.update(large=torch.ones(3, dtype=torch.complex64).conj()),
-        "data['large'] is left to its own .to, as 1 leaf or container in all; the example had 0",
+        lambda b: b.update(spectrum=b["spectrum"].conj()),
+        "data['spectrum'] is left to its own .to, as 1 leaf or container in all; the example had 0",
     ),
     "an array instead of a tensor": (
         lambda b: b.update(label=np.ones((4, 6), np.float32)),
@@ -323,6 +329,15 @@ def test_a_leaf_that_needs_a_gradient_fits_where_gradients_are_off(device):
         assert_same(plan.start_copy([leaf]).get(), [leaf.to(device)])
     assert plan.start_copy([leaf]).get()[0].requires_grad
     assert (plan.fits, plan.misfits) == (1, 1)
+
+
+def test_a_leaf_of_the_same_layout_that_is_shorter_in_memory_is_refused(device):
+    plan = tdcopier.prepare(example(), device)
+    batch = example(1)
+    batch["boxes"][1].untyped_storage().resize_(8)
+    with pytest.raises(ValueError, match=r"^data\['boxes'\]\[1\] reaches beyond its storage"):
+        plan.start_copy(batch)
+    assert (plan.fits, plan.misfits) == (0, 0)
 
 
 # ---- the plan ------------------------------------------------------------------------------------

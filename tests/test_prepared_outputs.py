@@ -25,7 +25,7 @@ def reusing(device: str) -> tdcopier.PreparedCopy:
 
 
 def pair(value: float) -> list[torch.Tensor]:
-    return [torch.full((3, 2), value), torch.full((4,), value + 1)]
+    return [torch.full((4,), value + 1), torch.full((3, 2), value)]
 
 
 def ids(tree: list[torch.Tensor]) -> list[int]:
@@ -48,6 +48,29 @@ def test_results_that_are_kept_are_left_alone(reusing):
     assert len({i for got in kept for i in ids(got)}) == 20
     for value, got in enumerate(kept):
         assert_same([leaf.cpu() for leaf in got], pair(float(value)))
+
+
+def test_a_loop_that_has_one_result_while_it_makes_the_next_uses_two_in_turn(reusing):
+    seen = set()
+    others = []  # they take the addresses of objects that were freed
+    for step in range(8):
+        others += [torch.empty(0) for _ in range(20)]
+        got = reusing.start_copy(pair(float(step))).get()
+        assert_same([leaf.cpu() for leaf in got], pair(float(step)))
+        seen.add(tuple(ids(got)))
+    assert len(seen) == 2
+
+
+def test_an_empty_tensor_has_a_storage_of_its_own_each_time(device):
+    plan = tdcopier.prepare([torch.ones(2), torch.ones(0)], device, reuse_outputs=True)
+    for _ in range(3):
+        got = plan.start_copy([torch.ones(2), torch.ones(0)]).get()
+        assert got[1].untyped_storage().nbytes() == 0
+        assert got[1].shape == (0,)
+        del got
+    got = plan.start_copy([torch.ones(2), torch.ones(0)]).get()
+    got[1].resize_(5).fill_(7)
+    assert got[0].tolist() == [1, 1]
 
 
 def test_without_the_option_nothing_is_kept(device):
@@ -83,20 +106,23 @@ def _swapped(leaf: torch.Tensor) -> Any:
     torch.utils.swap_tensors(leaf, torch.zeros(7))
 
 
-def _named(leaf: torch.Tensor) -> Any:
+def _given_gradient(leaf: torch.Tensor) -> Any:
     leaf.grad = torch.zeros_like(leaf)
 
 
 TOUCHED = {
     "a reference": lambda leaf: leaf,
     "a weak reference": weakref.ref,
+    "a weak reference of torch's own": torch._C._WeakTensorRef,
     "an attribute": _attribute,
     "its attributes": vars,
     "a gradient": _gradient,
     "a gradient, no more": _gradient_on_and_off,
-    "a gradient that was given": _named,
+    "a gradient that was given": _given_gradient,
     "another shape": _changed(lambda leaf: leaf.resize_(2)),
     "another shape, with a class": _changed(lambda leaf: leaf.unsqueeze_(0)),
+    "another shape, the same strides": _changed(lambda leaf: leaf.as_strided_((2, 2), (2, 1))),
+    "the same shape, other strides": _changed(lambda leaf: leaf.as_strided_((3, 2), (1, 3))),
     "other strides": _changed(lambda leaf: leaf.t_()),
     "other data": lambda leaf: setattr(leaf, "data", torch.zeros(3, 2, device=leaf.device)),
     "another dtype": lambda leaf: setattr(leaf, "data", torch.zeros(3, 2).int().to(leaf.device)),
@@ -115,11 +141,13 @@ TOUCHED = {
 @pytest.mark.parametrize("touch", TOUCHED)
 def test_whatever_was_done_to_a_tensor_the_next_result_is_as_new(reusing, device, touch):
     got = reusing.start_copy(pair(1.0)).get()
-    held = TOUCHED[touch](got[0])
+    held = TOUCHED[touch](got[1])  # the first one is what tells whether a result is in use
     held_values = held.clone() if isinstance(held, torch.Tensor) else None
     del got
     after = reusing.start_copy(pair(5.0)).get()
     assert_same(after, [leaf.to(device) for leaf in pair(5.0)])
+    if isinstance(held, dict):
+        held["note"] = "somebody else's"
     for leaf in after:
         assert type(leaf) is torch.Tensor
         assert not vars(leaf)
@@ -127,18 +155,20 @@ def test_whatever_was_done_to_a_tensor_the_next_result_is_as_new(reusing, device
         assert leaf.grad_fn is None
         assert leaf._version == 0
         assert not leaf._is_view()
-    after[0].add_(1)
+    after[1].add_(1)
+    if isinstance(held, torch._C._WeakTensorRef):
+        assert held.expired()
     if held_values is not None:  # with its values, and a version of its own
         assert torch.equal(held, held_values)
         assert held._version == 0
         held.sub_(3)
-        assert after[0]._version == 1
-    assert torch.equal(after[0].cpu(), pair(6.0)[0])
+        assert after[1]._version == 1
+    assert torch.equal(after[1].cpu(), pair(6.0)[1])
 
 
 def test_a_weak_reference_to_a_tensor_never_sees_another_result(reusing):
     got = reusing.start_copy(pair(1.0)).get()
-    seen = weakref.ref(got[0])
+    seen = weakref.ref(got[1])
     del got
     after = reusing.start_copy(pair(2.0)).get()
     assert seen() is None
@@ -148,7 +178,7 @@ def test_a_weak_reference_to_a_tensor_never_sees_another_result(reusing):
 def test_a_graph_that_saved_a_tensor_still_has_its_values(reusing, device):
     weight = torch.ones(3, 2, device=device, requires_grad=True)
     got = reusing.start_copy(pair(2.0)).get()
-    loss = (weight * got[0]).sum()
+    loss = (weight * got[1]).sum()
     del got
     for value in (7.0, 8.0):
         assert_same([leaf.cpu() for leaf in reusing.start_copy(pair(value)).get()], pair(value))
@@ -162,7 +192,7 @@ def test_inference_tensors_and_others_are_not_mistaken_for_one_another(reusing):
             got = reusing.start_copy(pair(1.0)).get()
             assert [leaf.is_inference() for leaf in got] == [inference] * 2
             if not inference:
-                got[0].add_(1)
+                got[1].add_(1)
             del got
 
 
@@ -192,7 +222,7 @@ def test_large_batches_are_not_kept(device):
 def test_a_plan_that_its_own_tensors_refer_to_is_collected(device):
     plan = tdcopier.prepare(pair(0.0), device, reuse_outputs=True)
     got = plan.start_copy(pair(1.0)).get()
-    got[0].plan = plan
+    got[1].plan = plan
     gone = weakref.ref(plan)
     del plan, got
     gc.collect()

@@ -36,6 +36,14 @@ bool has_names(const Tensor& tensor) {
   }
 }
 
+// Would a copy of its bytes lose a gradient?
+bool keeps_gradient(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->autograd_meta() == nullptr) return false;
+  if (impl->requires_grad() && c10::GradMode::is_enabled()) return true;
+  return tensor._fw_grad(/*level=*/0).defined();
+}
+
 }  // namespace
 
 c10::DispatchKeySet plain_tensor_keys(c10::Device device) {
@@ -168,10 +176,7 @@ PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   if (elements != 0 && begin + reach * element_bytes > storage->nbytes()) {
     return {Packable::kShortStorage};
   }
-  if (impl->autograd_meta() != nullptr) {
-    if (impl->requires_grad() && c10::GradMode::is_enabled()) return {Packable::kNo};
-    if (tensor._fw_grad(/*level=*/0).defined()) return {Packable::kNo};
-  }
+  if (keeps_gradient(tensor)) return {Packable::kNo};
   return {Packable::kYes, storage, begin, dense};
 }
 
@@ -182,7 +187,7 @@ inline bool LeafTable::follow_pattern(const at::Tensor& tensor) {
   const Leaf& next = pattern_->leaves_[leaves_.size()];
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (has_more_than(impl->key_set(), plain_keys_) || has_names(tensor)) return false;
-  if (next.strided || impl->autograd_meta() != nullptr) return false;
+  if (next.strided || keeps_gradient(tensor)) return false;
   const at::IntArrayRef sizes = impl->sizes();
   if (sizes.size() != next.dims || impl->dtype() != c10::scalarTypeToTypeMeta(next.dtype))
     return false;
