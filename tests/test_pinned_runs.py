@@ -348,3 +348,17 @@ def test_an_output_that_grows_or_is_written_leaves_the_source_alone(device):
     for leaf in tdcopier.copy(list(base.unbind()), device):
         leaf.fill_(-1)
     assert torch.equal(base, expected)
+
+
+@pytest.mark.parametrize("pinned_example", [True, False])
+def test_a_prepared_copy_looks_anew_at_where_each_batch_lies(device, pinned_example):
+    base = pinned_rows()
+    batches = {True: list(base.unbind()), False: [row.clone() for row in base]}
+    plan = tdcopier.prepare(batches[pinned_example], device)
+    for pinned in (True, False, True):
+        handle = plan.start_copy(batches[pinned])
+        assert_same(handle.get(), list(base.to(device).unbind()))
+        plain = tdcopier.start_copy(batches[pinned], device)
+        plain.get()
+        assert handle.stats == plain.stats
+    assert (plan.fits, plan.misfits) == (3, 0)

@@ -253,7 +253,7 @@ std::vector<LeafSeries> LeafTable::pinned_runs(const PackOptions& options) const
   RecycledVector<uintptr_t> addresses;
   addresses.reserve(leaves_.size());
   for (const Leaf& leaf : leaves_) addresses.push_back(reinterpret_cast<uintptr_t>(leaf.data));
-  return find_runs(extents_, addresses, pinned_series_, options);
+  return find_runs(extents(), addresses, pinned_series_, options);
 }
 
 at::IntArrayRef LeafTable::sizes(const Leaf& leaf) const {

@@ -40,14 +40,18 @@ bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptio
   return false;
 }
 
-// Begins to move the leaves of one device.
+// Begins to move the leaves of one device. `plan`, where it is not null, is one for such leaves.
 void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPlan> plan,
                  c10::Device target, const CopyOptions& options) {
   const c10::Device source = group.leaves.device();
-  if (plan == nullptr) {
+  {
     const StepRange range(handle.steps(), Step::kPlan);
-    plan = std::make_shared<const PackPlan>(make_pack_plan(
-        group.leaves.extents(), options.pack, group.leaves.pinned_runs(options.pack)));
+    // Where leaves lie is each batch's own.
+    const std::vector<LeafSeries> runs = group.leaves.pinned_runs(options.pack);
+    if (plan == nullptr || !runs.empty()) {
+      plan = std::make_shared<const PackPlan>(
+          make_pack_plan(group.leaves.extents(), options.pack, runs));
+    }
   }
   bool may_block = !options.use_pinned_staging && (source.is_cpu() || target.is_cpu());
   std::shared_ptr<CopyJob> job;
