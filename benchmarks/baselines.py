@@ -45,6 +45,8 @@ def contenders(direction: Direction) -> list[Contender]:
             f"{OURS}, no background thread",
             lambda tree: tdcopier.start_copy(tree, target, use_background_thread=False).get(),
         ),
+        _prepared(f"{OURS}, prepared", target, reuse_outputs=False),
+        _prepared(f"{OURS}, prepared, outputs reused", target, reuse_outputs=True),
         per_leaf(PER_LEAF_TO, lambda leaf: leaf.to(target)),
     ]
     if direction.name == "d2d":
@@ -68,6 +70,16 @@ def contenders(direction: Direction) -> list[Contender]:
             ),
         ]
     return found
+
+
+def _prepared(name: str, target: torch.device, *, reuse_outputs: bool) -> Contender:
+    """With a plan for each source, since detection batches differ in how many boxes they have."""
+    return Contender(
+        name,
+        lambda planned: planned[0].start_copy(planned[1]).get(),
+        lambda tree: (tdcopier.prepare(tree, target, reuse_outputs=reuse_outputs), tree),
+        PREPARED,
+    )
 
 
 def per_leaf(name: str, move: Callable[[torch.Tensor], torch.Tensor]) -> Contender:

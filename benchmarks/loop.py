@@ -74,6 +74,12 @@ def feeds(device: torch.device) -> list[Feed]:
     found = [
         Feed(RESIDENT, same, same, to),
         Feed(OURS, lambda tree: tdcopier.start_copy(tree, device), lambda handle: handle.wait()),
+        Feed(
+            f"{OURS}, prepared, outputs reused",
+            lambda planned: planned[0].start_copy(planned[1]),
+            lambda handle: handle.wait(),
+            lambda tree: (tdcopier.prepare(tree, device, reuse_outputs=True), tree),
+        ),
         Feed(PER_LEAF_TO, same, to),
         Feed(
             PINNED,

@@ -44,6 +44,7 @@ def test_all_ways_to_feed_a_loop_bring_the_right_batch_to_each_step(device: torc
     assert [feed.name for feed in feeds] == [
         "on the device already",
         "tdcopier",
+        "tdcopier, prepared, outputs reused",
         ".to() per leaf",
         "pinned beforehand, non_blocking .to()",
     ]
