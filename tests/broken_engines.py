@@ -54,9 +54,8 @@ DEFECTS: dict[str, Defect] = {
     "host_source_released_early": Defect(
         "Lifetime",
         "engine/copy_job.cpp",
-        "    if (job->begin()) job->lead(&pool, pool.workers() - 1);",
-        "    if ({defect}) job->sources_->give_back();\n"
-        "    if (job->begin()) job->lead(&pool, pool.workers() - 1);",
+        "    if (job && job->lead(",
+        "    if (job && {defect}) job->sources_->give_back();\n    if (job && job->lead(",
         "sources_are_dropped_at_once",
         "AssertionError",
     ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sim_support import becomes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdcopier
@@ -24,12 +25,14 @@ def busy_workers(sim: Any) -> Iterator[Any]:
     tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
     torch.sim.synchronize(0)
     hold = sim.hold(_C.copy_stream("sim:0"))
-    stuck = tdcopier.start_copy(torch.ones(16 * ELEMENTS), "sim:0")
+    large = torch.ones(2 * ELEMENTS)
+    # One for each, which are all before any other copy in the line.
+    stuck = [tdcopier.start_copy(large, "sim:0") for _ in range(_C.default_worker_count())]
     try:
         yield hold
     finally:
         hold.release()
-        assert stuck.get().sum().item() == 16 * ELEMENTS
+        assert all(handle.get().sum().item() == 2 * ELEMENTS for handle in stuck)
 
 
 @pytest.fixture
@@ -112,3 +115,48 @@ def test_a_caller_under_a_mode_leaves_the_copy_to_the_workers(busy_workers, sour
     thread.join()
     assert seen == []
     assert torch.equal(moved[0].cpu(), source)
+
+
+def test_workers_make_the_outputs_of_a_caller_who_does_other_things(sim):
+    leaves = [torch.full((40_000,), float(value)) for value in range(60)]  # 9.6 MB
+    with tdcopier.time_steps():
+        handle = tdcopier.start_copy({"leaves": leaves}, "sim:0")
+        assert becomes(lambda: handle.stats.steps.outputs_us > 0)  # nobody has asked for them
+    moved = handle.get()
+    assert [leaf[-1].item() for leaf in moved["leaves"]] == list(range(60))
+
+
+def test_a_caller_who_comes_early_takes_what_there_is_and_makes_the_rest(sim):
+    leaves = [torch.full((20,), float(value)) for value in range(30_000)]  # 2.4 MB
+    for _ in range(10):
+        moved = tdcopier.start_copy(leaves, "sim:0").get()
+        assert torch.equal(torch.stack(moved).cpu(), torch.stack(leaves))
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_a_worker_makes_is_of_the_mode_of_the_call(sim, inference):
+    leaves = [torch.ones(400_000) for _ in range(3)]
+    with torch.inference_mode(inference), tdcopier.time_steps():
+        handle = tdcopier.start_copy(leaves, "sim:0")
+        assert becomes(lambda: handle.stats.steps.outputs_us > 0)
+    assert [leaf.is_inference() for leaf in handle.get()] == [inference] * 3
+
+
+def test_results_that_are_dropped_keep_no_memory_while_their_workers_are_busy(busy_workers, source):
+    torch.sim.empty_cache()
+    before = torch.sim.memory_allocated(1)
+    for _ in range(5):
+        tdcopier.start_copy(source, "sim:1").get()
+    torch.sim.synchronize(1)
+    assert torch.sim.memory_allocated(1) - before < 2 * source.nbytes
+
+
+def test_reads_that_are_enqueued_are_not_waited_for_by_helping_to_deliver(sim):
+    source = torch.full((1 << 18,), 3.0, device="sim:0")  # one window
+    destination = torch.zeros(1 << 18)
+    torch.sim.synchronize(0)
+    with sim.hold(_C.copy_stream("sim:0")):
+        handle = tdcopier.copy_into(source, destination)
+        handle.wait_staged()  # would hang here
+    handle.get()
+    assert destination.eq(3).all()

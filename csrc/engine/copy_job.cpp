@@ -1,6 +1,7 @@
 // The life of every copy job: the hands that work on it, the last of which records its event.
 #include "engine/copy_job.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -32,17 +33,23 @@ CopyJob::CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves,
       shared_plan_(std::move(plan)),
       plan_(*shared_plan_),
       sources_(std::move(sources)),
-      output_keys_(plain_key_set(target)) {}
+      output_keys_(plain_key_set(target)),
+      inference_mode_(c10::InferenceMode::is_enabled()) {}
 
 void CopyJob::run() noexcept {
-  if (begin()) lead(nullptr, 0);
+  lead(nullptr, 0);
 }
 
 bool CopyJob::run_in_background(ThreadPool& pool) {
   pool_ = &pool;
-  return pool.submit([job = shared_from_this(), &pool] {
-    if (job->begin()) job->lead(&pool, pool.workers() - 1);
+  ticket_ = std::make_shared<JobTicket>(shared_from_this());
+  const bool taken = pool.submit([ticket = ticket_, &pool] {
+    interleave();
+    const std::shared_ptr<CopyJob> job = ticket->take();
+    if (job && job->lead(&pool, pool.workers() - 1)) job->make_outputs_ahead();
   });
+  if (!taken) ticket_->take();
+  return taken;
 }
 
 void CopyJob::help() noexcept {
@@ -56,10 +63,10 @@ void CopyJob::help() noexcept {
 
 bool CopyJob::begin() {
   interleave();
-  return !begun_.exchange(true);
+  return ticket_->take() != nullptr;
 }
 
-void CopyJob::lead(ThreadPool* pool, size_t workers) noexcept {
+bool CopyJob::lead(ThreadPool* pool, size_t workers) noexcept {
   try {
     const size_t others = std::min(workers, std::max<size_t>(most_hands(), 1) - 1);
     if (others != 0) call_others(*pool, others);
@@ -69,7 +76,7 @@ void CopyJob::lead(ThreadPool* pool, size_t workers) noexcept {
   }
   open();
   work();
-  leave();
+  return leave();
 }
 
 // Who comes when there is nothing left to do is not waited for. Should the pool be closing, this
@@ -78,7 +85,7 @@ void CopyJob::call_others(ThreadPool& pool, size_t hands) {
   pool.submit_to_many(
       [called = weak_from_this()] {
         const std::shared_ptr<CopyJob> job = called.lock();
-        if (job && job->join()) job->be_hand();
+        if (job && job->join() && job->be_hand()) job->make_outputs_ahead();
       },
       hands);
 }
@@ -93,13 +100,13 @@ bool CopyJob::join() {
   return false;
 }
 
-void CopyJob::be_hand() noexcept {
+bool CopyJob::be_hand() noexcept {
   {
     std::unique_lock lock(mutex_);
     became_open_.wait(lock, [this] { return open_; });
   }
   work();
-  leave();
+  return leave();
 }
 
 void CopyJob::open() noexcept {
@@ -133,9 +140,9 @@ void CopyJob::work() noexcept {
   }
 }
 
-void CopyJob::leave() noexcept {
+bool CopyJob::leave() noexcept {
   interleave();
-  if (--participants_ != 0) return;
+  if (--participants_ != 0) return false;
   try {
     if (!failed_ && transfers_ != 0 && !arrived_) {
       const CountFallbacks counted(fallbacks_);
@@ -153,6 +160,7 @@ void CopyJob::leave() noexcept {
     enqueued_.store(true, std::memory_order_release);
   }
   became_enqueued_.notify_all();
+  return true;
 }
 
 void CopyJob::fail() noexcept {
@@ -213,6 +221,33 @@ void CopyJob::hand_over_to(const c10::Stream& stream) {
 
 void CopyJob::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const {
   for (size_t i = first; i < last; ++i) to[i] = output(static_cast<uint32_t>(i));
+}
+
+// In small parts, so that a caller who comes takes what there is and goes on from there.
+void CopyJob::make_outputs_ahead() noexcept {
+  constexpr size_t kPart = 64;
+  if (failure_ || !has_outputs()) return;
+  const c10::InferenceMode mode(inference_mode_);
+  for (size_t first = 0; first < leaves(); first += kPart) {
+    interleave();
+    const std::lock_guard lock(made_mutex_);
+    if (made_are_taken_) return;
+    try {
+      const StepRange range(steps_, Step::kOutputs);
+      made_.resize(leaves());
+      make_outputs(first, std::min(first + kPart, leaves()), made_);
+    } catch (...) {  // no memory: whoever takes the others makes these as well, or fails as we did
+      made_are_taken_ = true;
+      made_.clear();
+      return;
+    }
+  }
+}
+
+RecycledVector<at::Tensor> CopyJob::take_made_outputs() {
+  const std::lock_guard lock(made_mutex_);
+  made_are_taken_ = true;
+  return std::exchange(made_, {});
 }
 
 bool CopyJob::reuse_output(const at::Tensor& earlier, size_t leaf_index,

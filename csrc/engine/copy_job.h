@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/interleaver.h"
@@ -36,6 +37,23 @@ struct TransferCounts {
   uint64_t transfers;
   uint64_t bytes;
   uint64_t fallbacks;  // gathers, scatters and transfers that were left to torch
+};
+
+class CopyJob;
+
+// What a pool knows of a job that it was given: nothing any more once somebody else has begun it,
+// so that a task that waits in line keeps no memory.
+class JobTicket {
+ public:
+  explicit JobTicket(std::shared_ptr<CopyJob> job) : job_(std::move(job)) {}
+  std::shared_ptr<CopyJob> take() {  // null from the second time on
+    const std::lock_guard lock(mutex_);
+    return std::exchange(job_, nullptr);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<CopyJob> job_;  // guarded by mutex_
 };
 
 // Life: made, then exactly one of run() and run_in_background(); the rest at any time, from any
@@ -91,6 +109,9 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // Light tensors over the slots of leaves [first, last), to the same places of `to`. Requires:
   // is_enqueued() and no failure.
   void make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const;
+  // Those that workers have made meanwhile, by leaf: the first ones, or none. They make no more of
+  // them; whoever asks a second time gets none. Requires: as make_outputs().
+  RecycledVector<at::Tensor> take_made_outputs();
   // Makes of a tensor that was an output of this leaf in an earlier copy, with the same plan, the
   // one of this copy. Not if anybody has changed it, or if this is not the only reference to it.
   // `keys` are those that outputs get. Requires: as make_outputs().
@@ -119,6 +140,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // Once, on the first thread that works on the job. Device guards are set here.
   virtual void allocate_chunks() = 0;
+  // Whether there is anything to hand over: memory that existed is its owner's.
+  virtual bool has_outputs() const { return true; }
   // How many threads may be in transfer_all(), side by side or one after the other.
   virtual size_t most_hands() const { return 1; }
   // Enqueues transfers until there are none left or somebody has failed. May throw.
@@ -156,22 +179,26 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
  private:
   at::Tensor output(uint32_t leaf) const;
-  // Whoever gets true has to lead(), and nobody else.
+  // Whoever gets true has to lead(), and nobody else. Of a job that workers were given.
   bool begin();
   // Does the job with up to so many of the pool's workers, who wake while this thread allocates.
-  void lead(ThreadPool* pool, size_t workers) noexcept;
+  // Returns as leave().
+  bool lead(ThreadPool* pool, size_t workers) noexcept;
   void call_others(ThreadPool& pool, size_t hands);
   bool join();              // is there room for one more hand?
-  void be_hand() noexcept;  // of one that has joined, or was called
+  bool be_hand() noexcept;  // of one that has joined, or was called. Returns as leave()
   void open() noexcept;     // there are chunks, or never will be
   void work() noexcept;
-  void leave() noexcept;  // the last one out finishes the job
-  void allocate();        // allocate_chunks(), and remembers them
-  void fail() noexcept;   // keeps the current exception, the first one only
+  bool leave() noexcept;  // the last one out finishes the job; was it this one?
+  // By a worker who was the last one out, while the caller does other things.
+  void make_outputs_ahead() noexcept;
+  void allocate();       // allocate_chunks(), and remembers them
+  void fail() noexcept;  // keeps the current exception, the first one only
 
   const c10::DispatchKeySet output_keys_;
+  const bool inference_mode_;   // the caller's when the job was made
   ThreadPool* pool_ = nullptr;  // whose workers the job was given to; written before they have it
-  std::atomic<bool> begun_ = false;
+  std::shared_ptr<JobTicket> ticket_;       // written before they have it; null: none were given it
   std::atomic<uint32_t> participants_ = 1;  // who leads is one, even before there is anybody
   std::atomic<size_t> next_window_ = 0;
   std::atomic<uint64_t> transfers_ = 0;
@@ -186,6 +213,10 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   Condition became_enqueued_;
   std::atomic<bool> enqueued_ = false;  // written under mutex_
   std::exception_ptr failure_;          // guarded by mutex_ until enqueued_, constant after
+
+  std::mutex made_mutex_;
+  RecycledVector<at::Tensor> made_;  // outputs, by leaf; guarded by made_mutex_, as the next
+  bool made_are_taken_ = false;
 
  protected:
   EventRef arrived_;  // behind the last transfer; by a single hand, or by the last one out

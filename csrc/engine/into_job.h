@@ -26,6 +26,7 @@ class IntoJob : public CopyJob {
   // The destinations belong to the caller: no allocator has to be told who reads them.
   void hand_over_to(const c10::Stream& stream) final;
   void give_back_sources() noexcept final;
+  bool has_outputs() const final { return false; }
 
  protected:
   IntoJob(Accelerator& accelerator, c10::Device target, LeafPairs pairs, PackPlan plan,

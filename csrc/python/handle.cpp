@@ -182,7 +182,8 @@ void Handle::wait_staged() {
   if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
     refuse_in_child();
     const py::gil_scoped_release no_gil;
-    help();
+    help(
+        /*host_sources_only=*/true);  // others may have to wait for the device, once they have read
     for (const auto& job : jobs_) job->wait_reads_enqueued();
   }
   release_returned_sources();
@@ -206,9 +207,11 @@ void Handle::refuse_in_child() const {
 }
 
 // A worker that has slept takes longer to come than this thread to begin.
-void Handle::help() const {
+void Handle::help(bool host_sources_only) const {
   if (dispatch_is_altered()) return;  // a mode of this thread's is not the copy's business
-  for (const auto& job : jobs_) job->help();
+  for (const auto& job : jobs_) {
+    if (!host_sources_only || job->source_device().is_cpu()) job->help();
+  }
 }
 
 void Handle::wait_enqueued() {
@@ -216,7 +219,7 @@ void Handle::wait_enqueued() {
     refuse_in_child();
     const StepRange range(steps_, Step::kWait);
     const py::gil_scoped_release no_gil;
-    help();
+    help(/*host_sources_only=*/false);
     for (const auto& job : jobs_) job->wait_enqueued();
   }
   release_returned_sources();
@@ -313,7 +316,8 @@ void Handle::build_once() {
   const c10::InferenceMode mode(inference_mode_);
   py::object built;
   try {
-    Outputs outputs(jobs_, kept_ != nullptr ? kept_->pick(inference_mode_) : nullptr);
+    Outputs outputs(jobs_, kept_ != nullptr ? kept_->pick(inference_mode_) : nullptr,
+                    generation_ == fork_generation());
     {
       const StepRange range(steps_, Step::kUnflatten);
       built = spec->unflatten(outputs);

@@ -78,7 +78,8 @@ class Handle {
   bool is_enqueued() const;
   bool has_failed() const;       // Requires: is_enqueued()
   void refuse_in_child() const;  // whose parent's threads work on it
-  void help() const;             // with what the jobs have left to do. GIL: must not be held
+  // With what the jobs have left to do, or those with sources on the host. GIL: must not be held.
+  void help(bool host_sources_only) const;
   void wait_enqueued();
   void wait_done();
   void wait_done_on_host();                   // as far as the host is a target

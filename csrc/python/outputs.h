@@ -21,10 +21,14 @@ namespace tdcopier {
 // their Python objects.
 class Outputs final : public LeafTensors {
  public:
-  // `kept`: what earlier results have left. Null: nothing.
-  Outputs(const std::vector<std::shared_ptr<CopyJob>>& jobs, std::shared_ptr<KeptSet> kept)
+  // `kept`: what earlier results have left. Null: nothing. `are_workers_ours`: not a forked child,
+  // whose parent's workers may be at them.
+  Outputs(const std::vector<std::shared_ptr<CopyJob>>& jobs, std::shared_ptr<KeptSet> kept,
+          bool are_workers_ours)
       : jobs_(jobs), kept_(std::move(kept)) {
     made_.resize(jobs.size());
+    if (!are_workers_ours) return;
+    for (size_t i = 0; i < jobs.size(); ++i) made_[i] = jobs[i]->take_made_outputs();
   }
 
   PyObject* take(uint32_t group, uint32_t leaf) override {
