@@ -66,12 +66,18 @@ class PreparedCopy:
         """How many batches were not, and were copied as by `tdcopier.start_copy`."""
         return self._native.misfits
 
+    @property
+    def reuses_outputs(self) -> bool:
+        """Whether tensors of earlier results are used again: asked for, and not too large."""
+        return self._native.keeps_outputs
+
     def __repr__(self) -> str:
         """Such as `<PreparedCopy of 528 leaves, 153152 bytes, to cuda:0: 10 fits, 0 misfits>`."""
         native = self._native
+        reuses = ", reuses outputs" if native.keeps_outputs else ""
         return (
-            f"<PreparedCopy of {native.leaves} leaves, {native.bytes} bytes, to {native.device}: "
-            f"{native.fits} fits, {native.misfits} misfits>"
+            f"<PreparedCopy of {native.leaves} leaves, {native.bytes} bytes, to {native.device}"
+            f"{reuses}: {native.fits} fits, {native.misfits} misfits>"
         )
 
 
@@ -104,9 +110,10 @@ def prepare(
             reused if nothing but the plan refers to it and nothing but its values was changed:
             there is no weak reference to it, it has no attribute, hook or gradient, no view and no
             graph refers to its memory's version, and its shape is as it was. What this changes is
-            when memory goes: a result that you drop is freed by a later copy or with the plan, so
-            the memory of up to four stays allocated, and weak references die as late. Batches of
-            more than 4 MiB are never kept.
+            when memory goes: a result that you drop goes with a later copy or with the plan, and so
+            does what refers to it only through its tensors (weak references, attributes, graphs);
+            up to four results are kept so, each until sixteen copies did without it. Batches of
+            more than 4 MiB are never kept: `reuses_outputs` says whether they are.
 
     Raises:
         Exception: as `start_copy`.

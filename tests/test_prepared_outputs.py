@@ -250,3 +250,30 @@ def test_a_loop_over_batches_of_one_layout_reuses_every_tensor(device):
         del got
     assert len(seen) == 528
     assert plan.fits == 6
+
+
+def test_a_copy_that_is_made_while_an_old_storage_goes_takes_other_tensors(device):
+    """What has the last reference to a result's memory may run any code when that goes."""
+    inner = []
+    plan = tdcopier.prepare([torch.zeros(4)], device, reuse_outputs=True)
+    (first,) = plan.start_copy([torch.full((4,), 1.0)]).get()
+    weakref.finalize(
+        first.untyped_storage(),
+        lambda: inner.append(plan.start_copy([torch.full((4,), 99.0)]).get()),
+    )
+    del first
+    outer = plan.start_copy([torch.full((4,), 2.0)]).get()
+    ((inside,),) = inner
+    assert inside is not outer[0]
+    assert (outer[0].tolist(), inside.tolist()) == ([2.0] * 4, [99.0] * 4)
+
+
+def test_what_a_loop_does_without_is_let_go(device):
+    plan = tdcopier.prepare([torch.zeros(4)], device, reuse_outputs=True)
+    results = [plan.start_copy([torch.full((4,), 1.0)]).get() for _ in range(4)]
+    kept = [weakref.ref(result[0].untyped_storage()) for result in results]
+    del results
+    for value in range(20):
+        assert plan.start_copy([torch.full((4,), float(value))]).get()[0].tolist() == [value] * 4
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 4

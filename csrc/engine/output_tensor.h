@@ -34,9 +34,10 @@ class OutputTensor final : public c10::TensorImpl {
            !layout_policy_;
   }
 
-  // Another place, and a version of its own, from 0 on: views of the old place may share its.
+  // Another place, and a version of its own, from 0 on: views of the old place may share its. May
+  // run any code, once all that is done: the old storage may go.
   void move_to(const c10::Storage& storage, uint64_t offset) {
-    storage_ = storage;
+    const c10::Storage old = std::exchange(storage_, storage);
     storage_offset_ = static_cast<int64_t>(offset);
     if (is_inference()) return;
     if (version_counter_.current_version() == 0 && version_counter_.unique()) return;

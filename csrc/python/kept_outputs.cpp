@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "python/prefetch.h"
@@ -52,9 +53,11 @@ PyObject* KeptSet::reuse(const CopyJob& job, size_t group, size_t leaf) const {
     prefetch_version(THPVariable_Unpack(object).unsafeGetTensorImpl());
   PyObject* const tensor = tensors[leaf];
   if (tensor == nullptr || !is_ours_alone(tensor)) return nullptr;
-  if (!job.reuse_output(THPVariable_Unpack(tensor), leaf, *keys_)) return nullptr;
+  // Taken first: its old memory goes on the way, which may run any Python code and other threads.
   Py_INCREF(tensor);
-  return tensor;
+  if (job.reuse_output(THPVariable_Unpack(tensor), leaf, *keys_)) return tensor;
+  Py_DECREF(tensor);
+  return nullptr;
 }
 
 void KeptSet::keep(size_t group, size_t leaf, PyObject* tensor) {
@@ -78,23 +81,34 @@ int KeptSet::traverse(visitproc visit, void* arg) const {
 }
 
 std::shared_ptr<KeptSet> KeptOutputs::pick(bool inference_mode) {
-  for (const std::shared_ptr<KeptSet>& set : sets_) {
-    if (set->inference_mode() == inference_mode && set->is_unused()) return set;
+  std::vector<Set> gone;  // at the end: to let go of one may run Python code that comes back here
+  ++picks_;
+  for (size_t i = 0; i < sets_.size();) {
+    if (picks_ - sets_[i].picked <= kMostIdlePicks || !sets_[i].set->is_unused()) {
+      ++i;
+      continue;
+    }
+    gone.push_back(std::move(sets_[i]));
+    sets_.erase(sets_.begin() + static_cast<ptrdiff_t>(i));
   }
-  auto made = std::make_shared<KeptSet>(leaves_, inference_mode);
-  if (sets_.size() < kMostSets) {
-    sets_.push_back(made);
-  } else {
-    turn_ = (turn_ + 1) % kMostSets;
-    // To let go of it may run Python code that comes back here.
-    const std::shared_ptr<KeptSet> old = std::exchange(sets_[turn_], made);
+  for (Set& set : sets_) {
+    if (set.set->inference_mode() != inference_mode || !set.set->is_unused()) continue;
+    set.picked = picks_;
+    return set.set;
   }
-  return made;
+  if (sets_.size() == kMostSets) {
+    const auto oldest = std::min_element(
+        sets_.begin(), sets_.end(), [](const Set& a, const Set& b) { return a.picked < b.picked; });
+    gone.push_back(std::move(*oldest));
+    sets_.erase(oldest);
+  }
+  sets_.push_back({std::make_shared<KeptSet>(leaves_, inference_mode), picks_});
+  return sets_.back().set;
 }
 
 int KeptOutputs::traverse(visitproc visit, void* arg) const {
-  for (const std::shared_ptr<KeptSet>& set : sets_) {
-    if (const int stop = set->traverse(visit, arg)) return stop;
+  for (const Set& set : sets_) {
+    if (const int stop = set.set->traverse(visit, arg)) return stop;
   }
   return 0;
 }

@@ -45,17 +45,24 @@ class KeptOutputs {
  public:
   explicit KeptOutputs(std::vector<size_t> leaves) : leaves_(std::move(leaves)) {}
 
-  // A set for the next result: one that is not used, else a new one, else the one whose turn it is.
+  // A set for the next result: one that is not used, else a new one, in place of the one that was
+  // picked longest ago where there are enough. May run any Python code.
   std::shared_ptr<KeptSet> pick(bool inference_mode);
   void clear() { sets_.clear(); }
   int traverse(visitproc visit, void* arg) const;
 
  private:
   static constexpr size_t kMostSets = 4;
+  static constexpr uint64_t kMostIdlePicks = 16;  // a set that so many results did not need goes
+
+  struct Set {
+    std::shared_ptr<KeptSet> set;
+    uint64_t picked;  // when, in picks
+  };
 
   const std::vector<size_t> leaves_;  // by group
-  std::vector<std::shared_ptr<KeptSet>> sets_;
-  size_t turn_ = 0;
+  std::vector<Set> sets_;
+  uint64_t picks_ = 0;
 };
 
 }  // namespace tdcopier

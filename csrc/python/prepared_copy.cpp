@@ -155,6 +155,11 @@ std::optional<std::string> PreparedCopy::why_not(py::handle data) const {
     return where + " is " + layout_of(found, common, only_strides) + ", the example's " +
            (was == where ? "" : was + " ") + "was " + layout_of(wanted, common, only_strides);
   }
+  if (flat.groups.size() < expected_.patterns.size()) {
+    const size_t group = flat.groups.size();
+    return "data has no leaf that is like " + paths_[group][0] + " of the example, " +
+           layout_of(*expected_.patterns[group], 0, /*with_strides=*/false);
+  }
   return "data has leaves on " + in_words(flat.groups.size(), "device") + ", the example on " +
          std::to_string(expected_.patterns.size());
 }
