@@ -182,8 +182,8 @@ void Handle::wait_staged() {
   if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
     refuse_in_child();
     const py::gil_scoped_release no_gil;
-    help(
-        /*host_sources_only=*/true);  // others may have to wait for the device, once they have read
+    // Others may have to wait for the device, once they have read.
+    help(/*host_sources_only=*/true);
     for (const auto& job : jobs_) job->wait_reads_enqueued();
   }
   release_returned_sources();
