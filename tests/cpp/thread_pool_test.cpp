@@ -84,6 +84,8 @@ int main() {
        every_task_runs_once_before_shut_down_returns},
       {"workers run at the same time", workers_run_at_the_same_time},
       {"a task may submit another", a_task_may_submit_another},
+      {"idle means that nothing runs and nothing waits",
+       idle_means_that_nothing_runs_and_nothing_waits},
       {"a closed pool takes nothing", a_closed_pool_takes_nothing},
       {"many threads may submit", many_threads_may_submit},
       {"there is at least one worker", there_is_at_least_one_worker},
