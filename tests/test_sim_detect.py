@@ -335,7 +335,7 @@ def test_staging_over_the_limit_when_one_begins_to_look_hides_no_leak(
 ) -> None:
     tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
     with sim.hold(_C.copy_stream("sim:1")):  # so that each part needs a buffer of its own
-        handle = tdcopier.start_copy([torch.ones(3 * staging // 4)], "sim:1")
+        handle = tdcopier.start_copy([torch.ones(staging // 16)], "sim:1")  # four of 256 KiB
         handle.wait_staged()
     handle.get()
     tdcopier.set_staging_limit_bytes(staging)
