@@ -150,7 +150,7 @@ DEFECTS: dict[str, Defect] = {
         "  std::optional<c10::StreamGuard> on_copy_stream;\n"
         "  if (!{defect}) on_copy_stream.emplace(accelerator_.copy_stream());",
         "handles_are_dropped_at_once",
-        "HazardError",
+        "AssertionError",
         "reused",
     ),
     "error_type_lost": Defect(
