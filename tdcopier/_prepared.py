@@ -98,7 +98,8 @@ def prepare(
     is kept but the shapes and paths of its leaves.
 
     Args:
-        example: a batch, as for `start_copy`. Nothing is copied.
+        example: a batch, as for `start_copy`. Nothing is copied. Under a torch mode every leaf is
+            left to its own `.to`, and a plan that is made there knows of none.
         device: the target, as for `start_copy`. "cuda" is the CUDA device that is current now.
         use_pinned_staging: as for `start_copy`, like the next four.
         pack_cpu_tensors: see there.
