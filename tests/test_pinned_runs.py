@@ -279,7 +279,7 @@ def test_wait_staged_lasts_until_the_device_has_read_them(stall, device, copy_st
 
         writer = threading.Thread(target=overwrite)
         writer.start()
-        assert not staged.wait(0.2)  # it cannot be: the device has not begun
+        assert not staged.wait(0.05)  # it cannot be: the device has not begun
     writer.join()
     assert torch.equal(torch.stack(handle.get()[:-1]).cpu(), expected)
 
