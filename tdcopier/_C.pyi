@@ -1,3 +1,4 @@
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ class AsyncCopyHandle:
     def get(self) -> Any: ...
     def wait(self, stream: torch.Stream | None = None) -> Any: ...
     def wait_staged(self) -> None: ...
+    def wait_gathered(self) -> None: ...
 
 class PreparedCopy:
     def __init__(
@@ -60,6 +62,24 @@ def copy_into(
     source: Any,
     destination: Any,
     use_pinned_staging: bool,
+    use_background_thread: bool,
+    /,
+) -> AsyncCopyHandle: ...
+def start_gather(
+    storage: Any,
+    numbers: torch.Tensor,
+    lead: int,
+    counted: bool,
+    sizes: Sequence[int],
+    adjoining: bool,
+    read: Callable[[Any], Any],
+    flatten: Callable[[Any, torch.device, bool], Any],
+    unflatten: Callable[[list[Any], Any], Any],
+    device: str | torch.device | int,
+    use_pinned_staging: bool,
+    pack_cpu_tensors: bool,
+    min_packed_alignment_bytes: int,
+    max_packed_chunk_bytes: int,
     use_background_thread: bool,
     /,
 ) -> AsyncCopyHandle: ...

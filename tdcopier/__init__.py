@@ -22,6 +22,7 @@ from tdcopier._copy import (
     start_copy,
     to,
 )
+from tdcopier._gather import start_gather
 from tdcopier._prepared import PreparedCopy, prepare
 from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
@@ -54,6 +55,7 @@ __all__ = [
     "set_staging_limit_bytes",
     "staging_bytes",
     "start_copy",
+    "start_gather",
     "tensordict_backend",
     "time_steps",
     "to",

@@ -17,6 +17,8 @@
 
 #include "base/pack_plan.h"
 #include "base/recycled.h"
+#include "base/row_copy.h"
+#include "base/row_index.h"
 
 namespace tdcopier {
 
@@ -25,7 +27,8 @@ namespace tdcopier {
 inline constexpr uint64_t kMaxLeafBytes = uint64_t{1} << 40;
 
 // A leaf in the memory of its table's device. Its bytes lie together, in whatever order of
-// dimensions, or it is strided: with gaps, repeats or a reversed order, and arrives without.
+// dimensions, or it is strided: with gaps, repeats or a reversed order, and arrives without. Rows
+// of a table that are picked by number count as strided.
 struct Leaf {
   const void* data;  // the first element
   uint64_t bytes;    // of its elements
@@ -34,6 +37,10 @@ struct Leaf {
   uint32_t dims;        // number of dimensions
   uint32_t first_size;  // index of its sizes in LeafTable::shapes_; strides follow them
   bool pinned = false;  // on the host: a device can read it by itself; asked of large ones only
+  uint32_t row_layout = kNoRows;  // index in LeafTable::row_layouts_, of a leaf that is rows
+
+  static constexpr uint32_t kNoRows = ~uint32_t{0};
+  bool is_rows() const { return row_layout != kNoRows; }
 };
 
 enum class Packable {
@@ -93,6 +100,17 @@ class LeafTable {
   // functorch, conj, neg, Python or wrapper keys. Others are left to `Tensor.to`.
   Packable add_if_packable(const at::Tensor& tensor);
 
+  // Adds the rows of a host tensor, its first dimensions replaced by the index's shape, as a leaf
+  // that arrives contiguous. False, and nothing is added, where the engine cannot read them:
+  // the tensor is not packable, or its rows are not contiguous, or do not ascend in memory. With
+  // `adjoining` one dimension must count them, and they lie one behind the other. Every such leaf
+  // of a table has the same index. Requires: the rows exist, no pattern.
+  bool add_rows_if_packable(const at::Tensor& tensor, const std::shared_ptr<const RowIndex>& index,
+                            bool adjoining);
+  // Requires: leaf.is_rows().
+  RowLayout row_layout(const Leaf& leaf) const { return row_layouts_[leaf.row_layout]; }
+  std::span<const int64_t> rows() const { return row_index_->rows; }
+
   // The leaf that was added last is in pinned memory.
   void note_pinned() { leaves_.back().pinned = true; }
   // Leaves from `first` on are of one pinned storage, and none of them is strided. May be said
@@ -105,9 +123,9 @@ class LeafTable {
   const Leaf& operator[](size_t i) const { return leaves_[i]; }
   at::IntArrayRef sizes(const Leaf& leaf) const;    // (dims,)
   at::IntArrayRef strides(const Leaf& leaf) const;  // (dims,), in elements, of the output
-  // (dims,), in bytes. Requires: the leaf is strided.
+  // (dims,), in bytes. Requires: the leaf is strided, and no rows.
   at::IntArrayRef source_strides_bytes(const Leaf& leaf) const;
-  // All memory from its first byte to its last, with the gaps of a strided leaf.
+  // All memory from its first byte to its last, with the gaps of a strided leaf. Requires: no rows.
   std::span<const std::byte> reach(const Leaf& leaf) const;
   std::span<const LeafExtent> extents() const {
     return std::span<const LeafExtent>(own().extents_).first(leaves_.size());
@@ -138,6 +156,8 @@ class LeafTable {
   RecycledVector<LeafExtent> extents_;  // for the pack plan
   RecycledVector<int64_t> shapes_;
   std::vector<LeafSeries> pinned_series_;
+  std::vector<RowLayout> row_layouts_;
+  std::shared_ptr<const RowIndex> row_index_;  // null: no leaf is rows
 };
 
 // Is this thread in a state that changes what `Tensor.to` does (a dispatch mode, a functorch

@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "base/row_copy.h"
 #include "base/streaming_copy.h"
 #include "base/strided_copy.h"
 
@@ -50,15 +51,20 @@ void stage_strided(const LeafTable& leaves, const Leaf& leaf, LeafRange range, s
                range.begin / element_bytes, range.end / element_bytes, to);
 }
 
+// Rows are read a whole one at a time, which does not take longer.
 bool has_strided(const PackPlan& plan, const LeafTable& leaves, const ChunkPlan& chunk) {
-  return std::any_of(plan.order.begin() + chunk.first, plan.order.begin() + chunk.last,
-                     [&](uint32_t leaf) { return leaves[leaf].strided; });
+  return std::any_of(
+      plan.order.begin() + chunk.first, plan.order.begin() + chunk.last,
+      [&](uint32_t leaf) { return leaves[leaf].strided && !leaves[leaf].is_rows(); });
 }
 
 }  // namespace
 
 void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to) {
-  if (leaf.strided) {
+  if (leaf.is_rows()) {
+    gather_rows(static_cast<const std::byte*>(leaf.data), leaves.row_layout(leaf), leaves.rows(),
+                range.begin, range.end, to);
+  } else if (leaf.strided) {
     stage_strided(leaves, leaf, range, to);
   } else {
     std::memcpy(to, static_cast<const std::byte*>(leaf.data) + range.begin,
@@ -126,7 +132,9 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
   });
   constexpr ptrdiff_t kAhead = 8;  // small leaves lie scattered: fetch their first bytes early
   for (; at != last && plan.slots[*at].offset < window.end; ++at) {
-    if (last - at > kAhead) prefetch_beginning(leaves[at[kAhead]]);
+    if (last - at > kAhead && !leaves[at[kAhead]].is_rows()) {
+      prefetch_beginning(leaves[at[kAhead]]);
+    }
     const Leaf& leaf = leaves[*at];
     if (leaf.bytes == 0) continue;
     const uint64_t offset = plan.slots[*at].offset;

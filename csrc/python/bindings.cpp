@@ -24,6 +24,7 @@
 #include "python/prepared_copy.h"
 #include "python/sources.h"
 #include "python/start_copy.h"
+#include "python/start_gather.h"
 #include "python/torch_state.h"
 #include "python/workers.h"
 
@@ -134,6 +135,9 @@ nothing any more: `get` and `wait` say how it failed.
 
 Raises:
     RuntimeError: a source is on a device whose current stream is capturing a CUDA graph.)")
+      .def(
+          "wait_gathered", [](Handle& self) { with_torch_errors([&] { self.wait_staged(); }); }, R"(
+Wait until every row has been read, so that a writer may go on: `wait_staged`, for a gather.)")
       .def_property_readonly(
           "stats",
           [](const Handle& self) {
@@ -192,6 +196,24 @@ Raises:
       return tdcopier::copy_into(source, destination, {use_pinned_staging, use_background_thread});
     });
   });
+
+  m.def("start_gather",
+        [](py::handle storage, py::handle numbers, size_t lead, bool counted,
+           std::vector<int64_t> sizes, bool adjoining, py::object read, py::object flatten,
+           py::object unflatten, py::handle device, bool use_pinned_staging, bool pack_cpu_tensors,
+           uint64_t min_packed_alignment_bytes, uint64_t max_packed_chunk_bytes,
+           bool use_background_thread) {
+          return with_torch_errors([&] {
+            return tdcopier::start_gather(
+                storage,
+                {numbers, lead, counted, std::move(sizes), adjoining, std::move(read),
+                 std::move(flatten), std::move(unflatten)},
+                device,
+                CopyOptions{use_pinned_staging,
+                            {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
+                            use_background_thread});
+          });
+        });
 
   m.def("pairs_with_paths", [](py::handle source, py::handle destination) {
     return with_torch_errors([&] { return tdcopier::pairs_with_paths(source, destination); });

@@ -50,6 +50,11 @@ struct ExpectedTree {
 };
 FlatTree flatten(pybind11::handle data, c10::Device target, const ExpectedTree& expected = {});
 
+class RowLeaves;
+
+// The same where every leaf is a table: the tree has their rows instead. Throws IndexError too.
+FlatTree flatten_tables(pybind11::handle data, c10::Device target, RowLeaves& rows);
+
 // How node `node` of the spec of flatten(data, target) is reached, such as "data['boxes'][3]".
 // Walks again: for messages. Empty if a container's own code does not work a second time.
 std::optional<std::string> path_of(pybind11::handle data, size_t node, c10::Device target);

@@ -35,6 +35,7 @@ struct LeafCounts {
   uint32_t delegated = 0;
   uint32_t reused = 0;
   uint32_t opaque = 0;
+  uint32_t left = 0;  // tables whose rows were read by their own code
 };
 
 // GIL: held for every member; given up inside while waiting. Thread: any that holds the GIL.

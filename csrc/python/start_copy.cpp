@@ -2,6 +2,8 @@
 // leaves.
 #include "python/start_copy.h"
 
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -12,12 +14,14 @@
 #include <vector>
 
 #include "engine/device_source_job.h"
+#include "engine/host_rows_job.h"
 #include "engine/host_source_job.h"
 #include "python/array_leaf.h"
 #include "python/delegated.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
 #include "python/prepared_copy.h"
+#include "python/row_leaves.h"
 #include "python/workers.h"
 
 namespace py = pybind11;
@@ -26,6 +30,13 @@ namespace tdcopier {
 namespace {
 
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
+
+// Pinned, where there is a device that could read it.
+c10::Allocator* host_allocator(bool pinned) {
+  const std::optional<c10::DeviceType> type = pinned ? at::getAccelerator() : std::nullopt;
+  if (!type || !has_engine_transfers(c10::Device(*type, 0))) return c10::GetAllocator(c10::kCPU);
+  return at::getHostAllocator(*type);
+}
 
 // Starts the job where it is best run. Returns whether workers run it.
 bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptions& options) {
@@ -55,7 +66,12 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
   }
   bool may_block = !options.use_pinned_staging && (source.is_cpu() || target.is_cpu());
   std::shared_ptr<CopyJob> job;
-  if (source.is_cpu()) {
+  if (source.is_cpu() && target.is_cpu()) {
+    may_block = group.mapped.wait_for_disk();
+    job = std::make_shared<HostRowsJob>(std::move(group.leaves), std::move(plan),
+                                        host_allocator(options.use_pinned_staging),
+                                        std::move(group.sources));
+  } else if (source.is_cpu()) {
     Accelerator& accelerator = Accelerator::of(target);
     may_block |= accelerator.staging().is_exhausted();
     may_block |= plan->total_bytes <= g_max_inline_bytes && group.mapped.wait_for_disk();
@@ -143,13 +159,15 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
 }
 
 std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
-                                      const CopyOptions& options, PreparedCopy* prepared) {
+                                      const CopyOptions& options, PreparedCopy* prepared,
+                                      RowLeaves* rows) {
   if (has_engine_transfers(target))
     refuse_capture(parse_stream(py::none(), target), "start_copy()");
 
   StepTimes steps;  // until there is a handle
   FlatTree flat = [&] {
     const StepRange range(steps, Step::kFlatten);
+    if (rows != nullptr) return flatten_tables(data, target, *rows);
     return prepared != nullptr ? flatten(data, target, prepared->expected())
                                : flatten(data, target);
   }();
@@ -161,6 +179,7 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
   LeafCounts counts;
   counts.reused = flat.reused;
   counts.opaque = flat.opaque;
+  counts.left = rows != nullptr ? rows->left() : 0;
   auto handle = std::make_unique<Handle>(target, std::move(flat.spec), counts);
   handle->steps().add(Step::kFlatten, steps.ns(Step::kFlatten));
 

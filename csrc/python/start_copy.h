@@ -32,9 +32,12 @@ std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle devic
                                    const CopyOptions& options);
 
 class PreparedCopy;
+class RowLeaves;
 
 // The same, once the target is known. `prepared`: null, or what is known of such data beforehand.
+// `rows`: null, or every leaf is a table of which it says what rows are copied.
 std::unique_ptr<Handle> start_copy_to(c10::Device target, pybind11::handle data,
-                                      const CopyOptions& options, PreparedCopy* prepared);
+                                      const CopyOptions& options, PreparedCopy* prepared,
+                                      RowLeaves* rows = nullptr);
 
 }  // namespace tdcopier

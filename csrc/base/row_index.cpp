@@ -1,0 +1,18 @@
+// A pass without branches in the usual case, and another one to say what is wrong.
+#include "base/row_index.h"
+
+namespace tdcopier {
+
+std::optional<int64_t> wrap_rows(std::span<int64_t> rows, int64_t size) noexcept {
+  bool out_of_range = false;
+  for (const int64_t row : rows) out_of_range |= row < -size || row >= size;
+  if (out_of_range) {
+    for (const int64_t row : rows) {
+      if (row < -size || row >= size) return row;
+    }
+  }
+  for (int64_t& row : rows) row += row < 0 ? size : 0;
+  return std::nullopt;
+}
+
+}  // namespace tdcopier

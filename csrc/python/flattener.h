@@ -1,0 +1,427 @@
+// The walk: containers by exact type first, then tensors and arrays; everything else is looked up
+// by its class.
+#pragma once
+
+#include <torch/csrc/Device.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "base/internal_error.h"
+#include "engine/pinned_leaves.h"
+#include "python/array_leaf.h"
+#include "python/device_argument.h"
+#include "python/flatten.h"
+#include "python/path.h"
+#include "python/prefetch.h"
+#include "python/row_leaves.h"
+#include "python/torch_state.h"
+#include "python/value_kind.h"
+
+namespace tdcopier {
+
+// A container whose class is asked in Python, taken apart. All are references of its own.
+struct TakenApart {
+  pybind11::object children;  // a list
+  pybind11::object context;
+  pybind11::object names;  // a list of keys or attribute names; None: by index
+};
+
+class Flattener {
+ public:
+  // `paths`, where given, gets the path of every node, and every leaf is delegated: a walk for
+  // messages rather than for a copy.
+  // `rows`, where given: every leaf is a table of which rows are read, see row_leaves.h.
+  Flattener(c10::Device target, const ExpectedTree& expected, std::vector<std::string>* paths,
+            RowLeaves* rows = nullptr)
+      : target_(target),
+        expected_(expected),
+        rows_(rows),
+        moves_from_host_(has_engine_transfers(target)),
+        altered_(torch_is_altered()),
+        paths_(paths) {
+    load_numpy_types();
+    flat_.spec.reserve(expected.nodes);
+    if (!expected.patterns.empty()) tensors_.reserve(expected.patterns.front()->size());
+  }
+  ~Flattener() {
+    for (const Found& found : tensors_) Py_XDECREF(found.object);
+    for (const Found& found : arrays_) Py_XDECREF(found.object);
+  }
+  Flattener(const Flattener&) = delete;
+  Flattener& operator=(const Flattener&) = delete;
+
+  FlatTree run(PyObject* data) {
+    data_ = data;
+    visit(data, 0);
+    sort_out_leaves();
+    return std::move(flat_);
+  }
+
+ private:
+  struct Found {
+    PyObject* object;  // owned until it is sorted out: a class's own code may have dropped it
+    size_t node;
+    bool is_table;  // whose rows are still to be read
+  };
+
+  void visit(PyObject* object, int depth) {
+    const PyTypeObject* type = Py_TYPE(object);
+    if (paths_ != nullptr) paths_->push_back(path_text(depth));
+    if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) {
+      add_tensor(object);
+    } else if (type == &PyDict_Type) {
+      visit_dict(object, depth);
+    } else if (type == &PyList_Type) {
+      flat_.spec.add(NodeKind::kList, PyList_GET_SIZE(object));
+      prefetch_each(reinterpret_cast<PyListObject*>(object)->ob_item, PyList_GET_SIZE(object));
+      visit_children(object, depth, {PathStep::Kind::kIndex, nullptr, 0}, nullptr);
+    } else if (type == &PyTuple_Type) {
+      flat_.spec.add(NodeKind::kTuple, PyTuple_GET_SIZE(object));
+      prefetch_each(reinterpret_cast<PyTupleObject*>(object)->ob_item, PyTuple_GET_SIZE(object));
+      visit_children(object, depth, {PathStep::Kind::kIndex, nullptr, 0}, nullptr);
+    } else if (KnownTypes::is_plain_opaque(type)) {
+      add_opaque(object);
+    } else {
+      visit_rare(object, depth);
+    }
+  }
+
+  // `children` is a list or a tuple. Code of some class further down may change it meanwhile.
+  void visit_children(PyObject* children, int depth, PathStep step, PyObject* names) {
+    check_depth(depth);
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(children);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      check_unchanged(i < PySequence_Fast_GET_SIZE(children), depth);
+      step.index = i;
+      if (names != nullptr) step.name = PySequence_Fast_GET_ITEM(names, i);
+      path_[depth] = step;
+      visit_kept(PySequence_Fast_GET_ITEM(children, i), depth + 1);
+    }
+    check_unchanged(count == PySequence_Fast_GET_SIZE(children), depth);
+  }
+
+  void visit_dict(PyObject* dict, int depth) {
+    check_depth(depth);
+    const Py_ssize_t count = PyDict_GET_SIZE(dict);
+    flat_.spec.add(NodeKind::kDict, count);
+    Py_ssize_t position = 0;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    while (PyDict_Next(dict, &position, &key, &value) != 0) __builtin_prefetch(value);
+    position = 0;
+    Py_ssize_t seen = 0;
+    while (PyDict_Next(dict, &position, &key, &value) != 0) {
+      check_unchanged(++seen <= count, depth);
+      flat_.spec.add_key(key);
+      path_[depth] = {PathStep::Kind::kKey, key, 0};
+      visit_kept(value, depth + 1);
+    }
+    check_unchanged(seen == count, depth);
+  }
+
+  void add_tensor(PyObject* object) {
+    Py_INCREF(object);
+    tensors_.push_back({object, flat_.spec.nodes(), rows_ != nullptr});
+    flat_.spec.add(NodeKind::kLeaf, 0);
+  }
+
+  void visit_kept(PyObject* object, int depth) {
+    if (paths_ == nullptr && THPVariable_CheckTypeExact(Py_TYPE(object))) return add_tensor(object);
+    Py_INCREF(object);
+    const auto kept = pybind11::reinterpret_steal<pybind11::object>(object);
+    visit(object, depth);
+  }
+
+  void visit_rare(PyObject* object, int depth) {
+    const KnownType& known = types_.of(Py_TYPE(object));
+    switch (known.kind) {
+      case ValueKind::kOpaque:
+        return add_opaque(object);
+      case ValueKind::kDelegated:
+        return rows_ != nullptr ? add_rows_of(object) : add_delegated(object);
+      case ValueKind::kArray:
+        return visit_array(object, depth);
+      case ValueKind::kMapped:
+        return visit_mapped(object);
+      case ValueKind::kContainer:
+      case ValueKind::kCollection: {
+        const bool left = known.kind == ValueKind::kCollection && altered_;
+        if (left) return rows_ != nullptr ? add_rows_of(object) : add_delegated(object);
+        const bool keyed_collection =
+            known.kind == ValueKind::kCollection && known.step == PathStep::Kind::kKey;
+        const PathStep::Kind step = keyed_collection ? PathStep::Kind::kNestedKey : known.step;
+        // The object may change its class meanwhile.
+        const pybind11::object unflatten = rows_ != nullptr && known.kind == ValueKind::kCollection
+                                               ? rows_->unflatten()
+                                               : known.unflatten;
+        const std::optional<TakenApart> parts = take_apart(known, object, depth);
+        if (!parts) return rows_ != nullptr ? add_rows_of(object) : add_delegated(object);
+        flat_.spec.add(NodeKind::kCustom, PySequence_Fast_GET_SIZE(parts->children.ptr()));
+        flat_.spec.add_key(unflatten.ptr());
+        flat_.spec.add_key(parts->context.ptr());
+        PyObject* names = parts->names.is_none() ? nullptr : parts->names.ptr();
+        visit_children(parts->children.ptr(), depth,
+                       {names != nullptr ? step : PathStep::Kind::kIndex, nullptr, 0}, names);
+      }
+    }
+  }
+
+  // On its own device `.to` leaves it as it is; elsewhere its bytes are those of a plain tensor.
+  void visit_mapped(PyObject* object) {
+    const bool stays = target_.is_cpu() && rows_ == nullptr;
+    if (stays || paths_ != nullptr) return add_delegated(object);
+    add_tensor(object);
+  }
+
+  // A leaf of which only its own code knows what its rows are: they are read here.
+  void add_rows_of(PyObject* object) {
+    pybind11::object rows = rows_->read(object);
+    if (!THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()))) return add_delegated(rows.ptr());
+    tensors_.push_back({rows.release().ptr(), flat_.spec.nodes(), /*is_table=*/false});
+    flat_.spec.add(NodeKind::kLeaf, 0);
+  }
+
+  // A container that cannot be rebuilt is a mistake in the call: it is named with its path. Nothing
+  // where a collection is left to its own `.to`.
+  std::optional<TakenApart> take_apart(const KnownType& known, PyObject* object, int depth) {
+    const bool collection = known.kind == ValueKind::kCollection;
+    // `known` may move while it runs.
+    const pybind11::object flatten =
+        collection && rows_ != nullptr ? rows_->flatten() : known.flatten;
+    pybind11::object parts;
+    try {
+      parts = collection ? flatten(pybind11::handle(object), python_target(), paths_ != nullptr)
+                         : flatten(pybind11::handle(object));
+      if (collection && parts.is_none()) return std::nullopt;
+    } catch (pybind11::error_already_set& error) {
+      if (!error.matches(pybind11::module_::import("tdcopier._containers").attr("Refused"))) throw;
+      throw pybind11::type_error(path_text(depth) + " " +
+                                 std::string(pybind11::str(error.value())));
+    }
+    check_invariant(PyTuple_Check(parts.ptr()) && PyTuple_GET_SIZE(parts.ptr()) == 3 &&
+                        PyList_Check(PyTuple_GET_ITEM(parts.ptr(), 0)),
+                    "a container is taken apart into a list, a context and names");
+    const pybind11::tuple three = parts;
+    check_invariant(three[2].is_none() || pybind11::len(three[0]) == pybind11::len(three[2]),
+                    "each child of a container has a name, or none has");
+    return TakenApart{three[0], three[1], three[2]};
+  }
+
+  const pybind11::object& python_target() {
+    if (!python_target_) {
+      python_target_ = pybind11::reinterpret_steal<pybind11::object>(THPDevice_New(target_));
+    }
+    return python_target_;
+  }
+
+  void visit_array(PyObject* object, int depth) {
+    switch (classify_array(object)) {
+      case ArrayKind::kOpaque:
+        return add_opaque(object);
+      case ArrayKind::kUnknownNumber: {
+        const std::string dtype = array_dtype_name(object);  // before Python code can run
+        throw pybind11::type_error(path_text(depth) + " is a numpy array of dtype " + dtype +
+                                   ", which torch cannot take: convert it with .astype(...) first");
+      }
+      case ArrayKind::kConvertible:
+        break;
+    }
+    if (rows_ != nullptr && paths_ == nullptr) {
+      PyObject* const tensor = tensor_from_array(object).release().ptr();
+      tensors_.push_back({tensor, flat_.spec.nodes(), /*is_table=*/true});
+      return flat_.spec.add(NodeKind::kLeaf, 0);
+    }
+    if (!moves_from_host_ || altered_ || paths_ != nullptr) return add_delegated(object);
+    const size_t node = flat_.spec.nodes();
+    flat_.spec.add(NodeKind::kLeaf, 0);
+    if (is_readable_array(object)) {
+      Py_INCREF(object);
+      arrays_.push_back({object, node, /*is_table=*/false});
+    } else {  // such as another byte order: numpy copies it
+      tensors_.push_back({tensor_from_array(object).release().ptr(), node, /*is_table=*/false});
+    }
+  }
+
+  // Where leaves are in memory is looked up when no code of anybody else runs any more: it might
+  // resize them.
+  void sort_out_leaves() {
+    for (Found& found : arrays_) {
+      const size_t group = group_of(c10::Device(c10::kCPU));
+      add_array_leaf(found.object, flat_.groups[group].leaves);
+      if (is_mapped_array(found.object)) note_mapped(flat_.groups[group]);
+      set_leaf(std::exchange(found.object, nullptr), found.node, group);
+    }
+    sort_out_tensors();
+  }
+
+  // What it reads of a tensor lies in three places that are rarely in the cache after a step of
+  // training; fetching them ahead hides most of that.
+  void sort_out_tensors() {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (i + kTensorsAhead < tensors_.size()) prefetch_tensor(tensors_[i + kTensorsAhead].object);
+      if (i + kStoragesAhead < tensors_.size())
+        prefetch_storage(tensors_[i + kStoragesAhead].object);
+      PyObject* const object = std::exchange(tensors_[i].object, nullptr);
+      if (tensors_[i].is_table) {
+        sort_out_table(object, tensors_[i].node);
+      } else {
+        sort_out(object, tensors_[i].node);
+      }
+    }
+  }
+
+  // Takes over a reference. What of it the engine cannot read is read here, by torch.
+  void sort_out_table(PyObject* object, size_t node) {
+    auto owned = pybind11::reinterpret_steal<pybind11::object>(object);
+    const at::Tensor& table = THPVariable_Unpack(object);
+    if (const std::optional<std::string> mistake = rows_->mistake_in(table)) {
+      throw pybind11::value_error(path_of(data_, node, target_).value_or("a tensor in data") +
+                                  *mistake);
+    }
+    if (!altered_ && table.device().is_cpu()) {
+      const size_t group = group_of(c10::Device(c10::kCPU));
+      if (rows_->add(flat_.groups[group].leaves, table)) {
+        const auto* storage = table.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+        if (mapped_files_.has(*storage)) rows_->note_mapped(flat_.groups[group]);
+        return set_leaf(owned.release().ptr(), node, group);
+      }
+      if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
+    }
+    sort_out(rows_->read(object).release().ptr(), node);
+  }
+
+  // Takes over a reference of a tensor, exactly of torch's own class.
+  void sort_out(PyObject* object, size_t node) {
+    auto owned = pybind11::reinterpret_steal<pybind11::object>(object);
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const c10::Device device = tensor.device();
+    if (altered_ || paths_ != nullptr) return delegate(owned.release().ptr(), node);
+    if (device == target_) {
+      flat_.spec.set_ready(node, owned.release().ptr());
+      ++flat_.reused;
+      return;
+    }
+    if (!is_moved_from(device)) return delegate(owned.release().ptr(), node);
+    const size_t group = group_of(device);
+    switch (flat_.groups[group].leaves.add_if_packable(tensor)) {
+      case Packable::kYes:
+        if (device.is_cpu() &&
+            mapped_files_.has(
+                *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl())) {
+          note_mapped(flat_.groups[group]);
+        }
+        // Rows may come between the leaves of a series.
+        if (device.is_cpu() && rows_ == nullptr) pinned_.note(flat_.groups[group].leaves, tensor);
+        return set_leaf(owned.release().ptr(), node, group);
+      case Packable::kNo:
+        // No job for a group without leaves. Only the one that was made just now can be empty.
+        if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
+        return delegate(owned.release().ptr(), node);
+      case Packable::kShortStorage:
+        throw pybind11::value_error(
+            path_of(data_, node, target_).value_or("a tensor in data") +
+            " reaches beyond its storage, which has only " +
+            std::to_string(tensor.storage().nbytes()) +
+            " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
+    }
+  }
+
+  bool is_moved_from(c10::Device device) const {
+    if (device.is_cpu()) return moves_from_host_;
+    return has_engine_transfers(device) && (target_.is_cpu() || target_.type() == device.type());
+  }
+
+  size_t group_of(c10::Device device) {
+    if (last_group_ < flat_.groups.size() && flat_.groups[last_group_].leaves.device() == device) {
+      return last_group_;
+    }
+    for (last_group_ = 0; last_group_ < flat_.groups.size(); ++last_group_) {
+      if (flat_.groups[last_group_].leaves.device() == device) return last_group_;
+    }
+    std::shared_ptr<const LeafTable> pattern;
+    const auto& patterns = expected_.patterns;
+    if (last_group_ < patterns.size() && patterns[last_group_]->device() == device) {
+      pattern = patterns[last_group_];
+    }
+    flat_.groups.push_back(
+        {LeafTable(device, std::move(pattern)), std::make_shared<PySources>(), {}});
+    flat_.groups.back().leaves.reserve(tensors_.size());
+    flat_.groups.back().sources->reserve(tensors_.size());
+    return last_group_;
+  }
+
+  // The last leaf of the group's table lies in a mapped file.
+  static void note_mapped(SourceGroup& group) {
+    const Leaf& leaf = group.leaves[group.leaves.size() - 1];
+    group.mapped.note(group.leaves.reach(leaf));
+  }
+
+  // Takes over a reference. The leaf is the last one of the group's table.
+  void set_leaf(PyObject* object, size_t node, size_t group) {
+    flat_.spec.set_leaf(node, group, flat_.groups[group].leaves.size() - 1);
+    flat_.groups[group].sources->keep(object);
+  }
+
+  void delegate(PyObject* object, size_t node) {  // takes over a reference
+    flat_.delegated.push_back({flat_.spec.set_ready(node, object), node});
+  }
+
+  void add_delegated(PyObject* object) {
+    const size_t node = flat_.spec.nodes();
+    flat_.spec.add(NodeKind::kReady, 0);
+    Py_INCREF(object);
+    delegate(object, node);
+  }
+
+  void add_opaque(PyObject* object) {
+    const size_t node = flat_.spec.nodes();
+    flat_.spec.add(NodeKind::kReady, 0);
+    Py_INCREF(object);
+    flat_.spec.set_ready(node, object);
+    ++flat_.opaque;
+  }
+
+  void check_depth(int depth) const {
+    if (depth < kMaxDepth) return;
+    PyErr_Format(
+        PyExc_RecursionError,
+        "data is nested more than %d containers deep, from %s... on: does it contain itself?",
+        kMaxDepth, path_text(8).c_str());
+    throw pybind11::error_already_set();
+  }
+
+  void check_unchanged(bool unchanged, int depth) const {
+    if (unchanged) return;
+    throw std::runtime_error(path_text(depth) + " changed its size while it was being walked");
+  }
+
+  std::string path_text(int depth) const {
+    std::string text = "data";
+    for (int i = 0; i < depth; ++i) text += path_[i].text();
+    return text;
+  }
+
+  const c10::Device target_;
+  const ExpectedTree& expected_;
+  RowLeaves* const rows_;
+  const bool moves_from_host_;
+  const bool altered_;
+  std::vector<std::string>* const paths_;
+  PyObject* data_ = nullptr;        // borrowed
+  pybind11::object python_target_;  // a torch.device; made when a collection asks for it
+  FlatTree flat_;
+  KnownTypes types_;
+  MappedFiles mapped_files_;
+  PinnedLeaves pinned_;
+  size_t last_group_ = 0;
+  RecycledVector<Found> tensors_;  // by the walk, in its order
+  RecycledVector<Found> arrays_;
+  std::array<PathStep, kMaxDepth> path_;
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,74 @@
+// Rows are counted when the first table is seen, before any is read.
+#include "python/row_leaves.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+std::string joined(at::IntArrayRef sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : " x ") + std::to_string(size);
+  return text;
+}
+
+}  // namespace
+
+RowLeaves::RowLeaves(RowRequest request) : request_(std::move(request)) {
+  if (!request_.lead.empty()) count_rows();
+}
+
+void RowLeaves::count_rows() {
+  if (!request_.counted) {
+    const int64_t size = request_.lead.front();
+    const std::optional<int64_t> wrong = wrap_rows(request_.index.rows, size);
+    if (wrong) {
+      throw py::index_error("index " + std::to_string(*wrong) + " is out of bounds: there are " +
+                            std::to_string(size) + " rows");
+    }
+  }
+  index_ = std::make_shared<const RowIndex>(std::move(request_.index));
+}
+
+std::optional<std::string> RowLeaves::mistake_in(const at::Tensor& table) {
+  const size_t lead = index_ != nullptr ? index_->lead : request_.index.lead;
+  const at::IntArrayRef sizes = table.sizes();
+  if (sizes.size() < lead) {
+    return " has " + std::to_string(sizes.size()) + " dimensions, and the index counts rows by " +
+           std::to_string(lead);
+  }
+  const at::IntArrayRef counted = sizes.slice(0, lead);
+  if (index_ == nullptr) {
+    request_.lead = counted.vec();
+    count_rows();
+  }
+  if (counted == at::IntArrayRef(request_.lead)) return std::nullopt;
+  return " has " + joined(counted) + " rows, where other leaves have " + joined(request_.lead);
+}
+
+bool RowLeaves::add(LeafTable& leaves, const at::Tensor& table) {
+  return leaves.add_rows_if_packable(table, index_, request_.adjoining);
+}
+
+void RowLeaves::note_mapped(SourceGroup& group) const {
+  const LeafTable& leaves = group.leaves;
+  const Leaf& leaf = leaves[leaves.size() - 1];
+  const RowLayout layout = leaves.row_layout(leaf);
+  const auto* table = static_cast<const std::byte*>(leaf.data);
+  const size_t count = index_->rows.size();
+  if (leaf.bytes == 0 || count == 0) return;
+  for (const size_t i : std::array{size_t{0}, count / 2, count - 1}) {
+    group.mapped.note({table + index_->rows[i] * layout.stride_bytes, layout.row_bytes});
+  }
+}
+
+py::object RowLeaves::read(PyObject* leaf) {
+  ++left_;
+  return request_.read(py::handle(leaf));
+}
+
+}  // namespace tdcopier

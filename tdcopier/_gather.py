@@ -1,0 +1,113 @@
+"""Rows of a storage, gathered into packed chunks on their way to a device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from tdcopier import _C, _copy
+from tdcopier._C import AsyncCopyHandle
+from tdcopier._copy import Device
+from tdcopier._delegated import Mover
+from tdcopier._row_index import RowIndex, row_index
+
+__all__ = ["start_gather"]
+
+
+def start_gather(
+    storage: Any,
+    index: Any,
+    device: Device,
+    *,
+    use_pinned_staging: bool = True,
+    pack_cpu_tensors: bool = True,
+    min_packed_alignment_bytes: int = 16,
+    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
+    use_background_thread: bool = True,
+) -> AsyncCopyHandle:
+    """Begin to copy rows of every leaf of `storage` to `device`; return at once with a handle.
+
+    The result equals `storage[index]` moved by `.to(device)`, or, of containers other than
+    TensorDicts, `leaf[index].to(device)` for every leaf: new memory always, also where an index
+    would give a view. Rows are read by native threads, straight from the storage into the pinned
+    memory that the transfers read. A storage in memory-mapped files is read where it lies; one on
+    a device is indexed there.
+
+    The index is copied in the call. **Until `wait_gathered` has returned** rows may be read: nobody
+    may write to those that are asked for, or resize the storage. After it, a writer may go on,
+    while the transfer is still under way. (`TDCOPIER_CHECK=1` does not look at storages.)
+
+    What the engine cannot read as rows of plain memory is left to its own indexing, inside this
+    call, and counted in `stats.fallbacks`: leaves on a device, leaves that need gradients, whose
+    rows are not contiguous, or that repeat memory; parts of a TensorDict such as lazy stacks.
+
+    Args:
+        storage: a TensorDict or a tensorclass, or any nesting of containers whose leaves have the
+            rows as their leading dimension, or two: tensors and arrays in RAM, memory-mapped or
+            pinned. Opaque values come back as they are.
+        index: rows, as torch takes them: a tensor of integers of any shape, an array, a list, a
+            range, a slice with a positive step, one row, or a mask of one dimension or two; a pair
+            of these (at most one mask or list of numbers each) for two leading dimensions. Negative
+            numbers count from the end; rows may repeat.
+        device: the target, as for `start_copy`. On "cpu" rows arrive in memory that is pinned,
+            where there is a device, and laid out so that a later copy sends as it is what lies
+            together.
+        use_pinned_staging: as for `start_copy`, like the next four.
+        pack_cpu_tensors: see there.
+        min_packed_alignment_bytes: see there.
+        max_packed_chunk_bytes: see there.
+        use_background_thread: see there.
+
+    Raises:
+        IndexError: a row that is not there, or a mask of another shape; nothing has been read.
+        ValueError: leaves differ in how many rows they have (the message names the path); an index
+            that is not on the host; see `start_copy` for the rest.
+        TypeError: no index of rows; see `start_copy` for the rest.
+        Exception: as `start_copy`.
+    """
+    rows = row_index(index, storage)
+    read, flatten, unflatten = _readers(rows)
+    return _C.start_gather(
+        storage,
+        rows.numbers,
+        rows.lead,
+        rows.counted,
+        rows.sizes,
+        rows.is_view,
+        read,
+        flatten,
+        unflatten,
+        device,
+        *_copy.checked_options(
+            use_pinned_staging,
+            pack_cpu_tensors,
+            min_packed_alignment_bytes,
+            max_packed_chunk_bytes,
+            use_background_thread,
+        ),
+    )
+
+
+def _readers(rows: RowIndex) -> tuple[Any, Any, Any]:
+    """What the walk does with leaves and collections that are not the engine's."""
+
+    def read(leaf: Any) -> Any:
+        if isinstance(leaf, Mover):
+            return leaf
+        read: Any = leaf[rows.key]
+        return read.clone() if rows.is_view else read  # the target may be where it is already
+
+    if "tensordict" not in sys.modules:  # so there is no collection of its
+        return read, _leave, None
+    from tdcopier.tensordict._rows import flatten, unflatten
+
+    def flatten_rows(value: Any, device: torch.device, named: bool) -> Any:
+        return flatten(value, device, rows)
+
+    return read, flatten_rows, unflatten
+
+
+def _leave(value: Any, device: torch.device, named: bool) -> None:
+    """Of a collection that torch has itself: it is indexed by its own code."""

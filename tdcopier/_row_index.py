@@ -1,0 +1,168 @@
+"""From any index of rows to numbers of rows, in the shape that they have in the result."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tdcopier import _C
+
+
+class RowIndex(NamedTuple):
+    """What the engine needs to know of an index."""
+
+    numbers: torch.Tensor
+    """Rows, int64, on the host, contiguous; their shape stands in the result for the leads."""
+    lead: int
+    """How many leading dimensions of a leaf count rows."""
+    counted: bool
+    """Whether no number is negative or out of range."""
+    sizes: tuple[int, ...]
+    """Of these dimensions; empty where nobody has looked yet."""
+    key: Any
+    """What gives the same rows of one leaf, as `leaf[key]`."""
+    is_view: bool
+    """Whether `leaf[key]` is a view, with strides of its own."""
+
+
+def row_index(index: Any, storage: Any) -> RowIndex:
+    """Sort out an index of the rows of `storage`.
+
+    Raises:
+        TypeError: no index of rows.
+        IndexError: a row that is not there, as far as that can be told without the leaves.
+    """
+    if isinstance(index, tuple):
+        if len(index) != 1:
+            return _of_pair(index, storage)
+        index = index[0]
+    if isinstance(index, slice):
+        _check_step(index)
+        size = lead_sizes(storage, 1)[0]
+        first, last, step = index.indices(size)
+        numbers = torch.arange(first, max(first, last), step)
+        return RowIndex(numbers, 1, True, (size,), index, True)
+    part = _as_part(index)
+    if isinstance(part, int):
+        return RowIndex(torch.tensor(part), 1, False, (), part, True)
+    if part.dtype == torch.bool:
+        return _of_mask(part, storage)
+    return RowIndex(part, 1, False, (), part, False)
+
+
+def _of_mask(mask: torch.Tensor, storage: Any) -> RowIndex:
+    if mask.dim() not in (1, 2):
+        raise IndexError(
+            f"a mask counts rows by one dimension or two; got one of shape {tuple(mask.shape)}"
+        )
+    sizes = lead_sizes(storage, mask.dim())
+    if tuple(mask.shape) != sizes:
+        raise IndexError(
+            f"the shape of the mask {list(mask.shape)} does not match that of the rows "
+            f"{list(sizes)}"
+        )
+    numbers = mask.flatten().nonzero().flatten()
+    return RowIndex(numbers, mask.dim(), True, sizes, mask, False)
+
+
+def _of_pair(index: tuple[Any, ...], storage: Any) -> RowIndex:
+    if len(index) != 2:
+        raise TypeError(
+            f"index must be of one leading dimension, or a pair of indices of two; got a tuple of "
+            f"{len(index)}"
+        )
+    key = tuple(each if isinstance(each, slice) else _as_part(each) for each in index)
+    for each in key:
+        if isinstance(each, slice):
+            _check_step(each)
+        if isinstance(each, torch.Tensor) and each.dtype == torch.bool and each.dim() != 1:
+            raise IndexError(
+                f"each of a pair of indices is of one dimension; got a mask of shape "
+                f"{tuple(each.shape)}"
+            )
+    sizes = lead_sizes(storage, 2)
+    rows, columns = key
+    is_view = not any(isinstance(each, torch.Tensor) for each in key)
+    if _are_numbers(rows, columns):
+        wrapped = [
+            _wrap(torch.as_tensor(each), size) for each, size in zip(key, sizes, strict=True)
+        ]
+        numbers = (wrapped[0] * sizes[1] + wrapped[1]).contiguous()
+    else:
+        numbers = torch.arange(sizes[0] * sizes[1]).view(sizes)[key].contiguous()
+    return RowIndex(numbers, 2, True, sizes, key, is_view)
+
+
+def _are_numbers(*parts: Any) -> bool:
+    return all(
+        isinstance(part, int) or (isinstance(part, torch.Tensor) and part.dtype != torch.bool)
+        for part in parts
+    )
+
+
+def _wrap(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    if numbers.numel() != 0:
+        low, high = (int(bound) for bound in numbers.aminmax())
+        for bound in (low, high):
+            if not -size <= bound < size:
+                raise IndexError(f"index {bound} is out of bounds: there are {size} rows")
+        if low < 0:
+            return torch.where(numbers < 0, numbers + size, numbers)
+    return numbers
+
+
+def _check_step(index: slice) -> None:
+    if index.step is not None and operator.index(index.step) <= 0:
+        raise ValueError(f"the step of a slice of rows must be positive; got {index.step}")
+
+
+def _as_part(index: Any) -> torch.Tensor | int:
+    """A mask, numbers of rows as int64 that lie together, or one number."""
+    if isinstance(index, np.ndarray):
+        index = torch.as_tensor(index if index.flags.writeable else index.copy())
+    elif isinstance(index, (list, range)):
+        index = torch.as_tensor(list(index))
+        if index.numel() == 0:
+            index = index.long()  # of an empty list nobody knows the type
+    if isinstance(index, torch.Tensor):
+        if index.device.type != "cpu":
+            raise ValueError(
+                f"index must be on the host, where rows are gathered; it is on {index.device}: "
+                "give index.cpu()"
+            )
+        if index.dtype == torch.bool:
+            return index
+        if index.dtype in (torch.int64, torch.int32, torch.int16):
+            if index.dim() == 0:
+                return int(index)
+            return index.detach().long().contiguous()
+        raise TypeError(f"index must be of integers or booleans; it is of {index.dtype}")
+    if isinstance(index, bool) or not hasattr(index, "__index__"):
+        raise TypeError(
+            "index must be a tensor, an array or a list of rows, a mask, a slice, a row, or a pair "
+            f"of these for two leading dimensions; got {type(index).__qualname__}"
+        )
+    return operator.index(index)
+
+
+def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:
+    """The sizes of the dimensions that count rows: those of a collection, or of the first leaf.
+
+    Raises:
+        ValueError: there are not as many, or no leaf.
+    """
+    batch_size = getattr(storage, "batch_size", None)
+    if isinstance(batch_size, torch.Size):
+        sizes, what = tuple(batch_size), "the batch size of storage"
+    else:
+        found = _C.leaves_with_paths(storage, torch.device("cpu"))
+        if not found:
+            raise ValueError("storage has no leaf, so nobody knows how many rows there are")
+        path, leaf = found[0]
+        sizes, what = tuple(getattr(leaf, "batch_size", leaf.shape)), f"the shape of {path}"
+    if len(sizes) < lead:
+        raise ValueError(f"index counts rows by {lead} dimensions; {what} is {sizes}")
+    return sizes[:lead]
