@@ -83,6 +83,18 @@ def start_gather(
     use_background_thread: bool,
     /,
 ) -> AsyncCopyHandle: ...
+def start_scatter(
+    batch: Any,
+    storage: Any,
+    numbers: torch.Tensor,
+    lead: int,
+    counted: bool,
+    sizes: Sequence[int],
+    fill: Callable[[Any, Any], None],
+    use_pinned_staging: bool,
+    use_background_thread: bool,
+    /,
+) -> AsyncCopyHandle: ...
 def pairs_with_paths(source: Any, destination: Any, /) -> list[tuple[str, Any, Any]]: ...
 def is_dict_of_tensors(value: Any, /) -> bool: ...
 def leaves_with_paths(data: Any, device: str | torch.device | int, /) -> list[tuple[str, Any]]: ...

@@ -24,6 +24,7 @@ from tdcopier._copy import (
 )
 from tdcopier._gather import start_gather
 from tdcopier._prepared import PreparedCopy, prepare
+from tdcopier._scatter import start_scatter
 from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
 
@@ -56,6 +57,7 @@ __all__ = [
     "staging_bytes",
     "start_copy",
     "start_gather",
+    "start_scatter",
     "tensordict_backend",
     "time_steps",
     "to",

@@ -27,7 +27,7 @@ def mismatch(source: Any, destination: Any) -> tuple[str | None, str] | None:
         return None, f" is a {name}, which cannot be filled: give the tensors in it"
     elif getattr(destination, "requires_grad", False) and torch.is_grad_enabled():
         return None, (
-            " requires a gradient, and writing in place would break it: call copy_into() within "
+            " requires a gradient, and writing in place would break it: make the call within "
             "torch.no_grad(), or give detach()"
         )
     if isinstance(destination, torch.Tensor | np.ndarray) and not hasattr(source, "dtype"):

@@ -94,7 +94,7 @@ SHARE = (
     "of one"
 )
 GRADIENT = (
-    "destination['x'] requires a gradient, and writing in place would break it: call copy_into() "
+    "destination['x'] requires a gradient, and writing in place would break it: make the call "
     "within torch.no_grad(), or give detach()"
 )
 
@@ -222,8 +222,8 @@ REFUSED = {
     ),
     "a destination of inference mode": Refused(
         lambda: (two(), of_inference_mode()),
-        "destination['x'] was made in inference mode, where alone it may be written in place: call "
-        "copy_into() there, or give a clone()",
+        "destination['x'] was made in inference mode, where alone it may be written in place: make "
+        "the call there, or give a clone()",
         RuntimeError,
     ),
     "numbers that torch lacks": Refused(

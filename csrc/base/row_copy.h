@@ -13,6 +13,11 @@ struct RowLayout {
   uint64_t row_bytes;  // at least 1
 };
 
+struct RowTable {
+  RowLayout layout;
+  int64_t rows;  // it has
+};
+
 // The rows `rows`, one behind the other, are so many bytes: of these, [begin, end) are written to
 // `to`. Requires: the rows exist. Thread: any.
 void gather_rows(const std::byte* table, RowLayout layout, std::span<const int64_t> rows,

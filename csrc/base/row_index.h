@@ -22,4 +22,7 @@ struct RowIndex {
 // rows has, as it was given; then others may have been counted already.
 std::optional<int64_t> wrap_rows(std::span<int64_t> rows, int64_t size) noexcept;
 
+// A number that is among them more than once, if there is one.
+std::optional<int64_t> repeated_row(std::span<const int64_t> rows);
+
 }  // namespace tdcopier

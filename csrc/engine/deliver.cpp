@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/row_copy.h"
 #include "base/strided_copy.h"
 
 namespace tdcopier {
@@ -16,6 +17,10 @@ void deliver_leaf(const LeafTable& leaves, const DestinationTable& destinations,
   if (!to.strided) {
     std::memcpy(to.data + range.begin, from, range.end - range.begin);
     return;
+  }
+  if (to.is_rows()) {
+    return scatter_rows(to.data, destinations.row_table(to).layout, destinations.rows(),
+                        range.begin, range.end, from);
   }
   const auto element_bytes = static_cast<uint32_t>(c10::elementSize(leaf.dtype));
   const std::vector<StridedDim> dims =

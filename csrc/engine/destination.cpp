@@ -14,4 +14,12 @@ void DestinationTable::add_strided(std::byte* data, const c10::StorageImpl* stor
   for (const int64_t stride : strides_bytes) strides_bytes_.push_back(stride);
 }
 
+void DestinationTable::add_rows(std::byte* data, const c10::StorageImpl* storage, RowTable table,
+                                const std::shared_ptr<const RowIndex>& index) {
+  destinations_.push_back({data, storage, /*strided=*/true, /*pinned=*/false, 0,
+                           static_cast<uint32_t>(row_tables_.size())});
+  row_tables_.push_back(table);
+  row_index_ = index;
+}
+
 }  // namespace tdcopier

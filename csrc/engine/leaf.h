@@ -65,6 +65,10 @@ struct PlainTensor {
 // extent? Whatever else torch has or will have is left to torch.
 PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain);
 
+// How the rows of a plain tensor lie, whose first `lead` dimensions count them. Nothing where they
+// are not contiguous, or do not ascend in memory. A table of one row has any stride.
+std::optional<RowTable> look_at_rows(const at::Tensor& tensor, size_t lead);
+
 // Leaves of one device, by index. Sizes and strides lie in one array: the source may be gone when
 // outputs are built.
 class LeafTable {

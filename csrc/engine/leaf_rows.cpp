@@ -45,37 +45,44 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
 
 }  // namespace
 
+std::optional<RowTable> look_at_rows(const at::Tensor& tensor, size_t lead) {
+  const at::IntArrayRef sizes = tensor.sizes();
+  const at::IntArrayRef strides = tensor.strides();
+  if (sizes.size() < lead || !is_contiguous_from(lead, sizes, strides)) return std::nullopt;
+  const std::optional<int64_t> stride = row_stride(lead, sizes, strides);
+  if (!stride) return std::nullopt;
+  int64_t rows = 1;
+  for (size_t d = 0; d < lead; ++d) rows *= sizes[d];
+  int64_t row_elements = 1;
+  for (size_t d = lead; d < sizes.size(); ++d) row_elements *= sizes[d];
+  if (rows > 1 && *stride < row_elements) return std::nullopt;  // they repeat, or interleave
+  const auto element_bytes = static_cast<int64_t>(tensor.itemsize());
+  const auto row_bytes = static_cast<uint64_t>(row_elements * element_bytes);
+  return RowTable{{*stride * element_bytes, std::max<uint64_t>(row_bytes, 1)}, rows};
+}
+
 bool LeafTable::add_rows_if_packable(const at::Tensor& tensor,
                                      const std::shared_ptr<const RowIndex>& index, bool adjoining) {
   const PlainTensor plain = look_at(tensor, plain_keys_);
   if (plain.packable != Packable::kYes) return false;
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  const at::IntArrayRef sizes = impl->sizes();
-  const at::IntArrayRef strides = impl->strides();
   const size_t lead = index->lead;
-  if (adjoining && (lead != 1 || impl->numel() == 0)) return false;
-  if (sizes.size() < lead || !is_contiguous_from(lead, sizes, strides)) return false;
-  const std::optional<int64_t> stride = row_stride(lead, sizes, strides);
-  if (!stride) return false;
-
-  std::vector<int64_t> arrived(index->sizes);
-  arrived.insert(arrived.end(), sizes.begin() + static_cast<ptrdiff_t>(lead), sizes.end());
-  uint64_t row_elements = 1;
-  for (size_t d = lead; d < sizes.size(); ++d) row_elements *= static_cast<uint64_t>(sizes[d]);
-  const uint64_t table_rows = row_elements == 0 ? 0 : impl->numel() / row_elements;
-  if (table_rows > 1) {  // those that repeat or interleave are torch's
-    const auto step = static_cast<uint64_t>(std::max<int64_t>(*stride, 0));
-    if (step < row_elements || (adjoining && step != row_elements)) return false;
+  const std::optional<RowTable> table = look_at_rows(tensor, lead);
+  if (!table) return false;
+  const auto& [stride_bytes, row_bytes] = table->layout;
+  if (adjoining) {
+    if (lead != 1 || tensor.numel() == 0) return false;
+    if (table->rows > 1 && stride_bytes != static_cast<int64_t>(row_bytes)) return false;
   }
-  const uint64_t element_bytes = impl->itemsize();
+  const at::IntArrayRef row = tensor.sizes().slice(lead);
+  std::vector<int64_t> arrived(index->sizes);
+  arrived.insert(arrived.end(), row.begin(), row.end());
   const std::byte* data = static_cast<const std::byte*>(plain.storage->data()) + plain.begin;
-  const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
+  const c10::ScalarType dtype = c10::typeMetaToScalarType(tensor.dtype());
   add_own(data, dtype, arrived, contiguous_strides(arrived));
   Leaf& leaf = leaves_.back();
   leaf.strided = true;
   leaf.row_layout = static_cast<uint32_t>(row_layouts_.size());
-  row_layouts_.push_back({*stride * static_cast<int64_t>(element_bytes),
-                          std::max<uint64_t>(row_elements * element_bytes, 1)});
+  row_layouts_.push_back(table->layout);
   row_index_ = index;
   return true;
 }

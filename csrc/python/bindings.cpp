@@ -25,6 +25,7 @@
 #include "python/sources.h"
 #include "python/start_copy.h"
 #include "python/start_gather.h"
+#include "python/start_scatter.h"
 #include "python/torch_state.h"
 #include "python/workers.h"
 
@@ -205,15 +206,22 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
            bool use_background_thread) {
           return with_torch_errors([&] {
             return tdcopier::start_gather(
-                storage,
-                {numbers, lead, counted, std::move(sizes), adjoining, std::move(read),
-                 std::move(flatten), std::move(unflatten)},
-                device,
+                storage, {numbers, lead, counted, std::move(sizes)},
+                {adjoining, std::move(read), std::move(flatten), std::move(unflatten)}, device,
                 CopyOptions{use_pinned_staging,
                             {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
                             use_background_thread});
           });
         });
+
+  m.def("start_scatter", [](py::handle batch, py::handle storage, py::handle numbers, size_t lead,
+                            bool counted, std::vector<int64_t> sizes, py::object fill,
+                            bool use_pinned_staging, bool use_background_thread) {
+    return with_torch_errors([&] {
+      return tdcopier::start_scatter(batch, storage, {numbers, lead, counted, std::move(sizes)},
+                                     std::move(fill), {use_pinned_staging, use_background_thread});
+    });
+  });
 
   m.def("pairs_with_paths", [](py::handle source, py::handle destination) {
     return with_torch_errors([&] { return tdcopier::pairs_with_paths(source, destination); });

@@ -115,8 +115,7 @@ class BumpAtEnd {
 
 // `copy_` for each leaf that the engine leaves to it, in this thread and under its state.
 void run_delegated(Handle& handle, py::handle source, py::handle destination,
-                   const SortedPairs& sorted) {
-  const py::object fill = py::module_::import("tdcopier._into").attr("fill");
+                   const SortedPairs& sorted, const py::object& fill) {
   size_t number = 0;
   try {
     for (const DelegatedPair& pair : sorted.delegated) {
@@ -153,18 +152,24 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
                                   const IntoOptions& options) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
-  StepTimes steps;  // until there is a handle
-  SortedPairs sorted = [&] {
-    const StepRange range(steps, Step::kFlatten);
-    return sort_pairs(source, destination);
-  }();
+  PairsToFill work{{}, {}, py::module_::import("tdcopier._into").attr("fill"), "copy_into()"};
+  {
+    const StepRange range(work.steps, Step::kFlatten);
+    work.pairs = sort_pairs(source, destination);
+  }
+  return fill_pairs(source, destination, work, options);
+}
+
+std::unique_ptr<Handle> fill_pairs(py::handle source, py::handle destination, PairsToFill& work,
+                                   const IntoOptions& options) {
+  SortedPairs& sorted = work.pairs;
   std::vector<c10::Device> targets = sorted.writers.devices();
   for (const IntoGroup& group : sorted.groups) add_device(targets, group.destination);
   std::vector<c10::Device> used = targets;
   for (const c10::Device device : sorted.readers.devices()) add_device(used, device);
   for (const IntoGroup& group : sorted.groups) add_device(used, group.pairs.leaves.device());
   for (const c10::Device device : used) {
-    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), "copy_into()");
+    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), work.call);
   }
 
   LeafCounts counts;
@@ -173,11 +178,11 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
   counts.opaque = sorted.opaque;
   auto handle = std::make_unique<Handle>(std::move(targets),
                                          py::reinterpret_borrow<py::object>(destination), counts);
-  handle->steps().add(Step::kFlatten, steps.ns(Step::kFlatten));
+  handle->steps().add(Step::kFlatten, work.steps.ns(Step::kFlatten));
   const BumpAtEnd bump(sorted);
   for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
   if (!sorted.delegated.empty()) {
-    run_delegated(*handle, source, destination, sorted);
+    run_delegated(*handle, source, destination, sorted, work.fill);
   }
   return handle;
 }

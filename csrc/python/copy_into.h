@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "python/handle.h"
+#include "python/sort_pairs.h"
 
 namespace tdcopier {
 
@@ -18,5 +19,17 @@ struct IntoOptions {
 // handle.
 std::unique_ptr<Handle> copy_into(pybind11::handle source, pybind11::handle destination,
                                   const IntoOptions& options);
+
+// What fills a leaf that the engine leaves to others: fill(destination, source).
+struct PairsToFill {
+  SortedPairs pairs;
+  StepTimes steps;  // that it took to sort them
+  pybind11::object fill;
+  const char* call;  // for messages
+};
+
+// The rest of the call, once it is known what goes where.
+std::unique_ptr<Handle> fill_pairs(pybind11::handle source, pybind11::handle destination,
+                                   PairsToFill& work, const IntoOptions& options);
 
 }  // namespace tdcopier

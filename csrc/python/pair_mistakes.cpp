@@ -6,6 +6,7 @@
 #include <torch/csrc/DynamicTypes.h>
 
 #include <stdexcept>
+#include <string_view>
 
 #include "python/pair_walk.h"
 
@@ -29,8 +30,9 @@ std::string dtype_text(c10::ScalarType dtype) {
 }  // namespace
 
 std::string PairMistakes::path(size_t number, const char* tree) const {
+  const std::string name = std::string_view(tree) == "source" ? names_.source : names_.destination;
   const auto steps = path_of_pair(source_, destination_, number);
-  return steps ? tree + *steps : std::string("a leaf of ") + tree;
+  return steps ? name + *steps : "a leaf of " + name;
 }
 
 void PairMistakes::refuse(size_t number, const char* tree, const std::string& why) const {
@@ -67,13 +69,13 @@ void PairMistakes::check_writable(size_t number, const at::Tensor& tensor) const
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->autograd_meta() != nullptr && c10::GradMode::is_enabled() && impl->requires_grad()) {
     refuse(number, "destination",
-           " requires a gradient, and writing in place would break it: call copy_into() within "
+           " requires a gradient, and writing in place would break it: make the call within "
            "torch.no_grad(), or give detach()");
   }
   if (impl->is_inference() && !c10::InferenceMode::is_enabled()) {
     throw std::runtime_error(path(number, "destination") +
                              " was made in inference mode, where alone it may be written in "
-                             "place: call copy_into() there, or give a clone()");
+                             "place: make the call there, or give a clone()");
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "engine/leaf.h"
 #include "python/pair_overlap.h"
+#include "python/pair_walk.h"
 
 namespace tdcopier {
 
@@ -15,8 +16,8 @@ namespace tdcopier {
 // which of the two is meant, "source" or "destination". GIL: held.
 class PairMistakes {
  public:
-  PairMistakes(pybind11::handle source, pybind11::handle destination)
-      : source_(source), destination_(destination) {}
+  PairMistakes(pybind11::handle source, pybind11::handle destination, PairNames names = {})
+      : source_(source), destination_(destination), names_(names) {}
 
   [[noreturn]] void refuse(size_t number, const char* tree, const std::string& why) const;
   [[noreturn]] void refuse_both(size_t number, const std::string& source,
@@ -38,6 +39,7 @@ class PairMistakes {
 
   const pybind11::handle source_;
   const pybind11::handle destination_;
+  const PairNames names_;
 };
 
 }  // namespace tdcopier

@@ -44,7 +44,11 @@ class Areas {
     const Leaf& leaf = leaves[i];
     const Destination& to = destinations[i];
     Area area{to.data, to.strided ? c10::elementSize(leaf.dtype) : leaf.bytes, true, {}};
-    if (to.strided) {
+    if (to.is_rows()) {  // any of them
+      const RowTable& table = destinations.row_table(to);
+      area.bytes = table.layout.row_bytes;
+      area.dims = {{table.rows, table.layout.stride_bytes}};
+    } else if (to.strided) {
       area.dims = dims_as_they_arrive(leaves, leaf, destinations.strides_bytes(to, leaf.dims));
     }
     add(std::move(area), {group.numbers[i], "destination"});

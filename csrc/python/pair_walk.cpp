@@ -36,7 +36,10 @@ struct Seen {
 class PairWalk {
  public:
   // `paths`, where given, gets the steps to every pair.
-  explicit PairWalk(std::vector<std::string>* paths) : paths_(paths) { load_numpy_types(); }
+  explicit PairWalk(std::vector<std::string>* paths, PairNames names = {})
+      : names_(names), paths_(paths) {
+    load_numpy_types();
+  }
 
   PairedTrees run(PyObject* source, PyObject* destination) {
     visit(source, destination, 0);
@@ -126,7 +129,7 @@ class PairWalk {
       if (!same_order) other = PyDict_GetItemWithError(destination, key);
       if (other == nullptr) {
         if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-        refuse_key(depth, "source", "destination", kept_key);
+        refuse_key(depth, names_.source, names_.destination, kept_key);
       }
       path_[depth] = {PathStep::Kind::kKey, key, 0};
       visit_kept(value, other, depth + 1);
@@ -143,15 +146,16 @@ class PairWalk {
                                      int depth) const {
     for (const py::handle key : py::list(destination)) {
       if (!py::bool_(source.attr("__contains__")(key))) {
-        refuse_key(depth, "destination", "source", key);
+        refuse_key(depth, names_.destination, names_.source, key);
       }
     }
-    throw std::runtime_error(text("destination", depth) + " changed while it was being walked");
+    throw std::runtime_error(text(names_.destination, depth) +
+                             " changed while it was being walked");
   }
 
   void visit_rare(PyObject* source, PyObject* destination, int depth) {
-    const Seen from = look(source, "source", depth);
-    const Seen to = look(destination, "destination", depth);
+    const Seen from = look(source, names_.source, depth);
+    const Seen to = look(destination, names_.destination, depth);
     if (from.kind != to.kind) {
       refuse(
           depth, " is a " + describe(source, from),
@@ -187,12 +191,12 @@ class PairWalk {
     py::list in_order;
     py::dict known;
     for (const py::handle name : names) {
-      if (!others.contains(name)) refuse_key(depth, "source", "destination", name);
+      if (!others.contains(name)) refuse_key(depth, names_.source, names_.destination, name);
       in_order.append(others[name]);
       known[name] = py::none();
     }
     for (const py::handle name : other_names) {
-      if (!known.contains(name)) refuse_key(depth, "destination", "source", name);
+      if (!known.contains(name)) refuse_key(depth, names_.destination, names_.source, name);
     }
     visit_children(from.children.ptr(), in_order.ptr(), {kind, nullptr, 0}, names.ptr(), depth);
   }
@@ -270,21 +274,21 @@ class PairWalk {
     if (depth < kMaxDepth) return;
     PyErr_Format(
         PyExc_RecursionError,
-        "source is nested more than %d containers deep, from %s... on: does it contain itself?",
-        kMaxDepth, text("source", 8).c_str());
+        "%s is nested more than %d containers deep, from %s... on: does it contain itself?",
+        names_.source, kMaxDepth, text(names_.source, 8).c_str());
     throw py::error_already_set();
   }
 
   void check_unchanged(bool unchanged, int depth) const {
     if (unchanged) return;
-    throw std::runtime_error(text("source", depth) + " or " + text("destination", depth) +
+    throw std::runtime_error(text(names_.source, depth) + " or " + text(names_.destination, depth) +
                              " changed its size while it was being walked");
   }
 
   [[noreturn]] void refuse(int depth, const std::string& source,
                            const std::string& destination) const {
-    throw py::value_error(text("source", depth) + source + ", but " + text("destination", depth) +
-                          destination);
+    throw py::value_error(text(names_.source, depth) + source + ", but " +
+                          text(names_.destination, depth) + destination);
   }
 
   [[noreturn]] void refuse_key(int depth, const char* has, const char* lacks,
@@ -300,6 +304,7 @@ class PairWalk {
   }
   std::string text(const char* tree, int depth) const { return tree + steps_text(depth); }
 
+  const PairNames names_;
   std::vector<std::string>* const paths_;
   PairedTrees found_;
   KnownTypes types_;
@@ -315,8 +320,8 @@ PairedTrees::~PairedTrees() {
   }
 }
 
-PairedTrees pair_trees(py::handle source, py::handle destination) {
-  return PairWalk(nullptr).run(source.ptr(), destination.ptr());
+PairedTrees pair_trees(py::handle source, py::handle destination, PairNames names) {
+  return PairWalk(nullptr, names).run(source.ptr(), destination.ptr());
 }
 
 std::optional<std::string> path_of_pair(py::handle source, py::handle destination, size_t pair) {

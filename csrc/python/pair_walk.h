@@ -25,12 +25,18 @@ struct PairedTrees {
   uint32_t opaque = 0;
 };
 
+// What the caller calls the two trees.
+struct PairNames {
+  const char* source = "source";
+  const char* destination = "destination";
+};
+
 // Pairs the leaves of two trees whose containers have the same children: reached by the same keys,
 // by the same attributes, or by index and as many. GIL: held; classes other than list, tuple and
 // dict are asked in Python how to take them apart.
 // Throws: ValueError, with the path, where the trees differ; RecursionError; TypeError for what
 // neither a copy can take; what such a class raises.
-PairedTrees pair_trees(pybind11::handle source, pybind11::handle destination);
+PairedTrees pair_trees(pybind11::handle source, pybind11::handle destination, PairNames names = {});
 
 // How the leaves of a pair are reached, such as "['boxes'][3]". Walks again: for messages. Empty if
 // a container's own code does not work a second time.

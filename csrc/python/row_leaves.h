@@ -35,6 +35,8 @@ class RowLeaves {
   // What is wrong with a leaf as a table, to follow its path. The first table says how many rows
   // there are, if nobody has. Throws IndexError as the constructor does.
   std::optional<std::string> mistake_in(const at::Tensor& table);
+  // Which rows; null before there was a table.
+  const std::shared_ptr<const RowIndex>& index() const { return index_; }
   // Adds the rows of a host tensor as a leaf; false where the engine cannot read them.
   bool add(LeafTable& leaves, const at::Tensor& table);
   // The last leaf of the group's table lies in a mapped file.

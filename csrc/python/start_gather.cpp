@@ -7,7 +7,6 @@
 
 #include "base/internal_error.h"
 #include "python/device_argument.h"
-#include "python/row_leaves.h"
 #include "python/sources.h"
 
 namespace py = pybind11;
@@ -27,14 +26,22 @@ RowIndex index_of(py::handle numbers, size_t lead) {
 
 }  // namespace
 
-std::unique_ptr<Handle> start_gather(py::handle storage, GatherArguments arguments,
+RowRequest request_of(RowNumbers rows, RowReaders readers) {
+  return {index_of(rows.numbers, rows.lead),
+          rows.counted,
+          std::move(rows.sizes),
+          readers.adjoining,
+          std::move(readers.read),
+          std::move(readers.flatten),
+          std::move(readers.unflatten)};
+}
+
+std::unique_ptr<Handle> start_gather(py::handle storage, RowNumbers numbers, RowReaders readers,
                                      py::handle device, const CopyOptions& options) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   const c10::Device target = parse_device(device);
-  RowLeaves rows({index_of(arguments.numbers, arguments.lead), arguments.counted,
-                  std::move(arguments.sizes), arguments.adjoining, std::move(arguments.read),
-                  std::move(arguments.flatten), std::move(arguments.unflatten)});
+  RowLeaves rows(request_of(std::move(numbers), std::move(readers)));
   return start_copy_to(target, storage, options, nullptr, &rows);
 }
 

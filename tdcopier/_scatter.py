@@ -1,0 +1,67 @@
+"""Rows of a storage, written from a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tdcopier import _C
+from tdcopier._C import AsyncCopyHandle
+from tdcopier._row_index import row_index
+
+__all__ = ["start_scatter"]
+
+
+def start_scatter(
+    batch: Any,
+    storage: Any,
+    index: Any,
+    *,
+    use_pinned_staging: bool = True,
+    use_background_thread: bool = True,
+) -> AsyncCopyHandle:
+    """Begin to write a batch into rows of `storage`; return at once with a handle.
+
+    As `storage[index] = batch`, leaf by leaf, for a batch on a device: its leaves are gathered
+    there, sent in one transfer for each staging buffer, and written to their rows by native
+    threads. `get()` and `wait()` give `storage` itself when every row is written; until then its
+    rows may be neither read nor written. What `copy_into` says of order, of sources and of version
+    counters holds here too.
+
+    What cannot be written as rows of plain memory (a storage on a device or whose rows are not
+    contiguous; leaves of the batch with gaps, or that need gradients) is left to torch's own
+    indexing, inside this call, and counted as delegated.
+
+    Args:
+        batch: a tree of the same structure as `storage`: its leaves have the index's shape in place
+            of the dimensions that count rows, and the same dtypes. On a device, or on the host.
+        storage: as for `start_gather`, on the host: in RAM, pinned or memory-mapped.
+        index: as for `start_gather`; no row may be in it twice.
+        use_pinned_staging: as for `copy_into`.
+        use_background_thread: as for `copy_into`.
+
+    Raises:
+        IndexError: a row that is not there, or a mask of another shape.
+        ValueError: a row is in the index twice; the trees differ in structure, or a leaf has
+            another shape or dtype than the rows that it is for; leaves share memory. Messages name
+            the leaf by its path, and nothing has been written.
+        TypeError: no index of rows.
+        Exception: as `copy_into`.
+    """
+    rows = row_index(index, storage)
+
+    def fill(table: torch.Tensor, values: torch.Tensor) -> None:
+        table[rows.key] = values.to(table.device)
+
+    return _C.start_scatter(
+        batch,
+        storage,
+        rows.numbers,
+        rows.lead,
+        rows.counted,
+        rows.sizes,
+        fill,
+        bool(use_pinned_staging),
+        bool(use_background_thread),
+    )
