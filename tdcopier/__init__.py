@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tdcopier._checking import SourceModifiedError
+from tdcopier._collate import collate
 from tdcopier._containers import register_container
 from tdcopier._copy import (
     AsyncCopyHandle,
@@ -45,6 +46,7 @@ __all__ = [
     "SourceModifiedError",
     "StepTimes",
     "async_to",
+    "collate",
     "copy",
     "copy_into",
     "info",

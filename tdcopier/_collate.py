@@ -1,0 +1,359 @@
+"""Samples of a dataset made into a batch, whose leaves lie in one chunk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import collate as _torch
+
+from tdcopier._containers import Flat, Refused, _is_tensor_collection
+from tdcopier._slots import Slots, light_tensor
+
+__all__ = ["collate"]
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Stack samples into a batch, as `torch.utils.data.default_collate` does, into one chunk.
+
+    Give it to a `torch.utils.data.DataLoader` as its `collate_fn`. In a worker the chunk is one
+    piece of shared memory. One file descriptor crosses to the main process with a batch, where
+    `default_collate` sends one for each leaf. The leaves lie in it in the order of the batch, each
+    at a multiple of 16 bytes, and `start_copy` packs them as it packs any other. In the main
+    process the chunk is ordinary memory.
+
+    The result is that of `default_collate` in the main process: equal values, dtypes, strides and
+    containers. Numbers become tensors, and strings stay as they are. Samples of mixed dtypes are
+    promoted in workers too, where `default_collate` takes the first one's dtype or fails.
+    TensorDicts and tensorclasses, anywhere in a sample, become what `torch.stack` makes of them:
+    dense, where `default_collate` makes lazy stacks of ragged ones.
+
+    Not in the chunk is what torch's own functions have to stack: tensors that need a gradient, of a
+    subclass, or not on the host. Nor is what a function makes that you have added to
+    `default_collate_fn_map`.
+
+    Set `pin_memory=False`: `start_copy` stages the batch in pinned memory by itself, and the
+    DataLoader's thread would give each leaf a pinned allocation of its own.
+
+    One leaf that is alive keeps the whole chunk, and `torch.save` of it writes the whole chunk:
+    `clone()` what you keep for long. To grow one in place writes over its neighbours.
+
+    Args:
+        samples: at least one; each a leaf, or the same nesting of mappings, sequences, named tuples
+            and TensorDicts. Or a TensorDict that is a batch already, as a TensorDict that is used
+            as the dataset gives it: its leaves go to the chunk.
+
+    Raises:
+        RuntimeError: leaves or sequences at the same place have different sizes; TensorDicts cannot
+            be stacked. Messages name the place in the samples.
+        TypeError: samples hold something that cannot be stacked.
+        KeyError: a sample lacks a key of the first one.
+        IndexError: there are no samples.
+    """
+    if not _is_tensor_collection(type(samples)) and len(samples) == 0:
+        raise IndexError("there are no samples to make a batch of: give at least one")
+    walk = _Walk()
+    try:
+        plan = walk.plan_all(samples)
+    except Exception as error:
+        _raise_with_path(error, walk.path)
+        raise
+    return plan.build(_new_chunk(walk.slots.chunk_bytes))
+
+
+def _new_chunk(chunk_bytes: int) -> torch.UntypedStorage:
+    if chunk_bytes and get_worker_info() is not None:
+        storages: Any = torch.UntypedStorage  # whose own way to share memory has no types
+        return cast("torch.UntypedStorage", storages._new_shared(chunk_bytes, device="cpu"))
+    return torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+
+
+class _Leaf:
+    """One leaf of the batch: where its slot is, and the samples that fill it."""
+
+    __slots__ = ("_dtype", "_offset_bytes", "_path", "_samples", "_shape")
+
+    def __init__(self, samples: Sequence[torch.Tensor], slots: Slots, path: list[str]) -> None:
+        """Samples are of one dtype; whether they are of one shape, `torch.stack` will say."""
+        first = samples[0]
+        self._samples = samples
+        self._dtype = first.dtype
+        self._shape = (len(samples), *first.shape)
+        self._offset_bytes = slots.place(self._dtype, self._shape)
+        self._path = tuple(path)
+
+    def build(self, chunk: torch.UntypedStorage) -> torch.Tensor:
+        slot = light_tensor(chunk, self._offset_bytes, self._dtype, self._shape)
+        try:
+            return torch.stack(self._samples, 0, out=slot)  # type: ignore[arg-type]  # any sequence
+        except Exception as error:
+            _raise_with_path(error, self._path)
+            raise
+
+
+class _Made:
+    """A leaf that has been made elsewhere, and goes to its slot."""
+
+    __slots__ = ("_made", "_offset_bytes")
+
+    def __init__(self, made: torch.Tensor, slots: Slots) -> None:
+        """`made` is plain."""
+        self._made = made
+        self._offset_bytes = slots.place(made.dtype, made.shape)
+
+    def build(self, chunk: torch.UntypedStorage) -> torch.Tensor:
+        made = self._made
+        strides = torch.empty_like(made, device="meta").stride()
+        return light_tensor(chunk, self._offset_bytes, made.dtype, made.shape, strides).copy_(made)
+
+
+class _AsItIs(NamedTuple):
+    """What is not put into the chunk."""
+
+    value: Any
+
+    def build(self, chunk: torch.UntypedStorage) -> Any:
+        return self.value
+
+
+class _Container(NamedTuple):
+    """A container of the batch, made from what its children have become."""
+
+    make: Callable[[list[Any]], Any]
+    children: list[Any]
+
+    def build(self, chunk: torch.UntypedStorage) -> Any:
+        return self.make([child.build(chunk) for child in self.children])
+
+
+class _Collection(NamedTuple):
+    """A TensorDict or tensorclass that is a batch; its leaves by their identity."""
+
+    batch: Any
+    leaves: dict[int, _Made]
+
+    def build(self, chunk: torch.UntypedStorage) -> Any:
+        def put(leaf: Any) -> Any:
+            made = self.leaves.get(id(leaf))
+            return leaf if made is None else made.build(chunk)
+
+        return self.batch.apply(put)
+
+
+_Plan = _Leaf | _Made | _AsItIs | _Container | _Collection
+
+
+class _Walk:
+    """One walk over samples, side by side: what goes where, and at which path the walk is."""
+
+    __slots__ = ("_is_altered", "path", "slots")
+
+    def __init__(self) -> None:
+        """At the samples themselves."""
+        self.slots = Slots()
+        self.path: list[str] = []
+        self._is_altered = _is_altered()
+
+    def plan_all(self, samples: Any) -> _Plan:
+        """What becomes of the samples, which may be a batch already."""
+        if _is_tensor_collection(type(samples)):
+            return self._taken(samples)
+        return self.plan(samples)
+
+    def plan(self, samples: Sequence[Any]) -> _Plan:
+        """What becomes of the values at one place of every sample."""
+        first = samples[0]
+        if (function := _function_for(first)) is not None:
+            return self._leaf(samples, function)
+        if _is_tensor_collection(type(first)):
+            return self._collection(samples)
+        if isinstance(first, Mapping):
+            keys = list(first)
+            columns = ([sample[key] for sample in samples] for key in keys)
+            steps = [f"[{key!r}]" for key in keys]
+            return _Container(partial(_like_mapping, first, keys), self._children(steps, columns))
+        if isinstance(first, tuple) and hasattr(first, "_fields"):
+            steps = [f".{name}" for name in first._fields]
+            children = self._children(steps, iter(zip(*samples, strict=False)))
+            return _Container(partial(_like_named_tuple, first), children)
+        if isinstance(first, Sequence):
+            if any(len(sample) != len(first) for sample in samples):
+                lengths = sorted({len(sample) for sample in samples})
+                raise RuntimeError(
+                    f"each element in list of batch should be of equal size; found sizes {lengths}"
+                )
+            steps = [f"[{index}]" for index in range(len(first))]
+            children = self._children(steps, iter(zip(*samples, strict=True)))
+            return _Container(partial(_like_sequence, first), children)
+        raise TypeError(
+            f"found {type(first)}; samples must contain tensors, numpy arrays, "
+            "numbers, strings, mappings, sequences or TensorDicts, or classes for which "
+            "torch.utils.data._utils.collate.default_collate_fn_map has a function"
+        )
+
+    def _children(self, steps: list[str], columns: Iterator[Sequence[Any]]) -> list[_Plan]:
+        children = []
+        for step in steps:
+            self.path.append(step)
+            children.append(self.plan(next(columns)))
+            self.path.pop()
+        return children
+
+    def _leaf(self, samples: Sequence[Any], function: Any) -> _Plan:
+        if self._is_altered:
+            return _AsItIs(function(samples, collate_fn_map=_torch.default_collate_fn_map))
+        if function is _torch.collate_numpy_array_fn and samples[0].dtype.kind in "biufc":
+            samples = [torch.as_tensor(sample) for sample in samples]
+            function = _torch.collate_tensor_fn
+        if function is _torch.collate_tensor_fn and _are_plain(samples):
+            if all(sample.dtype is samples[0].dtype for sample in samples):
+                return _Leaf(samples, self.slots, self.path)
+            return _Made(torch.stack(tuple(samples), 0), self.slots)
+        made = function(samples, collate_fn_map=_torch.default_collate_fn_map)
+        is_torchs = _module_of(function) == _torch.__name__
+        return _Made(made, self.slots) if is_torchs and _is_plain(made) else _AsItIs(made)
+
+    def _collection(self, samples: Sequence[Any]) -> _Plan:
+        try:
+            stacked: Any = torch.stack(tuple(samples), 0)
+        except Exception:
+            self.path += _where_they_differ(samples)
+            raise
+        return self._taken(stacked)
+
+    def _taken(self, batch: Any) -> _Plan:
+        leaves: dict[int, _Made] = {}
+
+        def take(leaf: Any) -> Any:
+            if not self._is_altered and _is_plain(leaf):
+                leaves[id(leaf)] = _Made(leaf, self.slots)
+            return leaf
+
+        batch.apply(take)
+        return _Collection(batch, leaves)
+
+
+def _raise_with_path(error: Exception, steps: Sequence[str]) -> None:
+    """Raise an error of the same class that says where in the samples it has happened.
+
+    Returns where the class may want other arguments than a message.
+    """
+    path = "sample" + "".join(steps)
+    if type(error) is KeyError:
+        raise KeyError(f"{path} is in the first sample, and not in every other") from error
+    if type(error) in (RuntimeError, TypeError, ValueError, IndexError):
+        raise type(error)(f"{path}: {error}") from error
+    if hasattr(error, "add_note") and not isinstance(error, RecursionError):
+        error.add_note(f"while {path} was collated")
+
+
+def _function_for(value: Any) -> Any:
+    """What torch's own map has for values like this, or None.
+
+    What tensordict has put there is left out: it makes lazy stacks of ragged samples.
+    """
+    functions: dict[Any, Any] = _torch.default_collate_fn_map
+    if type(value) in functions:
+        return functions[type(value)]
+    found = (functions[cls] for cls in functions if isinstance(value, cls))
+    if _is_tensor_collection(type(value)):
+        found = (each for each in found if not _module_of(each).startswith("tensordict."))
+    return next(found, None)
+
+
+def _module_of(function: Any) -> str:
+    return getattr(function, "__module__", None) or ""
+
+
+def _is_altered() -> bool:
+    """Whether a mode or a transform is active, under which no tensor is plain."""
+    interpreters: Any = torch._C._functorch
+    return bool(torch._C._len_torch_dispatch_stack() or interpreters.peek_interpreter_stack())
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.is_cpu
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.is_quantized
+        and not value.is_nested
+        and not getattr(value, "has_names", bool)()  # gone from torch 2.13 on
+    )
+
+
+def _are_plain(samples: Sequence[Any]) -> bool:
+    """Whether `torch.stack` can write them to memory that exists, or has a reason not to."""
+    return _is_plain(samples[0]) and not any(
+        type(sample) is not torch.Tensor or sample.requires_grad for sample in samples
+    )
+
+
+# ---- containers, made as `default_collate` makes them --------------------------------------------
+
+
+def _like_mapping(first: Any, keys: list[Any], children: list[Any]) -> Any:
+    values = dict(zip(keys, children, strict=True))
+    try:
+        if isinstance(first, MutableMapping):
+            made = copy.copy(first)  # it may have more to it than its items
+            made.update(values)
+            return made
+        return type(first)(values)
+    except TypeError:  # a class that is made in another way
+        return values
+
+
+def _like_named_tuple(first: Any, children: list[Any]) -> Any:
+    return type(first)(*children)
+
+
+def _like_sequence(first: Any, children: list[Any]) -> Any:
+    if isinstance(first, tuple):
+        return children
+    try:
+        if isinstance(first, MutableSequence):
+            made: Any = copy.copy(first)
+            for index, child in enumerate(children):
+                made[index] = child
+            return made
+        return type(first)(children)
+    except TypeError:  # a class that is made in another way, such as range
+        return children
+
+
+def _where_they_differ(collections: Sequence[Any]) -> list[str]:
+    """The step to the first entry that is not the same in all of them, if that can be said."""
+    try:
+        first, *others = (_shapes_of(collection) for collection in collections)
+    except Refused:
+        return []  # its entries are not for us to look at
+    for other in others:
+        for key in [*first, *other]:
+            if first.get(key) != other.get(key):
+                return [f"[{key!r}]"]
+    return []
+
+
+def _shapes_of(collection: Any) -> dict[Any, Any]:
+    from tdcopier.tensordict._walk import flatten  # it has imported tensordict
+
+    leaves, _, keys = cast("Flat", flatten(collection, None, named=True))
+    return {
+        key: getattr(leaf, "shape", ())
+        for key, leaf in zip(cast("list[Any]", keys), leaves, strict=True)
+    }

@@ -1,0 +1,153 @@
+"""Datasets, in a module that workers can import, and what is open in a process."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, UserList, namedtuple
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+class Attributed(dict):  # type: ignore[type-arg]
+    """A mapping with more to it than its items."""
+
+    note = "none"
+
+
+def attributed(**items: Any) -> Attributed:
+    made = Attributed(items)
+    made.note = "kept"
+    return made
+
+
+class Nested:
+    """Sample `index` has `leaves` float tensors, and everything else that may be nested."""
+
+    def __init__(self, leaves: int, length: int = 8) -> None:
+        self.leaves = leaves
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return {
+            "many": [torch.full((k % 5 + 1,), float(index * 1000 + k)) for k in range(self.leaves)],
+            "array": np.full((2, 3), index, np.int16),
+            "number": index,
+            "fraction": index / 2,
+            "name": f"sample {index}",
+            "pair": Pair(torch.tensor(index), (np.float32(index), b"x")),
+            "nothing": torch.empty(0, 3),
+        }
+
+
+class Ragged(Nested):
+    """The last sample of each four has a larger leaf."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"boxes": [torch.zeros(3 + (index % 4 == 3))]}
+
+
+class Mixed(Nested):
+    """Samples of two dtypes in turn."""
+
+    def __getitem__(self, index: int) -> Any:
+        dtype = (torch.float32, torch.float64)[index % 2]
+        return torch.tensor([index], dtype=dtype)
+
+
+class Tensordicts(Nested):
+    """TensorDicts in a dict."""
+
+    def __getitem__(self, index: int) -> Any:
+        from tensordict import TensorDict
+
+        many = {f"x{k}": torch.full((2,), float(index * 1000 + k)) for k in range(self.leaves)}
+        return {"td": TensorDict({"many": many, "name": f"{index}"}, device="cpu"), "index": index}
+
+
+def shared_memory_descriptors() -> int:
+    """How many file descriptors of torch's shared memory this process has open."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            count += "/torch_" in os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return count
+
+
+CONTAINERS = {
+    "list": lambda children: list(children),
+    "tuple": lambda children: tuple(children),
+    "dict": lambda children: {f"k{i}": child for i, child in enumerate(children)},
+    "OrderedDict": lambda children: OrderedDict(enumerate(children)),
+    "dict with an attribute": lambda children: attributed(
+        **{f"k{i}": child for i, child in enumerate(children)}
+    ),
+    "mapping that cannot be changed": lambda children: MappingProxyType(dict(enumerate(children))),
+    "UserList": lambda children: UserList(children),
+    "named tuple": lambda children: Pair(children[0], list(children[1:])),
+}
+
+
+def assert_like(got: Any, expected: Any, path: str = "batch") -> None:
+    """Equal in class, dtype, shape, strides, gradient and value."""
+    assert type(got) is type(expected), f"{path}: {type(got)} is not {type(expected)}"
+    if isinstance(expected, torch.Tensor):
+        for name in ("dtype", "shape", "device", "requires_grad"):
+            assert getattr(got, name) == getattr(expected, name), f"{path}: {name}"
+        assert got.stride() == expected.stride(), f"{path}: strides"
+        equal = torch.equal(got.nan_to_num(), expected.nan_to_num())
+        assert equal, f"{path}: {got} is not {expected}"
+    elif hasattr(expected, "items"):
+        assert list(got) == list(expected), path
+        assert getattr(got, "note", None) == getattr(expected, "note", None), path
+        for key in expected:
+            assert_like(got[key], expected[key], f"{path}[{key!r}]")
+    elif isinstance(expected, (list, tuple, UserList)):
+        assert len(got) == len(expected), path
+        for index, value in enumerate(expected):
+            assert_like(got[index], value, f"{path}[{index}]")
+    else:
+        assert got == expected, f"{path}: {got!r} is not {expected!r}"
+
+
+def leaves_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors with elements in a batch, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree] if tree.numel() else []
+    if hasattr(tree, "items"):
+        return [leaf for child in tree.values() for leaf in leaves_of(child)]
+    if isinstance(tree, (list, tuple, UserList)):
+        return [leaf for child in tree for leaf in leaves_of(child)]
+    return []
+
+
+def assert_one_chunk(leaves: list[torch.Tensor]) -> None:
+    """One behind the other in one storage, each at the next multiple of 16 bytes."""
+    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == 1
+    end = 0
+    for leaf in leaves:
+        begin = leaf.storage_offset() * leaf.element_size()
+        assert begin == -(-end // 16) * 16
+        assert leaf.data_ptr() % 16 == 0
+        end = begin + leaf.nbytes
+    assert leaves[0].untyped_storage().nbytes() == end
+
+
+RAGGED = "stack expects each tensor to be equal size, but got [3] at entry 0 and [4] at entry 1"
+
+CONTEXTS: list[Any] = [
+    pytest.param(
+        "fork", marks=pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+    ),
+    "spawn",
+]

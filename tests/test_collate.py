@@ -1,0 +1,283 @@
+"""`collate` gives what torch's own function gives, in one chunk, and says where samples differ."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from collate_support import (
+    CONTAINERS,
+    RAGGED,
+    Nested,
+    Pair,
+    assert_like,
+    assert_one_chunk,
+    leaves_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import raises_exactly, run_python
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+import tdcopier
+
+DTYPES = [torch.uint8, torch.bool, torch.int16, torch.float16, torch.float32, torch.int64]
+DTYPES += [torch.float64, torch.bfloat16, torch.complex64, torch.complex128]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, value: int) -> torch.Tensor:
+    return (
+        torch.arange(value, value + max(int(np.prod(shape)), 1))[: int(np.prod(shape))]
+        .reshape(shape)
+        .to(dtype)
+    )
+
+
+LEAVES = {
+    **{
+        f"{dtype} of shape {shape}": (lambda i, s=shape, d=dtype: tensor(s, d, i))
+        for dtype in DTYPES
+        for shape in [(), (3,), (2, 5), (0, 4)]
+    },
+    "transposed": lambda i: tensor((4, 3), torch.float32, i).t(),
+    "channels last": lambda i: tensor((4, 5, 3), torch.uint8, i).permute(2, 0, 1),
+    "with gaps": lambda i: tensor((6, 4), torch.int64, i)[::2, 1:3],
+    "expanded": lambda i: tensor((1, 4), torch.float32, i).expand(3, 4),
+    "conjugated": lambda i: tensor((3,), torch.complex64, i).mul(1j).conj(),
+    "parameter": lambda i: torch.nn.Parameter(tensor((3,), torch.float32, i)),
+    "with a gradient": lambda i: tensor((3,), torch.float32, i).requires_grad_(),
+    "of two dtypes": lambda i: tensor((3,), DTYPES[3 + i % 3], i),
+    "on another device": lambda i: torch.empty(3, device="meta"),
+    "array": lambda i: np.full((2, 3), i, np.float64),
+    "array without dimensions": lambda i: np.array(i, np.int32),
+    "array with gaps": lambda i: np.arange(i, i + 12).reshape(3, 4)[:, ::2],
+    "array scalar": lambda i: np.float32(i),
+    "array bool": lambda i: np.bool_(i % 2),
+    "int": lambda i: i,
+    "float": lambda i: i / 4,
+    "bool": lambda i: bool(i % 2),
+    "int, then float": lambda i: i if i == 0 else i / 2,
+    "str": lambda i: f"text {i}",
+    "bytes": lambda i: b"bytes" * i,
+}
+
+
+@st.composite
+def samplers(draw: st.DrawFn, depth: int = 3) -> Any:
+    """A function from the index of a sample to the sample."""
+    if depth == 0 or draw(st.integers(0, 2)) == 0:
+        return LEAVES[draw(st.sampled_from([name for name in LEAVES if "device" not in name]))]
+    make = CONTAINERS[draw(st.sampled_from(list(CONTAINERS)))]
+    children = draw(st.lists(samplers(depth - 1), min_size=1, max_size=4))
+    return lambda i: make([child(i) for child in children])
+
+
+@settings(max_examples=200, deadline=None)
+@given(sampler=samplers(), count=st.integers(1, 5))
+def test_any_nesting_becomes_what_torch_makes_of_it(sampler, count):
+    samples = [sampler(i) for i in range(count)]
+    assert_like(tdcopier.collate(samples), default_collate(samples))
+
+
+@pytest.mark.parametrize("name", [name for name in LEAVES if "device" not in name])
+def test_each_kind_of_leaf_becomes_what_torch_makes_of_it(name):
+    samples = [LEAVES[name](i) for i in range(3)]
+    assert_like(tdcopier.collate(samples), default_collate(samples))
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_each_kind_of_container_becomes_what_torch_makes_of_it(name):
+    samples = [CONTAINERS[name]([i, f"{i}", torch.tensor(i)]) for i in range(3)]
+    assert_like(tdcopier.collate(samples), default_collate(samples))
+
+
+@pytest.mark.parametrize("name", ["on another device", "with a gradient"])
+def test_what_is_not_plain_is_left_to_torch(name):
+    got = tdcopier.collate([{"plain": torch.ones(2), "other": LEAVES[name](i)} for i in range(2)])
+    expected = default_collate([LEAVES[name](i) for i in range(2)])
+    assert got["other"].device == expected.device
+    assert got["other"].requires_grad == expected.requires_grad
+    assert got["other"].shape == expected.shape
+    assert got["plain"].tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_gradient_flows_back_through_the_batch():
+    leaf = torch.ones(3, requires_grad=True)
+    tdcopier.collate([leaf, leaf * 2]).sum().backward()
+    assert leaf.grad.tolist() == [3, 3, 3]
+
+
+@settings(max_examples=50, deadline=None)
+@given(sampler=samplers())
+def test_leaves_lie_in_one_chunk_in_the_order_of_the_batch(sampler):
+    batch = tdcopier.collate([{"a": torch.ones(3), "rest": sampler(i)} for i in range(3)])
+    assert_one_chunk([leaf for leaf in leaves_of(batch) if not leaf.requires_grad])
+
+
+def test_a_leaf_is_no_view_of_its_neighbours():
+    batch = tdcopier.collate([{"a": torch.ones(3), "b": torch.ones(3)} for _ in range(2)])
+    assert batch["a"]._base is None
+    version = batch["b"]._version
+    batch["a"].add_(1)
+    assert batch["b"]._version == version
+    assert batch["b"].tolist() == [[1] * 3] * 2
+
+
+def test_to_grow_a_leaf_without_elements_leaves_its_neighbours_alone():
+    batch = tdcopier.collate([{"a": torch.ones(3), "none": torch.empty(0)} for _ in range(2)])
+    batch["none"].resize_(100).fill_(7)
+    assert batch["a"].tolist() == [[1] * 3] * 2
+
+
+def test_a_batch_of_strings_needs_no_chunk():
+    assert tdcopier.collate([("a", b"b"), ("c", b"d")]) == [("a", "c"), (b"b", b"d")]
+
+
+def test_one_copy_to_the_device_packs_the_batch(device):
+    dataset = Nested(300)
+    batch = tdcopier.collate([dataset[i] for i in range(4)])
+    handle = tdcopier.start_copy(batch, device)
+    moved = handle.get()
+    assert (handle.stats.delegated_leaves, handle.stats.transfers) == (0, 1)
+    for leaf, arrived in zip(leaves_of(batch), leaves_of(moved), strict=True):
+        assert torch.equal(arrived.cpu(), leaf)
+
+
+# ---- functions that users have added -------------------------------------------------------------
+
+
+class Odd:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def test_a_function_of_the_users_sees_values_and_its_result_is_kept(monkeypatch):
+    def collate_odd(batch: list[Odd], *, collate_fn_map: Any) -> torch.Tensor:
+        function = collate_fn_map[torch.Tensor]
+        return function([each.value for each in batch], collate_fn_map=collate_fn_map) + 1
+
+    monkeypatch.setitem(default_collate_fn_map, Odd, collate_odd)
+    samples = [[Odd(torch.full((2,), float(i))), i] for i in range(3)]
+    assert_like(tdcopier.collate(samples), default_collate(samples))
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "ragged": ([{"a": [torch.ones(3)]}, {"a": [torch.ones(4)]}], "sample['a'][0]: " + RAGGED),
+    "ragged in a named tuple": (
+        [Pair(1, np.ones(3)), Pair(2, np.ones(4))],
+        "sample.right: " + RAGGED,
+    ),
+    "ragged at the root": ([torch.ones(3), torch.ones(4)], "sample: " + RAGGED),
+    "lists of two lengths": (
+        [{"a": [1]}, {"a": [1, 2]}],
+        "sample['a']: each element in list of batch should be of equal size; found sizes [1, 2]",
+    ),
+    "key that is missing": (
+        [{"a": {"b": 1}}, {"a": {"c": 1}}],
+        "sample['a']['b'] is in the first sample, and not in every other",
+    ),
+    "unknown class": ([("a", object()), ("b", object())], None),
+    "array of strings": ([[np.array(["x"])], [np.array(["y"])]], None),
+    "sparse": ([torch.ones(2).to_sparse(), torch.ones(2).to_sparse()], None),
+    "no samples": ([], "there are no samples to make a batch of: give at least one"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_raises_what_torch_raises_and_names_the_place(name):
+    samples, message = MISTAKES[name]
+    with pytest.raises(Exception) as torchs:  # noqa: PT011  # whatever it is
+        default_collate(samples)
+    with pytest.raises(torchs.type) as ours:
+        tdcopier.collate(samples)
+    assert ours.type is torchs.type
+    if message is not None:
+        assert ours.value.args == (message,)
+
+
+@pytest.mark.parametrize(
+    ("samples", "start"),
+    [
+        ([("a", object())], "sample[1]: found <class 'object'>; samples must contain tensors"),
+        ([{"k": np.array(["x"])}], "sample['k']: default_collate: batch must contain"),
+        ([[torch.ones(2).to_sparse()]], "sample[0]: Batches of sparse tensors"),
+    ],
+)
+def test_what_cannot_be_stacked_is_named_by_its_place(samples, start):
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        tdcopier.collate(samples)
+    assert str(caught.value).startswith(start)
+
+
+class Unreadable(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_error_of_another_class_is_raised_as_it_is_with_a_note():
+    class Bad(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: str) -> Any:
+            raise Unreadable(3, "disk")
+
+    with pytest.raises(Unreadable) as caught:
+        tdcopier.collate([{"a": Bad(b=1)}])
+    assert caught.value.args == (3, "disk")
+    assert caught.value.__notes__ == ["while sample['a']['b'] was collated"]
+
+
+def test_a_sample_that_holds_itself_is_a_recursion_error():
+    sample: list[Any] = []
+    sample.append(sample)
+    with pytest.raises(RecursionError):
+        tdcopier.collate([sample, sample])
+
+
+def test_without_tensordicts_their_package_is_not_imported():
+    code = """
+        import sys, torch, tdcopier
+        tdcopier.collate([{"a": torch.ones(3), "b": [1, "x"]}] * 2)
+        assert "tensordict" not in sys.modules
+    """
+    assert run_python(code) == ""
+
+
+def test_threads_do_not_share_anything():
+    """Each has a walk of its own."""
+    results: dict[int, Any] = {}
+    order = random.Random(0)
+    values = [order.randrange(100) for _ in range(8)]
+    barrier = threading.Barrier(len(values))
+
+    def work(index: int) -> None:
+        barrier.wait()
+        results[index] = tdcopier.collate([{"a": torch.full((100,), values[index])}] * 4)["a"]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(values))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [int(results[i].max()) for i in range(len(values))] == values
+
+
+def test_under_fake_tensors_the_result_is_fake():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        got = tdcopier.collate([{"a": torch.ones(3), "b": 1.5}] * 2)
+    assert type(got["a"]).__name__ == "FakeTensor"
+    assert got["a"].shape == (2, 3)
+
+
+def test_an_empty_sequence_of_samples_is_told():
+    with raises_exactly(IndexError, "there are no samples to make a batch of: give at least one"):
+        tdcopier.collate([])

@@ -1,0 +1,133 @@
+"""`collate` in a DataLoader: one chunk of shared memory crosses with each batch."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from collate_support import (
+    CONTEXTS,
+    RAGGED,
+    Mixed,
+    Nested,
+    Ragged,
+    Tensordicts,
+    assert_like,
+    assert_one_chunk,
+    leaves_of,
+    shared_memory_descriptors,
+)
+from torch.utils.data import DataLoader, default_collate
+
+import tdcopier
+
+
+def loader(dataset: Nested, collate: Any = tdcopier.collate, workers: int = 2, **options: Any):
+    return DataLoader(dataset, 4, num_workers=workers, collate_fn=collate, **options)
+
+
+@pytest.fixture
+def no_garbage():
+    """Descriptors of tensors that were dropped in a cycle are none of the test's."""
+    gc.collect()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_hundreds_of_leaves_come_from_a_worker_in_one_chunk(context, no_garbage):
+    dataset = Nested(200)
+    before = shared_memory_descriptors()
+    batches = list(loader(dataset, multiprocessing_context=context))
+    assert shared_memory_descriptors() - before == len(batches) == 2
+    for number, batch in enumerate(batches):
+        samples = [dataset[4 * number + i] for i in range(4)]
+        assert_like(batch, default_collate(samples))
+        assert_one_chunk(leaves_of(batch))
+        assert leaves_of(batch)[0].is_shared()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_count_of_descriptors_sees_those_of_torchs_own_function(context, no_garbage):
+    before = shared_memory_descriptors()
+    batch = next(iter(loader(Nested(200), default_collate, multiprocessing_context=context)))
+    assert shared_memory_descriptors() - before >= len(leaves_of(batch)) > 200
+
+
+@pytest.fixture
+def shared_by_file_name():
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_batch_is_one_chunk_where_memory_is_shared_by_file_name(shared_by_file_name):
+    dataset = Nested(50)
+    batch = next(iter(loader(dataset, multiprocessing_context="fork")))
+    assert_like(batch, default_collate([dataset[i] for i in range(4)]))
+    assert_one_chunk(leaves_of(batch))
+
+
+def test_without_workers_the_chunk_is_ordinary_memory(no_garbage):
+    before = shared_memory_descriptors()
+    (batch, _) = loader(Nested(20), workers=0)
+    assert_one_chunk(leaves_of(batch))
+    assert not leaves_of(batch)[0].is_shared()
+    assert shared_memory_descriptors() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_one_live_leaf_keeps_the_chunk_and_the_last_one_frees_it(no_garbage):
+    before = shared_memory_descriptors()
+    batch = next(iter(loader(Nested(200, length=4), multiprocessing_context="fork")))
+    kept = batch["many"][123]
+    chunk = kept.untyped_storage()
+    expected, chunk_bytes = kept.clone(), chunk.nbytes()
+    del batch, chunk
+    gc.collect()
+    assert shared_memory_descriptors() == before + 1
+    assert torch.equal(kept, expected)
+    assert kept.untyped_storage().nbytes() == chunk_bytes > 200 * 4 * 4
+    del kept
+    assert shared_memory_descriptors() == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_samples_of_two_dtypes_are_promoted_in_a_worker_too(workers):
+    context = {"multiprocessing_context": "fork"} if workers else {}
+    batch = next(iter(loader(Mixed(1), workers=workers, **context)))
+    assert batch.dtype == torch.float64
+    assert batch.tolist() == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_ragged_samples_are_named_in_a_worker_too(workers):
+    context = {"multiprocessing_context": "fork"} if workers else {}
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(loader(Ragged(1), workers=workers, **context)))
+    message = "sample['boxes'][0]: " + RAGGED.replace("entry 1", "entry 3")
+    assert message in str(caught.value)
+
+
+def test_the_thread_of_the_dataloader_pins_leaf_by_leaf(device):
+    """Which is why it is better left out."""
+    (batch, _) = loader(Nested(5), workers=0, pin_memory=True)
+    leaves = leaves_of(batch)
+    assert all(leaf.is_pinned() for leaf in leaves)
+    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_tensordict_comes_from_a_worker_in_one_chunk(context, no_garbage):
+    dataset = Tensordicts(100, length=4)
+    before = shared_memory_descriptors()
+    (batch,) = loader(dataset, multiprocessing_context=context)
+    assert shared_memory_descriptors() - before == 1
+    expected = torch.stack([dataset[i]["td"] for i in range(4)])
+    assert (batch["td"] == expected).all()
+    assert_one_chunk([*(batch["td"]["many", f"x{k}"] for k in range(100)), batch["index"]])
+    assert batch["td"].device == torch.device("cpu")
