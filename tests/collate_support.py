@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+import tdcopier
+
 Pair = namedtuple("Pair", ["left", "right"])
 
 
@@ -118,6 +120,12 @@ def assert_like(got: Any, expected: Any, path: str = "batch") -> None:
             assert_like(got[index], value, f"{path}[{index}]")
     else:
         assert got == expected, f"{path}: {got!r} is not {expected!r}"
+
+
+def collate_and_tell(samples: Any) -> Any:
+    """The batch, and whether its chunk was in shared memory before it was sent."""
+    batch = tdcopier.collate(samples)
+    return batch, leaves_of(batch)[0].is_shared()
 
 
 def leaves_of(tree: Any) -> list[torch.Tensor]:

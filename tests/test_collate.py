@@ -113,6 +113,19 @@ def test_a_gradient_flows_back_through_the_batch():
     assert leaf.grad.tolist() == [3, 3, 3]
 
 
+def test_a_gradient_of_a_later_sample_is_kept_too():
+    leaf = torch.ones(3, requires_grad=True)
+    tdcopier.collate([torch.ones(3), leaf]).sum().backward()
+    assert leaf.grad.tolist() == [1, 1, 1]
+
+
+def test_under_a_transform_the_result_is_what_torch_makes_of_it():
+    def of(collate: Any) -> torch.Tensor:
+        return torch.vmap(lambda x: collate([{"a": x}, {"a": x * 2}])["a"])(torch.ones(3, 2))
+
+    assert_like(of(tdcopier.collate), of(default_collate))
+
+
 @settings(max_examples=50, deadline=None)
 @given(sampler=samplers())
 def test_leaves_lie_in_one_chunk_in_the_order_of_the_batch(sampler):
@@ -165,6 +178,12 @@ def test_a_function_of_the_users_sees_values_and_its_result_is_kept(monkeypatch)
     monkeypatch.setitem(default_collate_fn_map, Odd, collate_odd)
     samples = [[Odd(torch.full((2,), float(i))), i] for i in range(3)]
     assert_like(tdcopier.collate(samples), default_collate(samples))
+
+
+def test_what_a_function_of_the_users_returns_is_that_object(monkeypatch):
+    made = torch.ones(3)
+    monkeypatch.setitem(default_collate_fn_map, Odd, lambda batch, *, collate_fn_map: made)
+    assert tdcopier.collate([(Odd(made), 1)] * 2)[0] is made
 
 
 # ---- mistakes ------------------------------------------------------------------------------------

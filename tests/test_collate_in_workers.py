@@ -16,6 +16,7 @@ from collate_support import (
     Tensordicts,
     assert_like,
     assert_one_chunk,
+    collate_and_tell,
     leaves_of,
     shared_memory_descriptors,
 )
@@ -45,6 +46,13 @@ def test_hundreds_of_leaves_come_from_a_worker_in_one_chunk(context, no_garbage)
         assert_like(batch, default_collate(samples))
         assert_one_chunk(leaves_of(batch))
         assert leaves_of(batch)[0].is_shared()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_chunk_is_made_in_shared_memory(context):
+    options = {"collate_fn": collate_and_tell, "multiprocessing_context": context}
+    (_, was_shared) = next(iter(DataLoader(Nested(3), 4, num_workers=1, **options)))
+    assert was_shared
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

@@ -1,0 +1,176 @@
+"""A tree as bytes: one chunk with its tensors, and a pickle of everything else."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tdcopier._containers import _is_tensor_collection
+from tdcopier._copy import copy_into, start_copy
+from tdcopier._into import is_plain_class
+from tdcopier._slots import Slots, light_tensor
+
+_PROTOCOL = 5
+_TARGET = object()
+_TARGET_ID = "target"
+
+
+class Parcel(NamedTuple):
+    """A tree that is ready to be sent from `body.device` to the same place elsewhere."""
+
+    moved: Any
+    """The tree itself, on that device."""
+    body: torch.Tensor
+    """(chunk bytes + spec bytes,) uint8: the chunk, and behind it the pickle."""
+    chunk_bytes: int
+    spec_bytes: int
+
+
+class _LeafSpec(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Empty if contiguous."""
+    requires_grad: bool
+
+
+def pack(tree: Any, device: torch.device) -> Parcel:
+    """Move a tree to the device, and pack it there.
+
+    Raises:
+        TypeError: a value cannot be pickled; the message names its path.
+        Exception: what `start_copy` raises.
+    """
+    moved = start_copy(tree, device).wait()
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled, device)
+    try:
+        pickler.dump(moved)
+    except RecursionError:
+        raise
+    except Exception as error:
+        path = "data" + "".join(_steps_to_what_fails(moved, device))
+        raise TypeError(
+            f"{path} cannot be pickled ({type(error).__name__}: {error}): leave it out, or give "
+            "its class a __reduce__"
+        ) from error
+    leaves = [leaf.detach() for leaf in pickler.leaves]
+    specs = [_spec_of(leaf) for leaf in pickler.leaves]
+    offsets, chunk_bytes = _offsets_of(specs)
+    spec = pickle.dumps((specs, pickled.getvalue()), _PROTOCOL)
+    body = torch.empty(chunk_bytes + len(spec), dtype=torch.uint8, device=device)
+    slots = _tensors_over(body.untyped_storage(), specs, offsets)
+    filled = [(leaf, slot) for leaf, slot in zip(leaves, slots, strict=True) if leaf.numel()]
+    with torch.no_grad():
+        copy_into([leaf for leaf, _ in filled], [slot for _, slot in filled]).wait()
+    body[chunk_bytes:].copy_(torch.frombuffer(bytearray(spec), dtype=torch.uint8))
+    return Parcel(moved, body, chunk_bytes, len(spec))
+
+
+def unpack(body: torch.Tensor, chunk_bytes: int) -> Any:
+    """The tree of a parcel's body, over the memory of the body. The host waits for its spec."""
+    spec = body[chunk_bytes:].cpu().numpy().tobytes()
+    specs, pickled = pickle.loads(spec)
+    offsets, _ = _offsets_of(specs)
+    leaves = _tensors_over(body.untyped_storage(), specs, offsets)
+    for leaf, leaf_spec in zip(leaves, specs, strict=True):
+        leaf.requires_grad_(leaf_spec.requires_grad)
+    return _Unpickler(io.BytesIO(pickled), leaves, body.device).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out plain tensors on the device, and that TensorDicts are there."""
+
+    def __init__(self, file: Any, device: torch.device) -> None:
+        super().__init__(file, _PROTOCOL)
+        self.leaves: list[torch.Tensor] = []  # also keeps them alive, so that ids stay theirs
+        self._device = device
+        self._indices: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | str | None:
+        if value is _TARGET:
+            return _TARGET_ID
+        if not _is_plain(value) or value.device != self._device:
+            return None
+        index = self._indices.setdefault(id(value), len(self.leaves))
+        if index == len(self.leaves):
+            self.leaves.append(value)
+        return index
+
+    def reducer_override(self, value: Any) -> Any:
+        if not _is_tensor_collection(type(value)):
+            return NotImplemented
+        function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
+        if isinstance(state, dict) and state.get("_device") == self._device:
+            # Its leaves arrive in a chunk, and no more in the memory of a consolidated one.
+            kept = {name: each for name, each in state.items() if name != "_consolidated"}
+            state = {**kept, "_device": _TARGET}
+        return function, arguments, state, *rest
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts in what `_Pickler` has left out."""
+
+    def __init__(self, file: Any, leaves: list[torch.Tensor], device: torch.device) -> None:
+        super().__init__(file)
+        self._leaves = leaves
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._device if pid == _TARGET_ID else self._leaves[pid]
+
+
+def _is_plain(value: Any) -> bool:
+    cls = type(value)
+    if cls is not torch.Tensor and (cls is torch.nn.Parameter or not is_plain_class(cls)):
+        return False  # a parameter's own pickle has a plain tensor in it
+    return (
+        value.layout is torch.strided
+        and not value.is_conj()
+        and not value.is_neg()
+        and not value.is_quantized
+        and not value.is_nested
+        and not getattr(value, "has_names", bool)()  # gone from torch 2.13 on
+    )
+
+
+def _spec_of(leaf: torch.Tensor) -> _LeafSpec:
+    strides = () if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
+    return _LeafSpec(leaf.dtype, tuple(leaf.shape), tuple(strides), leaf.requires_grad)
+
+
+def _offsets_of(specs: list[_LeafSpec]) -> tuple[list[int], int]:
+    slots = Slots()
+    return [slots.place(spec.dtype, spec.shape) for spec in specs], slots.chunk_bytes
+
+
+def _tensors_over(
+    chunk: torch.UntypedStorage, specs: list[_LeafSpec], offsets: list[int]
+) -> list[torch.Tensor]:
+    return [
+        light_tensor(chunk, offset, spec.dtype, spec.shape, spec.strides)
+        for spec, offset in zip(specs, offsets, strict=True)
+    ]
+
+
+def _steps_to_what_fails(value: Any, device: torch.device) -> list[str]:
+    """The steps to the first value in the tree that cannot be pickled."""
+    for step, child in _children_of(value):
+        try:
+            _Pickler(io.BytesIO(), device).dump(child)
+        except Exception:  # whatever it is, it fails
+            return [step, *_steps_to_what_fails(child, device)]
+    return []
+
+
+def _children_of(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) or _is_tensor_collection(type(value)):
+        yield from ((f"[{key!r}]", child) for key, child in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{index}]", child) for index, child in enumerate(value))
+    elif hasattr(value, "__dict__"):
+        yield from ((f".{name}", child) for name, child in vars(value).items())

@@ -1,0 +1,268 @@
+"""Trees through `torch.distributed`: one message with all leaves, instead of one for each.
+
+`broadcast` gives every rank the tree of one, `scatter` gives each rank a tree of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from tdcopier._copy import Device, start_copy
+from tdcopier._parcel import Parcel, pack, unpack
+
+__all__ = ["broadcast", "scatter"]
+
+Group: TypeAlias = "dist.ProcessGroup"
+
+
+def broadcast(
+    tree: Any, src: int, *, group: Group | None = None, device: Device | None = None
+) -> Any:
+    """Give every rank of a group the tree of one of them, in two messages.
+
+    The first message has two sizes, the second everything: the leaves, packed into one chunk, and
+    the pickled structure. As with every call of `torch.distributed`, all ranks of the group make
+    it, in the same order. The host waits until the structure has arrived; what the leaves take is
+    left to the current stream.
+
+    The tree arrives as `start_copy` makes it: numpy arrays as tensors, gaps closed, TensorDicts
+    with `device` set on every node. Containers are pickled, so each rank must be able to import
+    their classes, and so are opaque values, whatever is in them. A tensor that is in the tree twice
+    arrives as one. Parameters stay parameters; other tensors that need a gradient arrive as leaves.
+    One leaf that is alive keeps the whole chunk.
+
+    Unpickling runs what the source says: use it among ranks that trust one another.
+
+    Args:
+        tree: on the source, a leaf or any nesting of containers and leaves; None on other ranks.
+        src: the rank that has the tree, of all ranks, as for `torch.distributed.broadcast`.
+        group: the ranks that take part; by default, all.
+        device: where the tree goes on this rank; ranks may differ. By default where the group's
+            backend works: the current CUDA device for NCCL, the host for gloo. Elsewhere it goes by
+            one more copy.
+
+    Returns:
+        The tree on `device`. On the source, what `start_copy(tree, device)` gives.
+
+    Raises:
+        RuntimeError: `torch.distributed` has not been initialised.
+        TypeError: `src` is no int.
+        ValueError: `src` is not in the group, or this rank is not; there is a tree on a rank that
+            is not the source. These and the two above are raised on the rank that makes the
+            mistake, before any message.
+        Exception: what keeps the source from sending, such as a `TypeError` with the path of a
+            value that cannot be pickled. Every rank raises it: a `TypeError`, `ValueError` or
+            `RecursionError` as such, anything else as a `RuntimeError` on the others.
+    """
+    ranks = _Ranks.of(group, src)
+    ranks.check_given(tree, "tree")
+    outgoing = ranks.prepare(lambda: [pack(tree, ranks.device)])
+    ((chunk_bytes, spec_bytes),) = ranks.share_sizes(outgoing, 1)
+    if outgoing is None:
+        body = ranks.new_body(chunk_bytes, spec_bytes)
+        ranks.broadcast(body)
+        return _on_device(unpack(body, chunk_bytes), device)
+    (parcel,) = outgoing.parcels
+    ranks.broadcast(parcel.body)
+    target = ranks.device if device is None else torch.device(device)
+    return parcel.moved if target == ranks.device else start_copy(tree, target).wait()
+
+
+def scatter(
+    trees: Sequence[Any] | None,
+    src: int,
+    *,
+    group: Group | None = None,
+    device: Device | None = None,
+) -> Any:
+    """Give each rank of a group a tree of its own, which one of them has.
+
+    All sizes are broadcast in one message; then each rank is sent one with its tree, as `broadcast`
+    sends it. The trees may differ in everything.
+
+    Args:
+        trees: on the source, a list or tuple of one tree for each rank, in the order of the group;
+            None on other ranks.
+        src: as for `broadcast`.
+        group: as for `broadcast`.
+        device: as for `broadcast`.
+
+    Returns:
+        This rank's tree on `device`.
+
+    Raises:
+        TypeError: `trees` is no list or tuple, on every rank; as `broadcast`.
+        ValueError: there are not as many trees as ranks, on every rank; as `broadcast`.
+        RuntimeError: as `broadcast`.
+        Exception: as `broadcast`.
+    """
+    ranks = _Ranks.of(group, src)
+    ranks.check_given(trees, "trees")
+
+    def pack_all() -> list[Parcel | None]:
+        return [
+            None if member == ranks.rank else pack(tree, ranks.device)
+            for member, tree in zip(ranks.members, _checked(trees, ranks), strict=True)
+        ]
+
+    outgoing = ranks.prepare(pack_all)
+    sizes = ranks.share_sizes(outgoing, len(ranks.members))
+    mine = ranks.members.index(ranks.rank)
+    if outgoing is None:
+        chunk_bytes, spec_bytes = sizes[mine]
+        body = ranks.new_body(chunk_bytes, spec_bytes)
+        ranks.exchange([dist.P2POp(dist.irecv, body, src, group)])
+        return _on_device(unpack(body, chunk_bytes), device)
+    ranks.exchange(
+        [
+            dist.P2POp(dist.isend, parcel.body, member, group)
+            for member, parcel in zip(ranks.members, outgoing.parcels, strict=True)
+            if parcel is not None
+        ]
+    )
+    own = _checked(trees, ranks)[mine]
+    return start_copy(own, ranks.device if device is None else device).wait()
+
+
+class _Outgoing(NamedTuple):
+    """What the source has to send: parcels, or why there are none."""
+
+    parcels: list[Any]
+    error: Exception | None = None
+
+
+class _Ranks(NamedTuple):
+    """Who takes part, and where messages are."""
+
+    group: Group | None
+    src: int
+    rank: int
+    members: list[int]
+    """Of all ranks, in the order of the group."""
+    device: torch.device
+
+    @classmethod
+    def of(cls, group: Group | None, src: int) -> _Ranks:
+        """Those of this call.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `broadcast` says.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed has not been initialised: call init_process_group() first"
+            )
+        if not isinstance(src, int) or isinstance(src, bool):
+            raise TypeError(f"src must be a rank, which is an int; got {src!r}")
+        rank = dist.get_rank()
+        members = (
+            list(range(dist.get_world_size()))
+            if group is None
+            else list(dist.get_process_group_ranks(group))
+        )
+        for name, each in (("src", src), ("this rank", rank)):
+            if each not in members:
+                raise ValueError(f"{name} is {each}, which is none of the group's ranks: {members}")
+        return cls(group, src, rank, members, _device_of(group))
+
+    def check_given(self, given: Any, name: str) -> None:
+        """Only the source has something to give."""
+        if self.rank != self.src and given is not None:
+            raise ValueError(
+                f"rank {self.rank} was given {name}, and is not the source, which is rank "
+                f"{self.src}: give None"
+            )
+
+    def prepare(self, pack_all: Callable[[], list[Any]]) -> _Outgoing | None:
+        """Do whatever may fail on the source, before others wait for its messages."""
+        if self.rank != self.src:
+            return None
+        try:
+            return _Outgoing(pack_all())
+        except Exception as error:
+            return _Outgoing([], error)
+
+    def share_sizes(self, outgoing: _Outgoing | None, count: int) -> list[tuple[int, int]]:
+        """The bytes of chunk and spec of each parcel.
+
+        Raises:
+            Exception: what has failed on the source.
+        """
+        rows = torch.zeros(count, 2, dtype=torch.int64)
+        failure = b""
+        if outgoing is not None and outgoing.error is not None:
+            failure = pickle.dumps((type(outgoing.error).__name__, str(outgoing.error)))
+            rows[0, 0], rows[0, 1] = _FAILED, len(failure)
+        elif outgoing is not None:
+            for row, parcel in zip(rows, outgoing.parcels, strict=True):
+                if parcel is not None:
+                    row[0], row[1] = parcel.chunk_bytes, parcel.spec_bytes
+        sizes = [(row[0], row[1]) for row in self.broadcast(rows.to(self.device)).tolist()]
+        if sizes[0][0] == _FAILED:
+            self._raise_failure(outgoing, failure, sizes[0][1])
+        return sizes
+
+    def _raise_failure(self, outgoing: _Outgoing | None, failure: bytes, size: int) -> None:
+        body = torch.zeros(size, dtype=torch.uint8)
+        if failure:
+            body.copy_(torch.frombuffer(bytearray(failure), dtype=torch.uint8))
+        body = self.broadcast(body.to(self.device)).cpu()
+        if outgoing is not None and outgoing.error is not None:
+            raise outgoing.error
+        name, text = pickle.loads(body.numpy().tobytes())
+        cls = _SENT_AS_SUCH.get(name, RuntimeError)
+        kind = "" if name in _SENT_AS_SUCH else f"{name}: "
+        raise cls(f"rank {self.src} could not send: {kind}{text}")
+
+    def new_body(self, chunk_bytes: int, spec_bytes: int) -> torch.Tensor:
+        """Memory for a parcel."""
+        return torch.empty(chunk_bytes + spec_bytes, dtype=torch.uint8, device=self.device)
+
+    def broadcast(self, message: torch.Tensor) -> torch.Tensor:
+        """From the source into everybody's message."""
+        dist.broadcast(message, self.src, group=self.group)
+        return message
+
+    def exchange(self, operations: list[dist.P2POp]) -> None:
+        """Messages from one rank to another."""
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+
+
+_FAILED = -1
+_SENT_AS_SUCH: dict[str, type[Exception]] = {
+    cls.__name__: cls for cls in (TypeError, ValueError, RecursionError)
+}
+
+
+def _device_of(group: Group | None) -> torch.device:
+    """Where messages of a group are: on the accelerator that its backend is for, else the host."""
+    for part in dist.get_backend_config(group).split(","):
+        kind, backend = part.split(":")
+        if kind == "cpu" or backend == "gloo":  # to gloo, all memory is by way of the host
+            continue
+        module = torch.get_device_module(kind)
+        if module.is_available():
+            return torch.device(kind, module.current_device())
+    return torch.device("cpu")
+
+
+def _checked(trees: Any, ranks: _Ranks) -> Sequence[Any]:
+    if not isinstance(trees, (list, tuple)):
+        raise TypeError(
+            f"trees must be a list or tuple of one tree for each rank; got a {type(trees).__name__}"
+        )
+    if len(trees) != len(ranks.members):
+        raise ValueError(
+            f"trees must have one tree for each of the {len(ranks.members)} ranks; got {len(trees)}"
+        )
+    return trees
+
+
+def _on_device(tree: Any, device: Device | None) -> Any:
+    return tree if device is None else start_copy(tree, device).wait()
