@@ -1,0 +1,298 @@
+"""What ranks do in the tests of `tdcopier.distributed`; each function runs on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import tdcopier
+from tdcopier import distributed
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Boxes:
+    corners: torch.Tensor
+    name: str
+
+
+class Opaque:
+    def __init__(self, value: int) -> None:
+        self.value = value
+        self.inside = torch.full((3,), float(value))
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("never to be sent")
+
+
+def tree_of(seed: int) -> Any:
+    """Leaves of all plain kinds, in containers of all kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.rand(4, 5, 3, generator=generator)
+    return {
+        "dtypes": [
+            torch.full((3,), seed).to(dtype)
+            for dtype in (torch.bool, torch.uint8, torch.float16, torch.bfloat16, torch.float32)
+        ],
+        "complex": (torch.full((2,), seed + 1j), torch.full((1,), 2j, dtype=torch.complex128)),
+        "scalar": torch.tensor(seed),
+        "empty": torch.empty(0, 3),
+        "transposed": image.permute(2, 0, 1),
+        "channels last": image[None].permute(0, 3, 1, 2),
+        "with gaps": image[::2, 1:3],
+        "conjugated": torch.full((2,), 1 + 2j).conj(),
+        "array": np.arange(6, dtype=np.int32).reshape(2, 3) + seed,
+        "named": Point(torch.ones(2), OrderedDict(a=torch.zeros(3), b="text")),
+        "default": defaultdict(list, {1: torch.arange(4)}),
+        "dataclass": Boxes(torch.ones(5, 4), f"boxes {seed}"),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "with a gradient": torch.ones(2, requires_grad=True),
+        "sparse": torch.eye(3).to_sparse(),
+        "large": torch.rand(300_000, generator=generator),
+        "opaque": [None, 3, "text", b"bytes", torch.float32, torch.device("meta"), {1, 2}],
+    }
+
+
+def assert_equal(got: Any, expected: Any, path: str = "data") -> None:
+    assert type(got) is type(expected), f"{path}: {type(got)} is not {type(expected)}"
+    if isinstance(expected, torch.Tensor):
+        for name in ("dtype", "shape", "device", "requires_grad", "layout"):
+            found, wanted = getattr(got, name), getattr(expected, name)
+            assert found == wanted, f"{path}: {name} is {found}, not {wanted}"
+        if expected.layout is torch.strided:
+            assert torch.empty_like(got).stride() == torch.empty_like(expected).stride(), path
+        assert torch.equal(got.to_dense(), expected.to_dense()), path
+    elif hasattr(expected, "items"):
+        assert list(got) == list(expected), path
+        for key in expected:
+            assert_equal(got[key], expected[key], f"{path}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected), path
+        for index, child in enumerate(expected):
+            assert_equal(got[index], child, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(expected):
+        assert_equal(vars(got), vars(expected), path)
+    else:
+        assert got == expected, path
+
+
+def sent(rank: int, tree: Any, src: int = 0, **options: Any) -> Any:
+    return distributed.broadcast(tree if rank == src else None, src, **options)
+
+
+def whole_tree(rank: int, src: int, device: str | None) -> None:
+    got = sent(rank, tree_of(7), src, device=device)
+    target = torch.device(device or distributed._device_of(None))
+    assert_equal(got, tdcopier.copy(tree_of(7), target))
+    if rank != src:
+        assert got["with gaps"].stride() == (6, 3, 1)
+        assert got["transposed"].stride() == (1, 15, 3)
+
+
+def any_root(rank: int) -> None:
+    for tree in (torch.arange(3), None, "text", [], {}, torch.empty(0), (torch.ones(2), 3)):
+        assert_equal(sent(rank, tree), tdcopier.copy(tree, distributed._device_of(None)))
+
+
+class Counted:
+    """Counts the messages of the block that pass through this rank."""
+
+    def __enter__(self) -> Counted:
+        self.broadcasts = self.exchanged = 0
+        self._calls = dist.broadcast, dist.batch_isend_irecv
+
+        def broadcast(*arguments: Any, **options: Any) -> Any:
+            self.broadcasts += 1
+            return self._calls[0](*arguments, **options)
+
+        def exchange(operations: Any) -> Any:
+            self.exchanged += len(operations)
+            return self._calls[1](operations)
+
+        dist.broadcast, dist.batch_isend_irecv = broadcast, exchange
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.broadcast, dist.batch_isend_irecv = self._calls
+
+
+def messages(rank: int, leaves: int) -> tuple[int, int, int]:
+    """Messages of a broadcast, and of a scatter: broadcast, and exchanged."""
+    tree = [torch.full((5,), float(i)) for i in range(leaves)]
+    with Counted() as first:
+        sent(rank, tree)
+    with Counted() as second:
+        distributed.scatter([tree] * dist.get_world_size() if rank == 0 else None, 0)
+    assert first.exchanged == 0
+    return first.broadcasts, second.broadcasts, second.exchanged
+
+
+def one_chunk(rank: int) -> None:
+    got = sent(rank, [torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(4)], 1)
+    if rank == 0:
+        assert len({leaf.untyped_storage().data_ptr() for leaf in got}) == 1
+        assert [leaf.data_ptr() - got[0].data_ptr() for leaf in got] == [0, 16, 32]
+        assert all(leaf._base is None for leaf in got)
+
+
+def same_tensor_twice(rank: int) -> None:
+    leaf = torch.ones(3)
+    got = sent(rank, [leaf, {"again": leaf}])
+    assert got[0] is got[1]["again"]
+
+
+def gradient(rank: int) -> None:
+    got = sent(rank, {"w": torch.ones(3, requires_grad=True)}, 1)
+    (got["w"] * 2).sum().backward()
+    if rank == 0:
+        assert got["w"].grad.tolist() == [2, 2, 2]
+
+
+def opaque(rank: int) -> None:
+    got = sent(rank, [Opaque(4), torch.ones(1)])
+    assert got[0].value == 4
+    assert got[0].inside.tolist() == [4, 4, 4]
+
+
+def source_is_as_it_was(rank: int) -> None:
+    tree = {"x": torch.ones(3), "y": [1, "a"]}
+    got = sent(rank, tree)
+    if rank == 0:
+        assert_equal(tree, {"x": torch.ones(3), "y": [1, "a"]})
+        got["y"].append(2)
+        assert tree["y"] == [1, "a"]
+
+
+def to_sim(rank: int) -> None:
+    """Sources on a simulated device, through the host, to simulated devices of each rank."""
+    from tdcopier import sim
+
+    sim.enable(devices=2)
+    from tensordict import TensorDict
+
+    tree = {"x": torch.arange(5.0), "td": TensorDict({"y": torch.ones(2)})}
+    moved = tdcopier.copy(tree, "sim:0") if rank == 1 else None
+    got = distributed.broadcast(moved, 1, device=f"sim:{rank}")
+    assert got["x"].device == got["td"].device == torch.device("sim", rank)
+    assert got["x"].cpu().tolist() == [0, 1, 2, 3, 4]
+    assert got["td"]["y"].device == torch.device("sim", rank)
+
+
+def tensordicts(rank: int, src: int) -> None:
+    from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+    from tensordict_classes import Decorated, Episode, Frames
+
+    nested = TensorDict(
+        {"x": torch.ones(2, 3), "n": TensorDict({"y": torch.arange(2)}, [2]), "s": "text"},
+        [2],
+        names=["time"],
+    )
+    ragged = LazyStackedTensorDict.lazy_stack(
+        [TensorDict({"z": torch.ones(n)}, device="cpu") for n in (2, 3)]
+    )
+    tree = {
+        "nested": nested,
+        "locked": TensorDict({"x": torch.ones(3)}).lock_(),
+        "ragged": ragged,
+        "class": Decorated(torch.ones(4, 2), "rows", batch_size=[4]),
+        "based on TensorClass": Frames(torch.ones(4, 2), batch_size=[4]),
+        "subclass": Episode({"x": torch.ones(2), "n": {"y": torch.ones(2)}}, [2]),
+        "consolidated": TensorDict({"x": torch.ones(3), "y": torch.arange(2)}).consolidate(),
+        "device, of the user's": torch.device("cpu"),
+        "data": NonTensorData({"k": 1}),
+    }
+    got = sent(rank, tree, src)
+    device = distributed._device_of(None)
+    for name, value in tree.items():
+        assert type(got[name]) is type(value), name
+    assert got["device, of the user's"] == torch.device("cpu")
+    assert got["nested"].device == got["nested"]["n"].device == device
+    assert got["nested"].names == ["time"]
+    assert got["nested"]["s"] == "text"
+    assert (got["nested"].select("x", "n") == nested.select("x", "n").to(device)).all()
+    assert got["locked"].is_locked
+    assert not got["nested"].is_locked
+    assert got["ragged"].device == device
+    assert [each["z"].shape for each in got["ragged"].tensordicts] == [(2,), (3,)]
+    assert got["class"].pixels.tolist() == [[1, 1]] * 4
+    assert got["class"].label == "rows"
+    assert got["based on TensorClass"].device == device
+    assert got["subclass"].device == got["subclass"]["n"].device == device
+    assert got["class"].device == device
+    assert got["consolidated"]["y"].tolist() == [0, 1]
+    assert got["data"].data == {"k": 1}
+    got["nested"]["later"] = torch.zeros(2)
+    assert got["nested"]["later"].device == device
+
+
+def scattered(rank: int, src: int, device: str | None) -> None:
+    trees = [tree_of(1), {"other": [torch.arange(4), "text"]}, "no leaves"]
+    trees = trees[: dist.get_world_size()]
+    got = distributed.scatter(trees if rank == src else None, src, device=device)
+    target = torch.device(device or distributed._device_of(None))
+    assert_equal(got, tdcopier.copy(trees[rank], target))
+
+
+def group_of_one(rank: int) -> None:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    got = distributed.broadcast([torch.full((2,), rank)], rank, group=groups[rank])
+    assert got[0].tolist() == [rank, rank]
+    got = distributed.scatter([{"a": torch.full((2,), rank)}], rank, group=groups[rank])
+    assert got["a"].tolist() == [rank, rank]
+
+
+def mistake(rank: int, name: str) -> tuple[str, str]:
+    """The class and the text of what this rank raises; a broadcast works afterwards."""
+    deep: list[Any] = []
+    deep.append(deep)
+    source = rank == 1
+    calls = {
+        "unpicklable": lambda: sent(rank, {"a": [torch.ones(2), (lambda: 0)]}, 1),
+        "unpicklable in an object": lambda: sent(rank, {"a": Point(1, Unpicklable())}, 1),
+        "holds itself": lambda: sent(rank, deep, 1),
+        "cannot be copied": lambda: sent(rank, [np.ones(2, np.longdouble)], 1),
+        "too few trees": lambda: distributed.scatter([1] if source else None, 1),
+        "no list of trees": lambda: distributed.scatter({0: 1, 1: 2} if source else None, 1),
+        "unpicklable, scattered": lambda: distributed.scatter(
+            [{"a": (lambda: 0)}, 2] if source else None, 1
+        ),
+        "no such source": lambda: sent(rank, [1], 7),
+        "source that is no rank": lambda: distributed.broadcast(None, "0"),
+        "tree on every rank": lambda: distributed.broadcast([1], 1) if rank == 0 else None,
+        "trees on every rank": lambda: distributed.scatter([1, 2], 1) if rank == 0 else None,
+        "not in the group": lambda: (
+            sent(rank, [1], 0, group=dist.new_group([0])) if rank == 1 else dist.new_group([0])
+        ),
+    }
+    try:
+        calls[name]()
+        found = ("", "")
+    except Exception as error:
+        found = (type(error).__name__, str(error))
+    assert sent(rank, [torch.ones(2), name])[1] == name
+    return found
+
+
+def other_error(rank: int) -> tuple[str, str]:
+    """As `mistake`, of an error of a class that is not sent as such."""
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    packing = distributed.pack
+    distributed.pack = fail
+    try:
+        sent(rank, [1], 1)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        distributed.pack = packing
+    return "", ""
