@@ -33,8 +33,8 @@ def broadcast(
     The tree arrives as `start_copy` makes it: numpy arrays as tensors, gaps closed, TensorDicts
     with `device` set on every node. Containers are pickled, so each rank must be able to import
     their classes, and so are opaque values, whatever is in them. A tensor that is in the tree twice
-    arrives as one. Parameters stay parameters; other tensors that need a gradient arrive as leaves.
-    One leaf that is alive keeps the whole chunk.
+    arrives as one. Tensors that need a gradient arrive as leaves of a graph, and parameters that
+    were on the device of the messages as parameters. One leaf that is alive keeps the whole chunk.
 
     Unpickling runs what the source says: use it among ranks that trust one another.
 

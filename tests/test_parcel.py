@@ -1,0 +1,68 @@
+"""A parcel that was packed on one device and is opened on another says that it is there."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from tensordict_classes import Episode, Frames
+
+from tdcopier._parcel import pack, unpack
+
+
+def opened_on(tree, device, other_device):
+    """What arrives on `other_device` when it is sent from `device`."""
+    parcel = pack(tree, torch.device(device))
+    assert parcel.body.nbytes == parcel.chunk_bytes + parcel.spec_bytes
+    return unpack(parcel.body.to(other_device), parcel.chunk_bytes)
+
+
+def test_leaves_are_on_the_device_where_it_is_opened(device, other_device):
+    parameter = torch.nn.Parameter(torch.ones(2, device=device))
+    tree = {"x": torch.arange(5), "y": [torch.ones(2, 3).t(), parameter]}
+    got = opened_on(tree, device, other_device)
+    leaves = [got["x"], *got["y"]]
+    assert {leaf.device for leaf in leaves} == {torch.device(other_device)}
+    assert got["x"].tolist() == [0, 1, 2, 3, 4]
+    assert got["y"][0].stride() == (1, 3)
+    assert type(got["y"][1]) is torch.nn.Parameter
+
+
+def test_every_node_of_a_tensordict_says_where_it_is_opened(device, other_device):
+    tree = {
+        "plain": TensorDict({"x": torch.ones(3), "n": {"y": torch.ones(3), "s": "text"}}),
+        "subclass": Episode({"x": torch.ones(2), "n": {"y": torch.ones(2)}}, [2]),
+        "class": Frames(torch.ones(4, 2), batch_size=[4]),
+        "lazy": LazyStackedTensorDict.lazy_stack(
+            [TensorDict({"z": torch.ones(n), "n": {"w": torch.ones(1)}}) for n in (2, 3)]
+        ),
+        "data": NonTensorData(3),
+    }
+    got = opened_on(tree, device, other_device)
+    members = got["lazy"].tensordicts
+    nodes = [*got.values(), got["plain"]["n"], got["subclass"]["n"], *members, members[0]["n"]]
+    assert {node.device for node in nodes} == {torch.device(other_device)}
+    assert got["lazy"].tensordicts[1]["z"].device == torch.device(other_device)
+    assert got["plain"]["n", "s"] == "text"
+    got["plain"]["later"] = torch.zeros(3)
+    assert got["plain"]["later"].device == torch.device(other_device)
+
+
+def test_a_device_that_is_a_value_of_the_tree_stays_what_it_is(device, other_device):
+    tree = [torch.device(device), TensorDict({"x": torch.ones(1)}), torch.device(device)]
+    got = opened_on(tree, device, other_device)
+    assert got[0] == got[2] == torch.device(device)
+
+
+def test_a_consolidated_tensordict_sends_its_leaves_once(device, other_device):
+    tree = TensorDict({f"x{i}": torch.ones(1000) for i in range(10)}, device=device).consolidate()
+    parcel = pack(tree, torch.device(device))
+    assert parcel.chunk_bytes == 10 * 4000
+    got = unpack(parcel.body.to(other_device), parcel.chunk_bytes)
+    assert got.device == torch.device(other_device)
+    assert got["x9"].tolist() == [1] * 1000
+
+
+def test_a_tree_without_tensors_has_no_chunk(device):
+    parcel = pack({"a": 1, "empty": torch.empty(0)}, torch.device(device))
+    assert parcel.chunk_bytes == 0
+    assert unpack(parcel.body, 0)["a"] == 1
