@@ -102,6 +102,12 @@ class _Pickler(pickle.Pickler):
         return index
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.storage.TypedStorage:
+            memory = value._untyped_storage
+            if memory.device == self._device:
+                # Of a tensor that is not plain. Its own pickle would name this rank's device.
+                as_bytes = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory)
+                return _typed_storage, (as_bytes, value.dtype)
         if not _is_tensor_collection(type(value)):
             return NotImplemented
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
@@ -122,6 +128,12 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self._device if pid == _TARGET_ID else self._leaves[pid]
+
+
+def _typed_storage(memory: torch.Tensor, dtype: torch.dtype) -> Any:
+    """A storage for these bytes alone."""
+    storage: Any = torch.storage.TypedStorage
+    return storage(wrap_storage=memory.clone().untyped_storage(), dtype=dtype, _internal=True)
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
-from tensordict_classes import Episode, Frames
+from tensordict_classes import Episode, Frames, Labelled
 
+import tdcopier
 from tdcopier._parcel import pack, unpack
 
 
@@ -25,6 +27,27 @@ def test_leaves_are_on_the_device_where_it_is_opened(device, other_device):
     assert got["x"].tolist() == [0, 1, 2, 3, 4]
     assert got["y"][0].stride() == (1, 3)
     assert type(got["y"][1]) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        pytest.param(torch.tensor([1 + 2j, 3]).conj(), id="conjugated"),
+        pytest.param(torch.tensor([1 + 2j, 3]).conj().imag, id="negated"),
+        pytest.param(torch.arange(3.0).as_subclass(Labelled), id="subclass"),
+        pytest.param(torch.eye(2).to_sparse(), id="sparse", marks=pytest.mark.cuda),
+    ],
+)
+def test_tensors_that_are_not_plain_are_there_too(device, other_device, leaf):
+    there = tdcopier.copy(leaf, device)
+    if there.device != torch.device(device):
+        pytest.skip("the device has no such tensors")
+    got = opened_on([there, torch.ones(3)], device, other_device)
+    assert got[0].device == torch.device(other_device)
+    assert type(got[0]) is type(there)
+    assert (got[0].is_conj(), got[0].is_neg()) == (there.is_conj(), there.is_neg())
+    assert torch.equal(got[0].cpu().to_dense(), leaf.to_dense())
+    assert got[1].tolist() == [1, 1, 1]
 
 
 def test_every_node_of_a_tensordict_says_where_it_is_opened(device, other_device):
