@@ -24,6 +24,7 @@ from tdcopier._copy import (
     to,
 )
 from tdcopier._gather import start_gather
+from tdcopier._prefetch import Prefetcher, PrefetchStats, prefetch
 from tdcopier._prepared import PreparedCopy, prepare
 from tdcopier._scatter import start_scatter
 from tdcopier._stats import CopyStats, StepTimes
@@ -42,6 +43,8 @@ __all__ = [
     "CopyOptions",
     "CopyStats",
     "InternalError",
+    "PrefetchStats",
+    "Prefetcher",
     "PreparedCopy",
     "SourceModifiedError",
     "StepTimes",
@@ -51,6 +54,7 @@ __all__ = [
     "copy_into",
     "info",
     "install_tensordict_backend",
+    "prefetch",
     "prepare",
     "register_container",
     "remove_tensordict_backend",

@@ -1,0 +1,278 @@
+"""Batches of a source, read and copied to a device ahead of the loop that uses them."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self, Unpack
+
+from tdcopier._copy import CopyOptions, Device, start_copy
+from tdcopier._prefetch_reader import (
+    Line,
+    Reader,
+    Surroundings,
+    Tally,
+    forks,
+    refuse_in_child,
+)
+
+__all__ = ["PrefetchStats", "Prefetcher", "prefetch"]
+
+
+@dataclass(frozen=True)
+class PrefetchStats:
+    """What all passes of a `Prefetcher` have come to so far. Times add up, in microseconds.
+
+    A `waited_us` that is small beside the duration of the loop needs no tuning. If it is not, and
+    `idle_us` is near 0, the reader never rests: the source, or the copy, is too slow for the loop,
+    and no `depth` helps. If both are large, batches come unevenly: try a larger `depth`.
+    """
+
+    batches: int
+    """Batches that were yielded."""
+    late_batches: int
+    """Those of them that had not been read yet when they were asked for."""
+    waited_us: float
+    """Consumers were held up for these batches: until they had been read and, where they go to the
+    host, until they had arrived."""
+    read_us: float
+    """The source took to give its batches."""
+    copy_us: float
+    """The reader was held up by starting copies, and by waiting until their sources were read."""
+    idle_us: float
+    """The reader was waiting for room, `depth` batches being in flight."""
+
+
+class Prefetcher:
+    """What `prefetch` returns: gives the batches of a source on a device, in their order.
+
+    `for` begins a pass. If an earlier one is unfinished, a source that can be iterated again (a
+    list, a `DataLoader`) begins anew, and the earlier pass is closed; a source that cannot (a
+    generator, any other iterator, a callable) goes on with the next batch, also with those that
+    were read already. `next()` of the prefetcher itself gives the next batch of the pass that is
+    under way, and begins the first one; after the end it raises StopIteration until there is a new
+    pass.
+
+    Any thread may use it, and several may share an iterator of it, `iter(prefetcher)`: each batch
+    goes to one of them.
+
+    Used in `with`, it is closed at the end. If it is dropped instead, its reader ends as well,
+    after the batch that it is reading.
+    """
+
+    def __init__(self, source: Any, device: Device, depth: int, options: CopyOptions, /) -> None:
+        """Use `prefetch`."""
+        self._is_callable = _is_callable(source)
+        self._source: Iterable[Any] | Callable[[], Any] = source
+        self._device: Device = device
+        self._depth = _checked_depth(depth)
+        self._options = options
+        start_copy(None, device, **options)  # raises what is wrong with the device or an option
+        self._tally = Tally()
+        self._starting = threading.RLock()
+        self._line: Line | None = None
+        self._begins_anew = False
+        self._is_closed = False
+        self._forks = forks()
+        self._when_dropped: weakref.finalize[[str], Prefetcher] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass, or go on with one; see the class.
+
+        Raises:
+            RuntimeError: the prefetcher is closed, or was made before the process was forked.
+            Exception: what `iter(source)` raises, and what the generator of a pass that is closed
+                raises meanwhile.
+        """
+        return _Pass(self, self._pass(is_wanted_anew=True))
+
+    def __next__(self) -> Any:
+        """The next batch on the device, ordered on the current stream.
+
+        Raises:
+            StopIteration: there is none.
+            RuntimeError: as for `iter()`; or the pass was closed by another thread.
+            BaseException: what the source has raised, or the copy of this batch.
+        """
+        return self._pass(is_wanted_anew=False).take()
+
+    def __len__(self) -> int:
+        """The length of the source.
+
+        Raises:
+            TypeError: it has none.
+        """
+        if self._is_callable:
+            raise TypeError("a prefetcher of a callable has no len()")
+        return len(self._source)  # type: ignore[arg-type]  # it raises what is to be raised
+
+    def close(self) -> None:
+        """End the pass for good: drop what was read, close a generator, wait for the reader.
+
+        It blocks while the source does. A second call does nothing, as does one in a forked child.
+
+        Raises:
+            Exception: what a generator raises when it is closed.
+        """
+        if self._forks != forks():
+            return
+        with self._starting:
+            self._is_closed = True
+            if self._line is not None:
+                self._end(self._line, "so was its prefetcher")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def stats(self) -> PrefetchStats:
+        """Counts and times so far, of all passes."""
+        tally = self._tally
+        return PrefetchStats(
+            tally.batches,
+            tally.late_batches,
+            tally.waited_ns / 1000,
+            tally.read_ns / 1000,
+            tally.copy_ns / 1000,
+            tally.idle_ns / 1000,
+        )
+
+    def _pass(self, *, is_wanted_anew: bool) -> Line:
+        """The line of the pass that is under way, or of one that begins."""
+        if self._forks != forks():
+            refuse_in_child()
+        with self._starting:
+            if self._is_closed:
+                raise RuntimeError("this prefetcher is closed: make another one")
+            line = self._line
+            if line is not None:
+                is_unfinished = not line.is_over
+                if not is_wanted_anew or (is_unfinished and not self._begins_anew):
+                    return line
+                self._end(line, "another one over the source has begun")
+            return self._begin()
+
+    def _begin(self) -> Line:
+        generator = None
+        if self._is_callable:
+            read: Callable[[], Any] = self._source  # type: ignore[assignment]
+        else:
+            iterator = iter(self._source)  # type: ignore[arg-type]
+            self._begins_anew = iterator is not self._source
+            read = partial(next, iterator)
+            if isinstance(iterator, Generator):
+                generator = iterator
+        line = Line(self._depth, self._tally)
+        line.start(Reader(read, generator, self._device, self._options, Surroundings()))
+        if self._when_dropped is not None:
+            self._when_dropped.detach()
+        self._when_dropped = weakref.finalize(self, line.close, "the prefetcher was dropped")
+        self._when_dropped.atexit = False  # readers have a way to end of their own
+        self._line = line
+        return line
+
+    @staticmethod
+    def _end(line: Line, why: str) -> None:
+        """Close a line and wait for its reader: nobody else may read the source meanwhile."""
+        line.is_waited_for = True
+        line.close(why)
+        line.join()
+        failure, line.failure_of_close = line.failure_of_close, None
+        if failure is not None:
+            raise failure
+
+
+class _Pass:
+    """What `for` goes through: it is its own iterator, and keeps the prefetcher."""
+
+    __slots__ = ("_line", "_prefetcher")
+
+    def __init__(self, prefetcher: Prefetcher, line: Line) -> None:
+        self._prefetcher = prefetcher
+        self._line = line
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self._line.take()
+
+
+def prefetch(
+    source: Iterable[Any] | Callable[[], Any],
+    device: Device,
+    *,
+    depth: int = 2,
+    **options: Unpack[CopyOptions],
+) -> Prefetcher:
+    """Read batches and start their copies in a thread of their own; iterate over the result.
+
+    Each batch is read from `source` and given to `start_copy`, up to `depth` of them ahead of the
+    loop, which gets what `handle.wait()` gives: the tree on `device`, ordered on the stream that is
+    current where the loop asks for it. Before the source is asked for the next batch, its memory
+    has been read: it may fill the same buffers each time.
+
+    The source is read under the gradient mode and inference mode of the thread that begins the
+    pass, with its current device and streams, all as they are then. What the source does on a
+    device is ordered as if that thread had done it. Leaves that are on `device` already are handed
+    through, behind what the stream that is current in the reader has when it has read the batch.
+    Other state of the thread (autocast, torch modes, context variables) is not taken along.
+
+    **Errors.** What the source raises comes out behind all batches before it, and ends the pass. A
+    failure of a copy comes out in place of its batch; the pass goes on with the next one.
+
+    Args:
+        source: an iterable, such as a `DataLoader` or a generator, or a callable without arguments
+            that returns the next batch, such as `buffer.sample`, until it raises StopIteration.
+            What is both is iterated over. `iter(source)` is called by the thread that begins a
+            pass; batches are read by the reader alone, one at a time.
+        device: the target, as for `start_copy`. "cuda" is the CUDA device that is current where a
+            pass begins.
+        depth: most batches that have been read, or are being read, and were not yet yielded. They
+            are on the device, or on their way.
+        **options: those of `start_copy`.
+
+    Raises:
+        TypeError: `source` is neither iterable nor callable; `depth` is no int; as `start_copy`.
+        ValueError: `depth` is less than 1; as `start_copy`.
+        RuntimeError: the current stream of `device` is capturing a CUDA graph.
+
+    Nothing is read before the first `for` or `next()`.
+    """
+    return Prefetcher(source, device, depth, options)
+
+
+def _is_callable(source: Any) -> bool:
+    """Whether it is to be called, not iterated over."""
+    if isinstance(source, Iterable) or hasattr(type(source), "__getitem__"):
+        return False
+    if callable(source):
+        return True
+    raise TypeError(
+        "source must be an iterable of batches, or a callable without arguments that returns the "
+        f"next one; got {type(source).__name__}"
+    )
+
+
+def _checked_depth(depth: int) -> int:
+    if isinstance(depth, bool) or not hasattr(depth, "__index__"):
+        raise TypeError(f"depth must be a positive int; got {depth!r}")
+    depth = operator.index(depth)
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1; got {depth}")
+    return depth

@@ -1,0 +1,101 @@
+"""Sources for tests of prefetching: they count, and stop where they are told to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tdcopier._prefetch_reader import _lines
+
+
+def batch(value: int) -> dict[str, Any]:
+    return {"x": torch.full((3,), float(value)), "name": f"b{value}"}
+
+
+def value_of(moved: dict[str, Any]) -> int:
+    value = int(moved["x"][0].item())
+    assert moved["x"].tolist() == [value] * 3
+    assert moved["name"] == f"b{value}"
+    return value
+
+
+def values_of(batches: Any) -> list[int]:
+    return [value_of(moved) for moved in batches]
+
+
+class Counted:
+    """An iterator over `count` batches; `reads` is how many it was asked for."""
+
+    def __init__(self, count: int = 1_000_000) -> None:
+        self.count = count
+        self.reads = 0
+        self.threads: set[threading.Thread] = set()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.threads.add(threading.current_thread())
+        self.reads += 1
+        if self.reads > self.count:
+            raise StopIteration
+        return batch(self.reads - 1)
+
+    sample: Callable[[Counted], Any] = __next__
+
+
+class Stops:
+    """A generator function whose generators stop before batch `at` until the gate opens."""
+
+    def __init__(self, at: int, count: int = 5) -> None:
+        self.at, self.count = at, count
+        self.gate, self.is_there = threading.Event(), threading.Event()
+        self.ended: list[str] = []
+
+    def __call__(self) -> Iterator[Any]:
+        try:
+            for i in range(self.count):
+                if i == self.at:
+                    self.is_there.set()
+                    self.gate.wait()
+                yield batch(i)
+        finally:
+            self.ended.append("ended")
+
+
+class Call:
+    """A call on a thread of its own; `join` gives its result, or raises its error."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._function = function
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self._error = error
+
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> Any:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tdcopier-prefetch"]
+
+
+def all_is_over() -> bool:
+    return not readers() and not _lines

@@ -1,0 +1,244 @@
+"""`prefetch`: what comes out of it, in which order, and how far it reads ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prefetch_support import Call, Counted, Stops, all_is_over, batch, value_of, values_of
+from sim_support import BRIEFLY, becomes
+from support import assert_same, oracle
+
+import tdcopier
+
+
+@pytest.fixture(autouse=True)
+def no_reader_is_left() -> Iterator[None]:
+    yield
+    assert becomes(all_is_over)
+
+
+class Rows:
+    """Iterable by its items alone."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise IndexError
+        return batch(index)
+
+
+def calls() -> Callable[[], Any]:
+    counted = Counted(5)
+    return lambda: next(counted)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "list": lambda: [batch(i) for i in range(5)],
+    "generator": lambda: (batch(i) for i in range(5)),
+    "iterator": lambda: Counted(5),
+    "map": lambda: map(batch, range(5)),
+    "items alone": Rows,
+    "callable": calls,
+}
+CAN_BEGIN_ANEW = {"list", "items alone"}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+@pytest.mark.parametrize("make", SOURCES.values(), ids=list(SOURCES))
+def test_every_batch_comes_once_and_in_order(device, make, depth):
+    assert values_of(tdcopier.prefetch(make(), device, depth=depth)) == [0, 1, 2, 3, 4]
+
+
+def test_batches_are_what_to_makes_of_every_leaf(device):
+    batches = [
+        {"a": [torch.arange(n), np.full(n, 2.0)], "large": torch.rand(1 << 17), "s": "text"}
+        for n in range(1, 5)
+    ]
+    for got, source in zip(tdcopier.prefetch(batches, device), batches, strict=True):
+        assert_same(got, oracle(source, device))
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=list(SOURCES))
+def test_next_works_without_a_loop_and_stays_at_the_end(device, make):
+    prefetcher = tdcopier.prefetch(make(), device)
+    assert [value_of(next(prefetcher)) for _ in range(5)] == [0, 1, 2, 3, 4]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(prefetcher)
+
+
+@pytest.mark.parametrize("options", [{}, {"pack_cpu_tensors": False}])
+def test_options_are_those_of_the_copy(device, options):
+    (moved,) = tdcopier.prefetch([[torch.ones(4), torch.ones(4)]], device, **options)
+    one, other = (leaf.untyped_storage().data_ptr() for leaf in moved)
+    assert (one == other) == (options == {})  # of one chunk
+
+
+# ---- how far it reads ahead ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_more_batches_are_in_flight_than_depth(device, depth):
+    source = Counted()
+    with tdcopier.prefetch(source, device, depth=depth) as prefetcher:
+        for taken in range(1, 4):
+            next(prefetcher)
+            assert becomes(lambda taken=taken: source.reads == taken + depth)
+            assert not becomes(lambda taken=taken: source.reads > taken + depth, within=BRIEFLY)
+
+
+def test_nothing_is_read_before_the_first_batch_is_asked_for(device):
+    source = Counted()
+    prefetcher = tdcopier.prefetch(source, device)
+    assert not becomes(lambda: source.reads > 0, within=BRIEFLY)
+    iter(prefetcher)
+    assert becomes(lambda: source.reads == 2)
+
+
+def test_the_source_is_read_by_one_thread_that_is_not_the_consumers(device):
+    source = Counted(5)
+    values_of(tdcopier.prefetch(source, device))
+    assert len(source.threads) == 1
+    assert threading.current_thread() not in source.threads
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_second_loop_begins_anew_or_goes_on_with_what_was_read(device, name):
+    prefetcher = tdcopier.prefetch(SOURCES[name](), device, depth=3)
+    for moved in prefetcher:
+        if value_of(moved) == 1:
+            break
+    assert values_of(prefetcher) == ([0, 1, 2, 3, 4] if name in CAN_BEGIN_ANEW else [2, 3, 4])
+    assert values_of(prefetcher) == ([0, 1, 2, 3, 4] if name in CAN_BEGIN_ANEW else [])
+
+
+def test_an_iterator_of_it_goes_on_where_it_is(device):
+    iterator = iter(tdcopier.prefetch([batch(i) for i in range(4)], device))
+    assert value_of(next(iterator)) == 0
+    assert values_of(iterator) == [1, 2, 3]
+
+
+def test_next_goes_on_with_the_pass_of_a_loop(device):
+    prefetcher = tdcopier.prefetch([batch(i) for i in range(4)], device)
+    for moved in prefetcher:
+        assert value_of(moved) == 0
+        break
+    assert value_of(next(prefetcher)) == 1
+
+
+def test_a_pass_that_another_one_has_replaced_says_so(device):
+    prefetcher = tdcopier.prefetch([batch(i) for i in range(9)], device)
+    first = iter(prefetcher)
+    next(first)
+    second = iter(prefetcher)
+    with pytest.raises(RuntimeError, match="closed: another one over the source has begun"):
+        next(first)
+    assert values_of(second) == list(range(9))
+    with pytest.raises(StopIteration):
+        next(second)
+
+
+def test_a_source_is_never_read_by_two_passes_at_once(device):
+    source = Stops(at=2)
+
+    class Again:
+        def __iter__(self) -> Iterator[Any]:
+            return source()
+
+    with tdcopier.prefetch(Again(), device) as prefetcher:
+        next(prefetcher)
+        source.is_there.wait()
+        second = Call(lambda: values_of(prefetcher))
+        assert not becomes(lambda: not second.is_running(), within=BRIEFLY)
+        source.gate.set()
+        assert second.join() == [0, 1, 2, 3, 4]
+
+
+def test_threads_that_share_an_iterator_get_different_batches(device):
+    count = 400
+    iterator = iter(tdcopier.prefetch(Counted(count), device, depth=4))
+    together = threading.Barrier(4)
+
+    def take() -> list[int]:
+        together.wait()
+        return values_of(iterator)
+
+    takers = [Call(take) for _ in range(4)]
+    taken = [taker.join() for taker in takers]
+    assert sorted(value for values in taken for value in values) == list(range(count))
+    assert all(values == sorted(values) for values in taken)
+
+
+def test_threads_that_begin_at_once_share_a_pass(device):
+    for _ in range(20):
+        prefetcher = tdcopier.prefetch([batch(i) for i in range(4)], device)
+        together = threading.Barrier(4)
+
+        def take(prefetcher=prefetcher, together=together) -> int:
+            together.wait()
+            return value_of(next(prefetcher))
+
+        takers = [Call(take) for _ in range(4)]
+        assert sorted(taker.join() for taker in takers) == [0, 1, 2, 3]
+        prefetcher.close()
+
+
+# ---- len and stats -------------------------------------------------------------------------------
+
+
+def test_its_length_is_that_of_its_source(device):
+    assert len(tdcopier.prefetch([batch(0)] * 3, device)) == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ((batch(i) for i in range(3)), r"object of type 'generator' has no len\(\)"),
+        (Counted().sample, r"a prefetcher of a callable has no len\(\)"),
+    ],
+    ids=["generator", "callable"],
+)
+def test_where_the_source_has_no_length_there_is_none(device, source, message):
+    prefetcher = tdcopier.prefetch(source, device)
+    with pytest.raises(TypeError, match=message):
+        len(prefetcher)
+
+
+def test_stats_tell_a_slow_source_from_a_slow_consumer(device):
+    def slow() -> Iterator[Any]:
+        for i in range(3):
+            assert not becomes(lambda: False, within=BRIEFLY)
+            yield batch(i)
+
+    starved = tdcopier.prefetch(slow(), device, depth=1)
+    values_of(starved)
+    assert starved.stats.batches == starved.stats.late_batches == 3
+    assert starved.stats.read_us >= 3 * BRIEFLY * 1e6
+    assert starved.stats.waited_us >= 2 * BRIEFLY * 1e6
+
+    source = Counted(6)
+    fed = tdcopier.prefetch(source, device, depth=2)
+    next(fed)
+    for taken in range(2, 7):
+        assert becomes(lambda: fed._line._items.qsize() == 2 or source.reads == 7)
+        assert not becomes(lambda: False, within=BRIEFLY / 3)
+        value_of(next(fed))
+        assert fed.stats.batches == taken
+    assert fed.stats.late_batches <= 1  # the first
+    assert fed.stats.idle_us >= 2 * BRIEFLY / 3 * 1e6
+    assert fed.stats.copy_us > 0
+
+
+def test_stats_go_on_through_all_passes(device):
+    prefetcher = tdcopier.prefetch([batch(i) for i in range(4)], device)
+    assert prefetcher.stats == tdcopier.PrefetchStats(0, 0, 0, 0, 0, 0)
+    values_of(prefetcher)
+    values_of(prefetcher)
+    assert prefetcher.stats.batches == 8
