@@ -1,0 +1,89 @@
+"""`prefetch` of what training loops have: a `DataLoader`, and TensorDicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from prefetch_support import all_is_over
+from sim_support import becomes
+from support import assert_same
+from torch.utils.data import DataLoader, Dataset
+
+import tdcopier
+
+
+@pytest.fixture(autouse=True)
+def no_reader_is_left() -> Iterator[None]:
+    yield
+    assert becomes(all_is_over)
+
+
+class Squares(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return {"index": torch.tensor(index), "row": torch.full((4,), float(index * index))}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_gives_its_epochs_on_the_device(device, workers, persistent):
+    loader = DataLoader(
+        Squares(),
+        batch_size=4,
+        num_workers=workers,
+        persistent_workers=persistent and workers > 0,
+        multiprocessing_context="fork" if workers else None,
+    )
+    expected = [{name: leaf.to(device) for name, leaf in batch.items()} for batch in loader]
+    with tdcopier.prefetch(loader, device) as prefetcher:
+        assert len(prefetcher) == 5
+        for _ in prefetcher:
+            break  # an epoch that is given up
+        for _ in range(2):
+            assert_same(list(prefetcher), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failure_in_a_data_loaders_dataset_comes_out_of_the_loop(device, workers):
+    class Failing(Squares):
+        def __getitem__(self, index: int) -> Any:
+            if index == 13:
+                raise KeyError("row 13 is lost")
+            return super().__getitem__(index)
+
+    loader = DataLoader(
+        Failing(),
+        batch_size=4,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+    seen = []
+    with pytest.raises(KeyError, match="row 13 is lost"):
+        seen.extend(int(batch["index"][0]) for batch in tdcopier.prefetch(loader, device))
+    assert seen == [0, 4, 8]
+
+
+def test_tensordicts_arrive_as_such_with_their_device(device):
+    tensordict = pytest.importorskip("tensordict")
+    batches = [
+        tensordict.TensorDict(
+            {"obs": torch.rand(6, 3), "next": {"reward": torch.full((6,), float(i))}}, [6]
+        )
+        for i in range(4)
+    ]
+    for got, source in zip(tdcopier.prefetch(batches, device), batches, strict=True):
+        assert_same(got, source.to(device))
+
+
+def test_a_data_loader_of_tensordicts_gives_them_on_the_device(device):
+    tensordict = pytest.importorskip("tensordict")
+    rows = tensordict.TensorDict({"x": torch.arange(12.0), "deep": {"y": torch.rand(12, 2)}}, [12])
+    loader = DataLoader(rows, batch_size=4, collate_fn=torch.stack)
+    got = torch.cat(list(tdcopier.prefetch(loader, device)))
+    assert_same(got, rows.to(device))
