@@ -211,29 +211,57 @@ def test_where_the_source_has_no_length_there_is_none(device, source, message):
         len(prefetcher)
 
 
-def test_stats_tell_a_slow_source_from_a_slow_consumer(device):
+class Asked:
+    """The items of a line, which tell when a consumer has found none."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        self.found_none = threading.Event()
+
+    def empty(self) -> bool:
+        is_empty = self._items.empty()
+        if is_empty:
+            self.found_none.set()
+        return is_empty
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._items, name)
+
+
+def test_stats_tell_that_the_source_is_slow(device):
+    begun = threading.Event()
+
     def slow() -> Iterator[Any]:
+        begun.wait()
         for i in range(3):
+            asked.found_none.wait()
+            asked.found_none.clear()
             assert not becomes(lambda: False, within=BRIEFLY)
             yield batch(i)
 
-    starved = tdcopier.prefetch(slow(), device, depth=1)
-    values_of(starved)
-    assert starved.stats.batches == starved.stats.late_batches == 3
-    assert starved.stats.read_us >= 3 * BRIEFLY * 1e6
-    assert starved.stats.waited_us >= 2 * BRIEFLY * 1e6
+    prefetcher = tdcopier.prefetch(slow(), device, depth=1)
+    passing = iter(prefetcher)
+    asked = prefetcher._line._items = Asked(prefetcher._line._items)
+    begun.set()
+    values_of(passing)
+    stats = prefetcher.stats
+    assert stats.batches == stats.late_batches == 3
+    assert stats.waited_us >= 3 * BRIEFLY * 1e6
+    assert stats.read_us >= 3 * BRIEFLY * 1e6
 
+
+def test_stats_tell_that_the_consumer_is_slow(device):
     source = Counted(6)
-    fed = tdcopier.prefetch(source, device, depth=2)
-    next(fed)
+    prefetcher = tdcopier.prefetch(source, device, depth=2)
+    next(prefetcher)
     for taken in range(2, 7):
-        assert becomes(lambda: fed._line._items.qsize() == 2 or source.reads == 7)
+        assert becomes(lambda: prefetcher._line._items.qsize() == 2 or source.reads == 7)
         assert not becomes(lambda: False, within=BRIEFLY / 3)
-        value_of(next(fed))
-        assert fed.stats.batches == taken
-    assert fed.stats.late_batches <= 1  # the first
-    assert fed.stats.idle_us >= 2 * BRIEFLY / 3 * 1e6
-    assert fed.stats.copy_us > 0
+        next(prefetcher)
+        assert prefetcher.stats.batches == taken
+    assert prefetcher.stats.late_batches <= 1  # the first
+    assert prefetcher.stats.idle_us > 0
+    assert prefetcher.stats.copy_us > 0
 
 
 def test_stats_go_on_through_all_passes(device):

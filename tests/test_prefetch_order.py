@@ -136,6 +136,23 @@ def test_the_reader_has_all_streams_and_the_current_device(
     assert str(moved[0].device) == ("cpu" if target == "cpu" else other_device)
 
 
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_the_reader_has_the_current_device_whatever_streams_there_are(
+    device, other_device, accelerator, has_stream
+):
+    """To set a stream of a device makes that device current."""
+    seen = []
+
+    def looking() -> Iterator[Any]:
+        seen.append(places(device)[0])
+        yield torch.ones(3)
+
+    side = accelerator.Stream(device=device) if has_stream else None
+    with accelerator.stream(side), accelerator.device(other_device):
+        list(tdcopier.prefetch(looking(), "cpu"))
+    assert seen == [1]
+
+
 # ---- what is on the device already ---------------------------------------------------------------
 
 
