@@ -224,8 +224,10 @@ def prefetch(
 
     Each batch is read from `source` and given to `start_copy`, up to `depth` of them ahead of the
     loop, which gets what `handle.wait()` gives: the tree on `device`, ordered on the stream that is
-    current where the loop asks for it. Before the source is asked for the next batch, its memory
-    has been read: it may fill the same buffers each time.
+    current where the loop asks for it. A source may also begin a copy itself and give its handle,
+    such as `start_gather` of a storage: then no Python code runs for each leaf of a batch. Before
+    the source is asked for the next batch, its memory has been read: it may fill the same buffers
+    each time.
 
     The source is read under the gradient mode and inference mode of the thread that begins the
     pass, with its current device and streams, all as they are then. What the source does on a

@@ -299,7 +299,10 @@ class Reader:
             del item  # the consumer's alone
 
     def _start(self, batch: Any) -> Batch:
-        handle = start_copy(batch, self.device, **self.options)
+        if isinstance(batch, AsyncCopyHandle):  # the source has begun it itself
+            handle = batch
+        else:
+            handle = start_copy(batch, self.device, **self.options)
         mark = Mark.on(self.device) if handle.stats.reused_leaves > 0 else None
         handle.wait_staged()  # the source may write to the same memory next
         return Batch(handle, mark)

@@ -87,3 +87,29 @@ def test_a_data_loader_of_tensordicts_gives_them_on_the_device(device):
     loader = DataLoader(rows, batch_size=4, collate_fn=torch.stack)
     got = torch.cat(list(tdcopier.prefetch(loader, device)))
     assert_same(got, rows.to(device))
+
+
+def test_a_source_may_begin_the_copies_itself(device):
+    """Such as rows of a storage: the reader only waits until they have been read."""
+    storage = {"x": torch.randn(50, 300), "row": torch.arange(50)}
+    indices = iter([torch.tensor([3, 3, 1]), torch.arange(50).repeat(200), torch.tensor([49])])
+    expected = [storage["row"][index] for index in [[3, 3, 1], list(range(50)) * 200, [49]]]
+    prefetcher = tdcopier.prefetch(
+        lambda: tdcopier.start_gather(storage, next(indices), device), device
+    )
+    rows = [batch["row"] for batch in prefetcher]
+    assert [row.device for row in rows] == [torch.device(device)] * 3
+    assert all(torch.equal(row.cpu(), wanted) for row, wanted in zip(rows, expected, strict=True))
+
+
+def test_a_storage_may_be_written_when_the_source_is_asked_for_more(device):
+    storage = torch.zeros(50, 300)
+    index = torch.arange(50).repeat(100)
+
+    def source():
+        for value in range(6):
+            storage.fill_(value)
+            yield tdcopier.start_gather(storage, index, device)
+
+    for value, rows in enumerate(tdcopier.prefetch(source(), device)):
+        assert (rows == value).all()
