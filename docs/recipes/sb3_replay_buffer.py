@@ -1,0 +1,37 @@
+"""A replay buffer of stable-baselines3 whose batches tdcopier gathers and sends."""
+
+import numpy as np
+from stable_baselines3.common.buffers import ReplayBuffer
+from stable_baselines3.common.type_aliases import ReplayBufferSamples
+
+import tdcopier
+
+
+class GatheredReplayBuffer(ReplayBuffer):
+    """Pass it as `replay_buffer_class=` to DQN, SAC, TD3 and the like."""
+
+    def _get_samples(self, batch_inds, env=None):
+        if env is not None:  # VecNormalize computes with arrays on the host
+            return super()._get_samples(batch_inds, env)
+        environments = np.random.randint(0, high=self.n_envs, size=len(batch_inds))
+        fields = ["observations", "actions", "rewards", "dones", "timeouts"]
+        if not self.optimize_memory_usage:
+            fields.append("next_observations")
+        rows = {field: getattr(self, field) for field in fields}
+        handles = [tdcopier.start_gather(rows, (batch_inds, environments), self.device)]
+        if self.optimize_memory_usage:  # then the next observation is that of the next row
+            rows, next_inds = {"next_observations": self.observations}, batch_inds + 1
+            index = (next_inds % self.buffer_size, environments)
+            handles.append(tdcopier.start_gather(rows, index, self.device))
+
+        batch = {}
+        for handle in handles:
+            handle.wait_gathered()  # from here on, add() may overwrite rows
+            batch |= handle.wait()
+        return ReplayBufferSamples(
+            observations=batch["observations"],
+            actions=batch["actions"],
+            next_observations=batch["next_observations"],
+            dones=(batch["dones"] * (1 - batch["timeouts"])).reshape(-1, 1),
+            rewards=batch["rewards"].reshape(-1, 1),
+        )
