@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import feed_report
+import replay_report
 import td_report
 from plots import bars
 from tables import LIMIT_PREFIX, OURS, leaves_and_bytes, number, ratio_cell, table, times_cells
@@ -27,7 +28,18 @@ PLOTTED = {name: words.lower() for name, words in DIRECTIONS.items()}
 PLOTTED["tensordict"] = "TensorDict, host to device"
 PLOTTED["loop"] = "in a training loop"
 PLOTTED["sizes"] = "against the number of leaves"
-ORDER = [*DIRECTIONS, "loop", "sizes", "structure", "tensordict", "wait", "memory"]  # of the page
+PLOTTED["replay"] = "a learner that samples from a replay storage"
+ORDER = [
+    *DIRECTIONS,
+    "loop",
+    "replay",
+    "gather",
+    "sizes",
+    "structure",
+    "tensordict",
+    "wait",
+    "memory",
+]  # of the page
 WORKLOAD_NAMES = {
     "detection_batch": "detection batch",
     "detection_batch_with_images": "detection batch + images",
@@ -190,6 +202,8 @@ def plot(result: dict[str, Any], workload: str = "detection_batch") -> str | Non
         return bars(*td_report.plotted(result), "us")
     if result["name"] == "loop":
         return feed_report.loop_plot(result)
+    if result["name"] == "replay":
+        return replay_report.loop_plot(result)
     if result["name"] == "sizes":
         return feed_report.sizes_plot(result)
     direction = DIRECTIONS.get(result["name"])
@@ -229,6 +243,10 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
             parts.append(feed_report.beside_table(result))
         if result["name"] == "sizes":
             parts.append(feed_report.sizes_table(result))
+        if result["name"] == "replay":
+            parts.append(replay_report.loop_table(result))
+        if result["name"] == "gather":
+            parts.append(replay_report.gather_table(result))
         if result["name"] == "structure":
             parts += [opaque_table(result), containers_table(result)]
         if result["name"] == "tensordict":

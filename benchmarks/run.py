@@ -21,7 +21,9 @@ import copies
 import directions
 import loop
 import machine
+import replay
 import report
+import rows
 import sizes
 import streams
 import structure
@@ -38,7 +40,17 @@ WANTING = {
     "tensordict": "it needs the package tensordict",
 }
 """Why a benchmark cannot run, where it cannot."""
-NAMES = ("h2d", "d2h", "d2d", "loop", "sizes", "structure", "tensordict", "wait", "memory")
+MODULES: dict[str, Any] = {
+    "loop": loop,
+    "replay": replay,
+    "gather": rows,
+    "sizes": sizes,
+    "structure": structure,
+}
+NAMES = (
+    *("h2d", "d2h", "d2d", "loop", "replay", "gather"),
+    *("sizes", "structure", "tensordict", "wait", "memory"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -115,7 +127,7 @@ def _benchmarks(
         )
         for name, direction in directions.possible(device).items()
     }
-    for name, module in (("loop", loop), ("sizes", sizes), ("structure", structure)):
+    for name, module in MODULES.items():
         found[name] = partial(module.run, device, repeats, progress, keep_gc=options.keep_gc)
     if importlib.util.find_spec("tensordict") is not None:
         found["tensordict"] = partial(

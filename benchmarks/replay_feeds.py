@@ -1,0 +1,193 @@
+"""Ways for rows of a storage to reach a learner, each as an iterator over device batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+from storages import Storage
+
+import tdcopier
+from tdcopier.workloads import map_tensors
+
+RESIDENT = "on the device already"
+OURS = "tdcopier"
+BY_HAND = "index_select into pinned memory, non_blocking .to(), by hand"
+DEPTH = 2  # batches ahead, of every feed that runs ahead
+
+Batches = Iterator[Any]
+
+
+class ReplayFeed(NamedTuple):
+    """One way. ``open`` gives a context in which batches of these rows come, in turn, for ever."""
+
+    name: str
+    open: Callable[[Storage, list[torch.Tensor], torch.device], Any]
+
+
+@contextmanager
+def _resident(
+    storage: Storage, indices: list[torch.Tensor], device: torch.device
+) -> Iterator[Batches]:
+    batches = [{k: v[index].to(device) for k, v in storage.items()} for index in indices]
+    yield cycle(batches)
+
+
+@contextmanager
+def _ours(storage: Storage, indices: list[torch.Tensor], device: torch.device) -> Iterator[Batches]:
+    rows = cycle(indices)
+    with tdcopier.prefetch(
+        lambda: tdcopier.start_gather(storage, next(rows), device), device, depth=DEPTH
+    ) as batches:
+        yield iter(batches)
+
+
+@contextmanager
+def _ours_in_loop(
+    storage: Storage, indices: list[torch.Tensor], device: torch.device
+) -> Iterator[Batches]:
+    """One batch ahead, begun by the learner's own thread."""
+
+    def batches() -> Batches:
+        rows = cycle(indices)
+        coming = tdcopier.start_gather(storage, next(rows), device)
+        while True:
+            batch = coming.wait()
+            coming = tdcopier.start_gather(storage, next(rows), device)
+            yield batch
+
+    yield batches()
+
+
+def _sample(storage: Storage, index: torch.Tensor) -> Storage:
+    return {name: leaf[index] for name, leaf in storage.items()}
+
+
+@contextmanager
+def _plain(
+    storage: Storage, indices: list[torch.Tensor], device: torch.device
+) -> Iterator[Batches]:
+    yield ({k: v.to(device) for k, v in _sample(storage, i).items()} for i in cycle(indices))
+
+
+@contextmanager
+def _pinned(
+    storage: Storage, indices: list[torch.Tensor], device: torch.device
+) -> Iterator[Batches]:
+    def move(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.pin_memory().to(device, non_blocking=True)
+
+    yield (map_tensors(_sample(storage, index), move) for index in cycle(indices))
+
+
+@contextmanager
+def _in_threads(
+    storage: Storage, indices: list[torch.Tensor], device: torch.device
+) -> Iterator[Batches]:
+    """As a buffer with ``prefetch=`` whose last transform is ``.to(device)``."""
+
+    def sample(index: torch.Tensor) -> Storage:
+        return {k: v.to(device) for k, v in _sample(storage, index).items()}
+
+    with ThreadPoolExecutor(DEPTH) as threads:
+
+        def batches() -> Batches:
+            rows = cycle(indices)
+            ahead = deque(threads.submit(sample, next(rows)) for _ in range(DEPTH))
+            while True:
+                batch = ahead.popleft().result()
+                ahead.append(threads.submit(sample, next(rows)))
+                yield batch
+
+        yield batches()
+
+
+class _PinnedBuffers:
+    """Batches in pinned memory, of which one is filled while the device reads another."""
+
+    def __init__(self, storage: Storage, rows: int, count: int) -> None:
+        self._buffers = [
+            {
+                k: torch.empty(rows, *v.shape[1:], dtype=v.dtype, pin_memory=True)
+                for k, v in storage.items()
+            }
+            for _ in range(count)
+        ]
+        self._read: list[torch.Event | None] = [None] * count
+        self._turn = 0
+
+    def send(self, storage: Storage, index: torch.Tensor, device: torch.device) -> Storage:
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        read = self._read[turn]
+        if read is not None:
+            read.synchronize()
+        buffers = self._buffers[turn]
+        for name, leaf in storage.items():
+            torch.index_select(leaf, 0, index, out=buffers[name])
+        moved = {name: buffer.to(device, non_blocking=True) for name, buffer in buffers.items()}
+        self._read[turn] = torch.accelerator.current_stream(device).record_event()
+        return moved
+
+
+@contextmanager
+def _by_hand(
+    storage: Storage, indices: list[torch.Tensor], device: torch.device
+) -> Iterator[Batches]:
+    buffers = _PinnedBuffers(storage, len(indices[0]), DEPTH + 1)
+    yield (buffers.send(storage, index, device) for index in cycle(indices))
+
+
+@contextmanager
+def _torchrl(
+    storage: Storage,
+    indices: list[torch.Tensor],
+    device: torch.device,
+    *,
+    in_threads: bool,
+) -> Iterator[Batches]:
+    """Rows are drawn by the buffer itself, at random."""
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+    rows = len(next(iter(storage.values())))
+    table = LazyTensorStorage(rows)
+    buffer = TensorDictReplayBuffer(
+        storage=table, batch_size=len(indices[0]), prefetch=DEPTH if in_threads else None
+    )
+    buffer.extend(TensorDict({k: v[:1] for k, v in storage.items()}, [1]))
+    # As if it had been filled: to write gigabytes once more would only take time.
+    table._storage = TensorDict(dict(storage), [rows])
+    table._len = rows
+    if in_threads:
+        buffer.append_transform(lambda batch: batch.to(device))
+        yield iter(buffer.sample, None)
+    else:
+        yield (buffer.sample().to(device) for _ in cycle([0]))
+
+
+def feeds() -> list[ReplayFeed]:
+    """Every way that can run here: what ratios are over, then ours, then the others."""
+    found = [
+        ReplayFeed(RESIDENT, _resident),
+        ReplayFeed(OURS, _ours),
+        ReplayFeed(f"{OURS}, without a thread of its own", _ours_in_loop),
+        ReplayFeed("leaf[index].to(device)", _plain),
+        ReplayFeed("leaf[index].to(device) in threads", _in_threads),
+        ReplayFeed("leaf[index].pin_memory(), non_blocking .to()", _pinned),
+        ReplayFeed(BY_HAND, _by_hand),
+    ]
+    try:
+        import torchrl.data  # noqa: F401
+    except ImportError:
+        return found
+    return [
+        *found,
+        ReplayFeed("torchrl, sample().to(device)", partial(_torchrl, in_threads=False)),
+        ReplayFeed("torchrl, transform .to(device), prefetch", partial(_torchrl, in_threads=True)),
+    ]

@@ -1,0 +1,148 @@
+"""The gather by itself: rows of a storage to pinned host memory, against ``index_select``."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import torch
+from copies import Progress, start_workers
+from copy_targets import at_least
+from directions import h2d, synchroniser
+from measure import Contender, collector_paused, compared, interleave
+from storages import REPLAYS, Storage, bytes_of_batch
+
+import tdcopier
+
+OURS_ALONE = "tdcopier, one thread"
+OURS = "tdcopier"
+THREADS = (1, 4)
+ROWS = 100_000
+ROWS_OF_SIM = 500
+BURST = 3
+INDICES = 64  # rows differ from call to call: those of the last one are in the caches
+WANTED = {"atari_32": 2.0, "atari_256": 2.0, "rgb": 2.0, "agents": 3.0}
+"""How many times faster than ``index_select`` on one thread."""
+
+
+def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
+    """The result of this benchmark, without the machine.
+
+    Args:
+        device: Whose pinned memory rows go to.
+        repeats: Calls with each contender.
+        progress: From a label to a wrapper of the rounds.
+        keep_gc: Leave Python's cyclic collector on while timing.
+
+    """
+    rows = ROWS if device.type == "cuda" else ROWS_OF_SIM
+    result: dict[str, Any] = {
+        "what": "Rows of a storage to pinned host memory",
+        "settings": {
+            "rows": f"{rows:,} in host memory",
+            "order": f"bursts of {BURST} calls, shuffled per round; other rows in each call",
+            "collector": "on" if keep_gc else "paused",
+        },
+        "gathers": {},
+    }
+    rounds = max(2, repeats // 10)
+    start_workers(h2d(device))
+    threads = torch.get_num_threads()
+    for name, replay in REPLAYS.items():
+        storage = replay.make(rows)
+        generator = torch.Generator().manual_seed(0)
+        indices = [
+            torch.randint(0, rows, (replay.batch,), generator=generator) for _ in range(INDICES)
+        ]
+        contenders = _contenders(storage, indices)
+        wrong = {each.name: _is_wrong(each, storage, indices) for each in contenders}
+        with collector_paused(not keep_gc):
+            times_us = interleave(
+                contenders,
+                [None],
+                synchroniser([device]),
+                rounds=rounds,
+                burst=BURST,
+                progress=progress(f"gather, {name}"),
+            )
+        result["gathers"][name] = {
+            "title": replay.title,
+            "leaves": len(storage),
+            "bytes": bytes_of_batch(storage, replay.batch),
+            "wrong": wrong,
+            **compared(times_us, OURS, BURST),
+        }
+        torch.set_num_threads(threads)
+        del storage, contenders
+        gc.collect()
+    return {**result, "targets": targets(result, speed=device.type != "sim")}
+
+
+def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
+    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    wrong = sum(sum(found["wrong"].values()) for found in result["gathers"].values())
+    found = [
+        {
+            "what": "gathers with another value than the storage's, all contenders",
+            "wanted": "0",
+            "found": wrong,
+            "hit": wrong == 0,
+        }
+    ]
+    if not speed:
+        return found
+    for name, gather in result["gathers"].items():
+        medians = {way: times["median_us"] for way, times in gather["contenders"].items()}
+        one = medians[_by_torch(1)]
+        if name in WANTED:
+            what = f"{name}, index_select on one thread over tdcopier"
+            found.append(at_least(what, one / medians[OURS], WANTED[name]))
+            found.append(at_least(f"{what} on one", one / medians[OURS_ALONE], 1.0))
+    return found
+
+
+def _by_torch(threads: int) -> str:
+    return f"index_select, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _contenders(storage: Storage, indices: list[torch.Tensor]) -> list[Contender]:
+    rows = len(indices[0])
+    pinned = {
+        name: torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, pin_memory=True)
+        for name, leaf in storage.items()
+    }
+
+    def by_torch(threads: int) -> Callable[[Any], Any]:
+        turn = cycle(indices)
+
+        def run(_: Any) -> Storage:
+            index = next(turn)
+            torch.set_num_threads(threads)
+            for name, leaf in storage.items():
+                torch.index_select(leaf, 0, index, out=pinned[name])
+            return pinned
+
+        return run
+
+    def ours(use_background_thread: bool) -> Callable[[Any], Any]:
+        turn = cycle(indices)
+        return lambda _: tdcopier.start_gather(
+            storage, next(turn), "cpu", use_background_thread=use_background_thread
+        ).get()
+
+    return [
+        Contender(OURS, ours(True)),
+        Contender(OURS_ALONE, ours(False)),
+        *(Contender(_by_torch(threads), by_torch(threads)) for threads in THREADS),
+    ]
+
+
+def _is_wrong(contender: Contender, storage: Storage, indices: list[torch.Tensor]) -> bool:
+    """Of one full turn, so that the next one begins with the first rows again."""
+    wrong = False
+    for index in indices:
+        got = contender.run(None)
+        wrong |= any(not torch.equal(got[name], leaf[index]) for name, leaf in storage.items())
+    return wrong

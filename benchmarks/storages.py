@@ -1,0 +1,76 @@
+"""Replay storages by name: host tensors with as many rows as a real buffer has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+Storage = dict[str, torch.Tensor]
+ROW = "row"
+"""The leaf that says which row it is: what arrives is held against the index."""
+_TILE = 2048  # rows of random values, repeated: to draw gigabytes would take minutes
+
+
+class Replay(NamedTuple):
+    """A storage, and how many rows of it make a batch."""
+
+    title: str
+    make: Callable[[int], Storage]
+    """From a number of rows."""
+    batch: int
+
+
+def _frames(rows: int, *shape: int) -> torch.Tensor:
+    tile = torch.randint(0, 256, (min(rows, _TILE), *shape), dtype=torch.uint8)
+    table = torch.empty(rows, *shape, dtype=torch.uint8)
+    for first in range(0, rows, len(tile)):
+        part = table[first : first + len(tile)]
+        part.copy_(tile[: len(part)])
+    return table
+
+
+def _scalars(rows: int) -> Storage:
+    return {
+        "action": torch.randint(0, 18, (rows,)),
+        "reward": torch.randn(rows),
+        "done": torch.rand(rows) > 0.99,
+        ROW: torch.arange(rows),
+    }
+
+
+def _atari(rows: int) -> Storage:
+    shape = (4, 84, 84)
+    return {"observation": _frames(rows, *shape), "next": _frames(rows, *shape), **_scalars(rows)}
+
+
+def _sac(rows: int) -> Storage:
+    """18 leaves as half-cheetah's, of which 256 rows are 54 KB."""
+    widths = [17, 17, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    floats = {f"{i}": torch.randn(rows, width) for i, width in enumerate(widths)}
+    return {**floats, "done": torch.rand(rows, 1) > 0.99, ROW: torch.arange(rows)}
+
+
+def _rgb(rows: int) -> Storage:
+    shape = (9, 64, 64)
+    return {"pixels": _frames(rows, *shape), "next": _frames(rows, *shape), **_scalars(rows)}
+
+
+def _agents(rows: int) -> Storage:
+    """Of 100 agents an observation and an action."""
+    leaves = {f"{i}": torch.randn(rows, 8) for i in range(199)}
+    return {**leaves, ROW: torch.arange(rows)}
+
+
+REPLAYS = {
+    "atari_32": Replay("Atari frames, 32 rows", _atari, 32),
+    "atari_256": Replay("Atari frames, 256 rows", _atari, 256),
+    "sac": Replay("SAC, 256 rows", _sac, 256),
+    "rgb": Replay("RGB frames, 512 rows", _rgb, 512),
+    "agents": Replay("100 agents, 256 rows", _agents, 256),
+}
+
+
+def bytes_of_batch(storage: Storage, rows: int) -> int:
+    return sum(leaf[:1].nbytes * rows for leaf in storage.values())
