@@ -33,6 +33,8 @@ Device: TypeAlias = "str | torch.device | int"
 
 _STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
 _GATHER_VARIABLE = "TDCOPIER_GATHER"
+_WORKERS_VARIABLE = "TDCOPIER_WORKERS"
+_MOST_WORKERS = 256
 _LARGEST_ALIGNMENT_BYTES = 1 << 30
 _LARGEST_CHUNK_BYTES = 1 << 62
 
@@ -334,6 +336,15 @@ def _limit_from_environment() -> None:
         raise ValueError(f"{_STAGING_LIMIT_VARIABLE}={text!r}: {error}") from None
 
 
+def _workers_from_environment() -> None:
+    text = os.environ.get(_WORKERS_VARIABLE)
+    if text is None:
+        return
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_WORKERS:
+        raise ValueError(f"{_WORKERS_VARIABLE}={text!r}: give a number from 1 to {_MOST_WORKERS}")
+    _C.set_most_workers(int(text))
+
+
 def _gather_from_environment() -> None:
     text = os.environ.get(_GATHER_VARIABLE, "kernel")
     if text not in ("kernel", "portable"):
@@ -344,4 +355,5 @@ def _gather_from_environment() -> None:
 _CHECKING = checking_from_environment()
 _limit_from_environment()
 _gather_from_environment()
+_workers_from_environment()
 atexit.register(_C.shut_down)

@@ -63,6 +63,7 @@ void gather_large(const std::byte* table, RowLayout layout, std::span<const int6
                   size_t first, size_t last, std::byte* to) {
   for (size_t i = first; i < last;) {
     const size_t count = adjoining(layout, rows, i, last);
+    if (i + count < last) fetch(row_at(table, layout, rows[i + count]), layout.row_bytes);
     copy_streaming(to + (i - first) * layout.row_bytes, row_at(table, layout, rows[i]),
                    count * layout.row_bytes);
     i += count;

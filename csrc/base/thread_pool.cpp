@@ -4,12 +4,18 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <system_error>
 #include <utility>
 
 #include "base/processors.h"
 
 namespace tdcopier {
+namespace {
+
+std::atomic<size_t> g_most_workers = kMostWorkers;
+
+}  // namespace
 
 ThreadPool::ThreadPool(size_t workers, const std::string& name) {
   const size_t wanted = std::max<size_t>(workers, 1);
@@ -98,7 +104,11 @@ void ThreadPool::work() {
 }
 
 size_t default_worker_count() {
-  return std::min(usable_processors(), kMostWorkers);
+  return std::min(usable_processors(), g_most_workers.load());
+}
+
+void set_most_workers(size_t workers) {
+  g_most_workers = workers;
 }
 
 }  // namespace tdcopier

@@ -3,16 +3,15 @@
 
 #include <utility>
 
-#include "engine/host_into_host_job.h"
-
 namespace tdcopier {
 
 HostRowsJob::HostRowsJob(LeafTable leaves, std::shared_ptr<const PackPlan> plan,
-                         c10::Allocator* allocator, std::shared_ptr<SourceHold> sources)
+                         c10::Allocator* allocator, WindowBytes window_bytes,
+                         std::shared_ptr<SourceHold> sources)
     : CopyJob(Accelerator::of(c10::Device(c10::kCPU)), c10::Device(c10::kCPU), std::move(leaves),
               std::move(plan), std::move(sources)),
       allocator_(allocator),
-      windows_(cut_windows(plan_, leaves_, WindowBytes::all(kHostWindowBytes))) {}
+      windows_(cut_windows(plan_, leaves_, window_bytes)) {}
 
 void HostRowsJob::allocate_chunks() {
   chunks_.reserve(plan_.chunks.size());

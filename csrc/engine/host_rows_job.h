@@ -14,7 +14,7 @@ class HostRowsJob final : public CopyJob {
  public:
   // `allocator` is for host memory.
   HostRowsJob(LeafTable leaves, std::shared_ptr<const PackPlan> plan, c10::Allocator* allocator,
-              std::shared_ptr<SourceHold> sources);
+              WindowBytes window_bytes, std::shared_ptr<SourceHold> sources);
 
  private:
   void allocate_chunks() override;

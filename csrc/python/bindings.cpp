@@ -266,6 +266,7 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
   m.attr("MAX_STRAIGHT_BYTES") = tdcopier::kMaxStraightBytes;
   m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);
   m.def("default_worker_count", &tdcopier::default_worker_count);
+  m.def("set_most_workers", &tdcopier::set_most_workers);
   m.def("time_steps", &tdcopier::time_steps);
   m.def("are_steps_timed", &tdcopier::are_steps_timed);
   // Notices what has ended since the last copy, so that the next one does not.

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "engine/device_source_job.h"
+#include "engine/host_into_host_job.h"
 #include "engine/host_rows_job.h"
 #include "engine/host_source_job.h"
 #include "python/array_leaf.h"
@@ -30,6 +31,13 @@ namespace tdcopier {
 namespace {
 
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
+
+// Small enough that every worker has one.
+WindowBytes rows_window_bytes(const PackPlan& plan) {
+  constexpr uint64_t kLeastBytes = 64 * 1024;
+  const uint64_t share = plan.total_bytes / workers().workers() / 4096 * 4096;
+  return WindowBytes::all(std::clamp(share, kLeastBytes, kHostWindowBytes));
+}
 
 // Pinned, where there is a device that could read it.
 c10::Allocator* host_allocator(bool pinned) {
@@ -68,8 +76,9 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
   std::shared_ptr<CopyJob> job;
   if (source.is_cpu() && target.is_cpu()) {
     may_block = group.mapped.wait_for_disk();
+    const WindowBytes window_bytes = rows_window_bytes(*plan);
     job = std::make_shared<HostRowsJob>(std::move(group.leaves), std::move(plan),
-                                        host_allocator(options.use_pinned_staging),
+                                        host_allocator(options.use_pinned_staging), window_bytes,
                                         std::move(group.sources));
   } else if (source.is_cpu()) {
     Accelerator& accelerator = Accelerator::of(target);
