@@ -37,6 +37,7 @@ endif
 demo: build
 	$(RUN) $(PY) tutorials/01_first_copy.py
 	$(RUN) $(PY) tutorials/02_tensordict.py
+	$(RUN) $(PY) tutorials/06_replay_pipeline.py --short
 
 test: test-cpp test-py
 

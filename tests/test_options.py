@@ -109,6 +109,24 @@ def test_options_are_keyword_only_with_the_documented_defaults():
     assert [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["data", "device"]
 
 
+@pytest.mark.parametrize("wrong", ["0", "-1", "many", "257", ""])
+def test_a_wrong_number_of_workers_is_an_error_of_the_import(wrong):
+    code = """
+    try:
+        import tdcopier
+    except ValueError as error:
+        print(error)
+    """
+    told = run_python(code, TDCOPIER_WORKERS=wrong)
+    assert told.strip() == f"TDCOPIER_WORKERS={wrong!r}: give a number from 1 to 256"
+
+
+def test_the_number_of_workers_is_bounded_as_asked():
+    code = "from tdcopier import _C; print(_C.wake_workers())"
+    one = run_python(code, TDCOPIER_WORKERS="1")
+    assert int(one) == 2  # and the reclaimer
+
+
 def test_an_unknown_way_to_gather_is_an_error_of_the_import():
     code = """
     try:
