@@ -44,11 +44,12 @@ test: test-cpp test-py
 test-py: build broken-engines
 	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
 
-# The same with the oldest tensordict that is supported, in front of the one that is installed.
+# The same with the oldest tensordict that is supported, in front of the one that is installed, and
+# with the torchrl that goes with it.
 OLDEST := $(CURDIR)/build/oldest
 test-oldest: build broken-engines
-	@test -d $(OLDEST)/tensordict || \
-	  $(PY) -m pip install -q --no-deps --target $(OLDEST) 'tensordict>=0.14,<0.15'
+	@test -d $(OLDEST)/torchrl || \
+	  $(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) 'tensordict>=0.14,<0.15' 'torchrl>=0.14,<0.15'
 	export TDCOPIER_TEST_TENSORDICT=0.14 TDCOPIER_TEST_DEVICE=sim \
 	  PYTHONPATH="$(OLDEST)$${PYTHONPATH:+:$$PYTHONPATH}"; $(PYTEST)
 
