@@ -1,0 +1,12 @@
+"""For torchrl: replay buffers whose batches reach the device packed. Imports torchrl."""
+
+from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
+from tdcopier.torchrl._storage import PackedLazyMemmapStorage, PackedLazyTensorStorage
+from tdcopier.torchrl._to_device import ToDevice
+
+__all__ = [
+    "PackedLazyMemmapStorage",
+    "PackedLazyTensorStorage",
+    "PackedTensorDictReplayBuffer",
+    "ToDevice",
+]

@@ -1,0 +1,94 @@
+"""What a buffer, its storage and its transforms know of the sample that one thread draws."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import SampleUnit
+
+
+class Sampling:
+    """One sample on its way through a `PackedTensorDictReplayBuffer`.
+
+    Thread: used by the one that draws the sample.
+    """
+
+    def __init__(self) -> None:
+        self.info: dict[Any, Any] | None = None
+        """torchrl's own, once the sampler has chosen the rows; its index comes a little later."""
+        self.moved: dict[Any, torch.Tensor] | None = None
+        """The tensors of `info`, on the last device that they were sent to."""
+        self.is_read = False
+        """Whether the rows that the sampler has chosen have been read."""
+        self.devices: set[torch.device] = set()
+        """Where something was sent to, ordered on the current streams of this thread."""
+
+    def tensors(self) -> dict[Any, torch.Tensor]:
+        """Those of `info`, as they are to stand in the batch, wherever they are now."""
+        if self.moved is not None:
+            return self.moved
+        return {key: _as_tensor(key, value) for key, value in (self.info or {}).items()}
+
+
+def _as_tensor(key: Any, value: Any) -> torch.Tensor:
+    if key == "index" and isinstance(value, tuple):  # a tensor for each dimension of the storage
+        return torch.stack(value, -1)
+    return torch.as_tensor(value)
+
+
+class _Current(threading.local):
+    sampling: Sampling | None = None
+
+
+_current = _Current()
+
+
+def current_sampling() -> Sampling | None:
+    """The sample that this thread draws for a `PackedTensorDictReplayBuffer`, if it does."""
+    return _current.sampling
+
+
+@contextmanager
+def sampling() -> Iterator[Sampling]:
+    """This thread draws a sample."""
+    before = _current.sampling
+    _current.sampling = now = Sampling()
+    try:
+        yield now
+    finally:
+        _current.sampling = before
+
+
+class NotingUnit(SampleUnit):  # type: ignore[misc]
+    """The buffer's sample unit, which also notes the info of the sample that is drawn.
+
+    It passes for the unit that it wraps, since buffers ask for its class.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        """`unit` is a SampleUnit or None, for the rows that the sampler chooses."""
+        self._unit = unit
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return NotingUnit if self._unit is None else type(self._unit)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotingUnit, (self._unit,)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_unit":
+            raise AttributeError(name)
+        return getattr(self._unit, name)
+
+    def expand(self, index: Any, info: dict[Any, Any], storage: Any) -> tuple[Any, dict[Any, Any]]:
+        if self._unit is not None:
+            index, info = self._unit.expand(index, info, storage)
+        now = current_sampling()
+        if now is not None:
+            now.info = info
+        return index, info

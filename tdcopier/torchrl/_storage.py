@@ -1,0 +1,230 @@
+"""Storages that gather the rows of a batch straight into the memory that is sent."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
+
+from tdcopier import _copy
+from tdcopier._copy import Device
+from tdcopier._gather import start_gather
+from tdcopier.torchrl._sampling import current_sampling
+from tdcopier.torchrl._to_device import with_index
+
+
+class _Packed(TensorStorage):  # type: ignore[misc]
+    """The reading of both storages. What they store, and how, is torchrl's."""
+
+    def __init__(
+        self, max_size: int, *, sample_device: Device | None = None, **options: Any
+    ) -> None:
+        """Args:
+            max_size: rows.
+            sample_device: gather samples straight to this device; needs a
+                `PackedTensorDictReplayBuffer`. Rows that are read otherwise stay on the host.
+            **options: torchrl's.
+
+        Raises:
+            ValueError: `compilable=True`, since no compiler can look into the gather.
+        """
+        if options.get("compilable"):
+            raise ValueError(
+                f"{type(self).__name__} cannot be compilable: use torchrl's storage and ToDevice"
+            )
+        self.sample_device = None if sample_device is None else with_index(sample_device)
+        self._last = _LastRead()
+        self._writes = 0
+        super().__init__(max_size, **options)
+
+    def attach(self, buffer: Any) -> None:
+        """Called by the buffer that uses the storage.
+
+        Raises:
+            TypeError: `sample_device` is set, and the buffer cannot take samples on a device.
+        """
+        wanted = self.sample_device is not None and isinstance(buffer, ReplayBuffer)
+        if wanted and not takes_samples_on_a_device(buffer):
+            raise TypeError(
+                f"sample_device={str(self.sample_device)!r} needs a PackedTensorDictReplayBuffer; "
+                f"in a {type(buffer).__name__}, leave it out and append ToDevice"
+            )
+        super().attach(buffer)
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """As torchrl's."""
+        self._writes += 1
+        super().set(cursor, data, set_cursor=set_cursor)
+
+    def __getitem__(self, index: Any) -> Any:
+        """As `get`, and on the host."""
+        rows = self._read(index)
+        self._last.keep(index, rows, self._writes)  # a sampler of slices does so, then the buffer
+        return rows
+
+    def get(self, index: Any) -> Any:
+        """Rows, as torchrl's storage gives them.
+
+        Integers in tensors, arrays, lists and pairs of them are gathered into memory of the
+        result's own, which is pinned where there is a device. Views (a slice, one row), masks and
+        keys are torchrl's.
+        """
+        now = current_sampling()
+        rows = self._last.take(index, self._writes)
+        if self.sample_device is None or now is None or now.info is None or now.is_read:
+            return self._read(index) if rows is None else rows
+        now.is_read = True
+        now.devices.add(self.sample_device)
+        numbers = self._row_numbers(index) if rows is None else None
+        if numbers is not None:
+            handle = start_gather(self._rows(), numbers, self.sample_device)
+            handle.wait_gathered()  # within the buffer's lock; the transfer is outside
+            return handle.wait()
+        if rows is None:
+            rows = super().get(index)
+        rows, now.moved = _copy.start_copy((rows, now.tensors()), self.sample_device).wait()
+        return rows
+
+    def _read(self, index: Any) -> Any:
+        numbers = self._row_numbers(index)
+        if numbers is None:
+            return super().get(index)
+        rows = start_gather(self._rows(), numbers, "cpu").get()
+        if is_tensor_collection(rows) and self._rows().device is None:
+            rows.clear_device_()
+        return rows
+
+    def _rows(self) -> Any:
+        """All that can be stored, in use or not."""
+        return self._storage
+
+    def _row_numbers(self, index: Any) -> Any:
+        """The index, not negative, of rows that are in use; None where torchrl is to read."""
+        initialized: bool = self.initialized
+        if not initialized or not _is_on_the_host(self) or not _is_plain(self._rows()):
+            return None
+        in_use: torch.Size = self.shape
+        parts = index if isinstance(index, tuple) else (index,)
+        if not 1 <= len(parts) <= min(2, len(in_use)):
+            return None
+        found = [_wrapped(part, size) for part, size in zip(parts, in_use, strict=False)]
+        if any(part is None for part in found):
+            return None
+        return tuple(found) if len(found) > 1 else found[0]
+
+
+class PackedLazyTensorStorage(_Packed, LazyTensorStorage):  # type: ignore[misc]
+    """torchrl's `LazyTensorStorage`, whose samples native threads gather into packed memory.
+
+    The rows are the same, and lie on the host in pinned memory that `ToDevice` sends as it is, or,
+    with `sample_device`, go straight to that device.
+    """
+
+
+class PackedLazyMemmapStorage(_Packed, LazyMemmapStorage):  # type: ignore[misc]
+    """torchrl's `LazyMemmapStorage`, read where it lies; else as `PackedLazyTensorStorage`."""
+
+
+def takes_samples_on_a_device(buffer: Any) -> bool:
+    """Whether it is a buffer that orders the stream of whoever calls `sample`."""
+    from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
+
+    return isinstance(buffer, PackedTensorDictReplayBuffer)
+
+
+def _is_on_the_host(storage: Any) -> bool:
+    device = storage.device
+    return isinstance(device, torch.device) and device.type == "cpu"
+
+
+def _is_plain(rows: Any) -> bool:
+    """Whether the engine takes it apart as torchrl does."""
+    if isinstance(rows, torch.Tensor) or is_tensor_collection(rows):
+        return True
+    if type(rows) in (dict, OrderedDict):
+        return all(map(_is_plain, rows.values()))
+    return type(rows) in (list, tuple) and all(map(_is_plain, rows))
+
+
+def _wrapped(part: Any, size: int) -> torch.Tensor | None:
+    """Numbers of rows of which `size` are in use, not negative; None if it is nothing such."""
+    if isinstance(part, (list, range)):
+        if not all(type(number) is int for number in part):
+            return None
+        part = torch.tensor(list(part), dtype=torch.int64)
+    elif isinstance(part, np.ndarray) and part.dtype in (np.int64, np.int32):
+        part = torch.from_numpy(part.copy())
+    if not isinstance(part, torch.Tensor) or part.dtype not in (torch.int64, torch.int32):
+        return None
+    if part.dim() == 0 or part.device.type != "cpu":
+        return None
+    if part.numel() == 0:
+        return part
+    low, high = (int(bound) for bound in part.aminmax())
+    if low < -size or high >= size:
+        return None  # torchrl says what is wrong
+    return part if low >= 0 else torch.where(part < 0, part + size, part)
+
+
+class _Read(NamedTuple):
+    asked: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+    rows: Any
+    writes: int
+
+
+class _LastRead:
+    """The rows that this thread has read last by a tuple of tensors, for whoever reads next.
+
+    A sampler of slices reads the rows it has chosen, looks at a few leaves, and drops the rest,
+    which the buffer then reads. The rows are given away once: only if nobody else holds them, for
+    the same tensors with the same values, and if the storage was not written to meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _LastRead, ()
+
+    def keep(self, index: Any, rows: Any, writes: int) -> None:
+        self._local.read = None
+        is_tuple = isinstance(index, tuple) and all(isinstance(p, torch.Tensor) for p in index)
+        if is_tuple and is_tensor_collection(rows):
+            self._local.read = _Read(index, _versions(index), rows, writes)
+
+    def take(self, index: Any, writes: int) -> Any:
+        read: _Read | None = getattr(self._local, "read", None)
+        self._local.read = None
+        if read is None or not isinstance(index, tuple) or len(index) != len(read.asked):
+            return None
+        if any(a is not b for a, b in zip(index, read.asked, strict=True)):
+            return None
+        is_old = read.writes != writes or _versions(index) != read.versions
+        if is_old or sys.getrefcount(read.rows) > _NOBODY_ELSE:
+            return None
+        for key in _shared_keys(read.rows):  # what the sampler gives as info stays as it is
+            read.rows.set(key, read.rows.get(key).clone())
+        return read.rows
+
+
+_NOBODY_ELSE = 2  # the tuple has one reference, and the question another
+
+
+def _shared_keys(rows: Any) -> list[Any]:
+    """Those of the leaves that somebody else holds too."""
+    leaves = list(rows.items(include_nested=True, leaves_only=True))
+    return [key for key, leaf in leaves if sys.getrefcount(leaf) > _ONLY_THE_ROWS]
+
+
+_ONLY_THE_ROWS = 4  # its entry, the list's pair, the variable, and the question
+
+
+def _versions(index: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    return tuple(part._version for part in index)

@@ -1,0 +1,89 @@
+"""The transform that moves a sampled batch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torchrl.envs import EnvBase
+from torchrl.envs.transforms import Transform
+from typing_extensions import Unpack
+
+from tdcopier import _copy
+from tdcopier._copy import CopyOptions, Device
+from tdcopier.torchrl._sampling import current_sampling
+
+
+class ToDevice(Transform):  # type: ignore[misc]
+    """Moves what a replay buffer samples to a device, packed; what is stored stays where it is.
+
+    In place of `buffer.append_transform(lambda td: td.to(device))`. The batch is what `td.to`
+    gives; data that are no TensorDicts are moved as by `start_copy`. It pickles and copies.
+
+    **Order.** In the main thread the host does not wait: the batch is ordered on the current
+    stream, as by `AsyncCopyHandle.wait`. In any other thread, such as those of `prefetch=`, nobody
+    knows the consumer's stream, so the transform returns when the batch has arrived, as by `get`.
+    Every stream may then read it; but a consumer on a stream other than the default one must call
+    `record_stream` on what it drops while it still reads it. In a `PackedTensorDictReplayBuffer`
+    no thread waits, and `sample` orders the stream of its caller and records it.
+    """
+
+    def __init__(self, device: Device, **options: Unpack[CopyOptions]) -> None:
+        """Args:
+            device: the target. "cuda" is the device that is current at this call, not in the thread
+                that samples.
+            **options: those of `start_copy`.
+
+        Raises:
+            TypeError, ValueError: as `start_copy`.
+        """
+        super().__init__()
+        self.device = with_index(device)
+        self.options: CopyOptions = options
+        _copy.start_copy((), self.device, **options)  # which checks them
+
+    def forward(self, tensordict: Any) -> Any:
+        """The batch on the device."""
+        now = current_sampling()
+        if now is not None and now.info is not None:
+            both = _copy.start_copy((tensordict, now.tensors()), self.device, **self.options)
+            batch, now.moved = both.wait()
+            now.devices.add(self.device)
+            return batch
+        handle = _copy.start_copy(tensordict, self.device, **self.options)
+        is_main = threading.current_thread() is threading.main_thread()
+        return handle.wait() if is_main else handle.get()
+
+    def set_container(self, container: Any) -> None:
+        """Refuses environments: their specs would have to move too.
+
+        Raises:
+            TypeError: the transform would be one of an environment.
+        """
+        outermost = container.container if isinstance(container, Transform) else container
+        if isinstance(outermost, EnvBase):
+            raise TypeError(
+                "ToDevice is a transform of replay buffers, not of environments: there, use "
+                "torchrl's DeviceCastTransform"
+            )
+        super().set_container(container)
+
+    def extra_repr(self) -> str:
+        return ", ".join([str(self.device), *(f"{k}={v}" for k, v in self.options.items())])
+
+    def __repr__(self) -> str:
+        return f"ToDevice({self.extra_repr()})"
+
+
+def with_index(device: Device) -> torch.device:
+    """The device, with the index that is current where none was given.
+
+    Raises:
+        TypeError, ValueError: no such device.
+    """
+    _copy.start_copy((), device)
+    target = torch.device(device)
+    if ":" in str(target) or target.type in ("cpu", "meta"):
+        return target
+    return torch.device(target.type, torch.get_device_module(target).current_device())
