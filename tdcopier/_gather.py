@@ -90,10 +90,16 @@ def start_gather(
     )
 
 
+class Whole(Mover):
+    """A tensor in a storage that goes with the rows, in their chunk, as it is."""
+
+
 def _readers(rows: RowIndex) -> tuple[Any, Any, Any]:
     """What the walk does with leaves and collections that are not the engine's."""
 
     def read(leaf: Any) -> Any:
+        if isinstance(leaf, Whole):
+            return leaf.value
         if isinstance(leaf, Mover):
             return leaf
         read: Any = leaf[rows.key]

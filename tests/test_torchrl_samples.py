@@ -10,8 +10,8 @@ from tensordict_same import assert_same_tensordict
 
 pytest.importorskip("torchrl")
 
-from torchrl.data.replay_buffers import Sequence  # noqa: E402
-from torchrl_support import (  # noqa: E402
+from torchrl.data.replay_buffers import Sequence
+from torchrl_support import (
     BATCH,
     ONE_DIMENSION,
     ROWS,
@@ -57,3 +57,17 @@ def test_two_threads_draw_whole_rows(device, sampler, ndim, way, storage):
         rows = theirs.storage[tuple(index.unbind(-1)) if ndim == 2 else index.flatten()]
         for key in ("pixels", "observation", "episode", ("next", "reward")):
             assert torch.equal(got[key], rows[key]), key
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("boundary", ["pad", "stop"])
+def test_a_sample_unit_is_kept(device, way, boundary, prefetch):
+    unit = Sequence(length=3, burn_in=1, bootstrap=1, episode_boundary=boundary)
+    options: dict[str, Any] = {"sample_unit": unit, "prefetch": prefetch}
+    pair = two_buffers(device, way, "tensor", SAMPLERS["random"], **options)
+    fill(pair, 44)
+    for _ in range(3):
+        expected, got = (buffer.sample() for buffer in pair)
+        assert got.batch_size == (BATCH * 5,)
+        assert_same_tensordict(got, expected)

@@ -1,4 +1,4 @@
-"""What the tests with torchrl share: samplers, data, and pairs of buffers that must sample alike."""
+"""What the tests with torchrl share: samplers, data, and pairs of buffers that sample alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAPACITY, BATCH, COLUMNS, EPISODE = 60, 12, 3, 10
 
 
 class WeightedSampler(Sampler):
-    """Rows by weight, with weights of importance in the info, as a prioritized sampler gives them."""
+    """Rows by weight, with weights of importance in the info, as of a prioritized sampler."""
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
         rows = torch.Size(storage.shape)

@@ -14,7 +14,7 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Ten
 
 from tdcopier import _copy
 from tdcopier._copy import Device
-from tdcopier._gather import start_gather
+from tdcopier._gather import Whole, start_gather
 from tdcopier.torchrl._sampling import current_sampling
 from tdcopier.torchrl._to_device import with_index
 
@@ -83,9 +83,11 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         now.devices.add(self.sample_device)
         numbers = self._row_numbers(index) if rows is None else None
         if numbers is not None:
-            handle = start_gather(self._rows(), numbers, self.sample_device)
+            beside = {key: Whole(tensor) for key, tensor in now.tensors().items()}
+            handle = start_gather((self._rows(), beside), numbers, self.sample_device)
             handle.wait_gathered()  # within the buffer's lock; the transfer is outside
-            return handle.wait()
+            rows, now.moved = handle.wait()
+            return rows
         if rows is None:
             rows = super().get(index)
         rows, now.moved = _copy.start_copy((rows, now.tensors()), self.sample_device).wait()
