@@ -282,7 +282,7 @@ def test_rows_are_whole_while_another_thread_extends(device, classes, way, prefe
         buffer.append_transform(ToDevice(device))
 
     def rows(number: int) -> TensorDict:
-        leaves = {f"{i}": torch.full((64, 50), float(number)) for i in range(8)}
+        leaves = {f"{i}": torch.full((64, 100), float(number)) for i in range(8)}
         return TensorDict(leaves, [64])
 
     buffer.extend(rows(0))
@@ -304,7 +304,7 @@ def test_rows_are_whole_while_another_thread_extends(device, classes, way, prefe
             batch = buffer.sample().to("cpu")
             first = batch["0"][:, :1]
             for i in range(8):
-                assert torch.equal(batch[f"{i}"], first.expand(200, 50)), i
+                assert torch.equal(batch[f"{i}"], first.expand(200, 100)), i
     finally:
         stop.set()
         thread.join(30)

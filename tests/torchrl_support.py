@@ -37,7 +37,11 @@ class WeightedSampler(Sampler):
         rows = torch.Size(storage.shape)
         weights = torch.arange(1.0, rows.numel() + 1)
         flat = torch.multinomial(weights, batch_size, replacement=True, generator=self._rng)
-        info = {"priority_weight": (1 / weights[flat]).numpy(), "flat": flat}
+        info = {
+            "priority_weight": (1 / weights[flat]).numpy(),
+            "flat": flat,
+            "beta": torch.tensor(0.4),  # one for all rows
+        }
         if storage.ndim == 1:
             return flat, info
         return torch.unravel_index(flat, rows), info

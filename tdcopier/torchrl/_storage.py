@@ -85,8 +85,7 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         if numbers is not None:
             beside = {key: Whole(tensor) for key, tensor in now.tensors().items()}
             handle = start_gather((self._rows(), beside), numbers, self.sample_device)
-            handle.wait_gathered()  # within the buffer's lock; the transfer is outside
-            rows, now.moved = handle.wait()
+            rows, now.moved = handle.wait()  # they have been read; the transfer is under way
             return rows
         if rows is None:
             rows = super().get(index)
