@@ -49,7 +49,7 @@ test-py: build broken-engines
 OLDEST := $(CURDIR)/build/oldest
 test-oldest: build broken-engines
 	@test -d $(OLDEST)/torchrl || \
-	  $(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) 'tensordict>=0.14,<0.15' 'torchrl>=0.14,<0.15'
+	  $(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) 'tensordict>=0.14.3,<0.15' 'torchrl>=0.14.1,<0.15'
 	export TDCOPIER_TEST_TENSORDICT=0.14 TDCOPIER_TEST_DEVICE=sim \
 	  PYTHONPATH="$(OLDEST)$${PYTHONPATH:+:$$PYTHONPATH}"; $(PYTEST)
 
