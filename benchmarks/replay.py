@@ -232,5 +232,5 @@ def _one(
 ) -> tuple[float, float, int]:
     with way.open(storage, indices, device) as batches:
         step, waited, seen, last = block(batches, work, device)
-        drawn = way.name.startswith("torchrl")
+        drawn = "torchrl" in way.name
         return step, waited, count_wrong(storage, indices, seen, last, drawn=drawn)

@@ -150,21 +150,29 @@ def _torchrl(
     device: torch.device,
     *,
     in_threads: bool,
+    packed: bool = False,
 ) -> Iterator[Batches]:
     """Rows are drawn by the buffer itself, at random."""
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
     rows = len(next(iter(storage.values())))
-    table = LazyTensorStorage(rows)
-    buffer = TensorDictReplayBuffer(
-        storage=table, batch_size=len(indices[0]), prefetch=DEPTH if in_threads else None
-    )
+    batch, prefetch = len(indices[0]), DEPTH if in_threads else None
+    if packed:
+        from tdcopier.torchrl import PackedLazyTensorStorage, PackedTensorDictReplayBuffer
+
+        table = PackedLazyTensorStorage(rows, sample_device=device)
+        buffer = PackedTensorDictReplayBuffer(storage=table, batch_size=batch, prefetch=prefetch)
+    else:
+        table = LazyTensorStorage(rows)
+        buffer = TensorDictReplayBuffer(storage=table, batch_size=batch, prefetch=prefetch)
     buffer.extend(TensorDict({k: v[:1] for k, v in storage.items()}, [1]))
     # As if it had been filled: to write gigabytes once more would only take time.
     table._storage = TensorDict(dict(storage), [rows])
     table._len = rows
-    if in_threads:
+    if packed:
+        yield iter(buffer.sample, None)
+    elif in_threads:
         buffer.append_transform(lambda batch: batch.to(device))
         yield iter(buffer.sample, None)
     else:
@@ -188,6 +196,10 @@ def feeds() -> list[ReplayFeed]:
         return found
     return [
         *found,
+        ReplayFeed(
+            f"{OURS}'s storage and buffer in torchrl, prefetch",
+            partial(_torchrl, in_threads=True, packed=True),
+        ),
         ReplayFeed("torchrl, sample().to(device)", partial(_torchrl, in_threads=False)),
         ReplayFeed("torchrl, transform .to(device), prefetch", partial(_torchrl, in_threads=True)),
     ]
