@@ -42,9 +42,7 @@ def row_index(index: Any, storage: Any) -> RowIndex:
     if isinstance(index, slice):
         _check_step(index)
         size = lead_sizes(storage, 1)[0]
-        first, last, step = index.indices(size)
-        numbers = torch.arange(first, max(first, last), step)
-        return RowIndex(numbers, 1, True, (size,), index, True)
+        return RowIndex(_numbers_of_slice(index, size), 1, True, (size,), index, True)
     part = _as_part(index)
     if isinstance(part, int):
         return RowIndex(torch.tensor(part), 1, False, (), part, True)
@@ -84,23 +82,38 @@ def _of_pair(index: tuple[Any, ...], storage: Any) -> RowIndex:
                 f"{tuple(each.shape)}"
             )
     sizes = lead_sizes(storage, 2)
-    rows, columns = key
     is_view = not any(isinstance(each, torch.Tensor) for each in key)
-    if _are_numbers(rows, columns):
-        wrapped = [
-            _wrap(torch.as_tensor(each), size) for each, size in zip(key, sizes, strict=True)
-        ]
-        numbers = (wrapped[0] * sizes[1] + wrapped[1]).contiguous()
-    else:
-        numbers = torch.arange(sizes[0] * sizes[1]).view(sizes)[key].contiguous()
+    rows, columns = (_numbers_of(each, size) for each, size in zip(key, sizes, strict=True))
+    if any(isinstance(each, slice) for each in key):  # every row with every column
+        rows = rows.reshape(*rows.shape, *[1] * columns.dim())
+    try:
+        numbers = (rows * sizes[1] + columns).contiguous()
+    except RuntimeError:
+        raise IndexError(
+            f"the two of a pair of indices pick {list(rows.shape)} and {list(columns.shape)}, "
+            "which cannot be broadcast together"
+        ) from None
     return RowIndex(numbers, 2, True, sizes, key, is_view)
 
 
-def _are_numbers(*parts: Any) -> bool:
-    return all(
-        isinstance(part, int) or (isinstance(part, torch.Tensor) and part.dtype != torch.bool)
-        for part in parts
-    )
+def _numbers_of(part: Any, size: int) -> torch.Tensor:
+    """What one of a pair picks of a dimension, none negative."""
+    if isinstance(part, slice):
+        return _numbers_of_slice(part, size)
+    if not isinstance(part, torch.Tensor):
+        return _wrap(torch.as_tensor(part), size)
+    if part.dtype != torch.bool:
+        return _wrap(part, size)
+    if part.shape != (size,):
+        raise IndexError(
+            f"the shape of the mask {list(part.shape)} does not match that of the rows [{size}]"
+        )
+    return part.nonzero().flatten()
+
+
+def _numbers_of_slice(index: slice, size: int) -> torch.Tensor:
+    first, last, step = index.indices(size)
+    return torch.arange(first, max(first, last), step)
 
 
 def _wrap(numbers: torch.Tensor, size: int) -> torch.Tensor:
@@ -122,11 +135,9 @@ def _check_step(index: slice) -> None:
 def _as_part(index: Any) -> torch.Tensor | int:
     """A mask, numbers of rows as int64 that lie together, or one number."""
     if isinstance(index, np.ndarray):
-        index = torch.as_tensor(index if index.flags.writeable else index.copy())
+        index = _of_array(index)
     elif isinstance(index, (list, range)):
-        index = torch.as_tensor(list(index))
-        if index.numel() == 0:
-            index = index.long()  # of an empty list nobody knows the type
+        index = _of_list(list(index))
     if isinstance(index, torch.Tensor):
         if index.device.type != "cpu":
             raise ValueError(
@@ -139,13 +150,41 @@ def _as_part(index: Any) -> torch.Tensor | int:
             if index.dim() == 0:
                 return int(index)
             return index.detach().long().contiguous()
-        raise TypeError(f"index must be of integers or booleans; it is of {index.dtype}")
+        raise TypeError(
+            f"index must be of integers (int64, int32 or int16) or booleans; it is of {index.dtype}"
+        )
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise TypeError(
             "index must be a tensor, an array or a list of rows, a mask, a slice, a row, or a pair "
             f"of these for two leading dimensions; got {type(index).__qualname__}"
         )
-    return operator.index(index)
+    row = operator.index(index)
+    if not _INT64.min <= row <= _INT64.max:
+        raise IndexError(f"index {row} is out of bounds: no storage has as many rows")
+    return row
+
+
+_INT64 = torch.iinfo(torch.int64)
+
+
+def _of_array(index: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Over the same memory where torch takes it: writable, and neither swapped nor reversed."""
+    takes = index.flags.writeable and index.dtype.isnative and min(index.strides, default=0) >= 0
+    return torch.as_tensor(index if takes else index.astype(index.dtype.newbyteorder("=")))
+
+
+def _of_list(index: list[Any]) -> torch.Tensor:
+    try:
+        numbers = torch.as_tensor(index)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if any(isinstance(row, int) and not _INT64.min <= row <= _INT64.max for row in index):
+            raise IndexError("index has a row that is out of bounds: none is as large") from None
+        raise TypeError(
+            f"index is a list that is not one of rows or of booleans: {error}"
+        ) from error
+    return (
+        numbers if numbers.numel() != 0 else numbers.long()
+    )  # nobody knows the type of an empty one
 
 
 def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:

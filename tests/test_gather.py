@@ -51,6 +51,8 @@ INDICES = {
     "negative": torch.tensor([-1, 0, -50, 7]),
     "array": np.array([4, 4, -3]),
     "read-only array": np.broadcast_to(np.array([7]), (3,)),
+    "reversed array": np.arange(5)[::-1],
+    "array in another byte order": np.arange(5, dtype=">i8"),
     "list": [1, 2, 3, 10, 11],
     "empty list": [],
     "range": range(10, 40, 7),
@@ -79,7 +81,7 @@ def rows_of(tree: Any, index: Any, device: str) -> Any:
     if isinstance(index, range):
         index = list(index)
     elif isinstance(index, np.ndarray):
-        index = index.copy()
+        index = index.astype(index.dtype.newbyteorder("="))
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
@@ -160,6 +162,21 @@ def test_two_leading_dimensions_count_rows_as_one_does(device, index, on):
     }
     handle = tdcopier.start_gather(tree, index, target)
     assert_same(handle.get(), rows_of(tree, index, target))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [(5, slice(None)), (slice(3), torch.tensor([1])), (torch.arange(1 << 16) < 2, 3)],
+    ids=["one and slice", "slice and tensor", "mask and one"],
+)
+def test_a_pair_takes_no_memory_for_rows_that_are_not_asked_for(device, index):
+    tree = torch.zeros(1 << 16, 100, dtype=torch.uint8)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        tdcopier.start_gather(tree, index, device).get()
+    taken = max(event.cpu_memory_usage for event in profiler.events())
+    assert taken <= 1 << 20
 
 
 def test_a_tensor_and_an_array_are_storages_too(device):
@@ -246,6 +263,13 @@ def test_a_pair_with_a_row_that_is_not_there_is_an_error(device):
         (torch.ones(3, dtype=torch.bool), IndexError, r"the shape of the mask \[3\]"),
         (torch.ones(1, 1, 1, dtype=torch.bool), IndexError, "a mask counts rows by one"),
         ((0, 0, 0), TypeError, "got a tuple of 3"),
+        ([slice(3)], TypeError, "index is a list that is not one of rows"),
+        ([[0, 1], [2]], TypeError, "index is a list that is not one of rows"),
+        (1 << 70, IndexError, "index 1180591620717411303424 is out of bounds"),
+        ([0, 1 << 70], IndexError, "index has a row that is out of bounds"),
+        (([0, 1], [0, 1, 0]), IndexError, r"pick \[2\] and \[3\], which cannot be broadcast"),
+        ((torch.arange(ROWS) < 3, [0, 1]), IndexError, r"pick \[3\] and \[2\]"),
+        ((torch.arange(3) < 1, 0), IndexError, r"the shape of the mask \[3\]"),
         ((torch.ones(ROWS, 2, dtype=torch.bool), 0), IndexError, "each of a pair"),
     ],
 )
