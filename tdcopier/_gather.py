@@ -11,7 +11,7 @@ from tdcopier import _C, _copy
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import Device
 from tdcopier._delegated import Mover
-from tdcopier._row_index import RowIndex, row_index
+from tdcopier._row_index import RowIndex, read_rows, row_index
 
 __all__ = ["start_gather"]
 
@@ -68,7 +68,7 @@ def start_gather(
         Exception: as `start_copy`.
     """
     rows = row_index(index, storage)
-    read, flatten, unflatten = _readers(rows)
+    read, flatten, unflatten = _readers(rows, device)
     return _C.start_gather(
         storage,
         rows.numbers,
@@ -95,6 +95,7 @@ class Whole(Mover):
 
 
 def _readers(rows: RowIndex) -> tuple[Any, Any, Any]:
+def _readers(rows: RowIndex, device: Device) -> tuple[Any, Any, Any]:
     """What the walk does with leaves and collections that are not the engine's."""
 
     def read(leaf: Any) -> Any:
@@ -102,8 +103,7 @@ def _readers(rows: RowIndex) -> tuple[Any, Any, Any]:
             return leaf.value
         if isinstance(leaf, Mover):
             return leaf
-        read: Any = leaf[rows.key]
-        return read.clone() if rows.is_view else read  # the target may be where it is already
+        return read_rows(leaf, rows, device)
 
     if "tensordict" not in sys.modules:  # so there is no collection of its
         return read, _leave, None

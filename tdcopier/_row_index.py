@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from tdcopier import _C
+from tdcopier._copy import Device
+from tdcopier._delegated import plain_parts
 
 
 class RowIndex(NamedTuple):
@@ -49,6 +51,20 @@ def row_index(index: Any, storage: Any) -> RowIndex:
     if part.dtype == torch.bool:
         return _of_mask(part, storage)
     return RowIndex(part, 1, False, (), part, False)
+
+
+def read_rows(value: Any, rows: RowIndex, device: Device) -> Any:
+    """Rows by its own code, in memory of their own where a move to `device` would copy nothing.
+
+    A collection may give what it has itself by numbers too: a lazy stack, its members.
+    """
+    read: Any = value[rows.key]
+    if rows.is_view:
+        return read.clone()
+    if isinstance(read, torch.Tensor):
+        return read
+    target = torch.empty(0, device=device).device  # with its index
+    return read.clone() if any(part.device == target for part in plain_parts(read)) else read
 
 
 def _of_mask(mask: torch.Tensor, storage: Any) -> RowIndex:
@@ -193,9 +209,11 @@ def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:
     Raises:
         ValueError: there are not as many, or no leaf.
     """
-    batch_size = getattr(storage, "batch_size", None)
+    first = _first_table(storage)
+    batch_size = getattr(first, "batch_size", None)
     if isinstance(batch_size, torch.Size):
-        sizes, what = tuple(batch_size), "the batch size of storage"
+        where = "storage" if first is storage else "the first TensorDict in storage"
+        sizes, what = tuple(batch_size), f"the batch size of {where}"
     else:
         found = _C.leaves_with_paths(storage, torch.device("cpu"))
         if not found:
@@ -205,3 +223,16 @@ def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:
     if len(sizes) < lead:
         raise ValueError(f"index counts rows by {lead} dimensions; {what} is {sizes}")
     return sizes[:lead]
+
+
+def _first_table(tree: Any) -> Any:
+    """The first leaf or collection, if it is in none but the plainest containers; else None.
+
+    The leaves of a collection need not have its rows: those of a lazy stack are of its members.
+    """
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if not isinstance(tree, (list, tuple)):
+        is_table = isinstance(tree, (torch.Tensor, np.ndarray)) or hasattr(tree, "batch_size")
+        return tree if is_table else None
+    return next((found for each in tree if (found := _first_table(each)) is not None), None)

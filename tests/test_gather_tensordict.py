@@ -164,6 +164,39 @@ def test_the_host_gets_memory_of_its_own_where_torch_would_give_a_view(device):
                 assert_same_tensordict(given[2:4].to("cpu").clone(), before)
 
 
+@pytest.mark.parametrize(
+    "within",
+    [lambda td: td, lambda td: {"x": td}, lambda td: TensorDict({"x": td}, [ROWS])],
+    ids=["itself", "in a dict", "in a TensorDict"],
+)
+@pytest.mark.parametrize("on", ["device", "cpu"])
+@pytest.mark.parametrize(
+    "index",
+    [torch.tensor([3, 3, -1]), [0, 1], torch.arange(ROWS) < 2, slice(2)],
+    ids=["tensor", "list", "mask", "slice"],
+)
+def test_rows_of_a_lazy_stack_have_memory_of_their_own(device, on, index, within):
+    place = device if on == "device" else "cpu"
+    stack = lazy_stack(
+        [TensorDict({"a": torch.full((2, 5), float(i))}, device=place) for i in range(ROWS)]
+    )
+    want = stack[index]["a"].clone()
+    rows = tdcopier.start_gather(within(stack), index, place).get()
+    for member in stack.tensordicts:
+        member["a"].fill_(-1)
+    got = rows["x"] if "x" in set(rows.keys()) else rows
+    assert torch.equal(got["a"], want)
+
+
+def test_a_lazy_stack_that_is_the_first_leaf_tells_how_many_rows_there_are(device):
+    stack = lazy_stack([TensorDict({"a": torch.full((2,), float(i))}) for i in range(ROWS)])
+    storage = {"one": [1, {"lazy": stack}], "y": torch.arange(ROWS)}
+    for index in (slice(3, 9), torch.arange(ROWS) > 15):
+        rows = tdcopier.start_gather(storage, index, device).get()
+        assert torch.equal(rows["one"][1]["lazy"]["a"].cpu(), stack["a"][index])
+        assert torch.equal(rows["y"].cpu(), storage["y"][index])
+
+
 def test_a_memory_mapped_storage_is_read_where_it_lies(device, tmp_path):
     storage = plain().memmap_(tmp_path)
     index = torch.tensor([3, 0, -1, 3])
@@ -189,6 +222,9 @@ def test_a_batch_size_of_fewer_dimensions_than_the_index_counts(device):
         tdcopier.start_gather(plain(), (0, 0), device)
     with pytest.raises(ValueError, match=r"the batch size of storage is \(\)"):
         tdcopier.start_gather(TensorDict({"x": torch.ones(3)}), slice(2), device)
+    for tree in (TensorDict({"x": torch.ones(3)}), [TensorDict({"x": torch.ones(3)})]):
+        with pytest.raises(ValueError, match=r"the batch size of a TensorDict in storage is \(\)"):
+            tdcopier.start_gather(tree, [0], device)
     with pytest.raises(IndexError, match="index 20 is out of bounds: there are 20 rows"):
         tdcopier.start_gather(plain(), [20], device)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from tdcopier._row_index import RowIndex
+from tdcopier._row_index import RowIndex, read_rows
 from tdcopier.tensordict import _kinds, _nodes
 from tdcopier.tensordict._nodes import Node
 from tdcopier.tensordict._walk import MovedByItself, _inside, _state_of
@@ -18,7 +18,7 @@ def flatten(value: Any, device: torch.device, rows: RowIndex) -> tuple[list[Any]
     if type(value) is not TensorDict and not _kinds.is_plain_tensorclass(type(value)):
         return None
     leaves: list[Any] = []
-    node = _Taking(rows, leaves).take(value)
+    node = _Taking(rows, leaves, device).take(value)
     return leaves, (node, device), None
 
 
@@ -31,9 +31,10 @@ def unflatten(leaves: list[Any], context: tuple[Node, torch.device]) -> Any:
 class _Taking:
     """One walk through a collection."""
 
-    __slots__ = ("_leaves", "_rows", "_shape")
+    __slots__ = ("_device", "_leaves", "_rows", "_shape")
 
-    def __init__(self, rows: RowIndex, leaves: list[Any]) -> None:
+    def __init__(self, rows: RowIndex, leaves: list[Any], device: torch.device) -> None:
+        self._device = device
         self._rows = rows
         self._shape = tuple(rows.numbers.shape)
         self._leaves = leaves
@@ -58,6 +59,11 @@ class _Taking:
             else:
                 others.append(index)
         nested = [(index, self.take(values[index])) for index in others]
+        if len(value._batch_size) < self._rows.lead:
+            raise ValueError(
+                f"index counts rows by {self._rows.lead} dimensions; the batch size of a "
+                f"TensorDict in storage is {tuple(value._batch_size)}"
+            )
         names = self._names_of(value)
         return _nodes.Dense(keys, len(values) - len(others), nested, self._size_of(value), names)
 
@@ -77,9 +83,7 @@ class _Taking:
 
     def _read(self, value: Any) -> Node:
         """A part of which only its own code knows what its rows are."""
-        rows = value[self._rows.key]
-        if self._rows.is_view:
-            rows = rows.clone()
+        rows = read_rows(value, self._rows, self._device)
         self._leaves.append(MovedByItself(rows, _inside(rows).batch_size))
         return _nodes.WHOLE
 
