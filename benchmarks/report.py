@@ -28,7 +28,7 @@ PLOTTED = {name: words.lower() for name, words in DIRECTIONS.items()}
 PLOTTED["tensordict"] = "TensorDict, host to device"
 PLOTTED["loop"] = "in a training loop"
 PLOTTED["sizes"] = "against the number of leaves"
-PLOTTED["replay"] = "a learner that samples from a replay storage"
+PLOTTED["replay"] = "in a learner that samples from a replay storage"
 ORDER = [
     *DIRECTIONS,
     "loop",

@@ -52,8 +52,8 @@ def start_gather(
             of these (at most one mask or list of numbers each) for two leading dimensions. Negative
             numbers count from the end; rows may repeat.
         device: the target, as for `start_copy`. On "cpu" rows arrive in memory that is pinned,
-            where there is a device, and laid out so that a later copy sends as it is what lies
-            together.
+            where there is a device and the process was not forked, and laid out so that a later
+            copy sends as it is what lies together.
         use_pinned_staging: as for `start_copy`, like the next four.
         pack_cpu_tensors: see there.
         min_packed_alignment_bytes: see there.
@@ -94,7 +94,6 @@ class Whole(Mover):
     """A tensor in a storage that goes with the rows, in their chunk, as it is."""
 
 
-def _readers(rows: RowIndex) -> tuple[Any, Any, Any]:
 def _readers(rows: RowIndex, device: Device) -> tuple[Any, Any, Any]:
     """What the walk does with leaves and collections that are not the engine's."""
 

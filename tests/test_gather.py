@@ -12,7 +12,7 @@ import pytest
 import torch
 from catalogue import ramp
 from container_classes import Pair
-from support import are_released, assert_same, raises_exactly
+from support import are_released, assert_same, raises_exactly, run_python
 from torch.utils._pytree import tree_map
 
 import tdcopier
@@ -298,6 +298,25 @@ def test_a_leaf_with_other_rows_is_named(device, leaf, message):
         tdcopier.start_gather(tree, [0], device)
 
 
+def test_a_table_that_reaches_beyond_its_storage_is_named(device):
+    table = torch.arange(20.0).view(10, 2)
+    short = table[:]
+    table.untyped_storage().resize_(8)
+    with pytest.raises(
+        ValueError, match=r"data\['x'\] reaches beyond its storage, which has only 8"
+    ):
+        tdcopier.start_gather({"x": short}, [9], device)
+
+
+@pytest.mark.parametrize("count", [4, 4000], ids=["small", "large"])
+def test_an_array_over_a_file_is_read_by_workers(device, tmp_path, count):
+    table = np.lib.format.open_memmap(tmp_path / "rows.npy", "w+", np.float32, (ROWS, 300))
+    table[:] = np.arange(ROWS * 300).reshape(ROWS, 300)
+    index = torch.randint(0, ROWS, (count,))
+    got = tdcopier.start_gather({"x": table}, index, device).get()["x"]
+    assert torch.equal(got.cpu(), torch.from_numpy(np.array(table))[index])
+
+
 def test_a_storage_without_leaves(device):
     assert tdcopier.start_gather({"a": 1, "b": []}, [5], device).get() == {"a": 1, "b": []}
     with raises_exactly(ValueError, "storage has no leaf, so nobody knows how many rows there are"):
@@ -386,6 +405,25 @@ def test_the_gil_is_free_while_rows_are_read(device):
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.sim
+def test_a_forked_child_gathers_into_ordinary_memory():
+    """Its parent may have held the lock of the pinned allocator when it was forked."""
+    code = """
+    import os, torch, tdcopier
+    from tdcopier import sim
+
+    sim.enable()
+    table = torch.arange(40_000.0).reshape(400, 100)
+    under_way = tdcopier.start_gather(table, torch.arange(400).repeat(50), "cpu")
+    child = os.fork()
+    if child == 0:
+        rows = tdcopier.start_gather(table, [3, 7], "cpu").get()
+        os._exit(0 if torch.equal(rows, table[[3, 7]]) else 1)
+    print(os.waitpid(child, 0)[1], under_way.get().is_pinned())
+    """
+    assert run_python(code).split() == ["0", "True"]
 
 
 def test_no_python_runs_for_each_leaf(device):

@@ -260,6 +260,20 @@ def test_tables_that_share_memory_are_refused():
         tdcopier.start_scatter(table[2:4], table, [1, 7])
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        np.zeros((10, 2), "f4")[::-1],
+        np.zeros((10, 2), "f4")[:, ::-1],
+        np.zeros((10, 2), dtype=[("a", "f4"), ("b", "i1")])["a"],
+    ],
+    ids=["reversed", "reversed rows", "a field of records"],
+)
+def test_an_array_that_no_tensor_is_over_is_refused(device, table):
+    with pytest.raises(ValueError, match="storage is an array with strides that no tensor has"):
+        tdcopier.start_scatter(torch.ones(1, 2, device=device), table, [1])
+
+
 def test_a_table_of_the_wrong_kind_is_named(device):
     read_only = np.zeros((ROWS, 2))
     read_only.flags.writeable = False

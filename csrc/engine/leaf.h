@@ -105,12 +105,12 @@ class LeafTable {
   Packable add_if_packable(const at::Tensor& tensor);
 
   // Adds the rows of a host tensor, its first dimensions replaced by the index's shape, as a leaf
-  // that arrives contiguous. False, and nothing is added, where the engine cannot read them:
+  // that arrives contiguous. Nothing is added where the engine cannot read them, kNo:
   // the tensor is not packable, or its rows are not contiguous, or do not ascend in memory. With
   // `adjoining` one dimension must count them, and they lie one behind the other. Every such leaf
   // of a table has the same index. Requires: the rows exist, no pattern.
-  bool add_rows_if_packable(const at::Tensor& tensor, const std::shared_ptr<const RowIndex>& index,
-                            bool adjoining);
+  Packable add_rows_if_packable(const at::Tensor& tensor,
+                                const std::shared_ptr<const RowIndex>& index, bool adjoining);
   // Requires: leaf.is_rows().
   RowLayout row_layout(const Leaf& leaf) const { return row_layouts_[leaf.row_layout]; }
   std::span<const int64_t> rows() const { return row_index_->rows; }

@@ -61,17 +61,18 @@ std::optional<RowTable> look_at_rows(const at::Tensor& tensor, size_t lead) {
   return RowTable{{*stride * element_bytes, std::max<uint64_t>(row_bytes, 1)}, rows};
 }
 
-bool LeafTable::add_rows_if_packable(const at::Tensor& tensor,
-                                     const std::shared_ptr<const RowIndex>& index, bool adjoining) {
+Packable LeafTable::add_rows_if_packable(const at::Tensor& tensor,
+                                         const std::shared_ptr<const RowIndex>& index,
+                                         bool adjoining) {
   const PlainTensor plain = look_at(tensor, plain_keys_);
-  if (plain.packable != Packable::kYes) return false;
+  if (plain.packable != Packable::kYes) return plain.packable;
   const size_t lead = index->lead;
   const std::optional<RowTable> table = look_at_rows(tensor, lead);
-  if (!table) return false;
+  if (!table) return Packable::kNo;
   const auto& [stride_bytes, row_bytes] = table->layout;
   if (adjoining) {
-    if (lead != 1 || tensor.numel() == 0) return false;
-    if (table->rows > 1 && stride_bytes != static_cast<int64_t>(row_bytes)) return false;
+    if (lead != 1 || tensor.numel() == 0) return Packable::kNo;
+    if (table->rows > 1 && stride_bytes != static_cast<int64_t>(row_bytes)) return Packable::kNo;
   }
   const at::IntArrayRef row = tensor.sizes().slice(lead);
   std::vector<int64_t> arrived(index->sizes);
@@ -84,7 +85,7 @@ bool LeafTable::add_rows_if_packable(const at::Tensor& tensor,
   leaf.row_layout = static_cast<uint32_t>(row_layouts_.size());
   row_layouts_.push_back(table->layout);
   row_index_ = index;
-  return true;
+  return Packable::kYes;
 }
 
 }  // namespace tdcopier

@@ -66,7 +66,8 @@ class Flattener {
   struct Found {
     PyObject* object;  // owned until it is sorted out: a class's own code may have dropped it
     size_t node;
-    bool is_table;  // whose rows are still to be read
+    bool is_table;           // whose rows are still to be read
+    bool is_mapped = false;  // of an array that was made a tensor: numpy has mapped a file
   };
 
   void visit(PyObject* object, int depth) {
@@ -232,8 +233,9 @@ class Flattener {
         break;
     }
     if (rows_ != nullptr && paths_ == nullptr) {
+      const bool mapped = is_mapped_array(object) && is_readable_array(object);
       PyObject* const tensor = tensor_from_array(object).release().ptr();
-      tensors_.push_back({tensor, flat_.spec.nodes(), /*is_table=*/true});
+      tensors_.push_back({tensor, flat_.spec.nodes(), /*is_table=*/true, mapped});
       return flat_.spec.add(NodeKind::kLeaf, 0);
     }
     if (!moves_from_host_ || altered_ || paths_ != nullptr) return add_delegated(object);
@@ -268,15 +270,15 @@ class Flattener {
         prefetch_storage(tensors_[i + kStoragesAhead].object);
       PyObject* const object = std::exchange(tensors_[i].object, nullptr);
       if (tensors_[i].is_table) {
-        sort_out_table(object, tensors_[i].node);
+        sort_out_table(object, tensors_[i].node, tensors_[i].is_mapped);
       } else {
         sort_out(object, tensors_[i].node);
       }
     }
   }
 
-  // Takes over a reference. What of it the engine cannot read is read here, by torch.
-  void sort_out_table(PyObject* object, size_t node) {
+  // Takes over a reference. What of a table the engine cannot read is read here, by torch.
+  void sort_out_table(PyObject* object, size_t node, bool is_mapped) {
     auto owned = pybind11::reinterpret_steal<pybind11::object>(object);
     const at::Tensor& table = THPVariable_Unpack(object);
     if (const std::optional<std::string> mistake = rows_->mistake_in(table)) {
@@ -285,9 +287,11 @@ class Flattener {
     }
     if (!altered_ && table.device().is_cpu()) {
       const size_t group = group_of(c10::Device(c10::kCPU));
-      if (rows_->add(flat_.groups[group].leaves, table)) {
+      const Packable packable = rows_->add(flat_.groups[group].leaves, table);
+      if (packable == Packable::kShortStorage) refuse_short_storage(table, node);
+      if (packable == Packable::kYes) {
         const auto* storage = table.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-        if (mapped_files_.has(*storage)) rows_->note_mapped(flat_.groups[group]);
+        if (is_mapped || mapped_files_.has(*storage)) rows_->note_mapped(flat_.groups[group]);
         return set_leaf(owned.release().ptr(), node, group);
       }
       if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
@@ -323,12 +327,15 @@ class Flattener {
         if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
         return delegate(owned.release().ptr(), node);
       case Packable::kShortStorage:
-        throw pybind11::value_error(
-            path_of(data_, node, target_).value_or("a tensor in data") +
-            " reaches beyond its storage, which has only " +
-            std::to_string(tensor.storage().nbytes()) +
-            " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
+        refuse_short_storage(tensor, node);
     }
+  }
+
+  [[noreturn]] void refuse_short_storage(const at::Tensor& tensor, size_t node) const {
+    throw pybind11::value_error(
+        path_of(data_, node, target_).value_or("a tensor in data") +
+        " reaches beyond its storage, which has only " + std::to_string(tensor.storage().nbytes()) +
+        " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
   }
 
   bool is_moved_from(c10::Device device) const {

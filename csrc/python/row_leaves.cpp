@@ -50,7 +50,7 @@ std::optional<std::string> RowLeaves::mistake_in(const at::Tensor& table) {
   return " has " + joined(counted) + " rows, where other leaves have " + joined(request_.lead);
 }
 
-bool RowLeaves::add(LeafTable& leaves, const at::Tensor& table) {
+Packable RowLeaves::add(LeafTable& leaves, const at::Tensor& table) {
   return leaves.add_rows_if_packable(table, index_, request_.adjoining);
 }
 

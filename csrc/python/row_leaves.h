@@ -37,8 +37,8 @@ class RowLeaves {
   std::optional<std::string> mistake_in(const at::Tensor& table);
   // Which rows; null before there was a table.
   const std::shared_ptr<const RowIndex>& index() const { return index_; }
-  // Adds the rows of a host tensor as a leaf; false where the engine cannot read them.
-  bool add(LeafTable& leaves, const at::Tensor& table);
+  // Adds the rows of a host tensor as a leaf, if the engine can read them.
+  Packable add(LeafTable& leaves, const at::Tensor& table);
   // The last leaf of the group's table lies in a mapped file.
   void note_mapped(SourceGroup& group) const;
   // The rows of any leaf, by its own code, counted.

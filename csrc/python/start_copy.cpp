@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/fork.h"
 #include "engine/device_source_job.h"
 #include "engine/host_into_host_job.h"
 #include "engine/host_rows_job.h"
@@ -39,9 +40,11 @@ WindowBytes rows_window_bytes(const PackPlan& plan) {
   return WindowBytes::all(std::clamp(share, kLeastBytes, kHostWindowBytes));
 }
 
-// Pinned, where there is a device that could read it.
+// Pinned, where there is a device that could read it. A child may have been forked while its parent
+// held the lock of the pinned allocator.
 c10::Allocator* host_allocator(bool pinned) {
-  const std::optional<c10::DeviceType> type = pinned ? at::getAccelerator() : std::nullopt;
+  const bool may_pin = pinned && fork_generation() == 0;
+  const std::optional<c10::DeviceType> type = may_pin ? at::getAccelerator() : std::nullopt;
   if (!type || !has_engine_transfers(c10::Device(*type, 0))) return c10::GetAllocator(c10::kCPU);
   return at::getHostAllocator(*type);
 }

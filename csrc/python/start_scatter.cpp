@@ -78,7 +78,15 @@ class RowSorter {
                          " is an array that torch cannot write to: it is read-only, or of another "
                          "byte order");
       }
-      return tensor_from_array(leaf.ptr());
+      py::object tensor = tensor_from_array(leaf.ptr());
+      const at::Tensor& made = THPVariable_Unpack(tensor.ptr());
+      const bool copied =
+          made.numel() != 0 && made.const_data_ptr() != memory_of_array(leaf.ptr()).data;
+      if (written && copied) {
+        mistakes_.refuse(number_, tree,
+                         " is an array with strides that no tensor has: give a contiguous one");
+      }
+      return tensor;
     }
     if (!THPVariable_Check(leaf.ptr())) {
       const std::string type = Py_TYPE(leaf.ptr())->tp_name;
