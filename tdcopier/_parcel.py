@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -79,7 +80,10 @@ def unpack(body: torch.Tensor, chunk_bytes: int) -> Any:
     leaves = _tensors_over(body.untyped_storage(), specs, offsets)
     for leaf, leaf_spec in zip(leaves, specs, strict=True):
         leaf.requires_grad_(leaf_spec.requires_grad)
-    return _Unpickler(io.BytesIO(pickled), leaves, body.device).load()
+    with warnings.catch_warnings():
+        # Some versions of torch warn where they rebuild a sparse tensor that was pickled.
+        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
+        return _Unpickler(io.BytesIO(pickled), leaves, body.device).load()
 
 
 class _Pickler(pickle.Pickler):

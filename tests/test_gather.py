@@ -172,7 +172,7 @@ def test_two_leading_dimensions_count_rows_as_one_does(device, index, on):
 def test_a_pair_takes_no_memory_for_rows_that_are_not_asked_for(device, index):
     tree = torch.zeros(1 << 16, 100, dtype=torch.uint8)
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         tdcopier.start_gather(tree, index, device).get()
     taken = max(event.cpu_memory_usage for event in profiler.events())
