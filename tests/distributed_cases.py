@@ -88,10 +88,16 @@ def sent(rank: int, tree: Any, src: int = 0, **options: Any) -> Any:
     return distributed.broadcast(tree if rank == src else None, src, **options)
 
 
+def as_it_arrives(tree: Any, device: str | None, *, at_src: bool) -> Any:
+    """Others get it by way of the device of the messages: a parameter that moves is a tensor."""
+    by_way_of = distributed._device_of(None)
+    there = tree if at_src else tdcopier.copy(tree, by_way_of)
+    return tdcopier.copy(there, torch.device(device or by_way_of))
+
+
 def whole_tree(rank: int, src: int, device: str | None) -> None:
     got = sent(rank, tree_of(7), src, device=device)
-    target = torch.device(device or distributed._device_of(None))
-    assert_equal(got, tdcopier.copy(tree_of(7), target))
+    assert_equal(got, as_it_arrives(tree_of(7), device, at_src=rank == src))
     if rank != src:
         assert got["with gaps"].stride() == (6, 3, 1)
         assert got["transposed"].stride() == (1, 15, 3)
@@ -237,8 +243,7 @@ def scattered(rank: int, src: int, device: str | None) -> None:
     trees = [tree_of(1), {"other": [torch.arange(4), "text"]}, "no leaves"]
     trees = trees[: dist.get_world_size()]
     got = distributed.scatter(trees if rank == src else None, src, device=device)
-    target = torch.device(device or distributed._device_of(None))
-    assert_equal(got, tdcopier.copy(trees[rank], target))
+    assert_equal(got, as_it_arrives(trees[rank], device, at_src=rank == src))
 
 
 def group_of_one(rank: int) -> None:
