@@ -87,9 +87,13 @@ class _Packed(TensorStorage):  # type: ignore[misc]
             handle = start_gather((self._rows(), beside), numbers, self.sample_device)
             rows, now.moved = handle.wait()  # they have been read; the transfer is under way
             return rows
-        if rows is None:
+        is_view = rows is None
+        if is_view:
             rows = super().get(index)
-        rows, now.moved = _copy.start_copy((rows, now.tensors()), self.sample_device).wait()
+        handle = _copy.start_copy((rows, now.tensors()), self.sample_device)
+        if is_view:
+            handle.wait_staged()  # a device reads a pinned storage by itself
+        rows, now.moved = handle.wait()
         return rows
 
     def _read(self, index: Any) -> Any:
