@@ -20,7 +20,7 @@ from loop_work import Work
 from measure import collector_paused, summarise
 from quiet import QuietProcessor
 from replay_feeds import OURS, RESIDENT, Batches, ReplayFeed, feeds
-from storages import REPLAYS, ROW, Storage, bytes_of_batch
+from storages import ROW, Storage, bytes_of_batch, that_fit
 
 STEP_MS = 4.0  # of the learner with large kernels
 SMALL_KERNELS = 500
@@ -77,7 +77,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
         },
         "replays": {},
     }
-    for name, replay in REPLAYS.items():
+    for name, replay in that_fit(rows).items():
         storage = replay.make(rows)
         result["replays"][name] = {
             "title": replay.title,

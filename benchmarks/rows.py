@@ -12,7 +12,7 @@ from copies import Progress, start_workers
 from copy_targets import at_least
 from directions import h2d, synchroniser
 from measure import Contender, collector_paused, compared, interleave
-from storages import REPLAYS, Storage, bytes_of_batch
+from storages import Storage, bytes_of_batch, that_fit
 
 import tdcopier
 
@@ -50,7 +50,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
     rounds = max(2, repeats // 10)
     start_workers(h2d(device))
     threads = torch.get_num_threads()
-    for name, replay in REPLAYS.items():
+    for name, replay in that_fit(rows).items():
         storage = replay.make(rows)
         generator = torch.Generator().manual_seed(0)
         indices = [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+from tdcopier._bench.tables import size
 
 Storage = dict[str, torch.Tensor]
 ROW = "row"
@@ -70,6 +73,29 @@ REPLAYS = {
     "rgb": Replay("RGB frames, 512 rows", _rgb, 512),
     "agents": Replay("100 agents, 256 rows", _agents, 256),
 }
+
+
+def that_fit(rows: int, free_bytes: int | None = None) -> dict[str, Replay]:
+    """Those of which so many rows fit in the memory that is free, and still leave a quarter of it.
+
+    Says on stderr which do not.
+    """
+    free = _free_bytes() if free_bytes is None else free_bytes
+    found = {}
+    for name, replay in REPLAYS.items():
+        needed = bytes_of_batch(replay.make(1), rows)
+        if needed <= free * 3 / 4:
+            found[name] = replay
+        else:
+            print(f"Skipped {name}: it takes {size(needed)}, and {size(free)} are free.",
+                  file=sys.stderr)  # fmt: skip
+    return found
+
+
+def _free_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return 1024 * kilobytes["MemAvailable"]
 
 
 def bytes_of_batch(storage: Storage, rows: int) -> int:
