@@ -41,6 +41,23 @@ DEFECTS: dict[str, Defect] = {
         "two_batches_for_two_streams",
         "AssertionError",
     ),
+    "last_byte_of_rows_not_read": Defect(
+        "Oracle",
+        "engine/stage.cpp",
+        "                range.begin, range.end, to);",
+        "                range.begin, range.end - ({defect} ? 1 : 0), to);",
+        "rows_for_the_host_and_a_device",
+        "AssertionError",
+    ),
+    "rows_given_back_early": Defect(
+        "Order",
+        "python/handle.cpp",
+        "  std::vector<c10::Stream> streams;  // by job; host sources have none",
+        "  if ({defect}) return;\n"
+        "  std::vector<c10::Stream> streams;  // by job; host sources have none",
+        "rows_are_overwritten_when_they_are_gathered",
+        "AssertionError",
+    ),
     "staging_reused_early": Defect(
         "Lifetime",
         "engine/staging_ring.cpp",

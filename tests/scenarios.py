@@ -10,6 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from row_scenarios import (
+    rows_are_overwritten_when_they_are_gathered,
+    rows_are_scattered_while_the_batch_is_overwritten,
+    rows_for_the_host_and_a_device,
+)
 from stage import Play, small_limits
 
 import tdcopier
@@ -429,5 +434,8 @@ SCENARIOS: dict[str, Scenario] = {
         (destinations_are_dropped_at_once, False),
         (host_memory_is_filled_while_sources_are_overwritten, False),
         (between_devices_into_memory_that_exists, False),
+        (rows_are_overwritten_when_they_are_gathered, False),
+        (rows_for_the_host_and_a_device, False),
+        (rows_are_scattered_while_the_batch_is_overwritten, False),
     )
 }
