@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from typing import Any
@@ -427,8 +428,7 @@ def test_a_forked_child_gathers_into_ordinary_memory():
 
 
 def test_no_python_runs_for_each_leaf(device):
-    """The same number of calls for 10 leaves and for 1000."""
-    import sys
+    """A thousand leaves take no more calls than ten, but for those of anybody's collector."""
 
     def calls(leaves: int) -> int:
         tree = {f"{i}": torch.randn(ROWS, 2) for i in range(leaves)}
@@ -439,13 +439,14 @@ def test_no_python_runs_for_each_leaf(device):
             count += event in ("call", "c_call")
 
         index = torch.tensor([1, 2])
+        gc.disable()
         sys.setprofile(count_calls)
         try:
-            handle = tdcopier.start_gather(tree, index, device)
-            handle.get()
+            tdcopier.start_gather(tree, index, device).get()
         finally:
             sys.setprofile(None)
+            gc.enable()
         return count
 
     calls(10)
-    assert calls(1000) == calls(10)
+    assert calls(1000) < calls(10) + 100
