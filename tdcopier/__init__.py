@@ -1,7 +1,8 @@
 """Packed asynchronous copies of nested tensors between devices.
 
 `start_copy` begins a copy and returns a handle, `copy` is its blocking form. `async_to` and `to`
-are the same for TensorDicts. `copy_into` fills a tree that exists.
+are the same for TensorDicts. `copy_into` fills a tree that exists. `start_gather` and
+`start_scatter` move rows of a storage. `prefetch` reads and copies batches ahead of a loop.
 """
 
 import importlib
