@@ -14,6 +14,7 @@ import torch
 from catalogue import ramp
 from container_classes import Pair
 from support import are_released, assert_same, raises_exactly, run_python
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import tdcopier
@@ -336,6 +337,31 @@ def test_options_and_devices_are_checked(device):
         tdcopier.start_gather(tree, [0], device, min_packed_alignment_bytes=0)
     with pytest.raises((ValueError, RuntimeError)):
         tdcopier.start_gather(tree, [0], "nonsense")
+
+
+class Rows:
+    """What a mode may make of rows."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    def to(self, device: Any) -> Any:
+        return Rows(self.rows.to(device))
+
+
+def test_under_a_mode_rows_are_what_the_mode_makes_of_them(device):
+    class Wrapping(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = function(*args, **(kwargs or {}))
+            return Rows(made) if function is torch.Tensor.__getitem__ else made
+
+    table = torch.randn(ROWS, 2)
+    with Wrapping():
+        got = tdcopier.start_gather({"x": table}, [3, 1], device).get()["x"]
+    assert type(got) is Rows
+    assert torch.equal(got.rows.cpu(), table[[3, 1]])
 
 
 # ---- lifetime and order --------------------------------------------------------------------------

@@ -296,7 +296,10 @@ class Flattener {
       }
       if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
     }
-    sort_out(rows_->read(object).release().ptr(), node);
+    pybind11::object rows = rows_->read(object);  // by the code of a mode, if there is one
+    const bool is_plain_class = THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()));
+    if (!is_plain_class) return delegate(rows.release().ptr(), node);
+    sort_out(rows.release().ptr(), node);
   }
 
   // Takes over a reference of a tensor, exactly of torch's own class.
