@@ -49,15 +49,6 @@ DEFECTS: dict[str, Defect] = {
         "rows_for_the_host_and_a_device",
         "AssertionError",
     ),
-    "rows_given_back_early": Defect(
-        "Order",
-        "python/handle.cpp",
-        "  std::vector<c10::Stream> streams;  // by job; host sources have none",
-        "  if ({defect}) return;\n"
-        "  std::vector<c10::Stream> streams;  // by job; host sources have none",
-        "rows_are_overwritten_when_they_are_gathered",
-        "AssertionError",
-    ),
     "staging_reused_early": Defect(
         "Lifetime",
         "engine/staging_ring.cpp",
@@ -103,6 +94,15 @@ DEFECTS: dict[str, Defect] = {
         "transfers_fail_when_they_are_enqueued",
         "HazardError",
         "leak",
+    ),
+    "rows_given_back_early": Defect(
+        "Order",
+        "python/handle.cpp",
+        "  std::vector<c10::Stream> streams;  // by job; host sources have none",
+        "  if ({defect}) return;\n"
+        "  std::vector<c10::Stream> streams;  // by job; host sources have none",
+        "rows_are_overwritten_when_they_are_gathered",
+        "AssertionError",
     ),
     "result_not_recorded": Defect(
         "Order",
