@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import numpy as np
@@ -145,6 +147,28 @@ def test_two_leading_dimensions(device, index):
     storage = two_dimensions()
     got = tdcopier.start_gather(storage, index, device).get()
     assert_same_tensordict(got, storage[index].to(device))
+
+
+def test_no_python_runs_for_each_leaf(device):
+    def calls(leaves: int) -> int:
+        storage = TensorDict({f"{i}": torch.randn(ROWS, 2) for i in range(leaves)}, [ROWS])
+        count = 0
+
+        def count_calls(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        gc.disable()
+        sys.setprofile(count_calls)
+        try:
+            tdcopier.start_gather(storage, torch.tensor([1, 2]), device).get()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return count
+
+    calls(10)
+    assert calls(1000) < calls(10) + 100
 
 
 def test_no_row(device):

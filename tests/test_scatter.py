@@ -274,6 +274,15 @@ def test_an_array_that_no_tensor_is_over_is_refused(device, table):
         tdcopier.start_scatter(torch.ones(1, 2, device=device), table, [1])
 
 
+def test_a_batch_of_arrays_of_any_strides_and_byte_order_is_written():
+    table = torch.zeros(ROWS, 2)
+    swapped = np.arange(4, dtype=">f4").reshape(2, 2)
+    tdcopier.start_scatter({"x": swapped}, {"x": table}, [3, 5]).get()
+    assert table[[3, 5]].tolist() == swapped.tolist()
+    tdcopier.start_scatter({"x": swapped.astype("f4")[::-1]}, {"x": table}, [3, 5]).get()
+    assert table[[3, 5]].tolist() == swapped[::-1].tolist()
+
+
 def test_a_table_of_the_wrong_kind_is_named(device):
     read_only = np.zeros((ROWS, 2))
     read_only.flags.writeable = False

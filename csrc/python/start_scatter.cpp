@@ -79,10 +79,9 @@ class RowSorter {
                          "byte order");
       }
       py::object tensor = tensor_from_array(leaf.ptr());
+      if (!written) return tensor;
       const at::Tensor& made = THPVariable_Unpack(tensor.ptr());
-      const bool copied =
-          made.numel() != 0 && made.const_data_ptr() != memory_of_array(leaf.ptr()).data;
-      if (written && copied) {
+      if (made.numel() != 0 && made.const_data_ptr() != memory_of_array(leaf.ptr()).data) {
         mistakes_.refuse(number_, tree,
                          " is an array with strides that no tensor has: give a contiguous one");
       }

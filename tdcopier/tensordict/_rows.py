@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from tdcopier import _C
 from tdcopier._row_index import RowIndex, read_rows
 from tdcopier.tensordict import _kinds, _nodes
 from tdcopier.tensordict._nodes import Node
@@ -51,6 +52,10 @@ class _Taking:
 
     def _take_dense(self, value: Any) -> Node:
         entries: dict[str, Any] = value._tensordict
+        self._check_rows(value)
+        if _C.is_dict_of_tensors(entries):
+            self._leaves.append(entries)  # taken and given back by the walk, in one go
+            return _nodes.Flat(self._size_of(value), self._names_of(value))
         keys, values = tuple(entries), list(entries.values())
         others = []
         for index, each in enumerate(values):
@@ -59,13 +64,15 @@ class _Taking:
             else:
                 others.append(index)
         nested = [(index, self.take(values[index])) for index in others]
+        names = self._names_of(value)
+        return _nodes.Dense(keys, len(values) - len(others), nested, self._size_of(value), names)
+
+    def _check_rows(self, value: Any) -> None:
         if len(value._batch_size) < self._rows.lead:
             raise ValueError(
                 f"index counts rows by {self._rows.lead} dimensions; the batch size of a "
                 f"TensorDict in storage is {tuple(value._batch_size)}"
             )
-        names = self._names_of(value)
-        return _nodes.Dense(keys, len(values) - len(others), nested, self._size_of(value), names)
 
     def _take_tensorclass(self, value: Any) -> Node:
         state = _state_of(value)
