@@ -225,7 +225,8 @@ def prefetch(
     Each batch is read from `source` and given to `start_copy`, up to `depth` of them ahead of the
     loop, which gets what `handle.wait()` gives: the tree on `device`, ordered on the stream that is
     current where the loop asks for it. A source may also begin a copy itself and give its handle,
-    such as `start_gather` of a storage: then no Python code runs for each leaf of a batch. Before
+    such as `start_gather` of a storage: then no Python code runs for each leaf of a batch, and the
+    batch goes where that call said, with its options. Before
     the source is asked for the next batch, its memory has been read: it may fill the same buffers
     each time.
 
