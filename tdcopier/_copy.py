@@ -295,7 +295,7 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
 
 def staging_bytes(device: Device) -> int:
     """Bytes of pinned memory that the engine holds at present to stage copies to `device`."""
-    return _C.staging_bytes(device)
+    return _C.staging_bytes(device) + _C.held_bytes(device)
 
 
 def set_run_ahead_limit(batches: int) -> None:

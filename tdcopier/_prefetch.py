@@ -14,14 +14,9 @@ from typing import Any
 from typing_extensions import Self, Unpack
 
 from tdcopier._copy import CopyOptions, Device, start_copy
-from tdcopier._prefetch_reader import (
-    Line,
-    Reader,
-    Surroundings,
-    Tally,
-    forks,
-    refuse_in_child,
-)
+from tdcopier._prefetch_in_loop import LoopPass
+from tdcopier._prefetch_reader import Line, forks, refuse_in_child
+from tdcopier._prefetch_source import Source, Tally
 
 __all__ = ["PrefetchStats", "Prefetcher", "prefetch"]
 
@@ -67,17 +62,26 @@ class Prefetcher:
     after the batch that it is reading.
     """
 
-    def __init__(self, source: Any, device: Device, depth: int, options: CopyOptions, /) -> None:
+    def __init__(
+        self,
+        source: Any,
+        device: Device,
+        depth: int,
+        threaded: bool,
+        options: CopyOptions,
+        /,
+    ) -> None:
         """Use `prefetch`."""
         self._is_callable = _is_callable(source)
         self._source: Iterable[Any] | Callable[[], Any] = source
         self._device: Device = device
         self._depth = _checked_depth(depth)
+        self._is_threaded = _checked_threaded(threaded)
         self._options = options
         start_copy(None, device, **options)  # raises what is wrong with the device or an option
         self._tally = Tally()
         self._starting = threading.RLock()
-        self._line: Line | None = None
+        self._line: Line | LoopPass | None = None
         self._begins_anew = False
         self._is_closed = False
         self._forks = forks()
@@ -152,7 +156,7 @@ class Prefetcher:
             tally.idle_ns / 1000,
         )
 
-    def _pass(self, *, is_wanted_anew: bool) -> Line:
+    def _pass(self, *, is_wanted_anew: bool) -> Line | LoopPass:
         """The line of the pass that is under way, or of one that begins."""
         if self._forks != forks():
             refuse_in_child()
@@ -167,7 +171,7 @@ class Prefetcher:
                 self._end(line, "another one over the source has begun")
             return self._begin()
 
-    def _begin(self) -> Line:
+    def _begin(self) -> Line | LoopPass:
         generator = None
         if self._is_callable:
             read: Callable[[], Any] = self._source  # type: ignore[assignment]
@@ -177,8 +181,15 @@ class Prefetcher:
             read = partial(next, iterator)
             if isinstance(iterator, Generator):
                 generator = iterator
-        line = Line(self._depth, self._tally)
-        line.start(Reader(read, generator, self._device, self._options, Surroundings()))
+        source = Source(
+            read, generator, self._device, self._options, self._tally, is_readers=self._is_threaded
+        )
+        line: Line | LoopPass
+        if self._is_threaded:
+            line = Line(self._depth, self._tally)
+            line.start(source)
+        else:
+            line = LoopPass(self._depth, self._tally, source)
         if self._when_dropped is not None:
             self._when_dropped.detach()
         self._when_dropped = weakref.finalize(self, line.close, "the prefetcher was dropped")
@@ -187,7 +198,7 @@ class Prefetcher:
         return line
 
     @staticmethod
-    def _end(line: Line, why: str) -> None:
+    def _end(line: Line | LoopPass, why: str) -> None:
         """Close a line and wait for its reader: nobody else may read the source meanwhile."""
         line.is_waited_for = True
         line.close(why)
@@ -202,7 +213,7 @@ class _Pass:
 
     __slots__ = ("_line", "_prefetcher")
 
-    def __init__(self, prefetcher: Prefetcher, line: Line) -> None:
+    def __init__(self, prefetcher: Prefetcher, line: Line | LoopPass) -> None:
         self._prefetcher = prefetcher
         self._line = line
 
@@ -218,6 +229,7 @@ def prefetch(
     device: Device,
     *,
     depth: int = 2,
+    threaded: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher:
     """Read batches and start their copies in a thread of their own; iterate over the result.
@@ -246,6 +258,12 @@ def prefetch(
             pass; batches are read by the reader alone, one at a time.
         device: the target, as for `start_copy`. "cuda" is the CUDA device that is current where a
             pass begins.
+        threaded: False reads the source in the loop's own thread, when it asks for a batch: `depth`
+            batches are on their way then, or wait to be sent. No thread competes with the loop for
+            the interpreter. It is best where the source takes little time and the loop's host is
+            busy: rows are drawn and `start_gather` is called, say, for a learner of many small
+            kernels. The source then sees the state of the loop's thread; an exception of it that is
+            no `Exception`, such as KeyboardInterrupt, comes out at once.
         depth: most batches that have been read, or are being read, and were not yet yielded. They
             are on the device, or on their way.
         **options: those of `start_copy`.
@@ -257,7 +275,7 @@ def prefetch(
 
     Nothing is read before the first `for` or `next()`.
     """
-    return Prefetcher(source, device, depth, options)
+    return Prefetcher(source, device, depth, threaded, options)
 
 
 def _is_callable(source: Any) -> bool:
@@ -270,6 +288,12 @@ def _is_callable(source: Any) -> bool:
         "source must be an iterable of batches, or a callable without arguments that returns the "
         f"next one; got {type(source).__name__}"
     )
+
+
+def _checked_threaded(threaded: bool) -> bool:
+    if not isinstance(threaded, bool):
+        raise TypeError(f"threaded must be a bool; got {threaded!r}")
+    return threaded
 
 
 def _checked_depth(depth: int) -> int:

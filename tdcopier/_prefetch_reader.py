@@ -6,105 +6,30 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 
 from tdcopier import _C
-from tdcopier._copy import AsyncCopyHandle, CopyOptions, Device, start_copy
-from tdcopier._delegated import plain_parts
+from tdcopier._prefetch_source import (
+    Batch,
+    Failure,
+    Item,
+    Sign,
+    Source,
+    Tally,
+    is_last,
+    send_staged,
+)
 
 _SOURCE_GRACE_S = (
     1.0  # how long the end of the interpreter waits for a reader that is in its source
 )
 _COPY_GRACE_S = 10.0  # and for the engine, which a reader leaves in bounded time
-
-
-@dataclass
-class Tally:
-    """What all passes over one source have come to so far."""
-
-    batches: int = 0
-    late_batches: int = 0
-    waited_ns: int = 0
-    read_ns: int = 0
-    copy_ns: int = 0
-    idle_ns: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of what consumers count
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Where a stream was when it left leaves that are handed through."""
-
-    device: torch.device
-    stream: torch.Stream
-    event: torch.Event
-
-    @classmethod
-    def on(cls, target: Device) -> Mark | None:
-        """On the calling thread's current stream; None for a target that has no streams."""
-        device = torch.empty(0, device=target).device
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or device.type != accelerator.type:
-            return None
-        stream = torch.accelerator.current_stream(device)
-        return cls(device, stream, stream.record_event())
-
-    def order(self, batch: Any) -> None:
-        """Let the calling thread's current stream use what of `batch` was handed through."""
-        device = self.device
-        stream = torch.accelerator.current_stream(device)
-        if stream == self.stream:
-            return
-        stream.wait_event(self.event)
-        for _, leaf in _C.leaves_with_paths(batch, device):
-            for part in plain_parts(leaf):
-                for owner in _owners(part):
-                    if owner.device == device:
-                        owner.record_stream(stream)
-
-
-def _owners(part: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a tensor keeps its memory in."""
-    if part.layout is torch.strided:
-        return [part]
-    if part.layout is torch.sparse_coo:
-        return [part._indices(), part._values()]
-    if part.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [part.crow_indices(), part.col_indices(), part.values()]
-    return [part.ccol_indices(), part.row_indices(), part.values()]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One that was read and is on its way."""
-
-    handle: AsyncCopyHandle
-    mark: Mark | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What comes instead of a batch, or of the end."""
-
-    error: BaseException
-    is_last: bool
-
-
-class Sign(Enum):
-    """What stays in a line, for everybody who comes."""
-
-    END = "the source has ended"
-    CLOSED = "nobody may take what is left"
-
-
-Item: TypeAlias = Batch | Failure | Sign
 
 
 class Line:
@@ -117,25 +42,36 @@ class Line:
     def __init__(self, depth: int, tally: Tally) -> None:
         self.tally = tally
         self.is_over = False  # the end was told, or the failure that is the last
-        self.is_copying = False
         self.is_waited_for = False  # by a `close` that raises `failure_of_close`
         self.failure_of_close: BaseException | None = None
         self.why_closed: str | None = None
+        self._source: Source | None = None
         self._thread: threading.Thread | None = None
         self._forks = forks()
         self._unused = depth  # room that was never taken: the reader's own
         self._room: SimpleQueue[None] = SimpleQueue()  # what was given back
         self._items: SimpleQueue[Item] = SimpleQueue()
+        self._held: deque[_C.AsyncCopyHandle] = deque()  # to be sent by consumers, in their order
 
     @property
     def is_of_parent(self) -> bool:
         """Whether this process was forked since, and has no such reader."""
         return self._forks != forks()
 
-    def start(self, reader: Reader) -> None:
-        """Let a reader of this line begin."""
+    @property
+    def is_copying(self) -> bool:
+        """Whether the reader is in the engine."""
+        source = self._source
+        return source is not None and source.is_copying
+
+    def start(self, source: Source) -> None:
+        """Let a reader of this line begin, in the surroundings of the calling thread."""
+        self._source = source
         self._thread = threading.Thread(
-            target=_run, args=(reader, self), name="tdcopier-prefetch", daemon=True
+            target=_run,
+            args=(source, Surroundings(), self),
+            name="tdcopier-prefetch",
+            daemon=True,
         )
         _lines.add(self)
         try:
@@ -156,11 +92,21 @@ class Line:
             self.tally.idle_ns += time.perf_counter_ns() - began
         return self.why_closed is None
 
+    def sending(self) -> _C.Sending:
+        """Who is to send the next batch: consumers, if they have another one to go on with."""
+        return _C.Sending.HELD if self._items.qsize() > 0 else _C.Sending.AT_ONCE
+
     def put(self, item: Item) -> None:
         """Give the consumers one more."""
+        if isinstance(item, Batch):
+            self._held.append(item.handle)
         self._items.put(item)
         if self.why_closed is not None:
             self._drop_items()
+
+    def forget_source(self) -> None:
+        """For the reader that leaves it."""
+        self._source = None
 
     # ---- the consumers' side ----
 
@@ -199,10 +145,8 @@ class Line:
                 item.mark.order(batch)
         finally:
             self._room.put(None)
-        with self.tally.lock:
-            self.tally.batches += 1
-            self.tally.late_batches += is_late
-            self.tally.waited_ns += time.perf_counter_ns() - began
+            send_staged(self._held)
+        self.tally.count_batch(is_late, began)
         return batch
 
     def close(self, why: str) -> None:
@@ -219,6 +163,7 @@ class Line:
             self._thread.join(timeout_s)
 
     def _drop_items(self) -> None:
+        self._held.clear()
         try:
             while True:
                 self._items.get_nowait()
@@ -258,81 +203,45 @@ def _is_accelerator_in_use() -> bool:
     return accelerator is not None and bool(torch.get_device_module(accelerator).is_initialized())
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Reads one pass and starts its copies."""
-
-    read: Callable[[], Any]
-    """The next batch; raises StopIteration where there is none."""
-    generator: Generator[Any, Any, Any] | None
-    """To be closed where the pass is."""
-    device: Device
-    options: CopyOptions
-    surroundings: Surroundings
-
-    def read_all(self, line: Line) -> None:
-        """Until the source ends or fails, or the line is closed."""
-        while line.take_room():
-            began = time.perf_counter_ns()
-            try:
-                batch = self.read()
-            except StopIteration:
-                line.put(Sign.END)
-                return
-            except BaseException as error:
-                line.put(Failure(error, is_last=True))
-                return
-            read = time.perf_counter_ns()
-            line.tally.read_ns += read - began
-            if line.why_closed is not None:
-                return
-            line.is_copying = True
-            try:
-                item: Item = self._start(batch)
-            except Exception as error:
-                item = Failure(error, is_last=False)
-            finally:
-                line.is_copying = False
-            line.tally.copy_ns += time.perf_counter_ns() - read
-            del batch
-            line.put(item)
-            del item  # the consumer's alone
-
-    def _start(self, batch: Any) -> Batch:
-        if isinstance(batch, AsyncCopyHandle):  # the source has begun it itself
-            handle = batch
-        else:
-            handle = start_copy(batch, self.device, **self.options)
-        mark = Mark.on(self.device) if handle.stats.reused_leaves > 0 else None
-        handle.wait_staged()  # the source may write to the same memory next
-        return Batch(handle, mark)
-
-    def close_generator(self, line: Line) -> None:
-        """Let a generator that is not to go on leave its `with` and `finally`."""
-        if self.generator is None or line.why_closed is None:
-            return
-        try:
-            self.generator.close()
-        except BaseException as error:
-            if not line.is_waited_for:
-                raise
-            line.failure_of_close = error
-
-
-def _run(reader: Reader, line: Line) -> None:
+def _run(source: Source, surroundings: Surroundings, line: Line) -> None:
     """What the thread does."""
     try:
-        with reader.surroundings.entered():
+        with surroundings.entered():
             try:
-                reader.read_all(line)
+                _read_all(source, line)
             finally:
-                reader.close_generator(line)
+                _close_generator(source, line)
     except BaseException as error:
         if line.why_closed is not None:
             raise  # nobody listens but `threading.excepthook`
         line.put(Failure(error, is_last=True))
     finally:
+        line.forget_source()
         _lines.discard(line)
+
+
+def _read_all(source: Source, line: Line) -> None:
+    """Until the source ends or fails, or the line is closed."""
+    while line.take_room():
+        item = source.begin(lambda: line.why_closed is None, line.sending())
+        if item is None:
+            return
+        is_over = is_last(item)
+        line.put(item)
+        del item  # the consumer's alone
+        if is_over:
+            return
+
+
+def _close_generator(source: Source, line: Line) -> None:
+    if line.why_closed is None:
+        return
+    try:
+        source.close_generator()
+    except BaseException as error:
+        if not line.is_waited_for:
+            raise
+        line.failure_of_close = error
 
 
 _lines: set[Line] = set()

@@ -10,6 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from held_scenarios import (
+    a_batch_is_sent_by_two_threads,
+    batches_are_dropped_before_they_are_sent,
+    batches_are_sent_by_their_consumer,
+)
 from row_scenarios import (
     rows_are_overwritten_when_they_are_gathered,
     rows_are_scattered_while_the_batch_is_overwritten,
@@ -437,5 +442,8 @@ SCENARIOS: dict[str, Scenario] = {
         (rows_are_overwritten_when_they_are_gathered, False),
         (rows_for_the_host_and_a_device, False),
         (rows_are_scattered_while_the_batch_is_overwritten, False),
+        (batches_are_sent_by_their_consumer, False),
+        (batches_are_dropped_before_they_are_sent, False),
+        (a_batch_is_sent_by_two_threads, False),
     )
 }

@@ -103,3 +103,13 @@ def small_limits(
         _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
         _C.set_max_window_bytes(2**63)
         tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+
+
+@contextlib.contextmanager
+def held(sending: Any = _C.Sending.HELD) -> Iterator[None]:
+    """Copies that this thread starts meanwhile are staged, and sent by whoever uses them."""
+    _C.set_sending(sending)
+    try:
+        yield
+    finally:
+        _C.set_sending(_C.Sending.AT_ONCE)

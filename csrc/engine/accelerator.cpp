@@ -44,8 +44,15 @@ void Accelerator::settle_all() {
   const std::lock_guard lock(mutex);
   for (const auto& [key, accelerator] : accelerators) {
     accelerator->staging().pinned_bytes();
+    accelerator->held().pinned_bytes();
     accelerator->run_ahead().has_room();
   }
+}
+
+void Accelerator::drop_held_memory() {
+  auto& [mutex, accelerators] = registry();
+  const std::lock_guard lock(mutex);
+  for (const auto& [key, accelerator] : accelerators) accelerator->held().drop_free();
 }
 
 EventRef Accelerator::record_current() {
@@ -57,6 +64,7 @@ Accelerator::Accelerator(c10::Device device)
       copy_stream_(make_copy_stream(device)),
       events_(device.type()),
       staging_(device.type()),
+      held_(device.type()),
       run_ahead_(events_),
       views_(device) {}
 

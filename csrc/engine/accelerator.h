@@ -6,6 +6,7 @@
 
 #include "engine/byte_views.h"
 #include "engine/event_pool.h"
+#include "engine/held_memory.h"
 #include "engine/run_ahead.h"
 #include "engine/staging_ring.h"
 
@@ -21,6 +22,8 @@ class Accelerator {
 
   // Notices in all of them which transfers and consumers have ended.
   static void settle_all();
+  // Gives back what none of their held batches needs just now.
+  static void drop_held_memory();
 
   const c10::Device& device() const { return device_; }
   // Where the engine enqueues all its work on this device.
@@ -29,6 +32,7 @@ class Accelerator {
   // An event behind what the calling thread's current stream of this device has.
   EventRef record_current();
   StagingRing& staging() { return staging_; }
+  HeldMemory& held() { return held_; }
   RunAhead& run_ahead() { return run_ahead_; }
   ByteViewPool& views() { return views_; }
 
@@ -39,6 +43,7 @@ class Accelerator {
   const c10::Stream copy_stream_;
   EventPool events_;
   StagingRing staging_;
+  HeldMemory held_;
   RunAhead run_ahead_;
   ByteViewPool views_;
 };

@@ -130,28 +130,22 @@ void CopyJob::allocate() {
 }
 
 void CopyJob::work() noexcept {
-  if (failed_) return;
-  try {
-    const CountFallbacks counted(fallbacks_);
-    const RelaxedCapture relaxed(accelerator_.device().type());
-    transfer_all();
-  } catch (...) {
-    fail();
-  }
+  if (!failed_) attempt([this] { transfer_all(); });
 }
 
 bool CopyJob::leave() noexcept {
   interleave();
   if (--participants_ != 0) return false;
-  try {
-    if (!failed_ && transfers_ != 0 && !arrived_) {
-      const CountFallbacks counted(fallbacks_);
-      const RelaxedCapture relaxed(accelerator_.device().type());
+  finish_hands();
+  return true;
+}
+
+void CopyJob::finish() noexcept {
+  if (!failed_ && transfers_ != 0 && !arrived_) {
+    attempt([this] {
       finish_transfers();
       arrived_ = accelerator_.events().record(accelerator_.copy_stream());
-    }
-  } catch (...) {
-    fail();
+    });
   }
   finish_reading();
   {
@@ -160,7 +154,6 @@ bool CopyJob::leave() noexcept {
     enqueued_.store(true, std::memory_order_release);
   }
   became_enqueued_.notify_all();
-  return true;
 }
 
 void CopyJob::fail() noexcept {
@@ -226,7 +219,7 @@ void CopyJob::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>
 // In small parts, so that a caller who comes takes what there is and goes on from there.
 void CopyJob::make_outputs_ahead() noexcept {
   constexpr size_t kPart = 64;
-  if (failure_ || !has_outputs()) return;
+  if (failed_ || !has_outputs()) return;
   const c10::InferenceMode mode(inference_mode_);
   for (size_t first = 0; first < leaves(); first += kPart) {
     interleave();

@@ -19,6 +19,7 @@
 #include "engine/accelerator.h"
 #include "engine/chunk.h"
 #include "engine/fallbacks.h"
+#include "engine/graph_capture.h"
 #include "engine/leaf.h"
 #include "engine/stage.h"
 #include "engine/steps.h"
@@ -81,11 +82,15 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // Enqueued: the sources were read, or their device will do so in the order of its streams, and
   // every transfer is on the copy stream; or the job failed.
   bool is_enqueued() const { return enqueued_.load(std::memory_order_acquire); }
-  void wait_enqueued();  // Blocks. GIL: must not be held.
+  virtual void wait_enqueued();  // Blocks. GIL: must not be held.
+
+  // Where the transfers are left to whoever uses the copy: enqueues them, if that is all there is
+  // to do. Asking is_done() and waiting do it too. Returns at once. GIL: may be held.
+  virtual void send() noexcept {}
 
   // Done: the transfers have arrived; or the job failed, and writes no more to the caller's memory.
   // A device error counts as an end.
-  bool is_done();
+  virtual bool is_done();
   void wait_done();  // Blocks. GIL: must not be held. Throws the device's error.
 
   // Requires: is_enqueued().
@@ -152,6 +157,23 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // By the last one out, even of a failed job: sees to it that the sources are given back.
   virtual void finish_reading() noexcept = 0;
 
+  // By the last one out.
+  virtual void finish_hands() noexcept { finish(); }
+  // Once, behind all transfers: from here on the job is enqueued, or has failed.
+  void finish() noexcept;
+  // Does some work on the device, of this job. What it throws makes the job fail.
+  template <typename Work>
+  void attempt(const Work& work) noexcept {
+    try {
+      const CountFallbacks counted(fallbacks_);
+      const RelaxedCapture relaxed(accelerator_.device().type());
+      work();
+    } catch (...) {
+      fail();
+    }
+  }
+  void fail() noexcept;  // keeps the current exception, the first one only
+
   bool somebody_failed() const { return failed_; }
   // For hands side by side: calls work(window) for windows that no other hand has claimed, until
   // there are none left or somebody has failed.
@@ -192,8 +214,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   bool leave() noexcept;  // the last one out finishes the job; was it this one?
   // By a worker who was the last one out, while the caller does other things.
   void make_outputs_ahead() noexcept;
-  void allocate();       // allocate_chunks(), and remembers them
-  void fail() noexcept;  // keeps the current exception, the first one only
+  void allocate();  // allocate_chunks(), and remembers them
 
   const c10::DispatchKeySet output_keys_;
   const bool inference_mode_;   // the caller's when the job was made

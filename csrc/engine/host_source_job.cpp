@@ -12,6 +12,11 @@
 
 namespace tdcopier {
 
+bool goes_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves) {
+  return chunk.as_source ||
+         (chunk.last - chunk.first == 1 && leaves[plan.order[chunk.first]].pinned);
+}
+
 HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves,
                              std::shared_ptr<const PackPlan> plan, bool use_pinned_staging,
                              WindowBytes window_bytes, std::shared_ptr<SourceHold> sources,
@@ -21,14 +26,12 @@ HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves,
       windows_(make_windows(window_bytes)),
       host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
                                   [this](uint64_t sum, const ChunkPlan& chunk) {
-                                    return goes_straight(chunk) ? sum : sum + chunk.bytes;
+                                    return is_straight(chunk) ? sum : sum + chunk.bytes;
                                   })),
       reclaimer_(reclaimer) {}
 
-bool HostSourceJob::goes_straight(const ChunkPlan& chunk) const {
-  if (!use_pinned_staging_) return false;
-  return chunk.as_source ||
-         (chunk.last - chunk.first == 1 && leaves_[plan_.order[chunk.first]].pinned);
+bool HostSourceJob::is_straight(const ChunkPlan& chunk) const {
+  return use_pinned_staging_ && goes_straight(chunk, plan_, leaves_);
 }
 
 // A chunk that is not staged in parts is one window.
@@ -36,7 +39,7 @@ std::vector<Window> HostSourceJob::make_windows(WindowBytes window_bytes) const 
   std::vector<Window> windows;
   for (const Window& window : cut_windows(plan_, leaves_, window_bytes)) {
     const ChunkPlan& chunk = plan_.chunks[window.chunk];
-    if (use_pinned_staging_ && !goes_straight(chunk)) {
+    if (use_pinned_staging_ && !is_straight(chunk)) {
       windows.push_back(window);
     } else if (window.begin == 0) {
       windows.push_back({window.chunk, 0, chunk.bytes});
@@ -61,7 +64,7 @@ void HostSourceJob::transfer_all() {
 
 void HostSourceJob::transfer(const Window& window) {
   const ChunkPlan& chunk = plan_.chunks[window.chunk];
-  if (goes_straight(chunk)) {
+  if (is_straight(chunk)) {
     const StepRange range(steps_, Step::kEnqueue);
     enqueue_from_pinned(accelerator_.copy_stream(), chunks_[window.chunk],
                         leaves_[plan_.order[chunk.first]].data, chunk.bytes);

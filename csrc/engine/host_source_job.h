@@ -12,6 +12,9 @@
 
 namespace tdcopier {
 
+// Whether the device can read all of this chunk where it lies on the host.
+bool goes_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves);
+
 // Sources are given back when they have been staged; where the device reads some of them by itself,
 // all are when it has done so, by `reclaimer`'s thread.
 class HostSourceJob final : public CopyJob {
@@ -34,8 +37,7 @@ class HostSourceJob final : public CopyJob {
   void transfer_staged(const Window& window);
   void enqueue(StagedWindow staged);
   void transfer_pageable(const Window& window);
-  // Whether the device reads all of this chunk where it is.
-  bool goes_straight(const ChunkPlan& chunk) const;
+  bool is_straight(const ChunkPlan& chunk) const;
   std::vector<Window> make_windows(WindowBytes window_bytes) const;
 
   const bool use_pinned_staging_;

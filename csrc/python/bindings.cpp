@@ -34,6 +34,7 @@ namespace {
 using tdcopier::CopyOptions;
 using tdcopier::Handle;
 using tdcopier::PreparedCopy;
+using tdcopier::Sending;
 
 // c10's errors become torch's own Python exceptions: out of memory stays torch.OutOfMemoryError.
 template <typename Function>
@@ -139,6 +140,9 @@ Raises:
       .def(
           "wait_gathered", [](Handle& self) { with_torch_errors([&] { self.wait_staged(); }); }, R"(
 Wait until every row has been read, so that a writer may go on: `wait_staged`, for a gather.)")
+      .def("_send_if_staged", &Handle::send_if_staged)
+      .def_property_readonly("_reuses_leaves",
+                             [](Handle& self) { return self.counts().reused != 0; })
       .def_property_readonly(
           "stats",
           [](const Handle& self) {
@@ -157,6 +161,12 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
                       use_background_thread});
     });
   });
+
+  py::enum_<Sending>(m, "Sending")
+      .value("AT_ONCE", Sending::kAtOnce)
+      .value("HELD", Sending::kHeld)
+      .value("HELD_STAGED", Sending::kHeldStaged);
+  m.def("set_sending", &tdcopier::set_sending);
 
   py::class_<PreparedCopy>(m, "PreparedCopy", py::custom_type_setup(make_collectable<PreparedCopy>))
       .def(py::init([](py::handle example, py::handle device, bool use_pinned_staging,
@@ -244,6 +254,13 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
       return tdcopier::Accelerator::of(target).staging().pinned_bytes();
     });
   });
+  m.def("held_bytes", [](py::handle device) {
+    return with_torch_errors([&]() -> uint64_t {
+      const c10::Device target = tdcopier::parse_device(device);
+      if (!tdcopier::has_engine_transfers(target)) return 0;
+      return tdcopier::Accelerator::of(target).held().pinned_bytes();
+    });
+  });
   m.def("copy_stream", [](py::handle device) {
     return with_torch_errors([&] {
       const c10::Device target = tdcopier::parse_device(device);
@@ -275,6 +292,8 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
     tdcopier::rest_workers();
     tdcopier::Accelerator::settle_all();
   });
+  // For whoever counts what is in use: memory of batches that were held is kept for the next ones.
+  m.def("drop_held_memory", &tdcopier::Accelerator::drop_held_memory);
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
   m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;
   m.def("set_staging_limit_bytes", &tdcopier::StagingRing::set_limit_bytes);

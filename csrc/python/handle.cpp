@@ -199,6 +199,11 @@ void Handle::wait_staged() {
   }
 }
 
+bool Handle::send_if_staged() {
+  for (const auto& job : jobs_) job->send();
+  return is_enqueued();
+}
+
 void Handle::refuse_in_child() const {
   if (generation_ == fork_generation()) return;
   throw std::runtime_error(

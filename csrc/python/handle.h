@@ -70,6 +70,9 @@ class Handle {
   pybind11::object get();
   pybind11::object wait(pybind11::handle stream);
   void wait_staged();
+  // Of a copy that is held: sends it, if that is all there is to do. Returns whether nothing of it
+  // is held any more. Returns at once.
+  bool send_if_staged();
   pybind11::tuple stats() const;  // in the order of CopyStats' fields
 
   int traverse(visitproc visit, void* arg) const;

@@ -15,6 +15,7 @@
 
 #include "base/fork.h"
 #include "engine/device_source_job.h"
+#include "engine/held_source_job.h"
 #include "engine/host_into_host_job.h"
 #include "engine/host_rows_job.h"
 #include "engine/host_source_job.h"
@@ -32,6 +33,7 @@ namespace tdcopier {
 namespace {
 
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
+thread_local Sending t_sending = Sending::kAtOnce;
 
 // Small enough that every worker has one.
 WindowBytes rows_window_bytes(const PackPlan& plan) {
@@ -47,6 +49,16 @@ c10::Allocator* host_allocator(bool pinned) {
   const std::optional<c10::DeviceType> type = may_pin ? at::getAccelerator() : std::nullopt;
   if (!type || !has_engine_transfers(c10::Device(*type, 0))) return c10::GetAllocator(c10::kCPU);
   return at::getHostAllocator(*type);
+}
+
+// Memory for a batch that is sent later, if it is to be and can be.
+std::optional<HeldLease> held_memory(Accelerator& accelerator, const LeafTable& leaves,
+                                     const PackPlan& plan, const CopyOptions& options) {
+  if (t_sending == Sending::kAtOnce || plan.total_bytes == 0) return std::nullopt;
+  if (!options.use_background_thread || !options.use_pinned_staging) return std::nullopt;
+  const auto straight = [&](const ChunkPlan& chunk) { return goes_straight(chunk, plan, leaves); };
+  if (std::any_of(plan.chunks.begin(), plan.chunks.end(), straight)) return std::nullopt;
+  return accelerator.held().reserve(plan.total_bytes);
 }
 
 // Starts the job where it is best run. Returns whether workers run it.
@@ -85,13 +97,22 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
                                         std::move(group.sources));
   } else if (source.is_cpu()) {
     Accelerator& accelerator = Accelerator::of(target);
-    may_block |= accelerator.staging().is_exhausted();
     may_block |= plan->total_bytes <= g_max_inline_bytes && group.mapped.wait_for_disk();
-    const WindowBytes window_bytes = best_window_bytes(*plan, options.use_background_thread,
-                                                       /*mapped=*/!group.mapped.empty());
-    job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
-                                          options.use_pinned_staging, window_bytes,
-                                          std::move(group.sources), reclaimer());
+    std::optional<HeldLease> held = held_memory(accelerator, group.leaves, *plan, options);
+    if (held) {
+      may_block |= t_sending == Sending::kHeldStaged;
+      const WindowBytes window_bytes = rows_window_bytes(*plan);
+      job =
+          std::make_shared<HeldSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
+                                          window_bytes, std::move(group.sources), std::move(*held));
+    } else {
+      may_block |= accelerator.staging().is_exhausted();
+      const WindowBytes window_bytes = best_window_bytes(*plan, options.use_background_thread,
+                                                         /*mapped=*/!group.mapped.empty());
+      job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
+                                            options.use_pinned_staging, window_bytes,
+                                            std::move(group.sources), reclaimer());
+    }
   } else {
     job = std::make_shared<DeviceSourceJob>(
         Accelerator::of(source), target, std::move(group.leaves), std::move(plan),
@@ -151,6 +172,10 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
 
 uint64_t max_inline_bytes() {
   return g_max_inline_bytes;
+}
+
+void set_sending(Sending sending) {
+  t_sending = sending;
 }
 
 WindowBytes best_window_bytes(const PackPlan& plan, bool background, bool mapped) {

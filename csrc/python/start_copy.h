@@ -20,6 +20,17 @@ uint64_t max_inline_bytes();
 // How large the windows are best in which host sources with this plan are staged.
 WindowBytes best_window_bytes(const PackPlan& plan, bool background, bool mapped);
 
+// Who puts the transfers of staged batches on the copy stream.
+enum class Sending : uint8_t {
+  kAtOnce,      // whoever has staged a part, at once
+  kHeld,        // whoever uses the copy, see HeldSourceJob
+  kHeldStaged,  // the same, and the caller stages nothing himself, however little it is
+};
+
+// For the copies that this thread starts from now on. A copy is held only if it can be: workers
+// may be used, all of it is staged, and there is memory to hold it.
+void set_sending(Sending sending);
+
 struct CopyOptions {
   bool use_pinned_staging;
   PackOptions pack;

@@ -93,6 +93,7 @@ class Detector:
         if not _sim.run_dry():
             return False
         _C.settle()
+        _C.drop_held_memory()
         return True
 
     def _leaked(self) -> tuple[Hazard, ...]:

@@ -1,0 +1,103 @@
+// Blocks of a power of two, as torch's own pinned memory has: batches of one loop are about equal.
+#include "engine/held_memory.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+
+#include <algorithm>
+#include <bit>
+#include <mutex>
+#include <utility>
+
+#include "engine/byte_tensor.h"
+#include "engine/staging_ring.h"
+
+namespace tdcopier {
+namespace {
+
+constexpr uint64_t kLeastBytes = 64 * 1024;
+
+uint64_t limit_bytes() {
+  return StagingRing::limit_bytes() * kHeldLimitFactor;
+}
+
+}  // namespace
+
+HeldLease::HeldLease(HeldMemory& memory, uint64_t bytes, at::Tensor block)
+    : memory_(&memory), bytes_(bytes), block_(std::move(block)) {}
+
+HeldLease::HeldLease(HeldLease&& other) noexcept
+    : memory_(std::exchange(other.memory_, nullptr)),
+      bytes_(other.bytes_),
+      block_(std::move(other.block_)) {}
+
+HeldLease::~HeldLease() {
+  if (memory_ != nullptr) memory_->give_back(bytes_, std::move(block_), nullptr);
+}
+
+void HeldLease::allocate() {
+  if (block_.defined()) return;
+  block_ = byte_tensor(at::getHostAllocator(memory_->type_)->allocate(bytes_), bytes_);
+}
+
+void HeldLease::in_flight_until(EventRef event) {
+  std::exchange(memory_, nullptr)->give_back(bytes_, std::move(block_), std::move(event));
+}
+
+std::optional<HeldLease> HeldMemory::reserve(uint64_t bytes) {
+  const uint64_t needed = std::max(std::bit_ceil(bytes), kLeastBytes);
+  const std::lock_guard lock(mutex_);
+  collect_done();
+  const auto fits = [needed](const at::Tensor& block) { return block.nbytes() == needed; };
+  const auto found = std::find_if(free_.rbegin(), free_.rend(), fits);
+  if (found != free_.rend()) {
+    at::Tensor block = std::move(*found);
+    free_.erase(std::next(found).base());
+    return HeldLease(*this, needed, std::move(block));
+  }
+  if (needed > limit_bytes()) return std::nullopt;
+  make_room(limit_bytes() - needed);
+  if (pinned_bytes_ + needed > limit_bytes()) return std::nullopt;
+  pinned_bytes_ += needed;
+  return HeldLease(*this, needed, at::Tensor());
+}
+
+uint64_t HeldMemory::pinned_bytes() {
+  const std::lock_guard lock(mutex_);
+  collect_done();
+  make_room(limit_bytes());
+  return pinned_bytes_;
+}
+
+void HeldMemory::drop_free() {
+  const std::lock_guard lock(mutex_);
+  collect_done();
+  make_room(0);
+}
+
+void HeldMemory::give_back(uint64_t bytes, at::Tensor block, EventRef event) {
+  const std::lock_guard lock(mutex_);
+  if (!block.defined()) {
+    pinned_bytes_ -= bytes;
+  } else if (event) {
+    in_flight_.push_back({std::move(block), std::move(event)});
+  } else {
+    free_.push_back(std::move(block));
+  }
+}
+
+// A device that has failed reads no more.
+void HeldMemory::collect_done() {
+  while (!in_flight_.empty() && has_ended(*in_flight_.front().event)) {
+    free_.push_back(std::move(in_flight_.front().bytes));
+    in_flight_.pop_front();
+  }
+}
+
+void HeldMemory::make_room(uint64_t limit) {
+  while (!free_.empty() && pinned_bytes_ > limit) {
+    pinned_bytes_ -= free_.front().nbytes();
+    free_.erase(free_.begin());
+  }
+}
+
+}  // namespace tdcopier

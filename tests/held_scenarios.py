@@ -1,0 +1,48 @@
+"""Short programs with copies that are staged by one and sent by another, for `scenarios.py`."""
+
+from __future__ import annotations
+
+from stage import Play, held, small_limits
+
+import tdcopier
+
+
+def batches_are_sent_by_their_consumer(play: Play) -> None:
+    """H2D: memory of a batch that was sent is not that of the next one before it was read."""
+    device = play.devices[0]
+    with small_limits(), held():
+        batches = [play.batch((100, 3)), play.batch((90, 30)), play.batch((70,))]
+        expected = [[leaf.clone() for leaf in batch] for batch in batches]
+        for batch, wanted in zip(batches, expected, strict=True):
+            handle = tdcopier.start_copy(batch, device)
+            handle.wait_staged()
+            for leaf in batch:
+                leaf.fill_(-1)
+            handle._send_if_staged()
+            play.read_late(handle.wait(), wanted)
+            del handle
+
+
+def batches_are_dropped_before_they_are_sent(play: Play) -> None:
+    """H2D: workers may be at it still, and their memory is the next batch's."""
+    device = play.devices[0]
+    with small_limits(), held():
+        for _ in range(2):
+            tdcopier.start_copy(play.batch((100, 30)), device)
+        batch = play.batch((100, 30))
+        handle = tdcopier.start_copy(batch, device)
+        while not handle.ready():
+            pass
+        play.expect(handle.get(), batch)
+
+
+def a_batch_is_sent_by_two_threads(play: Play) -> None:
+    """H2D: it is sent once, whoever is first."""
+    device = play.devices[0]
+    with small_limits(), held():
+        batch = play.batch((100, 30))
+        handle = tdcopier.start_copy(batch, device)
+        thread = play.schedule.thread(handle._send_if_staged)
+        play.read_late(handle.wait(), batch)
+        thread.join()
+        assert handle.stats.transfers == 1
