@@ -117,7 +117,23 @@ def test_mistakes_are_told_when_it_is_made(device):
         ToDevice("nonsense")
 
 
-@pytest.mark.parametrize("form", [lambda it: it, Compose], ids=["alone", "composed"])
+FORMS = {
+    "alone": lambda it: it,
+    "composed": Compose,
+    "composed twice": lambda it: Compose(Compose(it)),
+    "composed often": lambda it: Compose(Compose(Compose(it))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_a_buffer_takes_it_within_others(device, form):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    buffer.append_transform(form(ToDevice(device)))
+    buffer.extend(batch())
+    assert buffer.sample().device == torch.device(device)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_environments_are_told_to_use_another(device, form):
     with pytest.raises(TypeError, match="use torchrl's DeviceCastTransform"):
         TransformedEnv(ContinuousActionVecMockEnv(), form(ToDevice(device)))

@@ -61,8 +61,7 @@ class ToDevice(Transform):  # type: ignore[misc]
         Raises:
             TypeError: the transform would be one of an environment.
         """
-        outermost = container.container if isinstance(container, Transform) else container
-        if isinstance(outermost, EnvBase):
+        if isinstance(_outermost(container), EnvBase):
             raise TypeError(
                 "ToDevice is a transform of replay buffers, not of environments: there, use "
                 "torchrl's DeviceCastTransform"
@@ -74,6 +73,16 @@ class ToDevice(Transform):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"ToDevice({self.extra_repr()})"
+
+
+def _outermost(container: Any) -> Any:
+    """What a transform is in, in the end; None if it is in no environment."""
+    if not isinstance(container, Transform):
+        return container
+    try:
+        return container.container
+    except ValueError:  # torchrl's, of a Compose in a Compose of a buffer
+        return None
 
 
 def with_index(device: Device) -> torch.device:
