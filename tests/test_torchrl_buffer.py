@@ -250,6 +250,12 @@ def test_the_sample_unit_passes_for_what_it_was():
     assert again.length == 2
 
 
+@pytest.mark.parametrize("buffer_class", [TensorDictReplayBuffer, PackedTensorDictReplayBuffer])
+def test_what_is_no_sample_unit_is_refused_when_the_buffer_is_made(buffer_class):
+    with pytest.raises(TypeError, match="must be a SampleUnit instance, got ABCMeta"):
+        buffer_class(storage=LazyTensorStorage(CAPACITY), sample_unit=Sequence)
+
+
 def pickled(buffer: Any, fresh: Any) -> Any:
     again = pickle.loads(pickle.dumps(buffer))
     again.set_rng(torch.Generator().manual_seed(1))  # as that of the other, which goes on

@@ -70,7 +70,16 @@ class NotingUnit(SampleUnit):  # type: ignore[misc]
     """
 
     def __init__(self, unit: Any) -> None:
-        """`unit` is a SampleUnit or None, for the rows that the sampler chooses."""
+        """Args:
+            unit: a SampleUnit or None, for the rows that the sampler chooses.
+
+        Raises:
+            TypeError: it is neither, with torchrl's words.
+        """
+        if unit is not None and not isinstance(unit, SampleUnit):
+            raise TypeError(
+                f"sample_unit must be a SampleUnit instance, got {type(unit).__name__}."
+            )
         self._unit = unit
 
     @property  # type: ignore[misc]
