@@ -230,9 +230,14 @@ def test_data_that_are_no_tensordicts_are_refused():
         buffer.sample()
 
 
-def test_a_transform_that_changes_the_shape_is_named(device):
+@pytest.mark.parametrize(
+    "change",
+    [lambda batch: batch[:5], lambda batch: batch.reshape(4, 3)],
+    ids=["fewer rows", "more dimensions"],
+)
+def test_a_transform_that_changes_the_shape_is_named(device, change):
     _, ours = two_buffers(device, "ToDevice", "tensor", WeightedSampler)
-    ours.append_transform(lambda batch: batch[:5])
+    ours.append_transform(change)
     fill((ours,), 44)
     with pytest.raises(RuntimeError, match=r"'priority_weight' of shape \(12,\) does not fit"):
         ours.sample()

@@ -84,10 +84,9 @@ def _put_into(batch: Any, now: Sampling) -> None:
     if was_locked:
         batch.unlock_()
     for key, tensor in tensors.items():
-        if tensor.dim() < batch.dim():
-            tensor = expand_as_right(tensor, batch)
         try:
-            batch.set(key, tensor)
+            is_short = tensor.dim() < batch.dim()
+            batch.set(key, expand_as_right(tensor, batch) if is_short else tensor)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{key!r} of shape {tuple(tensor.shape)} does not fit a batch of size "
