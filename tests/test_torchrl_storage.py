@@ -18,6 +18,7 @@ from torchrl.data import (
     ReplayBuffer,
     SliceSampler,
     TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
 )
 from torchrl_support import BATCH, CAPACITY, STORAGES, data, fill, two_buffers
 
@@ -194,6 +195,48 @@ def test_rows_that_were_written_meanwhile_are_read_again(filled, gathers):
     again = read_twice(filled, lambda rows: filled.set(range(44), zeros))
     assert again["observation"].count_nonzero() == 0
     assert gathers == ["cpu"] * 2
+
+
+def loaded(storage: Any, tmp_path: Any) -> None:
+    storage.load_state_dict(other().state_dict())
+
+
+def read_from_files(storage: Any, tmp_path: Any) -> None:
+    other().dumps(tmp_path)
+    storage.loads(tmp_path)
+
+
+def other() -> Any:
+    storage = PackedLazyTensorStorage(CAPACITY)
+    storage.set(range(44), data(44).zero_())
+    return storage
+
+
+@pytest.mark.parametrize("change", [loaded, read_from_files])
+def test_rows_that_were_changed_otherwise_are_read_again(filled, gathers, tmp_path, change):
+    again = read_twice(filled, lambda rows: change(filled, tmp_path))
+    assert again["observation"].count_nonzero() == 0
+    assert gathers == ["cpu"] * 2
+
+
+def test_rows_that_were_updated_where_present_are_read_again(gathers):
+    storage = PackedLazyTensorStorage(CAPACITY)
+    writer = TensorDictRoundRobinWriter(track_generations=True)
+    buffer = TensorDictReplayBuffer(storage=storage, writer=writer)
+    index = buffer.extend(data(44))
+    patch = {"observation": torch.zeros(44, 5)}
+    generation = writer.generations_of(index)
+
+    def update(rows: Any) -> None:
+        buffer.update_if_present(index=index, generation=generation, patch=patch)
+
+    assert read_twice(storage, update)["observation"].count_nonzero() == 0
+    assert gathers == ["cpu"] * 2
+
+
+def test_rows_of_a_storage_that_was_emptied_are_gone(filled):
+    with pytest.raises(IndexError):
+        read_twice(filled, lambda rows: filled._empty())
 
 
 def test_an_index_with_other_values_is_another_index(filled, gathers):

@@ -62,6 +62,11 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         self._writes += 1
         super().set(cursor, data, set_cursor=set_cursor)
 
+    def _bump_mutation_revision(self) -> None:
+        """Called by torchrl after every change, also by those that do not go through `set`."""
+        self._writes += 1
+        super()._bump_mutation_revision()
+
     def __getitem__(self, index: Any) -> Any:
         """As `get`, and on the host."""
         rows = self._read(index)
