@@ -151,6 +151,18 @@ def test_what_a_transform_reads_from_the_storage_stays_on_the_host(device):
     assert seen[0].device == torch.device("cpu")
 
 
+@pytest.mark.parametrize("way", ["host", "ToDevice"])
+def test_what_a_transform_reads_from_another_storage_stays_on_the_host(device, way):
+    _, ours = two_buffers(device, way, "tensor", WeightedSampler)
+    _, another = two_buffers(device, "sample_device", "tensor", SAMPLERS["random"])
+    fill((ours, another), 44)
+    seen = []
+    ours.append_transform(lambda batch: seen.append(another.storage.get([1, 2])) or batch)
+    where = ours.sample().device
+    assert where == torch.device("cpu" if way == "host" else device)
+    assert seen[0].device == torch.device("cpu")
+
+
 # ---- order ---------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ class Sampling:
         """torchrl's own, once the sampler has chosen the rows; its index comes a little later."""
         self.moved: dict[Any, torch.Tensor] | None = None
         """The tensors of `info`, on the last device that they were sent to."""
+        self.storage: Any = None
+        """The buffer's, known when `info` is."""
         self.is_read = False
         """Whether the rows that the sampler has chosen have been read."""
         self.devices: set[torch.device] = set()
@@ -100,4 +102,5 @@ class NotingUnit(SampleUnit):  # type: ignore[misc]
         now = current_sampling()
         if now is not None:
             now.info = info
+            now.storage = storage
         return index, info

@@ -82,7 +82,7 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         """
         now = current_sampling()
         rows = self._last.take(index, self._writes)
-        if self.sample_device is None or now is None or now.info is None or now.is_read:
+        if self.sample_device is None or now is None or now.storage is not self or now.is_read:
             return self._read(index) if rows is None else rows
         now.is_read = True
         now.devices.add(self.sample_device)
