@@ -62,15 +62,15 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         self._writes += 1
         super().set(cursor, data, set_cursor=set_cursor)
 
-    def _bump_mutation_revision(self) -> None:
-        """Called by torchrl after every change, also by those that do not go through `set`."""
-        self._writes += 1
-        super()._bump_mutation_revision()
+    def _changes(self) -> tuple[int, Any]:
+        """Another after each change, by whatever method and, of shared memory, in any process."""
+        return self._writes, getattr(self, "_mutation_revision", None)
 
     def __getitem__(self, index: Any) -> Any:
         """As `get`, and on the host."""
+        changes = self._changes()
         rows = self._read(index)
-        self._last.keep(index, rows, self._writes)  # a sampler of slices does so, then the buffer
+        self._last.keep(index, rows, changes)  # a sampler of slices does so, then the buffer
         return rows
 
     def get(self, index: Any) -> Any:
@@ -81,7 +81,7 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         keys are torchrl's.
         """
         now = current_sampling()
-        rows = self._last.take(index, self._writes)
+        rows = self._last.take(index, self._changes())
         if self.sample_device is None or now is None or now.storage is not self or now.is_read:
             return self._read(index) if rows is None else rows
         now.is_read = True
@@ -186,7 +186,7 @@ class _Read(NamedTuple):
     asked: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
     rows: Any
-    writes: int
+    changes: tuple[int, Any]
 
 
 class _LastRead:
@@ -194,7 +194,7 @@ class _LastRead:
 
     A sampler of slices reads the rows it has chosen, looks at a few leaves, and drops the rest,
     which the buffer then reads. The rows are given away once: only if nobody else holds them, for
-    the same tensors with the same values, and if the storage was not written to meanwhile.
+    the same tensors with the same values, and if the storage was not changed meanwhile.
     """
 
     def __init__(self) -> None:
@@ -203,20 +203,20 @@ class _LastRead:
     def __reduce__(self) -> tuple[Any, ...]:
         return _LastRead, ()
 
-    def keep(self, index: Any, rows: Any, writes: int) -> None:
+    def keep(self, index: Any, rows: Any, changes: tuple[int, Any]) -> None:
         self._local.read = None
         is_tuple = isinstance(index, tuple) and all(isinstance(p, torch.Tensor) for p in index)
         if is_tuple and is_tensor_collection(rows):
-            self._local.read = _Read(index, _versions(index), rows, writes)
+            self._local.read = _Read(index, _versions(index), rows, changes)
 
-    def take(self, index: Any, writes: int) -> Any:
+    def take(self, index: Any, changes: tuple[int, Any]) -> Any:
         read: _Read | None = getattr(self._local, "read", None)
         self._local.read = None
         if read is None or not isinstance(index, tuple) or len(index) != len(read.asked):
             return None
         if any(a is not b for a, b in zip(index, read.asked, strict=True)):
             return None
-        is_old = read.writes != writes or _versions(index) != read.versions
+        is_old = read.changes != changes or _versions(index) != read.versions
         if is_old or sys.getrefcount(read.rows) > _NOBODY_ELSE:
             return None
         for key in _shared_keys(read.rows):  # what the sampler gives as info stays as it is
