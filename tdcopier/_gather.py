@@ -67,6 +67,15 @@ def start_gather(
         TypeError: no index of rows; see `start_copy` for the rest.
         Exception: as `start_copy`.
     """
+    options = _copy.checked_options(
+        use_pinned_staging,
+        pack_cpu_tensors,
+        min_packed_alignment_bytes,
+        max_packed_chunk_bytes,
+        use_background_thread,
+    )
+    if str(device) == "meta":  # which has no memory to gather into
+        return _copy.start_copy(start_gather(storage, index, "cpu").get(), device)
     rows = row_index(index, storage)
     read, flatten, unflatten = _readers(rows, device)
     return _C.start_gather(
@@ -80,13 +89,7 @@ def start_gather(
         flatten,
         unflatten,
         device,
-        *_copy.checked_options(
-            use_pinned_staging,
-            pack_cpu_tensors,
-            min_packed_alignment_bytes,
-            max_packed_chunk_bytes,
-            use_background_thread,
-        ),
+        *options,
     )
 
 

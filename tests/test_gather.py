@@ -165,6 +165,15 @@ def test_a_tensor_and_an_array_are_storages_too(device):
         )
 
 
+def test_on_meta_rows_have_shapes_only():
+    tree = {"x": torch.randn(ROWS, 3), "name": "cartpole"}
+    moved = tdcopier.start_gather(tree, [1, 4], "meta").get()
+    assert (moved["x"].shape, moved["x"].device) == ((2, 3), torch.device("meta"))
+    assert moved["name"] == "cartpole"
+    with pytest.raises(IndexError):
+        tdcopier.start_gather(tree, [ROWS], torch.device("meta"))
+
+
 @pytest.mark.parametrize("rows", [1 << 12, 1 << 16])
 def test_large_gathers_go_through_many_windows(device, rows):
     tree = {"a": torch.arange(rows * 300).reshape(rows, 300), "b": torch.randn(rows, 33)}
