@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,13 @@ from tdcopier._slots import Slots, light_tensor
 _PROTOCOL = 5
 _TARGET = object()
 _TARGET_ID = "target"
+_SPARSE = {
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+}
 
 
 class Parcel(NamedTuple):
@@ -80,10 +87,7 @@ def unpack(body: torch.Tensor, chunk_bytes: int) -> Any:
     leaves = _tensors_over(body.untyped_storage(), specs, offsets)
     for leaf, leaf_spec in zip(leaves, specs, strict=True):
         leaf.requires_grad_(leaf_spec.requires_grad)
-    with warnings.catch_warnings():
-        # Some versions of torch warn where they rebuild a sparse tensor that was pickled.
-        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
-        return _Unpickler(io.BytesIO(pickled), leaves, body.device).load()
+    return _Unpickler(io.BytesIO(pickled), leaves, body.device).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -112,6 +116,11 @@ class _Pickler(pickle.Pickler):
                 # Of a tensor that is not plain. Its own pickle would name this rank's device.
                 as_bytes = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory)
                 return _typed_storage, (as_bytes, value.dtype)
+        if isinstance(value, torch.Tensor) and value.layout in _SPARSE:
+            where = _TARGET if value.device == self._device else value.device
+            detached: Any = value.detach()
+            function, arguments = detached.__reduce_ex__(_PROTOCOL)
+            return _sparse_tensor, (function, arguments, where, value.requires_grad)
         if not _is_tensor_collection(type(value)):
             return NotImplemented
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
@@ -138,6 +147,16 @@ def _typed_storage(memory: torch.Tensor, dtype: torch.dtype) -> Any:
     """A storage for these bytes alone."""
     storage: Any = torch.storage.TypedStorage
     return storage(wrap_storage=memory.clone().untyped_storage(), dtype=dtype, _internal=True)
+
+
+def _sparse_tensor(
+    function: Callable[..., torch.Tensor], arguments: Any, device: torch.device, needs_grad: bool
+) -> torch.Tensor:
+    """What torch's own pickle makes of it, but for the default device, and with its gradient."""
+    with warnings.catch_warnings(), device:
+        # Some versions of torch warn where they rebuild a sparse tensor that was pickled.
+        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
+        return function(*arguments).requires_grad_(needs_grad)
 
 
 def _is_plain(value: Any) -> bool:

@@ -193,7 +193,7 @@ class _Ranks(NamedTuple):
         Raises:
             Exception: what has failed on the source.
         """
-        rows = torch.zeros(count, 2, dtype=torch.int64)
+        rows = torch.zeros(count, 2, dtype=torch.int64, device="cpu")
         failure = b""
         if outgoing is not None and outgoing.error is not None:
             failure = pickle.dumps((type(outgoing.error).__name__, str(outgoing.error)))
@@ -208,7 +208,7 @@ class _Ranks(NamedTuple):
         return sizes
 
     def _raise_failure(self, outgoing: _Outgoing | None, failure: bytes, size: int) -> None:
-        body = torch.zeros(size, dtype=torch.uint8)
+        body = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if failure:
             body.copy_(torch.frombuffer(bytearray(failure), dtype=torch.uint8))
         body = self.broadcast(body.to(self.device)).cpu()

@@ -56,6 +56,8 @@ def tree_of(seed: int) -> Any:
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "with a gradient": torch.ones(2, requires_grad=True),
         "sparse": torch.eye(3).to_sparse(),
+        "compressed": torch.eye(4).to_sparse_csr(),
+        "sparse, with a gradient": torch.eye(3).to_sparse().requires_grad_(),
         "large": torch.rand(300_000, generator=generator),
         "opaque": [None, 3, "text", b"bytes", torch.float32, torch.device("meta"), {1, 2}],
     }
@@ -244,6 +246,20 @@ def scattered(rank: int, src: int, device: str | None) -> None:
     trees = trees[: dist.get_world_size()]
     got = distributed.scatter(trees if rank == src else None, src, device=device)
     assert_equal(got, as_it_arrives(trees[rank], device, at_src=rank == src))
+
+
+def under_a_default_device(rank: int, where: int) -> None:
+    tree = tree_of(3)
+    expected = as_it_arrives(tree_of(3), None, at_src=rank == 1)
+    if rank == where:
+        torch.set_default_device("meta")
+    try:
+        got = sent(rank, tree, 1)
+        part = distributed.scatter([tree] * 2 if rank == 1 else None, 1)
+    finally:
+        torch.set_default_device(None)
+    assert_equal(got, expected)
+    assert_equal(part, expected)
 
 
 def group_of_one(rank: int) -> None:

@@ -67,6 +67,11 @@ def test_scatter_gives_each_rank_a_tree_of_its_own(ranks, src):
     ranks.run("scattered", src, None)
 
 
+@pytest.mark.parametrize("where", [0, 1], ids=["receiver", "source"])
+def test_messages_are_where_the_group_needs_them_whatever_the_default_device(ranks, where):
+    ranks.run("under_a_default_device", where)
+
+
 def test_a_group_of_one_rank_needs_nobody_else(ranks):
     ranks.run("group_of_one")
 
