@@ -42,7 +42,7 @@ class _LeafSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Empty if contiguous."""
+    """Empty where they follow from the shape."""
     requires_grad: bool
 
 
@@ -174,7 +174,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _spec_of(leaf: torch.Tensor) -> _LeafSpec:
-    strides = () if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
+    # Dimensions of size 0 and 1 keep strides of their own, and count as contiguous with any.
+    follow = leaf.is_contiguous() and min(leaf.shape, default=2) > 1
+    strides = () if follow else torch.empty_like(leaf, device="meta").stride()
     return _LeafSpec(leaf.dtype, tuple(leaf.shape), tuple(strides), leaf.requires_grad)
 
 

@@ -32,6 +32,20 @@ def test_leaves_are_on_the_device_where_it_is_opened(device, other_device):
 @pytest.mark.parametrize(
     "leaf",
     [
+        pytest.param(torch.empty(0, 3, 4).permute(2, 0, 1), id="empty"),
+        pytest.param(torch.empty(4, 4)[:0, 1:], id="empty, with gaps"),
+        pytest.param(torch.ones(2, 3, 3, 1).permute(0, 3, 1, 2), id="one channel, last"),
+        pytest.param(torch.ones(3, 5).t()[:1], id="one row"),
+    ],
+)
+def test_strides_are_those_of_a_copy(leaf, device, other_device):
+    (got,) = opened_on([leaf], device, other_device)
+    assert got.stride() == tdcopier.copy(leaf, other_device).stride()
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
         pytest.param(torch.tensor([1 + 2j, 3]).conj(), id="conjugated"),
         pytest.param(torch.tensor([1 + 2j, 3]).conj().imag, id="negated"),
         pytest.param(torch.arange(3.0).as_subclass(Labelled), id="subclass"),
