@@ -25,6 +25,7 @@ _SPARSE = {
     torch.sparse_bsr,
     torch.sparse_bsc,
 }
+_MEMORY_OF_NODE = {"_consolidated", "_is_memmap", "_is_shared", "_memmap_prefix"}
 
 
 class Parcel(NamedTuple):
@@ -125,8 +126,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
         if isinstance(state, dict) and state.get("_device") == self._device:
-            # Its leaves arrive in a chunk, and no more in the memory of a consolidated one.
-            kept = {name: each for name, each in state.items() if name != "_consolidated"}
+            # Its leaves arrive in a chunk, and no more in a file, in shared memory, in one piece.
+            kept = {name: each for name, each in state.items() if name not in _MEMORY_OF_NODE}
             state = {**kept, "_device": _TARGET}
         return function, arguments, state, *rest
 

@@ -103,3 +103,17 @@ def test_a_tree_without_tensors_has_no_chunk(device):
     parcel = pack({"a": 1, "empty": torch.empty(0)}, torch.device(device))
     assert parcel.chunk_bytes == 0
     assert unpack(parcel.body, 0)["a"] == 1
+
+
+@pytest.mark.parametrize("made", ["memory-mapped", "shared"])
+def test_a_tensordict_does_not_say_that_its_leaves_are_files_or_shared(made, tmp_path):
+    tree = TensorDict({"x": torch.ones(3), "n": {"y": torch.ones(2)}}, device="cpu")
+    tree = tree.memmap_(tmp_path) if made == "memory-mapped" else tree.share_memory_()
+    got = opened_on(tree, "cpu", "cpu")
+    assert not got.is_memmap()
+    assert not got.is_shared()
+    assert not got["n"].is_memmap()
+    assert not got["n"].is_shared()
+    assert got.is_locked
+    assert tree.is_memmap() or tree.is_shared()
+    assert got["n", "y"].tolist() == [1, 1]
