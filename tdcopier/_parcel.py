@@ -60,9 +60,9 @@ def pack(tree: Any, device: torch.device) -> Parcel:
     try:
         pickler.dump(moved)
     except RecursionError:
-        raise
+        raise RecursionError("the tree is nested too deep to be pickled") from None
     except Exception as error:
-        path = "data" + "".join(_steps_to_what_fails(moved, device))
+        path = "data" + "".join(_steps_to_what_fails(moved, device, set()))
         raise TypeError(
             f"{path} cannot be pickled ({type(error).__name__}: {error}): leave it out, or give "
             "its class a __reduce__"
@@ -195,13 +195,16 @@ def _tensors_over(
     ]
 
 
-def _steps_to_what_fails(value: Any, device: torch.device) -> list[str]:
-    """The steps to the first value in the tree that cannot be pickled."""
+def _steps_to_what_fails(value: Any, device: torch.device, above: set[int]) -> list[str]:
+    """The steps to the first value in the tree that cannot be pickled, in no circles."""
+    above.add(id(value))
     for step, child in _children_of(value):
+        if id(child) in above:
+            continue
         try:
             _Pickler(io.BytesIO(), device).dump(child)
         except Exception:  # whatever it is, it fails
-            return [step, *_steps_to_what_fails(child, device)]
+            return [step, *_steps_to_what_fails(child, device, above)]
     return []
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from support import raises_exactly
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 from tensordict_classes import Episode, Frames, Labelled
 
@@ -117,3 +120,26 @@ def test_a_tensordict_does_not_say_that_its_leaves_are_files_or_shared(made, tmp
     assert got.is_locked
     assert tree.is_memmap() or tree.is_shared()
     assert got["n", "y"].tolist() == [1, 1]
+
+
+class Linked:
+    """Knows who knows it."""
+
+    def __init__(self) -> None:
+        self.peer: object = None
+
+
+def test_the_path_of_what_cannot_be_pickled_ends_in_trees_that_go_in_circles():
+    tree, inside = Linked(), Linked()
+    tree.peer, inside.peer = inside, tree
+    inside.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"^data\['a'\]\.peer\.lock cannot be pickled "):
+        pack({"a": tree}, torch.device("cpu"))
+
+
+def test_a_tree_too_deep_to_be_pickled_says_so():
+    tree = []
+    for _ in range(900):
+        tree = [tree]
+    with raises_exactly(RecursionError, "the tree is nested too deep to be pickled"):
+        pack(tree, torch.device("cpu"))
