@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -56,8 +57,9 @@ def broadcast(
             is not the source. These and the two above are raised on the rank that makes the
             mistake, before any message.
         Exception: what keeps the source from sending, such as a `TypeError` with the path of a
-            value that cannot be pickled. Every rank raises it: a `TypeError`, `ValueError` or
-            `RecursionError` as such, anything else as a `RuntimeError` on the others.
+            value that cannot be pickled. Every rank raises it: the others as the nearest of
+            `TypeError`, `ValueError`, `RecursionError` and `RuntimeError` that it is one of, or
+            else as a `RuntimeError`.
     """
     ranks = _Ranks.of(group, src)
     ranks.check_given(tree, "tree")
@@ -69,8 +71,9 @@ def broadcast(
         return _on_device(unpack(body, chunk_bytes), device)
     (parcel,) = outgoing.parcels
     ranks.broadcast(parcel.body)
-    target = ranks.device if device is None else torch.device(device)
-    return parcel.moved if target == ranks.device else start_copy(tree, target).wait()
+    if device is None or str(device) in (str(ranks.device), ranks.device.type):
+        return parcel.moved
+    return start_copy(tree, device).wait()
 
 
 def scatter(
@@ -129,7 +132,8 @@ def scatter(
     return start_copy(own, ranks.device if device is None else device).wait()
 
 
-class _Outgoing(NamedTuple):
+@dataclasses.dataclass
+class _Outgoing:
     """What the source has to send: parcels, or why there are none."""
 
     parcels: list[Any]
@@ -196,7 +200,7 @@ class _Ranks(NamedTuple):
         rows = torch.zeros(count, 2, dtype=torch.int64, device="cpu")
         failure = b""
         if outgoing is not None and outgoing.error is not None:
-            failure = pickle.dumps((type(outgoing.error).__name__, str(outgoing.error)))
+            failure = pickle.dumps(_told(outgoing.error))
             rows[0, 0], rows[0, 1] = _FAILED, len(failure)
         elif outgoing is not None:
             for row, parcel in zip(rows, outgoing.parcels, strict=True):
@@ -213,11 +217,13 @@ class _Ranks(NamedTuple):
             body.copy_(torch.frombuffer(bytearray(failure), dtype=torch.uint8))
         body = self.broadcast(body.to(self.device)).cpu()
         if outgoing is not None and outgoing.error is not None:
-            raise outgoing.error
+            error, outgoing.error = outgoing.error, None
+            try:
+                raise error
+            finally:
+                del error  # a frame that has it is in its traceback: a circle, around the tree
         name, text = pickle.loads(body.numpy().tobytes())
-        cls = _SENT_AS_SUCH.get(name, RuntimeError)
-        kind = "" if name in _SENT_AS_SUCH else f"{name}: "
-        raise cls(f"rank {self.src} could not send: {kind}{text}")
+        raise _SENT_AS_SUCH[name](f"rank {self.src} could not send: {text}")
 
     def new_body(self, chunk_bytes: int, spec_bytes: int) -> torch.Tensor:
         """Memory for a parcel."""
@@ -236,8 +242,20 @@ class _Ranks(NamedTuple):
 
 _FAILED = -1
 _SENT_AS_SUCH: dict[str, type[Exception]] = {
-    cls.__name__: cls for cls in (TypeError, ValueError, RecursionError)
+    cls.__name__: cls for cls in (TypeError, ValueError, RecursionError, RuntimeError)
 }
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """What other ranks are told of an error: the class to raise, and the text."""
+    as_such = (cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _SENT_AS_SUCH)
+    name = next(as_such, RuntimeError.__name__)
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be had"
+    own = type(error).__name__
+    return name, text if own == name else f"{own}: {text}"
 
 
 def _device_of(group: Group | None) -> torch.device:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -302,18 +304,56 @@ def mistake(rank: int, name: str) -> tuple[str, str]:
     return found
 
 
-def other_error(rank: int) -> tuple[str, str]:
+class NotLikeThis(ValueError):
+    """An error of a program's own."""
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def other_error(rank: int, name: str) -> tuple[str, str]:
     """As `mistake`, of an error of a class that is not sent as such."""
+    errors = {
+        "no memory": torch.OutOfMemoryError("none left"),
+        "subclass": NotLikeThis("never"),
+        "no text": Untold(),
+    }
 
     def fail(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("none left")
+        raise errors[name]
 
     packing = distributed.pack
     distributed.pack = fail
     try:
         sent(rank, [1], 1)
+    except Untold:
+        return "Untold", ""
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
         distributed.pack = packing
     return "", ""
+
+
+def no_such_device(rank: int) -> tuple[str, str]:
+    try:
+        sent(rank, [torch.ones(2)], 1, device="nowhere")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def failure_frees_the_tree(rank: int) -> None:
+    leaf = torch.ones(3)
+    alive = weakref.ref(leaf)
+    gc.disable()  # it would free a circle sooner or later
+    try:
+        sent(rank, [leaf, (lambda: 0)], 1)
+    except TypeError:
+        del leaf
+    try:
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -96,10 +96,39 @@ def test_what_keeps_the_source_from_sending_is_raised_on_every_rank(ranks, name)
     assert other_text == f"rank 1 could not send: {source_text}"
 
 
-def test_an_error_of_any_other_class_is_a_runtime_error_on_the_other_ranks(ranks):
-    (other, source) = ranks.run("other_error")
-    assert source == ("OutOfMemoryError", "none left")
-    assert other == ("RuntimeError", "rank 1 could not send: OutOfMemoryError: none left")
+@pytest.mark.parametrize(
+    ("name", "at_source", "at_other"),
+    [
+        (
+            "no memory",
+            ("OutOfMemoryError", "none left"),
+            ("RuntimeError", "rank 1 could not send: OutOfMemoryError: none left"),
+        ),
+        (
+            "subclass",
+            ("NotLikeThis", "never"),
+            ("ValueError", "rank 1 could not send: NotLikeThis: never"),
+        ),
+        (
+            "no text",
+            ("Untold", ""),
+            ("RuntimeError", "rank 1 could not send: Untold: its text cannot be had"),
+        ),
+    ],
+)
+def test_an_error_of_any_class_is_caught_by_the_same_except(ranks, name, at_source, at_other):
+    assert ranks.run("other_error", name) == [at_other, at_source]
+
+
+def test_a_device_that_there_is_not_is_the_same_error_on_every_rank(ranks):
+    (other, source) = ranks.run("no_such_device")
+    assert other == source
+    assert source[0] == "ValueError"
+    assert source[1].startswith("unknown device 'nowhere'")
+
+
+def test_what_could_not_be_sent_is_freed_with_its_error(ranks):
+    ranks.run("failure_frees_the_tree")
 
 
 ONE_RAISES = {
