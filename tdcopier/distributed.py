@@ -109,7 +109,7 @@ def scatter(
 
     def pack_all() -> list[Parcel | None]:
         return [
-            None if member == ranks.rank else pack(tree, ranks.device)
+            None if member == ranks.rank else pack(tree, ranks.device)._replace(moved=None)
             for member, tree in zip(ranks.members, _checked(trees, ranks), strict=True)
         ]
 

@@ -357,3 +357,27 @@ def failure_frees_the_tree(rank: int) -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def scatter_keeps_no_second_copy(rank: int) -> None:
+    """Of a tree that was moved to where messages are, there is only the message."""
+    moved = []
+
+    def packing(tree: Any, device: torch.device) -> Any:
+        parcel = pack(tree, device)
+        moved.append(weakref.ref(parcel.moved[0]))
+        return parcel
+
+    def exchange(operations: Any) -> Any:
+        assert [each() for each in moved] == [None] * len(moved)
+        return exchanging(operations)
+
+    exchanging, dist.batch_isend_irecv = dist.batch_isend_irecv, exchange
+    pack, distributed.pack = distributed.pack, packing
+    try:
+        trees = [[np.arange(3) + each] for each in range(2)]
+        got = distributed.scatter(trees if rank == 1 else None, 1)
+    finally:
+        dist.batch_isend_irecv, distributed.pack = exchanging, pack
+    assert got[0].tolist() == [rank, rank + 1, rank + 2]
+    assert len(moved) == rank

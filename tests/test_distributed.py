@@ -131,6 +131,10 @@ def test_what_could_not_be_sent_is_freed_with_its_error(ranks):
     ranks.run("failure_frees_the_tree")
 
 
+def test_the_source_of_a_scatter_keeps_no_second_copy_of_what_it_sends(ranks):
+    ranks.run("scatter_keeps_no_second_copy")
+
+
 ONE_RAISES = {
     "no such source": ("ValueError", "src is 7, which is none of the group's ranks: [0, 1]"),
     "source that is no rank": ("TypeError", "src must be a rank, which is an int; got '0'"),
