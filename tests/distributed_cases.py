@@ -381,3 +381,24 @@ def scatter_keeps_no_second_copy(rank: int) -> None:
         dist.batch_isend_irecv, distributed.pack = exchanging, pack
     assert got[0].tolist() == [rank, rank + 1, rank + 2]
     assert len(moved) == rank
+
+
+def some_of_three(rank: int) -> None:
+    """Groups of two and three ranks, of which some are called in another order."""
+    assert dist.get_world_size() == 3
+    every, some = dist.new_group([2, 0, 1]), dist.new_group([1, 2])
+    for src in range(3):
+        for group in (None, every):
+            assert_equal(sent(rank, tree_of(src), src, group=group), whole(rank, src))
+    trees = {member: [torch.full((member,), member), f"of {member}"] for member in range(3)}
+    if rank > 0:
+        for src in (1, 2):
+            assert_equal(sent(rank, tree_of(src), src, group=some), whole(rank, src))
+            given = [trees[1], trees[2]] if rank == src else None
+            assert_equal(distributed.scatter(given, src, group=some), trees[rank])
+    ordered = [trees[member] for member in dist.get_process_group_ranks(every)]
+    assert_equal(distributed.scatter(ordered if rank == 2 else None, 2, group=every), trees[rank])
+
+
+def whole(rank: int, src: int) -> Any:
+    return as_it_arrives(tree_of(src), None, at_src=rank == src)

@@ -21,6 +21,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Three of them, with gloo."""
+    made = Ranks(3, "gloo", tmp_path_factory.mktemp("gloo"))
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two of them, with NCCL and a GPU each."""
     if torch.cuda.device_count() < 2:
@@ -133,6 +141,14 @@ def test_what_could_not_be_sent_is_freed_with_its_error(ranks):
 
 def test_the_source_of_a_scatter_keeps_no_second_copy_of_what_it_sends(ranks):
     ranks.run("scatter_keeps_no_second_copy")
+
+
+def test_groups_of_some_of_three_ranks(three):
+    three.run("some_of_three")
+
+
+def test_scatter_sends_to_two_others(three):
+    three.run("scattered", 1, None)
 
 
 ONE_RAISES = {
