@@ -5,7 +5,7 @@ One process per GPU
 Training on several GPUs of a machine is one process for each, its rank, and each has a pipeline of
 its own: workers that read samples, a copy to its GPU, a step. tdcopier has no part in how ranks are
 started or how gradients are averaged. What it gives each rank: batches whose leaves come from a
-worker in one piece, copies beside the work, and trees from rank to rank in one message.
+worker in one piece, copies beside the work, and trees from rank to rank in two messages.
 
 The script is both sides. Started by ``torchrun`` it is a rank; started by hand, or by these pages,
 it runs ``torchrun`` on itself with two ranks. With two GPUs they talk through NCCL. Otherwise each
