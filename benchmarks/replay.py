@@ -10,6 +10,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from copy_targets import at_most
 from directions import h2d
 from loop_work import Work
 from measure import collector_paused, summarise
-from quiet import QuietProcessor
 from replay_feeds import OURS, RESIDENT, Batches, ReplayFeed, feeds
 from storages import ROW, Storage, bytes_of_batch, that_fit
 
@@ -29,6 +29,7 @@ ROWS_OF_SIM = 500
 STEPS = 20  # of one feed in a row
 WARM_UP_STEPS = 4  # before them, so that what runs ahead is ahead
 WARM_UP = 1
+ROUNDS_PER_REPEAT = 0.04
 INDICES = 32  # batches of rows that are drawn beforehand
 WANTED = 1.03
 
@@ -64,14 +65,15 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
 
     """
     start_workers(h2d(device))
-    rounds = max(2, round(repeats * 0.012))
+    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
     rows = ROWS if device.type == "cuda" else ROWS_OF_SIM
     works = learners(device)
     result = {
         "what": "A learner that samples from a replay storage: time of a step",
         "settings": {
             "rows": f"{rows:,} in host memory",
-            "order": f"blocks of {STEPS} steps, shuffled per round",
+            "order": f"blocks of {STEPS} steps, shuffled per round; ratios are within a round",
+            "processor": "wherever threads are put: one that is tied ties those that it starts",
             "ahead": "a learner begins a step when the device has done the one before the last",
             "collector": "on" if keep_gc else "paused",
         },
@@ -201,25 +203,28 @@ def _compare(
     step_us: dict[str, list[float]] = {way.name: [] for way in ways}
     waited_us: dict[str, list[float]] = {way.name: [] for way in ways}
     wrong = {way.name: 0 for way in ways}
-    order, dice = list(ways), random.Random(0)
-    with collector_paused(not keep_gc), QuietProcessor() as quiet:
+    ratios: dict[str, list[float]] = {way.name: [] for way in ways}
+    dice = random.Random(0)
+    with collector_paused(not keep_gc):
         for index in progress(range(WARM_UP + rounds)):
+            order = [way for way in ways if (index - WARM_UP) % way.every == 0 or index < WARM_UP]
             dice.shuffle(order)
-            quiet.seek()
+            taken: dict[str, float] = {}
             for way in order:
                 step, waited, bad = _one(way, storage, indices, work, device)
                 wrong[way.name] += bad
                 if index >= WARM_UP:
-                    step_us[way.name].append(step)
+                    taken[way.name] = step
                     waited_us[way.name].append(waited)
-    steps = {way: summarise(taken) for way, taken in step_us.items()}
+            for name, step in taken.items():
+                step_us[name].append(step)
+                ratios[name].append(step / taken[RESIDENT])
     return {
         "steps_per_block": STEPS,
-        "step": {way: summary._asdict() for way, summary in steps.items()},
-        "ratios": {way: s.median_us / steps[RESIDENT].median_us for way, s in steps.items()},
+        "step": {way: summarise(taken)._asdict() for way, taken in step_us.items()},
+        "ratios": {way: median(each) for way, each in ratios.items()},
         "host": {way: summarise(taken)._asdict() for way, taken in waited_us.items()},
         "wrong": wrong,
-        "processor": quiet.described(),
     }
 
 

@@ -18,7 +18,9 @@ from tdcopier.workloads import map_tensors
 
 RESIDENT = "on the device already"
 OURS = "tdcopier"
+THREADED = f"{OURS}, a reader of its own"
 BY_HAND = "index_select into pinned memory, non_blocking .to(), by hand"
+SELDOM = 3
 DEPTH = 2  # batches ahead, of every feed that runs ahead
 
 Batches = Iterator[Any]
@@ -29,6 +31,8 @@ class ReplayFeed(NamedTuple):
 
     name: str
     open: Callable[[Storage, list[torch.Tensor], torch.device], Any]
+    every: int = 1
+    """Of so many rounds it takes part in one: some take ten times as long as the others."""
 
 
 @contextmanager
@@ -40,10 +44,19 @@ def _resident(
 
 
 @contextmanager
-def _ours(storage: Storage, indices: list[torch.Tensor], device: torch.device) -> Iterator[Batches]:
+def _ours(
+    storage: Storage,
+    indices: list[torch.Tensor],
+    device: torch.device,
+    *,
+    threaded: bool = False,
+) -> Iterator[Batches]:
     rows = cycle(indices)
     with tdcopier.prefetch(
-        lambda: tdcopier.start_gather(storage, next(rows), device), device, depth=DEPTH
+        lambda: tdcopier.start_gather(storage, next(rows), device),
+        device,
+        depth=DEPTH,
+        threaded=threaded,
     ) as batches:
         yield iter(batches)
 
@@ -184,11 +197,12 @@ def feeds() -> list[ReplayFeed]:
     found = [
         ReplayFeed(RESIDENT, _resident),
         ReplayFeed(OURS, _ours),
-        ReplayFeed(f"{OURS}, without a thread of its own", _ours_in_loop),
-        ReplayFeed("leaf[index].to(device)", _plain),
-        ReplayFeed("leaf[index].to(device) in threads", _in_threads),
-        ReplayFeed("leaf[index].pin_memory(), non_blocking .to()", _pinned),
+        ReplayFeed(THREADED, partial(_ours, threaded=True)),
+        ReplayFeed(f"{OURS}, start_gather() one batch ahead", _ours_in_loop),
         ReplayFeed(BY_HAND, _by_hand),
+        ReplayFeed("leaf[index].to(device)", _plain, SELDOM),
+        ReplayFeed("leaf[index].to(device) in threads", _in_threads, SELDOM),
+        ReplayFeed("leaf[index].pin_memory(), non_blocking .to()", _pinned, SELDOM),
     ]
     try:
         import torchrl.data  # noqa: F401
@@ -199,7 +213,10 @@ def feeds() -> list[ReplayFeed]:
         ReplayFeed(
             f"{OURS}'s storage and buffer in torchrl, prefetch",
             partial(_torchrl, in_threads=True, packed=True),
+            SELDOM,
         ),
-        ReplayFeed("torchrl, sample().to(device)", partial(_torchrl, in_threads=False)),
-        ReplayFeed("torchrl, transform .to(device), prefetch", partial(_torchrl, in_threads=True)),
+        ReplayFeed("torchrl, sample().to(device)", partial(_torchrl, in_threads=False), SELDOM),
+        ReplayFeed(
+            "torchrl, transform .to(device), prefetch", partial(_torchrl, in_threads=True), SELDOM
+        ),
     ]
