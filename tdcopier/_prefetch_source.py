@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -80,16 +80,14 @@ def _owners(part: torch.Tensor) -> list[torch.Tensor]:
     return [part.ccol_indices(), part.row_indices(), part.values()]
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """One that was read and is on its way."""
 
     handle: AsyncCopyHandle
     mark: Mark | None
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """What comes instead of a batch, or of the end."""
 
     error: BaseException

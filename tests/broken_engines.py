@@ -49,6 +49,14 @@ DEFECTS: dict[str, Defect] = {
         "rows_for_the_host_and_a_device",
         "AssertionError",
     ),
+    "held_batch_sent_early": Defect(
+        "Oracle",
+        "engine/held_source_job.cpp",
+        "void HeldSourceJob::transfer_all() {",
+        "void HeldSourceJob::transfer_all() {\n  if ({defect}) staged_ = true;",
+        "a_batch_is_sent_by_two_threads",
+        "RuntimeError",
+    ),
     "staging_reused_early": Defect(
         "Lifetime",
         "engine/staging_ring.cpp",
@@ -56,6 +64,15 @@ DEFECTS: dict[str, Defect] = {
         "  if ({defect}) return ring_.give_back(std::move(buffer_));\n"
         "  ring_.give_back_after(std::move(buffer_), std::move(event));",
         "sources_are_overwritten_at_once",
+        "AssertionError",
+        "changed",
+    ),
+    "held_memory_reused_early": Defect(
+        "Lifetime",
+        "engine/held_memory.cpp",
+        "void HeldLease::in_flight_until(EventRef event) {",
+        "void HeldLease::in_flight_until(EventRef event) {\n  if ({defect}) event = nullptr;",
+        "batches_are_sent_by_their_consumer",
         "AssertionError",
         "changed",
     ),
@@ -152,9 +169,9 @@ DEFECTS: dict[str, Defect] = {
     "arrival_signalled_early": Defect(
         "Order",
         "engine/copy_job.cpp",
-        "    transfer_all();",
+        "  if (!failed_) attempt([this] { transfer_all(); });",
         "    if ({defect}) arrived_ = accelerator_.events().record(accelerator_.copy_stream());\n"
-        "    transfer_all();",
+        "  if (!failed_) attempt([this] { transfer_all(); });",
         "polled_until_ready",
         "AssertionError",
     ),

@@ -35,12 +35,17 @@ namespace {
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
 thread_local Sending t_sending = Sending::kAtOnce;
 
-// Small enough that every worker has one.
-WindowBytes rows_window_bytes(const PackPlan& plan) {
-  constexpr uint64_t kLeastBytes = 64 * 1024;
+// Small enough that every worker has one, but for what is so little that to wake another worker
+// costs more than he saves.
+WindowBytes rows_window_bytes(const PackPlan& plan, uint64_t least_bytes) {
   const uint64_t share = plan.total_bytes / workers().workers() / 4096 * 4096;
-  return WindowBytes::all(std::clamp(share, kLeastBytes, kHostWindowBytes));
+  return WindowBytes::all(std::clamp(share, least_bytes, kHostWindowBytes));
 }
+
+// Of rows that somebody waits for, and of a batch that is held, for which nobody does: there, a
+// worker too many only slows down the loop's own thread.
+constexpr uint64_t kLeastWindowBytes = 64 * 1024;
+constexpr uint64_t kLeastHeldWindowBytes = 512 * 1024;
 
 // Pinned, where there is a device that could read it. A child may have been forked while its parent
 // held the lock of the pinned allocator.
@@ -91,7 +96,7 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
   std::shared_ptr<CopyJob> job;
   if (source.is_cpu() && target.is_cpu()) {
     may_block = group.mapped.wait_for_disk();
-    const WindowBytes window_bytes = rows_window_bytes(*plan);
+    const WindowBytes window_bytes = rows_window_bytes(*plan, kLeastWindowBytes);
     job = std::make_shared<HostRowsJob>(std::move(group.leaves), std::move(plan),
                                         host_allocator(options.use_pinned_staging), window_bytes,
                                         std::move(group.sources));
@@ -101,7 +106,7 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
     std::optional<HeldLease> held = held_memory(accelerator, group.leaves, *plan, options);
     if (held) {
       may_block |= t_sending == Sending::kHeldStaged;
-      const WindowBytes window_bytes = rows_window_bytes(*plan);
+      const WindowBytes window_bytes = rows_window_bytes(*plan, kLeastHeldWindowBytes);
       job =
           std::make_shared<HeldSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
                                           window_bytes, std::move(group.sources), std::move(*held));
