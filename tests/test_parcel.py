@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -141,5 +143,8 @@ def test_a_tree_too_deep_to_be_pickled_says_so():
     tree = []
     for _ in range(900):
         tree = [tree]
+    with suppress(RecursionError):
+        pickle.dumps(tree)
+        pytest.skip("this Python pickles whatever is not too deep to be copied")
     with raises_exactly(RecursionError, "the tree is nested too deep to be pickled"):
         pack(tree, torch.device("cpu"))
