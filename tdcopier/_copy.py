@@ -277,8 +277,9 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
     """Bound the pinned memory that copies to one device are staged in; all devices, default 64 MiB.
 
     A copy that finds every staging buffer (4 MiB each) in use waits for one. A lower limit is
-    reached as buffers come back. The environment variable `TDCOPIER_STAGING_LIMIT_BYTES` sets the
-    limit at import.
+    reached as buffers come back. Batches of `prefetch` that are staged ahead have pinned memory of
+    their own, up to four times this limit, and are sent at once where that is not enough. The
+    environment variable `TDCOPIER_STAGING_LIMIT_BYTES` sets the limit at import.
 
     Raises:
         ValueError: less than one buffer.
@@ -294,7 +295,10 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
 
 
 def staging_bytes(device: Device) -> int:
-    """Bytes of pinned memory that the engine holds at present to stage copies to `device`."""
+    """Bytes of pinned memory that the engine holds at present to stage copies to `device`.
+
+    Those of prefetched batches that wait to be sent are among them, see `set_staging_limit_bytes`.
+    """
     return _C.staging_bytes(device) + _C.held_bytes(device)
 
 

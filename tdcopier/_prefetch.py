@@ -36,7 +36,7 @@ class PrefetchStats:
     """Those of them that had not been read yet when they were asked for."""
     waited_us: float
     """Consumers were held up for these batches: until they had been read and, where they go to the
-    host, until they had arrived."""
+    host, until they had arrived. Without a thread of its own, what the next two count is in it."""
     read_us: float
     """The source took to give its batches."""
     copy_us: float
@@ -232,21 +232,22 @@ def prefetch(
     threaded: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher:
-    """Read batches and start their copies in a thread of their own; iterate over the result.
+    """Read batches and start their copies ahead of the loop, which iterates over the result.
 
     Each batch is read from `source` and given to `start_copy`, up to `depth` of them ahead of the
     loop, which gets what `handle.wait()` gives: the tree on `device`, ordered on the stream that is
     current where the loop asks for it. A source may also begin a copy itself and give its handle,
     such as `start_gather` of a storage: then no Python code runs for each leaf of a batch, and the
-    batch goes where that call said, with its options. Before
-    the source is asked for the next batch, its memory has been read: it may fill the same buffers
-    each time.
+    batch goes where that call said, with its options. A batch that has others before it is staged
+    ahead, and sent by the loop's own thread in `next()`. Before the source is asked for the next
+    batch, its memory has been read: it may fill the same buffers each time.
 
-    The source is read under the gradient mode and inference mode of the thread that begins the
-    pass, with its current device and streams, all as they are then. What the source does on a
-    device is ordered as if that thread had done it. Leaves that are on `device` already are handed
-    through, behind what the stream that is current in the reader has when it has read the batch.
-    Other state of the thread (autocast, torch modes, context variables) is not taken along.
+    The source is read in a thread of its own, under the gradient mode and inference mode of the
+    thread that begins the pass, with its current device and streams, all as they are then. What the
+    source does on a device is ordered as if that thread had done it. Leaves that are on `device`
+    already are handed through, behind what the stream that is current in the reader has when it has
+    read the batch. Other state of the thread (autocast, torch modes, context variables) is not
+    taken along.
 
     **Errors.** What the source raises comes out behind all batches before it, and ends the pass. A
     failure of a copy comes out in place of its batch; the pass goes on with the next one.
@@ -258,14 +259,14 @@ def prefetch(
             pass; batches are read by the reader alone, one at a time.
         device: the target, as for `start_copy`. "cuda" is the CUDA device that is current where a
             pass begins.
+        depth: most batches that have been read, or are being read, and were not yet yielded. They
+            are on the device, or on their way.
         threaded: False reads the source in the loop's own thread, when it asks for a batch: `depth`
             batches are on their way then, or wait to be sent. No thread competes with the loop for
             the interpreter. It is best where the source takes little time and the loop's host is
             busy: rows are drawn and `start_gather` is called, say, for a learner of many small
             kernels. The source then sees the state of the loop's thread; an exception of it that is
             no `Exception`, such as KeyboardInterrupt, comes out at once.
-        depth: most batches that have been read, or are being read, and were not yet yielded. They
-            are on the device, or on their way.
         **options: those of `start_copy`.
 
     Raises:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from sim_support import becomes
-from sim_support import fresh as fresh
 from stage import held
 from support import are_released, assert_same, oracle
 
@@ -206,7 +205,6 @@ FAULTS: dict[str, tuple[Callable[[Any, int], Any], type[Exception]]] = {
 
 
 @pytest.mark.sim
-@pytest.mark.usefixtures("fresh")
 @sizes
 @pytest.mark.parametrize(("arm", "error"), FAULTS.values(), ids=list(FAULTS))
 def test_failures_are_told_each_time_and_nothing_is_lost(sim, device, elements, arm, error):
