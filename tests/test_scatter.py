@@ -235,6 +235,15 @@ def test_a_wrong_index_is_an_error_and_nothing_is_written(device, index, error, 
     assert (tables["a"].sum(), tables["x"].sum()) == (0, 0)
 
 
+@pytest.mark.parametrize("index", [([1, 4, 1], [2, 0, 2]), (slice(1, 2), [2, 2])])
+def test_a_repeated_row_of_two_dimensions_is_named_by_both(index):
+    tables = {"x": torch.zeros(10, 5, 3)}
+    batch = {"x": torch.ones_like(tables["x"][index])}
+    with pytest.raises(ValueError, match=r"row \(1, 2\) is in the index more than once"):
+        tdcopier.start_scatter(batch, tables, index)
+    assert tables["x"].sum() == 0
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

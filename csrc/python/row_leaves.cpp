@@ -50,6 +50,15 @@ std::optional<std::string> RowLeaves::mistake_in(const at::Tensor& table) {
   return " has " + joined(counted) + " rows, where other leaves have " + joined(request_.lead);
 }
 
+std::string RowLeaves::named(int64_t row) const {
+  std::string text;
+  for (size_t d = request_.lead.size(); d-- > 0;) {
+    text = std::to_string(row % request_.lead[d]) + (text.empty() ? "" : ", ") + text;
+    row /= request_.lead[d];
+  }
+  return request_.lead.size() == 1 ? text : "(" + text + ")";
+}
+
 Packable RowLeaves::add(LeafTable& leaves, const at::Tensor& table) {
   return leaves.add_rows_if_packable(table, index_, request_.adjoining);
 }

@@ -37,6 +37,8 @@ class RowLeaves {
   std::optional<std::string> mistake_in(const at::Tensor& table);
   // Which rows; null before there was a table.
   const std::shared_ptr<const RowIndex>& index() const { return index_; }
+  // A row as the caller counts it: "5", or "(1, 2)" of two dimensions. Requires: index().
+  std::string named(int64_t row) const;
   // Adds the rows of a host tensor as a leaf, if the engine can read them.
   Packable add(LeafTable& leaves, const at::Tensor& table);
   // The last leaf of the group's table lies in a mapped file.

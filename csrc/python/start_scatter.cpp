@@ -177,7 +177,7 @@ std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, RowN
     work.pairs = RowSorter(batch, storage, rows).run();
     const auto twice = rows.index() ? repeated_row(rows.index()->rows) : std::nullopt;
     if (twice) {
-      throw py::value_error("row " + std::to_string(*twice) +
+      throw py::value_error("row " + rows.named(*twice) +
                             " is in the index more than once: which of its values would stay?");
     }
   }
