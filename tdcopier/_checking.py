@@ -191,6 +191,15 @@ class CheckedHandle:
         self._check.look()
         self._check.raise_failure()
 
+    wait_gathered = wait_staged
+
+    def _send_if_staged(self) -> bool:
+        return self._handle._send_if_staged()
+
+    @property
+    def _reuses_leaves(self) -> bool:
+        return self._handle._reuses_leaves
+
     def _asked(self, ask: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return ask(*arguments)

@@ -11,7 +11,7 @@ import torch
 from support import assert_same, oracle, run_python
 
 import tdcopier
-from tdcopier._checking import SourceCheck
+from tdcopier._checking import CheckedHandle, SourceCheck
 
 
 @pytest.fixture
@@ -230,6 +230,21 @@ def test_what_is_left_to_its_own_to_as_a_whole_is_not_watched_and_arrives(checki
     watched += 1
     with pytest.raises(tdcopier.SourceModifiedError, match=r"^data\['watched'\] was modified"):
         handle.get()
+
+
+def test_a_checked_handle_has_all_that_a_handle_has():
+    def public(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith(("__", "_pybind11"))}
+
+    assert public(tdcopier.AsyncCopyHandle) <= public(CheckedHandle)
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.usefixtures("checking")
+def test_prefetched_batches_are_checked_too(device, threaded):
+    batches = [{"x": torch.full((3,), i), "on": torch.ones(1, device=device)} for i in range(4)]
+    got = tdcopier.prefetch(batches, device, threaded=threaded, depth=3)
+    assert [batch["x"].tolist() for batch in got] == [[i] * 3 for i in range(4)]
 
 
 PROGRAM = """
