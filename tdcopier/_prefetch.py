@@ -27,7 +27,8 @@ class PrefetchStats:
 
     A `waited_us` that is small beside the duration of the loop needs no tuning. If it is not, and
     `idle_us` is near 0, the reader never rests: the source, or the copy, is too slow for the loop,
-    and no `depth` helps. If both are large, batches come unevenly: try a larger `depth`.
+    and no `depth` helps. If both are large, batches come unevenly: try a larger `depth`. (Without a
+    reader there is no `idle_us`.)
     """
 
     batches: int
@@ -262,7 +263,9 @@ def prefetch(
         depth: most batches that have been read, or are being read, and were not yet yielded. They
             are on the device, or on their way.
         threaded: False reads the source in the loop's own thread, when it asks for a batch: `depth`
-            batches are on their way then, or wait to be sent. No thread competes with the loop for
+            batches are on their way then, or wait to be sent, when it has returned one, whose
+            memory may still be read: before the loop itself writes to what the source reads, the
+            source is to call `wait_staged()` of its handle. No thread competes with the loop for
             the interpreter. It is best where the source takes little time and the loop's host is
             busy: rows are drawn and `start_gather` is called, say, for a learner of many small
             kernels. The source then sees the state of the loop's thread; an exception of it that is

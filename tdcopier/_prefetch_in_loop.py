@@ -123,15 +123,14 @@ class LoopPass:
         """Read one batch more, unless there is none."""
         if self._source is None or self.why_closed is not None:
             return
-        unread, self._unread = self._unread, None
-        if unread is not None:
-            unread.wait_staged()
-        del unread
+        self._wait_read()
         self._is_reading = True
         try:
             item = self._source.begin(lambda: self.why_closed is None, sending)
         finally:
             self._is_reading = False
+        if isinstance(item, Batch):
+            self._unread = item.handle
         if item is None or self.why_closed is not None:
             return
         if is_last(item):
@@ -139,14 +138,22 @@ class LoopPass:
         if item is Sign.END:
             return
         if isinstance(item, Batch):
-            self._unread = item.handle
             self._held.append(item.handle)
         self._ahead.append(item)
         del item  # or an error would keep the frames that keep it
 
+    def _wait_read(self) -> None:
+        """Until all batches have been read: the source may do with their memory what it likes."""
+        if self._unread is not None:
+            self._unread.wait_staged()
+            self._unread = None
+
     def _close_generator_if_closed(self) -> None:
         if self.why_closed is None or self._is_reading:  # by this thread, in a call further out
             return
+        self._ahead.clear()
+        self._held.clear()
+        self._wait_read()
         source, self._source = self._source, None
         try:
             if source is not None:

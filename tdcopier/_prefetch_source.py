@@ -151,12 +151,14 @@ class Source:
         What the source raises is the last item.
         """
         began = time.perf_counter_ns()
-        _C.set_sending(sending)  # also of a copy that the source begins
         try:
+            _C.set_sending(sending)  # also of a copy that the source begins
             batch = self.read()
             read = time.perf_counter_ns()
             self.tally.read_ns += read - began
             if not is_wanted():
+                if isinstance(batch, AsyncCopyHandle):
+                    batch.wait_staged()
                 return None
             return self._start(batch, read)
         except StopIteration:

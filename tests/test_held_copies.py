@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,8 @@ import pytest
 import torch
 from sim_support import becomes
 from stage import held
-from support import are_released, assert_same, oracle
+from support import are_released, assert_same, oracle, run_python
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdcopier
 from tdcopier import _C
@@ -148,6 +150,52 @@ def test_to_the_host_it_is_a_copy_like_any_other(device):
     assert (handle.get() == 1).all()
 
 
+class Recorder(TorchDispatchMode):
+    """Notes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=list(ENDS))
+def test_a_mode_of_whoever_sends_is_not_the_copys_business(device, end):
+    source = torch.ones(LARGE)
+    with held():
+        handle = tdcopier.start_copy(source, device)
+    with Recorder() as recorder:
+        got = end(handle)
+    assert recorder.seen == []
+    assert (got == 1).all()
+
+
+@pytest.mark.sim
+def test_a_forked_child_sends_nothing():
+    program = """
+        import os, torch, tdcopier
+        from tdcopier import _C, sim
+
+        sim.enable()
+        _C.set_sending(_C.Sending.HELD)
+        handle = tdcopier.start_copy(torch.ones(5), "sim")
+        handle.wait_staged()
+        child = os.fork()
+        if child == 0:
+            told = [handle.ready(), handle._send_if_staged()]
+            try:
+                handle.get()
+            except RuntimeError as error:
+                told.append("before the process was forked" in str(error))
+            os._exit(told != [False, False, True])
+        print(os.waitpid(child, 0)[1], handle.get().tolist())
+        """
+    assert run_python(program) == "0 [1.0, 1.0, 1.0, 1.0, 1.0]\n"
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -194,6 +242,28 @@ def test_a_batch_of_another_size_takes_the_place_of_free_memory(device):
         assert handle.stats.transfers == 0  # there was room
         assert (handle.get() == 1).all()
     assert held_bytes(device) <= 5 * _C.STAGING_BUFFER_BYTES
+
+
+def test_a_lower_limit_is_reached_as_batches_come_back(device):
+    with held():
+        handles = [tdcopier.start_copy(torch.ones(LARGE), device) for _ in range(8)]
+        tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+        for handle in handles:
+            handle.get()
+        handles = [tdcopier.start_copy(torch.ones(LARGE), device) for _ in range(8)]
+        for handle in handles:
+            handle.wait_staged()
+    assert sum(handle.stats.transfers == 0 for handle in handles) <= 4
+    assert all((handle.get() == 1).all() for handle in handles)
+
+
+def test_no_limit_is_too_large(device):
+    tdcopier.set_staging_limit_bytes(sys.maxsize)
+    with held():
+        handle = tdcopier.start_copy(torch.ones(LARGE), device)
+    handle.wait_staged()
+    assert handle.stats.transfers == 0
+    assert (handle.get() == 1).all()
 
 
 FAULTS: dict[str, tuple[Callable[[Any, int], Any], type[Exception]]] = {

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from sim_support import BRIEFLY, becomes
 from support import are_released, assert_same, oracle
 
 import tdcopier
+from tdcopier import _C
 
 LARGE = 1 << 20
 """Elements: 4 MiB, which workers stage."""
@@ -253,6 +255,75 @@ def test_a_batch_that_was_yielded_is_the_consumers_alone(device):
         alive = weakref.ref(next(passing))
         gc.collect()
         assert alive() is None
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("when", ["between batches", "in the source"])
+def test_a_generator_is_closed_when_the_memory_of_its_batches_was_read(sim, device, when):
+    """It may give it back: a mapping, say."""
+    was_read = []
+
+    def mapping() -> Iterator[Any]:
+        handles = []
+        try:
+            while True:
+                handles.append(tdcopier.start_copy(torch.ones(100), device))
+                if when == "in the source" and len(handles) == 3:
+                    prefetcher.close()
+                yield handles[-1]
+        finally:
+            was_read.append(handles[-1]._send_if_staged())
+
+    for seed in range(20):
+        with sim.schedule(seed):
+            _C.set_max_inline_bytes(0)
+            try:
+                prefetcher = in_loop(mapping(), device, depth=3)
+                with suppress(RuntimeError):
+                    next(prefetcher)
+                prefetcher.close()
+            finally:
+                _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+    assert was_read == [True] * 20
+
+
+def test_a_closed_pass_keeps_no_batch(device):
+    class Watched(list):
+        pass
+
+    handles: list[Any] = []
+
+    def source() -> Any:
+        handles.append(tdcopier.start_copy(Watched([torch.ones(3)]), device))
+        return handles[-1]
+
+    prefetcher = in_loop(source, device, depth=2)
+    next(prefetcher)
+    alive = [weakref.ref(handle.get()) for handle in handles]
+    handles.clear()
+    prefetcher.close()
+    gc.collect()
+    assert [each() for each in alive] == [None] * 3
+
+
+def test_an_interrupt_leaves_later_copies_as_they_are(device, monkeypatch):
+    """Which comes just when it was said that copies are held."""
+
+    class Interrupting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(_C, name)
+
+        def set_sending(self, sending: _C.Sending) -> None:
+            _C.set_sending(sending)
+            if sending != _C.Sending.AT_ONCE:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("tdcopier._prefetch_source._C", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        next(in_loop([batch(i) for i in range(9)], device, depth=4))
+    handle = tdcopier.start_copy(torch.ones(LARGE), device)
+    handle.wait_staged()
+    assert handle.stats.transfers > 0
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------

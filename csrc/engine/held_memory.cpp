@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <mutex>
 #include <utility>
 
@@ -17,7 +18,9 @@ namespace {
 constexpr uint64_t kLeastBytes = 64 * 1024;
 
 uint64_t limit_bytes() {
-  return StagingRing::limit_bytes() * kHeldLimitFactor;
+  const uint64_t staging = StagingRing::limit_bytes();
+  const uint64_t most = std::numeric_limits<uint64_t>::max();
+  return staging > most / kHeldLimitFactor ? most : staging * kHeldLimitFactor;
 }
 
 }  // namespace
@@ -47,6 +50,7 @@ std::optional<HeldLease> HeldMemory::reserve(uint64_t bytes) {
   const uint64_t needed = std::max(std::bit_ceil(bytes), kLeastBytes);
   const std::lock_guard lock(mutex_);
   collect_done();
+  make_room(limit_bytes());
   const auto fits = [needed](const at::Tensor& block) { return block.nbytes() == needed; };
   const auto found = std::find_if(free_.rbegin(), free_.rend(), fits);
   if (found != free_.rend()) {

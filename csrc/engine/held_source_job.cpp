@@ -2,10 +2,12 @@
 #include "engine/held_source_job.h"
 
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <mutex>
 #include <utility>
 
+#include "base/fork.h"
 #include "engine/transport.h"
 
 namespace tdcopier {
@@ -14,6 +16,7 @@ HeldSourceJob::HeldSourceJob(Accelerator& target, LeafTable leaves,
                              std::shared_ptr<const PackPlan> plan, WindowBytes window_bytes,
                              std::shared_ptr<SourceHold> sources, HeldLease lease)
     : CopyJob(target, target.device(), std::move(leaves), std::move(plan), std::move(sources)),
+      generation_(fork_generation()),
       windows_(cut_windows(plan_, leaves_, window_bytes)),
       lease_(std::move(lease)) {
   uint64_t begin = 0;
@@ -54,7 +57,10 @@ void HeldSourceJob::finish_hands() noexcept {
 }
 
 void HeldSourceJob::send() noexcept {
-  if (is_enqueued() || !are_reads_enqueued()) return;
+  if (is_enqueued() || !are_reads_enqueued() || generation_ != fork_generation()) return;
+  // A worker's state: a mode of this thread is not the copy's business, and may want the GIL.
+  const c10::impl::ForceDispatchKeyGuard plain(
+      c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{}));
   const std::lock_guard lock(sending_);
   if (is_enqueued()) return;
   attempt([this] { enqueue_all(); });
@@ -73,10 +79,15 @@ void HeldSourceJob::enqueue_all() {
   }
 }
 
-// Also where a transfer failed: the device may be reading for those before it. If not even an event
-// can be recorded, it reads no more.
+// Also where a transfer failed: the device may be reading for those before it.
 void HeldSourceJob::hold_until_read() {
-  EventRef read = accelerator_.events().record(accelerator_.copy_stream());
+  EventRef read;
+  try {
+    read = accelerator_.events().record(accelerator_.copy_stream());
+  } catch (...) {
+    accelerator_.copy_stream().synchronize();  // which fails too where the device reads no more
+    throw;
+  }
   if (!somebody_failed()) arrived_ = read;
   lease_.in_flight_until(std::move(read));
 }

@@ -42,6 +42,7 @@ class HeldSourceJob final : public CopyJob {
   void hold_until_read();
   void wait_staged();
 
+  const uint32_t generation_;          // of the process that made it: a child sends nothing
   const std::vector<Window> windows_;  // claimed one by one
   std::vector<uint64_t> begins_;       // of chunks, in the lease's memory
   HeldLease lease_;
