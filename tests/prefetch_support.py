@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import tdcopier
 from tdcopier._prefetch_reader import _lines
 
 
@@ -24,6 +25,11 @@ def value_of(moved: dict[str, Any]) -> int:
 
 def values_of(batches: Any) -> list[int]:
     return [value_of(moved) for moved in batches]
+
+
+def in_loop(source: Any, device: str, **options: Any) -> tdcopier.Prefetcher:
+    """Read by the loop's own thread."""
+    return tdcopier.prefetch(source, device, threaded=False, **options)
 
 
 class Counted:

@@ -6,25 +6,19 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from prefetch_support import Call, Counted, Stops, batch, readers, value_of, values_of
+from prefetch_support import Call, Counted, Stops, batch, in_loop, readers, value_of, values_of
 from sim_support import BRIEFLY, becomes
 from support import are_released, assert_same, oracle
 
 import tdcopier
-from tdcopier import _C
 
 LARGE = 1 << 20
 """Elements: 4 MiB, which workers stage."""
-
-
-def in_loop(source: Any, device: str, **options: Any) -> tdcopier.Prefetcher:
-    return tdcopier.prefetch(source, device, threaded=False, **options)
 
 
 class Rows:
@@ -138,192 +132,6 @@ def test_stats_tell_of_every_batch(device):
     assert stats.idle_us == 0
     assert 0 < stats.read_us < stats.waited_us
     assert 0 < stats.copy_us < stats.waited_us
-
-
-# ---- memory, and who sends ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("elements", [10, LARGE], ids=["small", "large"])
-def test_a_source_may_fill_one_buffer_again_and_again(device, elements):
-    buffer = np.zeros(elements, np.float32)
-
-    def overwriting() -> Iterator[Any]:
-        for i in range(12):
-            buffer.fill(i)
-            yield {"x": buffer, "first": buffer[:5]}
-
-    for i, moved in enumerate(in_loop(overwriting(), device, depth=4)):
-        assert moved["x"].unique().tolist() == moved["first"].unique().tolist() == [i]
-
-
-def test_what_workers_have_staged_is_sent_when_the_loop_asks_for_more(device):
-    handles = []
-
-    def source() -> Any:
-        handles.append(tdcopier.start_gather(storage, rows, device))
-        return handles[-1]
-
-    storage, rows = {"x": torch.arange(64.0).view(16, 4)}, torch.tensor([3, 3, 15])
-    with in_loop(source, device, depth=2) as batches:
-        next(batches)
-        handles[2].wait_staged()
-        sent = [handle.stats.transfers for handle in handles]
-        assert sent in ([1, 1, 0], [1, 1, 1])  # staged after the last look at it, or before
-        for taken in range(3, 6):
-            moved = next(batches)
-            assert handles[taken - 1].stats.transfers == 1
-            handles[taken].wait_staged()
-        assert torch.equal(moved["x"].cpu(), storage["x"][rows])
-
-
-def test_a_reader_leaves_the_sending_to_the_loop_too(device):
-    handles: list[Any] = []
-
-    def source() -> Any:
-        handles.append(tdcopier.start_gather(storage, rows, device))
-        return handles[-1]
-
-    storage, rows = {"x": torch.arange(64.0).view(16, 4)}, torch.tensor([3, 3, 15])
-    with tdcopier.prefetch(source, device, depth=3) as batches:
-        iter(batches)
-        assert becomes(lambda: len(handles) == 3)
-        handles[2].wait_staged()
-        assert handles[2].stats.transfers == 0
-        next(batches)
-        assert handles[2].stats.transfers == 1
-
-
-def test_copies_outside_of_the_source_are_not_held(device):
-    def source() -> Any:
-        return batch(0)
-
-    with in_loop(source, device) as batches:
-        next(batches)
-        handle = tdcopier.start_copy(torch.ones(LARGE), device)
-        handle.wait_staged()
-        assert handle.stats.transfers > 0
-
-
-def test_a_batch_is_ordered_on_the_stream_that_is_current_when_it_is_taken(
-    device, accelerator, stall, copy_stream
-):
-    batches = [torch.full((1000,), float(i)) for i in range(4)]
-    accelerator.synchronize(device)  # a stream that is held keeps every staging buffer
-    passing = iter(in_loop(batches, device, depth=2))
-    reads = []
-    for _ in range(4):
-        stream = accelerator.Stream(device=device)
-        with stall(copy_stream), accelerator.stream(stream):
-            reads.append(next(passing).clone())
-    accelerator.synchronize(device)
-    assert [read.unique().tolist() for read in reads] == [[i] for i in range(4)]
-
-
-def test_leaves_on_the_device_are_ordered_behind_the_stream_that_made_them(
-    device, accelerator, stall
-):
-    """Which was current when the batch was read, a step before it is taken."""
-    writer, consumer = (accelerator.Stream(device=device) for _ in range(2))
-    values = torch.full((1000,), 7.0).pin_memory()
-    accelerator.synchronize()
-
-    def writing() -> Iterator[Any]:
-        yield {}
-        written = torch.empty(1000, device=device)
-        written.copy_(values, non_blocking=True)
-        yield {"x": written}
-
-    passing = iter(in_loop(writing(), device, depth=1))
-    with stall(writer):
-        with accelerator.stream(writer):
-            next(passing)
-        with accelerator.stream(consumer):
-            moved = next(passing)
-            late = torch.empty(1000, device=device)
-            late.copy_(moved["x"], non_blocking=True)
-        assert not consumer.query()
-    consumer.synchronize()
-    assert late.unique().tolist() == [7]
-
-
-def test_a_batch_that_was_yielded_is_the_consumers_alone(device):
-    class Watched(list):
-        pass
-
-    passing = iter(in_loop((Watched([torch.ones(3)]) for _ in range(9)), device, depth=2))
-    for _ in range(4):
-        alive = weakref.ref(next(passing))
-        gc.collect()
-        assert alive() is None
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize("when", ["between batches", "in the source"])
-def test_a_generator_is_closed_when_the_memory_of_its_batches_was_read(sim, device, when):
-    """It may give it back: a mapping, say."""
-    was_read = []
-
-    def mapping() -> Iterator[Any]:
-        handles = []
-        try:
-            while True:
-                handles.append(tdcopier.start_copy(torch.ones(100), device))
-                if when == "in the source" and len(handles) == 3:
-                    prefetcher.close()
-                yield handles[-1]
-        finally:
-            was_read.append(handles[-1]._send_if_staged())
-
-    for seed in range(20):
-        with sim.schedule(seed):
-            _C.set_max_inline_bytes(0)
-            try:
-                prefetcher = in_loop(mapping(), device, depth=3)
-                with suppress(RuntimeError):
-                    next(prefetcher)
-                prefetcher.close()
-            finally:
-                _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
-    assert was_read == [True] * 20
-
-
-def test_a_closed_pass_keeps_no_batch(device):
-    class Watched(list):
-        pass
-
-    handles: list[Any] = []
-
-    def source() -> Any:
-        handles.append(tdcopier.start_copy(Watched([torch.ones(3)]), device))
-        return handles[-1]
-
-    prefetcher = in_loop(source, device, depth=2)
-    next(prefetcher)
-    alive = [weakref.ref(handle.get()) for handle in handles]
-    handles.clear()
-    prefetcher.close()
-    gc.collect()
-    assert [each() for each in alive] == [None] * 3
-
-
-def test_an_interrupt_leaves_later_copies_as_they_are(device, monkeypatch):
-    """Which comes just when it was said that copies are held."""
-
-    class Interrupting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(_C, name)
-
-        def set_sending(self, sending: _C.Sending) -> None:
-            _C.set_sending(sending)
-            if sending != _C.Sending.AT_ONCE:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr("tdcopier._prefetch_source._C", Interrupting())
-    with pytest.raises(KeyboardInterrupt):
-        next(in_loop([batch(i) for i in range(9)], device, depth=4))
-    handle = tdcopier.start_copy(torch.ones(LARGE), device)
-    handle.wait_staged()
-    assert handle.stats.transfers > 0
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------
