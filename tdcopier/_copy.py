@@ -297,9 +297,10 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
 def staging_bytes(device: Device) -> int:
     """Bytes of pinned memory that the engine holds at present to stage copies to `device`.
 
-    Those of prefetched batches that wait to be sent are among them, see `set_staging_limit_bytes`.
+    Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
+    `set_staging_limit_bytes`.
     """
-    return _C.staging_bytes(device) + _C.held_bytes(device)
+    return _C.staging_bytes(device)
 
 
 def set_run_ahead_limit(batches: int) -> None:

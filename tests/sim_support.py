@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tdcopier import _C
 from tdcopier.sim import Gate, Hazard, HazardError
 
 BRIEFLY = 0.03
@@ -34,6 +35,7 @@ def fresh(sim: ModuleType) -> Iterator[None]:
             sim.set_memory_limit_bytes(index, None)
             sim.synchronize(index)
         torch.sim.empty_cache()
+        _C.drop_held_memory()
         sim.empty_pinned_cache()
         sim.reset_counts()
         for index in range(torch.sim.device_count()):
