@@ -72,9 +72,7 @@ class LoopPass:
             finally:
                 del item  # which the traceback would keep, and it the traceback
         try:
-            batch = item.handle.wait()
-            if item.mark is not None:
-                item.mark.order(batch)
+            batch = item.hand_over()
         finally:
             send_staged(self._held)
         self._tally.count_batch(is_late, began)

@@ -140,9 +140,7 @@ class Line:
             finally:
                 del item  # which the traceback would keep, and it the traceback
         try:
-            batch = item.handle.wait()
-            if item.mark is not None:
-                item.mark.order(batch)
+            batch = item.hand_over()
         finally:
             self._room.put(None)
             send_staged(self._held)

@@ -86,6 +86,13 @@ class Batch(NamedTuple):
     handle: AsyncCopyHandle
     mark: Mark | None
 
+    def hand_over(self) -> Any:
+        """What has arrived, or will have: ordered on the current stream. May block."""
+        batch = self.handle.wait()
+        if self.mark is not None:
+            self.mark.order(batch)
+        return batch
+
 
 class Failure(NamedTuple):
     """What comes instead of a batch, or of the end."""
