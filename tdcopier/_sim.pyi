@@ -72,6 +72,9 @@ def run_dry() -> bool:
 
 class DeadlockError(RuntimeError): ...
 
+def stream_maker() -> object:
+    """Makes streams that nobody else gets; for ``tdcopier._C.set_stream_maker``."""
+
 def interleaver() -> object:
     """What the engine is told of its threads through; for ``tdcopier._C.set_interleaver``."""
 

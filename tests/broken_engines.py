@@ -60,9 +60,9 @@ DEFECTS: dict[str, Defect] = {
     "staging_reused_early": Defect(
         "Lifetime",
         "engine/staging_ring.cpp",
-        "  ring_.give_back_after(std::move(buffer_), std::move(event));",
-        "  if ({defect}) return ring_.give_back(std::move(buffer_));\n"
-        "  ring_.give_back_after(std::move(buffer_), std::move(event));",
+        "  ring_.give_back_after(use_, std::move(buffer_), std::move(event));",
+        "  if ({defect}) return ring_.give_back(use_, std::move(buffer_));\n"
+        "  ring_.give_back_after(use_, std::move(buffer_), std::move(event));",
         "sources_are_overwritten_at_once",
         "AssertionError",
         "changed",
@@ -115,9 +115,9 @@ DEFECTS: dict[str, Defect] = {
     "rows_given_back_early": Defect(
         "Order",
         "python/handle.cpp",
-        "  std::vector<c10::Stream> streams;  // by job; host sources have none",
+        '  const std::vector<c10::Stream> producing = producers("wait_staged()");',
         "  if ({defect}) return;\n"
-        "  std::vector<c10::Stream> streams;  // by job; host sources have none",
+        '  const std::vector<c10::Stream> producing = producers("wait_staged()");',
         "rows_are_overwritten_when_they_are_gathered",
         "AssertionError",
     ),
@@ -142,8 +142,8 @@ DEFECTS: dict[str, Defect] = {
     "source_not_waited_for": Defect(
         "Order",
         "engine/device_source_job.cpp",
-        "  written_->block(source_.copy_stream());",
-        "  if (!{defect}) written_->block(source_.copy_stream());",
+        "  written_->block(reads_);",
+        "  if (!{defect}) written_->block(reads_);",
         "device_sources_are_overwritten_behind_wait_staged",
         "AssertionError",
         "unordered",
@@ -160,8 +160,8 @@ DEFECTS: dict[str, Defect] = {
     "destination_not_waited_for": Defect(
         "Order",
         "engine/host_into_device_job.cpp",
-        "  used_->block(accelerator_.copy_stream());",
-        "  if (!{defect}) used_->block(accelerator_.copy_stream());",
+        "  used_->block(stream_);",
+        "  if (!{defect}) used_->block(stream_);",
         "filled_behind_the_reads_before",
         "AssertionError",
         "unordered",
@@ -170,7 +170,7 @@ DEFECTS: dict[str, Defect] = {
         "Order",
         "engine/copy_job.cpp",
         "  if (!failed_) attempt([this] { transfer_all(); });",
-        "    if ({defect}) arrived_ = accelerator_.events().record(accelerator_.copy_stream());\n"
+        "    if ({defect}) arrived_ = accelerator_.events().record(stream_);\n"
         "  if (!failed_) attempt([this] { transfer_all(); });",
         "polled_until_ready",
         "AssertionError",
@@ -179,10 +179,10 @@ DEFECTS: dict[str, Defect] = {
         "Order",
         "engine/host_source_job.cpp",
         "void HostSourceJob::allocate_chunks() {\n"
-        "  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());",
+        "  const c10::StreamGuard on_copy_stream(stream_);",
         "void HostSourceJob::allocate_chunks() {\n"
         "  std::optional<c10::StreamGuard> on_copy_stream;\n"
-        "  if (!{defect}) on_copy_stream.emplace(accelerator_.copy_stream());",
+        "  if (!{defect}) on_copy_stream.emplace(stream_);",
         "handles_are_dropped_at_once",
         "AssertionError",
         "reused",
@@ -207,8 +207,8 @@ DEFECTS: dict[str, Defect] = {
     "staging_limit_ignored": Defect(
         "Bounds",
         "engine/staging_ring.cpp",
-        "    if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) {",
-        "    if ({defect} || pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) {",
+        "  if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;",
+        "  if ({defect} || pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;",
         "counted_as_the_device_counts",
         "AssertionError",
     ),

@@ -9,7 +9,7 @@ import gc
 import importlib.metadata
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -144,9 +144,31 @@ def stall(device: str, loaded_kernels: None) -> Stall:
 
 
 @pytest.fixture
+def slow_link(device: str) -> AbstractContextManager[Any]:
+    """Makes transfers from the host take a while, where that can be ordered."""
+    if DEVICE_TYPE != "sim":
+        return nullcontext()
+    from tdcopier import sim
+
+    return sim.pace("h2d", latency_us=5_000)
+
+
+@pytest.fixture
 def copy_stream(device: str) -> torch.Stream:
-    """The stream on which the engine puts transfers to `device`."""
-    return _C.copy_stream(device)
+    """The engine's stream for copies from the host to new memory on `device`."""
+    return _C.copy_stream(device, "to_device")
+
+
+@pytest.fixture
+def reading_stream(device: str) -> torch.Stream:
+    """The engine's stream for what leaves `device`."""
+    return _C.copy_stream(device, "from_device")
+
+
+@pytest.fixture
+def ordered_stream(device: str) -> torch.Stream:
+    """The engine's stream for writes to `device` that wait for the caller's kernels."""
+    return _C.copy_stream(device, "ordered")
 
 
 @pytest.fixture(autouse=True)

@@ -87,6 +87,13 @@ def test_whatever_fails_is_told_each_time_and_the_next_copy_works(sim, route, si
         gc.collect()
 
 
+def writing_stream(way: str) -> torch.Stream:
+    """The engine's stream that has the writes of a copy_into."""
+    if way == "D2H":
+        return _C.copy_stream("sim:0", "from_device")
+    return _C.copy_stream("sim:1" if way == "D2D" else "sim:0", "ordered")
+
+
 @pytest.mark.parametrize("way", ["H2D", "D2H", "D2D"])
 def test_a_failed_copy_is_not_done_while_it_still_writes(sim, way):
     """Or what it has enqueued would be written over what comes next."""
@@ -95,8 +102,7 @@ def test_a_failed_copy_is_not_done_while_it_still_writes(sim, way):
     if way == "D2H":
         destination = [leaf.pin_memory() for leaf in destination]
     sim.synchronize()
-    copies = _C.copy_stream("sim:1" if way == "D2D" else "sim:0")
-    with sim.hold(copies), sim.fail_transfer(2):
+    with sim.hold(writing_stream(way)), sim.fail_transfer(2):
         handle = tdcopier.copy_into(source, destination, use_background_thread=False)
         assert not handle.ready()
     for ask in (handle.get, handle.wait):
@@ -116,7 +122,7 @@ def test_a_failed_copy_that_is_dropped_keeps_what_the_device_still_writes(sim, w
         destination = [leaf.pin_memory() for leaf in destination]
     references = [weakref.ref(leaf) for leaf in destination]
     sim.synchronize()
-    with sim.hold(_C.copy_stream("sim:1" if way == "D2D" else "sim:0")):
+    with sim.hold(writing_stream(way)):
         with sim.fail_transfer(2):
             handle = tdcopier.copy_into(source, destination, use_background_thread=False)
         del handle, destination
@@ -142,6 +148,31 @@ def test_a_failure_is_told_when_the_other_leaves_have_arrived(sim, monkeypatch):
         with pytest.raises(KeyError, match="no"):
             handle.get()
         assert (destination["a"] == 1).all()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_call_writes_nothing_afterwards(stall, device, ordered_stream, interrupt):
+    """There is no handle to wait for, so the destination belongs to the caller at once."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Refusing(TwoTensor):  # type: ignore[misc]
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                raise interrupt
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    source = [torch.ones(300_000), torch.ones(2)]
+    destination = [torch.zeros(300_000, device=device), Refusing(torch.ones(2), torch.ones(2))]
+    with stall(ordered_stream):
+        with pytest.raises(interrupt):
+            tdcopier.copy_into(source, destination)
+        destination[0].fill_(3)
+    tdcopier.copy([torch.ones(3)], device)
+    torch.get_device_module(device).synchronize(device)
+    assert destination[0].eq(3).all()
 
 
 def test_a_failure_of_copy_itself_is_told_each_time_with_the_path(device, monkeypatch):

@@ -89,8 +89,9 @@ def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator
         # What the host has seen to be over is ordered before all that follows; the next window of a
         # copy to the host is only read when the one before has arrived.
         if not (direction == "D2H" and kind == "large"):
-            for copies in {_C.copy_stream(device), _C.copy_stream("sim:1")}:
-                held.enter_context(sim.hold(copies))
+            for place in {device, "sim:1"}:
+                for which in ("from_device", "ordered"):
+                    held.enter_context(sim.hold(_C.copy_stream(place, which)))
         with accelerator.stream(accelerator.Stream(device=device)):
             handle = tdcopier.copy_into(source, destination)
         assert (handle.stats.delegated_leaves == 3) == (kind == "delegated")
@@ -103,9 +104,9 @@ def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator
         assert [leaf[-1].item() for leaf in destination] == [1, 2, 3]
 
 
-def test_wait_staged_lets_a_host_source_be_overwritten(stall, device, copy_stream):
+def test_wait_staged_lets_a_host_source_be_overwritten(stall, device, ordered_stream):
     source, destination = torch.full((50,), 1.0), torch.zeros(50, device=device)
-    with stall(copy_stream):
+    with stall(ordered_stream):
         handle = tdcopier.copy_into([source], [destination])
         handle.wait_staged()
         source.fill_(3)
@@ -113,11 +114,11 @@ def test_wait_staged_lets_a_host_source_be_overwritten(stall, device, copy_strea
     assert destination.tolist() == [1.0] * 50
 
 
-def test_a_given_stream_is_the_one_that_waits(stall, device, accelerator, copy_stream):
+def test_a_given_stream_is_the_one_that_waits(stall, device, accelerator, ordered_stream):
     destination = torch.zeros(50, device=device)
     consumer = accelerator.Stream(device=device)
     accelerator.synchronize()
-    with stall(copy_stream):
+    with stall(ordered_stream):
         handle = tdcopier.copy_into([torch.ones(50)], [destination])
         handle.wait(consumer)
         assert not consumer.query()
@@ -128,11 +129,11 @@ def test_a_given_stream_is_the_one_that_waits(stall, device, accelerator, copy_s
 
 @pytest.mark.parametrize("scattered", [True, False])
 def test_memory_that_is_dropped_is_not_given_out_before_it_was_written(
-    stall, device, copy_stream, scattered
+    stall, device, ordered_stream, scattered
 ):
     sizes = range(50, 90) if scattered else [50]
     destination = [torch.zeros(n, device=device) for n in sizes]
-    with stall(copy_stream):
+    with stall(ordered_stream):
         handle = tdcopier.copy_into([torch.full((n,), 9.0) for n in sizes], destination)
         del handle, destination
         others = [torch.full((n,), 1.0, device=device) for n in sizes for _ in range(3)]
@@ -152,7 +153,8 @@ def test_what_the_device_still_reads_or_writes_is_kept(request, stall, device, d
     _settle(device)
     written = [weakref.ref(leaf) for leaf in destination]
     read = [weakref.ref(leaf) for leaf in source] if come_from != "cpu" else []
-    with stall(_C.copy_stream(device if go_to == "cpu" else go_to)):
+    writing = ("from_device", device) if go_to == "cpu" else ("ordered", go_to)
+    with stall(_C.copy_stream(writing[1], writing[0])):
         handle = tdcopier.copy_into(source, destination)
         del source, destination
         if dropped:

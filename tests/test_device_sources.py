@@ -41,7 +41,7 @@ def test_sources_are_kept_until_the_device_has_read_them_and_no_longer(stall, aw
     source, target = away
     leaves = filled(1, elements, source)
     alive = [weakref.ref(leaf) for leaf in leaves]
-    with stall(_C.copy_stream(source)):
+    with stall(_C.copy_stream(source, "from_device")):
         handle = tdcopier.start_copy(leaves, target)
         leaves.clear()
         tdcopier.copy([torch.ones(2)], "cpu")  # a call would release what was given back
@@ -59,7 +59,9 @@ def test_a_handle_that_is_dropped_early_does_not_block_and_lets_go_of_its_source
     source, target = away
     leaves = filled(1, elements, source)
     alive = [weakref.ref(leaf) for leaf in leaves]
-    late = _C.copy_stream(source) if stream == "copy stream" else accelerator.current_stream(source)
+    late = accelerator.current_stream(source)
+    if stream == "copy stream":
+        late = _C.copy_stream(source, "from_device")
     with stall(late):
         handle = tdcopier.start_copy(leaves, target)
         leaves.clear()
@@ -185,13 +187,13 @@ def test_a_target_device_without_memory_fails_the_copy(
 
 
 def test_what_a_failed_copy_has_enqueued_keeps_its_sources_until_it_was_read(
-    stall, device, copy_stream, no_memory
+    stall, device, reading_stream, no_memory
 ):
     """Memory for the first gathered chunk, and none for the second one."""
     leaves = filled(1, [250, 250, 1600, 300], device)
     alive = [weakref.ref(leaf) for leaf in leaves]
     no_memory(device, more_bytes=2560)
-    with stall(copy_stream):
+    with stall(reading_stream):
         handle = tdcopier.start_copy(leaves, "cpu", max_packed_chunk_bytes=8000)
         assert_fails_every_time(handle)
         assert handle.stats.transfers == 1
@@ -222,7 +224,7 @@ def test_an_error_comes_at_once_though_the_rest_of_the_copy_is_late(
 ):
     leaves = filled(1, [100, 50], device) + filled(1, [100, 50], other_device)
     no_memory(device)
-    with stall(_C.copy_stream(other_device)):
+    with stall(_C.copy_stream(other_device, "from_device")):
         handle = tdcopier.start_copy(leaves, "cpu")
         with pytest.raises(torch.OutOfMemoryError):
             handle.get()  # would hang here if it waited for the other device first

@@ -117,13 +117,13 @@ def test_without_pinned_memory_the_call_does_not_wait_for_the_source_either(
 
 @pytest.mark.sim
 @sizes
-def test_get_of_what_goes_to_the_host_waits_for_its_arrival(sim, device, copy_stream, elements):
+def test_get_of_what_goes_to_the_host_waits_for_its_arrival(sim, device, reading_stream, elements):
     """Another thread lets the transfer go, and must run Python code for it."""
     leaves = filled(3, elements, device)
     for ask in ("get", "wait"):
         told = threading.Event()
         order = []
-        hold = sim.hold(copy_stream)
+        hold = sim.hold(reading_stream)
 
         def let_go(told=told, order=order, hold=hold) -> None:
             told.wait()
@@ -156,7 +156,10 @@ def test_a_consumer_on_another_device_waits_for_a_copy_that_is_late(
 ):
     leaves = filled(7, elements, device)
     consumer = accelerator.Stream(device=other_device)
-    with stall(_C.copy_stream(device if late == "source" else other_device)):
+    stalled = _C.copy_stream(device, "from_device")
+    if late == "target":
+        stalled = _C.copy_stream(other_device, "ordered")
+    with stall(stalled):
         handle = tdcopier.start_copy(leaves, other_device)
         with accelerator.stream(consumer):
             moved = handle.wait()
@@ -170,10 +173,10 @@ def test_a_consumer_on_another_device_waits_for_a_copy_that_is_late(
 
 
 def test_a_given_stream_of_the_target_is_the_one_that_waits(
-    stall, device, other_device, accelerator, copy_stream
+    stall, device, other_device, accelerator, reading_stream
 ):
     consumer = accelerator.Stream(device=other_device)
-    with stall(copy_stream):
+    with stall(reading_stream):
         handle = tdcopier.start_copy(filled(1, [3], device), other_device)
         handle.wait(consumer)
         assert not becomes(consumer.query, within=BRIEFLY)
@@ -251,7 +254,10 @@ def test_a_mixed_copy_is_ready_when_all_of_it_has_arrived(
 ):
     tree = mixed(device, other_device)
     consumer = accelerator.Stream(device=device)
-    with stall(_C.copy_stream(device if late == "device" else other_device)):
+    stalled = _C.copy_stream(device, "to_device")
+    if late == "other device":
+        stalled = _C.copy_stream(other_device, "from_device")
+    with stall(stalled):
         handle = tdcopier.start_copy(tree, device)
         handle.wait(consumer)
         assert not becomes(consumer.query, within=BRIEFLY)

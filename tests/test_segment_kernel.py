@@ -181,7 +181,7 @@ def test_a_thread_that_has_not_used_cuda_yet_gathers_too(device):
 def test_a_result_that_is_dropped_at_once_is_not_given_out_before_it_was_written(stall, device):
     source = [torch.full((50,), 7.0, device=device) for _ in range(40)]
     tdcopier.copy(source, "cpu")
-    with stall(_C.copy_stream(device)):
+    with stall(_C.copy_stream(device, "from_device")):
         tdcopier.start_copy(source, "cpu")
         others = [torch.full((2_000,), 1.0).pin_memory() for _ in range(20)]
     torch.cuda.synchronize()

@@ -51,7 +51,7 @@ def test_a_source_on_another_device_may_be_written_by_its_stream_while_the_copy_
     stall, device, other_device, accelerator
 ):
     td, fives = _filled(3, 10, other_device), _filled(5, 10, other_device)
-    with tdcopier.tensordict_backend() as use, stall(_C.copy_stream(other_device)):
+    with tdcopier.tensordict_backend() as use, stall(_C.copy_stream(other_device, "from_device")):
         moved = td.to(device)
         built = TensorDict(dict(td["x"].items()), device=device)
         for leaf, five in zip(td.values(True, True), fives.values(True, True), strict=True):

@@ -103,7 +103,7 @@ def test_device_sources_may_be_written_on_the_current_stream_though_the_read_is_
 ):
     source, target = away
     leaves = filled(1, elements, source)
-    with stall(_C.copy_stream(source)):
+    with stall(_C.copy_stream(source, "from_device")):
         handle = tdcopier.start_copy(leaves, target)
         handle.wait_staged()  # would hang here if it waited for the read
         refill(leaves, 2)
@@ -132,7 +132,7 @@ def test_it_waits_for_the_last_chunk(stall, away, accelerator):
     """The last leaves are overwritten first, as soon as the stream may."""
     source, target = away
     leaves = filled(1, [100] * 80, source)
-    with stall(_C.copy_stream(source)):
+    with stall(_C.copy_stream(source, "from_device")):
         handle = tdcopier.start_copy(leaves, target, max_packed_chunk_bytes=900)  # two leaves each
         assert handle.stats.chunks == 40
         handle.wait_staged()
@@ -144,7 +144,7 @@ def test_only_the_stream_that_is_current_then_waits_for_the_read(stall, away, ac
     source, target = away
     leaves = filled(1, [10, 20], source)
     writer, bystander = (accelerator.Stream(device=source) for _ in range(2))
-    with stall(_C.copy_stream(source)):
+    with stall(_C.copy_stream(source, "from_device")):
         handle = tdcopier.start_copy(leaves, target)
         with accelerator.stream(writer):
             handle.wait_staged()
@@ -160,7 +160,7 @@ def test_only_the_stream_that_is_current_then_waits_for_the_read(stall, away, ac
 def test_it_waits_for_the_read_and_not_for_the_transfer(stall, device, other_device, accelerator):
     """Gathered leaves have been read once they are in the chunk; the target is late."""
     leaves = filled(1, [10, 20], device)
-    with stall(_C.copy_stream(other_device)):
+    with stall(_C.copy_stream(other_device, "ordered")):
         handle = tdcopier.start_copy(leaves, other_device)
         handle.wait_staged()
         assert becomes(accelerator.current_stream(device).query)
@@ -170,7 +170,7 @@ def test_it_waits_for_the_read_and_not_for_the_transfer(stall, device, other_dev
 
 def test_each_device_of_a_mixed_tree_gets_its_own_order(stall, device, other_device, accelerator):
     tree = {place: filled(1, [10, 20], place) for place in ("cpu", device, other_device)}
-    with stall(_C.copy_stream(other_device)):
+    with stall(_C.copy_stream(other_device, "from_device")):
         handle = tdcopier.start_copy(tree, "cpu")
         handle.wait_staged()
         for place in (device, other_device):

@@ -3,18 +3,30 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <array>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
+
+#include "engine/cuda_driver.h"
 
 namespace tdcopier {
 namespace {
 
-c10::Stream make_copy_stream(c10::Device device) {
+std::array<std::atomic<StreamMaker>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> g_stream_makers{};
+
+c10::Stream make_stream(c10::Device device) {
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);  // it has none
-  // High priority: that pool is the one that callers use least, so the stream is our own in
-  // practice.
+  if (const StreamMaker maker = g_stream_makers[static_cast<size_t>(device.type())]) {
+    return maker(device);
+  }
+  if (device.type() == c10::DeviceType::CUDA) {
+    if (const std::optional<c10::Stream> made = make_private_stream(device)) return *made;
+  }
+  // High priority: callers use that pool least.
   return c10::impl::VirtualGuardImpl(device.type())
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
@@ -30,6 +42,10 @@ Registry& registry() {
 }
 
 }  // namespace
+
+void set_stream_maker(c10::DeviceType type, StreamMaker maker) {
+  g_stream_makers[static_cast<size_t>(type)] = maker;
+}
 
 Accelerator& Accelerator::of(c10::Device device) {
   auto& [mutex, accelerators] = registry();
@@ -61,7 +77,9 @@ EventRef Accelerator::record_current() {
 
 Accelerator::Accelerator(c10::Device device)
     : device_(device),
-      copy_stream_(make_copy_stream(device)),
+      to_device_stream_(make_stream(device)),
+      from_device_stream_(make_stream(device)),
+      ordered_stream_(make_stream(device)),
       events_(device.type()),
       staging_(device.type()),
       held_(device.type()),

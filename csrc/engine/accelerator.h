@@ -12,6 +12,11 @@
 
 namespace tdcopier {
 
+// Makes a stream of `device` that no other caller gets. For backends whose streams all come from a
+// shared pool, as those of c10's interface may. Call before the device's first copy. Thread: any.
+using StreamMaker = c10::Stream (*)(c10::Device device);
+void set_stream_maker(c10::DeviceType type, StreamMaker maker);
+
 // Thread: any. Lifetime: made at first use, never destroyed: jobs, events and chunks may outlive
 // the interpreter's orderly end.
 class Accelerator {
@@ -26,8 +31,13 @@ class Accelerator {
   static void drop_held_memory();
 
   const c10::Device& device() const { return device_; }
-  // Where the engine enqueues all its work on this device.
-  const c10::Stream& copy_stream() const { return copy_stream_; }
+  // The engine's streams on this device; no other code of the process gets them. H2D copies to new
+  // memory go to the first, which never waits for a stream of the caller's.
+  const c10::Stream& to_device_stream() const { return to_device_stream_; }
+  // Gathers and transfers that leave the device: they wait for what wrote the sources.
+  const c10::Stream& from_device_stream() const { return from_device_stream_; }
+  // What waits before it writes: copies into existing memory, and what arrives from other devices.
+  const c10::Stream& ordered_stream() const { return ordered_stream_; }
   EventPool& events() { return events_; }
   // An event behind what the calling thread's current stream of this device has.
   EventRef record_current();
@@ -40,7 +50,9 @@ class Accelerator {
   explicit Accelerator(c10::Device device);
 
   const c10::Device device_;
-  const c10::Stream copy_stream_;
+  const c10::Stream to_device_stream_;
+  const c10::Stream from_device_stream_;
+  const c10::Stream ordered_stream_;
   EventPool events_;
   StagingRing staging_;
   HeldMemory held_;

@@ -8,6 +8,7 @@
 namespace tdcopier {
 namespace {
 
+constexpr uint64_t kMostElementBytes = 16;
 constexpr uint64_t kAllocatorAlignmentBytes = 64;  // what every allocator of torch gives
 
 }  // namespace
@@ -15,7 +16,9 @@ constexpr uint64_t kAllocatorAlignmentBytes = 64;  // what every allocator of to
 Chunk allocate_chunk(c10::Allocator* allocator, c10::Device device, const ChunkPlan& plan) {
   const uint64_t alignment = plan.alignment_bytes;
   const bool aligned = kAllocatorAlignmentBytes % alignment == 0;
-  const uint64_t total = plan.bytes + (aligned ? 0 : alignment - 1);
+  // torch saves and loads whole elements of a storage, of whatever dtype its leaves are.
+  const uint64_t total = (plan.bytes + (aligned ? 0 : alignment - 1) + kMostElementBytes - 1) &
+                         ~(kMostElementBytes - 1);
   c10::DataPtr memory = allocator->allocate(total);
   check_invariant(memory.device().type() == device.type(), "an allocator serves its own device");
   const auto address = reinterpret_cast<uintptr_t>(memory.get());

@@ -25,9 +25,11 @@ c10::Storage empty_storage(c10::Device device) {
 
 }  // namespace
 
-CopyJob::CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves,
-                 std::shared_ptr<const PackPlan> plan, std::shared_ptr<SourceHold> sources)
+CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream, c10::Device target,
+                 LeafTable leaves, std::shared_ptr<const PackPlan> plan,
+                 std::shared_ptr<SourceHold> sources)
     : accelerator_(accelerator),
+      stream_(stream),
       target_(target),
       leaves_(std::move(leaves)),
       shared_plan_(std::move(plan)),
@@ -144,7 +146,7 @@ void CopyJob::finish() noexcept {
   if (!failed_ && transfers_ != 0 && !arrived_) {
     attempt([this] {
       finish_transfers();
-      arrived_ = accelerator_.events().record(accelerator_.copy_stream());
+      arrived_ = accelerator_.events().record(stream_);
     });
   }
   finish_reading();

@@ -139,8 +139,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   const c10::Device& target() const { return target_; }
 
  protected:
-  // `accelerator` is the one whose copy stream the last transfer, or the wait for it, is on.
-  CopyJob(Accelerator& accelerator, c10::Device target, LeafTable leaves,
+  // `stream`, of the accelerator, has the last transfer, or the wait for it.
+  CopyJob(Accelerator& accelerator, const c10::Stream& stream, c10::Device target, LeafTable leaves,
           std::shared_ptr<const PackPlan> plan, std::shared_ptr<SourceHold> sources);
 
   // Once, on the first thread that works on the job. Device guards are set here.
@@ -191,6 +191,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   void count_transfer(uint64_t bytes);
 
   Accelerator& accelerator_;
+  const c10::Stream stream_;
   const c10::Device target_;
   const LeafTable leaves_;
   const std::shared_ptr<const PackPlan> shared_plan_;

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 namespace tdcopier {
 
@@ -18,11 +19,14 @@ struct CudaDriver {
   int (*copy_device_to_host)(void* host, uint64_t device_address, size_t bytes,
                              void* stream);  // cuMemcpyDtoHAsync_v2
 
+  int (*retain_context)(void** context, int device);  // cuDevicePrimaryCtxRetain
+  int (*current_context)(void** context);             // cuCtxGetCurrent
+  int (*push_context)(void* context);                 // cuCtxPushCurrent_v2
+  int (*pop_context)(void** context);                 // cuCtxPopCurrent_v2
+  int (*create_stream)(void** stream, unsigned flags,
+                       int priority);  // cuStreamCreateWithPriority
+
   // For kernels: all of them, or `launch` is null.
-  int (*retain_context)(void** context, int device);                     // cuDevicePrimaryCtxRetain
-  int (*current_context)(void** context);                                // cuCtxGetCurrent
-  int (*push_context)(void* context);                                    // cuCtxPushCurrent_v2
-  int (*pop_context)(void** context);                                    // cuCtxPopCurrent_v2
   int (*load_module)(void** module, const void* image);                  // cuModuleLoadData
   int (*get_function)(void** function, void* module, const char* name);  // cuModuleGetFunction
   int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -36,5 +40,23 @@ const CudaDriver* cuda_driver();
 
 // Requires: a CUDA stream.
 void* native_handle(const c10::Stream& stream);
+
+// Makes a context current on this thread, and the one that was again at the end.
+class CurrentContext {
+ public:
+  CurrentContext(const CudaDriver& driver, void* context);
+  ~CurrentContext();
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  const CudaDriver& driver_;
+  bool pushed_ = false;
+};
+
+// A stream of high priority that is not of torch's pool; it does not synchronise with the default
+// stream, and lasts as long as the process. nullopt where the driver, or this torch, cannot do it.
+// Requires: a CUDA device, initialised.
+std::optional<c10::Stream> make_private_stream(c10::Device device);
 
 }  // namespace tdcopier

@@ -23,9 +23,10 @@ size_t count_scattered(const std::vector<ChunkRuns>& chunks) {
 
 DeviceIntoDeviceJob::DeviceIntoDeviceJob(Accelerator& source, Accelerator& target, LeafPairs pairs,
                                          IntoPlan plan, IntoHolds holds, ThreadPool& reclaimer)
-    : IntoJob(target, target.device(), std::move(pairs), std::move(plan.pack), std::move(holds),
-              reclaimer),
+    : IntoJob(target, target.ordered_stream(), target.device(), std::move(pairs),
+              std::move(plan.pack), std::move(holds), reclaimer),
       source_(source),
+      reads_(&source == &target ? target.ordered_stream() : source.from_device_stream()),
       runs_(std::move(plan.runs)),
       chunk_runs_(std::move(plan.chunks)),
       scattered_(&source == &target ? 0 : count_scattered(chunk_runs_)),
@@ -33,19 +34,19 @@ DeviceIntoDeviceJob::DeviceIntoDeviceJob(Accelerator& source, Accelerator& targe
       used_(target.record_current()) {}
 
 void DeviceIntoDeviceJob::transfer_all() {
-  const c10::StreamGuard on_target_stream(accelerator_.copy_stream());
-  const c10::StreamGuard on_source_stream(source_.copy_stream());
-  written_->block(source_.copy_stream());
-  used_->block(accelerator_.copy_stream());
+  const c10::StreamGuard on_target_stream(stream_);
+  const c10::StreamGuard on_source_stream(reads_);
+  written_->block(reads_);
+  used_->block(stream_);
   if (&source_ == &accelerator_) {
     const StepRange range(steps_, Step::kEnqueue);
     copy_within(source_, leaves_, destinations_);
-    arrived_ = source_.events().record(source_.copy_stream());
+    arrived_ = source_.events().record(reads_);
     read_ = arrived_;
     return;
   }
   for (size_t i = 0; i < plan_.chunks.size(); ++i) transfer(i);
-  read_ = source_.events().record(source_.copy_stream());
+  read_ = source_.events().record(reads_);
 }
 
 void DeviceIntoDeviceJob::transfer(size_t chunk) {
@@ -61,7 +62,7 @@ void DeviceIntoDeviceJob::transfer(size_t chunk) {
       allocate_chunk(c10::GetAllocator(source_.device().type()), source_.device(), plan);
   {
     const StepRange range(steps_, Step::kStage);
-    gather(source_, plan_, plan, leaves_, gathered.at(0));
+    gather(source_, reads_, plan_, plan, leaves_, gathered.at(0));
   }
   send(plan, chunk_runs_[chunk], gathered.at(0));
 }
@@ -82,16 +83,16 @@ void DeviceIntoDeviceJob::send(const ChunkPlan& plan, const ChunkRuns& runs,
   // Its image begins with its first slot, so that a leaf that was not gathered is all of it.
   const Chunk arrived = allocate_on_target(plan);
   counted(image, arrived.at(0), plan.bytes);
-  scatter(accelerator_, plan_, plan, leaves_, destinations_, arrived.at(0));
+  scatter(accelerator_, stream_, plan_, plan, leaves_, destinations_, arrived.at(0));
 }
 
 Chunk DeviceIntoDeviceJob::allocate_on_target(const ChunkPlan& plan) {
-  const c10::StreamGuard on_target_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_target_stream(stream_);
   return allocate_chunk(c10::GetAllocator(target_.type()), target_, plan);
 }
 
 void DeviceIntoDeviceJob::finish_reading() noexcept {
-  give_back_sources_behind(source_);
+  give_back_sources_behind(source_, reads_);
   give_back_destinations();
 }
 

@@ -28,6 +28,7 @@ class DeviceIntoDeviceJob final : public IntoJob {
   void send(const ChunkPlan& plan, const ChunkRuns& runs, const std::byte* image);
 
   Accelerator& source_;
+  const c10::Stream reads_;  // of the sources' device
   const std::vector<Run> runs_;
   const std::vector<ChunkRuns> chunk_runs_;
   const size_t scattered_;  // how many of the chunks are

@@ -15,8 +15,8 @@ namespace tdcopier {
 DeviceIntoHostJob::DeviceIntoHostJob(Accelerator& source, LeafPairs pairs, PackPlan plan,
                                      bool use_pinned_staging, IntoHolds holds,
                                      ThreadPool& reclaimer)
-    : IntoJob(source, c10::Device(c10::kCPU), std::move(pairs), std::move(plan), std::move(holds),
-              reclaimer),
+    : IntoJob(source, source.from_device_stream(), c10::Device(c10::kCPU), std::move(pairs),
+              std::move(plan), std::move(holds), reclaimer),
       use_pinned_staging_(use_pinned_staging),
       windows_(windows_of_plan()),
       written_(source.record_current()),
@@ -47,8 +47,8 @@ bool DeviceIntoHostJob::is_gathered(const ChunkPlan& chunk) const {
 }
 
 void DeviceIntoHostJob::allocate_chunks() {
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
-  written_->block(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
+  written_->block(stream_);
   gathered_.resize(plan_.chunks.size());
   for (const Window& window : windows_) {
     const ChunkPlan& chunk = plan_.chunks[window.chunk];
@@ -59,7 +59,7 @@ void DeviceIntoHostJob::allocate_chunks() {
 }
 
 void DeviceIntoHostJob::transfer_all() {
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   claim_windows(windows_, [this](const Window& window) { transfer(window); });
 }
 
@@ -76,7 +76,7 @@ void DeviceIntoHostJob::transfer_straight(const Window& window) {
   const StepRange range(steps_, Step::kEnqueue);
   ByteViewPool::Lease views = accelerator_.views().take();
   if (use_pinned_staging_) {
-    enqueue_to_pinned(accelerator_.copy_stream(), *views, from, to, bytes);
+    enqueue_to_pinned(stream_, *views, from, to, bytes);
   } else {
     copy_to_pageable(*views, from, to, bytes);
   }
@@ -85,7 +85,7 @@ void DeviceIntoHostJob::transfer_straight(const Window& window) {
 
 void DeviceIntoHostJob::transfer_staged(const Window& window) {
   // Before anything is gathered: there may be none for a while.
-  StagingLease lease = accelerator_.staging().acquire();
+  StagingLease lease = accelerator_.staging().acquire(StagingUse::kFromDevice);
   auto* const staged = static_cast<std::byte*>(lease.bytes().mutable_data_ptr());
   EventRef arrived;
   {
@@ -93,8 +93,8 @@ void DeviceIntoHostJob::transfer_staged(const Window& window) {
     ByteViewPool::Lease views = accelerator_.views().take();
     const std::byte* const image = image_of(window, here);
     const StepRange range(steps_, Step::kEnqueue);
-    enqueue_to_pinned(accelerator_.copy_stream(), *views, image, staged, window.end - window.begin);
-    arrived = accelerator_.events().record(accelerator_.copy_stream());
+    enqueue_to_pinned(stream_, *views, image, staged, window.end - window.begin);
+    arrived = accelerator_.events().record(stream_);
   }
   note_read(window);
   arrived->synchronize();
@@ -134,7 +134,7 @@ Chunk DeviceIntoHostJob::gather_chunk(const ChunkPlan& chunk) {
   const c10::Device device = accelerator_.device();
   Chunk gathered = allocate_chunk(c10::GetAllocator(device.type()), device, chunk);
   const StepRange range(steps_, Step::kStage);
-  gather(accelerator_, plan_, chunk, leaves_, gathered.at(0));
+  gather(accelerator_, stream_, plan_, chunk, leaves_, gathered.at(0));
   return gathered;
 }
 
@@ -148,7 +148,7 @@ void DeviceIntoHostJob::note_reads_enqueued() noexcept {
     const std::lock_guard lock(reads_mutex_);
     if (reads_enqueued_) return;
     try {
-      read_ = accelerator_.events().record(accelerator_.copy_stream());
+      read_ = accelerator_.events().record(stream_);
     } catch (...) {  // the device has failed: it reads no more, and get() says how
       read_ = nullptr;
     }
@@ -160,7 +160,7 @@ void DeviceIntoHostJob::note_reads_enqueued() noexcept {
 void DeviceIntoHostJob::finish_reading() noexcept {
   note_reads_enqueued();  // of a job that has failed
   gathered_.clear();
-  give_back_sources_behind(accelerator_);
+  give_back_sources_behind(accelerator_, stream_);
   give_back_destinations();
 }
 

@@ -24,6 +24,11 @@ Accelerator& arrival(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source : Accelerator::of(target);
 }
 
+// The stream that does.
+const c10::Stream& arrivals(Accelerator& source, c10::Device target) {
+  return target.is_cpu() ? source.from_device_stream() : Accelerator::of(target).ordered_stream();
+}
+
 }  // namespace
 
 void set_max_straight_bytes(uint64_t bytes) {
@@ -33,15 +38,16 @@ void set_max_straight_bytes(uint64_t bytes) {
 DeviceSourceJob::DeviceSourceJob(Accelerator& source, c10::Device target, LeafTable leaves,
                                  std::shared_ptr<const PackPlan> plan, bool pinned,
                                  std::shared_ptr<SourceHold> sources, ThreadPool& reclaimer)
-    : CopyJob(arrival(source, target), target, std::move(leaves), std::move(plan),
-              std::move(sources)),
+    : CopyJob(arrival(source, target), arrivals(source, target), target, std::move(leaves),
+              std::move(plan), std::move(sources)),
       source_(source),
+      reads_(source.from_device_stream()),
       pinned_(pinned),
       reclaimer_(reclaimer),
       written_(source.record_current()) {}
 
 void DeviceSourceJob::allocate_chunks() {
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   c10::Allocator* allocator = target_.is_cpu() && pinned_
                                   ? at::getHostAllocator(source_.device().type())
                                   : c10::GetAllocator(target_.type());
@@ -52,9 +58,9 @@ void DeviceSourceJob::allocate_chunks() {
 }
 
 void DeviceSourceJob::transfer_all() {
-  const c10::StreamGuard on_target_stream(accelerator_.copy_stream());
-  const c10::StreamGuard on_source_stream(source_.copy_stream());
-  written_->block(source_.copy_stream());
+  const c10::StreamGuard on_target_stream(stream_);
+  const c10::StreamGuard on_source_stream(reads_);
+  written_->block(reads_);
   for (size_t i = 0; i < chunks_.size(); ++i) {
     if (plan_.chunks[i].bytes != 0) transfer(plan_.chunks[i], chunks_[i]);
   }
@@ -87,23 +93,23 @@ void DeviceSourceJob::transfer(const ChunkPlan& plan, const Chunk& chunk) {
 
 void DeviceSourceJob::gather_to(const ChunkPlan& plan, std::byte* memory) {
   const StepRange range(steps_, Step::kStage);
-  gather(source_, plan_, plan, leaves_, memory);
+  gather(source_, reads_, plan_, plan, leaves_, memory);
 }
 
 void DeviceSourceJob::gather_straight(const ChunkPlan& plan, const Chunk& chunk) {
   try {
     gather_to(plan, chunk.at(0));
   } catch (...) {
-    note_written(source_.copy_stream(), chunk);  // some of it may be under way
+    note_written(reads_, chunk);  // some of it may be under way
     throw;
   }
-  note_written(source_.copy_stream(), chunk);
+  note_written(reads_, chunk);
   note_gathered(plan);
 }
 
 // Packed chunks come first: behind the last gather nothing reads a source again.
 void DeviceSourceJob::note_gathered(const ChunkPlan& plan) {
-  if (&plan == &plan_.chunks.back()) read_ = source_.events().record(source_.copy_stream());
+  if (&plan == &plan_.chunks.back()) read_ = source_.events().record(reads_);
 }
 
 void DeviceSourceJob::enqueue(const void* address, const Chunk& chunk, uint64_t bytes) {
@@ -112,7 +118,7 @@ void DeviceSourceJob::enqueue(const void* address, const Chunk& chunk, uint64_t 
   if (!target_.is_cpu()) {
     enqueue_between(*views, address, chunk, bytes);
   } else if (pinned_) {
-    enqueue_to_pinned(source_.copy_stream(), *views, address, chunk, bytes);
+    enqueue_to_pinned(reads_, *views, address, chunk, bytes);
   } else {
     copy_to_pageable(*views, address, chunk, bytes);
   }
@@ -121,7 +127,7 @@ void DeviceSourceJob::enqueue(const void* address, const Chunk& chunk, uint64_t 
 void DeviceSourceJob::finish_reading() noexcept {
   try {
     const RelaxedCapture relaxed(source_.device().type());
-    if (!read_) read_ = source_.events().record(source_.copy_stream());
+    if (!read_) read_ = source_.events().record(reads_);
   } catch (...) {  // the device has failed: it reads no more, and get() says how
     sources_->give_back();
     return;

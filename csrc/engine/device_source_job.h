@@ -41,6 +41,7 @@ class DeviceSourceJob final : public CopyJob {
   void enqueue(const void* address, const Chunk& chunk, uint64_t bytes);
 
   Accelerator& source_;
+  const c10::Stream& reads_;  // of the sources' device
   const bool pinned_;
   ThreadPool& reclaimer_;
   const EventRef written_;  // behind what the caller's stream had to do with the sources

@@ -26,8 +26,8 @@ void gather_strided(const ByteViews& views, const LeafTable& leaves, const Leaf&
 
 }  // namespace
 
-void gather(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chunk,
-            const LeafTable& leaves, std::byte* memory) {
+void gather(Accelerator& accelerator, const c10::Stream& stream, const PackPlan& plan,
+            const ChunkPlan& chunk, const LeafTable& leaves, std::byte* memory) {
   const c10::InferenceMode no_autograd;
   const bool by_kernel = has_segment_kernel(accelerator.device(), chunk.bytes);
   ByteViewPool::Lease views = accelerator.views().take();
@@ -44,7 +44,7 @@ void gather(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chu
       views->add(leaf.data, memory + offset, leaf.bytes);
     }
   }
-  move_segments(accelerator.copy_stream(), Move::kGather, memory, segments.all());
+  move_segments(stream, Move::kGather, memory, segments.all());
   if (views->from().empty()) return;
   note_fallback(accelerator.device().type());
   at::_foreach_copy_(views->to(), views->from(), /*non_blocking=*/true);

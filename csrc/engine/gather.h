@@ -9,9 +9,9 @@
 
 namespace tdcopier {
 
-// Enqueues on the accelerator's copy stream, which is the current one: each leaf of `chunk` to its
+// Enqueues on `stream`, which is the current one of the accelerator: each leaf of `chunk` to its
 // slot in `memory`, on the same device. Leaves with gaps arrive without. Never blocks.
-void gather(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chunk,
-            const LeafTable& leaves, std::byte* memory);
+void gather(Accelerator& accelerator, const c10::Stream& stream, const PackPlan& plan,
+            const ChunkPlan& chunk, const LeafTable& leaves, std::byte* memory);
 
 }  // namespace tdcopier

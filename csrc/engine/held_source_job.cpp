@@ -15,7 +15,8 @@ namespace tdcopier {
 HeldSourceJob::HeldSourceJob(Accelerator& target, LeafTable leaves,
                              std::shared_ptr<const PackPlan> plan, WindowBytes window_bytes,
                              std::shared_ptr<SourceHold> sources, HeldLease lease)
-    : CopyJob(target, target.device(), std::move(leaves), std::move(plan), std::move(sources)),
+    : CopyJob(target, target.to_device_stream(), target.device(), std::move(leaves),
+              std::move(plan), std::move(sources)),
       generation_(fork_generation()),
       windows_(cut_windows(plan_, leaves_, window_bytes)),
       lease_(std::move(lease)) {
@@ -29,7 +30,7 @@ HeldSourceJob::HeldSourceJob(Accelerator& target, LeafTable leaves,
 
 void HeldSourceJob::allocate_chunks() {
   lease_.allocate();
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   c10::Allocator* allocator = c10::GetAllocator(target_.type());
   chunks_.reserve(plan_.chunks.size());
   for (const ChunkPlan& chunk : plan_.chunks) {
@@ -70,11 +71,11 @@ void HeldSourceJob::send() noexcept {
 
 void HeldSourceJob::enqueue_all() {
   const StepRange range(steps_, Step::kEnqueue);
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   for (size_t i = 0; i < chunks_.size(); ++i) {
     const uint64_t bytes = plan_.chunks[i].bytes;
     if (bytes == 0) continue;
-    enqueue_from_pinned(accelerator_.copy_stream(), chunks_[i], lease_.data() + begins_[i], bytes);
+    enqueue_from_pinned(stream_, chunks_[i], lease_.data() + begins_[i], bytes);
     count_transfer(bytes);
   }
 }
@@ -83,9 +84,9 @@ void HeldSourceJob::enqueue_all() {
 void HeldSourceJob::hold_until_read() {
   EventRef read;
   try {
-    read = accelerator_.events().record(accelerator_.copy_stream());
+    read = accelerator_.events().record(stream_);
   } catch (...) {
-    accelerator_.copy_stream().synchronize();  // which fails too where the device reads no more
+    stream_.synchronize();  // which fails too where the device reads no more
     throw;
   }
   if (!somebody_failed()) arrived_ = read;

@@ -15,8 +15,8 @@ namespace tdcopier {
 HostIntoDeviceJob::HostIntoDeviceJob(Accelerator& target, LeafPairs pairs, IntoPlan plan,
                                      bool use_pinned_staging, WindowBytes window_bytes,
                                      IntoHolds holds, ThreadPool& reclaimer)
-    : IntoJob(target, target.device(), std::move(pairs), std::move(plan.pack), std::move(holds),
-              reclaimer),
+    : IntoJob(target, target.ordered_stream(), target.device(), std::move(pairs),
+              std::move(plan.pack), std::move(holds), reclaimer),
       use_pinned_staging_(use_pinned_staging),
       runs_(std::move(plan.runs)),
       chunk_runs_(std::move(plan.chunks)),
@@ -29,9 +29,9 @@ size_t HostIntoDeviceJob::chunks() const {
 }
 
 void HostIntoDeviceJob::allocate_chunks() {
-  used_->block(accelerator_.copy_stream());
+  used_->block(stream_);
   if (chunks() == 0) return;
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   scattered_.resize(plan_.chunks.size());
   for (size_t i = 0; i < plan_.chunks.size(); ++i) {
     if (!chunk_runs_[i].scattered) continue;
@@ -40,7 +40,7 @@ void HostIntoDeviceJob::allocate_chunks() {
 }
 
 void HostIntoDeviceJob::transfer_all() {
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   claim_windows(windows_, [this](const Window& window) { transfer(window); });
 }
 
@@ -74,7 +74,7 @@ void HostIntoDeviceJob::transfer(const Window& window) {
     });
     return;
   }
-  StagingLease lease = accelerator_.staging().acquire();
+  StagingLease lease = accelerator_.staging().acquire(StagingUse::kOrdered);
   stage(window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
   staged_.add({window, std::move(lease)},
               [this](StagedWindow staged) { enqueue(std::move(staged)); });
@@ -85,14 +85,14 @@ void HostIntoDeviceJob::enqueue(StagedWindow staged) {
   ByteViewPool::Lease views = accelerator_.views().take();
   auto& [window, lease] = staged;
   const auto leave_to_device = [&] {
-    EventRef read = accelerator_.events().record(accelerator_.copy_stream());
+    EventRef read = accelerator_.events().record(stream_);
     // The only participant, and nothing comes behind: no second event is needed.
     if (windows_.size() == 1 && scattered_.empty() && !somebody_failed()) arrived_ = read;
     lease.in_flight_until(std::move(read));
   };
   try {
     send_parts(window, [&](uint64_t at, std::byte* address, uint64_t bytes) {
-      enqueue_from_pinned(accelerator_.copy_stream(), *views, lease.bytes(), at, address, bytes);
+      enqueue_from_pinned(stream_, *views, lease.bytes(), at, address, bytes);
     });
   } catch (...) {
     leave_to_device();  // which may be reading for those before
@@ -102,10 +102,11 @@ void HostIntoDeviceJob::enqueue(StagedWindow staged) {
 }
 
 void HostIntoDeviceJob::finish_transfers() {
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   for (size_t i = 0; i < scattered_.size(); ++i) {
     if (!chunk_runs_[i].scattered) continue;
-    scatter(accelerator_, plan_, plan_.chunks[i], leaves_, destinations_, scattered_[i].at(0));
+    scatter(accelerator_, stream_, plan_, plan_.chunks[i], leaves_, destinations_,
+            scattered_[i].at(0));
   }
 }
 

@@ -6,11 +6,18 @@
 #include "engine/deliver.h"
 
 namespace tdcopier {
+namespace {
+
+Accelerator& host() {
+  return Accelerator::of(c10::Device(c10::kCPU));
+}
+
+}  // namespace
 
 HostIntoHostJob::HostIntoHostJob(LeafPairs pairs, PackPlan plan, IntoHolds holds,
                                  ThreadPool& reclaimer)
-    : IntoJob(Accelerator::of(c10::Device(c10::kCPU)), c10::Device(c10::kCPU), std::move(pairs),
-              std::move(plan), std::move(holds), reclaimer),
+    : IntoJob(host(), host().ordered_stream(), host().device(), std::move(pairs), std::move(plan),
+              std::move(holds), reclaimer),
       windows_(cut_windows(plan_, leaves_, WindowBytes::all(kHostWindowBytes))) {}
 
 void HostIntoHostJob::transfer_all() {

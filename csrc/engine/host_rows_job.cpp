@@ -4,11 +4,18 @@
 #include <utility>
 
 namespace tdcopier {
+namespace {
+
+Accelerator& host() {
+  return Accelerator::of(c10::Device(c10::kCPU));
+}
+
+}  // namespace
 
 HostRowsJob::HostRowsJob(LeafTable leaves, std::shared_ptr<const PackPlan> plan,
                          c10::Allocator* allocator, WindowBytes window_bytes,
                          std::shared_ptr<SourceHold> sources)
-    : CopyJob(Accelerator::of(c10::Device(c10::kCPU)), c10::Device(c10::kCPU), std::move(leaves),
+    : CopyJob(host(), host().to_device_stream(), host().device(), std::move(leaves),
               std::move(plan), std::move(sources)),
       allocator_(allocator),
       windows_(cut_windows(plan_, leaves_, window_bytes)) {}

@@ -21,7 +21,8 @@ HostSourceJob::HostSourceJob(Accelerator& target, LeafTable leaves,
                              std::shared_ptr<const PackPlan> plan, bool use_pinned_staging,
                              WindowBytes window_bytes, std::shared_ptr<SourceHold> sources,
                              ThreadPool& reclaimer)
-    : CopyJob(target, target.device(), std::move(leaves), std::move(plan), std::move(sources)),
+    : CopyJob(target, target.to_device_stream(), target.device(), std::move(leaves),
+              std::move(plan), std::move(sources)),
       use_pinned_staging_(use_pinned_staging),
       windows_(make_windows(window_bytes)),
       host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
@@ -49,7 +50,7 @@ std::vector<Window> HostSourceJob::make_windows(WindowBytes window_bytes) const 
 }
 
 void HostSourceJob::allocate_chunks() {
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   c10::Allocator* allocator = c10::GetAllocator(target_.type());
   chunks_.reserve(plan_.chunks.size());
   for (const ChunkPlan& chunk : plan_.chunks) {
@@ -58,7 +59,7 @@ void HostSourceJob::allocate_chunks() {
 }
 
 void HostSourceJob::transfer_all() {
-  const c10::StreamGuard on_copy_stream(accelerator_.copy_stream());
+  const c10::StreamGuard on_copy_stream(stream_);
   claim_windows(windows_, [this](const Window& window) { transfer(window); });
 }
 
@@ -66,8 +67,8 @@ void HostSourceJob::transfer(const Window& window) {
   const ChunkPlan& chunk = plan_.chunks[window.chunk];
   if (is_straight(chunk)) {
     const StepRange range(steps_, Step::kEnqueue);
-    enqueue_from_pinned(accelerator_.copy_stream(), chunks_[window.chunk],
-                        leaves_[plan_.order[chunk.first]].data, chunk.bytes);
+    enqueue_from_pinned(stream_, chunks_[window.chunk], leaves_[plan_.order[chunk.first]].data,
+                        chunk.bytes);
   } else if (use_pinned_staging_) {
     return transfer_staged(window);
   } else {
@@ -77,7 +78,7 @@ void HostSourceJob::transfer(const Window& window) {
 }
 
 void HostSourceJob::transfer_staged(const Window& window) {
-  StagingLease lease = accelerator_.staging().acquire();
+  StagingLease lease = accelerator_.staging().acquire(StagingUse::kToDevice);
   stage(window, static_cast<std::byte*>(lease.bytes().mutable_data_ptr()));
   staged_.add({window, std::move(lease)},
               [this](StagedWindow staged) { enqueue(std::move(staged)); });
@@ -86,9 +87,9 @@ void HostSourceJob::transfer_staged(const Window& window) {
 void HostSourceJob::enqueue(StagedWindow staged) {
   const StepRange range(steps_, Step::kEnqueue);
   const auto& [window, lease] = staged;
-  enqueue_from_pinned(accelerator_.copy_stream(), chunks_[window.chunk], window.begin,
-                      lease.bytes(), window.end - window.begin);
-  EventRef read = accelerator_.events().record(accelerator_.copy_stream());
+  enqueue_from_pinned(stream_, chunks_[window.chunk], window.begin, lease.bytes(),
+                      window.end - window.begin);
+  EventRef read = accelerator_.events().record(stream_);
   if (windows_.size() == 1) arrived_ = read;  // the only participant: no second event is needed
   staged.lease.in_flight_until(std::move(read));
   count_transfer(window.end - window.begin);
@@ -113,7 +114,7 @@ void HostSourceJob::finish_reading() noexcept {
   try {
     const RelaxedCapture relaxed(accelerator_.device().type());
     // A job that failed has no event of its own, and the device may be reading for it all the same.
-    read_ = arrived_ ? arrived_ : accelerator_.events().record(accelerator_.copy_stream());
+    read_ = arrived_ ? arrived_ : accelerator_.events().record(stream_);
   } catch (...) {  // the device has failed: it reads no more, and get() says how
     return sources_->give_back();
   }

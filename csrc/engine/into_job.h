@@ -29,22 +29,22 @@ class IntoJob : public CopyJob {
   bool has_outputs() const final { return false; }
 
  protected:
-  IntoJob(Accelerator& accelerator, c10::Device target, LeafPairs pairs, PackPlan plan,
-          IntoHolds holds, ThreadPool& reclaimer);
+  IntoJob(Accelerator& accelerator, const c10::Stream& stream, c10::Device target, LeafPairs pairs,
+          PackPlan plan, IntoHolds holds, ThreadPool& reclaimer);
 
   // From here on the destinations are given back when all that has been enqueued for them is done:
   // by whoever knows the job to be done, or with the job, whose handle has them as its result.
   // Nobody has to be woken for that. A failed job is not done before.
   void give_back_destinations() noexcept;
-  // Gives back sources that a device reads when all on its copy stream is done.
-  void give_back_sources_behind(Accelerator& source) noexcept;
+  // Gives back sources that a device reads when all on `reads`, a stream of theirs, is done.
+  void give_back_sources_behind(Accelerator& source, const c10::Stream& reads) noexcept;
 
   const DestinationTable destinations_;
 
  private:
-  // An event behind all on the accelerator's copy stream; null if the device has failed: it does no
-  // more, and get() says how.
-  static EventRef behind_work(Accelerator& accelerator) noexcept;
+  // An event behind all on the stream; null if the device has failed: it does no more, and get()
+  // says how.
+  static EventRef behind_work(Accelerator& accelerator, const c10::Stream& stream) noexcept;
 
   const std::shared_ptr<SourceHold> destination_hold_;
   EventRef written_;  // behind all that writes destinations; null: nothing does any more

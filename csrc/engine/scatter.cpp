@@ -62,8 +62,9 @@ class Copies {
 
 }  // namespace
 
-void scatter(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chunk,
-             const LeafTable& leaves, const DestinationTable& destinations, std::byte* memory) {
+void scatter(Accelerator& accelerator, const c10::Stream& stream, const PackPlan& plan,
+             const ChunkPlan& chunk, const LeafTable& leaves, const DestinationTable& destinations,
+             std::byte* memory) {
   const c10::InferenceMode no_autograd;
   const bool by_kernel = has_segment_kernel(accelerator.device(), chunk.bytes);
   Copies copies(accelerator, leaves, destinations);
@@ -77,7 +78,7 @@ void scatter(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& ch
       copies.add(leaf, {memory + offset, /*strided=*/false});
     }
   }
-  move_segments(accelerator.copy_stream(), Move::kScatter, memory, segments.all());
+  move_segments(stream, Move::kScatter, memory, segments.all());
   if (copies.enqueue()) note_fallback(accelerator.device().type());
 }
 

@@ -9,10 +9,11 @@
 
 namespace tdcopier {
 
-// Enqueues on the accelerator's copy stream, which is the current one: each leaf of `chunk` from
-// its slot in `memory` to its destination. Never blocks.
-void scatter(Accelerator& accelerator, const PackPlan& plan, const ChunkPlan& chunk,
-             const LeafTable& leaves, const DestinationTable& destinations, std::byte* memory);
+// Enqueues on `stream`, which is the current one of the accelerator: each leaf of `chunk` from its
+// slot in `memory` to its destination. Never blocks.
+void scatter(Accelerator& accelerator, const c10::Stream& stream, const PackPlan& plan,
+             const ChunkPlan& chunk, const LeafTable& leaves, const DestinationTable& destinations,
+             std::byte* memory);
 
 // Enqueues on the accelerator's current stream: every leaf from where it is to its destination,
 // both on this device. Never blocks.

@@ -42,26 +42,6 @@ struct Kernel {
 
 std::atomic<bool> g_used = true;
 
-// Makes the context current on this thread, and the one that was again at the end.
-class CurrentContext {
- public:
-  CurrentContext(const CudaDriver& driver, void* context) : driver_(driver) {
-    void* current = nullptr;
-    if (driver.current_context(&current) == 0 && current == context) return;
-    pushed_ = driver.push_context(context) == 0;
-  }
-  CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
-  ~CurrentContext() {
-    void* popped = nullptr;
-    if (pushed_) driver_.pop_context(&popped);
-  }
-
- private:
-  const CudaDriver& driver_;
-  bool pushed_ = false;
-};
-
 std::string failed(const char* call, int result) {
   return std::string(call) + " returned " + std::to_string(result);
 }

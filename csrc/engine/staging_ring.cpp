@@ -3,6 +3,7 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "engine/byte_tensor.h"
@@ -14,15 +15,15 @@ std::atomic<uint64_t> g_limit_bytes = kDefaultStagingLimitBytes;
 
 }  // namespace
 
-StagingLease::StagingLease(StagingRing& ring, std::unique_ptr<StagingBuffer> buffer)
-    : ring_(ring), buffer_(std::move(buffer)) {}
+StagingLease::StagingLease(StagingRing& ring, StagingUse use, std::unique_ptr<StagingBuffer> buffer)
+    : ring_(ring), use_(use), buffer_(std::move(buffer)) {}
 
 StagingLease::~StagingLease() {
-  if (buffer_) ring_.give_back(std::move(buffer_));
+  if (buffer_) ring_.give_back(use_, std::move(buffer_));
 }
 
 void StagingLease::in_flight_until(EventRef event) {
-  ring_.give_back_after(std::move(buffer_), std::move(event));
+  ring_.give_back_after(use_, std::move(buffer_), std::move(event));
 }
 
 void StagingRing::set_limit_bytes(uint64_t bytes) {
@@ -33,11 +34,11 @@ uint64_t StagingRing::limit_bytes() {
   return g_limit_bytes;
 }
 
-bool StagingRing::is_exhausted() noexcept {
+bool StagingRing::is_exhausted(StagingUse use) noexcept {
   const std::lock_guard lock(mutex_);
   collect_done();
   drop_over_limit();
-  return free_.empty() && pinned_bytes_ + kStagingBufferBytes > limit_bytes();
+  return !has_share_left(use) || (free_.empty() && !may_grow(use));
 }
 
 uint64_t StagingRing::pinned_bytes() {
@@ -47,43 +48,74 @@ uint64_t StagingRing::pinned_bytes() {
   return pinned_bytes_;
 }
 
-StagingLease StagingRing::acquire() {
+StagingLease StagingRing::acquire(StagingUse use) {
   try {
-    std::unique_ptr<StagingBuffer> buffer = take_or_reserve();
-    return {*this, buffer ? std::move(buffer) : allocate_reserved()};
+    std::unique_ptr<StagingBuffer> buffer = take_or_reserve(use);
+    return {*this, use, buffer ? std::move(buffer) : allocate_reserved(use)};
   } catch (...) {
     returned_.notify_all();  // the wake-up that this thread may have used up
     throw;
   }
 }
 
-std::unique_ptr<StagingBuffer> StagingRing::take_or_reserve() {
+// Copies that wait for kernels leave a quarter of the buffers to those that do not.
+bool StagingRing::has_share_left(StagingUse use) {
+  const size_t all = limit_bytes() / kStagingBufferBytes;
+  size_t most = all;
+  if (use == StagingUse::kOrdered) most = all / 2;
+  if (use == StagingUse::kFromDevice) most = all / 4;
+  return share(use).buffers < std::max<size_t>(most, 1);
+}
+
+// Where the limit is less than a buffer for each use, each may have its one all the same.
+bool StagingRing::may_grow(StagingUse use) {
+  if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;
+  return limit_bytes() < kStagingUses * kStagingBufferBytes && share(use).buffers == 0;
+}
+
+// A buffer of the use itself if it has its whole share, else of any: those that wait for no kernel
+// come back first.
+EventRef StagingRing::next_return(StagingUse use) {
+  const auto front = [this](StagingUse of) {
+    const std::deque<InFlight>& in_flight = share(of).in_flight;
+    return in_flight.empty() ? nullptr : in_flight.front().event;
+  };
+  if (!has_share_left(use)) return front(use);
+  const EventRef first = front(StagingUse::kToDevice);
+  return first ? first : front(use);
+}
+
+std::unique_ptr<StagingBuffer> StagingRing::take_or_reserve(StagingUse use) {
   std::unique_lock lock(mutex_);
   for (;;) {
     collect_done();
     drop_over_limit();
-    if (!free_.empty()) {
-      std::unique_ptr<StagingBuffer> buffer = std::move(free_.back());
-      free_.pop_back();
-      return buffer;
+    if (has_share_left(use)) {
+      if (!free_.empty()) {
+        std::unique_ptr<StagingBuffer> buffer = std::move(free_.back());
+        free_.pop_back();
+        ++share(use).buffers;
+        return buffer;
+      }
+      if (may_grow(use)) {
+        pinned_bytes_ += kStagingBufferBytes;
+        ++share(use).buffers;
+        return nullptr;
+      }
     }
-    if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) {
-      pinned_bytes_ += kStagingBufferBytes;
-      return nullptr;
-    }
-    if (in_flight_.empty()) {
+    const EventRef oldest = next_return(use);
+    if (!oldest) {
       returned_.wait(lock);
       continue;
     }
     // Keep a reference and let the others in while the device works.
-    const EventRef oldest = in_flight_.front().event;
     lock.unlock();
     wait_until_ended(*oldest);
     lock.lock();
   }
 }
 
-std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved() {
+std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved(StagingUse use) {
   try {
     at::HostAllocator* allocator = at::getHostAllocator(type_);
     return std::make_unique<StagingBuffer>(
@@ -91,32 +123,38 @@ std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved() {
   } catch (...) {
     const std::lock_guard lock(mutex_);
     pinned_bytes_ -= kStagingBufferBytes;
+    --share(use).buffers;
     throw;
   }
 }
 
-void StagingRing::give_back(std::unique_ptr<StagingBuffer> buffer) {
+void StagingRing::give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffer) {
   {
     const std::lock_guard lock(mutex_);
     free_.push_back(std::move(buffer));
+    --share(use).buffers;
   }
-  returned_.notify_one();
+  returned_.notify_all();
 }
 
-void StagingRing::give_back_after(std::unique_ptr<StagingBuffer> buffer, EventRef event) {
+void StagingRing::give_back_after(StagingUse use, std::unique_ptr<StagingBuffer> buffer,
+                                  EventRef event) {
   {
     const std::lock_guard lock(mutex_);
-    in_flight_.push_back({std::move(buffer), std::move(event)});
+    share(use).in_flight.push_back({std::move(buffer), std::move(event)});
   }
-  returned_.notify_one();
+  returned_.notify_all();
 }
 
 // A device that has failed reads no more: its buffers are free, or the ring would be blocked for
 // ever.
 void StagingRing::collect_done() {
-  while (!in_flight_.empty() && has_ended(*in_flight_.front().event)) {
-    free_.push_back(std::move(in_flight_.front().buffer));
-    in_flight_.pop_front();
+  for (Share& those : shares_) {
+    while (!those.in_flight.empty() && has_ended(*those.in_flight.front().event)) {
+      free_.push_back(std::move(those.in_flight.front().buffer));
+      those.in_flight.pop_front();
+      --those.buffers;
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <memory>
@@ -20,6 +21,11 @@ namespace tdcopier {
 inline constexpr uint64_t kStagingBufferBytes = 4 * 1024 * 1024;
 inline constexpr uint64_t kDefaultStagingLimitBytes = 64 * 1024 * 1024;
 
+// The stream whose transfers use a buffer. Those of the last two may wait for the caller's kernels,
+// so each has a share of its own: they never keep what the first needs to go on.
+enum class StagingUse : uint8_t { kToDevice, kOrdered, kFromDevice };
+inline constexpr size_t kStagingUses = 3;
+
 struct StagingBuffer {
   at::Tensor bytes;  // (kStagingBufferBytes,) uint8, pinned
 };
@@ -29,7 +35,7 @@ class StagingRing;
 // A buffer in the caller's hands. Dropped without `in_flight_until`, it is free again at once.
 class StagingLease {
  public:
-  StagingLease(StagingRing& ring, std::unique_ptr<StagingBuffer> buffer);
+  StagingLease(StagingRing& ring, StagingUse use, std::unique_ptr<StagingBuffer> buffer);
   ~StagingLease();
   StagingLease(StagingLease&&) = default;
   StagingLease(const StagingLease&) = delete;
@@ -41,6 +47,7 @@ class StagingLease {
 
  private:
   StagingRing& ring_;
+  StagingUse use_;
   std::unique_ptr<StagingBuffer> buffer_;
 };
 
@@ -51,17 +58,17 @@ class StagingRing {
   StagingRing(const StagingRing&) = delete;
   StagingRing& operator=(const StagingRing&) = delete;
 
-  // Blocks: while every buffer that the limit allows is being filled or read by the device.
-  // GIL: must not be held.
-  StagingLease acquire();
+  // Blocks: while every buffer that the limit allows for this use is being filled or read by the
+  // device. GIL: must not be held.
+  StagingLease acquire(StagingUse use);
 
   // Would acquire() wait? An answer for now only: others take buffers too.
-  bool is_exhausted() noexcept;
+  bool is_exhausted(StagingUse use) noexcept;
 
   uint64_t pinned_bytes();
 
-  // Pinned bytes per device, all rings; at least one buffer. A lower limit is reached as buffers
-  // come back. Thread: any.
+  // Pinned bytes per device, all rings; one buffer for each use at least, if it asks for one. A
+  // lower limit is reached as buffers come back. Thread: any.
   static void set_limit_bytes(uint64_t bytes);
   static uint64_t limit_bytes();
 
@@ -72,19 +79,30 @@ class StagingRing {
     EventRef event;
   };
 
-  std::unique_ptr<StagingBuffer> take_or_reserve();  // null: room for one more was reserved
-  std::unique_ptr<StagingBuffer> allocate_reserved();
-  void give_back(std::unique_ptr<StagingBuffer> buffer);
-  void give_back_after(std::unique_ptr<StagingBuffer> buffer, EventRef event);
-  void collect_done();     // mutex_ held
-  void drop_over_limit();  // mutex_ held
+  struct Share {
+    size_t buffers = 0;              // leased and in flight
+    std::deque<InFlight> in_flight;  // oldest first, all on one stream
+  };
+
+  // Null: room for one more was reserved.
+  std::unique_ptr<StagingBuffer> take_or_reserve(StagingUse use);
+  std::unique_ptr<StagingBuffer> allocate_reserved(StagingUse use);
+  void give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffer);
+  void give_back_after(StagingUse use, std::unique_ptr<StagingBuffer> buffer, EventRef event);
+  // All of these: mutex_ held.
+  Share& share(StagingUse use) { return shares_[static_cast<size_t>(use)]; }
+  bool has_share_left(StagingUse use);
+  bool may_grow(StagingUse use);
+  EventRef next_return(StagingUse use);  // null: a thread has to give one back first
+  void collect_done();
+  void drop_over_limit();
 
   const c10::DeviceType type_;
   Mutex mutex_;
   Condition returned_;
   std::vector<std::unique_ptr<StagingBuffer>> free_;  // the last used is the warmest: taken first
-  std::deque<InFlight> in_flight_;                    // oldest first
-  uint64_t pinned_bytes_ = 0;                         // free, leased and in flight
+  std::array<Share, kStagingUses> shares_;
+  uint64_t pinned_bytes_ = 0;  // free, leased and in flight
 };
 
 }  // namespace tdcopier

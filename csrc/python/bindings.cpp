@@ -261,14 +261,25 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
       return tdcopier::Accelerator::of(target).held().pinned_bytes();
     });
   });
-  m.def("copy_stream", [](py::handle device) {
-    return with_torch_errors([&] {
-      const c10::Device target = tdcopier::parse_device(device);
-      if (!tdcopier::has_engine_transfers(target))
-        throw py::value_error("no engine for " + target.str());
-      return py::reinterpret_steal<py::object>(
-          THPStream_Wrap(tdcopier::Accelerator::of(target).copy_stream()));
-    });
+  m.def(
+      "copy_stream",
+      [](py::handle device, const std::string& which) {
+        return with_torch_errors([&] {
+          const c10::Device target = tdcopier::parse_device(device);
+          if (!tdcopier::has_engine_transfers(target))
+            throw py::value_error("no engine for " + target.str());
+          const tdcopier::Accelerator& accelerator = tdcopier::Accelerator::of(target);
+          const c10::Stream& stream = which == "to_device"     ? accelerator.to_device_stream()
+                                      : which == "from_device" ? accelerator.from_device_stream()
+                                                               : accelerator.ordered_stream();
+          return py::reinterpret_steal<py::object>(THPStream_Wrap(stream));
+        });
+      },
+      py::arg("device"), py::arg("which") = "to_device");
+  // For the simulation, see engine/accelerator.h: once, before its first copy.
+  m.def("set_stream_maker", [](const py::capsule& maker) {
+    tdcopier::set_stream_maker(c10::DeviceType::PrivateUse1,
+                               *maker.get_pointer<tdcopier::StreamMaker>());
   });
   // For the simulation, see base/interleaver.h: once, and then whenever one begins to be in force.
   m.def("set_interleaver", [](const py::capsule& capsule) {

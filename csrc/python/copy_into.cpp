@@ -29,7 +29,6 @@ constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
 struct Started {
   std::shared_ptr<CopyJob> job;
   bool at_once;  // so little to do, and nothing to wait for: best done in the call
-  ThreadPool& pool;
 };
 
 Started make_job(Handle& handle, IntoGroup group, const IntoOptions& options) {
@@ -46,12 +45,12 @@ Started make_job(Handle& handle, IntoGroup group, const IntoOptions& options) {
       const bool little = plan.total_bytes <= max_inline_bytes() && !group.mapped.wait_for_disk();
       return {std::make_shared<HostIntoHostJob>(std::move(group.pairs), std::move(plan),
                                                 std::move(holds), reclaimer()),
-              little, workers()};
+              little};
     }
     return {
         std::make_shared<DeviceIntoHostJob>(Accelerator::of(source), std::move(group.pairs),
                                             std::move(plan), pinned, std::move(holds), reclaimer()),
-        false, arrivals(source)};
+        false};
   }
   Accelerator& accelerator = Accelerator::of(target);
   if (!source.is_cpu()) {
@@ -59,23 +58,26 @@ Started make_job(Handle& handle, IntoGroup group, const IntoOptions& options) {
     return {std::make_shared<DeviceIntoDeviceJob>(Accelerator::of(source), accelerator,
                                                   std::move(group.pairs), std::move(plan),
                                                   std::move(holds), reclaimer()),
-            true, workers()};
+            true};
   }
   IntoPlan plan = make_into_plan(group.pairs, kMaxGatheredBytes);
   const bool little = plan.pack.total_bytes <= max_inline_bytes() && !group.mapped.wait_for_disk();
-  const bool at_once = little && pinned && !accelerator.staging().is_exhausted();
+  const bool at_once =
+      little && pinned && !accelerator.staging().is_exhausted(StagingUse::kOrdered);
   const WindowBytes window_bytes = best_window_bytes(plan.pack, options.use_background_thread,
                                                      /*mapped=*/!group.mapped.empty());
   return {std::make_shared<HostIntoDeviceJob>(accelerator, std::move(group.pairs), std::move(plan),
                                               pinned, window_bytes, std::move(holds), reclaimer()),
-          at_once, workers()};
+          at_once};
 }
 
 void start_group(Handle& handle, IntoGroup group, const IntoOptions& options) {
   Started started = make_job(handle, std::move(group), options);
   bool background = false;
   if (options.use_background_thread && !started.at_once) {
-    background = started.job->run_in_background(started.pool);
+    const c10::Device source = started.job->source_device();
+    const bool waits_for_arrivals = !source.is_cpu() && started.job->target().is_cpu();
+    background = started.job->run_in_background(waits_for_arrivals ? arrivals(source) : workers());
   }
   if (!background) {
     const py::gil_scoped_release no_gil;
@@ -180,9 +182,15 @@ std::unique_ptr<Handle> fill_pairs(py::handle source, py::handle destination, Pa
                                          py::reinterpret_borrow<py::object>(destination), counts);
   handle->steps().add(Step::kFlatten, work.steps.ns(Step::kFlatten));
   const BumpAtEnd bump(sorted);
-  for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
+  // First what may be interrupted, while no job writes yet. What fails later leaves a handle, which
+  // the jobs before belong to.
   if (!sorted.delegated.empty()) {
     run_delegated(*handle, source, destination, sorted, work.fill);
+  }
+  try {
+    for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
+  } catch (...) {
+    handle->fail_with(std::current_exception());
   }
   return handle;
 }

@@ -162,22 +162,56 @@ py::object Handle::wait(py::handle stream_or_none) {
     check_is_stream(stream_or_none, targets_.empty() ? c10::Device(c10::kCPU) : targets_.front());
     return get();  // the host has waited, so any stream has
   }
+  const std::vector<c10::Stream> producing = producers("wait()");
   wait_enqueued();
   wait_stopped_if_failed();
   raise_if_failed();
+  build_once();  // while the transfers run
+  wait_host_sources_read();
   wait_done_on_host();
   hand_over_to(streams);
-  build_once();
+  order_behind_reads(producing);
   return result_;
 }
 
-void Handle::wait_staged() {
-  std::vector<c10::Stream> streams;  // by job; host sources have none
+// In the order of the jobs whose sources are on a device.
+std::vector<c10::Stream> Handle::producers(const char* call) const {
+  std::vector<c10::Stream> streams;
   for (const auto& job : jobs_) {
     if (job->source_device().is_cpu()) continue;
     streams.push_back(parse_stream(py::none(), job->source_device()));
-    refuse_capture(streams.back(), "wait_staged()");
+    refuse_capture(streams.back(), call);
   }
+  return streams;
+}
+
+void Handle::order_behind_reads(const std::vector<c10::Stream>& producers) {
+  size_t next = 0;
+  for (const auto& job : jobs_) {
+    if (!job->source_device().is_cpu()) job->order_behind_reads(producers[next++]);
+  }
+  for (const DelegatedOutputs& delegated : delegated_) {
+    for (const EventRef& read : delegated.read) {
+      const c10::impl::VirtualGuardImpl backend(read->device_type());
+      block_until_ended(*read, backend.getStream(read->device()));
+    }
+  }
+}
+
+void Handle::wait_host_sources_read() {
+  const auto is_read = [](const auto& job) {
+    return !job->source_device().is_cpu() || job->are_reads_enqueued();
+  };
+  if (std::all_of(jobs_.begin(), jobs_.end(), is_read)) return;
+  const StepRange range(steps_, Step::kWait);
+  const py::gil_scoped_release no_gil;
+  for (const auto& job : jobs_) {
+    if (job->source_device().is_cpu()) job->wait_reads_enqueued();
+  }
+}
+
+void Handle::wait_staged() {
+  const std::vector<c10::Stream> producing = producers("wait_staged()");
   const auto enqueued = [](const auto& job) { return job->are_reads_enqueued(); };
   if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
     refuse_in_child();
@@ -187,16 +221,7 @@ void Handle::wait_staged() {
     for (const auto& job : jobs_) job->wait_reads_enqueued();
   }
   release_returned_sources();
-  size_t next = 0;
-  for (const auto& job : jobs_) {
-    if (!job->source_device().is_cpu()) job->order_behind_reads(streams[next++]);
-  }
-  for (const DelegatedOutputs& delegated : delegated_) {
-    for (const EventRef& read : delegated.read) {
-      const c10::impl::VirtualGuardImpl backend(read->device_type());
-      block_until_ended(*read, backend.getStream(read->device()));
-    }
-  }
+  order_behind_reads(producing);
 }
 
 bool Handle::send_if_staged() {
@@ -232,7 +257,7 @@ void Handle::wait_enqueued() {
 
 // Whoever hears of a failure may write to the destinations again, or give them to another copy.
 void Handle::wait_stopped_if_failed() {
-  if (!fills_ || (!python_failure_ && !has_failed())) return;
+  if (!fills_ || (!python_failure_ && !device_failure_ && !has_failed())) return;
   const py::gil_scoped_release no_gil;
   synchronize();  // a device's error too is only an end: the failure that came first is raised
 }

@@ -53,6 +53,7 @@ class Handle {
   void attach(std::shared_ptr<CopyJob> job, bool background);
   void attach(DelegatedOutputs delegated) { delegated_.push_back(std::move(delegated)); }
   void fail_with(pybind11::object exception);
+  void fail_with(std::exception_ptr failure) { device_failure_ = std::move(failure); }
   // Where the result's tensors are taken from, and left for the next one. `owner` keeps it.
   void reuse_outputs(pybind11::object owner, KeptOutputs& kept) {
     owner_of_kept_ = std::move(owner);
@@ -86,7 +87,12 @@ class Handle {
   void help(bool host_sources_only) const;
   void wait_enqueued();
   void wait_done();
-  void wait_done_on_host();                   // as far as the host is a target
+  void wait_done_on_host();  // as far as the host is a target
+  // Until every host source was read, by whoever reads it: its memory is the caller's again.
+  void wait_host_sources_read();
+  // The current streams of the devices of sources that the engine reads.
+  std::vector<c10::Stream> producers(const char* call) const;
+  void order_behind_reads(const std::vector<c10::Stream>& producers);
   void wait_stopped_if_failed();              // of a copy into memory that exists
   std::exception_ptr synchronize() noexcept;  // Blocks. GIL: either way. The device's first error
   // One for each target that has streams: the one that is given, or that is current.
@@ -113,7 +119,8 @@ class Handle {
   std::vector<DelegatedOutputs> delegated_;  // by target
   pybind11::object python_failure_;          // what a delegated leaf or a container raised
   pybind11::object failure_traceback_;       // as it was then
-  std::exception_ptr device_failure_;        // what the device said of this copy when it was asked
+  // What the device said of this copy when it was asked, or what kept a job from being made.
+  std::exception_ptr device_failure_;
   pybind11::object owner_of_kept_;
   KeptOutputs* kept_ = nullptr;  // null: every tensor is made anew
   pybind11::object result_;

@@ -35,10 +35,15 @@ namespace {
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
 thread_local Sending t_sending = Sending::kAtOnce;
 
-// Small enough that every worker has one, but for what is so little that to wake another worker
-// costs more than he saves.
-WindowBytes rows_window_bytes(const PackPlan& plan, uint64_t least_bytes) {
-  const uint64_t share = plan.total_bytes / workers().workers() / 4096 * 4096;
+// Threads that may stage a copy. Copies that are done in the call make no threads.
+size_t staging_threads(bool background) {
+  return background ? std::max<size_t>(workers().workers(), 1) : 1;
+}
+
+// One window per worker, but never so small that waking the worker costs more than it saves.
+WindowBytes rows_window_bytes(const PackPlan& plan, uint64_t least_bytes, bool background) {
+  if (plan.total_bytes <= least_bytes) return WindowBytes::all(least_bytes);
+  const uint64_t share = plan.total_bytes / staging_threads(background) / 4096 * 4096;
   return WindowBytes::all(std::clamp(share, least_bytes, kHostWindowBytes));
 }
 
@@ -96,7 +101,8 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
   std::shared_ptr<CopyJob> job;
   if (source.is_cpu() && target.is_cpu()) {
     may_block = group.mapped.wait_for_disk();
-    const WindowBytes window_bytes = rows_window_bytes(*plan, kLeastWindowBytes);
+    const WindowBytes window_bytes =
+        rows_window_bytes(*plan, kLeastWindowBytes, options.use_background_thread);
     job = std::make_shared<HostRowsJob>(std::move(group.leaves), std::move(plan),
                                         host_allocator(options.use_pinned_staging), window_bytes,
                                         std::move(group.sources));
@@ -106,12 +112,13 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
     std::optional<HeldLease> held = held_memory(accelerator, group.leaves, *plan, options);
     if (held) {
       may_block |= t_sending == Sending::kHeldStaged;
-      const WindowBytes window_bytes = rows_window_bytes(*plan, kLeastHeldWindowBytes);
+      const WindowBytes window_bytes =
+          rows_window_bytes(*plan, kLeastHeldWindowBytes, options.use_background_thread);
       job =
           std::make_shared<HeldSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
                                           window_bytes, std::move(group.sources), std::move(*held));
     } else {
-      may_block |= accelerator.staging().is_exhausted();
+      may_block |= accelerator.staging().is_exhausted(StagingUse::kToDevice);
       const WindowBytes window_bytes = best_window_bytes(*plan, options.use_background_thread,
                                                          /*mapped=*/!group.mapped.empty());
       job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
@@ -186,8 +193,7 @@ void set_sending(Sending sending) {
 WindowBytes best_window_bytes(const PackPlan& plan, bool background, bool mapped) {
   if (mapped) return WindowBytes::all(kMappedWindowBytes);
   if (plan.total_bytes <= g_max_inline_bytes) return WindowBytes::all(kStagingBufferBytes);
-  const size_t hands = background ? workers().workers() : 1;
-  return balanced_window_bytes(plan.total_bytes, hands, kStagingBufferBytes);
+  return balanced_window_bytes(plan.total_bytes, staging_threads(background), kStagingBufferBytes);
 }
 
 void set_max_inline_bytes(uint64_t bytes) {

@@ -45,6 +45,9 @@ void enable(int devices) {
   at::globalContext().lazyInitDevice(kDeviceType);
 }
 
+// What makes streams for the engine, for `tdcopier._C.set_stream_maker`.
+c10::Stream (*g_stream_maker)(c10::Device) = private_stream;
+
 StreamQueue& queue_at(int device, c10::StreamId id) {
   return queue_of(c10::Stream(c10::Stream::UNSAFE,
                               c10::Device(kDeviceType, static_cast<c10::DeviceIndex>(device)), id));
@@ -126,6 +129,7 @@ PYBIND11_MODULE(_sim, m) {
       .def("wait_until_reached", &Gate::wait_until_reached, Release());
 
   m.def("enable", &enable, py::arg("devices"));
+  m.def("stream_maker", [] { return py::capsule(&g_stream_maker, "tdcopier.StreamMaker"); });
   m.def("shut_down", &shut_down, Release());
   m.def("in_forked_child", &in_forked_child);
 

@@ -18,6 +18,7 @@ namespace {
 struct DeviceStreams {
   std::array<StreamQueue, kStreamsPerDevice> queues;
   std::array<std::atomic<unsigned>, 2> next_of_pool{};
+  std::atomic<int> private_streams{0};
 };
 
 // Leaked on purpose: operations, events and the memory of tensors outlive every static object.
@@ -94,6 +95,13 @@ c10::Stream pool_stream(c10::DeviceIndex index, bool high_priority) {
   const auto turn = devices[static_cast<std::size_t>(device)]->next_of_pool[pool]++;
   return make_stream(device, 1 + static_cast<c10::StreamId>(pool) * kPoolStreams +
                                  static_cast<c10::StreamId>(turn % kPoolStreams));
+}
+
+c10::Stream private_stream(c10::Device device) {
+  const auto index = resolve_device(device.index());
+  const auto made = devices[static_cast<std::size_t>(index)]->private_streams++;
+  TORCH_CHECK(made < kPrivateStreams, "sim:", int{index}, " has no private stream left");
+  return make_stream(index, 1 + 2 * kPoolStreams + made);
 }
 
 std::vector<unsigned> pool_turns() {

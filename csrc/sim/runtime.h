@@ -16,9 +16,11 @@ inline constexpr auto kDeviceType = c10::DeviceType::PrivateUse1;
 inline constexpr int kMaxDevices = 16;
 
 // Streams of one device: number 0 is the default stream; then two pools, of which the members are
-// handed out in turn, so that a program that makes many streams shares a bounded number of threads.
+// handed out in turn, so that a program that makes many streams shares a bounded number of threads;
+// then private streams, each of which is handed out once.
 inline constexpr int kPoolStreams = 32;
-inline constexpr int kStreamsPerDevice = 1 + 2 * kPoolStreams;
+inline constexpr int kPrivateStreams = 8;
+inline constexpr int kStreamsPerDevice = 1 + 2 * kPoolStreams + kPrivateStreams;
 
 // Creates the devices. May be called once, with 1 to kMaxDevices.
 void create_devices(int count);
@@ -39,10 +41,11 @@ c10::Stream exchange_stream(c10::Stream stream);
 
 c10::Stream default_stream(c10::DeviceIndex index);
 c10::Stream pool_stream(c10::DeviceIndex index, bool high_priority);
+// A stream that no other caller gets. Throws once a device has handed out all of them.
+c10::Stream private_stream(c10::Device device);
 
 // Which stream of the pool of normal priority comes next, by device. A schedule puts back what it
-// found, so that it gives out the same streams each time. (From the other pool the engine takes
-// streams that it keeps.)
+// found, so that it gives out the same streams each time.
 std::vector<unsigned> pool_turns();
 void set_pool_turns(const std::vector<unsigned>& turns);
 

@@ -8,7 +8,7 @@ import threading
 import torch
 from torch.utils import backend_registration
 
-from tdcopier import _sim
+from tdcopier import _C, _sim
 
 _lock = threading.Lock()
 
@@ -56,6 +56,7 @@ def enable(devices: int = 2) -> None:
                 f"backend {backend!r}"
             )
         _sim.enable(devices)
+        _C.set_stream_maker(_sim.stream_maker())
         atexit.register(_sim.shut_down)
 
         from tdcopier.sim import device_module
