@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import company_report
 import feed_report
 import replay_report
 import td_report
@@ -37,6 +38,7 @@ ORDER = [
     "sizes",
     "structure",
     "tensordict",
+    "company",
     "wait",
     "memory",
 ]  # of the page
@@ -251,6 +253,8 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
             parts += [opaque_table(result), containers_table(result)]
         if result["name"] == "tensordict":
             parts += td_report.tables(result)
+        if result["name"] == "company":
+            parts += company_report.tables(result)
         parts.append(targets_table(result))
     return "\n\n".join(parts) + "\n"
 

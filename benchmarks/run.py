@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import company
 import copies
 import directions
 import loop
@@ -46,10 +47,11 @@ MODULES: dict[str, Any] = {
     "gather": rows,
     "sizes": sizes,
     "structure": structure,
+    "company": company,
 }
 NAMES = (
     *("h2d", "d2h", "d2d", "loop", "replay", "gather"),
-    *("sizes", "structure", "tensordict", "wait", "memory"),
+    *("sizes", "structure", "tensordict", "company", "wait", "memory"),
 )
 
 

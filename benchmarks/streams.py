@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from busy import Sleeper
 from measure import summarise
 from quiet import QuietProcessor
 
@@ -22,26 +23,6 @@ MAX_BATCHES = 8.0
 STAGING_LIMIT_BYTES = 64 << 20
 
 Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
-
-
-class Sleeper:
-    """Keeps the current stream busy for about the asked time."""
-
-    def __init__(self) -> None:
-        torch.cuda._sleep(1_000_000)
-        cycles = 50_000_000
-        times_ms = []
-        for _ in range(3):
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            torch.cuda._sleep(cycles)
-            after.record()
-            after.synchronize()
-            times_ms.append(before.elapsed_time(after))
-        self.cycles_per_ms = cycles / sorted(times_ms)[1]
-
-    def enqueue(self, ms: float) -> None:
-        torch.cuda._sleep(int(ms * self.cycles_per_ms))
 
 
 class ChangingBatch:
@@ -103,7 +84,7 @@ def run_wait(
 
     """
     batch = ChangingBatch(detection_batch(), device)
-    sleeper = Sleeper()
+    sleeper = Sleeper(device)
     with QuietProcessor() as quiet:
         timed = _timed_waits(device, batch, sleeper, timed_rounds, progress, quiet.seek)
     checked = _checked_rounds(device, batch, sleeper, checked_rounds, progress)
@@ -246,7 +227,7 @@ def run_memory(
 
     """
     tdcopier.set_staging_limit_bytes(STAGING_LIMIT_BYTES)
-    sleeper = Sleeper()
+    sleeper = Sleeper(device)
     workloads = {n: _memory(device, n, iterations, sleeper, progress) for n in names}
     targets = []
     for name, found in workloads.items():

@@ -1,0 +1,162 @@
+"""How long a small copy to the device takes while kernels are queued, after another call each."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from baselines import OURS
+from busy import Sleeper
+from copies import Progress
+from directions import second_device, synchroniser
+from measure import summarise
+
+import tdcopier
+
+FLOATS = 1000
+QUEUED_MS, QUEUED_MS_OF_SIM = 100.0, 5.0
+ROWS = 100
+WARM_UP = 2
+ROUNDS_PER_REPEAT = 0.02
+BY_TORCH = "pinned, non_blocking .to() on a side stream"
+WAYS = (OURS, BY_TORCH)
+NOTHING = "nothing"
+
+Call = Callable[[], Any]
+
+
+def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
+    """Times from the call to the arrival, by what was called before and by way.
+
+    Args:
+        device: The target, whose current stream has kernels queued.
+        repeats: As of the other benchmarks; each time takes as long as the kernels.
+        progress: From a label to a wrapper of the rounds.
+
+    """
+    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
+    trial = Trial(device)
+    calls = earlier_calls(device)
+    times_us: dict[str, dict[str, list[float]]] = {
+        earlier: {way: [] for way in WAYS} for earlier in calls
+    }
+    after_kernels = {earlier: dict.fromkeys(WAYS, 0) for earlier in calls}
+    wrong = dict.fromkeys(WAYS, 0)
+    order = [(earlier, way) for earlier in calls for way in WAYS]
+    dice = random.Random(0)
+    for index in progress("company, kernels")(range(WARM_UP + rounds)):
+        dice.shuffle(order)
+        for earlier, way in order:
+            taken_us, was_right, was_before = trial(way, calls[earlier][way])
+            wrong[way] += not was_right
+            if index >= WARM_UP:
+                times_us[earlier][way].append(taken_us)
+                after_kernels[earlier][way] += not was_before
+    return {
+        "floats": FLOATS,
+        "queued_ms": trial.queued_ms,
+        "times": {
+            earlier: {way: summarise(taken)._asdict() for way, taken in both.items()}
+            for earlier, both in times_us.items()
+        },
+        "after_kernels": after_kernels,
+        "wrong": wrong,
+    }
+
+
+class Trial:
+    """Queues kernels, makes another call, and then times a copy of 1000 floats to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._side = self._module.Stream(device)
+        self._sleeper = Sleeper(device)
+        self._synchronise = synchroniser([device])
+        self._source = torch.arange(float(FLOATS))
+        self._pinned = torch.empty(FLOATS).pin_memory()
+        self._expected = self._source.to(device)
+        self.queued_ms = QUEUED_MS if device.type == "cuda" else QUEUED_MS_OF_SIM
+
+    def __call__(self, way: str, earlier: Call) -> tuple[float, bool, bool]:
+        """Microseconds; whether the values are right; whether it arrived before the kernels ended.
+
+        Args:
+            way: Of copying to the device.
+            earlier: The call before, after the kernels; a handle that it returns is waited for.
+
+        """
+        for values in (self._source, self._expected):
+            values.add_(1)
+        self._pinned.copy_(self._source)
+        copy = self._ours if way == OURS else self._by_torch
+        self._synchronise()
+        self._sleeper.enqueue(self.queued_ms)
+        slept = self._module.current_stream(self._device).record_event()
+        begun = earlier()
+        begin = time.perf_counter_ns()
+        result = copy()
+        taken_us = (time.perf_counter_ns() - begin) / 1e3
+        was_before = not slept.query()
+        with self._module.stream(self._side):  # where the device is idle: the values are there now
+            was_right = torch.equal(result, self._expected)
+        self._synchronise()
+        if isinstance(begun, tdcopier.AsyncCopyHandle):
+            begun.get()
+        return taken_us, was_right, was_before
+
+    def _ours(self) -> torch.Tensor:
+        handle = tdcopier.start_copy(self._source, self._device)  # the busy stream is current
+        with self._module.stream(self._side):
+            result = handle.get()
+            self._side.record_event().synchronize()
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def _by_torch(self) -> torch.Tensor:
+        with self._module.stream(self._side):
+            result = self._pinned.to(self._device, non_blocking=True)
+            self._side.record_event().synchronize()
+        return result
+
+
+def earlier_calls(device: torch.device) -> dict[str, dict[str, Call]]:
+    """By name and way: what is called between the kernels and the copy. None of them waits."""
+    on_device, other_on_device = (torch.ones(FLOATS, device=device) for _ in range(2))
+    on_host, to_host = torch.zeros(FLOATS), torch.zeros(FLOATS)
+    pinned, to_pinned = (torch.zeros(FLOATS).pin_memory() for _ in range(2))
+    batch = torch.ones(ROWS, FLOATS, device=device)
+    storage, index = torch.zeros(10 * ROWS, FLOATS), torch.arange(0, 10 * ROWS, 10)
+    found: dict[str, tuple[Call, Call]] = {
+        NOTHING: (lambda: None, lambda: None),
+        "a copy to the host": (
+            lambda: tdcopier.start_copy(on_device, "cpu"),
+            lambda: on_device.to("cpu", non_blocking=True),
+        ),
+        "copy_into() host memory": (
+            lambda: tdcopier.copy_into(on_device, to_host),
+            lambda: to_pinned.copy_(on_device, non_blocking=True),
+        ),
+        "copy_into() device memory": (
+            lambda: tdcopier.copy_into(on_host, on_device),
+            lambda: on_device.copy_(pinned, non_blocking=True),
+        ),
+        "a copy within the device": (
+            lambda: tdcopier.copy_into(on_device, other_on_device),
+            lambda: other_on_device.copy_(on_device, non_blocking=True),
+        ),
+        "a scatter of rows": (
+            lambda: tdcopier.start_scatter(batch, storage, index),
+            lambda: batch.to("cpu", non_blocking=True),
+        ),
+    }
+    other = second_device(device)
+    if other is not None:
+        found["a copy to another device"] = (
+            lambda: tdcopier.start_copy(on_device, other),
+            lambda: on_device.to(other, non_blocking=True),
+        )
+    return {name: dict(zip(WAYS, calls, strict=True)) for name, calls in found.items()}

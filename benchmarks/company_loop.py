@@ -1,0 +1,221 @@
+"""A learner that prefetches large batches and brings its metrics to the host in each step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import cycle
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from baselines import OURS, PINNED
+from copies import Progress
+from loop_work import Work
+from measure import summarise
+from replay import STEPS, block
+from storages import ROW
+
+import tdcopier
+
+STEP_MS = 3.4  # of kernels in each step
+LEAVES, LEAF_BYTES = 12, 1 << 22  # a batch of 50 MB
+LEAF_BYTES_OF_SIM = 1 << 12
+METRICS = 10  # floats: 40 bytes
+POOL = 4
+WARM_UP = 1
+ROUNDS_PER_REPEAT = 0.04
+RESIDENT = "on the device already"
+WITHOUT, WITH = "without metrics", "with metrics"
+
+Batch = dict[str, torch.Tensor]
+Read = Callable[[], torch.Tensor]
+Send = Callable[[torch.Tensor], Read]
+"""Begins to bring a tensor of the device to the host; what it returns waits for the values."""
+
+
+class CompanyFeed(NamedTuple):
+    """One way for batches to reach the device, and for metrics to reach the host."""
+
+    name: str
+    open: Callable[[list[Batch]], AbstractContextManager[Iterator[Batch]]]
+    """Gives a context in which the batches of a pool come in turn, without end."""
+    send: Send
+    pinned: bool
+    """Whether the batches of its pool are pinned."""
+
+
+class MeteredWork:
+    """A step's kernels, and then metrics that the host reads one step later.
+
+    Metrics are new tensors, as a model's are. Their values say which step they are from.
+    """
+
+    def __init__(self, work: Any, send: Send, device: torch.device) -> None:
+        self._work = work
+        self._send = send
+        self._zeros = torch.zeros(METRICS, device=device)
+        self._coming: Read | None = None
+        self._step = 0
+        self.wrong = 0
+
+    def enqueue(self) -> None:
+        self._work.enqueue()
+        self._step += 1
+        coming = self._send(self._zeros + self._step)
+        self.read()
+        self._coming = coming
+
+    def read(self) -> None:
+        """Wait for the metrics that were sent last but one, or at the end for the last ones."""
+        if self._coming is not None:
+            step = self._step - 1
+            self.wrong += self._coming().tolist() != [float(step)] * METRICS
+
+    def finish(self) -> int:
+        """Steps whose metrics had other values; the last step's are waited for."""
+        self._step += 1
+        self.read()
+        self._coming = None
+        return self.wrong
+
+
+def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
+    """Times of a step with and without metrics, by feed.
+
+    Args:
+        device: Where the loop runs.
+        repeats: As of the other benchmarks; blocks are longer, so there are fewer.
+        progress: From a label to a wrapper of the rounds.
+
+    """
+    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
+    work = Work(device, STEP_MS)
+    pageable = [make_batch(number, device) for number in range(POOL)]
+    pinned = [{key: leaf.pin_memory() for key, leaf in batch.items()} for batch in pageable]
+    ways = feeds(device)
+    step_us: dict[str, dict[str, list[float]]] = {w.name: {WITHOUT: [], WITH: []} for w in ways}
+    wrong = {way.name: 0 for way in ways}
+    order = [(way, metered) for way in ways for metered in (WITHOUT, WITH)]
+    dice = random.Random(0)
+    for index in progress("company, loop")(range(WARM_UP + rounds)):
+        dice.shuffle(order)
+        for way, metered in order:
+            pool = pinned if way.pinned else pageable
+            taken_us, bad = one_block(way, pool, work, device, metered=metered == WITH)
+            wrong[way.name] += bad
+            if index >= WARM_UP:
+                step_us[way.name][metered].append(taken_us)
+    resident = step_us[RESIDENT][WITHOUT]
+    return {
+        "leaves": len(pageable[0]),
+        "bytes": sum(leaf.nbytes for leaf in pageable[0].values()),
+        "metrics_bytes": 4 * METRICS,
+        "step_ms": STEP_MS,
+        "steps_per_block": STEPS,
+        "step": {
+            way: {metered: summarise(taken)._asdict() for metered, taken in both.items()}
+            for way, both in step_us.items()
+        },
+        "with_over_without": {
+            way: median_ratio(both[WITH], both[WITHOUT]) for way, both in step_us.items()
+        },
+        "over_resident": {
+            way: median_ratio(both[WITHOUT], resident) for way, both in step_us.items()
+        },
+        "wrong": wrong,
+    }
+
+
+def make_batch(number: int, device: torch.device) -> Batch:
+    """A batch in pageable memory, with the leaf that says which of the pool it is."""
+    size_bytes = LEAF_BYTES if device.type == "cuda" else LEAF_BYTES_OF_SIM
+    dice = torch.Generator().manual_seed(number)
+    leaves = {
+        str(leaf): torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=dice)
+        for leaf in range(LEAVES)
+    }
+    return {**leaves, ROW: torch.tensor([number])}
+
+
+def feeds(device: torch.device) -> list[CompanyFeed]:
+    """What ratios are over first, then ours, then torch's own ways."""
+    module = torch.get_device_module(device)
+
+    def to(batch: Batch) -> Batch:
+        return {key: leaf.to(device, non_blocking=True) for key, leaf in batch.items()}
+
+    @contextmanager
+    def resident(pool: list[Batch]) -> Iterator[Iterator[Batch]]:
+        yield cycle([to(batch) for batch in pool])
+
+    @contextmanager
+    def prefetched(pool: list[Batch]) -> Iterator[Iterator[Batch]]:
+        with tdcopier.prefetch(cycle(pool), device) as batches:
+            yield iter(batches)
+
+    @contextmanager
+    def on_current_stream(pool: list[Batch]) -> Iterator[Iterator[Batch]]:
+        yield (to(batch) for batch in cycle(pool))
+
+    @contextmanager
+    def on_side_stream(pool: list[Batch]) -> Iterator[Iterator[Batch]]:
+        side = module.Stream(device)
+
+        def start(batch: Batch) -> tuple[Batch, Any]:
+            with module.stream(side):
+                return to(batch), side.record_event()
+
+        def batches() -> Iterator[Batch]:
+            sources = cycle(pool)
+            coming = start(next(sources))
+            while True:
+                batch, arrived = coming
+                current = module.current_stream(device)
+                current.wait_event(arrived)
+                for leaf in batch.values():
+                    leaf.record_stream(current)
+                coming = start(next(sources))
+                yield batch
+
+        yield batches()
+
+    def ours(values: torch.Tensor) -> Read:
+        return tdcopier.start_copy(values, "cpu").get
+
+    def by_torch(values: torch.Tensor) -> Read:
+        on_host = values.to("cpu", non_blocking=True)
+        arrived = module.current_stream(device).record_event()
+
+        def read() -> torch.Tensor:
+            arrived.synchronize()
+            return on_host
+
+        return read
+
+    return [
+        CompanyFeed(RESIDENT, resident, by_torch, pinned=True),
+        CompanyFeed(f"{OURS}.prefetch(), pageable batches", prefetched, ours, pinned=False),
+        CompanyFeed(f"{OURS}.prefetch(), pinned batches", prefetched, ours, pinned=True),
+        CompanyFeed(f"{PINNED}, one ahead on a side stream", on_side_stream, by_torch, pinned=True),
+        CompanyFeed(f"{PINNED}, on the current stream", on_current_stream, by_torch, pinned=True),
+    ]
+
+
+def one_block(
+    way: CompanyFeed, pool: list[Batch], work: Any, device: torch.device, *, metered: bool
+) -> tuple[float, int]:
+    """Microseconds of a step, and steps with a wrong batch or wrong metrics, of one block."""
+    company = MeteredWork(work, way.send, device) if metered else None
+    with way.open(pool) as batches:
+        step_us, _, seen, last = block(batches, company or work, device)
+    wrong = sum(int(row) != step % len(pool) for step, row in enumerate(seen))
+    source = pool[(len(seen) - 1) % len(pool)]
+    wrong += any(not torch.equal(last[key].cpu(), leaf) for key, leaf in source.items())
+    return step_us, wrong + (company.finish() if company else 0)
+
+
+def median_ratio(times: list[float], reference: list[float]) -> float:
+    """Median over rounds of one block's time over that of another block of the same round."""
+    return median(a / b for a, b in zip(times, reference, strict=True))

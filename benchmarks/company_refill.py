@@ -1,0 +1,146 @@
+"""Rounds that refill one source buffer as soon as wait() has returned, and their wrong batches."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from baselines import OURS
+from copies import Progress
+from directions import synchroniser
+from measure import summarise
+
+import tdcopier
+
+SIZES_BYTES = (1 << 16, 1 << 22)  # below and above what is packed
+DECOY_BYTES = 16 << 20  # a pinned transfer in front of every second copy, so that the copy is late
+DECOY_BYTES_OF_SIM = 1 << 16
+BLOCK = 10  # rounds of one way in a row
+ROUNDS_PER_REPEAT = 2
+BY_TORCH, BY_TORCH_ASYNC = ".to()", "non_blocking .to()"
+KINDS = ("pageable", "pinned", "memory-mapped")
+
+
+class Refill(NamedTuple):
+    """A buffer that is filled again and again, and one way to send it."""
+
+    way: str
+    kind: str
+    buffer: torch.Tensor
+    send: Callable[[torch.Tensor], torch.Tensor]
+    """From the buffer to the tensor on the device, which the current stream may read."""
+
+
+def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
+    """Wrong batches and time of a round, by kind of memory, size and way.
+
+    Args:
+        device: The target.
+        repeats: As of the other benchmarks; a round is short, so there are more.
+        progress: From a label to a wrapper of the blocks.
+
+    """
+    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT / BLOCK)) * BLOCK
+    decoy = Decoy(device)
+    with tempfile.TemporaryDirectory() as folder:
+        every = refills(device, Path(folder))
+        wrong = [torch.zeros(rounds, dtype=torch.bool, device=device) for _ in every]
+        round_us: list[list[float]] = [[] for _ in every]
+        order, dice = list(range(len(every))), random.Random(0)
+        for first in progress("company, refill")(range(0, rounds, BLOCK)):
+            dice.shuffle(order)
+            for each in order:
+                found = wrong[each][first : first + BLOCK]
+                round_us[each].append(block(every[each], first, found, device, decoy))
+        return {
+            "rounds": rounds,
+            "rows": [
+                {
+                    "way": refill.way,
+                    "kind": refill.kind,
+                    "bytes": refill.buffer.nbytes,
+                    "wrong": int(wrong[each].sum()),
+                    "round": summarise(round_us[each])._asdict(),
+                }
+                for each, refill in enumerate(every)
+            ],
+        }
+
+
+class Decoy:
+    """Keeps the way to the device busy by a transfer on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        size_bytes = DECOY_BYTES if device.type == "cuda" else DECOY_BYTES_OF_SIM
+        self._source = torch.empty(size_bytes, dtype=torch.uint8).pin_memory()
+        self._target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._side = self._module.Stream(device)
+
+    def enqueue(self) -> None:
+        with self._module.stream(self._side):
+            self._target.copy_(self._source, non_blocking=True)
+
+
+def block(
+    refill: Refill, first: int, wrong: torch.Tensor, device: torch.device, decoy: Decoy
+) -> float:
+    """Some rounds. Each compares its batch on the device when the buffer has the next number.
+
+    Args:
+        refill: What is filled, and how it is sent.
+        first: The number that the buffer is filled with in the first round.
+        wrong: (rounds,) bool on the device: set where a batch had another value.
+        device: The target.
+        decoy: Goes before every second copy.
+
+    Returns:
+        Microseconds of a round, the decoys included.
+
+    """
+    synchronise = synchroniser([device])
+    synchronise()
+    begin = time.perf_counter_ns()
+    refill.buffer.fill_(first)
+    for index in range(len(wrong)):
+        if index % 2:
+            decoy.enqueue()
+        batch = refill.send(refill.buffer)
+        refill.buffer.fill_(first + index + 1)
+        wrong[index].copy_((batch != first + index).any())
+    synchronise()
+    return (time.perf_counter_ns() - begin) / 1e3 / len(wrong)
+
+
+def refills(device: torch.device, folder: Path) -> list[Refill]:
+    """Every kind of memory, size and way; ``non_blocking`` where torch documents that it races."""
+    found = []
+    for size_bytes in SIZES_BYTES:
+        for kind in KINDS:
+            for way, send in _sends(device).items():
+                if way != BY_TORCH_ASYNC or kind == "pinned":
+                    path = folder / str(len(found))
+                    found.append(Refill(way, kind, make_buffer(kind, size_bytes, path), send))
+    return found
+
+
+def make_buffer(kind: str, size_bytes: int, path: Path) -> torch.Tensor:
+    """A tensor of 32-bit integers in memory of this kind; a mapped one is in a new file."""
+    elements = size_bytes // 4
+    if kind == "memory-mapped":
+        return torch.from_file(str(path), shared=True, size=elements, dtype=torch.int32)
+    buffer = torch.zeros(elements, dtype=torch.int32)
+    return buffer.pin_memory() if kind == "pinned" else buffer
+
+
+def _sends(device: torch.device) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    return {
+        OURS: lambda buffer: tdcopier.start_copy(buffer, device).wait(),
+        BY_TORCH: lambda buffer: buffer.to(device),
+        BY_TORCH_ASYNC: lambda buffer: buffer.to(device, non_blocking=True),
+    }
