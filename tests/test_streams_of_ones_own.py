@@ -1,0 +1,98 @@
+"""The engine's streams are none of torch's pool: `torch.Stream()` never gives one to a caller."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import tdcopier
+
+pytestmark = pytest.mark.cuda
+
+STREAMS_OF_EACH_KIND = 64  # a pool has 32, which it gives out in turn
+SPIN = "spin_kernel"  # of torch.cuda._sleep
+
+
+def pool_streams(device: str) -> list[torch.cuda.Stream]:
+    """Every stream of torch's pools, each twice or more."""
+    made: list[torch.cuda.Stream] = []
+    for _ in range(STREAMS_OF_EACH_KIND):
+        generic = torch.Stream(device, priority=-1)
+        made += [
+            torch.cuda.Stream(device),
+            torch.cuda.Stream(device, priority=-1),
+            torch.cuda.Stream(
+                stream_id=generic.stream_id,
+                device_index=generic.device_index,
+                device_type=generic.device_type,
+            ),
+        ]
+    return made
+
+
+def copies(device: str) -> list[Callable[[], Any]]:
+    """One or more copies in every direction, small and large."""
+    host = [torch.ones(n) for n in (10, 20, 1 << 20)]
+    pinned = [leaf.pin_memory() for leaf in host]
+    here, there = ([leaf.to(device) for leaf in host] for _ in range(2))
+    storage = {"rows": torch.zeros(64, 1000)}
+    batch = {"rows": torch.ones(8, 1000, device=device)}
+    index = torch.arange(0, 64, 8)
+    found: list[Callable[[], Any]] = [
+        lambda: tdcopier.start_copy(host, device),
+        lambda: tdcopier.start_copy(pinned, device),
+        lambda: tdcopier.start_copy(here, "cpu"),
+        lambda: tdcopier.copy_into(host, here),
+        lambda: tdcopier.copy_into(here, host),
+        lambda: tdcopier.copy_into(here, there),
+        lambda: tdcopier.start_gather(storage, index, device),
+        lambda: tdcopier.start_scatter(batch, storage, index),
+    ]
+    if torch.cuda.device_count() > 1:
+        found.append(lambda: tdcopier.start_copy(here, "cuda:1"))
+    return found
+
+
+def work_by_stream(run: Callable[[], None], trace: Path) -> list[tuple[str, tuple[int, int]]]:
+    """Names of what ran on devices meanwhile, each with device and stream, as the profiler saw."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    return [
+        (event["name"], (event["args"]["device"], event["args"]["stream"]))
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+
+
+def test_no_stream_of_torchs_pools_is_one_of_the_engines(device: str, tmp_path: Path):
+    streams = pool_streams(device)
+    every = copies(device)
+
+    def run() -> None:
+        for copy in every:
+            for handle in (copy(), copy()):
+                handle.get()
+        torch.cuda.synchronize()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1000)
+
+    run()  # first use makes streams and loads modules
+    work = work_by_stream(run, tmp_path / "trace.json")
+    of_pools = {stream for name, stream in work if SPIN in name}
+    of_copies = {stream for name, stream in work if SPIN not in name}
+    assert sum(SPIN in name for name, _ in work) == len(streams)
+    assert len(of_pools) == len({stream.stream_id for stream in streams})
+    assert any(name.startswith("Memcpy HtoD") for name, _ in work)
+    assert of_copies
+    shared = of_copies & of_pools
+    assert not shared, sorted({(name, s) for name, s in work if s in shared and SPIN not in name})
