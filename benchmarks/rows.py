@@ -56,11 +56,11 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
         indices = [
             torch.randint(0, rows, (replay.batch,), generator=generator) for _ in range(INDICES)
         ]
-        contenders = _contenders(storage, indices)
-        wrong = {each.name: _is_wrong(each, storage, indices) for each in contenders}
+        ways = contenders(storage, indices)
+        wrong = {each.name: _is_wrong(each, storage, indices) for each in ways}
         with collector_paused(not keep_gc):
             times_us = interleave(
-                contenders,
+                ways,
                 [None],
                 synchroniser([device]),
                 rounds=rounds,
@@ -75,7 +75,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
             **compared(times_us, OURS, BURST),
         }
         torch.set_num_threads(threads)
-        del storage, contenders
+        del storage, ways
         gc.collect()
     return {**result, "targets": targets(result, speed=device.type != "sim")}
 
@@ -107,7 +107,8 @@ def _by_torch(threads: int) -> str:
     return f"index_select, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _contenders(storage: Storage, indices: list[torch.Tensor]) -> list[Contender]:
+def contenders(storage: Storage, indices: list[torch.Tensor]) -> list[Contender]:
+    """Ours, and torch's by number of threads; each takes the indices in turn."""
     rows = len(indices[0])
     pinned = {
         name: torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, pin_memory=True)

@@ -1,0 +1,219 @@
+"""Times two builds of tdcopier in turn, ours only, and says how much each row has changed.
+
+``python benchmarks/compare.py --old build/old_site --new build/site --json compare.json``
+
+In each round a process per build imports tdcopier from the given folder and times the rows of the
+suites; which build goes first alternates. A ratio is that of the two medians of one round. The
+scripts and batches are those of this checkout for both builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = 1
+SUITES = ("h2d", "d2h", "into", "tensordict", "gather", "loop")
+OLD, NEW = "old", "new"
+SHARED = {"tdcopier.workloads": "workloads.py", "tdcopier._bench": "_bench/__init__.py"}
+"""Parts of the package that benchmarks are made of: this checkout's, whatever build is timed."""
+
+Measured = dict[str, Any]
+"""What one process has found, from its file."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    if options.child is not None:
+        return time_rows(options)
+    begin = time.monotonic()
+    rounds: list[dict[str, Measured]] = []
+    longest_s = 0.0
+    for index in range(options.rounds):
+        round_begin = time.monotonic()
+        if rounds and round_begin - begin + longest_s > 60 * options.minutes:
+            print(f"stopped after {index} rounds: {options.minutes:g} minutes", flush=True)
+            break
+        found = one_round(index, options)
+        longest_s = max(longest_s, time.monotonic() - round_begin)
+        if found is not None:
+            rounds.append(found)
+            options.json.write_text(json.dumps(result_of(rounds, options), indent=1) + "\n")
+        print(f"round {index + 1}: {time.monotonic() - round_begin:.0f} s", flush=True)
+    if not rounds:
+        print("No round was completed.", file=sys.stderr)
+        return 1
+    print(as_text(result_of(rounds, options)))
+    return 0
+
+
+def one_round(index: int, options: argparse.Namespace) -> dict[str, Measured] | None:
+    """Both builds, one after the other; None where one of them failed."""
+    order = [OLD, NEW] if index % 2 == 0 else [NEW, OLD]
+    found = {}
+    for build in order:
+        site = options.old if build == OLD else options.new
+        measured = in_a_process(site, options)
+        if measured is None:
+            return None
+        found[build] = measured
+    return found
+
+
+def in_a_process(site: Path, options: argparse.Namespace) -> Measured | None:
+    """What a process finds that imports tdcopier from a folder; None if it failed, and says why."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found.json")
+        command = [sys.executable, __file__, "--child", str(site), "--json", str(path)]
+        command += ["--device", options.device, "--seconds", str(options.seconds)]
+        command += ["--suites", *options.suites, "--cases", *options.cases]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            print(f"{site} failed with {done.returncode}:\n{done.stderr[-3000:]}", file=sys.stderr)
+            return None
+        found: Measured = json.loads(path.read_text())
+        return found
+
+
+def time_rows(options: argparse.Namespace) -> int:
+    """The other half: runs in a process of its own."""
+    package = take_package_from(options.child)
+    import compare_rows  # imports tdcopier, so not before it is known which
+    import machine
+    from run import choose_device
+
+    device = choose_device(options.device)
+    if device is None:
+        return 1
+    rows, failed = compare_rows.measured(
+        device,
+        options.suites,
+        lambda case: not options.cases or any(part in case for part in options.cases),
+        options.seconds,
+    )
+    found = {
+        "machine": machine.describe(device),
+        "site": str(options.child),
+        "version": package.__version__,
+        "rows": rows,
+        "failed": failed,
+    }
+    options.json.write_text(json.dumps(found))
+    return 0
+
+
+def take_package_from(site: Path) -> Any:
+    """Import tdcopier from a folder, even where an editable installation would be found first."""
+    sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]
+    sys.path.insert(0, str(site.resolve()))
+    package = importlib.import_module("tdcopier")
+    found = Path(package.__file__ or "").resolve().parent
+    if found != (site / "tdcopier").resolve():
+        raise ImportError(f"tdcopier was imported from {found}, not from {site}")
+    for name, file in SHARED.items():
+        spec = importlib.util.spec_from_file_location(name, ROOT / "tdcopier" / file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        setattr(package, name.rpartition(".")[2], module)
+    return package
+
+
+def result_of(rounds: Sequence[dict[str, Measured]], options: argparse.Namespace) -> dict[str, Any]:
+    """What all rounds came to, the rows that have become slower first."""
+    builds = {
+        build: {key: rounds[-1][build][key] for key in ("site", "version", "failed")}
+        for build in (OLD, NEW)
+    }
+    return {
+        "schema": SCHEMA,
+        "name": "compare",
+        "machine": rounds[0][NEW]["machine"],
+        "suites": options.suites,
+        "seconds_per_case": options.seconds,
+        "rounds": len(rounds),
+        **builds,
+        "rows": compared_rows(rounds),
+    }
+
+
+def compared_rows(rounds: Sequence[dict[str, Measured]]) -> list[dict[str, Any]]:
+    """Medians over rounds of both times and of their ratio, with its least and its most.
+
+    Rows that one of the builds does not have in every round are left out.
+    """
+    times = [found[build]["rows"] for found in rounds for build in (OLD, NEW)]
+    found = []
+    for row in times[0]:
+        if not all(row in taken for taken in times):
+            continue
+        old, new = times[0::2], times[1::2]
+        ratios = [b[row] / a[row] for a, b in zip(old, new, strict=True)]
+        found.append(
+            {
+                "row": row,
+                "old_us": statistics.median(taken[row] for taken in old),
+                "new_us": statistics.median(taken[row] for taken in new),
+                "ratio": statistics.median(ratios),
+                "least": min(ratios),
+                "most": max(ratios),
+            }
+        )
+    return sorted(found, key=lambda each: -each["ratio"])
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """The table, with what failed below it."""
+    header = f"{'new/old':>8}  {'least':>6}  {'most':>6}  {'old us':>10}  {'new us':>10}  row"
+    lines = [
+        f"{row['ratio']:8.3f}  {row['least']:6.3f}  {row['most']:6.3f}  "
+        f"{row['old_us']:10.1f}  {row['new_us']:10.1f}  {row['row']}"
+        for row in result["rows"]
+    ]
+    failures = [
+        f"{build} failed in {suite}: {error}"
+        for build in (OLD, NEW)
+        for suite, error in result[build]["failed"].items()
+    ]
+    what = f"{result['rounds']} rounds, new over old by row, medians over rounds"
+    return "\n".join([what, header, *lines, *failures])
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--old", type=Path, help="folder with the old build's package")
+    parser.add_argument("--new", type=Path, help="folder with the new build's package")
+    parser.add_argument("--suites", nargs="+", default=list(SUITES), choices=[*SUITES, "d2d"])
+    parser.add_argument("--cases", nargs="*", default=[], help="only those with this in the name")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each build")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="no round begins that ends later"
+    )
+    parser.add_argument("--seconds", type=float, default=0.4, help="for each case in a process")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child is None:
+        for site in (options.old, options.new):
+            if site is None or not (site / "tdcopier").is_dir():
+                parser.error(f"--old and --new: there is no package tdcopier in {site}")
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Two builds against each other: whose package is timed, in which order, and what ratios say."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_support import BENCHMARKS, load
+
+import tdcopier
+from tdcopier import _C
+
+compare, compare_rows = load("compare"), load("compare_rows")
+
+
+def a_site(folder: Path, version: str) -> Path:
+    """A folder with a package of its own: this build under another version."""
+    package = folder / "tdcopier"
+    shutil.copytree(Path(tdcopier.__file__).parent, package)
+    for module in Path(_C.__file__).parent.glob("*.so"):
+        if not (package / module.name).exists():
+            shutil.copy(module, package)
+    text = (package / "__init__.py").read_text()
+    (package / "__init__.py").write_text(text + f"\n__version__ = {version!r}\n")
+    return folder
+
+
+def found(**rows_us: float) -> dict:
+    """What a process has found."""
+    return {"machine": {}, "site": "", "version": "", "failed": {}, "rows": rows_us}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    for build in (compare.OLD, compare.NEW):
+        (tmp_path / build / "tdcopier").mkdir(parents=True)
+    sites = ["--old", str(tmp_path / compare.OLD), "--new", str(tmp_path / compare.NEW)]
+    return [*sites, "--json", str(tmp_path / "found.json")]
+
+
+@pytest.mark.sim
+def test_each_build_times_its_own_package_with_the_batches_of_this_checkout(tmp_path: Path) -> None:
+    old, new = (a_site(tmp_path / version, version) for version in ("1.old", "2.new"))
+    (old / "tdcopier/workloads.py").write_text("raise RuntimeError('of the build')")
+    path = tmp_path / "found.json"
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), "--device", "sim", "--rounds", "1"]
+    command += ["--old", str(old), "--new", str(new), "--json", str(path), "--seconds", "0.01"]
+    command += ["--suites", "h2d", "gather", "loop", "--cases", "flat_dict", "sac", "atari_replay"]
+    environment = {k: v for k, v in os.environ.items() if k != "FAIL_WITHOUT_CUDA"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text())
+    assert [result[build]["version"] for build in (compare.OLD, compare.NEW)] == ["1.old", "2.new"]
+    assert [result[build]["failed"] for build in (compare.OLD, compare.NEW)] == [{}, {}]
+    assert result["machine"]["device"] == "sim:0"
+    rows = {row["row"] for row in result["rows"]}
+    assert {
+        "h2d: flat_dict, tdcopier",
+        "h2d: atari_replay, tdcopier, prepared",
+        "gather: sac, tdcopier",
+        "loop: atari_replay, tdcopier, step",
+        "loop: atari_replay, tdcopier, copy calls",
+    } <= rows
+    assert all(", tdcopier" in row for row in rows)
+    assert all(row in done.stdout for row in rows)
+
+
+def test_the_build_that_goes_first_alternates_and_ratios_are_of_the_same_round(
+    monkeypatch, options: list[str], tmp_path: Path
+) -> None:
+    order: list[str] = []
+    times = {compare.OLD: iter([100.0, 200.0, 400.0]), compare.NEW: iter([50.0, 400.0, 600.0])}
+
+    def in_a_process(site: Path, _) -> dict:
+        order.append(site.name)
+        return found(copy=next(times[site.name]))
+
+    monkeypatch.setattr(compare, "in_a_process", in_a_process)
+    assert compare.main([*options, "--rounds", "3"]) == 0
+    assert order == ["old", "new", "new", "old", "old", "new"]
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert row == {
+        "row": "copy",
+        "old_us": 200.0,
+        "new_us": 400.0,
+        "ratio": 1.5,
+        "least": 0.5,
+        "most": 2.0,
+    }
+
+
+def test_a_round_in_which_a_build_fails_is_left_out(monkeypatch, options: list[str]) -> None:
+    answers = iter([found(copy=1.0), None, found(copy=1.0), found(copy=3.0)])
+    monkeypatch.setattr(compare, "in_a_process", lambda site, options: next(answers))
+    assert compare.main([*options, "--rounds", "2"]) == 0
+    monkeypatch.setattr(compare, "in_a_process", lambda site, options: None)
+    assert compare.main([*options, "--rounds", "2"]) == 1
+
+
+def test_no_round_begins_that_would_end_after_the_minutes(monkeypatch, options, capsys) -> None:
+    now_s = [0.0]
+
+    def in_a_process(site: Path, _) -> dict:
+        now_s[0] += 50.0
+        return found(copy=1.0)
+
+    monkeypatch.setattr(compare, "in_a_process", in_a_process)
+    monkeypatch.setattr(compare.time, "monotonic", lambda: now_s[0])
+    assert compare.main([*options, "--rounds", "9", "--minutes", "5.5"]) == 0
+    assert "stopped after 3 rounds: 5.5 minutes" in capsys.readouterr().out
+
+
+def test_rows_that_one_build_lacks_are_left_out_and_slower_ones_come_first() -> None:
+    old, new = found(a=1.0, b=10.0, c=1.0), found(a=2.0, b=30.0, d=1.0)
+    rows = compare.compared_rows([{compare.OLD: old, compare.NEW: new}])
+    assert [(row["row"], row["ratio"]) for row in rows] == [("b", 3.0), ("a", 2.0)]
+
+
+def test_a_folder_without_a_package_is_refused(options: list[str], tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        compare.main([*options, "--new", str(tmp_path)])
+    assert "there is no package tdcopier in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("round_s", "rounds"), [(0.1, 5), (1.0, compare_rows.MIN_ROUNDS), (1e-6, 200)]
+)
+def test_a_case_gets_as_many_rounds_as_fit_within_bounds(round_s: float, rounds: int) -> None:
+    asked: list[int] = []
+    clock = iter([0.0, round_s])
+
+    def run(count: int) -> dict:
+        asked.append(count)
+        return {}
+
+    compare_rows.within(run, 0.5, lambda: next(clock))
+    assert asked == [1, 1, rounds]
+
+
+def test_a_suite_that_fails_leaves_the_others_rows(monkeypatch, sim) -> None:
+
+    def failing(*_):
+        yield compare_rows.Case("one", lambda rounds: {"tdcopier": [2.0, 1.0, 3.0]})
+        raise AttributeError("no such call")
+
+    monkeypatch.setattr(compare_rows, "SUITES", {"a": failing, "b": failing})
+    rows, failed = compare_rows.measured(torch.device("sim", 0), ["a", "b"], bool, 0.0)
+    assert rows == {"a: one, tdcopier": 2.0, "b: one, tdcopier": 2.0}
+    assert failed == dict.fromkeys("ab", "AttributeError: no such call")
