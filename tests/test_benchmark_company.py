@@ -114,6 +114,7 @@ def test_metrics_of_another_step_are_wrong(device) -> None:
 # ---- beside kernels ------------------------------------------------------------------------------
 
 
+@pytest.mark.hazardous
 def test_a_copy_behind_the_kernels_counts_as_late_and_one_on_an_idle_stream_does_not(
     device,
 ) -> None:
