@@ -138,3 +138,48 @@ def test_a_device_source_may_be_overwritten_on_its_stream_as_soon_as_the_call_ha
         assert not handle.ready()
     assert values_of(handle.get()) == {1}
     assert values_of(leaves) == {2}
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("call", ["to new memory", "into memory that exists", "to host memory"])
+def test_staging_that_cannot_be_pinned_is_done_without_and_counted(sim, device, call):
+    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    _C.set_staging_limit_bytes(0)
+    assert tdcopier.staging_bytes(device) == 0
+    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+    source = [torch.full((LARGE,), 5.0), torch.full((SMALL,), 5.0)]
+    if call == "to host memory":
+        source = [leaf.to(device) for leaf in source]
+    with sim.fail_pinned_allocation(1) as fault:
+        if call == "to new memory":
+            handle = tdcopier.start_copy(source, device)
+        else:
+            target = "cpu" if call == "to host memory" else device
+            handle = tdcopier.copy_into(
+                source, [torch.zeros_like(leaf, device=target) for leaf in source]
+            )
+        result = handle.get()
+        assert fault.fired
+    assert all(leaf.eq(5).all() for leaf in result)
+    assert handle.stats.fallbacks >= 1
+
+
+@pytest.mark.sim
+def test_staging_that_cannot_be_pinned_waits_for_a_buffer_that_comes_back(sim, device, copy_stream):
+    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.staging_bytes(device)
+    first, second = torch.full((SMALL,), 1.0), torch.full((SMALL,), 2.0)
+    with sim.hold(copy_stream):
+        before = tdcopier.start_copy([first], device)  # has the only buffer
+        tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+        _C.set_max_inline_bytes(0)  # a worker waits for it
+        try:
+            with sim.fail_pinned_allocation(1) as fault:
+                handle = tdcopier.start_copy([second], device)
+                assert becomes(lambda: fault.fired)
+        finally:
+            _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+        assert not handle.ready()
+    assert handle.get()[0].eq(2).all()
+    assert before.get()[0].eq(1).all()
+    assert handle.stats.fallbacks == 1

@@ -26,7 +26,6 @@ ROUTES = {
 SIZES = {"few": [100, 50], "many": [*range(1, 40)], "large": [1_200_000, 100]}
 FAULTS = {
     "device memory": torch.OutOfMemoryError,
-    "pinned memory": torch.AcceleratorError,
     "enqueue": torch.AcceleratorError,
     "execution": torch.AcceleratorError,
 }
@@ -35,7 +34,6 @@ FAULTS = {
 def armed(sim: Any, name: str, n: int) -> Fault:
     return {
         "device memory": lambda: sim.fail_device_allocation(n),
-        "pinned memory": lambda: sim.fail_pinned_allocation(n),
         "enqueue": lambda: sim.fail_transfer(n),
         "execution": lambda: sim.fail_transfer(n, when="execution"),
     }[name]()
@@ -55,15 +53,8 @@ def test_whatever_fails_is_told_each_time_and_the_next_copy_works(sim, route, si
     for n in itertools.count(1):
         source, destination = trees(route, sizes, float(n))
         references = [weakref.ref(leaf) for leaf in (*source, *destination)]
-        if fault == "pinned memory":  # staging that is there is not allocated
-            tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-            hold = sim.hold(_C.copy_stream("sim:0"))
-            tdcopier.start_copy([torch.ones(2)], "sim:0")
-            tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
         with armed(sim, fault, n) as arming:
             handle = tdcopier.copy_into(source, destination)
-            if fault == "pinned memory":
-                hold.release()
             try:
                 handle.get()
             except FAULTS[fault] as error:

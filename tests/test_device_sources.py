@@ -189,12 +189,13 @@ def test_a_target_device_without_memory_fails_the_copy(
 def test_what_a_failed_copy_has_enqueued_keeps_its_sources_until_it_was_read(
     stall, device, reading_stream, no_memory
 ):
-    """Memory for the first gathered chunk, and none for the second one."""
-    leaves = filled(1, [250, 250, 1600, 300], device)
+    """Memory for what is gathered first, and none for the leaf with gaps that travels alone."""
+    leaves = filled(1, [250, 250], device)
+    leaves.append(torch.ones(600, 600, device=device)[:, ::2])
     alive = [weakref.ref(leaf) for leaf in leaves]
     no_memory(device, more_bytes=2560)
     with stall(reading_stream):
-        handle = tdcopier.start_copy(leaves, "cpu", max_packed_chunk_bytes=8000)
+        handle = tdcopier.start_copy(leaves, "cpu")
         assert_fails_every_time(handle)
         assert handle.stats.transfers == 1
         leaves.clear()

@@ -10,7 +10,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -118,16 +118,15 @@ def assert_no_staging_is_lost(target: str) -> None:
 def test_whatever_fails_is_told_every_time_and_leaves_nothing_behind(
     sim, places, target, elements, arm, error
 ):
+    if is_spared(arm, target):
+        pytest.skip("only results on the host need pinned memory: staging does without it")
     before = in_use(sim)
     for n in itertools.count(1):
         leaves = leaves_on(places, elements, n)
         alive = [weakref.ref(leaf) for leaf in leaves]
-        needs_staging = arm is FAULTS["pinned memory"][0] and target != "cpu"
-        no_staging = in_flight(sim, target) if needs_staging else nullcontext()
         with arm(sim, n) as fault:
-            with no_staging:
-                handle = tdcopier.start_copy(leaves, target)
-                becomes(lambda fault=fault: fault.fired, within=BRIEFLY)
+            handle = tdcopier.start_copy(leaves, target)
+            becomes(lambda fault=fault: fault.fired, within=BRIEFLY)
             with suppress(error):
                 handle.get()  # waits until it is known whether it has failed
             if fault.fired:
@@ -144,14 +143,13 @@ def test_whatever_fails_is_told_every_time_and_leaves_nothing_behind(
     assert values_of(handle.get()) == {n}
     handle = None
     leaves.clear()
-    assert n > 1 or is_spared(arm, places, target)
+    assert n > 1
     assert_no_staging_is_lost(target)
     assert_gives_back(sim, before)
 
 
-def is_spared(arm: Callable[[Any, int], Fault], places: list[str], target: str) -> bool:
-    """Whether a copy needs nothing of the kind: no pinned memory is needed between devices."""
-    return arm is FAULTS["pinned memory"][0] and places == ["sim:0"] and target == "sim:1"
+def is_spared(arm: Callable[[Any, int], Fault], target: str) -> bool:
+    return arm is FAULTS["pinned memory"][0] and target != "cpu"
 
 
 # ---- several windows -----------------------------------------------------------------------------

@@ -25,7 +25,8 @@ def spans(outputs: list[torch.Tensor]) -> dict[int, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("alignment", [1, 2, 16, 24, 100, 512, 4096, 1 << 20])
-def test_every_address_is_aligned_to_the_option_and_the_element(ends, alignment):
+def test_every_slot_is_aligned_to_the_option_and_the_element(ends, alignment):
+    """Counted from the chunk's beginning, whose address is a multiple of the power of two in it."""
     source, target = ends
     leaves = oracle(LEAVES, source)
     outputs = tdcopier.copy(leaves, target, min_packed_alignment_bytes=alignment)
@@ -33,15 +34,28 @@ def test_every_address_is_aligned_to_the_option_and_the_element(ends, alignment)
     for output in outputs:
         element = output.element_size()
         effective = -(-max(alignment, element) // element) * element
-        assert output.data_ptr() % effective == 0
+        chunk = min(o.data_ptr() for o in outputs if o.dtype == output.dtype)
+        assert (output.data_ptr() - chunk) % effective == 0
+        assert output.data_ptr() % (effective & -effective) == 0
 
 
 def test_slots_do_not_overlap(ends):
     source, target = ends
     outputs = tdcopier.copy(oracle(LEAVES, source), target, min_packed_alignment_bytes=1)
-    (chunk,) = spans(outputs).values()
-    for (_, end), (begin, _) in zip(sorted(chunk), sorted(chunk)[1:], strict=False):
-        assert end <= begin
+    for chunk in spans(outputs).values():
+        for (_, end), (begin, _) in zip(sorted(chunk), sorted(chunk)[1:], strict=False):
+            assert end <= begin
+
+
+def test_only_leaves_of_one_dtype_share_a_chunk(ends):
+    source, target = ends
+    outputs = tdcopier.copy(oracle(LEAVES, source), target)
+    dtypes: dict[int, set[torch.dtype]] = {}
+    for output in outputs:
+        if output.nbytes:
+            dtypes.setdefault(output.untyped_storage().data_ptr(), set()).add(output.dtype)
+    assert all(len(found) == 1 for found in dtypes.values())
+    assert len(dtypes) == len({output.dtype for output in outputs if output.nbytes})
 
 
 @pytest.mark.parametrize("limit", [1, 64, 400, 1000, 1 << 40])
@@ -74,7 +88,8 @@ def test_without_pinned_staging_nothing_is_pinned(device):
             tree, device, use_pinned_staging=False, use_background_thread=background
         )
         assert_same(handle.get(), oracle(tree, device))
-        assert handle.stats.transfers == 2
+        dtypes = {leaf.dtype for leaf in LEAVES if leaf.nbytes}
+        assert handle.stats.transfers == 1 + len(dtypes)
     assert tdcopier.staging_bytes(device) == before
 
 

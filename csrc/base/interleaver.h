@@ -20,6 +20,9 @@ class Interleaver {
  public:
   virtual ~Interleaver() = default;
 
+  // Does it pick the threads that run just now? Then a wait blocks instead of polling.
+  virtual bool is_in_force() const noexcept = 0;
+
   // Others may go on here.
   virtual void point() noexcept = 0;
 
@@ -41,6 +44,11 @@ inline std::atomic<Interleaver*> g_interleaver = nullptr;
 // Null: there is none.
 inline Interleaver* interleaver() noexcept {
   return detail::g_interleaver.load(std::memory_order_acquire);
+}
+
+inline bool is_interleaved() noexcept {
+  const Interleaver* const chosen = interleaver();
+  return chosen != nullptr && chosen->is_in_force();
 }
 
 // From now on and for good. Lifetime: it is never destroyed.

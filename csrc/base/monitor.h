@@ -1,10 +1,12 @@
 // A lock and the conditions that threads wait for under it, known to the interleaver.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 
 #include "base/interleaver.h"
+#include "base/patience.h"
 
 namespace tdcopier {
 
@@ -34,7 +36,8 @@ class Condition {
     while (!is_met()) wait(lock);
   }
 
-  // Blocks: until a notify; may also return without one.
+  // Blocks: until a notify; may also return without one. Throws Interrupted, with the lock, where
+  // the thread's waits can be interrupted.
   void wait(std::unique_lock<Mutex>& lock) {
     if (Interleaver* const chosen = interleaver(); chosen && chosen->begin_wait(this)) {
       lock.unlock();
@@ -42,9 +45,23 @@ class Condition {
       lock.lock();
       return;
     }
-    std::unique_lock<std::mutex> native(lock.mutex()->native_, std::adopt_lock);
-    notified_.wait(native);
-    native.release();
+    const InterruptibleWaits::Check check = interrupt_check();
+    {
+      std::unique_lock<std::mutex> native(lock.mutex()->native_, std::adopt_lock);
+      if (check == nullptr) {
+        notified_.wait(native);
+      } else {
+        notified_.wait_for(native, std::chrono::milliseconds(20));
+      }
+      native.release();
+    }
+    if (check == nullptr) return;
+    lock.unlock();
+    struct Relock {
+      std::unique_lock<Mutex>& lock;
+      ~Relock() { lock.lock(); }
+    } relock{lock};
+    check();
   }
 
   // Makes those that wait look again, and does not tell the interleaver, which may be new to them.

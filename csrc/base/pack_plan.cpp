@@ -1,14 +1,16 @@
-// The pack plan: a chunk for each run, then one pass fills shared chunks in leaf order, and a last
-// one gives each large leaf its own.
+// The pack plan: a chunk for each run, then one pass fills shared chunks in leaf order, one for
+// each kind at a time, and a last one gives each large leaf its own.
 #include "base/pack_plan.h"
 
 #include <algorithm>
-#include <numeric>
+#include <array>
 
 #include "base/internal_error.h"
 
 namespace tdcopier {
 namespace {
+
+constexpr uint64_t kLineBytes = 64;
 
 uint64_t align_up(uint64_t value, uint64_t alignment) {
   // std::has_single_bit calls a function where no processor is named to compile for.
@@ -17,17 +19,116 @@ uint64_t align_up(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// The base alignment that serves both, or 0 where it would pass the common bound.
-uint64_t common_alignment(uint64_t base, uint64_t slot) {
-  if (base == slot || base % slot == 0) return base;
-  const uint64_t step = slot / std::gcd(base, slot);
-  if (step > kMaxCommonAlignmentBytes / base) return 0;
-  return base * step;
+uint64_t power_of_two_in(uint64_t alignment) {
+  return alignment & (~alignment + 1);
 }
 
 bool is_packable(const LeafExtent& leaf, const PackOptions& options) {
   return options.pack && leaf.bytes <= std::min(kMaxPackedLeafBytes, options.max_chunk_bytes);
 }
+
+class Planner {
+ public:
+  Planner(std::span<const LeafExtent> leaves, const PackOptions& options)
+      : leaves_(leaves), options_(options) {
+    plan_.slots.resize(leaves.size());
+    open_.fill(kNone);
+  }
+
+  PackPlan make(std::span<const LeafSeries> runs) {
+    for (const LeafSeries& run : runs) place_run(run);
+    place_packed(runs);
+    for (const ChunkPlan& chunk : plan_.chunks) plan_.packed_leaves += chunk.last;
+    place_alone();
+    put_in_order();
+    for (ChunkPlan& chunk : plan_.chunks) {
+      chunk.begin = end_of_image_ == 0 ? 0 : align_up(end_of_image_, kLineBytes);
+      end_of_image_ = chunk.end();
+      plan_.total_bytes += chunk.bytes;
+    }
+    return std::move(plan_);
+  }
+
+ private:
+  static constexpr uint32_t kNone = ~uint32_t{0};
+
+  // Until put_in_order(), a chunk's `last` counts its leaves.
+  void open_chunk(uint32_t kind, bool packed) {
+    open_[kind] = static_cast<uint32_t>(plan_.chunks.size());
+    plan_.chunks.push_back({0, 1, 0, 0, packed});
+  }
+
+  void pack(uint32_t leaf) {
+    const LeafExtent& extent = leaves_[leaf];
+    const uint32_t kind = options_.by_kind ? extent.kind : 0;
+    if (extent.element_bytes != last_element_bytes_) {  // most leaves of a batch are of one dtype
+      last_element_bytes_ = extent.element_bytes;
+      alignment_ = slot_alignment_bytes(options_.min_alignment_bytes, last_element_bytes_);
+    }
+    if (open_[kind] == kNone) open_chunk(kind, true);
+    uint64_t offset = align_up(plan_.chunks[open_[kind]].bytes, alignment_);
+    if (offset + extent.bytes > options_.max_chunk_bytes) {
+      open_chunk(kind, true);
+      offset = 0;
+    }
+    ChunkPlan& chunk = plan_.chunks[open_[kind]];
+    chunk.alignment_bytes = std::max(chunk.alignment_bytes, power_of_two_in(alignment_));
+    chunk.bytes = offset + extent.bytes;
+    ++chunk.last;
+    plan_.slots[leaf] = {open_[kind], offset};
+  }
+
+  void place_run(const LeafSeries& run) {
+    open_.fill(kNone);
+    const size_t before = plan_.chunks.size();
+    for (uint32_t leaf = run.first; leaf < run.last; ++leaf) {
+      if (leaves_[leaf].bytes != 0) pack(leaf);
+    }
+    check_invariant(plan_.chunks.size() == before + 1, "a run is one chunk");
+    plan_.chunks.back().as_source = true;
+  }
+
+  void place_packed(std::span<const LeafSeries> runs) {
+    open_.fill(kNone);
+    auto run = runs.begin();  // the first that does not end before the leaf
+    for (uint32_t leaf = 0; leaf < leaves_.size(); ++leaf) {
+      if (!is_packable(leaves_[leaf], options_)) continue;
+      while (run != runs.end() && run->last <= leaf) ++run;
+      const bool is_in_run = run != runs.end() && run->first <= leaf && leaves_[leaf].bytes != 0;
+      if (!is_in_run) pack(leaf);
+    }
+  }
+
+  void place_alone() {
+    for (uint32_t leaf = 0; leaf < leaves_.size(); ++leaf) {
+      const LeafExtent& extent = leaves_[leaf];
+      if (is_packable(extent, options_)) continue;
+      plan_.slots[leaf] = {static_cast<uint32_t>(plan_.chunks.size()), 0};
+      plan_.chunks.push_back({extent.bytes, power_of_two_in(extent.element_bytes), 0, 1, false});
+    }
+  }
+
+  void put_in_order() {
+    uint32_t first = 0;
+    for (ChunkPlan& chunk : plan_.chunks) {
+      const uint32_t leaves = chunk.last;
+      chunk.first = chunk.last = first;  // `last` goes up to its place below
+      first += leaves;
+    }
+    plan_.order.resize(first);
+    for (uint32_t leaf = 0; leaf < leaves_.size(); ++leaf) {
+      plan_.order[plan_.chunks[plan_.slots[leaf].chunk].last++] = leaf;
+    }
+  }
+
+  const std::span<const LeafExtent> leaves_;
+  const PackOptions& options_;
+  PackPlan plan_;
+  std::array<uint32_t, kMostKinds> open_{};  // by kind: the chunk that is filled; kNone: none is
+  uint32_t last_element_bytes_ = 0;
+  uint64_t alignment_ = 1;
+  uint64_t end_of_image_ = 0;
+};
 
 }  // namespace
 
@@ -35,73 +136,14 @@ uint64_t slot_alignment_bytes(uint64_t min_alignment_bytes, uint32_t element_byt
   return align_up(std::max<uint64_t>(min_alignment_bytes, element_bytes), element_bytes);
 }
 
+uint64_t PackPlan::next_begin(uintptr_t address) const {
+  const uint64_t end = chunks.empty() ? 0 : chunks.back().end();
+  return align_up(end, kLineBytes) + address % kLineBytes;
+}
+
 PackPlan make_pack_plan(std::span<const LeafExtent> leaves, const PackOptions& options,
                         std::span<const LeafSeries> runs) {
-  PackPlan plan;
-  plan.slots.resize(leaves.size());
-  plan.order.reserve(leaves.size());
-
-  const auto place = [&](uint32_t leaf, uint64_t offset) {
-    ChunkPlan& chunk = plan.chunks.back();
-    plan.slots[leaf] = {static_cast<uint32_t>(plan.chunks.size() - 1), offset};
-    plan.order.push_back(leaf);
-    chunk.bytes = offset + leaves[leaf].bytes;
-    chunk.last = static_cast<uint32_t>(plan.order.size());
-  };
-  const auto open_chunk = [&](uint64_t alignment, bool packed) {
-    const auto first = static_cast<uint32_t>(plan.order.size());
-    plan.chunks.push_back({0, alignment, first, first, packed});
-  };
-
-  uint32_t last_element_bytes = 0;  // leaves of one dtype come together: spare them the division
-  uint64_t alignment = 1;
-  bool is_open = false;
-  const auto pack = [&](uint32_t leaf) {
-    if (leaves[leaf].element_bytes != last_element_bytes) {
-      last_element_bytes = leaves[leaf].element_bytes;
-      alignment = slot_alignment_bytes(options.min_alignment_bytes, last_element_bytes);
-    }
-    if (!is_open) open_chunk(alignment, true);
-    is_open = true;
-    ChunkPlan& open = plan.chunks.back();
-    const uint64_t common = common_alignment(open.alignment_bytes, alignment);
-    uint64_t offset = align_up(open.bytes, alignment);
-    if (common == 0 || offset + leaves[leaf].bytes > options.max_chunk_bytes) {
-      open_chunk(alignment, true);
-      offset = 0;
-    } else {
-      open.alignment_bytes = common;
-    }
-    place(leaf, offset);
-  };
-
-  for (const LeafSeries& run : runs) {
-    is_open = false;
-    const size_t before = plan.chunks.size();
-    for (uint32_t leaf = run.first; leaf < run.last; ++leaf) {
-      if (leaves[leaf].bytes != 0) pack(leaf);
-    }
-    check_invariant(plan.chunks.size() == before + 1, "a run is one chunk");
-    plan.chunks.back().as_source = true;
-  }
-
-  is_open = false;
-  auto run = runs.begin();  // the first that does not end before the leaf
-  for (uint32_t leaf = 0; leaf < leaves.size(); ++leaf) {
-    if (!is_packable(leaves[leaf], options)) continue;
-    while (run != runs.end() && run->last <= leaf) ++run;
-    const bool is_in_run = run != runs.end() && run->first <= leaf && leaves[leaf].bytes != 0;
-    if (!is_in_run) pack(leaf);
-  }
-  plan.packed_leaves = static_cast<uint32_t>(plan.order.size());
-
-  for (uint32_t leaf = 0; leaf < leaves.size(); ++leaf) {
-    if (is_packable(leaves[leaf], options)) continue;
-    open_chunk(leaves[leaf].element_bytes, false);
-    place(leaf, 0);
-  }
-  for (const ChunkPlan& chunk : plan.chunks) plan.total_bytes += chunk.bytes;
-  return plan;
+  return Planner(leaves, options).make(runs);
 }
 
 std::vector<LeafSeries> find_runs(std::span<const LeafExtent> leaves,
@@ -111,7 +153,6 @@ std::vector<LeafSeries> find_runs(std::span<const LeafExtent> leaves,
   for (const LeafSeries& those : series) {
     LeafSeries run{};
     uint64_t bytes = 0;  // of the run; 0: there is none
-    uint64_t run_alignment = 1;
     const auto end_run = [&] {
       if (bytes > kMaxPackedLeafBytes) runs.push_back(run);
       bytes = 0;
@@ -120,23 +161,21 @@ std::vector<LeafSeries> find_runs(std::span<const LeafExtent> leaves,
       if (leaves[leaf].bytes == 0) continue;
       const uint64_t alignment =
           slot_alignment_bytes(options.min_alignment_bytes, leaves[leaf].element_bytes);
-      const uint64_t common = common_alignment(run_alignment, alignment);
       const uint64_t offset = align_up(bytes, alignment);
       // Just where its slot would be, so that a gap is what padding would be.
       const bool goes_on = bytes != 0 && addresses[leaf] == addresses[run.first] + offset &&
-                           common != 0 && is_packable(leaves[leaf], options) &&
+                           leaves[leaf].kind == leaves[run.first].kind &&
+                           is_packable(leaves[leaf], options) &&
                            offset + leaves[leaf].bytes <= options.max_chunk_bytes;
       if (goes_on) {
         run.last = leaf + 1;
         bytes = offset + leaves[leaf].bytes;
-        run_alignment = common;
         continue;
       }
       end_run();
       if (!is_packable(leaves[leaf], options)) continue;
       run = {leaf, leaf + 1};
       bytes = leaves[leaf].bytes;
-      run_alignment = alignment;
     }
     end_run();
   }

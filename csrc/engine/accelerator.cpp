@@ -83,7 +83,6 @@ Accelerator::Accelerator(c10::Device device)
       events_(device.type()),
       staging_(device.type()),
       held_(device.type()),
-      run_ahead_(events_),
-      views_(device) {}
+      run_ahead_(events_) {}
 
 }  // namespace tdcopier

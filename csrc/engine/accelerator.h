@@ -4,7 +4,6 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
-#include "engine/byte_views.h"
 #include "engine/event_pool.h"
 #include "engine/held_memory.h"
 #include "engine/run_ahead.h"
@@ -44,7 +43,6 @@ class Accelerator {
   StagingRing& staging() { return staging_; }
   HeldMemory& held() { return held_; }
   RunAhead& run_ahead() { return run_ahead_; }
-  ByteViewPool& views() { return views_; }
 
  private:
   explicit Accelerator(c10::Device device);
@@ -57,7 +55,6 @@ class Accelerator {
   StagingRing staging_;
   HeldMemory held_;
   RunAhead run_ahead_;
-  ByteViewPool views_;
 };
 
 }  // namespace tdcopier

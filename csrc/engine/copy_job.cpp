@@ -1,100 +1,67 @@
-// The life of every copy job: the hands that work on it, the last of which records its event.
+// The life of every copy job, from top to bottom.
 #include "engine/copy_job.h"
-
-#include <c10/core/InferenceMode.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/TensorImpl.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "engine/byte_tensor.h"
-#include "engine/graph_capture.h"
-#include "engine/output_tensor.h"
-#include "engine/own_chunks.h"
+#include "base/interleaver.h"
+#include "base/patience.h"
+#include "engine/event_pool.h"
 
 namespace tdcopier {
-namespace {
 
-// A resizable storage of no bytes.
-c10::Storage empty_storage(c10::Device device) {
-  return {c10::Storage::use_byte_size_t(), size_t{0}, c10::DataPtr(nullptr, device),
-          c10::GetAllocator(device.type()), /*resizable=*/true};
-}
-
-}  // namespace
-
-CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream, c10::Device target,
-                 LeafTable leaves, std::shared_ptr<const PackPlan> plan,
-                 std::shared_ptr<SourceHold> sources)
+CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* reads,
+                 c10::Device target, CopyWork&& work)
     : accelerator_(accelerator),
       stream_(stream),
+      reads_(reads),
       target_(target),
-      leaves_(std::move(leaves)),
-      shared_plan_(std::move(plan)),
-      plan_(*shared_plan_),
-      sources_(std::move(sources)),
-      output_keys_(plain_key_set(target)),
-      inference_mode_(c10::InferenceMode::is_enabled()) {}
+      work_(std::move(work)),
+      leaves_(*work_.leaves),
+      plan_(*work_.plan) {}
+
+// ---- begun and shared ---------------------------------------------------------------------------
 
 void CopyJob::run() noexcept {
-  lead(nullptr, 0);
+  work();
+  leave();
 }
 
 bool CopyJob::run_in_background(ThreadPool& pool) {
   pool_ = &pool;
   ticket_ = std::make_shared<JobTicket>(shared_from_this());
-  const bool taken = pool.submit([ticket = ticket_, &pool] {
+  const bool taken = pool.submit([ticket = ticket_] {
     interleave();
-    const std::shared_ptr<CopyJob> job = ticket->take();
-    if (job && job->lead(&pool, pool.workers() - 1)) job->make_outputs_ahead();
+    if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();
   });
   if (!taken) ticket_->take();
   return taken;
 }
 
-void CopyJob::help() noexcept {
-  if (pool_ == nullptr || is_enqueued()) return;
-  if (begin()) {
-    lead(pool_, pool_->workers());
-  } else if (join()) {
-    be_hand();
-  }
+void CopyJob::lead() noexcept {
+  call_others(pool_->workers() - 1);
+  work_to_the_end();
 }
 
-bool CopyJob::begin() {
-  interleave();
-  return ticket_->take() != nullptr;
-}
-
-bool CopyJob::lead(ThreadPool* pool, size_t workers) noexcept {
+// A worker that comes when nothing is left to do is not waited for. Should the pool be closing, the
+// threads that are there do it all.
+void CopyJob::call_others(size_t workers) noexcept {
+  const size_t others = std::min(workers, std::max<size_t>(most_participants(), 1) - 1);
+  if (others == 0) return;
   try {
-    const size_t others = std::min(workers, std::max<size_t>(most_hands(), 1) - 1);
-    if (others != 0) call_others(*pool, others);
-    allocate();
-  } catch (...) {
-    fail();
+    pool_->submit_to_many(
+        [called = weak_from_this()] {
+          const std::shared_ptr<CopyJob> job = called.lock();
+          if (job && job->join()) job->work_to_the_end();
+        },
+        others);
+  } catch (...) {  // no memory for the tasks
   }
-  open();
-  work();
-  return leave();
-}
-
-// Who comes when there is nothing left to do is not waited for. Should the pool be closing, this
-// thread does it all.
-void CopyJob::call_others(ThreadPool& pool, size_t hands) {
-  pool.submit_to_many(
-      [called = weak_from_this()] {
-        const std::shared_ptr<CopyJob> job = called.lock();
-        if (job && job->join() && job->be_hand()) job->make_outputs_ahead();
-      },
-      hands);
 }
 
 bool CopyJob::join() {
   interleave();
-  const size_t most = most_hands();
+  const size_t most = most_participants();
   uint32_t present = participants_;
   while (present != 0 && present < most) {
     if (participants_.compare_exchange_weak(present, present + 1)) return true;
@@ -102,60 +69,55 @@ bool CopyJob::join() {
   return false;
 }
 
-bool CopyJob::be_hand() noexcept {
-  {
-    std::unique_lock lock(mutex_);
-    became_open_.wait(lock, [this] { return open_; });
+void CopyJob::help() {
+  if (pool_ == nullptr || is_enqueued() || !can_be_helped()) return;
+  interleave();
+  if (ticket_->take() != nullptr) {
+    call_others(pool_->workers());
+  } else if (!join()) {
+    return;
   }
-  work();
-  return leave();
+  bool interrupted = false;
+  if (!failed_) {
+    attempt([&] {
+      try {
+        transfer_all();
+      } catch (const Interrupted&) {
+        interrupted = true;
+      }
+    });
+  }
+  if (!interrupted) return leave();
+  pass_on();
+  throw Interrupted();
 }
 
-void CopyJob::open() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
+// A worker takes this participant's place.
+void CopyJob::pass_on() noexcept {
+  try {
+    if (pool_->submit([job = shared_from_this()] { job->work_to_the_end(); })) return;
+  } catch (...) {
   }
-  became_open_.notify_all();
-}
-
-void CopyJob::allocate() {
-  const StepRange plan(steps_, Step::kPlan);
-  const CountFallbacks counted(fallbacks_);
-  const RelaxedCapture relaxed(accelerator_.device().type());
-  allocate_chunks();
-  if (target_.is_cpu()) return;  // host memory is filled again leaf by leaf
-  for (size_t i = 0; i < chunks_.size(); ++i) {
-    const ChunkPlan& chunk = plan_.chunks[i];
-    if (chunk.last - chunk.first > 1) remember_chunk(chunks_[i], plan_, chunk, leaves_);
-  }
+  const InterruptibleWaits to_the_end(nullptr);
+  work_to_the_end();
 }
 
 void CopyJob::work() noexcept {
   if (!failed_) attempt([this] { transfer_all(); });
 }
 
-bool CopyJob::leave() noexcept {
+void CopyJob::leave() noexcept {
   interleave();
-  if (--participants_ != 0) return false;
-  finish_hands();
-  return true;
+  if (--participants_ == 0) finish();
 }
 
-void CopyJob::finish() noexcept {
-  if (!failed_ && transfers_ != 0 && !arrived_) {
-    attempt([this] {
-      finish_transfers();
-      arrived_ = accelerator_.events().record(stream_);
-    });
-  }
-  finish_reading();
-  {
-    const std::lock_guard lock(mutex_);
-    if (failed_) arrived_ = nullptr;
-    enqueued_.store(true, std::memory_order_release);
-  }
-  became_enqueued_.notify_all();
+// By a worker, which makes outputs if it was the last while the caller does other things.
+void CopyJob::work_to_the_end() noexcept {
+  work();
+  interleave();
+  if (--participants_ != 0) return;
+  finish();
+  if (!failed_ && work_.result) work_.result->make_outputs_ahead(phases_);
 }
 
 void CopyJob::fail() noexcept {
@@ -164,38 +126,98 @@ void CopyJob::fail() noexcept {
   failed_ = true;
 }
 
-void CopyJob::stage(const Window& window, std::byte* staging) {
-  const StepRange range(steps_, Step::kStage);
-  stage_window(plan_, leaves_, window, staging);
-}
-
 void CopyJob::count_transfer(uint64_t bytes) {
   ++transfers_;
   transfer_bytes_ += bytes;
 }
 
-void CopyJob::wait_enqueued() {
-  std::unique_lock lock(mutex_);
-  became_enqueued_.wait(lock, [this] { return is_enqueued(); });
+// ---- enqueued -----------------------------------------------------------------------------------
+
+void CopyJob::finish_enqueued() noexcept {
+  if (!failed_ && transfers_ != 0) attempt([this] { complete(); });
+  record_end();
+  if (!sources_free_) {
+    EventRef read;
+    if (reads_ != nullptr && *reads_ == stream_ && written_) {
+      read = written_;
+    } else if (reads_ != nullptr) {
+      EventPool& events = Accelerator::of(reads_->device()).events();
+      attempt([&] { read = events.record_or_wait(*reads_); });
+    }
+    note_sources_free(std::move(read));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    enqueued_.store(true, std::memory_order_release);
+  }
+  milestone_.notify_all();
 }
 
-bool CopyJob::is_done() {
-  if (!is_enqueued()) return false;
-  if (failure_) return !stopped_ || has_ended(*stopped_);
-  if (!arrived_) return true;
-  const RelaxedCapture relaxed(accelerator_.device().type());
-  try {
-    return arrived_->query();
-  } catch (...) {
-    return true;  // the device failed: get() and wait() will say how
+// A failed job too may have left the device writing, or reading.
+void CopyJob::record_end() noexcept {
+  if (transfers_ == 0 && !failed_ && !arrived_) return;
+  const bool is_on_device = !stream_.device().is_cpu();
+  if (!arrived_ && is_on_device) {
+    attempt([this] { arrived_ = accelerator_.events().record_or_wait(stream_); });
   }
+  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;
+}
+
+void CopyJob::note_sources_free(EventRef read) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (sources_free_) return;
+    read_ = std::move(read);
+    sources_free_.store(true, std::memory_order_release);
+  }
+  milestone_.notify_all();
+  if (read_) {
+    Reclaimer::get().release_after(read_, work_.sources);
+  } else {
+    work_.sources->release();
+  }
+}
+
+void CopyJob::wait_enqueued() {
+  {
+    std::unique_lock lock(mutex_);
+    milestone_.wait(lock, [this] { return sources_free_.load(); });
+  }
+  send();
+  std::unique_lock lock(mutex_);
+  milestone_.wait(lock, [this] { return is_enqueued(); });
+}
+
+bool CopyJob::are_sources_free() const {
+  if (!sources_free_.load(std::memory_order_acquire)) return false;
+  return !read_ || !source_device().is_cpu() || has_ended(*read_);
+}
+
+void CopyJob::wait_sources_free() {
+  {
+    std::unique_lock lock(mutex_);
+    milestone_.wait(lock, [this] { return sources_free_.load(); });
+  }
+  if (read_ && source_device().is_cpu()) wait_until_ended(*read_);
+}
+
+void CopyJob::order_after_reads(const c10::Stream& stream) const {
+  if (read_) block_until_ended(*read_, stream);
+}
+
+// ---- done ---------------------------------------------------------------------------------------
+
+bool CopyJob::is_done() {
+  send();
+  if (!is_enqueued()) return false;
+  const bool still_writes = work_.result ? !failure_ && arrived_ : written_ != nullptr;
+  return !still_writes || has_ended(*written_);
 }
 
 void CopyJob::wait_done() {
   wait_enqueued();
-  const RelaxedCapture relaxed(accelerator_.device().type());
-  if (arrived_) arrived_->synchronize();
-  if (stopped_) wait_until_ended(*stopped_);
+  if (arrived_) return wait_for(*arrived_);
+  if (!work_.result && written_) wait_until_ended(*written_);
 }
 
 void CopyJob::rethrow_failure() const {
@@ -203,78 +225,24 @@ void CopyJob::rethrow_failure() const {
 }
 
 void CopyJob::hand_over_to(const c10::Stream& stream) {
-  if (!arrived_) return;  // nothing was transferred
+  if (!arrived_ && !work_.result) return;
   const RelaxedCapture relaxed(target_.type());
-  if (!handed_over_.exchange(true)) accelerator_.run_ahead().note_hand_over(stream);
-  arrived_->block(stream);
-  const c10::impl::VirtualGuardImpl backend(target_.type());
-  for (const Chunk& chunk : chunks_) {
-    if (chunk.storage.nbytes() != 0)
-      backend.recordDataPtrOnStream(chunk.storage.data_ptr(), stream);
+  if (work_.result && transfers_ != 0 && !handed_over_.exchange(true)) {
+    accelerator_.run_ahead().note_hand_over(stream);
   }
+  if (arrived_) arrived_->block(stream);
+  if (work_.result) work_.result->record_on(stream);
 }
 
-void CopyJob::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const {
-  for (size_t i = first; i < last; ++i) to[i] = output(static_cast<uint32_t>(i));
+void CopyJob::release_kept() noexcept {
+  work_.sources->release();
+  if (work_.kept_destinations) work_.kept_destinations->release();
 }
 
-// In small parts, so that a caller who comes takes what there is and goes on from there.
-void CopyJob::make_outputs_ahead() noexcept {
-  constexpr size_t kPart = 64;
-  if (failed_ || !has_outputs()) return;
-  const c10::InferenceMode mode(inference_mode_);
-  for (size_t first = 0; first < leaves(); first += kPart) {
-    interleave();
-    const std::lock_guard lock(made_mutex_);
-    if (made_are_taken_) return;
-    try {
-      const StepRange range(steps_, Step::kOutputs);
-      made_.resize(leaves());
-      make_outputs(first, std::min(first + kPart, leaves()), made_);
-    } catch (...) {  // no memory: whoever takes the others makes these as well, or fails as we did
-      made_are_taken_ = true;
-      made_.clear();
-      return;
-    }
-  }
-}
-
-RecycledVector<at::Tensor> CopyJob::take_made_outputs() {
-  const std::lock_guard lock(made_mutex_);
-  made_are_taken_ = true;
-  return std::exchange(made_, {});
-}
-
-bool CopyJob::reuse_output(const at::Tensor& earlier, size_t leaf_index,
-                           c10::DispatchKeySet keys) const {
-  const Leaf& leaf = leaves_[leaf_index];
-  if (leaf.bytes == 0) return false;  // it has a storage of its own, which may have grown
-  OutputTensor* output = OutputTensor::of(earlier);
-  if (output == nullptr || earlier.use_count() != 1 || earlier.weak_use_count() != 1) return false;
-  if (!output->is_plain(keys)) return false;
-  if (output->device() != target_ || output->dtype() != c10::scalarTypeToTypeMeta(leaf.dtype) ||
-      output->sizes() != leaves_.sizes(leaf) || output->strides() != leaves_.strides(leaf)) {
-    return false;
-  }
-  const Slot& slot = plan_.slots[leaf_index];
-  const Chunk& chunk = chunks_[slot.chunk];
-  output->move_to(chunk.storage, (chunk.shift_bytes + slot.offset) / output->itemsize());
-  return true;
-}
-
-at::Tensor CopyJob::output(uint32_t leaf_index) const {
-  const Leaf& leaf = leaves_[leaf_index];
-  const Slot& slot = plan_.slots[leaf_index];
-  const Chunk& chunk = chunks_[slot.chunk];
-  const caffe2::TypeMeta dtype = c10::scalarTypeToTypeMeta(leaf.dtype);
-  // An empty leaf shares nothing: `out=` and `resize_` often grow one, over its neighbours' bytes.
-  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(target_);
-  const uint64_t begin = leaf.bytes != 0 ? chunk.shift_bytes + slot.offset : 0;
-  at::Tensor output =
-      at::detail::make_tensor<OutputTensor>(std::move(storage), output_keys_, dtype);
-  output.unsafeGetTensorImpl()->set_sizes_and_strides(
-      leaves_.sizes(leaf), leaves_.strides(leaf), static_cast<int64_t>(begin / dtype.itemsize()));
-  return output;
+// A job that goes before its writes are done leaves its destinations to the reclaimer.
+CopyJob::~CopyJob() {
+  if (work_.result || !written_ || has_ended(*written_)) return;
+  Reclaimer::get().release_after(std::move(written_), work_.kept_destinations);
 }
 
 }  // namespace tdcopier

@@ -1,8 +1,8 @@
-// One copy at work, whatever its direction: who works on it, when it is done, what it hands over.
+// One copy at work, whatever its direction: its participants, its milestones, and what it keeps
+// alive.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
+#include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <atomic>
@@ -12,37 +12,41 @@
 #include <utility>
 #include <vector>
 
-#include "base/interleaver.h"
 #include "base/monitor.h"
 #include "base/pack_plan.h"
 #include "base/thread_pool.h"
 #include "engine/accelerator.h"
-#include "engine/chunk.h"
+#include "engine/destination.h"
 #include "engine/fallbacks.h"
 #include "engine/graph_capture.h"
 #include "engine/leaf.h"
-#include "engine/stage.h"
-#include "engine/steps.h"
+#include "engine/phases.h"
+#include "engine/reclaim.h"
+#include "engine/result.h"
 
 namespace tdcopier {
 
-// Whoever keeps the sources alive. The engine gives them back as soon as their bytes were read.
-class SourceHold {
- public:
-  virtual ~SourceHold() = default;
-  // The second call does nothing. Thread: any. GIL: may or may not be held; must not wait for it.
-  virtual void give_back() noexcept = 0;
+// What a job moves, and where to: to the new memory of a result, or to destinations that exist.
+struct CopyWork {
+  std::shared_ptr<const LeafTable> leaves;
+  std::shared_ptr<const PackPlan> plan;
+  std::shared_ptr<KeepAlive> sources;  // not null
+  std::shared_ptr<Result> result = nullptr;
+  // Without a result.
+  DestinationTable destinations = {};                      // by leaf
+  std::vector<std::byte*> to = {};                         // by chunk, on a device; see FillPlan
+  std::shared_ptr<KeepAlive> kept_destinations = nullptr;  // not null
 };
 
 struct TransferCounts {
   uint64_t transfers;
   uint64_t bytes;
-  uint64_t fallbacks;  // gathers, scatters and transfers that were left to torch
+  uint64_t fallbacks;
 };
 
 class CopyJob;
 
-// What a pool knows of a job that it was given: nothing any more once somebody else has begun it,
+// What a pool knows of a job that it was given: nothing any more once another thread has begun it,
 // so that a task that waits in line keeps no memory.
 class JobTicket {
  public:
@@ -57,40 +61,51 @@ class JobTicket {
   std::shared_ptr<CopyJob> job_;  // guarded by mutex_
 };
 
-// Life: made, then exactly one of run() and run_in_background(); the rest at any time, from any
-// thread. A job is dropped safely at any point: its memory belongs to the copy stream, which is in
-// order, or is not reused before that stream has passed.
+// The life of a job:
+//
+//   made        its memory is allocated, and it has noted what it has to wait for
+//   begun       by run(), or by the first worker that takes its ticket
+//   shared      participants claim parts side by side; a caller that would only wait is one too
+//   enqueued    the last participant to leave records the events, and releases what can go
+//   done        the device has passed the last event
+//
+// A job may be dropped at any point: its memory is not reused before its stream has passed.
 class CopyJob : public std::enable_shared_from_this<CopyJob> {
  public:
-  virtual ~CopyJob() = default;
+  virtual ~CopyJob();
   CopyJob(const CopyJob&) = delete;
   CopyJob& operator=(const CopyJob&) = delete;
 
-  // Enqueues everything on this thread. Never throws: a failure is kept for `rethrow_failure`.
-  // Blocks: while the staging bound is reached. GIL: must not be held.
+  // Exactly one of these two, once. The first does all on this thread; a failure is kept for
+  // `rethrow_failure`. Blocks: while the staging bound is reached. GIL: must not be held.
   void run() noexcept;
-
-  // The same on the pool's workers. Returns at once; false if the pool is closed and nothing was
-  // done. Lifetime: the pool outlives the job.
+  // On the pool's workers. Returns at once; false if the pool is closed and nothing was done.
+  // Lifetime: the pool outlives the job.
   [[nodiscard]] bool run_in_background(ThreadPool& pool);
 
-  // For a thread that would only wait until the job is enqueued: begins it if nobody has yet, or is
-  // one more hand, and comes back when nothing is left to begin; others may still be at work.
-  // Requires: no torch mode in this thread. Blocks: as run(). GIL: must not be held.
-  void help() noexcept;
+  // For a thread that would only wait until the job is enqueued: takes part until nothing is left
+  // to claim. Blocks: as run(). Requires: no torch mode in this thread. GIL: must not be held.
+  // Throws: Interrupted; a worker takes its place then.
+  void help();
 
-  // Enqueued: the sources were read, or their device will do so in the order of its streams, and
-  // every transfer is on the copy stream; or the job failed.
-  bool is_enqueued() const { return enqueued_.load(std::memory_order_acquire); }
-  virtual void wait_enqueued();  // Blocks. GIL: must not be held.
-
-  // Where the transfers are left to whoever uses the copy: enqueues them, if that is all there is
-  // to do. Asking is_done() and waiting do it too. Returns at once. GIL: may be held.
+  // Where the transfers are deferred: enqueues them, if that is all that is left. is_done() and the
+  // waits do it too. Returns at once. GIL: may be held.
   virtual void send() noexcept {}
 
-  // Done: the transfers have arrived; or the job failed, and writes no more to the caller's memory.
-  // A device error counts as an end.
-  virtual bool is_done();
+  // Milestone: every transfer is on a stream; or the job failed.
+  bool is_enqueued() const { return enqueued_.load(std::memory_order_acquire); }
+  void wait_enqueued();  // Blocks. GIL: must not be held. Throws: Interrupted, as all waits here.
+
+  // Milestone: the sources may be written again. Those on the host were read; those on a device by
+  // work that is ordered after the reads, see order_after_reads(). Or the job failed.
+  bool are_sources_free() const;
+  void wait_sources_free();  // Blocks. GIL: must not be held.
+  // `stream`, of the sources' device, waits until they were read. Requires: are_sources_free().
+  void order_after_reads(const c10::Stream& stream) const;
+
+  // Milestone: the transfers have arrived; or the job failed, and writes no more to the caller's
+  // memory. A device error counts as an end.
+  bool is_done();
   void wait_done();  // Blocks. GIL: must not be held. Throws the device's error.
 
   // Requires: is_enqueued().
@@ -98,70 +113,52 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // Throws what made the job fail, if it did; every time. Requires: is_enqueued().
   void rethrow_failure() const;
 
-  // `stream`, of the target, waits for the transfers, and no chunk is reused while it can still
-  // read it. Returns at once. Requires: is_enqueued(), no failure, a target that has streams.
-  virtual void hand_over_to(const c10::Stream& stream);
+  // `stream`, of the target, waits for the transfers, and no memory of the result is reused while
+  // it can still read it. Returns at once. Requires: is_enqueued(), no failure.
+  void hand_over_to(const c10::Stream& stream);
 
-  // The sources were read, or their device will do so in the order of its streams; or the job
-  // failed. No later than enqueued, and earlier where bytes go on from where they arrive.
-  virtual void wait_reads_enqueued() { wait_enqueued(); }  // Blocks. GIL: must not be held.
-  virtual bool are_reads_enqueued() const { return is_enqueued(); }
+  // For the caller that knows the job to be done.
+  void release_kept() noexcept;
 
-  // `stream`, of the sources' device, waits until the sources were read. Host sources were when
-  // the job is enqueued. Returns at once. Requires: are_reads_enqueued().
-  virtual void order_behind_reads(const c10::Stream&) {}
-
-  // Light tensors over the slots of leaves [first, last), to the same places of `to`. Requires:
-  // is_enqueued() and no failure.
-  void make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const;
-  // Those that workers have made meanwhile, by leaf: the first ones, or none. They make no more of
-  // them; whoever asks a second time gets none. Requires: as make_outputs().
-  RecycledVector<at::Tensor> take_made_outputs();
-  // Makes of a tensor that was an output of this leaf in an earlier copy, with the same plan, the
-  // one of this copy. Not if anybody has changed it, or if this is not the only reference to it.
-  // `keys` are those that outputs get. Requires: as make_outputs().
-  [[nodiscard]] bool reuse_output(const at::Tensor& earlier, size_t leaf,
-                                  c10::DispatchKeySet keys) const;
-  size_t leaves() const { return leaves_.size(); }
-
-  // For the caller that knows the job to be done: sources need no longer wait for anybody else.
-  virtual void give_back_sources() noexcept { sources_->give_back(); }
-
+  // Null: it fills destinations.
+  const std::shared_ptr<Result>& result() const { return work_.result; }
   // Of the threads that work on it, together.
-  StepTimes& steps() { return steps_; }
+  PhaseTimes& phases() { return phases_; }
   // Bytes that the thread which enqueues the job has to move, or wait for.
   virtual uint64_t host_bytes() const { return plan_.total_bytes; }
   TransferCounts counts() const { return {transfers_, transfer_bytes_, fallbacks_}; }
   const PackPlan& plan() const { return plan_; }
   // Allocations on the target.
-  virtual size_t chunks() const { return plan_.chunks.size(); }
+  virtual size_t chunks() const { return work_.result ? work_.result->chunks() : 0; }
   const c10::Device& source_device() const { return leaves_.device(); }
   const c10::Device& target() const { return target_; }
 
  protected:
-  // `stream`, of the accelerator, has the last transfer, or the wait for it.
-  CopyJob(Accelerator& accelerator, const c10::Stream& stream, c10::Device target, LeafTable leaves,
-          std::shared_ptr<const PackPlan> plan, std::shared_ptr<SourceHold> sources);
+  // `work` is moved from in here, so the other arguments may be made from it.
+  // `stream`, of the accelerator, has the last transfer, or the wait for it. `reads` has the
+  // device's reads of sources; null: no device reads them.
+  CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* reads,
+          c10::Device target, CopyWork&& work);
 
-  // Once, on the first thread that works on the job. Device guards are set here.
-  virtual void allocate_chunks() = 0;
-  // Whether there is anything to hand over: memory that existed is its owner's.
-  virtual bool has_outputs() const { return true; }
   // How many threads may be in transfer_all(), side by side or one after the other.
-  virtual size_t most_hands() const { return 1; }
-  // Enqueues transfers until there are none left or somebody has failed. May throw.
+  virtual size_t most_participants() const { return 1; }
+  // May a caller take part? That is where transfer_all() waits, which may be interrupted, only
+  // before it claims a part.
+  virtual bool can_be_helped() const { return false; }
+  // Claims parts and enqueues their transfers until none is left or the job has failed. May throw.
   virtual void transfer_all() = 0;
-  // By the last one out, unless somebody has failed: what comes behind all transfers on the
-  // accelerator's stream. May throw.
-  virtual void finish_transfers() {}
-  // By the last one out, even of a failed job: sees to it that the sources are given back.
-  virtual void finish_reading() noexcept = 0;
+  // By the last participant, unless the job has failed: what comes after all transfers on the
+  // stream. May throw.
+  virtual void complete() {}
+  // By the last participant.
+  virtual void finish() noexcept { finish_enqueued(); }
 
-  // By the last one out.
-  virtual void finish_hands() noexcept { finish(); }
-  // Once, behind all transfers: from here on the job is enqueued, or has failed.
-  void finish() noexcept;
-  // Does some work on the device, of this job. What it throws makes the job fail.
+  // Once, after all transfers: from here on the job is enqueued, or has failed.
+  void finish_enqueued() noexcept;
+  // The sources are free from here on, earlier than at the end. `read`: after the last read.
+  void note_sources_free(EventRef read) noexcept;
+
+  // Does some of the job's work on the device. What it throws makes the job fail.
   template <typename Work>
   void attempt(const Work& work) noexcept {
     try {
@@ -173,56 +170,37 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
     }
   }
   void fail() noexcept;  // keeps the current exception, the first one only
-
-  bool somebody_failed() const { return failed_; }
-  // For hands side by side: calls work(window) for windows that no other hand has claimed, until
-  // there are none left or somebody has failed.
-  template <typename Work>
-  void claim_windows(const std::vector<Window>& windows, const Work& work) {
-    while (!somebody_failed()) {
-      interleave();
-      const size_t window = next_window_++;
-      if (window >= windows.size()) return;
-      work(windows[window]);
-    }
-  }
-  // The window's share of each leaf to `staging`.
-  void stage(const Window& window, std::byte* staging);
+  bool is_failing() const { return failed_; }
   void count_transfer(uint64_t bytes);
+  // For participants side by side: the next of `parts` parts that no other has claimed.
+  size_t claim() { return next_part_++; }
+  size_t next_part() const { return next_part_; }
 
   Accelerator& accelerator_;
   const c10::Stream stream_;
+  const c10::Stream* const reads_;
   const c10::Device target_;
-  const LeafTable leaves_;
-  const std::shared_ptr<const PackPlan> shared_plan_;
+  const CopyWork work_;
+  const LeafTable& leaves_;
   const PackPlan& plan_;
-  const std::shared_ptr<SourceHold> sources_;  // not null
-  std::vector<Chunk> chunks_;                  // written before any worker shares the job
-  StepTimes steps_;
+  PhaseTimes phases_;
+  // After the last transfer; by the only participant, or by the last. Constant once enqueued.
+  EventRef arrived_;
 
  private:
-  at::Tensor output(uint32_t leaf) const;
-  // Whoever gets true has to lead(), and nobody else. Of a job that workers were given.
-  bool begin();
-  // Does the job with up to so many of the pool's workers, who wake while this thread allocates.
-  // Returns as leave().
-  bool lead(ThreadPool* pool, size_t workers) noexcept;
-  void call_others(ThreadPool& pool, size_t hands);
-  bool join();              // is there room for one more hand?
-  bool be_hand() noexcept;  // of one that has joined, or was called. Returns as leave()
-  void open() noexcept;     // there are chunks, or never will be
+  void lead() noexcept;
+  void call_others(size_t workers) noexcept;
+  bool join();
   void work() noexcept;
-  bool leave() noexcept;  // the last one out finishes the job; was it this one?
-  // By a worker who was the last one out, while the caller does other things.
-  void make_outputs_ahead() noexcept;
-  void allocate();  // allocate_chunks(), and remembers them
+  void leave() noexcept;
+  void pass_on() noexcept;
+  void work_to_the_end() noexcept;
+  void record_end() noexcept;
 
-  const c10::DispatchKeySet output_keys_;
-  const bool inference_mode_;   // the caller's when the job was made
-  ThreadPool* pool_ = nullptr;  // whose workers the job was given to; written before they have it
-  std::shared_ptr<JobTicket> ticket_;       // written before they have it; null: none were given it
-  std::atomic<uint32_t> participants_ = 1;  // who leads is one, even before there is anybody
-  std::atomic<size_t> next_window_ = 0;
+  ThreadPool* pool_ = nullptr;              // whose workers the job was given to
+  std::shared_ptr<JobTicket> ticket_;       // null: no pool has it
+  std::atomic<uint32_t> participants_ = 1;  // the place of the thread that begins counts already
+  std::atomic<size_t> next_part_ = 0;
   std::atomic<uint64_t> transfers_ = 0;
   std::atomic<uint64_t> transfer_bytes_ = 0;
   FallbackCount fallbacks_ = 0;
@@ -230,21 +208,12 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   std::atomic<bool> handed_over_ = false;
 
   Mutex mutex_;
-  Condition became_open_;
-  bool open_ = false;  // guarded by mutex_
-  Condition became_enqueued_;
-  std::atomic<bool> enqueued_ = false;  // written under mutex_
-  std::exception_ptr failure_;          // guarded by mutex_ until enqueued_, constant after
-
-  std::mutex made_mutex_;
-  RecycledVector<at::Tensor> made_;  // outputs, by leaf; guarded by made_mutex_, as the next
-  bool made_are_taken_ = false;
-
- protected:
-  EventRef arrived_;  // behind the last transfer; by a single hand, or by the last one out
-  // Of a job that failed: behind what it has enqueued all the same and that writes to the caller's
-  // memory; null if there is no such. By the last one out.
-  EventRef stopped_;
+  Condition milestone_;
+  std::atomic<bool> sources_free_ = false;  // but for `read_`; written under mutex_
+  std::atomic<bool> enqueued_ = false;      // written under mutex_
+  EventRef read_;     // after the device's last read of sources; constant once sources_free_
+  EventRef written_;  // after the last write to destinations, of a failed job too; see enqueued_
+  std::exception_ptr failure_;  // guarded by mutex_ until enqueued_, constant after
 };
 
 }  // namespace tdcopier

@@ -5,21 +5,45 @@
 
 #include <utility>
 
+#include "base/interleaver.h"
+#include "base/patience.h"
+#include "engine/fallbacks.h"
 #include "engine/graph_capture.h"
 
 namespace tdcopier {
+namespace {
+
+// cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread; HIP has the same numbers.
+bool is_about_a_capture(const c10::Error& error) {
+  const auto* const told = dynamic_cast<const c10::AcceleratorError*>(&error);
+  return told != nullptr && told->get_error_code() >= 900 && told->get_error_code() <= 908;
+}
+
+}  // namespace
 
 bool has_ended(const c10::Event& event) noexcept {
+  constexpr int kTries = 3;  // a device that has failed says so each time
   const RelaxedCapture relaxed(event.device_type());
-  try {
-    return event.query();
-  } catch (...) {
-    return true;
+  for (int i = 0; i < kTries; ++i) {
+    try {
+      return event.query();
+    } catch (const c10::Error& error) {
+      if (is_about_a_capture(error)) return false;
+    } catch (...) {
+    }
   }
+  return true;
+}
+
+void wait_for(const c10::Event& event) {
+  const RelaxedCapture relaxed(event.device_type());
+  if (!is_interleaved()) wait_patiently([&event] { return has_ended(event); });
+  event.synchronize();
 }
 
 void wait_until_ended(const c10::Event& event) {
   const RelaxedCapture relaxed(event.device_type());
+  if (!is_interleaved()) return wait_patiently([&event] { return has_ended(event); });
   try {
     event.synchronize();
   } catch (const c10::Error&) {  // it has ended
@@ -45,11 +69,26 @@ std::unique_ptr<c10::Event> EventPool::take() {
 EventRef EventPool::record(const c10::Stream& stream) {
   std::unique_ptr<c10::Event> event = take();
   if (!event) event = std::make_unique<c10::Event>(type_);
-  event->record(stream);
-  return {event.release(), [this](const c10::Event* used) {
-            const std::lock_guard lock(mutex_);
-            idle_.emplace_back(const_cast<c10::Event*>(used));
-          }};
+  // The reference first: nothing that may fail comes after the record.
+  EventRef recorded(event.release(), [this](const c10::Event* used) {
+    const std::lock_guard lock(mutex_);
+    idle_.emplace_back(const_cast<c10::Event*>(used));
+  });
+  const_cast<c10::Event&>(*recorded).record(stream);
+  return recorded;
+}
+
+EventRef EventPool::record_or_wait(const c10::Stream& stream) {
+  const RelaxedCapture relaxed(type_);
+  try {
+    return record(stream);
+  } catch (...) {
+    note_fallback();
+  }
+  const InterruptibleWaits to_the_end(nullptr);
+  if (!is_interleaved()) wait_patiently([&stream] { return stream.query(); });
+  stream.synchronize();
+  return nullptr;
 }
 
 }  // namespace tdcopier

@@ -18,7 +18,11 @@ CountFallbacks::~CountFallbacks() {
 }
 
 void note_fallback(c10::DeviceType type) {
-  if (type == c10::DeviceType::CUDA && t_count != nullptr) ++*t_count;
+  if (type == c10::DeviceType::CUDA) note_fallback();
+}
+
+void note_fallback() {
+  if (t_count != nullptr) ++*t_count;
 }
 
 }  // namespace tdcopier

@@ -1,4 +1,4 @@
-// Counts where torch's own call did the work because a device's fast way was not to be had.
+// Counts operations that took a slower path because the fast one was unavailable.
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -22,8 +22,10 @@ class CountFallbacks {
   FallbackCount* const before_;
 };
 
-// One gather, scatter or transfer on a device of this type was left to torch. Nothing is counted
-// where there is no fast way at all: only CUDA has one.
+// One gather, scatter or transfer on a device of this type fell back to torch. Nothing is counted
+// where there is no fast path at all: only CUDA has one.
 void note_fallback(c10::DeviceType type);
+// A fallback on any device: to pageable memory, for example, where pinning failed.
+void note_fallback();
 
 }  // namespace tdcopier

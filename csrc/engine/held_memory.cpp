@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "engine/byte_tensor.h"
+#include "engine/fallbacks.h"
 #include "engine/staging_ring.h"
 
 namespace tdcopier {
@@ -37,9 +38,15 @@ HeldLease::~HeldLease() {
   if (memory_ != nullptr) memory_->give_back(bytes_, std::move(block_), nullptr);
 }
 
-void HeldLease::allocate() {
-  if (block_.defined()) return;
-  block_ = byte_tensor(at::getHostAllocator(memory_->type_)->allocate(bytes_), bytes_);
+bool HeldLease::allocate() {
+  if (block_.defined()) return true;
+  try {
+    block_ = byte_tensor(at::getHostAllocator(memory_->type_)->allocate(bytes_), bytes_);
+    return true;
+  } catch (...) {
+    note_fallback();
+    return false;
+  }
 }
 
 void HeldLease::in_flight_until(EventRef event) {

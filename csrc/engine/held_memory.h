@@ -29,8 +29,9 @@ class HeldLease {
   HeldLease(const HeldLease&) = delete;
   HeldLease& operator=(const HeldLease&) = delete;
 
-  // Pins memory where none was free. By one thread, before any calls data(). May throw.
-  void allocate();
+  // Pins memory where none was free; false, which is counted, where that fails. Once, before
+  // data().
+  [[nodiscard]] bool allocate();
   std::byte* data() const { return static_cast<std::byte*>(block_.mutable_data_ptr()); }
   // The device reads it until `event` is done.
   void in_flight_until(EventRef event);

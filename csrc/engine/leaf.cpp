@@ -137,7 +137,7 @@ void LeafTable::add_own(const void* data, c10::ScalarType dtype, std::span<const
   const auto dims = static_cast<uint32_t>(sizes.size());
   leaves_.push_back(
       {data, bytes, dtype, /*strided=*/false, dims, static_cast<uint32_t>(shapes_.size())});
-  extents_.push_back({bytes, element_bytes});
+  extents_.push_back({bytes, element_bytes, static_cast<uint32_t>(dtype)});
   for (const int64_t size : sizes) shapes_.push_back(size);
   for (const int64_t stride : strides) shapes_.push_back(stride);
 }

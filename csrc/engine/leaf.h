@@ -93,7 +93,7 @@ class LeafTable {
   // The same without a shape, for a leaf of which no output is made.
   void add_bytes(const void* data, c10::ScalarType dtype, uint64_t bytes, uint32_t element_bytes) {
     leaves_.push_back({data, bytes, dtype, /*strided=*/false, 0, 0});
-    extents_.push_back({bytes, element_bytes});
+    extents_.push_back({bytes, element_bytes, static_cast<uint32_t>(dtype)});
   }
   // `data` is the first element, `source_strides_bytes` lead to the others; `strides`, in elements,
   // are those of the contiguous output.

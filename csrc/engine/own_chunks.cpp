@@ -39,25 +39,25 @@ bool ChunkSlots::is_padding(const std::byte* from, const std::byte* to, size_t& 
          slots_[cursor + 1].begin == last;
 }
 
-void remember_chunk(const Chunk& chunk, const PackPlan& plan, const ChunkPlan& chunk_plan,
-                    const LeafTable& leaves) {
+void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan& plan,
+                    const ChunkPlan& chunk, const LeafTable& leaves) {
   RecycledVector<SlotRange> slots;
-  slots.reserve(chunk_plan.last - chunk_plan.first);
-  for (uint32_t i = chunk_plan.first; i < chunk_plan.last; ++i) {
+  slots.reserve(chunk.last - chunk.first);
+  for (uint32_t i = chunk.first; i < chunk.last; ++i) {
     const uint64_t begin = plan.slots[plan.order[i]].offset;
     const uint64_t bytes = leaves[plan.order[i]].bytes;
     if (bytes != 0) slots.push_back({begin, begin + bytes});
   }
-  auto known = std::make_shared<const ChunkSlots>(chunk.at(0), std::move(slots));
+  auto known = std::make_shared<const ChunkSlots>(
+      static_cast<const std::byte*>(storage.data()) + shift, std::move(slots));
   auto& [mutex, entries, swept_at] = own_chunks();
   const std::lock_guard lock(mutex);
   if (entries.size() >= swept_at) {
     std::erase_if(entries, [](const auto& entry) { return entry.second.storage.expired(); });
     swept_at = std::max<size_t>(64, 2 * entries.size());
   }
-  const c10::StorageImpl* const storage = chunk.storage.unsafeGetStorageImpl();
-  entries.insert_or_assign(
-      storage, Entry{chunk.storage.getWeakStorageImpl(), chunk.storage.data(), std::move(known)});
+  entries.insert_or_assign(storage.unsafeGetStorageImpl(),
+                           Entry{storage.getWeakStorageImpl(), storage.data(), std::move(known)});
 }
 
 std::shared_ptr<const ChunkSlots> slots_of(const c10::StorageImpl* storage) {

@@ -10,7 +10,6 @@
 
 #include "base/pack_plan.h"
 #include "base/recycled.h"
-#include "engine/chunk.h"
 #include "engine/leaf.h"
 
 namespace tdcopier {
@@ -39,8 +38,9 @@ class ChunkSlots {
 };
 
 // Thread: any. Lifetime: an entry goes some time after its storage. No storage is kept alive.
-void remember_chunk(const Chunk& chunk, const PackPlan& plan, const ChunkPlan& chunk_plan,
-                    const LeafTable& leaves);
+// `shift` is where its first slot begins, in bytes.
+void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan& plan,
+                    const ChunkPlan& chunk, const LeafTable& leaves);
 
 // Null unless it is a chunk that is remembered, with its memory as it was. Requires: the storage is
 // alive.

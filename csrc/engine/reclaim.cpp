@@ -1,21 +1,76 @@
-// A task of the reclaimer's for each event.
+// A list of events and what waits for them.
 #include "engine/reclaim.h"
 
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
 #include <utility>
+
+#include "engine/workers.h"
 
 namespace tdcopier {
 
-void give_back_behind(EventRef event, std::shared_ptr<SourceHold> hold,
-                      ThreadPool& reclaimer) noexcept {
-  const auto reclaim = [read = std::move(event), kept = std::move(hold)]() noexcept {
-    wait_until_ended(*read);
-    kept->give_back();
-  };
+Reclaimer& Reclaimer::get() {
+  static std::atomic<Reclaimer*> current = new Reclaimer();
+  // A child of a fork has none of its parent's threads, and leaves to the parent what they wait
+  // for.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { current = new Reclaimer(); });
+  (void)registered;
+  return *current;
+}
+
+void Reclaimer::release_after(EventRef event, std::shared_ptr<KeepAlive> kept) noexcept {
   try {
-    if (reclaimer.submit(reclaim)) return;
-  } catch (...) {  // no memory for the task: done here, below
+    std::list<Pending> added;
+    added.push_back({event, kept});
+    const std::lock_guard lock(mutex_);
+    pending_.splice(pending_.end(), added);
+    if (thread_looks_) return;
+    thread_looks_ = reclaimer_thread().submit([this] { look_until_nothing_is_left(); });
+    if (thread_looks_) return;
+    pending_.pop_back();
+  } catch (...) {  // no memory for it: waited for here, below
   }
-  reclaim();
+  wait_until_ended(*event);
+  kept->release();
+}
+
+// The keepers go, and the events back to their pools, when the lock is free again.
+bool Reclaimer::look() noexcept {
+  std::list<Pending> ended;
+  const std::lock_guard lock(mutex_);
+  for (auto entry = pending_.begin(); entry != pending_.end();) {
+    const auto here = entry++;
+    if (!here->kept->is_released() && !has_ended(*here->event)) continue;
+    ended.splice(ended.end(), pending_, here);
+  }
+  for (const Pending& entry : ended) entry.kept->release();
+  return !pending_.empty();
+}
+
+EventRef Reclaimer::oldest() {
+  const std::lock_guard lock(mutex_);
+  if (pending_.empty()) thread_looks_ = false;
+  return pending_.empty() ? nullptr : pending_.front().event;
+}
+
+void Reclaimer::look_until_nothing_is_left() noexcept {
+  using namespace std::chrono_literals;
+  auto pause = 100us;
+  while (const EventRef next = oldest()) {
+    if (look()) {
+      if (is_interleaved()) {
+        wait_until_ended(*next);
+      } else {
+        std::this_thread::sleep_for(pause);
+        pause = std::min<std::chrono::microseconds>(2 * pause, 2000us);
+      }
+    }
+  }
 }
 
 }  // namespace tdcopier

@@ -1,16 +1,47 @@
-// Gives back what a device still uses, when it does so no more.
+// Releases resources once the device has finished using them.
 #pragma once
 
+#include <list>
 #include <memory>
 
-#include "base/thread_pool.h"
-#include "engine/copy_job.h"
+#include "base/monitor.h"
 #include "engine/event_pool.h"
 
 namespace tdcopier {
 
-// Waits for the event and gives back, on the reclaimer's thread; or here, where that has ended.
-void give_back_behind(EventRef event, std::shared_ptr<SourceHold> hold,
-                      ThreadPool& reclaimer) noexcept;
+// The keeper of Python objects, or whatever else a job's memory belongs to. The engine releases it
+// as soon as the bytes were read, or written.
+class KeepAlive {
+ public:
+  virtual ~KeepAlive() = default;
+  // The second call does nothing. Thread: any. GIL: may or may not be held; must not wait for it.
+  virtual void release() noexcept = 0;
+  virtual bool is_released() const noexcept = 0;
+};
+
+// What waits for devices, whichever: calls look at all of it, and one thread does so now and then
+// while there is any. Thread: any. Lifetime: never destroyed.
+class Reclaimer {
+ public:
+  static Reclaimer& get();
+
+  void release_after(EventRef event, std::shared_ptr<KeepAlive> kept) noexcept;
+
+  // Releases what devices have finished with. Returns whether there is more to come.
+  bool look() noexcept;
+
+ private:
+  struct Pending {
+    EventRef event;
+    std::shared_ptr<KeepAlive> kept;
+  };
+
+  void look_until_nothing_is_left() noexcept;  // on the reclaimer's thread
+  EventRef oldest();
+
+  Mutex mutex_;
+  std::list<Pending> pending_;  // guarded by mutex_
+  bool thread_looks_ = false;   // guarded by mutex_
+};
 
 }  // namespace tdcopier

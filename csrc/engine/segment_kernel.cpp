@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -23,19 +24,21 @@ namespace {
 constexpr uint32_t kMaxSegmentBytes = 16 * 1024;
 constexpr unsigned kThreadsOfBlock = 128;
 
+constexpr uint32_t kBytesBits = 24;
+
 template <size_t kMost>
 struct Parameters {
-  uint64_t memory;
+  uint64_t chunks[kMostChunksOfLaunch];
   uint32_t scatter;
   uint32_t unused = 0;
   Segment each[kMost];
 };
-static_assert(sizeof(Parameters<2046>) <= 32764, "what a kernel's parameters may hold");
+static_assert(sizeof(Parameters<2042>) <= 32764, "what a kernel's parameters may hold");
 
 struct Kernel {
   void* context = nullptr;  // the device's primary one
   std::string lack;         // why there is none; the rest is empty then
-  void* few = nullptr;      // functions for up to 254, 766 and 2046 segments
+  void* few = nullptr;      // functions for up to 254, 766 and 2042 segments
   void* some = nullptr;
   void* many = nullptr;
 };
@@ -67,7 +70,7 @@ Kernel load(int device) {
   }
   const std::pair<const char*, void**> functions[] = {{"move_segments_254", &kernel.few},
                                                       {"move_segments_766", &kernel.some},
-                                                      {"move_segments_2046", &kernel.many}};
+                                                      {"move_segments_2042", &kernel.many}};
   for (const auto& [name, function] : functions) {
     if (const int result = driver->get_function(function, module, name)) {
       kernel.lack = failed("cuModuleGetFunction", result);
@@ -92,11 +95,11 @@ const Kernel& kernel_of(c10::Device device) {
 }
 
 template <size_t kMost>
-void launch(void* function, void* stream, Move move, std::byte* memory,
+void launch(void* function, void* stream, Move direction, const uint64_t* chunks,
             std::span<const Segment> segments) {
   Parameters<kMost> parameters;
-  parameters.memory = reinterpret_cast<uint64_t>(memory);
-  parameters.scatter = static_cast<uint32_t>(move);
+  std::copy_n(chunks, kMostChunksOfLaunch, parameters.chunks);
+  parameters.scatter = static_cast<uint32_t>(direction);
   std::memcpy(parameters.each, segments.data(), segments.size_bytes());
   void* arguments[] = {&parameters};
   const int result = cuda_driver()->launch(function, static_cast<unsigned>(segments.size()), 1, 1,
@@ -107,31 +110,44 @@ void launch(void* function, void* stream, Move move, std::byte* memory,
 
 }  // namespace
 
+void Segments::begin_chunk(std::byte* memory) {
+  if (groups_.empty() || groups_.back().count == kMostChunksOfLaunch) {
+    groups_.push_back({.first = segments_.size()});
+  }
+  Group& group = groups_.back();
+  group.chunks[group.count++] = reinterpret_cast<uint64_t>(memory);
+}
+
 void Segments::add(const void* address, uint64_t offset, uint64_t bytes) {
+  const auto chunk = static_cast<uint32_t>(groups_.back().count - 1) << kBytesBits;
   for (uint64_t at = 0; at < bytes; at += kMaxSegmentBytes) {
+    const auto part = static_cast<uint32_t>(std::min<uint64_t>(bytes - at, kMaxSegmentBytes));
     segments_.push_back({reinterpret_cast<uint64_t>(address) + at,
-                         static_cast<uint32_t>(offset + at),
-                         static_cast<uint32_t>(std::min<uint64_t>(bytes - at, kMaxSegmentBytes))});
+                         static_cast<uint32_t>(offset + at), chunk | part});
   }
 }
 
-void move_segments(const c10::Stream& stream, Move move, std::byte* memory,
-                   std::span<const Segment> segments) {
-  if (segments.empty()) return;
+void Segments::move(const c10::Stream& stream, Move direction) const {
+  if (segments_.empty()) return;
   const Kernel& kernel = kernel_of(stream.device());
   check_invariant(kernel.lack.empty(), "segments are moved where there is a kernel for them");
   const CurrentContext here(*cuda_driver(), kernel.context);
   void* const handle = native_handle(stream);
-  while (!segments.empty()) {
-    const auto part = segments.first(std::min<size_t>(segments.size(), 2046));
-    if (part.size() <= 254) {
-      launch<254>(kernel.few, handle, move, memory, part);
-    } else if (part.size() <= 766) {
-      launch<766>(kernel.some, handle, move, memory, part);
-    } else {
-      launch<2046>(kernel.many, handle, move, memory, part);
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    const size_t last = i + 1 < groups_.size() ? groups_[i + 1].first : segments_.size();
+    std::span<const Segment> segments(segments_.data() + groups_[i].first, last - groups_[i].first);
+    const uint64_t* const chunks = groups_[i].chunks.data();
+    while (!segments.empty()) {
+      const auto part = segments.first(std::min<size_t>(segments.size(), 2042));
+      if (part.size() <= 254) {
+        launch<254>(kernel.few, handle, direction, chunks, part);
+      } else if (part.size() <= 766) {
+        launch<766>(kernel.some, handle, direction, chunks, part);
+      } else {
+        launch<2042>(kernel.many, handle, direction, chunks, part);
+      }
+      segments = segments.subspan(part.size());
     }
-    segments = segments.subspan(part.size());
   }
 }
 

@@ -102,52 +102,65 @@ WindowBytes balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t m
 }
 
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
-                                WindowBytes window_bytes) {
+                                WindowBytes window_bytes,
+                                const std::function<bool(const ChunkPlan&)>& is_staged) {
   constexpr size_t kWindowsOfRound = 8;
   std::vector<Window> windows;
-  for (uint32_t chunk = 0; chunk < plan.chunks.size(); ++chunk) {
-    const uint64_t bytes = plan.chunks[chunk].bytes;
-    uint64_t step = std::min<uint64_t>(window_bytes.most, g_max_window_bytes);
-    if (bytes > kStridedWindowBytes && has_strided(plan, leaves, plan.chunks[chunk])) {
-      step = std::min(step, kStridedWindowBytes);
-    }
-    step = even_step(bytes, step);
-    for (uint64_t begin = 0; begin < bytes; begin = windows.back().end) {
+  const auto cut = [&](Window all, uint64_t most) {
+    const uint64_t step = even_step(all.bytes(), most);
+    while (all.begin < all.end) {
       const size_t round = std::min<size_t>(windows.size() / kWindowsOfRound, 32);
       const uint64_t here = std::min(step, window_bytes.first << round);
-      windows.push_back({chunk, begin, std::min(bytes, begin + here)});
+      windows.push_back({all.begin, std::min(all.end, all.begin + here)});
+      all.begin = windows.back().end;
     }
+  };
+  const uint64_t most = std::min<uint64_t>(window_bytes.most, g_max_window_bytes);
+  for (size_t i = 0; i < plan.chunks.size();) {
+    const ChunkPlan& first = plan.chunks[i++];
+    if (!is_staged(first)) continue;
+    Window all{first.begin, first.end()};
+    bool strided = has_strided(plan, leaves, first);
+    const auto goes_on = [&] {
+      return i < plan.chunks.size() && first.packed && plan.chunks[i].packed &&
+             is_staged(plan.chunks[i]);
+    };
+    for (; goes_on(); ++i) {
+      all.end = plan.chunks[i].end();
+      strided = strided || has_strided(plan, leaves, plan.chunks[i]);
+    }
+    const bool in_small_parts = strided && all.bytes() > kStridedWindowBytes;
+    cut(all, in_small_parts ? std::min(most, kStridedWindowBytes) : most);
   }
   return windows;
 }
 
 void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
                   std::byte* staging) {
-  const ChunkPlan& chunk = plan.chunks[window.chunk];
-  const auto first = plan.order.begin() + chunk.first;
-  const auto last = plan.order.begin() + chunk.last;
-  // The first leaf that ends behind the window's beginning; offsets ascend within a chunk.
-  auto at = std::partition_point(first, last, [&](uint32_t leaf) {
-    return plan.slots[leaf].offset + leaves[leaf].bytes <= window.begin;
-  });
-  constexpr ptrdiff_t kAhead = 8;  // small leaves lie scattered: fetch their first bytes early
-  for (; at != last && plan.slots[*at].offset < window.end; ++at) {
-    if (last - at > kAhead && !leaves[at[kAhead]].is_rows()) {
-      prefetch_beginning(leaves[at[kAhead]]);
+  constexpr uint32_t kAhead = 8;  // small leaves are scattered: fetch their first bytes early
+  const auto stage_chunk = [&](size_t index, uint64_t from, uint64_t to, uint64_t place) {
+    const ChunkPlan& chunk = plan.chunks[index];
+    std::byte* const here = staging + place;
+    for (uint32_t i = first_leaf_after(plan, leaves, chunk, from); i < chunk.last; ++i) {
+      if (chunk.last - i > kAhead && !leaves[plan.order[i + kAhead]].is_rows()) {
+        prefetch_beginning(leaves[plan.order[i + kAhead]]);
+      }
+      const Leaf& leaf = leaves[plan.order[i]];
+      const uint64_t offset = plan.slots[plan.order[i]].offset;
+      if (offset >= to) break;
+      if (leaf.bytes == 0) continue;
+      const uint64_t begin = std::max(offset, from);
+      const uint64_t end = std::min(offset + leaf.bytes, to);
+      const LeafRange range{begin - offset, end - offset};
+      if (leaf.strided || end - begin < kStreamedBytes) {
+        stage_leaf(leaves, leaf, range, here + (begin - from));
+      } else {
+        copy_streaming(here + (begin - from),
+                       static_cast<const std::byte*>(leaf.data) + range.begin, end - begin);
+      }
     }
-    const Leaf& leaf = leaves[*at];
-    if (leaf.bytes == 0) continue;
-    const uint64_t offset = plan.slots[*at].offset;
-    const uint64_t begin = std::max(offset, window.begin);
-    const uint64_t end = std::min(offset + leaf.bytes, window.end);
-    const LeafRange range{begin - offset, end - offset};
-    std::byte* const to = staging + (begin - window.begin);
-    if (leaf.strided || end - begin < kStreamedBytes) {
-      stage_leaf(leaves, leaf, range, to);
-    } else {
-      copy_streaming(to, static_cast<const std::byte*>(leaf.data) + range.begin, end - begin);
-    }
-  }
+  };
+  for_each_chunk_in_window(plan, window, stage_chunk);
 }
 
 }  // namespace tdcopier

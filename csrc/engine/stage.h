@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -13,11 +14,12 @@
 
 namespace tdcopier {
 
-// Bytes [begin, end) of one chunk.
+// Bytes [begin, end) of a plan's image.
 struct Window {
-  uint32_t chunk;
   uint64_t begin;
   uint64_t end;
+
+  uint64_t bytes() const { return end - begin; }
 };
 
 // Bytes [begin, end) of a leaf as they arrive.
@@ -46,10 +48,11 @@ WindowBytes balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t m
 // Another bound for all windows, for tests that want many of them for little. Thread: any.
 void set_max_window_bytes(uint64_t bytes);
 
-// Windows that cover every chunk, in the plan's order; those of full size in one chunk are about
-// equal.
-std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
-                                WindowBytes window_bytes);
+// Windows that cover the chunks for which `is_staged`, in the plan's order. Packed chunks that
+// follow one another share windows; those of full size in one chunk are about equal.
+std::vector<Window> cut_windows(
+    const PackPlan& plan, const LeafTable& leaves, WindowBytes window_bytes,
+    const std::function<bool(const ChunkPlan&)>& is_staged = [](const ChunkPlan&) { return true; });
 
 // Writes the window's share of each leaf to where it belongs in `staging`, which holds the window's
 // bytes. Bytes between slots are left as they are.
@@ -64,24 +67,48 @@ void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std:
 std::vector<StridedDim> dims_as_they_arrive(const LeafTable& leaves, const Leaf& leaf,
                                             std::span<const int64_t> strides_bytes);
 
+// Calls visit(index of the chunk, bytes [begin, end) of the chunk, place in the window) for each
+// chunk that has bytes in the window.
+template <typename Visit>
+void for_each_chunk_in_window(const PackPlan& plan, const Window& window, const Visit& visit) {
+  auto chunk = std::partition_point(
+      plan.chunks.begin(), plan.chunks.end(),
+      [&window](const ChunkPlan& before) { return before.end() <= window.begin; });
+  for (; chunk != plan.chunks.end() && chunk->begin < window.end; ++chunk) {
+    const uint64_t begin = std::max(chunk->begin, window.begin);
+    const uint64_t end = std::min(chunk->end(), window.end);
+    if (begin == end) continue;
+    visit(static_cast<size_t>(chunk - plan.chunks.begin()), begin - chunk->begin,
+          end - chunk->begin, begin - window.begin);
+  }
+}
+
+// The first leaf of the chunk that ends after its byte `begin`, as an index of the plan's order.
+inline uint32_t first_leaf_after(const PackPlan& plan, const LeafTable& leaves,
+                                 const ChunkPlan& chunk, uint64_t begin) {
+  const auto at = std::partition_point(
+      plan.order.begin() + chunk.first, plan.order.begin() + chunk.last,
+      [&](uint32_t leaf) { return plan.slots[leaf].offset + leaves[leaf].bytes <= begin; });
+  return static_cast<uint32_t>(at - plan.order.begin());
+}
+
 // Calls visit(leaf, range, place in the window) for each leaf that has bytes in the window.
 template <typename Visit>
 void for_each_in_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
                         const Visit& visit) {
-  const ChunkPlan& chunk = plan.chunks[window.chunk];
-  const auto first = plan.order.begin() + chunk.first;
-  const auto last = plan.order.begin() + chunk.last;
-  // The first leaf that ends behind the window's beginning; offsets ascend within a chunk.
-  auto at = std::partition_point(first, last, [&](uint32_t leaf) {
-    return plan.slots[leaf].offset + leaves[leaf].bytes <= window.begin;
-  });
-  for (; at != last && plan.slots[*at].offset < window.end; ++at) {
-    if (leaves[*at].bytes == 0) continue;
-    const uint64_t offset = plan.slots[*at].offset;
-    const uint64_t begin = std::max(offset, window.begin);
-    const uint64_t end = std::min(offset + leaves[*at].bytes, window.end);
-    visit(*at, LeafRange{begin - offset, end - offset}, begin - window.begin);
-  }
+  const auto in_chunk = [&](size_t index, uint64_t from, uint64_t to, uint64_t place) {
+    const ChunkPlan& chunk = plan.chunks[index];
+    for (uint32_t i = first_leaf_after(plan, leaves, chunk, from); i < chunk.last; ++i) {
+      const uint32_t leaf = plan.order[i];
+      const uint64_t offset = plan.slots[leaf].offset;
+      if (offset >= to) break;
+      if (leaves[leaf].bytes == 0) continue;
+      const uint64_t begin = std::max(offset, from);
+      const uint64_t end = std::min(offset + leaves[leaf].bytes, to);
+      visit(leaf, LeafRange{begin - offset, end - offset}, place + (begin - from));
+    }
+  };
+  for_each_chunk_in_window(plan, window, in_chunk);
 }
 
 }  // namespace tdcopier

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/byte_tensor.h"
+#include "engine/fallbacks.h"
 
 namespace tdcopier {
 namespace {
@@ -16,14 +16,14 @@ std::atomic<uint64_t> g_limit_bytes = kDefaultStagingLimitBytes;
 }  // namespace
 
 StagingLease::StagingLease(StagingRing& ring, StagingUse use, std::unique_ptr<StagingBuffer> buffer)
-    : ring_(ring), use_(use), buffer_(std::move(buffer)) {}
+    : ring_(&ring), use_(use), buffer_(std::move(buffer)) {}
 
 StagingLease::~StagingLease() {
-  if (buffer_) ring_.give_back(use_, std::move(buffer_));
+  if (buffer_) ring_->give_back(use_, std::move(buffer_));
 }
 
 void StagingLease::in_flight_until(EventRef event) {
-  ring_.give_back_after(use_, std::move(buffer_), std::move(event));
+  ring_->give_back_after(use_, std::move(buffer_), std::move(event));
 }
 
 void StagingRing::set_limit_bytes(uint64_t bytes) {
@@ -48,13 +48,27 @@ uint64_t StagingRing::pinned_bytes() {
   return pinned_bytes_;
 }
 
-StagingLease StagingRing::acquire(StagingUse use) {
-  try {
-    std::unique_ptr<StagingBuffer> buffer = take_or_reserve(use);
-    return {*this, use, buffer ? std::move(buffer) : allocate_reserved(use)};
-  } catch (...) {
-    returned_.notify_all();  // the wake-up that this thread may have used up
-    throw;
+std::optional<StagingLease> StagingRing::acquire(StagingUse use) {
+  bool grow = true;
+  std::unique_ptr<StagingBuffer> buffer;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    switch (look_for_room(use, grow, buffer)) {
+      case Room::kTaken:
+        return StagingLease(*this, use, std::move(buffer));
+      case Room::kNever:
+        return std::nullopt;
+      case Room::kNone:
+        wait_for_return(use, lock);
+        break;
+      case Room::kReserved:
+        lock.unlock();
+        buffer = allocate_reserved(use);
+        if (buffer) return StagingLease(*this, use, std::move(buffer));
+        note_fallback();
+        grow = false;  // no more memory can be pinned: wait for what there is
+        lock.lock();
+    }
   }
 }
 
@@ -85,47 +99,49 @@ EventRef StagingRing::next_return(StagingUse use) {
   return first ? first : front(use);
 }
 
-std::unique_ptr<StagingBuffer> StagingRing::take_or_reserve(StagingUse use) {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    collect_done();
-    drop_over_limit();
-    if (has_share_left(use)) {
-      if (!free_.empty()) {
-        std::unique_ptr<StagingBuffer> buffer = std::move(free_.back());
-        free_.pop_back();
-        ++share(use).buffers;
-        return buffer;
-      }
-      if (may_grow(use)) {
-        pinned_bytes_ += kStagingBufferBytes;
-        ++share(use).buffers;
-        return nullptr;
-      }
-    }
-    const EventRef oldest = next_return(use);
-    if (!oldest) {
-      returned_.wait(lock);
-      continue;
-    }
-    // Keep a reference and let the others in while the device works.
-    lock.unlock();
-    wait_until_ended(*oldest);
-    lock.lock();
+StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
+                                             std::unique_ptr<StagingBuffer>& buffer) {
+  collect_done();
+  drop_over_limit();
+  // Nothing comes back that does not wait for kernels of another copy.
+  const bool is_alone =
+      free_.empty() && share(use).buffers == 0 && share(StagingUse::kToDevice).buffers == 0;
+  if (!grow && is_alone) return Room::kNever;
+  if (!has_share_left(use)) return Room::kNone;
+  if (!free_.empty()) {
+    buffer = std::move(free_.back());
+    free_.pop_back();
+    ++share(use).buffers;
+    return Room::kTaken;
   }
+  if (!grow || !may_grow(use)) return Room::kNone;
+  pinned_bytes_ += kStagingBufferBytes;
+  ++share(use).buffers;
+  return Room::kReserved;
 }
 
-std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved(StagingUse use) {
+void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock) {
+  const EventRef oldest = next_return(use);
+  if (!oldest) return returned_.wait(lock);
+  // Keep a reference and let the others in while the device works.
+  lock.unlock();
+  wait_until_ended(*oldest);
+  lock.lock();
+}
+
+std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved(StagingUse use) noexcept {
   try {
     at::HostAllocator* allocator = at::getHostAllocator(type_);
-    return std::make_unique<StagingBuffer>(
-        StagingBuffer{byte_tensor(allocator->allocate(kStagingBufferBytes), kStagingBufferBytes)});
+    return std::make_unique<StagingBuffer>(StagingBuffer{allocator->allocate(kStagingBufferBytes)});
   } catch (...) {
+  }
+  {
     const std::lock_guard lock(mutex_);
     pinned_bytes_ -= kStagingBufferBytes;
     --share(use).buffers;
-    throw;
   }
+  returned_.notify_all();
+  return nullptr;
 }
 
 void StagingRing::give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffer) {
@@ -139,6 +155,7 @@ void StagingRing::give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffe
 
 void StagingRing::give_back_after(StagingUse use, std::unique_ptr<StagingBuffer> buffer,
                                   EventRef event) {
+  if (!event) return give_back(use, std::move(buffer));
   {
     const std::lock_guard lock(mutex_);
     share(use).in_flight.push_back({std::move(buffer), std::move(event)});

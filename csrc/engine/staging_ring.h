@@ -1,7 +1,7 @@
 // The bounded set of pinned buffers that all transfers to one device read from.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/DeviceType.h>
 
 #include <array>
@@ -9,6 +9,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "base/monitor.h"
@@ -27,7 +28,7 @@ enum class StagingUse : uint8_t { kToDevice, kOrdered, kFromDevice };
 inline constexpr size_t kStagingUses = 3;
 
 struct StagingBuffer {
-  at::Tensor bytes;  // (kStagingBufferBytes,) uint8, pinned
+  c10::DataPtr memory;  // kStagingBufferBytes, pinned
 };
 
 class StagingRing;
@@ -38,15 +39,16 @@ class StagingLease {
   StagingLease(StagingRing& ring, StagingUse use, std::unique_ptr<StagingBuffer> buffer);
   ~StagingLease();
   StagingLease(StagingLease&&) = default;
+  StagingLease& operator=(StagingLease&&) = default;
   StagingLease(const StagingLease&) = delete;
   StagingLease& operator=(const StagingLease&) = delete;
 
-  const at::Tensor& bytes() const { return buffer_->bytes; }
-  // The device reads the buffer until `event` is done.
+  std::byte* data() const { return static_cast<std::byte*>(buffer_->memory.get()); }
+  // The device uses the buffer until `event` is done; null: it does no longer.
   void in_flight_until(EventRef event);
 
  private:
-  StagingRing& ring_;
+  StagingRing* ring_;
   StagingUse use_;
   std::unique_ptr<StagingBuffer> buffer_;
 };
@@ -59,8 +61,9 @@ class StagingRing {
   StagingRing& operator=(const StagingRing&) = delete;
 
   // Blocks: while every buffer that the limit allows for this use is being filled or read by the
-  // device. GIL: must not be held.
-  StagingLease acquire(StagingUse use);
+  // device. nullopt: no memory can be pinned, and none will come back. GIL: must not be held.
+  // Throws: Interrupted.
+  std::optional<StagingLease> acquire(StagingUse use);
 
   // Would acquire() wait? An answer for now only: others take buffers too.
   bool is_exhausted(StagingUse use) noexcept;
@@ -84,9 +87,11 @@ class StagingRing {
     std::deque<InFlight> in_flight;  // oldest first, all on one stream
   };
 
-  // Null: room for one more was reserved.
-  std::unique_ptr<StagingBuffer> take_or_reserve(StagingUse use);
-  std::unique_ptr<StagingBuffer> allocate_reserved(StagingUse use);
+  enum class Room { kTaken, kReserved, kNone, kNever };
+  // kTaken: `buffer` is one. kReserved: there is room for one more. `grow`: may there be?
+  Room look_for_room(StagingUse use, bool grow, std::unique_ptr<StagingBuffer>& buffer);
+  std::unique_ptr<StagingBuffer> allocate_reserved(StagingUse use) noexcept;  // null: none
+  void wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock);
   void give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffer);
   void give_back_after(StagingUse use, std::unique_ptr<StagingBuffer> buffer, EventRef event);
   // All of these: mutex_ held.

@@ -1,25 +1,17 @@
-// Transfers: straight to CUDA's driver, else through ATen's copy, which every backend of torch has.
+// CUDA's transfers through the driver, all others through ATen's copy, which every backend has.
 #include "engine/transport.h"
 
-#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/InferenceMode.h>
 
-#include <utility>
-
 #include "engine/byte_tensor.h"
+#include "engine/byte_views.h"
 #include "engine/cuda_driver.h"
 #include "engine/fallbacks.h"
 
 namespace tdcopier {
 namespace {
 
-at::Tensor part_of(const Chunk& chunk, uint64_t offset, uint64_t bytes) {
-  return byte_view(chunk.storage, chunk.shift_bytes + offset, bytes);
-}
-
-at::Tensor at_address(ByteViews& views, const void* address, uint64_t bytes) {
-  return views.strided(address, /*element_bytes=*/1, static_cast<int64_t>(bytes), int64_t{1});
-}
+constexpr bool kNonBlocking = true;
 
 // Host memory that stays its owner's: the data pointer has no deleter.
 at::Tensor on_host(const void* address, uint64_t bytes) {
@@ -35,108 +27,46 @@ const CudaDriver* driver_for(const c10::Stream& stream) {
 
 }  // namespace
 
-void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, uint64_t offset,
-                         const at::Tensor& host, uint64_t bytes) {
-  const CudaDriver* driver = driver_for(stream);
-  if (driver != nullptr &&
-      driver->copy_host_to_device(reinterpret_cast<uint64_t>(chunk.at(offset)),
-                                  host.const_data_ptr(), bytes, native_handle(stream)) == 0) {
-    return;
-  }
-  note_fallback(stream.device_type());
-  const c10::InferenceMode no_autograd;
-  part_of(chunk, offset, bytes).copy_(byte_view(host.storage(), 0, bytes), /*non_blocking=*/true);
-}
-
-void enqueue_from_pinned(const c10::Stream& stream, const Chunk& chunk, const void* host,
-                         uint64_t bytes) {
-  const CudaDriver* driver = driver_for(stream);
-  if (driver != nullptr && driver->copy_host_to_device(reinterpret_cast<uint64_t>(chunk.at(0)),
-                                                       host, bytes, native_handle(stream)) == 0) {
-    return;
-  }
-  note_fallback(stream.device_type());
-  const c10::InferenceMode no_autograd;
-  part_of(chunk, 0, bytes).copy_(on_host(host, bytes), /*non_blocking=*/true);
-}
-
-void copy_from_pageable(const Chunk& chunk, uint64_t offset, const void* host, uint64_t bytes) {
-  const c10::InferenceMode no_autograd;
-  part_of(chunk, offset, bytes).copy_(on_host(host, bytes));
-}
-
-// As ATen's copy does.
-void note_written(const c10::Stream& stream, const Chunk& chunk) {
-  const c10::DataPtr& memory = chunk.storage.data_ptr();
-  at::getHostAllocator(stream.device_type())
-      ->record_event(memory.get(), memory.get_context(), stream);
-}
-
-void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* address,
-                       const Chunk& chunk, uint64_t bytes) {
-  const CudaDriver* driver = driver_for(stream);
-  if (driver != nullptr &&
-      driver->copy_device_to_host(chunk.at(0), reinterpret_cast<uint64_t>(address), bytes,
-                                  native_handle(stream)) == 0) {
-    note_written(stream, chunk);
-    return;
-  }
-  note_fallback(stream.device_type());
-  const c10::InferenceMode no_autograd;
-  part_of(chunk, 0, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
-}
-
-void copy_to_pageable(ByteViews& views, const void* address, const Chunk& chunk, uint64_t bytes) {
-  const c10::InferenceMode no_autograd;
-  part_of(chunk, 0, bytes).copy_(at_address(views, address, bytes));
-}
-
-void enqueue_between(ByteViews& views, const void* address, const Chunk& chunk, uint64_t bytes) {
-  const c10::InferenceMode no_autograd;
-  part_of(chunk, 0, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
-}
-
-void enqueue_from_pinned(const c10::Stream& stream, ByteViews& views, const at::Tensor& host,
-                         uint64_t offset, void* address, uint64_t bytes) {
-  const CudaDriver* driver = driver_for(stream);
-  if (driver != nullptr &&
-      driver->copy_host_to_device(reinterpret_cast<uint64_t>(address),
-                                  static_cast<const std::byte*>(host.const_data_ptr()) + offset,
-                                  bytes, native_handle(stream)) == 0) {
-    return;
-  }
-  note_fallback(stream.device_type());
-  const c10::InferenceMode no_autograd;
-  at_address(views, address, bytes)
-      .copy_(byte_view(host.storage(), offset, bytes), /*non_blocking=*/true);
-}
-
-void copy_from_pageable(ByteViews& views, const void* host, void* address, uint64_t bytes) {
-  const c10::InferenceMode no_autograd;
-  at_address(views, address, bytes).copy_(on_host(host, bytes));
-}
-
-void enqueue_to_pinned(const c10::Stream& stream, ByteViews& views, const void* address, void* host,
+void enqueue_to_device(const c10::Stream& stream, std::byte* to, const void* pinned,
                        uint64_t bytes) {
   const CudaDriver* driver = driver_for(stream);
-  if (driver != nullptr && driver->copy_device_to_host(host, reinterpret_cast<uint64_t>(address),
+  if (driver != nullptr && driver->copy_host_to_device(reinterpret_cast<uint64_t>(to), pinned,
                                                        bytes, native_handle(stream)) == 0) {
     return;
   }
   note_fallback(stream.device_type());
   const c10::InferenceMode no_autograd;
-  on_host(host, bytes).copy_(at_address(views, address, bytes), /*non_blocking=*/true);
+  bytes_at(stream.device(), to, bytes).copy_(on_host(pinned, bytes), kNonBlocking);
 }
 
-void copy_to_pageable(ByteViews& views, const void* address, void* host, uint64_t bytes) {
-  const c10::InferenceMode no_autograd;
-  on_host(host, bytes).copy_(at_address(views, address, bytes));
-}
-
-void enqueue_between(ByteViews& from_views, const void* from, ByteViews& to_views, void* to,
+void enqueue_to_host(const c10::Stream& stream, std::byte* pinned, const void* from,
                      uint64_t bytes) {
+  const CudaDriver* driver = driver_for(stream);
+  if (driver != nullptr && driver->copy_device_to_host(pinned, reinterpret_cast<uint64_t>(from),
+                                                       bytes, native_handle(stream)) == 0) {
+    return;
+  }
+  note_fallback(stream.device_type());
   const c10::InferenceMode no_autograd;
-  at_address(to_views, to, bytes).copy_(at_address(from_views, from, bytes), /*non_blocking=*/true);
+  on_host(pinned, bytes).copy_(bytes_at(stream.device(), from, bytes), kNonBlocking);
+}
+
+void copy_from_pageable(const c10::Stream& stream, std::byte* to, const void* host,
+                        uint64_t bytes) {
+  const c10::InferenceMode no_autograd;
+  bytes_at(stream.device(), to, bytes).copy_(on_host(host, bytes));
+}
+
+void copy_to_pageable(const c10::Stream& stream, std::byte* host, const void* from,
+                      uint64_t bytes) {
+  const c10::InferenceMode no_autograd;
+  on_host(host, bytes).copy_(bytes_at(stream.device(), from, bytes));
+}
+
+void enqueue_between(const c10::Stream& target, std::byte* to, const c10::Stream& source,
+                     const void* from, uint64_t bytes) {
+  const c10::InferenceMode no_autograd;
+  bytes_at(target.device(), to, bytes).copy_(bytes_at(source.device(), from, bytes), kNonBlocking);
 }
 
 }  // namespace tdcopier

@@ -1,19 +1,22 @@
-// Copies many segments between where they lie on a device and their slots in one piece of memory,
-// all at once: a gather, or a scatter. This is the source of move_segments_ptx.h, which
+// Copies many segments between their places on a device and their slots in up to eight chunks, all at
+// once: a gather, or a scatter. This is the source of move_segments_ptx.h, which
 // tools/make_ptx.py writes; engine/segment_kernel.h has the layout of the parameters once more.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
+constexpr u32 kMostChunks = 8;
+constexpr u32 kBytesBits = 24;
+
 struct Segment {
   u64 address;
-  u32 offset;  // of its slot
-  u32 bytes;
+  u32 offset;           // of its slot in its chunk
+  u32 chunk_and_bytes;  // the chunk's number in the upper 8 bits
 };
 
 template <u32 kMost>
 struct Segments {
-  u64 memory;  // that the slots are in; the host's if it is pinned
+  u64 chunks[kMostChunks];  // addresses; the host's if they are pinned
   u32 scatter;
   u32 unused;
   Segment each[kMost];
@@ -34,16 +37,18 @@ __device__ void copy_as(const char* __restrict__ from, char* __restrict__ to, u3
 template <u32 kMost>
 __device__ void move(const Segments<kMost>& segments) {
   const Segment segment = segments.each[blockIdx.x];
-  char* const slot = reinterpret_cast<char*>(segments.memory + segment.offset);
+  const u64 chunk = segments.chunks[segment.chunk_and_bytes >> kBytesBits];
+  const u32 bytes = segment.chunk_and_bytes & ((1u << kBytesBits) - 1);
+  char* const slot = reinterpret_cast<char*>(chunk + segment.offset);
   char* const leaf = reinterpret_cast<char*>(segment.address);
   const char* const from = segments.scatter ? slot : leaf;
   char* const to = segments.scatter ? leaf : slot;
   const u64 either = reinterpret_cast<u64>(from) | reinterpret_cast<u64>(to);
-  if (either % 16 == 0) return copy_as<uint4>(from, to, segment.bytes);
-  if (either % 8 == 0) return copy_as<u64>(from, to, segment.bytes);
-  if (either % 4 == 0) return copy_as<u32>(from, to, segment.bytes);
-  if (either % 2 == 0) return copy_as<unsigned short>(from, to, segment.bytes);
-  copy_as<char>(from, to, segment.bytes);
+  if (either % 16 == 0) return copy_as<uint4>(from, to, bytes);
+  if (either % 8 == 0) return copy_as<u64>(from, to, bytes);
+  if (either % 4 == 0) return copy_as<u32>(from, to, bytes);
+  if (either % 2 == 0) return copy_as<unsigned short>(from, to, bytes);
+  copy_as<char>(from, to, bytes);
 }
 
 // Parameters are copied whole at each launch, so there is a size for small batches. Those of the
@@ -54,6 +59,6 @@ extern "C" __global__ void move_segments_254(const __grid_constant__ Segments<25
 extern "C" __global__ void move_segments_766(const __grid_constant__ Segments<766> segments) {
   move(segments);
 }
-extern "C" __global__ void move_segments_2046(const __grid_constant__ Segments<2046> segments) {
+extern "C" __global__ void move_segments_2042(const __grid_constant__ Segments<2042> segments) {
   move(segments);
 }

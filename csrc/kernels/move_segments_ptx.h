@@ -16,46 +16,52 @@ inline constexpr char kMoveSegmentsPtx[] = R"ptx(//
 .address_size 64
 
 	// .globl	move_segments_254
+.global .align 4 .u32 kMostChunks = 8;
+.global .align 4 .u32 kBytesBits = 24;
 
 .visible .entry move_segments_254(
-	.param .align 8 .b8 move_segments_254_param_0[4080]
+	.param .align 8 .b8 move_segments_254_param_0[4136]
 )
 {
 	.reg .pred 	%p<44>;
 	.reg .b16 	%rs<14>;
-	.reg .b32 	%r<116>;
-	.reg .b64 	%rd<95>;
+	.reg .b32 	%r<118>;
+	.reg .b64 	%rd<97>;
 
 
 	mov.b64 	%rd4, move_segments_254_param_0;
 	mov.u64 	%rd5, %rd4;
-	mov.u32 	%r61, %ctaid.x;
-	mul.wide.u32 	%rd6, %r61, 16;
+	mov.u32 	%r63, %ctaid.x;
+	mul.wide.u32 	%rd6, %r63, 16;
 	add.s64 	%rd7, %rd5, %rd6;
-	ld.param.v2.u32 	{%r62, %r63}, [%rd7+24];
-	cvt.u64.u32 	%rd8, %r62;
-	ld.param.u64 	%rd9, [move_segments_254_param_0];
-	add.s64 	%rd10, %rd9, %rd8;
-	ld.param.u32 	%r65, [move_segments_254_param_0+8];
-	setp.eq.s32 	%p1, %r65, 0;
-	ld.param.u64 	%rd11, [%rd7+16];
-	selp.b64 	%rd1, %rd11, %rd10, %p1;
-	selp.b64 	%rd2, %rd10, %rd11, %p1;
+	ld.param.v2.u32 	{%r64, %r65}, [%rd7+80];
+	shr.u32 	%r66, %r65, 24;
+	mul.wide.u32 	%rd8, %r66, 8;
+	add.s64 	%rd9, %rd5, %rd8;
+	and.b32  	%r3, %r65, 16777215;
+	cvt.u64.u32 	%rd10, %r64;
+	ld.param.u64 	%rd11, [%rd9];
+	add.s64 	%rd12, %rd11, %rd10;
+	ld.param.u32 	%r67, [move_segments_254_param_0+64];
+	setp.eq.s32 	%p1, %r67, 0;
+	ld.param.u64 	%rd13, [%rd7+72];
+	selp.b64 	%rd1, %rd13, %rd12, %p1;
+	selp.b64 	%rd2, %rd12, %rd13, %p1;
 	or.b64  	%rd3, %rd1, %rd2;
-	and.b64  	%rd12, %rd3, 15;
-	setp.eq.s64 	%p2, %rd12, 0;
+	and.b64  	%rd14, %rd3, 15;
+	setp.eq.s64 	%p2, %rd14, 0;
 	@%p2 bra 	$L__BB0_40;
 
-	and.b64  	%rd13, %rd3, 7;
-	setp.eq.s64 	%p3, %rd13, 0;
+	and.b64  	%rd15, %rd3, 7;
+	setp.eq.s64 	%p3, %rd15, 0;
 	@%p3 bra 	$L__BB0_31;
 
-	and.b64  	%rd14, %rd3, 3;
-	setp.eq.s64 	%p4, %rd14, 0;
+	and.b64  	%rd16, %rd3, 3;
+	setp.eq.s64 	%p4, %rd16, 0;
 	@%p4 bra 	$L__BB0_22;
 
-	and.b64  	%rd15, %rd3, 1;
-	setp.eq.b64 	%p5, %rd15, 1;
+	and.b64  	%rd17, %rd3, 1;
+	setp.eq.b64 	%p5, %rd17, 1;
 	mov.pred 	%p6, 0;
 	xor.pred  	%p7, %p5, %p6;
 	not.pred 	%p8, %p7;
@@ -63,330 +69,330 @@ inline constexpr char kMoveSegmentsPtx[] = R"ptx(//
 	bra.uni 	$L__BB0_4;
 
 $L__BB0_13:
-	shr.u32 	%r13, %r63, 1;
-	mov.u32 	%r14, %tid.x;
-	setp.ge.u32 	%p16, %r14, %r13;
+	shr.u32 	%r15, %r3, 1;
+	mov.u32 	%r16, %tid.x;
+	setp.ge.u32 	%p16, %r16, %r15;
 	@%p16 bra 	$L__BB0_19;
 
-	mov.u32 	%r15, %ntid.x;
-	mov.u32 	%r108, %r14;
+	mov.u32 	%r17, %ntid.x;
+	mov.u32 	%r110, %r16;
 
 $L__BB0_15:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd31, %r108, 2;
-	add.s64 	%rd32, %rd1, %rd31;
-	ld.u16 	%rs6, [%rd32];
-	add.s64 	%rd33, %rd2, %rd31;
-	st.u16 	[%rd33], %rs6;
-	add.s32 	%r17, %r108, %r15;
-	setp.ge.u32 	%p17, %r17, %r13;
+	mul.wide.u32 	%rd33, %r110, 2;
+	add.s64 	%rd34, %rd1, %rd33;
+	ld.u16 	%rs6, [%rd34];
+	add.s64 	%rd35, %rd2, %rd33;
+	st.u16 	[%rd35], %rs6;
+	add.s32 	%r19, %r110, %r17;
+	setp.ge.u32 	%p17, %r19, %r15;
 	@%p17 bra 	$L__BB0_19;
 
-	mul.wide.u32 	%rd34, %r17, 2;
-	add.s64 	%rd35, %rd1, %rd34;
-	ld.u16 	%rs7, [%rd35];
-	add.s64 	%rd36, %rd2, %rd34;
-	st.u16 	[%rd36], %rs7;
-	add.s32 	%r18, %r17, %r15;
-	setp.ge.u32 	%p18, %r18, %r13;
+	mul.wide.u32 	%rd36, %r19, 2;
+	add.s64 	%rd37, %rd1, %rd36;
+	ld.u16 	%rs7, [%rd37];
+	add.s64 	%rd38, %rd2, %rd36;
+	st.u16 	[%rd38], %rs7;
+	add.s32 	%r20, %r19, %r17;
+	setp.ge.u32 	%p18, %r20, %r15;
 	@%p18 bra 	$L__BB0_19;
 
-	mul.wide.u32 	%rd37, %r18, 2;
-	add.s64 	%rd38, %rd1, %rd37;
-	ld.u16 	%rs8, [%rd38];
-	add.s64 	%rd39, %rd2, %rd37;
-	st.u16 	[%rd39], %rs8;
-	add.s32 	%r19, %r18, %r15;
-	setp.ge.u32 	%p19, %r19, %r13;
+	mul.wide.u32 	%rd39, %r20, 2;
+	add.s64 	%rd40, %rd1, %rd39;
+	ld.u16 	%rs8, [%rd40];
+	add.s64 	%rd41, %rd2, %rd39;
+	st.u16 	[%rd41], %rs8;
+	add.s32 	%r21, %r20, %r17;
+	setp.ge.u32 	%p19, %r21, %r15;
 	@%p19 bra 	$L__BB0_19;
 
-	mul.wide.u32 	%rd40, %r19, 2;
-	add.s64 	%rd41, %rd1, %rd40;
-	ld.u16 	%rs9, [%rd41];
-	add.s64 	%rd42, %rd2, %rd40;
-	st.u16 	[%rd42], %rs9;
-	add.s32 	%r108, %r19, %r15;
-	setp.lt.u32 	%p20, %r108, %r13;
+	mul.wide.u32 	%rd42, %r21, 2;
+	add.s64 	%rd43, %rd1, %rd42;
+	ld.u16 	%rs9, [%rd43];
+	add.s64 	%rd44, %rd2, %rd42;
+	st.u16 	[%rd44], %rs9;
+	add.s32 	%r110, %r21, %r17;
+	setp.lt.u32 	%p20, %r110, %r15;
 	@%p20 bra 	$L__BB0_15;
 
 $L__BB0_19:
-	and.b32  	%r66, %r63, -2;
-	add.s32 	%r109, %r66, %r14;
-	setp.ge.u32 	%p21, %r109, %r63;
+	and.b32  	%r68, %r65, 16777214;
+	add.s32 	%r111, %r68, %r16;
+	setp.ge.u32 	%p21, %r111, %r3;
 	@%p21 bra 	$L__BB0_49;
 
-	mov.u32 	%r22, %ntid.x;
+	mov.u32 	%r24, %ntid.x;
 
 $L__BB0_21:
-	cvt.u64.u32 	%rd43, %r109;
-	add.s64 	%rd44, %rd1, %rd43;
-	ld.u8 	%rs10, [%rd44];
-	add.s64 	%rd45, %rd2, %rd43;
-	st.u8 	[%rd45], %rs10;
-	add.s32 	%r109, %r109, %r22;
-	setp.lt.u32 	%p22, %r109, %r63;
+	cvt.u64.u32 	%rd45, %r111;
+	add.s64 	%rd46, %rd1, %rd45;
+	ld.u8 	%rs10, [%rd46];
+	add.s64 	%rd47, %rd2, %rd45;
+	st.u8 	[%rd47], %rs10;
+	add.s32 	%r111, %r111, %r24;
+	setp.lt.u32 	%p22, %r111, %r3;
 	@%p22 bra 	$L__BB0_21;
 	bra.uni 	$L__BB0_49;
 
 $L__BB0_40:
-	shr.u32 	%r49, %r63, 4;
-	mov.u32 	%r50, %tid.x;
-	setp.ge.u32 	%p37, %r50, %r49;
+	shr.u32 	%r51, %r3, 4;
+	mov.u32 	%r52, %tid.x;
+	setp.ge.u32 	%p37, %r52, %r51;
 	@%p37 bra 	$L__BB0_46;
 
-	mov.u32 	%r51, %ntid.x;
-	mov.u32 	%r114, %r50;
+	mov.u32 	%r53, %ntid.x;
+	mov.u32 	%r116, %r52;
 
 $L__BB0_42:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd80, %r114, 16;
-	add.s64 	%rd81, %rd2, %rd80;
-	add.s64 	%rd82, %rd1, %rd80;
-	ld.v4.u32 	{%r73, %r74, %r75, %r76}, [%rd82];
-	st.v4.u32 	[%rd81], {%r73, %r74, %r75, %r76};
-	add.s32 	%r53, %r114, %r51;
-	setp.ge.u32 	%p38, %r53, %r49;
+	mul.wide.u32 	%rd82, %r116, 16;
+	add.s64 	%rd83, %rd2, %rd82;
+	add.s64 	%rd84, %rd1, %rd82;
+	ld.v4.u32 	{%r75, %r76, %r77, %r78}, [%rd84];
+	st.v4.u32 	[%rd83], {%r75, %r76, %r77, %r78};
+	add.s32 	%r55, %r116, %r53;
+	setp.ge.u32 	%p38, %r55, %r51;
 	@%p38 bra 	$L__BB0_46;
 
-	mul.wide.u32 	%rd83, %r53, 16;
-	add.s64 	%rd84, %rd2, %rd83;
-	add.s64 	%rd85, %rd1, %rd83;
-	ld.v4.u32 	{%r81, %r82, %r83, %r84}, [%rd85];
-	st.v4.u32 	[%rd84], {%r81, %r82, %r83, %r84};
-	add.s32 	%r54, %r53, %r51;
-	setp.ge.u32 	%p39, %r54, %r49;
+	mul.wide.u32 	%rd85, %r55, 16;
+	add.s64 	%rd86, %rd2, %rd85;
+	add.s64 	%rd87, %rd1, %rd85;
+	ld.v4.u32 	{%r83, %r84, %r85, %r86}, [%rd87];
+	st.v4.u32 	[%rd86], {%r83, %r84, %r85, %r86};
+	add.s32 	%r56, %r55, %r53;
+	setp.ge.u32 	%p39, %r56, %r51;
 	@%p39 bra 	$L__BB0_46;
 
-	mul.wide.u32 	%rd86, %r54, 16;
-	add.s64 	%rd87, %rd2, %rd86;
-	add.s64 	%rd88, %rd1, %rd86;
-	ld.v4.u32 	{%r89, %r90, %r91, %r92}, [%rd88];
-	st.v4.u32 	[%rd87], {%r89, %r90, %r91, %r92};
-	add.s32 	%r55, %r54, %r51;
-	setp.ge.u32 	%p40, %r55, %r49;
+	mul.wide.u32 	%rd88, %r56, 16;
+	add.s64 	%rd89, %rd2, %rd88;
+	add.s64 	%rd90, %rd1, %rd88;
+	ld.v4.u32 	{%r91, %r92, %r93, %r94}, [%rd90];
+	st.v4.u32 	[%rd89], {%r91, %r92, %r93, %r94};
+	add.s32 	%r57, %r56, %r53;
+	setp.ge.u32 	%p40, %r57, %r51;
 	@%p40 bra 	$L__BB0_46;
 
-	mul.wide.u32 	%rd89, %r55, 16;
-	add.s64 	%rd90, %rd2, %rd89;
-	add.s64 	%rd91, %rd1, %rd89;
-	ld.v4.u32 	{%r97, %r98, %r99, %r100}, [%rd91];
-	st.v4.u32 	[%rd90], {%r97, %r98, %r99, %r100};
-	add.s32 	%r114, %r55, %r51;
-	setp.lt.u32 	%p41, %r114, %r49;
+	mul.wide.u32 	%rd91, %r57, 16;
+	add.s64 	%rd92, %rd2, %rd91;
+	add.s64 	%rd93, %rd1, %rd91;
+	ld.v4.u32 	{%r99, %r100, %r101, %r102}, [%rd93];
+	st.v4.u32 	[%rd92], {%r99, %r100, %r101, %r102};
+	add.s32 	%r116, %r57, %r53;
+	setp.lt.u32 	%p41, %r116, %r51;
 	@%p41 bra 	$L__BB0_42;
 
 $L__BB0_46:
-	and.b32  	%r105, %r63, -16;
-	add.s32 	%r115, %r105, %r50;
-	setp.ge.u32 	%p42, %r115, %r63;
+	and.b32  	%r107, %r65, 16777200;
+	add.s32 	%r117, %r107, %r52;
+	setp.ge.u32 	%p42, %r117, %r3;
 	@%p42 bra 	$L__BB0_49;
 
-	mov.u32 	%r58, %ntid.x;
+	mov.u32 	%r60, %ntid.x;
 
 $L__BB0_48:
-	cvt.u64.u32 	%rd92, %r115;
-	add.s64 	%rd93, %rd1, %rd92;
-	ld.u8 	%rs13, [%rd93];
-	add.s64 	%rd94, %rd2, %rd92;
-	st.u8 	[%rd94], %rs13;
-	add.s32 	%r115, %r115, %r58;
-	setp.lt.u32 	%p43, %r115, %r63;
+	cvt.u64.u32 	%rd94, %r117;
+	add.s64 	%rd95, %rd1, %rd94;
+	ld.u8 	%rs13, [%rd95];
+	add.s64 	%rd96, %rd2, %rd94;
+	st.u8 	[%rd96], %rs13;
+	add.s32 	%r117, %r117, %r60;
+	setp.lt.u32 	%p43, %r117, %r3;
 	@%p43 bra 	$L__BB0_48;
 	bra.uni 	$L__BB0_49;
 
 $L__BB0_31:
-	shr.u32 	%r37, %r63, 3;
-	mov.u32 	%r38, %tid.x;
-	setp.ge.u32 	%p30, %r38, %r37;
+	shr.u32 	%r39, %r3, 3;
+	mov.u32 	%r40, %tid.x;
+	setp.ge.u32 	%p30, %r40, %r39;
 	@%p30 bra 	$L__BB0_37;
 
-	mov.u32 	%r39, %ntid.x;
-	mov.u32 	%r112, %r38;
+	mov.u32 	%r41, %ntid.x;
+	mov.u32 	%r114, %r40;
 
 $L__BB0_33:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd61, %r112, 8;
-	add.s64 	%rd62, %rd1, %rd61;
-	ld.u64 	%rd63, [%rd62];
-	add.s64 	%rd64, %rd2, %rd61;
-	st.u64 	[%rd64], %rd63;
-	add.s32 	%r41, %r112, %r39;
-	setp.ge.u32 	%p31, %r41, %r37;
+	mul.wide.u32 	%rd63, %r114, 8;
+	add.s64 	%rd64, %rd1, %rd63;
+	ld.u64 	%rd65, [%rd64];
+	add.s64 	%rd66, %rd2, %rd63;
+	st.u64 	[%rd66], %rd65;
+	add.s32 	%r43, %r114, %r41;
+	setp.ge.u32 	%p31, %r43, %r39;
 	@%p31 bra 	$L__BB0_37;
 
-	mul.wide.u32 	%rd65, %r41, 8;
-	add.s64 	%rd66, %rd1, %rd65;
-	ld.u64 	%rd67, [%rd66];
-	add.s64 	%rd68, %rd2, %rd65;
-	st.u64 	[%rd68], %rd67;
-	add.s32 	%r42, %r41, %r39;
-	setp.ge.u32 	%p32, %r42, %r37;
+	mul.wide.u32 	%rd67, %r43, 8;
+	add.s64 	%rd68, %rd1, %rd67;
+	ld.u64 	%rd69, [%rd68];
+	add.s64 	%rd70, %rd2, %rd67;
+	st.u64 	[%rd70], %rd69;
+	add.s32 	%r44, %r43, %r41;
+	setp.ge.u32 	%p32, %r44, %r39;
 	@%p32 bra 	$L__BB0_37;
 
-	mul.wide.u32 	%rd69, %r42, 8;
-	add.s64 	%rd70, %rd1, %rd69;
-	ld.u64 	%rd71, [%rd70];
-	add.s64 	%rd72, %rd2, %rd69;
-	st.u64 	[%rd72], %rd71;
-	add.s32 	%r43, %r42, %r39;
-	setp.ge.u32 	%p33, %r43, %r37;
+	mul.wide.u32 	%rd71, %r44, 8;
+	add.s64 	%rd72, %rd1, %rd71;
+	ld.u64 	%rd73, [%rd72];
+	add.s64 	%rd74, %rd2, %rd71;
+	st.u64 	[%rd74], %rd73;
+	add.s32 	%r45, %r44, %r41;
+	setp.ge.u32 	%p33, %r45, %r39;
 	@%p33 bra 	$L__BB0_37;
 
-	mul.wide.u32 	%rd73, %r43, 8;
-	add.s64 	%rd74, %rd1, %rd73;
-	ld.u64 	%rd75, [%rd74];
-	add.s64 	%rd76, %rd2, %rd73;
-	st.u64 	[%rd76], %rd75;
-	add.s32 	%r112, %r43, %r39;
-	setp.lt.u32 	%p34, %r112, %r37;
+	mul.wide.u32 	%rd75, %r45, 8;
+	add.s64 	%rd76, %rd1, %rd75;
+	ld.u64 	%rd77, [%rd76];
+	add.s64 	%rd78, %rd2, %rd75;
+	st.u64 	[%rd78], %rd77;
+	add.s32 	%r114, %r45, %r41;
+	setp.lt.u32 	%p34, %r114, %r39;
 	@%p34 bra 	$L__BB0_33;
 
 $L__BB0_37:
-	and.b32  	%r72, %r63, -8;
-	add.s32 	%r113, %r72, %r38;
-	setp.ge.u32 	%p35, %r113, %r63;
+	and.b32  	%r74, %r65, 16777208;
+	add.s32 	%r115, %r74, %r40;
+	setp.ge.u32 	%p35, %r115, %r3;
 	@%p35 bra 	$L__BB0_49;
 
-	mov.u32 	%r46, %ntid.x;
+	mov.u32 	%r48, %ntid.x;
 
 $L__BB0_39:
-	cvt.u64.u32 	%rd77, %r113;
-	add.s64 	%rd78, %rd1, %rd77;
-	ld.u8 	%rs12, [%rd78];
-	add.s64 	%rd79, %rd2, %rd77;
-	st.u8 	[%rd79], %rs12;
-	add.s32 	%r113, %r113, %r46;
-	setp.lt.u32 	%p36, %r113, %r63;
+	cvt.u64.u32 	%rd79, %r115;
+	add.s64 	%rd80, %rd1, %rd79;
+	ld.u8 	%rs12, [%rd80];
+	add.s64 	%rd81, %rd2, %rd79;
+	st.u8 	[%rd81], %rs12;
+	add.s32 	%r115, %r115, %r48;
+	setp.lt.u32 	%p36, %r115, %r3;
 	@%p36 bra 	$L__BB0_39;
 	bra.uni 	$L__BB0_49;
 
 $L__BB0_22:
-	shr.u32 	%r25, %r63, 2;
-	mov.u32 	%r26, %tid.x;
-	setp.ge.u32 	%p23, %r26, %r25;
+	shr.u32 	%r27, %r3, 2;
+	mov.u32 	%r28, %tid.x;
+	setp.ge.u32 	%p23, %r28, %r27;
 	@%p23 bra 	$L__BB0_28;
 
-	mov.u32 	%r27, %ntid.x;
-	mov.u32 	%r110, %r26;
+	mov.u32 	%r29, %ntid.x;
+	mov.u32 	%r112, %r28;
 
 $L__BB0_24:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd46, %r110, 4;
-	add.s64 	%rd47, %rd1, %rd46;
-	ld.u32 	%r67, [%rd47];
-	add.s64 	%rd48, %rd2, %rd46;
-	st.u32 	[%rd48], %r67;
-	add.s32 	%r29, %r110, %r27;
-	setp.ge.u32 	%p24, %r29, %r25;
+	mul.wide.u32 	%rd48, %r112, 4;
+	add.s64 	%rd49, %rd1, %rd48;
+	ld.u32 	%r69, [%rd49];
+	add.s64 	%rd50, %rd2, %rd48;
+	st.u32 	[%rd50], %r69;
+	add.s32 	%r31, %r112, %r29;
+	setp.ge.u32 	%p24, %r31, %r27;
 	@%p24 bra 	$L__BB0_28;
 
-	mul.wide.u32 	%rd49, %r29, 4;
-	add.s64 	%rd50, %rd1, %rd49;
-	ld.u32 	%r68, [%rd50];
-	add.s64 	%rd51, %rd2, %rd49;
-	st.u32 	[%rd51], %r68;
-	add.s32 	%r30, %r29, %r27;
-	setp.ge.u32 	%p25, %r30, %r25;
+	mul.wide.u32 	%rd51, %r31, 4;
+	add.s64 	%rd52, %rd1, %rd51;
+	ld.u32 	%r70, [%rd52];
+	add.s64 	%rd53, %rd2, %rd51;
+	st.u32 	[%rd53], %r70;
+	add.s32 	%r32, %r31, %r29;
+	setp.ge.u32 	%p25, %r32, %r27;
 	@%p25 bra 	$L__BB0_28;
 
-	mul.wide.u32 	%rd52, %r30, 4;
-	add.s64 	%rd53, %rd1, %rd52;
-	ld.u32 	%r69, [%rd53];
-	add.s64 	%rd54, %rd2, %rd52;
-	st.u32 	[%rd54], %r69;
-	add.s32 	%r31, %r30, %r27;
-	setp.ge.u32 	%p26, %r31, %r25;
+	mul.wide.u32 	%rd54, %r32, 4;
+	add.s64 	%rd55, %rd1, %rd54;
+	ld.u32 	%r71, [%rd55];
+	add.s64 	%rd56, %rd2, %rd54;
+	st.u32 	[%rd56], %r71;
+	add.s32 	%r33, %r32, %r29;
+	setp.ge.u32 	%p26, %r33, %r27;
 	@%p26 bra 	$L__BB0_28;
 
-	mul.wide.u32 	%rd55, %r31, 4;
-	add.s64 	%rd56, %rd1, %rd55;
-	ld.u32 	%r70, [%rd56];
-	add.s64 	%rd57, %rd2, %rd55;
-	st.u32 	[%rd57], %r70;
-	add.s32 	%r110, %r31, %r27;
-	setp.lt.u32 	%p27, %r110, %r25;
+	mul.wide.u32 	%rd57, %r33, 4;
+	add.s64 	%rd58, %rd1, %rd57;
+	ld.u32 	%r72, [%rd58];
+	add.s64 	%rd59, %rd2, %rd57;
+	st.u32 	[%rd59], %r72;
+	add.s32 	%r112, %r33, %r29;
+	setp.lt.u32 	%p27, %r112, %r27;
 	@%p27 bra 	$L__BB0_24;
 
 $L__BB0_28:
-	and.b32  	%r71, %r63, -4;
-	add.s32 	%r111, %r71, %r26;
-	setp.ge.u32 	%p28, %r111, %r63;
+	and.b32  	%r73, %r65, 16777212;
+	add.s32 	%r113, %r73, %r28;
+	setp.ge.u32 	%p28, %r113, %r3;
 	@%p28 bra 	$L__BB0_49;
 
-	mov.u32 	%r34, %ntid.x;
+	mov.u32 	%r36, %ntid.x;
 
 $L__BB0_30:
-	cvt.u64.u32 	%rd58, %r111;
-	add.s64 	%rd59, %rd1, %rd58;
-	ld.u8 	%rs11, [%rd59];
-	add.s64 	%rd60, %rd2, %rd58;
-	st.u8 	[%rd60], %rs11;
-	add.s32 	%r111, %r111, %r34;
-	setp.lt.u32 	%p29, %r111, %r63;
+	cvt.u64.u32 	%rd60, %r113;
+	add.s64 	%rd61, %rd1, %rd60;
+	ld.u8 	%rs11, [%rd61];
+	add.s64 	%rd62, %rd2, %rd60;
+	st.u8 	[%rd62], %rs11;
+	add.s32 	%r113, %r113, %r36;
+	setp.lt.u32 	%p29, %r113, %r3;
 	@%p29 bra 	$L__BB0_30;
 	bra.uni 	$L__BB0_49;
 
 $L__BB0_4:
-	mov.u32 	%r2, %tid.x;
-	setp.ge.u32 	%p9, %r2, %r63;
+	mov.u32 	%r4, %tid.x;
+	setp.ge.u32 	%p9, %r4, %r3;
 	@%p9 bra 	$L__BB0_10;
 
-	mov.u32 	%r3, %ntid.x;
-	mov.u32 	%r106, %r2;
+	mov.u32 	%r5, %ntid.x;
+	mov.u32 	%r108, %r4;
 
 $L__BB0_6:
 	.pragma "nounroll";
-	cvt.u64.u32 	%rd16, %r106;
-	add.s64 	%rd17, %rd1, %rd16;
-	ld.u8 	%rs1, [%rd17];
-	add.s64 	%rd18, %rd2, %rd16;
-	st.u8 	[%rd18], %rs1;
-	add.s32 	%r5, %r106, %r3;
-	setp.ge.u32 	%p10, %r5, %r63;
+	cvt.u64.u32 	%rd18, %r108;
+	add.s64 	%rd19, %rd1, %rd18;
+	ld.u8 	%rs1, [%rd19];
+	add.s64 	%rd20, %rd2, %rd18;
+	st.u8 	[%rd20], %rs1;
+	add.s32 	%r7, %r108, %r5;
+	setp.ge.u32 	%p10, %r7, %r3;
 	@%p10 bra 	$L__BB0_10;
 
-	cvt.u64.u32 	%rd19, %r5;
-	add.s64 	%rd20, %rd1, %rd19;
-	ld.u8 	%rs2, [%rd20];
-	add.s64 	%rd21, %rd2, %rd19;
-	st.u8 	[%rd21], %rs2;
-	add.s32 	%r6, %r5, %r3;
-	setp.ge.u32 	%p11, %r6, %r63;
+	cvt.u64.u32 	%rd21, %r7;
+	add.s64 	%rd22, %rd1, %rd21;
+	ld.u8 	%rs2, [%rd22];
+	add.s64 	%rd23, %rd2, %rd21;
+	st.u8 	[%rd23], %rs2;
+	add.s32 	%r8, %r7, %r5;
+	setp.ge.u32 	%p11, %r8, %r3;
 	@%p11 bra 	$L__BB0_10;
 
-	cvt.u64.u32 	%rd22, %r6;
-	add.s64 	%rd23, %rd1, %rd22;
-	ld.u8 	%rs3, [%rd23];
-	add.s64 	%rd24, %rd2, %rd22;
-	st.u8 	[%rd24], %rs3;
-	add.s32 	%r7, %r6, %r3;
-	setp.ge.u32 	%p12, %r7, %r63;
+	cvt.u64.u32 	%rd24, %r8;
+	add.s64 	%rd25, %rd1, %rd24;
+	ld.u8 	%rs3, [%rd25];
+	add.s64 	%rd26, %rd2, %rd24;
+	st.u8 	[%rd26], %rs3;
+	add.s32 	%r9, %r8, %r5;
+	setp.ge.u32 	%p12, %r9, %r3;
 	@%p12 bra 	$L__BB0_10;
 
-	cvt.u64.u32 	%rd25, %r7;
-	add.s64 	%rd26, %rd1, %rd25;
-	ld.u8 	%rs4, [%rd26];
-	add.s64 	%rd27, %rd2, %rd25;
-	st.u8 	[%rd27], %rs4;
-	add.s32 	%r106, %r7, %r3;
-	setp.lt.u32 	%p13, %r106, %r63;
+	cvt.u64.u32 	%rd27, %r9;
+	add.s64 	%rd28, %rd1, %rd27;
+	ld.u8 	%rs4, [%rd28];
+	add.s64 	%rd29, %rd2, %rd27;
+	st.u8 	[%rd29], %rs4;
+	add.s32 	%r108, %r9, %r5;
+	setp.lt.u32 	%p13, %r108, %r3;
 	@%p13 bra 	$L__BB0_6;
 
 $L__BB0_10:
-	add.s32 	%r107, %r63, %r2;
-	setp.ge.u32 	%p14, %r107, %r63;
+	add.s32 	%r109, %r3, %r4;
+	setp.ge.u32 	%p14, %r109, %r3;
 	@%p14 bra 	$L__BB0_49;
 
-	mov.u32 	%r10, %ntid.x;
+	mov.u32 	%r12, %ntid.x;
 
 $L__BB0_12:
-	cvt.u64.u32 	%rd28, %r107;
-	add.s64 	%rd29, %rd1, %rd28;
-	ld.u8 	%rs5, [%rd29];
-	add.s64 	%rd30, %rd2, %rd28;
-	st.u8 	[%rd30], %rs5;
-	add.s32 	%r107, %r107, %r10;
-	setp.lt.u32 	%p15, %r107, %r63;
+	cvt.u64.u32 	%rd30, %r109;
+	add.s64 	%rd31, %rd1, %rd30;
+	ld.u8 	%rs5, [%rd31];
+	add.s64 	%rd32, %rd2, %rd30;
+	st.u8 	[%rd32], %rs5;
+	add.s32 	%r109, %r109, %r12;
+	setp.lt.u32 	%p15, %r109, %r3;
 	@%p15 bra 	$L__BB0_12;
 
 $L__BB0_49:
@@ -395,44 +401,48 @@ $L__BB0_49:
 }
 	// .globl	move_segments_766
 .visible .entry move_segments_766(
-	.param .align 8 .b8 move_segments_766_param_0[12272]
+	.param .align 8 .b8 move_segments_766_param_0[12328]
 )
 {
 	.reg .pred 	%p<44>;
 	.reg .b16 	%rs<14>;
-	.reg .b32 	%r<116>;
-	.reg .b64 	%rd<95>;
+	.reg .b32 	%r<118>;
+	.reg .b64 	%rd<97>;
 
 
 	mov.b64 	%rd4, move_segments_766_param_0;
 	mov.u64 	%rd5, %rd4;
-	mov.u32 	%r61, %ctaid.x;
-	mul.wide.u32 	%rd6, %r61, 16;
+	mov.u32 	%r63, %ctaid.x;
+	mul.wide.u32 	%rd6, %r63, 16;
 	add.s64 	%rd7, %rd5, %rd6;
-	ld.param.v2.u32 	{%r62, %r63}, [%rd7+24];
-	cvt.u64.u32 	%rd8, %r62;
-	ld.param.u64 	%rd9, [move_segments_766_param_0];
-	add.s64 	%rd10, %rd9, %rd8;
-	ld.param.u32 	%r65, [move_segments_766_param_0+8];
-	setp.eq.s32 	%p1, %r65, 0;
-	ld.param.u64 	%rd11, [%rd7+16];
-	selp.b64 	%rd1, %rd11, %rd10, %p1;
-	selp.b64 	%rd2, %rd10, %rd11, %p1;
+	ld.param.v2.u32 	{%r64, %r65}, [%rd7+80];
+	shr.u32 	%r66, %r65, 24;
+	mul.wide.u32 	%rd8, %r66, 8;
+	add.s64 	%rd9, %rd5, %rd8;
+	and.b32  	%r3, %r65, 16777215;
+	cvt.u64.u32 	%rd10, %r64;
+	ld.param.u64 	%rd11, [%rd9];
+	add.s64 	%rd12, %rd11, %rd10;
+	ld.param.u32 	%r67, [move_segments_766_param_0+64];
+	setp.eq.s32 	%p1, %r67, 0;
+	ld.param.u64 	%rd13, [%rd7+72];
+	selp.b64 	%rd1, %rd13, %rd12, %p1;
+	selp.b64 	%rd2, %rd12, %rd13, %p1;
 	or.b64  	%rd3, %rd1, %rd2;
-	and.b64  	%rd12, %rd3, 15;
-	setp.eq.s64 	%p2, %rd12, 0;
+	and.b64  	%rd14, %rd3, 15;
+	setp.eq.s64 	%p2, %rd14, 0;
 	@%p2 bra 	$L__BB1_40;
 
-	and.b64  	%rd13, %rd3, 7;
-	setp.eq.s64 	%p3, %rd13, 0;
+	and.b64  	%rd15, %rd3, 7;
+	setp.eq.s64 	%p3, %rd15, 0;
 	@%p3 bra 	$L__BB1_31;
 
-	and.b64  	%rd14, %rd3, 3;
-	setp.eq.s64 	%p4, %rd14, 0;
+	and.b64  	%rd16, %rd3, 3;
+	setp.eq.s64 	%p4, %rd16, 0;
 	@%p4 bra 	$L__BB1_22;
 
-	and.b64  	%rd15, %rd3, 1;
-	setp.eq.b64 	%p5, %rd15, 1;
+	and.b64  	%rd17, %rd3, 1;
+	setp.eq.b64 	%p5, %rd17, 1;
 	mov.pred 	%p6, 0;
 	xor.pred  	%p7, %p5, %p6;
 	not.pred 	%p8, %p7;
@@ -440,376 +450,380 @@ $L__BB0_49:
 	bra.uni 	$L__BB1_4;
 
 $L__BB1_13:
-	shr.u32 	%r13, %r63, 1;
-	mov.u32 	%r14, %tid.x;
-	setp.ge.u32 	%p16, %r14, %r13;
+	shr.u32 	%r15, %r3, 1;
+	mov.u32 	%r16, %tid.x;
+	setp.ge.u32 	%p16, %r16, %r15;
 	@%p16 bra 	$L__BB1_19;
 
-	mov.u32 	%r15, %ntid.x;
-	mov.u32 	%r108, %r14;
+	mov.u32 	%r17, %ntid.x;
+	mov.u32 	%r110, %r16;
 
 $L__BB1_15:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd31, %r108, 2;
-	add.s64 	%rd32, %rd1, %rd31;
-	ld.u16 	%rs6, [%rd32];
-	add.s64 	%rd33, %rd2, %rd31;
-	st.u16 	[%rd33], %rs6;
-	add.s32 	%r17, %r108, %r15;
-	setp.ge.u32 	%p17, %r17, %r13;
+	mul.wide.u32 	%rd33, %r110, 2;
+	add.s64 	%rd34, %rd1, %rd33;
+	ld.u16 	%rs6, [%rd34];
+	add.s64 	%rd35, %rd2, %rd33;
+	st.u16 	[%rd35], %rs6;
+	add.s32 	%r19, %r110, %r17;
+	setp.ge.u32 	%p17, %r19, %r15;
 	@%p17 bra 	$L__BB1_19;
 
-	mul.wide.u32 	%rd34, %r17, 2;
-	add.s64 	%rd35, %rd1, %rd34;
-	ld.u16 	%rs7, [%rd35];
-	add.s64 	%rd36, %rd2, %rd34;
-	st.u16 	[%rd36], %rs7;
-	add.s32 	%r18, %r17, %r15;
-	setp.ge.u32 	%p18, %r18, %r13;
+	mul.wide.u32 	%rd36, %r19, 2;
+	add.s64 	%rd37, %rd1, %rd36;
+	ld.u16 	%rs7, [%rd37];
+	add.s64 	%rd38, %rd2, %rd36;
+	st.u16 	[%rd38], %rs7;
+	add.s32 	%r20, %r19, %r17;
+	setp.ge.u32 	%p18, %r20, %r15;
 	@%p18 bra 	$L__BB1_19;
 
-	mul.wide.u32 	%rd37, %r18, 2;
-	add.s64 	%rd38, %rd1, %rd37;
-	ld.u16 	%rs8, [%rd38];
-	add.s64 	%rd39, %rd2, %rd37;
-	st.u16 	[%rd39], %rs8;
-	add.s32 	%r19, %r18, %r15;
-	setp.ge.u32 	%p19, %r19, %r13;
+	mul.wide.u32 	%rd39, %r20, 2;
+	add.s64 	%rd40, %rd1, %rd39;
+	ld.u16 	%rs8, [%rd40];
+	add.s64 	%rd41, %rd2, %rd39;
+	st.u16 	[%rd41], %rs8;
+	add.s32 	%r21, %r20, %r17;
+	setp.ge.u32 	%p19, %r21, %r15;
 	@%p19 bra 	$L__BB1_19;
 
-	mul.wide.u32 	%rd40, %r19, 2;
-	add.s64 	%rd41, %rd1, %rd40;
-	ld.u16 	%rs9, [%rd41];
-	add.s64 	%rd42, %rd2, %rd40;
-	st.u16 	[%rd42], %rs9;
-	add.s32 	%r108, %r19, %r15;
-	setp.lt.u32 	%p20, %r108, %r13;
+	mul.wide.u32 	%rd42, %r21, 2;
+	add.s64 	%rd43, %rd1, %rd42;
+	ld.u16 	%rs9, [%rd43];
+	add.s64 	%rd44, %rd2, %rd42;
+	st.u16 	[%rd44], %rs9;
+	add.s32 	%r110, %r21, %r17;
+	setp.lt.u32 	%p20, %r110, %r15;
 	@%p20 bra 	$L__BB1_15;
 
 $L__BB1_19:
-	and.b32  	%r66, %r63, -2;
-	add.s32 	%r109, %r66, %r14;
-	setp.ge.u32 	%p21, %r109, %r63;
+	and.b32  	%r68, %r65, 16777214;
+	add.s32 	%r111, %r68, %r16;
+	setp.ge.u32 	%p21, %r111, %r3;
 	@%p21 bra 	$L__BB1_49;
 
-	mov.u32 	%r22, %ntid.x;
+	mov.u32 	%r24, %ntid.x;
 
 $L__BB1_21:
-	cvt.u64.u32 	%rd43, %r109;
-	add.s64 	%rd44, %rd1, %rd43;
-	ld.u8 	%rs10, [%rd44];
-	add.s64 	%rd45, %rd2, %rd43;
-	st.u8 	[%rd45], %rs10;
-	add.s32 	%r109, %r109, %r22;
-	setp.lt.u32 	%p22, %r109, %r63;
+	cvt.u64.u32 	%rd45, %r111;
+	add.s64 	%rd46, %rd1, %rd45;
+	ld.u8 	%rs10, [%rd46];
+	add.s64 	%rd47, %rd2, %rd45;
+	st.u8 	[%rd47], %rs10;
+	add.s32 	%r111, %r111, %r24;
+	setp.lt.u32 	%p22, %r111, %r3;
 	@%p22 bra 	$L__BB1_21;
 	bra.uni 	$L__BB1_49;
 
 $L__BB1_40:
-	shr.u32 	%r49, %r63, 4;
-	mov.u32 	%r50, %tid.x;
-	setp.ge.u32 	%p37, %r50, %r49;
+	shr.u32 	%r51, %r3, 4;
+	mov.u32 	%r52, %tid.x;
+	setp.ge.u32 	%p37, %r52, %r51;
 	@%p37 bra 	$L__BB1_46;
 
-	mov.u32 	%r51, %ntid.x;
-	mov.u32 	%r114, %r50;
+	mov.u32 	%r53, %ntid.x;
+	mov.u32 	%r116, %r52;
 
 $L__BB1_42:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd80, %r114, 16;
-	add.s64 	%rd81, %rd2, %rd80;
-	add.s64 	%rd82, %rd1, %rd80;
-	ld.v4.u32 	{%r73, %r74, %r75, %r76}, [%rd82];
-	st.v4.u32 	[%rd81], {%r73, %r74, %r75, %r76};
-	add.s32 	%r53, %r114, %r51;
-	setp.ge.u32 	%p38, %r53, %r49;
+	mul.wide.u32 	%rd82, %r116, 16;
+	add.s64 	%rd83, %rd2, %rd82;
+	add.s64 	%rd84, %rd1, %rd82;
+	ld.v4.u32 	{%r75, %r76, %r77, %r78}, [%rd84];
+	st.v4.u32 	[%rd83], {%r75, %r76, %r77, %r78};
+	add.s32 	%r55, %r116, %r53;
+	setp.ge.u32 	%p38, %r55, %r51;
 	@%p38 bra 	$L__BB1_46;
 
-	mul.wide.u32 	%rd83, %r53, 16;
-	add.s64 	%rd84, %rd2, %rd83;
-	add.s64 	%rd85, %rd1, %rd83;
-	ld.v4.u32 	{%r81, %r82, %r83, %r84}, [%rd85];
-	st.v4.u32 	[%rd84], {%r81, %r82, %r83, %r84};
-	add.s32 	%r54, %r53, %r51;
-	setp.ge.u32 	%p39, %r54, %r49;
+	mul.wide.u32 	%rd85, %r55, 16;
+	add.s64 	%rd86, %rd2, %rd85;
+	add.s64 	%rd87, %rd1, %rd85;
+	ld.v4.u32 	{%r83, %r84, %r85, %r86}, [%rd87];
+	st.v4.u32 	[%rd86], {%r83, %r84, %r85, %r86};
+	add.s32 	%r56, %r55, %r53;
+	setp.ge.u32 	%p39, %r56, %r51;
 	@%p39 bra 	$L__BB1_46;
 
-	mul.wide.u32 	%rd86, %r54, 16;
-	add.s64 	%rd87, %rd2, %rd86;
-	add.s64 	%rd88, %rd1, %rd86;
-	ld.v4.u32 	{%r89, %r90, %r91, %r92}, [%rd88];
-	st.v4.u32 	[%rd87], {%r89, %r90, %r91, %r92};
-	add.s32 	%r55, %r54, %r51;
-	setp.ge.u32 	%p40, %r55, %r49;
+	mul.wide.u32 	%rd88, %r56, 16;
+	add.s64 	%rd89, %rd2, %rd88;
+	add.s64 	%rd90, %rd1, %rd88;
+	ld.v4.u32 	{%r91, %r92, %r93, %r94}, [%rd90];
+	st.v4.u32 	[%rd89], {%r91, %r92, %r93, %r94};
+	add.s32 	%r57, %r56, %r53;
+	setp.ge.u32 	%p40, %r57, %r51;
 	@%p40 bra 	$L__BB1_46;
 
-	mul.wide.u32 	%rd89, %r55, 16;
-	add.s64 	%rd90, %rd2, %rd89;
-	add.s64 	%rd91, %rd1, %rd89;
-	ld.v4.u32 	{%r97, %r98, %r99, %r100}, [%rd91];
-	st.v4.u32 	[%rd90], {%r97, %r98, %r99, %r100};
-	add.s32 	%r114, %r55, %r51;
-	setp.lt.u32 	%p41, %r114, %r49;
+	mul.wide.u32 	%rd91, %r57, 16;
+	add.s64 	%rd92, %rd2, %rd91;
+	add.s64 	%rd93, %rd1, %rd91;
+	ld.v4.u32 	{%r99, %r100, %r101, %r102}, [%rd93];
+	st.v4.u32 	[%rd92], {%r99, %r100, %r101, %r102};
+	add.s32 	%r116, %r57, %r53;
+	setp.lt.u32 	%p41, %r116, %r51;
 	@%p41 bra 	$L__BB1_42;
 
 $L__BB1_46:
-	and.b32  	%r105, %r63, -16;
-	add.s32 	%r115, %r105, %r50;
-	setp.ge.u32 	%p42, %r115, %r63;
+	and.b32  	%r107, %r65, 16777200;
+	add.s32 	%r117, %r107, %r52;
+	setp.ge.u32 	%p42, %r117, %r3;
 	@%p42 bra 	$L__BB1_49;
 
-	mov.u32 	%r58, %ntid.x;
+	mov.u32 	%r60, %ntid.x;
 
 $L__BB1_48:
-	cvt.u64.u32 	%rd92, %r115;
-	add.s64 	%rd93, %rd1, %rd92;
-	ld.u8 	%rs13, [%rd93];
-	add.s64 	%rd94, %rd2, %rd92;
-	st.u8 	[%rd94], %rs13;
-	add.s32 	%r115, %r115, %r58;
-	setp.lt.u32 	%p43, %r115, %r63;
+	cvt.u64.u32 	%rd94, %r117;
+	add.s64 	%rd95, %rd1, %rd94;
+	ld.u8 	%rs13, [%rd95];
+	add.s64 	%rd96, %rd2, %rd94;
+	st.u8 	[%rd96], %rs13;
+	add.s32 	%r117, %r117, %r60;
+	setp.lt.u32 	%p43, %r117, %r3;
 	@%p43 bra 	$L__BB1_48;
 	bra.uni 	$L__BB1_49;
 
 $L__BB1_31:
-	shr.u32 	%r37, %r63, 3;
-	mov.u32 	%r38, %tid.x;
-	setp.ge.u32 	%p30, %r38, %r37;
+	shr.u32 	%r39, %r3, 3;
+	mov.u32 	%r40, %tid.x;
+	setp.ge.u32 	%p30, %r40, %r39;
 	@%p30 bra 	$L__BB1_37;
 
-	mov.u32 	%r39, %ntid.x;
-	mov.u32 	%r112, %r38;
+	mov.u32 	%r41, %ntid.x;
+	mov.u32 	%r114, %r40;
 
 $L__BB1_33:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd61, %r112, 8;
-	add.s64 	%rd62, %rd1, %rd61;
-	ld.u64 	%rd63, [%rd62];
-	add.s64 	%rd64, %rd2, %rd61;
-	st.u64 	[%rd64], %rd63;
-	add.s32 	%r41, %r112, %r39;
-	setp.ge.u32 	%p31, %r41, %r37;
+	mul.wide.u32 	%rd63, %r114, 8;
+	add.s64 	%rd64, %rd1, %rd63;
+	ld.u64 	%rd65, [%rd64];
+	add.s64 	%rd66, %rd2, %rd63;
+	st.u64 	[%rd66], %rd65;
+	add.s32 	%r43, %r114, %r41;
+	setp.ge.u32 	%p31, %r43, %r39;
 	@%p31 bra 	$L__BB1_37;
 
-	mul.wide.u32 	%rd65, %r41, 8;
-	add.s64 	%rd66, %rd1, %rd65;
-	ld.u64 	%rd67, [%rd66];
-	add.s64 	%rd68, %rd2, %rd65;
-	st.u64 	[%rd68], %rd67;
-	add.s32 	%r42, %r41, %r39;
-	setp.ge.u32 	%p32, %r42, %r37;
+	mul.wide.u32 	%rd67, %r43, 8;
+	add.s64 	%rd68, %rd1, %rd67;
+	ld.u64 	%rd69, [%rd68];
+	add.s64 	%rd70, %rd2, %rd67;
+	st.u64 	[%rd70], %rd69;
+	add.s32 	%r44, %r43, %r41;
+	setp.ge.u32 	%p32, %r44, %r39;
 	@%p32 bra 	$L__BB1_37;
 
-	mul.wide.u32 	%rd69, %r42, 8;
-	add.s64 	%rd70, %rd1, %rd69;
-	ld.u64 	%rd71, [%rd70];
-	add.s64 	%rd72, %rd2, %rd69;
-	st.u64 	[%rd72], %rd71;
-	add.s32 	%r43, %r42, %r39;
-	setp.ge.u32 	%p33, %r43, %r37;
+	mul.wide.u32 	%rd71, %r44, 8;
+	add.s64 	%rd72, %rd1, %rd71;
+	ld.u64 	%rd73, [%rd72];
+	add.s64 	%rd74, %rd2, %rd71;
+	st.u64 	[%rd74], %rd73;
+	add.s32 	%r45, %r44, %r41;
+	setp.ge.u32 	%p33, %r45, %r39;
 	@%p33 bra 	$L__BB1_37;
 
-	mul.wide.u32 	%rd73, %r43, 8;
-	add.s64 	%rd74, %rd1, %rd73;
-	ld.u64 	%rd75, [%rd74];
-	add.s64 	%rd76, %rd2, %rd73;
-	st.u64 	[%rd76], %rd75;
-	add.s32 	%r112, %r43, %r39;
-	setp.lt.u32 	%p34, %r112, %r37;
+	mul.wide.u32 	%rd75, %r45, 8;
+	add.s64 	%rd76, %rd1, %rd75;
+	ld.u64 	%rd77, [%rd76];
+	add.s64 	%rd78, %rd2, %rd75;
+	st.u64 	[%rd78], %rd77;
+	add.s32 	%r114, %r45, %r41;
+	setp.lt.u32 	%p34, %r114, %r39;
 	@%p34 bra 	$L__BB1_33;
 
 $L__BB1_37:
-	and.b32  	%r72, %r63, -8;
-	add.s32 	%r113, %r72, %r38;
-	setp.ge.u32 	%p35, %r113, %r63;
+	and.b32  	%r74, %r65, 16777208;
+	add.s32 	%r115, %r74, %r40;
+	setp.ge.u32 	%p35, %r115, %r3;
 	@%p35 bra 	$L__BB1_49;
 
-	mov.u32 	%r46, %ntid.x;
+	mov.u32 	%r48, %ntid.x;
 
 $L__BB1_39:
-	cvt.u64.u32 	%rd77, %r113;
-	add.s64 	%rd78, %rd1, %rd77;
-	ld.u8 	%rs12, [%rd78];
-	add.s64 	%rd79, %rd2, %rd77;
-	st.u8 	[%rd79], %rs12;
-	add.s32 	%r113, %r113, %r46;
-	setp.lt.u32 	%p36, %r113, %r63;
+	cvt.u64.u32 	%rd79, %r115;
+	add.s64 	%rd80, %rd1, %rd79;
+	ld.u8 	%rs12, [%rd80];
+	add.s64 	%rd81, %rd2, %rd79;
+	st.u8 	[%rd81], %rs12;
+	add.s32 	%r115, %r115, %r48;
+	setp.lt.u32 	%p36, %r115, %r3;
 	@%p36 bra 	$L__BB1_39;
 	bra.uni 	$L__BB1_49;
 
 $L__BB1_22:
-	shr.u32 	%r25, %r63, 2;
-	mov.u32 	%r26, %tid.x;
-	setp.ge.u32 	%p23, %r26, %r25;
+	shr.u32 	%r27, %r3, 2;
+	mov.u32 	%r28, %tid.x;
+	setp.ge.u32 	%p23, %r28, %r27;
 	@%p23 bra 	$L__BB1_28;
 
-	mov.u32 	%r27, %ntid.x;
-	mov.u32 	%r110, %r26;
+	mov.u32 	%r29, %ntid.x;
+	mov.u32 	%r112, %r28;
 
 $L__BB1_24:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd46, %r110, 4;
-	add.s64 	%rd47, %rd1, %rd46;
-	ld.u32 	%r67, [%rd47];
-	add.s64 	%rd48, %rd2, %rd46;
-	st.u32 	[%rd48], %r67;
-	add.s32 	%r29, %r110, %r27;
-	setp.ge.u32 	%p24, %r29, %r25;
+	mul.wide.u32 	%rd48, %r112, 4;
+	add.s64 	%rd49, %rd1, %rd48;
+	ld.u32 	%r69, [%rd49];
+	add.s64 	%rd50, %rd2, %rd48;
+	st.u32 	[%rd50], %r69;
+	add.s32 	%r31, %r112, %r29;
+	setp.ge.u32 	%p24, %r31, %r27;
 	@%p24 bra 	$L__BB1_28;
 
-	mul.wide.u32 	%rd49, %r29, 4;
-	add.s64 	%rd50, %rd1, %rd49;
-	ld.u32 	%r68, [%rd50];
-	add.s64 	%rd51, %rd2, %rd49;
-	st.u32 	[%rd51], %r68;
-	add.s32 	%r30, %r29, %r27;
-	setp.ge.u32 	%p25, %r30, %r25;
+	mul.wide.u32 	%rd51, %r31, 4;
+	add.s64 	%rd52, %rd1, %rd51;
+	ld.u32 	%r70, [%rd52];
+	add.s64 	%rd53, %rd2, %rd51;
+	st.u32 	[%rd53], %r70;
+	add.s32 	%r32, %r31, %r29;
+	setp.ge.u32 	%p25, %r32, %r27;
 	@%p25 bra 	$L__BB1_28;
 
-	mul.wide.u32 	%rd52, %r30, 4;
-	add.s64 	%rd53, %rd1, %rd52;
-	ld.u32 	%r69, [%rd53];
-	add.s64 	%rd54, %rd2, %rd52;
-	st.u32 	[%rd54], %r69;
-	add.s32 	%r31, %r30, %r27;
-	setp.ge.u32 	%p26, %r31, %r25;
+	mul.wide.u32 	%rd54, %r32, 4;
+	add.s64 	%rd55, %rd1, %rd54;
+	ld.u32 	%r71, [%rd55];
+	add.s64 	%rd56, %rd2, %rd54;
+	st.u32 	[%rd56], %r71;
+	add.s32 	%r33, %r32, %r29;
+	setp.ge.u32 	%p26, %r33, %r27;
 	@%p26 bra 	$L__BB1_28;
 
-	mul.wide.u32 	%rd55, %r31, 4;
-	add.s64 	%rd56, %rd1, %rd55;
-	ld.u32 	%r70, [%rd56];
-	add.s64 	%rd57, %rd2, %rd55;
-	st.u32 	[%rd57], %r70;
-	add.s32 	%r110, %r31, %r27;
-	setp.lt.u32 	%p27, %r110, %r25;
+	mul.wide.u32 	%rd57, %r33, 4;
+	add.s64 	%rd58, %rd1, %rd57;
+	ld.u32 	%r72, [%rd58];
+	add.s64 	%rd59, %rd2, %rd57;
+	st.u32 	[%rd59], %r72;
+	add.s32 	%r112, %r33, %r29;
+	setp.lt.u32 	%p27, %r112, %r27;
 	@%p27 bra 	$L__BB1_24;
 
 $L__BB1_28:
-	and.b32  	%r71, %r63, -4;
-	add.s32 	%r111, %r71, %r26;
-	setp.ge.u32 	%p28, %r111, %r63;
+	and.b32  	%r73, %r65, 16777212;
+	add.s32 	%r113, %r73, %r28;
+	setp.ge.u32 	%p28, %r113, %r3;
 	@%p28 bra 	$L__BB1_49;
 
-	mov.u32 	%r34, %ntid.x;
+	mov.u32 	%r36, %ntid.x;
 
 $L__BB1_30:
-	cvt.u64.u32 	%rd58, %r111;
-	add.s64 	%rd59, %rd1, %rd58;
-	ld.u8 	%rs11, [%rd59];
-	add.s64 	%rd60, %rd2, %rd58;
-	st.u8 	[%rd60], %rs11;
-	add.s32 	%r111, %r111, %r34;
-	setp.lt.u32 	%p29, %r111, %r63;
+	cvt.u64.u32 	%rd60, %r113;
+	add.s64 	%rd61, %rd1, %rd60;
+	ld.u8 	%rs11, [%rd61];
+	add.s64 	%rd62, %rd2, %rd60;
+	st.u8 	[%rd62], %rs11;
+	add.s32 	%r113, %r113, %r36;
+	setp.lt.u32 	%p29, %r113, %r3;
 	@%p29 bra 	$L__BB1_30;
 	bra.uni 	$L__BB1_49;
 
 $L__BB1_4:
-	mov.u32 	%r2, %tid.x;
-	setp.ge.u32 	%p9, %r2, %r63;
+	mov.u32 	%r4, %tid.x;
+	setp.ge.u32 	%p9, %r4, %r3;
 	@%p9 bra 	$L__BB1_10;
 
-	mov.u32 	%r3, %ntid.x;
-	mov.u32 	%r106, %r2;
+	mov.u32 	%r5, %ntid.x;
+	mov.u32 	%r108, %r4;
 
 $L__BB1_6:
 	.pragma "nounroll";
-	cvt.u64.u32 	%rd16, %r106;
-	add.s64 	%rd17, %rd1, %rd16;
-	ld.u8 	%rs1, [%rd17];
-	add.s64 	%rd18, %rd2, %rd16;
-	st.u8 	[%rd18], %rs1;
-	add.s32 	%r5, %r106, %r3;
-	setp.ge.u32 	%p10, %r5, %r63;
+	cvt.u64.u32 	%rd18, %r108;
+	add.s64 	%rd19, %rd1, %rd18;
+	ld.u8 	%rs1, [%rd19];
+	add.s64 	%rd20, %rd2, %rd18;
+	st.u8 	[%rd20], %rs1;
+	add.s32 	%r7, %r108, %r5;
+	setp.ge.u32 	%p10, %r7, %r3;
 	@%p10 bra 	$L__BB1_10;
 
-	cvt.u64.u32 	%rd19, %r5;
-	add.s64 	%rd20, %rd1, %rd19;
-	ld.u8 	%rs2, [%rd20];
-	add.s64 	%rd21, %rd2, %rd19;
-	st.u8 	[%rd21], %rs2;
-	add.s32 	%r6, %r5, %r3;
-	setp.ge.u32 	%p11, %r6, %r63;
+	cvt.u64.u32 	%rd21, %r7;
+	add.s64 	%rd22, %rd1, %rd21;
+	ld.u8 	%rs2, [%rd22];
+	add.s64 	%rd23, %rd2, %rd21;
+	st.u8 	[%rd23], %rs2;
+	add.s32 	%r8, %r7, %r5;
+	setp.ge.u32 	%p11, %r8, %r3;
 	@%p11 bra 	$L__BB1_10;
 
-	cvt.u64.u32 	%rd22, %r6;
-	add.s64 	%rd23, %rd1, %rd22;
-	ld.u8 	%rs3, [%rd23];
-	add.s64 	%rd24, %rd2, %rd22;
-	st.u8 	[%rd24], %rs3;
-	add.s32 	%r7, %r6, %r3;
-	setp.ge.u32 	%p12, %r7, %r63;
+	cvt.u64.u32 	%rd24, %r8;
+	add.s64 	%rd25, %rd1, %rd24;
+	ld.u8 	%rs3, [%rd25];
+	add.s64 	%rd26, %rd2, %rd24;
+	st.u8 	[%rd26], %rs3;
+	add.s32 	%r9, %r8, %r5;
+	setp.ge.u32 	%p12, %r9, %r3;
 	@%p12 bra 	$L__BB1_10;
 
-	cvt.u64.u32 	%rd25, %r7;
-	add.s64 	%rd26, %rd1, %rd25;
-	ld.u8 	%rs4, [%rd26];
-	add.s64 	%rd27, %rd2, %rd25;
-	st.u8 	[%rd27], %rs4;
-	add.s32 	%r106, %r7, %r3;
-	setp.lt.u32 	%p13, %r106, %r63;
+	cvt.u64.u32 	%rd27, %r9;
+	add.s64 	%rd28, %rd1, %rd27;
+	ld.u8 	%rs4, [%rd28];
+	add.s64 	%rd29, %rd2, %rd27;
+	st.u8 	[%rd29], %rs4;
+	add.s32 	%r108, %r9, %r5;
+	setp.lt.u32 	%p13, %r108, %r3;
 	@%p13 bra 	$L__BB1_6;
 
 $L__BB1_10:
-	add.s32 	%r107, %r63, %r2;
-	setp.ge.u32 	%p14, %r107, %r63;
+	add.s32 	%r109, %r3, %r4;
+	setp.ge.u32 	%p14, %r109, %r3;
 	@%p14 bra 	$L__BB1_49;
 
-	mov.u32 	%r10, %ntid.x;
+	mov.u32 	%r12, %ntid.x;
 
 $L__BB1_12:
-	cvt.u64.u32 	%rd28, %r107;
-	add.s64 	%rd29, %rd1, %rd28;
-	ld.u8 	%rs5, [%rd29];
-	add.s64 	%rd30, %rd2, %rd28;
-	st.u8 	[%rd30], %rs5;
-	add.s32 	%r107, %r107, %r10;
-	setp.lt.u32 	%p15, %r107, %r63;
+	cvt.u64.u32 	%rd30, %r109;
+	add.s64 	%rd31, %rd1, %rd30;
+	ld.u8 	%rs5, [%rd31];
+	add.s64 	%rd32, %rd2, %rd30;
+	st.u8 	[%rd32], %rs5;
+	add.s32 	%r109, %r109, %r12;
+	setp.lt.u32 	%p15, %r109, %r3;
 	@%p15 bra 	$L__BB1_12;
 
 $L__BB1_49:
 	ret;
 
 }
-	// .globl	move_segments_2046
-.visible .entry move_segments_2046(
-	.param .align 8 .b8 move_segments_2046_param_0[32752]
+	// .globl	move_segments_2042
+.visible .entry move_segments_2042(
+	.param .align 8 .b8 move_segments_2042_param_0[32744]
 )
 {
 	.reg .pred 	%p<44>;
 	.reg .b16 	%rs<14>;
-	.reg .b32 	%r<116>;
-	.reg .b64 	%rd<95>;
+	.reg .b32 	%r<118>;
+	.reg .b64 	%rd<97>;
 
 
-	mov.b64 	%rd4, move_segments_2046_param_0;
+	mov.b64 	%rd4, move_segments_2042_param_0;
 	mov.u64 	%rd5, %rd4;
-	mov.u32 	%r61, %ctaid.x;
-	mul.wide.u32 	%rd6, %r61, 16;
+	mov.u32 	%r63, %ctaid.x;
+	mul.wide.u32 	%rd6, %r63, 16;
 	add.s64 	%rd7, %rd5, %rd6;
-	ld.param.v2.u32 	{%r62, %r63}, [%rd7+24];
-	cvt.u64.u32 	%rd8, %r62;
-	ld.param.u64 	%rd9, [move_segments_2046_param_0];
-	add.s64 	%rd10, %rd9, %rd8;
-	ld.param.u32 	%r65, [move_segments_2046_param_0+8];
-	setp.eq.s32 	%p1, %r65, 0;
-	ld.param.u64 	%rd11, [%rd7+16];
-	selp.b64 	%rd1, %rd11, %rd10, %p1;
-	selp.b64 	%rd2, %rd10, %rd11, %p1;
+	ld.param.v2.u32 	{%r64, %r65}, [%rd7+80];
+	shr.u32 	%r66, %r65, 24;
+	mul.wide.u32 	%rd8, %r66, 8;
+	add.s64 	%rd9, %rd5, %rd8;
+	and.b32  	%r3, %r65, 16777215;
+	cvt.u64.u32 	%rd10, %r64;
+	ld.param.u64 	%rd11, [%rd9];
+	add.s64 	%rd12, %rd11, %rd10;
+	ld.param.u32 	%r67, [move_segments_2042_param_0+64];
+	setp.eq.s32 	%p1, %r67, 0;
+	ld.param.u64 	%rd13, [%rd7+72];
+	selp.b64 	%rd1, %rd13, %rd12, %p1;
+	selp.b64 	%rd2, %rd12, %rd13, %p1;
 	or.b64  	%rd3, %rd1, %rd2;
-	and.b64  	%rd12, %rd3, 15;
-	setp.eq.s64 	%p2, %rd12, 0;
+	and.b64  	%rd14, %rd3, 15;
+	setp.eq.s64 	%p2, %rd14, 0;
 	@%p2 bra 	$L__BB2_40;
 
-	and.b64  	%rd13, %rd3, 7;
-	setp.eq.s64 	%p3, %rd13, 0;
+	and.b64  	%rd15, %rd3, 7;
+	setp.eq.s64 	%p3, %rd15, 0;
 	@%p3 bra 	$L__BB2_31;
 
-	and.b64  	%rd14, %rd3, 3;
-	setp.eq.s64 	%p4, %rd14, 0;
+	and.b64  	%rd16, %rd3, 3;
+	setp.eq.s64 	%p4, %rd16, 0;
 	@%p4 bra 	$L__BB2_22;
 
-	and.b64  	%rd15, %rd3, 1;
-	setp.eq.b64 	%p5, %rd15, 1;
+	and.b64  	%rd17, %rd3, 1;
+	setp.eq.b64 	%p5, %rd17, 1;
 	mov.pred 	%p6, 0;
 	xor.pred  	%p7, %p5, %p6;
 	not.pred 	%p8, %p7;
@@ -817,330 +831,330 @@ $L__BB1_49:
 	bra.uni 	$L__BB2_4;
 
 $L__BB2_13:
-	shr.u32 	%r13, %r63, 1;
-	mov.u32 	%r14, %tid.x;
-	setp.ge.u32 	%p16, %r14, %r13;
+	shr.u32 	%r15, %r3, 1;
+	mov.u32 	%r16, %tid.x;
+	setp.ge.u32 	%p16, %r16, %r15;
 	@%p16 bra 	$L__BB2_19;
 
-	mov.u32 	%r15, %ntid.x;
-	mov.u32 	%r108, %r14;
+	mov.u32 	%r17, %ntid.x;
+	mov.u32 	%r110, %r16;
 
 $L__BB2_15:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd31, %r108, 2;
-	add.s64 	%rd32, %rd1, %rd31;
-	ld.u16 	%rs6, [%rd32];
-	add.s64 	%rd33, %rd2, %rd31;
-	st.u16 	[%rd33], %rs6;
-	add.s32 	%r17, %r108, %r15;
-	setp.ge.u32 	%p17, %r17, %r13;
+	mul.wide.u32 	%rd33, %r110, 2;
+	add.s64 	%rd34, %rd1, %rd33;
+	ld.u16 	%rs6, [%rd34];
+	add.s64 	%rd35, %rd2, %rd33;
+	st.u16 	[%rd35], %rs6;
+	add.s32 	%r19, %r110, %r17;
+	setp.ge.u32 	%p17, %r19, %r15;
 	@%p17 bra 	$L__BB2_19;
 
-	mul.wide.u32 	%rd34, %r17, 2;
-	add.s64 	%rd35, %rd1, %rd34;
-	ld.u16 	%rs7, [%rd35];
-	add.s64 	%rd36, %rd2, %rd34;
-	st.u16 	[%rd36], %rs7;
-	add.s32 	%r18, %r17, %r15;
-	setp.ge.u32 	%p18, %r18, %r13;
+	mul.wide.u32 	%rd36, %r19, 2;
+	add.s64 	%rd37, %rd1, %rd36;
+	ld.u16 	%rs7, [%rd37];
+	add.s64 	%rd38, %rd2, %rd36;
+	st.u16 	[%rd38], %rs7;
+	add.s32 	%r20, %r19, %r17;
+	setp.ge.u32 	%p18, %r20, %r15;
 	@%p18 bra 	$L__BB2_19;
 
-	mul.wide.u32 	%rd37, %r18, 2;
-	add.s64 	%rd38, %rd1, %rd37;
-	ld.u16 	%rs8, [%rd38];
-	add.s64 	%rd39, %rd2, %rd37;
-	st.u16 	[%rd39], %rs8;
-	add.s32 	%r19, %r18, %r15;
-	setp.ge.u32 	%p19, %r19, %r13;
+	mul.wide.u32 	%rd39, %r20, 2;
+	add.s64 	%rd40, %rd1, %rd39;
+	ld.u16 	%rs8, [%rd40];
+	add.s64 	%rd41, %rd2, %rd39;
+	st.u16 	[%rd41], %rs8;
+	add.s32 	%r21, %r20, %r17;
+	setp.ge.u32 	%p19, %r21, %r15;
 	@%p19 bra 	$L__BB2_19;
 
-	mul.wide.u32 	%rd40, %r19, 2;
-	add.s64 	%rd41, %rd1, %rd40;
-	ld.u16 	%rs9, [%rd41];
-	add.s64 	%rd42, %rd2, %rd40;
-	st.u16 	[%rd42], %rs9;
-	add.s32 	%r108, %r19, %r15;
-	setp.lt.u32 	%p20, %r108, %r13;
+	mul.wide.u32 	%rd42, %r21, 2;
+	add.s64 	%rd43, %rd1, %rd42;
+	ld.u16 	%rs9, [%rd43];
+	add.s64 	%rd44, %rd2, %rd42;
+	st.u16 	[%rd44], %rs9;
+	add.s32 	%r110, %r21, %r17;
+	setp.lt.u32 	%p20, %r110, %r15;
 	@%p20 bra 	$L__BB2_15;
 
 $L__BB2_19:
-	and.b32  	%r66, %r63, -2;
-	add.s32 	%r109, %r66, %r14;
-	setp.ge.u32 	%p21, %r109, %r63;
+	and.b32  	%r68, %r65, 16777214;
+	add.s32 	%r111, %r68, %r16;
+	setp.ge.u32 	%p21, %r111, %r3;
 	@%p21 bra 	$L__BB2_49;
 
-	mov.u32 	%r22, %ntid.x;
+	mov.u32 	%r24, %ntid.x;
 
 $L__BB2_21:
-	cvt.u64.u32 	%rd43, %r109;
-	add.s64 	%rd44, %rd1, %rd43;
-	ld.u8 	%rs10, [%rd44];
-	add.s64 	%rd45, %rd2, %rd43;
-	st.u8 	[%rd45], %rs10;
-	add.s32 	%r109, %r109, %r22;
-	setp.lt.u32 	%p22, %r109, %r63;
+	cvt.u64.u32 	%rd45, %r111;
+	add.s64 	%rd46, %rd1, %rd45;
+	ld.u8 	%rs10, [%rd46];
+	add.s64 	%rd47, %rd2, %rd45;
+	st.u8 	[%rd47], %rs10;
+	add.s32 	%r111, %r111, %r24;
+	setp.lt.u32 	%p22, %r111, %r3;
 	@%p22 bra 	$L__BB2_21;
 	bra.uni 	$L__BB2_49;
 
 $L__BB2_40:
-	shr.u32 	%r49, %r63, 4;
-	mov.u32 	%r50, %tid.x;
-	setp.ge.u32 	%p37, %r50, %r49;
+	shr.u32 	%r51, %r3, 4;
+	mov.u32 	%r52, %tid.x;
+	setp.ge.u32 	%p37, %r52, %r51;
 	@%p37 bra 	$L__BB2_46;
 
-	mov.u32 	%r51, %ntid.x;
-	mov.u32 	%r114, %r50;
+	mov.u32 	%r53, %ntid.x;
+	mov.u32 	%r116, %r52;
 
 $L__BB2_42:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd80, %r114, 16;
-	add.s64 	%rd81, %rd2, %rd80;
-	add.s64 	%rd82, %rd1, %rd80;
-	ld.v4.u32 	{%r73, %r74, %r75, %r76}, [%rd82];
-	st.v4.u32 	[%rd81], {%r73, %r74, %r75, %r76};
-	add.s32 	%r53, %r114, %r51;
-	setp.ge.u32 	%p38, %r53, %r49;
+	mul.wide.u32 	%rd82, %r116, 16;
+	add.s64 	%rd83, %rd2, %rd82;
+	add.s64 	%rd84, %rd1, %rd82;
+	ld.v4.u32 	{%r75, %r76, %r77, %r78}, [%rd84];
+	st.v4.u32 	[%rd83], {%r75, %r76, %r77, %r78};
+	add.s32 	%r55, %r116, %r53;
+	setp.ge.u32 	%p38, %r55, %r51;
 	@%p38 bra 	$L__BB2_46;
 
-	mul.wide.u32 	%rd83, %r53, 16;
-	add.s64 	%rd84, %rd2, %rd83;
-	add.s64 	%rd85, %rd1, %rd83;
-	ld.v4.u32 	{%r81, %r82, %r83, %r84}, [%rd85];
-	st.v4.u32 	[%rd84], {%r81, %r82, %r83, %r84};
-	add.s32 	%r54, %r53, %r51;
-	setp.ge.u32 	%p39, %r54, %r49;
+	mul.wide.u32 	%rd85, %r55, 16;
+	add.s64 	%rd86, %rd2, %rd85;
+	add.s64 	%rd87, %rd1, %rd85;
+	ld.v4.u32 	{%r83, %r84, %r85, %r86}, [%rd87];
+	st.v4.u32 	[%rd86], {%r83, %r84, %r85, %r86};
+	add.s32 	%r56, %r55, %r53;
+	setp.ge.u32 	%p39, %r56, %r51;
 	@%p39 bra 	$L__BB2_46;
 
-	mul.wide.u32 	%rd86, %r54, 16;
-	add.s64 	%rd87, %rd2, %rd86;
-	add.s64 	%rd88, %rd1, %rd86;
-	ld.v4.u32 	{%r89, %r90, %r91, %r92}, [%rd88];
-	st.v4.u32 	[%rd87], {%r89, %r90, %r91, %r92};
-	add.s32 	%r55, %r54, %r51;
-	setp.ge.u32 	%p40, %r55, %r49;
+	mul.wide.u32 	%rd88, %r56, 16;
+	add.s64 	%rd89, %rd2, %rd88;
+	add.s64 	%rd90, %rd1, %rd88;
+	ld.v4.u32 	{%r91, %r92, %r93, %r94}, [%rd90];
+	st.v4.u32 	[%rd89], {%r91, %r92, %r93, %r94};
+	add.s32 	%r57, %r56, %r53;
+	setp.ge.u32 	%p40, %r57, %r51;
 	@%p40 bra 	$L__BB2_46;
 
-	mul.wide.u32 	%rd89, %r55, 16;
-	add.s64 	%rd90, %rd2, %rd89;
-	add.s64 	%rd91, %rd1, %rd89;
-	ld.v4.u32 	{%r97, %r98, %r99, %r100}, [%rd91];
-	st.v4.u32 	[%rd90], {%r97, %r98, %r99, %r100};
-	add.s32 	%r114, %r55, %r51;
-	setp.lt.u32 	%p41, %r114, %r49;
+	mul.wide.u32 	%rd91, %r57, 16;
+	add.s64 	%rd92, %rd2, %rd91;
+	add.s64 	%rd93, %rd1, %rd91;
+	ld.v4.u32 	{%r99, %r100, %r101, %r102}, [%rd93];
+	st.v4.u32 	[%rd92], {%r99, %r100, %r101, %r102};
+	add.s32 	%r116, %r57, %r53;
+	setp.lt.u32 	%p41, %r116, %r51;
 	@%p41 bra 	$L__BB2_42;
 
 $L__BB2_46:
-	and.b32  	%r105, %r63, -16;
-	add.s32 	%r115, %r105, %r50;
-	setp.ge.u32 	%p42, %r115, %r63;
+	and.b32  	%r107, %r65, 16777200;
+	add.s32 	%r117, %r107, %r52;
+	setp.ge.u32 	%p42, %r117, %r3;
 	@%p42 bra 	$L__BB2_49;
 
-	mov.u32 	%r58, %ntid.x;
+	mov.u32 	%r60, %ntid.x;
 
 $L__BB2_48:
-	cvt.u64.u32 	%rd92, %r115;
-	add.s64 	%rd93, %rd1, %rd92;
-	ld.u8 	%rs13, [%rd93];
-	add.s64 	%rd94, %rd2, %rd92;
-	st.u8 	[%rd94], %rs13;
-	add.s32 	%r115, %r115, %r58;
-	setp.lt.u32 	%p43, %r115, %r63;
+	cvt.u64.u32 	%rd94, %r117;
+	add.s64 	%rd95, %rd1, %rd94;
+	ld.u8 	%rs13, [%rd95];
+	add.s64 	%rd96, %rd2, %rd94;
+	st.u8 	[%rd96], %rs13;
+	add.s32 	%r117, %r117, %r60;
+	setp.lt.u32 	%p43, %r117, %r3;
 	@%p43 bra 	$L__BB2_48;
 	bra.uni 	$L__BB2_49;
 
 $L__BB2_31:
-	shr.u32 	%r37, %r63, 3;
-	mov.u32 	%r38, %tid.x;
-	setp.ge.u32 	%p30, %r38, %r37;
+	shr.u32 	%r39, %r3, 3;
+	mov.u32 	%r40, %tid.x;
+	setp.ge.u32 	%p30, %r40, %r39;
 	@%p30 bra 	$L__BB2_37;
 
-	mov.u32 	%r39, %ntid.x;
-	mov.u32 	%r112, %r38;
+	mov.u32 	%r41, %ntid.x;
+	mov.u32 	%r114, %r40;
 
 $L__BB2_33:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd61, %r112, 8;
-	add.s64 	%rd62, %rd1, %rd61;
-	ld.u64 	%rd63, [%rd62];
-	add.s64 	%rd64, %rd2, %rd61;
-	st.u64 	[%rd64], %rd63;
-	add.s32 	%r41, %r112, %r39;
-	setp.ge.u32 	%p31, %r41, %r37;
+	mul.wide.u32 	%rd63, %r114, 8;
+	add.s64 	%rd64, %rd1, %rd63;
+	ld.u64 	%rd65, [%rd64];
+	add.s64 	%rd66, %rd2, %rd63;
+	st.u64 	[%rd66], %rd65;
+	add.s32 	%r43, %r114, %r41;
+	setp.ge.u32 	%p31, %r43, %r39;
 	@%p31 bra 	$L__BB2_37;
 
-	mul.wide.u32 	%rd65, %r41, 8;
-	add.s64 	%rd66, %rd1, %rd65;
-	ld.u64 	%rd67, [%rd66];
-	add.s64 	%rd68, %rd2, %rd65;
-	st.u64 	[%rd68], %rd67;
-	add.s32 	%r42, %r41, %r39;
-	setp.ge.u32 	%p32, %r42, %r37;
+	mul.wide.u32 	%rd67, %r43, 8;
+	add.s64 	%rd68, %rd1, %rd67;
+	ld.u64 	%rd69, [%rd68];
+	add.s64 	%rd70, %rd2, %rd67;
+	st.u64 	[%rd70], %rd69;
+	add.s32 	%r44, %r43, %r41;
+	setp.ge.u32 	%p32, %r44, %r39;
 	@%p32 bra 	$L__BB2_37;
 
-	mul.wide.u32 	%rd69, %r42, 8;
-	add.s64 	%rd70, %rd1, %rd69;
-	ld.u64 	%rd71, [%rd70];
-	add.s64 	%rd72, %rd2, %rd69;
-	st.u64 	[%rd72], %rd71;
-	add.s32 	%r43, %r42, %r39;
-	setp.ge.u32 	%p33, %r43, %r37;
+	mul.wide.u32 	%rd71, %r44, 8;
+	add.s64 	%rd72, %rd1, %rd71;
+	ld.u64 	%rd73, [%rd72];
+	add.s64 	%rd74, %rd2, %rd71;
+	st.u64 	[%rd74], %rd73;
+	add.s32 	%r45, %r44, %r41;
+	setp.ge.u32 	%p33, %r45, %r39;
 	@%p33 bra 	$L__BB2_37;
 
-	mul.wide.u32 	%rd73, %r43, 8;
-	add.s64 	%rd74, %rd1, %rd73;
-	ld.u64 	%rd75, [%rd74];
-	add.s64 	%rd76, %rd2, %rd73;
-	st.u64 	[%rd76], %rd75;
-	add.s32 	%r112, %r43, %r39;
-	setp.lt.u32 	%p34, %r112, %r37;
+	mul.wide.u32 	%rd75, %r45, 8;
+	add.s64 	%rd76, %rd1, %rd75;
+	ld.u64 	%rd77, [%rd76];
+	add.s64 	%rd78, %rd2, %rd75;
+	st.u64 	[%rd78], %rd77;
+	add.s32 	%r114, %r45, %r41;
+	setp.lt.u32 	%p34, %r114, %r39;
 	@%p34 bra 	$L__BB2_33;
 
 $L__BB2_37:
-	and.b32  	%r72, %r63, -8;
-	add.s32 	%r113, %r72, %r38;
-	setp.ge.u32 	%p35, %r113, %r63;
+	and.b32  	%r74, %r65, 16777208;
+	add.s32 	%r115, %r74, %r40;
+	setp.ge.u32 	%p35, %r115, %r3;
 	@%p35 bra 	$L__BB2_49;
 
-	mov.u32 	%r46, %ntid.x;
+	mov.u32 	%r48, %ntid.x;
 
 $L__BB2_39:
-	cvt.u64.u32 	%rd77, %r113;
-	add.s64 	%rd78, %rd1, %rd77;
-	ld.u8 	%rs12, [%rd78];
-	add.s64 	%rd79, %rd2, %rd77;
-	st.u8 	[%rd79], %rs12;
-	add.s32 	%r113, %r113, %r46;
-	setp.lt.u32 	%p36, %r113, %r63;
+	cvt.u64.u32 	%rd79, %r115;
+	add.s64 	%rd80, %rd1, %rd79;
+	ld.u8 	%rs12, [%rd80];
+	add.s64 	%rd81, %rd2, %rd79;
+	st.u8 	[%rd81], %rs12;
+	add.s32 	%r115, %r115, %r48;
+	setp.lt.u32 	%p36, %r115, %r3;
 	@%p36 bra 	$L__BB2_39;
 	bra.uni 	$L__BB2_49;
 
 $L__BB2_22:
-	shr.u32 	%r25, %r63, 2;
-	mov.u32 	%r26, %tid.x;
-	setp.ge.u32 	%p23, %r26, %r25;
+	shr.u32 	%r27, %r3, 2;
+	mov.u32 	%r28, %tid.x;
+	setp.ge.u32 	%p23, %r28, %r27;
 	@%p23 bra 	$L__BB2_28;
 
-	mov.u32 	%r27, %ntid.x;
-	mov.u32 	%r110, %r26;
+	mov.u32 	%r29, %ntid.x;
+	mov.u32 	%r112, %r28;
 
 $L__BB2_24:
 	.pragma "nounroll";
-	mul.wide.u32 	%rd46, %r110, 4;
-	add.s64 	%rd47, %rd1, %rd46;
-	ld.u32 	%r67, [%rd47];
-	add.s64 	%rd48, %rd2, %rd46;
-	st.u32 	[%rd48], %r67;
-	add.s32 	%r29, %r110, %r27;
-	setp.ge.u32 	%p24, %r29, %r25;
+	mul.wide.u32 	%rd48, %r112, 4;
+	add.s64 	%rd49, %rd1, %rd48;
+	ld.u32 	%r69, [%rd49];
+	add.s64 	%rd50, %rd2, %rd48;
+	st.u32 	[%rd50], %r69;
+	add.s32 	%r31, %r112, %r29;
+	setp.ge.u32 	%p24, %r31, %r27;
 	@%p24 bra 	$L__BB2_28;
 
-	mul.wide.u32 	%rd49, %r29, 4;
-	add.s64 	%rd50, %rd1, %rd49;
-	ld.u32 	%r68, [%rd50];
-	add.s64 	%rd51, %rd2, %rd49;
-	st.u32 	[%rd51], %r68;
-	add.s32 	%r30, %r29, %r27;
-	setp.ge.u32 	%p25, %r30, %r25;
+	mul.wide.u32 	%rd51, %r31, 4;
+	add.s64 	%rd52, %rd1, %rd51;
+	ld.u32 	%r70, [%rd52];
+	add.s64 	%rd53, %rd2, %rd51;
+	st.u32 	[%rd53], %r70;
+	add.s32 	%r32, %r31, %r29;
+	setp.ge.u32 	%p25, %r32, %r27;
 	@%p25 bra 	$L__BB2_28;
 
-	mul.wide.u32 	%rd52, %r30, 4;
-	add.s64 	%rd53, %rd1, %rd52;
-	ld.u32 	%r69, [%rd53];
-	add.s64 	%rd54, %rd2, %rd52;
-	st.u32 	[%rd54], %r69;
-	add.s32 	%r31, %r30, %r27;
-	setp.ge.u32 	%p26, %r31, %r25;
+	mul.wide.u32 	%rd54, %r32, 4;
+	add.s64 	%rd55, %rd1, %rd54;
+	ld.u32 	%r71, [%rd55];
+	add.s64 	%rd56, %rd2, %rd54;
+	st.u32 	[%rd56], %r71;
+	add.s32 	%r33, %r32, %r29;
+	setp.ge.u32 	%p26, %r33, %r27;
 	@%p26 bra 	$L__BB2_28;
 
-	mul.wide.u32 	%rd55, %r31, 4;
-	add.s64 	%rd56, %rd1, %rd55;
-	ld.u32 	%r70, [%rd56];
-	add.s64 	%rd57, %rd2, %rd55;
-	st.u32 	[%rd57], %r70;
-	add.s32 	%r110, %r31, %r27;
-	setp.lt.u32 	%p27, %r110, %r25;
+	mul.wide.u32 	%rd57, %r33, 4;
+	add.s64 	%rd58, %rd1, %rd57;
+	ld.u32 	%r72, [%rd58];
+	add.s64 	%rd59, %rd2, %rd57;
+	st.u32 	[%rd59], %r72;
+	add.s32 	%r112, %r33, %r29;
+	setp.lt.u32 	%p27, %r112, %r27;
 	@%p27 bra 	$L__BB2_24;
 
 $L__BB2_28:
-	and.b32  	%r71, %r63, -4;
-	add.s32 	%r111, %r71, %r26;
-	setp.ge.u32 	%p28, %r111, %r63;
+	and.b32  	%r73, %r65, 16777212;
+	add.s32 	%r113, %r73, %r28;
+	setp.ge.u32 	%p28, %r113, %r3;
 	@%p28 bra 	$L__BB2_49;
 
-	mov.u32 	%r34, %ntid.x;
+	mov.u32 	%r36, %ntid.x;
 
 $L__BB2_30:
-	cvt.u64.u32 	%rd58, %r111;
-	add.s64 	%rd59, %rd1, %rd58;
-	ld.u8 	%rs11, [%rd59];
-	add.s64 	%rd60, %rd2, %rd58;
-	st.u8 	[%rd60], %rs11;
-	add.s32 	%r111, %r111, %r34;
-	setp.lt.u32 	%p29, %r111, %r63;
+	cvt.u64.u32 	%rd60, %r113;
+	add.s64 	%rd61, %rd1, %rd60;
+	ld.u8 	%rs11, [%rd61];
+	add.s64 	%rd62, %rd2, %rd60;
+	st.u8 	[%rd62], %rs11;
+	add.s32 	%r113, %r113, %r36;
+	setp.lt.u32 	%p29, %r113, %r3;
 	@%p29 bra 	$L__BB2_30;
 	bra.uni 	$L__BB2_49;
 
 $L__BB2_4:
-	mov.u32 	%r2, %tid.x;
-	setp.ge.u32 	%p9, %r2, %r63;
+	mov.u32 	%r4, %tid.x;
+	setp.ge.u32 	%p9, %r4, %r3;
 	@%p9 bra 	$L__BB2_10;
 
-	mov.u32 	%r3, %ntid.x;
-	mov.u32 	%r106, %r2;
+	mov.u32 	%r5, %ntid.x;
+	mov.u32 	%r108, %r4;
 
 $L__BB2_6:
 	.pragma "nounroll";
-	cvt.u64.u32 	%rd16, %r106;
-	add.s64 	%rd17, %rd1, %rd16;
-	ld.u8 	%rs1, [%rd17];
-	add.s64 	%rd18, %rd2, %rd16;
-	st.u8 	[%rd18], %rs1;
-	add.s32 	%r5, %r106, %r3;
-	setp.ge.u32 	%p10, %r5, %r63;
+	cvt.u64.u32 	%rd18, %r108;
+	add.s64 	%rd19, %rd1, %rd18;
+	ld.u8 	%rs1, [%rd19];
+	add.s64 	%rd20, %rd2, %rd18;
+	st.u8 	[%rd20], %rs1;
+	add.s32 	%r7, %r108, %r5;
+	setp.ge.u32 	%p10, %r7, %r3;
 	@%p10 bra 	$L__BB2_10;
 
-	cvt.u64.u32 	%rd19, %r5;
-	add.s64 	%rd20, %rd1, %rd19;
-	ld.u8 	%rs2, [%rd20];
-	add.s64 	%rd21, %rd2, %rd19;
-	st.u8 	[%rd21], %rs2;
-	add.s32 	%r6, %r5, %r3;
-	setp.ge.u32 	%p11, %r6, %r63;
+	cvt.u64.u32 	%rd21, %r7;
+	add.s64 	%rd22, %rd1, %rd21;
+	ld.u8 	%rs2, [%rd22];
+	add.s64 	%rd23, %rd2, %rd21;
+	st.u8 	[%rd23], %rs2;
+	add.s32 	%r8, %r7, %r5;
+	setp.ge.u32 	%p11, %r8, %r3;
 	@%p11 bra 	$L__BB2_10;
 
-	cvt.u64.u32 	%rd22, %r6;
-	add.s64 	%rd23, %rd1, %rd22;
-	ld.u8 	%rs3, [%rd23];
-	add.s64 	%rd24, %rd2, %rd22;
-	st.u8 	[%rd24], %rs3;
-	add.s32 	%r7, %r6, %r3;
-	setp.ge.u32 	%p12, %r7, %r63;
+	cvt.u64.u32 	%rd24, %r8;
+	add.s64 	%rd25, %rd1, %rd24;
+	ld.u8 	%rs3, [%rd25];
+	add.s64 	%rd26, %rd2, %rd24;
+	st.u8 	[%rd26], %rs3;
+	add.s32 	%r9, %r8, %r5;
+	setp.ge.u32 	%p12, %r9, %r3;
 	@%p12 bra 	$L__BB2_10;
 
-	cvt.u64.u32 	%rd25, %r7;
-	add.s64 	%rd26, %rd1, %rd25;
-	ld.u8 	%rs4, [%rd26];
-	add.s64 	%rd27, %rd2, %rd25;
-	st.u8 	[%rd27], %rs4;
-	add.s32 	%r106, %r7, %r3;
-	setp.lt.u32 	%p13, %r106, %r63;
+	cvt.u64.u32 	%rd27, %r9;
+	add.s64 	%rd28, %rd1, %rd27;
+	ld.u8 	%rs4, [%rd28];
+	add.s64 	%rd29, %rd2, %rd27;
+	st.u8 	[%rd29], %rs4;
+	add.s32 	%r108, %r9, %r5;
+	setp.lt.u32 	%p13, %r108, %r3;
 	@%p13 bra 	$L__BB2_6;
 
 $L__BB2_10:
-	add.s32 	%r107, %r63, %r2;
-	setp.ge.u32 	%p14, %r107, %r63;
+	add.s32 	%r109, %r3, %r4;
+	setp.ge.u32 	%p14, %r109, %r3;
 	@%p14 bra 	$L__BB2_49;
 
-	mov.u32 	%r10, %ntid.x;
+	mov.u32 	%r12, %ntid.x;
 
 $L__BB2_12:
-	cvt.u64.u32 	%rd28, %r107;
-	add.s64 	%rd29, %rd1, %rd28;
-	ld.u8 	%rs5, [%rd29];
-	add.s64 	%rd30, %rd2, %rd28;
-	st.u8 	[%rd30], %rs5;
-	add.s32 	%r107, %r107, %r10;
-	setp.lt.u32 	%p15, %r107, %r63;
+	cvt.u64.u32 	%rd30, %r109;
+	add.s64 	%rd31, %rd1, %rd30;
+	ld.u8 	%rs5, [%rd31];
+	add.s64 	%rd32, %rd2, %rd30;
+	st.u8 	[%rd32], %rs5;
+	add.s32 	%r109, %r109, %r12;
+	setp.lt.u32 	%p15, %r109, %r3;
 	@%p15 bra 	$L__BB2_12;
 
 $L__BB2_49:

@@ -10,16 +10,18 @@
 #include "base/fork.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
-#include "engine/device_source_job.h"
+#include "engine/device_job.h"
+#include "engine/phases.h"
 #include "engine/run_ahead.h"
 #include "engine/segment_kernel.h"
 #include "engine/stage.h"
 #include "engine/staging_ring.h"
-#include "engine/steps.h"
+#include "engine/workers.h"
 #include "python/copy_into.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
 #include "python/handle.h"
+#include "python/interrupts.h"
 #include "python/pair_walk.h"
 #include "python/prepared_copy.h"
 #include "python/sources.h"
@@ -27,7 +29,6 @@
 #include "python/start_gather.h"
 #include "python/start_scatter.h"
 #include "python/torch_state.h"
-#include "python/workers.h"
 
 namespace {
 
@@ -48,6 +49,9 @@ auto with_torch_errors(Function&& function) {
   } catch (tdcopier::InternalError&) {
     throw;
   } catch (tdcopier::DeadlockError&) {
+    throw;
+  } catch (tdcopier::Interrupted&) {
+    tdcopier::raise_if_interrupted();
     throw;
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
@@ -75,6 +79,7 @@ void make_collectable(PyHeapTypeObject* heap_type) {
 
 PYBIND11_MODULE(_C, m) {
   tdcopier::watch_forks();
+  tdcopier::note_main_thread();
   m.doc() = "The copy engine. Use the names of `tdcopier` itself.";
 
   py::object internal_error =
@@ -295,12 +300,13 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
   m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);
   m.def("default_worker_count", &tdcopier::default_worker_count);
   m.def("set_most_workers", &tdcopier::set_most_workers);
-  m.def("time_steps", &tdcopier::time_steps);
-  m.def("are_steps_timed", &tdcopier::are_steps_timed);
+  m.def("time_steps", &tdcopier::time_phases);
+  m.def("are_steps_timed", &tdcopier::are_phases_timed);
   // Notices what has ended since the last copy, so that the next one does not.
   m.def("settle", [] {
     const py::gil_scoped_release no_gil;
     tdcopier::rest_workers();
+    tdcopier::Reclaimer::get().look();
     tdcopier::Accelerator::settle_all();
   });
   // For whoever counts what is in use: memory of batches that were held is kept for the next ones.

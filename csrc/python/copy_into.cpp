@@ -6,84 +6,113 @@
 #include <utility>
 #include <vector>
 
-#include "engine/device_into_device_job.h"
-#include "engine/device_into_host_job.h"
-#include "engine/host_into_device_job.h"
-#include "engine/host_into_host_job.h"
+#include "engine/device_job.h"
+#include "engine/device_to_host_job.h"
+#include "engine/fill_plan.h"
+#include "engine/host_job.h"
+#include "engine/host_to_device_job.h"
+#include "engine/workers.h"
 #include "python/delegated.h"
 #include "python/device_argument.h"
+#include "python/interrupts.h"
 #include "python/pair_walk.h"
 #include "python/prefetch.h"
 #include "python/sort_pairs.h"
 #include "python/start_copy.h"
-#include "python/workers.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
 
-// Copies between devices gather so much at a time.
-constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
+// One group of pairs: what its job is made of, and how it is best run.
+class GroupFill {
+ public:
+  GroupFill(IntoGroup& group, const IntoOptions& options)
+      : mapped_(group.mapped),
+        source_(group.pairs.leaves.device()),
+        target_(group.destination),
+        options_(options) {
+    FillPlan plan = target_.is_cpu() ? plan_on_host(group.pairs.leaves)
+                                     : make_fill_plan(group.pairs, kMaxGatheredBytes);
+    work_ = {std::make_shared<const LeafTable>(std::move(group.pairs.leaves)),
+             std::make_shared<const PackPlan>(std::move(plan.pack)), std::move(group.sources)};
+    work_.destinations = std::move(group.pairs.destinations);
+    work_.to = std::move(plan.to);
+    work_.kept_destinations = std::move(group.destinations);
+  }
 
-struct Started {
-  std::shared_ptr<CopyJob> job;
-  bool at_once;  // so little to do, and nothing to wait for: best done in the call
+  // GIL: must not be held: an allocation may wait for the device.
+  std::shared_ptr<CopyJob> make() {
+    const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
+    const bool is_small = work_.plan->total_bytes <= max_inline_bytes();
+    if (source_.is_cpu()) at_once_ = is_small && !mapped_.wait_for_disk();
+    if (!target_.is_cpu()) return source_.is_cpu() ? make_to_device() : make_from_device();
+    if (source_.is_cpu()) {
+      return std::make_shared<HostJob>(std::move(work_), WindowBytes::all(kHostWindowBytes));
+    }
+    return std::make_shared<DeviceToHostJob>(Accelerator::of(source_), std::move(work_),
+                                             options_.use_pinned_staging);
+  }
+
+  // Is it so small, with nothing to wait for, that it is best done in the call?
+  bool at_once() const { return at_once_; }
+  ThreadPool& pool() const {
+    return target_.is_cpu() && !source_.is_cpu() ? arrivals(source_) : workers();
+  }
+
+ private:
+  static FillPlan plan_on_host(const LeafTable& leaves) {
+    PackOptions options;
+    options.max_chunk_bytes = kStagingBufferBytes;
+    options.by_kind = false;
+    return {make_pack_plan(leaves.extents(), options), {}};
+  }
+
+  std::shared_ptr<CopyJob> make_to_device() {
+    Accelerator& accelerator = Accelerator::of(target_);
+    at_once_ = at_once_ && options_.use_pinned_staging &&
+               !accelerator.staging().is_exhausted(StagingUse::kOrdered);
+    const WindowBytes window_bytes =
+        best_window_bytes(*work_.plan, options_.use_background_thread, !mapped_.empty());
+    return std::make_shared<HostToDeviceJob>(
+        accelerator, std::move(work_),
+        HostToDeviceOptions{options_.use_pinned_staging, window_bytes});
+  }
+
+  std::shared_ptr<CopyJob> make_from_device() {
+    at_once_ = true;
+    return std::make_shared<DeviceJob>(Accelerator::of(source_), target_, std::move(work_),
+                                       options_.use_pinned_staging);
+  }
+
+  const MappedLeaves mapped_;
+  const c10::Device source_;
+  const c10::Device target_;
+  const IntoOptions& options_;
+  CopyWork work_;
+  bool at_once_ = false;
 };
 
-Started make_job(Handle& handle, IntoGroup group, const IntoOptions& options) {
-  const StepRange range(handle.steps(), Step::kPlan);
-  const c10::Device source = group.pairs.leaves.device();
-  const c10::Device target = group.destination;
-  IntoHolds holds{std::move(group.sources), std::move(group.destinations)};
-  PackOptions host_chunks;
-  host_chunks.max_chunk_bytes = kStagingBufferBytes;
-  const bool pinned = options.use_pinned_staging;
-  if (target.is_cpu()) {
-    PackPlan plan = make_pack_plan(group.pairs.leaves.extents(), host_chunks);
-    if (source.is_cpu()) {
-      const bool little = plan.total_bytes <= max_inline_bytes() && !group.mapped.wait_for_disk();
-      return {std::make_shared<HostIntoHostJob>(std::move(group.pairs), std::move(plan),
-                                                std::move(holds), reclaimer()),
-              little};
-    }
-    return {
-        std::make_shared<DeviceIntoHostJob>(Accelerator::of(source), std::move(group.pairs),
-                                            std::move(plan), pinned, std::move(holds), reclaimer()),
-        false};
-  }
-  Accelerator& accelerator = Accelerator::of(target);
-  if (!source.is_cpu()) {
-    IntoPlan plan = make_into_plan(group.pairs, kMaxGatheredBytes);
-    return {std::make_shared<DeviceIntoDeviceJob>(Accelerator::of(source), accelerator,
-                                                  std::move(group.pairs), std::move(plan),
-                                                  std::move(holds), reclaimer()),
-            true};
-  }
-  IntoPlan plan = make_into_plan(group.pairs, kMaxGatheredBytes);
-  const bool little = plan.pack.total_bytes <= max_inline_bytes() && !group.mapped.wait_for_disk();
-  const bool at_once =
-      little && pinned && !accelerator.staging().is_exhausted(StagingUse::kOrdered);
-  const WindowBytes window_bytes = best_window_bytes(plan.pack, options.use_background_thread,
-                                                     /*mapped=*/!group.mapped.empty());
-  return {std::make_shared<HostIntoDeviceJob>(accelerator, std::move(group.pairs), std::move(plan),
-                                              pinned, window_bytes, std::move(holds), reclaimer()),
-          at_once};
-}
-
 void start_group(Handle& handle, IntoGroup group, const IntoOptions& options) {
-  Started started = make_job(handle, std::move(group), options);
+  std::shared_ptr<CopyJob> job;
   bool background = false;
-  if (options.use_background_thread && !started.at_once) {
-    const c10::Device source = started.job->source_device();
-    const bool waits_for_arrivals = !source.is_cpu() && started.job->target().is_cpu();
-    background = started.job->run_in_background(waits_for_arrivals ? arrivals(source) : workers());
+  try {
+    const PhaseRange range(handle.phases(), Phase::kPlan);
+    GroupFill fill(group, options);
+    const py::gil_scoped_release no_gil;
+    job = fill.make();
+    if (options.use_background_thread && !fill.at_once()) {
+      background = job->run_in_background(fill.pool());
+    }
+  } catch (...) {
+    return handle.fail_with(std::current_exception());
   }
   if (!background) {
-    const py::gil_scoped_release no_gil;
-    started.job->run();
+    const WaitWithoutGil waiting;
+    job->run();
   }
-  handle.attach(std::move(started.job), background);
+  handle.attach(std::move(job), background);
 }
 
 void add_device(std::vector<c10::Device>& devices, c10::Device device) {
@@ -97,7 +126,7 @@ class BumpAtEnd {
   // A handle gives destinations back when it is asked, or dropped: not before its call has ended.
   explicit BumpAtEnd(SortedPairs& sorted)
       : written_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {
-    for (const IntoGroup& group : sorted.groups) holds_.push_back(group.destinations);
+    for (const IntoGroup& group : sorted.groups) kept_destinations_.push_back(group.destinations);
   }
   BumpAtEnd(const BumpAtEnd&) = delete;
   BumpAtEnd& operator=(const BumpAtEnd&) = delete;
@@ -112,7 +141,7 @@ class BumpAtEnd {
  private:
   const RecycledVector<c10::TensorImpl*> written_;
   const std::vector<py::object> kept_;
-  std::vector<std::shared_ptr<PySources>> holds_;
+  std::vector<std::shared_ptr<PySources>> kept_destinations_;
 };
 
 // `copy_` for each leaf that the engine leaves to it, in this thread and under its state.
@@ -156,7 +185,7 @@ std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
   const ReleaseAtEnd release_at_end;
   PairsToFill work{{}, {}, py::module_::import("tdcopier._into").attr("fill"), "copy_into()"};
   {
-    const StepRange range(work.steps, Step::kFlatten);
+    const PhaseRange range(work.phases, Phase::kFlatten);
     work.pairs = sort_pairs(source, destination);
   }
   return fill_pairs(source, destination, work, options);
@@ -180,17 +209,17 @@ std::unique_ptr<Handle> fill_pairs(py::handle source, py::handle destination, Pa
   counts.opaque = sorted.opaque;
   auto handle = std::make_unique<Handle>(std::move(targets),
                                          py::reinterpret_borrow<py::object>(destination), counts);
-  handle->steps().add(Step::kFlatten, work.steps.ns(Step::kFlatten));
+  handle->phases().add(Phase::kFlatten, work.phases.ns(Phase::kFlatten));
   const BumpAtEnd bump(sorted);
   // First what may be interrupted, while no job writes yet. What fails later leaves a handle, which
   // the jobs before belong to.
   if (!sorted.delegated.empty()) {
     run_delegated(*handle, source, destination, sorted, work.fill);
   }
-  try {
-    for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
-  } catch (...) {
-    handle->fail_with(std::current_exception());
+  for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
+  if (was_interrupted()) {
+    handle->wait_stopped();  // there will be no handle to wait with
+    raise_if_interrupted();
   }
   return handle;
 }

@@ -23,7 +23,7 @@ std::unique_ptr<Handle> copy_into(pybind11::handle source, pybind11::handle dest
 // What fills a leaf that the engine leaves to others: fill(destination, source).
 struct PairsToFill {
   SortedPairs pairs;
-  StepTimes steps;  // that it took to sort them
+  PhaseTimes phases;  // that it took to sort them
   pybind11::object fill;
   const char* call;  // for messages
 };

@@ -13,6 +13,7 @@
 #include "base/internal_error.h"
 #include "engine/graph_capture.h"
 #include "python/device_argument.h"
+#include "python/interrupts.h"
 #include "python/outputs.h"
 #include "python/sources.h"
 
@@ -94,7 +95,7 @@ void Handle::fail_with(py::object exception) {
 }
 
 void Handle::build_early() {
-  if (python_failure_ || !is_enqueued() || has_failed()) return;
+  if (python_failure_ || device_failure_ || !is_enqueued() || has_failed()) return;
   try {
     build_once();
   } catch (py::error_already_set&) {
@@ -108,6 +109,7 @@ bool Handle::ready() {
     const py::gil_scoped_release no_gil;
     interleave();
   }
+  Reclaimer::get().look();
   release_returned_sources();
   // Whatever has failed meanwhile: while a job is at work, its sources may not be modified.
   for (const auto& job : jobs_) {
@@ -124,7 +126,7 @@ bool Handle::ready() {
       return true;
     }
   }
-  give_back_sources();
+  release_kept();
   return true;
 }
 
@@ -188,7 +190,7 @@ std::vector<c10::Stream> Handle::producers(const char* call) const {
 void Handle::order_behind_reads(const std::vector<c10::Stream>& producers) {
   size_t next = 0;
   for (const auto& job : jobs_) {
-    if (!job->source_device().is_cpu()) job->order_behind_reads(producers[next++]);
+    if (!job->source_device().is_cpu()) job->order_after_reads(producers[next++]);
   }
   for (const DelegatedOutputs& delegated : delegated_) {
     for (const EventRef& read : delegated.read) {
@@ -200,25 +202,25 @@ void Handle::order_behind_reads(const std::vector<c10::Stream>& producers) {
 
 void Handle::wait_host_sources_read() {
   const auto is_read = [](const auto& job) {
-    return !job->source_device().is_cpu() || job->are_reads_enqueued();
+    return !job->source_device().is_cpu() || job->are_sources_free();
   };
   if (std::all_of(jobs_.begin(), jobs_.end(), is_read)) return;
-  const StepRange range(steps_, Step::kWait);
-  const py::gil_scoped_release no_gil;
+  const PhaseRange range(phases_, Phase::kWait);
+  const WaitWithoutGil waiting;
   for (const auto& job : jobs_) {
-    if (job->source_device().is_cpu()) job->wait_reads_enqueued();
+    if (job->source_device().is_cpu()) job->wait_sources_free();
   }
 }
 
 void Handle::wait_staged() {
   const std::vector<c10::Stream> producing = producers("wait_staged()");
-  const auto enqueued = [](const auto& job) { return job->are_reads_enqueued(); };
+  const auto enqueued = [](const auto& job) { return job->are_sources_free(); };
   if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
     refuse_in_child();
-    const py::gil_scoped_release no_gil;
+    const WaitWithoutGil waiting;
     // Others may have to wait for the device, once they have read.
     help(/*host_sources_only=*/true);
-    for (const auto& job : jobs_) job->wait_reads_enqueued();
+    for (const auto& job : jobs_) job->wait_sources_free();
   }
   release_returned_sources();
   order_behind_reads(producing);
@@ -247,35 +249,40 @@ void Handle::help(bool host_sources_only) const {
 void Handle::wait_enqueued() {
   if (!is_enqueued()) {
     refuse_in_child();
-    const StepRange range(steps_, Step::kWait);
-    const py::gil_scoped_release no_gil;
+    const PhaseRange range(phases_, Phase::kWait);
+    const WaitWithoutGil waiting;
     help(/*host_sources_only=*/false);
     for (const auto& job : jobs_) job->wait_enqueued();
   }
   release_returned_sources();
 }
 
+void Handle::wait_stopped() {
+  const py::gil_scoped_release no_gil;
+  synchronize();
+}
+
 // Whoever hears of a failure may write to the destinations again, or give them to another copy.
 void Handle::wait_stopped_if_failed() {
   if (!fills_ || (!python_failure_ && !device_failure_ && !has_failed())) return;
-  const py::gil_scoped_release no_gil;
+  const WaitWithoutGil waiting;
   synchronize();  // a device's error too is only an end: the failure that came first is raised
 }
 
 void Handle::wait_done() {
-  const StepRange range(steps_, Step::kWait);
+  const PhaseRange range(phases_, Phase::kWait);
   std::exception_ptr failure;
   if (ready()) {
     // A device error ends a copy too; waiting for what has ended raises it without blocking.
     failure = synchronize();
   } else {
-    const py::gil_scoped_release no_gil;
+    const WaitWithoutGil waiting;
     failure = synchronize();
   }
   // A device may tell of its error once only.
   if (!device_failure_) device_failure_ = failure;
   raise_if_failed();
-  give_back_sources();
+  release_kept();
 }
 
 void Handle::wait_done_on_host() {
@@ -283,13 +290,15 @@ void Handle::wait_done_on_host() {
       std::any_of(targets_.begin(), targets_.end(), [](c10::Device d) { return d.is_cpu(); });
   if (!any_on_host) return;
   std::exception_ptr failure;
-  const StepRange range(steps_, Step::kWait);
+  const PhaseRange range(phases_, Phase::kWait);
   {
-    const py::gil_scoped_release no_gil;
+    const WaitWithoutGil waiting;
     try {
       for (const auto& job : jobs_) {
         if (job->target().is_cpu()) job->wait_done();
       }
+    } catch (const Interrupted&) {
+      throw;
     } catch (...) {
       failure = std::current_exception();
       synchronize();  // as wait_stopped_if_failed()
@@ -299,11 +308,13 @@ void Handle::wait_done_on_host() {
   raise_if_failed();
 }
 
-std::exception_ptr Handle::synchronize() noexcept {
+std::exception_ptr Handle::synchronize() {
   std::exception_ptr failure;
   const auto end = [&failure](const auto& wait) {
     try {
       wait();
+    } catch (const Interrupted&) {
+      throw;
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }
@@ -311,18 +322,15 @@ std::exception_ptr Handle::synchronize() noexcept {
   for (const auto& job : jobs_) end([&] { job->wait_done(); });
   for (const DelegatedOutputs& delegated : delegated_) {
     if (!delegated.made) continue;
-    end([&] {
-      const RelaxedCapture relaxed(delegated.made->device_type());
-      delegated.made->synchronize();
-    });
+    end([&] { wait_for(*delegated.made); });
   }
   return failure;
 }
 
 // A job that failed may have left the device reading: its sources wait for that.
-void Handle::give_back_sources() {
+void Handle::release_kept() {
   for (const auto& job : jobs_) {
-    if (!job->has_failed()) job->give_back_sources();
+    if (!job->has_failed()) job->release_kept();
   }
   release_returned_sources();
 }
@@ -349,11 +357,11 @@ void Handle::build_once() {
     Outputs outputs(jobs_, kept_ != nullptr ? kept_->pick(inference_mode_) : nullptr,
                     generation_ == fork_generation());
     {
-      const StepRange range(steps_, Step::kUnflatten);
+      const PhaseRange range(phases_, Phase::kUnflatten);
       built = spec->unflatten(outputs);
     }
-    steps_.add(Step::kOutputs, outputs.ns());  // a step of its own, within the other
-    steps_.take_out(Step::kUnflatten, outputs.ns());
+    phases_.add(Phase::kOutputs, outputs.ns());  // a step of its own, within the other
+    phases_.take_out(Phase::kUnflatten, outputs.ns());
   } catch (py::error_already_set& error) {
     if (result_) return;
     // An interrupt is not the copy's failure: the next call builds again.
@@ -409,11 +417,11 @@ py::tuple Handle::stats() const {
 
 py::object Handle::times() const {
   if (!timed_) return py::none();
-  py::tuple times(kSteps);
-  for (size_t i = 0; i < kSteps; ++i) {
-    const auto step = static_cast<Step>(i);
-    uint64_t ns = steps_.ns(step);
-    for (const auto& job : jobs_) ns += job->steps().ns(step);
+  py::tuple times(kPhases);
+  for (size_t i = 0; i < kPhases; ++i) {
+    const auto phase = static_cast<Phase>(i);
+    uint64_t ns = phases_.ns(phase);
+    for (const auto& job : jobs_) ns += job->phases().ns(phase);
     times[i] = static_cast<double>(ns) / 1000;
   }
   return times;

@@ -61,7 +61,7 @@ class Handle {
   }
   TreeSpec& spec() { return *spec_; }
   LeafCounts& counts() { return counts_; }
-  StepTimes& steps() { return steps_; }
+  PhaseTimes& phases() { return phases_; }
 
   // Builds the result if every job is enqueued and none has failed: while the transfer runs rather
   // than at the hand-over. What a container's own code raises is kept for get() and wait().
@@ -76,6 +76,9 @@ class Handle {
   bool send_if_staged();
   pybind11::tuple stats() const;  // in the order of CopyStats' fields
 
+  // Blocks: until nothing of it is written any more. Cannot be interrupted.
+  void wait_stopped();
+
   int traverse(visitproc visit, void* arg) const;
   void clear();
 
@@ -83,7 +86,7 @@ class Handle {
   bool is_enqueued() const;
   bool has_failed() const;       // Requires: is_enqueued()
   void refuse_in_child() const;  // whose parent's threads work on it
-  // With what the jobs have left to do, or those with sources on the host. GIL: must not be held.
+  // Takes part in the jobs, or in those with sources on the host. GIL: must not be held.
   void help(bool host_sources_only) const;
   void wait_enqueued();
   void wait_done();
@@ -93,11 +96,12 @@ class Handle {
   // The current streams of the devices of sources that the engine reads.
   std::vector<c10::Stream> producers(const char* call) const;
   void order_behind_reads(const std::vector<c10::Stream>& producers);
-  void wait_stopped_if_failed();              // of a copy into memory that exists
-  std::exception_ptr synchronize() noexcept;  // Blocks. GIL: either way. The device's first error
+  void wait_stopped_if_failed();  // of a copy into memory that exists
+  // Blocks. GIL: either way. The device's first error. Throws: Interrupted.
+  std::exception_ptr synchronize();
   // One for each target that has streams: the one that is given, or that is current.
   std::vector<c10::Stream> consumers(pybind11::handle stream, const char* call) const;
-  void give_back_sources();
+  void release_kept();
   void raise_if_failed();
   void build_once();
   void forget_kept();
@@ -112,8 +116,8 @@ class Handle {
   // builds too, is faster, and lets go of the spec.
   std::shared_ptr<TreeSpec> spec_;
   LeafCounts counts_;
-  const bool timed_ = are_steps_timed();
-  StepTimes steps_;  // those of the caller's threads; the jobs have their own
+  const bool timed_ = are_phases_timed();
+  PhaseTimes phases_;  // those of the caller's threads; the jobs have their own
   std::vector<std::shared_ptr<CopyJob>> jobs_;  // none: the engine itself moves nothing
   bool background_ = false;
   std::vector<DelegatedOutputs> delegated_;  // by target

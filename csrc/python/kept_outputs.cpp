@@ -42,7 +42,7 @@ bool KeptSet::is_unused() const {
   return true;
 }
 
-PyObject* KeptSet::reuse(const CopyJob& job, size_t group, size_t leaf) const {
+PyObject* KeptSet::reuse(const Result& result, size_t group, size_t leaf) const {
   const std::vector<PyObject*>& tensors = tensors_[group];
   const auto ahead = [&](size_t by) {
     return leaf + by < tensors.size() ? tensors[leaf + by] : nullptr;
@@ -55,7 +55,7 @@ PyObject* KeptSet::reuse(const CopyJob& job, size_t group, size_t leaf) const {
   if (tensor == nullptr || !is_ours_alone(tensor)) return nullptr;
   // Taken first: its old memory goes on the way, which may run any Python code and other threads.
   Py_INCREF(tensor);
-  if (job.reuse_output(THPVariable_Unpack(tensor), leaf, *keys_)) return tensor;
+  if (result.reuse_output(THPVariable_Unpack(tensor), leaf, *keys_)) return tensor;
   Py_DECREF(tensor);
   return nullptr;
 }

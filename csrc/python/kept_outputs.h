@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/copy_job.h"
+#include "engine/result.h"
 
 namespace tdcopier {
 
@@ -24,9 +24,9 @@ class KeptSet {
 
   bool inference_mode() const { return inference_mode_; }
   bool is_unused() const;  // as its first tensor tells
-  // The tensor that was kept for this leaf, made into this job's output: a new reference. Null if
-  // there is none, or somebody else knows it, or it is not as it was made.
-  PyObject* reuse(const CopyJob& job, size_t group, size_t leaf) const;
+  // The tensor that was kept for this leaf, made into this result's output: a new reference. Null
+  // if there is none, or somebody else knows it, or it is not as it was made.
+  PyObject* reuse(const Result& result, size_t group, size_t leaf) const;
   // Instead of what was kept. Takes a reference of its own. May run any Python code.
   void keep(size_t group, size_t leaf, PyObject* tensor);
   bool has(size_t group, size_t leaf) const { return tensors_[group][leaf] != nullptr; }

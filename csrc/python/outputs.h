@@ -11,7 +11,7 @@
 
 #include "base/recycled.h"
 #include "engine/copy_job.h"
-#include "engine/steps.h"
+#include "engine/phases.h"
 #include "python/kept_outputs.h"
 #include "python/tree.h"
 
@@ -28,36 +28,36 @@ class Outputs final : public LeafTensors {
       : jobs_(jobs), kept_(std::move(kept)) {
     made_.resize(jobs.size());
     if (!are_workers_ours) return;
-    for (size_t i = 0; i < jobs.size(); ++i) made_[i] = jobs[i]->take_made_outputs();
+    for (size_t i = 0; i < jobs.size(); ++i) made_[i] = jobs[i]->result()->take_made_outputs();
   }
 
   PyObject* take(uint32_t group, uint32_t leaf) override {
     if (kept_ == nullptr) return THPVariable_Wrap(make(group, leaf, kAhead));
-    if (PyObject* reused = kept_->reuse(*jobs_[group], group, leaf)) return reused;
+    if (PyObject* reused = kept_->reuse(*jobs_[group]->result(), group, leaf)) return reused;
     const bool is_first = !kept_->has(group, leaf);
     PyObject* made = THPVariable_Wrap(make(group, leaf, is_first ? kAhead : 1));
     if (made != nullptr) kept_->keep(group, leaf, made);
     return made;
   }
 
-  uint64_t ns() const { return steps_.ns(Step::kOutputs); }
+  uint64_t ns() const { return phases_.ns(Phase::kOutputs); }
 
  private:
   static constexpr size_t kAhead = 256;
 
   at::Tensor make(uint32_t group, uint32_t leaf, size_t ahead) {
     RecycledVector<at::Tensor>& made = made_[group];
-    if (made.empty()) made.resize(jobs_[group]->leaves());
+    if (made.empty()) made.resize(jobs_[group]->result()->leaves());
     if (!made[leaf].defined()) {
-      const StepRange range(steps_, Step::kOutputs);
-      jobs_[group]->make_outputs(leaf, std::min(made.size(), leaf + ahead), made);
+      const PhaseRange range(phases_, Phase::kOutputs);
+      jobs_[group]->result()->make_outputs(leaf, std::min(made.size(), leaf + ahead), made);
     }
     return std::move(made[leaf]);
   }
 
   const std::vector<std::shared_ptr<CopyJob>>& jobs_;
   const std::shared_ptr<KeptSet> kept_;
-  StepTimes steps_;
+  PhaseTimes phases_;
   std::vector<RecycledVector<at::Tensor>> made_;  // by group and leaf; undefined: not yet, or taken
 };
 

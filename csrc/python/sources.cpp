@@ -24,7 +24,7 @@ struct Returned {
 Returned& returned() {
   static auto* list = [] {
     auto* made = new Returned();  // outlives the workers
-    // A worker may be in give_back() when another thread forks: the child must find the list
+    // A worker may be in release() when another thread forks: the child must find the list
     // unlocked.
     pthread_atfork([] { returned().mutex.lock(); }, [] { returned().mutex.unlock(); },
                    [] { returned().mutex.unlock(); });
@@ -40,7 +40,7 @@ int release_in_main_thread(void*) {
 
 }  // namespace
 
-void PySources::give_back() noexcept {
+void PySources::release() noexcept {
   if (given_back_.exchange(true) || objects_.empty()) return;
   Returned& list = returned();
   {

@@ -6,7 +6,7 @@
 #include <atomic>
 
 #include "base/recycled.h"
-#include "engine/copy_job.h"
+#include "engine/reclaim.h"
 
 namespace tdcopier {
 
@@ -14,16 +14,17 @@ namespace tdcopier {
 // for it could deadlock with a caller that waits for the worker. So sources that a job gives back
 // go to a list that the next call, the handle's release or a pending call of the interpreter
 // empties.
-class PySources final : public SourceHold {
+class PySources final : public KeepAlive {
  public:
   PySources() = default;
-  ~PySources() override { give_back(); }
+  ~PySources() override { release(); }
 
   void reserve(size_t count) { objects_.reserve(count); }
   // GIL: held. Takes over a reference.
   void keep(PyObject* object) { objects_.push_back(object); }
 
-  void give_back() noexcept override;
+  void release() noexcept override;
+  bool is_released() const noexcept override { return given_back_; }
 
  private:
   std::atomic<bool> given_back_ = false;

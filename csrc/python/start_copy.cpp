@@ -14,18 +14,17 @@
 #include <vector>
 
 #include "base/fork.h"
-#include "engine/device_source_job.h"
-#include "engine/held_source_job.h"
-#include "engine/host_into_host_job.h"
-#include "engine/host_rows_job.h"
-#include "engine/host_source_job.h"
+#include "engine/device_job.h"
+#include "engine/host_job.h"
+#include "engine/host_to_device_job.h"
+#include "engine/workers.h"
 #include "python/array_leaf.h"
 #include "python/delegated.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
+#include "python/interrupts.h"
 #include "python/prepared_copy.h"
 #include "python/row_leaves.h"
-#include "python/workers.h"
 
 namespace py = pybind11;
 
@@ -50,88 +49,148 @@ WindowBytes rows_window_bytes(const PackPlan& plan, uint64_t least_bytes, bool b
 // Of rows that somebody waits for, and of a batch that is held, for which nobody does: there, a
 // worker too many only slows down the loop's own thread.
 constexpr uint64_t kLeastWindowBytes = 64 * 1024;
-constexpr uint64_t kLeastHeldWindowBytes = 512 * 1024;
+constexpr uint64_t kLeastDeferredWindowBytes = 512 * 1024;
 
-// Pinned, where there is a device that could read it. A child may have been forked while its parent
-// held the lock of the pinned allocator.
-c10::Allocator* host_allocator(bool pinned) {
-  const bool may_pin = pinned && fork_generation() == 0;
-  const std::optional<c10::DeviceType> type = may_pin ? at::getAccelerator() : std::nullopt;
-  if (!type || !has_engine_transfers(c10::Device(*type, 0))) return c10::GetAllocator(c10::kCPU);
+// The allocator of pinned memory, where an accelerator is in use that could read it. To ask for it
+// would begin to use the accelerator, which takes CUDA 0.3 s and 0.5 GB; in a forked child it may
+// be locked. Null: pageable memory it is.
+c10::Allocator* pinned_allocator() {
+  const std::optional<c10::DeviceType> type = at::getAccelerator();
+  if (fork_generation() != 0 || !type || !has_engine_transfers(c10::Device(*type, 0))) {
+    return nullptr;
+  }
+  const py::object module = py::module_::import("torch").attr("get_device_module")(
+      c10::DeviceTypeName(*type, /*lower_case=*/true));
+  if (!module.attr("is_initialized")().cast<bool>()) return nullptr;
   return at::getHostAllocator(*type);
 }
 
 // Memory for a batch that is sent later, if it is to be and can be.
-std::optional<HeldLease> held_memory(Accelerator& accelerator, const LeafTable& leaves,
-                                     const PackPlan& plan, const CopyOptions& options) {
+std::optional<HeldLease> deferred_memory(Accelerator& accelerator, const CopyWork& work,
+                                         const CopyOptions& options) {
+  const PackPlan& plan = *work.plan;
   if (t_sending == Sending::kAtOnce || plan.total_bytes == 0) return std::nullopt;
   if (!options.use_background_thread || !options.use_pinned_staging) return std::nullopt;
-  const auto straight = [&](const ChunkPlan& chunk) { return goes_straight(chunk, plan, leaves); };
+  const auto straight = [&](const ChunkPlan& chunk) {
+    return is_straight(chunk, plan, *work.leaves);
+  };
   if (std::any_of(plan.chunks.begin(), plan.chunks.end(), straight)) return std::nullopt;
-  return accelerator.held().reserve(plan.total_bytes);
+  std::optional<HeldLease> lease = accelerator.held().reserve(plan.chunks.back().end());
+  if (lease && !lease->allocate()) return std::nullopt;
+  return lease;
 }
 
-// Starts the job where it is best run. Returns whether workers run it.
-bool launch(const std::shared_ptr<CopyJob>& job, bool may_block, const CopyOptions& options) {
-  // Done here, unless it would have to wait for staging, for a disk or for a pageable transfer:
-  // small work, and
-  // whatever a device gathers, since to enqueue that takes as long for any number of bytes.
-  const bool little = job->host_bytes() <= g_max_inline_bytes;
-  const bool at_once = little && !may_block;
-  if (options.use_background_thread && !at_once && job->run_in_background(workers())) return true;
-  const py::gil_scoped_release no_gil;
-  job->run();
-  return false;
-}
+// One group of leaves: what its job is made of, and how it is best run.
+class GroupStart {
+ public:
+  GroupStart(SourceGroup& group, std::shared_ptr<const PackPlan> plan, c10::Device target,
+             const CopyOptions& options)
+      : mapped_(group.mapped),
+        source_(group.leaves.device()),
+        target_(target),
+        options_(options),
+        work_{std::make_shared<const LeafTable>(std::move(group.leaves)), std::move(plan),
+              std::move(group.sources)} {
+    if (source_.is_cpu() && target.is_cpu() && options.use_pinned_staging) {
+      pinned_ = pinned_allocator();
+    }
+  }
+
+  // GIL: must not be held: an allocation may wait for the device.
+  std::shared_ptr<CopyJob> make() {
+    const c10::Device accelerator = target_.is_cpu() ? source_ : target_;
+    const RelaxedCapture relaxed(accelerator.type());
+    if (source_.is_cpu()) return target_.is_cpu() ? make_on_host() : make_to_device();
+    return make_from_device();
+  }
+
+  // Whether to stage would have to wait: for a buffer, for a disk, or for a pageable transfer.
+  bool may_block() const { return may_block_; }
+
+ private:
+  std::shared_ptr<CopyJob> make_on_host() {
+    may_block_ = mapped_.wait_for_disk();
+    allocate({target_, nullptr, pinned_});
+    const WindowBytes window_bytes =
+        rows_window_bytes(*work_.plan, kLeastWindowBytes, options_.use_background_thread);
+    return std::make_shared<HostJob>(std::move(work_), window_bytes);
+  }
+
+  std::shared_ptr<CopyJob> make_to_device() {
+    Accelerator& accelerator = Accelerator::of(target_);
+    const uint64_t bytes = work_.plan->total_bytes;
+    may_block_ = !options_.use_pinned_staging;
+    may_block_ |= bytes <= g_max_inline_bytes && mapped_.wait_for_disk();
+    std::optional<HeldLease> deferred = deferred_memory(accelerator, work_, options_);
+    WindowBytes window_bytes{};
+    if (deferred) {
+      may_block_ |= t_sending == Sending::kHeldStaged;
+      window_bytes =
+          rows_window_bytes(*work_.plan, kLeastDeferredWindowBytes, options_.use_background_thread);
+    } else {
+      may_block_ |= accelerator.staging().is_exhausted(StagingUse::kToDevice);
+      window_bytes = best_window_bytes(*work_.plan, options_.use_background_thread,
+                                       /*mapped=*/!mapped_.empty());
+    }
+    allocate({target_, &accelerator.to_device_stream()});
+    return std::make_shared<HostToDeviceJob>(
+        accelerator, std::move(work_),
+        HostToDeviceOptions{options_.use_pinned_staging, window_bytes}, std::move(deferred));
+  }
+
+  std::shared_ptr<CopyJob> make_from_device() {
+    const bool pinned = options_.use_pinned_staging;
+    may_block_ = !pinned && target_.is_cpu();
+    if (target_.is_cpu()) {
+      allocate({target_, nullptr, pinned ? at::getHostAllocator(source_.type()) : nullptr});
+    } else {
+      allocate({target_, &Accelerator::of(target_).ordered_stream()});
+    }
+    return std::make_shared<DeviceJob>(Accelerator::of(source_), target_, std::move(work_), pinned);
+  }
+
+  void allocate(const MemoryOf& memory) {
+    work_.result = std::make_shared<Result>(memory, work_.leaves, work_.plan);
+  }
+
+  const MappedLeaves mapped_;
+  const c10::Device source_;
+  const c10::Device target_;
+  const CopyOptions& options_;
+  c10::Allocator* pinned_ = nullptr;
+  CopyWork work_;
+  bool may_block_ = false;
+};
 
 // Begins to move the leaves of one device. `plan`, where it is not null, is one for such leaves.
 void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPlan> plan,
                  c10::Device target, const CopyOptions& options) {
-  const c10::Device source = group.leaves.device();
-  {
-    const StepRange range(handle.steps(), Step::kPlan);
-    // Where leaves lie is each batch's own.
+  std::shared_ptr<CopyJob> job;
+  bool background = false;
+  try {
+    const PhaseRange range(handle.phases(), Phase::kPlan);
+    // Where leaves are in memory differs from batch to batch.
     const std::vector<LeafSeries> runs = group.leaves.pinned_runs(options.pack);
     if (plan == nullptr || !runs.empty()) {
       plan = std::make_shared<const PackPlan>(
           make_pack_plan(group.leaves.extents(), options.pack, runs));
     }
+    GroupStart start(group, std::move(plan), target, options);
+    const py::gil_scoped_release no_gil;
+    job = start.make();
+    // Done here, if it is small and need not wait; what a device gathers takes as long to enqueue
+    // for any number of bytes.
+    const bool at_once = job->host_bytes() <= g_max_inline_bytes && !start.may_block();
+    if (options.use_background_thread && !at_once) background = job->run_in_background(workers());
+  } catch (...) {
+    return handle.fail_with(std::current_exception());
   }
-  bool may_block = !options.use_pinned_staging && (source.is_cpu() || target.is_cpu());
-  std::shared_ptr<CopyJob> job;
-  if (source.is_cpu() && target.is_cpu()) {
-    may_block = group.mapped.wait_for_disk();
-    const WindowBytes window_bytes =
-        rows_window_bytes(*plan, kLeastWindowBytes, options.use_background_thread);
-    job = std::make_shared<HostRowsJob>(std::move(group.leaves), std::move(plan),
-                                        host_allocator(options.use_pinned_staging), window_bytes,
-                                        std::move(group.sources));
-  } else if (source.is_cpu()) {
-    Accelerator& accelerator = Accelerator::of(target);
-    may_block |= plan->total_bytes <= g_max_inline_bytes && group.mapped.wait_for_disk();
-    std::optional<HeldLease> held = held_memory(accelerator, group.leaves, *plan, options);
-    if (held) {
-      may_block |= t_sending == Sending::kHeldStaged;
-      const WindowBytes window_bytes =
-          rows_window_bytes(*plan, kLeastHeldWindowBytes, options.use_background_thread);
-      job =
-          std::make_shared<HeldSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
-                                          window_bytes, std::move(group.sources), std::move(*held));
-    } else {
-      may_block |= accelerator.staging().is_exhausted(StagingUse::kToDevice);
-      const WindowBytes window_bytes = best_window_bytes(*plan, options.use_background_thread,
-                                                         /*mapped=*/!group.mapped.empty());
-      job = std::make_shared<HostSourceJob>(accelerator, std::move(group.leaves), std::move(plan),
-                                            options.use_pinned_staging, window_bytes,
-                                            std::move(group.sources), reclaimer());
-    }
-  } else {
-    job = std::make_shared<DeviceSourceJob>(
-        Accelerator::of(source), target, std::move(group.leaves), std::move(plan),
-        options.use_pinned_staging, std::move(group.sources), reclaimer());
+  if (!background) {
+    const WaitWithoutGil waiting;
+    job->run();
   }
-  const bool background = launch(job, may_block, options);
   handle.attach(std::move(job), background);
+  raise_if_interrupted();
 }
 
 // Where a leaf's own `.to` failed, as a note of the exception (from Python 3.11 on).
@@ -201,6 +260,7 @@ void set_max_inline_bytes(uint64_t bytes) {
 }
 
 std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const CopyOptions& options) {
+  Reclaimer::get().look();
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   return start_copy_to(parse_device(device), data, options, nullptr);
@@ -212,9 +272,9 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
   if (has_engine_transfers(target))
     refuse_capture(parse_stream(py::none(), target), "start_copy()");
 
-  StepTimes steps;  // until there is a handle
+  PhaseTimes phases;  // until there is a handle
   FlatTree flat = [&] {
-    const StepRange range(steps, Step::kFlatten);
+    const PhaseRange range(phases, Phase::kFlatten);
     if (rows != nullptr) return flatten_tables(data, target, *rows);
     return prepared != nullptr ? flatten(data, target, prepared->expected())
                                : flatten(data, target);
@@ -229,13 +289,13 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
   counts.opaque = flat.opaque;
   counts.left = rows != nullptr ? rows->left() : 0;
   auto handle = std::make_unique<Handle>(target, std::move(flat.spec), counts);
-  handle->steps().add(Step::kFlatten, steps.ns(Step::kFlatten));
+  handle->phases().add(Phase::kFlatten, phases.ns(Phase::kFlatten));
 
   if (!flat.groups.empty() && !target.is_cpu()) {
     RunAhead& run_ahead = Accelerator::of(target).run_ahead();
     if (!run_ahead.has_room()) {
-      const StepRange range(handle->steps(), Step::kWait);
-      const py::gil_scoped_release no_gil;
+      const PhaseRange range(handle->phases(), Phase::kWait);
+      const WaitWithoutGil waiting;
       run_ahead.wait_for_room();
     }
   }

@@ -172,7 +172,7 @@ std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, RowN
   const ReleaseAtEnd release_at_end;
   PairsToFill work{{}, {}, std::move(fill), "start_scatter()"};
   {
-    const StepRange range(work.steps, Step::kFlatten);
+    const PhaseRange range(work.phases, Phase::kFlatten);
     RowLeaves rows(request_of(std::move(numbers)));
     work.pairs = RowSorter(batch, storage, rows).run();
     const auto twice = rows.index() ? repeated_row(rows.index()->rows) : std::nullopt;

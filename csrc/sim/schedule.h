@@ -36,6 +36,7 @@ class Schedule final : public Interleaver {
  public:
   static Schedule& get();
   static bool is_on() noexcept { return on_.load(std::memory_order_acquire); }
+  bool is_in_force() const noexcept override { return is_on(); }
 
   // The calling thread takes part and has the turn. Requires that no stream is held and that the
   // engine's workers are idle. Work that streams have is run by the schedule.

@@ -1,5 +1,5 @@
 // The only file that knows torch's ranges.
-#include "engine/steps.h"
+#include "engine/phases.h"
 
 #include <ATen/record_function.h>
 
@@ -14,40 +14,40 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<bool> g_timed = false;
 
-constexpr std::array<const char*, kSteps> kNames = {
+constexpr std::array<const char*, kPhases> kNames = {
     "tdcopier: flatten", "tdcopier: plan",      "tdcopier: stage", "tdcopier: enqueue",
     "tdcopier: outputs", "tdcopier: unflatten", "tdcopier: wait"};
 
 // What it was; null where nobody records.
-void* begin_profiled(Step step) {
+void* begin_profiled(Phase phase) {
   std::optional<at::StepCallbacks> callbacks =
       at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (!callbacks) return nullptr;
   auto range = std::make_unique<at::RecordFunction>(std::move(*callbacks));
-  range->before(kNames[static_cast<size_t>(step)]);
+  range->before(kNames[static_cast<size_t>(phase)]);
   return range.release();
 }
 
 }  // namespace
 
-void time_steps(bool on) {
+void time_phases(bool on) {
   g_timed = on;
 }
 
-bool are_steps_timed() {
+bool are_phases_timed() {
   return g_timed.load(std::memory_order_relaxed);
 }
 
-StepRange::StepRange(StepTimes& times, Step step) : step_(step) {
-  profiled_ = begin_profiled(step);
-  if (!are_steps_timed()) return;
+PhaseRange::PhaseRange(PhaseTimes& times, Phase phase) : phase_(phase) {
+  profiled_ = begin_profiled(phase);
+  if (!are_phases_timed()) return;
   times_ = &times;
   begin_ = Clock::now();
 }
 
-void StepRange::end() noexcept {
+void PhaseRange::end() noexcept {
   if (times_ != nullptr) {
-    times_->add(step_,
+    times_->add(phase_,
                 static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - begin_).count()));
   }
   delete static_cast<at::RecordFunction*>(profiled_);

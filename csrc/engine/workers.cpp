@@ -1,5 +1,5 @@
 // Pools, made when they are needed and never destroyed.
-#include "python/workers.h"
+#include "engine/workers.h"
 
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -67,7 +67,7 @@ ThreadPool& arrivals(c10::Device source) {
               "tdc-arr" + std::to_string(source.index()));
 }
 
-ThreadPool& reclaimer() {
+ThreadPool& reclaimer_thread() {
   const std::lock_guard lock(g_mutex);
   return made(g_pools.reclaimer, [] { return size_t{1}; }, "tdc-reclaim");
 }
@@ -83,7 +83,7 @@ void rest_workers() {
 
 size_t wake_workers() {
   workers();
-  reclaimer();
+  reclaimer_thread();
   if (const auto type = at::getAccelerator()) {
     const c10::DeviceIndex devices = c10::impl::VirtualGuardImpl(*type).deviceCount();
     for (c10::DeviceIndex i = 0; i < devices; ++i) arrivals(c10::Device(*type, i));

@@ -15,8 +15,8 @@ ThreadPool& workers();
 // device: neither whoever stages nor what another device sends waits behind them for this one.
 ThreadPool& arrivals(c10::Device source);
 
-// One thread that waits for devices to have read their sources, and gives these back.
-ThreadPool& reclaimer();
+// One thread that looks, between calls, for what devices have finished with (see reclaim.h).
+ThreadPool& reclaimer_thread();
 
 // Makes all of them, and lets those of their threads that have nothing to do look again. Returns
 // how many threads there are.

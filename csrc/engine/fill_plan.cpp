@@ -1,5 +1,5 @@
 // Destinations by address, joined to runs where they adjoin or only padding lies between them.
-#include "engine/into_plan.h"
+#include "engine/fill_plan.h"
 
 #include <algorithm>
 #include <memory>
@@ -10,7 +10,6 @@
 namespace tdcopier {
 namespace {
 
-constexpr uint64_t kLineBytes = 64;
 constexpr uint64_t kSlotAlignmentBytes = 16;  // a multiple of every element's size
 
 uint64_t align_up(uint64_t value, uint64_t alignment) {
@@ -46,7 +45,7 @@ class Planner {
     plan_.pack.order.reserve(leaves_.size());
   }
 
-  IntoPlan make() {
+  FillPlan make() {
     sort_out();
     join();
     place_runs();
@@ -106,46 +105,22 @@ class Planner {
         scattered_.insert(scattered_.end(), begin, end);
         continue;
       }
-      bool begun = false;
+      open_chunk(/*packed=*/true, to_[*begin].data);
       for (auto leaf = begin; leaf != end; ++leaf) {
-        place_in_run(*leaf, begun);
-        begun = true;
+        std::byte* const to = to_[*leaf].data;
+        const auto offset = static_cast<uint64_t>(to - plan_.to.back());
+        if (offset + leaves_[*leaf].bytes > max_chunk_bytes_) open_chunk(/*packed=*/true, to);
+        place(*leaf, static_cast<uint64_t>(to - plan_.to.back()));
       }
     }
   }
 
-  void place_in_run(uint32_t leaf, bool goes_on) {
-    const uint64_t bytes = leaves_[leaf].bytes;
-    std::byte* const to = to_[leaf].data;
-    const auto fits = [&](uint64_t offset) { return offset + bytes <= max_chunk_bytes_; };
-    const auto behind_last = [&] {
-      return plan_.runs.back().offset + static_cast<uint64_t>(to - plan_.runs.back().to);
-    };
-    const bool is_open = !plan_.chunks.empty() && fits(goes_on ? behind_last() : after_gap(to));
-    if (!is_open) open_chunk(/*packed=*/true, /*scattered=*/false);
-    if (!is_open || !goes_on) {
-      plan_.runs.push_back({after_gap(to), 0, to});
-      ++plan_.chunks.back().last;
-    }
-    Run& run = plan_.runs.back();
-    const uint64_t offset = behind_last();
-    place(leaf, offset);
-    run.bytes = offset + bytes - run.offset;
-  }
-
-  // Where a run that goes to `to` begins behind what the chunk has: at the same place in a line.
-  uint64_t after_gap(const std::byte* to) const {
-    return align_up(plan_.pack.chunks.back().bytes, kLineBytes) +
-           reinterpret_cast<uintptr_t>(to) % kLineBytes;
-  }
-
   void place_scattered() {
-    bool is_open = false;
-    for (const uint32_t leaf : scattered_) {
-      uint64_t offset = is_open ? align_up(plan_.pack.chunks.back().bytes, kSlotAlignmentBytes) : 0;
-      if (!is_open || offset + leaves_[leaf].bytes > max_chunk_bytes_) {
-        open_chunk(/*packed=*/true, /*scattered=*/true);
-        is_open = true;
+    for (size_t i = 0; i < scattered_.size(); ++i) {
+      const uint32_t leaf = scattered_[i];
+      uint64_t offset = i == 0 ? 0 : align_up(plan_.pack.chunks.back().bytes, kSlotAlignmentBytes);
+      if (i == 0 || offset + leaves_[leaf].bytes > max_chunk_bytes_) {
+        open_chunk(/*packed=*/true, nullptr);
         offset = 0;
       }
       place(leaf, offset);
@@ -154,19 +129,23 @@ class Planner {
 
   void place_large() {
     for (const uint32_t leaf : large_) {
-      open_chunk(/*packed=*/false, to_[leaf].strided);
+      open_chunk(/*packed=*/false, to_[leaf].strided ? nullptr : to_[leaf].data);
       place(leaf, 0);
-      if (to_[leaf].strided) continue;
-      plan_.runs.push_back({0, leaves_[leaf].bytes, to_[leaf].data});
-      ++plan_.chunks.back().last;
     }
   }
 
-  void open_chunk(bool packed, bool scattered) {
+  // `to` is null: it is scattered.
+  void open_chunk(bool packed, std::byte* to) {
     const auto first = static_cast<uint32_t>(plan_.pack.order.size());
-    plan_.pack.chunks.push_back({0, kLineBytes, first, first, packed});
-    const auto first_run = static_cast<uint32_t>(plan_.runs.size());
-    plan_.chunks.push_back({first_run, first_run, scattered});
+    const uint64_t begin = plan_.pack.next_begin(reinterpret_cast<uintptr_t>(to));
+    plan_.pack.chunks.push_back({.bytes = 0,
+                                 .alignment_bytes = kSlotAlignmentBytes,
+                                 .first = first,
+                                 .last = first,
+                                 .packed = packed,
+                                 .scattered = to == nullptr,
+                                 .begin = begin});
+    plan_.to.push_back(to);
   }
 
   void place(uint32_t leaf, uint64_t offset) {
@@ -184,12 +163,12 @@ class Planner {
   std::vector<Joined> joined_;
   RecycledVector<uint32_t> scattered_;
   std::vector<uint32_t> large_;
-  IntoPlan plan_;
+  FillPlan plan_;
 };
 
 }  // namespace
 
-IntoPlan make_into_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes) {
+FillPlan make_fill_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes) {
   return Planner(pairs, max_chunk_bytes).make();
 }
 

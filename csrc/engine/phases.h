@@ -1,0 +1,52 @@
+// What a copy spends its time on, step by step, for whoever wants to know.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+namespace tdcopier {
+
+// In the order of PhaseTimes' fields in Python.
+enum class Phase : uint8_t { kFlatten, kPlan, kStage, kEnqueue, kOutputs, kUnflatten, kWait };
+inline constexpr size_t kPhases = 7;
+
+// Of one copy, or of one job of it. Thread: any.
+class PhaseTimes {
+ public:
+  void add(Phase phase, uint64_t ns) { ns_[static_cast<size_t>(phase)] += ns; }
+  // For a step that was part of another.
+  void take_out(Phase phase, uint64_t ns) { ns_[static_cast<size_t>(phase)] -= ns; }
+  uint64_t ns(Phase phase) const { return ns_[static_cast<size_t>(phase)]; }
+
+ private:
+  std::array<std::atomic<uint64_t>, kPhases> ns_{};
+};
+
+// Whether steps are timed from now on. Off at first. Thread: any.
+void time_phases(bool on);
+bool are_phases_timed();
+
+// One step, from its making to its end: timed if that is on, and a range of torch.profiler's while
+// that records. Otherwise it costs two looks. GIL: either way.
+class PhaseRange {
+ public:
+  PhaseRange(PhaseTimes& times, Phase phase);
+  ~PhaseRange() {
+    if (times_ != nullptr || profiled_ != nullptr) end();
+  }
+  PhaseRange(const PhaseRange&) = delete;
+  PhaseRange& operator=(const PhaseRange&) = delete;
+
+ private:
+  void end() noexcept;
+
+  PhaseTimes* times_ = nullptr;  // null: not timed
+  void* profiled_ = nullptr;     // torch's record of it; null: not profiled
+  Phase phase_;
+  std::chrono::steady_clock::time_point begin_;
+};
+
+}  // namespace tdcopier

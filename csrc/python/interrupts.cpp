@@ -1,0 +1,58 @@
+// The exception of a handler is kept until the GIL is back and the caller's frames are left.
+#include "python/interrupts.h"
+
+#include <pythread.h>
+
+#include <atomic>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+std::atomic<unsigned long> g_main_thread = 0;
+
+struct Raised {
+  PyObject* type = nullptr;
+  PyObject* value = nullptr;
+  PyObject* traceback = nullptr;
+};
+thread_local Raised t_raised;
+
+void check_signals() {
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  const bool raised = PyErr_CheckSignals() != 0;
+  if (raised) {
+    const Raised before = t_raised;
+    PyErr_Fetch(&t_raised.type, &t_raised.value, &t_raised.traceback);
+    Py_XDECREF(before.type);
+    Py_XDECREF(before.value);
+    Py_XDECREF(before.traceback);
+  }
+  PyGILState_Release(gil);
+  if (raised) throw Interrupted();
+}
+
+}  // namespace
+
+void note_main_thread() {
+  const py::object main = py::module_::import("threading").attr("main_thread")();
+  g_main_thread = main.attr("ident").cast<unsigned long>();
+}
+
+WaitWithoutGil::WaitWithoutGil()
+    : waits_(PyThread_get_thread_ident() == g_main_thread ? check_signals : nullptr) {}
+
+bool was_interrupted() {
+  return t_raised.type != nullptr;
+}
+
+void raise_if_interrupted() {
+  if (t_raised.type == nullptr) return;
+  const Raised raised = std::exchange(t_raised, {});
+  PyErr_Restore(raised.type, raised.value, raised.traceback);
+  throw py::error_already_set();
+}
+
+}  // namespace tdcopier
