@@ -52,6 +52,23 @@ def test_memory_that_is_kept_for_reuse_does_not_prevent_a_failure(sim: ModuleTyp
         torch.empty(1000, pin_memory=True)
 
 
+def test_every_way_to_make_a_tensor_is_an_allocation(sim: ModuleType) -> None:
+    """The ones that go through a kernel of torch's own, such as `zeros`, too."""
+    leaf = torch.ones(2, 3)
+    makers: list[Callable[[], object]] = [
+        lambda: torch.empty(6, device="sim"),
+        lambda: torch.empty_strided((2, 3), (1, 2), device="sim"),
+        lambda: torch.empty(0, device="sim").resize_(6),
+        lambda: torch.zeros(6, device="sim"),
+        lambda: leaf.to("sim"),
+    ]
+    for make in makers:
+        with sim.fail_device_allocation() as fault:
+            with pytest.raises(torch.OutOfMemoryError):
+                make()
+            assert fault.struck == "an allocation of 24 bytes on sim:0"
+
+
 def test_the_nth_pinned_allocation_fails_as_cuda_lets_it_fail(sim: ModuleType) -> None:
     before = sim.pinned_bytes().in_use
     with sim.fail_pinned_allocation(2) as fault:

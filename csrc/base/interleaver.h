@@ -35,6 +35,10 @@ class Interleaver {
   virtual bool begin_wait(const void* condition) noexcept = 0;
   virtual void wait() = 0;  // may throw a DeadlockError
   virtual void notify(const void* condition) noexcept = 0;
+
+  // The caller is about to make a thread. May throw a std::system_error, as if the process could
+  // have no more of them.
+  virtual void make_thread() = 0;
 };
 
 namespace detail {
@@ -54,6 +58,11 @@ inline bool is_interleaved() noexcept {
 // From now on and for good. Lifetime: it is never destroyed.
 inline void set_interleaver(Interleaver& chosen) noexcept {
   detail::g_interleaver.store(&chosen, std::memory_order_release);
+}
+
+// Called before each thread that the engine makes.
+inline void about_to_make_thread() {
+  if (Interleaver* const chosen = interleaver()) chosen->make_thread();
 }
 
 // Where the order of threads matters and nothing else says so.

@@ -8,6 +8,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/interleaver.h"
 #include "base/processors.h"
 
 namespace tdcopier {
@@ -22,6 +23,7 @@ ThreadPool::ThreadPool(size_t workers, const std::string& name) {
   threads_.reserve(wanted);
   try {
     while (threads_.size() < wanted) {
+      about_to_make_thread();
       threads_.emplace_back([this, label = name + "-" + std::to_string(threads_.size())] {
         pthread_setname_np(pthread_self(), label.c_str());
         work();

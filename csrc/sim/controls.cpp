@@ -19,13 +19,9 @@ namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;  // for whatever may block
 
-std::shared_ptr<Fault> arm(FaultKind kind, std::int64_t n, std::optional<int> direction,
-                           std::optional<int> device) {
-  std::optional<Direction> in_direction;
-  if (direction) in_direction = static_cast<Direction>(*direction);
-  std::optional<c10::DeviceIndex> on_device;
-  if (device) on_device = resolve_device(static_cast<c10::DeviceIndex>(*device));
-  return Fault::arm(kind, n, in_direction, on_device);
+std::optional<c10::DeviceIndex> checked(std::optional<int> device) {
+  if (!device) return std::nullopt;
+  return resolve_device(static_cast<c10::DeviceIndex>(*device));
 }
 
 }  // namespace
@@ -37,23 +33,44 @@ void bind_controls(py::module_& m) {
   m.def(
       "fail_device_allocation",
       [](std::int64_t n, std::optional<int> device) {
-        return arm(FaultKind::kDeviceAllocation, n, std::nullopt, device);
+        return Fault::arm(
+            {.kind = FaultKind::kDeviceAllocation, .n = n, .device = checked(device)});
       },
       py::arg("n"), py::arg("device"));
   m.def(
       "fail_pinned_allocation",
-      [](std::int64_t n) {
-        return arm(FaultKind::kPinnedAllocation, n, std::nullopt, std::nullopt);
-      },
+      [](std::int64_t n) { return Fault::arm({.kind = FaultKind::kPinnedAllocation, .n = n}); },
       py::arg("n"));
   m.def(
       "fail_transfer",
       [](std::int64_t n, std::optional<int> direction, std::optional<int> device,
          bool when_it_runs) {
-        return arm(when_it_runs ? FaultKind::kExecution : FaultKind::kEnqueue, n, direction,
-                   device);
+        FaultPlan plan{.kind = when_it_runs ? FaultKind::kExecution : FaultKind::kEnqueue, .n = n};
+        if (direction) plan.direction = static_cast<Direction>(*direction);
+        plan.device = checked(device);
+        return Fault::arm(plan);
       },
       py::arg("n"), py::arg("direction"), py::arg("device"), py::arg("when_it_runs"));
+  m.def(
+      "fail_event_record",
+      [](std::int64_t n, std::optional<int> device) {
+        return Fault::arm({.kind = FaultKind::kEventRecord, .n = n, .device = checked(device)});
+      },
+      py::arg("n"), py::arg("device"));
+  m.def(
+      "fail_event_query",
+      [](std::int64_t n, std::optional<int> device, std::int64_t times, std::int32_t code) {
+        return Fault::arm({.kind = FaultKind::kEventQuery,
+                           .n = n,
+                           .times = times,
+                           .device = checked(device),
+                           .code = code});
+      },
+      py::arg("n"), py::arg("device"), py::arg("times"), py::arg("code"));
+  m.def(
+      "fail_thread",
+      [](std::int64_t n) { return Fault::arm({.kind = FaultKind::kThread, .n = n}); },
+      py::arg("n"));
 
   py::class_<Pace, std::shared_ptr<Pace>>(m, "Pace").def("end", &Pace::end);
   m.def(

@@ -5,6 +5,7 @@
 
 #include <chrono>
 
+#include "sim/faults.h"
 #include "sim/schedule.h"
 #include "sim/tracker.h"
 
@@ -49,6 +50,7 @@ void Event::block(StreamQueue& stream) const {
 bool Event::query() const {
   Schedule::get().point();
   const auto marker = this->marker();
+  if (marker.point.stream != nullptr) strike_event_query(marker.point.stream->device());
   if (!marker.point.passed()) return false;
   if (Tracker::is_on()) Tracker::get().host_knows(marker.clock());
   marker.point.check();

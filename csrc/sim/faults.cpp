@@ -1,10 +1,11 @@
-// The faults that are armed, and whom they strike.
+// The armed faults, and the calls that they make fail.
 #include "sim/faults.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 namespace tdcopier::sim {
@@ -24,36 +25,50 @@ std::atomic<bool> any_armed{false};         // a look without the lock
 
 }  // namespace
 
-// Asks all faults that are armed about one event.
+// Asks all armed faults about one call.
 class DueFaults {
  public:
   struct Strike {
+    std::int32_t code;                        // of a query that fails
     std::shared_ptr<LastingFailure> lasting;  // of a transfer that fails when it runs
   };
 
-  // Counts the event for the faults of this kind; the first that is due strikes.
+  // Counts the call for the faults of this kind that it passes; the first that is due strikes.
   template <typename Passes>
   static std::optional<Strike> count(FaultKind kind, const std::string& what, Passes passes) {
     std::optional<Strike> strike;
     const std::lock_guard lock(mutex);
     for (const auto& fault : armed) {
-      if (fault->kind_ != kind || !passes(fault->direction_, fault->device_)) continue;
-      if (++fault->seen_ != fault->n_) continue;
+      const FaultPlan& plan = fault->plan_;
+      if (plan.kind != kind || !passes(plan)) continue;
+      const auto number = ++fault->seen_;
+      if (number < plan.n || number - plan.n >= plan.times) continue;
       fault->struck_ = what;
       if (kind == FaultKind::kExecution) {
         fault->lasting_ =
             std::make_shared<LastingFailure>(c10::str(what, " was made to fail when it ran"));
       }
-      if (!strike) strike = Strike{fault->lasting_};
+      if (!strike) strike = Strike{plan.code, fault->lasting_};
     }
     return strike;
   }
+
+  // The same for a call on one device.
+  static std::optional<Strike> count_on(FaultKind kind, const std::string& what,
+                                        c10::DeviceIndex device) {
+    return count(kind, what, [device](const FaultPlan& plan) {
+      return !plan.device || *plan.device == device;
+    });
+  }
+
+  // The same for a call that has no device.
+  static std::optional<Strike> count(FaultKind kind, const std::string& what) {
+    return count(kind, what, [](const FaultPlan&) { return true; });
+  }
 };
 
-std::shared_ptr<Fault> Fault::arm(FaultKind kind, std::int64_t n,
-                                  std::optional<Direction> direction,
-                                  std::optional<c10::DeviceIndex> device) {
-  std::shared_ptr<Fault> fault(new Fault(kind, n, direction, device));
+std::shared_ptr<Fault> Fault::arm(const FaultPlan& plan) {
+  std::shared_ptr<Fault> fault(new Fault(plan));
   const std::lock_guard lock(mutex);
   armed.push_back(fault);
   any_armed.store(true, std::memory_order_release);
@@ -79,9 +94,7 @@ std::string Fault::struck() const {
 void strike_device_allocation(c10::DeviceIndex device, std::size_t bytes) {
   if (!any_armed.load(std::memory_order_acquire)) return;
   const auto what = c10::str("an allocation of ", bytes, " bytes on sim:", int{device});
-  const auto strike = DueFaults::count(FaultKind::kDeviceAllocation, what, [&](auto, auto wanted) {
-    return !wanted || *wanted == device;
-  });
+  const auto strike = DueFaults::count_on(FaultKind::kDeviceAllocation, what, device);
   TORCH_CHECK_WITH(OutOfMemoryError, !strike, "sim:", int{device}, " is out of memory: ", what,
                    " was made to fail");
 }
@@ -89,19 +102,43 @@ void strike_device_allocation(c10::DeviceIndex device, std::size_t bytes) {
 void strike_pinned_allocation(std::size_t bytes) {
   if (!any_armed.load(std::memory_order_acquire)) return;
   const auto what = c10::str("an allocation of ", bytes, " pinned bytes");
-  if (DueFaults::count(FaultKind::kPinnedAllocation, what, [](auto, auto) { return true; })) {
+  if (DueFaults::count(FaultKind::kPinnedAllocation, what)) {
     raise_device_error(kMemoryAllocation,
                        c10::str("out of memory that can be pinned: ", what, " was made to fail"));
+  }
+}
+
+void strike_event_record(c10::DeviceIndex device) {
+  if (!any_armed.load(std::memory_order_acquire)) return;
+  const auto what = c10::str("the recording of an event on sim:", int{device});
+  if (DueFaults::count_on(FaultKind::kEventRecord, what, device)) {
+    raise_device_error(kUnknown, what + " was made to fail");
+  }
+}
+
+void strike_event_query(c10::DeviceIndex device) {
+  if (!any_armed.load(std::memory_order_acquire)) return;
+  const auto what = c10::str("the query of an event of sim:", int{device});
+  if (const auto strike = DueFaults::count_on(FaultKind::kEventQuery, what, device)) {
+    raise_device_error(strike->code, what + " was made to fail");
+  }
+}
+
+void strike_thread() {
+  if (!any_armed.load(std::memory_order_acquire)) return;
+  const std::string what = "the making of a thread";
+  if (DueFaults::count(FaultKind::kThread, what)) {
+    throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again),
+                            what + " was made to fail");
   }
 }
 
 std::shared_ptr<const LastingFailure> strike_transfer(const Transfer& transfer) {
   if (!any_armed.load(std::memory_order_acquire)) return nullptr;
   const auto what = describe(transfer);
-  const auto passes = [&](std::optional<Direction> direction,
-                          std::optional<c10::DeviceIndex> device) {
-    return (!direction || *direction == transfer.direction) &&
-           (!device || *device == transfer.source || *device == transfer.target);
+  const auto passes = [&](const FaultPlan& plan) {
+    return (!plan.direction || *plan.direction == transfer.direction) &&
+           (!plan.device || *plan.device == transfer.source || *plan.device == transfer.target);
   };
   if (DueFaults::count(FaultKind::kEnqueue, what, passes)) {
     raise_device_error(kUnknown, c10::str(what, " was made to fail when it was enqueued"));

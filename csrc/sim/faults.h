@@ -1,4 +1,4 @@
-// Failures on order: the n-th allocation or transfer from now on.
+// Injected failures: the n-th allocation, transfer, event call or new thread from now on fails.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,39 +17,45 @@
 
 namespace tdcopier::sim {
 
-// What is counted, and what happens to the n-th.
+// What a fault counts, and how it fails.
 enum class FaultKind : std::uint8_t {
   kDeviceAllocation,
   kPinnedAllocation,
-  kEnqueue,    // a transfer: the call raises
-  kExecution,  // a transfer: it is enqueued, and fails when its turn comes
+  kEnqueue,      // a transfer: the call raises
+  kExecution,    // a transfer: the call succeeds, and the transfer fails when it runs
+  kEventRecord,  // the recording of an event
+  kEventQuery,   // the question whether an event has been reached
+  kThread,       // a thread that the engine makes
 };
 
-// Strikes once, also what could have been served from a cache. Any thread may call any member.
+// Which calls a fault counts, and which of those it makes fail.
+struct FaultPlan {
+  FaultKind kind;
+  std::int64_t n = 1;                                 // the first call that fails, from 1
+  std::int64_t times = 1;                             // how many calls fail, one after the other
+  std::optional<Direction> direction = std::nullopt;  // of transfers; nullopt: any
+  std::optional<c10::DeviceIndex> device = std::nullopt;  // nullopt: any; a transfer has up to two
+  std::int32_t code = 0;                                  // the error code of a query that fails
+};
+
+// A fault strikes even where a cache would have served the call. Any thread may call any member.
 class Fault {
  public:
-  // Counts from now on what the filters let pass; a transfer has up to two devices.
-  static std::shared_ptr<Fault> arm(FaultKind kind, std::int64_t n,
-                                    std::optional<Direction> direction,
-                                    std::optional<c10::DeviceIndex> device);
+  // Counts from now on.
+  static std::shared_ptr<Fault> arm(const FaultPlan& plan);
 
-  // Nothing is struck from now on, and if something was, the device is repaired.
+  // Nothing fails because of it from now on, and a device that it has broken is repaired.
   void disarm();
 
-  // What was struck; empty if nothing was. A transfer that fails when it runs was struck when it
-  // was enqueued.
+  // The last call that it made fail; empty if there was none. A transfer that fails when it runs
+  // is chosen when it is enqueued.
   std::string struck() const;
 
  private:
   friend class DueFaults;
-  Fault(FaultKind kind, std::int64_t n, std::optional<Direction> direction,
-        std::optional<c10::DeviceIndex> device)
-      : kind_(kind), n_(n), direction_(direction), device_(device) {}
+  explicit Fault(const FaultPlan& plan) : plan_(plan) {}
 
-  const FaultKind kind_;
-  const std::int64_t n_;
-  const std::optional<Direction> direction_;
-  const std::optional<c10::DeviceIndex> device_;
+  const FaultPlan plan_;
 
   // Guarded by the registry's mutex.
   std::int64_t seen_ = 0;
@@ -57,10 +63,15 @@ class Fault {
   std::shared_ptr<LastingFailure> lasting_;
 };
 
-// Each is to be called once for what it names, and throws if a fault strikes that.
+// The simulation calls each of these once for every call of its kind. They throw if a fault
+// strikes it.
 void strike_device_allocation(c10::DeviceIndex device, std::size_t bytes);
 void strike_pinned_allocation(std::size_t bytes);
-// Returns how the transfer is to fail when it runs; null: not at all.
+void strike_event_record(c10::DeviceIndex device);
+void strike_event_query(c10::DeviceIndex device);
+// Throws std::system_error, as std::thread does where the process may have no more threads.
+void strike_thread();
+// Returns how the transfer will fail when it runs; null: it will not.
 std::shared_ptr<const LastingFailure> strike_transfer(const Transfer& transfer);
 
 }  // namespace tdcopier::sim

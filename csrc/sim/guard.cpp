@@ -6,6 +6,7 @@
 
 #include "sim/device_allocator.h"
 #include "sim/event.h"
+#include "sim/faults.h"
 #include "sim/runtime.h"
 #include "sim/tracker.h"
 
@@ -78,6 +79,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "an event of sim:", int{device},
                 " cannot be recorded on a stream of sim:", int{stream.device_index()});
     auto& queue = queue_of(stream);
+    strike_event_record(stream.device_index());
     if (*event == nullptr) *event = new Event(flag == c10::EventFlag::BACKEND_DEFAULT);
     static_cast<Event*>(*event)->record(queue);
   }

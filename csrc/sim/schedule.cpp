@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "sim/faults.h"
 #include "sim/runtime.h"
 #include "sim/schedule_actor.h"
 #include "sim/stream_queue.h"
@@ -243,6 +244,10 @@ void Schedule::notify(const void* condition) noexcept {
   for (const auto& actor : actors_) {
     if (actor->condition == condition) actor->notified = true;
   }
+}
+
+void Schedule::make_thread() {
+  strike_thread();
 }
 
 void Schedule::note_work(StreamQueue& stream, bool is_transfer) {

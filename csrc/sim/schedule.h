@@ -65,6 +65,7 @@ class Schedule final : public Interleaver {
   bool begin_wait(const void* condition) noexcept override;
   void wait() override;
   void notify(const void* condition) noexcept override;
+  void make_thread() override;
 
   // Of the schedule that is on, or was last.
   struct Record {

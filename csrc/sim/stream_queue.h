@@ -2,6 +2,8 @@
 // one by one by a schedule.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -29,6 +31,7 @@ class StreamQueue {
   // Says which stream it is. Once, before anyone else knows it.
   void place(int device, int id);
   std::string name() const;  // "stream 3 of sim:0"
+  c10::DeviceIndex device() const { return static_cast<c10::DeviceIndex>(device_); }
 
   // Appends an operation and returns its position. The thread is started by the first operation.
   // After stop() has emptied the queue, operations run on the calling thread before this returns.

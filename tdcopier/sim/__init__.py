@@ -18,8 +18,9 @@ reused in stream order; ``record_stream`` delays that), of copies to and from pi
 memory, of current devices and streams per thread. What it does not have: kernels. An operator that
 is not a copy waits for the current streams of its devices and then runs on the host.
 
-What goes wrong can be ordered: :func:`fail_device_allocation`, :func:`fail_pinned_allocation` and
-:func:`fail_transfer` make the n-th from now on fail. :func:`pace` gives transfers the time that a
+Failures can be injected: :func:`fail_device_allocation`, :func:`fail_pinned_allocation`,
+:func:`fail_transfer`, :func:`fail_event_record`, :func:`fail_event_query` and :func:`fail_thread`
+make the n-th call of their kind from now on fail. :func:`pace` gives transfers the time that a
 link takes, and :func:`poison` shows who reads memory that was freed. :func:`detect` finds races,
 memory that is reused too early and leaks by itself, also where a run happens to go well.
 
@@ -49,7 +50,10 @@ from tdcopier.sim._enable import enable, is_enabled
 from tdcopier.sim._faults import (
     Fault,
     fail_device_allocation,
+    fail_event_query,
+    fail_event_record,
     fail_pinned_allocation,
+    fail_thread,
     fail_transfer,
 )
 from tdcopier.sim._pace import Pace, pace
@@ -78,7 +82,10 @@ __all__ = [
     "empty_pinned_cache",
     "enable",
     "fail_device_allocation",
+    "fail_event_query",
+    "fail_event_record",
     "fail_pinned_allocation",
+    "fail_thread",
     "fail_transfer",
     "hold",
     "is_enabled",

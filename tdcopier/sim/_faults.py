@@ -1,20 +1,24 @@
-"""Allocations and transfers that fail on order."""
+"""Injected failures of allocations, transfers, events and new threads."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from tdcopier import _sim
+from tdcopier import _C, _sim
 from tdcopier.sim._devices import DeviceLike, Direction, device_index, direction_index
 from tdcopier.sim._scope import Scope
 
+STREAM_CAPTURE_UNSUPPORTED = 900
+"""An error code of CUDA and of HIP."""
+
 
 class Fault(Scope):
-    """Makes one allocation or transfer fail, until :meth:`disarm` or the end of a ``with``.
+    """Makes a call of one kind fail, until :meth:`disarm` or the end of a ``with``.
 
-    Made by :func:`fail_device_allocation`, :func:`fail_pinned_allocation` and
-    :func:`fail_transfer`. One that is dropped without being disarmed stays armed. Several may be
-    armed at a time; each counts for itself, and each strikes once.
+    Made by :func:`fail_device_allocation`, :func:`fail_pinned_allocation`, :func:`fail_transfer`,
+    :func:`fail_event_record`, :func:`fail_event_query` and :func:`fail_thread`. One that is dropped
+    without being disarmed stays armed. Several may be armed at a time; each counts for itself, and
+    each strikes once, except where ``times`` says otherwise.
     """
 
     def __init__(self, native: _sim.Fault) -> None:
@@ -32,7 +36,7 @@ class Fault(Scope):
 
     @property
     def struck(self) -> str | None:
-        """What has failed, as the error names it; None if nothing has."""
+        """What has failed last, as the error names it; None if nothing has."""
         return self._native.struck() or None
 
     def disarm(self) -> None:
@@ -132,6 +136,86 @@ def fail_transfer(
     return Fault(
         _sim.fail_transfer(_checked(n), way, _any_or_index(device), when == "execution"),
     )
+
+
+def fail_event_record(n: int = 1, *, device: DeviceLike = None) -> Fault:
+    """Make the ``n``-th recording of an event from now on raise a ``torch.AcceleratorError``.
+
+    Nothing is enqueued then, and the event stays as it was. Not counted are the events by which a
+    copy of torch's between two devices orders its streams.
+
+    Args:
+        n: which one, from 1.
+        device: count only what is recorded on a stream of this device; of any if None.
+
+    Returns:
+        The fault, which is a context manager.
+
+    Raises:
+        ValueError: ``n`` is less than 1, or it is a device of another type.
+        RuntimeError: the simulation is not enabled, or has no such device.
+
+    """
+    device_index(None)
+    return Fault(_sim.fail_event_record(_checked(n), _any_or_index(device)))
+
+
+def fail_event_query(
+    n: int = 1,
+    *,
+    device: DeviceLike = None,
+    times: int = 1,
+    code: int = STREAM_CAPTURE_UNSUPPORTED,
+) -> Fault:
+    """Make the ``n``-th query of an event from now on raise, although nothing is broken.
+
+    On ROCm, for example, a query raises while another thread captures a graph. The error is a
+    ``torch.AcceleratorError`` with ``code`` as its ``error_code``. It says nothing about the event:
+    the work before it goes on, and a later query tells whether it has been reached. Counted are
+    queries of events that have been recorded.
+
+    Args:
+        n: which one is the first to raise, from 1.
+        device: count only events that were recorded on a stream of this device; on any if None.
+        times: how many queries raise, one after the other.
+        code: the error code; as a default that of CUDA and HIP for an operation that is not
+            permitted while a stream is capturing.
+
+    Returns:
+        The fault, which is a context manager.
+
+    Raises:
+        ValueError: ``n`` or ``times`` is less than 1, or it is a device of another type.
+        RuntimeError: the simulation is not enabled, or has no such device.
+
+    """
+    device_index(None)
+    if times < 1:
+        raise ValueError(f"a fault strikes at least once, got times={times}")
+    return Fault(_sim.fail_event_query(_checked(n), _any_or_index(device), times, code))
+
+
+def fail_thread(n: int = 1) -> Fault:
+    """Make the ``n``-th attempt of tdcopier's engine to make a thread from now on fail.
+
+    So it does where the process may have no more threads: ``std::thread`` throws a
+    ``std::system_error``. The engine makes its pools of threads once, when they are first needed,
+    and keeps them: pools that exist already are not affected. Threads of Python are not counted.
+
+    Args:
+        n: which one, from 1.
+
+    Returns:
+        The fault, which is a context manager.
+
+    Raises:
+        ValueError: ``n`` is less than 1.
+        RuntimeError: the simulation is not enabled.
+
+    """
+    device_index(None)
+    _C.set_interleaver(_sim.interleaver())  # by which the engine asks before it makes a thread
+    return Fault(_sim.fail_thread(_checked(n)))
 
 
 def _checked(n: int) -> int:
