@@ -1,4 +1,4 @@
-"""Short programs with copies that are staged by one and sent by another, for `scenarios.py`."""
+"""Short programs with copies that one thread stages and another sends, for `scenario_table.py`."""
 
 from __future__ import annotations
 
@@ -46,3 +46,10 @@ def a_batch_is_sent_by_two_threads(play: Play) -> None:
         play.read_late(handle.wait(), batch)
         thread.join()
         assert handle.stats.transfers == 1
+
+
+HELD = (
+    batches_are_sent_by_their_consumer,
+    batches_are_dropped_before_they_are_sent,
+    a_batch_is_sent_by_two_threads,
+)

@@ -1,4 +1,4 @@
-"""Short programs that gather rows and scatter them, for `scenarios.py`."""
+"""Short programs that gather rows and scatter them, for `scenario_table.py`."""
 
 from __future__ import annotations
 
@@ -52,3 +52,10 @@ def rows_are_scattered_while_the_batch_is_overwritten(play: Play) -> None:
         expected.fill_(-5)
         expected[index] = batch[0]
         play.expect(handle.get(), [expected])
+
+
+ROWS = (
+    rows_are_overwritten_when_they_are_gathered,
+    rows_for_the_host_and_a_device,
+    rows_are_scattered_while_the_batch_is_overwritten,
+)

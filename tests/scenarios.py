@@ -5,21 +5,8 @@ Each takes a :class:`Play`, checks all values itself, and is the same program ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import pytest
 import torch
-from held_scenarios import (
-    a_batch_is_sent_by_two_threads,
-    batches_are_dropped_before_they_are_sent,
-    batches_are_sent_by_their_consumer,
-)
-from row_scenarios import (
-    rows_are_overwritten_when_they_are_gathered,
-    rows_are_scattered_while_the_batch_is_overwritten,
-    rows_for_the_host_and_a_device,
-)
 from stage import Play, small_limits
 
 import tdcopier
@@ -406,44 +393,34 @@ def between_devices_into_memory_that_exists(play: Play) -> None:
             del source
 
 
-class Scenario(NamedTuple):
-    run: Callable[[Play], None]
-    one_transfer_a_job: bool = True
+ONE_TRANSFER_EACH = (
+    two_batches_for_two_streams,
+    sources_are_overwritten_at_once,
+    handles_are_dropped_at_once,
+    results_are_dropped_and_their_memory_used_again,
+    device_sources_are_overwritten_behind_wait_staged,
+    device_sources_are_freed_at_once,
+    host_results_are_dropped_before_they_arrive,
+    between_devices,
+    there_and_back,
+    the_host_runs_ahead,
+    let_go_by_another_thread,
+    failures_are_told_each_time,
+    polled_until_ready,
+    a_chunk_is_filled_again,
+)
+"""Each copy of these is one transfer."""
 
-
-SCENARIOS: dict[str, Scenario] = {
-    run.__name__: Scenario(run, one_transfer_a_job)
-    for run, one_transfer_a_job in (
-        (two_batches_for_two_streams, True),
-        (sources_are_overwritten_at_once, True),
-        (workers_share_two_buffers, False),
-        (sources_are_dropped_at_once, False),
-        (polled_while_workers_stage, False),
-        (handles_are_dropped_at_once, True),
-        (results_are_dropped_and_their_memory_used_again, True),
-        (device_sources_are_overwritten_behind_wait_staged, True),
-        (device_sources_are_freed_at_once, True),
-        (host_results_are_dropped_before_they_arrive, True),
-        (between_devices, True),
-        (there_and_back, True),
-        (the_host_runs_ahead, True),
-        (threads_copy_at_once, False),
-        (one_handle_for_two_threads, False),
-        (let_go_by_another_thread, True),
-        (failures_are_told_each_time, True),
-        (transfers_fail_when_they_are_enqueued, False),
-        (counted_as_the_device_counts, False),
-        (polled_until_ready, True),
-        (filled_behind_the_reads_before, False),
-        (a_chunk_is_filled_again, True),
-        (destinations_are_dropped_at_once, False),
-        (host_memory_is_filled_while_sources_are_overwritten, False),
-        (between_devices_into_memory_that_exists, False),
-        (rows_are_overwritten_when_they_are_gathered, False),
-        (rows_for_the_host_and_a_device, False),
-        (rows_are_scattered_while_the_batch_is_overwritten, False),
-        (batches_are_sent_by_their_consumer, False),
-        (batches_are_dropped_before_they_are_sent, False),
-        (a_batch_is_sent_by_two_threads, False),
-    )
-}
+SEVERAL_TRANSFERS = (
+    workers_share_two_buffers,
+    sources_are_dropped_at_once,
+    polled_while_workers_stage,
+    threads_copy_at_once,
+    one_handle_for_two_threads,
+    transfers_fail_when_they_are_enqueued,
+    counted_as_the_device_counts,
+    filled_behind_the_reads_before,
+    destinations_are_dropped_at_once,
+    host_memory_is_filled_while_sources_are_overwritten,
+    between_devices_into_memory_that_exists,
+)

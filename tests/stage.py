@@ -15,6 +15,9 @@ from tdcopier import _C
 
 Tree = list[torch.Tensor]
 
+READ_IN_PLACE = (1 << 16) + 16
+"""Elements of int32: above 256 KiB, so that a device reads them in place if they are pinned."""
+
 
 @dataclass
 class Play:
@@ -42,8 +45,8 @@ class Play:
     def expect(self, tree: Tree, expected: Tree) -> None:
         """Check now, on the current streams."""
         for leaf, wanted in zip(tree, expected, strict=True):
-            got = leaf.tolist()
-            assert got == wanted.tolist(), f"{got[:4]}... is not {wanted.tolist()[:4]}..."
+            got = leaf.cpu()
+            assert torch.equal(got, wanted), f"{_begin(got)}... is not {_begin(wanted)}..."
 
     def read_late(self, tree: Tree, expected: Tree) -> None:
         """Enqueue on the current stream what a kernel would read; check when all is over."""
@@ -58,10 +61,14 @@ class Play:
     def write(self, device: str, batch: Tree) -> Tree:
         """The batch on a device, written by the current stream when its turn comes."""
         written = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch]
-        for target, leaf in zip(written, batch, strict=True):
-            first = int(leaf[0])
-            target.copy_(self.values[device][first : first + leaf.numel()], non_blocking=True)
+        self.fill(written, batch)
         return written
+
+    def fill(self, tree: Tree, batch: Tree) -> None:
+        """Enqueue on the current stream what writes the batch into memory of a device."""
+        for target, leaf in zip(tree, batch, strict=True):
+            first, values = int(leaf[0]), self.values[str(target.device)]
+            target.copy_(values[first : first + leaf.numel()], non_blocking=True)
 
     def overwrite(self, tree: Tree) -> None:
         """Enqueue writes on the current stream, without waiting for anything."""
@@ -82,6 +89,10 @@ class Play:
         for tree, expected in self.checks:
             self.expect(tree, expected)
         self.checks.clear()
+
+
+def _begin(leaf: torch.Tensor) -> list[int]:
+    return leaf.flatten()[:4].tolist()
 
 
 def device_values(devices: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,227 @@
+"""Short programs in which kernels never end while something else must, for `scenario_table.py`.
+
+No call on the host, and no copy, waits for kernels that its result does not depend on. Kernels are
+a stream that is held: what waits for them by mistake is a deadlock, with names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from stage import READ_IN_PLACE, Play, Tree, small_limits
+
+import tdcopier
+from tdcopier import _C
+
+Check = Callable[[], None]
+
+# ---- what waits for the kernels of `busy`, as it should ------------------------------------------
+#
+# Each begins a copy that depends on them, and returns what to check when they have ended. The
+# current stream of the near device is the busy one.
+
+
+def a_copy_to_the_host(play: Play) -> Check:
+    batch = play.batch()
+    handle = tdcopier.start_copy(play.write(play.devices[0], batch), "cpu")
+    return lambda: play.expect(handle.get(), batch)
+
+
+def a_copy_to_another_device(play: Play) -> Check:
+    near, far = play.devices
+    batch = play.batch()
+    handle = tdcopier.start_copy(play.write(near, batch), far)
+    return lambda: play.expect(handle.get(), batch)
+
+
+def filling_a_device(play: Play) -> Check:
+    batch = play.batch()
+    static = play.write(play.devices[0], play.batch())
+    handle = tdcopier.copy_into(batch, static)
+    return lambda: play.expect(handle.get(), batch)
+
+
+def filling_the_host(play: Play) -> Check:
+    batch = play.batch()
+    static = [torch.zeros_like(leaf) for leaf in batch]
+    handle = tdcopier.copy_into(play.write(play.devices[0], batch), static)
+    return lambda: play.expect(handle.get(), batch)
+
+
+def filling_another_device(play: Play) -> Check:
+    near, far = play.devices
+    batch = play.batch()
+    static = play.write(far, play.batch())
+    handle = tdcopier.copy_into(play.write(near, batch), static)
+    return lambda: play.expect(handle.get(), batch)
+
+
+def filling_the_same_device(play: Play) -> Check:
+    device = play.devices[0]
+    batch = play.batch()
+    static = play.write(device, play.batch())
+    handle = tdcopier.copy_into(play.write(device, batch), static)
+    return lambda: play.expect(handle.get(), batch)
+
+
+def a_scatter(play: Play) -> Check:
+    values, table = play.batch((30,)), torch.zeros(50, dtype=torch.int32)
+    index = torch.arange(10, 40)
+    handle = tdcopier.start_scatter(play.write(play.devices[0], values), [table], index)
+    return lambda: play.expect([handle.get()[0][index]], values)
+
+
+DEPENDING = (
+    a_copy_to_the_host,
+    a_copy_to_another_device,
+    filling_a_device,
+    filling_the_host,
+    filling_another_device,
+    filling_the_same_device,
+    a_scatter,
+)
+
+# ---- what must not wait for them -----------------------------------------------------------------
+
+
+def to_the_device(play: Play) -> None:
+    """More than there are staging buffers, the second by `wait()`."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        for take in ("get", "wait"):
+            batch = play.batch((40, 60, 17))
+            play.expect(getattr(tdcopier.start_copy(batch, device), take)(), batch)
+
+
+def to_the_host(play: Play) -> None:
+    """From a stream that has no kernels."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        batch = play.batch()
+        play.expect(tdcopier.start_copy(play.write(device, batch), "cpu").get(), batch)
+
+
+def beside(
+    depending: Callable[[Play], Check], goes_on: Callable[[Play], None]
+) -> Callable[[Play], None]:
+    def run(play: Play) -> None:
+        busy = play.stream(play.devices[0])
+        with small_limits(), play.sim.hold(busy):
+            with play.on(busy):
+                check = depending(play)
+            goes_on(play)
+        check()
+
+    run.__name__ = f"{goes_on.__name__}_beside_{depending.__name__}"
+    run.__doc__ = f"{goes_on.__name__} arrives while {depending.__name__} waits for kernels."
+    return run
+
+
+def to_the_other_device_beside_a_copy_from_this_one(play: Play) -> None:
+    """H2D to the target of a D2D that waits for kernels of its source's device."""
+    near, far = play.devices
+    busy = play.stream(near)
+    with play.sim.hold(busy):
+        with play.on(busy):
+            check = a_copy_to_another_device(play)
+        with play.on(play.stream(far)):
+            batch = play.batch()
+            play.expect(tdcopier.start_copy(batch, far).get(), batch)
+            play.expect(tdcopier.start_copy(play.write(far, batch), "cpu").get(), batch)
+    check()
+
+
+# ---- staging memory ------------------------------------------------------------------------------
+
+
+def buffers_come_back_beside_one_that_waits_for_kernels(play: Play) -> None:
+    """H2D through two buffers, while the oldest of three belongs to a copy that waits."""
+    device = play.devices[0]
+    busy = play.stream(device)
+    with small_limits(staging_buffers=3), play.sim.hold(busy):
+        with play.on(busy):
+            static = play.write(device, play.batch((10,)))
+            batch = play.batch((10,))
+            handle = tdcopier.copy_into(batch, static)
+        with play.on(play.stream(device)):
+            large = play.batch((100, 30))
+            play.expect(tdcopier.start_copy(large, device).get(), large)
+    play.expect(handle.get(), batch)
+
+
+def staging_goes_on_when_all_buffers_wait_for_kernels(play: Play) -> None:
+    """H2D when every staging buffer belongs to a copy that waits."""
+    device = play.devices[0]
+    busy = play.stream(device)
+    with small_limits(inline_bytes=_C.MAX_INLINE_BYTES), play.sim.hold(busy):
+        waiting = []
+        with play.on(busy):
+            for _ in range(2):
+                static = play.write(device, play.batch((10,)))
+                batch = play.batch((10,))
+                waiting.append((tdcopier.copy_into(batch, static), batch))
+        with play.on(play.stream(device)):
+            batch = play.batch()
+            play.expect(tdcopier.start_copy(batch, device).get(), batch)
+    for handle, batch in waiting:
+        play.expect(handle.get(), batch)
+
+
+# ---- loops ---------------------------------------------------------------------------------------
+
+
+def prefetching_goes_on_beside_a_copy_to_the_host(play: Play) -> None:
+    """A loop that asks for its next batch does not wait for the last step's kernels."""
+    device = play.devices[0]
+    busy = play.stream(device)
+    batches = [play.batch((50, 20)) for _ in range(3)]
+
+    def source() -> Iterator[Tree]:
+        yield from batches
+
+    with (
+        small_limits(),
+        tdcopier.prefetch(source(), device, depth=1, threaded=False) as prefetcher,
+        play.on(play.stream(device)),
+        play.sim.hold(busy),
+    ):
+        play.expect(next(prefetcher), batches[0])
+        with play.on(busy):
+            check = a_copy_to_the_host(play)
+        for batch in batches[1:]:
+            play.expect(next(prefetcher), batch)
+    check()
+
+
+def sources_of_an_idle_device_are_released_beside_a_busy_one(play: Play) -> None:
+    """Pinned sources go when their device has read them, whatever another device does."""
+    near, far = play.devices
+    busy = play.stream(near)
+    with play.sim.hold(busy):
+        with play.on(busy):
+            check = a_copy_to_the_host(play)
+        source = torch.zeros(READ_IN_PLACE, dtype=torch.int32, pin_memory=True)
+        is_alive = weakref.ref(source)
+        tdcopier.start_copy([source], far)
+        del source
+        torch.sim.synchronize(far)
+        for _ in range(2000):  # as many looks as an unlikely thread may need
+            if is_alive() is None:
+                break
+            play.schedule.point()
+            tdcopier.start_copy(None, far)
+        assert is_alive() is None
+    check()
+
+
+COMPANY = (
+    *(beside(depending, to_the_device) for depending in DEPENDING),
+    *(beside(depending, to_the_host) for depending in DEPENDING),
+    to_the_other_device_beside_a_copy_from_this_one,
+    buffers_come_back_beside_one_that_waits_for_kernels,
+    staging_goes_on_when_all_buffers_wait_for_kernels,
+    prefetching_goes_on_beside_a_copy_to_the_host,
+    sources_of_an_idle_device_are_released_beside_a_busy_one,
+)

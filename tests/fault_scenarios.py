@@ -1,0 +1,332 @@
+"""Short programs in which something fails beside copies that must not, for `scenario_table.py`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from stage import READ_IN_PLACE, Play, Tree, held, small_limits
+
+import tdcopier
+from tdcopier import _C
+from tdcopier.sim import Fault
+
+MADE_TO_FAIL = "was made to fail"
+
+# ---- interrupts ----------------------------------------------------------------------------------
+
+
+class Interrupting(torch.Tensor):
+    """A leaf that is delegated, in whose `copy_` the user presses Ctrl-C."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            raise KeyboardInterrupt
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _interrupted(source: Tree, destination: Tree) -> None:
+    """After it, the caller has no handle, and may write the destinations again."""
+    beyond = torch.zeros(3, dtype=torch.int32)
+    leaf = beyond.as_subclass(Interrupting)
+    with small_limits(), pytest.raises(KeyboardInterrupt):
+        tdcopier.copy_into([*source, leaf], [*destination, beyond.clone()])
+
+
+def filling_a_device_is_interrupted(play: Play) -> None:
+    """H2D."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        static = play.write(device, play.batch((100, 30)))
+        _interrupted(play.batch((100, 30)), static)
+        mine = play.batch((100, 30))
+        play.fill(static, mine)
+        play.read_late(static, mine)
+
+
+def filling_another_device_is_interrupted(play: Play) -> None:
+    """D2D."""
+    near, far = play.devices
+    with play.on(play.stream(far)), play.on(play.stream(near)):
+        static = play.write(far, play.batch((100, 30)))
+        _interrupted(play.write(near, play.batch((100, 30))), static)
+        mine = play.batch((100, 30))
+        play.fill(static, mine)
+        play.read_late(static, mine)
+
+
+def filling_the_host_is_interrupted(play: Play) -> None:
+    """D2H."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        static = [torch.zeros(100, dtype=torch.int32), torch.zeros(30, dtype=torch.int32)]
+        _interrupted(play.write(device, play.batch((100, 30))), static)
+        mine = play.batch((100, 30))
+        for target, leaf in zip(static, mine, strict=True):
+            target.copy_(leaf)
+        other = play.batch((64,))
+        play.expect(tdcopier.start_copy(play.write(device, other), "cpu").get(), other)
+        torch.sim.synchronize(device)
+        play.schedule.point()
+        play.expect(static, mine)
+
+
+def a_signal_arrives_while_the_host_waits(play: Play) -> None:
+    """`get()` is left at once by what a handler raises, and gives the result when asked again."""
+    device = play.devices[0]
+    busy, batch = play.stream(device), play.batch()
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise InterruptedError("by a signal")
+
+    previous = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with play.sim.hold(busy):
+            with play.on(busy):
+                handle = tdcopier.start_copy(play.write(device, batch), "cpu")
+            thread = play.schedule.thread(signal.raise_signal, signal.SIGUSR1)
+            with pytest.raises(InterruptedError) as caught:
+                handle.get()
+            # Not at the end of a wait that was found to be endless.
+            assert caught.value.__context__ is None
+            thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    play.expect(handle.get(), batch)
+
+
+# ---- queries of events that fail while nothing is broken -----------------------------------------
+
+
+def _queries_fail(play: Play) -> Iterator[Fault]:
+    """At different times, for a while; no copy may fail because of it."""
+    for n, times in ((1, 1), (2, 3), (5, 10)):
+        with play.sim.fail_event_query(n, times=times) as fault:
+            yield fault
+
+
+def queries_fail_while_staging_buffers_turn(play: Play) -> None:
+    """H2D: a buffer is not filled again before the device is known to have read it."""
+    device = play.devices[0]
+    consumer = play.stream(device)
+    with small_limits():
+        for _ in _queries_fail(play):
+            batches = [play.batch((100, 30)), play.batch((90,))]
+            handles = [tdcopier.start_copy(batch, device) for batch in batches]
+            with play.on(consumer):
+                for handle, batch in zip(handles, batches, strict=True):
+                    play.read_late(handle.wait(), batch)
+
+
+def queries_fail_while_batches_are_sent_by_their_consumer(play: Play) -> None:
+    """H2D of prefetched batches: the same for the memory that they are staged in."""
+    device = play.devices[0]
+    with small_limits(), held():
+        for _ in _queries_fail(play):
+            for _ in range(2):
+                batch = play.batch((100, 30))
+                handle = tdcopier.start_copy(batch, device)
+                handle.wait_staged()
+                handle._send_if_staged()
+                play.read_late(handle.wait(), batch)
+                del handle
+
+
+def queries_fail_while_a_copy_is_polled(play: Play) -> None:
+    """D2H: `ready()` is True only when the sources may be written on any stream."""
+    device = play.devices[0]
+    for _ in _queries_fail(play):
+        with play.on(play.stream(device)):
+            batch = play.batch()
+            source = play.write(device, batch)
+            handle = tdcopier.start_copy(source, "cpu")
+        while not handle.ready():
+            pass
+        play.overwrite(source)
+        play.expect(handle.get(), batch)
+
+
+def queries_fail_while_a_pinned_source_is_polled(play: Play) -> None:
+    """H2D from where a large pinned leaf is: the same on the host."""
+    device = play.devices[0]
+    source = torch.empty(READ_IN_PLACE, dtype=torch.int32, pin_memory=True)
+    for _ in _queries_fail(play):
+        (values,) = play.batch((READ_IN_PLACE,))
+        source.copy_(values)
+        handle = tdcopier.start_copy([source], device)
+        while not handle.ready():
+            pass
+        source.fill_(-1)
+        play.read_late(handle.wait(), [values])
+
+
+def queries_fail_when_filled_memory_is_dropped(play: Play) -> None:
+    """H2D: a dropped destination is not used again while the copy may still write it."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        for _ in _queries_fail(play):
+            static = play.write(device, play.batch((64, 64)))
+            tdcopier.copy_into(play.batch((64, 64)), static)
+            del static
+            batch = play.batch((64, 64))
+            play.read_late(play.write(device, batch), batch)
+
+
+# ---- recordings of events that fail --------------------------------------------------------------
+
+
+@contextmanager
+def _may_fail(fault: Fault) -> Iterator[None]:
+    """What is in the block fails only because of the fault."""
+    with fault:
+        try:
+            yield
+        except torch.AcceleratorError as error:
+            if MADE_TO_FAIL not in str(error):
+                raise
+
+
+def _recordings_fail(play: Play, copy: Callable[[], Any]) -> None:
+    """Whichever it is: the copy fails, and the next one works."""
+    device = play.devices[0]
+    for n in range(1, 5):
+        with _may_fail(play.sim.fail_event_record(n)):
+            copy()
+        batch = play.batch((100, 30))
+        play.read_late(tdcopier.start_copy(batch, device).wait(), batch)
+
+
+def recordings_fail_while_staging_buffers_turn(play: Play) -> None:
+    """H2D: a buffer that the device reads is not filled again, although no event says so."""
+    with small_limits(), play.on(play.stream(play.devices[0])):
+        _recordings_fail(
+            play, lambda: tdcopier.start_copy(play.batch((100, 30)), play.devices[0]).get()
+        )
+
+
+def recordings_fail_while_the_device_reads_its_own(play: Play) -> None:
+    """D2H: sources that are dropped, and the results' memory, are not used again too early."""
+    device = play.devices[0]
+
+    def copy() -> None:
+        source = play.write(device, play.batch((64, 64)))
+        try:
+            tdcopier.start_copy(source, "cpu").get()
+        finally:
+            del source
+            play.churn(device, play.batch((64, 64)))
+
+    with play.on(play.stream(device)):
+        _recordings_fail(play, copy)
+
+
+def recordings_fail_while_a_device_is_filled(play: Play) -> None:
+    """H2D: when the error is told, the caller may write the destinations again."""
+    device = play.devices[0]
+    with small_limits(), play.on(play.stream(device)):
+        static = play.write(device, play.batch((100, 30)))
+        for n in range(1, 5):
+            with _may_fail(play.sim.fail_event_record(n)):
+                tdcopier.copy_into(play.batch((100, 30)), static).get()
+            mine = play.batch((100, 30))
+            play.fill(static, mine)
+            play.read_late(static, mine)
+
+
+# ---- memory that is not there --------------------------------------------------------------------
+
+
+def pinning_fails_while_buffers_come_back(play: Play) -> None:
+    """H2D: a copy that gets no second staging buffer goes on with the first."""
+    device = play.devices[0]
+    with small_limits(staging_buffers=1):
+        batch = play.batch()
+        play.expect(tdcopier.start_copy(batch, device).get(), batch)  # so that there is one buffer
+        tdcopier.set_staging_limit_bytes(2 * _C.STAGING_BUFFER_BYTES)
+        with play.sim.fail_pinned_allocation():
+            batches = [play.batch((100, 30)), play.batch((90,))]
+            handles = [tdcopier.start_copy(batch, device) for batch in batches]
+            for handle, batch in zip(handles, batches, strict=True):
+                play.read_late(handle.wait(), batch)
+
+
+def memory_runs_out_beside_copies_in_flight(play: Play) -> None:
+    """H2D, D2H, D2D: one fails, the ones before and after it are right."""
+    near, far = play.devices
+    with play.on(play.stream(far)), play.on(play.stream(near)), small_limits():
+        for make, target in (
+            (lambda: play.batch((60, 9)), near),
+            (lambda: play.write(near, play.batch((60, 9))), "cpu"),
+            (lambda: play.write(near, play.batch((60, 9))), far),
+        ):
+            before, after = play.batch((60, 9)), play.batch((60, 9))
+            handle = tdcopier.start_copy(before, near)
+            source = make()
+            handle.wait_staged()
+            with play.sim.fail_device_allocation():
+                lost = tdcopier.start_copy(source, target)
+                with pytest.raises(torch.OutOfMemoryError, match=MADE_TO_FAIL):
+                    lost.get()
+            del source, lost
+            play.read_late(tdcopier.start_copy(after, near).wait(), after)
+            play.read_late(handle.wait(), before)
+
+
+def one_device_fails_beside_another(play: Play) -> None:
+    """H2D to both, and back from the one that works."""
+    near, far = play.devices
+    batches = [play.batch(), play.batch((50,))]
+    with play.sim.fail_transfer(direction="h2d", device=near, when="execution"):
+        broken = tdcopier.start_copy(batches[0], near)
+        whole = tdcopier.start_copy(batches[1], far)
+        with pytest.raises(torch.AcceleratorError, match=MADE_TO_FAIL):
+            broken.get()
+        back = tdcopier.start_copy(whole.wait(), "cpu")
+        play.expect(back.get(), batches[1])
+    for device, batch in zip(play.devices, batches, strict=True):
+        play.expect(tdcopier.start_copy(batch, device).get(), batch)
+
+
+def a_transfer_fails_beside_rows_that_are_gathered(play: Play) -> None:
+    """`copy_into` fails when it is enqueued; rows that are gathered at the same time arrive."""
+    device = play.devices[0]
+    with small_limits(), play.on(play.stream(device)):
+        table, index = play.batch((400,))[0].view(20, 20), torch.tensor([3, 19, 0])
+        for n in (1, 2):
+            gather = tdcopier.start_gather([table], index, device)
+            gather.wait_gathered()
+            gather.wait()
+            static = play.write(device, play.batch((100, 30)))
+            with play.sim.fail_transfer(n, direction="h2d"):
+                handle = tdcopier.copy_into(play.batch((100, 30)), static)
+                with pytest.raises(torch.AcceleratorError, match=MADE_TO_FAIL):
+                    handle.get()
+            mine = play.batch((100, 30))
+            play.fill(static, mine)
+            play.read_late(static, mine)
+            play.read_late(gather.wait(), [table[index]])
+
+
+FAULTS = (
+    filling_a_device_is_interrupted,
+    filling_another_device_is_interrupted,
+    filling_the_host_is_interrupted,
+    a_signal_arrives_while_the_host_waits,
+    queries_fail_while_staging_buffers_turn,
+    queries_fail_while_batches_are_sent_by_their_consumer,
+    queries_fail_while_a_copy_is_polled,
+    queries_fail_while_a_pinned_source_is_polled,
+    queries_fail_when_filled_memory_is_dropped,
+    recordings_fail_while_staging_buffers_turn,
+    recordings_fail_while_the_device_reads_its_own,
+    recordings_fail_while_a_device_is_filled,
+    pinning_fails_while_buffers_come_back,
+    memory_runs_out_beside_copies_in_flight,
+    one_device_fails_beside_another,
+    a_transfer_fails_beside_rows_that_are_gathered,
+)

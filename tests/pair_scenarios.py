@@ -1,0 +1,349 @@
+"""Short programs that put two features side by side, for `scenario_table.py`: order and lifetime.
+
+Sources and destinations are written again at the earliest moment that the documentation allows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from stage import READ_IN_PLACE, Play, Tree, small_limits
+
+import tdcopier
+
+Start = Callable[[Any], tdcopier.AsyncCopyHandle]
+
+
+# ---- host sources that are refilled after wait() -------------------------------------------------
+
+
+def _refill(play: Play, buffers: Tree, start: Start) -> None:
+    """Fill the same memory for each of three copies, as soon as `wait()` of the last returned."""
+    for _ in range(3):
+        batch = play.batch(tuple(buffer.numel() for buffer in buffers))
+        for buffer, values in zip(buffers, batch, strict=True):
+            buffer.copy_(values)
+        handle = start(buffers)
+        play.read_late(handle.wait(), batch)
+        del handle
+
+
+def _pinned(*sizes: int) -> Tree:
+    return [torch.empty(size, dtype=torch.int32, pin_memory=True) for size in sizes]
+
+
+def a_large_pinned_source_is_refilled_after_wait(play: Play) -> None:
+    """H2D: the device reads a large pinned leaf in place."""
+    _refill(play, _pinned(READ_IN_PLACE, 7), lambda tree: tdcopier.start_copy(tree, "sim:0"))
+
+
+def a_pinned_run_is_refilled_after_wait(play: Play) -> None:
+    """H2D: small leaves that adjoin in pinned memory are read in place together."""
+    rows = list(_pinned(READ_IN_PLACE // 4 * 4)[0].view(4, -1).unbind())
+    _refill(play, rows, lambda tree: tdcopier.start_copy(tree, "sim:0"))
+
+
+def a_pinned_source_of_a_plan_is_refilled_after_wait(play: Play) -> None:
+    """H2D of a prepared copy."""
+    buffers = _pinned(READ_IN_PLACE, 7)
+    plan = tdcopier.prepare(buffers, "sim:0", reuse_outputs=True)
+    _refill(play, buffers, plan.start_copy)
+
+
+def small_pinned_and_pageable_sources_are_refilled_after_wait(play: Play) -> None:
+    """H2D: what is staged, by workers and in several windows."""
+    with small_limits():
+        buffers = [*_pinned(33, 2), torch.empty(61, dtype=torch.int32)]
+        _refill(play, buffers, lambda tree: tdcopier.start_copy(tree, "sim:0"))
+
+
+def sources_of_copy_into_are_refilled_after_wait(play: Play) -> None:
+    """H2D into memory that exists, from large pinned, small pinned and pageable memory."""
+    buffers = [*_pinned(READ_IN_PLACE, 20), torch.empty(61, dtype=torch.int32)]
+    static = [torch.empty(buffer.numel(), dtype=torch.int32, device="sim:0") for buffer in buffers]
+    torch.sim.synchronize()
+    _refill(play, buffers, lambda tree: tdcopier.copy_into(tree, static))
+
+
+def a_mapped_file_is_written_after_wait_staged(play: Play) -> None:
+    """H2D from a memory-mapped file and from a large pinned leaf in one tree."""
+    device = play.devices[0]
+    with tempfile.NamedTemporaryFile() as file, small_limits():
+        file.truncate(800)
+        mapped = torch.from_file(file.name, shared=True, size=200, dtype=torch.int32)
+        tree = [mapped[:150], mapped[150:], *_pinned(READ_IN_PLACE)]
+        for _ in range(2):
+            batch = play.batch((150, 50, READ_IN_PLACE))
+            for leaf, values in zip(tree, batch, strict=True):
+                leaf.copy_(values)
+            handle = tdcopier.start_copy(tree, device)
+            handle.wait_staged()
+            for leaf in tree:
+                leaf.fill_(-1)
+            play.read_late(handle.wait(), batch)
+
+
+# ---- device sources that are overwritten after wait() --------------------------------------------
+
+
+def _overwrite_after_wait(
+    play: Play, start: Callable[[Tree, Tree], tdcopier.AsyncCopyHandle]
+) -> None:
+    near, far = play.devices
+    producer, consumer = play.stream(near), play.stream(far)
+    with play.on(consumer), play.on(producer):
+        static = play.write(far, play.batch((33, 60)))
+        for batch in (play.batch((33, 60)), play.batch((33, 60))):
+            source = play.write(near, batch)
+            result = start(source, static).wait()
+            play.overwrite(source)
+            play.read_late(result, batch)
+            del result, source
+
+
+def device_sources_are_overwritten_after_wait(play: Play) -> None:
+    """D2D: `wait()` orders the sources' current stream too."""
+    _overwrite_after_wait(play, lambda source, _: tdcopier.start_copy(source, play.devices[1]))
+
+
+def device_sources_of_copy_into_are_overwritten_after_wait(play: Play) -> None:
+    """D2D into memory that exists: the same."""
+    _overwrite_after_wait(play, tdcopier.copy_into)
+
+
+def sources_on_the_same_device_are_overwritten_after_wait(play: Play) -> None:
+    """Within a device: `wait()` of a stream that is named orders the current one as well."""
+    device = play.devices[0]
+    reader = play.stream(device)
+    with play.on(play.stream(device)):
+        static = play.write(device, play.batch((33, 60)))
+        for batch in (play.batch((33, 60)), play.batch((33, 60))):
+            source = play.write(device, batch)
+            tdcopier.copy_into(source, static).wait(reader)
+            play.overwrite(source)
+            with play.on(reader):
+                play.read_late(static, batch)
+            torch.sim.current_stream().wait_stream(reader)  # before `static` is written again
+
+
+# ---- one copy's result is the next one's source --------------------------------------------------
+
+
+def a_static_batch_is_sent_back_and_filled_again(play: Play) -> None:
+    """D2H of memory that `copy_into` fills next: only the caller's stream orders the two."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        batches = [play.batch((64, 64)) for _ in range(3)]
+        static = tdcopier.start_copy(batches[0], device).wait()
+        for before, batch in pairwise(batches):
+            back = tdcopier.start_copy(static, "cpu")
+            back.wait_staged()
+            play.read_late(tdcopier.copy_into(batch, static).wait(), batch)
+            play.expect(back.get(), before)
+
+
+def what_copy_into_writes_is_sent_on_at_once(play: Play) -> None:
+    """`copy_into`, then D2H and D2D of its destination, on one stream that waits for no other."""
+    near, far = play.devices
+    with play.on(play.stream(far)), play.on(play.stream(near)):
+        static = play.write(near, play.batch((33, 60)))
+        pairs = []
+        for _ in range(2):
+            batch = play.batch((33, 60))
+            tdcopier.copy_into(batch, static).wait()
+            back = tdcopier.start_copy(static, "cpu")
+            play.read_late(tdcopier.start_copy(static, far).wait(), batch)
+            back.wait_staged()
+            pairs.append((back, batch))
+        # The copy to the other device read the first batch before the second one was written.
+        for handle, batch in pairs:
+            play.expect(handle.get(), batch)
+
+
+def around_both_devices(play: Play) -> None:
+    """H2D, D2D, D2H: each takes the result of the one before, which is dropped at once."""
+    near, far = play.devices
+    with play.on(play.stream(far)), play.on(play.stream(near)):
+        pairs = []
+        for _ in range(3):
+            batch = play.batch((64, 64))
+            moved = tdcopier.start_copy(batch, near).wait()
+            moved = tdcopier.start_copy(moved, far).wait()
+            pairs.append((tdcopier.start_copy(moved, "cpu"), batch))
+            del moved
+        for handle, batch in pairs:
+            play.expect(handle.get(), batch)
+
+
+def two_devices_swap_batches(play: Play) -> None:
+    """D2D in both directions at once: neither waits for the other."""
+    near, far = play.devices
+    streams = [play.stream(near), play.stream(far)]
+    with play.on(streams[1]), play.on(streams[0]):
+        for _ in range(2):
+            batches = [play.batch((30, 50)), play.batch((30, 50))]
+            sources = [
+                play.write(device, batch)
+                for device, batch in zip(play.devices, batches, strict=True)
+            ]
+            handles = [
+                tdcopier.start_copy(source, target)
+                for source, target in zip(sources, (far, near), strict=True)
+            ]
+            for handle, source in zip(handles, sources, strict=True):
+                handle.wait_staged()
+                play.overwrite(source)
+            del sources, source
+            for handle, batch in zip(handles, batches, strict=True):
+                play.read_late(handle.wait(), batch)
+
+
+def outputs_are_reused_while_they_are_sent_back(play: Play) -> None:
+    """Prepared H2D with `reuse_outputs`, beside a D2H of each result, which is dropped at once."""
+    device = play.devices[0]
+    plan = tdcopier.prepare(play.batch((64, 64)), device, reuse_outputs=True)
+    with play.on(play.stream(device)):
+        pairs = []
+        for _ in range(3):
+            batch = play.batch((64, 64))
+            pairs.append((tdcopier.start_copy(plan.start_copy(batch).wait(), "cpu"), batch))
+        for handle, batch in pairs:
+            play.expect(handle.get(), batch)
+    assert plan.fits == 3
+
+
+# ---- trees from several places -------------------------------------------------------------------
+
+
+def one_tree_from_everywhere(play: Play) -> None:
+    """H2D and D2D in one copy: pageable, large pinned, and from another device."""
+    near, far = play.devices
+    with play.on(play.stream(near)), play.on(play.stream(far)), small_limits():
+        for _ in range(2):
+            batch = play.batch((40, READ_IN_PLACE, 17, 33))
+            tree = [batch[0].clone(), batch[1].pin_memory(), *play.write(far, batch[2:])]
+            handle = tdcopier.start_copy(tree, near)
+            handle.wait_staged()
+            for leaf in tree[:2]:
+                leaf.fill_(-1)
+            play.overwrite(tree[2:])
+            del tree, leaf
+            play.read_late(handle.wait(), batch)
+
+
+def one_destination_from_everywhere(play: Play) -> None:
+    """`copy_into` of host, near and far leaves, into near memory and into the host's."""
+    near, far = play.devices
+    with play.on(play.stream(far)), play.on(play.stream(near)), small_limits():
+        static = [*play.write(near, play.batch((40, 17, 33))), torch.zeros(20, dtype=torch.int32)]
+        for _ in range(2):
+            batch = play.batch((40, 17, 33, 20))
+            tree = [
+                batch[0].clone(),
+                *play.write(near, batch[1:2]),
+                *play.write(far, batch[2:3]),
+                *play.write(near, batch[3:]),
+            ]
+            handle = tdcopier.copy_into(tree, static)
+            handle.wait_staged()
+            tree[0].fill_(-1)
+            play.overwrite(tree[1:])
+            handle.wait()
+            play.read_late(static[:3], batch[:3])
+            play.expect(static[3:], batch[3:])
+
+
+# ---- other features at work beside each other ----------------------------------------------------
+
+
+def rows_are_gathered_while_others_are_scattered(play: Play) -> None:
+    """H2D and D2H of rows at once; what was scattered is gathered from there."""
+    device = play.devices[0]
+    index = torch.tensor([4, 17, 9])
+    with small_limits(), play.on(play.stream(device)):
+        table, scattered = (
+            play.batch((400,))[0].view(20, 20),
+            torch.full((20, 20), -5, dtype=torch.int32),
+        )
+        values = play.batch((60,))
+        written = play.write(device, values)
+        rows = [values[0].view(3, 20)]
+        scatter = tdcopier.start_scatter([written[0].view(3, 20)], [scattered], index)
+        gather = tdcopier.start_gather([table], index, device)
+        expected = [table[index]]
+        gather.wait_gathered()
+        table.fill_(-1)
+        scatter.wait_staged()
+        play.overwrite(written)
+        del written
+        play.read_late(gather.wait(), expected)
+        play.expect([scatter.get()[0][index]], rows)
+        play.read_late(tdcopier.start_gather([scattered], index, device).wait(), rows)
+
+
+def batches_are_prefetched_beside_copies_to_the_host(play: Play) -> None:
+    """H2D ahead of a loop that sends something back in each step."""
+    device = play.devices[0]
+    batches = [play.batch((50, 20)) for _ in range(3)]
+
+    def source() -> Iterator[Tree]:
+        buffers = [torch.empty_like(leaf) for leaf in batches[0]]
+        for batch in batches:
+            for buffer, leaf in zip(buffers, batch, strict=True):
+                buffer.copy_(leaf)
+            yield buffers
+
+    with small_limits(), play.on(play.stream(device)):
+        sent = []
+        with tdcopier.prefetch(source(), device, depth=1, threaded=False) as prefetcher:
+            for moved, batch in zip(prefetcher, batches, strict=True):
+                play.read_late(moved, batch)
+                metrics = play.batch((9,))
+                sent.append((tdcopier.start_copy(play.write(device, metrics), "cpu"), metrics))
+        for handle, metrics in sent:
+            play.expect(handle.get(), metrics)
+
+
+def two_streams_send_to_the_host(play: Play) -> None:
+    """D2H from two streams of one device, which are not ordered with one another."""
+    device = play.devices[0]
+    pairs = []
+    for _ in range(2):
+        for sizes in ((64, 64), (50,)):
+            with play.on(play.stream(device)):
+                batch = play.batch(sizes)
+                source = play.write(device, batch)
+                handle = tdcopier.start_copy(source, "cpu")
+                handle.wait_staged()
+                play.overwrite(source)
+                pairs.append((handle, batch))
+                del source
+    for handle, batch in reversed(pairs):
+        play.expect(handle.get(), batch)
+
+
+PAIRS = (
+    a_large_pinned_source_is_refilled_after_wait,
+    a_pinned_run_is_refilled_after_wait,
+    a_pinned_source_of_a_plan_is_refilled_after_wait,
+    small_pinned_and_pageable_sources_are_refilled_after_wait,
+    sources_of_copy_into_are_refilled_after_wait,
+    a_mapped_file_is_written_after_wait_staged,
+    device_sources_are_overwritten_after_wait,
+    device_sources_of_copy_into_are_overwritten_after_wait,
+    sources_on_the_same_device_are_overwritten_after_wait,
+    a_static_batch_is_sent_back_and_filled_again,
+    what_copy_into_writes_is_sent_on_at_once,
+    around_both_devices,
+    two_devices_swap_batches,
+    outputs_are_reused_while_they_are_sent_back,
+    one_tree_from_everywhere,
+    one_destination_from_everywhere,
+    rows_are_gathered_while_others_are_scattered,
+    batches_are_prefetched_beside_copies_to_the_host,
+    two_streams_send_to_the_host,
+)

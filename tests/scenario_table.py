@@ -1,0 +1,37 @@
+"""All scenarios by name, and those that the engine does not pass yet.
+
+Each takes a :class:`stage.Play`, checks all values itself, and is the same program each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from company_scenarios import COMPANY
+from fault_scenarios import FAULTS
+from held_scenarios import HELD
+from not_yet import NOT_YET
+from pair_scenarios import PAIRS
+from row_scenarios import ROWS
+from scenarios import ONE_TRANSFER_EACH, SEVERAL_TRANSFERS
+from stage import Play
+
+
+class Scenario(NamedTuple):
+    run: Callable[[Play], None]
+    one_transfer_a_job: bool = False
+
+
+SCENARIOS: dict[str, Scenario] = {
+    **{run.__name__: Scenario(run, one_transfer_a_job=True) for run in ONE_TRANSFER_EACH},
+    **{
+        run.__name__: Scenario(run)
+        for run in (*SEVERAL_TRANSFERS, *ROWS, *HELD, *PAIRS, *COMPANY, *FAULTS)
+    },
+}
+
+PASSING = [name for name in SCENARIOS if name not in NOT_YET]
+
+unknown = NOT_YET.keys() - SCENARIOS.keys()
+assert not unknown, f"there are no such scenarios: {unknown}"
