@@ -1,8 +1,8 @@
-"""A model of copies for random programs: what they must give is known before the engine is asked.
+"""A model of copies for random programs: it knows each result before the engine is asked.
 
-Every leaf has bytes that no other leaf of the program has, cut from one table of random ones. What
-arrives is held against the host's own bytes. A *lane* is a number, for one stream of each device:
-what is done on a lane is done with these as the current streams.
+What arrives is compared with the host's own bytes. A *lane* is a number, for one stream of each
+device: what is done on a lane is done with these as the current streams. `call_model.py` knows what
+each public call makes of its leaves.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from model_memory import DEVICES, JUNK, Memory, Tables, bytes_of
+from not_yet import NOT_YET
 
 import tdcopier
 from tdcopier import _C
 
-DEVICES = ("sim:0", "sim:1")
-PLACES = ("cpu", *DEVICES)
 LANES = 3  # the first has the default streams
 MADE_TO_FAIL = "was made to fail"
-
-_TABLE_BYTES = 1 << 16
-_JUNK_BYTES = 1 << 10  # at the beginning: no leaf is larger
-_JUNK = 0x77
 
 Wrap = Callable[[list[Any]], Any]
 
@@ -46,6 +42,7 @@ class LeafPlan:
     dtype: torch.dtype = torch.int32  # of tensors
     layout: str = "dense"  # or "transposed", "sliced", "expanded"
     elsewhere: bool = False  # not where the other leaves are
+    memory: str = "pageable"  # of tensors on the host; or "pinned", "mapped"
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,22 @@ class CopyPlan:
     leaves: tuple[LeafPlan, ...]
     wrapping: str = "list"
     options: tuple[tuple[str, Any], ...] = ()
+    call: str = "start_copy"  # or another one of `call_model.CALLS`
+    into: str = "alone"  # how destinations of copy_into are laid out
+    into_memory: str = "pageable"  # of destinations and storages on the host
+    rows: tuple[int, ...] = ()  # that are gathered or scattered
+
+    @property
+    def feature(self) -> str:
+        """Such as `copy_into H2D`."""
+        source, target = self.source, self.target
+        if self.call == "start_gather":
+            source = "cpu"
+        if self.call == "start_scatter":
+            target = "cpu"
+        if source == target != "cpu":
+            return f"{self.call} within"
+        return f"{self.call} {'HD'[source != 'cpu']}2{'HD'[target != 'cpu']}"
 
 
 WRAPPINGS: dict[str, Wrap] = {
@@ -85,16 +98,26 @@ class Source:
 
     place: str
     base: Any  # a flat tensor, or a flat array of bytes
+    is_read_in_place: bool = False  # by the device, if it comes from the host
+
+    @property
+    def is_pinned(self) -> bool:
+        return isinstance(self.base, torch.Tensor) and self.base.is_pinned()
 
     def overwrite(self, world: World) -> None:
         """On the current stream, without waiting for anything."""
         if isinstance(self.base, np.ndarray):
-            self.base[:] = _JUNK
-            return
-        self.base.copy_(world.junk(self.place, self.base), non_blocking=True)
-        if self.place != "cpu" and self.base.numel():
-            # It may be freed with this write pending, which is on another stream than its own.
-            self.base.record_stream(torch.sim.current_stream(self.place))
+            self.base[:] = JUNK
+        else:
+            world.overwrite_tensor(self.base)
+
+    @property
+    def is_the_callers_after_wait(self) -> bool:
+        """Whether it may be written when `wait()` has returned, on the stream that was current."""
+        if self.place != "cpu":
+            return "device_sources_are_overwritten_after_wait" not in NOT_YET
+        in_place_is_safe = "a_large_pinned_source_is_refilled_after_wait" not in NOT_YET
+        return in_place_is_safe or not self.is_read_in_place
 
 
 @dataclass(frozen=True)
@@ -113,12 +136,24 @@ class Moved:
     requires_grad: bool = False
 
 
+@dataclass(frozen=True)
+class Filled:
+    """A destination, this very tensor, with these values."""
+
+    leaf: torch.Tensor
+    values: torch.Tensor  # on the host
+
+
 @dataclass(eq=False)
 class Copy:
     """One copy: its handle, and what the host knows about it."""
 
     plan: CopyPlan
     tree: Any = None
+    destination: Any = None  # a tree, of calls that fill one
+    destinations: list[torch.Tensor | None] = field(default_factory=list)  # by leaf
+    readers: set[torch.Stream] = field(default_factory=set)  # that read the result late
+    is_shared: bool = False  # with a thread
     expected: Any = None
     sources: list[Source] = field(default_factory=list)  # those that may be written to, some day
     counts: dict[str, int] = field(
@@ -133,48 +168,20 @@ class Copy:
     is_done: bool = False  # known to be
     fallible: frozenset[type[Exception]] = frozenset()  # what it may raise
     failed: type[Exception] | None = None  # what it did raise, and must raise again
+    may_recover: bool = False  # or need not
 
     def let_go(self) -> None:
-        self.tree = self.expected = self.handle = None
+        self.tree = self.expected = self.handle = self.destination = None
         self.sources = []
-
-    @property
-    def places(self) -> set[str]:
-        return {source.place for source in self.sources}
+        self.destinations = []
 
 
-KINDS = ("moved", "alone", "delegated", "reused", "opaque")
-
-
-def flat(leaf: torch.Tensor) -> torch.Tensor:
-    """A dense tensor in the order of its memory."""
-    return leaf.detach().as_strided((leaf.numel(),), (1,), leaf.storage_offset())
-
-
-def bytes_of(leaf: torch.Tensor) -> bytes:
-    return flat(leaf).view(torch.uint8).numpy().tobytes() if leaf.numel() else b""
-
-
-class Tables:
-    """The random bytes of which all leaves are cut, on each place."""
-
-    def __init__(self) -> None:
-        random = np.random.default_rng(0).integers(0, 256, _TABLE_BYTES, dtype=np.uint8)
-        random[:_JUNK_BYTES] = _JUNK
-        host = torch.from_numpy(random)
-        self.by_place = {place: host.to(place) for place in PLACES}
-
-    def cut(self, place: str, dtype: torch.dtype, begin: int, elements: int) -> torch.Tensor:
-        size = elements * dtype.itemsize
-        return self.by_place[place][begin : begin + size].view(dtype)
-
-
-class World:
+class World(Memory):
     """Where a program runs: lanes, unique values, and what is still to be checked."""
 
     def __init__(self, sim: ModuleType, tables: Tables, schedule: Any) -> None:
+        super().__init__(tables)
         self.sim = sim
-        self.tables = tables
         self.schedule = schedule
         self.lanes = [
             {
@@ -183,7 +190,7 @@ class World:
             }
             for i in range(LANES)
         ]
-        self.next_begin = _JUNK_BYTES
+        self.prepared: dict[CopyPlan, tdcopier.PreparedCopy] = {}
         # Reads that are enqueued, and what they must give.
         self.reads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.pinned: list[torch.Tensor] = []  # that the host has filled with junk
@@ -199,81 +206,16 @@ class World:
                 stack.enter_context(torch.sim.stream(self.lanes[lane][device]))
             yield
 
-    def junk(self, place: str, like: torch.Tensor) -> torch.Tensor:
-        return self.tables.cut(place, like.dtype, 0, like.numel())
-
-    # ---- start -----------------------------------------------------------------------------------
-
-    def _unique(self, size: int) -> int:
-        begin = self.next_begin
-        if begin + size > _TABLE_BYTES:
-            begin = _JUNK_BYTES
-        self.next_begin = begin + -(-size // 16) * 16
-        return begin
-
-    def prepare(self, plan: CopyPlan) -> Copy:
-        """Make the sources. Those on a device are written when their stream comes to it."""
-        copy = Copy(plan)
-        pairs = [self._leaf(copy, leaf) for leaf in plan.leaves]
-        wrap = WRAPPINGS[plan.wrapping]
-        copy.tree = wrap([value for value, _ in pairs])
-        copy.expected = wrap([expected for _, expected in pairs])
-        return copy
-
-    def _leaf(self, copy: Copy, leaf: LeafPlan) -> tuple[Any, Any]:
-        target, options = copy.plan.target, dict(copy.plan.options)
-        if leaf.kind == "opaque":
-            value = f"opaque {self.next_begin}"
-            copy.counts["opaque"] += 1
-            return value, Same(value)
-        elements = int(np.prod(leaf.shape))
-        if leaf.kind == "array":
-            base = self.tables.cut("cpu", torch.uint8, self._unique(8 * elements), 8 * elements)
-            array_bytes = base.numpy().copy()
-            value: Any = array_bytes.view(">i8").reshape(leaf.shape)
-            expected = torch.from_numpy(value.astype("=i8"))
-            if target == "cpu":  # perhaps over the same memory
-                copy.counts["reused"] += 1
-                return value, Moved(expected, "cpu")
-            source = Source("cpu", array_bytes)
-        else:
-            place = copy.plan.source
-            if leaf.elsewhere:
-                place = PLACES[(PLACES.index(place) + 1) % len(PLACES)]
-            dtype = torch.float32 if leaf.kind == "delegated" else leaf.dtype
-            begin = self._unique(elements * dtype.itemsize)
-            on_host = self.tables.cut("cpu", dtype, begin, elements)
-            base = torch.empty(elements, dtype=dtype, device=place)
-            base.copy_(self.tables.cut(place, dtype, begin, elements), non_blocking=True)
-            source = Source(place, base)
-            layout = "dense" if leaf.kind == "delegated" else leaf.layout
-            value = view(base.view(leaf.shape), layout)
-            if leaf.kind == "delegated":
-                value = value.detach().requires_grad_()
-            if place == target:
-                copy.counts["reused"] += 1
-                return value, Same(value)
-            expected = view(on_host.view(leaf.shape), layout).clone()
-        copy.sources.append(source)
-        size = expected.numel() * expected.element_size()
-        if leaf.kind == "delegated":
-            copy.counts["delegated"] += 1
-            copy.delegated_bytes += [size] if size else []
-            return value, Moved(expected, target, True)
-        copy.counts["moved"] += 1
-        copy.payload_bytes += size
-        packs = options.get("pack_cpu_tensors", True)
-        if not packs or size > options.get("max_packed_chunk_bytes", 1 << 25):
-            copy.counts["alone"] += 1
-        return value, Moved(expected, target)
-
-    def launch(self, copy: Copy) -> None:
-        copy.handle = tdcopier.start_copy(copy.tree, copy.plan.target, **dict(copy.plan.options))
-        copy.tree = None
-        self.counted[0] += len(copy.delegated_bytes)
-        self.counted[1] += sum(copy.delegated_bytes)
-
     # ---- ask -------------------------------------------------------------------------------------
+
+    def attempt(self, copy: Copy, begin: Callable[[], None]) -> None:
+        """Begin a copy whose call itself may fail as the copy may."""
+        try:
+            begin()
+        except Exception as error:
+            if type(error) not in copy.fallible or MADE_TO_FAIL not in str(error):
+                raise
+            copy.failed = type(error)
 
     def ask(self, copy: Copy, call: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether the call succeeded, and with what; it may fail only as this copy may."""
@@ -285,6 +227,8 @@ class World:
             self.note_failure(copy, type(error))
             copy.is_enqueued = True
             return False, None
+        if copy.may_recover:  # to hand it over has failed, and not the copy
+            copy.failed = None
         assert copy.failed is None, f"it did not raise {copy.failed} again"
         copy.is_enqueued = True
         return True, result
@@ -296,6 +240,9 @@ class World:
     def wait_staged(self, copy: Copy) -> None:
         """From now on the sources may be written, even if the copy has failed."""
         assert copy.handle is not None
+        if copy.plan.call == "start_gather":
+            copy.handle.wait_gathered()
+            return
         copy.handle.wait_staged()
         copy.is_enqueued = True
 
@@ -322,14 +269,24 @@ class World:
             if got.device.type == "cpu":
                 self.check_values(got, wanted)
                 continue
-            kept = torch.empty(got.numel(), dtype=got.dtype, device=got.device)
-            kept.copy_(flat(got), non_blocking=True)
-            self.reads.append((kept, flat(wanted)))
+            stream = torch.sim.current_stream(got.device)
+            copy.readers.add(stream)
+            self.read_leaf_late(got, wanted)
+            if copy.destinations:  # it is the caller's memory, which may be another stream's
+                got.record_stream(stream)
+
+    def read_leaf_late(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        kept = torch.empty(got.shape, dtype=got.dtype, device=got.device)
+        kept.copy_(got.detach(), non_blocking=True)
+        self.reads.append((kept, wanted))
 
     def matched(self, got: Any, expected: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Check all but values; give each tensor with the host's values for it."""
         if isinstance(expected, Same):
             assert got is expected.value
+        elif isinstance(expected, Filled):
+            assert got is expected.leaf
+            yield got, expected.values
         elif isinstance(expected, Moved):
             wanted = expected.values
             for name in ("dtype", "shape"):
@@ -351,14 +308,23 @@ class World:
         if got.device.type != "cpu" and got.numel():
             self.counted[0] += 1
             self.counted[1] += got.numel() * got.element_size()
-            got = flat(got).cpu()
+            got = got.detach().cpu()
         seen, should = bytes_of(got), bytes_of(wanted)
         assert seen == should, f"{seen[:16].hex(' ')}... is not {should[:16].hex(' ')}..."
 
     def check_stats(self, copy: Copy) -> None:
         """Of a copy that is done."""
         assert copy.handle is not None
-        stats, counts, options = copy.handle.stats, copy.counts, dict(copy.plan.options)
+        stats, options = copy.handle.stats, dict(copy.plan.options)
+        assert (stats.transfers > 0) == (stats.transfer_bytes > 0)
+        assert not stats.background or options.get("use_background_thread", True)
+        self.counted[0] += stats.transfers
+        self.counted[1] += stats.transfer_bytes
+        if copy.destinations or copy.plan.call == "start_gather":
+            # What is left to torch moves by transfers that no handle counts.
+            self.counts_are_known &= stats.delegated_leaves == stats.fallbacks == 0
+            return
+        counts = copy.counts
         told = (stats.packed_leaves, stats.alone_leaves, *stats[2:5])
         packed = counts["moved"] - counts["alone"]
         rest = (counts[name] for name in ("alone", "delegated", "reused", "opaque"))
@@ -366,18 +332,33 @@ class World:
         gap = 2 * max(16, options.get("min_packed_alignment_bytes", 16))
         least = copy.payload_bytes
         assert least <= stats.transfer_bytes <= least + gap * counts["moved"]
-        assert (stats.transfers > 0) == (stats.transfer_bytes > 0)
-        assert not stats.background or options.get("use_background_thread", True)
-        self.counted[0] += stats.transfers
-        self.counted[1] += stats.transfer_bytes
 
     # ---- everything else -------------------------------------------------------------------------
 
     def overwrite(self, copy: Copy) -> None:
-        """Once: a second write on another stream would have to be ordered behind this one."""
+        """Once: a second write on another stream would have to be ordered after this one."""
         for source in copy.sources:
             source.overwrite(self)
         copy.sources = []
+
+    def overwrite_after_wait(self, copy: Copy) -> None:
+        """On the streams that were current when `wait()` returned."""
+        for source in copy.sources:
+            if source.is_the_callers_after_wait:
+                source.overwrite(self)
+        copy.sources = [source for source in copy.sources if not source.is_the_callers_after_wait]
+
+    def take_back(self, copy: Copy) -> None:
+        """Write the destinations of a copy that has failed, and look whether that is what stays."""
+        for leaf in copy.destinations:
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            self.overwrite_tensor(leaf)
+            junk = self.tables.junk(leaf.dtype).expand(leaf.shape)
+            if leaf.device.type == "cpu":
+                self.reads.append((leaf, junk))
+            else:
+                self.read_leaf_late(leaf, junk)
 
     def drop(self, copy: Copy) -> None:
         if not copy.is_done:
@@ -389,16 +370,16 @@ class World:
         with self.on(lane):
             for part in (size, size, size // 2, 64):
                 junk = torch.empty(part, dtype=torch.uint8, device=device)
-                junk.copy_(self.junk(device, junk), non_blocking=True)
+                self.overwrite_tensor(junk)
 
     def churn_host(self, sizes: list[int]) -> None:
         for _ in range(2):
             self.schedule.point()
             for size in sizes:
-                torch.full((size,), _JUNK, dtype=torch.uint8)
+                torch.full((size,), JUNK, dtype=torch.uint8)
 
     def pin(self, size: int) -> None:
-        self.pinned.append(torch.full((size,), _JUNK, dtype=torch.uint8, pin_memory=True))
+        self.pinned.append(torch.full((size,), JUNK, dtype=torch.uint8, pin_memory=True))
 
     def synchronize(self) -> None:
         for device in DEVICES:
@@ -411,7 +392,7 @@ class World:
         for got, wanted in reads:
             self.check_values(got, wanted)
         for leaf in self.pinned:
-            assert set(bytes_of(leaf)) == {_JUNK}
+            assert set(bytes_of(leaf)) == {JUNK}
         self.pinned.clear()
 
     def check_counts(self) -> None:
@@ -424,6 +405,7 @@ class World:
             assert seen == self.counted[i], f"{seen} is not {self.counted[i]}"
 
     def clear(self) -> None:
+        self.prepared.clear()
         self.reads.clear()
         self.pinned.clear()
 

@@ -1,0 +1,68 @@
+"""Passes of `prefetch` in random programs: their sources use their memory again, batch by batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from call_model import prepare
+from copy_model import Copy, CopyPlan, World
+
+import tdcopier
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    plan: CopyPlan  # of each batch
+    batches: int
+    depth: int
+    threaded: bool
+
+
+class Pass:
+    """One pass, and what its batches must be."""
+
+    def __init__(self, world: World, plan: PassPlan) -> None:
+        """Begin it: a reader has the current streams."""
+        world.counts_are_known = False
+        self.plan = plan
+        self._world = world
+        self._read: deque[Copy] = deque()  # not taken yet
+        self._prefetcher = tdcopier.prefetch(
+            self._batches(),
+            plan.plan.target,
+            depth=plan.depth,
+            threaded=plan.threaded,
+            **dict(plan.plan.options),
+        )
+        self._iterator = iter(self._prefetcher)
+        self.taken = 0
+
+    def _batches(self) -> Iterator[Any]:
+        """Each time it is asked, it writes to the memory of the batch before, at once."""
+        before: Copy | None = None
+        for _ in range(self.plan.batches):
+            if before is not None:
+                self._world.overwrite(before)
+            before = prepare(self._world, self.plan.plan)
+            tree, before.tree = before.tree, None
+            self._read.append(before)
+            yield tree
+            del tree
+
+    @property
+    def is_over(self) -> bool:
+        return self.taken == self.plan.batches
+
+    def take(self, late: bool) -> None:
+        """The next batch, on the current streams."""
+        moved = next(self._iterator)
+        self.taken += 1
+        copy = self._read.popleft()
+        (self._world.read_late if late else self._world.read_now)(copy, moved)
+
+    def close(self) -> None:
+        self._prefetcher.close()
+        self._read.clear()

@@ -1,0 +1,79 @@
+"""The reader of a prefetched source as a part of a schedule: its thread, and what it waits for.
+
+The package makes the reader a thread of Python's, and lets it wait in queues of Python's, of which
+a schedule knows nothing. Here both are replaced: the seed also picks when the reader goes on, and a
+wait that cannot end is a deadlock with names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from tdcopier import _prefetch_reader
+from tdcopier.sim import Gate, Schedule, ScheduledThread
+
+
+class GateQueue:
+    """As `queue.SimpleQueue`; who waits for an item waits at a gate of the simulation."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._gate = Gate()  # open once there has been an item since it was made
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        gate, self._gate = self._gate, Gate()
+        gate.open()
+
+    def get(self) -> Any:
+        while True:
+            gate = self._gate
+            try:
+                return self._items.popleft()
+            except IndexError:
+                gate.wait_until_reached()
+
+    def get_nowait(self) -> Any:
+        try:
+            return self._items.popleft()
+        except IndexError:
+            raise Empty from None
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+
+@contextmanager
+def scheduled_reader(schedule: Schedule) -> Iterator[None]:
+    """Readers of passes that begin in the block take part in the schedule."""
+
+    class Thread:
+        def __init__(
+            self, *, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool
+        ) -> None:
+            self._run = lambda: target(*args)
+            self._thread: ScheduledThread | None = None
+
+        def start(self) -> None:
+            self._thread = schedule.thread(self._run)
+
+        def join(self, timeout_s: float | None = None) -> None:
+            if self._thread is not None:
+                self._thread.join()
+
+    instead = SimpleNamespace(Thread=Thread, current_thread=threading.current_thread)
+    with (
+        mock.patch.object(_prefetch_reader, "threading", instead),
+        mock.patch.object(_prefetch_reader, "SimpleQueue", GateQueue),
+    ):
+        yield
