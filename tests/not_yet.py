@@ -52,3 +52,16 @@ NOT_YET: dict[str, str] = {
     "recordings_fail_while_a_device_is_filled": _RECORD,
     "pinning_fails_while_buffers_come_back": "a pinned allocation that fails fails the copy",
 }
+
+_DIES = "the process dies: bytes are divided by the number of workers, which is 0"
+_POOLS = "pools of threads are made for work that is done in the call"
+
+NOT_YET_WITHOUT_THREADS: dict[str, str] = {
+    "gather to the host": _DIES,
+    "prefetch in the loop": _DIES,
+    "H2D inline": _POOLS,
+    "gather to the host inline": _POOLS,
+    "filling a device inline": _POOLS,
+    "filling the host inline": _POOLS,
+}
+"""The same of the calls of `test_without_threads.py`."""
