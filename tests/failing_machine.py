@@ -12,7 +12,7 @@ import torch
 from call_model import launch, prepare
 from copies_machine import Copies
 from copy_model import Copy, CopyPlan
-from fault_scenarios import Interrupting
+from fault_scenarios import Interrupting, Pressed
 from hypothesis import strategies as st
 from hypothesis.stateful import multiple, precondition, rule
 from model_memory import DEVICES
@@ -109,8 +109,8 @@ class FailingCopies(Copies):
         before = signal.signal(signal.SIGUSR1, self.on_signal)
         self.may_interrupt = True
         thread = self.world.schedule.thread(signal.raise_signal, signal.SIGUSR1)
-        with contextlib.suppress(InterruptedError):
-            with contextlib.suppress(InterruptedError), self.world.on(lane):
+        with contextlib.suppress(Pressed):
+            with contextlib.suppress(Pressed), self.world.on(lane):
                 self.world.get(copy)
             self.may_interrupt = False
         thread.join()
@@ -119,4 +119,4 @@ class FailingCopies(Copies):
     def on_signal(self, number: int, frame: Any) -> None:
         if self.may_interrupt:
             self.may_interrupt = False
-            raise InterruptedError
+            raise Pressed
