@@ -65,3 +65,8 @@ NOT_YET_WITHOUT_THREADS: dict[str, str] = {
     "filling the host inline": _POOLS,
 }
 """The same of the calls of `test_without_threads.py`."""
+
+NOT_YET_INTERRUPTED: dict[str, str] = {
+    "reader": "room for a batch is lost, and with depth=1 the next next() waits for ever",
+}
+"""The same of the loops of `test_prefetch_interrupts.py`."""

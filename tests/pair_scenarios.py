@@ -69,6 +69,24 @@ def sources_of_copy_into_are_refilled_after_wait(play: Play) -> None:
     _refill(play, buffers, lambda tree: tdcopier.copy_into(tree, static))
 
 
+def pinned_sources_are_dropped_at_once(play: Play) -> None:
+    """H2D in place: the copy keeps pinned memory until the device has read it."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        for _ in range(2):
+            batch = play.batch((READ_IN_PLACE, 7))
+            # Within a larger tensor: by their addresses the allocator would know those in use.
+            tree = [buffer[4:] for buffer in _pinned(READ_IN_PLACE + 4, 11)]
+            for leaf, values in zip(tree, batch, strict=True):
+                leaf.copy_(values)
+            handle = tdcopier.start_copy(tree, device)
+            del tree, leaf
+            for buffer in _pinned(READ_IN_PLACE + 4, READ_IN_PLACE + 4, 11):
+                buffer.fill_(-1)
+            play.read_late(handle.wait(), batch)
+            del handle
+
+
 def a_mapped_file_is_written_after_wait_staged(play: Play) -> None:
     """H2D from a memory-mapped file and from a large pinned leaf in one tree."""
     device = play.devices[0]
@@ -332,6 +350,7 @@ PAIRS = (
     a_pinned_source_of_a_plan_is_refilled_after_wait,
     small_pinned_and_pageable_sources_are_refilled_after_wait,
     sources_of_copy_into_are_refilled_after_wait,
+    pinned_sources_are_dropped_at_once,
     a_mapped_file_is_written_after_wait_staged,
     device_sources_are_overwritten_after_wait,
     device_sources_of_copy_into_are_overwritten_after_wait,

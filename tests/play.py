@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 from scenario_table import PASSING, SCENARIOS
-from stage import Play, device_values
+from stage import Play, device_values, one_thread
 
 from tdcopier import sim
 
@@ -56,7 +56,7 @@ def prepare() -> None:
 
 def run(name: str, seed: int) -> sim.Schedule:
     """Run one scenario in one order. Requires `prepare`."""
-    with sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
+    with one_thread(), sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
         stage = Play(sim, DEVICES, _values, schedule)
         SCENARIOS[name].run(stage)
         stage.finish()

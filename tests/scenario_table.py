@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from company_scenarios import COMPANY
+from consumer_scenarios import CONSUMERS
 from fault_scenarios import FAULTS
 from held_scenarios import HELD
 from not_yet import NOT_YET
@@ -27,7 +28,7 @@ SCENARIOS: dict[str, Scenario] = {
     **{run.__name__: Scenario(run, one_transfer_a_job=True) for run in ONE_TRANSFER_EACH},
     **{
         run.__name__: Scenario(run)
-        for run in (*SEVERAL_TRANSFERS, *ROWS, *HELD, *PAIRS, *COMPANY, *FAULTS)
+        for run in (*SEVERAL_TRANSFERS, *ROWS, *HELD, *CONSUMERS, *PAIRS, *COMPANY, *FAULTS)
     },
 }
 

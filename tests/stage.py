@@ -117,6 +117,17 @@ def small_limits(
 
 
 @contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Operators on large leaves wait for no threads of torch's, which may have no processor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
 def held(sending: Any = _C.Sending.HELD) -> Iterator[None]:
     """Copies that this thread starts meanwhile are staged, and sent by whoever uses them."""
     _C.set_sending(sending)

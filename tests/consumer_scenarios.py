@@ -1,0 +1,142 @@
+"""Short programs about who uses results, when and on which stream, for `scenario_table.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from scheduled_reader import scheduled_reader
+from stage import Play, Tree, small_limits
+
+import tdcopier
+
+
+def one_result_for_three_streams(play: Play) -> None:
+    """H2D: each stream that waits is ordered, the ones after the first and one by name too."""
+    device = play.devices[0]
+    streams = [play.stream(device) for _ in range(3)]
+    for _ in range(2):
+        batch = play.batch((64, 64))
+        handle = tdcopier.start_copy(batch, device)
+        with play.on(streams[0]):
+            play.read_late(handle.wait(), batch)
+        with play.on(streams[1]):
+            play.read_late(handle.wait(), batch)
+        result = handle.wait(streams[2])
+        with play.on(streams[2]):
+            play.read_late(result, batch)
+        del handle, result
+
+
+def delegated_leaves_for_another_stream(play: Play) -> None:
+    """D2D of leaves that are left to `.to`: whoever waits is ordered after what `.to` enqueued."""
+    near, far = play.devices
+    producer, consumer = play.stream(near), play.stream(far)
+    with play.on(play.stream(far)), play.on(producer):
+        for _ in range(2):
+            batch = play.batch((64, 30))
+            source = [leaf.float().requires_grad_() for leaf in play.write(near, batch)]
+            handle = tdcopier.start_copy([*source, *play.write(near, batch)], far)
+            handle.wait_staged()
+            play.overwrite([leaf.detach() for leaf in source])
+            del source
+            with play.on(consumer):
+                moved = handle.wait()
+                play.read_late([leaf.detach() for leaf in moved[:2]], [b.float() for b in batch])
+                play.read_late(moved[2:], batch)
+            del handle, moved
+
+
+def kept_results_of_a_plan_keep_their_values(play: Play) -> None:
+    """Prepared H2D with `reuse_outputs`: only tensors that nobody has any more are used again."""
+    device = play.devices[0]
+    plan = tdcopier.prepare(play.batch((64, 30)), device, reuse_outputs=True)
+    with play.on(play.stream(device)):
+        kept = []
+        for _ in range(4):
+            batch = play.batch((64, 30))
+            _, second = plan.start_copy(batch).wait()  # the first is dropped
+            kept.append(([second], batch[1:]))
+        for tree, batch in kept:
+            play.read_late(tree, batch)
+
+
+def the_host_is_held_back_when_it_runs_ahead(play: Play) -> None:
+    """H2D: a copy begins when the device has come to within the limit, and not before."""
+    device = play.devices[0]
+    consumer = play.stream(device)
+    batches = [play.batch((30,)) for _ in range(3)]
+    released: list[bool] = []
+    tdcopier.set_run_ahead_limit(2)
+    try:
+        hold = play.sim.hold(consumer)
+
+        def release() -> None:
+            released.append(True)
+            hold.release()
+
+        thread: Any = None
+        for i, batch in enumerate(batches):
+            if i == 2:
+                thread = play.schedule.thread(release)
+            handle = tdcopier.start_copy(batch, device)
+            assert i < 2 or released, "more batches are ahead of the consumer than may be"
+            with play.on(consumer):
+                play.read_late(handle.wait(), batch)
+        thread.join()
+    finally:
+        tdcopier.set_run_ahead_limit(4)
+
+
+def a_reader_prefetches_beside_copies_to_the_host(play: Play) -> None:
+    """H2D by a reader's thread, ahead of a loop that sends something back in each step."""
+    device = play.devices[0]
+    batches = [play.batch((50, 20)) for _ in range(4)]
+
+    def source() -> Iterator[Tree]:
+        buffers = [torch.empty_like(leaf) for leaf in batches[0]]
+        for batch in batches:
+            for buffer, leaf in zip(buffers, batch, strict=True):
+                buffer.copy_(leaf)
+            yield buffers
+
+    sent = []
+    with (
+        small_limits(),
+        play.on(play.stream(device)),
+        scheduled_reader(play.schedule),
+        tdcopier.prefetch(source(), device, depth=2) as prefetcher,
+    ):
+        for moved, batch in zip(prefetcher, batches, strict=True):
+            play.read_late(moved, batch)
+            metrics = play.batch((9,))
+            sent.append((tdcopier.start_copy(play.write(device, metrics), "cpu"), metrics))
+    for handle, metrics in sent:
+        play.expect(handle.get(), metrics)
+
+
+def a_pass_is_closed_while_its_reader_is_at_work(play: Play) -> None:
+    """H2D: what was read ahead is dropped, and what the device still reads is not used again."""
+    device = play.devices[0]
+
+    def source() -> Iterator[Tree]:
+        while True:
+            yield play.batch((50, 20))
+
+    with small_limits(), play.on(play.stream(device)), scheduled_reader(play.schedule):
+        for _ in range(2):
+            with tdcopier.prefetch(source(), device, depth=2) as prefetcher:
+                next(prefetcher)
+            batch = play.batch((50, 20))
+            play.read_late(tdcopier.start_copy(batch, device).wait(), batch)
+
+
+CONSUMERS = (
+    one_result_for_three_streams,
+    delegated_leaves_for_another_stream,
+    kept_results_of_a_plan_keep_their_values,
+    the_host_is_held_back_when_it_runs_ahead,
+    a_reader_prefetches_beside_copies_to_the_host,
+    a_pass_is_closed_while_its_reader_is_at_work,
+)
