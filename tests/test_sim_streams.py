@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -197,3 +198,24 @@ def test_waiting_for_a_stream_lets_other_python_threads_run(sim: ModuleType) -> 
             told.set()
             wait()
         helper.join()
+
+
+def test_a_stream_has_a_thread_of_its_own_name_whoever_enqueues_first(sim: ModuleType) -> None:
+    """A thread inherits its name, and a schedule knows the engine's workers by theirs."""
+    names: list[str] = []
+
+    def enqueue() -> None:
+        own = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        own.write_text("tdc-worker-9")
+        for _ in range(64):  # every stream of the pool
+            torch.empty(1, device="sim:1").copy_(torch.ones(1, device="sim:1"), non_blocking=True)
+            torch.sim.set_stream(torch.sim.Stream(1))
+        torch.sim.synchronize(1)
+        own.write_text("python")
+        names.extend(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+
+    thread = threading.Thread(target=enqueue)
+    thread.start()
+    thread.join()
+    assert "sim-1-1" in names
+    assert "tdc-worker-9" not in names

@@ -6,6 +6,7 @@
 #include <signal.h>
 
 #include <exception>
+#include <string>
 #include <utility>
 
 #include "sim/schedule.h"
@@ -210,6 +211,10 @@ void StreamQueue::join() {
 }
 
 void StreamQueue::run() {
+  // It has inherited the name of the thread that enqueued first, perhaps one of the engine's, which
+  // a schedule knows by their names.
+  const std::string name = "sim-" + std::to_string(device_) + "-" + std::to_string(id_);
+  pthread_setname_np(pthread_self(), name.c_str());
   // Signals are for the threads of the program: a handler must not find itself on this one.
   sigset_t signals;
   sigfillset(&signals);
