@@ -46,7 +46,13 @@ from tdcopier import _C
 
 TIMEOUT_S = float(os.environ.get("TDCOPIER_PLAY_TIMEOUT_S", "30"))
 BUFFER_BYTES = _C.STAGING_BUFFER_BYTES
+LEAST_BUFFERS = 3  # each way to use one may have one, whatever the limit
 MOST_POLLS = 50  # whoever else there is may be picked as seldom as the seed likes
+
+
+def staging_ceiling(buffers: int) -> int:
+    """Bytes of staging memory at most, under a limit of so many buffers."""
+    return max(buffers, LEAST_BUFFERS) * BUFFER_BYTES
 
 
 class Copies(RuleBasedStateMachine):
@@ -61,7 +67,7 @@ class Copies(RuleBasedStateMachine):
         self.stack: contextlib.ExitStack | None = None
 
     @initialize(
-        target=copies, seed=st.integers(0, 2**64 - 1), buffers=st.integers(1, 2),
+        target=copies, seed=st.integers(0, 2**64 - 1), buffers=st.integers(1, 4),
         pair=pairs_of_plans, lane=lanes, passing=st.none() | pass_plans,
     )  # fmt: skip
     def begin(
@@ -84,7 +90,7 @@ class Copies(RuleBasedStateMachine):
             stack.enter_context(self.sim.detect(leaks=True))
             stack.enter_context(small_limits(staging_buffers=buffers))
             stack.callback(tdcopier.set_run_ahead_limit, 4)
-            self.staging_ceiling = buffers * BUFFER_BYTES
+            self.staging_ceiling = staging_ceiling(buffers)
             staging_bytes()  # what is beyond the limit is given up now
             schedule = stack.enter_context(self.sim.schedule(seed, timeout_s=TIMEOUT_S))
             stack.enter_context(scheduled_reader(schedule))
@@ -255,11 +261,11 @@ class Copies(RuleBasedStateMachine):
     def change_run_ahead_limit(self, limit: int) -> None:
         tdcopier.set_run_ahead_limit(limit)
 
-    @rule(buffers=st.integers(1, 3))
+    @rule(buffers=st.integers(1, 6))
     def change_staging_limit(self, buffers: int) -> None:
         tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
         # What is in use stays in use: a lower limit holds once that has come back.
-        self.staging_ceiling = max(self.staging_ceiling, buffers * BUFFER_BYTES)
+        self.staging_ceiling = max(self.staging_ceiling, staging_ceiling(buffers))
 
     @rule()
     def staging_is_within_its_limit(self) -> None:
@@ -343,10 +349,13 @@ class Copies(RuleBasedStateMachine):
 
         self.threads.append(self.world.schedule.thread(run))
 
-    @rule(target=copies, plan=plans, lane=lanes, device=devices)
-    def get_what_a_thread_lets_go(self, plan: CopyPlan, lane: int, device: str) -> Copy:
+    @rule(
+        target=copies, plan=plans, lane=lanes, device=devices,
+        which=st.sampled_from(["to_device", "from_device", "ordered"]),
+    )  # fmt: skip
+    def get_what_a_thread_lets_go(self, plan: CopyPlan, lane: int, device: str, which: Any) -> Copy:
         """Whoever waits must leave the GIL to the thread that it waits for."""
-        with self.sim.hold(_C.copy_stream(device)) as hold, self.world.on(lane):
+        with self.sim.hold(_C.copy_stream(device, which)) as hold, self.world.on(lane):
             thread = self.world.schedule.thread(hold.release)
             copy = prepare(self.world, plan)
             launch(self.world, copy)
