@@ -90,6 +90,22 @@ class FailingCopies(Copies):
         if copy.failed is not None:
             world.take_back(copy)
 
+    @precondition(lambda self: self.passes)
+    @rule(
+        which=st.integers(0, 3), lane=lanes, n=st.integers(1, 3),
+        direction=st.sampled_from(["h2d", "d2h", "d2d"]),
+    )  # fmt: skip
+    def fail_while_prefetching(self, which: int, lane: int, n: int, direction: Any) -> None:
+        """A batch that could not be sent is told in its place, and the pass goes on."""
+        self.join_threads()
+        for copy in self.live:
+            if not copy.is_enqueued:
+                copy.fallible |= {torch.AcceleratorError}
+        for passing in self.passes:
+            passing.is_fallible = True
+        with self.sim.fail_transfer(n, direction=direction):
+            self.take_batch(which, lane, late=True)
+
     @precondition(lambda self: "filling_a_device_is_interrupted" not in NOT_YET)
     @rule(plan=plans_of(["copy_into"]), lane=lanes)
     def interrupt_a_call(self, plan: CopyPlan, lane: int) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from call_model import prepare
-from copy_model import Copy, CopyPlan, World
+from copy_model import MADE_TO_FAIL, Copy, CopyPlan, World
 
 import tdcopier
 
@@ -28,6 +29,7 @@ class Pass:
         """Begin it: a reader has the current streams."""
         world.counts_are_known = False
         self.plan = plan
+        self.is_fallible = False  # a batch may be lost to a fault, which is told in its place
         self._world = world
         self._read: deque[Copy] = deque()  # not taken yet
         self._prefetcher = tdcopier.prefetch(
@@ -58,7 +60,14 @@ class Pass:
 
     def take(self, late: bool) -> None:
         """The next batch, on the current streams."""
-        moved = next(self._iterator)
+        try:
+            moved = next(self._iterator)
+        except torch.AcceleratorError as error:
+            if not self.is_fallible or MADE_TO_FAIL not in str(error):
+                raise
+            self.taken += 1
+            self._read.popleft()
+            return
         self.taken += 1
         copy = self._read.popleft()
         (self._world.read_late if late else self._world.read_now)(copy, moved)
