@@ -152,13 +152,14 @@ def buffers_come_back_beside_one_that_waits_for_kernels(play: Play) -> None:
 
 
 def staging_goes_on_when_all_buffers_wait_for_kernels(play: Play) -> None:
-    """H2D when every staging buffer belongs to a copy that waits."""
+    """H2D when every staging buffer that they may have belongs to copies that wait."""
     device = play.devices[0]
     busy = play.stream(device)
-    with small_limits(inline_bytes=_C.MAX_INLINE_BYTES), play.sim.hold(busy):
+    inline = _C.MAX_INLINE_BYTES
+    with small_limits(inline_bytes=inline, staging_buffers=4), play.sim.hold(busy):
         waiting = []
         with play.on(busy):
-            for _ in range(2):
+            for _ in range(5):
                 static = play.write(device, play.batch((10,)))
                 batch = play.batch((10,))
                 waiting.append((tdcopier.copy_into(batch, static), batch))
