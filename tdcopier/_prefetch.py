@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
+import sys
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,9 @@ from typing_extensions import Self, Unpack
 
 from tdcopier._copy import CopyOptions, Device, start_copy
 from tdcopier._prefetch_in_loop import LoopPass
-from tdcopier._prefetch_reader import Line, forks, refuse_in_child
-from tdcopier._prefetch_source import Source, Tally
+from tdcopier._prefetch_queue import BatchQueue, forks, refuse_in_child
+from tdcopier._prefetch_reader import ReaderPass
+from tdcopier._prefetch_source import PrefetchCounters, Source
 
 __all__ = ["PrefetchStats", "Prefetcher", "prefetch"]
 
@@ -80,13 +81,12 @@ class Prefetcher:
         self._is_threaded = _checked_threaded(threaded)
         self._options = options
         start_copy(None, device, **options)  # raises what is wrong with the device or an option
-        self._tally = Tally()
+        self._counters = PrefetchCounters()
         self._starting = threading.RLock()
-        self._line: Line | LoopPass | None = None
+        self._queue: BatchQueue | None = None
         self._begins_anew = False
         self._is_closed = False
         self._forks = forks()
-        self._when_dropped: weakref.finalize[[str], Prefetcher] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass, or go on with one; see the class.
@@ -130,8 +130,14 @@ class Prefetcher:
             return
         with self._starting:
             self._is_closed = True
-            if self._line is not None:
-                self._end(self._line, "so was its prefetcher")
+            if self._queue is not None:
+                self._queue.end("so was its prefetcher")
+
+    def __del__(self) -> None:
+        """Its reader ends too. (There is no queue where `__init__` has raised.)"""
+        queue = getattr(self, "_queue", None)
+        if queue is not None and not sys.is_finalizing():
+            queue.close("the prefetcher was dropped")
 
     def __enter__(self) -> Self:
         return self
@@ -147,32 +153,38 @@ class Prefetcher:
     @property
     def stats(self) -> PrefetchStats:
         """Counts and times so far, of all passes."""
-        tally = self._tally
+        counters = self._counters
         return PrefetchStats(
-            tally.batches,
-            tally.late_batches,
-            tally.waited_ns / 1000,
-            tally.read_ns / 1000,
-            tally.copy_ns / 1000,
-            tally.idle_ns / 1000,
+            counters.batches,
+            counters.late_batches,
+            counters.waited_ns / 1000,
+            counters.read_ns / 1000,
+            counters.copy_ns / 1000,
+            counters.idle_ns / 1000,
         )
 
-    def _pass(self, *, is_wanted_anew: bool) -> Line | LoopPass:
-        """The line of the pass that is under way, or of one that begins."""
+    def _pass(self, *, is_wanted_anew: bool) -> BatchQueue:
+        """The pass that is under way, or one that begins."""
         if self._forks != forks():
             refuse_in_child()
         with self._starting:
             if self._is_closed:
                 raise RuntimeError("this prefetcher is closed: make another one")
-            line = self._line
-            if line is not None:
-                is_unfinished = not line.is_over
-                if not is_wanted_anew or (is_unfinished and not self._begins_anew):
-                    return line
-                self._end(line, "another one over the source has begun")
-            return self._begin()
+            queue = self._queue
+            if queue is None or self._is_to_end(queue, is_wanted_anew=is_wanted_anew):
+                if queue is not None:
+                    queue.end("another one over the source has begun")
+                # Before it starts: a reader that an interrupt hides has its queue here.
+                self._queue = queue = self._new_queue()
+            queue.start()
+            return queue
 
-    def _begin(self) -> Line | LoopPass:
+    def _is_to_end(self, queue: BatchQueue, *, is_wanted_anew: bool) -> bool:
+        if queue.is_ending:  # and an interrupt came meanwhile
+            return True
+        return is_wanted_anew and (queue.is_over or self._begins_anew)
+
+    def _new_queue(self) -> BatchQueue:
         generator = None
         if self._is_callable:
             read: Callable[[], Any] = self._source  # type: ignore[assignment]
@@ -183,46 +195,31 @@ class Prefetcher:
             if isinstance(iterator, Generator):
                 generator = iterator
         source = Source(
-            read, generator, self._device, self._options, self._tally, is_readers=self._is_threaded
+            read,
+            generator,
+            self._device,
+            self._options,
+            self._counters,
+            has_reader=self._is_threaded,
         )
-        line: Line | LoopPass
-        if self._is_threaded:
-            line = Line(self._depth, self._tally)
-            line.start(source)
-        else:
-            line = LoopPass(self._depth, self._tally, source)
-        if self._when_dropped is not None:
-            self._when_dropped.detach()
-        self._when_dropped = weakref.finalize(self, line.close, "the prefetcher was dropped")
-        self._when_dropped.atexit = False  # readers have a way to end of their own
-        self._line = line
-        return line
-
-    @staticmethod
-    def _end(line: Line | LoopPass, why: str) -> None:
-        """Close a line and wait for its reader: nobody else may read the source meanwhile."""
-        line.is_waited_for = True
-        line.close(why)
-        line.join()
-        failure, line.failure_of_close = line.failure_of_close, None
-        if failure is not None:
-            raise failure
+        make: type[BatchQueue] = ReaderPass if self._is_threaded else LoopPass
+        return make(self._depth, self._counters, source)
 
 
 class _Pass:
     """What `for` goes through: it is its own iterator, and keeps the prefetcher."""
 
-    __slots__ = ("_line", "_prefetcher")
+    __slots__ = ("_prefetcher", "_queue")
 
-    def __init__(self, prefetcher: Prefetcher, line: Line | LoopPass) -> None:
+    def __init__(self, prefetcher: Prefetcher, queue: BatchQueue) -> None:
         self._prefetcher = prefetcher
-        self._line = line
+        self._queue = queue
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        return self._line.take()
+        return self._queue.take()
 
 
 def prefetch(

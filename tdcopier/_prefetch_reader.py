@@ -1,4 +1,4 @@
-"""The reader of a prefetched source: a thread that starts copies, and its line to the consumer."""
+"""A pass whose source is read by a thread of its own, which starts copies ahead of the loop."""
 
 from __future__ import annotations
 
@@ -6,57 +6,51 @@ import atexit
 import os
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
-from typing import Any, NoReturn
+from queue import SimpleQueue
 
 import torch
 
 from tdcopier import _C
-from tdcopier._prefetch_source import (
-    Batch,
-    Failure,
-    Item,
-    Sign,
-    Source,
-    Tally,
-    is_last,
-    send_staged,
-)
+from tdcopier._prefetch_queue import BatchQueue
+from tdcopier._prefetch_source import EndOfPass, Item, PrefetchCounters, Source
 
-_SOURCE_GRACE_S = (
-    1.0  # how long the end of the interpreter waits for a reader that is in its source
-)
-_COPY_GRACE_S = 10.0  # and for the engine, which a reader leaves in bounded time
+# How long the end of the interpreter waits for a reader that is in its source, and for one that is
+# in the engine, which it leaves in bounded time.
+_SOURCE_GRACE_S = 1.0
+_COPY_GRACE_S = 10.0
 
 
-class Line:
-    """What a reader and its consumers share: batches in order, and room for more.
+class Wakeup:
+    """Wakes one waiting thread, which then looks at what it waits for.
 
-    Thread: any. Made of `SimpleQueue`s and no lock, since `close` may be called by the collection
-    of garbage, which may happen in a thread that is in a method of the same line.
+    Made of a `SimpleQueue`, which the garbage collector may enter while the same thread is in it.
     """
 
-    def __init__(self, depth: int, tally: Tally) -> None:
-        self.tally = tally
-        self.is_over = False  # the end was told, or the failure that is the last
-        self.is_waited_for = False  # by a `close` that raises `failure_of_close`
-        self.failure_of_close: BaseException | None = None
-        self.why_closed: str | None = None
-        self._source: Source | None = None
-        self._thread: threading.Thread | None = None
-        self._forks = forks()
-        self._unused = depth  # room that was never taken: the reader's own
-        self._room: SimpleQueue[None] = SimpleQueue()  # what was given back
-        self._items: SimpleQueue[Item] = SimpleQueue()
-        self._held: deque[_C.AsyncCopyHandle] = deque()  # to be sent by consumers, in their order
+    def __init__(self) -> None:
+        self._tokens: SimpleQueue[None] = SimpleQueue()
 
-    @property
-    def is_of_parent(self) -> bool:
-        """Whether this process was forked since, and has no such reader."""
-        return self._forks != forks()
+    def set(self) -> None:
+        if self._tokens.empty():
+            self._tokens.put(None)
+
+    def wait(self) -> None:
+        """Return after the next `set`, or after one that no wait has answered yet. Blocks."""
+        self._tokens.get()
+
+
+class ReaderPass(BatchQueue):
+    """A thread reads while there is room; consumers wait for what it puts into the queue."""
+
+    def __init__(self, depth: int, counters: PrefetchCounters, source: Source) -> None:
+        super().__init__(depth, counters, source)
+        self._is_started = False
+        self._unclaimed = [None]  # empty when a reader has begun
+        self._threads: list[threading.Thread] = []  # of which one reads
+        self._arrival = Wakeup()
+        self._room = Wakeup()
 
     @property
     def is_copying(self) -> bool:
@@ -64,45 +58,68 @@ class Line:
         source = self._source
         return source is not None and source.is_copying
 
-    def start(self, source: Source) -> None:
-        """Let a reader of this line begin, in the surroundings of the calling thread."""
-        self._source = source
-        self._thread = threading.Thread(
+    def start(self) -> None:
+        """Let a reader begin, in the state of the calling thread.
+
+        An interrupt may hide whether one has begun. So each call that follows starts another one,
+        and the first of them to come is the reader.
+        """
+        if self._is_started:
+            return
+        thread = threading.Thread(
             target=_run,
-            args=(source, Surroundings(), self),
+            args=(self._source, ThreadState(), self),
             name="tdcopier-prefetch",
             daemon=True,
         )
-        _lines.add(self)
-        try:
-            self._thread.start()
-        except BaseException:
-            _lines.discard(self)
-            raise
+        self._threads.append(thread)
+        _passes.add(self)
+        thread.start()
+        self._is_started = True
+
+    def close(self, why: str) -> None:
+        super().close(why)
+        self._room.set()
+        self._arrival.set()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of the reader, unless the reader itself asks. Blocks."""
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(timeout_s)
 
     # ---- the reader's side ----
 
-    def take_room(self) -> bool:
-        """Wait until one batch more may be in flight; False once the line is closed. Blocks."""
-        if self._unused > 0:
-            self._unused -= 1
-        elif self.why_closed is None:
+    def claim(self) -> bool:
+        """Whether the calling thread is the first one, and reads."""
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
+    def wait_for_room(self) -> bool:
+        """Wait until one batch more may be in flight; False once the pass is closed. Blocks."""
+        while len(self._items) >= self._depth and self.why_closed is None:
             began = time.perf_counter_ns()
-            self._room.get()
-            self.tally.idle_ns += time.perf_counter_ns() - began
+            self._room.wait()
+            self._counters.idle_ns += time.perf_counter_ns() - began
         return self.why_closed is None
 
     def sending(self) -> _C.Sending:
-        """Who is to send the next batch: consumers, if they have another one to go on with."""
-        return _C.Sending.HELD if self._items.qsize() > 0 else _C.Sending.AT_ONCE
+        """Consumers send the next batch, if they have another one to go on with."""
+        return _C.Sending.HELD if self._items else _C.Sending.AT_ONCE
 
     def put(self, item: Item) -> None:
         """Give the consumers one more."""
-        if isinstance(item, Batch):
-            self._held.append(item.handle)
-        self._items.put(item)
+        self._put(item)
+        self._arrival.set()
         if self.why_closed is not None:
-            self._drop_items()
+            self._drop_all()
+
+    def close_generator(self) -> None:
+        if self.why_closed is not None:
+            self._close_generator()
 
     def forget_source(self) -> None:
         """For the reader that leaves it."""
@@ -110,66 +127,17 @@ class Line:
 
     # ---- the consumers' side ----
 
-    def take(self) -> Any:
-        """The next batch, ordered on the current stream. Blocks.
+    def _bring_first(self) -> None:
+        self._room.set()  # an interrupt may have come before the reader was told
+        while not self._items and self.why_closed is None:
+            self._arrival.wait()
 
-        Raises:
-            StopIteration: there is none.
-            RuntimeError: the line is closed, or the parent's.
-            BaseException: what the source or the copy has raised.
-        """
-        if self.is_of_parent:
-            refuse_in_child()
-        began = time.perf_counter_ns()
-        is_late = self._items.empty()
-        item = self._items.get()
-        if isinstance(item, Sign):
-            self._items.put(item)
-            if item is Sign.CLOSED and not self.is_over:
-                raise RuntimeError(f"this pass was closed: {self.why_closed}")
-            self.is_over = True
-            raise StopIteration
-        if isinstance(item, Failure):
-            if item.is_last:
-                self.is_over = True
-                self._items.put(Sign.END)
-            else:
-                self._room.put(None)
-            try:
-                raise item.error
-            finally:
-                del item  # which the traceback would keep, and it the traceback
-        try:
-            batch = item.hand_over()
-        finally:
-            self._room.put(None)
-            send_staged(self._held)
-        self.tally.count_batch(is_late, began)
-        return batch
-
-    def close(self, why: str) -> None:
-        """Drop what nobody took, and let the reader and all consumers end. Waits for nobody."""
-        if self.is_of_parent or self.why_closed is not None:
-            return
-        self.why_closed = why
-        self._room.put(None)
-        self._drop_items()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the reader, unless the reader itself asks. Blocks."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-
-    def _drop_items(self) -> None:
-        self._held.clear()
-        try:
-            while True:
-                self._items.get_nowait()
-        except Empty:
-            self._items.put(Sign.CLOSED)
+    def _take_out(self, item: Item) -> None:
+        super()._take_out(item)
+        self._room.set()
 
 
-class Surroundings:
+class ThreadState:
     """The state of torch of the thread that begins a pass, for the thread that reads."""
 
     def __init__(self) -> None:
@@ -201,83 +169,53 @@ def _is_accelerator_in_use() -> bool:
     return accelerator is not None and bool(torch.get_device_module(accelerator).is_initialized())
 
 
-def _run(source: Source, surroundings: Surroundings, line: Line) -> None:
+def _run(source: Source | None, state: ThreadState, queue: ReaderPass) -> None:
     """What the thread does."""
+    if source is None or not queue.claim():
+        return
     try:
-        with surroundings.entered():
+        with state.entered():
             try:
-                _read_all(source, line)
+                _read_all(source, queue)
             finally:
-                _close_generator(source, line)
+                queue.close_generator()
     except BaseException as error:
-        if line.why_closed is not None:
-            raise  # nobody listens but `threading.excepthook`
-        line.put(Failure(error, is_last=True))
+        if queue.why_closed is not None:
+            raise  # to `threading.excepthook`: there is no consumer
+        queue.put(EndOfPass(error))
     finally:
-        line.forget_source()
-        _lines.discard(line)
+        queue.forget_source()
+        _passes.discard(queue)
 
 
-def _read_all(source: Source, line: Line) -> None:
-    """Until the source ends or fails, or the line is closed."""
-    while line.take_room():
-        item = source.begin(lambda: line.why_closed is None, line.sending())
+def _read_all(source: Source, queue: ReaderPass) -> None:
+    """Until the source ends or fails, or the pass is closed."""
+    while queue.wait_for_room():
+        item = source.begin(lambda: queue.why_closed is None, queue.sending())
         if item is None:
             return
-        is_over = is_last(item)
-        line.put(item)
+        is_over = isinstance(item, EndOfPass)
+        queue.put(item)
         del item  # the consumer's alone
         if is_over:
             return
 
 
-def _close_generator(source: Source, line: Line) -> None:
-    if line.why_closed is None:
-        return
-    try:
-        source.close_generator()
-    except BaseException as error:
-        if not line.is_waited_for:
-            raise
-        line.failure_of_close = error
-
-
-_lines: set[Line] = set()
-"""Those whose reader runs."""
-
-_forks = 0
-
-
-def forks() -> int:
-    """How often this process, and those that it comes from, were forked."""
-    return _forks
-
-
-def refuse_in_child() -> NoReturn:
-    """Say that a child has no reader."""
-    raise RuntimeError(
-        "this prefetcher was made before the process was forked, and the thread that reads its "
-        "source is the parent's: make another one in the child"
-    )
-
-
-def _forget_the_parents_readers() -> None:
-    global _forks
-    _forks += 1
-    _lines.clear()
+_passes: weakref.WeakSet[ReaderPass] = weakref.WeakSet()
+"""Those whose reader runs, or may begin."""
 
 
 def _end_readers() -> None:
     """Before the interpreter ends: a thread that it ends within C++ would take the process down."""
-    lines = list(_lines)
-    for line in lines:
-        line.close("the interpreter ends")
+    passes = list(_passes)
+    for each in passes:
+        each.close("the interpreter ends")
     deadline = time.monotonic() + _SOURCE_GRACE_S
-    for line in lines:
-        line.join(max(0.0, deadline - time.monotonic()))
-        if line.is_copying:
-            line.join(_COPY_GRACE_S)
+    for each in passes:
+        each.join(max(0.0, deadline - time.monotonic()))
+        if each.is_copying:
+            each.join(_COPY_GRACE_S)
 
 
-os.register_at_fork(after_in_child=_forget_the_parents_readers)
+os.register_at_fork(after_in_child=_passes.clear)
 atexit.register(_end_readers)  # after the engine's own, and so called before it

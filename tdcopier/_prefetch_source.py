@@ -1,25 +1,23 @@
-"""What a source of batches gives, begun: batches on their way, failures, the end."""
+"""Reads the next batch of a source, starts its copy, and says what became of it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from tdcopier import _C
 from tdcopier._copy import AsyncCopyHandle, CopyOptions, Device, start_copy
-from tdcopier._delegated import plain_parts
+from tdcopier._stream_position import StreamPosition
 
 
 @dataclass
-class Tally:
-    """What all passes over one source have come to so far."""
+class PrefetchCounters:
+    """Counts and times of all passes over one source."""
 
     batches: int = 0
     late_batches: int = 0
@@ -30,157 +28,109 @@ class Tally:
     lock: threading.Lock = field(default_factory=threading.Lock)  # of what consumers count
 
     def count_batch(self, is_late: bool, began_ns: int) -> None:
-        """One was yielded that was asked for at `began_ns`."""
+        """A batch was yielded that a consumer asked for at `began_ns`."""
         with self.lock:
             self.batches += 1
             self.late_batches += is_late
             self.waited_ns += time.perf_counter_ns() - began_ns
 
 
-@dataclass(frozen=True)
-class Mark:
-    """Where a stream was when it left leaves that are handed through."""
-
-    device: torch.device
-    stream: torch.Stream
-    event: torch.Event
-
-    @classmethod
-    def on(cls, target: Device) -> Mark | None:
-        """On the calling thread's current stream; None for a target that has no streams."""
-        device = torch.empty(0, device=target).device
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None or device.type != accelerator.type:
-            return None
-        stream = torch.accelerator.current_stream(device)
-        return cls(device, stream, stream.record_event())
-
-    def order(self, batch: Any) -> None:
-        """Let the calling thread's current stream use what of `batch` was handed through."""
-        device = self.device
-        stream = torch.accelerator.current_stream(device)
-        if stream == self.stream:
-            return
-        stream.wait_event(self.event)
-        for _, leaf in _C.leaves_with_paths(batch, device):
-            for part in plain_parts(leaf):
-                for owner in _owners(part):
-                    if owner.device == device:
-                        owner.record_stream(stream)
-
-
-def _owners(part: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a tensor keeps its memory in."""
-    if part.layout is torch.strided:
-        return [part]
-    if part.layout is torch.sparse_coo:
-        return [part._indices(), part._values()]
-    if part.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [part.crow_indices(), part.col_indices(), part.values()]
-    return [part.ccol_indices(), part.row_indices(), part.values()]
-
-
 class Batch(NamedTuple):
-    """One that was read and is on its way."""
+    """A batch that was read, and whose copy was started."""
 
     handle: AsyncCopyHandle
-    mark: Mark | None
+    made_at: StreamPosition | None
+    """Where the reader's stream was, if leaves are handed through that were on the device."""
 
     def hand_over(self) -> Any:
-        """What has arrived, or will have: ordered on the current stream. May block."""
+        """The tree, ordered on the current stream. May block.
+
+        Raises:
+            Exception: The failure of the copy.
+        """
         batch = self.handle.wait()
-        if self.mark is not None:
-            self.mark.order(batch)
+        if self.made_at is not None:
+            self.made_at.hand_over(batch)
         return batch
 
 
-class Failure(NamedTuple):
-    """What comes instead of a batch, or of the end."""
+@dataclass
+class Failure:
+    """Stands in the place of a batch whose copy could not be started."""
 
-    error: BaseException
-    is_last: bool
+    error: BaseException | None
 
-
-class Sign(Enum):
-    """What stays in a line, for everybody who comes."""
-
-    END = "the source has ended"
-    CLOSED = "nobody may take what is left"
-
-
-Item: TypeAlias = Batch | Failure | Sign
-
-
-def is_last(item: Item) -> bool:
-    """Whether nothing comes behind it."""
-    return item is Sign.END or (isinstance(item, Failure) and item.is_last)
-
-
-def send_staged(held: deque[AsyncCopyHandle]) -> None:
-    """Send the copies that have been staged, up to the first one that has not, and forget them."""
-    while held:
+    def hand_over(self) -> Any:
+        """Raise the error."""
         try:
-            handle = held.popleft()
-        except IndexError:  # another consumer was faster
-            return
-        if not handle._send_if_staged():
-            held.appendleft(handle)
-            return
+            raise StopIteration if self.error is None else self.error
+        finally:
+            del self  # which the traceback would keep, and it the traceback
+
+
+class EndOfPass(Failure):
+    """The last item: no error where the source has ended, else what it has raised."""
+
+
+Item: TypeAlias = Batch | Failure
 
 
 @dataclass
 class Source:
-    """Gives batches, and begins their copies. One thread at a time."""
+    """Gives batches, and starts their copies. Used by one thread at a time."""
 
     read: Callable[[], Any]
-    """The next batch; raises StopIteration where there is none."""
+    """Returns the next batch; raises StopIteration where there is none."""
     generator: Generator[Any, Any, Any] | None
-    """To be closed where the pass is."""
+    """Closed with the pass."""
     device: Device
     options: CopyOptions
-    tally: Tally
-    is_readers: bool
-    """Whether a thread of its own reads. It waits where that holds up nobody: the memory of a batch
-    was read when `begin` returns."""
+    counters: PrefetchCounters
+    has_reader: bool
+    """Whether a thread of its own reads. There `begin` waits until a batch's memory was read."""
     is_copying: bool = False
 
     def begin(self, is_wanted: Callable[[], bool], sending: _C.Sending) -> Item | None:
-        """Read the next batch and begin its copy; None if nobody wants it any more.
+        """Read the next batch and start its copy; None if the pass was closed meanwhile.
 
         Args:
-            is_wanted: Asked when the batch has been read.
-            sending: Who sends it once it was staged.
+            is_wanted: Called when the batch has been read.
+            sending: Which thread sends the batch once it was staged.
 
         Raises:
             BaseException: Other than an Exception, what the source or the copy has raised, unless
                 a reader has.
 
-        What the source raises is the last item.
+        What the source raises becomes the last item.
         """
         began = time.perf_counter_ns()
         try:
-            _C.set_sending(sending)  # also of a copy that the source begins
+            _C.set_sending(sending)  # also of a copy that the source starts
             batch = self.read()
             read = time.perf_counter_ns()
-            self.tally.read_ns += read - began
+            self.counters.read_ns += read - began
             if not is_wanted():
                 if isinstance(batch, AsyncCopyHandle):
                     batch.wait_staged()
                 return None
             return self._start(batch, read)
         except StopIteration:
-            return Sign.END
+            return EndOfPass(None)
         except Exception as error:
-            return Failure(error, is_last=True)
+            return EndOfPass(error)
         except BaseException as error:
-            if not self.is_readers:
+            if not self.has_reader:
                 raise  # an interrupt is for the loop, at once
-            return Failure(error, is_last=True)
+            return EndOfPass(error)
         finally:
             _C.set_sending(_C.Sending.AT_ONCE)
 
+    def is_generator_running(self) -> bool:
+        """Whether a thread is in the generator; the calling one, if a call from there asks."""
+        return bool(getattr(self.generator, "gi_running", False))
+
     def close_generator(self) -> None:
-        """Let a generator that is not to go on leave its `with` and `finally`.
+        """Let a generator that does not go on leave its `with` and `finally`.
 
         Raises:
             BaseException: What it raises meanwhile.
@@ -191,16 +141,24 @@ class Source:
     def _start(self, batch: Any, read_ns: int) -> Item:
         self.is_copying = True
         try:
-            if isinstance(batch, AsyncCopyHandle):  # the source has begun it itself
+            if isinstance(batch, AsyncCopyHandle):  # the source has started it itself
                 handle = batch
             else:
                 handle = start_copy(batch, self.device, **self.options)
-            mark = Mark.on(self.device) if handle._reuses_leaves else None
-            if self.is_readers:
+            made_at = self._position() if handle._reuses_leaves else None
+            if self.has_reader:
                 handle.wait_staged()
-            return Batch(handle, mark)
+            return Batch(handle, made_at)
         except Exception as error:
-            return Failure(error, is_last=False)
+            return Failure(error)
         finally:
             self.is_copying = False
-            self.tally.copy_ns += time.perf_counter_ns() - read_ns
+            self.counters.copy_ns += time.perf_counter_ns() - read_ns
+
+    def _position(self) -> StreamPosition | None:
+        """Of the calling thread's current stream; None for a target that has no streams."""
+        device = torch.empty(0, device=self.device).device
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or device.type != accelerator.type:
+            return None
+        return StreamPosition.current(device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tdcopier
-from tdcopier._prefetch_reader import _lines
+from tdcopier._prefetch_reader import _passes
 
 
 def batch(value: int) -> dict[str, Any]:
@@ -72,6 +72,21 @@ class Stops:
             self.ended.append("ended")
 
 
+class Asked:
+    """The wake-up that consumers wait for, which tells when one does."""
+
+    def __init__(self, arrival: Any) -> None:
+        self._arrival = arrival
+        self.found_none = threading.Event()
+
+    def set(self) -> None:
+        self._arrival.set()
+
+    def wait(self) -> None:
+        self.found_none.set()
+        self._arrival.wait()
+
+
 class Call:
     """A call on a thread of its own; `join` gives its result, or raises its error."""
 
@@ -104,4 +119,4 @@ def readers() -> list[threading.Thread]:
 
 
 def all_is_over() -> bool:
-    return not readers() and not _lines
+    return not readers() and not _passes

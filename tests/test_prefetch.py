@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prefetch_support import Call, Counted, Stops, all_is_over, batch, value_of, values_of
+from prefetch_support import Asked, Call, Counted, Stops, all_is_over, batch, value_of, values_of
 from sim_support import BRIEFLY, becomes
 from support import assert_same, oracle
 
@@ -211,23 +211,6 @@ def test_where_the_source_has_no_length_there_is_none(device, source, message):
         len(prefetcher)
 
 
-class Asked:
-    """The items of a line, which tell when a consumer has found none."""
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-        self.found_none = threading.Event()
-
-    def empty(self) -> bool:
-        is_empty = self._items.empty()
-        if is_empty:
-            self.found_none.set()
-        return is_empty
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._items, name)
-
-
 def test_stats_tell_that_the_source_is_slow(device):
     begun = threading.Event()
 
@@ -241,7 +224,7 @@ def test_stats_tell_that_the_source_is_slow(device):
 
     prefetcher = tdcopier.prefetch(slow(), device, depth=1)
     passing = iter(prefetcher)
-    asked = prefetcher._line._items = Asked(prefetcher._line._items)
+    asked = prefetcher._queue._arrival = Asked(prefetcher._queue._arrival)
     begun.set()
     values_of(passing)
     stats = prefetcher.stats
@@ -255,7 +238,7 @@ def test_stats_tell_that_the_consumer_is_slow(device):
     prefetcher = tdcopier.prefetch(source, device, depth=2)
     next(prefetcher)
     for taken in range(2, 7):
-        assert becomes(lambda: prefetcher._line._items.qsize() == 2 or source.reads == 7)
+        assert becomes(lambda: len(prefetcher._queue._items) == 2 or source.reads == 7)
         assert not becomes(lambda: False, within=BRIEFLY / 3)
         next(prefetcher)
         assert prefetcher.stats.batches == taken

@@ -225,6 +225,6 @@ def test_a_reader_that_waits_for_the_device_holds_up_nothing_else(device, accele
     with tdcopier.prefetch(batches, device, depth=1) as prefetcher:
         with stall(accelerator.current_stream()):
             late.copy_(next(prefetcher), non_blocking=True)
-            assert becomes(lambda: prefetcher._line.is_copying)
+            assert becomes(lambda: prefetcher._queue.is_copying)
         assert [moved.tolist()[0] for moved in (next(prefetcher) for _ in range(3))] == [1, 2, 3]
     assert late.tolist() == [0, 0, 0]
