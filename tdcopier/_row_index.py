@@ -31,7 +31,7 @@ class RowIndex(NamedTuple):
 
 
 def row_index(index: Any, storage: Any) -> RowIndex:
-    """Sort out an index of the rows of `storage`.
+    """Sort out an index of the rows of `storage`. One that is sorted out already stays as it is.
 
     Raises:
         TypeError: no index of rows.
@@ -39,6 +39,8 @@ def row_index(index: Any, storage: Any) -> RowIndex:
     """
     if _is_numbers(index):
         return RowIndex(index, 1, False, (), index, False)
+    if isinstance(index, RowIndex):
+        return index
     if isinstance(index, tuple):
         if len(index) != 1:
             return _of_pair(index, storage)

@@ -16,6 +16,7 @@ pytest.importorskip("torchrl")
 
 from torchrl.data import (
     LazyTensorStorage,
+    RandomSampler,
     ReplayBuffer,
     SliceSampler,
     TensorDictReplayBuffer,
@@ -23,6 +24,7 @@ from torchrl.data import (
 )
 from torchrl_support import BATCH, CAPACITY, STORAGES, data, fill, two_buffers
 
+from tdcopier import _row_index
 from tdcopier.torchrl import (
     PackedLazyTensorStorage,
     PackedTensorDictReplayBuffer,
@@ -79,6 +81,22 @@ def test_an_index_of_any_form_gives_torchrls_rows(device, gathers, classes, inde
     for read in (lambda storage: storage.get(asked), lambda storage: storage[asked]):
         assert_same_tensordict(read(ours), read(theirs))
     assert gathers == (["cpu"] * 2 if index in INDICES else [])
+
+
+@pytest.mark.parametrize("index", [*INDICES, "pair"])
+def test_an_index_is_put_into_the_engines_form_once(device, monkeypatch, index):
+    def again(*arguments: Any) -> None:
+        raise AssertionError(f"looked at again: {arguments}")
+
+    ndim = 2 if index == "pair" else 1
+    _, ours = two_buffers(device, "host", "tensor", RandomSampler, ndim=ndim)
+    fill((ours,), 44, ndim)
+    storage = ours.storage
+    asked = (INDICES | {"pair": (torch.tensor([1, -1]), torch.tensor([0, 2]))})[index]
+    expected = storage.get(asked)
+    for name in ("_as_part", "_wrap", "_of_pair", "_numbers_of"):
+        monkeypatch.setattr(_row_index, name, again)
+    assert_same_tensordict(storage.get(asked), expected)
 
 
 @STORAGE

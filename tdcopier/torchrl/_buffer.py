@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torchrl
@@ -10,10 +10,11 @@ from tensordict import is_tensor_collection, is_tensorclass
 from tensordict.utils import expand_as_right
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tdcopier import _C, _copy
-from tdcopier.torchrl._sampling import NotingUnit, Sampling, sampling
+from tdcopier import _copy
+from tdcopier._stream_position import StreamPosition
+from tdcopier.torchrl._sampling import NotingUnit, Sampling, current
 
-_ORDER = "tdcopier: order of streams"
+_MADE_AT = "tdcopier: positions of streams"
 """The key in a sample's info, between the thread that draws it and the one that takes it."""
 
 
@@ -39,22 +40,28 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """A batch, ordered on the current stream; with `return_info`, a pair of batch and info."""
         batch, info = ReplayBuffer.sample(self, batch_size, return_info=True)
-        orders = info.pop(_ORDER, None)
-        if orders is None:
+        made_at = info.pop(_MADE_AT, None)
+        if made_at is None:
             raise _unknown("sample() does not call _sample()")
-        for order in orders.each:
-            order.hand_over(batch)
+        for position in made_at.positions:
+            position.hand_over(batch)
         return (batch, info) if return_info else batch
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """torchrl's, in the thread that draws: the only internal method that is replaced."""
-        with sampling() as now:
+        before, now = current.sampling, Sampling()
+        try:
+            current.sampling = now
             drawn = super()._sample(batch_size)
             if not isinstance(drawn, tuple) or len(drawn) != 2 or drawn[1] is not now.info:
                 raise _unknown("_sample() does not give a batch and the info of its sample unit")
             batch, info = drawn
             _put_into(batch, now)
-            info[_ORDER] = _Orders([_Order.now_on(device) for device in _devices(batch, now)])
+            info[_MADE_AT] = _Positions(
+                [StreamPosition.current(device) for device in _devices(batch, now)]
+            )
+        finally:
+            current.sampling = before  # no call, in which an interrupt could come before it
         return batch, info
 
 
@@ -102,43 +109,13 @@ def _devices(batch: Any, now: Sampling) -> set[torch.device]:
     return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
-class _Order(NamedTuple):
-    """Behind what a consumer on a device has to stand."""
-
-    device: torch.device
-    stream: Any
-    event: torch.Event
-
-    @classmethod
-    def now_on(cls, device: torch.device) -> _Order:
-        """Behind what the current stream of this thread has."""
-        stream = torch.get_device_module(device).current_stream(device)
-        event = torch.Event(device)
-        event.record(stream)
-        return cls(device, stream, event)
-
-    def hand_over(self, batch: Any) -> None:
-        """Order the current stream, and let the batch's memory wait for it when it is dropped."""
-        stream = torch.get_device_module(self.device).current_stream(self.device)
-        if stream == self.stream:
-            return
-        self.event.wait(stream)
-        seen = set()
-        for _, leaf in _C.leaves_with_paths(batch, torch.device("cpu")):
-            if isinstance(leaf, torch.Tensor) and leaf.device == self.device:
-                storage = leaf.untyped_storage().data_ptr()
-                if storage not in seen:
-                    seen.add(storage)
-                    leaf.record_stream(stream)
-
-
-class _Orders:
+class _Positions:
     """Those of one sample. A copy of it, as in a saved prefetch queue, is of one that is done."""
 
-    def __init__(self, each: list[_Order]) -> None:
-        self.each = each
+    def __init__(self, positions: list[StreamPosition]) -> None:
+        self.positions = positions
 
     def __reduce__(self) -> tuple[Any, ...]:
-        for order in self.each:
-            order.event.synchronize()
-        return _Orders, ([],)
+        for position in self.positions:
+            position.event.synchronize()
+        return _Positions, ([],)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,23 +44,8 @@ class _Current(threading.local):
     sampling: Sampling | None = None
 
 
-_current = _Current()
-
-
-def current_sampling() -> Sampling | None:
-    """The sample that this thread draws for a `PackedTensorDictReplayBuffer`, if it does."""
-    return _current.sampling
-
-
-@contextmanager
-def sampling() -> Iterator[Sampling]:
-    """This thread draws a sample."""
-    before = _current.sampling
-    _current.sampling = now = Sampling()
-    try:
-        yield now
-    finally:
-        _current.sampling = before
+current = _Current()
+"""The sample that this thread draws for a `PackedTensorDictReplayBuffer`, if it does."""
 
 
 class NotingUnit(SampleUnit):  # type: ignore[misc]
@@ -99,7 +82,7 @@ class NotingUnit(SampleUnit):  # type: ignore[misc]
     def expand(self, index: Any, info: dict[Any, Any], storage: Any) -> tuple[Any, dict[Any, Any]]:
         if self._unit is not None:
             index, info = self._unit.expand(index, info, storage)
-        now = current_sampling()
+        now = current.sampling
         if now is not None:
             now.info = info
             now.storage = storage

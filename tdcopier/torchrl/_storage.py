@@ -15,7 +15,8 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Ten
 from tdcopier import _copy
 from tdcopier._copy import Device
 from tdcopier._gather import Whole, start_gather
-from tdcopier.torchrl._sampling import current_sampling
+from tdcopier._row_index import RowIndex
+from tdcopier.torchrl._sampling import current
 from tdcopier.torchrl._to_device import with_index
 
 
@@ -80,13 +81,13 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         result's own, which is pinned where there is a device. Views (a slice, one row), masks and
         keys are torchrl's.
         """
-        now = current_sampling()
+        now = current.sampling
         rows = self._last.take(index, self._changes())
         if self.sample_device is None or now is None or now.storage is not self or now.is_read:
             return self._read(index) if rows is None else rows
         now.is_read = True
         now.devices.add(self.sample_device)
-        numbers = self._row_numbers(index) if rows is None else None
+        numbers = self._row_index(index) if rows is None else None
         if numbers is not None:
             beside = {key: Whole(tensor) for key, tensor in now.tensors().items()}
             handle = start_gather((self._rows(), beside), numbers, self.sample_device)
@@ -102,7 +103,7 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         return rows
 
     def _read(self, index: Any) -> Any:
-        numbers = self._row_numbers(index)
+        numbers = self._row_index(index)
         if numbers is None:
             return super().get(index)
         rows = start_gather(self._rows(), numbers, "cpu").get()
@@ -114,8 +115,8 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         """All that can be stored, in use or not."""
         return self._storage
 
-    def _row_numbers(self, index: Any) -> Any:
-        """The index, not negative, of rows that are in use; None where torchrl is to read."""
+    def _row_index(self, index: Any) -> RowIndex | None:
+        """The rows that an index picks of those in use; None where torchrl reads."""
         initialized: bool = self.initialized
         if not initialized or not _is_on_the_host(self) or not _is_plain(self._rows()):
             return None
@@ -123,10 +124,19 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         parts = index if isinstance(index, tuple) else (index,)
         if not 1 <= len(parts) <= min(2, len(in_use)):
             return None
-        found = [_wrapped(part, size) for part, size in zip(parts, in_use, strict=False)]
-        if any(part is None for part in found):
-            return None
-        return tuple(found) if len(found) > 1 else found[0]
+        found: list[torch.Tensor] = []
+        for part, size in zip(parts, in_use, strict=False):
+            numbers = _wrapped(part, size)
+            if numbers is None:
+                return None
+            found.append(numbers)
+        if len(found) == 1:
+            return RowIndex(found[0], 1, True, (), found[0], False)
+        try:
+            numbers = (found[0] * in_use[1] + found[1]).contiguous()
+        except RuntimeError:
+            return None  # torchrl says which shapes cannot be broadcast together
+        return RowIndex(numbers, 2, True, (), tuple(found), False)
 
 
 class PackedLazyTensorStorage(_Packed, LazyTensorStorage):  # type: ignore[misc]
@@ -163,7 +173,7 @@ def _is_plain(rows: Any) -> bool:
 
 
 def _wrapped(part: Any, size: int) -> torch.Tensor | None:
-    """Numbers of rows of which `size` are in use, not negative; None if it is nothing such."""
+    """Rows, of which `size` are in use, as the engine takes them; None for other indices."""
     if isinstance(part, (list, range)):
         if not all(type(number) is int for number in part):
             return None
@@ -175,11 +185,12 @@ def _wrapped(part: Any, size: int) -> torch.Tensor | None:
     if part.dim() == 0 or part.device.type != "cpu":
         return None
     if part.numel() == 0:
-        return part
+        return part.long()
     low, high = (int(bound) for bound in part.aminmax())
     if low < -size or high >= size:
         return None  # torchrl says what is wrong
-    return part if low >= 0 else torch.where(part < 0, part + size, part)
+    numbers = part.detach().long().contiguous()
+    return numbers if low >= 0 else torch.where(numbers < 0, numbers + size, numbers)
 
 
 class _Read(NamedTuple):

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from tdcopier import _copy
 from tdcopier._copy import CopyOptions, Device
-from tdcopier.torchrl._sampling import current_sampling
+from tdcopier.torchrl._sampling import current
 
 
 class ToDevice(Transform):  # type: ignore[misc]
@@ -45,7 +45,7 @@ class ToDevice(Transform):  # type: ignore[misc]
 
     def forward(self, tensordict: Any) -> Any:
         """The batch on the device."""
-        now = current_sampling()
+        now = current.sampling
         if now is not None and now.info is not None:
             both = _copy.start_copy((tensordict, now.tensors()), self.device, **self.options)
             batch, now.moved = both.wait()

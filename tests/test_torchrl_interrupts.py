@@ -1,0 +1,70 @@
+"""Ctrl-C while a buffer is written to or sampled: the next sample is what it would have been."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from interrupts import Interrupt, Interrupter, in_time, interrupted_everywhere
+from tensordict_same import assert_same_tensordict
+
+pytest.importorskip("torchrl")
+
+from torchrl_support import SAMPLERS, data, fill, two_buffers
+
+from tdcopier.torchrl._sampling import current
+
+# Torchrl's own code is not interrupted, and neither are single lines: to end a sample is to set an
+# attribute, and no signal comes between a call and that.
+KIND = "calls"
+
+
+def rows_of(storage: Any) -> Any:
+    return storage.get(torch.tensor([3, 1, -1]))
+
+
+@pytest.mark.parametrize("way", ["ToDevice", "sample_device"])
+@pytest.mark.parametrize("sampler", ["random", "weighted", "slices"])
+def test_after_an_interrupted_sample_the_next_one_is_right(device, way, sampler):
+    _, ours = two_buffers(device, way, "tensor", SAMPLERS[sampler])
+    fill((ours,), 44)
+    expected = rows_of(ours.storage)
+    everything = ours.storage[:]
+
+    def scene(interrupter: Interrupter) -> None:
+        with interrupter:
+            try:
+                ours.sample()
+            except RuntimeError as error:  # of tensordict, where its `with` was interrupted
+                if not isinstance(error.__context__, Interrupt):
+                    raise
+        assert current.sampling is None
+        assert_same_tensordict(rows_of(ours.storage), expected)  # on the host, as usual
+        batch, info = in_time(lambda: ours.sample(return_info=True))
+        assert batch.device == torch.device(device)
+        drawn = everything[info["index"]]
+        assert torch.equal(batch["pixels"].cpu(), drawn["pixels"])
+        assert torch.equal(batch["index"].cpu().reshape(-1), torch.as_tensor(drawn_index(info)))
+
+    assert interrupted_everywhere(KIND, scene) > 20
+
+
+def drawn_index(info: dict[Any, Any]) -> torch.Tensor:
+    index = info["index"]
+    return (torch.stack(index, -1) if isinstance(index, tuple) else index).reshape(-1)
+
+
+@pytest.mark.parametrize("way", ["ToDevice", "sample_device"])
+def test_after_an_interrupted_extend_the_buffer_is_as_before_or_after_it(device, way):
+    def scene(interrupter: Interrupter) -> None:
+        _, ours = two_buffers(device, way, "tensor", SAMPLERS["random"])
+        fill((ours,), 44)
+        before = rows_of(ours.storage)
+        with interrupter:
+            ours.extend(data(3, start=44))
+        found = rows_of(ours.storage)
+        assert_same_tensordict(found[:2], before[:2])
+        assert in_time(ours.sample).device == torch.device(device)
+
+    interrupted_everywhere(KIND, scene)
