@@ -125,15 +125,23 @@ class SourceCheck:
         Where the copy is not done, but handed over to a stream, only host sources were read.
         """
         host_only = not (is_done or self._to_host)
-        compared = [leaf for leaf in self._leaves if leaf.on_host or not host_only]
-        self._leaves = [leaf for leaf in self._leaves if not leaf.on_host and host_only]
-        for leaf in compared:
-            if self._failure is None and leaf.is_modified():
-                self._failure = SourceModifiedError(
-                    f"{leaf.path} was modified before its copy was done. The copy was started at "
-                    f"{self._started_at}. Before writing to a source, call wait_staged() or get() "
-                    "on its handle."
-                )
+        every = self._leaves
+        try:
+            self._leaves = [leaf for leaf in every if not leaf.on_host and host_only]
+            for leaf in every:
+                if leaf.on_host or not host_only:
+                    self._compare(leaf)
+        except BaseException:  # such as an interrupt: the next look compares all of them
+            self._leaves = every
+            raise
+
+    def _compare(self, leaf: _HostLeaf | _DeviceLeaf) -> None:
+        if self._failure is None and leaf.is_modified():
+            self._failure = SourceModifiedError(
+                f"{leaf.path} was modified before its copy was done. The copy was started at "
+                f"{self._started_at}. Before writing to a source, call wait_staged() or get() "
+                "on its handle."
+            )
 
     def forget(self) -> None:
         """From now on the sources may be modified."""

@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -40,7 +40,8 @@ _lock = threading.RLock()  # held whenever a call is counted: no child must be b
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
 )
-_patches = 0  # how many switches are on, of both kinds; guarded by _lock
+_are_ours = False  # the methods of TensorDict that are in place; guarded by _lock
+_of_blocks: list[BackendUse] = []  # guarded by _lock
 _process_wide: list[BackendUse] = []  # guarded by _lock for writing
 _own: ContextVar[tuple[BackendUse, ...]] = ContextVar("tdcopier_tensordict_backend", default=())
 
@@ -68,16 +69,18 @@ def tensordict_backend() -> Iterator[BackendUse]:
 
     """
     use = BackendUse()
-    _patch()
-    _own.set((*_blocks(), use))
     try:
+        with _lock:
+            _of_blocks.append(use)
+            _set_methods()
+        _own.set((*_blocks(), use))
         yield use
     finally:
         # The block may end in another context than it began in, or before one that began within it.
         # Contexts that were copied meanwhile, such as a task's, have it for good: it says itself.
         use._is_on = False
         _own.set(_blocks())
-        _unpatch()
+        _set_methods()
 
 
 def install_tensordict_backend() -> BackendUse:
@@ -88,8 +91,8 @@ def install_tensordict_backend() -> BackendUse:
 
     """
     with _lock:
-        _patch()
         _process_wide.append(_process_wide[0] if _process_wide else BackendUse())
+        _set_methods()
         return _process_wide[0]
 
 
@@ -104,7 +107,7 @@ def remove_tensordict_backend() -> None:
         if not _process_wide:
             raise RuntimeError("the backend is not installed: there is nothing to remove")
         _process_wide.pop()
-        _unpatch()
+        _set_methods()
 
 
 def switches_on() -> tuple[bool, bool]:
@@ -120,26 +123,17 @@ _raw_to: Any = inspect.unwrap(_own_to)  # without what lets it be used in a `wit
 _own_init: Any = TensorDict.__dict__["__init__"]
 
 
-def _patch() -> None:
-    global _patches
-    with _lock:
-        if _patches == 0:
-            _set_methods(_to, _init)
-        _patches += 1
-
-
-def _unpatch() -> None:
-    global _patches
-    with _lock:
-        _patches -= 1
-        if _patches == 0:
-            _set_methods(_own_to, _own_init)
-
-
-def _set_methods(to: Callable[..., Any], init: Callable[..., Any]) -> None:
+def _set_methods() -> None:
+    """Have ours in place while a switch is on. Where Ctrl-C ends this, the next call does it."""
+    global _are_ours
     dense: Any = TensorDict
-    _owner_of_to.to = to
-    dense.__init__ = init
+    with _lock:
+        _of_blocks[:] = [use for use in _of_blocks if use._is_on]
+        is_on = bool(_of_blocks or _process_wide)
+        if is_on != _are_ours:
+            _owner_of_to.to = _to if is_on else _own_to
+            dense.__init__ = _init if is_on else _own_init
+            _are_ours = is_on
 
 
 def _blocks() -> tuple[BackendUse, ...]:
