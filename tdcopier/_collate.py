@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as _torch
 
-from tdcopier._containers import Flat, Refused, _is_tensor_collection
+from tdcopier._containers import _is_tensor_collection
+from tdcopier._rule import Flat, Refused
 from tdcopier._slots import Slots, light_tensor
 
 __all__ = ["collate"]

@@ -12,35 +12,18 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from tdcopier._delegated import Mover
+from tdcopier._rule import Flat, Refused, Rule
 
 T = TypeVar("T")
 
-Flat = tuple[list[Any], Any, "list[Any] | None"]
-"""Children, what else it takes to put the container together, and the children's names."""
-
 DELEGATED = "delegated"
 """The rule of a class whose values have a `.to` of their own, which moves all that is in them."""
-
-
-class Refused(TypeError):
-    """What is wrong with a container; the walk puts its path in front."""
-
-
-class Rule(NamedTuple):
-    """What the walk needs to know of a container class."""
-
-    flatten: Callable[..., Flat | None]
-    unflatten: Callable[[list[Any], Any], Any]
-    names: Literal["index", "key", "attribute"] = "index"
-    """How children are reached, for messages."""
-    by_target: bool = False
-    """`flatten` takes the target and whether names are wanted too; None leaves it to its `.to`."""
 
 
 _KNOWN_TO_THE_WALK = {list, tuple, dict, int, str, float, bool, bytes, type(None)}

@@ -109,7 +109,8 @@ def _readers(rows: RowIndex, device: Device) -> tuple[Any, Any, Any]:
 
     if "tensordict" not in sys.modules:  # so there is no collection of its
         return read, _leave, None
-    from tdcopier.tensordict._rows import flatten, unflatten
+    from tdcopier.tensordict._rows import flatten
+    from tdcopier.tensordict._walk import unflatten
 
     def flatten_rows(value: Any, device: torch.device, named: bool) -> Any:
         return flatten(value, device, rows)

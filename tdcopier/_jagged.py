@@ -8,7 +8,7 @@ import torch
 from torch.nested._internal import nested_tensor as _nested
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from tdcopier._containers import Flat, Rule
+from tdcopier._rule import Flat, Rule
 
 _ragged_sizes: Any = (
     _nested._tensor_symint_registry

@@ -258,3 +258,14 @@ def test_tensordicts_within_a_tree(device):
     got = tdcopier.start_gather(storage, [1, 5], device).get()
     assert_same_tensordict(got[0], storage[0][[1, 5]].to(device))
     assert torch.equal(got[1]["x"].cpu(), storage[1]["x"][[1, 5]])
+
+
+def test_what_is_nested_as_deep_as_its_own_indexing_goes_is_gathered(device):
+    storage = TensorDict({"x": torch.arange(4)}, [4])
+    for _ in range(440):
+        storage = TensorDict._new_unsafe({"next": storage}, batch_size=torch.Size([4]))
+    got = tdcopier.start_gather(storage, torch.tensor([3, 0]), device).get()
+    while "next" in got._tensordict:
+        assert got.batch_size == (2,)
+        got = got._tensordict["next"]
+    assert got["x"].tolist() == [3, 0]

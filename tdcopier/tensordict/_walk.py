@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
 
 from tdcopier import _C
-from tdcopier._containers import Refused, Rule
 from tdcopier._delegated import Mover
+from tdcopier._rule import Refused, Rule
 from tdcopier.tensordict import _kinds, _nodes
 from tdcopier.tensordict._nodes import Node
 
 Key = tuple[str, ...]
 
 
+class Rows(Protocol):
+    """Which rows of each node are wanted, where not all of them are."""
+
+    def shape_of(self, value: Any) -> tuple[torch.Size, list[str | None] | None]:
+        """The batch size and the names of a node of the result."""
+
+    def read(self, value: Any) -> Any:
+        """The rows of a part that is not taken apart."""
+
+
 class _Taking:
     """One walk: what it has found so far."""
 
-    __slots__ = ("device", "keys", "leaves", "prefix")
+    __slots__ = ("device", "keys", "leaves", "prefix", "rows")
 
-    def __init__(self, device: torch.device | None, named: bool) -> None:
+    def __init__(self, device: torch.device | None, named: bool, rows: Rows | None) -> None:
         self.device = device
         """The target; None where the leaves are wanted wherever they are."""
+        self.rows = rows
+        """None where all rows are wanted."""
         self.leaves: list[Any] = []
         self.keys: list[Key] | None = [] if named else None
         """Of the leaves, where they are wanted."""
@@ -40,11 +52,12 @@ class _Taking:
 Taker = Callable[[Any, _Taking], "Node | None"]
 """Takes a value of some class apart; None, with nothing taken, where that cannot be done."""
 
+Taken = tuple[list[Any], Any, "list[Any] | None"]
+"""Leaves, what else it takes to build the result, and the leaves' keys if they are wanted."""
 
-def flatten(
-    value: Any, device: torch.device | None, named: bool
-) -> tuple[list[Any], Any, list[Any] | None] | None:
-    """Leaves, what else it takes to build the result, and the leaves' keys if they are wanted.
+
+def flatten(value: Any, device: torch.device | None, named: bool) -> Taken | None:
+    """Take a collection apart.
 
     Returns:
         None where `value` is to be left to its own `.to`: it is on the device, or of a kind whose
@@ -57,7 +70,7 @@ def flatten(
     inside = _inside(value)
     if device is not None and (inside.device == device or hasattr(inside, "_consolidated")):
         return None
-    walk = _Taking(device, named)
+    walk = _Taking(device, named, None)
     node = _take(value, walk)
     if node is None:
         if device is None:
@@ -68,6 +81,15 @@ def flatten(
         return None
     keys = None if walk.keys is None else [key[0] if len(key) == 1 else key for key in walk.keys]
     return walk.leaves, (node, device, inside.is_locked), keys
+
+
+def flatten_rows(value: Any, device: torch.device, rows: Rows) -> Taken | None:
+    """Take a collection apart, of which rows are wanted; None: its own code reads them."""
+    if type(value) is not TensorDict and not _kinds.is_plain_tensorclass(type(value)):
+        return None
+    walk = _Taking(device, False, rows)
+    node = _take(value, walk)
+    return None if node is None else (walk.leaves, (node, device, False), None)
 
 
 def unflatten(leaves: list[Any], context: tuple[Node, torch.device, bool]) -> Any:
@@ -122,11 +144,14 @@ _takers: weakref.WeakKeyDictionary[type, Taker] = weakref.WeakKeyDictionary()
 
 
 def _take(value: Any, walk: _Taking) -> Node | None:
-    return _taker_for(type(value))(value, walk)
+    return _taker_for(type(value), walk)(value, walk)
 
 
-def _taker_for(cls: type) -> Taker:
-    return _take_dense if cls is TensorDict else _takers.get(cls) or _find_taker(cls)
+def _taker_for(cls: type, walk: _Taking) -> Taker:
+    if cls is TensorDict:
+        return _take_dense
+    taker = _takers.get(cls) or _find_taker(cls)
+    return taker if walk.rows is None or taker in _TAKERS_OF_ROWS else _take_nothing
 
 
 def _find_taker(cls: type) -> Taker:
@@ -165,6 +190,8 @@ def _take_dense(value: Any, walk: _Taking) -> _nodes.Flat | _nodes.Dense:
     """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
     entries: dict[str, Any] = value._tensordict
     names, batch_size = value._td_dim_names, value._batch_size
+    if walk.rows is not None:
+        batch_size, names = walk.rows.shape_of(value)
     if walk.device is not None and _C.is_dict_of_tensors(entries):
         walk.add(entries)  # taken and given back by the walk, in one go
         return _nodes.Flat(batch_size, names)
@@ -174,7 +201,7 @@ def _take_dense(value: Any, walk: _Taking) -> _nodes.Flat | _nodes.Dense:
     for index in others:
         walk.prefix = (*prefix, keys[index])
         each = values[index]
-        node = _taker_for(type(each))(each, walk)
+        node = _taker_for(type(each), walk)(each, walk)
         nested.append((index, _leave(each, walk, batch_size) if node is None else node))
     walk.prefix = prefix
     return _nodes.Dense(keys, len(values) - len(others), nested, batch_size, names)
@@ -195,7 +222,10 @@ def _take_leaves(keys: tuple[str, ...], values: list[Any], walk: _Taking) -> lis
 
 
 def _leave(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
-    """Something nested, to its own `.to`."""
+    """Something nested, to its own `.to`, or to its own way of reading rows."""
+    if walk.rows is not None:
+        value = walk.rows.read(value)
+        batch_size = _inside(value).batch_size
     if walk.device is None:
         raise Refused(
             f"has a {type(value).__qualname__} at {walk.prefix}, whose leaves are not in memory of "
@@ -235,9 +265,11 @@ def _take_tensorclass(value: Any, walk: _Taking) -> Node | None:
     state = _state_of(value)
     inner = _take(state["_tensordict"], walk)
     if inner is None:
-        return None
+        if walk.rows is None:
+            return None
+        inner = _leave(state["_tensordict"], walk, torch.Size())
     others = state["_non_tensordict"]
-    if others and not _nodes.KEEPS_NONE_FIELDS:
+    if others and walk.rows is None and not _nodes.KEEPS_NONE_FIELDS:
         others = {name: other for name, other in others.items() if other is not None}
     return _nodes.Wrapped(type(value), inner, dict(others))
 
@@ -252,8 +284,10 @@ def _take_data(value: Any, walk: _Taking) -> Node | None:
     inner, fields = state["_tensordict"], state["_non_tensordict"]
     if type(inner) is not TensorDict or inner._tensordict or "data" not in fields:
         return None
-    names = inner._td_dim_names
-    node = _nodes.Data(type(value), fields["data"], inner._batch_size, names)
+    names, batch_size = inner._td_dim_names, inner._batch_size
+    if walk.rows is not None:
+        batch_size, names = walk.rows.shape_of(inner)
+    node = _nodes.Data(type(value), fields["data"], batch_size, names)
     walk.add(node)  # opaque to the walk, and counted as such
     return node
 
@@ -264,3 +298,7 @@ def _take_unbatched(value: Any, walk: _Taking) -> Node | None:
         return None
     walk.add(inner)
     return _nodes.Unbatched(type(value), getattr(value, "_batch_size", None))
+
+
+_TAKERS_OF_ROWS = frozenset({_take_leaf, _take_dense, _take_data, _take_tensorclass})
+"""Of parts whose rows are those of their leaves."""
