@@ -196,6 +196,23 @@ def to_sim(rank: int) -> None:
     assert got["td"]["y"].device == torch.device("sim", rank)
 
 
+def overwritten_at_once(rank: int, call: str) -> list[float]:
+    """The values that arrive where the source fills its pinned memory again after the call."""
+    from tdcopier import sim
+
+    sim.enable(devices=2)
+    pinned = torch.ones(1 << 20).pin_memory()
+    tree = {"x": pinned} if rank == 1 else None
+    with sim.pace("h2d", latency_us=200_000):
+        if call == "broadcast":
+            got = distributed.broadcast(tree, 1, device="sim:0")
+        else:
+            got = distributed.scatter(tree and [tree, tree], 1, device="sim:0")
+        pinned.fill_(-1)
+    values: list[float] = got["x"].unique().tolist()
+    return values
+
+
 def tensordicts(rank: int, src: int) -> None:
     from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
     from tensordict_classes import Decorated, Episode, Frames

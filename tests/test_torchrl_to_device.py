@@ -21,7 +21,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
 from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 
-from tdcopier.torchrl import ToDevice
+from tdcopier.torchrl import PackedTensorDictReplayBuffer, ToDevice
 
 
 def batch() -> TensorDict:
@@ -106,6 +106,27 @@ def test_in_another_thread_the_batch_has_arrived(stall, device, copy_stream):
     thread.join(30)
     assert arrived.is_set()
     assert copy_stream.query()
+
+
+@pytest.mark.sim
+@pytest.mark.xfail(strict=True, reason="wait() returns before a large pinned source has been read")
+@pytest.mark.parametrize("where", ["alone", "in a buffer"])
+def test_what_it_is_given_may_be_overwritten_when_it_returns(sim, device, where):
+    """Such as one pinned buffer that a loop, or a transform before it, fills for each batch."""
+    reused = TensorDict({"x": torch.ones(4, 1 << 18).pin_memory()}, [4])
+    transform = ToDevice(device)
+
+    def sample_from_a_buffer(batch: TensorDict) -> TensorDict:
+        buffer = PackedTensorDictReplayBuffer(storage=LazyTensorStorage(4), batch_size=4)
+        buffer.extend(TensorDict({"y": torch.zeros(4)}, [4]))
+        buffer.append_transform(lambda drawn: batch)
+        buffer.append_transform(transform)
+        return buffer.sample()
+
+    with sim.pace("h2d", latency_us=200_000):
+        moved = transform(reused) if where == "alone" else sample_from_a_buffer(reused)
+        reused["x"].fill_(-1)
+    assert moved["x"].unique().tolist() == [1]
 
 
 def test_mistakes_are_told_when_it_is_made(device):
