@@ -33,6 +33,7 @@ _OTHER_VARIABLES = (
     "CUDA_DEVICE_ORDER",
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
+    "LOCAL_WORLD_SIZE",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
@@ -354,8 +355,8 @@ def _workers() -> Workers:
     allowed = _asked(lambda: len(os.sched_getaffinity(0)))
     return {
         "wanted": _C.default_worker_count(),
-        "follows": "processors that this thread may use, or its cgroup's quota if that is less; "
-        "12 at most",
+        "follows": "processors that this thread may use, or its cgroup's quota if that is less, "
+        "shared by LOCAL_WORLD_SIZE processes; 12 at most",
         "running": _asked(_running_workers),
         "allowed_processors": allowed,
         "processors": _asked(_processors),

@@ -281,6 +281,14 @@ def test_the_workers_that_a_large_copy_makes_are_as_many_as_were_wanted(device):
     assert printed.split() == ["0", str(_C.default_worker_count())]
 
 
+@pytest.mark.parametrize(("said", "is_shared"), [("100000", True), ("several", False)])
+def test_processes_of_one_launcher_want_fewer_workers_each(monkeypatch, said, is_shared):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = tdcopier.info()["workers"]["wanted"]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert tdcopier.info()["workers"]["wanted"] == (1 if is_shared else alone)
+
+
 def test_variables_that_are_set_are_told_and_others_not(monkeypatch):
     monkeypatch.setenv("TDCOPIER_STAGING_LIMIT_BYTES", "8388608")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")

@@ -1,21 +1,41 @@
-// Affinity from the scheduler, quotas from the files of both versions of cgroups.
+// Affinity from the scheduler, quotas and sets from the files of both versions of cgroups.
 #include "base/processors.h"
 
-#include <sched.h>
-
 #include <algorithm>
+#include <cerrno>
+#include <charconv>
 #include <cmath>
+#include <cstdlib>
 #include <fstream>
+#include <memory>
 #include <sstream>
+#include <string_view>
 
 namespace tdcopier {
 namespace {
 
-size_t allowed_processors() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return 1;
-  return static_cast<size_t>(std::max(CPU_COUNT(&allowed), 1));
+constexpr size_t kMostProcessors = 1 << 20;  // more than any kernel is built for
+
+std::optional<size_t> number_in(std::string_view text) {
+  size_t number = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
+}
+
+// Of a list such as "0-7,16-23"; 0 where it is none.
+size_t processors_in(const std::string& list) {
+  size_t count = 0;
+  std::istringstream ranges(list);
+  for (std::string range; std::getline(ranges, range, ',');) {
+    const size_t dash = range.find('-');
+    const auto first = number_in(std::string_view(range).substr(0, dash));
+    const auto last =
+        dash == std::string::npos ? first : number_in(std::string_view(range).substr(dash + 1));
+    if (!first || !last || *last < *first) return 0;
+    count += *last - *first + 1;
+  }
+  return count;
 }
 
 // Of version 2: "max 100000" or "150000 100000", a quota and a period in microseconds.
@@ -52,6 +72,19 @@ std::optional<double> tightest(const std::string& mount, std::string group, cons
   }
 }
 
+// Of the group itself, or the nearest above it that says; a group's own file counts those above.
+std::optional<size_t> nearest_cpuset(const std::string& mount, std::string group,
+                                     const std::string& name) {
+  for (;;) {
+    std::string list;
+    std::ifstream file(mount + group + "/" + name);
+    if (file >> list && processors_in(list) > 0) return processors_in(list);
+    const size_t last = group.find_last_of('/');
+    if (last == std::string::npos) return std::nullopt;
+    group.resize(last);
+  }
+}
+
 bool has_controller(const std::string& list, const std::string& wanted) {
   std::istringstream names(list);
   for (std::string name; std::getline(names, name, ',');) {
@@ -60,19 +93,29 @@ bool has_controller(const std::string& list, const std::string& wanted) {
   return false;
 }
 
-}  // namespace
-
-std::optional<double> processor_quota(const std::string& memberships, const std::string& mount) {
+// Calls `visit(controllers, group)` for lines such as "0::/user.slice" of version 2, which has no
+// controllers there, and "4:cpu,cpuacct:/docker/1f2e" of version 1.
+template <typename Visit>
+void visit_groups(const std::string& memberships, const Visit& visit) {
   std::ifstream file(memberships);
-  std::optional<double> found;
-  // Lines such as "0::/user.slice" of version 2, "4:cpu,cpuacct:/docker/1f2e" of version 1.
   for (std::string line; std::getline(file, line);) {
     const size_t first = line.find(':');
     const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
     if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
     std::string group = line.substr(second + 1);
     if (group == "/") group.clear();
+    visit(line.substr(first + 1, second - first - 1), group);
+  }
+}
+
+constexpr const char* kMemberships = "/proc/self/cgroup";
+constexpr const char* kMount = "/sys/fs/cgroup";
+
+}  // namespace
+
+std::optional<double> processor_quota(const std::string& memberships, const std::string& mount) {
+  std::optional<double> found;
+  visit_groups(memberships, [&](const std::string& controllers, const std::string& group) {
     std::optional<double> quota;
     if (controllers.empty()) {
       quota = tightest(mount, group, quota_of_version_2);
@@ -80,15 +123,56 @@ std::optional<double> processor_quota(const std::string& memberships, const std:
       quota = tightest(mount + "/cpu", group, quota_of_version_1);
     }
     if (quota && (!found || *quota < *found)) found = quota;
-  }
+  });
   return found;
+}
+
+std::optional<size_t> cpuset_processors(const std::string& memberships, const std::string& mount) {
+  std::optional<size_t> found;
+  visit_groups(memberships, [&](const std::string& controllers, const std::string& group) {
+    std::optional<size_t> count;
+    if (controllers.empty()) {
+      count = nearest_cpuset(mount, group, "cpuset.cpus.effective");
+    } else if (has_controller(controllers, "cpuset")) {
+      count = nearest_cpuset(mount + "/cpuset", group, "cpuset.effective_cpus");
+    }
+    if (count && (!found || *count < *found)) found = count;
+  });
+  return found;
+}
+
+size_t allowed_processors(AskAffinity ask) {
+  for (size_t size = CPU_SETSIZE; size <= kMostProcessors; size *= 2) {
+    const auto free_set = [](cpu_set_t* set) { CPU_FREE(set); };
+    const std::unique_ptr<cpu_set_t, decltype(free_set)> allowed(CPU_ALLOC(size), free_set);
+    const size_t bytes = CPU_ALLOC_SIZE(size);
+    if (allowed == nullptr) break;
+    CPU_ZERO_S(bytes, allowed.get());
+    if (ask(0, bytes, allowed.get()) == 0) {
+      return static_cast<size_t>(std::max(CPU_COUNT_S(bytes, allowed.get()), 1));
+    }
+    if (errno != EINVAL) break;  // else the kernel has more processors than that
+  }
+  return 1;
+}
+
+size_t processes_on_machine(const char* local_world_size) {
+  if (local_world_size == nullptr) return 1;
+  return std::max<size_t>(number_in(local_world_size).value_or(1), 1);
+}
+
+size_t share_of_processors(size_t allowed, size_t together, size_t processes) {
+  return std::clamp<size_t>(together / processes, 1, allowed);
 }
 
 size_t usable_processors() {
   const size_t allowed = allowed_processors();
-  const std::optional<double> quota = processor_quota("/proc/self/cgroup", "/sys/fs/cgroup");
-  if (!quota) return allowed;
-  return std::clamp<size_t>(static_cast<size_t>(std::ceil(*quota)), 1, allowed);
+  size_t together = std::max(cpuset_processors(kMemberships, kMount).value_or(allowed), allowed);
+  if (const std::optional<double> quota = processor_quota(kMemberships, kMount)) {
+    together = std::min(together, static_cast<size_t>(std::ceil(*quota)));
+  }
+  const size_t processes = processes_on_machine(std::getenv("LOCAL_WORLD_SIZE"));
+  return share_of_processors(allowed, together, processes);
 }
 
 }  // namespace tdcopier

@@ -59,7 +59,7 @@ class ThreadPool {
 // lose processors.
 inline constexpr size_t kMostWorkers = 12;
 
-// How many workers to have: the processors that this process may use, at most kMostWorkers, or as
+// How many workers to have: this process's share of the processors, at most kMostWorkers, or as
 // many as was said instead.
 size_t default_worker_count();
 // For pools that are made from now on. At least 1. Thread: any.

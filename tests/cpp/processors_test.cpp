@@ -1,8 +1,9 @@
-// Quotas of cgroups, from files as the kernel writes them.
+// Quotas and sets of cgroups, from files as the kernel writes them; shares of several processes.
 #include "base/processors.h"
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -29,6 +30,9 @@ class Cgroups {
     std::ofstream(path) << text;
   }
   std::optional<double> quota() const { return processor_quota(root_ / "self", root_ / "mount"); }
+  std::optional<size_t> cpuset() const {
+    return cpuset_processors(root_ / "self", root_ / "mount");
+  }
 
  private:
   const fs::path root_;
@@ -78,6 +82,68 @@ void there_is_always_one_processor() {
   CHECK(usable_processors() >= 1);
 }
 
+void a_cpuset_is_that_of_the_nearest_group_that_says() {
+  const Cgroups groups;
+  groups.write("self", "0::/jobs/inner\n");
+  CHECK(!groups.cpuset());
+  groups.write("mount/cpuset.cpus.effective", "0-63\n");
+  CHECK(groups.cpuset() == size_t{64});
+  groups.write("mount/jobs/inner/cpuset.cpus.effective", "0-3,8,16-17\n");
+  CHECK(groups.cpuset() == size_t{7});
+  for (const char* nothing : {"\n", "several\n", "7-3\n"}) {
+    groups.write("mount/jobs/inner/cpuset.cpus.effective", nothing);
+    CHECK(groups.cpuset() == size_t{64});
+  }
+}
+
+void version_1_has_a_cpuset_of_its_own() {
+  const Cgroups groups;
+  groups.write("self", "5:cpuset:/jobs\n4:cpu,cpuacct:/jobs\n");
+  groups.write("mount/cpuset/jobs/cpuset.effective_cpus", "2-5\n");
+  CHECK(groups.cpuset() == size_t{4});
+}
+
+// As of a machine with 3000 processors.
+int affinity_of_many(pid_t, size_t bytes, cpu_set_t* allowed) {
+  if (bytes * 8 < 3000) {
+    errno = EINVAL;
+    return -1;
+  }
+  for (size_t i = 0; i < 3000; ++i) CPU_SET_S(i, bytes, allowed);
+  return 0;
+}
+
+int affinity_that_is_refused(pid_t, size_t, cpu_set_t*) {
+  errno = EPERM;
+  return -1;
+}
+
+void more_processors_than_a_set_of_fixed_size_holds_are_counted() {
+  CHECK(allowed_processors(affinity_of_many) == 3000);
+  CHECK(allowed_processors(affinity_that_is_refused) == 1);
+  CHECK(allowed_processors() >= 1);
+}
+
+void processes_of_one_launcher_share_the_processors() {
+  CHECK(share_of_processors(16, 16, 8) == 2);
+  CHECK(share_of_processors(16, 16, 5) == 3);
+  CHECK(share_of_processors(2, 2, 8) == 1);
+  CHECK(share_of_processors(16, 16, 1) == 16);
+}
+
+void a_process_that_is_bound_to_its_part_has_all_of_it() {
+  CHECK(share_of_processors(8, 64, 8) == 8);   // to processors of its own
+  CHECK(share_of_processors(32, 64, 8) == 8);  // to half of the machine, with three others
+}
+
+void nonsense_in_the_variable_is_one_process() {
+  CHECK(processes_on_machine("8") == 8);
+  CHECK(processes_on_machine(nullptr) == 1);
+  for (const char* text : {"", "0", "-2", "8.5", "many", " 8", "99999999999999999999999"}) {
+    CHECK(processes_on_machine(text) == 1);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -88,5 +154,15 @@ int main() {
        version_1_is_read_where_the_controller_is_cpu},
       {"what cannot be read bounds nothing", what_cannot_be_read_bounds_nothing},
       {"there is always one processor", there_is_always_one_processor},
+      {"a cpuset is that of the nearest group that says",
+       a_cpuset_is_that_of_the_nearest_group_that_says},
+      {"version 1 has a cpuset of its own", version_1_has_a_cpuset_of_its_own},
+      {"more processors than a set of fixed size holds are counted",
+       more_processors_than_a_set_of_fixed_size_holds_are_counted},
+      {"processes of one launcher share the processors",
+       processes_of_one_launcher_share_the_processors},
+      {"a process that is bound to its part has all of it",
+       a_process_that_is_bound_to_its_part_has_all_of_it},
+      {"nonsense in the variable is one process", nonsense_in_the_variable_is_one_process},
   });
 }
