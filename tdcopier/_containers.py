@@ -79,8 +79,8 @@ def register_container(
     with _lock:
         if cls in _registered:
             raise ValueError(f"{cls.__qualname__} is registered already")
+        _found.clear()  # before it: an interrupt in between changes nothing
         _registered[cls] = Rule(flatten_checked, unflatten)
-        _found.clear()
 
 
 def _may_be_children(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from test_tensordict_backend import methods
 
 import tdcopier
 from tdcopier import _checking, _copy
+from tdcopier._parcel import pack, unpack
 from tdcopier.tensordict import _backend
 
 ROWS = torch.tensor([3, 0, 3])
@@ -130,6 +132,50 @@ def test_an_interrupted_scatter_can_be_made_again(device, kind):
         assert storage["deep"]["y"].tolist() == [1, 0, 0, 0, 0, 0]
 
     assert interrupted_everywhere(kind, scene) > 5
+
+
+# ---- trees ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_class_whose_registration_was_interrupted_is_registered_or_can_be(registry, device, kind):
+    def scene(interrupter: Interrupter) -> None:
+        class Own:
+            def __init__(self, leaf: torch.Tensor) -> None:
+                self.leaf = leaf
+
+        def register() -> None:
+            tdcopier.register_container(
+                Own, lambda own: ([own.leaf], None), lambda leaves, _: Own(*leaves)
+            )
+
+        value = Own(torch.ones(3))
+        assert tdcopier.copy(value, device) is value  # which is opaque, and known as such
+        with interrupter:
+            register()
+        with suppress(ValueError):  # it is registered already
+            register()
+        assert tdcopier.copy(value, device).leaf.device == torch.device(device)
+
+    assert interrupted_everywhere(kind, scene) > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_whose_packing_into_a_parcel_was_interrupted_can_be_packed_again(kind):
+    tree = {"x": torch.arange(5), "deep": [torch.ones(2, 3)], "td": flat("cpu")}
+    parcel = pack(tree, torch.device("cpu"))
+
+    def scene(interrupter: Interrupter) -> None:
+        with interrupter:
+            pack(tree, torch.device("cpu"))
+        with interrupter:
+            unpack(parcel.body, parcel.chunk_bytes)
+        again = in_time(lambda: pack(tree, torch.device("cpu")))
+        for each in (parcel, again):
+            got = unpack(each.body, each.chunk_bytes)
+            assert_same([got["x"], got["deep"]], [tree["x"], tree["deep"]])
+
+    assert interrupted_everywhere(kind, scene) > 20
 
 
 # ---- check mode ----------------------------------------------------------------------------------
