@@ -34,7 +34,7 @@ class Parcel(NamedTuple):
     moved: Any
     """The tree itself, on that device."""
     body: torch.Tensor
-    """(chunk bytes + spec bytes,) uint8: the chunk, and behind it the pickle."""
+    """(chunk bytes + spec bytes,) uint8: the chunk, then the pickle."""
     chunk_bytes: int
     spec_bytes: int
 

@@ -243,12 +243,13 @@ def prefetch(
     The source is read in a thread of its own, under the gradient mode and inference mode of the
     thread that begins the pass, with its current device and streams, all as they are then. What the
     source does on a device is ordered as if that thread had done it. Leaves that are on `device`
-    already are handed through, behind what the stream that is current in the reader has when it has
-    read the batch. Other state of the thread (autocast, torch modes, context variables) is not
-    taken along.
+    already are handed through, ordered after what the reader's current stream has when the batch
+    was read. Other state of the thread (autocast, torch modes, context variables) is not taken
+    along.
 
-    **Errors.** What the source raises comes out behind all batches before it, and ends the pass. A
-    failure of a copy comes out in place of its batch; the pass goes on with the next one.
+    **Errors.** What the source raises comes out after all batches before it, and ends the pass. A
+    failure of a copy comes out in place of its batch; the pass goes on with the next one. Ctrl-C
+    ends the call that it comes in, which may lose one batch, and the pass goes on as well.
 
     Args:
         source: an iterable, such as a `DataLoader` or a generator, or a callable without arguments

@@ -230,7 +230,7 @@ class _Ranks(NamedTuple):
         return torch.empty(chunk_bytes + spec_bytes, dtype=torch.uint8, device=self.device)
 
     def broadcast(self, message: torch.Tensor) -> torch.Tensor:
-        """From the source into everybody's message."""
+        """Fill every rank's message with that of the source."""
         dist.broadcast(message, self.src, group=self.group)
         return message
 

@@ -142,7 +142,7 @@ def _blocks() -> tuple[BackendUse, ...]:
 
 
 def _uses() -> tuple[BackendUse, ...]:
-    """Whom this call counts for; none if the switch is off here."""
+    """What this call is counted in; empty if the switch is off here."""
     own = _blocks()
     return (*own, *_process_wide[:1]) if _process_wide else own
 

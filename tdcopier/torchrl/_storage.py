@@ -142,17 +142,17 @@ class _Packed(TensorStorage):  # type: ignore[misc]
 class PackedLazyTensorStorage(_Packed, LazyTensorStorage):  # type: ignore[misc]
     """torchrl's `LazyTensorStorage`, whose samples native threads gather into packed memory.
 
-    The rows are the same, and lie on the host in pinned memory that `ToDevice` sends as it is, or,
-    with `sample_device`, go straight to that device.
+    The rows are the same. They are in pinned host memory that `ToDevice` sends as it is, or, with
+    `sample_device`, go straight to that device.
     """
 
 
 class PackedLazyMemmapStorage(_Packed, LazyMemmapStorage):  # type: ignore[misc]
-    """torchrl's `LazyMemmapStorage`, read where it lies; else as `PackedLazyTensorStorage`."""
+    """torchrl's `LazyMemmapStorage`, read in place; else as `PackedLazyTensorStorage`."""
 
 
 def takes_samples_on_a_device(buffer: Any) -> bool:
-    """Whether it is a buffer that orders the stream of whoever calls `sample`."""
+    """Whether its `sample` orders the current stream of the calling thread."""
     from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
 
     return isinstance(buffer, PackedTensorDictReplayBuffer)
@@ -201,11 +201,11 @@ class _Read(NamedTuple):
 
 
 class _LastRead:
-    """The rows that this thread has read last by a tuple of tensors, for whoever reads next.
+    """The rows that this thread has read last by a tuple of tensors, for its next read.
 
     A sampler of slices reads the rows it has chosen, looks at a few leaves, and drops the rest,
-    which the buffer then reads. The rows are given away once: only if nobody else holds them, for
-    the same tensors with the same values, and if the storage was not changed meanwhile.
+    which the buffer then reads. The rows are given away once: only if they have no other reference,
+    for the same tensors with the same values, and if the storage was not changed meanwhile.
     """
 
     def __init__(self) -> None:
@@ -228,18 +228,18 @@ class _LastRead:
         if any(a is not b for a, b in zip(index, read.asked, strict=True)):
             return None
         is_old = read.changes != changes or _versions(index) != read.versions
-        if is_old or sys.getrefcount(read.rows) > _NOBODY_ELSE:
+        if is_old or sys.getrefcount(read.rows) > _NO_OTHER:
             return None
         for key in _shared_keys(read.rows):  # what the sampler gives as info stays as it is
             read.rows.set(key, read.rows.get(key).clone())
         return read.rows
 
 
-_NOBODY_ELSE = 2  # the tuple has one reference, and the question another
+_NO_OTHER = 2  # the tuple has one reference, and the question another
 
 
 def _shared_keys(rows: Any) -> list[Any]:
-    """Those of the leaves that somebody else holds too."""
+    """Keys of the leaves that have other references."""
     leaves = list(rows.items(include_nested=True, leaves_only=True))
     return [key for key, leaf in leaves if sys.getrefcount(leaf) > _ONLY_THE_ROWS]
 

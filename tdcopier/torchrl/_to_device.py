@@ -22,8 +22,8 @@ class ToDevice(Transform):  # type: ignore[misc]
     gives; data that are no TensorDicts are moved as by `start_copy`. It pickles and copies.
 
     **Order.** In the main thread the host does not wait: the batch is ordered on the current
-    stream, as by `AsyncCopyHandle.wait`. In any other thread, such as those of `prefetch=`, nobody
-    knows the consumer's stream, so the transform returns when the batch has arrived, as by `get`.
+    stream, as by `AsyncCopyHandle.wait`. In any other thread, such as those of `prefetch=`, the
+    consumer's stream is unknown, so the transform returns when the batch has arrived, as by `get`.
     Every stream may then read it; but a consumer on a stream other than the default one must call
     `record_stream` on what it drops while it still reads it. In a `PackedTensorDictReplayBuffer`
     no thread waits, and `sample` orders the stream of its caller and records it.
