@@ -184,13 +184,14 @@ def test_a_tree_whose_packing_into_a_parcel_was_interrupted_can_be_packed_again(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ask", ["wait", "get", "wait_staged", "ready"])
 def test_what_was_modified_is_named_after_an_interrupted_call_too(
-    device, stall, copy_stream, monkeypatch, ask, kind
+    device, accelerator, monkeypatch, ask, kind
 ):
     monkeypatch.setattr(_copy, "_CHECKING", True)
 
     def scene(interrupter: Interrupter) -> None:
         source: dict[str, Any] = {"x": torch.ones(5), "y": torch.ones(5)}
         handle = tdcopier.start_copy(source, device)
+        accelerator.synchronize()  # so that it is ready
         source["y"].zero_()
         told = False
         with interrupter:
