@@ -71,7 +71,6 @@ def test_each_rank_may_ask_for_a_device_that_the_backend_does_not_know(ranks):
 
 
 @pytest.mark.sim
-@pytest.mark.xfail(strict=True, reason="wait() returns before a large pinned source has been read")
 @pytest.mark.parametrize("call", ["broadcast", "scatter"])
 def test_the_source_may_overwrite_its_tree_when_the_call_returns(ranks, call):
     assert ranks.run("overwritten_at_once", call) == [[1], [1]]

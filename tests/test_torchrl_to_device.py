@@ -109,7 +109,6 @@ def test_in_another_thread_the_batch_has_arrived(stall, device, copy_stream):
 
 
 @pytest.mark.sim
-@pytest.mark.xfail(strict=True, reason="wait() returns before a large pinned source has been read")
 @pytest.mark.parametrize("where", ["alone", "in a buffer"])
 def test_what_it_is_given_may_be_overwritten_when_it_returns(sim, device, where):
     """Such as one pinned buffer that a loop, or a transform before it, fills for each batch."""
