@@ -121,12 +121,24 @@ StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
 }
 
 void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock) {
-  const EventRef oldest = next_return(use);
+  // One thread for each use looks at the device, and wakes the others.
+  bool& is_watched = share(use).is_watched;
+  const EventRef oldest = is_watched ? nullptr : next_return(use);
   if (!oldest) return returned_.wait(lock);
+  is_watched = true;
   // Keep a reference and let the others in while the device works.
   lock.unlock();
+  struct StopWatching {
+    StagingRing& ring;
+    std::unique_lock<Mutex>& lock;
+    bool& is_watched;
+    ~StopWatching() {
+      lock.lock();
+      is_watched = false;
+      ring.returned_.notify_all();
+    }
+  } stop{*this, lock, is_watched};
   wait_until_ended(*oldest);
-  lock.lock();
 }
 
 std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved(StagingUse use) noexcept {

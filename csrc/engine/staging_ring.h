@@ -84,6 +84,7 @@ class StagingRing {
 
   struct Share {
     size_t buffers = 0;              // leased and in flight
+    bool is_watched = false;         // a thread waits for the device to give one back
     std::deque<InFlight> in_flight;  // oldest first, all on one stream
   };
 
