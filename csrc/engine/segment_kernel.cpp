@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <memory>
 #include <mutex>
 #include <span>
 #include <utility>
@@ -79,18 +78,28 @@ Kernel load(int device) {
   return kernel;
 }
 
-// Made at first use and never destroyed, as what they serve.
+// Made at first use and never destroyed, as what they serve. A failure may have been the moment's,
+// memory that was short for example: it is tried again a few times.
 const Kernel& kernel_of(c10::Device device) {
+  constexpr int kMostTries = 3;
+  struct Loaded {
+    const Kernel* kernel = nullptr;
+    int tries = 0;
+  };
   struct Kernels {
     std::mutex mutex;
-    std::vector<std::unique_ptr<Kernel>> by_device;  // guarded by mutex
+    std::vector<Loaded> by_device;  // guarded by mutex
   };
   static auto* const kernels = new Kernels();
   const auto index = static_cast<size_t>(device.index());
   const std::lock_guard lock(kernels->mutex);
   if (kernels->by_device.size() <= index) kernels->by_device.resize(index + 1);
-  std::unique_ptr<Kernel>& kernel = kernels->by_device[index];
-  if (!kernel) kernel = std::make_unique<Kernel>(load(device.index()));
+  auto& [kernel, tries] = kernels->by_device[index];
+  const bool is_lacking = kernel == nullptr || !kernel->lack.empty();
+  if (is_lacking && tries < kMostTries) {
+    kernel = new Kernel(load(device.index()));
+    ++tries;
+  }
   return *kernel;
 }
 
