@@ -70,22 +70,28 @@ def start_copy(
     `async_to`.
 
     Leaves come from the host, from other devices, or both, and go to a device or to the host, where
-    they arrive in pinned memory. Those up to 256 KiB travel packed: they share chunks, one transfer
-    each, and are gathered on their device first if they come from one. Larger ones have a chunk
-    each, and on the way to a device are not staged if they are pinned already; nor are small ones
-    that lie one behind the other in a pinned tensor, where they are as much together. Whatever
+    they arrive in pinned memory. Those up to 256 KiB travel packed: leaves of one dtype share a
+    chunk, and are gathered on their device first if they come from one. Larger ones have a chunk
+    each. On the way to a device the device reads large pinned leaves in place, without staging; so
+    it does small ones of one dtype that follow one another in a pinned tensor, where they are as
+    large together. Whatever
     cannot be copied as plain bytes (leaves that need gradients, sparse tensors, subclasses,
     conjugate views, any leaf under a torch mode) is left to its own `.to`, inside this call, and
     counted in `stats`.
 
     **Until the copy is done** (`get` returned, or `ready` is true) the caller may drop the sources
-    and the handle, but may not modify or resize a source in place; `wait_staged` says when that is
-    allowed earlier. With the environment variable `TDCOPIER_CHECK=1` the handle looks for
+    and the handle, but may not modify or resize a source in place. `wait_staged` and, for a device
+    as the target, `wait` allow that earlier: host sources, pinned ones too, may be written when
+    they return, and device sources by work that is enqueued on the current stream from then on.
+    With the environment variable `TDCOPIER_CHECK=1` the handle looks for
     modified sources and raises a `SourceModifiedError` that names them. Sources on a device are
-    read behind what their current stream has at the call; a pinned host source that a stream is
-    still writing must be synchronised before it. One output that is alive keeps its whole chunk,
-    and `torch.save` of it writes the whole chunk; growing one in place (`resize_`, `out=`) writes
-    over its neighbours: `clone()` what is to be kept for long, saved or grown.
+    read after the work that their current stream has at the call; a pinned host source that a
+    stream is still writing must be synchronised before it. A copy from the host waits for no
+    stream.
+
+    One output that is alive keeps its whole chunk, and `torch.save` of it writes the whole chunk;
+    growing one in place (`resize_`, `out=`) writes over its neighbours. `clone()` an output that
+    you keep for long, save alone, or grow.
 
     Args:
         data: a leaf, or any nesting of containers and leaves, up to 1000 containers deep.
@@ -95,14 +101,16 @@ def start_copy(
             memory and block the thread that makes them.
         pack_cpu_tensors: let small leaves share chunks, on whatever device they are. Without it
             each leaf has its own allocation and transfer.
-        min_packed_alignment_bytes: every packed leaf's address on the target is a multiple of
-            the larger of this and its element size, rounded up to a multiple of its element size.
+        min_packed_alignment_bytes: the place of every packed leaf, counted from its chunk's
+            beginning, is a multiple of the larger of this and its element size, rounded up to a
+            multiple of its element size. The chunk's address is a multiple of the largest power of
+            two that divides this alignment.
         max_packed_chunk_bytes: most bytes that the leaves of one chunk span, padding included. (The
             allocation is larger where an alignment above 64 bytes calls for it.)
         use_background_thread: leave large work to worker threads and return at once. Up to
             512 KiB of the host are staged in the call all the same, since that is faster, unless
-            they would have to wait for a staging buffer; so is everything enqueued that a device
-            gathers and sends. (The first results of a size that arrive on the host take as long as
+            they would have to wait for a staging buffer. Gathers and transfers from a device are
+            enqueued in the call too. (The first results of a size that arrive on the host take as long as
             pinning memory does.)
 
     Returns:
@@ -187,8 +195,8 @@ def copy_into(
     tensors or numpy arrays, anywhere: on the host (pageable, pinned or memory-mapped) or on
     devices, strided or not, in any mixture. `get()` and `wait()` give `destination` itself. Nothing
     is allocated for the result, so tensors keep their addresses, as CUDA graphs need it; where the
-    destination is what `start_copy` has once delivered to a device, its chunk is filled by one
-    transfer.
+    destination is what `start_copy` has once delivered to a device, each of its chunks is filled by
+    one transfer.
 
     The trees must have the same structure: containers have the same keys, the same attributes or
     the same number of children (their classes may differ), and leaves the same shape and dtype.
@@ -196,17 +204,19 @@ def copy_into(
     its destination counts as reused and is not touched. Version counters of the tensors that are
     written move.
 
-    **Order.** Sources on a device are read behind what their current stream has at the call.
-    Destinations on a device are written behind what their current stream has at the call, and
-    whatever a stream is given after `get()`, or after a `wait()` for it, sees the new values. In
-    between, destinations may be neither read nor written. Destinations on the host are written at
+    **Order.** Sources on a device are read after the work that their current stream has at the
+    call. Destinations on a device are written after the work that their current stream has at the
+    call, and work that a stream is given after `get()`, or after a `wait()` for it, sees the new
+    values. In between, destinations may be neither read nor written. Copies into memory of one
+    device run in the order of their calls, apart from copies to new memory there. Destinations on the host are written at
     any time from the call on, until `get()` or `wait()` returns or `ready()` is true; one that is
     pinned and that a stream still reads must be synchronised before the call. What `start_copy`
     says of sources holds here too. The caller may drop both trees: what is copied is kept.
 
     Whatever cannot be copied as plain bytes (a source that needs a gradient, sparse tensors,
-    subclasses, conjugate views, any leaf under a torch mode) is left to `copy_`, inside this call,
-    and counted as delegated. Leaves up to 256 KiB count as packed, larger ones as alone.
+    subclasses, conjugate views, any leaf under a torch mode) is left to `copy_`, inside this call
+    and before the others are written, and counted as delegated. Leaves up to 256 KiB count as
+    packed, larger ones as alone.
 
     Args:
         source: a leaf, or any nesting of containers and leaves.
@@ -231,8 +241,9 @@ def copy_into(
             was walked.
         Exception: what a registered container's `flatten` raises.
 
-    A failure of the copy itself is raised by `get` and `wait`, every time. What the destinations
-    hold after it is undefined.
+    A failure of the copy itself is raised by `get` and `wait`, every time. The values of the
+    destinations are undefined after it, and after an interrupt (Ctrl-C) of this call, which is
+    raised when nothing writes to them any more.
     """
     check = SourceCheck.of_filling(source, destination) if _CHECKING else None
     handle = _C.copy_into(
@@ -276,8 +287,11 @@ def to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
 def set_staging_limit_bytes(limit_bytes: int) -> None:
     """Bound the pinned memory that copies to one device are staged in; all devices, default 64 MiB.
 
-    A copy that finds every staging buffer (4 MiB each) in use waits for one. A lower limit is
-    reached as buffers come back. Batches of `prefetch` that are staged ahead have pinned memory of
+    A copy that finds every staging buffer (4 MiB each) in use waits for one. Copies into existing
+    memory of the device use at most half of the buffers, and those from the device into existing
+    memory of the host at most a quarter, so that copies which wait for no kernel can go on. Each of
+    the three uses may have one buffer in any case: 12 MiB, where the limit is lower. A lower limit
+    is reached as buffers come back. Batches of `prefetch` that are staged ahead have pinned memory of
     their own, up to four times this limit, and are sent at once where that is not enough. The
     environment variable `TDCOPIER_STAGING_LIMIT_BYTES` sets the limit at import.
 
@@ -295,7 +309,7 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
 
 
 def staging_bytes(device: Device) -> int:
-    """Bytes of pinned memory that the engine holds at present to stage copies to `device`.
+    """Bytes of pinned memory that stage copies to and from `device` at present.
 
     Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
     `set_staging_limit_bytes`.

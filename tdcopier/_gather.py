@@ -32,11 +32,11 @@ def start_gather(
     The result equals `storage[index]` moved by `.to(device)`, or, of containers other than
     TensorDicts, `leaf[index].to(device)` for every leaf: new memory always, also where an index
     would give a view. Rows are read by native threads, straight from the storage into the pinned
-    memory that the transfers read. A storage in memory-mapped files is read where it lies; one on
-    a device is indexed there.
+    memory that the transfers read. A storage in memory-mapped files is read in place; one on a
+    device is indexed there.
 
-    The index is copied in the call. **Until `wait_gathered` has returned** rows may be read: nobody
-    may write to those that are asked for, or resize the storage. After it, a writer may go on,
+    The index is copied in the call. **Until `wait_gathered` has returned** the call may read rows:
+    do not write to those that are asked for, nor resize the storage. After it, a writer may go on,
     while the transfer is still under way. (`TDCOPIER_CHECK=1` does not look at storages.)
 
     What the engine cannot read as rows of plain memory is left to its own indexing, inside this
@@ -51,9 +51,9 @@ def start_gather(
             range, a slice with a positive step, one row, or a mask of one dimension or two; a pair
             of these (at most one mask or list of numbers each) for two leading dimensions. Negative
             numbers count from the end; rows may repeat.
-        device: the target, as for `start_copy`. On "cpu" rows arrive in memory that is pinned,
-            where there is a device and the process was not forked, and laid out so that a later
-            copy sends as it is what lies together.
+        device: the target, as for `start_copy`. On "cpu" rows arrive in chunks by dtype, which a
+            later copy can send as they are. They are pinned where the accelerator is already
+            initialised in this process; a process that only samples never initialises it.
         use_pinned_staging: as for `start_copy`, like the next four.
         pack_cpu_tensors: see there.
         min_packed_alignment_bytes: see there.

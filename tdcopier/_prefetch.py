@@ -261,9 +261,9 @@ def prefetch(
         depth: most batches that have been read, or are being read, and were not yet yielded. They
             are on the device, or on their way.
         threaded: False reads the source in the loop's own thread, when it asks for a batch: `depth`
-            batches are on their way then, or wait to be sent, when it has returned one, whose
-            memory may still be read: before the loop itself writes to what the source reads, the
-            source is to call `wait_staged()` of its handle. No thread competes with the loop for
+            batches are on their way then, or wait to be sent, when it has returned one. Their
+            sources may still be read: before the loop itself writes to memory that the source
+            reads, the source should call `wait_staged()` of its handle. No thread competes with the loop for
             the interpreter. It is best where the source takes little time and the loop's host is
             busy: rows are drawn and `start_gather` is called, say, for a learner of many small
             kernels. The source then sees the state of the loop's thread; an exception of it that is

@@ -20,14 +20,14 @@ class StepTimes(NamedTuple):
     """Reading leaves into staging memory, or enqueuing the kernel that gathers them; of
     `copy_into`, writing what has arrived on the host to where it belongs, too."""
     enqueue_us: float
-    """Putting transfers on the copy stream; those of pageable memory block meanwhile."""
+    """Putting transfers on tdcopier's streams; those of pageable memory block meanwhile."""
     outputs_us: float
     """Making the tensors of the result."""
     unflatten_us: float
     """Making the containers of the result, and Python's side of its tensors."""
     wait_us: float
-    """The host was blocked: in `get`, in a `wait` whose result arrives on the host, or by
-    `set_run_ahead_limit`."""
+    """The host was blocked: in `get`, in a `wait` until the host sources are read or the result has
+    arrived on the host, or by `set_run_ahead_limit`."""
 
 
 class CopyStats(NamedTuple):
@@ -62,9 +62,10 @@ class CopyStats(NamedTuple):
     background: bool
     """Whether workers staged the copy, rather than the call itself."""
     fallbacks: int
-    """How often the device's fast way was not to be had, and torch's own call did the work: on
-    CUDA, a gather or scatter without the kernel, or a transfer that the driver did not take. 0 on
-    devices that have no such way; delegated leaves are not among them."""
+    """Operations that took a slower path because the fast one was unavailable. On CUDA: gathers,
+    scatters and transfers by torch's own calls. On any device: memory that could not be pinned, an
+    event that could not be recorded, tables whose rows their own code has read. Delegated leaves
+    are not among them."""
     steps: StepTimes | None = None
     """Where its time went so far; None unless `time_steps` was on at the call."""
 

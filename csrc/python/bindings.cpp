@@ -117,10 +117,14 @@ Raises:
             return with_torch_errors([&] { return self.wait(stream); });
           },
           py::arg("stream") = py::none(), R"(
-Make a stream wait for the copy; return the tree at once, the same object as `get()`.
+Make a stream wait for the copy; return the tree, the same object as `get()`.
 
-What is enqueued on the stream from now on sees the result. The host is held only until the last
-byte was staged, which has happened already for small copies. For a CPU target this is `get()`.
+Work that is enqueued on the stream from now on sees the result. The host is held only until host
+sources have been read, so they may be written again, pinned ones too: until the last byte is in a
+staging buffer, which has happened already for small copies, or until the device has read large
+pinned leaves in place. The calling thread's current stream of each device with sources waits for
+their reads, so work that is enqueued there from now on may overwrite them. For a CPU target this
+is `get()`.
 
 Args:
     stream: a `torch.Stream` of the target device; None is the calling thread's current one.
@@ -130,15 +134,17 @@ Raises:
         device fails later, so does the stream.
     TypeError: not a stream.
     ValueError: a stream of another device.
-    RuntimeError: the stream is capturing a CUDA graph.)")
+    RuntimeError: the stream, or the current stream of a source's device, is capturing a CUDA
+        graph.)")
       .def(
           "wait_staged", [](Handle& self) { with_torch_errors([&] { self.wait_staged(); }); }, R"(
 Wait until the sources may be written again, which is earlier than done.
 
-Host sources have been read when it returns. Sources on a device are read in the order of streams:
-it returns when their reads are enqueued, and the calling thread's current stream of that device
-waits for them, so what is enqueued there from now on may overwrite them. A copy that failed reads
-nothing any more: `get` and `wait` say how it failed.
+Host sources have been read when it returns: they are in staging buffers, or the device has read
+large pinned leaves in place. Sources on a device are read in the order of streams: it returns when
+their reads are enqueued, and the calling thread's current stream of that device waits for them, so
+work that is enqueued there from now on may overwrite them. A copy that failed reads nothing any
+more: `get` and `wait` raise its error.
 
 Raises:
     RuntimeError: a source is on a device whose current stream is capturing a CUDA graph.)")

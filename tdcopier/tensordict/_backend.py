@@ -52,7 +52,7 @@ def tensordict_backend() -> Iterator[BackendUse]:
 
     `td.to(device)`, with or without `non_blocking`, `.cuda()`, `.cpu()`, `TensorDict(...,
     device=)` of a dict of tensors, and `with td.to(device) as moved:` give the same results as
-    ever, in one transfer. What they guarantee stays, and more: a source in host memory, pinned or
+    ever, packed. What they guarantee stays, and more: a source in host memory, pinned or
     not, may be overwritten when the call returns; a copy to a device is ordered on the current
     stream and the host does not wait for it (but for the bound of `set_run_ahead_limit`), unless
     `non_blocking=False` asks for that; a copy to the host has arrived, also with
