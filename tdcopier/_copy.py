@@ -110,8 +110,8 @@ def start_copy(
         use_background_thread: leave large work to worker threads and return at once. Up to
             512 KiB of the host are staged in the call all the same, since that is faster, unless
             they would have to wait for a staging buffer. Gathers and transfers from a device are
-            enqueued in the call too. (The first results of a size that arrive on the host take as long as
-            pinning memory does.)
+            enqueued in the call too. (The first results of a size that arrive on the host take as
+            long as pinning memory does.)
 
     Returns:
         The handle. `get()` waits for the result; `wait()` gives it at once, ordered on a stream.
@@ -208,10 +208,11 @@ def copy_into(
     call. Destinations on a device are written after the work that their current stream has at the
     call, and work that a stream is given after `get()`, or after a `wait()` for it, sees the new
     values. In between, destinations may be neither read nor written. Copies into memory of one
-    device run in the order of their calls, apart from copies to new memory there. Destinations on the host are written at
-    any time from the call on, until `get()` or `wait()` returns or `ready()` is true; one that is
-    pinned and that a stream still reads must be synchronised before the call. What `start_copy`
-    says of sources holds here too. The caller may drop both trees: what is copied is kept.
+    device run in the order of their calls, apart from copies to new memory there. Destinations on
+    the host are written at any time from the call on, until `get()` or `wait()` returns or
+    `ready()` is true; one that is pinned and that a stream still reads must be synchronised before
+    the call. What `start_copy` says of sources holds here too. The caller may drop both trees: what
+    is copied is kept.
 
     Whatever cannot be copied as plain bytes (a source that needs a gradient, sparse tensors,
     subclasses, conjugate views, any leaf under a torch mode) is left to `copy_`, inside this call
@@ -291,8 +292,8 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
     memory of the device use at most half of the buffers, and those from the device into existing
     memory of the host at most a quarter, so that copies which wait for no kernel can go on. Each of
     the three uses may have one buffer in any case: 12 MiB, where the limit is lower. A lower limit
-    is reached as buffers come back. Batches of `prefetch` that are staged ahead have pinned memory of
-    their own, up to four times this limit, and are sent at once where that is not enough. The
+    is reached as buffers come back. Batches of `prefetch` that are staged ahead have pinned memory
+    of their own, up to four times this limit, and are sent at once where that is not enough. The
     environment variable `TDCOPIER_STAGING_LIMIT_BYTES` sets the limit at import.
 
     Raises:

@@ -263,11 +263,11 @@ def prefetch(
         threaded: False reads the source in the loop's own thread, when it asks for a batch: `depth`
             batches are on their way then, or wait to be sent, when it has returned one. Their
             sources may still be read: before the loop itself writes to memory that the source
-            reads, the source should call `wait_staged()` of its handle. No thread competes with the loop for
-            the interpreter. It is best where the source takes little time and the loop's host is
-            busy: rows are drawn and `start_gather` is called, say, for a learner of many small
-            kernels. The source then sees the state of the loop's thread; an exception of it that is
-            no `Exception`, such as KeyboardInterrupt, comes out at once.
+            reads, the source should call `wait_staged()` of its handle. No thread competes with the
+            loop for the interpreter. It is best where the source takes little time and the loop's
+            host is busy: rows are drawn and `start_gather` is called, say, for a learner of many
+            small kernels. The source then sees the state of the loop's thread; an exception of it
+            that is no `Exception`, such as KeyboardInterrupt, comes out at once.
         **options: those of `start_copy`.
 
     Raises:
