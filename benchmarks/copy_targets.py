@@ -108,7 +108,8 @@ def _counts(direction: Direction, batch: dict[str, Any]) -> dict[str, Any]:
     counts = [stats["packed_leaves"], stats["transfers"], batch[f"{direction.name}_memcpys"]]
     return {
         "what": f"detection batch: packed leaves, transfers, {seen}",
-        "wanted": "[528, 1, 1]",
+        # One for each dtype, or a kernel that gathers all of it into host memory.
+        "wanted": "[528, n, n], n <= 3",
         "found": counts,
-        "hit": counts == [528, 1, 1],
+        "hit": counts[0] == 528 and 1 <= counts[1] == counts[2] <= 3,
     }

@@ -39,7 +39,7 @@ def test_the_command_runs_on_the_simulated_device_and_says_that_it_says_nothing_
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(f"{bench.SIMULATED}\n")
     assert (
-        "detection batch, cpu to sim:0: 528 leaves, 153 KB; tdcopier: 1 transfer\n" in done.stdout
+        "detection batch, cpu to sim:0: 528 leaves, 153 KB; tdcopier: 3 transfers\n" in done.stdout
     )
     assert "one large tensor, sim:0 to cpu: 1 leaf, 1 MB; tdcopier: 1 transfer\n" in done.stdout
     assert "detection batch, H2D ...\n" in done.stderr

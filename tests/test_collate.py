@@ -157,7 +157,8 @@ def test_one_copy_to_the_device_packs_the_batch(device):
     batch = tdcopier.collate([dataset[i] for i in range(4)])
     handle = tdcopier.start_copy(batch, device)
     moved = handle.get()
-    assert (handle.stats.delegated_leaves, handle.stats.transfers) == (0, 1)
+    assert (handle.stats.delegated_leaves, handle.stats.transfers) == (0, handle.stats.chunks)
+    assert handle.stats.chunks == len({leaf.dtype for leaf in leaves_of(batch)})
     for leaf, arrived in zip(leaves_of(batch), leaves_of(moved), strict=True):
         assert torch.equal(arrived.cpu(), leaf)
 

@@ -96,6 +96,23 @@ def test_a_copy_to_another_device_keeps_no_copy_from_the_host_waiting(
     assert late.get()[0].eq(1).all()
 
 
+@pytest.mark.parametrize("size", [LARGE, 5_000_000])
+def test_workers_are_free_while_a_large_fill_waits_for_kernels(stall, device, accelerator, size):
+    stream = accelerator.Stream(device=device)
+    source, destination = torch.ones(12_000_000), torch.zeros(12_000_000, device=device)
+    other = torch.full((size,), 5.0)
+    tdcopier.copy(other, device)
+    accelerator.synchronize()
+    with stall(stream):
+        with accelerator.stream(stream):
+            late = tdcopier.copy_into([source], [destination])
+        handle = tdcopier.start_copy([other], device)
+        assert becomes(handle.ready)
+        assert not late.ready()
+    assert late.get()[0].eq(1).all()
+    assert handle.get()[0].eq(5).all()
+
+
 def _pageable(size: int, folder: Any) -> torch.Tensor:
     return torch.zeros(size)
 

@@ -17,6 +17,7 @@ namespace {
 struct Pools {
   ThreadPool* workers = nullptr;
   std::map<c10::DeviceIndex, ThreadPool*> arrivals;  // by the sources' device
+  std::map<c10::DeviceIndex, ThreadPool*> fillers;   // by the target
   ThreadPool* reclaimer = nullptr;
 };
 
@@ -46,6 +47,7 @@ ThreadPool& made(ThreadPool*& pool, const Threads& threads, const std::string& n
 std::vector<ThreadPool*> pools_of(const Pools& pools) {
   std::vector<ThreadPool*> all{pools.workers};
   for (const auto& [device, pool] : pools.arrivals) all.push_back(pool);
+  for (const auto& [device, pool] : pools.fillers) all.push_back(pool);
   all.push_back(pools.reclaimer);  // the last: others leave it something to do
   std::erase(all, nullptr);
   return all;
@@ -67,6 +69,12 @@ ThreadPool& arrivals(c10::Device source) {
               "tdc-arr" + std::to_string(source.index()));
 }
 
+ThreadPool& fillers(c10::Device target) {
+  const std::lock_guard lock(g_mutex);
+  return made(g_pools.fillers[target.index()], default_worker_count,
+              "tdc-fill" + std::to_string(target.index()));
+}
+
 ThreadPool& reclaimer_thread() {
   const std::lock_guard lock(g_mutex);
   return made(g_pools.reclaimer, [] { return size_t{1}; }, "tdc-reclaim");
@@ -86,7 +94,10 @@ size_t wake_workers() {
   reclaimer_thread();
   if (const auto type = at::getAccelerator()) {
     const c10::DeviceIndex devices = c10::impl::VirtualGuardImpl(*type).deviceCount();
-    for (c10::DeviceIndex i = 0; i < devices; ++i) arrivals(c10::Device(*type, i));
+    for (c10::DeviceIndex i = 0; i < devices; ++i) {
+      arrivals(c10::Device(*type, i));
+      fillers(c10::Device(*type, i));
+    }
   }
   std::vector<ThreadPool*> pools;
   {

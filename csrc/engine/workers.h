@@ -15,6 +15,10 @@ ThreadPool& workers();
 // device: neither whoever stages nor what another device sends waits behind them for this one.
 ThreadPool& arrivals(c10::Device source);
 
+// Stage copies into memory that exists on `target`. They may wait for kernels there, so no other
+// copy's staging waits for these threads.
+ThreadPool& fillers(c10::Device target);
+
 // One thread that looks, between calls, for what devices have finished with (see reclaim.h).
 ThreadPool& reclaimer_thread();
 

@@ -58,7 +58,8 @@ class GroupFill {
   // Is it so small, with nothing to wait for, that it is best done in the call?
   bool at_once() const { return at_once_; }
   ThreadPool& pool() const {
-    return target_.is_cpu() && !source_.is_cpu() ? arrivals(source_) : workers();
+    if (!target_.is_cpu()) return fillers(target_);
+    return source_.is_cpu() ? workers() : arrivals(source_);
   }
 
  private:
@@ -73,8 +74,10 @@ class GroupFill {
     Accelerator& accelerator = Accelerator::of(target_);
     at_once_ = at_once_ && options_.use_pinned_staging &&
                !accelerator.staging().is_exhausted(StagingUse::kOrdered);
-    const WindowBytes window_bytes =
+    WindowBytes window_bytes =
         best_window_bytes(*work_.plan, options_.use_background_thread, !mapped_.empty());
+    // A window that waits for kernels keeps a buffer: no small ones at the beginning.
+    window_bytes.first = window_bytes.most;
     return std::make_shared<HostToDeviceJob>(
         accelerator, std::move(work_),
         HostToDeviceOptions{options_.use_pinned_staging, window_bytes});
