@@ -248,7 +248,7 @@ def test_all_parts_are_one_result_of_the_runner_and_the_counts_are_its_targets(
             assert (batch["leaves"], batch["bytes"]) == LEAVES_AND_BYTES[name]
             assert batch["failed"] == {}
             stats = batch["stats"]
-            assert batch["memcpys"] == stats["transfers"] == 1
+            assert 1 <= batch["memcpys"] == stats["transfers"] <= 3  # one for each dtype
             assert stats["packed_leaves"] == batch["leaves"]
 
 
