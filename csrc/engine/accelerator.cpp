@@ -47,7 +47,12 @@ void set_stream_maker(c10::DeviceType type, StreamMaker maker) {
   g_stream_makers[static_cast<size_t>(type)] = maker;
 }
 
+// The host's needs no lock, which a forked child might find taken.
 Accelerator& Accelerator::of(c10::Device device) {
+  if (device.is_cpu()) {
+    static auto* const host = new Accelerator(device);
+    return *host;
+  }
   auto& [mutex, accelerators] = registry();
   const std::lock_guard lock(mutex);
   auto& entry = accelerators[{static_cast<int>(device.type()), device.index()}];

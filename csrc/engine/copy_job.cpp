@@ -30,10 +30,14 @@ void CopyJob::run() noexcept {
 bool CopyJob::run_in_background(ThreadPool& pool) {
   pool_ = &pool;
   ticket_ = std::make_shared<JobTicket>(shared_from_this());
-  const bool taken = pool.submit([ticket = ticket_] {
-    interleave();
-    if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();
-  });
+  bool taken = false;
+  try {
+    taken = pool.submit([ticket = ticket_] {
+      interleave();
+      if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();
+    });
+  } catch (...) {  // no memory for the task
+  }
   if (!taken) ticket_->take();
   return taken;
 }

@@ -16,6 +16,8 @@
 namespace tdcopier {
 namespace {
 
+constexpr uint64_t kLineBytes = 64;
+
 std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
 
 // The accelerator whose stream tells when all has arrived, and that stream.
@@ -56,6 +58,8 @@ size_t DeviceJob::chunks() const {
 }
 
 void DeviceJob::transfer_all() {
+  // A transfer to pageable memory could not be interrupted.
+  if (target_.is_cpu() && !pinned_) wait_until_ended(*written_);
   const c10::StreamGuard on_target_stream(stream_);
   const c10::StreamGuard on_source_stream(*reads_);
   written_->block(*reads_);
@@ -95,7 +99,8 @@ size_t DeviceJob::gather_and_transfer(size_t first) {
       note_sources_free(source_.events().record_or_wait(*reads_));
     }
   } else {
-    const uint64_t begin = plan_.chunks[first].begin;
+    // Chunks keep their places in a cache line, so that elements stay aligned.
+    const uint64_t begin = plan_.chunks[first].begin / kLineBytes * kLineBytes;
     // Freed on this stream, in whose order the next group uses it again.
     const c10::Storage scratch =
         allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);
@@ -140,16 +145,23 @@ void DeviceJob::gather_straight(size_t first, size_t last) {
   const PhaseRange range(phases_, Phase::kStage);
   std::vector<std::byte*> at;
   for (size_t i = first; i < last; ++i) at.push_back(work_.result->address(i));
-  const auto note_written = [&] {
-    for (size_t i = first; i < last; ++i) work_.result->note_written(i, *reads_);
-  };
   try {
     gather(*reads_, plan_, leaves_, {first, last, at});
   } catch (...) {
-    note_written();  // some of it may be under way
+    note_written(first, last);  // some of it may be under way
     throw;
   }
-  note_written();
+  note_written(first, last);
+}
+
+// Memory that its allocator does not know to be written must not go before it was.
+void DeviceJob::note_written(size_t first, size_t last) {
+  try {
+    for (size_t i = first; i < last; ++i) work_.result->note_written(i, *reads_);
+  } catch (...) {
+    reads_->synchronize();
+    throw;
+  }
 }
 
 void DeviceJob::transfer(size_t index, const std::byte* from) {
@@ -159,9 +171,8 @@ void DeviceJob::transfer(size_t index, const std::byte* from) {
     std::byte* const to = work_.result->address(index);
     if (pinned_) {
       enqueue_to_host(*reads_, to, from, chunk.bytes);
-      work_.result->note_written(index, *reads_);
+      note_written(index, index + 1);
     } else {
-      wait_until_ended(*written_);  // the transfer itself could not be interrupted
       copy_to_pageable(*reads_, to, from, chunk.bytes);
     }
     return count_transfer(chunk.bytes);

@@ -35,6 +35,7 @@ class DeviceJob final : public CopyJob {
   bool is_in_place(const ChunkPlan& chunk) const;
   bool can_gather_straight(size_t first, size_t last) const;
   void gather_straight(size_t first, size_t last);
+  void note_written(size_t first, size_t last);  // chunks of a result on the host
   void transfer(size_t chunk, const std::byte* from);
 
   Accelerator& source_;

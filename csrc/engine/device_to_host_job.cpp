@@ -60,8 +60,8 @@ std::vector<Window> DeviceToHostJob::windows_of_plan() const {
   return windows;
 }
 
+// It waits under the caller's streams: handlers of signals run meanwhile.
 void DeviceToHostJob::transfer_all() {
-  const c10::StreamGuard on_stream(stream_);
   while (!is_failing()) {
     interleave();
     const size_t claimed = claim();
@@ -85,11 +85,12 @@ void DeviceToHostJob::transfer(const Window& window) {
 void DeviceToHostJob::transfer_straight(const Window& window, size_t chunk) {
   const uint32_t leaf = plan_.order[plan_.chunks[chunk].first];
   std::byte* const to = work_.destinations[leaf].data;
+  if (!use_pinned_staging_) wait_until_ended(*written_);  // the transfer cannot be interrupted
   const PhaseRange range(phases_, Phase::kEnqueue);
+  const c10::StreamGuard on_stream(stream_);
   if (use_pinned_staging_) {
     enqueue_to_host(stream_, to, leaves_[leaf].data, window.bytes());
   } else {
-    wait_until_ended(*written_);  // the transfer itself could not be interrupted
     copy_to_pageable(stream_, to, leaves_[leaf].data, window.bytes());
   }
   note_read(window);
@@ -104,6 +105,7 @@ void DeviceToHostJob::transfer_staged(const Window& window, size_t chunk) {
   }
   EventRef arrived;
   {
+    const c10::StreamGuard on_stream(stream_);
     c10::Storage here;  // freed on this stream, in whose order the next window uses it again
     const std::byte* const image = image_of(window, chunk, here);
     const PhaseRange range(phases_, Phase::kEnqueue);
@@ -124,10 +126,11 @@ void DeviceToHostJob::transfer_staged(const Window& window, size_t chunk) {
 
 void DeviceToHostJob::transfer_pageable(const Window& window, size_t chunk) {
   const auto staged = std::make_unique_for_overwrite<std::byte[]>(window.bytes());
+  wait_until_ended(*written_);
   {
+    const c10::StreamGuard on_stream(stream_);
     c10::Storage here;
     const std::byte* const image = image_of(window, chunk, here);
-    wait_until_ended(*written_);
     const PhaseRange range(phases_, Phase::kEnqueue);
     copy_to_pageable(stream_, staged.get(), image, window.bytes());
   }

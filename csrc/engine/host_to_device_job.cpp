@@ -101,7 +101,6 @@ size_t HostToDeviceJob::most_participants() const {
 
 // What is read in place comes first: it is under way while the rest is staged.
 void HostToDeviceJob::transfer_all() {
-  const c10::StreamGuard on_stream(stream_);
   while (!is_failing()) {
     const size_t next = next_straight_++;
     if (next >= straight_.size()) break;
@@ -113,7 +112,8 @@ void HostToDeviceJob::transfer_all() {
   }
 }
 
-// It waits before it claims a window: an interrupted participant leaves none undone.
+// It waits before it claims a window: an interrupted participant leaves none undone. And it waits
+// under the caller's streams: handlers of signals run meanwhile.
 void HostToDeviceJob::transfer_window() {
   std::optional<StagingLease> lease;
   if (use_pinned_staging_ && !batch_) {
@@ -140,6 +140,7 @@ void HostToDeviceJob::stage(const Window& window, std::byte* to) {
 
 void HostToDeviceJob::transfer_straight(size_t chunk) {
   const PhaseRange range(phases_, Phase::kEnqueue);
+  const c10::StreamGuard on_stream(stream_);
   const ChunkPlan& plan = plan_.chunks[chunk];
   enqueue_to_device(stream_, address(chunk), leaves_[plan_.order[plan.first]].data, plan.bytes);
   count_transfer(plan.bytes);
@@ -147,6 +148,7 @@ void HostToDeviceJob::transfer_straight(size_t chunk) {
 
 void HostToDeviceJob::enqueue(StagedWindow staged) {
   const PhaseRange range(phases_, Phase::kEnqueue);
+  const c10::StreamGuard on_stream(stream_);
   const auto leave_to_device = [&] {
     EventRef read = accelerator_.events().record_or_wait(stream_);
     // The only participant, and nothing comes after it: no second event is needed.
@@ -172,6 +174,7 @@ void HostToDeviceJob::send_parts(const Window& window, const std::byte* staged) 
 }
 
 void HostToDeviceJob::transfer_pageable(const Window& window) {
+  const c10::StreamGuard on_stream(stream_);
   std::unique_ptr<std::byte[]> staged;
   const auto send = [&](size_t index, uint64_t begin, uint64_t end, uint64_t at) {
     const ChunkPlan& chunk = plan_.chunks[index];

@@ -10,6 +10,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/patience.h"
 #include "engine/workers.h"
 
 namespace tdcopier {
@@ -35,6 +36,7 @@ void Reclaimer::release_after(EventRef event, std::shared_ptr<KeepAlive> kept) n
     pending_.pop_back();
   } catch (...) {  // no memory for it: waited for here, below
   }
+  const InterruptibleWaits to_the_end(nullptr);
   wait_until_ended(*event);
   kept->release();
 }

@@ -17,6 +17,7 @@ namespace {
 std::atomic<uint64_t> g_max_window_bytes = std::numeric_limits<uint64_t>::max();
 
 constexpr uint64_t kPageBytes = 4096;
+constexpr uint64_t kLineBytes = 64;
 
 // Of so many bytes that lie together the device reads the last ones when the first have long left
 // the caches, or has to fetch them all from there.
@@ -111,7 +112,11 @@ std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
     while (all.begin < all.end) {
       const size_t round = std::min<size_t>(windows.size() / kWindowsOfRound, 32);
       const uint64_t here = std::min(step, window_bytes.first << round);
-      windows.push_back({all.begin, std::min(all.end, all.begin + here)});
+      // Chunks begin at the same place in a cache line as on the target, so no element is cut
+      // there.
+      const uint64_t line = (all.begin + here) / kLineBytes * kLineBytes;
+      windows.push_back(
+          {all.begin, std::min(all.end, line > all.begin ? line : line + kLineBytes)});
       all.begin = windows.back().end;
     }
   };

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/interleaver.h"
+#include "base/patience.h"
 #include "engine/fallbacks.h"
 
 namespace tdcopier {
@@ -75,7 +77,7 @@ std::optional<StagingLease> StagingRing::acquire(StagingUse use) {
 // Copies that wait for kernels leave a quarter of the buffers to those that do not.
 bool StagingRing::has_share_left(StagingUse use) {
   const size_t all = limit_bytes() / kStagingBufferBytes;
-  size_t most = all;
+  size_t most = all < kStagingUses ? 1 : all;
   if (use == StagingUse::kOrdered) most = all / 2;
   if (use == StagingUse::kFromDevice) most = all / 4;
   return share(use).buffers < std::max<size_t>(most, 1);
@@ -95,8 +97,10 @@ EventRef StagingRing::next_return(StagingUse use) {
     return in_flight.empty() ? nullptr : in_flight.front().event;
   };
   if (!has_share_left(use)) return front(use);
-  const EventRef first = front(StagingUse::kToDevice);
-  return first ? first : front(use);
+  for (const StagingUse each : {StagingUse::kToDevice, use, StagingUse::kOrdered}) {
+    if (const EventRef first = front(each)) return first;
+  }
+  return front(StagingUse::kFromDevice);
 }
 
 StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
@@ -138,7 +142,9 @@ void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock)
       ring.returned_.notify_all();
     }
   } stop{*this, lock, is_watched};
-  wait_until_ended(*oldest);
+  if (is_interleaved()) return wait_until_ended(*oldest);
+  const uint64_t returns = returns_;
+  wait_patiently([&] { return returns_ != returns || has_ended(*oldest); });
 }
 
 std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved(StagingUse use) noexcept {
@@ -161,6 +167,7 @@ void StagingRing::give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffe
     const std::lock_guard lock(mutex_);
     free_.push_back(std::move(buffer));
     --share(use).buffers;
+    ++returns_;
   }
   returned_.notify_all();
 }
@@ -178,6 +185,7 @@ void StagingRing::give_back_after(StagingUse use, std::unique_ptr<StagingBuffer>
 // A device that has failed reads no more: its buffers are free, or the ring would be blocked for
 // ever.
 void StagingRing::collect_done() {
+  const size_t before = free_.size();
   for (Share& those : shares_) {
     while (!those.in_flight.empty() && has_ended(*those.in_flight.front().event)) {
       free_.push_back(std::move(those.in_flight.front().buffer));
@@ -185,6 +193,7 @@ void StagingRing::collect_done() {
       --those.buffers;
     }
   }
+  if (free_.size() != before) returned_.notify_all();
 }
 
 void StagingRing::drop_over_limit() {

@@ -108,7 +108,8 @@ class StagingRing {
   Condition returned_;
   std::vector<std::unique_ptr<StagingBuffer>> free_;  // the last used is the warmest: taken first
   std::array<Share, kStagingUses> shares_;
-  uint64_t pinned_bytes_ = 0;  // free, leased and in flight
+  uint64_t pinned_bytes_ = 0;          // free, leased and in flight
+  std::atomic<uint64_t> returns_ = 0;  // buffers that threads have given back
 };
 
 }  // namespace tdcopier

@@ -61,7 +61,8 @@ c10::Allocator* pinned_allocator() {
   }
   const py::object module = py::module_::import("torch").attr("get_device_module")(
       c10::DeviceTypeName(*type, /*lower_case=*/true));
-  if (!module.attr("is_initialized")().cast<bool>()) return nullptr;
+  const bool can_tell = py::hasattr(module, "is_initialized");
+  if (can_tell && !module.attr("is_initialized")().cast<bool>()) return nullptr;
   return at::getHostAllocator(*type);
 }
 
