@@ -170,6 +170,30 @@ def staging_goes_on_when_all_buffers_wait_for_kernels(play: Play) -> None:
         play.expect(handle.get(), batch)
 
 
+def staging_is_bounded_beside_copies_that_wait_for_kernels(play: Play) -> None:
+    """H2D: what copies that wait have of the limit, no other copy gets as well."""
+    device = play.devices[0]
+    busy = play.stream(device)
+    buffers = 4
+    with small_limits(staging_buffers=buffers), play.sim.hold(busy):
+        waiting = []
+        with play.on(busy):
+            for _ in range(2):
+                static = play.write(device, play.batch((10,)))
+                batch = play.batch((10,))
+                handle = tdcopier.copy_into(batch, static)
+                handle.wait_staged()
+                waiting.append((handle, batch))
+        with play.on(play.stream(device)):
+            large = play.batch((100,))
+            handle = tdcopier.start_copy(large, device)
+            while not handle.ready():
+                assert _C.staging_bytes(device) <= buffers * _C.STAGING_BUFFER_BYTES
+            play.expect(handle.get(), large)
+    for handle, batch in waiting:
+        play.expect(handle.get(), batch)
+
+
 # ---- loops ---------------------------------------------------------------------------------------
 
 
@@ -223,6 +247,7 @@ COMPANY = (
     to_the_other_device_beside_a_copy_from_this_one,
     buffers_come_back_beside_one_that_waits_for_kernels,
     staging_goes_on_when_all_buffers_wait_for_kernels,
+    staging_is_bounded_beside_copies_that_wait_for_kernels,
     prefetching_goes_on_beside_a_copy_to_the_host,
     sources_of_an_idle_device_are_released_beside_a_busy_one,
 )

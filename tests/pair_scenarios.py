@@ -242,7 +242,7 @@ def one_tree_from_everywhere(play: Play) -> None:
     near, far = play.devices
     with play.on(play.stream(near)), play.on(play.stream(far)), small_limits():
         for _ in range(2):
-            batch = play.batch((40, READ_IN_PLACE, 17, 33))
+            batch = play.batch((30, READ_IN_PLACE, 17, 33))  # no buffer has to come back
             tree = [batch[0].clone(), batch[1].pin_memory(), *play.write(far, batch[2:])]
             handle = tdcopier.start_copy(tree, near)
             handle.wait_staged()
