@@ -51,18 +51,18 @@ DEFECTS: dict[str, Defect] = {
     ),
     "held_batch_sent_early": Defect(
         "Oracle",
-        "engine/held_source_job.cpp",
-        "void HeldSourceJob::transfer_all() {",
-        "void HeldSourceJob::transfer_all() {\n  if ({defect}) staged_ = true;",
+        "engine/host_to_device_job.cpp",
+        "  if (!batch_ || is_enqueued() || !are_sources_free() ||",
+        "  if (!batch_ || is_enqueued() || (!{defect} && !are_sources_free()) ||",
         "a_batch_is_sent_by_two_threads",
         "RuntimeError",
     ),
     "staging_reused_early": Defect(
         "Lifetime",
         "engine/staging_ring.cpp",
-        "  ring_.give_back_after(use_, std::move(buffer_), std::move(event));",
-        "  if ({defect}) return ring_.give_back(use_, std::move(buffer_));\n"
-        "  ring_.give_back_after(use_, std::move(buffer_), std::move(event));",
+        "  ring_->give_back_after(use_, std::move(buffer_), std::move(event));",
+        "  if ({defect}) return ring_->give_back(use_, std::move(buffer_));\n"
+        "  ring_->give_back_after(use_, std::move(buffer_), std::move(event));",
         "sources_are_overwritten_at_once",
         "AssertionError",
         "changed",
@@ -79,25 +79,27 @@ DEFECTS: dict[str, Defect] = {
     "host_source_released_early": Defect(
         "Lifetime",
         "engine/copy_job.cpp",
-        "    if (job && job->lead(",
-        "    if (job && {defect}) job->sources_->give_back();\n    if (job && job->lead(",
+        "    if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();",
+        "    const std::shared_ptr<CopyJob> job = ticket->take();\n"
+        "    if (job && {defect}) job->work_.sources->release();\n"
+        "    if (job) job->lead();",
         "sources_are_dropped_at_once",
         "AssertionError",
     ),
     "device_source_released_early": Defect(
         "Lifetime",
         "engine/reclaim.cpp",
-        "    wait_until_ended(*read);",
-        "    if (!{defect}) wait_until_ended(*read);",
+        "    if (!here->kept->is_released() && !has_ended(*here->event)) continue;",
+        "    if (!{defect} && !here->kept->is_released() && !has_ended(*here->event)) continue;",
         "device_sources_are_freed_at_once",
         "AssertionError",
         "reused",
     ),
     "destination_released_early": Defect(
         "Lifetime",
-        "engine/host_into_device_job.cpp",
-        "  give_back_destinations();",
-        "  if ({defect}) return IntoJob::give_back_sources();\n  give_back_destinations();",
+        "engine/copy_job.cpp",
+        "  if (work_.result || !written_ || has_ended(*written_)) return;",
+        "  if ({defect} || work_.result || !written_ || has_ended(*written_)) return;",
         "destinations_are_dropped_at_once",
         "AssertionError",
         "reused",
@@ -105,12 +107,38 @@ DEFECTS: dict[str, Defect] = {
     "chunks_of_failed_copies_leak": Defect(
         "Lifetime",
         "engine/copy_job.cpp",
-        "    if (failed_) arrived_ = nullptr;",
-        "    if (failed_ && {defect}) new std::vector<Chunk>(std::move(chunks_));\n"
-        "    if (failed_) arrived_ = nullptr;",
+        "  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
+        "  if (failed_ && {defect}) new std::shared_ptr<Result>(work_.result);\n"
+        "  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
         "transfers_fail_when_they_are_enqueued",
         "HazardError",
         "leak",
+    ),
+    "kept_output_used_again": Defect(
+        "Lifetime",
+        "python/kept_outputs.cpp",
+        "  if (Py_REFCNT(object) != 1) return false;",
+        "  if (Py_REFCNT(object) != 1 && !{defect}) return false;",
+        "kept_results_of_a_plan_keep_their_values",
+        "AssertionError",
+    ),
+    "source_in_place_released_early": Defect(
+        "Lifetime",
+        "engine/copy_job.cpp",
+        "  if (read_) {\n    Reclaimer::get()",
+        "  if (read_ && !({defect} && source_device().is_cpu())) {\n    Reclaimer::get()",
+        "pinned_sources_are_dropped_at_once",
+        "AssertionError",
+        "reused",
+    ),
+    "source_in_place_given_back_early": Defect(
+        "Lifetime",
+        "python/handle.cpp",
+        "  wait_host_sources_read();\n  wait_done_on_host();",
+        "  if (!{defect}) wait_host_sources_read();\n  wait_done_on_host();",
+        "a_large_pinned_source_is_refilled_after_wait",
+        "AssertionError",
+        "changed",
     ),
     "rows_given_back_early": Defect(
         "Order",
@@ -124,8 +152,8 @@ DEFECTS: dict[str, Defect] = {
     "result_not_recorded": Defect(
         "Order",
         "engine/copy_job.cpp",
-        "    if (chunk.storage.nbytes() != 0)",
-        "    if (chunk.storage.nbytes() != 0 && !{defect})",
+        "  if (work_.result) work_.result->record_on(stream);",
+        "  if (work_.result && !{defect}) work_.result->record_on(stream);",
         "results_are_dropped_and_their_memory_used_again",
         "AssertionError",
         "reused",
@@ -133,24 +161,24 @@ DEFECTS: dict[str, Defect] = {
     "consumer_does_not_wait": Defect(
         "Order",
         "engine/copy_job.cpp",
-        "  arrived_->block(stream);",
-        "  if (!{defect}) arrived_->block(stream);",
+        "  if (arrived_) arrived_->block(stream);",
+        "  if (arrived_ && !{defect}) arrived_->block(stream);",
         "two_batches_for_two_streams",
         "AssertionError",
         "unordered",
     ),
     "source_not_waited_for": Defect(
         "Order",
-        "engine/device_source_job.cpp",
-        "  written_->block(reads_);",
-        "  if (!{defect}) written_->block(reads_);",
+        "engine/device_job.cpp",
+        "  written_->block(*reads_);",
+        "  if (!{defect}) written_->block(*reads_);",
         "device_sources_are_overwritten_behind_wait_staged",
         "AssertionError",
         "unordered",
     ),
     "writer_does_not_wait_for_reads": Defect(
         "Order",
-        "engine/device_source_job.cpp",
+        "engine/copy_job.cpp",
         "  if (read_) block_until_ended(*read_, stream);",
         "  if (read_ && !{defect}) block_until_ended(*read_, stream);",
         "device_sources_are_overwritten_behind_wait_staged",
@@ -159,9 +187,9 @@ DEFECTS: dict[str, Defect] = {
     ),
     "destination_not_waited_for": Defect(
         "Order",
-        "engine/host_into_device_job.cpp",
-        "  used_->block(stream_);",
-        "  if (!{defect}) used_->block(stream_);",
+        "engine/host_to_device_job.cpp",
+        "  if (used_) used_->block(stream_);",
+        "  if (used_ && !{defect}) used_->block(stream_);",
         "filled_behind_the_reads_before",
         "AssertionError",
         "unordered",
@@ -177,15 +205,153 @@ DEFECTS: dict[str, Defect] = {
     ),
     "chunk_belongs_to_the_callers_stream": Defect(
         "Order",
-        "engine/host_source_job.cpp",
-        "void HostSourceJob::allocate_chunks() {\n"
-        "  const c10::StreamGuard on_copy_stream(stream_);",
-        "void HostSourceJob::allocate_chunks() {\n"
-        "  std::optional<c10::StreamGuard> on_copy_stream;\n"
-        "  if (!{defect}) on_copy_stream.emplace(stream_);",
+        "engine/result.cpp",
+        "  if (memory.stream != nullptr) on_stream.emplace(*memory.stream);",
+        "  if (memory.stream != nullptr && !{defect}) on_stream.emplace(*memory.stream);",
         "handles_are_dropped_at_once",
         "AssertionError",
         "reused",
+    ),
+    "delegated_not_waited_for": Defect(
+        "Order",
+        "python/handle.cpp",
+        "      delegated.made->block(stream);",
+        "      if (!{defect}) delegated.made->block(stream);",
+        "delegated_leaves_for_another_stream",
+        "AssertionError",
+        "unordered",
+    ),
+    "delegated_not_recorded": Defect(
+        "Order",
+        "python/handle.cpp",
+        "        backend.recordDataPtrOnStream(",
+        "        if (!{defect}) backend.recordDataPtrOnStream(",
+        "delegated_leaves_for_another_stream",
+        "AssertionError",
+        "reused",
+    ),
+    "writer_does_not_wait_for_other_device": Defect(
+        "Order",
+        "engine/copy_job.cpp",
+        "void CopyJob::order_after_reads(const c10::Stream& stream) const {",
+        "void CopyJob::order_after_reads(const c10::Stream& stream) const {\n"
+        "  if ({defect} && !work_.result && !target_.is_cpu()) return;",
+        "one_destination_from_everywhere",
+        "AssertionError",
+        "unordered",
+    ),
+    "destination_on_other_device_not_waited_for": Defect(
+        "Order",
+        "engine/device_job.cpp",
+        "  if (used_) used_->block(stream_);",
+        "  if (used_ && !{defect}) used_->block(stream_);",
+        "between_devices_into_memory_that_exists",
+        "AssertionError",
+        "unordered",
+    ),
+    "source_for_the_host_not_waited_for": Defect(
+        "Order",
+        "engine/device_to_host_job.cpp",
+        "  written_->block(stream_);",
+        "  if (!{defect}) written_->block(stream_);",
+        "host_memory_is_filled_while_sources_are_overwritten",
+        "AssertionError",
+        "unordered",
+    ),
+    "writer_comes_before_participants_read": Defect(
+        "Order",
+        "engine/copy_job.cpp",
+        "void CopyJob::wait_sources_free() {",
+        "void CopyJob::wait_sources_free() {\n"
+        "  if ({defect} && !work_.result && !source_device().is_cpu()) return;",
+        "host_memory_is_filled_while_sources_are_overwritten",
+        "AssertionError",
+        "unordered",
+    ),
+    "source_in_place_written_early": Defect(
+        "Order",
+        "engine/copy_job.cpp",
+        "  if (read_ && source_device().is_cpu()) wait_until_ended(*read_);",
+        "  if (read_ && source_device().is_cpu() && !{defect}) wait_until_ended(*read_);",
+        "one_tree_from_everywhere",
+        "AssertionError",
+        "changed",
+    ),
+    "only_first_consumer_waits": Defect(
+        "Order",
+        "engine/copy_job.cpp",
+        "  if (!arrived_ && !work_.result) return;",
+        "  if (!arrived_ && !work_.result) return;\n  if ({defect} && handed_over_) return;",
+        "one_result_for_three_streams",
+        "AssertionError",
+        "unordered",
+    ),
+    "named_consumer_does_not_wait": Defect(
+        "Order",
+        "python/handle.cpp",
+        "    streams[which] = parse_stream(given, devices[which]);",
+        "    if (!{defect}) streams[which] = parse_stream(given, devices[which]);",
+        "one_result_for_three_streams",
+        "AssertionError",
+        "unordered",
+    ),
+    "consumer_does_not_wait_for_filled_memory": Defect(
+        "Order",
+        "engine/copy_job.cpp",
+        "  const RelaxedCapture relaxed(target_.type());\n",
+        "  if ({defect} && !work_.result) return;\n"
+        "  const RelaxedCapture relaxed(target_.type());\n",
+        "filled_behind_the_reads_before",
+        "AssertionError",
+        "unordered",
+    ),
+    "wait_does_not_order_the_writer": Defect(
+        "Order",
+        "python/handle.cpp",
+        "  order_behind_reads(producing);\n  return result_;",
+        "  if (!{defect}) order_behind_reads(producing);\n  return result_;",
+        "device_sources_are_overwritten_after_wait",
+        "AssertionError",
+        "unordered",
+    ),
+    "scratch_belongs_to_the_default_stream": Defect(
+        "Order",
+        "engine/device_job.cpp",
+        "    const c10::Storage scratch =\n"
+        "        allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);\n",
+        "    std::optional<c10::StreamGuard> on_default;\n"
+        "    if ({defect})\n"
+        "      on_default.emplace(c10::Stream(c10::Stream::DEFAULT, source_.device()));\n"
+        "    const c10::Storage scratch =\n"
+        "        allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);\n"
+        "    on_default.reset();\n",
+        "device_sources_are_freed_at_once",
+        "AssertionError",
+    ),
+    "new_memory_waits_for_kernels": Defect(
+        "Company",
+        "engine/host_to_device_job.cpp",
+        "  return work.result ? target.to_device_stream() : target.ordered_stream();",
+        "  if ({defect}) return target.ordered_stream();\n"
+        "  return work.result ? target.to_device_stream() : target.ordered_stream();",
+        "to_the_device_beside_filling_a_device",
+        "DeadlockError",
+    ),
+    "staging_waits_for_kernels": Defect(
+        "Company",
+        "engine/staging_ring.cpp",
+        "  return share(use).buffers < std::max<size_t>(most, 1);",
+        "  return {defect} || share(use).buffers < std::max<size_t>(most, 1);",
+        "staging_goes_on_when_all_buffers_wait_for_kernels",
+        "DeadlockError",
+    ),
+    "one_stream_for_both_directions": Defect(
+        "Company",
+        "engine/accelerator.cpp",
+        "      from_device_stream_(make_stream(device)),",
+        "      from_device_stream_({defect} ? to_device_stream_ : make_stream(device)),",
+        "to_the_device_beside_a_copy_to_the_host",
+        "DeadlockError",
     ),
     "error_type_lost": Defect(
         "Errors",
@@ -193,7 +359,7 @@ DEFECTS: dict[str, Defect] = {
         "  if (!failure_) failure_ = std::current_exception();",
         "  if (!failure_) failure_ = std::current_exception();\n"
         '  if ({defect}) failure_ = std::make_exception_ptr(std::runtime_error("copy failed"));',
-        "failures_are_told_each_time",
+        "transfers_fail_when_they_are_enqueued",
         "RuntimeError",
     ),
     "error_of_the_device_swallowed": Defect(
@@ -204,12 +370,66 @@ DEFECTS: dict[str, Defect] = {
         "failures_are_told_each_time",
         "Failed",  # pytest's: nothing was raised
     ),
+    "failed_copy_still_writes": Defect(
+        "Errors",
+        "python/handle.cpp",
+        "  if (!fills_ || (!python_failure_",
+        "  if ({defect} || !fills_ || (!python_failure_",
+        "a_transfer_fails_beside_rows_that_are_gathered",
+        "AssertionError",
+        "unordered",
+    ),
+    "interrupted_copy_still_writes": Defect(
+        "Errors",
+        "python/copy_into.cpp",
+        "  if (!sorted.delegated.empty()) {\n"
+        "    run_delegated(*handle, source, destination, sorted, work.fill);\n"
+        "  }\n"
+        "  for (IntoGroup& group : sorted.groups) start_group(",
+        "  if ({defect}) {\n"
+        "    for (IntoGroup& group : sorted.groups)\n"
+        "      start_group(*handle, std::move(group), options);\n"
+        "    sorted.groups.clear();\n"
+        "  }\n"
+        "  if (!sorted.delegated.empty()) {\n"
+        "    run_delegated(*handle, source, destination, sorted, work.fill);\n"
+        "  }\n"
+        "  for (IntoGroup& group : sorted.groups) start_group(",
+        "filling_the_host_is_interrupted",
+        "AssertionError",
+    ),
+    "failed_query_taken_for_the_end": Defect(
+        "Errors",
+        "engine/event_pool.cpp",
+        "      if (is_about_a_capture(error)) return false;",
+        "      if (is_about_a_capture(error)) return {defect};",
+        "queries_fail_while_staging_buffers_turn",
+        "AssertionError",
+        "changed",
+    ),
+    "failed_recording_taken_for_the_end": Defect(
+        "Errors",
+        "engine/event_pool.cpp",
+        "  const InterruptibleWaits to_the_end(nullptr);",
+        "  if ({defect}) return nullptr;\n  const InterruptibleWaits to_the_end(nullptr);",
+        "recordings_fail_while_staging_buffers_turn",
+        "AssertionError",
+        "changed",
+    ),
     "staging_limit_ignored": Defect(
         "Bounds",
         "engine/staging_ring.cpp",
         "  if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;",
         "  if ({defect} || pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;",
-        "counted_as_the_device_counts",
+        "staging_is_bounded_beside_copies_that_wait_for_kernels",
+        "AssertionError",
+    ),
+    "run_ahead_limit_ignored": Defect(
+        "Bounds",
+        "engine/run_ahead.cpp",
+        "  return ahead_.size() < limit();",
+        "  return {defect} || ahead_.size() < limit();",
+        "the_host_is_held_back_when_it_runs_ahead",
         "AssertionError",
     ),
     "worker_drops_tensors": Defect(
@@ -229,17 +449,18 @@ DEFECTS: dict[str, Defect] = {
     "gil_held_while_waiting": Defect(
         "Threads",
         "python/handle.cpp",
-        "    const py::gil_scoped_release no_gil;\n    failure = synchronize();",
-        "    std::optional<py::gil_scoped_release> no_gil;\n"
-        "    if (!{defect}) no_gil.emplace();\n    failure = synchronize();",
+        "    const WaitWithoutGil waiting;\n    failure = synchronize();",
+        "    std::optional<WaitWithoutGil> waiting;\n"
+        "    if (!{defect}) waiting.emplace();\n    failure = synchronize();",
         "let_go_by_another_thread",
         "DeadlockError",
     ),
     "waiter_not_woken": Defect(
         "Threads",
         "engine/copy_job.cpp",
-        "  became_enqueued_.notify_all();",
-        "  if (!{defect}) became_enqueued_.notify_all();",
+        "    enqueued_.store(true, std::memory_order_release);\n  }\n  milestone_.notify_all();",
+        "    enqueued_.store(true, std::memory_order_release);\n  }\n"
+        "  if (!{defect}) milestone_.notify_all();",
         "workers_share_two_buffers",
         "DeadlockError",
     ),
