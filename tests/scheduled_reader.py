@@ -67,6 +67,10 @@ def scheduled_reader(schedule: Schedule) -> Iterator[None]:
         def start(self) -> None:
             self._thread = schedule.thread(self._run)
 
+        @property
+        def ident(self) -> int | None:  # None: it has not begun
+            return None if self._thread is None else id(self._thread)
+
         def join(self, timeout_s: float | None = None) -> None:
             if self._thread is not None:
                 self._thread.join()
