@@ -57,6 +57,15 @@ DEFECTS: dict[str, Defect] = {
         "a_batch_is_sent_by_two_threads",
         "RuntimeError",
     ),
+    "empty_leaf_shares_memory": Defect(
+        "Afterlife",
+        "engine/result.cpp",
+        "  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(device_);",
+        "  c10::Storage storage =\n"
+        "      leaf.bytes != 0 || {defect} ? chunk.storage : empty_storage(device_);",
+        "an_empty_leaf_of_a_result_is_grown",
+        "AssertionError",
+    ),
     "staging_reused_early": Defect(
         "Lifetime",
         "engine/staging_ring.cpp",

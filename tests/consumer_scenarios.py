@@ -132,6 +132,22 @@ def a_pass_is_closed_while_its_reader_is_at_work(play: Play) -> None:
             play.read_late(tdcopier.start_copy(batch, device).wait(), batch)
 
 
+def an_empty_leaf_of_a_result_is_grown(play: Play) -> None:
+    """H2D, then D2H: what is written to a leaf that was empty is nobody else's memory."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        pairs = []
+        for _ in range(2):
+            batch = play.batch((40, 17))
+            tree = [batch[0], torch.empty(0, dtype=torch.int32), batch[1]]
+            first, empty, second = tdcopier.start_copy(tree, device).wait()
+            play.overwrite([empty.resize_(30)])
+            pairs.append((tdcopier.start_copy([first, second], "cpu"), batch))
+            del first, empty, second
+        for handle, batch in pairs:
+            play.expect(handle.get(), batch)
+
+
 CONSUMERS = (
     one_result_for_three_streams,
     delegated_leaves_for_another_stream,
@@ -139,4 +155,5 @@ CONSUMERS = (
     the_host_is_held_back_when_it_runs_ahead,
     a_reader_prefetches_beside_copies_to_the_host,
     a_pass_is_closed_while_its_reader_is_at_work,
+    an_empty_leaf_of_a_result_is_grown,
 )
