@@ -92,9 +92,6 @@ size_t DeviceJob::gather_and_transfer(size_t first) {
   const size_t last = end_of_group(first);
   if (can_gather_straight(first, last)) {
     gather_straight(first, last);
-    uint64_t bytes = 0;
-    for (size_t i = first; i < last; ++i) bytes += plan_.chunks[i].bytes;
-    count_transfer(bytes);  // the kernel is the one transfer of all of them
     if (last == plan_.chunks.size()) {
       note_sources_free(source_.events().record_or_wait(*reads_));
     }
@@ -145,13 +142,18 @@ void DeviceJob::gather_straight(size_t first, size_t last) {
   const PhaseRange range(phases_, Phase::kStage);
   std::vector<std::byte*> at;
   for (size_t i = first; i < last; ++i) at.push_back(work_.result->address(i));
+  size_t launches = 0;
   try {
-    gather(*reads_, plan_, leaves_, {first, last, at});
+    launches = gather(*reads_, plan_, leaves_, {first, last, at});
   } catch (...) {
     note_written(first, last);  // some of it may be under way
     throw;
   }
   note_written(first, last);
+  uint64_t bytes = 0;
+  for (size_t i = first; i < last; ++i) bytes += plan_.chunks[i].bytes;
+  // Each kernel is a transfer, of however many chunks.
+  for (size_t i = 0; i < launches; ++i) count_transfer(i == 0 ? bytes : 0);
 }
 
 // Memory that its allocator does not know to be written must not go before it was.

@@ -81,8 +81,8 @@ End destination_of(const DestinationTable& destinations, size_t index, const Lea
 
 // `end_of` says where the leaf of an index is outside of its chunk.
 template <typename EndOf>
-void move(const c10::Stream& stream, Move direction, const PackPlan& plan, const LeafTable& leaves,
-          const ChunkMemory& chunks, const EndOf& end_of) {
+size_t move(const c10::Stream& stream, Move direction, const PackPlan& plan,
+            const LeafTable& leaves, const ChunkMemory& chunks, const EndOf& end_of) {
   const c10::InferenceMode no_autograd;
   uint64_t largest = 0;
   size_t count = 0;
@@ -110,16 +110,17 @@ void move(const c10::Stream& stream, Move direction, const PackPlan& plan, const
       }
     }
   }
-  segments.move(stream, direction);
+  const size_t launches = segments.move(stream, direction);
   copies.enqueue();
+  return launches;
 }
 
 }  // namespace
 
-void gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
-            const ChunkMemory& chunks) {
-  move(stream, Move::kGather, plan, leaves, chunks,
-       [&](uint32_t, const Leaf& leaf) { return source_of(leaves, leaf); });
+size_t gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
+              const ChunkMemory& chunks) {
+  return move(stream, Move::kGather, plan, leaves, chunks,
+              [&](uint32_t, const Leaf& leaf) { return source_of(leaves, leaf); });
 }
 
 void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,

@@ -22,9 +22,9 @@ struct ChunkMemory {
 // Requires, for all: `stream` is the current one of its device. They enqueue, and never block.
 
 // Each leaf of the chunks to its slot, on the same device or in pinned memory that it can write.
-// Leaves with gaps arrive without.
-void gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
-            const ChunkMemory& chunks);
+// Leaves with gaps arrive without. Returns how many kernels of the engine's it has launched.
+size_t gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
+              const ChunkMemory& chunks);
 
 // Each leaf of the chunks from its slot to its destination on the same device.
 void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,

@@ -136,8 +136,9 @@ void Segments::add(const void* address, uint64_t offset, uint64_t bytes) {
   }
 }
 
-void Segments::move(const c10::Stream& stream, Move direction) const {
-  if (segments_.empty()) return;
+size_t Segments::move(const c10::Stream& stream, Move direction) const {
+  size_t launches = 0;
+  if (segments_.empty()) return launches;
   const Kernel& kernel = kernel_of(stream.device());
   check_invariant(kernel.lack.empty(), "segments are moved where there is a kernel for them");
   const CurrentContext here(*cuda_driver(), kernel.context);
@@ -156,8 +157,10 @@ void Segments::move(const c10::Stream& stream, Move direction) const {
         launch<2042>(kernel.many, handle, direction, chunks, part);
       }
       segments = segments.subspan(part.size());
+      ++launches;
     }
   }
+  return launches;
 }
 
 const std::string& segment_kernel_lack(c10::Device device) {

@@ -40,8 +40,8 @@ class Segments {
 
   // Enqueues all on `stream`; nothing where there are none. Those that are written do not overlap.
   // Requires: the stream's device has the kernel. Throws: c10::Error, if the device refuses work.
-  // Never blocks.
-  void move(const c10::Stream& stream, Move direction) const;
+  // Never blocks. Returns how many kernels it has launched.
+  size_t move(const c10::Stream& stream, Move direction) const;
 
  private:
   // Chunks that one launch knows, and its segments: those from `first` to the next group's.

@@ -1,0 +1,141 @@
+"""Ctrl-C while a call waits: it comes through at once, and nothing is left without an owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tdcopier
+from tdcopier import _C
+
+pytestmark = pytest.mark.sim
+LIMIT_S = 0.1
+
+
+class Pressed(Exception):
+    """What the handler of the tests' signal raises."""
+
+
+@pytest.fixture
+def press() -> Iterator[Callable[[], float]]:
+    """Sends this process a signal in a moment; returns when that will be."""
+
+    def raise_it(*arguments: Any) -> None:
+        raise Pressed
+
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    timers = []
+
+    def send() -> float:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+        timers.append(timer)
+        timer.start()
+        return time.monotonic() + 0.1
+
+    yield send
+    for timer in timers:
+        timer.join()
+    signal.signal(signal.SIGUSR1, before)
+
+
+def _to_host(device: str) -> Callable[[], Any]:
+    source = torch.ones(10, device=device)
+    return lambda: tdcopier.start_copy([source], "cpu")
+
+
+def _into_host(device: str) -> Callable[[], Any]:
+    source, destination = torch.ones(10, device=device), torch.zeros(10)
+    return lambda: tdcopier.copy_into([source], [destination])
+
+
+def _into_device(device: str) -> Callable[[], Any]:
+    source, destination = torch.ones(10), torch.zeros(10, device=device)
+    return lambda: tdcopier.copy_into([source], [destination])
+
+
+def _into_device_beyond_its_staging(device: str) -> Callable[[], Any]:
+    source, destination = torch.ones(20_000_000), torch.zeros(20_000_000, device=device)
+    return lambda: tdcopier.copy_into([source], [destination])
+
+
+COPIES = {
+    "D2H": _to_host,
+    "into the host": _into_host,
+    "into a device": _into_device,
+    "into a device, more than its staging holds": _into_device_beyond_its_staging,
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_signal_ends_a_wait_and_the_copy_goes_on(sim, device, press, copy):
+    start = COPIES[copy](device)
+    stream = torch.sim.Stream(device=device)
+    torch.sim.synchronize()
+    with sim.hold(stream):
+        with torch.sim.stream(stream):
+            handle = start()
+        at = press()
+        with pytest.raises(Pressed):
+            handle.get()
+        assert time.monotonic() - at < LIMIT_S
+        assert not handle.ready()
+    assert all(leaf.eq(1).all() for leaf in handle.get())
+
+
+def test_a_signal_ends_the_wait_for_consumers(sim, device, press):
+    stream = torch.sim.Stream(device=device)
+    torch.sim.synchronize()
+    with sim.hold(stream):
+        with torch.sim.stream(stream):
+            for _ in range(4):
+                tdcopier.start_copy([torch.ones(3)], device).wait()
+        at = press()
+        with pytest.raises(Pressed):
+            tdcopier.start_copy([torch.ones(3)], device)
+        assert time.monotonic() - at < LIMIT_S
+    assert tdcopier.copy([torch.ones(3)], device)[0].eq(1).all()
+
+
+def test_a_signal_ends_the_wait_until_a_pinned_source_was_read(sim, device, press):
+    source = torch.ones(300_000).pin_memory()
+    with sim.hold(_C.copy_stream(device)):
+        handle = tdcopier.start_copy([source], device)
+        for call in (handle.wait, handle.wait_staged):
+            at = press()
+            with pytest.raises(Pressed):
+                call()
+            assert time.monotonic() - at < LIMIT_S
+    assert handle.get()[0].eq(1).all()
+
+
+def test_a_handler_that_raises_nothing_runs_on_the_callers_streams(sim, device):
+    seen = []
+
+    def look(*arguments: Any) -> None:
+        seen.append(torch.sim.current_stream(device))
+
+    start = _into_device_beyond_its_staging(device)
+    before = signal.signal(signal.SIGUSR1, look)
+    stream = torch.sim.Stream(device=device)
+    torch.sim.synchronize()
+    current = torch.sim.current_stream(device)
+    hold = sim.hold(stream)
+    try:
+        with torch.sim.stream(stream):
+            handle = start()
+        for delay, act in (
+            (0.05, lambda: os.kill(os.getpid(), signal.SIGUSR1)),
+            (0.2, hold.release),
+        ):
+            threading.Timer(delay, act).start()
+        handle.get()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [current]
