@@ -140,7 +140,8 @@ def test_the_number_of_workers_is_bounded_as_asked():
     code = """
     import torch
     from tdcopier import _C
-    print(_C.wake_workers() - torch.accelerator.device_count())  # each has one for what arrives
+    # Each device has one for what arrives from it, and one for what fills it.
+    print(_C.wake_workers() - 2 * torch.accelerator.device_count())
     """
     one = run_python(code, TDCOPIER_WORKERS="1")
     assert int(one) == 2  # and the reclaimer
