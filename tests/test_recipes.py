@@ -145,7 +145,8 @@ def test_the_sb3_buffer_gives_the_batches_of_its_base_class(
 ):
     gathered, plain = both_buffers(sb3, device, lean=lean, envs=envs, images=images)
     assert_same(sampled(gathered), sampled(plain), device)
-    assert [handle.stats.transfers for handle in gathers] == [1] * (1 + lean)
+    assert len(gathers) == 1 + lean
+    assert all(0 < handle.stats.transfers <= handle.stats.chunks for handle in gathers)
     assert [handle.stats.fallbacks for handle in gathers] == [0] * (1 + lean)
 
 

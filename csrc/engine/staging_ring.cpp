@@ -77,7 +77,7 @@ std::optional<StagingLease> StagingRing::acquire(StagingUse use) {
 // Copies that wait for kernels leave a quarter of the buffers to those that do not.
 bool StagingRing::has_share_left(StagingUse use) {
   const size_t all = limit_bytes() / kStagingBufferBytes;
-  size_t most = all < kStagingUses ? 1 : all;
+  size_t most = all;
   if (use == StagingUse::kOrdered) most = all / 2;
   if (use == StagingUse::kFromDevice) most = all / 4;
   return share(use).buffers < std::max<size_t>(most, 1);
@@ -86,7 +86,8 @@ bool StagingRing::has_share_left(StagingUse use) {
 // Where the limit is less than a buffer for each use, each may have its one all the same.
 bool StagingRing::may_grow(StagingUse use) {
   if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;
-  return limit_bytes() < kStagingUses * kStagingBufferBytes && share(use).buffers == 0;
+  const bool is_first = share(use).buffers == 0;
+  return is_first && pinned_bytes_ < kStagingUses * kStagingBufferBytes;
 }
 
 // A buffer of the use itself if it has its whole share, else of any: those that wait for no kernel

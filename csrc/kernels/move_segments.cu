@@ -1,5 +1,5 @@
-// Copies many segments between their places on a device and their slots in up to eight chunks, all at
-// once: a gather, or a scatter. This is the source of move_segments_ptx.h, which
+// Copies many segments between their places on a device and their slots in up to eight chunks, all
+// at once: a gather, or a scatter. This is the source of move_segments_ptx.h, which
 // tools/make_ptx.py writes; engine/segment_kernel.h has the layout of the parameters once more.
 
 using u32 = unsigned int;
