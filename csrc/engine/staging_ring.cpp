@@ -98,10 +98,8 @@ EventRef StagingRing::next_return(StagingUse use) {
     return in_flight.empty() ? nullptr : in_flight.front().event;
   };
   if (!has_share_left(use)) return front(use);
-  for (const StagingUse each : {StagingUse::kToDevice, use, StagingUse::kOrdered}) {
-    if (const EventRef first = front(each)) return first;
-  }
-  return front(StagingUse::kFromDevice);
+  const EventRef first = front(StagingUse::kToDevice);
+  return first ? first : front(use);
 }
 
 StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
@@ -128,10 +126,10 @@ StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
 void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock) {
   // One thread for each use looks at the device, and wakes the others.
   bool& is_watched = share(use).is_watched;
-  const EventRef oldest = is_watched ? nullptr : next_return(use);
-  if (!oldest) return returned_.wait(lock);
+  const EventRef next = next_return(use);
+  if (is_watched || (is_interleaved() && !next)) return returned_.wait(lock);
   is_watched = true;
-  // Keep a reference and let the others in while the device works.
+  const uint64_t returns = returns_;
   lock.unlock();
   struct StopWatching {
     StagingRing& ring;
@@ -143,9 +141,20 @@ void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock)
       ring.returned_.notify_all();
     }
   } stop{*this, lock, is_watched};
-  if (is_interleaved()) return wait_until_ended(*oldest);
-  const uint64_t returns = returns_;
-  wait_patiently([&] { return returns_ != returns || has_ended(*oldest); });
+  if (is_interleaved()) return wait_until_ended(*next);
+  wait_patiently([&] { return returns_ != returns || has_ended_any(); });
+}
+
+bool StagingRing::has_ended_any() {
+  std::array<EventRef, kStagingUses> fronts;
+  {
+    const std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < kStagingUses; ++i) {
+      if (!shares_[i].in_flight.empty()) fronts[i] = shares_[i].in_flight.front().event;
+    }
+  }
+  return std::any_of(fronts.begin(), fronts.end(),
+                     [](const EventRef& event) { return event && has_ended(*event); });
 }
 
 std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved(StagingUse use) noexcept {

@@ -93,6 +93,7 @@ class StagingRing {
   Room look_for_room(StagingUse use, bool grow, std::unique_ptr<StagingBuffer>& buffer);
   std::unique_ptr<StagingBuffer> allocate_reserved(StagingUse use) noexcept;  // null: none
   void wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock);
+  bool has_ended_any();  // the oldest transfer of a use; mutex_ not held
   void give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffer);
   void give_back_after(StagingUse use, std::unique_ptr<StagingBuffer> buffer, EventRef event);
   // All of these: mutex_ held.
