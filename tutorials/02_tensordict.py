@@ -102,7 +102,7 @@ squares.reverse()  # meanwhile
 back = handle.get()
 where("back", back)
 print("pinned:", back["depth"].is_pinned(), "- transfers:", handle.stats.transfers)
-assert handle.stats.transfers == 1
+assert 1 <= handle.stats.transfers <= 3  # one for each dtype at most
 torch.testing.assert_close(back["depth"], there["depth"].cpu())
 
 # %%
@@ -171,7 +171,7 @@ print(
     f"{stats.opaque_leaves} opaque values; {stats.transfers} transfer in {stats.chunks} chunk"
 )
 assert stats[:5] == (5 + 2 * len(OBJECTS), 0, 0, 0, 2)
-assert (stats.chunks, stats.transfers) == (1, 1)
+assert stats.chunks == stats.transfers == 3  # a chunk and a transfer for each dtype
 
 # %%
 # Every node and every leaf against ``.to()``
@@ -325,7 +325,7 @@ for each, got in zip(drives, replayed, strict=True):
 assert addresses(static) == before
 print(f"each replay has read its batch; {len(before)} leaves are where they were")
 print("transfers for one batch:", handle.stats.transfers)
-assert handle.stats.transfers == 1
+assert 1 <= handle.stats.transfers <= 3  # one for each dtype at most
 
 # %%
 # TensorDict's own calls
@@ -344,7 +344,7 @@ with tdcopier.tensordict_backend() as use:
     by_engine = drive.to(device)
     if device.type == "sim":
         print("with the engine:", sim.counts().h2d.transfers, "transfer to the device")
-        assert sim.counts().h2d.transfers == 1
+        assert 1 <= sim.counts().h2d.transfers <= 3  # one for each dtype at most
     made = TensorDict({"depth": torch.rand(4), "mask": torch.ones(4)}, [4], device=device)
     halved = drive.select("motion").to(torch.float16)
 print(use)
@@ -374,7 +374,8 @@ def draw():
 
     rows = parts(on_device)
     tensors = [value for _, value in rows if isinstance(value, torch.Tensor)]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    chunks = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    assert len(chunks) == len({tensor.dtype for tensor in tensors})  # a chunk for each dtype
     first = min(tensor.data_ptr() for tensor in tensors)
     end = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors) - first
 
