@@ -350,7 +350,6 @@ def memory_of(tensor):
 def what_became():
     """(path, bytes, fate, address) for every leaf and opaque value of the copy to the device."""
     sources, moved = dict(nodes(batch)), dict(nodes(result))
-    tensors = [value for value in moved.values() if isinstance(value, torch.Tensor)]
     rows = []
     for path, value in moved.items():
         if children(value) is not None:
