@@ -202,3 +202,16 @@ def test_staging_that_cannot_be_pinned_waits_for_a_buffer_that_comes_back(sim, d
     assert handle.get()[0].eq(2).all()
     assert before.get()[0].eq(1).all()
     assert handle.stats.fallbacks == 1
+
+
+@pytest.mark.parametrize("target", ["device", "host"])
+def test_a_result_is_saved_and_loaded_whole_and_leaf_by_leaf(device, target, tmp_path):
+    batch = {"a": torch.rand(5, 3), "b": torch.ones(5, dtype=torch.bool), "c": torch.arange(7)}
+    result = tdcopier.copy(batch, device)
+    if target == "host":
+        result = tdcopier.copy(result, "cpu")
+    for number, saved in enumerate([result, *({"leaf": leaf} for leaf in result.values())]):
+        path = tmp_path / f"{number}.pt"
+        torch.save(saved, path)
+        loaded = torch.load(path)
+        assert all(torch.equal(loaded[key].cpu(), saved[key].cpu()) for key in saved)

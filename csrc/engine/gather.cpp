@@ -1,4 +1,4 @@
-// One kernel for all leaves whose bytes lie together at both ends, or where there is none one call
+// One kernel for all leaves that are contiguous at both ends, or without a kernel one call
 // of torch's; one call per leaf with gaps.
 #include "engine/gather.h"
 
@@ -29,7 +29,7 @@ struct End {
   std::span<const int64_t> strides_bytes = {};
 };
 
-// Copies that torch enqueues: those of bytes that lie together in one call.
+// Copies that torch enqueues: one call for all that are contiguous.
 class TorchCopies {
  public:
   // `counted`: a faster way would have been the device's own.

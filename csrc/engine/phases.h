@@ -1,4 +1,4 @@
-// What a copy spends its time on, step by step, for whoever wants to know.
+// The time that a copy spends in each of its phases.
 #pragma once
 
 #include <array>
