@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -30,6 +31,8 @@ FAIL_WITHOUT_CUDA = os.environ.get("FAIL_WITHOUT_CUDA") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what is in its background without Ctrl-C, and the interpreter leaves that so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if DEVICE_TYPE not in ("sim", "cuda"):
         raise pytest.UsageError(f"TDCOPIER_TEST_DEVICE={DEVICE_TYPE!r}: give sim or cuda")
     if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
