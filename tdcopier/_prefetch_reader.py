@@ -8,8 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -21,6 +21,8 @@ from tdcopier._prefetch_source import EndOfPass, Item, PrefetchCounters, Source
 # in the engine, which it leaves in bounded time.
 _SOURCE_GRACE_S = 1.0
 _COPY_GRACE_S = 10.0
+# A signal that comes just before a wait does not end it: a consumer looks this often.
+_INTERRUPT_CHECK_S = 0.05
 
 
 class Wakeup:
@@ -36,9 +38,13 @@ class Wakeup:
         if self._tokens.empty():
             self._tokens.put(None)
 
-    def wait(self) -> None:
-        """Return after the next `set`, or after one that no wait has answered yet. Blocks."""
-        self._tokens.get()
+    def wait(self, within_s: float | None = None) -> None:
+        """Return after the next `set`, or after one that no wait has answered yet. Blocks.
+
+        Returns after ``within_s`` seconds at the latest.
+        """
+        with suppress(Empty):
+            self._tokens.get(timeout=within_s)
 
 
 class ReaderPass(BatchQueue):
@@ -130,7 +136,7 @@ class ReaderPass(BatchQueue):
     def _bring_first(self) -> None:
         self._room.set()  # an interrupt may have come before the reader was told
         while not self._items and self.why_closed is None:
-            self._arrival.wait()
+            self._arrival.wait(_INTERRUPT_CHECK_S)
 
     def _take_out(self, item: Item) -> None:
         super()._take_out(item)

@@ -82,9 +82,9 @@ class Asked:
     def set(self) -> None:
         self._arrival.set()
 
-    def wait(self) -> None:
+    def wait(self, within_s: float | None = None) -> None:
         self.found_none.set()
-        self._arrival.wait()
+        self._arrival.wait(within_s)
 
 
 class Call:

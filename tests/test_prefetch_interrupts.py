@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import signal
 import threading
@@ -217,13 +218,18 @@ def test_a_prefetcher_that_is_dropped_after_an_interrupt_leaves_no_reader(begin,
     interrupted_everywhere(kind, scene)
 
 
-def test_ctrl_c_ends_a_next_that_waits_and_the_batch_comes_later(device):
+@pytest.mark.parametrize("ends_system_calls", [True, False])
+def test_ctrl_c_ends_a_next_that_waits_and_the_batch_comes_later(device, ends_system_calls):
+    """A signal that comes between a look at signals and the wait ends no system call."""
     source = Stops(at=1, count=2)
     here = threading.main_thread().ident
 
     def interrupt() -> None:
         asked.found_none.wait()
-        signal.pthread_kill(here, signal.SIGINT)
+        if ends_system_calls:
+            signal.pthread_kill(here, signal.SIGINT)
+        else:
+            _thread.interrupt_main()
 
     with tdcopier.prefetch(source(), device) as prefetcher:
         assert value_of(next(prefetcher)) == 0
