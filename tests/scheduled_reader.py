@@ -32,7 +32,8 @@ class GateQueue:
         gate, self._gate = self._gate, Gate()
         gate.open()
 
-    def get(self) -> Any:
+    def get(self, timeout: float | None = None) -> Any:
+        """In a schedule no time passes: it waits for an item, whatever the timeout."""
         while True:
             gate = self._gate
             try:
