@@ -357,9 +357,18 @@ DEFECTS: dict[str, Defect] = {
     "one_stream_for_both_directions": Defect(
         "Company",
         "engine/accelerator.cpp",
-        "      from_device_stream_(make_stream(device)),",
-        "      from_device_stream_({defect} ? to_device_stream_ : make_stream(device)),",
+        "  std::call_once(made.once, [&] { made.stream = make_stream(device_); });",
+        "  if ({defect}) return Accelerator::of(device_).to_device_stream();\n"
+        "  std::call_once(made.once, [&] { made.stream = make_stream(device_); });",
         "to_the_device_beside_a_copy_to_the_host",
+        "DeadlockError",
+    ),
+    "one_stream_for_all_that_leaves": Defect(
+        "Company",
+        "engine/accelerator.cpp",
+        "  Made& made = made_[(id ^ id >> 5 ^ id >> 10) % made_.size()];",
+        "  Made& made = made_[{defect} ? 0 : (id ^ id >> 5 ^ id >> 10) % made_.size()];",
+        "to_the_host_beside_a_copy_to_the_host",
         "DeadlockError",
     ),
     "error_type_lost": Defect(

@@ -103,6 +103,15 @@ def to_the_host(play: Play) -> None:
         play.expect(tdcopier.start_copy(play.write(device, batch), "cpu").get(), batch)
 
 
+def within_the_device(play: Play) -> None:
+    """Into memory that exists, from and to a stream that has no kernels."""
+    device = play.devices[0]
+    with play.on(play.stream(device)):
+        batch = play.batch()
+        static = play.write(device, play.batch())
+        play.expect(tdcopier.copy_into(play.write(device, batch), static).get(), batch)
+
+
 def beside(
     depending: Callable[[Play], Check], goes_on: Callable[[Play], None]
 ) -> Callable[[Play], None]:
@@ -244,6 +253,7 @@ def sources_of_an_idle_device_are_released_beside_a_busy_one(play: Play) -> None
 COMPANY = (
     *(beside(depending, to_the_device) for depending in DEPENDING),
     *(beside(depending, to_the_host) for depending in DEPENDING),
+    *(beside(depending, within_the_device) for depending in DEPENDING),
     to_the_other_device_beside_a_copy_from_this_one,
     buffers_come_back_beside_one_that_waits_for_kernels,
     staging_goes_on_when_all_buffers_wait_for_kernels,

@@ -6,15 +6,8 @@ leaves out what they are about.
 
 from __future__ import annotations
 
-_ONE_STREAM = "one stream serves all that leaves a device, and waits for the callers' kernels"
-
 NOT_YET: dict[str, str] = {
     "a_signal_arrives_while_the_host_waits": "under a schedule waits block: test_signals.py has it",
-    "to_the_host_beside_a_copy_to_the_host": _ONE_STREAM,
-    "to_the_host_beside_a_copy_to_another_device": _ONE_STREAM,
-    "to_the_host_beside_filling_the_host": _ONE_STREAM,
-    "to_the_host_beside_filling_another_device": _ONE_STREAM,
-    "to_the_host_beside_a_scatter": _ONE_STREAM,
 }
 
 NOT_YET_WITHOUT_THREADS: dict[str, str] = {}

@@ -102,15 +102,16 @@ def test_workers_are_free_while_a_large_fill_waits_for_kernels(stall, device, ac
     source, destination = torch.ones(12_000_000), torch.zeros(12_000_000, device=device)
     other = torch.full((size,), 5.0)
     tdcopier.copy(other, device)
-    accelerator.synchronize()
-    with stall(stream):
-        with accelerator.stream(stream):
-            late = tdcopier.copy_into([source], [destination])
-        handle = tdcopier.start_copy([other], device)
-        assert becomes(handle.ready)
-        assert not late.ready()
-    assert late.get()[0].eq(1).all()
-    assert handle.get()[0].eq(5).all()
+    for _ in range(1 if device.startswith("cuda") else 20):  # buffers come back in any order
+        accelerator.synchronize()
+        with stall(stream):
+            with accelerator.stream(stream):
+                late = tdcopier.copy_into([source], [destination])
+            handle = tdcopier.start_copy([other], device)
+            assert becomes(handle.ready)
+            assert not late.ready()
+        assert late.get()[0].eq(1).all()
+        assert handle.get()[0].eq(5).all()
 
 
 def _pageable(size: int, folder: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from catalogue import ramp
 from container_classes import FrozenSample
 from sim_support import becomes
-from support import assert_same, oracle
+from support import assert_same, oracle, run_python
 
 import tdcopier
 
@@ -25,6 +25,32 @@ class Failing(torch.Tensor):
         if func is torch.Tensor.to:
             raise cls.error
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.sim
+def test_all_is_delegated_where_a_backend_has_storages_of_its_own_class():
+    """A result of the engine's would have a plain storage."""
+    run_python("""
+        import ctypes
+        import torch
+        import tdcopier
+        from tdcopier import _C, sim
+
+        sim.enable()
+        source = torch.arange(5, device="sim")
+        assert tdcopier.start_copy([source], "cpu").stats.delegated_leaves == 0
+        set_maker = ctypes.CDLL("libc10.so")[
+            "_ZN3c1020SetStorageImplCreateENS_10DeviceTypeEPFNS_13intrusive_ptrINS_11StorageImplENS_"
+            "6detail34intrusive_target_default_null_typeIS2_EEEENS2_15use_byte_size_tENS_6SymIntENS_"
+            "7DataPtrEPNS_9AllocatorEbE"
+        ]
+        of_nothing = ctypes.CFUNCTYPE(None)(lambda: None)  # never called: no storage is made
+        private_use_1 = ctypes.c_int8(20)
+        set_maker(private_use_1, of_nothing)
+        handle = tdcopier.start_copy([source], "cpu")
+        assert handle.get()[0].tolist() == [0, 1, 2, 3, 4]
+        assert handle.stats.delegated_leaves == 1
+    """)
 
 
 @pytest.mark.filterwarnings(

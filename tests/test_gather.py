@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from catalogue import ramp
 from container_classes import Pair
 from gather_support import ROWS, rows_of
-from support import assert_same
+from support import assert_same, run_python
 from torch.overrides import TorchFunctionMode
 
 import tdcopier
@@ -214,6 +215,36 @@ def test_rows_arrive_on_the_host_in_pinned_memory_that_is_sent_as_it_is(device):
     assert (handle.stats.transfers, handle.stats.background) == (1, False)
     plain = tdcopier.start_gather(tree, index, "cpu", use_pinned_staging=False).get()
     assert not any(leaf.is_pinned() for leaf in plain.values())
+
+
+def test_rows_for_the_host_do_not_begin_to_use_an_accelerator(accelerator, monkeypatch):
+    """To ask for pinned memory would, which takes 0.3 s and 0.5 GB on CUDA."""
+    monkeypatch.setattr(accelerator, "is_initialized", lambda: False)
+    (gathered,) = tdcopier.start_gather([torch.randn(ROWS, 4)], torch.arange(3), "cpu").get()
+    assert not gathered.is_pinned()
+
+
+@pytest.mark.cuda
+def test_a_process_that_only_samples_does_not_begin_to_use_cuda():
+    run_python("""
+        import torch, tdcopier
+        table = torch.arange(8)
+        (rows,) = tdcopier.start_gather([table], torch.tensor([3, 1]), "cpu").get()
+        assert rows.tolist() == [3, 1]
+        assert not torch.cuda.is_initialized()
+    """)
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_rows_for_the_host_are_pageable_in_a_child_of_a_fork(device):
+    (before,) = tdcopier.start_gather([torch.arange(8)], torch.tensor([3, 1]), "cpu").get()
+    assert before.is_pinned()
+    child = os.fork()
+    if child == 0:
+        (rows,) = tdcopier.start_gather([torch.arange(8)], torch.tensor([3, 1]), "cpu").get()
+        pinned = device.startswith("sim") and rows.is_pinned()  # to ask CUDA fails here
+        os._exit(0 if rows.tolist() == [3, 1] and not pinned else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_an_array_over_a_file_is_read_in_the_windows_of_mapped_files(device, tmp_path):

@@ -47,6 +47,14 @@ void set_stream_maker(c10::DeviceType type, StreamMaker maker) {
   g_stream_makers[static_cast<size_t>(type)] = maker;
 }
 
+// Streams of one pool have numbers that follow each other, above some bits for the pool.
+const c10::Stream& FollowingStreams::after(const c10::Stream& callers) {
+  const auto id = static_cast<uint64_t>(callers.id());
+  Made& made = made_[(id ^ id >> 5 ^ id >> 10) % made_.size()];
+  std::call_once(made.once, [&] { made.stream = make_stream(device_); });
+  return *made.stream;
+}
+
 // The host's needs no lock, which a forked child might find taken.
 Accelerator& Accelerator::of(c10::Device device) {
   if (device.is_cpu()) {
@@ -70,6 +78,12 @@ void Accelerator::settle_all() {
   }
 }
 
+void Accelerator::drop_staging() {
+  auto& [mutex, accelerators] = registry();
+  const std::lock_guard lock(mutex);
+  for (const auto& [key, accelerator] : accelerators) accelerator->staging().drop_free();
+}
+
 void Accelerator::drop_held_memory() {
   auto& [mutex, accelerators] = registry();
   const std::lock_guard lock(mutex);
@@ -77,14 +91,18 @@ void Accelerator::drop_held_memory() {
 }
 
 EventRef Accelerator::record_current() {
-  return events_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  return events_.record(current_stream());
+}
+
+c10::Stream Accelerator::current_stream() const {
+  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
 Accelerator::Accelerator(c10::Device device)
     : device_(device),
       to_device_stream_(make_stream(device)),
-      from_device_stream_(make_stream(device)),
-      ordered_stream_(make_stream(device)),
+      from_device_streams_(device),
+      ordered_streams_(device),
       events_(device.type()),
       staging_(device.type()),
       held_(device.type()),

@@ -22,7 +22,7 @@ bool any_straight(const CopyWork& work, bool use_pinned_staging) {
                      [&](const ChunkPlan& c) { return is_straight(c, *work.plan, *work.leaves); });
 }
 
-const c10::Stream& stream_of(const Accelerator& target, const CopyWork& work) {
+const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
   return work.result ? target.to_device_stream() : target.ordered_stream();
 }
 

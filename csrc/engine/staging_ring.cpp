@@ -38,8 +38,7 @@ uint64_t StagingRing::limit_bytes() {
 
 bool StagingRing::is_exhausted(StagingUse use) noexcept {
   const std::lock_guard lock(mutex_);
-  collect_done();
-  drop_over_limit();
+  collect_if_needed(use);
   return !has_share_left(use) || (free_.empty() && !may_grow(use));
 }
 
@@ -48,6 +47,13 @@ uint64_t StagingRing::pinned_bytes() {
   collect_done();
   drop_over_limit();
   return pinned_bytes_;
+}
+
+void StagingRing::drop_free() {
+  const std::lock_guard lock(mutex_);
+  collect_done();
+  pinned_bytes_ -= free_.size() * kStagingBufferBytes;
+  free_.clear();
 }
 
 std::optional<StagingLease> StagingRing::acquire(StagingUse use) {
@@ -104,8 +110,7 @@ EventRef StagingRing::next_return(StagingUse use) {
 
 StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
                                              std::unique_ptr<StagingBuffer>& buffer) {
-  collect_done();
-  drop_over_limit();
+  collect_if_needed(use);
   // Nothing comes back that does not wait for kernels of another copy.
   const bool is_alone =
       free_.empty() && share(use).buffers == 0 && share(StagingUse::kToDevice).buffers == 0;
@@ -146,15 +151,15 @@ void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock)
 }
 
 bool StagingRing::has_ended_any() {
-  std::array<EventRef, kStagingUses> fronts;
+  std::vector<EventRef> events;
   {
     const std::lock_guard lock(mutex_);
-    for (size_t i = 0; i < kStagingUses; ++i) {
-      if (!shares_[i].in_flight.empty()) fronts[i] = shares_[i].in_flight.front().event;
+    for (const Share& those : shares_) {
+      for (const InFlight& one : those.in_flight) events.push_back(one.event);
     }
   }
-  return std::any_of(fronts.begin(), fronts.end(),
-                     [](const EventRef& event) { return event && has_ended(*event); });
+  return std::any_of(events.begin(), events.end(),
+                     [](const EventRef& event) { return has_ended(*event); });
 }
 
 std::unique_ptr<StagingBuffer> StagingRing::allocate_reserved(StagingUse use) noexcept {
@@ -192,18 +197,31 @@ void StagingRing::give_back_after(StagingUse use, std::unique_ptr<StagingBuffer>
   returned_.notify_all();
 }
 
+// The device is asked only where its answer matters: each question takes about a microsecond.
+void StagingRing::collect_if_needed(StagingUse use) {
+  if (free_.empty() || pinned_bytes_ > limit_bytes() || !has_share_left(use)) collect_done();
+  drop_over_limit();
+}
+
 // A device that has failed reads no more: its buffers are free, or the ring would be blocked for
-// ever.
+// ever. Transfers of the first use end in order; those of the others are on several streams.
 void StagingRing::collect_done() {
-  const size_t before = free_.size();
+  const uint64_t before = returns_;
   for (Share& those : shares_) {
-    while (!those.in_flight.empty() && has_ended(*those.in_flight.front().event)) {
-      free_.push_back(std::move(those.in_flight.front().buffer));
-      those.in_flight.pop_front();
+    const bool in_order = &those == &share(StagingUse::kToDevice);
+    for (auto one = those.in_flight.begin(); one != those.in_flight.end();) {
+      if (!has_ended(*one->event)) {
+        if (in_order) break;
+        ++one;
+        continue;
+      }
+      free_.push_back(std::move(one->buffer));
+      one = those.in_flight.erase(one);
       --those.buffers;
+      ++returns_;
     }
   }
-  if (free_.size() != before) returned_.notify_all();
+  if (returns_ != before) returned_.notify_all();
 }
 
 void StagingRing::drop_over_limit() {

@@ -69,6 +69,7 @@ class StagingRing {
   bool is_exhausted(StagingUse use) noexcept;
 
   uint64_t pinned_bytes();
+  void drop_free();  // gives back what no transfer needs just now
 
   // Pinned bytes per device, all rings; one buffer for each use at least, if it asks for one. A
   // lower limit is reached as buffers come back. Thread: any.
@@ -85,7 +86,7 @@ class StagingRing {
   struct Share {
     size_t buffers = 0;              // leased and in flight
     bool is_watched = false;         // a thread waits for the device to give one back
-    std::deque<InFlight> in_flight;  // oldest first, all on one stream
+    std::deque<InFlight> in_flight;  // oldest first
   };
 
   enum class Room { kTaken, kReserved, kNone, kNever };
@@ -93,7 +94,7 @@ class StagingRing {
   Room look_for_room(StagingUse use, bool grow, std::unique_ptr<StagingBuffer>& buffer);
   std::unique_ptr<StagingBuffer> allocate_reserved(StagingUse use) noexcept;  // null: none
   void wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock);
-  bool has_ended_any();  // the oldest transfer of a use; mutex_ not held
+  bool has_ended_any();  // mutex_ not held
   void give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffer);
   void give_back_after(StagingUse use, std::unique_ptr<StagingBuffer> buffer, EventRef event);
   // All of these: mutex_ held.
@@ -101,6 +102,7 @@ class StagingRing {
   bool has_share_left(StagingUse use);
   bool may_grow(StagingUse use);
   EventRef next_return(StagingUse use);  // null: a thread has to give one back first
+  void collect_if_needed(StagingUse use);
   void collect_done();
   void drop_over_limit();
 
@@ -110,7 +112,7 @@ class StagingRing {
   std::vector<std::unique_ptr<StagingBuffer>> free_;  // the last used is the warmest: taken first
   std::array<Share, kStagingUses> shares_;
   uint64_t pinned_bytes_ = 0;          // free, leased and in flight
-  std::atomic<uint64_t> returns_ = 0;  // buffers that threads have given back
+  std::atomic<uint64_t> returns_ = 0;  // buffers that have become free
 };
 
 }  // namespace tdcopier

@@ -279,7 +279,7 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
           const c10::Device target = tdcopier::parse_device(device);
           if (!tdcopier::has_engine_transfers(target))
             throw py::value_error("no engine for " + target.str());
-          const tdcopier::Accelerator& accelerator = tdcopier::Accelerator::of(target);
+          tdcopier::Accelerator& accelerator = tdcopier::Accelerator::of(target);
           const c10::Stream& stream = which == "to_device"     ? accelerator.to_device_stream()
                                       : which == "from_device" ? accelerator.from_device_stream()
                                                                : accelerator.ordered_stream();
@@ -317,6 +317,8 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
   });
   // For whoever counts what is in use: memory of batches that were held is kept for the next ones.
   m.def("drop_held_memory", &tdcopier::Accelerator::drop_held_memory);
+  // For a schedule: how often the device is asked goes by the buffers that there are.
+  m.def("drop_staging", &tdcopier::Accelerator::drop_staging);
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
   m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;
   m.def("set_staging_limit_bytes", &tdcopier::StagingRing::set_limit_bytes);

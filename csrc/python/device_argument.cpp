@@ -2,6 +2,7 @@
 #include "python/device_argument.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Stream.h>
@@ -48,7 +49,9 @@ bool has_engine_transfers(c10::Device device) {
     case c10::DeviceType::XPU:
       return true;
     case c10::DeviceType::PrivateUse1:
-      return at::isPrivateUse1HooksRegistered();
+      // Chunks and outputs have storages of torch's own class.
+      return at::isPrivateUse1HooksRegistered() &&
+             c10::GetStorageImplCreate(c10::DeviceType::PrivateUse1) == nullptr;
     default:
       return false;
   }

@@ -19,7 +19,7 @@ inline constexpr int kMaxDevices = 16;
 // handed out in turn, so that a program that makes many streams shares a bounded number of threads;
 // then private streams, each of which is handed out once.
 inline constexpr int kPoolStreams = 32;
-inline constexpr int kPrivateStreams = 8;
+inline constexpr int kPrivateStreams = 24;
 inline constexpr int kStreamsPerDevice = 1 + 2 * kPoolStreams + kPrivateStreams;
 
 // Creates the devices. May be called once, with 1 to kMaxDevices.

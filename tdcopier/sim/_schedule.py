@@ -97,6 +97,7 @@ class Schedule:
         # What an earlier copy has left to be noticed would be noticed in this schedule.
         _sim.run_dry()
         _C.settle()
+        _C.drop_staging()
         _sim.schedule_begin(self.seed, self._timeout_s)
         try:
             _sim.schedule_await_workers(_C.wake_workers())
