@@ -220,7 +220,11 @@ bool CopyJob::is_done() {
 
 void CopyJob::wait_done() {
   wait_enqueued();
-  if (arrived_) return wait_for(*arrived_);
+  if (arrived_) {
+    wait_for(*arrived_);
+    host_knows_arrival_ = true;
+    return;
+  }
   if (!work_.result && written_) wait_until_ended(*written_);
 }
 
@@ -234,7 +238,7 @@ void CopyJob::hand_over_to(const c10::Stream& stream) {
   if (work_.result && transfers_ != 0 && !handed_over_.exchange(true)) {
     accelerator_.run_ahead().note_hand_over(stream);
   }
-  if (arrived_) arrived_->block(stream);
+  if (arrived_ && !host_knows_arrival_) arrived_->block(stream);
   if (work_.result) work_.result->record_on(stream);
 }
 

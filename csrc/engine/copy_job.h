@@ -206,6 +206,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   FallbackCount fallbacks_ = 0;
   std::atomic<bool> failed_ = false;
   std::atomic<bool> handed_over_ = false;
+  std::atomic<bool> host_knows_arrival_ = false;  // what it enqueues from then on comes after it
 
   Mutex mutex_;
   Condition milestone_;
