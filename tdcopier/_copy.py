@@ -288,10 +288,10 @@ def to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
 def set_staging_limit_bytes(limit_bytes: int) -> None:
     """Bound the pinned memory that copies to one device are staged in; all devices, default 64 MiB.
 
-    A copy that finds every staging buffer (4 MiB each) in use waits for one. Copies into existing
+    A copy that finds every staging buffer (2 MiB each) in use waits for one. Copies into existing
     memory of the device use at most half of the buffers, and those from the device into existing
     memory of the host at most a quarter, so that copies which wait for no kernel can go on. Each of
-    the three uses may have one buffer in any case: 12 MiB, where the limit is lower. A lower limit
+    the three uses may have one buffer in any case: 6 MiB, where the limit is lower. A lower limit
     is reached as buffers come back. Batches of `prefetch` that are staged ahead have pinned memory
     of their own, up to four times this limit, and are sent at once where that is not enough. The
     environment variable `TDCOPIER_STAGING_LIMIT_BYTES` sets the limit at import.

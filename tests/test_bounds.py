@@ -9,7 +9,7 @@ import torch
 
 import tdcopier
 
-BUFFER_BYTES = 4 * 1024 * 1024
+BUFFER_BYTES = 2 * 1024 * 1024
 
 
 @pytest.mark.parametrize("buffers", [1, 3])

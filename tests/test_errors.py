@@ -81,9 +81,9 @@ def test_sizes_may_be_numpy_integers(device):
     tdcopier.copy([torch.ones(2)], device, min_packed_alignment_bytes=np.int64(32))
 
 
-@pytest.mark.parametrize("limit", [0, -1, 4 * 1024 * 1024 - 1])
+@pytest.mark.parametrize("limit", [0, -1, 2 * 1024 * 1024 - 1])
 def test_a_staging_limit_below_one_buffer_is_refused(limit):
-    message = f"limit_bytes must be at least 4194304 (one buffer); got {limit}"
+    message = f"limit_bytes must be at least 2097152 (one buffer); got {limit}"
     with raises_exactly(ValueError, message):
         tdcopier.set_staging_limit_bytes(limit)
 

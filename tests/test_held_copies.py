@@ -219,7 +219,7 @@ def test_memory_of_batches_is_used_again(device):
 
 
 def test_batches_beyond_the_bound_go_at_once(device):
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)  # four batches of as much may wait
+    tdcopier.set_staging_limit_bytes(4 * LARGE)  # four batches of as much may wait
     sent = []
     handles = []
     with held():
@@ -230,24 +230,24 @@ def test_batches_beyond_the_bound_go_at_once(device):
             handles.append(handle)
     assert sent == [False] * 4 + [True] * 2
     assert [handle.get().unique().tolist() for handle in handles] == [[v] for v in range(6)]
-    assert held_bytes(device) <= 4 * _C.STAGING_BUFFER_BYTES
+    assert held_bytes(device) <= 16 * LARGE
 
 
 def test_a_batch_of_another_size_takes_the_place_of_free_memory(device):
-    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.set_staging_limit_bytes(4 * LARGE)
     for elements in (LARGE, 4 * LARGE, 10, 2 * LARGE, 4 * LARGE):
         with held():
             handle = tdcopier.start_copy(torch.ones(elements), device)
         handle.wait_staged()
         assert handle.stats.transfers == 0  # there was room
         assert (handle.get() == 1).all()
-    assert held_bytes(device) <= 4 * _C.STAGING_BUFFER_BYTES
+    assert held_bytes(device) <= 16 * LARGE
 
 
 def test_a_lower_limit_is_reached_as_batches_come_back(device):
     with held():
         handles = [tdcopier.start_copy(torch.ones(LARGE), device) for _ in range(8)]
-        tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+        tdcopier.set_staging_limit_bytes(4 * LARGE)
         for handle in handles:
             handle.get()
         handles = [tdcopier.start_copy(torch.ones(LARGE), device) for _ in range(8)]

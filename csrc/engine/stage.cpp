@@ -91,17 +91,6 @@ void set_max_window_bytes(uint64_t bytes) {
   g_max_window_bytes = bytes;
 }
 
-WindowBytes balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes) {
-  constexpr uint64_t kWindowsOfHand = 2;
-  constexpr uint64_t kFirstBytes = 256 * 1024;
-  constexpr uint64_t kLeastBytes = 2 * 1024 * 1024;
-  // A pool may have got no thread at all: then the caller is the one hand.
-  const uint64_t share = total_bytes / (kWindowsOfHand * std::max<size_t>(hands, 1));
-  const uint64_t most =
-      std::clamp(align_up(share, kPageBytes), std::min(kLeastBytes, most_bytes), most_bytes);
-  return {std::min(kFirstBytes, most), most};
-}
-
 std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
                                 WindowBytes window_bytes,
                                 const std::function<bool(const ChunkPlan&)>& is_staged) {

@@ -41,9 +41,8 @@ struct WindowBytes {
   static WindowBytes all(uint64_t bytes) { return {bytes, bytes}; }
 };
 
-// What is best for so many bytes and hands: small enough that each hand has its share, and large
-// enough that a transfer's own cost does not matter.
-WindowBytes balanced_window_bytes(uint64_t total_bytes, size_t hands, uint64_t most_bytes);
+// The device has nothing to do until the first window is staged.
+inline constexpr uint64_t kFirstWindowBytes = 256 * 1024;
 
 // Another bound for all windows, for tests that want many of them for little. Thread: any.
 void set_max_window_bytes(uint64_t bytes);

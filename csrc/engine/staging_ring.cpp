@@ -4,8 +4,6 @@
 #include <ATen/core/CachingHostAllocator.h>
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 #include <utility>
 
 #include "base/interleaver.h"
@@ -16,20 +14,6 @@ namespace tdcopier {
 namespace {
 
 std::atomic<uint64_t> g_limit_bytes = kDefaultStagingLimitBytes;
-
-// In the middle of a large copy a buffer comes back every few dozen microseconds, as long as it
-// takes to wake a thread.
-template <typename Condition>
-bool becomes_soon(const Condition& is_met) {
-  using namespace std::chrono_literals;
-  if (is_interleaved()) return false;
-  const auto deadline = std::chrono::steady_clock::now() + 300us;
-  while (!is_met()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::yield();
-  }
-  return true;
-}
 
 }  // namespace
 
@@ -148,16 +132,9 @@ void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock)
   // One thread for each use looks at the device, and wakes the others.
   bool& is_watched = share(use).is_watched;
   const EventRef next = next_return(use);
-  const uint64_t returns = returns_;
-  if (is_interleaved() && !next) return returned_.wait(lock);
-  if (is_watched) {
-    lock.unlock();
-    const bool is_back = becomes_soon([&] { return returns_ != returns; });
-    lock.lock();
-    if (!is_back && is_watched && returns_ == returns) returned_.wait(lock);
-    return;
-  }
+  if (is_watched || (is_interleaved() && !next)) return returned_.wait(lock);
   is_watched = true;
+  const uint64_t returns = returns_;
   lock.unlock();
   struct StopWatching {
     StagingRing& ring;

@@ -19,7 +19,7 @@ namespace tdcopier {
 
 // Every staging buffer has this size: large enough for the link's full rate, small enough that the
 // first transfer starts early and the ring stays in the processor's cache.
-inline constexpr uint64_t kStagingBufferBytes = 4 * 1024 * 1024;
+inline constexpr uint64_t kStagingBufferBytes = 2 * 1024 * 1024;
 inline constexpr uint64_t kDefaultStagingLimitBytes = 64 * 1024 * 1024;
 
 // The stream whose transfers use a buffer. Those of the last two may wait for the caller's kernels,

@@ -74,8 +74,7 @@ class GroupFill {
     Accelerator& accelerator = Accelerator::of(target_);
     at_once_ = at_once_ && options_.use_pinned_staging &&
                !accelerator.staging().is_exhausted(StagingUse::kOrdered);
-    WindowBytes window_bytes =
-        best_window_bytes(*work_.plan, options_.use_background_thread, !mapped_.empty());
+    WindowBytes window_bytes = best_window_bytes(*work_.plan, !mapped_.empty());
     // A window that waits for kernels keeps a buffer: no small ones at the beginning.
     window_bytes.first = window_bytes.most;
     return std::make_shared<HostToDeviceJob>(

@@ -130,8 +130,7 @@ class GroupStart {
           rows_window_bytes(*work_.plan, kLeastDeferredWindowBytes, options_.use_background_thread);
     } else {
       may_block_ |= accelerator.staging().is_exhausted(StagingUse::kToDevice);
-      window_bytes = best_window_bytes(*work_.plan, options_.use_background_thread,
-                                       /*mapped=*/!mapped_.empty());
+      window_bytes = best_window_bytes(*work_.plan, /*mapped=*/!mapped_.empty());
     }
     allocate({target_, &accelerator.to_device_stream()});
     return std::make_shared<HostToDeviceJob>(
@@ -250,10 +249,10 @@ void set_sending(Sending sending) {
   t_sending = sending;
 }
 
-WindowBytes best_window_bytes(const PackPlan& plan, bool background, bool mapped) {
+WindowBytes best_window_bytes(const PackPlan& plan, bool mapped) {
   if (mapped) return WindowBytes::all(kMappedWindowBytes);
   if (plan.total_bytes <= g_max_inline_bytes) return WindowBytes::all(kStagingBufferBytes);
-  return balanced_window_bytes(plan.total_bytes, staging_threads(background), kStagingBufferBytes);
+  return {kFirstWindowBytes, kStagingBufferBytes};
 }
 
 void set_max_inline_bytes(uint64_t bytes) {

@@ -18,7 +18,7 @@ void set_max_inline_bytes(uint64_t bytes);
 uint64_t max_inline_bytes();
 
 // How large the windows are best in which host sources with this plan are staged.
-WindowBytes best_window_bytes(const PackPlan& plan, bool background, bool mapped);
+WindowBytes best_window_bytes(const PackPlan& plan, bool mapped);
 
 // Who puts the transfers of staged batches on the copy stream.
 enum class Sending : uint8_t {
