@@ -16,9 +16,6 @@
 
 namespace tdcopier {
 
-// Containers nested deeper than this raise RecursionError, cycles included.
-inline constexpr int kMaxDepth = 1000;
-
 // Leaves of one device that the engine moves.
 struct SourceGroup {
   LeafTable leaves;

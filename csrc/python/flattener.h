@@ -2,16 +2,12 @@
 // by its class.
 #pragma once
 
-#include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
-#include <array>
 #include <limits>
 #include <string>
 #include <utility>
 
-#include "base/internal_error.h"
 #include "engine/pinned_leaves.h"
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
@@ -23,13 +19,6 @@
 #include "python/value_kind.h"
 
 namespace tdcopier {
-
-// A container whose class is asked in Python, taken apart. All are references of its own.
-struct TakenApart {
-  pybind11::object children;  // a list
-  pybind11::object context;
-  pybind11::object names;  // a list of keys or attribute names; None: by index
-};
 
 class Flattener {
  public:
@@ -43,8 +32,13 @@ class Flattener {
         rows_(rows),
         moves_from_host_(has_engine_transfers(target)),
         altered_(torch_is_altered()),
-        paths_(paths) {
-    load_numpy_types();
+        delegates_all_(altered_ || paths != nullptr),
+        paths_(paths),
+        looks_({.target = target,
+                .named = paths != nullptr,
+                .left = altered_,
+                .flatten = rows != nullptr ? rows->flatten() : pybind11::object(),
+                .unflatten = rows != nullptr ? rows->unflatten() : pybind11::object()}) {
     flat_.spec.reserve(expected.nodes);
     if (!expected.patterns.empty()) tensors_.reserve(expected.patterns.front()->size());
   }
@@ -72,7 +66,7 @@ class Flattener {
 
   void visit(PyObject* object, int depth) {
     const PyTypeObject* type = Py_TYPE(object);
-    if (paths_ != nullptr) paths_->push_back(path_text(depth));
+    if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
     if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) {
       add_tensor(object);
     } else if (type == &PyDict_Type) {
@@ -80,12 +74,12 @@ class Flattener {
     } else if (type == &PyList_Type) {
       flat_.spec.add(NodeKind::kList, PyList_GET_SIZE(object));
       prefetch_each(reinterpret_cast<PyListObject*>(object)->ob_item, PyList_GET_SIZE(object));
-      visit_children(object, depth, {PathStep::Kind::kIndex, nullptr, 0}, nullptr);
+      visit_children(object, nullptr, PathStep::Kind::kIndex, depth);
     } else if (type == &PyTuple_Type) {
       flat_.spec.add(NodeKind::kTuple, PyTuple_GET_SIZE(object));
       prefetch_each(reinterpret_cast<PyTupleObject*>(object)->ob_item, PyTuple_GET_SIZE(object));
-      visit_children(object, depth, {PathStep::Kind::kIndex, nullptr, 0}, nullptr);
-    } else if (KnownTypes::is_plain_opaque(type)) {
+      visit_children(object, nullptr, PathStep::Kind::kIndex, depth);
+    } else if (ValueLooks::is_plain_opaque(type)) {
       add_opaque(object);
     } else {
       visit_rare(object, depth);
@@ -93,21 +87,19 @@ class Flattener {
   }
 
   // `children` is a list or a tuple. Code of some class further down may change it meanwhile.
-  void visit_children(PyObject* children, int depth, PathStep step, PyObject* names) {
-    check_depth(depth);
+  void visit_children(PyObject* children, PyObject* names, PathStep::Kind step, int depth) {
+    path_.check_depth(depth, "data");
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(children);
     for (Py_ssize_t i = 0; i < count; ++i) {
       check_unchanged(i < PySequence_Fast_GET_SIZE(children), depth);
-      step.index = i;
-      if (names != nullptr) step.name = PySequence_Fast_GET_ITEM(names, i);
-      path_[depth] = step;
+      path_[depth] = {step, names != nullptr ? PySequence_Fast_GET_ITEM(names, i) : nullptr, i};
       visit_kept(PySequence_Fast_GET_ITEM(children, i), depth + 1);
     }
     check_unchanged(count == PySequence_Fast_GET_SIZE(children), depth);
   }
 
   void visit_dict(PyObject* dict, int depth) {
-    check_depth(depth);
+    path_.check_depth(depth, "data");
     const Py_ssize_t count = PyDict_GET_SIZE(dict);
     flat_.spec.add(NodeKind::kDict, count);
     Py_ssize_t position = 0;
@@ -139,41 +131,27 @@ class Flattener {
   }
 
   void visit_rare(PyObject* object, int depth) {
-    const KnownType& known = types_.of(Py_TYPE(object));
-    switch (known.kind) {
+    const Seen seen = looks_.look(object, path_, depth, "data");
+    switch (seen.kind) {
       case ValueKind::kOpaque:
         return add_opaque(object);
       case ValueKind::kDelegated:
         return rows_ != nullptr ? add_rows_of(object) : add_delegated(object);
       case ValueKind::kArray:
-        return visit_array(object, depth);
+        return rows_ != nullptr ? add_table_of(object) : add_array(object);
       case ValueKind::kMapped:
-        return visit_mapped(object);
+        return add_mapped(object);
       case ValueKind::kContainer:
-      case ValueKind::kCollection: {
-        const bool left = known.kind == ValueKind::kCollection && altered_;
-        if (left) return rows_ != nullptr ? add_rows_of(object) : add_delegated(object);
-        const bool keyed_collection =
-            known.kind == ValueKind::kCollection && known.step == PathStep::Kind::kKey;
-        const PathStep::Kind step = keyed_collection ? PathStep::Kind::kNestedKey : known.step;
-        // The object may change its class meanwhile.
-        const pybind11::object unflatten = rows_ != nullptr && known.kind == ValueKind::kCollection
-                                               ? rows_->unflatten()
-                                               : known.unflatten;
-        const std::optional<TakenApart> parts = take_apart(known, object, depth);
-        if (!parts) return rows_ != nullptr ? add_rows_of(object) : add_delegated(object);
-        flat_.spec.add(NodeKind::kCustom, PySequence_Fast_GET_SIZE(parts->children.ptr()));
-        flat_.spec.add_key(unflatten.ptr());
-        flat_.spec.add_key(parts->context.ptr());
-        PyObject* names = parts->names.is_none() ? nullptr : parts->names.ptr();
-        visit_children(parts->children.ptr(), depth,
-                       {names != nullptr ? step : PathStep::Kind::kIndex, nullptr, 0}, names);
-      }
+      case ValueKind::kCollection:
+        flat_.spec.add(NodeKind::kCustom, PyList_GET_SIZE(seen.children.ptr()));
+        flat_.spec.add_key(seen.unflatten.ptr());
+        flat_.spec.add_key(seen.context.ptr());
+        visit_children(seen.children.ptr(), seen.names.ptr(), seen.step, depth);
     }
   }
 
   // On its own device `.to` leaves it as it is; elsewhere its bytes are those of a plain tensor.
-  void visit_mapped(PyObject* object) {
+  void add_mapped(PyObject* object) {
     const bool stays = target_.is_cpu() && rows_ == nullptr;
     if (stays || paths_ != nullptr) return add_delegated(object);
     add_tensor(object);
@@ -187,65 +165,22 @@ class Flattener {
     flat_.spec.add(NodeKind::kLeaf, 0);
   }
 
-  // A container that cannot be rebuilt is a mistake in the call: it is named with its path. Nothing
-  // where a collection is left to its own `.to`.
-  std::optional<TakenApart> take_apart(const KnownType& known, PyObject* object, int depth) {
-    const bool collection = known.kind == ValueKind::kCollection;
-    // `known` may move while it runs.
-    const pybind11::object flatten =
-        collection && rows_ != nullptr ? rows_->flatten() : known.flatten;
-    pybind11::object parts;
-    try {
-      parts = collection ? flatten(pybind11::handle(object), python_target(), paths_ != nullptr)
-                         : flatten(pybind11::handle(object));
-      if (collection && parts.is_none()) return std::nullopt;
-    } catch (pybind11::error_already_set& error) {
-      if (!error.matches(pybind11::module_::import("tdcopier._containers").attr("Refused"))) throw;
-      throw pybind11::type_error(path_text(depth) + " " +
-                                 std::string(pybind11::str(error.value())));
-    }
-    check_invariant(PyTuple_Check(parts.ptr()) && PyTuple_GET_SIZE(parts.ptr()) == 3 &&
-                        PyList_Check(PyTuple_GET_ITEM(parts.ptr(), 0)),
-                    "a container is taken apart into a list, a context and names");
-    const pybind11::tuple three = parts;
-    check_invariant(three[2].is_none() || pybind11::len(three[0]) == pybind11::len(three[2]),
-                    "each child of a container has a name, or none has");
-    return TakenApart{three[0], three[1], three[2]};
+  void add_table_of(PyObject* array) {
+    const bool mapped = is_mapped_array(array) && is_readable_array(array);
+    PyObject* const tensor = tensor_from_array(array).release().ptr();
+    tensors_.push_back({tensor, flat_.spec.nodes(), /*is_table=*/true, mapped});
+    flat_.spec.add(NodeKind::kLeaf, 0);
   }
 
-  const pybind11::object& python_target() {
-    if (!python_target_) {
-      python_target_ = pybind11::reinterpret_steal<pybind11::object>(THPDevice_New(target_));
-    }
-    return python_target_;
-  }
-
-  void visit_array(PyObject* object, int depth) {
-    switch (classify_array(object)) {
-      case ArrayKind::kOpaque:
-        return add_opaque(object);
-      case ArrayKind::kUnknownNumber: {
-        const std::string dtype = array_dtype_name(object);  // before Python code can run
-        throw pybind11::type_error(path_text(depth) + " is a numpy array of dtype " + dtype +
-                                   ", which torch cannot take: convert it with .astype(...) first");
-      }
-      case ArrayKind::kConvertible:
-        break;
-    }
-    if (rows_ != nullptr && paths_ == nullptr) {
-      const bool mapped = is_mapped_array(object) && is_readable_array(object);
-      PyObject* const tensor = tensor_from_array(object).release().ptr();
-      tensors_.push_back({tensor, flat_.spec.nodes(), /*is_table=*/true, mapped});
-      return flat_.spec.add(NodeKind::kLeaf, 0);
-    }
-    if (!moves_from_host_ || altered_ || paths_ != nullptr) return add_delegated(object);
+  void add_array(PyObject* array) {
+    if (!moves_from_host_ || delegates_all_) return add_delegated(array);
     const size_t node = flat_.spec.nodes();
     flat_.spec.add(NodeKind::kLeaf, 0);
-    if (is_readable_array(object)) {
-      Py_INCREF(object);
-      arrays_.push_back({object, node, /*is_table=*/false});
+    if (is_readable_array(array)) {
+      Py_INCREF(array);
+      arrays_.push_back({array, node, /*is_table=*/false});
     } else {  // such as another byte order: numpy copies it
-      tensors_.push_back({tensor_from_array(object).release().ptr(), node, /*is_table=*/false});
+      tensors_.push_back({tensor_from_array(array).release().ptr(), node, /*is_table=*/false});
     }
   }
 
@@ -307,7 +242,7 @@ class Flattener {
     auto owned = pybind11::reinterpret_steal<pybind11::object>(object);
     const at::Tensor& tensor = THPVariable_Unpack(object);
     const c10::Device device = tensor.device();
-    if (altered_ || paths_ != nullptr) return delegate(owned.release().ptr(), node);
+    if (delegates_all_) return delegate(owned.release().ptr(), node);
     if (device == target_) {
       flat_.spec.set_ready(node, owned.release().ptr());
       ++flat_.reused;
@@ -396,24 +331,10 @@ class Flattener {
     ++flat_.opaque;
   }
 
-  void check_depth(int depth) const {
-    if (depth < kMaxDepth) return;
-    PyErr_Format(
-        PyExc_RecursionError,
-        "data is nested more than %d containers deep, from %s... on: does it contain itself?",
-        kMaxDepth, path_text(8).c_str());
-    throw pybind11::error_already_set();
-  }
-
   void check_unchanged(bool unchanged, int depth) const {
     if (unchanged) return;
-    throw std::runtime_error(path_text(depth) + " changed its size while it was being walked");
-  }
-
-  std::string path_text(int depth) const {
-    std::string text = "data";
-    for (int i = 0; i < depth; ++i) text += path_[i].text();
-    return text;
+    throw std::runtime_error("data" + path_.text(depth) +
+                             " changed its size while it was being walked");
   }
 
   const c10::Device target_;
@@ -421,17 +342,17 @@ class Flattener {
   RowLeaves* const rows_;
   const bool moves_from_host_;
   const bool altered_;
+  const bool delegates_all_;
   std::vector<std::string>* const paths_;
-  PyObject* data_ = nullptr;        // borrowed
-  pybind11::object python_target_;  // a torch.device; made when a collection asks for it
+  PyObject* data_ = nullptr;  // borrowed
   FlatTree flat_;
-  KnownTypes types_;
+  ValueLooks looks_;
   MappedFiles mapped_files_;
   PinnedLeaves pinned_;
   size_t last_group_ = 0;
   RecycledVector<Found> tensors_;  // by the walk, in its order
   RecycledVector<Found> arrays_;
-  std::array<PathStep, kMaxDepth> path_;
+  Path path_;
 };
 
 }  // namespace tdcopier

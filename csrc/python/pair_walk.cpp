@@ -4,13 +4,9 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <array>
 #include <utility>
 #include <vector>
 
-#include "base/internal_error.h"
-#include "python/array_leaf.h"
-#include "python/flatten.h"
 #include "python/path.h"
 #include "python/prefetch.h"
 #include "python/value_kind.h"
@@ -24,12 +20,13 @@ bool is_sequence(const PyTypeObject* type) {
   return type == &PyList_Type || type == &PyTuple_Type;
 }
 
-// What a value is to the walk, where it is not one of the commonest classes.
-struct Seen {
-  enum class Kind { kLeaf, kOpaque, kByIndex, kByKey, kByAttribute };
+// What a value is to the walk, where the two are not of the commonest classes. References of its
+// own.
+struct Half {
+  enum class Kind : uint8_t { kLeaf, kOpaque, kByIndex, kByKey, kByAttribute };
   Kind kind;
-  py::object children;  // a list or a tuple
-  py::object names;     // a list of keys or attribute names; None by index
+  PathStep::Kind step = PathStep::Kind::kIndex;
+  py::object children{};  // by index: a list or a tuple; else a dict, by name
 };
 
 // Foreign code may let go of either tree's children while it runs, so each pair in hand is kept.
@@ -37,9 +34,7 @@ class PairWalk {
  public:
   // `paths`, where given, gets the steps to every pair.
   explicit PairWalk(std::vector<std::string>* paths, PairNames names = {})
-      : names_(names), paths_(paths) {
-    load_numpy_types();
-  }
+      : names_(names), paths_(paths), looks_({.target = {}, .named = true, .left = false}) {}
 
   PairedTrees run(PyObject* source, PyObject* destination) {
     visit(source, destination, 0);
@@ -54,10 +49,10 @@ class PairWalk {
         THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(to))) {
       add(source, destination, depth);
     } else if (from == &PyDict_Type && to == &PyDict_Type) {
-      visit_dicts(source, destination, depth);
+      visit_dicts(source, destination, PathStep::Kind::kKey, depth);
     } else if (is_sequence(from) && is_sequence(to)) {
-      visit_children(source, destination, {PathStep::Kind::kIndex, nullptr, 0}, nullptr, depth);
-    } else if (KnownTypes::is_plain_opaque(from) && KnownTypes::is_plain_opaque(to)) {
+      visit_sequences(source, destination, depth);
+    } else if (ValueLooks::is_plain_opaque(from) && ValueLooks::is_plain_opaque(to)) {
       ++found_.opaque;
     } else {
       visit_rare(source, destination, depth);
@@ -65,7 +60,7 @@ class PairWalk {
   }
 
   void add(PyObject* source, PyObject* destination, int depth) {
-    if (paths_ != nullptr) paths_->push_back(steps_text(depth));
+    if (paths_ != nullptr) paths_->push_back(path_.text(depth));
     Py_INCREF(source);
     Py_INCREF(destination);
     found_.leaves.push_back({source, destination});
@@ -82,10 +77,9 @@ class PairWalk {
     visit(source, destination, depth);
   }
 
-  // Both are lists or tuples. Code of some class further down may change them meanwhile.
-  void visit_children(PyObject* source, PyObject* destination, PathStep step, PyObject* names,
-                      int depth) {
-    check_depth(depth);
+  // Code of some class further down may change them meanwhile.
+  void visit_sequences(PyObject* source, PyObject* destination, int depth) {
+    path_.check_depth(depth, names_.source);
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(source);
     if (count != PySequence_Fast_GET_SIZE(destination)) {
       refuse(depth, " has " + std::to_string(count) + " children",
@@ -97,9 +91,7 @@ class PairWalk {
     for (Py_ssize_t i = 0; i < count; ++i) {
       check_unchanged(
           i < PySequence_Fast_GET_SIZE(source) && i < PySequence_Fast_GET_SIZE(destination), depth);
-      step.index = i;
-      if (names != nullptr) step.name = PySequence_Fast_GET_ITEM(names, i);
-      path_[depth] = step;
+      path_[depth] = {PathStep::Kind::kIndex, nullptr, i};
       visit_kept(PySequence_Fast_GET_ITEM(source, i), PySequence_Fast_GET_ITEM(destination, i),
                  depth + 1);
     }
@@ -108,8 +100,9 @@ class PairWalk {
         depth);
   }
 
-  void visit_dicts(PyObject* source, PyObject* destination, int depth) {
-    check_depth(depth);
+  // `step`: how their keys lead to the children.
+  void visit_dicts(PyObject* source, PyObject* destination, PathStep::Kind step, int depth) {
+    path_.check_depth(depth, names_.source);
     const Py_ssize_t count = PyDict_GET_SIZE(source);
     Py_ssize_t position = 0;
     Py_ssize_t beside = 0;  // the place in the other dict, while both have the same order
@@ -131,7 +124,7 @@ class PairWalk {
         if (PyErr_Occurred() != nullptr) throw py::error_already_set();
         refuse_key(depth, names_.source, names_.destination, kept_key);
       }
-      path_[depth] = {PathStep::Kind::kKey, key, 0};
+      path_[depth] = {step, key, 0};
       visit_kept(value, other, depth + 1);
     }
     check_unchanged(seen == count && PyDict_GET_SIZE(source) == count, depth);
@@ -154,8 +147,8 @@ class PairWalk {
   }
 
   void visit_rare(PyObject* source, PyObject* destination, int depth) {
-    const Seen from = look(source, names_.source, depth);
-    const Seen to = look(destination, names_.destination, depth);
+    const Half from = look(source, names_.source, depth);
+    const Half to = look(destination, names_.destination, depth);
     if (from.kind != to.kind) {
       refuse(
           depth, " is a " + describe(source, from),
@@ -164,119 +157,45 @@ class PairWalk {
               "attribute or by index), or neither");
     }
     switch (from.kind) {
-      case Seen::Kind::kLeaf:
+      case Half::Kind::kLeaf:
         return add(source, destination, depth);
-      case Seen::Kind::kOpaque:
+      case Half::Kind::kOpaque:
         ++found_.opaque;
         return;
-      case Seen::Kind::kByIndex:
-        return visit_children(from.children.ptr(), to.children.ptr(),
-                              {PathStep::Kind::kIndex, nullptr, 0}, nullptr, depth);
-      case Seen::Kind::kByKey:
-      case Seen::Kind::kByAttribute:
-        return visit_named(from, to, depth);
+      case Half::Kind::kByIndex:
+        return visit_sequences(from.children.ptr(), to.children.ptr(), depth);
+      case Half::Kind::kByKey:
+      case Half::Kind::kByAttribute:
+        return visit_dicts(from.children.ptr(), to.children.ptr(), from.step, depth);
     }
   }
 
-  // Children by name, in whatever order.
-  void visit_named(const Seen& from, const Seen& to, int depth) {
-    const auto kind =
-        from.kind == Seen::Kind::kByKey ? PathStep::Kind::kKey : PathStep::Kind::kAttribute;
-    const py::list names = from.names;
-    const py::list other_names = to.names;
-    py::dict others;
-    for (size_t i = 0; i < other_names.size(); ++i) {
-      others[other_names[i]] = py::handle(PySequence_Fast_GET_ITEM(to.children.ptr(), i));
-    }
-    py::list in_order;
-    py::dict known;
-    for (const py::handle name : names) {
-      if (!others.contains(name)) refuse_key(depth, names_.source, names_.destination, name);
-      in_order.append(others[name]);
-      known[name] = py::none();
-    }
-    for (const py::handle name : other_names) {
-      if (!known.contains(name)) refuse_key(depth, names_.destination, names_.source, name);
-    }
-    visit_children(from.children.ptr(), in_order.ptr(), {kind, nullptr, 0}, names.ptr(), depth);
-  }
-
-  Seen look(PyObject* object, const char* tree, int depth) {
-    using enum Seen::Kind;
+  Half look(PyObject* object, const char* tree, int depth) {
+    using enum Half::Kind;
     const auto value = py::reinterpret_borrow<py::object>(object);
     const PyTypeObject* type = Py_TYPE(object);
-    if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) return {kLeaf, {}, {}};
-    if (is_sequence(type)) return {kByIndex, value, py::none()};
-    if (type == &PyDict_Type) {
-      const auto dict = py::reinterpret_borrow<py::dict>(object);
-      return {kByKey, py::list(dict.attr("values")()), py::list(dict)};
+    if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) return {kLeaf};
+    if (is_sequence(type)) return {kByIndex, PathStep::Kind::kIndex, value};
+    if (type == &PyDict_Type) return {kByKey, PathStep::Kind::kKey, value};
+    if (ValueLooks::is_plain_opaque(type)) return {kOpaque};
+    const Seen seen = looks_.look(object, path_, depth, tree);
+    if (seen.kind == ValueKind::kOpaque) return {kOpaque};
+    if (seen.kind != ValueKind::kContainer) return {kLeaf};
+    if (!seen.names) return {kByIndex, seen.step, seen.children};
+    py::dict by_name;
+    const auto count = static_cast<Py_ssize_t>(py::len(seen.names));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      by_name[py::handle(PySequence_Fast_GET_ITEM(seen.names.ptr(), i))] =
+          py::handle(PyList_GET_ITEM(seen.children.ptr(), i));
     }
-    if (KnownTypes::is_plain_opaque(type)) return {kOpaque, {}, {}};
-    const KnownType& known = types_.of(Py_TYPE(object));
-    switch (known.kind) {
-      case ValueKind::kOpaque:
-        return {kOpaque, {}, {}};
-      case ValueKind::kArray:
-        return {look_at_array(object, tree, depth) ? kLeaf : kOpaque, {}, {}};
-      case ValueKind::kDelegated:
-      case ValueKind::kMapped:
-        return {kLeaf, {}, {}};
-      case ValueKind::kContainer:
-      case ValueKind::kCollection:
-        break;
-    }
-    return take_apart(known, value, tree, depth);
+    check_unchanged(PyDict_GET_SIZE(by_name.ptr()) == count, depth);
+    return {seen.step == PathStep::Kind::kAttribute ? kByAttribute : kByKey, seen.step, by_name};
   }
 
-  Seen take_apart(const KnownType& known, const py::object& value, const char* tree, int depth) {
-    using enum Seen::Kind;
-    const PathStep::Kind step = known.step;
-    const py::object flatten = known.flatten;  // `known` may move while it runs
-    py::object parts;
-    try {
-      // No target: the leaves of a collection are wanted wherever they are.
-      parts =
-          known.kind == ValueKind::kCollection ? flatten(value, py::none(), true) : flatten(value);
-    } catch (py::error_already_set& error) {
-      if (!error.matches(py::module_::import("tdcopier._containers").attr("Refused"))) throw;
-      throw py::type_error(text(tree, depth) + " " + std::string(py::str(error.value())));
-    }
-    if (parts.is_none()) return {kLeaf, {}, {}};
-    check_invariant(PyTuple_Check(parts.ptr()) && PyTuple_GET_SIZE(parts.ptr()) == 3,
-                    "a container is taken apart into a list, a context and names");
-    const py::tuple three = parts;
-    if (three[2].is_none()) return {kByIndex, three[0], py::none()};
-    check_invariant(py::len(three[0]) == py::len(three[2]),
-                    "each child of a container has a name, or none has");
-    return {step == PathStep::Kind::kAttribute ? kByAttribute : kByKey, three[0],
-            py::list(three[2])};
-  }
-
-  // Whether it is a leaf.
-  bool look_at_array(PyObject* object, const char* tree, int depth) const {
-    const ArrayKind kind = classify_array(object);
-    if (kind != ArrayKind::kUnknownNumber) return kind == ArrayKind::kConvertible;
-    throw py::type_error(text(tree, depth) + " is a numpy array of dtype " +
-                         array_dtype_name(object) +
-                         ", which torch cannot take: convert it with .astype(...) first");
-  }
-
-  static std::string describe(PyObject* object, const Seen& seen) {
-    const char* what = seen.kind == Seen::Kind::kLeaf      ? ", a leaf"
-                       : seen.kind == Seen::Kind::kOpaque  ? ", which is opaque"
-                       : seen.kind == Seen::Kind::kByKey   ? ", a container by key"
-                       : seen.kind == Seen::Kind::kByIndex ? ", a container by index"
-                                                           : ", a container by attribute";
-    return std::string(Py_TYPE(object)->tp_name) + what;
-  }
-
-  void check_depth(int depth) const {
-    if (depth < kMaxDepth) return;
-    PyErr_Format(
-        PyExc_RecursionError,
-        "%s is nested more than %d containers deep, from %s... on: does it contain itself?",
-        names_.source, kMaxDepth, text(names_.source, 8).c_str());
-    throw py::error_already_set();
+  static std::string describe(PyObject* object, const Half& half) {
+    constexpr const char* kWhat[] = {", a leaf", ", which is opaque", ", a container by index",
+                                     ", a container by key", ", a container by attribute"};
+    return std::string(Py_TYPE(object)->tp_name) + kWhat[static_cast<size_t>(half.kind)];
   }
 
   void check_unchanged(bool unchanged, int depth) const {
@@ -297,18 +216,13 @@ class PairWalk {
                           text(lacks, depth) + " lacks: both must have the same");
   }
 
-  std::string steps_text(int depth) const {
-    std::string steps;
-    for (int i = 0; i < depth; ++i) steps += path_[i].text();
-    return steps;
-  }
-  std::string text(const char* tree, int depth) const { return tree + steps_text(depth); }
+  std::string text(const char* tree, int depth) const { return tree + path_.text(depth); }
 
   const PairNames names_;
   std::vector<std::string>* const paths_;
   PairedTrees found_;
-  KnownTypes types_;
-  std::array<PathStep, kMaxDepth> path_;
+  ValueLooks looks_;
+  Path path_;
 };
 
 }  // namespace

@@ -20,4 +20,18 @@ std::string PathStep::text() const {
   Py_UNREACHABLE();
 }
 
+std::string Path::text(int depth) const {
+  std::string text;
+  for (int i = 0; i < depth; ++i) text += steps_[i].text();
+  return text;
+}
+
+void Path::refuse_depth(const char* root) const {
+  PyErr_Format(
+      PyExc_RecursionError,
+      "%s is nested more than %d containers deep, from %s%s... on: does it contain itself?", root,
+      kMaxDepth, root, text(8).c_str());
+  throw py::error_already_set();
+}
+
 }  // namespace tdcopier

@@ -1,10 +1,13 @@
 // Classes are looked up in `tdcopier._containers`, once per walk.
 #include "python/value_kind.h"
 
+#include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
+#include <utility>
 
+#include "base/internal_error.h"
 #include "python/array_leaf.h"
 
 namespace py = pybind11;
@@ -12,8 +15,8 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-PathStep::Kind step_kind(const std::string& name) {
-  if (name == "key") return PathStep::Kind::kKey;
+PathStep::Kind step_kind(const std::string& name, bool nested) {
+  if (name == "key") return nested ? PathStep::Kind::kNestedKey : PathStep::Kind::kKey;
   return name == "attribute" ? PathStep::Kind::kAttribute : PathStep::Kind::kIndex;
 }
 
@@ -43,12 +46,74 @@ KnownType look_up(py::object type) {
   const bool by_target = rule.attr("by_target").cast<bool>();
   return {std::move(type), by_target ? ValueKind::kCollection : ValueKind::kContainer,
           rule.attr("flatten"), rule.attr("unflatten"),
-          step_kind(rule.attr("names").cast<std::string>())};
+          step_kind(rule.attr("names").cast<std::string>(), /*nested=*/by_target)};
 }
 
 }  // namespace
 
-const KnownType& KnownTypes::find(PyTypeObject* type) {
+ValueLooks::ValueLooks(CollectionRules rules) : rules_(std::move(rules)) {
+  load_numpy_types();
+}
+
+Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char* root) {
+  const KnownType& type = known(Py_TYPE(object));
+  switch (type.kind) {
+    case ValueKind::kOpaque:
+    case ValueKind::kDelegated:
+    case ValueKind::kMapped:
+      return {type.kind};
+    case ValueKind::kArray: {
+      const ArrayKind kind = classify_array(object);
+      if (kind == ArrayKind::kOpaque) return {ValueKind::kOpaque};
+      if (kind == ArrayKind::kConvertible) return {ValueKind::kArray};
+      const std::string dtype = array_dtype_name(object);  // before Python code can run
+      throw py::type_error(root + path.text(depth) + " is a numpy array of dtype " + dtype +
+                           ", which torch cannot take: convert it with .astype(...) first");
+    }
+    case ValueKind::kContainer:
+    case ValueKind::kCollection:
+      break;
+  }
+  try {
+    return take_apart(type, object);
+  } catch (py::error_already_set& error) {
+    if (!error.matches(py::module_::import("tdcopier._containers").attr("Refused"))) throw;
+    throw py::type_error(root + path.text(depth) + " " + std::string(py::str(error.value())));
+  }
+}
+
+// `known` may move while Python code runs, and the object may change its class.
+Seen ValueLooks::take_apart(const KnownType& known, PyObject* object) {
+  const bool collection = known.kind == ValueKind::kCollection;
+  if (collection && rules_.left) return {ValueKind::kDelegated};
+  const bool ruled = collection && rules_.flatten;
+  const py::object flatten = ruled ? rules_.flatten : known.flatten;
+  Seen seen{ValueKind::kContainer, known.step};
+  seen.unflatten = ruled ? rules_.unflatten : known.unflatten;
+  if (collection && !target_) {
+    target_ = rules_.target ? py::reinterpret_steal<py::object>(THPDevice_New(*rules_.target))
+                            : py::none();
+  }
+  const py::object parts =
+      collection ? flatten(py::handle(object), target_, rules_.named) : flatten(py::handle(object));
+  if (collection && parts.is_none()) return {ValueKind::kDelegated};
+  check_invariant(PyTuple_Check(parts.ptr()) && PyTuple_GET_SIZE(parts.ptr()) == 3 &&
+                      PyList_Check(PyTuple_GET_ITEM(parts.ptr(), 0)),
+                  "a container is taken apart into a list, a context and names");
+  const py::tuple three = parts;
+  seen.children = three[0];
+  seen.context = three[1];
+  if (three[2].is_none()) {
+    seen.step = PathStep::Kind::kIndex;
+    return seen;
+  }
+  seen.names = three[2];
+  check_invariant(py::len(seen.children) == py::len(seen.names),
+                  "each child of a container has a name, or none has");
+  return seen;
+}
+
+const KnownType& ValueLooks::find(PyTypeObject* type) {
   for (size_t i = 0; i < types_.size(); ++i) {
     if (is(types_[i], type)) {
       last_ = i;
