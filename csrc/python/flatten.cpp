@@ -1,16 +1,354 @@
-// Walks for a copy, for the rows of tables, and for messages.
+// The walk: containers by exact type first, then tensors and arrays; everything else is looked up
+// by its class. It runs for a copy, for the rows of tables, and for messages.
 #include "python/flatten.h"
+
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "python/flattener.h"
+#include "engine/pinned_leaves.h"
+#include "python/array_leaf.h"
+#include "python/device_argument.h"
+#include "python/path.h"
+#include "python/prefetch.h"
+#include "python/row_leaves.h"
+#include "python/torch_state.h"
+#include "python/value_kind.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
+
+class Flattener {
+ public:
+  // `paths`, where given, gets the path of every node, and every leaf is delegated: a walk for
+  // messages rather than for a copy.
+  // `rows`, where given: every leaf is a table of which rows are read, see row_leaves.h.
+  Flattener(c10::Device target, const ExpectedTree& expected, std::vector<std::string>* paths,
+            RowLeaves* rows = nullptr)
+      : target_(target),
+        expected_(expected),
+        rows_(rows),
+        moves_from_host_(has_engine_transfers(target)),
+        altered_(torch_is_altered()),
+        delegates_all_(altered_ || paths != nullptr),
+        paths_(paths),
+        looks_({.target = target,
+                .named = paths != nullptr,
+                .left = altered_,
+                .flatten = rows != nullptr ? rows->flatten() : py::object(),
+                .unflatten = rows != nullptr ? rows->unflatten() : py::object()}) {
+    flat_.spec.reserve(expected.nodes);
+    if (!expected.patterns.empty()) tensors_.reserve(expected.patterns.front()->size());
+  }
+  ~Flattener() {
+    for (const Found& found : tensors_) Py_XDECREF(found.object);
+    for (const Found& found : arrays_) Py_XDECREF(found.object);
+  }
+  Flattener(const Flattener&) = delete;
+  Flattener& operator=(const Flattener&) = delete;
+
+  FlatTree run(PyObject* data) {
+    data_ = data;
+    visit(data, 0);
+    sort_out_leaves();
+    return std::move(flat_);
+  }
+
+ private:
+  struct Found {
+    PyObject* object;  // owned until it is sorted out: a class's own code may have dropped it
+    size_t node;
+    bool is_table;           // whose rows are still to be read
+    bool is_mapped = false;  // of an array that was made a tensor: numpy has mapped a file
+  };
+
+  void visit(PyObject* object, int depth) {
+    const PyTypeObject* type = Py_TYPE(object);
+    if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
+    if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) {
+      add_tensor(object);
+    } else if (type == &PyDict_Type) {
+      visit_dict(object, depth);
+    } else if (type == &PyList_Type || type == &PyTuple_Type) {
+      const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
+      flat_.spec.add(type == &PyList_Type ? NodeKind::kList : NodeKind::kTuple, count);
+      prefetch_each(PySequence_Fast_ITEMS(object), count);
+      visit_children(object, nullptr, PathStep::Kind::kIndex, depth);
+    } else if (ValueLooks::is_plain_opaque(type)) {
+      add_opaque(object);
+    } else {
+      visit_rare(object, depth);
+    }
+  }
+
+  // `children` is a list or a tuple. Code of some class further down may change it meanwhile.
+  void visit_children(PyObject* children, PyObject* names, PathStep::Kind step, int depth) {
+    path_.check_depth(depth, "data");
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(children);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      check_unchanged(i < PySequence_Fast_GET_SIZE(children), depth);
+      path_[depth] = {step, names != nullptr ? PySequence_Fast_GET_ITEM(names, i) : nullptr, i};
+      visit_kept(PySequence_Fast_GET_ITEM(children, i), depth + 1);
+    }
+    check_unchanged(count == PySequence_Fast_GET_SIZE(children), depth);
+  }
+
+  void visit_dict(PyObject* dict, int depth) {
+    path_.check_depth(depth, "data");
+    const Py_ssize_t count = PyDict_GET_SIZE(dict);
+    flat_.spec.add(NodeKind::kDict, count);
+    Py_ssize_t position = 0;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    while (PyDict_Next(dict, &position, &key, &value) != 0) __builtin_prefetch(value);
+    position = 0;
+    Py_ssize_t seen = 0;
+    while (PyDict_Next(dict, &position, &key, &value) != 0) {
+      check_unchanged(++seen <= count, depth);
+      flat_.spec.add_key(key);
+      path_[depth] = {PathStep::Kind::kKey, key, 0};
+      visit_kept(value, depth + 1);
+    }
+    check_unchanged(seen == count, depth);
+  }
+
+  void add_tensor(PyObject* object) {
+    Py_INCREF(object);
+    keep_tensor(object, /*is_table=*/rows_ != nullptr);
+  }
+
+  // Takes over a reference.
+  void keep_tensor(PyObject* object, bool is_table, bool is_mapped = false) {
+    tensors_.push_back({object, flat_.spec.nodes(), is_table, is_mapped});
+    flat_.spec.add(NodeKind::kLeaf, 0);
+  }
+
+  void visit_kept(PyObject* object, int depth) {
+    if (paths_ == nullptr && THPVariable_CheckTypeExact(Py_TYPE(object))) return add_tensor(object);
+    Py_INCREF(object);
+    const auto kept = py::reinterpret_steal<py::object>(object);
+    visit(object, depth);
+  }
+
+  void visit_rare(PyObject* object, int depth) {
+    const Seen seen = looks_.look(object, path_, depth, "data");
+    switch (seen.kind) {
+      case ValueKind::kOpaque:
+        return add_opaque(object);
+      case ValueKind::kDelegated:
+        return rows_ != nullptr ? add_rows_of(object) : add_delegated(object);
+      case ValueKind::kArray:
+        return rows_ != nullptr ? add_table_of(object) : add_array(object);
+      case ValueKind::kMapped:
+        return add_mapped(object);
+      case ValueKind::kContainer:
+      case ValueKind::kCollection:
+        flat_.spec.add(NodeKind::kCustom, PyList_GET_SIZE(seen.children.ptr()));
+        flat_.spec.add_key(seen.unflatten.ptr());
+        flat_.spec.add_key(seen.context.ptr());
+        visit_children(seen.children.ptr(), seen.names.ptr(), seen.step, depth);
+    }
+  }
+
+  // On its own device `.to` leaves it as it is; elsewhere its bytes are those of a plain tensor.
+  void add_mapped(PyObject* object) {
+    const bool stays = target_.is_cpu() && rows_ == nullptr;
+    if (stays || paths_ != nullptr) return add_delegated(object);
+    add_tensor(object);
+  }
+
+  // A leaf of which only its own code knows what its rows are: they are read here.
+  void add_rows_of(PyObject* object) {
+    py::object rows = rows_->read(object);
+    if (!THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()))) return add_delegated(rows.ptr());
+    keep_tensor(rows.release().ptr(), /*is_table=*/false);
+  }
+
+  void add_table_of(PyObject* array) {
+    const bool mapped = is_mapped_array(array) && is_readable_array(array);
+    keep_tensor(tensor_from_array(array).release().ptr(), /*is_table=*/true, mapped);
+  }
+
+  void add_array(PyObject* array) {
+    if (!moves_from_host_ || delegates_all_) return add_delegated(array);
+    if (!is_readable_array(array)) {  // such as another byte order: numpy copies it
+      return keep_tensor(tensor_from_array(array).release().ptr(), /*is_table=*/false);
+    }
+    Py_INCREF(array);
+    arrays_.push_back({array, flat_.spec.nodes(), /*is_table=*/false});
+    flat_.spec.add(NodeKind::kLeaf, 0);
+  }
+
+  // Where leaves are in memory is looked up when no code of anybody else runs any more: it might
+  // resize them.
+  void sort_out_leaves() {
+    for (Found& found : arrays_) {
+      const size_t group = group_of(c10::Device(c10::kCPU));
+      add_array_leaf(found.object, flat_.groups[group].leaves);
+      if (is_mapped_array(found.object)) flat_.groups[group].note_mapped();
+      set_leaf(std::exchange(found.object, nullptr), found.node, group);
+    }
+    sort_out_tensors();
+  }
+
+  // What it reads of a tensor lies in three places that are rarely in the cache after a step of
+  // training; fetching them ahead hides most of that.
+  void sort_out_tensors() {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (i + kTensorsAhead < tensors_.size()) prefetch_tensor(tensors_[i + kTensorsAhead].object);
+      if (i + kStoragesAhead < tensors_.size())
+        prefetch_storage(tensors_[i + kStoragesAhead].object);
+      PyObject* const object = std::exchange(tensors_[i].object, nullptr);
+      if (tensors_[i].is_table) {
+        sort_out_table(object, tensors_[i].node, tensors_[i].is_mapped);
+      } else {
+        sort_out(object, tensors_[i].node);
+      }
+    }
+  }
+
+  // Takes over a reference. What of a table the engine cannot read is read here, by torch.
+  void sort_out_table(PyObject* object, size_t node, bool is_mapped) {
+    auto owned = py::reinterpret_steal<py::object>(object);
+    const at::Tensor& table = THPVariable_Unpack(object);
+    if (const std::optional<std::string> mistake = rows_->mistake_in(table)) {
+      refuse(node, *mistake);
+    }
+    if (!altered_ && table.device().is_cpu()) {
+      const size_t group = group_of(c10::Device(c10::kCPU));
+      const Packable packable = rows_->add(flat_.groups[group].leaves, table);
+      if (packable == Packable::kShortStorage) refuse_short_storage(table, node);
+      if (packable == Packable::kYes) {
+        const auto* storage = table.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+        if (is_mapped || mapped_files_.has(*storage)) rows_->note_mapped(flat_.groups[group]);
+        return set_leaf(owned.release().ptr(), node, group);
+      }
+      if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
+    }
+    py::object rows = rows_->read(object);  // by the code of a mode, if there is one
+    const bool is_plain_class = THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()));
+    if (!is_plain_class) return delegate(rows.release().ptr(), node);
+    sort_out(rows.release().ptr(), node);
+  }
+
+  // Takes over a reference of a tensor, exactly of torch's own class.
+  void sort_out(PyObject* object, size_t node) {
+    auto owned = py::reinterpret_steal<py::object>(object);
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const c10::Device device = tensor.device();
+    if (delegates_all_) return delegate(owned.release().ptr(), node);
+    if (device == target_) {
+      flat_.spec.set_ready(node, owned.release().ptr());
+      ++flat_.reused;
+      return;
+    }
+    if (!is_moved_from(device)) return delegate(owned.release().ptr(), node);
+    const size_t group = group_of(device);
+    switch (flat_.groups[group].leaves.add_if_packable(tensor)) {
+      case Packable::kYes:
+        if (device.is_cpu() &&
+            mapped_files_.has(
+                *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl())) {
+          flat_.groups[group].note_mapped();
+        }
+        // Rows may come between the leaves of a series.
+        if (device.is_cpu() && rows_ == nullptr) pinned_.note(flat_.groups[group].leaves, tensor);
+        return set_leaf(owned.release().ptr(), node, group);
+      case Packable::kNo:
+        // No job for a group without leaves. Only the one that was made just now can be empty.
+        if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
+        return delegate(owned.release().ptr(), node);
+      case Packable::kShortStorage:
+        refuse_short_storage(tensor, node);
+    }
+  }
+
+  [[noreturn]] void refuse_short_storage(const at::Tensor& tensor, size_t node) const {
+    refuse(node,
+           " reaches beyond its storage, which has only " +
+               std::to_string(tensor.storage().nbytes()) +
+               " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
+  }
+
+  [[noreturn]] void refuse(size_t node, const std::string& why) const {
+    throw py::value_error(path_of(data_, node, target_).value_or("a tensor in data") + why);
+  }
+
+  bool is_moved_from(c10::Device device) const {
+    if (device.is_cpu()) return moves_from_host_;
+    return has_engine_transfers(device) && (target_.is_cpu() || target_.type() == device.type());
+  }
+
+  size_t group_of(c10::Device device) {
+    if (last_group_ < flat_.groups.size() && flat_.groups[last_group_].leaves.device() == device) {
+      return last_group_;
+    }
+    for (last_group_ = 0; last_group_ < flat_.groups.size(); ++last_group_) {
+      if (flat_.groups[last_group_].leaves.device() == device) return last_group_;
+    }
+    std::shared_ptr<const LeafTable> pattern;
+    const auto& patterns = expected_.patterns;
+    if (last_group_ < patterns.size() && patterns[last_group_]->device() == device) {
+      pattern = patterns[last_group_];
+    }
+    flat_.groups.push_back(
+        {LeafTable(device, std::move(pattern)), std::make_shared<PySources>(), {}});
+    flat_.groups.back().leaves.reserve(tensors_.size());
+    flat_.groups.back().sources->reserve(tensors_.size());
+    return last_group_;
+  }
+
+  // Takes over a reference. The leaf is the last one of the group's table.
+  void set_leaf(PyObject* object, size_t node, size_t group) {
+    flat_.spec.set_leaf(node, group, flat_.groups[group].leaves.size() - 1);
+    flat_.groups[group].sources->keep(object);
+  }
+
+  void delegate(PyObject* object, size_t node) {  // takes over a reference
+    flat_.delegated.push_back({flat_.spec.set_ready(node, object), node});
+  }
+
+  void add_delegated(PyObject* object) {
+    Py_INCREF(object);
+    flat_.spec.add(NodeKind::kReady, 0);
+    delegate(object, flat_.spec.nodes() - 1);
+  }
+
+  void add_opaque(PyObject* object) {
+    Py_INCREF(object);
+    flat_.spec.add(NodeKind::kReady, 0);
+    flat_.spec.set_ready(flat_.spec.nodes() - 1, object);
+    ++flat_.opaque;
+  }
+
+  void check_unchanged(bool unchanged, int depth) const {
+    if (unchanged) return;
+    throw std::runtime_error("data" + path_.text(depth) +
+                             " changed its size while it was being walked");
+  }
+
+  const c10::Device target_;
+  const ExpectedTree& expected_;
+  RowLeaves* const rows_;
+  const bool moves_from_host_;
+  const bool altered_;
+  const bool delegates_all_;
+  std::vector<std::string>* const paths_;
+  PyObject* data_ = nullptr;  // borrowed
+  FlatTree flat_;
+  ValueLooks looks_;
+  MappedFiles mapped_files_;
+  PinnedLeaves pinned_;
+  size_t last_group_ = 0;
+  RecycledVector<Found> tensors_;  // by the walk, in its order
+  RecycledVector<Found> arrays_;
+  Path path_;
+};
 
 struct Described {
   std::vector<std::string> paths;  // by node

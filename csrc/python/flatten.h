@@ -21,6 +21,9 @@ struct SourceGroup {
   LeafTable leaves;
   std::shared_ptr<PySources> sources;  // keeps their memory
   MappedLeaves mapped;                 // none on a device
+
+  // The leaf that was added last lies in a mapped file.
+  void note_mapped() { mapped.note(leaves.reach(leaves[leaves.size() - 1])); }
 };
 
 // A leaf that is left to `Tensor.to`.
