@@ -17,27 +17,48 @@ def is_plain_class(cls: type) -> bool:
     return cls in (torch.nn.Parameter, mapped)
 
 
-def mismatch(source: Any, destination: Any) -> tuple[str | None, str] | None:
-    """Why the source cannot be copied into the destination, told of one or of both; or None."""
+def mismatch(source: Any, destination: Any, rows: list[int] | None) -> str | None:
+    """Why the source cannot be copied into the destination, or None.
+
+    Args:
+        source: a leaf.
+        destination: the leaf that it is for.
+        rows: the shape of the rows, where rows of the destination are written.
+
+    Returns:
+        With `{source}` and `{destination}` in place of their paths.
+    """
     if isinstance(destination, np.ndarray):
         if not destination.flags.writeable:
-            return None, " is a read-only array: give one that may be written, such as a copy"
+            return (
+                "{destination} is a read-only array: give one that may be written, such as a copy"
+            )
     elif not hasattr(destination, "copy_"):
         name = type(destination).__qualname__
-        return None, f" is a {name}, which cannot be filled: give the tensors in it"
+        return f"{{destination}} is a {name}, which cannot be filled: give the tensors in it"
     elif getattr(destination, "requires_grad", False) and torch.is_grad_enabled():
-        return None, (
-            " requires a gradient, and writing in place would break it: make the call within "
-            "torch.no_grad(), or give detach()"
+        return (
+            "{destination} requires a gradient, and writing in place would break it: make the call "
+            "within torch.no_grad(), or give detach()"
         )
     if isinstance(destination, torch.Tensor | np.ndarray) and not hasattr(source, "dtype"):
         name = type(source).__qualname__
         target = type(destination).__qualname__
-        return f" is a {name}", f" is a {target}: give the tensors in it"
-    for name, of in (("shape", _shape), ("dtype", _dtype)):
-        have, want = of(source), of(destination)
-        if have is not None and want is not None and have != want:
-            return f" has {name} {have}", f" has {name} {want}: both must have the same"
+        return f"{{source}} is a {name}, but {{destination}} is a {target}: give the tensors in it"
+    have, want = _shape(source), _shape(destination) if rows is None else tuple(rows)
+    if have is not None and want is not None and have != want:
+        if rows is not None:
+            return f"{{source}} has shape {have}, and the rows that it is for have {want} together"
+        return (
+            f"{{source}} has shape {have}, but {{destination}} has shape {want}: both must have "
+            "the same"
+        )
+    dtype, target_dtype = _dtype(source), _dtype(destination)
+    if dtype is not None and target_dtype is not None and dtype != target_dtype:
+        return (
+            f"{{source}} has dtype {dtype}, but {{destination}} has dtype {target_dtype}: both "
+            "must have the same; convert one with to() first"
+        )
     return None
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
-from tdcopier import _C
+from tdcopier import _C, _arrays
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._row_index import row_index
 
@@ -65,3 +66,15 @@ def start_scatter(
         bool(use_pinned_staging),
         bool(use_background_thread),
     )
+
+
+def as_tensor(leaf: Any, written: bool) -> torch.Tensor | str:
+    """A tensor of an array's values, over its memory if it is written; or why there is none."""
+    if not isinstance(leaf, np.ndarray):
+        return f" is a {type(leaf).__name__}: give the tensors in it"
+    if written and not (leaf.flags.writeable and leaf.dtype.isnative):
+        return " is an array that torch cannot write to: it is read-only, or of another byte order"
+    made = _arrays.as_tensor(leaf)
+    if written and leaf.size and made.data_ptr() != leaf.__array_interface__["data"][0]:
+        return " is an array with strides that no tensor has: give a contiguous one"
+    return made

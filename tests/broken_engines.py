@@ -401,7 +401,7 @@ DEFECTS: dict[str, Defect] = {
         "Errors",
         "python/copy_into.cpp",
         "  if (!sorted.delegated.empty()) {\n"
-        "    run_delegated(*handle, source, destination, sorted, work.fill);\n"
+        "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
         "  }\n"
         "  for (IntoGroup& group : sorted.groups) start_group(",
         "  if ({defect}) {\n"
@@ -410,7 +410,7 @@ DEFECTS: dict[str, Defect] = {
         "    sorted.groups.clear();\n"
         "  }\n"
         "  if (!sorted.delegated.empty()) {\n"
-        "    run_delegated(*handle, source, destination, sorted, work.fill);\n"
+        "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
         "  }\n"
         "  for (IntoGroup& group : sorted.groups) start_group(",
         "filling_the_host_is_interrupted",

@@ -36,15 +36,14 @@ bool has_names(const Tensor& tensor) {
   }
 }
 
-// Would a copy of its bytes lose a gradient?
+}  // namespace
+
 bool keeps_gradient(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->autograd_meta() == nullptr) return false;
   if (impl->requires_grad() && c10::GradMode::is_enabled()) return true;
   return tensor._fw_grad(/*level=*/0).defined();
 }
-
-}  // namespace
 
 c10::DispatchKeySet plain_tensor_keys(c10::Device device) {
   const c10::DispatchKeySet dense = plain_key_set(device);

@@ -49,6 +49,9 @@ enum class Packable {
   kShortStorage,  // its elements reach beyond its storage: nobody can read them
 };
 
+// Would a copy of its bytes lose a gradient?
+bool keeps_gradient(const at::Tensor& tensor);
+
 // All that a plain strided tensor of the device carries. Anything beyond it means that a copy of
 // the bytes is not enough.
 c10::DispatchKeySet plain_tensor_keys(c10::Device device);

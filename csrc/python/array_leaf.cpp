@@ -69,9 +69,10 @@ py::array borrow(PyObject* array) {
   return py::reinterpret_borrow<py::array>(array);
 }
 
-}  // namespace
-
-namespace {
+// In either order of dimensions.
+bool is_contiguous(const py::array& array) {
+  return (array.flags() & (py::array::c_style | py::array::f_style)) != 0;
+}
 
 // No gaps and no repeats, in whatever order of dimensions.
 bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
@@ -138,8 +139,7 @@ void add_array_leaf(PyObject* object, LeafTable& leaves) {
   const c10::ScalarType scalar_type = *to_torch(dtype.kind(), dtype.itemsize());
   const at::IntArrayRef shape(sizes, dims);
   const at::IntArrayRef steps(strides, dims);
-  const bool contiguous = (array.flags() & (py::array::c_style | py::array::f_style)) != 0;
-  if (torch_has_strides && (contiguous || is_dense(shape, steps))) {
+  if (torch_has_strides && (is_contiguous(array) || is_dense(shape, steps))) {
     leaves.add(array.data(), scalar_type, shape, steps);
     return;
   }
@@ -156,6 +156,7 @@ ArrayMemory memory_of_array(PyObject* object) {
   const py::ssize_t dims = array.ndim();
   return {static_cast<std::byte*>(const_cast<void*>(array.data())),
           array.writeable(),
+          is_contiguous(array),
           *to_torch(dtype.kind(), dtype.itemsize()),
           {array.shape(), array.shape() + dims},
           {array.strides(), array.strides() + dims}};

@@ -2,10 +2,10 @@
 // between.
 #pragma once
 
+#include <c10/util/DimVector.h>
 #include <pybind11/pybind11.h>
 
 #include <string>
-#include <vector>
 
 #include "engine/leaf.h"
 
@@ -39,9 +39,10 @@ void add_array_leaf(PyObject* array, LeafTable& leaves);
 struct ArrayMemory {
   std::byte* data;  // the first element
   bool writeable;
+  bool dense;  // its bytes lie together, in whatever order of dimensions; where that is known
   c10::ScalarType dtype;
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides_bytes;
+  c10::DimVector sizes;
+  c10::DimVector strides_bytes;
 };
 
 // Requires is_readable_array().

@@ -24,10 +24,9 @@
 #include "python/interrupts.h"
 #include "python/pair_walk.h"
 #include "python/prepared_copy.h"
+#include "python/row_leaves.h"
 #include "python/sources.h"
 #include "python/start_copy.h"
-#include "python/start_gather.h"
-#include "python/start_scatter.h"
 #include "python/torch_state.h"
 
 namespace {
@@ -227,8 +226,9 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
            bool use_background_thread) {
           return with_torch_errors([&] {
             return tdcopier::start_gather(
-                storage, {numbers, lead, counted, std::move(sizes)},
-                {adjoining, std::move(read), std::move(flatten), std::move(unflatten)}, device,
+                storage, device,
+                {tdcopier::row_index_of(numbers, lead), counted, std::move(sizes), adjoining,
+                 std::move(read), std::move(flatten), std::move(unflatten)},
                 CopyOptions{use_pinned_staging,
                             {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
                             use_background_thread});
@@ -239,8 +239,9 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
                             bool counted, std::vector<int64_t> sizes, py::object fill,
                             bool use_pinned_staging, bool use_background_thread) {
     return with_torch_errors([&] {
-      return tdcopier::start_scatter(batch, storage, {numbers, lead, counted, std::move(sizes)},
-                                     std::move(fill), {use_pinned_staging, use_background_thread});
+      return tdcopier::start_scatter(
+          batch, storage, {tdcopier::row_index_of(numbers, lead), counted, std::move(sizes)},
+          std::move(fill), {use_pinned_staging, use_background_thread});
     });
   });
 

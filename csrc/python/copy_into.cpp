@@ -17,6 +17,7 @@
 #include "python/interrupts.h"
 #include "python/pair_walk.h"
 #include "python/prefetch.h"
+#include "python/row_leaves.h"
 #include "python/sort_pairs.h"
 #include "python/start_copy.h"
 
@@ -24,6 +25,14 @@ namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
+
+// What differs between the calls.
+struct FillCall {
+  const char* name;  // for messages
+  PairNames names;
+  RowLeaves* rows;  // null: whole leaves are filled
+  py::object fill;  // fill(destination, source), of what the engine leaves to others
+};
 
 // One group of pairs: what its job is made of, and how it is best run.
 class GroupFill {
@@ -179,30 +188,22 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
   }
 }
 
-}  // namespace
-
-std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
+std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, const FillCall& call,
                                   const IntoOptions& options) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
-  PairsToFill work{{}, {}, py::module_::import("tdcopier._into").attr("fill"), "copy_into()"};
-  {
-    const PhaseRange range(work.phases, Phase::kFlatten);
-    work.pairs = sort_pairs(source, destination);
-  }
-  return fill_pairs(source, destination, work, options);
-}
-
-std::unique_ptr<Handle> fill_pairs(py::handle source, py::handle destination, PairsToFill& work,
-                                   const IntoOptions& options) {
-  SortedPairs& sorted = work.pairs;
+  PhaseTimes phases;  // until there is a handle
+  SortedPairs sorted = [&] {
+    const PhaseRange range(phases, Phase::kFlatten);
+    return sort_pairs(source, destination, call.names, call.rows);
+  }();
   std::vector<c10::Device> targets = sorted.writers.devices();
   for (const IntoGroup& group : sorted.groups) add_device(targets, group.destination);
   std::vector<c10::Device> used = targets;
   for (const c10::Device device : sorted.readers.devices()) add_device(used, device);
   for (const IntoGroup& group : sorted.groups) add_device(used, group.pairs.leaves.device());
   for (const c10::Device device : used) {
-    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), work.call);
+    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), call.name);
   }
 
   LeafCounts counts;
@@ -211,12 +212,12 @@ std::unique_ptr<Handle> fill_pairs(py::handle source, py::handle destination, Pa
   counts.opaque = sorted.opaque;
   auto handle = std::make_unique<Handle>(std::move(targets),
                                          py::reinterpret_borrow<py::object>(destination), counts);
-  handle->phases().add(Phase::kFlatten, work.phases.ns(Phase::kFlatten));
+  handle->phases().add(Phase::kFlatten, phases.ns(Phase::kFlatten));
   const BumpAtEnd bump(sorted);
   // First what may be interrupted, while no job writes yet. What fails later leaves a handle, which
   // the jobs before belong to.
   if (!sorted.delegated.empty()) {
-    run_delegated(*handle, source, destination, sorted, work.fill);
+    run_delegated(*handle, source, destination, sorted, call.fill);
   }
   for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
   if (was_interrupted()) {
@@ -224,6 +225,21 @@ std::unique_ptr<Handle> fill_pairs(py::handle source, py::handle destination, Pa
     raise_if_interrupted();
   }
   return handle;
+}
+
+}  // namespace
+
+std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
+                                  const IntoOptions& options) {
+  const py::object fill = py::module_::import("tdcopier._into").attr("fill");
+  return fill_tree(source, destination, {"copy_into()", {}, nullptr, fill}, options);
+}
+
+std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, RowRequest request,
+                                      py::object fill, const IntoOptions& options) {
+  RowLeaves rows(std::move(request));
+  const PairNames names{"batch", "storage"};
+  return fill_tree(batch, storage, {"start_scatter()", names, &rows, std::move(fill)}, options);
 }
 
 }  // namespace tdcopier

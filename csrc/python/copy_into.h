@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "python/handle.h"
-#include "python/sort_pairs.h"
 
 namespace tdcopier {
 
@@ -15,21 +14,18 @@ struct IntoOptions {
   bool use_background_thread;
 };
 
-// Throws what is wrong with the call, before anything is written. A copy that fails does so in the
-// handle.
+// Fills a tree from one of the same structure. Throws what is wrong with the call, before anything
+// is written. A copy that fails does so in the handle.
 std::unique_ptr<Handle> copy_into(pybind11::handle source, pybind11::handle destination,
                                   const IntoOptions& options);
 
-// What fills a leaf that the engine leaves to others: fill(destination, source).
-struct PairsToFill {
-  SortedPairs pairs;
-  PhaseTimes phases;  // that it took to sort them
-  pybind11::object fill;
-  const char* call;  // for messages
-};
+struct RowRequest;
 
-// The rest of the call, once it is known what goes where.
-std::unique_ptr<Handle> fill_pairs(pybind11::handle source, pybind11::handle destination,
-                                   PairsToFill& work, const IntoOptions& options);
+// The same into rows that are picked by number, of which `fill(table, values)` writes what the
+// engine does not. Throws IndexError where one is out of range, ValueError where one is named
+// twice.
+std::unique_ptr<Handle> start_scatter(pybind11::handle batch, pybind11::handle storage,
+                                      RowRequest rows, pybind11::object fill,
+                                      const IntoOptions& options);
 
 }  // namespace tdcopier

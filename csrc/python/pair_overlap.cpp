@@ -27,77 +27,63 @@ bool lie_in_order(const SortedPairs& pairs, c10::Device device) {
   return true;
 }
 
-class Areas {
- public:
-  explicit Areas(size_t most) {
-    areas_.reserve(most);
-    ends_.reserve(most);
+Area destination_area(const IntoGroup& group, size_t i) {
+  const auto& [leaves, destinations] = group.pairs;
+  const Leaf& leaf = leaves[i];
+  const Destination& to = destinations[i];
+  Area area{to.data, to.strided ? c10::elementSize(leaf.dtype) : leaf.bytes, true, {}};
+  if (to.is_rows()) {  // any of them
+    const RowTable& table = destinations.row_table(to);
+    area.bytes = table.layout.row_bytes;
+    area.dims = {{table.rows, table.layout.stride_bytes}};
+  } else if (to.strided) {
+    area.dims = dims_as_they_arrive(leaves, leaf, destinations.strides_bytes(to, leaf.dims));
   }
+  return area;
+}
 
-  void add(Area area, PairEnd end) {
-    areas_.push_back(std::move(area));
-    ends_.push_back(end);
+Area source_area(const LeafTable& leaves, const Leaf& leaf) {
+  const auto* data = static_cast<const std::byte*>(leaf.data);
+  Area area{data, leaf.strided ? c10::elementSize(leaf.dtype) : leaf.bytes, false, {}};
+  if (leaf.strided) {
+    area.dims = dims_as_they_arrive(leaves, leaf, leaves.source_strides_bytes(leaf));
   }
+  return area;
+}
 
-  void add_destination(const IntoGroup& group, size_t i) {
-    const auto& [leaves, destinations] = group.pairs;
-    const Leaf& leaf = leaves[i];
-    const Destination& to = destinations[i];
-    Area area{to.data, to.strided ? c10::elementSize(leaf.dtype) : leaf.bytes, true, {}};
-    if (to.is_rows()) {  // any of them
-      const RowTable& table = destinations.row_table(to);
-      area.bytes = table.layout.row_bytes;
-      area.dims = {{table.rows, table.layout.stride_bytes}};
-    } else if (to.strided) {
-      area.dims = dims_as_they_arrive(leaves, leaf, destinations.strides_bytes(to, leaf.dims));
-    }
-    add(std::move(area), {group.numbers[i], "destination"});
-  }
-
-  void add_source(const IntoGroup& group, size_t i) {
-    const LeafTable& leaves = group.pairs.leaves;
-    const Leaf& leaf = leaves[i];
-    const auto* data = static_cast<const std::byte*>(leaf.data);
-    Area area{data, leaf.strided ? c10::elementSize(leaf.dtype) : leaf.bytes, false, {}};
-    if (leaf.strided) {
-      area.dims = dims_as_they_arrive(leaves, leaf, leaves.source_strides_bytes(leaf));
-    }
-    add(std::move(area), {group.numbers[i], "source"});
-  }
-
-  std::optional<SharedMemory> find() const {
-    const auto found = find_overlap(areas_);
-    if (!found) return std::nullopt;
-    SharedMemory shared{ends_[found->first], ends_[found->second]};
-    if (shared.second.number < shared.first.number) std::swap(shared.first, shared.second);
-    return shared;
-  }
-
- private:
-  RecycledVector<Area> areas_;
-  RecycledVector<PairEnd> ends_;  // by area
-};
-
-std::optional<SharedMemory> find_on(const SortedPairs& pairs, c10::Device device, size_t leaves) {
+std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10::Device device,
+                                                   size_t leaves) {
   if (lie_in_order(pairs, device)) return std::nullopt;
-  Areas areas(2 * leaves);
+  RecycledVector<Area> areas;
+  RecycledVector<size_t> numbers;  // by area: its pair in the walk
+  areas.reserve(2 * leaves);
+  numbers.reserve(2 * leaves);
+  const auto add = [&](Area area, size_t number) {
+    areas.push_back(std::move(area));
+    numbers.push_back(number);
+  };
   for (const IntoGroup& group : pairs.groups) {
-    const bool reads = group.pairs.leaves.device() == device;
-    const bool writes = group.destination == device;
-    for (size_t i = 0; i < group.pairs.leaves.size(); ++i) {
-      if (writes) areas.add_destination(group, i);
-      if (reads) areas.add_source(group, i);
+    const LeafTable& sources = group.pairs.leaves;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      if (group.destination == device) add(destination_area(group, i), group.numbers[i]);
+      if (sources.device() == device) add(source_area(sources, sources[i]), group.numbers[i]);
     }
   }
   for (const ReusedPair& reused : pairs.reused) {
-    if (reused.device == device) areas.add(reused.area, {reused.number, "source"});
+    if (reused.device == device) add(reused.area, reused.number);
   }
-  return areas.find();
+  const auto found = find_overlap(areas);
+  if (!found) return std::nullopt;
+  const auto end = [&](size_t area) { return PairEnd{numbers[area], areas[area].written}; };
+  std::pair shared(end(found->first), end(found->second));
+  if (shared.second.number < shared.first.number) std::swap(shared.first, shared.second);
+  return shared;
 }
 
 }  // namespace
 
-std::optional<SharedMemory> find_shared_memory(const SortedPairs& pairs, size_t leaves) {
+std::optional<std::pair<PairEnd, PairEnd>> find_shared_memory(const SortedPairs& pairs,
+                                                              size_t leaves) {
   for (const IntoGroup& group : pairs.groups) {
     const auto first = std::find_if(
         pairs.groups.begin(), pairs.groups.end(),

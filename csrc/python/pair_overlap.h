@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <utility>
 
 #include "python/sort_pairs.h"
 
@@ -9,17 +10,13 @@ namespace tdcopier {
 
 // One end of a pair.
 struct PairEnd {
-  size_t number;     // in the walk
-  const char* tree;  // "source" or "destination"
+  size_t number;  // in the walk
+  bool written;   // the destination, else the source
 };
 
-// In the order of the walk.
-struct SharedMemory {
-  PairEnd first;
-  PairEnd second;
-};
-
-// `leaves`: how many pairs there are, at most. Leaves that are delegated are not compared.
-std::optional<SharedMemory> find_shared_memory(const SortedPairs& pairs, size_t leaves);
+// Two ends that share memory, in the order of the walk. `leaves`: how many pairs there are, at
+// most. Leaves that are delegated are not compared.
+std::optional<std::pair<PairEnd, PairEnd>> find_shared_memory(const SortedPairs& pairs,
+                                                              size_t leaves);
 
 }  // namespace tdcopier

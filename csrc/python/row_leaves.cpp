@@ -1,9 +1,13 @@
 // Rows are counted when the first table is seen, before any is read.
 #include "python/row_leaves.h"
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <algorithm>
 #include <array>
 #include <utility>
+
+#include "base/internal_error.h"
 
 namespace py = pybind11;
 
@@ -17,6 +21,16 @@ std::string joined(at::IntArrayRef sizes) {
 }
 
 }  // namespace
+
+RowIndex row_index_of(py::handle numbers, size_t lead) {
+  check_invariant(THPVariable_Check(numbers.ptr()), "rows are numbered by a tensor");
+  const at::Tensor& tensor = THPVariable_Unpack(numbers.ptr());
+  check_invariant(tensor.scalar_type() == at::kLong && tensor.device().is_cpu() &&
+                      tensor.is_contiguous() && lead >= 1,
+                  "rows are numbered by int64 that lie together on the host");
+  const auto* first = static_cast<const int64_t*>(tensor.const_data_ptr());
+  return {{first, first + tensor.numel()}, tensor.sizes().vec(), lead};
+}
 
 RowLeaves::RowLeaves(RowRequest request) : request_(std::move(request)) {
   if (!request_.lead.empty()) count_rows();

@@ -20,11 +20,16 @@ struct RowRequest {
   RowIndex index;
   bool counted;               // numbers are in range and none is negative
   std::vector<int64_t> lead;  // sizes of the dimensions that count rows; empty: the first leaf's
-  bool adjoining;             // tables whose rows have gaps are for Python too
-  pybind11::object read;      // read(leaf) -> its rows, or what moves as they are
-  pybind11::object flatten;   // of collections, as KnownType has them
-  pybind11::object unflatten;
+  // Of a gather:
+  bool adjoining = false;      // tables whose rows have gaps are for Python too
+  pybind11::object read{};     // read(leaf) -> its rows, or what moves as they are
+  pybind11::object flatten{};  // of collections, as KnownType has them
+  pybind11::object unflatten{};
 };
+
+// Copies the numbers of rows: a host tensor of int64, contiguous, in the shape of the result. At
+// least one dimension of a table counts rows: its first `lead`.
+RowIndex row_index_of(pybind11::handle numbers, size_t lead);
 
 // GIL: held for every member.
 class RowLeaves {

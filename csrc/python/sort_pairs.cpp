@@ -2,22 +2,24 @@
 #include "python/sort_pairs.h"
 
 #include <ATen/ExpandUtils.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/DimVector.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "base/overlap.h"
 #include "engine/stage.h"
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
-#include "python/pair_mistakes.h"
 #include "python/pair_overlap.h"
-#include "python/pair_walk.h"
 #include "python/prefetch.h"
+#include "python/row_leaves.h"
 #include "python/torch_state.h"
 
 namespace py = pybind11;
@@ -27,21 +29,38 @@ namespace {
 
 // One end of a pair, where it is plain: memory, and the elements in it.
 struct End {
-  c10::Device device = c10::kCPU;
-  std::byte* data = nullptr;
-  c10::StorageImpl* storage = nullptr;  // of a tensor
-  c10::ScalarType dtype = c10::ScalarType::Byte;
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides_bytes;
+  c10::Device device;
+  std::byte* data;            // the first element
+  c10::StorageImpl* storage;  // null: of an array
+  c10::ScalarType dtype;
+  c10::DimVector sizes;
+  c10::DimVector strides_bytes;
+  bool dense;                       // its bytes lie together, in whatever order of dimensions
+  std::optional<RowTable> table{};  // of which rows are written
+
+  uint64_t element_bytes() const { return c10::elementSize(dtype); }
+  uint64_t bytes() const {
+    return static_cast<uint64_t>(c10::multiply_integers(sizes)) * element_bytes();
+  }
+  // A device reads and writes whole elements.
+  bool is_aligned() const {
+    return device.is_cpu() || reinterpret_cast<uintptr_t>(data) % element_bytes() == 0;
+  }
 };
 
 // Two ways of stepping through elements are one if they agree wherever there is a step.
-template <typename Strides, typename Others>
-bool same_steps(at::IntArrayRef sizes, const Strides& strides, const Others& others) {
+bool same_steps(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef others) {
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] != 1 && strides[d] != others[d]) return false;
   }
   return true;
+}
+
+// Have they one shape, and their bytes together in one order?
+bool are_alike(const c10::TensorImpl& a, const c10::TensorImpl& b) {
+  if (a.sizes() != b.sizes()) return false;
+  if (a.is_contiguous() && b.is_contiguous()) return true;
+  return a.is_non_overlapping_and_dense() && a.strides() == b.strides();
 }
 
 // What a pair of plain tensors had in common with the next.
@@ -55,37 +74,53 @@ struct Usual {
 
 class Sorter {
  public:
-  Sorter(py::handle source, py::handle destination)
+  Sorter(py::handle source, py::handle destination, PairNames names, RowLeaves* rows)
       : source_(source),
         destination_(destination),
-        mistakes_(source, destination),
+        names_(names),
+        rows_(rows),
         altered_(torch_is_altered()) {}
 
   SortedPairs run() {
-    PairedTrees trees = pair_trees(source_, destination_);
     try {
-      sort_all(std::move(trees));
-    } catch (const py::value_error&) {
+      sort_all();
+    } catch (const std::runtime_error&) {
       check_delegated();  // the first mistake is told, and these leaves come before this one
       throw;
     }
-    if (check_delegated()) {
+    check_delegated();
+    if (!sorted_.delegated.empty()) {
+      for (const DelegatedPair& pair : sorted_.delegated) {
+        readers_.note(pair.source);
+        writers_.note(pair.destination);
+      }
       // Code of their classes may have moved the memory of others: where that is, is looked up when
       // no such code runs any more.
-      note_users();
-      sorted_ = {};
-      usual_.reset();
-      sort_all(pair_trees(source_, destination_));
+      sort_all();
     }
-    refuse_overlap();
+    if (const auto shared = find_shared_memory(sorted_, leaves_)) {
+      const auto& [first, second] = *shared;
+      throw py::value_error(path(first.number, first.written) + " and " +
+                            path(second.number, second.written) +
+                            " share memory: what is written must not be read or written for "
+                            "another leaf; give a clone() of one");
+    }
+    const auto twice =
+        rows_ != nullptr && rows_->index() ? repeated_row(rows_->index()->rows) : std::nullopt;
+    if (twice) {
+      throw py::value_error("row " + rows_->named(*twice) +
+                            " is in the index more than once: which of its values would stay?");
+    }
     sorted_.readers = std::move(readers_);
     sorted_.writers = std::move(writers_);
     return std::move(sorted_);
   }
 
  private:
-  // Takes over the references.
-  void sort_all(PairedTrees trees) {
+  void sort_all() {
+    sorted_ = {};
+    usual_.reset();
+    PairedTrees trees = pair_trees(source_, destination_, names_);
     leaves_ = trees.leaves.size();
     sorted_.opaque = trees.opaque;
     for (number_ = 0; number_ < leaves_; ++number_) {
@@ -108,86 +143,68 @@ class Sorter {
     each(number_ + kStoragesAhead, prefetch_storage);
   }
 
-  // Whether there are any, and no mistake among them.
-  bool check_delegated() {
-    if (sorted_.delegated.empty()) return false;
+  void check_delegated() const {
+    if (sorted_.delegated.empty()) return;
     const py::object mismatch = py::module_::import("tdcopier._into").attr("mismatch");
     for (const DelegatedPair& pair : sorted_.delegated) {
-      const py::object wrong = mismatch(pair.source, pair.destination);
+      py::object shape = py::none();
+      if (rows_ != nullptr) {
+        shape = py::cast(
+            at::IntArrayRef(shape_for(THPVariable_Unpack(pair.destination.ptr()).sizes())).vec());
+      }
+      const py::object wrong = mismatch(pair.source, pair.destination, shape);
       if (wrong.is_none()) continue;
-      number_ = pair.number;
-      const py::tuple told = wrong;  // of the source, or None; of the destination
-      const auto beside = told[1].cast<std::string>();
-      if (told[0].is_none()) mistakes_.refuse(number_, "destination", beside);
-      mistakes_.refuse_both(number_, told[0].cast<std::string>(), beside);
-    }
-    return true;
-  }
-
-  void note_users() {
-    for (const DelegatedPair& pair : sorted_.delegated) {
-      readers_.note(pair.source);
-      writers_.note(pair.destination);
+      throw py::value_error(py::str(
+          wrong.attr("format")(py::arg("source") = path(pair.number, /*written=*/false),
+                               py::arg("destination") = path(pair.number, /*written=*/true))));
     }
   }
 
   void sort_out(py::object from, py::object to) {
-    if (altered_) return delegate(std::move(from), std::move(to));
-    if (THPVariable_CheckTypeExact(Py_TYPE(from.ptr())) &&
-        THPVariable_CheckTypeExact(Py_TYPE(to.ptr())) && add_usual(from, to)) {
-      return;
+    if (rows_ != nullptr) {
+      from = as_tensor(std::move(from), /*written=*/false);
+      to = as_tensor(std::move(to), /*written=*/true);
+      const auto mistake = rows_->mistake_in(THPVariable_Unpack(to.ptr()));
+      if (mistake) refuse(/*written=*/true, *mistake);
     }
-    const bool tensors = is_plain_class(from.ptr()) && is_plain_class(to.ptr());
-    if (tensors ? !add_tensors(from, to) : !add_any(from, to)) {
-      delegate(std::move(from), std::move(to));
+    if (altered_ || !(add_usual(from, to) || add(from, to))) {
+      sorted_.delegated.push_back({std::move(from), std::move(to), number_});
     }
   }
 
-  // A tensor of torch's own class, or of one whose memory is that of a plain tensor.
-  bool is_plain_class(PyObject* object) {
-    PyTypeObject* type = Py_TYPE(object);
-    if (THPVariable_CheckTypeExact(type)) return true;
-    if (!THPVariable_Check(object)) return false;
-    for (const auto& [known, plain] : classes_) {
-      if (known == type) return plain;
-    }
-    const py::object answer =
-        py::module_::import("tdcopier._into")
-            .attr("is_plain_class")(py::handle(reinterpret_cast<PyObject*>(type)));
-    classes_.emplace_back(type, answer.cast<bool>());
-    return classes_.back().second;
+  // Rows are those of tensors: the leaf, or one that an array is made.
+  py::object as_tensor(py::object leaf, bool written) const {
+    if (THPVariable_Check(leaf.ptr())) return leaf;
+    py::object made = py::module_::import("tdcopier._scatter").attr("as_tensor")(leaf, written);
+    if (PyUnicode_Check(made.ptr())) refuse(written, made.cast<std::string>());
+    return made;
   }
 
-  c10::DispatchKeySet keys_of(c10::Device device) {
-    for (const auto& [known, keys] : keys_) {
-      if (known == device) return keys;
-    }
-    keys_.emplace_back(device, plain_tensor_keys(device));
-    return keys_.back().second;
+  // The shape of what fills a destination.
+  c10::DimVector shape_for(at::IntArrayRef sizes) const {
+    if (rows_ == nullptr) return c10::DimVector(sizes);
+    const RowIndex& index = *rows_->index();
+    c10::DimVector shape(index.sizes.begin(), index.sizes.end());
+    shape.append(sizes.begin() + index.lead, sizes.end());
+    return shape;
   }
 
-  static bool is_reached(c10::Device device) {
-    return device.is_cpu() || has_engine_transfers(device);
-  }
-  // Most leaves go the same way as the one before.
-  bool is_moved(c10::Device from, c10::Device to) {
-    if (way_ && way_->first == from && way_->second == to) return true;
-    if (!is_reached(from) || !is_reached(to)) return false;
-    if (!from.is_cpu() && !to.is_cpu() && from.type() != to.type()) return false;
-    way_ = {from, to};
-    return true;
-  }
-
-  // What is known of a pair with the same keys as one that add_tensors() took, between the same
-  // devices: all but memory and shape. The path of nearly every leaf; false: to be looked at again.
+  // What is known of a pair with the same keys as one that add() took, between the same devices:
+  // all but memory and shape. The path of nearly every leaf; false: to be looked at again.
   bool add_usual(py::object& from, py::object& to) {
-    const c10::TensorImpl* source = THPVariable_Unpack(from.ptr()).unsafeGetTensorImpl();
-    c10::TensorImpl* target = THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl();
-    if (!usual_ || source->key_set() != usual_->source || target->key_set() != usual_->target ||
-        source->autograd_meta() != nullptr || target->autograd_meta() != nullptr ||
-        !source->is_contiguous() || !target->is_contiguous() || source->device() != usual_->from ||
-        target->device() != usual_->to || source->dtype() != target->dtype() ||
-        source->sizes() != target->sizes()) {
+    if (!usual_ || !THPVariable_CheckTypeExact(Py_TYPE(from.ptr())) ||
+        !THPVariable_CheckTypeExact(Py_TYPE(to.ptr()))) {
+      return false;
+    }
+    const at::Tensor& source_tensor = THPVariable_Unpack(from.ptr());
+    const at::Tensor& target_tensor = THPVariable_Unpack(to.ptr());
+    const c10::TensorImpl* source = source_tensor.unsafeGetTensorImpl();
+    c10::TensorImpl* target = target_tensor.unsafeGetTensorImpl();
+    if (source->key_set() != usual_->source || target->key_set() != usual_->target ||
+        source->device() != usual_->from || target->device() != usual_->to ||
+        source->dtype() != target->dtype() || !are_alike(*source, *target) ||
+        (source->autograd_meta() != nullptr && keeps_gradient(source_tensor)) ||
+        (target->autograd_meta() != nullptr && keeps_gradient(target_tensor))) {
       return false;
     }
     const uint64_t element_bytes = target->itemsize();
@@ -216,171 +233,168 @@ class Sorter {
     return true;
   }
 
-  // False: it is left to torch.
-  bool add_tensors(py::object& from, py::object& to) {
-    const at::Tensor& source = THPVariable_Unpack(from.ptr());
-    const at::Tensor& target = THPVariable_Unpack(to.ptr());
-    mistakes_.check_writable(number_, target);
-    const c10::Device device = source.device();
-    const c10::Device target_device = target.device();
-    if (!is_moved(device, target_device)) return false;
-    const PlainTensor plain = look_at(source, keys_of(device));
-    const PlainTensor target_plain = look_at(target, keys_of(target_device));
-    mistakes_.check_storage(number_, plain, source, "source");
-    mistakes_.check_storage(number_, target_plain, target, "destination");
-    if (plain.packable != Packable::kYes || target_plain.packable != Packable::kYes) return false;
-    c10::TensorImpl* impl = target.unsafeGetTensorImpl();
-    const c10::TensorImpl* source_impl = source.unsafeGetTensorImpl();
-    const at::IntArrayRef sizes = impl->sizes();
-    const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
-    if (source_impl->sizes() != sizes)
-      mistakes_.refuse_shapes(number_, source_impl->sizes(), sizes);
-    if (source_impl->dtype() != impl->dtype()) {
-      mistakes_.refuse_dtypes(number_, c10::typeMetaToScalarType(source_impl->dtype()), dtype);
-    }
-    if (impl->numel() == 0) {
-      note_written(impl, std::move(to));
+  // Any pair. False: it is left to torch, or does not fit, which is told with those that are.
+  bool add(py::object& from, py::object& to) {
+    const std::optional<End> source = see(from.ptr(), /*written=*/false);
+    const std::optional<End> target = see(to.ptr(), /*written=*/true);
+    if (!source || !target || !is_moved(source->device, target->device)) return false;
+    if (source->sizes != shape_for(target->sizes) || source->dtype != target->dtype) return false;
+    const bool is_tensor = target->storage != nullptr;
+    c10::TensorImpl* const written =  // whose version moves
+        is_tensor ? THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl() : nullptr;
+    if (source->bytes() == 0) {
+      sorted_.written.push_back(written);
+      sorted_.kept.push_back(std::move(to));
       ++sorted_.empty;
       return true;
     }
-    const auto* data = static_cast<const std::byte*>(plain.storage->data()) + plain.begin;
-    auto* const target_data =
-        static_cast<std::byte*>(target_plain.storage->mutable_data()) + target_plain.begin;
-    const at::IntArrayRef strides = source_impl->strides();
-    const bool alike = same_steps(sizes, strides, impl->strides());
-    if (data == target_data && alike && device == target_device) {
-      note_reused(end_of(target, target_data, target_plain.storage));
+    const bool alike =
+        !target->table && same_steps(target->sizes, source->strides_bytes, target->strides_bytes);
+    if (alike && source->data == target->data && source->device == target->device) {
+      note_reused(*target);
       return true;
     }
-    // A device reads and writes whole elements.
-    const uint64_t element_bytes = impl->itemsize();
-    const auto is_aligned = [&](const std::byte* address, c10::Device where) {
-      return where.is_cpu() || reinterpret_cast<uintptr_t>(address) % element_bytes == 0;
-    };
-    if (!is_aligned(data, device) || !is_aligned(target_data, target_device)) return false;
-    IntoGroup& group = group_of(device, target_device);
-    if (plain.dense && target_plain.dense && alike) {
-      const uint64_t bytes = static_cast<uint64_t>(impl->numel()) * element_bytes;
-      group.pairs.leaves.add_bytes(data, dtype, bytes, static_cast<uint32_t>(element_bytes));
-      const bool large = bytes > kMaxPackedLeafBytes;
-      const bool pinned = large && !device.is_cpu() && target_device.is_cpu() && target.is_pinned();
-      group.pairs.destinations.add(target_data, target_plain.storage, pinned);
-      usual_ = {source_impl->key_set(), impl->key_set(), device, target_device,
-                static_cast<size_t>(&group - sorted_.groups.data())};
-    } else {
-      add_strided(group, end_of(source, const_cast<std::byte*>(data), plain.storage),
-                  end_of(target, target_data, target_plain.storage));
-    }
-    if (device.is_cpu() && mapped_files_.has(*plain.storage)) group.note_mapped();
-    sorted_.written.push_back(impl);
-    group.keep(number_, std::move(from), std::move(to));
-    return true;
-  }
-
-  static End end_of(const at::Tensor& tensor, std::byte* data, c10::StorageImpl* storage) {
-    End end{tensor.device(),       data, storage, tensor.scalar_type(), tensor.sizes().vec(),
-            tensor.strides().vec()};
-    for (int64_t& stride : end.strides_bytes) stride *= static_cast<int64_t>(tensor.itemsize());
-    return end;
-  }
-
-  // An array at one end at least, or a class that is not plain. False: it is left to torch.
-  bool add_any(py::object& from, py::object& to) {
-    const bool from_array = is_array_type(Py_TYPE(from.ptr()));
-    const bool to_array = is_array_type(Py_TYPE(to.ptr()));
-    if (!(from_array || is_plain_class(from.ptr())) || !(to_array || is_plain_class(to.ptr()))) {
-      return false;
-    }
-    if (to_array && !is_readable_array(to.ptr())) return false;
-    if (from_array && !is_readable_array(from.ptr())) {
-      return false;  // numpy, or torch, knows what its elements are
-    }
-    End source;
-    End target;
-    if (!see(from, from_array, /*written=*/false, source)) return false;
-    if (!see(to, to_array, /*written=*/true, target)) return false;
-    if (!is_moved(source.device, target.device)) return false;
-    if (source.sizes != target.sizes) mistakes_.refuse_shapes(number_, source.sizes, target.sizes);
-    if (source.dtype != target.dtype) mistakes_.refuse_dtypes(number_, source.dtype, target.dtype);
-    if (source.device == target.device && source.data == target.data &&
-        same_steps(source.sizes, source.strides_bytes, target.strides_bytes)) {
-      note_reused(target);
-      return true;
-    }
-    IntoGroup& group = group_of(source.device, target.device);
-    add_strided(group, source, target);
-    const bool mapped = from_array ? is_mapped_array(from.ptr())
-                                   : source.device.is_cpu() && is_mapped_file(*source.storage);
-    if (mapped) group.note_mapped();
-    if (!to_array) sorted_.written.push_back(THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl());
-    group.keep(number_, std::move(from), std::move(to));
-    return true;
-  }
-
-  bool see(const py::object& leaf, bool is_array, bool written, End& end) {
-    if (is_array) {
-      ArrayMemory memory = memory_of_array(leaf.ptr());
-      if (written && !memory.writeable) {
-        mistakes_.refuse(number_, "destination",
-                         " is a read-only array: give one that may be written, such as a copy");
+    if (!source->is_aligned() || !target->is_aligned()) return false;
+    IntoGroup& group = group_of(source->device, target->device);
+    DestinationTable& destinations = group.pairs.destinations;
+    if (target->table) {
+      add_bytes(group, *source);
+      destinations.add_rows(target->data, target->storage, *target->table, rows_->index());
+    } else if (alike && source->dense && target->dense) {
+      add_bytes(group, *source);
+      const bool large = source->bytes() > kMaxPackedLeafBytes;
+      const bool from_device = target->device.is_cpu() && !source->device.is_cpu();
+      const bool pinned =
+          large && from_device && is_tensor && THPVariable_Unpack(to.ptr()).is_pinned();
+      destinations.add(target->data, target->storage, pinned);
+      if (is_tensor && source->storage != nullptr) {
+        usual_ = {THPVariable_Unpack(from.ptr()).key_set(), written->key_set(), source->device,
+                  target->device, static_cast<size_t>(&group - sorted_.groups.data())};
       }
-      end = {c10::kCPU,
-             memory.data,
-             nullptr,
-             memory.dtype,
-             std::move(memory.sizes),
-             std::move(memory.strides_bytes)};
-      return true;
+    } else {
+      add_strided(group, *source, *target);
     }
-    const at::Tensor& tensor = THPVariable_Unpack(leaf.ptr());
-    if (written) mistakes_.check_writable(number_, tensor);
-    if (!is_reached(tensor.device())) return false;
-    const PlainTensor plain = look_at(tensor, keys_of(tensor.device()));
-    mistakes_.check_storage(number_, plain, tensor, written ? "destination" : "source");
-    if (plain.packable != Packable::kYes || tensor.numel() == 0) return false;
-    const void* memory = written ? plain.storage->mutable_data() : plain.storage->data();
-    auto* const data = static_cast<std::byte*>(const_cast<void*>(memory)) + plain.begin;
-    if (!tensor.device().is_cpu() && reinterpret_cast<uintptr_t>(data) % tensor.itemsize() != 0) {
-      return false;
-    }
-    end = end_of(tensor, data, plain.storage);
+    const bool mapped = source->storage == nullptr
+                            ? is_mapped_array(from.ptr())
+                            : source->device.is_cpu() && mapped_files_.has(*source->storage);
+    if (mapped) group.note_mapped();
+    if (is_tensor) sorted_.written.push_back(written);
+    group.keep(number_, std::move(from), std::move(to));
     return true;
+  }
+
+  // Nothing where it is not plain: then it is left to torch.
+  std::optional<End> see(PyObject* leaf, bool written) {
+    if (is_array_type(Py_TYPE(leaf))) return see_array(leaf, written);
+    if (rows_ == nullptr && !is_plain_class(leaf)) return std::nullopt;
+    const at::Tensor& tensor = THPVariable_Unpack(leaf);
+    if (written && tensor.is_inference() && !c10::InferenceMode::is_enabled()) {
+      throw std::runtime_error(path(number_, written) +
+                               " was made in inference mode, where alone it may be written in "
+                               "place: make the call there, or give a clone()");
+    }
+    const std::optional<c10::DispatchKeySet> keys = keys_of(tensor.device());
+    if (!keys) return std::nullopt;
+    const PlainTensor plain = look_at(tensor, *keys);
+    if (plain.packable == Packable::kShortStorage) {
+      refuse(written, " reaches beyond its storage, which has only " +
+                          std::to_string(tensor.storage().nbytes()) +
+                          " bytes (was it shrunk with untyped_storage().resize_()?)");
+    }
+    if (plain.packable != Packable::kYes) return std::nullopt;
+    const void* memory = written ? plain.storage->mutable_data() : plain.storage->data();
+    End end{tensor.device(),
+            static_cast<std::byte*>(const_cast<void*>(memory)) + plain.begin,
+            plain.storage,
+            tensor.scalar_type(),
+            c10::DimVector(tensor.sizes()),
+            c10::DimVector(tensor.strides()),
+            plain.dense};
+    for (int64_t& stride : end.strides_bytes) stride *= static_cast<int64_t>(tensor.itemsize());
+    if (rows_ == nullptr) return end;
+    if (written && end.device.is_cpu()) end.table = look_at_rows(tensor, rows_->index()->lead);
+    const bool possible = written ? end.table.has_value() : tensor.is_contiguous();
+    return possible ? std::optional(std::move(end)) : std::nullopt;
+  }
+
+  static std::optional<End> see_array(PyObject* array, bool written) {
+    if (!is_readable_array(array)) return std::nullopt;  // numpy knows what its elements are
+    ArrayMemory memory = memory_of_array(array);
+    if (written && !memory.writeable) return std::nullopt;
+    return End{c10::kCPU,
+               memory.data,
+               nullptr,
+               memory.dtype,
+               std::move(memory.sizes),
+               std::move(memory.strides_bytes),
+               memory.dense};
+  }
+
+  // A tensor of torch's own class, or of one whose memory is that of a plain tensor.
+  bool is_plain_class(PyObject* object) {
+    PyTypeObject* type = Py_TYPE(object);
+    if (THPVariable_CheckTypeExact(type)) return true;
+    if (!THPVariable_Check(object)) return false;
+    for (const auto& [known, plain] : classes_) {
+      if (known == type) return plain;
+    }
+    const py::object answer =
+        py::module_::import("tdcopier._into")
+            .attr("is_plain_class")(py::handle(reinterpret_cast<PyObject*>(type)));
+    classes_.emplace_back(type, answer.cast<bool>());
+    return classes_.back().second;
+  }
+
+  // Of plain tensors there; nothing where the engine reaches none.
+  std::optional<c10::DispatchKeySet> keys_of(c10::Device device) {
+    for (const auto& [known, keys] : keys_) {
+      if (known == device) return keys;
+    }
+    const bool reached = device.is_cpu() || has_engine_transfers(device);
+    keys_.emplace_back(device, reached ? std::optional(plain_tensor_keys(device)) : std::nullopt);
+    return keys_.back().second;
+  }
+
+  static bool is_moved(c10::Device from, c10::Device to) {
+    return from.is_cpu() || to.is_cpu() || from.type() == to.type();
+  }
+
+  static void add_bytes(IntoGroup& group, const End& source) {
+    group.pairs.leaves.add_bytes(source.data, source.dtype, source.bytes(),
+                                 static_cast<uint32_t>(source.element_bytes()));
   }
 
   // Of any steps at both ends: in between, the elements lie as they do at the destination, without
   // its gaps.
-  void add_strided(IntoGroup& group, const End& source, const End& target) {
-    std::vector<int64_t> order = target.strides_bytes;  // only which is longer counts
+  void add_strided(IntoGroup& group, const End& source, const End& target) const {
+    c10::DimVector order = target.strides_bytes;  // only which is longer counts
     for (int64_t& stride : order) stride = std::abs(stride);
     const std::vector<int64_t> dense = at::infer_dense_strides(target.sizes, order);
-    const auto element_bytes = static_cast<int64_t>(c10::elementSize(target.dtype));
-    std::vector<int64_t> dense_bytes = dense;
-    for (int64_t& stride : dense_bytes) stride *= element_bytes;
-    LeafPairs& pairs = group.pairs;
+    c10::DimVector dense_bytes(dense.begin(), dense.end());
+    for (int64_t& stride : dense_bytes) stride *= static_cast<int64_t>(target.element_bytes());
+    auto& [leaves, destinations] = group.pairs;
     if (same_steps(source.sizes, source.strides_bytes, dense_bytes)) {
-      pairs.leaves.add(source.data, source.dtype, source.sizes, dense);
+      leaves.add(source.data, source.dtype, source.sizes, dense);
     } else {
-      pairs.leaves.add_strided(source.data, source.dtype, source.sizes, dense,
-                               source.strides_bytes);
+      leaves.add_strided(source.data, source.dtype, source.sizes, dense, source.strides_bytes);
     }
     if (same_steps(target.sizes, target.strides_bytes, dense_bytes)) {
-      pairs.destinations.add(target.data, target.storage, /*pinned=*/false);
+      destinations.add(target.data, target.storage, /*pinned=*/false);
       return;
     }
-    const Leaf& leaf = pairs.leaves[pairs.leaves.size() - 1];
-    if (overlaps_itself(dims_as_they_arrive(pairs.leaves, leaf, target.strides_bytes),
-                        static_cast<uint64_t>(element_bytes))) {
-      mistakes_.refuse(
-          number_, "destination",
-          " has elements that share memory (was it made with expand() or as_strided()?): give "
-          "one with memory for each, such as a clone()");
+    const Leaf& leaf = leaves[leaves.size() - 1];
+    if (overlaps_itself(dims_as_they_arrive(leaves, leaf, target.strides_bytes),
+                        target.element_bytes())) {
+      refuse(/*written=*/true,
+             " has elements that share memory (was it made with expand() or as_strided()?): give "
+             "one with memory for each, such as a clone()");
     }
-    pairs.destinations.add_strided(target.data, target.storage, target.strides_bytes);
+    destinations.add_strided(target.data, target.storage, target.strides_bytes);
   }
 
   // What it holds is wanted at the end.
   void note_reused(const End& end) {
-    Area area{end.data, c10::elementSize(end.dtype), /*written=*/false, {}};
+    Area area{end.data, end.element_bytes(), /*written=*/false, {}};
     for (size_t d = 0; d < end.sizes.size(); ++d) {
       area.dims.push_back({end.sizes[d], end.strides_bytes[d]});
     }
@@ -406,31 +420,29 @@ class Sorter {
     return made;
   }
 
-  void note_written(c10::TensorImpl* impl, py::object owner) {
-    sorted_.written.push_back(impl);
-    sorted_.kept.push_back(std::move(owner));
+  // How an end of a pair is reached.
+  std::string path(size_t number, bool written) const {
+    const std::string name = written ? names_.destination : names_.source;
+    const auto steps = path_of_pair(source_, destination_, number);
+    return steps ? name + *steps : "a leaf of " + name;
   }
 
-  void delegate(py::object from, py::object to) {
-    sorted_.delegated.push_back({std::move(from), std::move(to), number_});
-  }
-
-  void refuse_overlap() {
-    const auto found = find_shared_memory(sorted_, leaves_);
-    if (found) mistakes_.refuse_sharing(found->first, found->second);
+  // Of the pair in hand.
+  [[noreturn]] void refuse(bool written, const std::string& why) const {
+    throw py::value_error(path(number_, written) + why);
   }
 
   const py::handle source_;
   const py::handle destination_;
-  const PairMistakes mistakes_;
+  const PairNames names_;
+  RowLeaves* const rows_;
   const bool altered_;
   size_t leaves_ = 0;
   size_t number_ = 0;  // of the pair in hand
-  std::optional<std::pair<c10::Device, c10::Device>> way_;
   std::optional<Usual> usual_;
   MappedFiles mapped_files_;
   std::vector<std::pair<PyTypeObject*, bool>> classes_;
-  std::vector<std::pair<c10::Device, c10::DispatchKeySet>> keys_;
+  std::vector<std::pair<c10::Device, std::optional<c10::DispatchKeySet>>> keys_;
   Users readers_;
   Users writers_;
   SortedPairs sorted_;
@@ -438,8 +450,9 @@ class Sorter {
 
 }  // namespace
 
-SortedPairs sort_pairs(py::handle source, py::handle destination) {
-  return Sorter(source, destination).run();
+SortedPairs sort_pairs(py::handle source, py::handle destination, PairNames names,
+                       RowLeaves* rows) {
+  return Sorter(source, destination, names, rows).run();
 }
 
 }  // namespace tdcopier

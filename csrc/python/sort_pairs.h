@@ -12,6 +12,7 @@
 #include "engine/destination.h"
 #include "engine/mapped_leaves.h"
 #include "python/delegated.h"
+#include "python/pair_walk.h"
 #include "python/sources.h"
 
 namespace tdcopier {
@@ -35,7 +36,7 @@ struct IntoGroup {
   void note_mapped() { mapped.note(pairs.leaves.reach(pairs.leaves[pairs.leaves.size() - 1])); }
 };
 
-// A leaf that is left to `copy_`.
+// A leaf that is left to torch.
 struct DelegatedPair {
   pybind11::object source;
   pybind11::object destination;
@@ -61,8 +62,13 @@ struct SortedPairs {
   uint32_t opaque = 0;
 };
 
-// GIL: held. Throws: as pair_trees(); ValueError, with the path, for what cannot be written or does
-// not fit; RuntimeError for a tensor made in inference mode, outside of it, as torch does.
-SortedPairs sort_pairs(pybind11::handle source, pybind11::handle destination);
+class RowLeaves;
+
+// `rows`: null, or the destinations are tables of which it says what rows are written. GIL: held.
+// Throws: as pair_trees(); ValueError, with the path, for what cannot be written or does not fit;
+// RuntimeError for a tensor made in inference mode, outside of it, as torch does; IndexError where
+// a row is out of range.
+SortedPairs sort_pairs(pybind11::handle source, pybind11::handle destination, PairNames names,
+                       RowLeaves* rows);
 
 }  // namespace tdcopier

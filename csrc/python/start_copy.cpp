@@ -266,6 +266,15 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
   return start_copy_to(parse_device(device), data, options, nullptr);
 }
 
+std::unique_ptr<Handle> start_gather(py::handle storage, py::handle device, RowRequest request,
+                                     const CopyOptions& options) {
+  release_returned_sources();
+  const ReleaseAtEnd release_at_end;
+  const c10::Device target = parse_device(device);
+  RowLeaves rows(std::move(request));
+  return start_copy_to(target, storage, options, nullptr, &rows);
+}
+
 std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
                                       const CopyOptions& options, PreparedCopy* prepared,
                                       RowLeaves* rows) {

@@ -42,6 +42,13 @@ struct CopyOptions {
 std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle device,
                                    const CopyOptions& options);
 
+struct RowRequest;
+
+// The same of rows that are picked by number. Throws IndexError too, where one is out of range,
+// before any is read.
+std::unique_ptr<Handle> start_gather(pybind11::handle storage, pybind11::handle device,
+                                     RowRequest rows, const CopyOptions& options);
+
 class PreparedCopy;
 class RowLeaves;
 
