@@ -1,6 +1,7 @@
 // Host leaves that lie in memory-mapped files: to read them may be to wait for a disk.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
 #include <array>
@@ -27,6 +28,10 @@ class MappedFiles {
     // What it does tells files, but not files from shared memory: that is asked each time.
     if (!is_mapped_memory(storage)) ordinary_ = deleter;
     return false;
+  }
+  // Requires: a tensor with storage.
+  bool has(const at::Tensor& tensor) {
+    return has(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   }
 
  private:

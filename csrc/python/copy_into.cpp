@@ -1,7 +1,6 @@
 // One call: pair and check all leaves, capture check, versions, plan and launch, delegated leaves.
 #include "python/copy_into.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -126,10 +125,6 @@ void start_group(Handle& handle, IntoGroup group, const IntoOptions& options) {
   handle.attach(std::move(job), background);
 }
 
-void add_device(std::vector<c10::Device>& devices, c10::Device device) {
-  if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
-}
-
 // Moves the versions of tensors at the end of the call, whichever way it is left: by then the
 // transfers run, which need the time.
 class BumpAtEnd {
@@ -197,12 +192,12 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
     const PhaseRange range(phases, Phase::kFlatten);
     return sort_pairs(source, destination, call.names, call.rows);
   }();
-  std::vector<c10::Device> targets = sorted.writers.devices();
-  for (const IntoGroup& group : sorted.groups) add_device(targets, group.destination);
-  std::vector<c10::Device> used = targets;
-  for (const c10::Device device : sorted.readers.devices()) add_device(used, device);
-  for (const IntoGroup& group : sorted.groups) add_device(used, group.pairs.leaves.device());
-  for (const c10::Device device : used) {
+  Users targets = sorted.writers;
+  for (const IntoGroup& group : sorted.groups) targets.add(group.destination);
+  Users used = targets;
+  for (const c10::Device device : sorted.readers.devices()) used.add(device);
+  for (const IntoGroup& group : sorted.groups) used.add(group.pairs.leaves.device());
+  for (const c10::Device device : used.devices()) {
     if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), call.name);
   }
 
@@ -210,7 +205,7 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
   counts.packed = sorted.empty;
   counts.reused = static_cast<uint32_t>(sorted.reused.size());
   counts.opaque = sorted.opaque;
-  auto handle = std::make_unique<Handle>(std::move(targets),
+  auto handle = std::make_unique<Handle>(targets.devices(),
                                          py::reinterpret_borrow<py::object>(destination), counts);
   handle->phases().add(Phase::kFlatten, phases.ns(Phase::kFlatten));
   const BumpAtEnd bump(sorted);

@@ -22,11 +22,13 @@ std::vector<at::Tensor> plain_parts(const py::object& value) {
 
 void Users::note(const py::object& leaf) {
   for (const at::Tensor& part : plain_parts(leaf)) {
-    const c10::Device device = part.device();
-    if (!has_engine_transfers(device)) continue;
-    if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
-      devices_.push_back(device);
-    }
+    if (has_engine_transfers(part.device())) add(part.device());
+  }
+}
+
+void Users::add(c10::Device device) {
+  if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
+    devices_.push_back(device);
   }
 }
 

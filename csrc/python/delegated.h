@@ -18,6 +18,7 @@ std::vector<at::Tensor> plain_parts(const pybind11::object& value);
 class Users {
  public:
   void note(const pybind11::object& leaf);
+  void add(c10::Device device);
 
   const std::vector<c10::Device>& devices() const { return devices_; }
   // An event behind the current stream of each.

@@ -119,8 +119,7 @@ class Flattener {
   }
 
   void add_tensor(PyObject* object) {
-    Py_INCREF(object);
-    keep_tensor(object, /*is_table=*/rows_ != nullptr);
+    keep_tensor(Py_NewRef(object), /*is_table=*/rows_ != nullptr);
   }
 
   // Takes over a reference.
@@ -131,8 +130,7 @@ class Flattener {
 
   void visit_kept(PyObject* object, int depth) {
     if (paths_ == nullptr && THPVariable_CheckTypeExact(Py_TYPE(object))) return add_tensor(object);
-    Py_INCREF(object);
-    const auto kept = py::reinterpret_steal<py::object>(object);
+    const auto kept = py::reinterpret_borrow<py::object>(object);
     visit(object, depth);
   }
 
@@ -180,8 +178,7 @@ class Flattener {
     if (!is_readable_array(array)) {  // such as another byte order: numpy copies it
       return keep_tensor(tensor_from_array(array).release().ptr(), /*is_table=*/false);
     }
-    Py_INCREF(array);
-    arrays_.push_back({array, flat_.spec.nodes(), /*is_table=*/false});
+    arrays_.push_back({Py_NewRef(array), flat_.spec.nodes(), /*is_table=*/false});
     flat_.spec.add(NodeKind::kLeaf, 0);
   }
 
@@ -225,8 +222,7 @@ class Flattener {
       const Packable packable = rows_->add(flat_.groups[group].leaves, table);
       if (packable == Packable::kShortStorage) refuse_short_storage(table, node);
       if (packable == Packable::kYes) {
-        const auto* storage = table.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-        if (is_mapped || mapped_files_.has(*storage)) rows_->note_mapped(flat_.groups[group]);
+        if (is_mapped || mapped_files_.has(table)) rows_->note_mapped(flat_.groups[group]);
         return set_leaf(owned.release().ptr(), node, group);
       }
       if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
@@ -252,11 +248,7 @@ class Flattener {
     const size_t group = group_of(device);
     switch (flat_.groups[group].leaves.add_if_packable(tensor)) {
       case Packable::kYes:
-        if (device.is_cpu() &&
-            mapped_files_.has(
-                *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl())) {
-          flat_.groups[group].note_mapped();
-        }
+        if (device.is_cpu() && mapped_files_.has(tensor)) flat_.groups[group].note_mapped();
         // Rows may come between the leaves of a series.
         if (device.is_cpu() && rows_ == nullptr) pinned_.note(flat_.groups[group].leaves, tensor);
         return set_leaf(owned.release().ptr(), node, group);
@@ -315,15 +307,13 @@ class Flattener {
   }
 
   void add_delegated(PyObject* object) {
-    Py_INCREF(object);
     flat_.spec.add(NodeKind::kReady, 0);
-    delegate(object, flat_.spec.nodes() - 1);
+    delegate(Py_NewRef(object), flat_.spec.nodes() - 1);
   }
 
   void add_opaque(PyObject* object) {
-    Py_INCREF(object);
     flat_.spec.add(NodeKind::kReady, 0);
-    flat_.spec.set_ready(flat_.spec.nodes() - 1, object);
+    flat_.spec.set_ready(flat_.spec.nodes() - 1, Py_NewRef(object));
     ++flat_.opaque;
   }
 

@@ -61,9 +61,7 @@ class PairWalk {
 
   void add(PyObject* source, PyObject* destination, int depth) {
     if (paths_ != nullptr) paths_->push_back(path_.text(depth));
-    Py_INCREF(source);
-    Py_INCREF(destination);
-    found_.leaves.push_back({source, destination});
+    found_.leaves.push_back({Py_NewRef(source), Py_NewRef(destination)});
   }
 
   // Two tensors need not be kept on the way: no code of theirs runs.
@@ -129,21 +127,17 @@ class PairWalk {
     }
     check_unchanged(seen == count && PyDict_GET_SIZE(source) == count, depth);
     if (PyDict_GET_SIZE(destination) != count) {
-      refuse_extra_key(py::reinterpret_borrow<py::object>(source),
-                       py::reinterpret_borrow<py::object>(destination), depth);
+      refuse_extra_key(py::reinterpret_borrow<py::dict>(source),
+                       py::reinterpret_borrow<py::dict>(destination), depth);
     }
   }
 
   // The destination has more keys than the source, or they are others.
-  [[noreturn]] void refuse_extra_key(const py::object& source, const py::object& destination,
-                                     int depth) const {
+  void refuse_extra_key(const py::dict& source, const py::dict& destination, int depth) const {
     for (const py::handle key : py::list(destination)) {
-      if (!py::bool_(source.attr("__contains__")(key))) {
-        refuse_key(depth, names_.destination, names_.source, key);
-      }
+      if (!source.contains(key)) refuse_key(depth, names_.destination, names_.source, key);
     }
-    throw std::runtime_error(text(names_.destination, depth) +
-                             " changed while it was being walked");
+    check_unchanged(false, depth);
   }
 
   void visit_rare(PyObject* source, PyObject* destination, int depth) {

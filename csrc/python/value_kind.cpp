@@ -27,22 +27,21 @@ bool is_class(const py::object& type, const char* module_name, const char* name)
 }
 
 KnownType look_up(py::object type) {
-  const auto index = PathStep::Kind::kIndex;
   if (PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()),
                        reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0) {
     if (is_class(type, "tensordict.memmap", "MemoryMappedTensor")) {
-      return {std::move(type), ValueKind::kMapped, {}, {}, index};
+      return {std::move(type), ValueKind::kMapped};
     }
     if (!is_class(type, "torch.nested._internal.nested_tensor", "NestedTensor")) {
-      return {std::move(type), ValueKind::kDelegated, {}, {}, index};
+      return {std::move(type), ValueKind::kDelegated};
     }
   }
   if (is_array_type(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
-    return {std::move(type), ValueKind::kArray, {}, {}, index};
+    return {std::move(type), ValueKind::kArray};
   }
   const py::object rule = py::module_::import("tdcopier._containers").attr("rule_of")(type);
-  if (rule.is_none()) return {std::move(type), ValueKind::kOpaque, {}, {}, index};
-  if (PyUnicode_Check(rule.ptr())) return {std::move(type), ValueKind::kDelegated, {}, {}, index};
+  if (rule.is_none()) return {std::move(type), ValueKind::kOpaque};
+  if (PyUnicode_Check(rule.ptr())) return {std::move(type), ValueKind::kDelegated};
   const bool by_target = rule.attr("by_target").cast<bool>();
   return {std::move(type), by_target ? ValueKind::kCollection : ValueKind::kContainer,
           rule.attr("flatten"), rule.attr("unflatten"),
@@ -113,15 +112,12 @@ Seen ValueLooks::take_apart(const KnownType& known, PyObject* object) {
   return seen;
 }
 
-const KnownType& ValueLooks::find(PyTypeObject* type) {
-  for (size_t i = 0; i < types_.size(); ++i) {
-    if (is(types_[i], type)) {
-      last_ = i;
-      return types_[i];
-    }
+const KnownType& ValueLooks::known(PyTypeObject* type) {
+  const py::handle wanted(reinterpret_cast<PyObject*>(type));
+  for (const KnownType& each : types_) {
+    if (each.type.is(wanted)) return each;
   }
-  types_.push_back(look_up(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(type))));
-  last_ = types_.size() - 1;
+  types_.push_back(look_up(py::reinterpret_borrow<py::object>(wanted)));
   return types_.back();
 }
 

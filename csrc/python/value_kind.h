@@ -26,9 +26,9 @@ struct KnownType {
   ValueKind kind;
   // Of containers: flatten(value) -> (children, context, names), unflatten(children, context). Of
   // collections: flatten(value, target, named) -> the same, or None to leave it to its own `.to`.
-  pybind11::object flatten;
-  pybind11::object unflatten;
-  PathStep::Kind step;
+  pybind11::object flatten{};
+  pybind11::object unflatten{};
+  PathStep::Kind step = PathStep::Kind::kIndex;
 };
 
 // How a walk takes collections apart.
@@ -69,20 +69,13 @@ class ValueLooks {
   Seen look(PyObject* object, const Path& path, int depth, const char* root);
 
  private:
-  const KnownType& known(PyTypeObject* type) {
-    if (last_ < types_.size() && is(types_[last_], type)) return types_[last_];
-    return find(type);
-  }
-  static bool is(const KnownType& known, const PyTypeObject* type) {
-    return known.type.ptr() == reinterpret_cast<const PyObject*>(type);
-  }
-  const KnownType& find(PyTypeObject* type);
+  // The reference is good until the next call.
+  const KnownType& known(PyTypeObject* type);
   Seen take_apart(const KnownType& known, PyObject* object);
 
   const CollectionRules rules_;
-  pybind11::object target_;  // a torch.device or None; made when a collection asks for it
-  std::vector<KnownType> types_;
-  size_t last_ = 0;
+  pybind11::object target_;       // a torch.device or None; made when a collection asks for it
+  std::vector<KnownType> types_;  // that the walk has met, few
 };
 
 }  // namespace tdcopier
