@@ -14,7 +14,7 @@ namespace tdcopier {
 // Those that own the memory: a wrapper subclass or a collection keeps its own in tensors inside.
 std::vector<at::Tensor> plain_parts(const pybind11::object& value);
 
-// The devices that read leaves, or write them, within the call: on their current streams.
+// The devices that read leaves, or write them: what is delegated, on their current streams.
 class Users {
  public:
   void note(const pybind11::object& leaf);

@@ -262,10 +262,8 @@ class Sorter {
       destinations.add_rows(target->data, target->storage, *target->table, rows_->index());
     } else if (alike && source->dense && target->dense) {
       add_bytes(group, *source);
-      const bool large = source->bytes() > kMaxPackedLeafBytes;
-      const bool from_device = target->device.is_cpu() && !source->device.is_cpu();
-      const bool pinned =
-          large && from_device && is_tensor && THPVariable_Unpack(to.ptr()).is_pinned();
+      const bool pinned = source->bytes() > kMaxPackedLeafBytes && !source->device.is_cpu() &&
+                          is_tensor && THPVariable_Unpack(to.ptr()).is_pinned();
       destinations.add(target->data, target->storage, pinned);
       if (is_tensor && source->storage != nullptr) {
         usual_ = {THPVariable_Unpack(from.ptr()).key_set(), written->key_set(), source->device,
@@ -405,12 +403,7 @@ class Sorter {
     for (IntoGroup& group : sorted_.groups) {
       if (group.pairs.leaves.device() == from && group.destination == to) return group;
     }
-    sorted_.groups.push_back({to,
-                              {LeafTable(from), {}},
-                              std::make_shared<PySources>(),
-                              std::make_shared<PySources>(),
-                              {},
-                              {}});
+    sorted_.groups.push_back({to, {LeafTable(from), {}}});
     IntoGroup& made = sorted_.groups.back();
     made.pairs.leaves.reserve(leaves_);
     made.pairs.destinations.reserve(leaves_);

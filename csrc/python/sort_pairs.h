@@ -21,10 +21,10 @@ namespace tdcopier {
 struct IntoGroup {
   c10::Device destination;
   LeafPairs pairs;
-  std::shared_ptr<PySources> sources;  // keep the memory of both
-  std::shared_ptr<PySources> destinations;
-  RecycledVector<uint32_t> numbers;  // by leaf: its pair in the walk
-  MappedLeaves mapped;               // among the sources
+  std::shared_ptr<PySources> sources = std::make_shared<PySources>();  // keep the memory of both
+  std::shared_ptr<PySources> destinations = std::make_shared<PySources>();
+  RecycledVector<uint32_t> numbers{};  // by leaf: its pair in the walk
+  MappedLeaves mapped{};               // among the sources
 
   // Both were added to the tables last.
   void keep(size_t number, pybind11::object from, pybind11::object to) {
