@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +13,91 @@ from tdcopier._checking import SourceCheck, checked
 from tdcopier._copy import Device
 
 __all__ = ["PreparedCopy", "prepare"]
+
+
+class LeafLayout(NamedTuple):
+    """What a leaf that the engine moves has in common with all that fit in its place."""
+
+    device: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    in_bytes: bool
+    """The strides: of a leaf with gaps, repeats or a reversed order, which arrives without."""
+
+    def text(self, with_strides: bool = False) -> str:
+        """Such as `(5, 4) float32`."""
+        strides = f" with strides {self.strides}{' bytes' * self.in_bytes}" if with_strides else ""
+        return f"{self.shape} {self.dtype}{strides}"
+
+
+class BatchLayout(NamedTuple):
+    """What a copy of a batch does with its leaves."""
+
+    groups: list[list[tuple[str, LeafLayout]]]
+    """Paths and layouts of those that the engine moves, by source device."""
+    delegated: list[str]
+    """Paths of those that are left to their own `.to`."""
+    on_target: list[str]
+    """Paths of those that are there already."""
+    altered: bool
+    """Whether a mode or transform of torch is active."""
+
+    @classmethod
+    def of(cls, native: _C.PreparedCopy, batch: Any) -> BatchLayout:
+        """As the walk finds it."""
+        groups, delegated, on_target, altered = native.layout_of(batch)
+        named = [[(path, LeafLayout(*layout)) for path, layout in group] for group in groups]
+        return cls(named, delegated, on_target, altered)
+
+    def why_not(self, batch: BatchLayout, device: torch.device) -> str | None:
+        """What of a batch is not as it is here, in words; None if it fits."""
+        difference = self._difference(batch)
+        if difference is None:
+            return None
+        if batch.altered:
+            return "a torch mode or transform is active: every leaf is left to its own .to"
+        if len(batch.delegated) > len(self.delegated):
+            return (
+                f"{batch.delegated[0]} is left to its own .to, as "
+                f"{_in_words(len(batch.delegated), 'leaf or container')} in all; the example had "
+                f"{len(self.delegated)}"
+            )
+        if len(batch.on_target) > len(self.on_target):
+            return (
+                f"{batch.on_target[0]} is on {device} already, as "
+                f"{_in_words(len(batch.on_target), 'tensor')} in all; the example had "
+                f"{len(self.on_target)}"
+            )
+        return difference
+
+    def _difference(self, batch: BatchLayout) -> str | None:
+        for ours, theirs in zip_longest(self.groups, batch.groups[: len(self.groups)]):
+            for mine, its in zip_longest(ours, theirs or ()):
+                if mine is None:
+                    return f"{its[0]} is a leaf more than the example had"
+                path, was = mine
+                if its is None:
+                    return f"data has no leaf that is like {path} of the example, {was.text()}"
+                where, found = its
+                if found == was:
+                    continue
+                if found.device != was.device:
+                    return f"{where} is on {found.device}, the example's {path} was on {was.device}"
+                only_strides = found[:3] == was[:3]
+                whose = "" if path == where else f"{path} "
+                return (
+                    f"{where} is {found.text(only_strides)}, the example's {whose}was "
+                    f"{was.text(only_strides)}"
+                )
+        if len(batch.groups) > len(self.groups):
+            devices = _in_words(len(batch.groups), "device")
+            return f"data has leaves on {devices}, the example on {len(self.groups)}"
+        return None
+
+
+def _in_words(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 class PreparedCopy:
@@ -26,11 +112,12 @@ class PreparedCopy:
     Any thread may use it, and any number of them at a time.
     """
 
-    __slots__ = ("__weakref__", "_native")
+    __slots__ = ("__weakref__", "_example", "_native")
 
-    def __init__(self, native: _C.PreparedCopy) -> None:
+    def __init__(self, native: _C.PreparedCopy, example: BatchLayout) -> None:
         """Use `prepare`."""
         self._native = native
+        self._example = example
 
     def start_copy(self, batch: Any) -> AsyncCopyHandle:
         """Begin to copy a batch, as `tdcopier.start_copy` does with the options of `prepare`.
@@ -49,7 +136,7 @@ class PreparedCopy:
         Raises:
             Exception: what is wrong with the batch, as `tdcopier.start_copy`.
         """
-        return self._native.why_not(batch)
+        return self._example.why_not(BatchLayout.of(self._native, batch), self.device)
 
     @property
     def device(self) -> torch.device:
@@ -74,9 +161,10 @@ class PreparedCopy:
     def __repr__(self) -> str:
         """Such as `<PreparedCopy of 528 leaves, 153152 bytes, to cuda:0: 10 fits, 0 misfits>`."""
         native = self._native
+        leaves = sum(map(len, self._example.groups))
         reuses = ", reuses outputs" if native.keeps_outputs else ""
         return (
-            f"<PreparedCopy of {native.leaves} leaves, {native.bytes} bytes, to {native.device}"
+            f"<PreparedCopy of {leaves} leaves, {native.bytes} bytes, to {native.device}"
             f"{reuses}: {native.fits} fits, {native.misfits} misfits>"
         )
 
@@ -119,17 +207,16 @@ def prepare(
     Raises:
         Exception: as `start_copy`.
     """
-    return PreparedCopy(
-        _C.PreparedCopy(
-            example,
-            device,
-            *_copy.checked_options(
-                use_pinned_staging,
-                pack_cpu_tensors,
-                min_packed_alignment_bytes,
-                max_packed_chunk_bytes,
-                use_background_thread,
-            ),
-            bool(reuse_outputs),
-        )
+    native = _C.PreparedCopy(
+        example,
+        device,
+        *_copy.checked_options(
+            use_pinned_staging,
+            pack_cpu_tensors,
+            min_packed_alignment_bytes,
+            max_packed_chunk_bytes,
+            use_background_thread,
+        ),
+        bool(reuse_outputs),
     )
+    return PreparedCopy(native, BatchLayout.of(native, example))

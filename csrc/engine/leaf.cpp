@@ -9,7 +9,6 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "engine/byte_tensor.h"
@@ -53,83 +52,25 @@ c10::DispatchKeySet plain_tensor_keys(c10::Device device) {
          c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
 }
 
-LeafTable::LeafTable(c10::Device device, std::shared_ptr<const LeafTable> pattern)
-    : device_(device), plain_keys_(plain_tensor_keys(device)), pattern_(std::move(pattern)) {}
+LeafTable::LeafTable(c10::Device device)
+    : device_(device), plain_keys_(plain_tensor_keys(device)) {}
 
-LeafTable LeafTable::without_memory() const {
-  LeafTable made(device_);
-  made.leaves_ = leaves_;
-  for (Leaf& leaf : made.leaves_) {
-    leaf.data = nullptr;
-    leaf.pinned = false;
-  }
-  made.extents_.assign(extents().begin(), extents().end());
-  made.shapes_ = own().shapes_;
-  return made;
-}
-
-size_t LeafTable::common_with(const LeafTable& other) const {
-  const auto alike = [&](const Leaf& mine, const Leaf& its) {
-    return mine.dtype == its.dtype && mine.dims == its.dims && mine.strided == its.strided &&
-           std::ranges::equal(shape(mine), other.shape(its));
+bool LeafTable::is_like(const LeafTable& other) const {
+  const auto alike = [](const Leaf& mine, const Leaf& its) {
+    return mine.dtype == its.dtype && mine.dims == its.dims && mine.strided == its.strided;
   };
-  return std::ranges::mismatch(leaves_, other.leaves_, alike).in1 - leaves_.begin();
+  return device_ == other.device_ && std::ranges::equal(leaves_, other.leaves_, alike) &&
+         shapes_ == other.shapes_;
 }
 
 void LeafTable::reserve(size_t leaves) {
   leaves_.reserve(leaves);
-  if (pattern_ != nullptr) return;
   extents_.reserve(leaves);
   shapes_.reserve(4 * leaves);
 }
 
-std::span<const int64_t> LeafTable::shape(const Leaf& leaf) const {
-  return {own().shapes_.data() + leaf.first_size, leaf.dims * (leaf.strided ? 3UL : 2UL)};
-}
-
-bool LeafTable::follow_pattern(const void* data, c10::ScalarType dtype,
-                               std::span<const int64_t> sizes, std::span<const int64_t> strides,
-                               std::optional<std::span<const int64_t>> source_strides_bytes) {
-  if (leaves_.size() == pattern_->size()) return false;
-  const Leaf& next = (*pattern_)[leaves_.size()];
-  if (next.dtype != dtype || next.dims != sizes.size()) return false;
-  if (next.strided != source_strides_bytes.has_value()) return false;
-  const int64_t* shape = pattern_->shapes_.data() + next.first_size;
-  const auto is_next = [&shape](std::span<const int64_t> numbers) {
-    for (const int64_t number : numbers) {
-      if (*shape++ != number) return false;
-    }
-    return true;
-  };
-  if (!is_next(sizes) || !is_next(strides)) return false;
-  if (next.strided && !is_next(*source_strides_bytes)) return false;
-  leaves_.push_back(next);
-  leaves_.back().data = data;
-  return true;
-}
-
-// From here on the table is its own: a copy of what it had in common with the pattern.
-void LeafTable::leave_pattern() {
-  const std::shared_ptr<const LeafTable> pattern = std::exchange(pattern_, nullptr);
-  const size_t leaves = leaves_.size();
-  reserve(leaves_.capacity());
-  extents_.assign(pattern->extents_.begin(), pattern->extents_.begin() + leaves);
-  if (leaves == 0) return;
-  const std::span<const int64_t> last = pattern->shape((*pattern)[leaves - 1]);
-  shapes_.assign(pattern->shapes_.data(), last.data() + last.size());
-}
-
 void LeafTable::add(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
                     std::span<const int64_t> strides) {
-  if (pattern_ != nullptr) {
-    if (follow_pattern(data, dtype, sizes, strides, std::nullopt)) return;
-    leave_pattern();
-  }
-  add_own(data, dtype, sizes, strides);
-}
-
-void LeafTable::add_own(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
-                        std::span<const int64_t> strides) {
   const auto element_bytes = static_cast<uint32_t>(c10::elementSize(dtype));
   uint64_t bytes = element_bytes;
   for (const int64_t size : sizes) bytes *= static_cast<uint64_t>(size);
@@ -144,11 +85,7 @@ void LeafTable::add_own(const void* data, c10::ScalarType dtype, std::span<const
 void LeafTable::add_strided(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
                             std::span<const int64_t> strides,
                             std::span<const int64_t> source_strides_bytes) {
-  if (pattern_ != nullptr) {
-    if (follow_pattern(data, dtype, sizes, strides, source_strides_bytes)) return;
-    leave_pattern();
-  }
-  add_own(data, dtype, sizes, strides);
+  add(data, dtype, sizes, strides);
   leaves_.back().strided = true;
   for (const int64_t stride : source_strides_bytes) shapes_.push_back(stride);
 }
@@ -179,36 +116,7 @@ PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   return {Packable::kYes, storage, begin, dense};
 }
 
-// Whatever is not as usual is left to the other ways, false answers included. Asks the pattern for
-// what it would else have to ask torch's libraries.
-inline bool LeafTable::follow_pattern(const at::Tensor& tensor) {
-  if (leaves_.size() == pattern_->size()) return false;
-  const Leaf& next = pattern_->leaves_[leaves_.size()];
-  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (has_more_than(impl->key_set(), plain_keys_) || has_names(tensor)) return false;
-  if (next.strided || keeps_gradient(tensor)) return false;
-  const at::IntArrayRef sizes = impl->sizes();
-  if (sizes.size() != next.dims || impl->dtype() != c10::scalarTypeToTypeMeta(next.dtype))
-    return false;
-  const int64_t* shape = pattern_->shapes_.data() + next.first_size;
-  const int64_t* strides = impl->strides().data();
-  bool same = impl->is_non_overlapping_and_dense();
-  for (uint32_t d = 0; d < next.dims; ++d) {
-    same &= sizes[d] == shape[d];
-    same &= strides[d] == shape[next.dims + d];
-  }
-  const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (!same || storage == nullptr) return false;
-  const uint64_t begin = static_cast<uint64_t>(impl->storage_offset()) *
-                         pattern_->extents_[leaves_.size()].element_bytes;
-  if (next.bytes != 0 && begin + next.bytes > storage->nbytes()) return false;
-  leaves_.push_back(next);
-  leaves_.back().data = static_cast<const std::byte*>(storage->data()) + begin;
-  return true;
-}
-
 Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
-  if (pattern_ != nullptr && follow_pattern(tensor)) return Packable::kYes;
   const PlainTensor plain = look_at(tensor, plain_keys_);
   if (plain.packable != Packable::kYes) return plain.packable;
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -256,15 +164,15 @@ std::vector<LeafSeries> LeafTable::pinned_runs(const PackOptions& options) const
 }
 
 at::IntArrayRef LeafTable::sizes(const Leaf& leaf) const {
-  return {own().shapes_.data() + leaf.first_size, leaf.dims};
+  return {shapes_.data() + leaf.first_size, leaf.dims};
 }
 
 at::IntArrayRef LeafTable::strides(const Leaf& leaf) const {
-  return {own().shapes_.data() + leaf.first_size + leaf.dims, leaf.dims};
+  return {shapes_.data() + leaf.first_size + leaf.dims, leaf.dims};
 }
 
 at::IntArrayRef LeafTable::source_strides_bytes(const Leaf& leaf) const {
-  return {own().shapes_.data() + leaf.first_size + 2 * size_t{leaf.dims}, leaf.dims};
+  return {shapes_.data() + leaf.first_size + 2 * size_t{leaf.dims}, leaf.dims};
 }
 
 std::span<const std::byte> LeafTable::reach(const Leaf& leaf) const {

@@ -76,17 +76,10 @@ std::optional<RowTable> look_at_rows(const at::Tensor& tensor, size_t lead);
 // outputs are built.
 class LeafTable {
  public:
-  // `pattern`, where given, is a table of the same device that this one is expected to equal but
-  // for where the leaves are. What it has in common with it, from the first leaf on, is taken from
-  // there.
-  explicit LeafTable(c10::Device device, std::shared_ptr<const LeafTable> pattern = nullptr);
+  explicit LeafTable(c10::Device device);
 
-  // The same leaves, nowhere: for a pattern.
-  LeafTable without_memory() const;
-  // Are the leaves those of the pattern, all of them and no others?
-  bool equals_pattern() const { return pattern_ != nullptr && size() == pattern_->size(); }
-  // How many leaves, from the first one on, are the same in both but for where they are.
-  size_t common_with(const LeafTable& other) const;
+  // Are the leaves the same but for where they are? Requires: none is rows.
+  bool is_like(const LeafTable& other) const;
 
   const c10::Device& device() const { return device_; }
   void reserve(size_t leaves);
@@ -111,7 +104,7 @@ class LeafTable {
   // that arrives contiguous. Nothing is added where the engine cannot read them, kNo:
   // the tensor is not packable, or its rows are not contiguous, or do not ascend in memory. With
   // `adjoining` one dimension must count them, and they lie one behind the other. Every such leaf
-  // of a table has the same index. Requires: the rows exist, no pattern.
+  // of a table has the same index. Requires: the rows exist.
   Packable add_rows_if_packable(const at::Tensor& tensor,
                                 const std::shared_ptr<const RowIndex>& index, bool adjoining);
   // Requires: leaf.is_rows().
@@ -134,31 +127,14 @@ class LeafTable {
   at::IntArrayRef source_strides_bytes(const Leaf& leaf) const;
   // All memory from its first byte to its last, with the gaps of a strided leaf. Requires: no rows.
   std::span<const std::byte> reach(const Leaf& leaf) const;
-  std::span<const LeafExtent> extents() const {
-    return std::span<const LeafExtent>(own().extents_).first(leaves_.size());
-  }
+  std::span<const LeafExtent> extents() const { return extents_; }
 
  private:
   void add_gapped(const void* data, c10::ScalarType dtype, at::IntArrayRef sizes,
                   at::IntArrayRef strides);
 
-  // Who has the extents and the shapes.
-  const LeafTable& own() const { return pattern_ != nullptr ? *pattern_ : *this; }
-  std::span<const int64_t> shape(
-      const Leaf& leaf) const;  // sizes, strides, and the source's if any
-  // Adds the pattern's next leaf, if this is like it.
-  bool follow_pattern(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
-                      std::span<const int64_t> strides,
-                      std::optional<std::span<const int64_t>> source_strides_bytes);
-  bool follow_pattern(const at::Tensor& tensor);  // the usual case in one go: a plain dense tensor
-  void leave_pattern();
-  void add_own(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
-               std::span<const int64_t> strides);
-
   const c10::Device device_;
   const c10::DispatchKeySet plain_keys_;
-  // Null: there is none, or a leaf was other than its.
-  std::shared_ptr<const LeafTable> pattern_;
   RecycledVector<Leaf> leaves_;
   RecycledVector<LeafExtent> extents_;  // for the pack plan
   RecycledVector<int64_t> shapes_;

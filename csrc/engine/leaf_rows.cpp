@@ -79,7 +79,7 @@ Packable LeafTable::add_rows_if_packable(const at::Tensor& tensor,
   arrived.insert(arrived.end(), row.begin(), row.end());
   const std::byte* data = static_cast<const std::byte*>(plain.storage->data()) + plain.begin;
   const c10::ScalarType dtype = c10::typeMetaToScalarType(tensor.dtype());
-  add_own(data, dtype, arrived, contiguous_strides(arrived));
+  add(data, dtype, arrived, contiguous_strides(arrived));
   Leaf& leaf = leaves_.back();
   leaf.strided = true;
   leaf.row_layout = static_cast<uint32_t>(row_layouts_.size());

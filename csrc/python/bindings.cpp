@@ -196,9 +196,9 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
            [](PreparedCopy& self, py::handle data) {
              return with_torch_errors([&] { return self.start_copy(data); });
            })
-      .def("why_not",
+      .def("layout_of",
            [](const PreparedCopy& self, py::handle data) {
-             return with_torch_errors([&] { return self.why_not(data); });
+             return with_torch_errors([&] { return self.layout_of(data); });
            })
       .def_property_readonly(
           "device",
@@ -207,7 +207,6 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
           })
       .def_property_readonly("fits", &PreparedCopy::fits)
       .def_property_readonly("misfits", &PreparedCopy::misfits)
-      .def_property_readonly("leaves", &PreparedCopy::leaves)
       .def_property_readonly("bytes", &PreparedCopy::bytes)
       .def_property_readonly("keeps_outputs", &PreparedCopy::keeps_outputs);
 

@@ -29,10 +29,8 @@ class Flattener {
   // `paths`, where given, gets the path of every node, and every leaf is delegated: a walk for
   // messages rather than for a copy.
   // `rows`, where given: every leaf is a table of which rows are read, see row_leaves.h.
-  Flattener(c10::Device target, const ExpectedTree& expected, std::vector<std::string>* paths,
-            RowLeaves* rows = nullptr)
+  Flattener(c10::Device target, std::vector<std::string>* paths, RowLeaves* rows = nullptr)
       : target_(target),
-        expected_(expected),
         rows_(rows),
         moves_from_host_(has_engine_transfers(target)),
         altered_(torch_is_altered()),
@@ -43,8 +41,8 @@ class Flattener {
                 .left = altered_,
                 .flatten = rows != nullptr ? rows->flatten() : py::object(),
                 .unflatten = rows != nullptr ? rows->unflatten() : py::object()}) {
-    flat_.spec.reserve(expected.nodes);
-    if (!expected.patterns.empty()) tensors_.reserve(expected.patterns.front()->size());
+    flat_.spec.reserve(kFewNodes);
+    tensors_.reserve(kFewNodes);
   }
   ~Flattener() {
     for (const Found& found : tensors_) Py_XDECREF(found.object);
@@ -61,6 +59,8 @@ class Flattener {
   }
 
  private:
+  static constexpr size_t kFewNodes = 32;  // so many cost one block of memory
+
   struct Found {
     PyObject* object;  // owned until it is sorted out: a class's own code may have dropped it
     size_t node;
@@ -284,13 +284,7 @@ class Flattener {
     for (last_group_ = 0; last_group_ < flat_.groups.size(); ++last_group_) {
       if (flat_.groups[last_group_].leaves.device() == device) return last_group_;
     }
-    std::shared_ptr<const LeafTable> pattern;
-    const auto& patterns = expected_.patterns;
-    if (last_group_ < patterns.size() && patterns[last_group_]->device() == device) {
-      pattern = patterns[last_group_];
-    }
-    flat_.groups.push_back(
-        {LeafTable(device, std::move(pattern)), std::make_shared<PySources>(), {}});
+    flat_.groups.push_back({LeafTable(device), std::make_shared<PySources>(), {}});
     flat_.groups.back().leaves.reserve(tensors_.size());
     flat_.groups.back().sources->reserve(tensors_.size());
     return last_group_;
@@ -324,7 +318,6 @@ class Flattener {
   }
 
   const c10::Device target_;
-  const ExpectedTree& expected_;
   RowLeaves* const rows_;
   const bool moves_from_host_;
   const bool altered_;
@@ -350,18 +343,18 @@ struct Described {
 
 Described describe(py::handle data, c10::Device target) {
   Described found;
-  found.tree = Flattener(target, {}, &found.paths).run(data.ptr());
+  found.tree = Flattener(target, &found.paths).run(data.ptr());
   return found;
 }
 
 }  // namespace
 
-FlatTree flatten(py::handle data, c10::Device target, const ExpectedTree& expected) {
-  return Flattener(target, expected, nullptr).run(data.ptr());
+FlatTree flatten(py::handle data, c10::Device target) {
+  return Flattener(target, nullptr).run(data.ptr());
 }
 
 FlatTree flatten_tables(py::handle data, c10::Device target, RowLeaves& rows) {
-  return Flattener(target, {}, nullptr, &rows).run(data.ptr());
+  return Flattener(target, nullptr, &rows).run(data.ptr());
 }
 
 std::vector<std::string> paths_of(py::handle data, c10::Device target) {

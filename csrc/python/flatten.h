@@ -42,13 +42,7 @@ struct FlatTree {
 
 // GIL: held; classes other than list, tuple and dict are asked in Python how to take them apart.
 // Throws: RecursionError; TypeError and ValueError with the leaf's path; what such a class raises.
-//
-// `expected` is what the tree may be like: it costs less then.
-struct ExpectedTree {
-  std::vector<std::shared_ptr<const LeafTable>> patterns;  // of the leaf tables, by group
-  size_t nodes = 0;
-};
-FlatTree flatten(pybind11::handle data, c10::Device target, const ExpectedTree& expected = {});
+FlatTree flatten(pybind11::handle data, c10::Device target);
 
 class RowLeaves;
 

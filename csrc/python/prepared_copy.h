@@ -1,5 +1,5 @@
-// What is known beforehand of batches that are like one another: their leaves without the memory,
-// and the pack plans of these.
+// What is known beforehand of batches that are like one another: their leaves, and the pack plans
+// of these.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -7,9 +7,9 @@
 
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
+#include "engine/leaf.h"
 #include "python/flatten.h"
 #include "python/kept_outputs.h"
 #include "python/start_copy.h"
@@ -23,25 +23,23 @@ namespace tdcopier {
 // GIL: held for every member, the destructor included. Thread: any that holds it.
 class PreparedCopy {
  public:
-  // Keeps nothing of the example but shapes and paths. Throws as flatten() and parse_device().
+  // Throws as flatten() and parse_device().
   PreparedCopy(pybind11::handle example, pybind11::handle device, const CopyOptions& options,
                bool reuse_outputs);
 
   // Throws as tdcopier::start_copy().
   std::unique_ptr<Handle> start_copy(pybind11::handle data);
 
-  // What of the data does not fit, in words; nullopt if all of it does.
-  std::optional<std::string> why_not(pybind11::handle data) const;
+  // What a copy of the data would do with each leaf, as BatchLayout of tdcopier/_prepared.py.
+  pybind11::tuple layout_of(pybind11::handle data) const;
 
   const c10::Device& target() const { return target_; }
   uint64_t fits() const { return fits_; }
   uint64_t misfits() const { return misfits_; }
-  size_t leaves() const;   // that the engine moves
   uint64_t bytes() const;  // of the chunks of one copy
   bool keeps_outputs() const { return kept_.has_value(); }
 
   // For start_copy_to().
-  const ExpectedTree& expected() const { return expected_; }
   const std::shared_ptr<const PackPlan>& plan(size_t group) const { return plans_[group]; }
   bool note_fit(const FlatTree& data);  // counts, and says whether it fits
   void offer_outputs(Handle& handle);
@@ -50,15 +48,10 @@ class PreparedCopy {
   void clear();
 
  private:
-  bool do_fit(const FlatTree& data) const;
-
   const c10::Device target_;
   const CopyOptions options_;
-  ExpectedTree expected_;
-  std::vector<std::shared_ptr<const PackPlan>> plans_;  // by group
-  std::vector<std::vector<std::string>> paths_;         // of the example's leaves, by group
-  size_t delegated_ = 0;                                // leaves of the example
-  size_t reused_ = 0;
+  std::vector<LeafTable> example_;  // by group, like the plans; the memory is not ours
+  std::vector<std::shared_ptr<const PackPlan>> plans_;
   std::optional<KeptOutputs> kept_;
   uint64_t fits_ = 0;
   uint64_t misfits_ = 0;

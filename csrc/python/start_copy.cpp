@@ -284,9 +284,7 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
   PhaseTimes phases;  // until there is a handle
   FlatTree flat = [&] {
     const PhaseRange range(phases, Phase::kFlatten);
-    if (rows != nullptr) return flatten_tables(data, target, *rows);
-    return prepared != nullptr ? flatten(data, target, prepared->expected())
-                               : flatten(data, target);
+    return rows != nullptr ? flatten_tables(data, target, *rows) : flatten(data, target);
   }();
   for (const SourceGroup& group : flat.groups) {
     const c10::Device source = group.leaves.device();

@@ -75,7 +75,7 @@ class Builder {
 
 void TreeSpec::reserve(size_t nodes) {
   nodes_.reserve(nodes);
-  keys_.reserve(nodes);  // at most one for each node but for custom containers
+  keys_.reserve(nodes);
 }
 
 void TreeSpec::set_leaf(size_t node, size_t group, size_t leaf) {
