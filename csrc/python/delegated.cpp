@@ -1,11 +1,13 @@
-// Devices of leaves, found through the tensors that own their memory.
+// Memory and devices of leaves are found through the tensors that own them.
 #include "python/delegated.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 
 #include "engine/accelerator.h"
+#include "engine/graph_capture.h"
 #include "python/device_argument.h"
 
 namespace py = pybind11;
@@ -38,6 +40,61 @@ std::vector<EventRef> Users::events() const {
     events.push_back(Accelerator::of(device).record_current());
   }
   return events;
+}
+
+void DelegatedOutputs::add(const at::Tensor& part) {
+  const auto keep = [this](const at::Tensor& tensor) {
+    if (tensor.has_storage()) storages.push_back(tensor.storage());
+  };
+  switch (part.layout()) {
+    case c10::kSparse:
+      keep(part._indices());
+      keep(part._values());
+      return;
+    case c10::kSparseCsr:
+    case c10::kSparseBsr:
+      keep(part.crow_indices());
+      keep(part.col_indices());
+      keep(part.values());
+      return;
+    case c10::kSparseCsc:
+    case c10::kSparseBsc:
+      keep(part.ccol_indices());
+      keep(part.row_indices());
+      keep(part.values());
+      return;
+    default:
+      keep(part);
+  }
+}
+
+bool DelegatedOutputs::is_done() const {
+  if (!made) return true;
+  const RelaxedCapture relaxed(made->device_type());
+  return made->query();
+}
+
+void DelegatedOutputs::wait_done() const {
+  if (made) wait_for(*made);
+}
+
+void DelegatedOutputs::hand_over_to(const c10::Stream& consumer) const {
+  if (!made || stream->device() != consumer.device() || *stream == consumer) return;
+  made->block(consumer);
+  const c10::impl::VirtualGuardImpl backend(consumer.device_type());
+  for (const c10::Storage& storage : storages) {
+    // A part that stays on the host, such as the lengths of a packed sequence, is nobody's
+    // business.
+    if (storage.device_type() != consumer.device_type()) continue;
+    backend.recordDataPtrOnStream(storage.data_ptr(), consumer);
+  }
+}
+
+void DelegatedOutputs::order_after_reads() const {
+  for (const EventRef& event : read) {
+    const c10::impl::VirtualGuardImpl backend(event->device_type());
+    block_until_ended(*event, backend.getStream(event->device()));
+  }
 }
 
 }  // namespace tdcopier

@@ -1,10 +1,14 @@
-// What leaves that are left to torch consist of, and which streams read them.
+// Leaves that are left to torch: what they consist of, which streams read them, and what came of
+// them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <vector>
 
 #include "engine/event_pool.h"
@@ -26,6 +30,24 @@ class Users {
 
  private:
   std::vector<c10::Device> devices_;
+};
+
+// What `Tensor.to` made on the target inside the call. It belongs to the stream that was current
+// then.
+struct DelegatedOutputs {
+  // Its memory, whatever its layout. Not the tensors: they may refer back to the handle.
+  void add(const at::Tensor& part);
+
+  // As of a CopyJob, see there.
+  bool is_done() const;    // Throws the device's error.
+  void wait_done() const;  // Blocks. GIL: either way. Throws the device's error; Interrupted.
+  void hand_over_to(const c10::Stream& stream) const;
+  void order_after_reads() const;  // the current streams of the sources' devices
+
+  std::vector<c10::Storage> storages;
+  std::optional<c10::Stream> stream;  // set with `made`
+  EventRef made;                      // behind the work of `Tensor.to`; null: nothing to wait for
+  std::vector<EventRef> read;         // by source device: behind its reads of delegated leaves
 };
 
 }  // namespace tdcopier

@@ -2,7 +2,6 @@
 #include "python/handle.h"
 
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -11,7 +10,6 @@
 #include "base/fork.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
-#include "engine/graph_capture.h"
 #include "python/device_argument.h"
 #include "python/interrupts.h"
 #include "python/outputs.h"
@@ -20,32 +18,6 @@
 namespace py = pybind11;
 
 namespace tdcopier {
-
-void DelegatedOutputs::add(const at::Tensor& part) {
-  const auto keep = [this](const at::Tensor& tensor) {
-    if (tensor.has_storage()) storages.push_back(tensor.storage());
-  };
-  switch (part.layout()) {
-    case c10::kSparse:
-      keep(part._indices());
-      keep(part._values());
-      return;
-    case c10::kSparseCsr:
-    case c10::kSparseBsr:
-      keep(part.crow_indices());
-      keep(part.col_indices());
-      keep(part.values());
-      return;
-    case c10::kSparseCsc:
-    case c10::kSparseBsc:
-      keep(part.ccol_indices());
-      keep(part.row_indices());
-      keep(part.values());
-      return;
-    default:
-      keep(part);
-  }
-}
 
 Handle::Handle(c10::Device target, TreeSpec spec, LeafCounts counts)
     : targets_{target},
@@ -117,10 +89,8 @@ bool Handle::ready() {
   }
   if (python_failure_) return true;
   for (const DelegatedOutputs& delegated : delegated_) {
-    if (!delegated.made) continue;
-    const RelaxedCapture relaxed(delegated.made->device_type());
     try {
-      if (!delegated.made->query()) return false;
+      if (!delegated.is_done()) return false;
     } catch (const c10::Error&) {
       if (!device_failure_) device_failure_ = std::current_exception();
       return true;
@@ -153,7 +123,7 @@ py::object Handle::get() {
   wait_stopped_if_failed();
   raise_if_failed();
   build_once();  // while the transfers run
-  wait_done();
+  wait_done(/*on_host_only=*/false);
   hand_over_to(streams);
   return result_;
 }
@@ -170,7 +140,7 @@ py::object Handle::wait(py::handle stream_or_none) {
   raise_if_failed();
   build_once();  // while the transfers run
   wait_host_sources_read();
-  wait_done_on_host();
+  if (std::ranges::any_of(targets_, &c10::Device::is_cpu)) wait_done(/*on_host_only=*/true);
   hand_over_to(streams);
   order_behind_reads(producing);
   return result_;
@@ -192,12 +162,7 @@ void Handle::order_behind_reads(const std::vector<c10::Stream>& producers) {
   for (const auto& job : jobs_) {
     if (!job->source_device().is_cpu()) job->order_after_reads(producers[next++]);
   }
-  for (const DelegatedOutputs& delegated : delegated_) {
-    for (const EventRef& read : delegated.read) {
-      const c10::impl::VirtualGuardImpl backend(read->device_type());
-      block_until_ended(*read, backend.getStream(read->device()));
-    }
-  }
+  for (const DelegatedOutputs& delegated : delegated_) delegated.order_after_reads();
 }
 
 void Handle::wait_host_sources_read() {
@@ -269,60 +234,39 @@ void Handle::wait_stopped_if_failed() {
   synchronize();  // a device's error too is only an end: the failure that came first is raised
 }
 
-void Handle::wait_done() {
+void Handle::wait_done(bool on_host_only) {
   const PhaseRange range(phases_, Phase::kWait);
   std::exception_ptr failure;
-  if (ready()) {
+  if (!on_host_only && ready()) {
     // A device error ends a copy too; waiting for what has ended raises it without blocking.
     failure = synchronize();
   } else {
     const WaitWithoutGil waiting;
-    failure = synchronize();
+    failure = synchronize(on_host_only);
+    if (failure && on_host_only) synchronize();  // as wait_stopped_if_failed()
   }
   // A device may tell of its error once only.
   if (!device_failure_) device_failure_ = failure;
   raise_if_failed();
-  release_kept();
+  if (!on_host_only) release_kept();
 }
 
-void Handle::wait_done_on_host() {
-  const bool any_on_host =
-      std::any_of(targets_.begin(), targets_.end(), [](c10::Device d) { return d.is_cpu(); });
-  if (!any_on_host) return;
+std::exception_ptr Handle::synchronize(bool on_host_only) const {
   std::exception_ptr failure;
-  const PhaseRange range(phases_, Phase::kWait);
-  {
-    const WaitWithoutGil waiting;
+  const auto end = [&failure](auto& part) {
     try {
-      for (const auto& job : jobs_) {
-        if (job->target().is_cpu()) job->wait_done();
-      }
-    } catch (const Interrupted&) {
-      throw;
-    } catch (...) {
-      failure = std::current_exception();
-      synchronize();  // as wait_stopped_if_failed()
-    }
-  }
-  if (!device_failure_) device_failure_ = failure;
-  raise_if_failed();
-}
-
-std::exception_ptr Handle::synchronize() {
-  std::exception_ptr failure;
-  const auto end = [&failure](const auto& wait) {
-    try {
-      wait();
+      part.wait_done();
     } catch (const Interrupted&) {
       throw;
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }
   };
-  for (const auto& job : jobs_) end([&] { job->wait_done(); });
-  for (const DelegatedOutputs& delegated : delegated_) {
-    if (!delegated.made) continue;
-    end([&] { wait_for(*delegated.made); });
+  for (const auto& job : jobs_) {
+    if (!on_host_only || job->target().is_cpu()) end(*job);
+  }
+  if (!on_host_only) {
+    for (const DelegatedOutputs& delegated : delegated_) end(delegated);
   }
   return failure;
 }
@@ -386,18 +330,7 @@ void Handle::hand_over_to(const std::vector<c10::Stream>& streams) {
     for (const auto& job : jobs_) {
       if (job->target() == stream.device()) job->hand_over_to(stream);
     }
-    for (const DelegatedOutputs& delegated : delegated_) {
-      if (!delegated.made || delegated.stream->device() != stream.device()) continue;
-      if (stream == *delegated.stream) continue;
-      delegated.made->block(stream);
-      const c10::impl::VirtualGuardImpl backend(stream.device_type());
-      for (const c10::Storage& storage : delegated.storages) {
-        // A part that stays on the host, such as the lengths of a packed sequence, is nobody's
-        // business.
-        if (storage.device_type() != stream.device_type()) continue;
-        backend.recordDataPtrOnStream(storage.data_ptr(), stream);
-      }
-    }
+    for (const DelegatedOutputs& delegated : delegated_) delegated.hand_over_to(stream);
   }
 }
 

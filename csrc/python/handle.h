@@ -7,27 +7,15 @@
 
 #include <exception>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "engine/copy_job.h"
+#include "python/delegated.h"
 #include "python/kept_outputs.h"
 #include "python/sources.h"
 #include "python/tree.h"
 
 namespace tdcopier {
-
-// What `Tensor.to` made on the target inside the call. It belongs to the stream that was current
-// then.
-struct DelegatedOutputs {
-  // Its memory, whatever its layout. Not the tensors: they may refer back to the handle.
-  void add(const at::Tensor& part);
-
-  std::vector<c10::Storage> storages;
-  std::optional<c10::Stream> stream;  // set with `made`
-  EventRef made;                      // behind the work of `Tensor.to`; null: nothing to wait for
-  std::vector<EventRef> read;         // by source device: behind its reads of delegated leaves
-};
 
 struct LeafCounts {
   uint32_t packed = 0;
@@ -89,16 +77,16 @@ class Handle {
   // Takes part in the jobs, or in those with sources on the host. GIL: must not be held.
   void help(bool host_sources_only) const;
   void wait_enqueued();
-  void wait_done();
-  void wait_done_on_host();  // as far as the host is a target
+  void wait_done(bool on_host_only);
   // Until every host source was read, by whoever reads it: its memory is the caller's again.
   void wait_host_sources_read();
   // The current streams of the devices of sources that the engine reads.
   std::vector<c10::Stream> producers(const char* call) const;
   void order_behind_reads(const std::vector<c10::Stream>& producers);
   void wait_stopped_if_failed();  // of a copy into memory that exists
-  // Blocks. GIL: either way. The device's first error. Throws: Interrupted.
-  std::exception_ptr synchronize();
+  // Blocks: until all is done, or what arrives on the host. GIL: either way. The device's first
+  // error. Throws: Interrupted.
+  std::exception_ptr synchronize(bool on_host_only = false) const;
   // One for each target that has streams: the one that is given, or that is current.
   std::vector<c10::Stream> consumers(pybind11::handle stream, const char* call) const;
   void release_kept();
