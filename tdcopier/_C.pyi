@@ -1,8 +1,9 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from tdcopier._row_request import RowIndex, RowReaders
 from tdcopier._stats import CopyStats
 
 MAX_INLINE_BYTES: int
@@ -38,16 +39,23 @@ class Sending:
 
 def set_sending(sending: Sending) -> None: ...
 
-class PreparedCopy:
+class CopyOptions:
     def __init__(
         self,
-        example: Any,
-        device: str | torch.device | int,
         use_pinned_staging: bool,
         pack_cpu_tensors: bool,
         min_packed_alignment_bytes: int,
         max_packed_chunk_bytes: int,
         use_background_thread: bool,
+        /,
+    ) -> None: ...
+
+class PreparedCopy:
+    def __init__(
+        self,
+        example: Any,
+        device: str | torch.device | int,
+        options: CopyOptions,
         reuse_outputs: bool,
         /,
     ) -> None: ...
@@ -74,48 +82,29 @@ class PreparedCopy:
 def start_copy(
     data: Any,
     device: str | torch.device | int,
-    use_pinned_staging: bool,
-    pack_cpu_tensors: bool,
-    min_packed_alignment_bytes: int,
-    max_packed_chunk_bytes: int,
-    use_background_thread: bool,
+    options: CopyOptions,
     /,
 ) -> AsyncCopyHandle: ...
 def copy_into(
     source: Any,
     destination: Any,
-    use_pinned_staging: bool,
-    use_background_thread: bool,
+    options: CopyOptions,
     /,
 ) -> AsyncCopyHandle: ...
 def start_gather(
     storage: Any,
-    numbers: torch.Tensor,
-    lead: int,
-    counted: bool,
-    sizes: Sequence[int],
-    adjoining: bool,
-    read: Callable[[Any], Any],
-    flatten: Callable[[Any, torch.device, bool], Any],
-    unflatten: Callable[[list[Any], Any], Any],
+    rows: RowIndex,
+    readers: RowReaders,
     device: str | torch.device | int,
-    use_pinned_staging: bool,
-    pack_cpu_tensors: bool,
-    min_packed_alignment_bytes: int,
-    max_packed_chunk_bytes: int,
-    use_background_thread: bool,
+    options: CopyOptions,
     /,
 ) -> AsyncCopyHandle: ...
 def start_scatter(
     batch: Any,
     storage: Any,
-    numbers: torch.Tensor,
-    lead: int,
-    counted: bool,
-    sizes: Sequence[int],
+    rows: RowIndex,
     fill: Callable[[Any, Any], None],
-    use_pinned_staging: bool,
-    use_background_thread: bool,
+    options: CopyOptions,
     /,
 ) -> AsyncCopyHandle: ...
 def pairs_with_paths(source: Any, destination: Any, /) -> list[tuple[str, Any, Any]]: ...

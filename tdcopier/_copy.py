@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import operator
 import os
+from functools import lru_cache
 from typing import Any, TypeAlias, TypedDict
 
 import torch  # its libraries must be loaded before the native module
@@ -133,7 +134,7 @@ def start_copy(
     handle = _C.start_copy(
         data,
         device,
-        *checked_options(
+        checked_options(
             use_pinned_staging,
             pack_cpu_tensors,
             min_packed_alignment_bytes,
@@ -144,19 +145,20 @@ def start_copy(
     return handle if check is None else checked(handle, check)
 
 
+@lru_cache(maxsize=64, typed=True)
 def checked_options(
     use_pinned_staging: bool,
     pack_cpu_tensors: bool,
     min_packed_alignment_bytes: int,
     max_packed_chunk_bytes: int,
     use_background_thread: bool,
-) -> tuple[bool, bool, int, int, bool]:
+) -> _C.CopyOptions:
     """The options of a copy as the native module takes them.
 
     Raises:
         TypeError, ValueError: as `start_copy` says.
     """
-    return (
+    return _C.CopyOptions(
         bool(use_pinned_staging),
         bool(pack_cpu_tensors),
         _size_option(
@@ -164,6 +166,13 @@ def checked_options(
         ),
         _size_option("max_packed_chunk_bytes", max_packed_chunk_bytes, _LARGEST_CHUNK_BYTES),
         bool(use_background_thread),
+    )
+
+
+def options_for_filling(use_pinned_staging: bool, use_background_thread: bool) -> _C.CopyOptions:
+    """The same of a copy into memory that exists: how to pack is not asked."""
+    return checked_options(
+        use_pinned_staging, True, 16, _LARGEST_CHUNK_BYTES, use_background_thread
     )
 
 
@@ -247,9 +256,8 @@ def copy_into(
     raised when nothing writes to them any more.
     """
     check = SourceCheck.of_filling(source, destination) if _CHECKING else None
-    handle = _C.copy_into(
-        source, destination, bool(use_pinned_staging), bool(use_background_thread)
-    )
+    options = options_for_filling(use_pinned_staging, use_background_thread)
+    handle = _C.copy_into(source, destination, options)
     return handle if check is None else checked(handle, check)
 
 

@@ -11,7 +11,8 @@ from tdcopier import _C, _copy
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import Device
 from tdcopier._delegated import Mover
-from tdcopier._row_index import RowIndex, read_rows, row_index
+from tdcopier._row_index import read_rows, row_index
+from tdcopier._row_request import RowIndex, RowReaders
 
 __all__ = ["start_gather"]
 
@@ -77,29 +78,14 @@ def start_gather(
     if str(device) == "meta":  # which has no memory to gather into
         return _copy.start_copy(start_gather(storage, index, "cpu").get(), device)
     rows = row_index(index, storage)
-    read, flatten, unflatten = _readers(rows, device)
-    return _C.start_gather(
-        storage,
-        rows.numbers,
-        rows.lead,
-        rows.counted,
-        rows.sizes,
-        rows.is_view,
-        read,
-        flatten,
-        unflatten,
-        device,
-        *options,
-    )
+    return _C.start_gather(storage, rows, _readers(rows, device), device, options)
 
 
 class Whole(Mover):
     """A tensor in a storage that goes with the rows, in their chunk, as it is."""
 
 
-def _readers(rows: RowIndex, device: Device) -> tuple[Any, Any, Any]:
-    """What the walk does with leaves and collections that are not the engine's."""
-
+def _readers(rows: RowIndex, device: Device) -> RowReaders:
     def read(leaf: Any) -> Any:
         if isinstance(leaf, Whole):
             return leaf.value
@@ -108,14 +94,14 @@ def _readers(rows: RowIndex, device: Device) -> tuple[Any, Any, Any]:
         return read_rows(leaf, rows, device)
 
     if "tensordict" not in sys.modules:  # so there is no collection of its
-        return read, _leave, None
+        return RowReaders(read, _leave, None)
     from tdcopier.tensordict._rows import flatten
     from tdcopier.tensordict._walk import unflatten
 
     def flatten_rows(value: Any, device: torch.device, named: bool) -> Any:
         return flatten(value, device, rows)
 
-    return read, flatten_rows, unflatten
+    return RowReaders(read, flatten_rows, unflatten)
 
 
 def _leave(value: Any, device: torch.device, named: bool) -> None:

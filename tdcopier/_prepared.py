@@ -210,7 +210,7 @@ def prepare(
     native = _C.PreparedCopy(
         example,
         device,
-        *_copy.checked_options(
+        _copy.checked_options(
             use_pinned_staging,
             pack_cpu_tensors,
             min_packed_alignment_bytes,

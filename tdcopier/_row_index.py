@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,23 +11,7 @@ import torch
 from tdcopier import _C
 from tdcopier._copy import Device
 from tdcopier._delegated import plain_parts
-
-
-class RowIndex(NamedTuple):
-    """What the engine needs to know of an index."""
-
-    numbers: torch.Tensor
-    """Rows, int64, on the host, contiguous; their shape stands in the result for the leads."""
-    lead: int
-    """How many leading dimensions of a leaf count rows."""
-    counted: bool
-    """Whether no number is negative or out of range."""
-    sizes: tuple[int, ...]
-    """Of these dimensions; empty where nobody has looked yet."""
-    key: Any
-    """What gives the same rows of one leaf, as `leaf[key]`."""
-    is_view: bool
-    """Whether `leaf[key]` is a view, with strides of its own."""
+from tdcopier._row_request import RowIndex
 
 
 def row_index(index: Any, storage: Any) -> RowIndex:

@@ -9,6 +9,7 @@ import torch
 
 from tdcopier import _C, _arrays
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._copy import options_for_filling
 from tdcopier._row_index import row_index
 
 __all__ = ["start_scatter"]
@@ -58,13 +59,9 @@ def start_scatter(
     return _C.start_scatter(
         batch,
         storage,
-        rows.numbers,
-        rows.lead,
-        rows.counted,
-        rows.sizes,
+        rows,
         fill,
-        bool(use_pinned_staging),
-        bool(use_background_thread),
+        options_for_filling(use_pinned_staging, use_background_thread),
     )
 
 

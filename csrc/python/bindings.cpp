@@ -6,6 +6,7 @@
 #include <torch/csrc/Stream.h>
 
 #include <exception>
+#include <utility>
 
 #include "base/fork.h"
 #include "base/interleaver.h"
@@ -58,6 +59,21 @@ auto with_torch_errors(Function&& function) {
   }
 }
 
+// A function or a member function that is called so.
+template <typename Result, typename... Arguments>
+auto guarded(Result (*function)(Arguments...)) {
+  return [function](Arguments... arguments) {
+    return with_torch_errors([&] { return function(std::forward<Arguments>(arguments)...); });
+  };
+}
+template <typename Class, typename Result, typename... Arguments>
+auto guarded(Result (Class::*function)(Arguments...)) {
+  return [function](Class& self, Arguments... arguments) {
+    return with_torch_errors(
+        [&] { return (self.*function)(std::forward<Arguments>(arguments)...); });
+  };
+}
+
 // Python's garbage collector sees through it: what it holds may refer back to it.
 template <typename Held>
 void make_collectable(PyHeapTypeObject* heap_type) {
@@ -95,12 +111,9 @@ May be dropped at any time: the copy ends by itself, nothing blocks, nothing lea
 it. The calls give up the GIL while they wait.)");
   handle.attr("__module__") = "tdcopier";
   handle
-      .def(
-          "ready", [](Handle& self) { return with_torch_errors([&] { return self.ready(); }); },
-          R"(
+      .def("ready", guarded(&Handle::ready), R"(
 Whether the copy has ended: the result has arrived, or the copy has failed. Never blocks.)")
-      .def(
-          "get", [](Handle& self) { return with_torch_errors([&] { return self.get(); }); }, R"(
+      .def("get", guarded(&Handle::get), R"(
 Wait on the host until the copy has arrived; return the tree, the same object at each call.
 
 The result is safe on the calling thread's current stream of the target device: its memory is not
@@ -110,12 +123,7 @@ reused while that stream can still read it. Another stream that reads it needs `
 Raises:
     Exception: what made the copy fail, such as `torch.OutOfMemoryError`; every time.
     RuntimeError: the current stream is capturing a CUDA graph.)")
-      .def(
-          "wait",
-          [](Handle& self, py::handle stream) {
-            return with_torch_errors([&] { return self.wait(stream); });
-          },
-          py::arg("stream") = py::none(), R"(
+      .def("wait", guarded(&Handle::wait), py::arg("stream") = py::none(), R"(
 Make a stream wait for the copy; return the tree, the same object as `get()`.
 
 Work that is enqueued on the stream from now on sees the result. The host is held only until host
@@ -135,8 +143,7 @@ Raises:
     ValueError: a stream of another device.
     RuntimeError: the stream, or the current stream of a source's device, is capturing a CUDA
         graph.)")
-      .def(
-          "wait_staged", [](Handle& self) { with_torch_errors([&] { self.wait_staged(); }); }, R"(
+      .def("wait_staged", guarded(&Handle::wait_staged), R"(
 Wait until the sources may be written again, which is earlier than done.
 
 Host sources have been read when it returns: they are in staging buffers, or the device has read
@@ -147,8 +154,7 @@ more: `get` and `wait` raise its error.
 
 Raises:
     RuntimeError: a source is on a device whose current stream is capturing a CUDA graph.)")
-      .def(
-          "wait_gathered", [](Handle& self) { with_torch_errors([&] { self.wait_staged(); }); }, R"(
+      .def("wait_gathered", guarded(&Handle::wait_staged), R"(
 Wait until every row has been read, so that a writer may go on: `wait_staged`, for a gather.)")
       .def("_send_if_staged", &Handle::send_if_staged)
       .def_property_readonly("_reuses_leaves",
@@ -160,17 +166,18 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
           },
           "The counts of this copy, a `CopyStats`; complete once `ready()`.");
 
-  m.def("start_copy", [](py::handle data, py::handle device, bool use_pinned_staging,
-                         bool pack_cpu_tensors, uint64_t min_packed_alignment_bytes,
-                         uint64_t max_packed_chunk_bytes, bool use_background_thread) {
-    return with_torch_errors([&] {
-      return tdcopier::start_copy(
-          data, device,
-          CopyOptions{use_pinned_staging,
-                      {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
-                      use_background_thread});
-    });
-  });
+  py::class_<CopyOptions>(m, "CopyOptions")
+      .def(py::init([](bool use_pinned_staging, bool pack_cpu_tensors,
+                       uint64_t min_packed_alignment_bytes, uint64_t max_packed_chunk_bytes,
+                       bool use_background_thread) {
+        return CopyOptions{use_pinned_staging,
+                           {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
+                           use_background_thread};
+      }));
+  m.def("start_copy", guarded(&tdcopier::start_copy));
+  m.def("copy_into", guarded(&tdcopier::copy_into));
+  m.def("start_gather", guarded(&tdcopier::start_gather));
+  m.def("start_scatter", guarded(&tdcopier::start_scatter));
 
   py::enum_<Sending>(m, "Sending")
       .value("AT_ONCE", Sending::kAtOnce)
@@ -179,27 +186,14 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
   m.def("set_sending", &tdcopier::set_sending);
 
   py::class_<PreparedCopy>(m, "PreparedCopy", py::custom_type_setup(make_collectable<PreparedCopy>))
-      .def(py::init([](py::handle example, py::handle device, bool use_pinned_staging,
-                       bool pack_cpu_tensors, uint64_t min_packed_alignment_bytes,
-                       uint64_t max_packed_chunk_bytes, bool use_background_thread,
+      .def(py::init([](py::handle example, py::handle device, const CopyOptions& options,
                        bool reuse_outputs) {
         return with_torch_errors([&] {
-          return std::make_unique<PreparedCopy>(
-              example, device,
-              CopyOptions{use_pinned_staging,
-                          {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
-                          use_background_thread},
-              reuse_outputs);
+          return std::make_unique<PreparedCopy>(example, device, options, reuse_outputs);
         });
       }))
-      .def("start_copy",
-           [](PreparedCopy& self, py::handle data) {
-             return with_torch_errors([&] { return self.start_copy(data); });
-           })
-      .def("layout_of",
-           [](const PreparedCopy& self, py::handle data) {
-             return with_torch_errors([&] { return self.layout_of(data); });
-           })
+      .def("start_copy", guarded(&PreparedCopy::start_copy))
+      .def("layout_of", guarded(&PreparedCopy::layout_of))
       .def_property_readonly(
           "device",
           [](const PreparedCopy& self) {
@@ -210,44 +204,7 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
       .def_property_readonly("bytes", &PreparedCopy::bytes)
       .def_property_readonly("keeps_outputs", &PreparedCopy::keeps_outputs);
 
-  m.def("copy_into", [](py::handle source, py::handle destination, bool use_pinned_staging,
-                        bool use_background_thread) {
-    return with_torch_errors([&] {
-      return tdcopier::copy_into(source, destination, {use_pinned_staging, use_background_thread});
-    });
-  });
-
-  m.def("start_gather",
-        [](py::handle storage, py::handle numbers, size_t lead, bool counted,
-           std::vector<int64_t> sizes, bool adjoining, py::object read, py::object flatten,
-           py::object unflatten, py::handle device, bool use_pinned_staging, bool pack_cpu_tensors,
-           uint64_t min_packed_alignment_bytes, uint64_t max_packed_chunk_bytes,
-           bool use_background_thread) {
-          return with_torch_errors([&] {
-            return tdcopier::start_gather(
-                storage, device,
-                {tdcopier::row_index_of(numbers, lead), counted, std::move(sizes), adjoining,
-                 std::move(read), std::move(flatten), std::move(unflatten)},
-                CopyOptions{use_pinned_staging,
-                            {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
-                            use_background_thread});
-          });
-        });
-
-  m.def("start_scatter", [](py::handle batch, py::handle storage, py::handle numbers, size_t lead,
-                            bool counted, std::vector<int64_t> sizes, py::object fill,
-                            bool use_pinned_staging, bool use_background_thread) {
-    return with_torch_errors([&] {
-      return tdcopier::start_scatter(
-          batch, storage, {tdcopier::row_index_of(numbers, lead), counted, std::move(sizes)},
-          std::move(fill), {use_pinned_staging, use_background_thread});
-    });
-  });
-
-  m.def("pairs_with_paths", [](py::handle source, py::handle destination) {
-    return with_torch_errors([&] { return tdcopier::pairs_with_paths(source, destination); });
-  });
-
+  m.def("pairs_with_paths", guarded(&tdcopier::pairs_with_paths));
   m.def("is_dict_of_tensors", &tdcopier::is_dict_of_tensors);
   m.def("leaves_with_paths", [](py::handle data, py::handle device) {
     return with_torch_errors(

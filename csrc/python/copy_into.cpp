@@ -36,7 +36,7 @@ struct FillCall {
 // One group of pairs: what its job is made of, and how it is best run.
 class GroupFill {
  public:
-  GroupFill(IntoGroup& group, const IntoOptions& options)
+  GroupFill(IntoGroup& group, const CopyOptions& options)
       : mapped_(group.mapped),
         source_(group.pairs.leaves.device()),
         target_(group.destination),
@@ -99,12 +99,12 @@ class GroupFill {
   const MappedLeaves mapped_;
   const c10::Device source_;
   const c10::Device target_;
-  const IntoOptions& options_;
+  const CopyOptions& options_;
   CopyWork work_;
   bool at_once_ = false;
 };
 
-void start_group(Handle& handle, IntoGroup group, const IntoOptions& options) {
+void start_group(Handle& handle, IntoGroup group, const CopyOptions& options) {
   std::shared_ptr<CopyJob> job;
   bool background = false;
   try {
@@ -184,7 +184,7 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
 }
 
 std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, const FillCall& call,
-                                  const IntoOptions& options) {
+                                  const CopyOptions& options) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   PhaseTimes phases;  // until there is a handle
@@ -225,14 +225,14 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
 }  // namespace
 
 std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
-                                  const IntoOptions& options) {
+                                  const CopyOptions& options) {
   const py::object fill = py::module_::import("tdcopier._into").attr("fill");
   return fill_tree(source, destination, {"copy_into()", {}, nullptr, fill}, options);
 }
 
-std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, RowRequest request,
-                                      py::object fill, const IntoOptions& options) {
-  RowLeaves rows(std::move(request));
+std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, py::handle index,
+                                      py::object fill, const CopyOptions& options) {
+  RowLeaves rows(row_request_of(index));
   const PairNames names{"batch", "storage"};
   return fill_tree(batch, storage, {"start_scatter()", names, &rows, std::move(fill)}, options);
 }

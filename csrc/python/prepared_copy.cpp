@@ -72,7 +72,7 @@ void PreparedCopy::offer_outputs(Handle& handle) {
   if (kept_) handle.reuse_outputs(py::cast(this, py::return_value_policy::reference), *kept_);
 }
 
-py::tuple PreparedCopy::layout_of(py::handle data) const {
+py::tuple PreparedCopy::layout_of(py::handle data) {
   const ReleaseAtEnd release_at_end;
   const FlatTree flat = flatten(data, target_);
   const std::vector<std::string> paths = paths_of(data, target_);

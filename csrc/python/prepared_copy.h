@@ -31,7 +31,7 @@ class PreparedCopy {
   std::unique_ptr<Handle> start_copy(pybind11::handle data);
 
   // What a copy of the data would do with each leaf, as BatchLayout of tdcopier/_prepared.py.
-  pybind11::tuple layout_of(pybind11::handle data) const;
+  pybind11::tuple layout_of(pybind11::handle data);
 
   const c10::Device& target() const { return target_; }
   uint64_t fits() const { return fits_; }

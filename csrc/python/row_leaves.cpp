@@ -1,6 +1,7 @@
 // Rows are counted when the first table is seen, before any is read.
 #include "python/row_leaves.h"
 
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -20,9 +21,7 @@ std::string joined(at::IntArrayRef sizes) {
   return text;
 }
 
-}  // namespace
-
-RowIndex row_index_of(py::handle numbers, size_t lead) {
+RowIndex index_of(py::handle numbers, size_t lead) {
   check_invariant(THPVariable_Check(numbers.ptr()), "rows are numbered by a tensor");
   const at::Tensor& tensor = THPVariable_Unpack(numbers.ptr());
   check_invariant(tensor.scalar_type() == at::kLong && tensor.device().is_cpu() &&
@@ -30,6 +29,17 @@ RowIndex row_index_of(py::handle numbers, size_t lead) {
                   "rows are numbered by int64 that lie together on the host");
   const auto* first = static_cast<const int64_t*>(tensor.const_data_ptr());
   return {{first, first + tensor.numel()}, tensor.sizes().vec(), lead};
+}
+
+}  // namespace
+
+RowRequest row_request_of(py::handle rows) {
+  RowRequest request;
+  request.index = index_of(rows.attr("numbers"), rows.attr("lead").cast<size_t>());
+  request.counted = rows.attr("counted").cast<bool>();
+  request.lead = rows.attr("sizes").cast<std::vector<int64_t>>();
+  request.adjoining = rows.attr("is_view").cast<bool>();
+  return request;
 }
 
 RowLeaves::RowLeaves(RowRequest request) : request_(std::move(request)) {

@@ -27,9 +27,8 @@ struct RowRequest {
   pybind11::object unflatten{};
 };
 
-// Copies the numbers of rows: a host tensor of int64, contiguous, in the shape of the result. At
-// least one dimension of a table counts rows: its first `lead`.
-RowIndex row_index_of(pybind11::handle numbers, size_t lead);
+// Of a RowIndex of tdcopier/_row_request.py, without readers. Copies the numbers.
+RowRequest row_request_of(pybind11::handle rows);
 
 // GIL: held for every member.
 class RowLeaves {

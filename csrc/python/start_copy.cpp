@@ -266,11 +266,15 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
   return start_copy_to(parse_device(device), data, options, nullptr);
 }
 
-std::unique_ptr<Handle> start_gather(py::handle storage, py::handle device, RowRequest request,
-                                     const CopyOptions& options) {
+std::unique_ptr<Handle> start_gather(py::handle storage, py::handle index, py::handle readers,
+                                     py::handle device, const CopyOptions& options) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   const c10::Device target = parse_device(device);
+  RowRequest request = row_request_of(index);
+  request.read = readers.attr("read");
+  request.flatten = readers.attr("flatten");
+  request.unflatten = readers.attr("unflatten");
   RowLeaves rows(std::move(request));
   return start_copy_to(target, storage, options, nullptr, &rows);
 }

@@ -31,6 +31,7 @@ enum class Sending : uint8_t {
 // may be used, all of it is staged, and there is memory to hold it.
 void set_sending(Sending sending);
 
+// As `start_copy` of tdcopier/_copy.py says, and checked there.
 struct CopyOptions {
   bool use_pinned_staging;
   PackOptions pack;
@@ -42,12 +43,11 @@ struct CopyOptions {
 std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle device,
                                    const CopyOptions& options);
 
-struct RowRequest;
-
-// The same of rows that are picked by number. Throws IndexError too, where one is out of range,
-// before any is read.
-std::unique_ptr<Handle> start_gather(pybind11::handle storage, pybind11::handle device,
-                                     RowRequest rows, const CopyOptions& options);
+// The same of rows that are picked by number: a RowIndex and a RowReaders of
+// tdcopier/_row_request.py. Throws IndexError too, where one is out of range, before any is read.
+std::unique_ptr<Handle> start_gather(pybind11::handle storage, pybind11::handle rows,
+                                     pybind11::handle readers, pybind11::handle device,
+                                     const CopyOptions& options);
 
 class PreparedCopy;
 class RowLeaves;

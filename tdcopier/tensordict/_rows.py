@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tdcopier._row_index import RowIndex, read_rows
+from tdcopier._row_index import read_rows
+from tdcopier._row_request import RowIndex
 from tdcopier.tensordict import _walk
 
 

@@ -15,7 +15,7 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Ten
 from tdcopier import _copy
 from tdcopier._copy import Device
 from tdcopier._gather import Whole, start_gather
-from tdcopier._row_index import RowIndex
+from tdcopier._row_request import RowIndex
 from tdcopier.torchrl._sampling import current
 from tdcopier.torchrl._to_device import with_index
 
