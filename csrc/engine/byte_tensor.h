@@ -1,21 +1,30 @@
-// One-dimensional uint8 tensors over bytes that somebody else laid out.
+// Tensors over bytes that somebody else laid out.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
 #include <c10/core/DispatchKeySet.h>
-#include <c10/core/Storage.h>
+
+#include <cstdint>
 
 namespace tdcopier {
-
-// (bytes,) uint8 that owns `memory`, host or device.
-at::Tensor byte_tensor(c10::DataPtr memory, uint64_t bytes);
-
-// (bytes,) uint8 over `storage` from byte `offset` on.
-at::Tensor byte_view(const c10::Storage& storage, uint64_t offset, uint64_t bytes);
 
 // The backend key of a plain strided tensor on `device`; the tensor's constructor adds autograd's
 // and autocast's. Never taken from a source, in whose key set conj, neg and Python bits may ride.
 c10::DispatchKeySet plain_key_set(c10::Device device);
+
+// (bytes,) uint8 that owns `memory`, host or device.
+at::Tensor byte_tensor(c10::DataPtr memory, uint64_t bytes);
+
+// A view owns nothing: the caller sees to it that the memory stays. Requires, for making and for
+// using them: InferenceMode, so that no version counter or gradient is involved. Never handed out.
+
+// (bytes,) uint8 at `address`.
+at::Tensor bytes_at(c10::Device device, const void* address, uint64_t bytes);
+
+// Elements of `element_bytes` (1, 2, 4, 8 or 16) at `address`, which is a multiple of that.
+at::Tensor elements_at(c10::Device device, const void* address, uint32_t element_bytes,
+                       at::IntArrayRef sizes, at::IntArrayRef strides);
 
 }  // namespace tdcopier

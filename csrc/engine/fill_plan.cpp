@@ -2,7 +2,6 @@
 #include "engine/fill_plan.h"
 
 #include <algorithm>
-#include <memory>
 #include <numeric>
 
 #include "engine/own_chunks.h"
@@ -15,27 +14,6 @@ constexpr uint64_t kSlotAlignmentBytes = 16;  // a multiple of every element's s
 uint64_t align_up(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) & ~(alignment - 1);
 }
-
-// Tells whether the bytes between two destinations are padding, asked by ascending addresses.
-class Padding {
- public:
-  bool is_between(const Destination& before, uint64_t before_bytes, const Destination& after) {
-    const std::byte* const from = before.data + before_bytes;
-    if (from == after.data) return true;
-    if (before.storage == nullptr || before.storage != after.storage) return false;
-    if (before.storage != storage_) {
-      storage_ = before.storage;
-      slots_ = slots_of(storage_);
-      cursor_ = 0;
-    }
-    return slots_ != nullptr && slots_->is_padding(from, after.data, cursor_);
-  }
-
- private:
-  const c10::StorageImpl* storage_ = nullptr;
-  std::shared_ptr<const ChunkSlots> slots_;
-  size_t cursor_ = 0;
-};
 
 class Planner {
  public:
@@ -82,12 +60,18 @@ class Planner {
   void join() {
     Padding padding;
     for (size_t i = 0; i < joinable_.size(); ++i) {
-      const bool goes_on =
-          i != 0 && padding.is_between(to_[joinable_[i - 1]], leaves_[joinable_[i - 1]].bytes,
-                                       to_[joinable_[i]]);
+      const bool goes_on = i != 0 && adjoin(joinable_[i - 1], joinable_[i], padding);
       if (!goes_on) joined_.push_back({i, i});
       joined_.back().last = i + 1;
     }
+  }
+
+  bool adjoin(uint32_t before, uint32_t after, Padding& padding) const {
+    const std::byte* const end = to_[before].data + leaves_[before].bytes;
+    if (end == to_[after].data) return true;
+    const c10::StorageImpl* const storage = to_[before].storage;
+    return storage != nullptr && storage == to_[after].storage &&
+           padding.has(storage, end, to_[after].data);
   }
 
   uint64_t bytes_of(const Joined& joined) const {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "engine/byte_views.h"
+#include "engine/byte_tensor.h"
 #include "engine/fallbacks.h"
 #include "engine/segment_kernel.h"
 

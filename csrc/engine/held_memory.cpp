@@ -26,50 +26,40 @@ uint64_t limit_bytes() {
 
 }  // namespace
 
-HeldLease::HeldLease(HeldMemory& memory, uint64_t bytes, at::Tensor block)
-    : memory_(&memory), bytes_(bytes), block_(std::move(block)) {}
-
-HeldLease::HeldLease(HeldLease&& other) noexcept
-    : memory_(std::exchange(other.memory_, nullptr)),
-      bytes_(other.bytes_),
-      block_(std::move(other.block_)) {}
-
 HeldLease::~HeldLease() {
-  if (memory_ != nullptr) memory_->give_back(bytes_, std::move(block_), nullptr);
-}
-
-bool HeldLease::allocate() {
-  if (block_.defined()) return true;
-  try {
-    block_ = byte_tensor(at::getHostAllocator(memory_->type_)->allocate(bytes_), bytes_);
-    return true;
-  } catch (...) {
-    note_fallback();
-    return false;
-  }
+  if (block_.defined()) memory_.give_back(std::move(block_), nullptr);
 }
 
 void HeldLease::in_flight_until(EventRef event) {
-  std::exchange(memory_, nullptr)->give_back(bytes_, std::move(block_), std::move(event));
+  memory_.give_back(std::move(block_), std::move(event));
 }
 
-std::optional<HeldLease> HeldMemory::reserve(uint64_t bytes) {
+std::optional<HeldLease> HeldMemory::lease(uint64_t bytes) {
   const uint64_t needed = std::max(std::bit_ceil(bytes), kLeastBytes);
-  const std::lock_guard lock(mutex_);
-  collect_done();
-  make_room(limit_bytes());
-  const auto fits = [needed](const at::Tensor& block) { return block.nbytes() == needed; };
-  const auto found = std::find_if(free_.rbegin(), free_.rend(), fits);
-  if (found != free_.rend()) {
-    at::Tensor block = std::move(*found);
-    free_.erase(std::next(found).base());
-    return HeldLease(*this, needed, std::move(block));
+  {
+    const std::lock_guard lock(mutex_);
+    collect_done();
+    make_room(limit_bytes());
+    const auto fits = [needed](const at::Tensor& block) { return block.nbytes() == needed; };
+    const auto found = std::find_if(free_.rbegin(), free_.rend(), fits);
+    if (found != free_.rend()) {
+      at::Tensor block = std::move(*found);
+      free_.erase(std::next(found).base());
+      return HeldLease(*this, std::move(block));
+    }
+    if (needed > limit_bytes()) return std::nullopt;
+    make_room(limit_bytes() - needed);
+    if (pinned_bytes_ + needed > limit_bytes()) return std::nullopt;
+    pinned_bytes_ += needed;
   }
-  if (needed > limit_bytes()) return std::nullopt;
-  make_room(limit_bytes() - needed);
-  if (pinned_bytes_ + needed > limit_bytes()) return std::nullopt;
-  pinned_bytes_ += needed;
-  return HeldLease(*this, needed, at::Tensor());
+  try {
+    return HeldLease(*this, byte_tensor(at::getHostAllocator(type_)->allocate(needed), needed));
+  } catch (...) {
+    note_fallback();
+    const std::lock_guard lock(mutex_);
+    pinned_bytes_ -= needed;
+    return std::nullopt;
+  }
 }
 
 uint64_t HeldMemory::pinned_bytes() {
@@ -85,11 +75,9 @@ void HeldMemory::drop_free() {
   make_room(0);
 }
 
-void HeldMemory::give_back(uint64_t bytes, at::Tensor block, EventRef event) {
+void HeldMemory::give_back(at::Tensor block, EventRef event) {
   const std::lock_guard lock(mutex_);
-  if (!block.defined()) {
-    pinned_bytes_ -= bytes;
-  } else if (event) {
+  if (event) {
     in_flight_.push_back({std::move(block), std::move(event)});
   } else {
     free_.push_back(std::move(block));

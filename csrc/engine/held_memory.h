@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <deque>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/monitor.h"
@@ -23,23 +24,19 @@ class HeldMemory;
 // Memory for one batch. Dropped without `in_flight_until`, it is free again at once.
 class HeldLease {
  public:
-  HeldLease(HeldMemory& memory, uint64_t bytes, at::Tensor block);
+  HeldLease(HeldMemory& memory, at::Tensor block) : memory_(memory), block_(std::move(block)) {}
   ~HeldLease();
-  HeldLease(HeldLease&& other) noexcept;
+  HeldLease(HeldLease&&) noexcept = default;
   HeldLease(const HeldLease&) = delete;
   HeldLease& operator=(const HeldLease&) = delete;
 
-  // Pins memory where none was free; false, which is counted, where that fails. Once, before
-  // data().
-  [[nodiscard]] bool allocate();
   std::byte* data() const { return static_cast<std::byte*>(block_.mutable_data_ptr()); }
   // The device reads it until `event` is done.
   void in_flight_until(EventRef event);
 
  private:
-  HeldMemory* memory_;  // null: nothing to give back
-  uint64_t bytes_;      // of the block
-  at::Tensor block_;    // undefined until there is memory
+  HeldMemory& memory_;
+  at::Tensor block_;  // undefined: nothing to give back
 };
 
 // Thread: any. Lifetime: outlives every lease (device state is never destroyed).
@@ -49,8 +46,9 @@ class HeldMemory {
   HeldMemory(const HeldMemory&) = delete;
   HeldMemory& operator=(const HeldMemory&) = delete;
 
-  // At least so many bytes. Returns at once; none if the limit does not allow it now.
-  std::optional<HeldLease> reserve(uint64_t bytes);
+  // At least so many bytes. None if the limit does not allow it now, or, which is counted as a
+  // fallback, if memory cannot be pinned. Blocks: for as long as pinning takes, where none is free.
+  std::optional<HeldLease> lease(uint64_t bytes);
 
   uint64_t pinned_bytes();
   void drop_free();
@@ -62,7 +60,7 @@ class HeldMemory {
     EventRef event;  // null: nobody reads it
   };
 
-  void give_back(uint64_t bytes, at::Tensor block, EventRef event);
+  void give_back(at::Tensor block, EventRef event);
   void collect_done();             // mutex_ held
   void make_room(uint64_t limit);  // mutex_ held; drops what is free until so much is pinned
 

@@ -11,10 +11,12 @@
 namespace tdcopier {
 namespace {
 
+using Slots = std::shared_ptr<const RecycledVector<SlotRange>>;
+
 struct Entry {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that no other has its address
   const void* memory;                                 // resizing it would move it
-  std::shared_ptr<const ChunkSlots> slots;
+  Slots slots;
 };
 
 struct OwnChunks {
@@ -28,28 +30,26 @@ OwnChunks& own_chunks() {
   return *made;
 }
 
-}  // namespace
-
-bool ChunkSlots::is_padding(const std::byte* from, const std::byte* to, size_t& cursor) const {
-  if (from < begin_) return false;
-  const auto first = static_cast<uint64_t>(from - begin_);
-  const auto last = static_cast<uint64_t>(to - begin_);
-  while (cursor < slots_.size() && slots_[cursor].end < first) ++cursor;
-  return cursor + 1 < slots_.size() && slots_[cursor].end == first &&
-         slots_[cursor + 1].begin == last;
+Slots slots_of(const c10::StorageImpl* storage) {
+  auto& chunks = own_chunks();
+  const std::lock_guard lock(chunks.mutex);
+  const auto found = chunks.entries.find(storage);
+  if (found == chunks.entries.end() || found->second.storage.expired()) return nullptr;
+  return found->second.memory == storage->data() ? found->second.slots : nullptr;
 }
+
+}  // namespace
 
 void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan& plan,
                     const ChunkPlan& chunk, const LeafTable& leaves) {
-  RecycledVector<SlotRange> slots;
-  slots.reserve(chunk.last - chunk.first);
+  const std::byte* const first = static_cast<const std::byte*>(storage.data()) + shift;
+  auto slots = std::make_shared<RecycledVector<SlotRange>>();
+  slots->reserve(chunk.last - chunk.first);
   for (uint32_t i = chunk.first; i < chunk.last; ++i) {
-    const uint64_t begin = plan.slots[plan.order[i]].offset;
+    const std::byte* const begin = first + plan.slots[plan.order[i]].offset;
     const uint64_t bytes = leaves[plan.order[i]].bytes;
-    if (bytes != 0) slots.push_back({begin, begin + bytes});
+    if (bytes != 0) slots->push_back({begin, begin + bytes});
   }
-  auto known = std::make_shared<const ChunkSlots>(
-      static_cast<const std::byte*>(storage.data()) + shift, std::move(slots));
   auto& [mutex, entries, swept_at] = own_chunks();
   const std::lock_guard lock(mutex);
   if (entries.size() >= swept_at) {
@@ -57,15 +57,19 @@ void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan&
     swept_at = std::max<size_t>(64, 2 * entries.size());
   }
   entries.insert_or_assign(storage.unsafeGetStorageImpl(),
-                           Entry{storage.getWeakStorageImpl(), storage.data(), std::move(known)});
+                           Entry{storage.getWeakStorageImpl(), storage.data(), std::move(slots)});
 }
 
-std::shared_ptr<const ChunkSlots> slots_of(const c10::StorageImpl* storage) {
-  auto& chunks = own_chunks();
-  const std::lock_guard lock(chunks.mutex);
-  const auto found = chunks.entries.find(storage);
-  if (found == chunks.entries.end() || found->second.storage.expired()) return nullptr;
-  return found->second.memory == storage->data() ? found->second.slots : nullptr;
+bool Padding::has(const c10::StorageImpl* storage, const std::byte* from, const std::byte* to) {
+  if (storage != storage_) {
+    storage_ = storage;
+    slots_ = slots_of(storage);
+    next_ = 0;
+  }
+  if (slots_ == nullptr) return false;
+  const RecycledVector<SlotRange>& slots = *slots_;
+  while (next_ < slots.size() && slots[next_].end < from) ++next_;
+  return next_ + 1 < slots.size() && slots[next_].end == from && slots[next_ + 1].begin == to;
 }
 
 }  // namespace tdcopier

@@ -5,6 +5,7 @@
 #include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -14,36 +15,29 @@
 
 namespace tdcopier {
 
-// The bytes of one slot, from the chunk's first on.
-struct SlotRange {
-  uint64_t begin;
-  uint64_t end;
-};
-
-// The slots of one chunk.
-class ChunkSlots {
- public:
-  ChunkSlots(const std::byte* begin, RecycledVector<SlotRange> slots)
-      : begin_(begin), slots_(std::move(slots)) {}
-
-  const std::byte* begin() const { return begin_; }
-  // Are the bytes [from, to) just what lies between a slot and the next? Only then are they
-  // nobody's: whoever has made views of the chunk by other bounds has put something between slots.
-  // Ask for ascending addresses: `cursor` is 0 at first.
-  bool is_padding(const std::byte* from, const std::byte* to, size_t& cursor) const;
-
- private:
-  const std::byte* begin_;  // where its first slot begins
-  const RecycledVector<SlotRange> slots_;
-};
-
 // Thread: any. Lifetime: an entry goes some time after its storage. No storage is kept alive.
 // `shift` is where its first slot begins, in bytes.
 void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan& plan,
                     const ChunkPlan& chunk, const LeafTable& leaves);
 
-// Null unless it is a chunk that is remembered, with its memory as it was. Requires: the storage is
-// alive.
-std::shared_ptr<const ChunkSlots> slots_of(const c10::StorageImpl* storage);
+// The bytes of one slot.
+struct SlotRange {
+  const std::byte* begin;
+  const std::byte* end;
+};
+
+// Tells padding, of one storage after the other and by ascending addresses.
+class Padding {
+ public:
+  // Are the bytes [from, to) just what lies between a slot and the next, in a chunk whose memory is
+  // as it was? Only then are they nobody's: whoever has made views of the chunk by other bounds has
+  // put something between slots. Requires: the storage is alive.
+  bool has(const c10::StorageImpl* storage, const std::byte* from, const std::byte* to);
+
+ private:
+  const c10::StorageImpl* storage_ = nullptr;
+  std::shared_ptr<const RecycledVector<SlotRange>> slots_;  // null: it is no chunk
+  size_t next_ = 0;
+};
 
 }  // namespace tdcopier

@@ -37,8 +37,18 @@ class PinnedLeaves {
   static const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
     return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   }
-  void end_series(LeafTable& leaves, const at::Tensor& tensor);
-  bool is_pinned(const at::Tensor& tensor);
+  void end_series(LeafTable& leaves, const at::Tensor& tensor) {
+    storage_ = nullptr;
+    if (!leaves[leaves.size() - 1].strided && is_pinned(tensor)) leaves.note_pinned();
+  }
+  bool is_pinned(const at::Tensor& tensor) {
+    const c10::StorageImpl* const storage = storage_of(tensor);
+    if (storage != asked_) {
+      answer_ = tensor.is_pinned();
+      asked_ = storage;
+    }
+    return answer_;
+  }
 
   const c10::StorageImpl* storage_ = nullptr;  // of the series that the last leaf ends
   uint32_t first_ = 0;                         // the first leaf of the series

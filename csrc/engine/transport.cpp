@@ -4,7 +4,6 @@
 #include <c10/core/InferenceMode.h>
 
 #include "engine/byte_tensor.h"
-#include "engine/byte_views.h"
 #include "engine/cuda_driver.h"
 #include "engine/fallbacks.h"
 

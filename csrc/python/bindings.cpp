@@ -74,6 +74,14 @@ auto guarded(Result (Class::*function)(Arguments...)) {
   };
 }
 
+// A function of a device, which callers name in any way.
+template <typename Function>
+auto of_device(Function function) {
+  return [function](py::handle device) {
+    return with_torch_errors([&] { return function(tdcopier::parse_device(device)); });
+  };
+}
+
 // Python's garbage collector sees through it: what it holds may refer back to it.
 template <typename Held>
 void make_collectable(PyHeapTypeObject* heap_type) {
@@ -88,6 +96,18 @@ void make_collectable(PyHeapTypeObject* heap_type) {
     if (py::detail::is_holder_constructed(self)) py::cast<Held&>(py::handle(self)).clear();
     return 0;
   };
+}
+
+py::object copy_stream(py::handle device, const std::string& which) {
+  const c10::Device target = tdcopier::parse_device(device);
+  if (!tdcopier::has_engine_transfers(target)) {
+    throw py::value_error("no engine for " + target.str());
+  }
+  tdcopier::Accelerator& accelerator = tdcopier::Accelerator::of(target);
+  const c10::Stream& stream = which == "to_device"     ? accelerator.to_device_stream()
+                              : which == "from_device" ? accelerator.from_device_stream()
+                                                       : accelerator.ordered_stream();
+  return py::reinterpret_steal<py::object>(THPStream_Wrap(stream));
 }
 
 }  // namespace
@@ -211,39 +231,16 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
         [&] { return tdcopier::leaves_with_paths(data, tdcopier::parse_device(device)); });
   });
 
-  m.def("engine_takes", [](py::handle device) {
-    return with_torch_errors(
-        [&] { return tdcopier::engine_takes(tdcopier::parse_device(device)); });
-  });
-  m.def("staging_bytes", [](py::handle device) {
-    return with_torch_errors([&]() -> uint64_t {
-      const c10::Device target = tdcopier::parse_device(device);
-      if (!tdcopier::has_engine_transfers(target)) return 0;
-      return tdcopier::Accelerator::of(target).staging().pinned_bytes();
-    });
-  });
-  m.def("held_bytes", [](py::handle device) {
-    return with_torch_errors([&]() -> uint64_t {
-      const c10::Device target = tdcopier::parse_device(device);
-      if (!tdcopier::has_engine_transfers(target)) return 0;
-      return tdcopier::Accelerator::of(target).held().pinned_bytes();
-    });
-  });
-  m.def(
-      "copy_stream",
-      [](py::handle device, const std::string& which) {
-        return with_torch_errors([&] {
-          const c10::Device target = tdcopier::parse_device(device);
-          if (!tdcopier::has_engine_transfers(target))
-            throw py::value_error("no engine for " + target.str());
-          tdcopier::Accelerator& accelerator = tdcopier::Accelerator::of(target);
-          const c10::Stream& stream = which == "to_device"     ? accelerator.to_device_stream()
-                                      : which == "from_device" ? accelerator.from_device_stream()
-                                                               : accelerator.ordered_stream();
-          return py::reinterpret_steal<py::object>(THPStream_Wrap(stream));
-        });
-      },
-      py::arg("device"), py::arg("which") = "to_device");
+  m.def("engine_takes", of_device(&tdcopier::engine_takes));
+  m.def("staging_bytes", of_device([](c10::Device target) -> uint64_t {
+          if (!tdcopier::has_engine_transfers(target)) return 0;
+          return tdcopier::Accelerator::of(target).staging().pinned_bytes();
+        }));
+  m.def("held_bytes", of_device([](c10::Device target) -> uint64_t {
+          if (!tdcopier::has_engine_transfers(target)) return 0;
+          return tdcopier::Accelerator::of(target).held().pinned_bytes();
+        }));
+  m.def("copy_stream", guarded(&copy_stream), py::arg("device"), py::arg("which") = "to_device");
   // For the simulation, see engine/accelerator.h: once, before its first copy.
   m.def("set_stream_maker", [](const py::capsule& maker) {
     tdcopier::set_stream_maker(c10::DeviceType::PrivateUse1,
@@ -254,10 +251,7 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
     tdcopier::set_interleaver(*capsule.get_pointer<tdcopier::Interleaver>());
   });
   m.def("wake_workers", &tdcopier::wake_workers);
-  m.def("segment_kernel_lack", [](py::handle device) {
-    return with_torch_errors(
-        [&] { return tdcopier::segment_kernel_lack(tdcopier::parse_device(device)); });
-  });
+  m.def("segment_kernel_lack", of_device(&tdcopier::segment_kernel_lack));
   m.def("use_segment_kernel", &tdcopier::use_segment_kernel);
   m.attr("MAX_STRAIGHT_BYTES") = tdcopier::kMaxStraightBytes;
   m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);

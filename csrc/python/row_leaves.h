@@ -18,7 +18,7 @@ namespace tdcopier {
 // How Python says which rows, and what it does with what the engine cannot read.
 struct RowRequest {
   RowIndex index;
-  bool counted;               // numbers are in range and none is negative
+  bool counted = false;       // numbers are in range and none is negative
   std::vector<int64_t> lead;  // sizes of the dimensions that count rows; empty: the first leaf's
   // Of a gather:
   bool adjoining = false;      // tables whose rows have gaps are for Python too

@@ -76,9 +76,7 @@ std::optional<HeldLease> deferred_memory(Accelerator& accelerator, const CopyWor
     return is_straight(chunk, plan, *work.leaves);
   };
   if (std::any_of(plan.chunks.begin(), plan.chunks.end(), straight)) return std::nullopt;
-  std::optional<HeldLease> lease = accelerator.held().reserve(plan.chunks.back().end());
-  if (lease && !lease->allocate()) return std::nullopt;
-  return lease;
+  return accelerator.held().lease(plan.chunks.back().end());
 }
 
 // One group of leaves: what its job is made of, and how it is best run.
