@@ -169,6 +169,7 @@ def checked_options(
     )
 
 
+@lru_cache(maxsize=16, typed=True)
 def options_for_filling(use_pinned_staging: bool, use_background_thread: bool) -> _C.CopyOptions:
     """The same of a copy into memory that exists: how to pack is not asked."""
     return checked_options(
