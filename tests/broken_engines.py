@@ -170,8 +170,8 @@ DEFECTS: dict[str, Defect] = {
     "consumer_does_not_wait": Defect(
         "Order",
         "engine/copy_job.cpp",
-        "  if (arrived_) arrived_->block(stream);",
-        "  if (arrived_ && !{defect}) arrived_->block(stream);",
+        "  if (arrived_ && !host_knows_arrival_) arrived_->block(stream);",
+        "  if (arrived_ && !host_knows_arrival_ && !{defect}) arrived_->block(stream);",
         "two_batches_for_two_streams",
         "AssertionError",
         "unordered",
