@@ -17,6 +17,8 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from scenario_table import PASSING, SCENARIOS
@@ -93,7 +95,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", choices=SCENARIOS, action="append", help="a scenario; repeatable")
     parser.add_argument("--seed", type=int, help="play this one and print its steps")
-    parser.add_argument("--json", help="write what was shown to this file")
+    parser.add_argument("--json", help="write what has been shown to this file as it goes on")
     arguments = parser.parse_args()
     names = arguments.only or PASSING
 
@@ -114,6 +116,20 @@ def main() -> None:
     ]
     started = time.monotonic()
     total = Played()
+
+    def told() -> dict[str, Any]:
+        return {
+            "scenarios": len(names),
+            "schedules": total.schedules,
+            "with_two_jobs_in_flight": total.overlapping,
+            "distinct_among_these": len(total.fingerprints),
+            "choices_per_schedule": round(total.choices / total.schedules, 1),
+            "first_seed": arguments.first_seed,
+            "seconds": round(time.monotonic() - started, 1),
+            "processes": arguments.jobs,
+            "torch": torch.__version__,
+        }
+
     with (
         concurrent.futures.ProcessPoolExecutor(
             arguments.jobs, mp_context=multiprocessing.get_context("spawn")
@@ -123,22 +139,9 @@ def main() -> None:
         for played in pool.map(play_range, [names] * len(batches), batches):
             total.add(played)
             progress.update(played.schedules)
-    shown = {
-        "scenarios": len(names),
-        "schedules": total.schedules,
-        "with_two_jobs_in_flight": total.overlapping,
-        "distinct_among_these": len(total.fingerprints),
-        "choices_per_schedule": round(total.choices / total.schedules, 1),
-        "first_seed": arguments.first_seed,
-        "seconds": round(time.monotonic() - started, 1),
-        "processes": arguments.jobs,
-        "torch": torch.__version__,
-    }
-    print(json.dumps(shown, indent=2))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(shown, file, indent=2)
-            file.write("\n")
+            if arguments.json:  # a run that is ended early has shown what it has played
+                Path(arguments.json).write_text(json.dumps(told(), indent=2) + "\n")
+    print(json.dumps(told(), indent=2))
 
 
 if __name__ == "__main__":
