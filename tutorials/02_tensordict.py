@@ -94,8 +94,8 @@ where("set later", moved)
 assert moved["reward"].device == device
 
 # %%
-# And back. The device collects the leaves into one chunk, and one transfer brings it to pinned
-# memory on the host. ``get()`` returns when the bytes have arrived.
+# And back. The device collects the leaves of each dtype into a chunk, and one transfer brings it to
+# pinned memory on the host. ``get()`` returns when the bytes have arrived.
 
 handle = tdcopier.async_to(moved, "cpu")
 squares.reverse()  # meanwhile
@@ -157,7 +157,7 @@ print(on_device)
 # %%
 # What became of it is in ``handle.stats``. Every tensor counts once, wherever it is nested:
 #
-# - *packed*: it shares a chunk, here one allocation and one transfer for all of them;
+# - *packed*: it shares a chunk, here one allocation and one transfer for all of its dtype;
 # - *alone*: larger than 256 KiB, so that it has a chunk of its own;
 # - *delegated*: left to its own ``.to``, for example because gradients must flow through it;
 # - *reused*: on the device already.
@@ -356,9 +356,9 @@ check(by_engine, on_device)
 # %%
 # Where the leaves are
 # --------------------
-# On the left the TensorDict, node by node. On the right the one chunk that its leaves share on the
-# device, each leaf at its own address. A node's own tensors come first, then those of the nodes
-# in it.
+# On the left the TensorDict, node by node. On the right the chunks that its leaves share on the
+# device, one for each dtype, and each leaf at its own address. A node's own tensors come first,
+# then those of the nodes in it.
 
 COLOURS = {"": "#2a9d63", "motion": "#2b6cb0", "frames": "#d97706", "objects": "#8b5cf6"}
 GREY = "#6b7480"

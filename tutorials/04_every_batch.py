@@ -229,9 +229,10 @@ assert result["temperature"].grad_fn is not None  # delegated: gradients flow ba
 # %%
 # Back to the host
 # ----------------
-# The device gathers the packed leaves into one chunk, and one transfer brings it to pinned memory.
-# For the host as the target, ``wait()`` blocks as ``get()`` does: the bytes are there when either
-# returns. What ``.to`` has brought back itself, here the parameter, is in pageable memory.
+# The device gathers the packed leaves of each dtype into a chunk, and one transfer brings it to
+# pinned memory. For the host as the target, ``wait()`` blocks as ``get()`` does: the bytes are
+# there when either returns. What ``.to`` has brought back itself, here the parameter, is in
+# pageable memory.
 
 if device.type == "sim":
     sim.reset_counts()
@@ -389,8 +390,9 @@ def draw():
     rest = [row for fate in ("delegated", "reused", "opaque") for row in rows if row[2] == fate]
 
     # On the right: blocks of places, one below the other, with gaps between the blocks.
-    chunk = f"one chunk, one transfer:\n{len(packed)} leaves, {sum(row[1] for row in packed):,} B"
-    blocks = [(chunk, packed)]
+    chunks = f"{stats.chunks - len(alone)} chunks, one for each dtype:"
+    shared = f"{chunks}\n{len(packed)} leaves, {sum(row[1] for row in packed):,} B"
+    blocks = [(shared, packed)]
     blocks += [(f"a chunk of its own, {row[1]:,} B", [row]) for row in alone]
     labels = {"delegated": "by Tensor.to", "reused": "the same tensor", "opaque": "the same object"}
     blocks += [
