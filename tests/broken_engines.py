@@ -343,7 +343,7 @@ DEFECTS: dict[str, Defect] = {
         "  return work.result ? target.to_device_stream() : target.ordered_stream();",
         "  if ({defect}) return target.ordered_stream();\n"
         "  return work.result ? target.to_device_stream() : target.ordered_stream();",
-        "to_the_device_beside_filling_a_device",
+        "new_memory_waits_for_no_stream",
         "DeadlockError",
     ),
     "staging_waits_for_kernels": Defect(

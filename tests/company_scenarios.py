@@ -128,6 +128,20 @@ def beside(
     return run
 
 
+def new_memory_waits_for_no_stream(play: Play) -> None:
+    """H2D that is started on the very stream whose kernels another copy waits for."""
+    device = play.devices[0]
+    busy = play.stream(device)
+    with small_limits(), play.sim.hold(busy), play.on(busy):
+        check = filling_a_device(play)
+        batch = play.batch((40, 60, 17))
+        arrived = tdcopier.start_copy(batch, device).get()
+        with play.on(play.stream(device)):
+            play.expect(arrived, batch)
+    with play.on(busy):
+        check()
+
+
 def to_the_other_device_beside_a_copy_from_this_one(play: Play) -> None:
     """H2D to the target of a D2D that waits for kernels of its source's device."""
     near, far = play.devices
@@ -254,6 +268,7 @@ COMPANY = (
     *(beside(depending, to_the_device) for depending in DEPENDING),
     *(beside(depending, to_the_host) for depending in DEPENDING),
     *(beside(depending, within_the_device) for depending in DEPENDING),
+    new_memory_waits_for_no_stream,
     to_the_other_device_beside_a_copy_from_this_one,
     buffers_come_back_beside_one_that_waits_for_kernels,
     staging_goes_on_when_all_buffers_wait_for_kernels,

@@ -39,7 +39,7 @@ struct DelegatedOutputs {
   void add(const at::Tensor& part);
 
   // As of a CopyJob, see there.
-  bool is_done() const;    // Throws the device's error.
+  bool is_done() const;    // A device error counts as an end.
   void wait_done() const;  // Blocks. GIL: either way. Throws the device's error; Interrupted.
   void hand_over_to(const c10::Stream& stream) const;
   void order_after_reads() const;  // the current streams of the sources' devices

@@ -89,12 +89,7 @@ bool Handle::ready() {
   }
   if (python_failure_) return true;
   for (const DelegatedOutputs& delegated : delegated_) {
-    try {
-      if (!delegated.is_done()) return false;
-    } catch (const c10::Error&) {
-      if (!device_failure_) device_failure_ = std::current_exception();
-      return true;
-    }
+    if (!delegated.is_done()) return false;
   }
   release_kept();
   return true;
