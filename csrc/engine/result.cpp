@@ -49,33 +49,56 @@ c10::Storage allocate_on_device(c10::Device device, uint64_t bytes) {
 
 Result::Result(const MemoryOf& memory, std::shared_ptr<const LeafTable> leaves,
                std::shared_ptr<const PackPlan> plan)
-    : device_(memory.device),
+    : memory_(memory),
       leaves_(std::move(leaves)),
       plan_(std::move(plan)),
-      output_keys_(plain_key_set(device_)),
-      inference_mode_(c10::InferenceMode::is_enabled()) {
+      output_keys_(plain_key_set(memory.device)),
+      inference_mode_(c10::InferenceMode::is_enabled()) {}
+
+void Result::allocate() {
+  try {
+    allocate_chunks();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    failure_ = std::current_exception();
+  }
+  if (!failure_) {
+    const std::lock_guard lock(mutex_);
+    is_allocated_.store(true, std::memory_order_release);
+  }
+  allocated_.notify_all();
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void Result::wait_allocated() {
+  std::unique_lock lock(mutex_);
+  allocated_.wait(lock, [this] { return is_allocated_ || failure_; });
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void Result::allocate_chunks() {
   std::optional<c10::StreamGuard> on_stream;
-  if (memory.stream != nullptr) on_stream.emplace(*memory.stream);
+  if (memory_.stream != nullptr) on_stream.emplace(*memory_.stream);
   chunks_.reserve(plan_->chunks.size());
   for (const ChunkPlan& chunk : plan_->chunks) {
-    chunks_.push_back(allocate(memory, chunk));
-    if (device_.is_cpu() || chunk.last - chunk.first <= 1) continue;
+    chunks_.push_back(allocate(chunk));
+    if (memory_.device.is_cpu() || chunk.last - chunk.first <= 1) continue;
     remember_chunk(chunks_.back().storage, chunks_.back().shift, *plan_, chunk, *leaves_);
   }
 }
 
 // Alignment beyond what an allocator gives is reached by a shift within a larger block. torch saves
 // and loads whole elements of a storage, of whatever dtype its leaves are.
-Result::Chunk Result::allocate(const MemoryOf& memory, const ChunkPlan& plan) {
+Result::Chunk Result::allocate(const ChunkPlan& plan) const {
   const uint64_t alignment = plan.alignment_bytes;
   const bool is_aligned = alignment <= kAllocatorAlignmentBytes;
   const uint64_t needed = plan.bytes + (is_aligned ? 0 : alignment - 1);
   const uint64_t total = (needed + kMostElementBytes - 1) / kMostElementBytes * kMostElementBytes;
   Chunk chunk;
-  if (!memory.device.is_cpu()) {
-    chunk.storage = allocate_on_device(memory.device, total);
+  if (!memory_.device.is_cpu()) {
+    chunk.storage = allocate_on_device(memory_.device, total);
   } else {
-    c10::Allocator* const allocator = memory.host_allocator;
+    c10::Allocator* const allocator = memory_.host_allocator;
     chunk.storage = allocate_on_host(allocator ? allocator : c10::GetAllocator(c10::kCPU), total);
   }
   const auto address = reinterpret_cast<uintptr_t>(chunk.storage.data());
@@ -85,7 +108,7 @@ Result::Chunk Result::allocate(const MemoryOf& memory, const ChunkPlan& plan) {
 }
 
 void Result::record_on(const c10::Stream& stream) const {
-  const c10::impl::VirtualGuardImpl backend(device_.type());
+  const c10::impl::VirtualGuardImpl backend(memory_.device.type());
   for (const Chunk& chunk : chunks_) {
     if (chunk.storage.nbytes() != 0) {
       backend.recordDataPtrOnStream(chunk.storage.data_ptr(), stream);
@@ -137,7 +160,8 @@ bool Result::reuse_output(const at::Tensor& earlier, size_t leaf_index,
   OutputTensor* output = OutputTensor::of(earlier);
   if (output == nullptr || earlier.use_count() != 1 || earlier.weak_use_count() != 1) return false;
   if (!output->is_plain(keys)) return false;
-  if (output->device() != device_ || output->dtype() != c10::scalarTypeToTypeMeta(leaf.dtype) ||
+  if (output->device() != memory_.device ||
+      output->dtype() != c10::scalarTypeToTypeMeta(leaf.dtype) ||
       output->sizes() != leaves_->sizes(leaf) || output->strides() != leaves_->strides(leaf)) {
     return false;
   }
@@ -153,7 +177,7 @@ at::Tensor Result::output(uint32_t leaf_index) const {
   const Chunk& chunk = chunks_[slot.chunk];
   const caffe2::TypeMeta dtype = c10::scalarTypeToTypeMeta(leaf.dtype);
   // An empty leaf shares nothing: `out=` and `resize_` often grow one, over its neighbours' bytes.
-  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(device_);
+  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(memory_.device);
   const uint64_t begin = leaf.bytes != 0 ? chunk.shift + slot.offset : 0;
   at::Tensor output =
       at::detail::make_tensor<OutputTensor>(std::move(storage), output_keys_, dtype);

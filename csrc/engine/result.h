@@ -7,11 +7,14 @@
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "base/monitor.h"
 #include "base/pack_plan.h"
 #include "base/recycled.h"
 #include "engine/leaf.h"
@@ -31,18 +34,23 @@ struct MemoryOf {
 // Thread: any. The job that fills it and the handle that hands it out share it.
 class Result {
  public:
-  // Allocates a storage for each chunk, from whatever allocator torch has in force for this thread.
-  // Throws what that throws. GIL: need not be held.
+  // `memory`: its stream lives as long as the result.
   Result(const MemoryOf& memory, std::shared_ptr<const LeafTable> leaves,
          std::shared_ptr<const PackPlan> plan);
   Result(const Result&) = delete;
   Result& operator=(const Result&) = delete;
 
-  const c10::Device& device() const { return device_; }
+  // A storage for each chunk, from whatever allocator torch has in force for this thread, once.
+  // Others may stage meanwhile. Throws what the allocator throws. GIL: need not be held.
+  void allocate();
+
+  const c10::Device& device() const { return memory_.device; }
   size_t leaves() const { return leaves_->size(); }
-  size_t chunks() const { return chunks_.size(); }
-  // The address of the chunk's first slot.
-  std::byte* address(size_t chunk) const {
+  size_t chunks() const { return plan_->chunks.size(); }
+  // The address of the chunk's first slot. Blocks: until there is memory. Throws what allocate()
+  // has thrown. All others below require that there is.
+  std::byte* address(size_t chunk) {
+    if (!is_allocated_.load(std::memory_order_acquire)) wait_allocated();
     return static_cast<std::byte*>(chunks_[chunk].storage.mutable_data()) + chunks_[chunk].shift;
   }
   const c10::Storage& storage(size_t chunk) const { return chunks_[chunk].storage; }
@@ -72,15 +80,22 @@ class Result {
     uint64_t shift = 0;  // in bytes: where the first slot begins
   };
 
-  static Chunk allocate(const MemoryOf& memory, const ChunkPlan& plan);
+  void allocate_chunks();
+  Chunk allocate(const ChunkPlan& plan) const;
+  void wait_allocated();
   at::Tensor output(uint32_t leaf) const;
 
-  const c10::Device device_;
+  const MemoryOf memory_;
   const std::shared_ptr<const LeafTable> leaves_;
   const std::shared_ptr<const PackPlan> plan_;
   const c10::DispatchKeySet output_keys_;
   const bool inference_mode_;  // of the caller
-  std::vector<Chunk> chunks_;
+  std::vector<Chunk> chunks_;  // constant once is_allocated_
+
+  Mutex mutex_;
+  Condition allocated_;
+  std::atomic<bool> is_allocated_ = false;  // written under mutex_
+  std::exception_ptr failure_;              // guarded by mutex_
 
   std::mutex made_mutex_;
   RecycledVector<at::Tensor> made_;  // outputs, by leaf; guarded by made_mutex_, as the next

@@ -89,13 +89,14 @@ class GroupStart {
         target_(target),
         options_(options),
         work_{std::make_shared<const LeafTable>(std::move(group.leaves)), std::move(plan),
-              std::move(group.sources)} {
+              std::move(group.sources)},
+        bytes_(work_.plan->total_bytes) {
     if (source_.is_cpu() && target.is_cpu() && options.use_pinned_staging) {
       pinned_ = pinned_allocator();
     }
   }
 
-  // GIL: must not be held: an allocation may wait for the device.
+  // Its result has no memory yet.
   std::shared_ptr<CopyJob> make() {
     const c10::Device accelerator = target_.is_cpu() ? source_ : target_;
     const RelaxedCapture relaxed(accelerator.type());
@@ -106,10 +107,19 @@ class GroupStart {
   // Whether to stage would have to wait: for a buffer, for a disk, or for a pageable transfer.
   bool may_block() const { return may_block_; }
 
+  // Whether all jobs that move something may begin without it.
+  bool needs_memory_late() const { return bytes_ != 0 && !is_deferred_; }
+
+  // GIL: must not be held: an allocation may wait for the device.
+  void allocate(const CopyJob& job) const {
+    const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
+    job.result()->allocate();
+  }
+
  private:
   std::shared_ptr<CopyJob> make_on_host() {
     may_block_ = mapped_.wait_for_disk();
-    allocate({target_, nullptr, pinned_});
+    make_result({target_, nullptr, pinned_});
     const WindowBytes window_bytes =
         rows_window_bytes(*work_.plan, kLeastWindowBytes, options_.use_background_thread);
     return std::make_shared<HostJob>(std::move(work_), window_bytes);
@@ -117,10 +127,10 @@ class GroupStart {
 
   std::shared_ptr<CopyJob> make_to_device() {
     Accelerator& accelerator = Accelerator::of(target_);
-    const uint64_t bytes = work_.plan->total_bytes;
     may_block_ = !options_.use_pinned_staging;
-    may_block_ |= bytes <= g_max_inline_bytes && mapped_.wait_for_disk();
+    may_block_ |= bytes_ <= g_max_inline_bytes && mapped_.wait_for_disk();
     std::optional<HeldLease> deferred = deferred_memory(accelerator, work_, options_);
+    is_deferred_ = deferred.has_value();
     WindowBytes window_bytes{};
     if (deferred) {
       may_block_ |= t_sending == Sending::kHeldStaged;
@@ -130,7 +140,7 @@ class GroupStart {
       may_block_ |= accelerator.staging().is_exhausted(StagingUse::kToDevice);
       window_bytes = best_window_bytes(*work_.plan, /*mapped=*/!mapped_.empty());
     }
-    allocate({target_, &accelerator.to_device_stream()});
+    make_result({target_, &accelerator.to_device_stream()});
     return std::make_shared<HostToDeviceJob>(
         accelerator, std::move(work_),
         HostToDeviceOptions{options_.use_pinned_staging, window_bytes}, std::move(deferred));
@@ -140,14 +150,14 @@ class GroupStart {
     const bool pinned = options_.use_pinned_staging;
     may_block_ = !pinned && target_.is_cpu();
     if (target_.is_cpu()) {
-      allocate({target_, nullptr, pinned ? at::getHostAllocator(source_.type()) : nullptr});
+      make_result({target_, nullptr, pinned ? at::getHostAllocator(source_.type()) : nullptr});
     } else {
-      allocate({target_, &Accelerator::of(target_).ordered_stream()});
+      make_result({target_, &Accelerator::of(target_).ordered_stream()});
     }
     return std::make_shared<DeviceJob>(Accelerator::of(source_), target_, std::move(work_), pinned);
   }
 
-  void allocate(const MemoryOf& memory) {
+  void make_result(const MemoryOf& memory) {
     work_.result = std::make_shared<Result>(memory, work_.leaves, work_.plan);
   }
 
@@ -157,7 +167,9 @@ class GroupStart {
   const CopyOptions& options_;
   c10::Allocator* pinned_ = nullptr;
   CopyWork work_;
+  const uint64_t bytes_;
   bool may_block_ = false;
+  bool is_deferred_ = false;
 };
 
 // Begins to move the leaves of one device. `plan`, where it is not null, is one for such leaves.
@@ -179,7 +191,18 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
     // Done here, if it is small and need not wait; what a device gathers takes as long to enqueue
     // for any number of bytes.
     const bool at_once = job->host_bytes() <= g_max_inline_bytes && !start.may_block();
-    if (options.use_background_thread && !at_once) background = job->run_in_background(workers());
+    const bool for_workers = options.use_background_thread && !at_once;
+    // They take as long to come as the memory does, and need it only when they have staged.
+    const bool allocate_late = for_workers && start.needs_memory_late();
+    if (!allocate_late) start.allocate(*job);
+    if (for_workers) background = job->run_in_background(workers());
+    if (allocate_late) {
+      try {
+        start.allocate(*job);
+      } catch (...) {
+        if (!background) throw;  // else the job fails of it
+      }
+    }
   } catch (...) {
     return handle.fail_with(std::current_exception());
   }
