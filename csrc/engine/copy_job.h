@@ -63,7 +63,7 @@ class JobTicket {
 
 // The life of a job:
 //
-//   made        its memory is allocated, and it has noted what it has to wait for
+//   made        it has noted what it has to wait for; its memory comes now, or while others stage
 //   begun       by run(), or by the first worker that takes its ticket
 //   shared      participants claim parts side by side; a caller that would only wait is one too
 //   enqueued    the last participant to leave records the events, and releases what can go
