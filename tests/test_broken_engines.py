@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from broken_engines import DEFECTS, ROOT, SITE, broken_sources
+from broken_engines import ROOT, SITE, broken_sources
+from defects import DEFECTS
 
 pytestmark = pytest.mark.sim
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from broken_engines import DEFECTS
+from defects import DEFECTS
 from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
 from tensordict_kinds import TD_KINDS, TdKind
 
