@@ -47,9 +47,9 @@ DEFECTS: dict[str, Defect] = {
     "empty_leaf_shares_memory": Defect(
         "Afterlife",
         "engine/result.cpp",
-        "  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(device_);",
+        "  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(memory_.device);",
         "  c10::Storage storage =\n"
-        "      leaf.bytes != 0 || {defect} ? chunk.storage : empty_storage(device_);",
+        "      leaf.bytes != 0 || {defect} ? chunk.storage : empty_storage(memory_.device);",
         "an_empty_leaf_of_a_result_is_grown",
         "AssertionError",
     ),
@@ -202,8 +202,8 @@ DEFECTS: dict[str, Defect] = {
     "chunk_belongs_to_the_callers_stream": Defect(
         "Order",
         "engine/result.cpp",
-        "  if (memory.stream != nullptr) on_stream.emplace(*memory.stream);",
-        "  if (memory.stream != nullptr && !{defect}) on_stream.emplace(*memory.stream);",
+        "  if (memory_.stream != nullptr) on_stream.emplace(*memory_.stream);",
+        "  if (memory_.stream != nullptr && !{defect}) on_stream.emplace(*memory_.stream);",
         "handles_are_dropped_at_once",
         "AssertionError",
         "reused",

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from defects import DEFECTS
 from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
+from defects import DEFECTS
 from tensordict_kinds import TD_KINDS, TdKind
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "what_may_be_in_a_batch.md"
