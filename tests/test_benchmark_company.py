@@ -144,7 +144,7 @@ def test_a_wait_that_spins_takes_a_processor_and_one_that_sleeps_does_not(device
             pass
 
     share, held_ms = measured(spin)
-    assert held_ms >= 50
+    assert held_ms > 40
     assert share > 2 * measured(lambda _: time.sleep(0.2))[0]
 
 

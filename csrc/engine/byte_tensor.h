@@ -1,4 +1,4 @@
-// Tensors over bytes that somebody else laid out.
+// Tensors over given bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>

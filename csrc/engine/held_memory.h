@@ -46,8 +46,8 @@ class HeldMemory {
   HeldMemory(const HeldMemory&) = delete;
   HeldMemory& operator=(const HeldMemory&) = delete;
 
-  // At least so many bytes. None if the limit does not allow it now, or, which is counted as a
-  // fallback, if memory cannot be pinned. Blocks: for as long as pinning takes, where none is free.
+  // Leases at least `bytes`. nullopt: the limit does not allow it now, or memory cannot be pinned,
+  // which counts as a fallback. Blocks: while new memory is pinned.
   std::optional<HeldLease> lease(uint64_t bytes);
 
   uint64_t pinned_bytes();

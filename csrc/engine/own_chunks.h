@@ -29,9 +29,9 @@ struct SlotRange {
 // Tells padding, of one storage after the other and by ascending addresses.
 class Padding {
  public:
-  // Are the bytes [from, to) just what lies between a slot and the next, in a chunk whose memory is
-  // as it was? Only then are they nobody's: whoever has made views of the chunk by other bounds has
-  // put something between slots. Requires: the storage is alive.
+  // Are the bytes [from, to) exactly the gap between a slot and the next, in a chunk that was not
+  // resized? Other bytes may belong to views of the chunk that the caller has made. Requires: the
+  // storage is alive.
   bool has(const c10::StorageImpl* storage, const std::byte* from, const std::byte* to);
 
  private:

@@ -80,8 +80,7 @@ void DelegatedOutputs::hand_over_to(const c10::Stream& consumer) const {
   made->block(consumer);
   const c10::impl::VirtualGuardImpl backend(consumer.device_type());
   for (const c10::Storage& storage : storages) {
-    // A part that stays on the host, such as the lengths of a packed sequence, is nobody's
-    // business.
+    // A part may stay on the host, such as the lengths of a packed sequence.
     if (storage.device_type() != consumer.device_type()) continue;
     backend.recordDataPtrOnStream(storage.data_ptr(), consumer);
   }
