@@ -39,7 +39,7 @@ from random_programs import (
     sizes,
 )
 from scheduled_reader import scheduled_reader
-from stage import one_thread, small_limits
+from stage import one_processor, small_limits
 
 import tdcopier
 from tdcopier import _C
@@ -85,7 +85,7 @@ class Copies(RuleBasedStateMachine):
         self.threads: list[Any] = []
         self.passes: list[Pass] = []
         with contextlib.ExitStack() as stack:
-            stack.enter_context(one_thread())
+            stack.enter_context(one_processor())
             stack.enter_context(self.sim.poison())
             stack.enter_context(self.sim.detect(leaks=True))
             stack.enter_context(small_limits(staging_buffers=buffers))

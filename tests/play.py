@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from scenario_table import PASSING, SCENARIOS
-from stage import Play, device_values, one_thread
+from stage import Play, device_values, one_processor
 
 from tdcopier import sim
 
@@ -58,7 +58,7 @@ def prepare() -> None:
 
 def run(name: str, seed: int) -> sim.Schedule:
     """Run one scenario in one order. Requires `prepare`."""
-    with one_thread(), sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
+    with one_processor(), sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
         stage = Play(sim, DEVICES, _values, schedule)
         SCENARIOS[name].run(stage)
         stage.finish()
@@ -86,6 +86,14 @@ def play_range(names: list[str], seeds: range) -> Played:
             except BaseException as error:
                 raise RuntimeError(f"{name} fails in the schedule with seed {seed}") from error
     return total
+
+
+def take_processor(taken: Any) -> None:
+    """Keep this process, one of several, on the next of the processors."""
+    with taken.get_lock():
+        number, taken.value = taken.value, taken.value + 1
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[number % len(processors)]})
 
 
 def main() -> None:
@@ -130,9 +138,10 @@ def main() -> None:
             "torch": torch.__version__,
         }
 
+    spawn = multiprocessing.get_context("spawn")
     with (
         concurrent.futures.ProcessPoolExecutor(
-            arguments.jobs, mp_context=multiprocessing.get_context("spawn")
+            arguments.jobs, spawn, take_processor, (spawn.Value("i", 0),)
         ) as pool,
         tqdm(total=seeds * len(names), unit=" schedules", disable=None) as progress,
     ):
