@@ -65,11 +65,17 @@ def work_by_stream(run: Callable[[], None], trace: Path) -> list[tuple[str, tupl
         run()
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(trace))
-    events = json.loads(trace.read_text())["traceEvents"]
-    return [
-        (event["name"], (event["args"]["device"], event["args"]["stream"]))
-        for event in events
+    ran = [
+        event
+        for event in json.loads(trace.read_text())["traceEvents"]
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    places = [event["args"] for event in ran]
+    # A copy between two devices names both, and the one whose stream it is on.
+    devices = [place["device"] if "device" in place else place["inDevice"] for place in places]
+    return [
+        (event["name"], (device, place["stream"]))
+        for event, device, place in zip(ran, devices, places, strict=True)
     ]
 
 
