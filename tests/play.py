@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from scenario_table import PASSING, SCENARIOS
-from stage import Play, device_values, one_processor
+from stage import Play, device_values, keep_on, one_processor
 
 from tdcopier import sim
 
@@ -93,7 +93,8 @@ def take_processor(taken: Any) -> None:
     with taken.get_lock():
         number, taken.value = taken.value, taken.value + 1
     processors = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {processors[number % len(processors)]})
+    prepare()
+    keep_on({processors[number % len(processors)]})
 
 
 def main() -> None:

@@ -126,20 +126,22 @@ def one_processor() -> Iterator[None]:
     """
     threads, processors = torch.get_num_threads(), os.sched_getaffinity(0)
     torch.set_num_threads(1)
-    _keep_on({sorted(processors)[os.getpid() % len(processors)]}, processors)
+    if len(processors) > 1:  # a program that plays for long has chosen one
+        keep_on({sorted(processors)[os.getpid() % len(processors)]})
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        _keep_on(processors, processors)
+        if len(processors) > 1:
+            keep_on(processors)
 
 
-def _keep_on(wanted: set[int], allowed: set[int]) -> None:
-    if len(allowed) == 1:  # as a program that plays for long sets it once
-        return
+def keep_on(processors: set[int]) -> None:
+    """Move this process's threads to these processors. Requires that a device is enabled."""
+    _C.wake_workers()  # made now: the number of workers follows the processors
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # a thread that has ended since
-            os.sched_setaffinity(int(thread), wanted)
+            os.sched_setaffinity(int(thread), processors)
 
 
 @contextlib.contextmanager
