@@ -19,14 +19,14 @@ namespace {
 std::array<std::atomic<StreamMaker>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> g_stream_makers{};
 
 c10::Stream make_stream(c10::Device device) {
-  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);  // it has none
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);  // the host has no streams
   if (const StreamMaker maker = g_stream_makers[static_cast<size_t>(device.type())]) {
     return maker(device);
   }
   if (device.type() == c10::DeviceType::CUDA) {
     if (const std::optional<c10::Stream> made = make_private_stream(device)) return *made;
   }
-  // High priority: callers use that pool least.
+  // High priority: the pool that callers use least.
   return c10::impl::VirtualGuardImpl(device.type())
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
@@ -47,7 +47,7 @@ void set_stream_maker(c10::DeviceType type, StreamMaker maker) {
   g_stream_makers[static_cast<size_t>(type)] = maker;
 }
 
-// Streams of one pool have numbers that follow each other, above some bits for the pool.
+// Stream ids of one pool are consecutive numbers, above a few bits that identify the pool.
 const c10::Stream& FollowingStreams::after(const c10::Stream& callers) {
   const auto id = static_cast<uint64_t>(callers.id());
   Made& made = made_[(id ^ id >> 5 ^ id >> 10) % made_.size()];
@@ -55,7 +55,7 @@ const c10::Stream& FollowingStreams::after(const c10::Stream& callers) {
   return *made.stream;
 }
 
-// The host's needs no lock, which a forked child might find taken.
+// The host's entry needs no lock: a forked child might find a lock taken.
 Accelerator& Accelerator::of(c10::Device device) {
   if (device.is_cpu()) {
     static auto* const host = new Accelerator(device);

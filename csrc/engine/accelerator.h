@@ -1,4 +1,4 @@
-// All that the engine keeps for one accelerator that copies go to or come from.
+// The engine's state for one accelerator: its streams, events, pinned memory and run-ahead limit.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,17 +15,20 @@
 
 namespace tdcopier {
 
-// Makes a stream of `device` that no other caller gets. For backends whose streams all come from a
-// shared pool, as those of c10's interface may. Call before the device's first copy. Thread: any.
+// Returns a stream of `device` that no other code gets.
 using StreamMaker = c10::Stream (*)(c10::Device device);
+
+// Sets the stream maker of a backend whose c10 interface gives out only streams of a shared pool.
+// Call before the device's first copy. Thread: any.
 void set_stream_maker(c10::DeviceType type, StreamMaker maker);
 
-// Streams of the engine's that wait for those of callers. Copies that follow different ones seldom
-// share one, and so do not wait for each other's kernels. Thread: any.
+// Maps callers' streams to a few engine streams that wait for them. Copies that wait for different
+// callers' streams seldom share an engine stream, so they seldom wait for each other's kernels.
+// Thread: any.
 class FollowingStreams {
  public:
   explicit FollowingStreams(c10::Device device) : device_(device) {}
-  // The one that follows this stream, always the same.
+  // Returns the engine stream for this caller's stream, always the same one.
   const c10::Stream& after(const c10::Stream& callers);
 
  private:
@@ -38,31 +41,36 @@ class FollowingStreams {
   std::array<Made, 8> made_;
 };
 
-// Thread: any. Lifetime: made at first use, never destroyed: jobs, events and chunks may outlive
-// the interpreter's orderly end.
+// The engine's state for one device. Thread: any. Lifetime: created at first use and never
+// destroyed, since jobs, events and chunks may outlive the interpreter's orderly shutdown.
 class Accelerator {
  public:
-  // `device` has an index, and its backend is initialised; or it is the host, for copies within
-  // which nothing of the device is used.
+  // Returns the accelerator of `device`. Requires: `device` has an index and its backend is
+  // initialised; or it is the host, for H2H copies, which use no device state.
   static Accelerator& of(c10::Device device);
 
-  // Notices in all of them which transfers and consumers have ended.
+  // Updates, for all accelerators, which transfers and consumers have ended.
   static void settle_all();
-  // Give back what no transfer, and what none of their held batches, needs just now.
+  // Free the pinned memory of all accelerators that is not in use: staging buffers, and memory for
+  // deferred batches.
   static void drop_staging();
   static void drop_held_memory();
 
   const c10::Device& device() const { return device_; }
-  // The engine's streams on this device; no other code of the process gets them. H2D copies to new
-  // memory go to the first, which never waits for a stream of the caller's.
+  // The engine's streams on this device, which no other code in the process gets.
+
+  // For H2D copies to new memory. Never waits for a caller's stream.
   const c10::Stream& to_device_stream() const { return to_device_stream_; }
-  // Thread: a caller's, for these two: they go with its current stream.
-  // Gathers and transfers that leave the device: they wait for what wrote the sources.
+
+  // The next two depend on the calling thread's current stream. Thread: a caller's.
+
+  // For gathers and transfers that leave the device: they wait for the work that wrote the sources.
   const c10::Stream& from_device_stream() { return from_device_streams_.after(current_stream()); }
-  // What waits before it writes: copies into existing memory, and what arrives from other devices.
+  // For work that waits before it writes: copies into existing memory, and from other devices.
   const c10::Stream& ordered_stream() { return ordered_streams_.after(current_stream()); }
+
   EventPool& events() { return events_; }
-  // An event behind what the calling thread's current stream of this device has.
+  // Records an event after the work on the calling thread's current stream of this device.
   EventRef record_current();
   StagingRing& staging() { return staging_; }
   HeldMemory& held() { return held_; }

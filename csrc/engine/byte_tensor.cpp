@@ -1,6 +1,6 @@
-// Made directly from an implementation object: no dispatcher call, no view bookkeeping. A view is
-// an offset in a storage that begins at the lowest address and never ends, so that torch never
-// takes it for memory of its own.
+// Makes tensors directly from an implementation object: no dispatcher call, no view bookkeeping. A
+// view is an offset into a storage that spans the address space, so that torch never takes it for
+// memory of its own.
 #include "engine/byte_tensor.h"
 
 #include <c10/core/Storage.h>
@@ -15,8 +15,7 @@
 namespace tdcopier {
 namespace {
 
-// Not 0, since torch takes that for memory that was never allocated; a multiple of every element's
-// size.
+// Not 0, which torch takes for memory that was never allocated. A multiple of every element size.
 constexpr uintptr_t kLowestAddress = 64;
 
 c10::Storage address_space(c10::Device device) {

@@ -1,4 +1,4 @@
-// Tensors over given bytes.
+// Makes tensors over given memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,20 +10,23 @@
 
 namespace tdcopier {
 
-// The backend key of a plain strided tensor on `device`; the tensor's constructor adds autograd's
-// and autocast's. Never taken from a source, in whose key set conj, neg and Python bits may ride.
+// Returns the backend key of a plain strided tensor on `device`; the tensor's constructor adds the
+// autograd and autocast keys. The keys of an output never come from a source, whose key set may
+// include conj, neg and Python bits.
 c10::DispatchKeySet plain_key_set(c10::Device device);
 
-// (bytes,) uint8 that owns `memory`, host or device.
+// Returns a uint8 tensor of shape (bytes,) that owns `memory`, on the host or a device.
 at::Tensor byte_tensor(c10::DataPtr memory, uint64_t bytes);
 
-// A view owns nothing: the caller sees to it that the memory stays. Requires, for making and for
-// using them: InferenceMode, so that no version counter or gradient is involved. Never handed out.
+// The views below own nothing: the caller keeps the memory alive. They are never handed out.
+// Requires, to make and to use them: InferenceMode, so that no version counter or gradient is
+// involved.
 
-// (bytes,) uint8 at `address`.
+// Returns a uint8 view of shape (bytes,) at `address`.
 at::Tensor bytes_at(c10::Device device, const void* address, uint64_t bytes);
 
-// Elements of `element_bytes` (1, 2, 4, 8 or 16) at `address`, which is a multiple of that.
+// Returns a view of elements of `element_bytes` (1, 2, 4, 8 or 16) at `address`. Requires:
+// `address` is a multiple of `element_bytes`.
 at::Tensor elements_at(c10::Device device, const void* address, uint32_t element_bytes,
                        at::IntArrayRef sizes, at::IntArrayRef strides);
 

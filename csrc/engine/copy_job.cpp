@@ -1,4 +1,4 @@
-// The life of every copy job, from top to bottom.
+// The life of every copy job, in order: begun, shared, enqueued, done.
 #include "engine/copy_job.h"
 
 #include <algorithm>
@@ -47,8 +47,8 @@ void CopyJob::lead() noexcept {
   work_to_the_end();
 }
 
-// A worker that comes when nothing is left to do is not waited for. Should the pool be closing, the
-// threads that are there do it all.
+// Asks other workers to join. The job does not wait for a worker that arrives when nothing is left
+// to do. If the pool is closing, the present participants do all the work.
 void CopyJob::call_others(size_t workers) noexcept {
   const size_t others = std::min(workers, std::max<size_t>(most_participants(), 1) - 1);
   if (others == 0) return;
@@ -96,7 +96,7 @@ void CopyJob::help() {
   throw Interrupted();
 }
 
-// A worker takes this participant's place.
+// Gives this participant's place to a worker, or finishes the work here if no worker can take it.
 void CopyJob::pass_on() noexcept {
   try {
     if (pool_->submit([job = shared_from_this()] { job->work_to_the_end(); })) return;
@@ -115,7 +115,7 @@ void CopyJob::leave() noexcept {
   if (--participants_ == 0) finish();
 }
 
-// By a worker, which makes outputs if it was the last while the caller does other things.
+// Runs on a worker. The last participant also makes outputs, while the caller does other things.
 void CopyJob::work_to_the_end() noexcept {
   work();
   interleave();
@@ -157,7 +157,7 @@ void CopyJob::finish_enqueued() noexcept {
   milestone_.notify_all();
 }
 
-// A failed job too may have left the device writing, or reading.
+// Records the end of a failed job too: the device may still write, or read.
 void CopyJob::record_end() noexcept {
   if (transfers_ == 0 && !failed_ && !arrived_) return;
   const bool is_on_device = !stream_.device().is_cpu();
@@ -247,7 +247,7 @@ void CopyJob::release_kept() noexcept {
   if (work_.kept_destinations) work_.kept_destinations->release();
 }
 
-// A job that goes before its writes are done leaves its destinations to the reclaimer.
+// A job that is destroyed before its writes are done passes its destinations to the reclaimer.
 CopyJob::~CopyJob() {
   if (work_.result || !written_ || has_ended(*written_)) return;
   Reclaimer::get().release_after(std::move(written_), work_.kept_destinations);

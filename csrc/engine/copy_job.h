@@ -1,5 +1,5 @@
-// One copy at work, whatever its direction: its participants, its milestones, and what it keeps
-// alive.
+// The base class of all copy jobs: one copy in progress, in any direction, with its participants,
+// its milestones and its keep-alives.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -26,13 +26,14 @@
 
 namespace tdcopier {
 
-// What a job moves, and where to: to the new memory of a result, or to destinations that exist.
+// The leaves that a job moves, and where they go: to the new memory of a result, or to existing
+// destinations.
 struct CopyWork {
   std::shared_ptr<const LeafTable> leaves;
   std::shared_ptr<const PackPlan> plan;
   std::shared_ptr<KeepAlive> sources;  // not null
   std::shared_ptr<Result> result = nullptr;
-  // Without a result.
+  // For a job without a result:
   DestinationTable destinations = {};                      // by leaf
   std::vector<std::byte*> to = {};                         // by chunk, on a device; see FillPlan
   std::shared_ptr<KeepAlive> kept_destinations = nullptr;  // not null
@@ -46,12 +47,12 @@ struct TransferCounts {
 
 class CopyJob;
 
-// What a pool knows of a job that it was given: nothing any more once another thread has begun it,
-// so that a task that waits in line keeps no memory.
+// A pool's reference to a job. It is empty once a thread has begun the job, so that a queued task
+// keeps no memory alive.
 class JobTicket {
  public:
   explicit JobTicket(std::shared_ptr<CopyJob> job) : job_(std::move(job)) {}
-  std::shared_ptr<CopyJob> take() {  // null from the second time on
+  std::shared_ptr<CopyJob> take() {  // null from the second call on
     const std::lock_guard lock(mutex_);
     return std::exchange(job_, nullptr);
   }
@@ -63,102 +64,106 @@ class JobTicket {
 
 // The life of a job:
 //
-//   made        it has noted what it has to wait for; its memory comes now, or while others stage
+//   created     it has recorded what it waits for; its memory is allocated now, or during staging
 //   begun       by run(), or by the first worker that takes its ticket
-//   shared      participants claim parts side by side; a caller that would only wait is one too
-//   enqueued    the last participant to leave records the events, and releases what can go
+//   shared      participants claim parts concurrently; a caller that would only wait takes part too
+//   enqueued    the last participant to finish records the events, and releases what it can
 //   done        the device has passed the last event
 //
-// A job may be dropped at any point: its memory is not reused before its stream has passed.
+// A job may be dropped at any point: no memory is reused before its stream has passed its work.
 class CopyJob : public std::enable_shared_from_this<CopyJob> {
  public:
   virtual ~CopyJob();
   CopyJob(const CopyJob&) = delete;
   CopyJob& operator=(const CopyJob&) = delete;
 
-  // Exactly one of these two, once. The first does all on this thread; a failure is kept for
-  // `rethrow_failure`. Blocks: while the staging bound is reached. GIL: must not be held.
+  // Call exactly one of run() and run_in_background(), once. run() does the whole job on this
+  // thread, and keeps a failure for rethrow_failure(). Blocks: while the staging limit is reached.
+  // GIL: must not be held.
   void run() noexcept;
-  // On the pool's workers. Returns at once; false if the pool is closed and nothing was done.
-  // Lifetime: the pool outlives the job.
+  // Runs the job on the pool's workers. Returns at once; false if the pool is closed and nothing
+  // was done. Lifetime: the pool outlives the job.
   [[nodiscard]] bool run_in_background(ThreadPool& pool);
 
-  // For a thread that would only wait until the job is enqueued: takes part until nothing is left
-  // to claim. Blocks: as run(). Requires: no torch mode in this thread. GIL: must not be held.
-  // Throws: Interrupted; a worker takes its place then.
+  // Takes part in the job until nothing is left to claim, for a thread that would otherwise only
+  // wait until the job is enqueued. Blocks: as run(). Requires: no torch mode in this thread. GIL:
+  // must not be held. Throws: Interrupted; a worker then takes this thread's place.
   void help();
 
-  // Where the transfers are deferred: enqueues them, if that is all that is left. is_done() and the
-  // waits do it too. Returns at once. GIL: may be held.
+  // Enqueues the transfers if they are deferred and all sources are staged. is_done() and the waits
+  // do so too. Returns at once. GIL: may be held.
   virtual void send() noexcept {}
 
-  // Milestone: every transfer is on a stream; or the job failed.
+  // Milestone: every transfer is enqueued, or the job has failed.
   bool is_enqueued() const { return enqueued_.load(std::memory_order_acquire); }
   void wait_enqueued();  // Blocks. GIL: must not be held. Throws: Interrupted, as all waits here.
 
-  // Milestone: the sources may be written again. Those on the host were read; those on a device by
-  // work that is ordered after the reads, see order_after_reads(). Or the job failed.
+  // Milestone: the sources may be written again, or the job has failed. Host sources have been
+  // read. Device sources may be written by work that is ordered after the reads, see
+  // order_after_reads().
   bool are_sources_free() const;
   void wait_sources_free();  // Blocks. GIL: must not be held.
-  // `stream`, of the sources' device, waits until they were read. Requires: are_sources_free().
+  // Makes `stream`, of the sources' device, wait for the reads. Requires: are_sources_free().
   void order_after_reads(const c10::Stream& stream) const;
 
-  // Milestone: the transfers have arrived; or the job failed, and writes no more to the caller's
-  // memory. A device error counts as an end.
+  // Milestone: the transfers have arrived, or the job has failed and no longer writes to the
+  // caller's memory. A device error counts as the end.
   bool is_done();
   void wait_done();  // Blocks. GIL: must not be held. Throws the device's error.
 
   // Requires: is_enqueued().
   bool has_failed() const { return failure_ != nullptr; }
-  // Throws what made the job fail, if it did; every time. Requires: is_enqueued().
+  // Throws the failure of a job that has failed, on every call. Requires: is_enqueued().
   void rethrow_failure() const;
 
-  // `stream`, of the target, waits for the transfers, and no memory of the result is reused while
-  // it can still read it. Returns at once. Requires: is_enqueued(), no failure.
+  // Makes `stream`, of the target, wait for the transfers, and ensures that no memory of the result
+  // is reused while `stream` may still read it. Returns at once. Requires: is_enqueued(), no
+  // failure.
   void hand_over_to(const c10::Stream& stream);
 
-  // For the caller that knows the job to be done.
+  // Releases the sources and destinations. Requires: the caller knows that the job is done.
   void release_kept() noexcept;
 
-  // Null: it fills destinations.
+  // Null if the job fills existing destinations.
   const std::shared_ptr<Result>& result() const { return work_.result; }
-  // Of the threads that work on it, together.
+  // The phase times of all participants together.
   PhaseTimes& phases() { return phases_; }
-  // Bytes that the thread which enqueues the job has to move, or wait for.
+  // The number of bytes that the enqueuing thread must move, or wait for.
   virtual uint64_t host_bytes() const { return plan_.total_bytes; }
   TransferCounts counts() const { return {transfers_, transfer_bytes_, fallbacks_}; }
   const PackPlan& plan() const { return plan_; }
-  // Allocations on the target.
+  // The number of allocations on the target.
   virtual size_t chunks() const { return work_.result ? work_.result->chunks() : 0; }
   const c10::Device& source_device() const { return leaves_.device(); }
   const c10::Device& target() const { return target_; }
 
  protected:
-  // `work` is moved from in here, so the other arguments may be made from it.
-  // `stream`, of the accelerator, has the last transfer, or the wait for it. `reads` has the
-  // device's reads of sources; null: no device reads them.
+  // Moves from `work` inside the constructor, so the other arguments may be computed from it.
+  // `stream`, of the accelerator, gets the last transfer, or the wait for it. `reads` gets the
+  // device's reads of the sources; null: no device reads them.
   CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* reads,
           c10::Device target, CopyWork&& work);
 
-  // How many threads may be in transfer_all(), side by side or one after the other.
+  // The maximum number of threads in transfer_all(), concurrently or one after the other.
   virtual size_t most_participants() const { return 1; }
-  // May a caller take part? That is where transfer_all() waits, which may be interrupted, only
+  // Whether a caller may take part. transfer_all() must then wait, and so be interrupted, only
   // before it claims a part.
   virtual bool can_be_helped() const { return false; }
   // Claims parts and enqueues their transfers until none is left or the job has failed. May throw.
   virtual void transfer_all() = 0;
-  // By the last participant, unless the job has failed: what comes after all transfers on the
-  // stream. May throw.
+  // Enqueues the work that follows all transfers on the stream. Called by the last participant,
+  // unless the job has failed. May throw.
   virtual void complete() {}
-  // By the last participant.
+  // Called by the last participant.
   virtual void finish() noexcept { finish_enqueued(); }
 
-  // Once, after all transfers: from here on the job is enqueued, or has failed.
+  // Marks the job as enqueued, or failed. Call once, after all transfers.
   void finish_enqueued() noexcept;
-  // The sources are free from here on, earlier than at the end. `read`: after the last read.
+  // Marks the sources as free, which may be before the job is enqueued. `read` is an event after
+  // the device's last read; null: no read is in flight.
   void note_sources_free(EventRef read) noexcept;
 
-  // Does some of the job's work on the device. What it throws makes the job fail.
+  // Runs a part of the job that uses the device. If it throws, the job fails.
   template <typename Work>
   void attempt(const Work& work) noexcept {
     try {
@@ -169,10 +174,10 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
       fail();
     }
   }
-  void fail() noexcept;  // keeps the current exception, the first one only
+  void fail() noexcept;  // keeps the current exception if it is the first
   bool is_failing() const { return failed_; }
   void count_transfer(uint64_t bytes);
-  // For participants side by side: the next of `parts` parts that no other has claimed.
+  // Returns the index of the next part that no participant has claimed; it may be past the last.
   size_t claim() { return next_part_++; }
   size_t next_part() const { return next_part_; }
 
@@ -184,7 +189,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   const LeafTable& leaves_;
   const PackPlan& plan_;
   PhaseTimes phases_;
-  // After the last transfer; by the only participant, or by the last. Constant once enqueued.
+  // An event after the last transfer, recorded by the only or the last participant. Constant once
+  // enqueued.
   EventRef arrived_;
 
  private:
@@ -197,23 +203,23 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   void work_to_the_end() noexcept;
   void record_end() noexcept;
 
-  ThreadPool* pool_ = nullptr;              // whose workers the job was given to
-  std::shared_ptr<JobTicket> ticket_;       // null: no pool has it
-  std::atomic<uint32_t> participants_ = 1;  // the place of the thread that begins counts already
+  ThreadPool* pool_ = nullptr;              // that the job was submitted to
+  std::shared_ptr<JobTicket> ticket_;       // null: not submitted to a pool
+  std::atomic<uint32_t> participants_ = 1;  // the thread that begins is counted already
   std::atomic<size_t> next_part_ = 0;
   std::atomic<uint64_t> transfers_ = 0;
   std::atomic<uint64_t> transfer_bytes_ = 0;
   FallbackCount fallbacks_ = 0;
   std::atomic<bool> failed_ = false;
   std::atomic<bool> handed_over_ = false;
-  std::atomic<bool> host_knows_arrival_ = false;  // what it enqueues from then on comes after it
+  std::atomic<bool> host_knows_arrival_ = false;  // the host has waited: later work need not
 
   Mutex mutex_;
   Condition milestone_;
-  std::atomic<bool> sources_free_ = false;  // but for `read_`; written under mutex_
+  std::atomic<bool> sources_free_ = false;  // once `read_` has ended too; written under mutex_
   std::atomic<bool> enqueued_ = false;      // written under mutex_
   EventRef read_;     // after the device's last read of sources; constant once sources_free_
-  EventRef written_;  // after the last write to destinations, of a failed job too; see enqueued_
+  EventRef written_;  // after the last write, of a failed job too; constant once enqueued_
   std::exception_ptr failure_;  // guarded by mutex_ until enqueued_, constant after
 };
 

@@ -1,4 +1,4 @@
-// Looks up the driver's calls, once.
+// Looks up the driver's functions, once.
 #include "engine/cuda_driver.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -14,7 +14,7 @@ bool look_up(void* library, const char* name, Function*& function) {
 }
 
 const CudaDriver* load() {
-  // NOLOAD: torch has loaded the driver by the time there is a CUDA device to copy to.
+  // NOLOAD: torch has loaded the driver by the time a copy goes to a CUDA device.
   void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) return nullptr;
   static CudaDriver driver;
@@ -57,10 +57,10 @@ CurrentContext::~CurrentContext() {
   if (pushed_) driver_.pop_context(&popped);
 }
 
-// torch takes a native handle as the number of an external stream.
+// For an external stream, torch uses the native handle as the stream id.
 std::optional<c10::Stream> make_private_stream(c10::Device device) {
   constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING
-  constexpr int kHighPriority = -1;     // what torch gives streams of high priority
+  constexpr int kHighPriority = -1;     // torch's value for high-priority streams
   const CudaDriver* driver = cuda_driver();
   void* context = nullptr;
   if (driver == nullptr || driver->retain_context(&context, device.index()) != 0) {

@@ -1,5 +1,5 @@
-// The few calls of CUDA's driver that are worth a shortcut, looked up at run time: nothing here
-// links to CUDA, and everything has a portable path beside it.
+// The few CUDA driver calls that the engine makes directly, looked up at run time: nothing here
+// links to CUDA, and each call has a portable alternative.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -26,7 +26,7 @@ struct CudaDriver {
   int (*create_stream)(void** stream, unsigned flags,
                        int priority);  // cuStreamCreateWithPriority
 
-  // For kernels: all of them, or `launch` is null.
+  // For kernels. If one of them is missing, `launch` is null.
   int (*load_module)(void** module, const void* image);                  // cuModuleLoadData
   int (*get_function)(void** function, void* module, const char* name);  // cuModuleGetFunction
   int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -35,13 +35,13 @@ struct CudaDriver {
   bool can_launch() const { return launch != nullptr; }
 };
 
-// Null where torch has loaded no driver, or one that lacks a call. Thread: any.
+// Returns null if torch has loaded no driver, or one that lacks a required call. Thread: any.
 const CudaDriver* cuda_driver();
 
 // Requires: a CUDA stream.
 void* native_handle(const c10::Stream& stream);
 
-// Makes a context current on this thread, and the one that was again at the end.
+// Makes a context current on this thread, and restores the previous one at the end.
 class CurrentContext {
  public:
   CurrentContext(const CudaDriver& driver, void* context);
@@ -54,9 +54,9 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
-// A stream of high priority that is not of torch's pool; it does not synchronise with the default
-// stream, and lasts as long as the process. nullopt where the driver, or this torch, cannot do it.
-// Requires: a CUDA device, initialised.
+// Creates a high-priority stream outside torch's pool. It does not synchronise with the default
+// stream, and lasts as long as the process. Returns nullopt if the driver, or this torch, cannot do
+// it. Requires: an initialised CUDA device.
 std::optional<c10::Stream> make_private_stream(c10::Device device);
 
 }  // namespace tdcopier

@@ -1,4 +1,4 @@
-// Plain copies of each leaf's bytes, clipped to the window.
+// Copies each leaf's bytes, clipped to the window.
 #include "engine/deliver.h"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// Writes leaves to where they belong in host memory.
+// Writes leaves to their destinations in host memory.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +9,13 @@
 
 namespace tdcopier {
 
-// Writes the window's share of each leaf from `staged`, which holds the window's bytes, to its
-// destination.
+// Writes the window's part of each leaf to its destination, from `staged`, which holds the window's
+// bytes.
 void deliver_window(const PackPlan& plan, const LeafTable& leaves,
                     const DestinationTable& destinations, const Window& window,
                     const std::byte* staged);
 
-// The same from the leaves themselves, which lie in host memory too.
+// The same, straight from the leaves, which are in host memory too.
 void copy_window(const PackPlan& plan, const LeafTable& leaves,
                  const DestinationTable& destinations, const Window& window);
 

@@ -1,4 +1,4 @@
-// Gather the chunks of a group on the source device, then one transfer for each chunk.
+// Gathers the chunks of a group on the source device, then enqueues one transfer for each chunk.
 #include "engine/device_job.h"
 
 #include <c10/core/StreamGuard.h>
@@ -20,11 +20,12 @@ constexpr uint64_t kLineBytes = 64;
 
 std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
 
-// The accelerator whose stream tells when all has arrived, and that stream.
+// Returns the accelerator on whose stream the arrival is recorded.
 Accelerator& arrival(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source : Accelerator::of(target);
 }
 
+// Returns that stream.
 const c10::Stream& arrivals(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source.from_device_stream() : Accelerator::of(target).ordered_stream();
 }
@@ -58,7 +59,7 @@ size_t DeviceJob::chunks() const {
 }
 
 void DeviceJob::transfer_all() {
-  // A transfer to pageable memory could not be interrupted.
+  // Wait here, because a transfer to pageable memory cannot be interrupted.
   if (target_.is_cpu() && !pinned_) wait_until_ended(*written_);
   const c10::StreamGuard on_target_stream(stream_);
   const c10::StreamGuard on_source_stream(*reads_);
@@ -87,7 +88,7 @@ bool DeviceJob::is_in_place(const ChunkPlan& chunk) const {
   return chunk.last - chunk.first == 1 && !leaves_[plan_.order[chunk.first]].strided;
 }
 
-// Returns the first chunk after those that it has moved.
+// Moves one group of chunks. Returns the index of the first chunk after the group.
 size_t DeviceJob::gather_and_transfer(size_t first) {
   const size_t last = end_of_group(first);
   if (can_gather_straight(first, last)) {
@@ -96,9 +97,9 @@ size_t DeviceJob::gather_and_transfer(size_t first) {
       note_sources_free(source_.events().record_or_wait(*reads_));
     }
   } else {
-    // Chunks keep their places in a cache line, so that elements stay aligned.
+    // Chunks keep their offset in a cache line, so that elements stay aligned.
     const uint64_t begin = plan_.chunks[first].begin / kLineBytes * kLineBytes;
-    // Freed on this stream, in whose order the next group uses it again.
+    // Freed in the order of this stream, so that the next group can reuse it.
     const c10::Storage scratch =
         allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);
     std::vector<std::byte*> at;
@@ -146,17 +147,18 @@ void DeviceJob::gather_straight(size_t first, size_t last) {
   try {
     launches = gather(*reads_, plan_, leaves_, {first, last, at});
   } catch (...) {
-    note_written(first, last);  // some of it may be under way
+    note_written(first, last);  // some kernels may be in flight
     throw;
   }
   note_written(first, last);
   uint64_t bytes = 0;
   for (size_t i = first; i < last; ++i) bytes += plan_.chunks[i].bytes;
-  // Each kernel is a transfer, of however many chunks.
+  // Each kernel counts as one transfer, whatever its number of chunks.
   for (size_t i = 0; i < launches; ++i) count_transfer(i == 0 ? bytes : 0);
 }
 
-// Memory that its allocator does not know to be written must not go before it was.
+// Tells the allocator that the stream writes these chunks. If that fails, waits for the stream: the
+// memory must not be freed before it is written.
 void DeviceJob::note_written(size_t first, size_t last) {
   try {
     for (size_t i = first; i < last; ++i) work_.result->note_written(i, *reads_);

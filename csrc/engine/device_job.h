@@ -1,4 +1,4 @@
-// D2H to new memory, D2D to new memory and to memory that exists, on another device or on the same.
+// D2H to new memory, and D2D to new or existing memory, on another device or the same.
 #pragma once
 
 #include <cstddef>
@@ -8,21 +8,22 @@
 
 namespace tdcopier {
 
-// Up to this size leaves are gathered straight into pinned memory, by a kernel: another transfer
-// from scratch memory on the device would take longer.
+// Up to this size a kernel gathers leaves straight into pinned memory: to gather them on the device
+// and transfer them from there would take longer.
 inline constexpr uint64_t kMaxStraightBytes = 4 * 1024 * 1024;
-// This much is gathered at a time.
+// Chunks are gathered in groups of up to this size.
 inline constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
 
-// Another bound, for tests and comparisons. Thread: any.
+// Replaces kMaxStraightBytes, for tests and comparisons. Thread: any.
 void set_max_straight_bytes(uint64_t bytes);
 
-// The sources are read after what their current stream has when the job is made, and destinations
-// are written after what theirs has. Nothing is transferred within one device.
+// A copy from a device. It reads the sources after the work that their device's current stream has
+// when the job is created, and writes destinations after the work that their device's has. A copy
+// within one device makes no transfers.
 class DeviceJob final : public CopyJob {
  public:
-  // `pinned`: results on the host are pinned memory.
-  // Thread: the caller's, whose current streams count.
+  // `pinned`: results on the host are in pinned memory. Thread: the caller's, because its current
+  // streams are used.
   DeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned);
 
   uint64_t host_bytes() const override { return 0; }
@@ -40,9 +41,9 @@ class DeviceJob final : public CopyJob {
 
   Accelerator& source_;
   const bool pinned_;
-  const bool within_;       // one device, into memory that exists
-  const EventRef written_;  // after what the caller's stream does to the sources
-  const EventRef used_;     // after what it does to the destinations; null: new memory
+  const bool within_;       // within one device, into existing memory
+  const EventRef written_;  // after the caller's work on the sources
+  const EventRef used_;     // after its work on the destinations; null: new memory
 };
 
 }  // namespace tdcopier

@@ -1,4 +1,4 @@
-// Each window: gathered if need be, one transfer, then written to its destinations.
+// Moves each window: a gather if necessary, one transfer, then the writes to its destinations.
 #include "engine/device_to_host_job.h"
 
 #include <c10/core/StreamGuard.h>
@@ -60,7 +60,7 @@ std::vector<Window> DeviceToHostJob::windows_of_plan() const {
   return windows;
 }
 
-// It waits under the caller's streams: handlers of signals run meanwhile.
+// Waits with the caller's streams current, because signal handlers may run meanwhile.
 void DeviceToHostJob::transfer_all() {
   while (!is_failing()) {
     interleave();
@@ -97,7 +97,7 @@ void DeviceToHostJob::transfer_straight(const Window& window, size_t chunk) {
 }
 
 void DeviceToHostJob::transfer_staged(const Window& window, size_t chunk) {
-  // Before anything is gathered: it may take a while.
+  // Acquired before the gather, because it may take a while.
   std::optional<StagingLease> lease = accelerator_.staging().acquire(StagingUse::kFromDevice);
   if (!lease) {
     note_fallback();
@@ -106,7 +106,7 @@ void DeviceToHostJob::transfer_staged(const Window& window, size_t chunk) {
   EventRef arrived;
   {
     const c10::StreamGuard on_stream(stream_);
-    c10::Storage here;  // freed on this stream, in whose order the next window uses it again
+    c10::Storage here;  // freed in stream order, so that the next window can reuse it
     const std::byte* const image = image_of(window, chunk, here);
     const PhaseRange range(phases_, Phase::kEnqueue);
     enqueue_to_host(stream_, lease->data(), image, window.bytes());

@@ -1,4 +1,4 @@
-// Pooled events: taken, recorded once, given back by the deleter of the last reference.
+// Takes pooled events, records each once, and gives it back in the deleter of the last reference.
 #include "engine/event_pool.h"
 
 #include <c10/util/Exception.h>
@@ -22,7 +22,7 @@ bool is_about_a_capture(const c10::Error& error) {
 }  // namespace
 
 bool has_ended(const c10::Event& event) noexcept {
-  constexpr int kTries = 3;  // a device that has failed says so each time
+  constexpr int kTries = 3;  // a device that has failed fails each query
   const RelaxedCapture relaxed(event.device_type());
   for (int i = 0; i < kTries; ++i) {
     try {
@@ -46,7 +46,7 @@ void wait_until_ended(const c10::Event& event) {
   if (!is_interleaved()) return wait_patiently([&event] { return has_ended(event); });
   try {
     event.synchronize();
-  } catch (const c10::Error&) {  // it has ended
+  } catch (const c10::Error&) {  // counts as the end
   }
 }
 
@@ -54,7 +54,7 @@ void block_until_ended(const c10::Event& event, const c10::Stream& stream) {
   const RelaxedCapture relaxed(event.device_type());
   try {
     event.block(stream);
-  } catch (const c10::Error&) {  // it has ended
+  } catch (const c10::Error&) {  // counts as the end
   }
 }
 
@@ -69,7 +69,7 @@ std::unique_ptr<c10::Event> EventPool::take() {
 EventRef EventPool::record(const c10::Stream& stream) {
   std::unique_ptr<c10::Event> event = take();
   if (!event) event = std::make_unique<c10::Event>(type_);
-  // The reference first: nothing that may fail comes after the record.
+  // Make the reference first: nothing that may fail comes after the record.
   EventRef recorded(event.release(), [this](const c10::Event* used) {
     const std::lock_guard lock(mutex_);
     idle_.emplace_back(const_cast<c10::Event*>(used));

@@ -1,5 +1,5 @@
-// Events of one device, reused: recording a pooled one is far cheaper than creating and destroying
-// it.
+// A pool of a device's events: to record a pooled one is far cheaper than to create and destroy
+// one.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -11,36 +11,38 @@
 
 namespace tdcopier {
 
-// A recorded event. It returns to its pool when the last reference goes.
+// A recorded event. It returns to its pool when the last reference is dropped.
 using EventRef = std::shared_ptr<const c10::Event>;
 
-// Whether the device does no more of what was enqueued before the event: it has done it, or it has
-// failed for good. A query that fails for a reason of its own is asked again later, as while a
-// graph is captured by another thread on ROCm. For callers that only want the memory back.
+// Returns whether the device has finished the work that was enqueued before the event, or has
+// failed for good. A query that fails for a passing reason, for example another thread's graph
+// capture on ROCm, does not count as an end. For callers that only want memory back.
 bool has_ended(const c10::Event& event) noexcept;
 
-// Blocks: until the device has come to the event. Does not spin for long. GIL: must not be held.
-// Throws: the device's error; Interrupted.
+// Waits for the event. Does not spin for long. Blocks: until the device has reached it. GIL: must
+// not be held. Throws: the device's error; Interrupted.
 void wait_for(const c10::Event& event);
 
-// The same, but a device's error counts as the end.
+// The same, but a device error counts as the end.
 void wait_until_ended(const c10::Event& event);
 
-void block_until_ended(const c10::Event& event, const c10::Stream& stream);  // `stream` waits
+// Makes `stream` wait for the event. A device error counts as the end.
+void block_until_ended(const c10::Event& event, const c10::Stream& stream);
 
-// Thread: any. Lifetime: outlives every event that it gave out (device state is never destroyed).
+// Reuses the events of one device. Thread: any. Lifetime: outlives every event that it gave out
+// (device state is never destroyed).
 class EventPool {
  public:
   explicit EventPool(c10::DeviceType type) : type_(type) {}
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
-  // An event recorded on `stream` just now, after all that is enqueued there.
+  // Records an event on `stream`, after all work that is enqueued there.
   EventRef record(const c10::Stream& stream);
 
-  // The same for callers that have enqueued something already, which must not be forgotten. Where
-  // no event can be recorded, waits for the stream, which is counted as a fallback, and returns
-  // null: nothing is in flight any more. Throws: the device's error, if it has failed.
+  // The same, for callers that have enqueued work already, whose memory must not be freed early. If
+  // no event can be recorded, waits for the stream, counts a fallback, and returns null: nothing is
+  // in flight any more. Throws: the device's error, if it has failed.
   EventRef record_or_wait(const c10::Stream& stream);
 
  private:

@@ -1,5 +1,5 @@
-// Counts operations that took a slower path because the fast one was unavailable. What notes one
-// serves many copies: the count of the copy that a thread is at work on is the thread's own.
+// Counts operations that took a slower path because the fast one was unavailable. Code that notes a
+// fallback serves many copies, so each thread points to the count of the copy that it works on.
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -12,7 +12,7 @@ namespace tdcopier {
 
 using FallbackCount = std::atomic<uint64_t>;
 
-// While it lives, what this thread notes is counted there.
+// While it exists, the fallbacks that this thread notes are added to `count`.
 class CountFallbacks {
  public:
   explicit CountFallbacks(FallbackCount& count) : before_(std::exchange(current_, &count)) {}
@@ -29,13 +29,13 @@ class CountFallbacks {
   FallbackCount* const before_;
 };
 
-// A fallback on any device: to pageable memory, for example, where pinning failed.
+// Notes a fallback on any device, for example to pageable memory because pinning failed.
 inline void note_fallback() {
   CountFallbacks::note();
 }
 
-// One gather, scatter or transfer on a device of this type fell back to torch. Nothing is counted
-// where there is no fast path at all: only CUDA has one.
+// Notes that a gather, scatter or transfer on a device of this type fell back to torch. Counts
+// nothing except on CUDA: other types have no fast path.
 inline void note_fallback(c10::DeviceType type) {
   if (type == c10::DeviceType::CUDA) note_fallback();
 }

@@ -1,4 +1,5 @@
-// Destinations by address, joined to runs where they adjoin or only padding lies between them.
+// Sorts destinations by address, and joins those into runs that adjoin or have only padding between
+// them.
 #include "engine/fill_plan.h"
 
 #include <algorithm>
@@ -118,7 +119,7 @@ class Planner {
     }
   }
 
-  // `to` is null: it is scattered.
+  // `to`: null for a scattered chunk.
   void open_chunk(bool packed, std::byte* to) {
     const auto first = static_cast<uint32_t>(plan_.pack.order.size());
     const uint64_t begin = plan_.pack.next_begin(reinterpret_cast<uintptr_t>(to));

@@ -1,5 +1,5 @@
-// Decides how leaves travel to memory that exists on a device: straight there, in runs, or through
-// scratch memory from which the device scatters them.
+// Decides how leaves reach existing memory on a device: straight, in runs, or through scratch
+// memory from which the device scatters them.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ inline constexpr size_t kMostSmallRuns = 16;
 // A run of this size is worth a transfer of its own.
 inline constexpr uint64_t kLargeRunBytes = 64 * 1024;
 
-// A chunk is a run: destinations that lie together, and slots as they lie. Or it is scattered, and
-// its place in `to` is null.
+// Chunks for existing memory. A chunk is a run, which has its slots at the offsets of adjoining
+// destinations. Or it is scattered, and its entry in `to` is null.
 struct FillPlan {
   PackPlan pack;
   std::vector<std::byte*> to;  // by chunk

@@ -1,5 +1,5 @@
-// One kernel for all leaves that are contiguous at both ends, or without a kernel one call
-// of torch's; one call per leaf with gaps.
+// Moves all leaves that are contiguous at both ends with one kernel, or with one torch call where
+// the kernel is unavailable, and each other leaf with a torch call of its own.
 #include "engine/gather.h"
 
 #include <ATen/ops/_foreach_copy.h>
@@ -21,18 +21,18 @@ std::vector<int64_t> in_elements(std::span<const int64_t> strides_bytes, uint32_
   return strides;
 }
 
-// One end of a leaf's way. Its bytes lie together in the order in which they arrive, or the strides
-// are those to go by.
+// The source or destination of one leaf. It is contiguous, with bytes in the order in which they
+// arrive, or it has these strides.
 struct End {
   const std::byte* data;
   bool strided = false;
   std::span<const int64_t> strides_bytes = {};
 };
 
-// Copies that torch enqueues: one call for all that are contiguous.
+// Enqueues copies through torch: one call for all that are contiguous.
 class TorchCopies {
  public:
-  // `counted`: a faster way would have been the device's own.
+  // `counted`: the copies count as fallbacks.
   TorchCopies(c10::Device device, const LeafTable& leaves, bool counted)
       : device_(device), leaves_(leaves), counted_(counted) {}
 
@@ -79,7 +79,7 @@ End destination_of(const DestinationTable& destinations, size_t index, const Lea
   return {to.data, true, destinations.strides_bytes(to, leaf.dims)};
 }
 
-// `end_of` says where the leaf of an index is outside of its chunk.
+// Moves leaves between their slots and the memory outside the chunks that `end_of` returns.
 template <typename EndOf>
 size_t move(const c10::Stream& stream, Move direction, const PackPlan& plan,
             const LeafTable& leaves, const ChunkMemory& chunks, const EndOf& end_of) {

@@ -1,4 +1,4 @@
-// Collects leaves of a device into chunks, and writes them back from chunks.
+// Gathers leaves of a device into chunks, and scatters chunks to the leaves' destinations.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -12,25 +12,27 @@
 
 namespace tdcopier {
 
-// Chunks [first, last) of a plan, and where each of them is.
+// Chunks [first, last) of a plan, and the address of each.
 struct ChunkMemory {
   size_t first;
   size_t last;
   std::span<std::byte* const> at;  // by chunk, from `first` on
 };
 
-// Requires, for all: `stream` is the current one of its device. They enqueue, and never block.
+// All functions here enqueue work and never block. Requires: `stream` is the current one of its
+// device.
 
-// Each leaf of the chunks to its slot, on the same device or in pinned memory that it can write.
-// Leaves with gaps arrive without. Returns how many kernels of the engine's it has launched.
+// Copies each leaf of the chunks to its slot, on the same device or in pinned memory that the
+// device can write. Strided leaves arrive without gaps. Returns the number of the engine's kernels
+// that were launched.
 size_t gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
               const ChunkMemory& chunks);
 
-// Each leaf of the chunks from its slot to its destination on the same device.
+// Copies each leaf of the chunks from its slot to its destination, on the same device.
 void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
              const DestinationTable& destinations, const ChunkMemory& chunks);
 
-// Every leaf to its destination, both on the stream's device.
+// Copies every leaf to its destination, both on the stream's device.
 void copy_within(const c10::Stream& stream, const LeafTable& leaves,
                  const DestinationTable& destinations);
 

@@ -1,4 +1,4 @@
-// Asks CUDA's driver; on other devices there is nothing to ask.
+// Asks the CUDA driver. Does nothing on other devices.
 #include "engine/graph_capture.h"
 
 #include "engine/cuda_driver.h"
@@ -14,8 +14,8 @@ constexpr int kNotCapturing = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 bool is_capturing(const c10::Stream& stream) {
   if (stream.device_type() != c10::DeviceType::CUDA || cuda_driver() == nullptr) return false;
   void* const handle = native_handle(stream);
-  // The default stream cannot be captured, and on a thread that has not used the device yet to ask
-  // it is an error.
+  // The default stream cannot be captured, and a query for it fails on a thread that has not used
+  // the device yet.
   if (handle == nullptr) return false;
   int status = kNotCapturing;
   const int result = cuda_driver()->stream_is_capturing(handle, &status);

@@ -1,4 +1,4 @@
-// Graph captures: telling whether a stream is in one, and staying out of those of other threads.
+// Detects graph captures, and keeps the engine's calls from breaking those of other threads.
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -6,11 +6,11 @@
 
 namespace tdcopier {
 
-// Is `stream` recording work into a graph instead of running it? CUDA only.
+// Returns whether `stream` records its work into a graph instead of running it. CUDA only.
 bool is_capturing(const c10::Stream& stream);
 
-// While it lives, this thread's calls do not count as unsafe for captures elsewhere. CUDA only; for
-// other devices it does nothing. Without it an event query here breaks a capture over there.
+// While it exists, this thread's calls do not break captures of other threads, as for example an
+// event query would otherwise. CUDA only; for other devices it does nothing.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(c10::DeviceType type);

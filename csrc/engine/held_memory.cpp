@@ -1,4 +1,5 @@
-// Blocks of a power of two, as torch's own pinned memory has: batches of one loop are about equal.
+// Block sizes are powers of two, as in torch's pinned allocator: the batches of one loop have about
+// the same size.
 #include "engine/held_memory.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -84,7 +85,7 @@ void HeldMemory::give_back(at::Tensor block, EventRef event) {
   }
 }
 
-// A device that has failed reads no more.
+// Blocks of a device that has failed count as free: it no longer reads them.
 void HeldMemory::collect_done() {
   while (!in_flight_.empty() && has_ended(*in_flight_.front().event)) {
     free_.push_back(std::move(in_flight_.front().bytes));

@@ -1,4 +1,4 @@
-// Pinned memory for whole batches that were staged and have not been sent yet.
+// Pinned memory for deferred batches, which are staged as a whole and sent later.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,13 +15,14 @@
 
 namespace tdcopier {
 
-// As a multiple of the bound for staging. Apart from it, or batches that nobody sends could keep
-// every buffer, and a copy that needs one to go on would wait for ever.
+// The limit, as a multiple of the staging limit. The two are separate: batches that are never sent
+// could otherwise keep every staging buffer, and a copy that needs one would wait forever.
 inline constexpr uint64_t kHeldLimitFactor = 4;
 
 class HeldMemory;
 
-// Memory for one batch. Dropped without `in_flight_until`, it is free again at once.
+// A lease of memory for one batch. If dropped without `in_flight_until`, the memory is free at
+// once.
 class HeldLease {
  public:
   HeldLease(HeldMemory& memory, at::Tensor block) : memory_(memory), block_(std::move(block)) {}
@@ -31,7 +32,7 @@ class HeldLease {
   HeldLease& operator=(const HeldLease&) = delete;
 
   std::byte* data() const { return static_cast<std::byte*>(block_.mutable_data_ptr()); }
-  // The device reads it until `event` is done.
+  // Gives the memory back when `event` is done: the device reads it until then.
   void in_flight_until(EventRef event);
 
  private:
@@ -39,15 +40,16 @@ class HeldLease {
   at::Tensor block_;  // undefined: nothing to give back
 };
 
-// Thread: any. Lifetime: outlives every lease (device state is never destroyed).
+// The memory for deferred batches of one device. Thread: any. Lifetime: outlives every lease
+// (device state is never destroyed).
 class HeldMemory {
  public:
   explicit HeldMemory(c10::DeviceType type) : type_(type) {}
   HeldMemory(const HeldMemory&) = delete;
   HeldMemory& operator=(const HeldMemory&) = delete;
 
-  // Leases at least `bytes`. nullopt: the limit does not allow it now, or memory cannot be pinned,
-  // which counts as a fallback. Blocks: while new memory is pinned.
+  // Leases at least `bytes`. Returns nullopt if that would exceed the limit now, or if memory
+  // cannot be pinned, which counts as a fallback. Blocks: while new memory is pinned.
   std::optional<HeldLease> lease(uint64_t bytes);
 
   uint64_t pinned_bytes();
@@ -57,16 +59,16 @@ class HeldMemory {
   friend class HeldLease;
   struct Block {
     at::Tensor bytes;
-    EventRef event;  // null: nobody reads it
+    EventRef event;  // the device reads the bytes until it is done
   };
 
   void give_back(at::Tensor block, EventRef event);
   void collect_done();             // mutex_ held
-  void make_room(uint64_t limit);  // mutex_ held; drops what is free until so much is pinned
+  void make_room(uint64_t limit);  // mutex_ held; drops free blocks down to `limit`
 
   const c10::DeviceType type_;
   Mutex mutex_;
-  std::vector<at::Tensor> free_;  // the last used is the warmest: taken first
+  std::vector<at::Tensor> free_;  // the last used is in cache: taken first
   std::deque<Block> in_flight_;   // oldest first
   uint64_t pinned_bytes_ = 0;     // free, leased and in flight
 };

@@ -1,4 +1,4 @@
-// Participants claim windows one by one, and write each to where it stays.
+// Participants claim windows one by one, and write each to its final place.
 #include "engine/host_job.h"
 
 #include <utility>

@@ -1,4 +1,4 @@
-// H2H: rows of host memory into new memory there, and host memory into host memory that exists.
+// H2H: gathers rows into new host memory, and copies host memory into existing host memory.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +9,11 @@
 
 namespace tdcopier {
 
-// This much at a time for one participant.
+// The bytes that a participant copies at a time.
 inline constexpr uint64_t kHostWindowBytes = 1024 * 1024;
 
-// No device is involved, and nothing counts as a transfer. New memory is laid out as a later copy
-// to a device would lay it out, which sends it as it is if it is pinned.
+// A copy within host memory. No device is involved, and nothing counts as a transfer. New memory
+// has the layout of a later copy to a device, which can send it as it is if it is pinned.
 class HostJob final : public CopyJob {
  public:
   HostJob(CopyWork work, WindowBytes window_bytes);

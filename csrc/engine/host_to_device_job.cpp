@@ -1,4 +1,5 @@
-// Claim, stage, send; or stage all, and send when the batch is used.
+// Participants claim, stage and send windows; or they stage all, and the thread that uses the batch
+// sends it.
 #include "engine/host_to_device_job.h"
 
 #include <c10/core/StreamGuard.h>
@@ -76,7 +77,7 @@ std::vector<size_t> HostToDeviceJob::straight_chunks() const {
   return chunks;
 }
 
-// Without staging a chunk is read in one piece.
+// Without staging, each chunk is read in one piece.
 std::vector<Window> HostToDeviceJob::make_windows(const WindowBytes& window_bytes) const {
   if (use_pinned_staging_) {
     return cut_windows(plan_, leaves_, window_bytes,
@@ -99,7 +100,7 @@ size_t HostToDeviceJob::most_participants() const {
   return batch_ ? std::min(windows_.size(), kMostDeferredParticipants) : windows_.size();
 }
 
-// What is read in place comes first: it is under way while the rest is staged.
+// Chunks that are read in place come first: their transfers run while the rest is staged.
 void HostToDeviceJob::transfer_all() {
   while (!is_failing()) {
     const size_t next = next_straight_++;
@@ -112,8 +113,8 @@ void HostToDeviceJob::transfer_all() {
   }
 }
 
-// It waits before it claims a window: an interrupted participant leaves none undone. And it waits
-// under the caller's streams: handlers of signals run meanwhile.
+// Waits before it claims a window, so that an interrupted participant leaves none undone. Waits
+// with the caller's streams current, because signal handlers may run meanwhile.
 void HostToDeviceJob::transfer_window() {
   std::optional<StagingLease> lease;
   if (use_pinned_staging_ && !batch_) {
@@ -122,7 +123,7 @@ void HostToDeviceJob::transfer_window() {
     if (!lease) note_fallback();
   }
   const bool is_pageable = !batch_ && !lease;
-  if (is_pageable && used_) wait_until_ended(*used_);  // the transfer could not be interrupted
+  if (is_pageable && used_) wait_until_ended(*used_);  // the transfer cannot be interrupted
   const size_t claimed = claim();
   if (claimed >= windows_.size()) return;
   const Window& window = windows_[claimed];
@@ -151,7 +152,7 @@ void HostToDeviceJob::enqueue(StagedWindow staged) {
   const c10::StreamGuard on_stream(stream_);
   const auto leave_to_device = [&] {
     EventRef read = accelerator_.events().record_or_wait(stream_);
-    // The only participant, and nothing comes after it: no second event is needed.
+    // If this is the only window and nothing follows it, the event also marks the arrival.
     const bool is_last = windows_.size() == 1 && straight_.empty() && scratch_.empty();
     if (is_last && !is_failing()) arrived_ = read;
     staged.lease.in_flight_until(std::move(read));
@@ -159,7 +160,7 @@ void HostToDeviceJob::enqueue(StagedWindow staged) {
   try {
     send_parts(staged.window, staged.lease.data());
   } catch (...) {
-    leave_to_device();  // which may be reading for the transfers before
+    leave_to_device();  // it may be reading for earlier transfers
     throw;
   }
   leave_to_device();
@@ -203,7 +204,7 @@ void HostToDeviceJob::complete() {
     std::byte* const from[] = {address(i)};
     scatter(stream_, plan_, leaves_, work_.destinations, {i, i + 1, from});
   }
-  scratch_.clear();  // used again in the order of the stream
+  scratch_.clear();  // freed in the order of the stream
 }
 
 // ---- deferred -----------------------------------------------------------------------------------
@@ -215,7 +216,8 @@ void HostToDeviceJob::finish() noexcept {
 
 void HostToDeviceJob::send() noexcept {
   if (!batch_ || is_enqueued() || !are_sources_free() || generation_ != fork_generation()) return;
-  // A worker's state: a mode of this thread has nothing to do with the copy, and may want the GIL.
+  // Use a worker's dispatch state: the modes of this thread do not concern the copy, and may need
+  // the GIL.
   const c10::impl::ForceDispatchKeyGuard plain(
       c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{}));
   const std::lock_guard lock(sending_);

@@ -1,5 +1,4 @@
-// H2D, to new memory and to memory that exists: through pinned staging buffers, or straight from
-// pinned sources.
+// H2D, to new or existing memory: through pinned staging buffers, or straight from pinned sources.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +15,11 @@
 namespace tdcopier {
 
 // At most this many workers stage a deferred batch. No call waits for it, and beside a loop whose
-// host is busy more of them cost the loop more than they save: 38 MB of rows cost it 5 % by 12
-// workers, 4 % by 4.
+// host is busy more workers cost the loop more than they save: for 38 MB of rows, 12 workers slow
+// it by 5 %, and 4 workers by 4 %.
 inline constexpr size_t kMostDeferredParticipants = 4;
 
-// Whether the device can read all of this chunk from the sources' memory.
+// Returns whether the device can read the whole chunk from the sources' memory.
 bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves);
 
 struct HostToDeviceOptions {
@@ -28,17 +27,19 @@ struct HostToDeviceOptions {
   WindowBytes window_bytes;  // a window fits in a staging buffer
 };
 
-// Participants claim windows one by one: fill a staging buffer, enqueue its transfers, go on.
-// Copies to new memory never wait for a stream of the caller's. Destinations are written after what
-// the caller's current stream of the target has when the job is made.
+// A copy from the host to a device. A participant claims a window, stages it in a buffer, enqueues
+// its transfers, and goes on to the next. Copies to new memory never wait for a caller's stream.
+// Existing destinations are written after the work that the caller's current stream of the target
+// has when the job is created.
 //
 // With memory for the whole batch the transfers are deferred: workers stage, and the thread that
-// uses the batch enqueues one transfer for each chunk. That is for loops that enqueue kernels all
-// the time: the driver lets one thread in at a time, and workers that call it beside the loop hold
-// the loop up by about 20 us for each transfer.
+// uses the batch enqueues one transfer for each chunk. This is for loops that enqueue kernels all
+// the time: the driver admits one thread at a time, and each transfer that a worker enqueues delays
+// the loop by about 20 us.
 class HostToDeviceJob final : public CopyJob {
  public:
-  // `batch`: memory for the plan's image. Requires then: no chunk is straight, new memory.
+  // `batch`: memory for the plan's image; the transfers are deferred. Requires then: new memory,
+  // and no chunk that is read in place.
   HostToDeviceJob(Accelerator& target, CopyWork work, const HostToDeviceOptions& options,
                   std::optional<HeldLease> batch = std::nullopt);
 
@@ -71,15 +72,15 @@ class HostToDeviceJob final : public CopyJob {
   std::byte* address(size_t chunk) const;
 
   const bool use_pinned_staging_;
-  const uint32_t generation_;           // of the process that made it: a child sends nothing
-  const EventRef used_;                 // after what the caller's stream has; null: new memory
-  std::vector<c10::Storage> scratch_;   // by chunk, of those that are scattered; empty: none is
+  const uint32_t generation_;           // of the process that made it: a forked child sends nothing
+  const EventRef used_;                 // after the work on the caller's stream; null: new memory
+  std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none
   const std::vector<size_t> straight_;  // chunks that are read in place, claimed one by one
   std::atomic<size_t> next_straight_ = 0;
   const std::vector<Window> windows_;  // claimed one by one
   const uint64_t host_bytes_;
-  Combiner<StagedWindow> staged_;   // the driver takes one thread at a time
-  std::optional<HeldLease> batch_;  // nullopt: the transfers are not deferred, or done
+  Combiner<StagedWindow> staged_;   // the driver admits one thread at a time
+  std::optional<HeldLease> batch_;  // nullopt: the transfers are not deferred
   Mutex sending_;
 };
 

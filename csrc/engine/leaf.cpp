@@ -1,4 +1,4 @@
-// The white list of what is packed, and the table of leaves.
+// The white list of packable tensors, and the table of leaves.
 #include "engine/leaf.h"
 
 #include <ATen/ExpandUtils.h>
@@ -16,16 +16,16 @@
 namespace tdcopier {
 namespace {
 
-// What torch includes by itself, without any mode or transform.
+// Keys that torch includes by default, without any mode or transform.
 constexpr c10::DispatchKeySet kPlainIncluded({c10::DispatchKey::BackendSelect,
                                               c10::DispatchKey::ADInplaceOrView});
 
-// Compares the raw bits: the sets' own difference leaves backend bits in.
+// Compares raw bits, because the difference of two key sets keeps backend bits.
 bool has_more_than(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) {
   return (keys.raw_repr() & ~allowed.raw_repr()) != 0;
 }
 
-// Named tensors are gone from torch 2.13 on.
+// torch has no named tensors from 2.13 on.
 template <typename Tensor>
 bool has_names(const Tensor& tensor) {
   if constexpr (requires { tensor.has_names(); }) {
@@ -92,7 +92,7 @@ void LeafTable::add_strided(const void* data, c10::ScalarType dtype, std::span<c
 
 PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  // The keys also say that it is strided and where its storage is.
+  // The keys also tell that the tensor is strided and which device it is on.
   if (has_more_than(impl->key_set(), plain) || has_names(tensor)) return {Packable::kNo};
   c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   if (storage == nullptr) return {Packable::kNo};
@@ -102,7 +102,7 @@ PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   const uint64_t element_bytes = impl->itemsize();
   const auto elements = static_cast<uint64_t>(impl->numel());
   const uint64_t begin = static_cast<uint64_t>(impl->storage_offset()) * element_bytes;
-  uint64_t reach = elements;  // elements from the first to behind the last
+  uint64_t reach = elements;  // number of elements in memory from the first to the last
   if (!dense && elements != 0) {
     reach = 1;
     for (size_t d = 0; d < sizes.size(); ++d) {
@@ -130,14 +130,14 @@ Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
     return Packable::kYes;
   }
   if (static_cast<uint64_t>(impl->numel()) > kMaxLeafBytes / element_bytes) return Packable::kNo;
-  // A device reads whole elements.
+  // A device reads aligned elements only.
   const bool aligned = reinterpret_cast<uintptr_t>(data) % element_bytes == 0;
   if (!device_.is_cpu() && !aligned) return Packable::kNo;
   add_gapped(data, dtype, sizes, strides);
   return Packable::kYes;
 }
 
-// Not in the path of the common leaf.
+// A function of its own, to keep the path of dense leaves short.
 void LeafTable::add_gapped(const void* data, c10::ScalarType dtype, at::IntArrayRef sizes,
                            at::IntArrayRef strides) {
   std::vector<int64_t> strides_bytes(strides.begin(), strides.end());
@@ -180,7 +180,7 @@ std::span<const std::byte> LeafTable::reach(const Leaf& leaf) const {
   if (!leaf.strided || leaf.bytes == 0) return {first, leaf.bytes};
   const at::IntArrayRef counts = sizes(leaf);
   const at::IntArrayRef steps = source_strides_bytes(leaf);
-  int64_t below = 0;  // an array may run backwards
+  int64_t below = 0;  // an array may have negative strides
   auto above = static_cast<int64_t>(c10::elementSize(leaf.dtype));
   for (size_t d = 0; d < counts.size(); ++d) {
     const int64_t span = (counts[d] - 1) * steps[d];

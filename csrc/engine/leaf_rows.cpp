@@ -1,4 +1,4 @@
-// Leaves that are rows of a table, picked by number.
+// Leaves that are rows of a table, selected by number.
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
@@ -10,7 +10,7 @@
 namespace tdcopier {
 namespace {
 
-// Do the dimensions from `first` on lie as in a contiguous tensor?
+// Returns whether the dimensions from `first` on have contiguous strides.
 bool is_contiguous_from(size_t first, at::IntArrayRef sizes, at::IntArrayRef strides) {
   int64_t expected = 1;
   for (size_t d = sizes.size(); d-- > first;) {
@@ -20,7 +20,8 @@ bool is_contiguous_from(size_t first, at::IntArrayRef sizes, at::IntArrayRef str
   return true;
 }
 
-// Elements from a row to the next, where the first `lead` dimensions count rows as one would.
+// Returns the number of elements from a row to the next. nullopt if the first `lead` dimensions do
+// not count rows as a single one would.
 std::optional<int64_t> row_stride(size_t lead, at::IntArrayRef sizes, at::IntArrayRef strides) {
   std::optional<int64_t> stride;
   int64_t rows = 1;
@@ -30,7 +31,7 @@ std::optional<int64_t> row_stride(size_t lead, at::IntArrayRef sizes, at::IntArr
     if (strides[d] != *stride * rows) return std::nullopt;
     rows *= sizes[d];
   }
-  return stride.value_or(0);  // there is one row
+  return stride.value_or(0);  // there is only one row
 }
 
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
@@ -55,7 +56,7 @@ std::optional<RowTable> look_at_rows(const at::Tensor& tensor, size_t lead) {
   for (size_t d = 0; d < lead; ++d) rows *= sizes[d];
   int64_t row_elements = 1;
   for (size_t d = lead; d < sizes.size(); ++d) row_elements *= sizes[d];
-  if (rows > 1 && *stride < row_elements) return std::nullopt;  // they repeat, or interleave
+  if (rows > 1 && *stride < row_elements) return std::nullopt;  // they overlap, or interleave
   const auto element_bytes = static_cast<int64_t>(tensor.itemsize());
   const auto row_bytes = static_cast<uint64_t>(row_elements * element_bytes);
   return RowTable{{*stride * element_bytes, std::max<uint64_t>(row_bytes, 1)}, rows};

@@ -1,4 +1,4 @@
-// Mapped storages are told by how torch would free them.
+// Recognises mapped storages by their deleter.
 #include "engine/mapped_leaves.h"
 
 #include <ATen/MapAllocator.h>
@@ -19,7 +19,7 @@ bool MappedFiles::is_mapped_memory(const c10::StorageImpl& storage) {
 }
 
 bool MappedLeaves::wait_for_disk() const {
-  constexpr size_t kMostAskedBytes = 16 << 20;  // the kernel is asked page by page
+  constexpr size_t kMostAskedBytes = 16 << 20;  // the kernel checks page by page
   const auto last = reaches_.begin() + static_cast<ptrdiff_t>(std::min(count_, kMostAsked));
   return !std::all_of(reaches_.begin(), last, [](std::span<const std::byte> reach) {
     return reach.size() <= kMostAskedBytes && is_resident(reach.data(), reach.size());

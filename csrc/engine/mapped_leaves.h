@@ -1,4 +1,4 @@
-// Host leaves that lie in memory-mapped files: to read them may be to wait for a disk.
+// Host leaves in memory-mapped files: reading them may wait for a disk.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,21 +11,23 @@
 
 namespace tdcopier {
 
-// Workers share the reading of mapped files in pieces of this size. Each faults its own pages in
-// and reads from the beginning to the end, which the kernel's read-ahead follows.
+// Workers read mapped files in pieces of this size. Each faults in its own pages and reads them
+// from first to last, which the kernel's read-ahead follows.
 inline constexpr uint64_t kMappedWindowBytes = 1024 * 1024;
 
-// Is it a file that torch has mapped? Shared memory is not one.
+// Returns whether the storage is a file that torch has mapped. Shared memory is not one.
 bool is_mapped_file(const c10::StorageImpl& storage);
 
-// The same of one storage after the other, most of which are freed in the same way.
+// Answers the same for many storages. Remembers a deleter that mapped memory does not have, since
+// most storages share one.
 class MappedFiles {
  public:
   bool has(const c10::StorageImpl& storage) {
     const c10::DeleterFnPtr deleter = storage.data_ptr().get_deleter();
     if (deleter == ordinary_) return false;
     if (is_mapped_file(storage)) return true;
-    // What it does tells files, but not files from shared memory: that is asked each time.
+    // The deleter tells mapped memory, but not files from shared memory: those are checked each
+    // time.
     if (!is_mapped_memory(storage)) ordinary_ = deleter;
     return false;
   }
@@ -40,18 +42,19 @@ class MappedFiles {
   c10::DeleterFnPtr ordinary_ = nullptr;
 };
 
-// Those of one tree's host leaves that are mapped. Remembers where a few of them are.
+// The mapped ones among a tree's host leaves. Remembers the addresses of a few of them.
 class MappedLeaves {
  public:
-  // `reach` is all memory from a leaf's first byte to its last.
+  // Adds a leaf. `reach` is all memory from its first byte to its last.
   void note(std::span<const std::byte> reach) {
     if (count_ < kMostAsked) reaches_[count_] = reach;
     ++count_;
   }
   bool empty() const { return count_ == 0; }
 
-  // Is one of them not in memory yet? Asks for a few: whoever reads one of a tree reads them all.
-  // Rows that are far apart in a file are taken for absent without asking for all that is between.
+  // Returns whether a leaf is not in memory yet. Checks only a few: the leaves of a tree are
+  // usually read together. Rows that are far apart in a file count as absent, without a check of
+  // all pages between them.
   bool wait_for_disk() const;
 
  private:
