@@ -146,8 +146,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // The maximum number of threads in transfer_all(), concurrently or one after the other.
   virtual size_t most_participants() const { return 1; }
-  // Whether a caller may take part. transfer_all() must then wait, and so be interrupted, only
-  // before it claims a part.
+  // Returns whether a caller may take part. transfer_all() must then wait, and so be interrupted,
+  // only before it claims a part.
   virtual bool can_be_helped() const { return false; }
   // Claims parts and enqueues their transfers until none is left or the job has failed. May throw.
   virtual void transfer_all() = 0;

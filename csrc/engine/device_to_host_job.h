@@ -34,8 +34,8 @@ class DeviceToHostJob final : public CopyJob {
   void deliver(const Window& window, const std::byte* staged);
   void note_read(const Window& window);
   bool is_gathered(const ChunkPlan& chunk) const;
-  // Whether the chunk is one contiguous leaf that goes straight to its destination: to pinned
-  // memory, or by a blocking transfer.
+  // Returns whether the chunk is one contiguous leaf that goes straight to its destination: to
+  // pinned memory, or by a blocking transfer.
   bool goes_straight(const ChunkPlan& chunk) const;
   std::vector<Window> windows_of_plan() const;
 

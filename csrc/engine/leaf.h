@@ -33,10 +33,9 @@ struct Leaf {
   uint64_t bytes;    // of its elements
   c10::ScalarType dtype;
   bool strided;
-  uint32_t dims;        // number of dimensions
-  uint32_t first_size;  // index of its sizes in LeafTable::shapes_; strides follow them
-  bool pinned =
-      false;  // host memory that a device can read directly; checked for large leaves only
+  uint32_t dims;                  // number of dimensions
+  uint32_t first_size;            // index of its sizes in LeafTable::shapes_; strides follow them
+  bool pinned = false;            // a device can read it directly; checked for large leaves only
   uint32_t row_layout = kNoRows;  // index in LeafTable::row_layouts_, of a leaf that is rows
 
   static constexpr uint32_t kNoRows = ~uint32_t{0};

@@ -18,8 +18,8 @@ inline constexpr uint64_t kMappedWindowBytes = 1024 * 1024;
 // Returns whether the storage is a file that torch has mapped. Shared memory is not one.
 bool is_mapped_file(const c10::StorageImpl& storage);
 
-// Answers the same for many storages. Remembers a deleter that mapped memory does not have, since
-// most storages share one.
+// Tells which of many storages are mapped files. Remembers a deleter that mapped memory does not
+// have, since most storages share one.
 class MappedFiles {
  public:
   bool has(const c10::StorageImpl& storage) {

@@ -1,4 +1,4 @@
-// The tensors that a copy hands over.
+// The class of the tensors that a copy makes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,21 +12,22 @@
 
 namespace tdcopier {
 
-// A plain tensor but for where its object lies. A batch makes hundreds, and drops those of the
-// batch before.
+// A plain tensor whose object comes from a pool of memory blocks, because each batch makes hundreds
+// and drops those of the batch before.
 class OutputTensor final : public c10::TensorImpl {
  public:
   using c10::TensorImpl::TensorImpl;
 
-  // Null if the tensor is another kind of object: it may have swapped its with another tensor.
+  // Returns null if the tensor has an implementation of another class, for example after a swap
+  // with another tensor.
   static OutputTensor* of(const at::Tensor& tensor) {
     c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     const std::type_info& type = typeid(*impl);
     return type == typeid(OutputTensor) ? static_cast<OutputTensor*>(impl) : nullptr;
   }
 
-  // Has it nothing to do with gradients, these keys, and whatever else torch may note of a tensor
-  // unset? Its shape, storage and version may be others than they were.
+  // Returns whether the tensor has no gradient state, exactly these keys, and no other attribute
+  // that torch may set. Its shape, storage and version may have changed.
   bool is_plain(c10::DispatchKeySet keys) {
     return autograd_meta() == nullptr && extra_meta_ == nullptr && key_set_ == keys &&
            !is_wrapped_number_ && allow_tensor_metadata_change_ && !reserved_ &&
@@ -34,8 +35,9 @@ class OutputTensor final : public c10::TensorImpl {
            !layout_policy_;
   }
 
-  // Another place, and a version of its own, from 0 on: views of the old place may share its. May
-  // run any code, once all that is done: the old storage may go.
+  // Moves the tensor to another place and restarts its version at 0, in a counter of its own: views
+  // of the old place may share the old one. Finally it drops the old storage, which may run any
+  // code.
   void move_to(const c10::Storage& storage, uint64_t offset) {
     const c10::Storage old = std::exchange(storage_, storage);
     storage_offset_ = static_cast<int64_t>(offset);

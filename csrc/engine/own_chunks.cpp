@@ -1,4 +1,4 @@
-// A map by storage. A weak reference to each says whether it still is the one that was remembered.
+// A map by storage. A weak reference in each entry tells whether its storage is still alive.
 #include "engine/own_chunks.h"
 
 #include <c10/util/intrusive_ptr.h>
@@ -14,15 +14,15 @@ namespace {
 using Slots = std::shared_ptr<const RecycledVector<SlotRange>>;
 
 struct Entry {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that no other has its address
-  const void* memory;                                 // resizing it would move it
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that its address is not reused
+  const void* memory;                                 // changes when the storage is resized
   Slots slots;
 };
 
 struct OwnChunks {
   std::mutex mutex;
-  std::unordered_map<const c10::StorageImpl*, Entry> entries;  // guarded by mutex, as the next
-  size_t swept_at = 64;  // when there are as many, those that are gone are swept out
+  std::unordered_map<const c10::StorageImpl*, Entry> entries;  // guarded by mutex, like swept_at
+  size_t swept_at = 64;  // at this many entries, expired ones are removed
 };
 
 OwnChunks& own_chunks() {

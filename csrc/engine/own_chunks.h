@@ -1,5 +1,5 @@
-// Remembers which storages are chunks of the engine's own, and where slots lie in them: what lies
-// between slots is padding, which whoever fills a chunk again may write.
+// Remembers which storages are the engine's own chunks, and where their slots are. Bytes between
+// slots are padding, which a copy into the chunk may overwrite.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -15,8 +15,8 @@
 
 namespace tdcopier {
 
-// Thread: any. Lifetime: an entry goes some time after its storage. No storage is kept alive.
-// `shift` is where its first slot begins, in bytes.
+// Remembers a chunk. `shift` is the offset of its first slot in bytes. Does not keep the storage
+// alive. Thread: any. Lifetime: an entry is removed some time after its storage is freed.
 void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan& plan,
                     const ChunkPlan& chunk, const LeafTable& leaves);
 
@@ -26,17 +26,17 @@ struct SlotRange {
   const std::byte* end;
 };
 
-// Tells padding, of one storage after the other and by ascending addresses.
+// Recognises padding. Requires: queries go storage by storage, by ascending addresses.
 class Padding {
  public:
-  // Are the bytes [from, to) exactly the gap between a slot and the next, in a chunk that was not
-  // resized? Other bytes may belong to views of the chunk that the caller has made. Requires: the
-  // storage is alive.
+  // Returns whether the bytes [from, to) are exactly the gap between a slot and the next, in a
+  // chunk that was not resized. Other bytes may belong to views of the chunk that the caller has
+  // made. Requires: the storage is alive.
   bool has(const c10::StorageImpl* storage, const std::byte* from, const std::byte* to);
 
  private:
   const c10::StorageImpl* storage_ = nullptr;
-  std::shared_ptr<const RecycledVector<SlotRange>> slots_;  // null: it is no chunk
+  std::shared_ptr<const RecycledVector<SlotRange>> slots_;  // null: not a chunk
   size_t next_ = 0;
 };
 

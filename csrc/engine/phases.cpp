@@ -1,4 +1,4 @@
-// The only file that knows torch's ranges.
+// Times phases. The only file that uses torch's profiler ranges.
 #include "engine/phases.h"
 
 #include <ATen/record_function.h>
@@ -18,7 +18,7 @@ constexpr std::array<const char*, kPhases> kNames = {
     "tdcopier: flatten", "tdcopier: plan",      "tdcopier: stage", "tdcopier: enqueue",
     "tdcopier: outputs", "tdcopier: unflatten", "tdcopier: wait"};
 
-// What it was; null where nobody records.
+// Starts a profiler range. Returns null if no profiler records.
 void* begin_profiled(Phase phase) {
   std::optional<at::StepCallbacks> callbacks =
       at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);

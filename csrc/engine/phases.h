@@ -13,11 +13,11 @@ namespace tdcopier {
 enum class Phase : uint8_t { kFlatten, kPlan, kStage, kEnqueue, kOutputs, kUnflatten, kWait };
 inline constexpr size_t kPhases = 7;
 
-// Of one copy, or of one job of it. Thread: any.
+// The times of one copy, or of one of its jobs. Thread: any.
 class PhaseTimes {
  public:
   void add(Phase phase, uint64_t ns) { ns_[static_cast<size_t>(phase)] += ns; }
-  // For a step that was part of another.
+  // Subtracts the time of another phase that ran within this one.
   void take_out(Phase phase, uint64_t ns) { ns_[static_cast<size_t>(phase)] -= ns; }
   uint64_t ns(Phase phase) const { return ns_[static_cast<size_t>(phase)]; }
 
@@ -25,12 +25,12 @@ class PhaseTimes {
   std::array<std::atomic<uint64_t>, kPhases> ns_{};
 };
 
-// Whether steps are timed from now on. Off at first. Thread: any.
+// Turns the timing of phases on or off. It is off at first. Thread: any.
 void time_phases(bool on);
 bool are_phases_timed();
 
-// One step, from its making to its end: timed if that is on, and a range of torch.profiler's while
-// that records. Otherwise it costs two looks. GIL: either way.
+// One phase, from construction to destruction: it is timed if timing is on, and is a range of
+// torch.profiler while that records. Otherwise it costs two checks. GIL: either way.
 class PhaseRange {
  public:
   PhaseRange(PhaseTimes& times, Phase phase);
@@ -44,7 +44,7 @@ class PhaseRange {
   void end() noexcept;
 
   PhaseTimes* times_ = nullptr;  // null: not timed
-  void* profiled_ = nullptr;     // torch's record of it; null: not profiled
+  void* profiled_ = nullptr;     // torch's range; null: not profiled
   Phase phase_;
   std::chrono::steady_clock::time_point begin_;
 };

@@ -1,5 +1,5 @@
-// Host leaves that a device can read where they are: large pinned ones, and small ones that come
-// one after the other from a pinned storage.
+// Finds host leaves that a device can read in place: large pinned ones, and series of small ones in
+// one pinned storage.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,13 +12,13 @@
 
 namespace tdcopier {
 
-// To ask whether memory is pinned takes a microsecond: it is asked of large leaves, and of a
-// storage from which a series of small ones comes that is as large together. Other small leaves are
-// packed wherever they are.
+// torch takes a microsecond to tell whether memory is pinned. So only large leaves are checked, and
+// storages with a series of small leaves that is as large in total. Other small leaves are packed,
+// pinned or not.
 class PinnedLeaves {
  public:
-  // The last leaf of the table, which is of the host, is this tensor. Requires: its storage and
-  // those of the leaves before stay alive until the last one was noted.
+  // Looks at the last leaf of the table, which is this host tensor. Requires: its storage and those
+  // of the leaves before stay alive until the last call.
   void note(LeafTable& leaves, const at::Tensor& tensor) {
     const Leaf& leaf = leaves[leaves.size() - 1];
     if (leaf.bytes == 0) return;
@@ -50,10 +50,10 @@ class PinnedLeaves {
     return answer_;
   }
 
-  const c10::StorageImpl* storage_ = nullptr;  // of the series that the last leaf ends
+  const c10::StorageImpl* storage_ = nullptr;  // of the series that the last leaf belongs to
   uint32_t first_ = 0;                         // the first leaf of the series
-  uint64_t bytes_ = 0;                         // of its leaves
-  const c10::StorageImpl* asked_ = nullptr;    // the storage that was asked last
+  uint64_t bytes_ = 0;                         // of the series
+  const c10::StorageImpl* asked_ = nullptr;    // the storage that was checked last
   bool answer_ = false;
 };
 

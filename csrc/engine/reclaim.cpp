@@ -1,4 +1,4 @@
-// A list of events and what waits for them.
+// A list of events, and of the keep-alives that wait for them.
 #include "engine/reclaim.h"
 
 #include <pthread.h>
@@ -17,8 +17,7 @@ namespace tdcopier {
 
 Reclaimer& Reclaimer::get() {
   static std::atomic<Reclaimer*> current = new Reclaimer();
-  // A child of a fork has none of its parent's threads, and leaves to the parent what they wait
-  // for.
+  // A forked child has none of its parent's threads. It leaves the pending entries to the parent.
   static const int registered = pthread_atfork(nullptr, nullptr, [] { current = new Reclaimer(); });
   (void)registered;
   return *current;
@@ -34,14 +33,14 @@ void Reclaimer::release_after(EventRef event, std::shared_ptr<KeepAlive> kept) n
     thread_looks_ = reclaimer_thread().submit([this] { look_until_nothing_is_left(); });
     if (thread_looks_) return;
     pending_.pop_back();
-  } catch (...) {  // no memory for it: waited for here, below
+  } catch (...) {  // out of memory for the entry: wait below
   }
   const InterruptibleWaits to_the_end(nullptr);
   wait_until_ended(*event);
   kept->release();
 }
 
-// The keepers go, and the events back to their pools, when the lock is free again.
+// Keep-alives are destroyed, and events return to their pools, after the lock is released.
 bool Reclaimer::look() noexcept {
   std::list<Pending> ended;
   const std::lock_guard lock(mutex_);

@@ -9,25 +9,26 @@
 
 namespace tdcopier {
 
-// The keeper of Python objects, or whatever else a job's memory belongs to. The engine releases it
-// as soon as the bytes were read, or written.
+// A keep-alive for the memory that a job reads or writes, for example of Python objects. The engine
+// releases it as soon as the bytes have been read, or written.
 class KeepAlive {
  public:
   virtual ~KeepAlive() = default;
-  // The second call does nothing. Thread: any. GIL: may or may not be held; must not wait for it.
+  // Releases the memory. A second call does nothing. Thread: any. GIL: may or may not be held; must
+  // not wait for it.
   virtual void release() noexcept = 0;
   virtual bool is_released() const noexcept = 0;
 };
 
-// What waits for devices, whichever: calls look at all of it, and one thread does so now and then
-// while there is any. Thread: any. Lifetime: never destroyed.
+// Releases keep-alives of all devices once their events have ended. Calls poll the events, and so
+// does one thread, from time to time while any are pending. Thread: any. Lifetime: never destroyed.
 class Reclaimer {
  public:
   static Reclaimer& get();
 
   void release_after(EventRef event, std::shared_ptr<KeepAlive> kept) noexcept;
 
-  // Releases what devices have finished with. Returns whether there is more to come.
+  // Releases what devices have finished with. Returns whether anything is still pending.
   bool look() noexcept;
 
  private:

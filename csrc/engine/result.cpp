@@ -1,4 +1,4 @@
-// One allocation for each chunk; outputs are tensor objects made directly over them.
+// Makes one allocation for each chunk, and output tensors directly over them.
 #include "engine/result.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -22,10 +22,10 @@
 namespace tdcopier {
 namespace {
 
-constexpr uint64_t kAllocatorAlignmentBytes = 64;  // what every allocator of torch gives
+constexpr uint64_t kAllocatorAlignmentBytes = 64;  // that every torch allocator guarantees
 constexpr uint64_t kMostElementBytes = 16;
 
-// A resizable storage of no bytes.
+// Returns an empty, resizable storage.
 c10::Storage empty_storage(c10::Device device) {
   return {c10::Storage::use_byte_size_t(), size_t{0}, c10::DataPtr(nullptr, device),
           c10::GetAllocator(device.type()), /*resizable=*/true};
@@ -39,7 +39,7 @@ c10::Storage allocate_on_host(c10::Allocator* allocator, uint64_t bytes) {
 }  // namespace
 
 c10::Storage allocate_on_device(c10::Device device, uint64_t bytes) {
-  // No mode or transform of this thread has to do with it.
+  // The modes and transforms of this thread must not affect the allocation.
   const c10::impl::ForceDispatchKeyGuard plain(
       c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{}));
   return at::empty({static_cast<int64_t>(bytes)},
@@ -87,8 +87,9 @@ void Result::allocate_chunks() {
   }
 }
 
-// Alignment beyond what an allocator gives is reached by a shift within a larger block. torch saves
-// and loads whole elements of a storage, of whatever dtype its leaves are.
+// If the allocator's alignment is not enough, shifts the chunk within a larger block. The size is a
+// multiple of the largest element, because torch saves and loads whole elements of a storage, of
+// any dtype.
 Result::Chunk Result::allocate(const ChunkPlan& plan) const {
   const uint64_t alignment = plan.alignment_bytes;
   const bool is_aligned = alignment <= kAllocatorAlignmentBytes;
@@ -126,7 +127,7 @@ void Result::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>&
   for (size_t i = first; i < last; ++i) to[i] = output(static_cast<uint32_t>(i));
 }
 
-// In small parts, so that a caller who comes takes what there is and goes on from there.
+// Works in small parts, so that a caller can take the outputs made so far and make the rest.
 void Result::make_outputs_ahead(PhaseTimes& times) noexcept {
   constexpr size_t kPart = 64;
   const c10::InferenceMode mode(inference_mode_);
@@ -138,8 +139,7 @@ void Result::make_outputs_ahead(PhaseTimes& times) noexcept {
       const PhaseRange range(times, Phase::kOutputs);
       made_.resize(leaves());
       make_outputs(first, std::min(first + kPart, leaves()), made_);
-    } catch (
-        ...) {  // no memory: the thread that takes the others makes these too, or fails as well
+    } catch (...) {  // out of memory: the thread that takes the outputs makes them all
       made_are_taken_ = true;
       made_.clear();
       return;
@@ -176,7 +176,8 @@ at::Tensor Result::output(uint32_t leaf_index) const {
   const Slot& slot = plan_->slots[leaf_index];
   const Chunk& chunk = chunks_[slot.chunk];
   const caffe2::TypeMeta dtype = c10::scalarTypeToTypeMeta(leaf.dtype);
-  // An empty leaf shares nothing: `out=` and `resize_` often grow one, over its neighbours' bytes.
+  // An empty leaf has a storage of its own: `out=` and `resize_` often grow one, and would write
+  // over its neighbours.
   c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(memory_.device);
   const uint64_t begin = leaf.bytes != 0 ? chunk.shift + slot.offset : 0;
   at::Tensor output =

@@ -1,4 +1,5 @@
-// A queue of events on the consumers' streams; the host waits for the oldest when it is too long.
+// A queue of events on the consumers' streams; the host waits for the oldest when the queue is
+// full.
 #include "engine/run_ahead.h"
 
 #include <utility>
@@ -26,7 +27,7 @@ void RunAhead::note_hand_over(const c10::Stream& stream) {
 
 bool RunAhead::has_room() {
   const std::lock_guard lock(mutex_);
-  // A consumer's stream that has failed reads no more. That is not this copy's failure.
+  // A consumer's stream that has failed reads no more, and its failure is not this copy's.
   while (!ahead_.empty() && has_ended(*ahead_.front())) ahead_.pop_front();
   return ahead_.size() < limit();
 }

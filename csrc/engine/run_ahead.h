@@ -14,10 +14,10 @@ namespace tdcopier {
 
 inline constexpr uint32_t kDefaultRunAheadLimit = 4;
 
-// A batch that was dropped on the host lives on until the device has read it. A loop that is bound
-// by the device would enqueue, and so allocate, batch after batch. Each hand-over leaves an event
-// on the consumer's stream; before another copy starts, all but `limit` of them must have been
-// passed.
+// Back-pressure for loops that are bound by the device. A batch that was dropped on the host keeps
+// its memory until the device has read it, so such a loop would allocate batch after batch. Each
+// hand-over records an event on the consumer's stream; before another copy starts, fewer than
+// `limit` of these events may be pending.
 //
 // Thread: any.
 class RunAhead {
@@ -26,15 +26,16 @@ class RunAhead {
   RunAhead(const RunAhead&) = delete;
   RunAhead& operator=(const RunAhead&) = delete;
 
-  // A hand-over on `stream`: what was handed over before is consumed by what is enqueued there by
-  // now.
+  // Notes a hand-over on `stream`. The work enqueued there by now consumes the batches handed over
+  // before.
   void note_hand_over(const c10::Stream& stream);
 
-  // Blocks: until fewer hand-overs than the limit are ahead of the device. GIL: must not be held.
+  // Waits for room. Blocks: until fewer hand-overs than the limit are ahead of the device. GIL:
+  // must not be held.
   void wait_for_room();
   bool has_room();
 
-  // At least 1; all devices. Thread: any.
+  // Sets the limit for all devices, at least 1. Thread: any.
   static void set_limit(uint32_t batches);
   static uint32_t limit();
 

@@ -36,7 +36,7 @@ static_assert(sizeof(Parameters<2042>) <= 32764, "what a kernel's parameters may
 
 struct Kernel {
   void* context = nullptr;  // the device's primary one
-  std::string lack;         // why there is none; the rest is empty then
+  std::string lack;         // why the kernel is unavailable; the rest is empty then
   void* few = nullptr;      // functions for up to 254, 766 and 2042 segments
   void* some = nullptr;
   void* many = nullptr;
@@ -48,7 +48,7 @@ std::string failed(const char* call, int result) {
   return std::string(call) + " returned " + std::to_string(result);
 }
 
-// The context is kept for good, as torch keeps it.
+// The context is never released, as in torch.
 Kernel load(int device) {
   Kernel kernel;
   const CudaDriver* driver = cuda_driver();
@@ -78,8 +78,8 @@ Kernel load(int device) {
   return kernel;
 }
 
-// Made at first use and never destroyed, as what they serve. A failure may have been the moment's,
-// memory that was short for example: it is tried again a few times.
+// Loads kernels at first use and never destroys them. A failure may be temporary, for example a
+// lack of memory, so it is retried a few times.
 const Kernel& kernel_of(c10::Device device) {
   constexpr int kMostTries = 3;
   struct Loaded {

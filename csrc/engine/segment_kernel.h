@@ -1,4 +1,4 @@
-// Many segments moved on a CUDA device by one kernel.
+// Moves many segments on a CUDA device with one kernel.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,11 +15,11 @@
 
 namespace tdcopier {
 
-// Bytes of a leaf, and their slot in a chunk. As in kernels/move_segments.cu.
+// A part of a leaf, and its place in a chunk. The same as in kernels/move_segments.cu.
 struct Segment {
   uint64_t address;          // on the device
-  uint32_t offset;           // of the slot in its chunk
-  uint32_t chunk_and_bytes;  // the chunk's number among those of a launch, in the upper 8 bits
+  uint32_t offset;           // in the chunk
+  uint32_t chunk_and_bytes;  // upper 8 bits: the chunk's index within the launch
 };
 inline constexpr size_t kMostChunksOfLaunch = 8;
 
@@ -28,23 +28,24 @@ enum class Move : uint32_t {
   kScatter = 1,  // from the slots to the addresses
 };
 
-// The leaves' bytes and their slots, cut: each segment is the work of one block of threads.
+// Leaves and their slots, cut into segments. One block of threads moves each segment.
 class Segments {
  public:
   explicit Segments(size_t leaves) { segments_.reserve(leaves); }
 
-  // What is added from here on has its slots in this chunk.
+  // Starts a chunk: the leaves added from here on have their slots in it.
   void begin_chunk(std::byte* memory);
-  // Requires: offset + bytes fits in 32 bits.
+  // Adds a leaf. Requires: offset + bytes fits in 32 bits.
   void add(const void* address, uint64_t offset, uint64_t bytes);
 
-  // Enqueues all on `stream`; nothing where there are none. Those that are written do not overlap.
-  // Requires: the stream's device has the kernel. Throws: c10::Error, if the device refuses work.
-  // Never blocks. Returns how many kernels it has launched.
+  // Enqueues the moves of all segments on `stream`. Never blocks. Returns the number of kernels
+  // that were launched, 0 without segments. Requires: the stream's device has the kernel, and the
+  // bytes that are written do not overlap. Throws: c10::Error, if the device refuses work.
   size_t move(const c10::Stream& stream, Move direction) const;
 
  private:
-  // Chunks that one launch knows, and its segments: those from `first` to the next group's.
+  // The chunks that a launch can refer to, and its segments: from `first` to the next group's
+  // `first`.
   struct Group {
     std::array<uint64_t, kMostChunksOfLaunch> chunks{};
     size_t count = 0;
@@ -55,16 +56,16 @@ class Segments {
   std::vector<Group> groups_;
 };
 
-// Why this device does not move segments by the kernel; empty where it does. The first call for a
-// device compiles it, which takes the driver some milliseconds.
+// Returns why this device does not use the kernel; empty if it does. The first call for a device
+// compiles the kernel, which takes the driver a few milliseconds.
 const std::string& segment_kernel_lack(c10::Device device);
 
-// Whether segments of chunks of this size are moved by the kernel on this device.
+// Returns whether the kernel moves segments of chunks of this size on this device.
 inline bool has_segment_kernel(c10::Device device, uint64_t chunk_bytes) {
   return chunk_bytes <= std::numeric_limits<uint32_t>::max() && segment_kernel_lack(device).empty();
 }
 
-// For tests and comparisons: without the kernel from now on, or with it again.
+// Turns the kernel off, or on again, for tests and comparisons.
 void use_segment_kernel(bool use);
 
 }  // namespace tdcopier

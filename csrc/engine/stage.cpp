@@ -1,4 +1,4 @@
-// Staging: plain copies of each leaf's bytes, clipped to the window.
+// Copies each leaf's bytes to staging memory, clipped to the window.
 #include "engine/stage.h"
 
 #include <algorithm>
@@ -19,15 +19,17 @@ std::atomic<uint64_t> g_max_window_bytes = std::numeric_limits<uint64_t>::max();
 constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kLineBytes = 64;
 
-// Of so many bytes that lie together the device reads the last ones when the first have long left
-// the caches, or has to fetch them all from there.
+// Contiguous pieces from this size on are written past the caches. Otherwise the first bytes would
+// be evicted before the device reads the last ones, or the device would have to fetch all of them
+// from the caches, which is slower.
 constexpr uint64_t kStreamedBytes = 64 * 1024;
 
 uint64_t align_up(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// At most `most`, so that as many steps cover the bytes, and the last is not much smaller.
+// Returns a step of at most `most` that covers the bytes in as few steps, with a last one that is
+// not much smaller.
 uint64_t even_step(uint64_t bytes, uint64_t most) {
   if (bytes <= most || most < 16 * kPageBytes) return most;
   const uint64_t steps = (bytes + most - 1) / most;
@@ -42,8 +44,8 @@ void prefetch_beginning(const Leaf& leaf) {
   }
 }
 
-// A strided leaf is read in the order in which its output lies in memory. Windows and slots begin
-// at multiples of the element's size, so no element is cut.
+// Reads a strided leaf in the order in which its output is stored. Windows and slots begin at
+// multiples of the element's size, so no element is cut.
 void stage_strided(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to) {
   const std::vector<StridedDim> dims =
       dims_as_they_arrive(leaves, leaf, leaves.source_strides_bytes(leaf));
@@ -52,7 +54,7 @@ void stage_strided(const LeafTable& leaves, const Leaf& leaf, LeafRange range, s
                range.begin / element_bytes, range.end / element_bytes, to);
 }
 
-// Rows are read a whole one at a time, which does not take longer.
+// Rows do not count: they are read whole, which takes no longer.
 bool has_strided(const PackPlan& plan, const LeafTable& leaves, const ChunkPlan& chunk) {
   return std::any_of(
       plan.order.begin() + chunk.first, plan.order.begin() + chunk.last,
@@ -101,8 +103,8 @@ std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
     while (all.begin < all.end) {
       const size_t round = std::min<size_t>(windows.size() / kWindowsOfRound, 32);
       const uint64_t here = std::min(step, window_bytes.first << round);
-      // Chunks begin at the same place in a cache line as on the target, so no element is cut
-      // there.
+      // Windows end at cache lines. Chunks have the same offset in a line as on the target, so no
+      // element is cut.
       const uint64_t line = (all.begin + here) / kLineBytes * kLineBytes;
       windows.push_back(
           {all.begin, std::min(all.end, line > all.begin ? line : line + kLineBytes)});
@@ -131,7 +133,7 @@ std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
 
 void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
                   std::byte* staging) {
-  constexpr uint32_t kAhead = 8;  // small leaves are scattered: fetch their first bytes early
+  constexpr uint32_t kAhead = 8;  // small leaves are far apart: prefetch their first bytes
   const auto stage_chunk = [&](size_t index, uint64_t from, uint64_t to, uint64_t place) {
     const ChunkPlan& chunk = plan.chunks[index];
     std::byte* const here = staging + place;

@@ -1,5 +1,4 @@
-// Cuts the chunks of a pack plan into windows, one transfer each, and fills staging memory with
-// them.
+// Cuts the chunks of a pack plan into windows, and fills staging memory with them.
 #pragma once
 
 #include <algorithm>
@@ -28,12 +27,12 @@ struct LeafRange {
   uint64_t end;
 };
 
-// A chunk with strided leaves is cut into windows of this size: to read them takes so much longer
-// that it is worth more hands.
+// A chunk with strided leaves is cut into windows of this size: they take so long to read that more
+// participants pay off.
 inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
 
-// How large the windows of a job are: the first ones small, so that the device has something to do
-// soon, and twice as large for each round of them, until they are as large as they may be.
+// The sizes of a job's windows. The first ones are small, so that the device starts early, and each
+// round of windows is twice as large as the one before, up to the maximum.
 struct WindowBytes {
   uint64_t first;
   uint64_t most;
@@ -41,33 +40,33 @@ struct WindowBytes {
   static WindowBytes all(uint64_t bytes) { return {bytes, bytes}; }
 };
 
-// The device has nothing to do until the first window is staged.
+// The device is idle until the first window is staged.
 inline constexpr uint64_t kFirstWindowBytes = 256 * 1024;
 
-// Another bound for all windows, for tests that want many of them for little. Thread: any.
+// Bounds the size of all windows, for tests that need many windows for little data. Thread: any.
 void set_max_window_bytes(uint64_t bytes);
 
-// Windows that cover the chunks for which `is_staged`, in the plan's order. Packed chunks that
-// follow one another share windows; those of full size in one chunk are about equal.
+// Returns windows that cover the chunks for which `is_staged`, in the plan's order. Consecutive
+// packed chunks share windows; windows of full size in one chunk are about equal.
 std::vector<Window> cut_windows(
     const PackPlan& plan, const LeafTable& leaves, WindowBytes window_bytes,
     const std::function<bool(const ChunkPlan&)>& is_staged = [](const ChunkPlan&) { return true; });
 
-// Writes the window's share of each leaf to where it belongs in `staging`, which holds the window's
-// bytes. Bytes between slots are left as they are.
+// Writes the window's part of each leaf to its place in `staging`, which holds the window's bytes.
+// Bytes between slots are not written.
 void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
                   std::byte* staging);
 
-// Writes a leaf's bytes, as they arrive, to `to`.
+// Writes the bytes `range` of a leaf, as they arrive, to `to`.
 void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to);
 
-// The leaf's dimensions in the order in which its bytes arrive, joined, for memory with these
-// strides.
+// Returns the dimensions of memory with these strides, in the order in which the leaf's bytes
+// arrive. Adjoining dimensions are joined.
 std::vector<StridedDim> dims_as_they_arrive(const LeafTable& leaves, const Leaf& leaf,
                                             std::span<const int64_t> strides_bytes);
 
-// Calls visit(index of the chunk, bytes [begin, end) of the chunk, place in the window) for each
-// chunk that has bytes in the window.
+// Calls visit(chunk index, begin, end, offset in the window) for each chunk that has bytes in the
+// window: its bytes [begin, end).
 template <typename Visit>
 void for_each_chunk_in_window(const PackPlan& plan, const Window& window, const Visit& visit) {
   auto chunk = std::partition_point(
@@ -82,7 +81,8 @@ void for_each_chunk_in_window(const PackPlan& plan, const Window& window, const 
   }
 }
 
-// The first leaf of the chunk that ends after its byte `begin`, as an index of the plan's order.
+// Returns the first leaf of the chunk that ends after byte `begin` of the chunk, as an index into
+// plan.order.
 inline uint32_t first_leaf_after(const PackPlan& plan, const LeafTable& leaves,
                                  const ChunkPlan& chunk, uint64_t begin) {
   const auto at = std::partition_point(
@@ -91,7 +91,7 @@ inline uint32_t first_leaf_after(const PackPlan& plan, const LeafTable& leaves,
   return static_cast<uint32_t>(at - plan.order.begin());
 }
 
-// Calls visit(leaf, range, place in the window) for each leaf that has bytes in the window.
+// Calls visit(leaf, range, offset in the window) for each leaf that has bytes in the window.
 template <typename Visit>
 void for_each_in_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
                         const Visit& visit) {

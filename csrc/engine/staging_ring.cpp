@@ -1,4 +1,4 @@
-// Staging buffers are pinned once and cycle: free, leased (being filled), in flight (being read).
+// Staging buffers are pinned once and cycle: free, leased, in flight (used by the device).
 #include "engine/staging_ring.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -74,13 +74,13 @@ std::optional<StagingLease> StagingRing::acquire(StagingUse use) {
         buffer = allocate_reserved(use);
         if (buffer) return StagingLease(*this, use, std::move(buffer));
         note_fallback();
-        grow = false;  // no more memory can be pinned: wait for what there is
+        grow = false;  // no more memory can be pinned: wait for a buffer
         lock.lock();
     }
   }
 }
 
-// Copies that wait for kernels leave a quarter of the buffers to those that do not.
+// Reserves a quarter of the buffers for copies that do not wait for kernels.
 bool StagingRing::has_share_left(StagingUse use) {
   const size_t all = limit_bytes() / kStagingBufferBytes;
   size_t most = all;
@@ -89,15 +89,15 @@ bool StagingRing::has_share_left(StagingUse use) {
   return share(use).buffers < std::max<size_t>(most, 1);
 }
 
-// Where the limit is less than a buffer for each use, each may have its one all the same.
+// If the limit is less than one buffer for each use, each may have one nevertheless.
 bool StagingRing::may_grow(StagingUse use) {
   if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;
   const bool is_first = share(use).buffers == 0;
   return is_first && pinned_bytes_ < kStagingUses * kStagingBufferBytes;
 }
 
-// A buffer of the use itself if it has its whole share, else of any: those that wait for no kernel
-// come back first.
+// Returns the event of the next buffer to come back: of this use if its share is taken, or else of
+// any, first of those that wait for no kernel.
 EventRef StagingRing::next_return(StagingUse use) {
   const auto front = [this](StagingUse of) {
     const std::deque<InFlight>& in_flight = share(of).in_flight;
@@ -111,7 +111,7 @@ EventRef StagingRing::next_return(StagingUse use) {
 StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
                                              std::unique_ptr<StagingBuffer>& buffer) {
   collect_if_needed(use);
-  // Nothing comes back that does not wait for kernels of another copy.
+  // The only buffers that may come back wait for kernels of another copy.
   const bool is_alone =
       free_.empty() && share(use).buffers == 0 && share(StagingUse::kToDevice).buffers == 0;
   if (!grow && is_alone) return Room::kNever;
@@ -129,7 +129,7 @@ StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
 }
 
 void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock) {
-  // One thread for each use looks at the device, and wakes the others.
+  // One thread for each use polls the device, and wakes the others.
   bool& is_watched = share(use).is_watched;
   const EventRef next = next_return(use);
   if (is_watched || (is_interleaved() && !next)) return returned_.wait(lock);
@@ -197,14 +197,14 @@ void StagingRing::give_back_after(StagingUse use, std::unique_ptr<StagingBuffer>
   returned_.notify_all();
 }
 
-// The device is asked only where its answer matters: each question takes about a microsecond.
+// Queries the device only if the answer matters: each query takes about a microsecond.
 void StagingRing::collect_if_needed(StagingUse use) {
   if (free_.empty() || pinned_bytes_ > limit_bytes() || !has_share_left(use)) collect_done();
   drop_over_limit();
 }
 
-// A device that has failed reads no more: its buffers are free, or the ring would be blocked for
-// ever. Transfers of the first use end in order; those of the others are on several streams.
+// Buffers of a device that has failed count as free, or the ring would be blocked forever.
+// Transfers of the first use end in order; those of the others are on several streams.
 void StagingRing::collect_done() {
   const uint64_t before = returns_;
   for (Share& those : shares_) {

@@ -1,4 +1,4 @@
-// The bounded set of pinned buffers that all transfers to one device read from.
+// The bounded set of pinned buffers for the transfers to and from one device.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -23,7 +23,7 @@ inline constexpr uint64_t kStagingBufferBytes = 2 * 1024 * 1024;
 inline constexpr uint64_t kDefaultStagingLimitBytes = 64 * 1024 * 1024;
 
 // The stream whose transfers use a buffer. Those of the last two may wait for the caller's kernels,
-// so each has a share of its own: they never keep what the first needs to go on.
+// so each use has a share of its own: the last two never keep buffers that the first needs.
 enum class StagingUse : uint8_t { kToDevice, kOrdered, kFromDevice };
 inline constexpr size_t kStagingUses = 3;
 
@@ -33,7 +33,7 @@ struct StagingBuffer {
 
 class StagingRing;
 
-// A buffer in the caller's hands. Dropped without `in_flight_until`, it is free again at once.
+// A lease of one buffer. If dropped without `in_flight_until`, the buffer is free at once.
 class StagingLease {
  public:
   StagingLease(StagingRing& ring, StagingUse use, std::unique_ptr<StagingBuffer> buffer);
@@ -44,7 +44,8 @@ class StagingLease {
   StagingLease& operator=(const StagingLease&) = delete;
 
   std::byte* data() const { return static_cast<std::byte*>(buffer_->memory.get()); }
-  // The device uses the buffer until `event` is done; null: it does no longer.
+  // Gives the buffer back when `event` is done: the device uses it until then. null: it no longer
+  // does.
   void in_flight_until(EventRef event);
 
  private:
@@ -53,26 +54,27 @@ class StagingLease {
   std::unique_ptr<StagingBuffer> buffer_;
 };
 
-// Thread: any. Lifetime: outlives every lease (device state is never destroyed).
+// The staging buffers of one device. Thread: any. Lifetime: outlives every lease (device state is
+// never destroyed).
 class StagingRing {
  public:
   explicit StagingRing(c10::DeviceType type) : type_(type) {}
   StagingRing(const StagingRing&) = delete;
   StagingRing& operator=(const StagingRing&) = delete;
 
-  // Blocks: while every buffer that the limit allows for this use is being filled or read by the
-  // device. nullopt: no memory can be pinned, and none will come back. GIL: must not be held.
-  // Throws: Interrupted.
+  // Leases a buffer. Returns nullopt if no memory can be pinned, and no buffer will come back.
+  // Blocks: while every buffer that the limit allows for this use is being filled or used by the
+  // device. GIL: must not be held. Throws: Interrupted.
   std::optional<StagingLease> acquire(StagingUse use);
 
-  // Would acquire() wait? An answer for now only: others take buffers too.
+  // Returns whether acquire() would wait now. Other threads take buffers too, so that may change.
   bool is_exhausted(StagingUse use) noexcept;
 
   uint64_t pinned_bytes();
-  void drop_free();  // gives back what no transfer needs just now
+  void drop_free();  // frees buffers that are not in use
 
-  // Pinned bytes per device, all rings; one buffer for each use at least, if it asks for one. A
-  // lower limit is reached as buffers come back. Thread: any.
+  // Sets the limit of pinned bytes per device, for all rings. Each use may have one buffer whatever
+  // the limit. A lower limit is reached as buffers come back. Thread: any.
   static void set_limit_bytes(uint64_t bytes);
   static uint64_t limit_bytes();
 
@@ -85,23 +87,24 @@ class StagingRing {
 
   struct Share {
     size_t buffers = 0;              // leased and in flight
-    bool is_watched = false;         // a thread waits for the device to give one back
+    bool is_watched = false;         // a thread polls the device for a returned one
     std::deque<InFlight> in_flight;  // oldest first
   };
 
   enum class Room { kTaken, kReserved, kNone, kNever };
-  // kTaken: `buffer` is one. kReserved: there is room for one more. `grow`: may there be?
+  // Looks for a buffer. kTaken: `buffer` has one. kReserved: the caller may pin one more. kNone:
+  // wait. kNever: none will come back. `grow`: whether more memory may be pinned.
   Room look_for_room(StagingUse use, bool grow, std::unique_ptr<StagingBuffer>& buffer);
-  std::unique_ptr<StagingBuffer> allocate_reserved(StagingUse use) noexcept;  // null: none
+  std::unique_ptr<StagingBuffer> allocate_reserved(StagingUse use) noexcept;  // null: failed
   void wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock);
   bool has_ended_any();  // mutex_ not held
   void give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffer);
   void give_back_after(StagingUse use, std::unique_ptr<StagingBuffer> buffer, EventRef event);
-  // All of these: mutex_ held.
+  // Requires, for all of these: mutex_ is held.
   Share& share(StagingUse use) { return shares_[static_cast<size_t>(use)]; }
   bool has_share_left(StagingUse use);
   bool may_grow(StagingUse use);
-  EventRef next_return(StagingUse use);  // null: a thread has to give one back first
+  EventRef next_return(StagingUse use);  // null: a thread must give one back first
   void collect_if_needed(StagingUse use);
   void collect_done();
   void drop_over_limit();
@@ -109,10 +112,10 @@ class StagingRing {
   const c10::DeviceType type_;
   Mutex mutex_;
   Condition returned_;
-  std::vector<std::unique_ptr<StagingBuffer>> free_;  // the last used is the warmest: taken first
+  std::vector<std::unique_ptr<StagingBuffer>> free_;  // the last used is in cache: taken first
   std::array<Share, kStagingUses> shares_;
   uint64_t pinned_bytes_ = 0;          // free, leased and in flight
-  std::atomic<uint64_t> returns_ = 0;  // buffers that have become free
+  std::atomic<uint64_t> returns_ = 0;  // number of buffers that came back
 };
 
 }  // namespace tdcopier

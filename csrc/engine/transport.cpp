@@ -1,4 +1,5 @@
-// CUDA's transfers through the driver, all others through ATen's copy, which every backend has.
+// CUDA's transfers from and to pinned memory go through the driver, all others through ATen's copy,
+// which every backend has.
 #include "engine/transport.h"
 
 #include <c10/core/InferenceMode.h>
@@ -12,14 +13,14 @@ namespace {
 
 constexpr bool kNonBlocking = true;
 
-// Host memory that stays its owner's: the data pointer has no deleter.
+// Returns a tensor over host memory that it does not own: the data pointer has no deleter.
 at::Tensor on_host(const void* address, uint64_t bytes) {
   return byte_tensor(c10::DataPtr(const_cast<void*>(address), c10::Device(c10::kCPU)), bytes);
 }
 
-// The driver takes about 2 us where ATen's copy takes 7 to 16. Null where there is none, for this
-// kind of device. Where it refuses, ATen's copy succeeds (a thread's first use of the device), or
-// fails with torch's own error.
+// Returns the driver, which takes about 2 us where ATen's copy takes 7 to 16; null if this kind of
+// device has none. If a driver call fails, ATen's copy succeeds (on a thread's first use of the
+// device), or fails with torch's own error.
 const CudaDriver* driver_for(const c10::Stream& stream) {
   return stream.device_type() == c10::DeviceType::CUDA ? cuda_driver() : nullptr;
 }

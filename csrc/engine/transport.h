@@ -1,4 +1,4 @@
-// Puts one transfer on a stream of the engine's, by raw addresses, in each direction.
+// Enqueues one transfer on a stream of the engine, between raw addresses, in each direction.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -9,24 +9,24 @@
 
 namespace tdcopier {
 
-// Requires, for all: `stream` is the current one of its device, and memory stays until the transfer
-// is done. A device's address is one on the stream's device.
+// Requires, for all: `stream` is the current one of its device, device addresses are on that
+// device, and the memory stays alive until the transfer is done.
 
-// H2D from pinned memory. Returns at once.
+// Enqueues an H2D transfer from pinned memory. Returns at once.
 void enqueue_to_device(const c10::Stream& stream, std::byte* to, const void* pinned,
                        uint64_t bytes);
 
-// D2H to pinned memory. Returns at once.
+// Enqueues a D2H transfer to pinned memory. Returns at once.
 void enqueue_to_host(const c10::Stream& stream, std::byte* pinned, const void* from,
                      uint64_t bytes);
 
-// H2D from, and D2H to, any host memory. Blocks: until the bytes have been read, or have arrived.
-// GIL: must not be held.
+// Copies from the host (H2D) or to it (D2H), with any host memory. Blocks: until the bytes have
+// been read, or have arrived. GIL: must not be held.
 void copy_from_pageable(const c10::Stream& stream, std::byte* to, const void* host, uint64_t bytes);
 void copy_to_pageable(const c10::Stream& stream, std::byte* host, const void* from, uint64_t bytes);
 
-// D2D between two devices, whose current streams both are: the source's works, the target's waits
-// for it. Returns at once.
+// Enqueues a D2D transfer on the source's stream, and makes the target's wait for it. Requires:
+// both are the current streams of their devices. Returns at once.
 void enqueue_between(const c10::Stream& target, std::byte* to, const c10::Stream& source,
                      const void* from, uint64_t bytes);
 

@@ -1,4 +1,4 @@
-// Pools, made when they are needed and never destroyed.
+// Thread pools, made when they are needed and never destroyed.
 #include "engine/workers.h"
 
 #include <ATen/DeviceAccelerator.h>
@@ -24,7 +24,8 @@ struct Pools {
 Pools g_pools;
 std::mutex g_mutex;
 
-// A child has none of the threads. Once: a second time it would lock what is locked.
+// A forked child has none of the threads. Registered once: a second handler would lock the mutex
+// twice.
 void forget_pools_in_children() {
   static const int registered = pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); },
                                                [] {
@@ -34,7 +35,8 @@ void forget_pools_in_children() {
   (void)registered;
 }
 
-// g_mutex is held. `threads` says how many, and may ask the system.
+// Returns the pool, made at first use. `threads` returns its number of threads, and may ask the
+// system. Requires: g_mutex is held.
 template <typename Threads>
 ThreadPool& made(ThreadPool*& pool, const Threads& threads, const std::string& name) {
   if (pool == nullptr) {
@@ -48,7 +50,7 @@ std::vector<ThreadPool*> pools_of(const Pools& pools) {
   std::vector<ThreadPool*> all{pools.workers};
   for (const auto& [device, pool] : pools.arrivals) all.push_back(pool);
   for (const auto& [device, pool] : pools.fillers) all.push_back(pool);
-  all.push_back(pools.reclaimer);  // the last: others leave it something to do
+  all.push_back(pools.reclaimer);  // the last, because the others give it work
   std::erase(all, nullptr);
   return all;
 }
@@ -64,7 +66,7 @@ ThreadPool& arrivals(c10::Device source) {
   static constexpr size_t kEnoughForALink = 4;
   const auto threads = [] { return std::min<size_t>(default_worker_count(), kEnoughForALink); };
   const std::lock_guard lock(g_mutex);
-  // Named apart: a schedule knows threads by their names.
+  // Each pool has its own name, because a schedule identifies threads by name.
   return made(g_pools.arrivals[source.index()], threads,
               "tdc-arr" + std::to_string(source.index()));
 }
