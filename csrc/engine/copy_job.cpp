@@ -36,7 +36,7 @@ bool CopyJob::run_in_background(ThreadPool& pool) {
       interleave();
       if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();
     });
-  } catch (...) {  // no memory for the task
+  } catch (...) {  // out of memory for the task
   }
   if (!taken) ticket_->take();
   return taken;
@@ -59,7 +59,7 @@ void CopyJob::call_others(size_t workers) noexcept {
           if (job && job->join()) job->work_to_the_end();
         },
         others);
-  } catch (...) {  // no memory for the tasks
+  } catch (...) {  // out of memory for the tasks
   }
 }
 

@@ -20,12 +20,12 @@ constexpr uint64_t kLineBytes = 64;
 
 std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
 
-// Returns the accelerator on whose stream the arrival is recorded.
+// Returns the accelerator of the stream that the arrival is recorded on.
 Accelerator& arrival(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source : Accelerator::of(target);
 }
 
-// Returns that stream.
+// Returns the stream that the arrival is recorded on.
 const c10::Stream& arrivals(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source.from_device_stream() : Accelerator::of(target).ordered_stream();
 }
@@ -153,7 +153,7 @@ void DeviceJob::gather_straight(size_t first, size_t last) {
   note_written(first, last);
   uint64_t bytes = 0;
   for (size_t i = first; i < last; ++i) bytes += plan_.chunks[i].bytes;
-  // Each kernel counts as one transfer, whatever its number of chunks.
+  // Each kernel counts as one transfer, for any number of chunks.
   for (size_t i = 0; i < launches; ++i) count_transfer(i == 0 ? bytes : 0);
 }
 

@@ -160,7 +160,7 @@ void HostToDeviceJob::enqueue(StagedWindow staged) {
   try {
     send_parts(staged.window, staged.lease.data());
   } catch (...) {
-    leave_to_device();  // it may be reading for earlier transfers
+    leave_to_device();  // the device may be reading for earlier transfers
     throw;
   }
   leave_to_device();

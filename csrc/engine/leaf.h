@@ -67,7 +67,7 @@ struct PlainTensor {
 // storage that covers its extent. Everything else that torch has, now or later, is left to torch.
 PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain);
 
-// Returns the layout of a plain tensor's rows, where the first `lead` dimensions count the rows.
+// Returns the layout of a plain tensor's rows, where the first `lead` dimensions count the rows;
 // nullopt if they are not contiguous, or do not ascend in memory. A table of one row has any
 // stride.
 std::optional<RowTable> look_at_rows(const at::Tensor& tensor, size_t lead);

@@ -20,7 +20,7 @@ bool is_contiguous_from(size_t first, at::IntArrayRef sizes, at::IntArrayRef str
   return true;
 }
 
-// Returns the number of elements from a row to the next. nullopt if the first `lead` dimensions do
+// Returns the number of elements from a row to the next; nullopt if the first `lead` dimensions do
 // not count rows as a single one would.
 std::optional<int64_t> row_stride(size_t lead, at::IntArrayRef sizes, at::IntArrayRef strides) {
   std::optional<int64_t> stride;

@@ -1,4 +1,4 @@
-// Host leaves in memory-mapped files: reading them may wait for a disk.
+// Finds host leaves in memory-mapped files: reading them may wait for a disk.
 #pragma once
 
 #include <ATen/core/Tensor.h>

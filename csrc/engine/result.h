@@ -67,7 +67,7 @@ class Result {
   // Makes light tensors over the slots of leaves [first, last), and puts them at the same indices
   // of `to`.
   void make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const;
-  // Makes outputs until they are taken. For a worker that is otherwise idle.
+  // Makes outputs until they are taken, on a worker that is otherwise idle.
   void make_outputs_ahead(PhaseTimes& times) noexcept;
   // Returns the outputs that were made ahead, by leaf: the first ones, or none. No more are made
   // from then on, and a second call returns none.
@@ -101,9 +101,8 @@ class Result {
   std::atomic<bool> is_allocated_ = false;  // written under mutex_
   std::exception_ptr failure_;              // guarded by mutex_
 
-  std::mutex made_mutex_;
-  RecycledVector<at::Tensor>
-      made_;  // outputs, by leaf; guarded by made_mutex_, like made_are_taken_
+  std::mutex made_mutex_;            // guards the two below
+  RecycledVector<at::Tensor> made_;  // outputs, by leaf
   bool made_are_taken_ = false;
 };
 

@@ -19,7 +19,7 @@ namespace tdcopier {
 struct Segment {
   uint64_t address;          // on the device
   uint32_t offset;           // in the chunk
-  uint32_t chunk_and_bytes;  // upper 8 bits: the chunk's index within the launch
+  uint32_t chunk_and_bytes;  // chunk's index in the launch (upper 8 bits), and bytes
 };
 inline constexpr size_t kMostChunksOfLaunch = 8;
 

@@ -32,7 +32,7 @@ struct LeafRange {
 inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
 
 // The sizes of a job's windows. The first ones are small, so that the device starts early, and each
-// round of windows is twice as large as the one before, up to the maximum.
+// round of windows is twice as large as the one before, up to `most`.
 struct WindowBytes {
   uint64_t first;
   uint64_t most;
@@ -40,7 +40,7 @@ struct WindowBytes {
   static WindowBytes all(uint64_t bytes) { return {bytes, bytes}; }
 };
 
-// The device is idle until the first window is staged.
+// Small, because the device is idle until the first window is staged.
 inline constexpr uint64_t kFirstWindowBytes = 256 * 1024;
 
 // Bounds the size of all windows, for tests that need many windows for little data. Thread: any.

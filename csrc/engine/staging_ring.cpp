@@ -96,8 +96,8 @@ bool StagingRing::may_grow(StagingUse use) {
   return is_first && pinned_bytes_ < kStagingUses * kStagingBufferBytes;
 }
 
-// Returns the event of the next buffer to come back: of this use if its share is taken, or else of
-// any, first of those that wait for no kernel.
+// Returns the event of the next buffer to come back: one of this use if its share is taken, else
+// preferably one that waits for no kernel.
 EventRef StagingRing::next_return(StagingUse use) {
   const auto front = [this](StagingUse of) {
     const std::deque<InFlight>& in_flight = share(of).in_flight;
@@ -111,7 +111,7 @@ EventRef StagingRing::next_return(StagingUse use) {
 StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
                                              std::unique_ptr<StagingBuffer>& buffer) {
   collect_if_needed(use);
-  // The only buffers that may come back wait for kernels of another copy.
+  // No buffer comes back, except those that wait for kernels of another copy.
   const bool is_alone =
       free_.empty() && share(use).buffers == 0 && share(StagingUse::kToDevice).buffers == 0;
   if (!grow && is_alone) return Room::kNever;

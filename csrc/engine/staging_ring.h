@@ -22,8 +22,9 @@ namespace tdcopier {
 inline constexpr uint64_t kStagingBufferBytes = 2 * 1024 * 1024;
 inline constexpr uint64_t kDefaultStagingLimitBytes = 64 * 1024 * 1024;
 
-// The stream whose transfers use a buffer. Those of the last two may wait for the caller's kernels,
-// so each use has a share of its own: the last two never keep buffers that the first needs.
+// The kind of stream whose transfers use a buffer. Those of the last two may wait for the caller's
+// kernels, so each use has a share of its own: the last two never keep buffers that the first
+// needs.
 enum class StagingUse : uint8_t { kToDevice, kOrdered, kFromDevice };
 inline constexpr size_t kStagingUses = 3;
 
@@ -73,8 +74,8 @@ class StagingRing {
   uint64_t pinned_bytes();
   void drop_free();  // frees buffers that are not in use
 
-  // Sets the limit of pinned bytes per device, for all rings. Each use may have one buffer whatever
-  // the limit. A lower limit is reached as buffers come back. Thread: any.
+  // Sets the limit of pinned bytes per device, for all rings. Each use may have one buffer, even
+  // above the limit. A lower limit is reached as buffers come back. Thread: any.
   static void set_limit_bytes(uint64_t bytes);
   static uint64_t limit_bytes();
 
