@@ -1,4 +1,4 @@
-// Small blocks of one size that a thread keeps for its next objects.
+// Per-thread stacks of free blocks of one size.
 #pragma once
 
 #include <cstddef>
@@ -6,14 +6,14 @@
 
 namespace tdcopier {
 
-// A stack of free blocks for each thread: what a batch has left is what the next one takes, still
-// in the cache. The C library would join such blocks to their neighbours when they are freed and
-// cut them off again when the next batch comes.
+// A stack of free blocks for each thread. The next batch takes the blocks that the last one freed,
+// which are still in the cache. The C library would merge such blocks with their neighbours when
+// they are freed, and split them again for the next batch.
 //
-// Under the address sanitizer nothing is kept, so that it sees who uses what was freed.
+// Under the address sanitizer no block is kept, so that it finds uses after free.
 //
-// Thread: any; a block may be freed by another thread than took it. `Bytes` names the stack, so
-// each kind of object has its own.
+// Thread: any; a block may be freed by another thread than the one that took it. Each instantiation
+// has its own stacks.
 template <size_t Bytes, size_t MostKept>
 class BlockStack {
  public:
@@ -45,7 +45,7 @@ class BlockStack {
   struct Free {
     Free* next;
   };
-  // No destructor: objects may be freed when a thread's others have gone.
+  // No destructor: blocks may be freed after the thread's other thread-local objects are gone.
   struct Stack {
     Free* top;
     size_t count;

@@ -1,4 +1,4 @@
-// Work that threads leave to whichever of them is at it already.
+// Flat combining: one thread runs the tasks that all threads submit.
 #pragma once
 
 #include <deque>
@@ -9,17 +9,17 @@
 
 namespace tdcopier {
 
-// For what only one thread can do at a time anyway: nobody sleeps for his turn. Whoever adds a task
-// while another thread works off tasks leaves it to that one and goes on; otherwise he works off
-// tasks until there are none left. So each task has been worked off when all those that have added
-// one have come back.
+// Runs tasks one at a time, in the order in which they were added; no thread waits for its turn. If
+// another thread is running tasks, add() leaves the task to that thread and returns. Otherwise the
+// caller runs tasks until none is left. So when all calls of add() have returned, all tasks have
+// run.
 //
 // Thread: any.
 template <typename Task>
 class Combiner {
  public:
-  // Works off tasks in the order in which they were added. What `work` throws is thrown here, in
-  // the thread that was at it; the tasks that are left then are dropped.
+  // Adds a task, then runs tasks unless another thread is doing so. An exception of `work` is
+  // thrown in the thread that runs the tasks; the remaining tasks are dropped.
   template <typename Work>
   void add(Task task, const Work& work) {
     {
@@ -40,7 +40,8 @@ class Combiner {
   }
 
  private:
-  // Nobody else takes what it has seen. False: this thread is no longer at work.
+  // Returns whether a task is left; no other thread takes it. After false, this thread no longer
+  // runs tasks.
   bool has_next() {
     interleave();
     const std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// One number, raised by the child's handler of fork().
+// A counter that a pthread_atfork() handler increments in the child.
 #include "base/fork.h"
 
 #include <pthread.h>

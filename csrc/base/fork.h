@@ -1,16 +1,15 @@
-// Counts forks, so that a child leaves alone what its parent's threads, which it does not have, may
-// hold locks of.
+// Counts forks, so that a child process avoids objects whose locks its parent's threads may hold.
 #pragma once
 
 #include <cstdint>
 
 namespace tdcopier {
 
-// Call once before any fork that matters. Thread: any.
+// Starts counting. Call before the first fork that matters; later calls do nothing. Thread: any.
 void watch_forks();
 
-// How many forks lie between the process that called watch_forks() and this one. What was made in
-// another generation than the present one belongs to an ancestor.
+// Returns the number of forks between the process that called watch_forks() and this one. An object
+// that was made in another generation belongs to an ancestor process.
 uint32_t fork_generation();
 
 }  // namespace tdcopier

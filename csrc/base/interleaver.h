@@ -1,4 +1,4 @@
-// Who says which thread goes on, where a test wants that to be its choice and to be repeatable.
+// Test hook that picks which thread runs next, so that interleavings can be replayed.
 #pragma once
 
 #include <atomic>
@@ -6,38 +6,39 @@
 
 namespace tdcopier {
 
-// Everybody waits, and nobody can go on.
+// All threads wait, and none can go on.
 struct DeadlockError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What the engine tells of its threads. Without one, which is so unless a simulation asks, each
+// Receives the engine's reports of what its threads do. Only a simulation sets one; without it each
 // call below costs the engine one load.
 //
-// An interleaver lets one of the threads that it knows run at a time. It may make the caller of
-// point() and of wait() stand still while others run, and no other.
+// An interleaver lets one of the threads that it knows run at a time. It may block the callers of
+// point() and wait() while others run, and no other thread.
 class Interleaver {
  public:
   virtual ~Interleaver() = default;
 
-  // Does it pick the threads that run just now? Then a wait blocks instead of polling.
+  // Returns whether it currently picks the threads that run. Then a wait blocks instead of polling.
   virtual bool is_in_force() const noexcept = 0;
 
-  // Others may go on here.
+  // Lets other threads run.
   virtual void point() noexcept = 0;
 
-  // Between the two the calling thread holds a lock: no other thread that may want it goes on.
+  // Between these calls the calling thread holds a lock, and no thread that may want the lock runs.
   virtual void enter_lock() noexcept = 0;
   virtual void leave_lock() noexcept = 0;
 
-  // The caller waits for a condition: first, with the lock, begin_wait; if that is true, without
-  // the lock, wait, which returns behind a notify. If it is false, the caller is on its own.
+  // Wait for a condition. begin_wait() is called with the lock held. If it returns true, the caller
+  // releases the lock and calls wait(), which returns after a notify(). If it returns false, the
+  // caller waits by itself.
   virtual bool begin_wait(const void* condition) noexcept = 0;
   virtual void wait() = 0;  // may throw a DeadlockError
   virtual void notify(const void* condition) noexcept = 0;
 
-  // The caller is about to make a thread. May throw a std::system_error, as if the process could
-  // have no more of them.
+  // Called before a thread is created. May throw std::system_error, as if the process had reached
+  // its limit of threads.
   virtual void make_thread() = 0;
 };
 
@@ -45,7 +46,7 @@ namespace detail {
 inline std::atomic<Interleaver*> g_interleaver = nullptr;
 }
 
-// Null: there is none.
+// Returns null if none is set.
 inline Interleaver* interleaver() noexcept {
   return detail::g_interleaver.load(std::memory_order_acquire);
 }
@@ -55,17 +56,17 @@ inline bool is_interleaved() noexcept {
   return chosen != nullptr && chosen->is_in_force();
 }
 
-// From now on and for good. Lifetime: it is never destroyed.
+// Sets the interleaver for the rest of the process. Lifetime: it is never destroyed.
 inline void set_interleaver(Interleaver& chosen) noexcept {
   detail::g_interleaver.store(&chosen, std::memory_order_release);
 }
 
-// Called before each thread that the engine makes.
+// Called before each thread that the engine creates.
 inline void about_to_make_thread() {
   if (Interleaver* const chosen = interleaver()) chosen->make_thread();
 }
 
-// Where the order of threads matters and nothing else says so.
+// Marks a place where the order of threads matters and no lock or condition shows it.
 inline void interleave() noexcept {
   if (Interleaver* const chosen = interleaver()) chosen->point();
 }

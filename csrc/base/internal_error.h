@@ -1,4 +1,4 @@
-// The error of a broken invariant: a bug in the engine, never a mistake of the caller.
+// The error for a broken invariant: a bug in the engine, never a mistake of the caller.
 #pragma once
 
 #include <stdexcept>
@@ -6,13 +6,14 @@
 
 namespace tdcopier {
 
-// Python sees tdcopier.InternalError, a RuntimeError.
+// Raised in Python as tdcopier.InternalError, a RuntimeError.
 class InternalError : public std::logic_error {
  public:
   using std::logic_error::logic_error;
 };
 
-// Checks an invariant at a cost of one comparison; for once per chunk, not once per leaf.
+// Throws InternalError if an invariant does not hold. Costs one comparison: call it once per chunk,
+// not once per leaf.
 inline void check_invariant(bool holds, const char* invariant) {
   if (!holds) {
     throw InternalError(std::string("tdcopier has a bug: it is not true that ") + invariant +

@@ -1,4 +1,4 @@
-// A lock and the conditions that threads wait for under it, known to the interleaver.
+// A mutex and a condition variable that report to the interleaver.
 #pragma once
 
 #include <chrono>
@@ -10,8 +10,7 @@
 
 namespace tdcopier {
 
-// As std::mutex. For the locks that are held while the device is asked something, and for those
-// that go with a Condition.
+// Like std::mutex. Use it for a lock under which the device is called, and with every Condition.
 class Mutex {
  public:
   void lock() {
@@ -30,14 +29,14 @@ class Mutex {
 
 class Condition {
  public:
-  // Blocks: until `is_met`, which is asked under the lock.
+  // Blocks: until `is_met`, which is called with the lock held, returns true.
   template <typename Predicate>
   void wait(std::unique_lock<Mutex>& lock, Predicate is_met) {
     while (!is_met()) wait(lock);
   }
 
-  // Blocks: until a notify; may also return without one. Throws Interrupted, with the lock, where
-  // the thread's waits can be interrupted.
+  // Blocks: until a notify; may also return without one. Throws Interrupted, with the lock held, if
+  // the thread's interrupt check does.
   void wait(std::unique_lock<Mutex>& lock) {
     if (Interleaver* const chosen = interleaver(); chosen && chosen->begin_wait(this)) {
       lock.unlock();
@@ -64,7 +63,8 @@ class Condition {
     check();
   }
 
-  // Makes those that wait look again, and does not tell the interleaver, which may be new to them.
+  // Wakes waiting threads to check their conditions again. Does not tell the interleaver, which may
+  // have been set after they began to wait.
   void nudge() noexcept { notified_.notify_all(); }
 
   void notify_one() noexcept {
@@ -77,7 +77,7 @@ class Condition {
   }
 
  private:
-  // All of those that wait look again: which is first is the interleaver's choice.
+  // Marks all waiting threads as notified: the interleaver picks which one runs first.
   void tell() noexcept {
     Interleaver* const chosen = interleaver();
     if (chosen == nullptr) return;

@@ -1,4 +1,4 @@
-// Areas whose bounds touch are clusters; in each, the rows of all are sorted by address.
+// Groups areas whose bounds overlap into clusters, and sorts the rows of each cluster by address.
 #include "base/overlap.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct Bounds {
   size_t area;
 };
 
-// Bytes that lie together.
+// Contiguous bytes of an area.
 struct Row {
   uint64_t begin;  // an address
   uint64_t end;
@@ -36,7 +36,8 @@ Bounds bounds_of(const Area& area, size_t index) {
   return bounds;
 }
 
-// How many rows it has, and how long they are: the innermost dimension may lie together.
+// The rows of an array. A row spans the innermost dimension if that is contiguous, else one
+// element.
 struct Rows {
   uint64_t count;
   uint64_t bytes;
@@ -79,7 +80,7 @@ void sort_rows(std::vector<Row>& rows) {
   std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return a.begin < b.begin; });
 }
 
-// Without gaps and repeats, in whatever order of dimensions and whichever way along them?
+// Returns whether the array has no gaps or repeats, for any order and direction of its dimensions.
 bool lies_together(std::span<const StridedDim> dims, uint64_t element_bytes) {
   std::vector<StridedDim> ascending(dims.begin(), dims.end());
   sort_by_step(ascending);
@@ -93,7 +94,7 @@ bool lies_together(std::span<const StridedDim> dims, uint64_t element_bytes) {
 }
 
 struct AreaRows {
-  uint64_t begin;  // an address: of the first row
+  uint64_t begin;  // address of the first row
   Rows rows;
   size_t area;
 };
@@ -105,7 +106,7 @@ AreaRows rows_of(const Area& area, const Bounds& bounds) {
   return {reinterpret_cast<uint64_t>(area.begin), rows_of(area.dims, area.bytes), bounds.area};
 }
 
-// Those with the fewest rows, as far as these are not too many.
+// Keeps the areas with the fewest rows, as long as their total stays within kMostComparedRows.
 void keep_comparable(std::vector<AreaRows>& cluster) {
   std::sort(cluster.begin(), cluster.end(),
             [](const AreaRows& a, const AreaRows& b) { return a.rows.count < b.rows.count; });
@@ -134,7 +135,7 @@ std::optional<std::pair<size_t, size_t>> find_in_cluster(std::span<const Area> a
   rows.reserve(std::min(count, kMostComparedRows));
   for (const AreaRows& each : cluster) append_rows(each.begin, each.rows, each.area, rows);
   sort_rows(rows);
-  // Of the rows so far, those that reach furthest: of all, and of the written ones.
+  // The rows so far that reach furthest: among all rows, and among the written ones.
   const Row* any = nullptr;
   const Row* written = nullptr;
   for (const Row& row : rows) {
@@ -153,7 +154,7 @@ std::optional<std::pair<size_t, size_t>> find_overlap(std::span<const Area> area
   RecycledVector<Bounds> bounds;
   bounds.reserve(areas.size());
   for (size_t i = 0; i < areas.size(); ++i) bounds.push_back(bounds_of(areas[i], i));
-  // The leaves of one chunk come in the order in which they lie there.
+  // Leaves of one chunk come in the order of their addresses.
   if (!std::is_sorted(bounds.begin(), bounds.end(), is_before)) {
     std::sort(bounds.begin(), bounds.end(), is_before);
   }
@@ -176,7 +177,8 @@ std::optional<std::pair<size_t, size_t>> find_overlap(std::span<const Area> area
 bool overlaps_itself(std::span<const StridedDim> dims, uint64_t element_bytes) {
   std::vector<StridedDim> ascending(dims.begin(), dims.end());
   sort_by_step(ascending);
-  // Enough: each dimension steps over all that the inner ones span.
+  // Sufficient for no overlap: each stride is at least as large as the span of the inner
+  // dimensions.
   uint64_t span = element_bytes;
   bool apart = true;
   for (const StridedDim& dim : ascending) {
@@ -191,7 +193,7 @@ bool overlaps_itself(std::span<const StridedDim> dims, uint64_t element_bytes) {
   if (all.count > kMostComparedRows) return true;
   std::vector<Row> rows;
   rows.reserve(all.count);
-  // The innermost dimension of `rows_of` lies together, so it does not overlap itself.
+  // Each row is contiguous, so it does not overlap itself.
   constexpr uint64_t kAnywhere = uint64_t{1} << 62;
   append_rows(kAnywhere, all, 0, rows);
   sort_rows(rows);

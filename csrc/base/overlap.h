@@ -1,4 +1,4 @@
-// Tells whether arrays that are written share memory with each other or with what is read.
+// Detects arrays that are written and share memory with other arrays.
 #pragma once
 
 #include <cstddef>
@@ -12,23 +12,23 @@
 
 namespace tdcopier {
 
-// One array's memory. Its bytes lie together if `dims` is empty.
+// The memory of one array. It is contiguous if `dims` is empty.
 struct Area {
   const std::byte* begin;  // the first element
-  uint64_t bytes;          // of one element, or of all where they lie together
+  uint64_t bytes;          // of one element, or of the whole array if it is contiguous
   bool written;
   std::vector<StridedDim> dims;
 };
 
-// Arrays with gaps are compared row by row; where those that reach into one another have more rows
-// than this, the ones with the most rows count as apart.
+// Arrays with gaps are compared row by row. If arrays whose bounds overlap have more rows than
+// this, those with the most rows are treated as not overlapping.
 inline constexpr uint64_t kMostComparedRows = 1 << 20;
 
-// Two areas, by index, that share a byte, and one of which at least is written; if there are any.
-// No written area may overlap itself.
+// Returns the indices of two areas that share a byte, at least one of which is written; nullopt if
+// there are none. Requires: no written area overlaps itself.
 std::optional<std::pair<size_t, size_t>> find_overlap(std::span<const Area> areas);
 
-// Do two elements share a byte? Where that would take too long to tell, yes.
+// Returns whether two elements share a byte; true if an exact answer would take too long.
 bool overlaps_itself(std::span<const StridedDim> dims, uint64_t element_bytes);
 
 }  // namespace tdcopier

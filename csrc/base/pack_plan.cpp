@@ -1,5 +1,5 @@
-// The pack plan: a chunk for each run, then one pass fills shared chunks in leaf order, one for
-// each kind at a time, and a last one gives each large leaf its own.
+// Makes a chunk for each run, then fills shared chunks in leaf order, with one open chunk per kind,
+// and at last gives each large leaf a chunk of its own.
 #include "base/pack_plan.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 constexpr uint64_t kLineBytes = 64;
 
 uint64_t align_up(uint64_t value, uint64_t alignment) {
-  // std::has_single_bit calls a function where no processor is named to compile for.
+  // std::has_single_bit compiles to a function call if no target processor is given.
   const bool is_power_of_two = (alignment & (alignment - 1)) == 0;
   if (is_power_of_two) return (value + alignment - 1) & ~(alignment - 1);
   return (value + alignment - 1) / alignment * alignment;
@@ -61,7 +61,7 @@ class Planner {
   void pack(uint32_t leaf) {
     const LeafExtent& extent = leaves_[leaf];
     const uint32_t kind = options_.by_kind ? extent.kind : 0;
-    if (extent.element_bytes != last_element_bytes_) {  // most leaves of a batch are of one dtype
+    if (extent.element_bytes != last_element_bytes_) {  // most leaves of a batch have one dtype
       last_element_bytes_ = extent.element_bytes;
       alignment_ = slot_alignment_bytes(options_.min_alignment_bytes, last_element_bytes_);
     }
@@ -90,7 +90,7 @@ class Planner {
 
   void place_packed(std::span<const LeafSeries> runs) {
     open_.fill(kNone);
-    auto run = runs.begin();  // the first that does not end before the leaf
+    auto run = runs.begin();  // the first run that does not end before the leaf
     for (uint32_t leaf = 0; leaf < leaves_.size(); ++leaf) {
       if (!is_packable(leaves_[leaf], options_)) continue;
       while (run != runs.end() && run->last <= leaf) ++run;
@@ -112,7 +112,7 @@ class Planner {
     uint32_t first = 0;
     for (ChunkPlan& chunk : plan_.chunks) {
       const uint32_t leaves = chunk.last;
-      chunk.first = chunk.last = first;  // `last` goes up to its place below
+      chunk.first = chunk.last = first;  // the loop below increments `last`
       first += leaves;
     }
     plan_.order.resize(first);
@@ -124,7 +124,7 @@ class Planner {
   const std::span<const LeafExtent> leaves_;
   const PackOptions& options_;
   PackPlan plan_;
-  std::array<uint32_t, kMostKinds> open_{};  // by kind: the chunk that is filled; kNone: none is
+  std::array<uint32_t, kMostKinds> open_{};  // by kind: the open chunk, or kNone
   uint32_t last_element_bytes_ = 0;
   uint64_t alignment_ = 1;
   uint64_t end_of_image_ = 0;
@@ -152,7 +152,7 @@ std::vector<LeafSeries> find_runs(std::span<const LeafExtent> leaves,
   std::vector<LeafSeries> runs;
   for (const LeafSeries& those : series) {
     LeafSeries run{};
-    uint64_t bytes = 0;  // of the run; 0: there is none
+    uint64_t bytes = 0;  // of the open run; 0: none is open
     const auto end_run = [&] {
       if (bytes > kMaxPackedLeafBytes) runs.push_back(run);
       bytes = 0;
@@ -162,7 +162,7 @@ std::vector<LeafSeries> find_runs(std::span<const LeafExtent> leaves,
       const uint64_t alignment =
           slot_alignment_bytes(options.min_alignment_bytes, leaves[leaf].element_bytes);
       const uint64_t offset = align_up(bytes, alignment);
-      // Just where its slot would be, so that a gap is what padding would be.
+      // The leaf is exactly where its slot would be, so any gap equals the padding.
       const bool goes_on = bytes != 0 && addresses[leaf] == addresses[run.first] + offset &&
                            leaves[leaf].kind == leaves[run.first].kind &&
                            is_packable(leaves[leaf], options) &&

@@ -1,4 +1,4 @@
-// Spins a little, then sleeps ever longer.
+// Spins briefly, then sleeps for longer and longer.
 #include "base/patience.h"
 
 #include <algorithm>

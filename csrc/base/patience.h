@@ -1,4 +1,4 @@
-// Waits that leave the processor alone, and that the waiting thread's owner may end early.
+// Waits that poll without keeping a processor busy, and waits that can be interrupted.
 #pragma once
 
 #include <exception>
@@ -7,13 +7,13 @@
 
 namespace tdcopier {
 
-// Thrown out of a wait that the thread's InterruptibleWaits wants to end.
+// Thrown by the check of an InterruptibleWaits to end a wait.
 struct Interrupted final : std::exception {
   const char* what() const noexcept override { return "the wait was interrupted"; }
 };
 
-// While it lives, waits of this thread call `check` at least every 20 ms, without a lock held. The
-// check may throw Interrupted.
+// While an object of this class lives, waits of its thread call `check` at least every 20 ms, with
+// no lock held. The check may throw Interrupted.
 class InterruptibleWaits {
  public:
   using Check = void (*)();
@@ -26,12 +26,12 @@ class InterruptibleWaits {
   const Check before_;
 };
 
-// The calling thread's check; null: its waits cannot be interrupted.
+// Returns the calling thread's check; null: its waits cannot be interrupted.
 InterruptibleWaits::Check interrupt_check() noexcept;
 
-// One wait by polling. It spins for the first 2 ms, in which short transfers end, and then sleeps
-// 1/64 of the time that has passed, 1 ms at most: a result is seen about 1 % late, and a wait of
-// 200 ms takes 2 % of a processor.
+// The pauses of one wait by polling. Spins for the first 2 ms, in which short transfers end, then
+// sleeps for 1/64 of the elapsed time, at most 1 ms: a result is seen about 1 % late, and a wait of
+// 200 ms uses 2 % of a processor.
 class Patience {
  public:
   Patience() noexcept;

@@ -1,4 +1,4 @@
-// Affinity from the scheduler, quotas and sets from the files of both versions of cgroups.
+// Reads the affinity from the scheduler, and quotas and cpusets from cgroup files (v1 and v2).
 #include "base/processors.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace tdcopier {
 namespace {
 
-constexpr size_t kMostProcessors = 1 << 20;  // more than any kernel is built for
+constexpr size_t kMostProcessors = 1 << 20;  // more than any kernel supports
 
 std::optional<size_t> number_in(std::string_view text) {
   size_t number = 0;
@@ -23,7 +23,7 @@ std::optional<size_t> number_in(std::string_view text) {
   return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
 }
 
-// Of a list such as "0-7,16-23"; 0 where it is none.
+// Returns the number of processors in a list such as "0-7,16-23"; 0 if it is malformed.
 size_t processors_in(const std::string& list) {
   size_t count = 0;
   std::istringstream ranges(list);
@@ -38,7 +38,8 @@ size_t processors_in(const std::string& list) {
   return count;
 }
 
-// Of version 2: "max 100000" or "150000 100000", a quota and a period in microseconds.
+// Reads cpu.max of version 2: a quota and a period in microseconds, for example "150000 100000". A
+// quota of "max" means none.
 std::optional<double> quota_of_version_2(const std::string& folder) {
   std::ifstream file(folder + "/cpu.max");
   double quota = 0;
@@ -47,7 +48,7 @@ std::optional<double> quota_of_version_2(const std::string& folder) {
   return quota / period;
 }
 
-// Of version 1: a file each; a quota of -1 is none.
+// Reads the two files of version 1. A quota of -1 means none.
 std::optional<double> quota_of_version_1(const std::string& folder) {
   std::ifstream quota_file(folder + "/cpu.cfs_quota_us");
   std::ifstream period_file(folder + "/cpu.cfs_period_us");
@@ -58,8 +59,8 @@ std::optional<double> quota_of_version_1(const std::string& folder) {
   return quota / period;
 }
 
-// From the group itself up to the mount, whose own files count too: a container often sees its
-// group there, under another path than the kernel's.
+// Returns the smallest quota from the group up to the mount. The mount's own files count too: a
+// container often sees its group there, under another path than the kernel reports.
 template <typename Quota>
 std::optional<double> tightest(const std::string& mount, std::string group, const Quota& quota_of) {
   std::optional<double> found;
@@ -72,7 +73,8 @@ std::optional<double> tightest(const std::string& mount, std::string group, cons
   }
 }
 
-// Of the group itself, or the nearest above it that says; a group's own file counts those above.
+// Returns the size of the group's cpuset, or of its nearest ancestor's that can be read. The
+// effective set of a group already respects its ancestors'.
 std::optional<size_t> nearest_cpuset(const std::string& mount, std::string group,
                                      const std::string& name) {
   for (;;) {
@@ -93,8 +95,8 @@ bool has_controller(const std::string& list, const std::string& wanted) {
   return false;
 }
 
-// Calls `visit(controllers, group)` for lines such as "0::/user.slice" of version 2, which has no
-// controllers there, and "4:cpu,cpuacct:/docker/1f2e" of version 1.
+// Calls `visit(controllers, group)` for each line, for example "0::/user.slice" of version 2, which
+// lists no controllers, and "4:cpu,cpuacct:/docker/1f2e" of version 1.
 template <typename Visit>
 void visit_groups(const std::string& memberships, const Visit& visit) {
   std::ifstream file(memberships);
@@ -151,7 +153,7 @@ size_t allowed_processors(AskAffinity ask) {
     if (ask(0, bytes, allowed.get()) == 0) {
       return static_cast<size_t>(std::max(CPU_COUNT_S(bytes, allowed.get()), 1));
     }
-    if (errno != EINVAL) break;  // else the kernel has more processors than that
+    if (errno != EINVAL) break;  // EINVAL: the kernel has more processors than `size`
   }
   return 1;
 }

@@ -1,4 +1,4 @@
-// Stacks of free blocks by size.
+// Stacks of free blocks, one for each power of two.
 #include "base/recycled.h"
 
 #include <pthread.h>
@@ -30,8 +30,8 @@ struct Store {
 Store& store();
 
 Store* make_store() {
-  auto* made = new Store();  // outlives every array
-  // Another thread may be in here at a fork: the child must find the lock open.
+  auto* made = new Store();  // never destroyed: outlives every array
+  // Hold the lock across fork(), so that no other thread holds it in the child's copy.
   pthread_atfork([] { store().mutex.lock(); }, [] { store().mutex.unlock(); },
                  [] { store().mutex.unlock(); });
   return made;

@@ -1,4 +1,4 @@
-// Arrays whose memory is kept for the next copy.
+// Arrays whose memory is reused by the next copy.
 #pragma once
 
 #include <cstddef>
@@ -6,13 +6,14 @@
 
 namespace tdcopier {
 
-// Blocks of powers of two bytes, from 1 KiB to 1 MiB, a few of each kept once freed. A request of
-// the C library for so much would first tidy up the hundreds of small blocks that the tensors of
-// the batch before have left, which takes longer than the walk over a batch.
+// Take and give back blocks of a power of two bytes, from 1 KiB to 1 MiB. A few free blocks of each
+// size are kept. Asked for this much, the C library would first consolidate the hundreds of small
+// blocks that the tensors of the previous batch left, which takes longer than the walk over a
+// batch.
 //
 // Thread: any. Larger blocks go to the C library.
 void* take_block(size_t bytes);
-void give_block(void* block, size_t bytes) noexcept;  // bytes as they were asked for
+void give_block(void* block, size_t bytes) noexcept;  // `bytes` as requested
 
 template <typename T>
 struct RecyclingAllocator {

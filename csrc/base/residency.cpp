@@ -1,4 +1,4 @@
-// Asks the kernel page by page.
+// Asks the kernel with mincore(), page by page.
 #include "base/residency.h"
 
 #include <sys/mman.h>

@@ -1,4 +1,5 @@
-// Rows of a few bytes are moved as numbers, large ones past the caches; both fetch what comes next.
+// Gathers move short rows as fixed-size values and long rows with streaming stores, and prefetch
+// the rows that come next.
 #include "base/row_copy.h"
 
 #include <algorithm>
@@ -9,14 +10,14 @@
 namespace tdcopier {
 namespace {
 
-// Rows lie anywhere in memory: that many are on their way at a time.
+// Rows are scattered in memory, so this many are prefetched at a time.
 constexpr size_t kRowsAhead = 12;
 constexpr uint64_t kLineBytes = 64;
 
-// A longer row is read by the processor's own prefetching once it has begun.
+// Once a longer row has begun, the processor's own prefetching reads the rest.
 constexpr uint64_t kFetchedBytes = 4 * kLineBytes;
 
-// To fill a device's staging memory with less does not pay for the stores' own cost.
+// For shorter rows, streaming stores cost more than they save.
 constexpr uint64_t kStreamedRowBytes = 8 * 1024;
 
 inline void fetch(const std::byte* row, uint64_t bytes) {
@@ -43,7 +44,7 @@ inline void each_row(Table* table, RowLayout layout, std::span<const int64_t> ro
   for (; i < last; ++i) move(row_at(table, layout, rows[i]), i);
 }
 
-// How many rows from `first` on lie one behind the other.
+// Returns how many rows from `first` on are adjacent in memory.
 size_t adjoining(RowLayout layout, std::span<const int64_t> rows, size_t first, size_t last) {
   if (layout.stride_bytes != static_cast<int64_t>(layout.row_bytes)) return 1;
   size_t i = first + 1;
@@ -55,7 +56,7 @@ template <uint64_t kBytes>
 void gather_fixed(const std::byte* table, RowLayout layout, std::span<const int64_t> rows,
                   size_t first, size_t last, std::byte* to) {
   each_row(table, layout, rows, first, last, [&](const std::byte* row, size_t i) {
-    std::memcpy(to + (i - first) * kBytes, row, kBytes);  // a constant: no call
+    std::memcpy(to + (i - first) * kBytes, row, kBytes);  // constant size: no call
   });
 }
 
@@ -98,8 +99,9 @@ void gather_whole(const std::byte* table, RowLayout layout, std::span<const int6
   });
 }
 
-// Bytes [begin, end) of all rows: the end of one, whole ones, the beginning of another. Calls
-// part(row number's index, first byte in it, bytes, place) and whole(first, last, place).
+// Splits bytes [begin, end) of the rows into the end of one row, whole rows, and the beginning of
+// another. Calls part(index in the list of rows, first byte in the row, bytes, place) and
+// whole(first, last, place).
 template <typename Part, typename Whole>
 void split(RowLayout layout, uint64_t begin, uint64_t end, const Part& part, const Whole& whole) {
   const uint64_t bytes = layout.row_bytes;

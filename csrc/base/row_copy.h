@@ -1,4 +1,4 @@
-// Reads rows of a table by their numbers and writes them one behind the other, or the reverse.
+// Gathers rows of a table by number into contiguous bytes, and scatters them back.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace tdcopier {
 
-// Memory that holds rows: row i is `row_bytes` from `i * stride_bytes` on.
+// The layout of a table: row i is `row_bytes` bytes from `i * stride_bytes` on.
 struct RowLayout {
   int64_t stride_bytes;
   uint64_t row_bytes;  // at least 1
@@ -15,16 +15,16 @@ struct RowLayout {
 
 struct RowTable {
   RowLayout layout;
-  int64_t rows;  // it has
+  int64_t rows;  // the number of rows
 };
 
-// The rows `rows`, one behind the other, are so many bytes: of these, [begin, end) are written to
-// `to`. Requires: the rows exist. Thread: any.
+// Writes bytes [begin, end) of the concatenated rows `rows` to `to`. Requires: the rows exist.
+// Thread: any.
 void gather_rows(const std::byte* table, RowLayout layout, std::span<const int64_t> rows,
                  uint64_t begin, uint64_t end, std::byte* to) noexcept;
 
-// The reverse: `from` has bytes [begin, end) of them. Of a row that is named twice, the last one
-// stays.
+// The reverse: writes bytes [begin, end) of the concatenated rows, which are at `from`, to the
+// table. If a row is named twice, the last one wins.
 void scatter_rows(std::byte* table, RowLayout layout, std::span<const int64_t> rows, uint64_t begin,
                   uint64_t end, const std::byte* from) noexcept;
 

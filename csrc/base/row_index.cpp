@@ -1,4 +1,4 @@
-// A pass without branches in the usual case, and another one to say what is wrong.
+// Checks row numbers without branches; only a failed check makes a second pass to find the number.
 #include "base/row_index.h"
 
 #include <algorithm>

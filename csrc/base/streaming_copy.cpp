@@ -1,4 +1,4 @@
-// Two pages side by side, a cache line of each at a time.
+// Copies two pages at a time, alternating between their cache lines.
 #include "base/streaming_copy.h"
 
 #include <algorithm>
@@ -18,8 +18,8 @@ namespace {
 constexpr size_t kLineBytes = 64;
 constexpr size_t kPageBytes = 4096;
 
-// `to` is the beginning of a line. A whole line is written at once: halves would be merged in
-// memory.
+// Copies one cache line; `to` is aligned to it. Writes the line as a whole, because the memory
+// would have to merge partial lines.
 inline void copy_line(std::byte* to, const std::byte* from) {
   const auto* read = reinterpret_cast<const __m128i*>(from);
   auto* write = reinterpret_cast<__m128i*>(to);
@@ -42,7 +42,7 @@ void copy_streaming(void* to, const void* from, size_t bytes) noexcept {
   const size_t head = std::min(bytes, (kLineBytes - past_line) % kLineBytes);
   std::memcpy(write, read, head);
   size_t at = head;
-  // The processor fetches ahead within a page, for each of the two.
+  // The processor prefetches within each of the two pages.
   for (; at + 2 * kPageBytes <= bytes; at += 2 * kPageBytes) {
     for (size_t line = at; line < at + kPageBytes; line += kLineBytes) {
       copy_line(write + line, read + line);

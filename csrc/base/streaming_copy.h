@@ -1,15 +1,15 @@
-// Copies bytes past the processor's caches.
+// Copies bytes with stores that bypass the processor's caches.
 #pragma once
 
 #include <cstddef>
 
 namespace tdcopier {
 
-// As std::memcpy, but what is written goes to memory rather than stay in the caches of the core
-// that wrote it: a device that reads it next need not fetch it from there, and whatever else the
-// caches hold stays. Where the processor has no such stores it is std::memcpy.
+// Like std::memcpy, but writes to memory instead of the caches of the core: a device that reads the
+// bytes next need not fetch them from there, and the other data in the caches stays. On processors
+// without such stores it is std::memcpy.
 //
-// When it returns, whoever is told that the bytes are there sees them.
+// Ends with a store fence: a release store after the call publishes the bytes.
 void copy_streaming(void* to, const void* from, size_t bytes) noexcept;
 
 }  // namespace tdcopier

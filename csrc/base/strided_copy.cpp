@@ -1,4 +1,4 @@
-// Planes along the two innermost dimensions, found by counting up the outer ones.
+// Copies planes of the two innermost dimensions, while it counts through the outer ones.
 #include "base/strided_copy.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace {
 
 enum class Toward { kDense, kStrided };
 
-// `dense` is where elements lie one behind the other.
+// `dense` is the contiguous side.
 template <Toward kToward>
 void move_bytes(std::byte* strided, std::byte* dense, uint64_t bytes) {
   if constexpr (kToward == Toward::kDense) {
@@ -20,11 +20,11 @@ void move_bytes(std::byte* strided, std::byte* dense, uint64_t bytes) {
   }
 }
 
-// Rows of elements that lie in memory at regular steps.
+// Rows of elements at regular strides in memory.
 struct Plane {
   std::byte* strided;
   uint64_t rows;
-  int64_t row_stride;  // in bytes, as the next
+  int64_t row_stride;  // in bytes, like column_stride
   uint64_t columns;
   int64_t column_stride;
 };
@@ -34,8 +34,8 @@ struct WidePlane {
   uint64_t element_bytes;
 };
 
-// Where the elements of a row lie together, the row is one wide element: three colours of a pixel,
-// a box, or a whole line.
+// If the elements of a row are contiguous, treats the row as one wide element: for example the
+// three colours of a pixel, a box, or a whole line.
 WidePlane as_wide_elements(const Plane& plane, uint32_t element_bytes) {
   if (plane.column_stride != static_cast<int64_t>(element_bytes)) {
     return {plane, element_bytes};
@@ -43,7 +43,7 @@ WidePlane as_wide_elements(const Plane& plane, uint32_t element_bytes) {
   return {{plane.strided, 1, 0, plane.rows, plane.row_stride}, plane.columns * element_bytes};
 }
 
-// The size is a constant, so that each element is one load and one store.
+// The element size is a constant, so that each element takes one load and one store.
 template <Toward kToward, size_t kElementBytes>
 void copy_plane(const Plane& plane, std::byte* dense) {
   std::byte* row = plane.strided;
@@ -93,7 +93,7 @@ size_t join_dims(std::span<StridedDim> dims) {
   size_t kept = 0;
   for (const StridedDim& dim : dims) {
     if (dim.size == 1) continue;
-    // The outer one steps by just what the inner one spans.
+    // The outer stride equals the span of the inner dimension.
     if (kept != 0 && dims[kept - 1].stride_bytes == dim.size * dim.stride_bytes) {
       dims[kept - 1] = {dims[kept - 1].size * dim.size, dim.stride_bytes};
     } else {
@@ -116,7 +116,7 @@ void copy_range(std::byte* strided, std::span<const StridedDim> dims, uint32_t e
   const StridedDim& inner = dims.back();
   const std::span<const StridedDim> outer = dims.first(dims.size() - 1);
   const auto row_elements = static_cast<uint64_t>(inner.size);
-  // Where the row of `first` is: its index along each outer dimension, and its address.
+  // Find the row of element `first`: its index along each outer dimension, and its address.
   std::vector<int64_t> index(outer.size());
   uint64_t row = first / row_elements;
   for (size_t d = outer.size(); d-- > 0;) {
@@ -124,7 +124,7 @@ void copy_range(std::byte* strided, std::span<const StridedDim> dims, uint32_t e
     row /= static_cast<uint64_t>(outer[d].size);
     strided += index[d] * outer[d].stride_bytes;
   }
-  // Moves on by rows along the innermost of the outer dimensions, by not more than it has.
+  // Advances by `rows` along the innermost outer dimension, at most to its end.
   const auto advance = [&](int64_t rows) {
     for (size_t d = outer.size(); d-- > 0; rows = 1) {
       strided += rows * outer[d].stride_bytes;

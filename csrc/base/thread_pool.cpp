@@ -1,4 +1,4 @@
-// The worker loop: sleep until there is a task or the pool is closed and empty.
+// Each worker sleeps until there is a task, or the pool is closed and has no tasks left.
 #include "base/thread_pool.h"
 
 #include <pthread.h>
@@ -30,7 +30,7 @@ ThreadPool::ThreadPool(size_t workers, const std::string& name) {
       });
     }
   } catch (const std::system_error&) {
-    // The process may have no more threads: those that exist will do.
+    // The process has reached its limit of threads: continue with those that exist.
   }
   workers_ = threads_.size();
   const std::lock_guard lock(mutex_);
@@ -67,7 +67,7 @@ void ThreadPool::wait_until_idle() {
 }
 
 void ThreadPool::wake() {
-  // Under the lock: a worker that has just asked for an interleaver and found none is in its wait.
+  // With the lock held, no worker is between its check for an interleaver and its wait.
   const std::lock_guard lock(mutex_);
   wake_.nudge();
 }
@@ -95,7 +95,7 @@ void ThreadPool::work() {
       ++running_;
     }
     task();
-    task = nullptr;  // what it keeps goes before it counts as done
+    task = nullptr;  // releases what the task owns before it counts as done
     {
       const std::lock_guard lock(mutex_);
       --running_;

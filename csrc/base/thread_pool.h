@@ -1,4 +1,4 @@
-// A fixed set of worker threads that run tasks in the order in which they were submitted.
+// A fixed set of worker threads that run tasks in the order of submission.
 #pragma once
 
 #include <cstddef>
@@ -13,33 +13,33 @@
 
 namespace tdcopier {
 
-// Thread: every member may be called from any thread, tasks included, except `shut_down` from a
-// task. Tasks must not throw: one that does ends the process, since nobody would hear of it.
+// Thread: any thread, including one that runs a task, may call any member; but a task must not call
+// `shut_down`. Tasks must not throw: an exception ends the process, since no caller could catch it.
 class ThreadPool {
  public:
-  // Tries at least one worker; gets as many as the system lets the process have, perhaps none.
-  // The workers are called `name`-0 and so on, for debuggers and profilers; 15 characters at most.
+  // Asks for at least one worker; gets as many as the system allows, perhaps none. Workers are
+  // named `name`-0 and so on, for debuggers and profilers; at most 15 characters.
   explicit ThreadPool(size_t workers, const std::string& name = "tdc-worker");
-  ~ThreadPool();  // as shut_down()
+  ~ThreadPool();  // calls shut_down()
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   size_t workers() const { return workers_; }
 
-  // False once the pool was shut down, or if it has no workers: the task was not taken.
+  // Returns false, without taking the task, once the pool was shut down or if it has no workers.
   [[nodiscard]] bool submit(std::function<void()> task);
 
-  // The same task several times over, for as many workers; all of them are woken by one call of the
-  // system's. All times, or none where submit() would not take it.
+  // Submits the same task several times, for as many workers, and wakes them all with one system
+  // call. Takes all or none: returns false where submit() would.
   bool submit_to_many(const std::function<void()>& task, size_t times);
 
-  // Blocks: until every task that was submitted has run.
+  // Blocks: until every submitted task has run.
   void wait_until_idle();
 
-  // Workers that have nothing to do look again, which an interleaver that is new wants.
+  // Wakes idle workers, so that they notice a new interleaver.
   void wake();
 
-  // Blocks: until every task that was submitted has run. Later calls return at once.
+  // Blocks: until every submitted task has run. Later calls return at once.
   void shut_down();
 
  private:
@@ -55,14 +55,14 @@ class ThreadPool {
   std::vector<std::thread> threads_;  // guarded by mutex_ once running
 };
 
-// More of them fill staging memory no faster than the link empties it, and the caller's own threads
-// lose processors.
+// More workers would fill staging memory no faster than the link empties it, and would take
+// processors from the caller's threads.
 inline constexpr size_t kMostWorkers = 12;
 
-// How many workers to have: this process's share of the processors, at most kMostWorkers, or as
-// many as was said instead.
+// Returns how many workers to create: this process's share of the processors, at most kMostWorkers
+// or the limit that set_most_workers() has set.
 size_t default_worker_count();
-// For pools that are made from now on. At least 1. Thread: any.
+// Sets the limit for pools that are created from now on. At least 1. Thread: any.
 void set_most_workers(size_t workers);
 
 }  // namespace tdcopier

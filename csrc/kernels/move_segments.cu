@@ -1,6 +1,6 @@
-// Copies many segments between their places on a device and their slots in up to eight chunks, all
-// at once: a gather, or a scatter. This is the source of move_segments_ptx.h, which
-// tools/make_ptx.py writes; engine/segment_kernel.h has the layout of the parameters once more.
+// Copies many segments between their places on a device and their slots in up to eight chunks in
+// one launch: a gather or a scatter. tools/make_ptx.py compiles this file to move_segments_ptx.h.
+// engine/segment_kernel.h repeats the layout of the parameters.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -16,14 +16,14 @@ struct Segment {
 
 template <u32 kMost>
 struct Segments {
-  u64 chunks[kMostChunks];  // addresses; the host's if they are pinned
+  u64 chunks[kMostChunks];  // addresses; host addresses for pinned chunks
   u32 scatter;
   u32 unused;
   Segment each[kMost];
 };
 
-// As wide as both addresses allow: a device reads and writes whole elements, where they are
-// aligned.
+// Copies in words. Requires: both addresses are aligned to Word, since a device reads and writes
+// whole aligned elements.
 template <typename Word>
 __device__ void copy_as(const char* __restrict__ from, char* __restrict__ to, u32 bytes) {
   const u32 words = bytes / sizeof(Word);
@@ -51,8 +51,8 @@ __device__ void move(const Segments<kMost>& segments) {
   copy_as<char>(from, to, bytes);
 }
 
-// Parameters are copied whole at each launch, so there is a size for small batches. Those of the
-// largest fill what a kernel may have: 32,764 bytes.
+// A launch copies all parameters, so there are smaller sizes for small batches. The largest nearly
+// fills the 32,764 bytes that a kernel may have.
 extern "C" __global__ void move_segments_254(const __grid_constant__ Segments<254> segments) {
   move(segments);
 }
