@@ -1,4 +1,4 @@
-// Reuse of memory blocks in the order of streams' work.
+// Reuses memory blocks in the order of the streams' work.
 #include "sim/block_cache.h"
 
 #include <atomic>
@@ -12,7 +12,7 @@ namespace tdcopier::sim {
 
 namespace {
 
-// Fresh system memory often reads as zero, which is what a test may well expect: these do not.
+// Fresh system memory is often zero, which a test may expect by accident; these patterns are not.
 constexpr int kFreshByte = 0xA5;
 constexpr int kFreedByte = 0xDD;
 
@@ -41,7 +41,7 @@ Block* BlockCache::reuse(std::int64_t pool, std::size_t size) {
 }
 
 Block* BlockCache::allocate(std::int64_t pool, std::size_t size) {
-  // A system that promises more memory than it has would end the process when it is written.
+  // A system that overcommits memory would kill the process when it writes to the block.
   constexpr std::size_t kMoreThanAnyDeviceHas = std::size_t{1} << 40;
   if (size > kMoreThanAnyDeviceHas) return nullptr;
   void* const data = std::aligned_alloc(kBlockBytes, size);
@@ -113,7 +113,7 @@ void BlockCache::poison(Block* block) {
   const auto position = block->owner->append({"poison", [data = block->data, size = block->size] {
                                                 std::memset(data, kFreedByte, size);
                                               }});
-  block->seen_until.push_back(Point{block->owner, position});  // it is mapped until then
+  block->seen_until.push_back(Point{block->owner, position});  // it stays mapped until then
 }
 
 void BlockCache::forget(Block* block) {

@@ -1,4 +1,4 @@
-// Memory blocks that are kept for reuse: what the device's and the pinned allocator have in common.
+// Memory blocks that are kept for reuse: the common part of the device's and the pinned allocator.
 #pragma once
 
 #include <cstddef>
@@ -15,63 +15,63 @@
 
 namespace tdcopier::sim {
 
-// When memory is filled with a pattern that no test takes for data.
+// Says when memory is filled with a pattern that no test mistakes for data.
 struct Poison {
-  bool at_allocation;  // of memory that is fresh from the system
+  bool at_allocation;  // of fresh system memory
   bool at_free;
 };
-// For all blocks from now on; returns what was. Thread: any.
+// Sets the poison for all blocks from now on, and returns the previous setting. Thread: any.
 Poison exchange_poison(Poison poison);
 
-inline constexpr std::size_t kBlockBytes = 512;  // blocks are aligned to and multiples of this
+inline constexpr std::size_t kBlockBytes = 512;  // block addresses and sizes are multiples of this
 
 std::size_t rounded_size(std::size_t bytes);
 
-// A piece of system memory. `pool` says among whom a free block may be shared.
+// A piece of system memory. A free block is reused only within its `pool`.
 struct Block {
   void* data = nullptr;
   std::size_t size = 0;
   std::int64_t pool = 0;
-  StreamQueue* owner = nullptr;     // in whose order the block is used again; none: in no stream's
-  Point freed_at;                   // the owner's place at the free
-  std::vector<StreamQueue*> users;  // streams that were noted to use the block while handed out
-  std::vector<Point> in_use_until;  // freed, and to be reused only when all of these are passed
-  std::vector<Point> seen_until;    // freed, and to be unmapped only when all of these are passed
+  StreamQueue* owner = nullptr;     // the stream in whose order the block is reused; null: none
+  Point freed_at;                   // the owner's position at the free
+  std::vector<StreamQueue*> users;  // streams recorded as users while the block is handed out
+  std::vector<Point> in_use_until;  // after the free: may be reused once these are passed
+  std::vector<Point> seen_until;    // after the free: may be unmapped once these are passed
   bool in_use = false;              // handed out
-  std::shared_ptr<const Clock> done_at_free;  // for a detection: what in_use_until stands for
+  std::shared_ptr<const Clock> done_at_free;  // for a detection: in_use_until as a clock
 };
 
-// Where an address lies.
+// The block that contains an address.
 struct Place {
-  std::uintptr_t begin;  // of its block
+  std::uintptr_t begin;  // of the block
   std::size_t size;
   bool in_use;
 };
 
 // Not locked: its owner's mutex guards it.
 //
-// A freed block goes to the back of its pool's free list at once, whatever work is pending (work of
-// the stream that owns it is ordered before the next user's anyway), unless streams were noted as
-// its users: then it waits until what was enqueued on them at the time of the free has run.
+// A freed block can be reused at once, even if work is pending: work of the stream that owns it
+// runs before the next user's anyway. But if streams were recorded as its users, it waits until the
+// work that was enqueued on them at the time of the free has run.
 //
-// A freed block is poisoned when its owner may use it again: at once if no stream that may has
-// pending work, else in the owner's order. Who reads it after that reads it after its free.
+// A freed block is poisoned when its owner may reuse it: at once if the owner has run all work from
+// before the free, else in the owner's order. A read that sees the pattern is a use after free.
 //
 // Memory goes back to the system only when all work that was pending at the free, on any stream,
-// has run. A program that forgets to order its streams therefore sees wrong bytes, never a crash.
+// has run. So a program that forgets to order its streams sees wrong bytes, but never crashes.
 class BlockCache {
  public:
-  // A free block of exactly this rounded size, the most recently freed first; null if there is
-  // none.
+  // Returns a free block of exactly this rounded size, the most recently freed first; null if there
+  // is none.
   Block* reuse(std::int64_t pool, std::size_t size);
 
-  // A new block from the system, poisoned; null if the system has no memory.
+  // Returns a new, poisoned block from the system; null if the system has no memory.
   Block* allocate(std::int64_t pool, std::size_t size);
 
   void recycle(Block* block);
 
-  // Gives free blocks back to the system, those for which `wanted(pool)` is true, as far as no
-  // pending work may still touch them. Returns the number of bytes.
+  // Gives the free blocks for which `wanted(pool)` is true back to the system, except those that
+  // pending work may still touch. Returns the number of bytes.
   template <typename Wanted>
   std::size_t trim(Wanted wanted) {
     sweep();
@@ -88,7 +88,7 @@ class BlockCache {
     return bytes;
   }
 
-  // The block that starts at an address, or that an address lies in; null if there is none.
+  // Return the block that starts at an address, or the one that contains it; null if there is none.
   Block* starting_at(const void* data) const;
   Block* containing(const void* data) const;
   std::optional<Place> place_of(const void* data) const;
@@ -101,7 +101,7 @@ class BlockCache {
 
   std::map<std::uintptr_t, std::unique_ptr<Block>> blocks_;
   std::map<std::pair<std::int64_t, std::size_t>, std::vector<Block*>> free_;
-  std::list<Block*> waiting_;  // freed, with users that are not done
+  std::list<Block*> waiting_;  // freed, but still in use by recorded streams
 };
 
 }  // namespace tdcopier::sim

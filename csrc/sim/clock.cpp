@@ -1,4 +1,4 @@
-// Few streams are in use at a time: a sorted vector does.
+// A sorted vector suffices, because few streams are in use at a time.
 #include "sim/clock.h"
 
 #include <algorithm>

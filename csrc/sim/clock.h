@@ -1,4 +1,4 @@
-// What has happened before: for each stream, up to which position.
+// A vector clock: for each stream, the position up to which its work has happened.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace tdcopier::sim {
 
 class StreamQueue;
 
-// A vector clock over streams; streams that are not in it are at 0. Not locked.
+// Streams that are not in the clock are at position 0. Not locked.
 class Clock {
  public:
   std::uint64_t at(const StreamQueue* stream) const;
@@ -17,7 +17,7 @@ class Clock {
   void join(const Clock& other);
 
  private:
-  std::vector<std::pair<const StreamQueue*, std::uint64_t>> positions_;  // by stream
+  std::vector<std::pair<const StreamQueue*, std::uint64_t>> positions_;  // sorted by stream
 };
 
 }  // namespace tdcopier::sim

@@ -1,4 +1,4 @@
-// Numbers for directions and kinds; tdcopier/sim has the names.
+// Binds the controls. Directions and kinds are plain numbers here; tdcopier/sim names them.
 #include "sim/controls.h"
 
 #include <pybind11/stl.h>
@@ -17,7 +17,7 @@ namespace tdcopier::sim {
 
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;  // for whatever may block
+using Release = py::call_guard<py::gil_scoped_release>;  // for calls that may block
 
 std::optional<c10::DeviceIndex> checked(std::optional<int> device) {
   if (!device) return std::nullopt;

@@ -1,5 +1,4 @@
-// Bindings of what a test can order: faults, the time of transfers, poison, what is
-// looked for, and the order of all.
+// Python bindings of the test controls: faults, paces, poison, detections and schedules.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// Copies as operations on streams.
+// Enqueues copies as operations on streams.
 #include "sim/copy.h"
 
 #include <ATen/Functions.h>
@@ -26,8 +26,8 @@ bool is_sim(const at::Tensor& tensor) {
   return tensor.device().type() == kDeviceType;
 }
 
-// The tensor's memory, which lies in the host's whatever its device, seen as a tensor of the host.
-// It owns nothing: as on a device, who frees memory that is in use has to say so to its allocator.
+// Returns a host tensor over the tensor's memory, which is host memory whatever its device. It owns
+// nothing: as on a real device, a program that frees memory in use has to tell the allocator.
 at::Tensor host_view(const at::Tensor& tensor) {
   auto view = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
                             at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU));
@@ -36,7 +36,7 @@ at::Tensor host_view(const at::Tensor& tensor) {
   return view;
 }
 
-// Whether the elements lie in memory in the same way, without holes, so that bytes can be copied.
+// Returns whether both tensors have the same dense layout, so that their bytes can be copied.
 bool same_layout(const at::Tensor& source, const at::Tensor& target) {
   if (source.scalar_type() != target.scalar_type() || source.is_conj() != target.is_conj() ||
       source.is_neg() != target.is_neg()) {
@@ -52,11 +52,11 @@ std::function<void()> copy_operation(const at::Tensor& source, const at::Tensor&
       std::memmove(to, from, bytes);
     };
   }
-  // What can be known to be wrong is better said now than by the stream.
+  // Report errors that are known already in this call, and not later on the stream.
   at::assert_no_internal_overlap(target);
   at::assert_no_partial_overlap(target, source);
   return [to = host_view(target), from = host_view(source)] {
-    // It may run on a thread of the program, whose modes are none of its business.
+    // May run on a thread of the program, whose torch modes must not apply here.
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks |
                                                       c10::functorch_transforms_ks);
@@ -64,7 +64,7 @@ std::function<void()> copy_operation(const at::Tensor& source, const at::Tensor&
   };
 }
 
-// The copy as it is to be enqueued on `queue`.
+// Returns the copy as an operation to enqueue on `queue`.
 Operation begin_copy(const Transfer& transfer, const at::Tensor& source, const at::Tensor& target,
                      const StreamQueue& queue) {
   auto move = copy_operation(source, target);
@@ -72,7 +72,7 @@ Operation begin_copy(const Transfer& transfer, const at::Tensor& source, const a
   auto note = note_of(describe(transfer), access_to(source, /*writes=*/false),
                       access_to(target, /*writes=*/true));
   for (const auto& access : note->accesses) {
-    // What stands in for a kernel moves through memory of the host that is nobody else's.
+    // A stand-in for a kernel copies through host memory that no other code uses.
     if (!access.on_host || Uncounted::is_in_force()) continue;
     move = Tracker::get().watch(std::move(move), access, note->label + " on " + queue.name());
   }
@@ -93,7 +93,7 @@ void copy_between_devices(const at::Tensor& source, const at::Tensor& target) {
   }
   auto& to = current_queue(target.device().index());
   Event event(/*timed=*/false);
-  event.record(to);  // nobody may still be using the target's memory
+  event.record(to);  // the copy waits for pending uses of the target's memory
   event.block(from);
   from.enqueue(std::move(operation));
   event.record(from);
@@ -122,7 +122,7 @@ void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non
     pinned.record_event(data, host.storage().data_ptr().get_context(), stream);
   } else {
     queue.wait(position);
-    // A kernel would not have been waited for.
+    // The host would not have waited for a kernel.
     if (note && !Uncounted::is_in_force()) Tracker::get().host_knows(note->reached.get());
   }
 }

@@ -5,21 +5,21 @@
 
 namespace tdcopier::sim {
 
-// The operator behind Tensor.copy_ when source or target (or both) is on the simulated device.
-// `source` may be of another dtype, of other strides and of a shape that expands to the target's.
+// Implements Tensor.copy_ where the source, the target or both are on the simulated device.
+// `source` may have another dtype, other strides, and a shape that expands to the target's.
 //
-// The bytes are moved by one operation on a stream, which reads and writes when it runs:
-//   host to device, device to host: the device's current stream. The caller goes on at once only if
-//     non_blocking is true and the host's memory is pinned, which is then recorded with the
-//     allocator of pinned memory; otherwise the caller waits for the copy.
-//   device to device: the source's current stream; the caller does not wait. Between two devices
-//     the copy also comes after what is on the target's current stream, which then waits for it.
+// One operation on a stream moves the bytes; it reads and writes when it runs:
+//   host to device, device to host: on the device's current stream. The caller continues at once
+//     only if non_blocking is true and the host's memory is pinned, whose use is then recorded with
+//     the allocator of pinned memory; otherwise the caller waits for the copy.
+//   device to device: on the source's current stream; the caller does not wait. Between two devices
+//     the copy also runs after the work on the target's current stream, which then waits for it.
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking);
 
-// The same after giving the target the shape of the source; waits.
+// The same after resizing the target to the source's shape. Blocks: until the copy is done.
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target);
 
-// The only element of a tensor, which is read in the order of the current stream; waits.
+// Returns the only element of a tensor, read in the order of the current stream. Blocks.
 at::Scalar local_scalar(const at::Tensor& self);
 
 }  // namespace tdcopier::sim

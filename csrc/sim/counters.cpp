@@ -1,4 +1,4 @@
-// Transfer counters of the process.
+// Counts the transfers of the process.
 #include "sim/counters.h"
 
 #include <mutex>
@@ -7,7 +7,7 @@ namespace tdcopier::sim {
 
 namespace {
 
-std::mutex mutex;  // one for both numbers of a transfer, so that they always agree
+std::mutex mutex;  // guards both numbers of a transfer, so that they always agree
 Counts totals;
 thread_local const char* uncounted = nullptr;
 

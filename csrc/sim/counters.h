@@ -1,4 +1,4 @@
-// Counts of the transfers between host and devices, between devices and within one.
+// Counts the transfers between host and devices, between devices, and within one.
 #pragma once
 
 #include <array>
@@ -22,17 +22,17 @@ struct Count {
 
 using Counts = std::array<Count, kDirections>;  // indexed by Direction
 
-// Counts a transfer, at the time that it is enqueued.
+// Counts a transfer. Called when it is enqueued.
 void count_transfer(Direction direction, std::size_t bytes);
 
 Counts counts();
 void reset_counts();
 
-// While one lives, the calling thread's transfers are not counted: those that only stand in for
-// kernels which the simulation does not have. Nested ones are as the outermost.
+// While an object of this class lives, transfers of the calling thread are not counted: they only
+// stand in for kernels that the simulation does not have. If nested, the outermost is in force.
 class Uncounted {
  public:
-  explicit Uncounted(const char* operator_name);  // a string that lives as long
+  explicit Uncounted(const char* operator_name);  // the string must outlive the object
   ~Uncounted();
   static bool is_in_force() { return operator_name() != nullptr; }
   static const char* operator_name();  // null: none is in force

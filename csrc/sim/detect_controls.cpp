@@ -1,4 +1,4 @@
-// Detection as Python's side of it, tdcopier/sim/_detect.py, wants it.
+// Python bindings of the detection, for tdcopier/sim/_detect.py.
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -17,7 +17,7 @@ namespace tdcopier::sim {
 
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;  // for whatever may block
+using Release = py::call_guard<py::gil_scoped_release>;  // for calls that may block
 
 auto hazards() {
   std::vector<std::pair<std::string, std::string>> all;
@@ -27,7 +27,8 @@ auto hazards() {
   return all;
 }
 
-// Failures are left to whoever waits for what failed.
+// Waits until all streams have run their work. Returns false at once if a stream is held. Does not
+// report failures, which the next wait for the failed work does.
 bool run_dry() {
   bool is_held = false;
   for_all_streams([&](const StreamQueue& stream) { is_held = is_held || stream.is_held(); });

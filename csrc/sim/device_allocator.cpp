@@ -1,4 +1,4 @@
-// Device memory, its statistics and its limit.
+// Allocates device memory, and keeps its statistics and its limit.
 #include "sim/device_allocator.h"
 
 #include <c10/util/Exception.h>
@@ -14,7 +14,7 @@ namespace tdcopier::sim {
 
 namespace {
 
-// A pool of the cache is a stream.
+// Returns the pool of the cache that belongs to a stream.
 std::int64_t pool_of(c10::Stream stream) {
   return std::int64_t{stream.device_index()} * kStreamsPerDevice + stream.id();
 }
@@ -138,7 +138,7 @@ std::optional<Place> DeviceAllocator::place_of(const void* data) const {
 }
 
 void DeviceAllocator::free_data(void* data) {
-  if (data == nullptr || in_forked_child()) return;  // the child's copy is not worth a lock
+  if (data == nullptr || in_forked_child()) return;  // a child's copy is not worth a lock
   auto& allocator = get();
   const std::lock_guard lock(allocator.mutex_);
   auto* const block = allocator.cache_.starting_at(data);

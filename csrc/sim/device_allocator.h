@@ -1,4 +1,4 @@
-// The device's memory: a caching allocator with the stream semantics of CUDA's.
+// Device memory: a caching allocator with the stream semantics of CUDA's.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -14,7 +14,7 @@
 
 namespace tdcopier::sim {
 
-// All in bytes but `allocations`, which counts requests for memory since the process began.
+// All in bytes except `allocations`, which counts the requests for memory since the last reset.
 struct MemoryStats {
   std::int64_t allocated = 0;
   std::int64_t peak_allocated = 0;
@@ -24,20 +24,20 @@ struct MemoryStats {
 };
 
 // A block belongs to the stream that is current when it is allocated, on the device that is current
-// then. See BlockCache for when it is used again.
+// then. BlockCache describes when it is reused.
 class DeviceAllocator final : public c10::DeviceAllocator {
  public:
   static DeviceAllocator& get();
 
-  // Raises c10::OutOfMemoryError when the device's limit would be exceeded even after unused blocks
-  // have been given back. Zero bytes give a null pointer on the current device.
+  // Throws c10::OutOfMemoryError if the device's limit would be exceeded even after unused blocks
+  // were given back. For zero bytes, returns a null pointer on the current device.
   c10::DataPtr allocate(std::size_t bytes) override;
   c10::DeleterFnPtr raw_deleter() const override;
   void copy_data(void* target, const void* source, std::size_t bytes) const override;
 
   bool initialized() override { return device_count() > 0; }
   void emptyCache(c10::MempoolId_t pool = {0, 0}) override;
-  // Pointers that are not this allocator's are ignored: someone else takes care of their memory.
+  // Ignores pointers that are not this allocator's.
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override;
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override;
   void resetAccumulatedStats(c10::DeviceIndex device) override;
@@ -45,10 +45,10 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
   MemoryStats stats(c10::DeviceIndex device) const;
 
-  // Bounds the reserved bytes of a device; none means no limit.
+  // Limits the reserved bytes of a device; nullopt: no limit.
   void set_limit(c10::DeviceIndex device, std::optional<std::int64_t> bytes);
 
-  // The device of an address within a block, if it is one of this allocator's.
+  // Returns the device of an address within a block; nullopt if the block is not this allocator's.
   std::optional<c10::DeviceIndex> device_of(const void* data) const;
   std::optional<Place> place_of(const void* data) const;
 

@@ -1,4 +1,4 @@
-// Events as positions in a stream's work.
+// Implements events as positions in a stream's work.
 #include "sim/event.h"
 
 #include <c10/util/Exception.h>
@@ -31,12 +31,12 @@ void Event::record(StreamQueue& stream) {
 void Event::block(StreamQueue& stream) const {
   const auto marker = this->marker();
   const auto& point = marker.point;
-  // A stream never waits for itself: what it has been given before runs before anyway.
+  // A stream need not wait for itself: its earlier work runs before anyway.
   if (point.stream == nullptr || point.stream == &stream) return;
   const auto* const clock = Tracker::is_on() ? marker.clock() : nullptr;
   if (point.passed()) {
     if (clock != nullptr) Tracker::get().stream_waits(stream, *clock);
-    point.check();  // as CUDA's calls do, it tells at once what is known to have failed
+    point.check();  // like CUDA's calls, reports a known failure at once
     return;
   }
   Operation wait{"wait", [point] { point.wait(); }, [point] { return point.passed(); }};

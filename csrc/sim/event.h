@@ -1,4 +1,4 @@
-// An event: a marker that is put into a stream's work, and what can be asked of it.
+// An event: a marker in a stream's work.
 #pragma once
 
 #include <cstdint>
@@ -10,30 +10,30 @@
 
 namespace tdcopier::sim {
 
-// Any thread may call any member. Waits that were enqueued refer to the marker, not to the event:
-// neither recording again nor destroying the event changes them.
+// An event as in CUDA. Enqueued waits refer to the marker, not to the event: neither recording the
+// event again nor destroying it changes them. Thread: any.
 class Event {
  public:
   explicit Event(bool timed) : timed_(timed) {}
 
   void record(StreamQueue& stream);
 
-  // Makes the stream's later operations wait for the most recent record; nothing if there is none.
+  // Makes the stream's later operations wait for the most recent record, if there is one.
   void block(StreamQueue& stream) const;
 
-  // Whether the most recent record has been reached; true if there is none.
+  // Returns whether the most recent record has been reached; true if there is none.
   bool query() const;
   void synchronize() const;
 
-  // Milliseconds between the most recent records of two events, each of which must be timed,
-  // recorded and reached.
+  // Returns the milliseconds between the most recent records of two events, each of which must be
+  // timed, recorded and reached.
   static double elapsed_milliseconds(const Event& start, const Event& end);
 
  private:
   struct Marker {
     Point point;
     std::shared_ptr<std::int64_t> reached_at;  // nanoseconds; written before the point is passed
-    std::shared_ptr<const Note> note;          // null: recorded without a detection
+    std::shared_ptr<const Note> note;          // null: no detection was on
 
     const Clock* clock() const { return note ? note->reached.get() : nullptr; }
   };

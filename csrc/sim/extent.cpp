@@ -1,4 +1,4 @@
-// Runs of bytes: compared by arithmetic and, within bounds, one by one.
+// Compares runs of bytes by arithmetic and, up to a limit, one by one.
 #include "sim/extent.h"
 
 #include <algorithm>
@@ -9,9 +9,10 @@ namespace tdcopier::sim {
 
 namespace {
 
-constexpr std::uintptr_t kMaxRuns = 4096;  // that are compared one by one
+constexpr std::uintptr_t kMaxRuns = 4096;  // the most that are compared one by one
 
-// Not for keeps and not against an enemy; as fast as memory is read.
+// A checksum at the speed of reading memory: not stable between versions, not safe against
+// attackers.
 std::uint64_t mix(std::uint64_t seed, const void* data, std::size_t bytes) {
   constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15;
   constexpr std::size_t kWord = sizeof(std::uint64_t);
@@ -65,13 +66,13 @@ Extent::Extent(const at::Tensor& tensor)
   }
 }
 
-// Whether a run of the part that begins at `base` meets [low, high).
+// Returns whether a run of the part that begins at `base` overlaps [low, high).
 bool Extent::meets(std::size_t dim, std::uintptr_t base, std::uintptr_t low,
                    std::uintptr_t high) const {
   const auto end = base + span(dim);
   if (base >= high || end <= low) return false;
   if (base >= low || end <= high || dim == dims_.size()) return true;  // its first or last byte
-  // [low, high) lies within: only few of the parts are near it.
+  // [low, high) is inside: check only the few parts near it.
   const auto& [count, stride, whole] = dims_[dim];
   const auto inner = span(dim + 1);
   const auto first = low < base + inner ? 0 : (low - base - inner) / stride + 1;
@@ -82,7 +83,7 @@ bool Extent::meets(std::size_t dim, std::uintptr_t base, std::uintptr_t low,
   return false;
 }
 
-// Until the visitor says that it is done, which is then returned.
+// Visits runs until `visit` returns true. Returns whether it did.
 template <typename Visit>
 bool Extent::any_run(std::size_t dim, std::uintptr_t base, const Visit& visit) const {
   if (dim == dims_.size()) return visit(base);

@@ -1,4 +1,4 @@
-// The bytes that a strided tensor has in memory.
+// The bytes that a strided tensor occupies in memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,29 +9,28 @@
 
 namespace tdcopier::sim {
 
-// Immutable; refers to memory and owns none.
+// Immutable. Refers to memory, and owns none.
 class Extent {
  public:
   Extent(const void* data, std::size_t bytes);
-  explicit Extent(const at::Tensor& tensor);  // of at least one element
+  explicit Extent(const at::Tensor& tensor);  // with at least one element
 
   std::uintptr_t begin() const { return begin_; }
   std::uintptr_t end() const { return begin_ + span(0); }
 
-  // Whether they have a byte in common. False where both have so many gaps that it is not worth
-  // finding out.
+  // Returns whether the extents share a byte; false if both have too many gaps to compare.
   bool overlaps(const Extent& other) const;
-  // Whether all bytes of the other are its own. False where that is not obvious.
+  // Returns whether this extent has all bytes of the other; false unless that is obvious.
   bool contains(const Extent& other) const;
 
-  // Reads the memory.
+  // Returns a checksum of the bytes, which it reads.
   std::uint64_t checksum() const;
 
  private:
   struct Dim {
     std::uintptr_t count;
     std::uintptr_t stride;  // bytes
-    std::uintptr_t span;    // from the first byte of the first to the last of the last
+    std::uintptr_t span;    // bytes from the beginning of the first part to the end of the last
     bool operator==(const Dim&) const = default;
   };
 
@@ -41,9 +40,9 @@ class Extent {
   bool any_run(std::size_t dim, std::uintptr_t base, const Visit& visit) const;
 
   std::uintptr_t begin_;
-  std::uintptr_t run_;       // bytes without a gap
-  std::uintptr_t runs_ = 1;  // how many
-  std::vector<Dim> dims_;    // of the runs; the largest stride first
+  std::uintptr_t run_;       // contiguous bytes
+  std::uintptr_t runs_ = 1;  // number of runs
+  std::vector<Dim> dims_;    // of the runs, largest stride first
 };
 
 }  // namespace tdcopier::sim

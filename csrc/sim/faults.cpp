@@ -1,4 +1,4 @@
-// The armed faults, and the calls that they make fail.
+// Keeps the armed faults, and makes the calls fail that they select.
 #include "sim/faults.h"
 
 #include <c10/util/Exception.h>
@@ -17,7 +17,7 @@ constexpr std::int32_t kUnknown = 999;         // as in CUDA
 
 std::mutex mutex;
 std::vector<std::shared_ptr<Fault>> armed;  // guarded by mutex
-std::atomic<bool> any_armed{false};         // a look without the lock
+std::atomic<bool> any_armed{false};         // read without the lock
 
 [[noreturn]] void raise_device_error(std::int32_t code, const std::string& message) {
   throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, code, message);
@@ -25,7 +25,7 @@ std::atomic<bool> any_armed{false};         // a look without the lock
 
 }  // namespace
 
-// Asks all armed faults about one call.
+// Counts a call for all armed faults.
 class DueFaults {
  public:
   struct Strike {
@@ -33,7 +33,8 @@ class DueFaults {
     std::shared_ptr<LastingFailure> lasting;  // of a transfer that fails when it runs
   };
 
-  // Counts the call for the faults of this kind that it passes; the first that is due strikes.
+  // Counts the call for the faults of this kind for which `passes(plan)` is true. Returns the
+  // strike of the first one that is due.
   template <typename Passes>
   static std::optional<Strike> count(FaultKind kind, const std::string& what, Passes passes) {
     std::optional<Strike> strike;

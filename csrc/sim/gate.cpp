@@ -1,4 +1,4 @@
-// Gates and the list of those alive.
+// Gates, and the registry of those that are alive.
 #include "sim/gate.h"
 
 #include <algorithm>
@@ -14,11 +14,11 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::vector<std::weak_ptr<Gate>> gates;
-  bool closed = false;  // after shutdown every new gate is born open
+  bool closed = false;  // after shutdown, new gates are open
 };
 
 Registry& registry() {
-  static auto* const instance = new Registry;  // leaked: used until the last thread is gone
+  static auto* const instance = new Registry;  // leaked: used until the last thread has ended
   return *instance;
 }
 
@@ -73,7 +73,7 @@ bool Gate::arrive() {
 }
 
 void Gate::pass_within(std::chrono::nanoseconds timeout) {
-  if (Schedule::is_on()) return;  // which time has passed is the schedule's to say
+  if (Schedule::is_on()) return;  // a schedule ignores the time that transfers take
   std::unique_lock lock(mutex_);
   reached_ = true;
   changed_.notify_all();

@@ -1,4 +1,4 @@
-// Something a stream can be made to wait for: opened by hand, by a deadline, or at shutdown.
+// A gate that a stream can be made to wait for: opened by hand, by a deadline, or at shutdown.
 #pragma once
 
 #include <chrono>
@@ -8,22 +8,22 @@
 
 namespace tdcopier::sim {
 
-// Shared between Python and the operations that wait for it; any thread may call any member.
+// Shared between Python and the operations that wait for it. Thread: any.
 class Gate {
  public:
-  // Every gate is known to open_all(), so that shutdown never waits for a forgotten one.
+  // Creates a gate that open_all() knows, so that shutdown never waits for a forgotten one.
   static std::shared_ptr<Gate> make();
   static void open_all();
 
   void open();
   bool is_open() const;
 
-  // For the operation: notes that it is here, then blocks until the gate is open.
+  // For operations. Marks the gate as reached, then blocks until it is open.
   void pass();
-  bool arrive();  // the same, but returns whether it is open instead of blocking
+  bool arrive();  // the same, but does not block: returns whether it is open
   void pass_within(std::chrono::nanoseconds timeout);
 
-  // Blocks the caller until some operation has arrived at the gate, or the gate is open.
+  // Blocks: until an operation has reached the gate, or the gate is open.
   void wait_until_reached();
 
  private:

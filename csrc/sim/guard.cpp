@@ -1,4 +1,4 @@
-// c10's device-generic interface, in terms of the simulation's streams and events.
+// Implements c10's device-generic interface with the simulation's streams and events.
 #include "sim/guard.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -50,7 +50,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return pool_stream(index_of(device), high_priority);
   }
 
-  // As on CUDA, a new stream is one of the pool, and a negative priority is a high one.
+  // As on CUDA, a new stream comes from the pool, and a negative priority is a high one.
   c10::Stream getNewStream(c10::Device device, int priority) const override {
     return pool_stream(index_of(device), priority < 0);
   }

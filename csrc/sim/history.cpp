@@ -1,12 +1,12 @@
-// One list of accesses per block, kept short.
+// Keeps a short list of accesses per block.
 #include "sim/history.h"
 
 namespace tdcopier::sim {
 
 namespace {
 
-// Of one block. A program that never waits, and never comes by the same bytes twice, would have
-// more and more.
+// Per block. Without a limit, the list would grow for ever in a program that never waits and never
+// touches the same bytes twice.
 constexpr std::size_t kMaxAccesses = 4096;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Who has touched which bytes of the allocators' blocks.
+// The accesses that operations have made to the bytes of the allocators' blocks.
 #pragma once
 
 #include <cstdint>
@@ -14,33 +14,34 @@ namespace tdcopier::sim {
 
 class StreamQueue;
 
-// An access of the past.
+// A past access.
 struct Past {
   std::shared_ptr<const Note> note;
-  const Access* access;  // one of the note's
+  const Access* access;  // one of those in `note`
   const StreamQueue* stream;
   std::uint64_t position;
-  std::uint64_t life;  // how often its block had been handed out
+  std::uint64_t life;  // how many times its block had been handed out
 
   bool is_before(const Clock& clock) const { return position <= clock.at(stream); }
 };
 
-// Accesses that the host knows to be done, and those that a later one stands for, are forgotten:
-// what is not ordered after them is not ordered after that one either. Not locked.
+// The past accesses of each block. Forgets an access once the host knows that it is done, or once a
+// later access covers it: work that is not ordered after the first is not ordered after the second
+// either. Not locked.
 class History {
  public:
-  // Adds an access, which comes after what `before` says, its own stream included, and after what
-  // the host knows. Reports the accesses of the same bytes that it is not ordered against.
+  // Adds an access that happens after the work in `before` (its own stream's included) and in
+  // `host`. Reports earlier accesses to the same bytes that are not ordered before it.
   void add(const Past& now, const Clock& before, const Clock& host,
            const std::function<void(const Past& earlier)>& report);
 
-  // The block is handed out: reports the accesses that `safe` does not hold for, and forgets them
-  // and those that the allocator itself has waited for.
+  // Records that the block is handed out. Reports the accesses for which `safe` is false, and
+  // forgets them and those that the allocator itself has waited for.
   void hand_out(std::uintptr_t block, const std::function<bool(const Past&)>& safe,
                 const Clock* waited_for, const std::function<void(const Past&)>& report);
   std::uint64_t life_of(std::uintptr_t block) const;
 
-  // The block is no more.
+  // Forgets a block that went back to the system.
   void forget(std::uintptr_t block) { blocks_.erase(block); }
   void clear() { blocks_.clear(); }
 

@@ -1,4 +1,4 @@
-// Hooks for torch.accelerator, pinned memory, generators and storages.
+// Implements torch's hooks for torch.accelerator, pinned memory, generators and storages.
 #include "sim/hooks.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -37,7 +37,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     setCurrentDevice(device);
     return previous;
   }
-  // A negative index leaves the device as it is.
+  // A negative index leaves the device unchanged.
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return device < 0 ? current_device() : exchangeDevice(device);
   }
@@ -52,7 +52,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return {kDeviceType, *device};
   }
 
-  // Random operators run on the host, hence the numbers come from generators of the host.
+  // Random operators run on the host, so they use the host's generators.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
     return at::detail::getDefaultCPUGenerator();
   }

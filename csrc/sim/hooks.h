@@ -1,4 +1,4 @@
-// The accelerator hooks: what torch's device-independent code asks of the device.
+// The accelerator hooks, which torch's device-independent code calls.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -7,11 +7,12 @@
 
 namespace tdcopier::sim {
 
-// Registers the hooks of PrivateUse1, once and for good. Errors if there are others.
+// Registers the hooks of PrivateUse1. Call once; it cannot be undone. Throws if others are
+// registered.
 void register_hooks();
 
-// Gives a storage of the device another size. The bytes that both sizes have are copied in the
-// order of the current stream.
+// Resizes a storage of the device. The bytes that both sizes have are copied in the order of the
+// current stream.
 void resize_storage(const c10::Storage& storage, std::size_t bytes);
 
 }  // namespace tdcopier::sim

@@ -1,4 +1,4 @@
-// Lasting failures and the error that tells of them.
+// Lasting failures, and the error that reports them.
 #include "sim/lasting_failure.h"
 
 #include <utility>
@@ -9,7 +9,7 @@ namespace tdcopier::sim {
 
 namespace {
 
-constexpr std::int32_t kLaunchFailure = 719;  // as in CUDA, where it is one of those that last
+constexpr std::int32_t kLaunchFailure = 719;  // as in CUDA, where this error lasts too
 
 }  // namespace
 

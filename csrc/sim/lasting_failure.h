@@ -1,4 +1,4 @@
-// A failure of the device that lasts: what a stream does behind it has failed too.
+// A failure of the device that lasts: all later work of the stream fails too.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -14,32 +14,32 @@ namespace tdcopier::sim {
 
 class StreamQueue;
 
-// Strikes a stream at some position, and from there whoever waits for that stream. It lasts until
-// end(): from then on the streams work again, but what they had been given by then stays failed.
+// Strikes a stream at a position, and from there every wait for that stream. Lasts until end():
+// then the streams work again, but the work that they had been given before stays failed.
 //
-// Any thread may call any member.
+// Thread: any.
 class LastingFailure {
  public:
   explicit LastingFailure(std::string message) : message_(std::move(message)) {}
 
   const std::string& message() const { return message_; }
 
-  // The second call does nothing.
+  // Ends the failure. Later calls do nothing.
   void end();
   bool has_ended() const { return ended_.load(std::memory_order_acquire); }
 
-  // Whether it still lasted when the stream was given its operation at `position`.
+  // Returns whether the failure lasted when the operation at `position` was appended to the stream.
   bool covers(const StreamQueue* stream, std::uint64_t position) const;
 
  private:
   const std::string message_;
   std::atomic<bool> ended_{false};
   mutable std::mutex mutex_;
-  std::map<const StreamQueue*, std::uint64_t> last_;  // what each stream had at the end
+  std::map<const StreamQueue*, std::uint64_t> last_;  // each stream's last position at end()
 };
 
-// What is raised, as CUDA's errors are: torch.AcceleratorError. An operation that throws it brings
-// its stream down.
+// Raised in Python as torch.AcceleratorError, like CUDA's errors. An operation that throws it fails
+// its stream.
 class DeviceError final : public c10::AcceleratorError {
  public:
   explicit DeviceError(std::shared_ptr<const LastingFailure> failure);

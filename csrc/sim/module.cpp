@@ -1,4 +1,4 @@
-// Python's view of the simulation: plain functions of numbers, dressed up in tdcopier/sim.
+// Python bindings of the simulation: plain functions of numbers, which tdcopier/sim wraps.
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -28,10 +28,10 @@ namespace tdcopier::sim {
 
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;  // for whatever may block
+using Release = py::call_guard<py::gil_scoped_release>;  // for calls that may block
 
-// Registration is done here and not when the module is loaded: from then on the simulation is the
-// accelerator of the process, which has to be somebody's explicit wish.
+// Registers the simulation as the process's accelerator. Loading the module does not, because users
+// must ask for this explicitly.
 void enable(int devices) {
   TORCH_CHECK(!c10::impl::hasDeviceGuardImpl(kDeviceType) && !at::isPrivateUse1HooksRegistered(),
               "torch's PrivateUse1 device is in use by another backend");
@@ -41,11 +41,11 @@ void enable(int devices) {
   at::setHostAllocator(kDeviceType, &PinnedAllocator::get());
   register_guard();
   register_operators();
-  // There is nothing to wait for, and before that torch takes no memory for pinned.
+  // Costs nothing, and until then torch treats no memory as pinned.
   at::globalContext().lazyInitDevice(kDeviceType);
 }
 
-// What makes streams for the engine, for `tdcopier._C.set_stream_maker`.
+// Creates streams for the engine, through `tdcopier._C.set_stream_maker`.
 c10::Stream (*g_stream_maker)(c10::Device) = private_stream;
 
 StreamQueue& queue_at(int device, c10::StreamId id) {
@@ -103,7 +103,7 @@ auto transfer_counts() {
 PYBIND11_MODULE(_sim, m) {
   m.doc() = "The simulated accelerator of tdcopier.sim; torch must be imported first.";
 
-  // Without torch's own translator a c10 error would show the C++ stack in its message.
+  // Replaces torch's own translator: without one, messages of c10 errors show the C++ stack.
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);

@@ -1,4 +1,4 @@
-// Looks up whose memory it is.
+// Looks up which allocator's memory an operation accesses.
 #include "sim/note.h"
 
 #include <c10/util/StringUtil.h>

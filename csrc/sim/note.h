@@ -1,4 +1,4 @@
-// What a detection has to know of an operation: which memory it touches, and whom it waits for.
+// Notes for a detection: the memory that an operation accesses, and the work that it waits for.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,24 +18,25 @@ struct Access {
   Extent extent;
   bool writes;
   bool on_host;
-  std::uintptr_t block;  // where the allocator's block begins; 0: pageable memory
-  std::string misuse;    // what is wrong with the place as such; empty: nothing
+  std::uintptr_t block;  // the beginning of the allocator's block; 0: pageable memory
+  std::string misuse;    // the error in the address itself, for example freed memory; empty: none
 };
 
-// Comes with the operation to its stream, which fills in `reached`.
+// An operation carries its note to its stream; enqueueing it fills in `reached`.
 struct Note {
   std::string label;  // "a transfer h2d of 4096 bytes from the host to sim:0"
   std::vector<Access> accesses;
-  std::shared_ptr<const Clock> awaited;  // what its stream waits for from then on
+  std::shared_ptr<const Clock> awaited;  // the work that its stream waits for from then on
   bool wants_reached = false;
-  std::shared_ptr<const Clock> reached;  // what has happened when it is done
+  std::shared_ptr<const Clock> reached;  // all work that has happened when it is done
 };
 
-// Of the tensor's elements, of which there is at least one; of any memory, device's or host's.
+// Return the access to a tensor's elements (at least one), or to bytes of any memory, the device's
+// or the host's.
 Access access_to(const at::Tensor& tensor, bool writes);
 Access access_to(const void* data, std::size_t bytes, bool writes);
 
-// A note of an operation that reads the one and writes the other.
+// Returns the note of an operation with these two accesses.
 std::shared_ptr<Note> note_of(std::string label, Access read, Access write);
 
 }  // namespace tdcopier::sim

@@ -1,4 +1,4 @@
-// Factories, views, storages and copies; all other operators run on the host.
+// Implements factories, views, storages and copies; all other operators run on the host.
 #include "sim/operators.h"
 
 #include <ATen/EmptyTensor.h>
@@ -33,7 +33,7 @@ namespace {
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-// What the factories have in common: the device is made current, so that the allocator uses it.
+// The common part of the factories: makes the device current, so that the allocator uses it.
 class Factory {
  public:
   Factory(std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
@@ -112,7 +112,7 @@ void record_stream(at::Tensor& self, at::Stream stream) {
   c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-// The simulated devices that occur among an operator's arguments.
+// Returns the simulated devices among an operator's arguments.
 std::set<c10::DeviceIndex> devices_of(const torch::jit::Stack& stack, std::size_t arguments) {
   std::set<c10::DeviceIndex> devices;
   const auto add = [&](const at::Tensor& tensor) {
@@ -134,14 +134,14 @@ std::set<c10::DeviceIndex> devices_of(const torch::jit::Stack& stack, std::size_
   return devices;
 }
 
-// An operator without a kernel runs on copies of its arguments on the host, after what the current
-// streams of its devices have been given before, and is done when the call returns: what a kernel
-// on the current stream would compute. Work on other streams is not waited for, so a program that
-// forgets to order its streams gets the bytes of too early.
+// Runs an operator without a kernel on host copies of its arguments, after the earlier work of its
+// devices' current streams, and before the call returns: the result is that of a kernel on the
+// current stream. Does not wait for other streams, so a program that forgets to order its streams
+// gets bytes from too early.
 //
-// For a detection it is a kernel too: what it has waited for does not count as known to the host,
-// unless the host waits for such an operator on every device, since its result is a number of the
-// host's or has a shape that depends on data.
+// For a detection the operator counts as a kernel: the host does not learn that the work before it
+// is done. If the result is a number of the host's or has a shape that depends on data, the host
+// waits for the operator on every device, and does learn it.
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto devices = devices_of(*stack, op.schema().arguments().size());
   for (const auto index : devices) {
@@ -160,8 +160,8 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const auto index : devices) tracker.host_knows(tracker.end_of(current_queue(index)).get());
 }
 
-// Never destroyed: taking operators away at the end of the process would only make late calls fail.
-// In a list, so that who looks for leaks sees that they are meant to stay.
+// Never destroyed: removing operators at the end of the process would only make late calls fail.
+// Kept in a list, so that leak checkers find them reachable.
 torch::Library& library(const char* operators, c10::DispatchKey key, uint32_t line) {
   static auto* const all = new std::list<torch::Library>;
   return all->emplace_back(torch::Library::IMPL, operators, key, __FILE__, line);
@@ -189,8 +189,8 @@ void register_operators() {
   aten.impl("_local_scalar_dense", TORCH_FN(local_scalar));
   aten.impl("record_stream", TORCH_FN(record_stream));
 
-  // Copies honour the conjugate and negative bits. Otherwise torch would resolve the bits first, by
-  // a copy on the device, and so on without end.
+  // Copies handle the conjugate and negative bits themselves. Otherwise torch would first resolve
+  // the bits with another copy on the device, in an endless recursion.
   for (const auto bit : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
     auto& copies = library("aten", bit, __LINE__);
     copies.impl("_copy_from", torch::CppFunction::makeFallthrough());

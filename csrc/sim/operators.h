@@ -3,7 +3,7 @@
 
 namespace tdcopier::sim {
 
-// Registers them for PrivateUse1, once and for good.
+// Registers the operators for PrivateUse1. Call once; it cannot be undone.
 void register_operators();
 
 }  // namespace tdcopier::sim

@@ -1,4 +1,4 @@
-// The paces that are in force.
+// Keeps the paces that are in force.
 #include "sim/pace.h"
 
 #include <algorithm>
@@ -10,11 +10,11 @@ namespace tdcopier::sim {
 
 namespace {
 
-constexpr double kMostSeconds = 3600;  // beyond, a number of nanoseconds would overflow some day
+constexpr double kMostSeconds = 3600;  // keeps the number of nanoseconds from overflowing
 
 std::mutex mutex;
 std::vector<std::shared_ptr<Pace>> in_force;  // oldest first, guarded by mutex
-std::atomic<bool> any{false};                 // a look without the lock
+std::atomic<bool> any{false};                 // read without the lock
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// How long transfers take.
+// Sets how long transfers take.
 #pragma once
 
 #include <chrono>
@@ -9,12 +9,12 @@
 
 namespace tdcopier::sim {
 
-// Gives the transfers of one direction that are enqueued while it lasts a time that they take. The
-// last one that was begun counts. Any thread may call any member.
+// The time that transfers of one direction take if they are enqueued between begin() and end(). The
+// pace that began last applies. Thread: any.
 class Pace {
  public:
   static std::shared_ptr<Pace> begin(Direction direction, double latency_us,
-                                     double bytes_per_second);  // infinity: no bound
+                                     double bytes_per_second);  // infinity: no limit
   void end();
 
  private:
@@ -27,7 +27,7 @@ class Pace {
   const double bytes_per_second_;
 };
 
-// What a transfer that is enqueued now takes; 0 where no pace is set.
+// Returns the time that a transfer takes if it is enqueued now; 0 without a pace.
 std::chrono::nanoseconds transfer_time(Direction direction, std::size_t bytes);
 
 }  // namespace tdcopier::sim

@@ -1,4 +1,4 @@
-// Pinned blocks and their counts.
+// Allocates pinned blocks and counts their bytes.
 #include "sim/pinned_allocator.h"
 
 #include <c10/util/Exception.h>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kOnlyPool = 0;
 
-// The names of the fields have changed between versions of torch: those that exist are filled in.
+// Fills in the fields that exist: their names differ between versions of torch.
 template <typename Stats>
 Stats host_stats(const PinnedBytes& bytes) {
   Stats stats;
@@ -63,8 +63,8 @@ bool PinnedAllocator::record_event(void* data, void* context, c10::Stream stream
   const std::lock_guard lock(mutex_);
   auto* block = cache_.starting_at(data);
   if (block == nullptr && context != nullptr) {
-    // A view: its context, if it is one of ours, is the block that its address lies in. Comparing
-    // the two reads nothing through a pointer that may be anyone's.
+    // A view: its context, if it is a block of ours, is the block that contains its address.
+    // Comparing the two does not dereference a pointer that may be another allocator's.
     auto* const around = cache_.containing(data);
     if (around == context) block = around;
   }
@@ -104,7 +104,7 @@ std::optional<Place> PinnedAllocator::place_of(const void* data) const {
 }
 
 void PinnedAllocator::free_block(void* context) {
-  if (context == nullptr || in_forked_child()) return;  // the child's copy is not worth a lock
+  if (context == nullptr || in_forked_child()) return;  // a child's copy is not worth a lock
   auto* const block = static_cast<Block*>(context);
   auto& allocator = get();
   const std::lock_guard lock(allocator.mutex_);

@@ -1,5 +1,5 @@
-// Page-locked host memory, as far as a simulation needs it: blocks that copies may read and write
-// late, and that are not used again before those copies are done.
+// Simulated page-locked host memory: blocks that copies may read and write late, and that are not
+// reused before those copies are done.
 #pragma once
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -22,13 +22,13 @@ class PinnedAllocator final : public at::HostAllocator {
  public:
   static PinnedAllocator& get();
 
-  // Zero bytes give a null pointer.
+  // For zero bytes, returns a null pointer.
   c10::DataPtr allocate(std::size_t bytes) override;
   void copy_data(void* target, const void* source, std::size_t bytes) const override;
 
-  // Notes that the stream uses the block whose context is `context`, or that starts at `data`:
-  // after it is freed it is not handed out again before the work enqueued on the stream until then
-  // is done. Returns whether there is such a block; an address inside of one does not do.
+  // Records that the stream uses the block whose context is `context`, or that starts at `data`.
+  // After its free the block is not handed out again until the work that the stream had by then is
+  // done. Returns whether there is such a block; an address inside a block is not enough.
   bool record_event(void* data, void* context, c10::Stream stream) override;
 
   void empty_cache() override;
@@ -38,7 +38,8 @@ class PinnedAllocator final : public at::HostAllocator {
 
   PinnedBytes bytes() const;
 
-  // Whether an address lies in a block that was ever handed out and not given back to the system.
+  // Returns whether an address is in a block that was ever handed out and has not been given back
+  // to the system.
   bool is_pinned(const void* data) const;
   std::optional<Place> place_of(const void* data) const;
 

@@ -1,4 +1,4 @@
-// The one question that the simulation's insides ask of Python.
+// The only call of Python by the simulation's core.
 #include "sim/python_lock.h"
 
 #include <torch/csrc/python_headers.h>

@@ -1,4 +1,4 @@
-// Whether the calling thread holds the interpreter's lock.
+// Tells whether the calling thread holds the GIL.
 #pragma once
 
 namespace tdcopier::sim {

@@ -1,4 +1,4 @@
-// The table of streams and the thread-local current device and streams.
+// The table of streams, and each thread's current device and streams.
 #include "sim/runtime.h"
 
 #include <c10/util/Exception.h>
@@ -21,7 +21,7 @@ struct DeviceStreams {
   std::atomic<int> private_streams{0};
 };
 
-// Leaked on purpose: operations, events and the memory of tensors outlive every static object.
+// Never destroyed: operations, events and the memory of tensors outlive every static object.
 std::array<DeviceStreams*, kMaxDevices> devices{};
 std::atomic<int> created{0};
 
@@ -78,7 +78,7 @@ c10::Stream current_stream(c10::DeviceIndex index) {
 }
 
 c10::Stream exchange_stream(c10::Stream stream) {
-  queue_of(stream);  // for its checks
+  queue_of(stream);  // checks the stream
   auto& slot = thread_streams[static_cast<std::size_t>(stream.device_index())];
   const auto previous = make_stream(stream.device_index(), slot);
   slot = stream.id();
@@ -132,8 +132,8 @@ StreamQueue& current_queue(c10::DeviceIndex index) {
 }
 
 void synchronize(c10::DeviceIndex index) {
-  // All places are noted before the first wait. A stream that is idle takes part too: it may have a
-  // failure to report.
+  // Take all positions before the first wait. Include idle streams, which may have a failure to
+  // report.
   std::vector<Point> points;
   std::vector<StreamQueue*> queues;
   for_each_queue(resolve_device(index), [&](StreamQueue& queue) { queues.push_back(&queue); });
@@ -164,7 +164,7 @@ std::vector<Point> all_pending_work() {
 void shut_down() {
   if (in_forked_child()) return;
   Schedule::get().end();
-  // All are let go before any is joined: a stream may be waiting for another one's work.
+  // Release all streams before joining any: one may be waiting for another's work.
   Gate::open_all();
   for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
     for_each_queue(i, [](StreamQueue& queue) { queue.stop(); });

@@ -1,4 +1,4 @@
-// Who takes part in a schedule, from when to when, and what they tell it.
+// How threads take part in a schedule, and how they report to it.
 #include "sim/schedule.h"
 
 #include <c10/util/Exception.h>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::string_view kWorkerPrefix = "tdc-";
 
-// What the calling thread is in the schedule.
+// The calling thread's state in the schedule.
 struct ThisThread {
   void* actor = nullptr;
   std::uint64_t epoch = 0;
@@ -39,12 +39,12 @@ std::string name_of_this_thread() {
 Schedule& Schedule::get() {
   static auto* const instance = [] {
     pthread_atfork(nullptr, nullptr, [] { on_.store(false); });  // a child has one thread
-    return new Schedule;  // leaked: threads ask it until the last one is gone
+    return new Schedule;  // never destroyed: threads use it until the last one has ended
   }();
   return *instance;
 }
 
-// ---- who takes part -----------------------------------------------------------------------------
+// ---- participants -------------------------------------------------------------------------------
 
 Schedule::Actor& Schedule::add_actor(std::string name, bool native) {
   actors_.push_back(std::make_unique<Actor>());
@@ -56,7 +56,8 @@ Schedule::Actor& Schedule::add_actor(std::string name, bool native) {
   return actor;
 }
 
-// Null for a thread that does not take part. The engine's workers do from their first call on.
+// Returns the calling thread's actor; null if it does not take part. The engine's workers take part
+// from their first call on.
 Schedule::Actor* Schedule::this_actor() noexcept {
   const auto epoch = epoch_.load(std::memory_order_acquire);
   if (this_thread.epoch == epoch) return static_cast<Actor*>(this_thread.actor);
@@ -93,7 +94,7 @@ void Schedule::begin(std::uint64_t seed, std::chrono::nanoseconds stall) {
   this_thread.epoch = ++epoch_;
   this_thread.actor = turn_ = &add_actor("the main thread", /*native=*/false);
   on_.store(true, std::memory_order_release);
-  // Threads that do not take part may have enqueued something since the streams ran dry.
+  // Threads that do not take part may have enqueued work since the streams became idle.
   for_all_streams([this](StreamQueue& stream) {
     if (stream.passed(stream.last())) return;
     strangers_ = true;
@@ -109,7 +110,7 @@ void Schedule::await_workers(std::size_t count) {
   };
   TORCH_CHECK(arrived_.wait_for(lock, stall_, all_stand_still),
               "the engine's workers do not come to a point: are they at work?");
-  // They came in any order.
+  // They arrived in an arbitrary order.
   std::sort(actors_.begin() + 1, actors_.end(),
             [](const auto& a, const auto& b) { return a->name < b->name; });
   for (std::size_t i = 1; i < actors_.size(); ++i) {
@@ -183,12 +184,12 @@ void Schedule::end() {
     set_pool_turns(pool_turns_);
     for (const auto& actor : actors_) actor->changed.notify_all();
     arrived_.notify_all();
-    arrived_.wait(lock, [this] { return standing_ == 0; });  // nobody knows an actor any more
+    arrived_.wait(lock, [this] { return standing_ == 0; });  // no thread uses an actor any more
   }
   for_all_streams([](StreamQueue& stream) { stream.resume(); });
 }
 
-// ---- what the engine and the streams say --------------------------------------------------------
+// ---- calls of the engine and the streams --------------------------------------------------------
 
 void Schedule::point() noexcept {
   if (!is_on()) return;
@@ -208,7 +209,7 @@ void Schedule::enter_lock() noexcept {
 }
 
 void Schedule::leave_lock() noexcept {
-  // It may have been entered before there was an interleaver.
+  // The lock may have been taken before the interleaver was set.
   if (this_thread.locks > 0) --this_thread.locks;
 }
 
@@ -280,7 +281,8 @@ void Schedule::wait_until(const std::function<bool()>& can_go_on,
   throw_if_deadlocked(*self);
 }
 
-// A thread that does not take part runs the streams itself: whoever does may be waiting for it.
+// Waits on a thread that does not take part. It runs the streams itself, because the participants
+// may be waiting for it.
 void Schedule::wait_as_stranger(const std::function<bool()>& can_go_on) {
   constexpr std::chrono::milliseconds kPatience(1);
   Lock lock(mutex_);

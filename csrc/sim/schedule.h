@@ -1,5 +1,5 @@
-// One step at a time, in an order that a seed picks: of the streams, of the engine's workers and of
-// the threads that take part.
+// Runs the streams, the engine's workers and the participating threads one step at a time, in an
+// order that a seed picks.
 #pragma once
 
 #include <atomic>
@@ -19,43 +19,44 @@ namespace tdcopier::sim {
 
 class StreamQueue;
 
-// While it is on, one of the threads that take part has the turn and the others stand still. At
-// each point that it comes to (its calls of the device, and where the engine says so), the seed
-// picks who goes on: itself, another thread, or a stream, of which one operation then runs, on the
-// thread that has the turn. A thread that waits for the device or for another thread gives the turn
-// away.
+// While it is on, one participating thread has the turn and the others stand still. At each point
+// that this thread reaches (a call of the device, or a point of the engine), the seed picks what
+// runs next: the same thread, another thread, or a stream, of which one operation then runs on the
+// thread that has the turn. A thread that waits for the device or for another thread gives up the
+// turn.
 //
-// Everybody has a weight by which it is picked, from the seed too: so in some schedules a stream
-// lies still for as long as it may, in others it is always ahead of everyone.
+// Threads and streams are picked by weights, which also come from the seed. So in some schedules a
+// stream stands still for as long as possible, and in others it is always ahead of all threads.
 //
-// GIL: a thread may come to a point with it or without. While one that has it stands still, no
-// thread of Python that wants it goes on; the engine's workers never want it.
+// GIL: a thread may reach a point with it or without. While a thread that holds it stands still, no
+// Python thread that wants it is picked; the engine's workers never want it.
 //
-// Threads that do not take part run beside all this, as do streams that they wait for.
+// Threads that do not take part run freely, as do streams that they wait for.
 class Schedule final : public Interleaver {
  public:
   static Schedule& get();
   static bool is_on() noexcept { return on_.load(std::memory_order_acquire); }
   bool is_in_force() const noexcept override { return is_on(); }
 
-  // The calling thread takes part and has the turn. Requires that no stream is held and that the
-  // engine's workers are idle. Work that streams have is run by the schedule.
+  // Starts a schedule: the calling thread takes part and has the turn. The schedule runs the work
+  // that streams still have. Requires: no stream is held, and the engine's workers are idle.
   void begin(std::uint64_t seed, std::chrono::nanoseconds stall);
-  // Blocks until so many of the engine's workers, which have been woken up, take part.
+  // Blocks: until `count` of the engine's workers, which have been woken, take part.
   void await_workers(std::size_t count);
-  // Lets everybody go on until nobody can, then go their own ways.
+  // Runs the participants and streams until none can go on, then lets all threads run freely.
   void end();
 
-  // A thread of Python takes part from enter() to leave(). Whoever started it waits in
-  // await_thread(), and joins it with wait_for_leave(). Numbers count them from 0.
+  // A Python thread takes part from enter() to leave(). The thread that starts it waits in
+  // await_thread(), and joins it with wait_for_leave(). Announced threads are numbered from 0.
   std::size_t announce_thread(std::string name);
   void await_thread(std::size_t number);
   void enter(std::size_t number);
   void leave();
   void wait_for_leave(std::size_t number);
 
-  // For streams: one has work; somebody waits for the device. wait_until() returns at once if no
-  // schedule is on or the caller does not take part, which then waits for itself.
+  // For streams. note_work() reports that a stream has work. wait_until() waits until `can_go_on`
+  // returns true, or returns at once if no schedule is on; the caller then waits by itself. `what`
+  // describes what the caller waits for.
   void note_work(StreamQueue& stream, bool is_transfer);
   void wait_until(const std::function<bool()>& can_go_on, const std::function<std::string()>& what);
 
@@ -67,19 +68,19 @@ class Schedule final : public Interleaver {
   void notify(const void* condition) noexcept override;
   void make_thread() override;
 
-  // Of the schedule that is on, or was last.
+  // The record of the current schedule, or of the last one.
   struct Record {
-    std::vector<std::string> steps;  // who went on and what it did
-    std::uint64_t fingerprint;       // of the choices that were made
-    std::uint64_t choices;           // how often there was one
-    std::size_t most_pending;        // transfers that were enqueued and had not run, at a time
-    std::string failure;             // why nobody could go on; empty: that did not happen
-    bool abandoned;                  // and everybody went their own ways
+    std::vector<std::string> steps;  // each thread or stream that ran, and what it did
+    std::uint64_t fingerprint;       // of the choices
+    std::uint64_t choices;           // how many there were
+    std::size_t most_pending;        // the most transfers that were enqueued and had not run
+    std::string failure;             // why the schedule could not go on; empty: it could
+    bool abandoned;                  // it was ended early, and all threads ran freely
   };
   Record record() const;
 
  private:
-  struct Actor;   // a thread that takes part
+  struct Actor;   // a participating thread
   struct Runner;  // a stream that had work
   struct Candidate;
   struct Step {
@@ -92,7 +93,7 @@ class Schedule final : public Interleaver {
   Schedule() = default;
   Actor* this_actor() noexcept;
   Actor& add_actor(std::string name, bool native);
-  // All with mutex_ held.
+  // All require that mutex_ is held.
   void let_others_go_on(Lock& lock, Actor& self, bool with_threads);
   void collect_candidates(const Actor& self, bool with_threads);
   const Candidate& pick();
@@ -102,7 +103,7 @@ class Schedule final : public Interleaver {
   bool nobody_can(Lock& lock, Actor& self);
   void wait_as_stranger(const std::function<bool()>& can_go_on);
   void throw_if_deadlocked(Actor& self);
-  // What ran may have been enqueued before the schedule began, and so was not counted.
+  // The operation may have been enqueued before the schedule began, and so was not counted.
   void note_run(bool is_transfer) { pending_ -= is_transfer && pending_ > 0 ? 1 : 0; }
   void abandon(std::string why);
   std::string describe() const;
@@ -116,10 +117,10 @@ class Schedule final : public Interleaver {
   std::vector<std::unique_ptr<Actor>> actors_;
   std::vector<std::size_t> threads_;  // the actors that were announced
   std::vector<Runner> runners_;
-  std::vector<Candidate> candidates_;  // of one choice
+  std::vector<Candidate> candidates_;  // of the current choice
   std::vector<Step> steps_;
   Actor* turn_ = nullptr;
-  Actor* draining_ = nullptr;  // whoever ends the schedule
+  Actor* draining_ = nullptr;  // the thread that ends the schedule
   std::atomic<std::uint64_t> epoch_ = 0;
   std::uint64_t random_ = 0;
   std::uint64_t fingerprint_ = 0;
@@ -130,7 +131,7 @@ class Schedule final : public Interleaver {
   std::vector<unsigned> pool_turns_;  // as they were at the beginning
   std::size_t standing_ = 0;          // threads in stand_still()
   bool even_ = false;                 // all weights are the same
-  bool drained_ = false;              // nobody but draining_ can go on
+  bool drained_ = false;              // only draining_ can go on
   bool strangers_ = false;            // threads that do not take part were seen
   std::chrono::nanoseconds stall_{};
   std::string failure_;

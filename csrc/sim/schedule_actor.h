@@ -1,4 +1,4 @@
-// Those among whom a schedule chooses, for the schedule's own files.
+// The threads and streams that a schedule picks from. For the schedule's own files.
 #pragma once
 
 #include <condition_variable>
@@ -16,13 +16,13 @@ struct Schedule::Actor {
 
   std::size_t number = 0;
   std::string name;
-  bool native = false;  // a worker of the engine's: it never wants the GIL
+  bool native = false;  // a worker of the engine: it never wants the GIL
   double weight = 1;
   State state = State::kGoing;
   bool has_gil = false;  // while it stands still
   bool deadlocked = false;
   bool joins = false;  // it waits for another thread's end
-  // What it waits for: a condition, or the device.
+  // Set while it waits: the condition, or a predicate and its description.
   const void* condition = nullptr;
   bool notified = false;
   const std::function<bool()>* can_go_on = nullptr;

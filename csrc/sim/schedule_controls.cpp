@@ -1,4 +1,4 @@
-// The schedule as Python's side of it, tdcopier/sim/_schedule.py, wants it.
+// Python bindings of the schedule, for tdcopier/sim/_schedule.py.
 #include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 
@@ -16,7 +16,7 @@ namespace tdcopier::sim {
 
 namespace {
 
-using Release = py::call_guard<py::gil_scoped_release>;  // for whatever may block
+using Release = py::call_guard<py::gil_scoped_release>;  // for calls that may block
 
 void begin(std::uint64_t seed, double stall_seconds) {
   for_all_streams([](const StreamQueue& stream) {

@@ -1,4 +1,4 @@
-// The thread of a stream and what may be said to it: append, wait, hold, stop.
+// A stream's thread, and the calls that control it: append, wait, hold, stop.
 #include "sim/stream_queue.h"
 
 #include <c10/util/Exception.h>
@@ -53,9 +53,9 @@ std::uint64_t StreamQueue::append(Operation operation) {
   check_not_forked();
   std::unique_lock lock(mutex_);
   if (ended_) {
-    // What was appended earlier has run, and what this operation waits for either has run too or
-    // is being drained by a thread of its own, so this ends. Passing a position that is already
-    // complete takes no lock, hence no two callers can wait for each other here.
+    // All earlier operations have run, and what this one waits for has run too or is being run by
+    // another stream's thread, so this returns. Passing a completed position takes no lock, so no
+    // two callers can wait for each other here.
     operation.run();
     const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
     completed_.store(position, std::memory_order_release);
@@ -162,7 +162,7 @@ bool StreamQueue::can_step() const {
 StreamQueue::Ran StreamQueue::step() {
   std::unique_lock lock(mutex_);
   const auto ran = run_front(lock);
-  work_.notify_one();  // the thread may have been left the rest meanwhile
+  work_.notify_one();  // the thread may have to run the rest
   return ran;
 }
 
@@ -211,11 +211,11 @@ void StreamQueue::join() {
 }
 
 void StreamQueue::run() {
-  // It has inherited the name of the thread that enqueued first, perhaps one of the engine's, which
-  // a schedule knows by their names.
+  // The thread has inherited the name of the first thread that enqueued, perhaps one of the
+  // engine's workers, which a schedule recognizes by their names.
   const std::string name = "sim-" + std::to_string(device_) + "-" + std::to_string(id_);
   pthread_setname_np(pthread_self(), name.c_str());
-  // Signals are for the threads of the program: a handler must not find itself on this one.
+  // Handlers of signals must run on the program's own threads, not on this one.
   sigset_t signals;
   sigfillset(&signals);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
@@ -256,7 +256,7 @@ StreamQueue::Ran StreamQueue::run_front(std::unique_lock<std::mutex>& lock) {
     } catch (const std::exception& error) {
       failure = error.what();
     }
-  }  // what the operation owned is gone before anyone hears that it is done
+  }  // releases what the operation owns before it counts as done
   lock.lock();
   running_ = false;
   if (!failure.empty() && failure_.empty()) {

@@ -1,5 +1,5 @@
-// A stream of the simulated device: a FIFO of operations, run in order by a thread of its own, or
-// one by one by a schedule.
+// A stream of the simulated device: a FIFO of operations that its own thread runs in order, or that
+// a schedule runs one by one.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -19,46 +19,46 @@
 
 namespace tdcopier::sim {
 
-// Streams are made once and never destroyed, so a plain pointer to one stays valid for ever. All
-// members may be called from any thread. Positions count the operations of one stream from 1, so
-// position 0 has always been passed.
+// Streams are created once and never destroyed, so a plain pointer to one stays valid. Positions
+// count the operations of one stream from 1, so position 0 has always been passed. Thread: any.
 class StreamQueue {
  public:
   StreamQueue() = default;
   StreamQueue(const StreamQueue&) = delete;
   StreamQueue& operator=(const StreamQueue&) = delete;
 
-  // Says which stream it is. Once, before anyone else knows it.
+  // Sets which stream this is. Call once, before another thread uses it.
   void place(int device, int id);
   std::string name() const;  // "stream 3 of sim:0"
   c10::DeviceIndex device() const { return static_cast<c10::DeviceIndex>(device_); }
 
-  // Appends an operation and returns its position. The thread is started by the first operation.
-  // After stop() has emptied the queue, operations run on the calling thread before this returns.
-  // In a schedule, others may go on before it returns.
+  // Appends an operation and returns its position. The first operation starts the thread. After
+  // stop() has emptied the queue, operations run on the calling thread before this returns. During
+  // a schedule, other threads may run before it returns.
   std::uint64_t enqueue(Operation operation);
-  // The same for callers that hold a lock: nobody else goes on.
+  // The same for callers that hold a lock: no other thread runs.
   std::uint64_t append(Operation operation);
 
-  // The position of the operation that was appended last.
+  // Returns the position of the operation that was appended last.
   std::uint64_t last() const { return enqueued_.load(std::memory_order_acquire); }
 
   bool passed(std::uint64_t position) const {
     return completed_.load(std::memory_order_acquire) >= position;
   }
 
-  // Blocks the caller until the operation at `position` has run, and check()s it. If an operation
-  // has thrown since the last call, the first to wait is told: errors of a device come late.
+  // Blocks: until the operation at `position` has run; then calls check(). Throws if an operation
+  // has thrown since the last call: as on a device, errors come late, and the first wait reports
+  // them.
   void wait(std::uint64_t position);
 
-  // The same without a word of what failed.
+  // The same, but reports no failure.
   void reach(std::uint64_t position);
 
-  // Throws, every time, if the operation at `position` was struck by a lasting failure. Requires
-  // that it has run.
+  // Throws, every time, if a lasting failure struck the operation at `position`. Requires: it has
+  // run.
   void check(std::uint64_t position) const;
 
-  // The same for the stream itself: throws if a failure lasts, and no longer when it has ended.
+  // wait() and a test without waiting, for the whole stream: both throw as long as a failure lasts.
   void synchronize(std::uint64_t position);
   bool query() const;
 
@@ -66,8 +66,9 @@ class StreamQueue {
   void hold();
   void release();
 
-  // For a schedule, which is then the only one to run operations. Whether the first may begin;
-  // runs it, on the calling thread, and says what it was; and what there is to say of both.
+  // For a schedule, which alone runs operations while it is on. can_step() returns whether the
+  // first operation may begin; step() runs it on the calling thread; state() describes the stream
+  // in messages.
   struct Ran {
     const char* name;
     bool is_transfer;
@@ -75,11 +76,12 @@ class StreamQueue {
   bool can_step() const;
   Ran step();
   std::string state() const;
-  // The schedule is over: the thread works off what is left.
+  // Called when the schedule has ended: the thread runs the remaining operations.
   void resume();
   bool is_held() const;
 
-  // Ends all holds for good, now and later, and lets the queue run dry; join() waits for that.
+  // Ends all holds, now and later, and lets the thread run the remaining operations; join() waits
+  // for that.
   void stop();
   void join();
 
@@ -91,32 +93,32 @@ class StreamQueue {
 
   void run();
   Ran run_front(std::unique_lock<std::mutex>& lock);
-  void start_thread();  // mutex_ held; once
+  void start_thread();  // requires mutex_; starts it once
   void report_failure();
   void check_stream() const;
-  const Struck* struck_at(std::uint64_t position) const;  // mutex_ held; null: none
+  const Struck* struck_at(std::uint64_t position) const;  // requires mutex_; null: none
 
   int device_ = 0;
   int id_ = 0;
   mutable std::mutex mutex_;
-  std::condition_variable work_;      // the thread: something to do
-  std::condition_variable progress_;  // hosts and other streams: something was done
+  std::condition_variable work_;      // wakes the thread: there is work
+  std::condition_variable progress_;  // wakes hosts and other streams: an operation has run
   std::deque<Operation> operations_;
   std::atomic<std::uint64_t> enqueued_{0};
   std::atomic<std::uint64_t> completed_{0};
   std::atomic<bool> failed_{false};
-  std::string failure_;  // what the operation said that threw first
+  std::string failure_;  // the message of the first operation that threw
   std::atomic<bool> any_struck_{false};
   std::vector<Struck> struck_;  // oldest first
   int holds_ = 0;
-  bool started_ = false;  // the thread was needed
+  bool started_ = false;  // the thread was started
   bool stopping_ = false;
-  bool running_ = false;  // somebody is in an operation
-  bool ended_ = false;    // the thread has gone, or will never be needed
+  bool running_ = false;  // a thread is running an operation
+  bool ended_ = false;    // the thread has ended, or will never start
   std::thread worker_;
 };
 
-// A place in the work of a stream: everything up to and including `position`.
+// A position in the work of a stream: all operations up to and including `position`.
 struct Point {
   StreamQueue* stream = nullptr;
   std::uint64_t position = 0;
@@ -130,7 +132,8 @@ struct Point {
   }
 };
 
-// Threads do not survive a fork: in a child process the device can only say so.
+// Returns whether this is a forked child, where streams have no threads and their calls throw.
+// Requires: the parent has called watch_forks().
 bool in_forked_child() noexcept;
 void watch_forks();
 

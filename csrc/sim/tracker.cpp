@@ -1,4 +1,4 @@
-// Vector clocks for the order, a history of accesses for the memory, checksums for the host.
+// Detects hazards with vector clocks (order), a history of accesses (memory) and checksums (bytes).
 #include "sim/tracker.h"
 
 #include <c10/util/Exception.h>
@@ -33,7 +33,7 @@ const char* kind_of_memory(const Access& access) {
 Tracker& Tracker::get() {
   static auto* const instance = [] {
     pthread_atfork(nullptr, nullptr, [] { on_.store(false); });  // a child has no streams
-    return new Tracker;  // leaked: streams ask it until the last one is gone
+    return new Tracker;  // never destroyed: streams use it until the last one has ended
   }();
   return *instance;
 }
@@ -199,7 +199,8 @@ std::size_t Tracker::older_given_back(std::size_t size) const {
 
 // ---- bytes --------------------------------------------------------------------------------------
 
-// Work from before the detection may write anywhere.
+// Returns whether pending work may write to the extent. Work from before the detection may write
+// anywhere.
 bool Tracker::has_pending_write(const Extent& extent) {
   std::erase_if(older_work_, [](const Point& point) { return point.passed(); });
   std::erase_if(host_writes_, [](const HostWrite& write) { return write.point.passed(); });

@@ -1,4 +1,4 @@
-// Finds what is wrong with a program by itself: who touches memory when nothing says that they may.
+// Detects hazards of a program: accesses to memory that no event, wait or allocation permits.
 #pragma once
 
 #include <atomic>
@@ -29,56 +29,56 @@ struct Hazard {
 
 // A block that was handed out since the detection began.
 struct Handed {
-  std::optional<int> device;  // none: pinned
+  std::optional<int> device;  // nullopt: pinned
   std::size_t size;
-  std::uint64_t number;  // the how manieth, of the pinned or of the device's, from 1
+  std::uint64_t number;  // 1-based allocation number within its pool (pinned or device)
 };
 
-// Knows what must have happened before what, by what the program has asked for, and not by what the
-// streams happened to do: a stream has done what was enqueued on it and what events made it wait
-// for; the host knows what it has waited for, or asked for and been told that it is done.
+// Computes happens-before from the calls of the program, not from what the streams happened to do.
+// Work of a stream happens after the earlier work of that stream and after the events that it
+// waited for. The host knows that work is done if it waited for it, or asked and was told so.
 //
-// All threads of the host are taken for ordered, as if each saw at once what another has waited
-// for. How they are, by locks and the like, cannot be seen from here: this misses hazards and
-// invents none.
+// Treats all host threads as ordered, as if each saw at once what another has waited for, because
+// their locks cannot be seen from here. So some hazards are missed, but none is invented.
 //
-// Thread: any may call any member. Lock order: an allocator's mutex, a stream's mutex, and then
-// this one's, under which no other is taken.
+// Thread: any. Lock order: an allocator's mutex, a stream's mutex, then this one's, under which no
+// other is taken.
 class Tracker {
  public:
   static Tracker& get();
   static bool is_on() noexcept { return on_.load(std::memory_order_relaxed); }
 
-  // Forgets what it knows. What was enqueued before counts as ordered. Requires that it is off.
+  // Begins a detection without a history; earlier work counts as ordered. Requires: none is on.
   void begin();
   void end();
   std::vector<Hazard> hazards() const;
 
-  // ---- order. By a stream, whose mutex is held: an operation has been enqueued.
+  // ---- order. Called by a stream, whose mutex is held, when an operation has been enqueued.
   void enqueued(const StreamQueue& stream, std::uint64_t position,
                 const std::shared_ptr<Note>& note);
-  // What has happened when all is done that the stream has now.
+  // Returns all work that has happened when the stream has done what it has now.
   std::shared_ptr<const Clock> end_of(const StreamQueue& stream) const;
-  void stream_waits(const StreamQueue& stream, const Clock& clock);  // without an operation
+  void stream_waits(const StreamQueue& stream, const Clock& clock);  // a wait without an operation
   void host_knows(const Clock* clock);                               // null: nothing new
 
-  // ---- memory. By the allocators, whose mutex is held.
+  // ---- memory. Called by the allocators, whose mutex is held.
   void handed_out(Block& block, std::optional<int> device, const StreamQueue* stream);
   void given_back(const Block& block);
   void forgotten(const Block& block);
-  // What has happened when all these streams are done with what they have now.
+  // Returns all work that has happened when these streams have done what they have now.
   std::shared_ptr<const Clock> end_of_all(const std::vector<StreamQueue*>& streams) const;
-  std::vector<Handed> in_use() const;  // by number
-  // Pinned blocks that were handed out before the detection began and given back since.
+  std::vector<Handed> in_use() const;  // pinned blocks first, then by number
+  // Returns how many pinned blocks of this size were handed out before the detection began and have
+  // been given back since.
   std::size_t older_given_back(std::size_t size) const;
 
-  // ---- bytes. Returns `move` behind a look whether the host has changed the bytes until then;
-  // `move` itself where operations that are under way may rightly change them.
+  // ---- bytes. Returns `move` preceded by a check whether the host has changed the bytes since
+  // this call, or `move` itself if pending work may rightly change them.
   std::function<void()> watch(std::function<void()> move, const Access& host, std::string who);
 
  private:
   Tracker() = default;
-  // All with mutex_ held.
+  // All require that mutex_ is held.
   void report(const char* kind, const std::string& pair, std::string message);
   void check_order(const Past& now, const Clock& before);
   bool has_pending_write(const Extent& extent);

@@ -1,4 +1,4 @@
-// What happens to every transfer before its bytes move.
+// Counts each transfer, gives it its time, and makes it fail if a fault strikes it.
 #include "sim/transfer.h"
 
 #include <c10/util/StringUtil.h>
@@ -49,7 +49,7 @@ Operation begin_transfer(const Transfer& transfer, std::function<void()> move) {
   count_transfer(transfer.direction, transfer.bytes);
   const auto time = transfer_time(transfer.direction, transfer.bytes);
   if (failure || time.count() != 0) {
-    // A gate nobody opens but the end of the process, which waits for no transfer's time.
+    // Only shutdown opens this gate, so that it need not wait for the transfer's time.
     move = [failure, time, gate = Gate::make(), run = std::move(move)] {
       gate->pass_within(time);
       if (failure) throw DeviceError(failure);

@@ -1,4 +1,4 @@
-// What a transfer is: it is counted, takes its time, and may be made to fail.
+// Transfers: they are counted, take time, and can be made to fail.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -20,13 +20,13 @@ struct Transfer {
   std::optional<c10::DeviceIndex> target;
 };
 
-// "a transfer h2d of 4096 bytes from the host to sim:0"; for what stands in for a kernel, "the
-// operator aten::add (4096 bytes)".
+// Returns, for example, "a transfer h2d of 4096 bytes from the host to sim:0"; for a stand-in for a
+// kernel, "the operator aten::add (4096 bytes)".
 std::string describe(const Transfer& transfer);
 
-// Counts the transfer, which is about to be enqueued, and returns `move` as it is to be enqueued:
-// behind the time that it takes, or failing. Throws if it fails now; then it is not counted.
-// What only stands in for kernels (Uncounted) is let through.
+// Counts the transfer and returns the operation to enqueue: `move` after the time that it takes, or
+// a failure. If the transfer fails now, throws and does not count it. Passes stand-ins for kernels
+// (Uncounted) through.
 Operation begin_transfer(const Transfer& transfer, std::function<void()> move);
 
 }  // namespace tdcopier::sim

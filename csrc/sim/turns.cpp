@@ -1,4 +1,4 @@
-// Who has the turn of a schedule, and who gets it next.
+// Passes the turn of a schedule from one thread to the next.
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -54,7 +54,8 @@ const Schedule::Candidate& Schedule::pick() {
   return candidate;
 }
 
-// Returns when the caller goes on, or is gone and somebody else does.
+// Lets threads and streams run until the caller goes on, or until it has left and another thread
+// goes on.
 void Schedule::let_others_go_on(Lock& lock, Actor& self, bool with_threads) {
   self.has_gil = has_python_lock();
   for (;;) {
@@ -111,7 +112,8 @@ void Schedule::stand_still(Lock& lock, Actor& self) {
   ++progress_;
 }
 
-// Returns whether the caller is to return: it is the one that ends the schedule.
+// Handles the case that no thread or stream can go on. Returns true if the caller must stop
+// waiting, false if it must pick again.
 bool Schedule::nobody_can(Lock& lock, Actor& self) {
   if (draining_ != nullptr) {
     drained_ = true;
@@ -119,7 +121,7 @@ bool Schedule::nobody_can(Lock& lock, Actor& self) {
     return true;
   }
   if (strangers_) {
-    // One of them may release what everybody waits for.
+    // Another thread may release what all participants wait for.
     constexpr std::chrono::milliseconds kPatience(1);
     const auto until = std::chrono::steady_clock::now() + stall_;
     while (std::chrono::steady_clock::now() < until) {
@@ -133,7 +135,8 @@ bool Schedule::nobody_can(Lock& lock, Actor& self) {
   Actor* told = self.native || self.state == Actor::State::kGone ? nullptr : &self;
   for (const auto& actor : actors_) {
     if (actor->native || !actor->stands_still()) continue;
-    // Whoever only waits for another one's end would leave that one waiting for ever.
+    // Prefer a thread that does not join another: an error in one that does would leave the other
+    // waiting.
     const bool is_nearer = told != nullptr && told->joins && !actor->joins;
     if (told == nullptr || is_nearer || actor->has_gil) told = actor.get();
   }
@@ -151,7 +154,7 @@ void Schedule::throw_if_deadlocked(Actor& self) {
   throw DeadlockError(failure_);
 }
 
-// Everybody goes their own ways at once.
+// Ends the schedule at once: all threads run freely.
 void Schedule::abandon(std::string why) {
   failure_ = std::move(why);
   abandoned_ = true;
@@ -161,7 +164,7 @@ void Schedule::abandon(std::string why) {
   for_all_streams([](StreamQueue& stream) { stream.resume(); });
 }
 
-// ---- chance and what is told --------------------------------------------------------------------
+// ---- random choices and reports -----------------------------------------------------------------
 
 // SplitMix64.
 std::uint64_t Schedule::draw() {
