@@ -1,8 +1,9 @@
 # make demo | test | test-oldest | lint | docs | test-gpu | test-sanitized | bench | clean
 # (see CONTRIBUTING.md)
 #
-# Two kinds of environment. Where the python on PATH has torch already (a GPU machine, perhaps with
-# no network), it is used as it is and the build goes to build/site. Elsewhere .venv is set up.
+# An existing .venv is used. Without one, if the python on PATH has torch (for example on a GPU
+# machine without a network), that python is used and the build goes to build/site. Otherwise .venv
+# is set up.
 SHELL := /bin/bash
 SYSTEM_PYTHON ?= python3
 HAS_TORCH := $(shell $(SYSTEM_PYTHON) -c 'import importlib.util as u; print(int(u.find_spec("torch") is not None))' 2>/dev/null)
@@ -28,7 +29,7 @@ else
   READY := build/.system-checked
   INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade --target build/site . -C cmake.define.TDCOPIER_WERROR=ON
   RUN := PYTHONPATH="$(CURDIR)/build/site$${PYTHONPATH:+:$$PYTHONPATH}"
-  # Not from here: the package without its native module would be found first.
+  # Not from here: python would find the package without its native module first.
   PYTEST := cd build/site && $(RUN) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
@@ -44,8 +45,8 @@ test: test-cpp test-py
 test-py: build broken-engines
 	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
 
-# The same with the oldest tensordict that is supported, in front of the one that is installed, and
-# with the torchrl that goes with it.
+# Tests with the oldest tensordict that is supported, and the torchrl that goes with it, ahead of
+# the installed ones on the path.
 OLDEST := $(CURDIR)/build/oldest
 test-oldest: build broken-engines
 	@test -d $(OLDEST)/torchrl || \
@@ -57,15 +58,15 @@ test-gpu: build broken-engines
 	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda; $(PYTEST)
 	export TDCOPIER_TEST_DEVICE=sim TDCOPIER_TEST_SCHEDULES=2000; $(PYTEST)
 
-# Engines with defects that are chosen when they run, for tests/test_broken_engines.py.
+# Builds engines whose defects are chosen at run time, for tests/test_broken_engines.py.
 broken-engines: $(READY)
 	@$(RUN) $(PY) tests/broken_engines.py
 
 bench: build
 	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py
 
-# The layer without torch, three times: under the address and undefined-behaviour sanitizers, under
-# the thread sanitizer, and as it is shipped.
+# Tests the layer without torch three times: under the address and undefined-behaviour sanitizers,
+# under the thread sanitizer, and as it is shipped.
 SANITIZED := address,undefined thread none
 test-cpp: $(READY)
 	@set -e; for kind in $(SANITIZED); do \
@@ -77,8 +78,9 @@ test-cpp: $(READY)
 	  $(RUN) ctest --test-dir build/cpp-$$kind --output-on-failure; \
 	done
 
-# The whole on the simulated device, with the modules under the thread sanitizer and then under the
-# address and undefined-behaviour sanitizers, which also look for leaks. Two builds of their own.
+# Tests everything on the simulated device, with the modules under the thread sanitizer and then
+# under the address and undefined-behaviour sanitizers, which also find leaks. Each has a build of
+# its own.
 test-sanitized: $(READY)
 	@set -e; for kind in thread address; do \
 	  name=tsan; flags=thread; [ $$kind = thread ] || { name=asan; flags=address,undefined; }; \

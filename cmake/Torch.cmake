@@ -1,6 +1,6 @@
-# Asks the interpreter where torch lives, so that one recipe serves CPU-only and CUDA builds of torch.
+# Asks the interpreter where torch is installed, so that one recipe serves CPU-only and CUDA builds.
 #
-# `find_package(Torch)` is not used: with a CUDA build of torch it insists on a full CUDA toolkit,
+# `find_package(Torch)` is not used: with a CUDA build of torch it requires a full CUDA toolkit,
 # although nothing here compiles device code.
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c "
@@ -34,7 +34,8 @@ string(REPLACE "@" ";" torch_include_dirs "${torch_include_dirs}")
 string(REPLACE "@" ";" torch_library_dirs "${torch_library_dirs}")
 message(STATUS "torch ${torch_version}: ${torch_include_dirs}")
 
-# One target per thing a layer may use. SYSTEM: warnings in torch's headers are not ours.
+# Adds one target per set of libraries that a layer may use. SYSTEM silences warnings in torch's
+# headers.
 function(tdcopier_torch_target name)
   add_library(${name} INTERFACE)
   target_include_directories(${name} SYSTEM INTERFACE ${torch_include_dirs})

@@ -1,4 +1,4 @@
-// Blocks come back, up to the bound, and a thread's are freed with it.
+// Tests that blocks are reused, up to the limit, and freed when their thread ends.
 #include "base/block_stack.h"
 
 #include <set>
@@ -36,7 +36,7 @@ void no_block_is_given_out_twice() {
   for (void* block : again) Blocks::give(block);
 }
 
-// The sanitizers see what is leaked, freed twice or raced for.
+// The sanitizers report leaks, double frees and races.
 void threads_take_and_give_each_others() {
   using Blocks = BlockStack<48, 16>;
   std::vector<void*> passed;

@@ -1,5 +1,4 @@
-// The few lines that the C++ tests need: a check that says where and what, and a list of named
-// cases.
+// A minimal test harness: CHECK reports where and what failed, run_cases() runs named cases.
 #pragma once
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// The combiner's promises: every task is worked off once, in order, by one thread at a time, and
-// nobody waits for his turn.
+// Tests the combiner: every task runs once, in order, on one thread at a time, and no thread waits
+// for its turn.
 #include "base/combiner.h"
 
 #include <atomic>
@@ -20,7 +20,7 @@ void every_task_is_worked_off_once_when_all_have_come_back() {
   constexpr int kThreads = 8;
   constexpr int kTasks = 2000;
   Combiner<int> combiner;
-  std::vector<int> done(kThreads * kTasks, 0);  // guarded by being at work
+  std::vector<int> done(kThreads * kTasks, 0);  // written only by the thread that runs tasks
   std::atomic<int> at_work = 0;
   std::barrier together(kThreads);
   std::vector<std::thread> threads;
@@ -49,7 +49,7 @@ void who_comes_while_another_is_at_work_goes_on_and_leaves_his_task_there() {
     combiner.add(0, [&](int task) {
       if (task == 0) {
         begun.count_down();
-        others_gone.wait();  // would never end if one of them waited for this
+        others_gone.wait();  // would never return if another add() waited for this task
       }
       order.push_back(task);
     });

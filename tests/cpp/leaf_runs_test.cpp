@@ -1,4 +1,4 @@
-// Runs: leaves that lie in memory as the slots of one chunk would.
+// Tests runs: leaves that are laid out in memory like the slots of one chunk.
 #include <random>
 
 #include "base/pack_plan.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t kKiB = 1024;
 
-// Leaves that lie in memory one behind the other.
+// Leaves that follow one another in memory.
 struct Memory {
   std::vector<LeafExtent> leaves;
   std::vector<uintptr_t> addresses;
@@ -124,8 +124,8 @@ void series_are_looked_at_one_by_one() {
   CHECK(are(find_runs(memory.leaves, memory.addresses, series, {}), {{10, 110}, {150, 250}}));
 }
 
-// Whatever the leaves: slots of a run's chunk lie as the leaves do, and the rest is planned as it
-// would be without them.
+// Checks, for any leaves, that the slots of a run's chunk are laid out like its leaves, and that
+// the other leaves are planned as if the run's were not there.
 void check_plan(const Memory& memory, const PackOptions& options) {
   const std::vector<LeafSeries> runs = memory.runs(options);
   const PackPlan plan = make_pack_plan(memory.leaves, options, runs);

@@ -1,4 +1,4 @@
-// Overlaps of arrays, against a map of every byte, over random arrays.
+// Compares overlaps of random arrays with a map of every byte.
 #include "base/overlap.h"
 
 #include <cstdlib>
@@ -12,7 +12,7 @@ using namespace tdcopier;
 
 namespace {
 
-// The addresses of all bytes, one by one, repeats included.
+// Returns the addresses of all bytes, repeats included.
 std::vector<const std::byte*> bytes_of(const Area& area) {
   std::vector<const std::byte*> firsts = {area.begin};
   for (const StridedDim& dim : area.dims) {
@@ -102,17 +102,16 @@ void adjoining_areas_do_not_overlap() {
   CHECK(!find_overlap(areas));
 }
 
-// Addresses only: nothing is read.
+// Uses addresses only; reads nothing.
 void many_rows_hide_no_others() {
-  constexpr int64_t kSide = 4096;  // of elements of 4 bytes: more than are compared
+  constexpr int64_t kSide = 4096;  // elements of 4 bytes; more than are compared
   auto* const begin = reinterpret_cast<const std::byte*>(uintptr_t{1} << 40);
   const std::vector<StridedDim> every_other = {{kSide, 8 * kSide}, {kSide, 8}};
   const Area gapped{begin, 4, true, every_other};
   const Area row{begin + 8 * kSide + 4, 4, true, {}};
   CHECK(!find_overlap(std::vector<Area>{gapped, row}));
   CHECK(find_overlap(std::vector<Area>{gapped, row, row}));
-  // Without gaps, an array is one row in whatever order its dimensions are, and whichever way
-  // along.
+  // Without gaps, an array is one row, for any order and direction of its dimensions.
   const Area square{begin, 4, true, {{kSide, 4 * kSide}, {kSide, 4}}};
   const Area transposed{begin, 4, false, {{kSide, 4}, {kSide, 4 * kSide}}};
   const std::byte* const last = begin + 4 * (kSide * kSide - 1);

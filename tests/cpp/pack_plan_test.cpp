@@ -1,4 +1,4 @@
-// The pack plan's promises: alignment, disjoint slots, chunk bounds, and order.
+// Tests the pack plan: alignment, disjoint slots, chunk bounds, and order.
 #include "base/pack_plan.h"
 
 #include <random>
@@ -9,7 +9,7 @@ using namespace tdcopier;
 
 namespace {
 
-// Holds for every plan, whatever the leaves and options.
+// Checks the invariants of every plan, for any leaves and options.
 void check_invariants(const std::vector<LeafExtent>& leaves, const PackOptions& options) {
   const PackPlan plan = make_pack_plan(leaves, options);
   CHECK(plan.slots.size() == leaves.size());

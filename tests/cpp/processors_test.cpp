@@ -1,4 +1,5 @@
-// Quotas and sets of cgroups, from files as the kernel writes them; shares of several processes.
+// Tests quotas and cpusets of cgroups, from files as the kernel writes them, and shares of several
+// processes.
 #include "base/processors.h"
 
 #include <unistd.h>
@@ -54,7 +55,7 @@ void the_tightest_on_the_way_to_the_root_counts() {
   groups.write("mount/jobs/inner/cpu.max", "400000 100000\n");
   groups.write("mount/jobs/cpu.max", "200000 100000\n");
   CHECK(groups.quota() == 2.0);
-  groups.write("mount/cpu.max", "50000 100000\n");  // as a container sees its own
+  groups.write("mount/cpu.max", "50000 100000\n");  // as a container sees its own quota
   CHECK(groups.quota() == 0.5);
 }
 
@@ -103,7 +104,7 @@ void version_1_has_a_cpuset_of_its_own() {
   CHECK(groups.cpuset() == size_t{4});
 }
 
-// As of a machine with 3000 processors.
+// Answers like a machine with 3000 processors.
 int affinity_of_many(pid_t, size_t bytes, cpu_set_t* allowed) {
   if (bytes * 8 < 3000) {
     errno = EINVAL;
@@ -132,8 +133,8 @@ void processes_of_one_launcher_share_the_processors() {
 }
 
 void a_process_that_is_bound_to_its_part_has_all_of_it() {
-  CHECK(share_of_processors(8, 64, 8) == 8);   // to processors of its own
-  CHECK(share_of_processors(32, 64, 8) == 8);  // to half of the machine, with three others
+  CHECK(share_of_processors(8, 64, 8) == 8);   // bound to its own processors
+  CHECK(share_of_processors(32, 64, 8) == 8);  // bound to half of the machine, with three others
 }
 
 void nonsense_in_the_variable_is_one_process() {

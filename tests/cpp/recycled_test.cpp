@@ -1,4 +1,4 @@
-// Recycled memory: reused, never handed out twice, right for any size and from any thread.
+// Tests that recycled memory is reused, never handed out twice, and right for any size and thread.
 #include "base/recycled.h"
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace {
 void a_freed_block_is_the_next_one_of_its_size() {
   void* first = take_block(5000);
   give_block(first, 5000);
-  CHECK(take_block(8000) == first);  // both are 8 KiB
+  CHECK(take_block(8000) == first);  // both are rounded up to 8 KiB
   give_block(first, 8000);
 }
 

@@ -1,4 +1,4 @@
-// Which bytes of a mapped file are in memory.
+// Tests which bytes of a mapped file count as in memory.
 #include "base/residency.h"
 
 #include <fcntl.h>

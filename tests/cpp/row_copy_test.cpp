@@ -1,4 +1,4 @@
-// Rows by number against a loop over single bytes, for many layouts and every way to cut them.
+// Compares copies of rows with a loop over single bytes, for many layouts and cuts.
 #include "base/row_copy.h"
 
 #include <cstring>
@@ -23,7 +23,7 @@ std::vector<std::byte> random_bytes(size_t count, std::mt19937& random) {
 std::vector<int64_t> random_rows(size_t count, std::mt19937& random) {
   std::vector<int64_t> rows(count);
   for (size_t i = 0; i < count; ++i) {
-    const bool next = i != 0 && random() % 2 == 0 && rows[i - 1] + 1 < kRows;  // some adjoin
+    const bool next = i != 0 && random() % 2 == 0 && rows[i - 1] + 1 < kRows;  // some are adjacent
     rows[i] = next ? rows[i - 1] + 1 : static_cast<int64_t>(random() % kRows);
   }
   return rows;

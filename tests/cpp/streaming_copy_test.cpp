@@ -1,4 +1,4 @@
-// Streaming copies against std::memcpy, from and to every place in a cache line.
+// Compares streaming copies with std::memcpy, from and to many offsets in a cache line.
 #include "base/streaming_copy.h"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// Strided reads against the plainest possible loop, over random arrays and ranges.
+// Compares strided copies with a simple loop, over random arrays and ranges.
 #include "base/strided_copy.h"
 
 #include <cstring>
@@ -11,7 +11,7 @@ using namespace tdcopier;
 
 namespace {
 
-// Where element `n` lies, from the array's first element.
+// Returns the offset of element `n` from the array's first element.
 int64_t offset_of(uint64_t n, const std::vector<StridedDim>& dims) {
   int64_t offset = 0;
   for (size_t d = dims.size(); d-- > 0;) {
@@ -35,7 +35,7 @@ void check_range(const std::byte* from, const std::vector<StridedDim>& dims, uin
   }
 }
 
-// The other way: what is written to the array is read from it again, where nothing repeats.
+// Writes elements to the array and reads them back. Requires: the array has no repeats.
 void check_way_back(std::byte* to, const std::vector<StridedDim>& dims, uint32_t element_bytes,
                     uint64_t first, uint64_t last) {
   std::vector<std::byte> sent((last - first) * element_bytes);
@@ -86,7 +86,7 @@ void what_was_written_is_read() {
     constexpr uint32_t kSizes[] = {1, 2, 3, 4, 8, 16};
     const uint32_t element_bytes = kSizes[up_to(5)];
     std::vector<StridedDim> dims(static_cast<size_t>(up_to(4)));
-    int64_t span = element_bytes;  // of the dimensions inside, so that none reaches into another
+    int64_t span = element_bytes;  // of the inner dimensions, so that no two elements overlap
     uint64_t elements = 1;
     for (size_t d = dims.size(); d-- > 0;) {
       const int64_t step = span + up_to(2) * static_cast<int64_t>(element_bytes);
@@ -106,7 +106,7 @@ void what_lies_like_one_dimension_is_joined() {
   std::vector<StridedDim> dims = {{2, 24}, {1, 999}, {3, 8}, {2, 4}};
   CHECK(join_dims(dims) == 1);
   CHECK(dims[0].size == 12 && dims[0].stride_bytes == 4);
-  dims = {{2, 0}, {3, 0}};  // repeats join too
+  dims = {{2, 0}, {3, 0}};  // repeats are joined too
   CHECK(join_dims(dims) == 1);
   dims = {{2, 32}, {3, 8}};
   CHECK(join_dims(dims) == 2);

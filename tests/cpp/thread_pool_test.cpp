@@ -1,5 +1,4 @@
-// The thread pool's promises: every task runs once, tasks overlap, and closing waits for all of
-// them.
+// Tests the thread pool: every task runs once, tasks overlap, and closing waits for all of them.
 #include "base/thread_pool.h"
 
 #include <atomic>
