@@ -1,4 +1,4 @@
-"""Say which tools the build needs and this machine lacks, with the line that installs them."""
+"""Lists the tools that the build needs and this machine lacks, and the command to install them."""
 
 import importlib.util
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def missing_debian_packages() -> list[str]:
-    """Debian packages to install, by what is found missing."""
+    """Returns the Debian packages that provide the missing tools."""
     missing = [
         package for tool, package in (("g++", "g++"), ("git", "git")) if not shutil.which(tool)
     ]

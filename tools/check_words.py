@@ -1,8 +1,8 @@
-"""Check the wording of comments, docstrings and Markdown against the rules in CONTRIBUTING.md.
+"""Checks the wording of comments, docstrings and Markdown against the rules in CONTRIBUTING.md.
 
     python tools/check_words.py [--counts] [FILE ...]
 
-Without files, checks every file that git knows. Prints ``file:line: word: text`` for each violation
+Without files, checks every file that git knows. Prints ``file:line: rule: text`` for each violation
 and exits with 1 if there is one. ``--counts`` prints the number per 1000 words instead.
 """
 
@@ -44,7 +44,7 @@ Line = tuple[int, str]
 
 
 def lines_of_python(text: str) -> Iterator[Line]:
-    """Yield comments and docstrings, line by line."""
+    """Yields comments and docstrings, line by line."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("# ")
@@ -55,7 +55,7 @@ def lines_of_python(text: str) -> Iterator[Line]:
 
 
 def lines_of_cpp(text: str) -> Iterator[Line]:
-    """Yield comments, line by line."""
+    """Yields comments, line by line."""
     for number, line in enumerate(text.splitlines(), 1):
         found = re.search(r"(?:^|[\s;{}(,])//+ ?(.*)$", line)
         if found:
@@ -72,7 +72,7 @@ def _without_code(text: str, first: int = 1) -> Iterator[Line]:
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """Yield the lines of prose in a file, with their numbers."""
+    """Yields the lines of prose in a file, with their numbers."""
     text = path.read_text()
     if path.suffix == ".md":
         return _without_code(text)
@@ -80,7 +80,7 @@ def lines_of(path: Path) -> Iterator[Line]:
 
 
 def main() -> int:
-    """Check the files."""
+    """Checks the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--counts", action="store_true", help="print figures per 1000 words")
     parser.add_argument("files", nargs="*", type=Path)

@@ -1,10 +1,9 @@
-"""Compiles csrc/kernels/move_segments.cu to the PTX that the engine hands to CUDA's driver.
+"""Compiles csrc/kernels/move_segments.cu to the PTX that the engine passes to CUDA's driver.
 
-``python tools/make_ptx.py`` writes csrc/kernels/move_segments_ptx.h; with ``--check`` it compares.
-It needs no GPU and no toolkit: NVRTC alone, of one exact version, since each writes other PTX:
-``pip install nvidia-cuda-nvrtc-cu12==12.1.105``. Its PTX (8.1) is the oldest whose kernels may have
-32 KiB of parameters, so the oldest drivers that know these (530 and later) take it, and all
-after them.
+``python tools/make_ptx.py`` writes csrc/kernels/move_segments_ptx.h; ``--check`` only compares it.
+It needs no GPU and no toolkit, only NVRTC in one exact version, since each version writes other
+PTX: ``pip install nvidia-cuda-nvrtc-cu12==12.1.105``. Its PTX version, 8.1, is the oldest that
+allows 32 KiB of kernel parameters, so every driver that supports these (530 and later) accepts it.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ END = """)ptx";
 
 
 class WrongCompiler(RuntimeError):
-    """NVRTC is missing, or of another version than the header is made with."""
+    """NVRTC is missing, or its version is not the one that the header is made with."""
 
 
 def compiled() -> str:
-    """The header's text, from the source as it is now.
+    """Returns the header's text for the present source.
 
     Raises:
-        WrongCompiler: without NVRTC, or with another version of it.
-        RuntimeError: the source does not compile; the message has the compiler's log.
+        WrongCompiler: NVRTC is missing or has another version.
+        RuntimeError: The source does not compile; the message has the compiler's log.
 
     """
     nvrtc = _load()
@@ -51,7 +50,7 @@ def compiled() -> str:
     options = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
     if nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options) != 0:
         raise RuntimeError(_text(nvrtc, program, "ProgramLog"))
-    # Constants of NVRTC's own headers come along, which nothing uses.
+    # Drop constants of NVRTC's own headers, which nothing uses.
     lines = _text(nvrtc, program, "PTX").strip().splitlines()
     kept = [line for line in lines if not (line.startswith(".global") and "nv6target" in line)]
     return "\n".join([PREAMBLE + kept[0], *kept[1:], END])

@@ -1,4 +1,4 @@
-"""Sends batches to the accelerator through two pinned buffers in turn, as written by hand."""
+"""A hand-written prefetcher: sends batches through two pinned buffers in turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Prefetcher:
-    """Copies on a stream of its own. Runs on any accelerator that torch knows."""
+    """Copies on a stream of its own. Runs on any accelerator that torch supports."""
 
     def __init__(self, elements: int, device: torch.device | str, *, careful: bool = True) -> None:
         self.device = torch.device(device)
@@ -20,7 +20,7 @@ class Prefetcher:
         turn, self.turn = self.turn, 1 - self.turn
         read = self.read[turn]
         if self.careful and read is not None:
-            read.synchronize()  # the device may still be reading what this buffer held before
+            read.synchronize()  # the device may still be reading the buffer's last batch
         self.buffers[turn].copy_(batch)
 
         consumer = torch.accelerator.current_stream(self.device)

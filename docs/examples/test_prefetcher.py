@@ -1,4 +1,4 @@
-"""The prefetcher in 200 orders of events, on a machine without a GPU."""
+"""Runs the prefetcher in 200 orders of events, on a machine without a GPU."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A DQN in one file, as cleanrl writes them, whose batches are prefetched from the buffer."""
+"""A single-file DQN in cleanrl's style whose batches are prefetched from the buffer."""
 
 import random
 import threading
@@ -10,7 +10,7 @@ import tdcopier
 
 
 class Buffer:
-    """A ring of transitions on the host. It has a lock, since a thread of its own samples."""
+    """A ring of transitions on the host. It has a lock because a thread of its own samples."""
 
     def __init__(self, capacity, observed, batch_size):
         self.rows = {
@@ -40,7 +40,7 @@ def network(observed, actions):
 
 
 def train(env, device, steps=50_000, learning_starts=1_000, train_every=4, batch_size=128):
-    """Learn `env`, an environment of gymnasium's kind, and return the network of values."""
+    """Learns `env`, a gymnasium environment, and returns the Q-network."""
     observed, actions = env.observation_space.shape[0], int(env.action_space.n)
     values, target = network(observed, actions).to(device), network(observed, actions).to(device)
     target.load_state_dict(values.state_dict())
@@ -48,7 +48,7 @@ def train(env, device, steps=50_000, learning_starts=1_000, train_every=4, batch
     buffer = Buffer(10_000, observed, batch_size)
 
     observation, _ = env.reset()
-    with tdcopier.prefetch(buffer.sample, device) as batches:  # nothing is sampled yet
+    with tdcopier.prefetch(buffer.sample, device) as batches:  # samples nothing yet
         for step in range(steps):
             if random.random() < max(0.05, 1 - 2 * step / steps):
                 action = random.randrange(actions)

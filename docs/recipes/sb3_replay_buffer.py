@@ -1,4 +1,4 @@
-"""A replay buffer of stable-baselines3 whose batches tdcopier gathers and sends."""
+"""A replay buffer for stable-baselines3 whose batches tdcopier gathers and sends."""
 
 import numpy as np
 from stable_baselines3.common.buffers import ReplayBuffer
@@ -11,7 +11,7 @@ class GatheredReplayBuffer(ReplayBuffer):
     """Pass it as `replay_buffer_class=` to DQN, SAC, TD3 and the like."""
 
     def _get_samples(self, batch_inds, env=None):
-        if env is not None:  # VecNormalize computes with arrays on the host
+        if env is not None:  # VecNormalize works on host arrays
             return super()._get_samples(batch_inds, env)
         environments = np.random.randint(0, high=self.n_envs, size=len(batch_inds))
         fields = ["observations", "actions", "rewards", "dones", "timeouts"]
@@ -19,14 +19,14 @@ class GatheredReplayBuffer(ReplayBuffer):
             fields.append("next_observations")
         rows = {field: getattr(self, field) for field in fields}
         handles = [tdcopier.start_gather(rows, (batch_inds, environments), self.device)]
-        if self.optimize_memory_usage:  # then the next observation is that of the next row
+        if self.optimize_memory_usage:  # the next observation is in the next row
             rows, next_inds = {"next_observations": self.observations}, batch_inds + 1
             index = (next_inds % self.buffer_size, environments)
             handles.append(tdcopier.start_gather(rows, index, self.device))
 
         batch = {}
         for handle in handles:
-            handle.wait_gathered()  # from here on, add() may overwrite rows
+            handle.wait_gathered()  # from here on, add() may overwrite the rows
             batch |= handle.wait()
         return ReplayBufferSamples(
             observations=batch["observations"],
