@@ -1,4 +1,4 @@
-"""Copies of every kind with their values checked, for processes whose allocator is another one."""
+"""Runs checked copies of every kind, for processes that use a different allocator."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROWS = {"frames": torch.arange(64 * 1000).view(64, 1000), "reward": torch.arange
 
 
 def checked_copies(device: str) -> list[torch.Tensor]:
-    """Copies in every direction, whose values are checked.
+    """Runs copies in every direction and checks their values.
 
     Args:
         device: The accelerator.
 
     Returns:
-        Leaves on the device that copies have allocated. They are alive, so each has its own memory.
+        Leaves on the device that the copies allocated, all alive, so each has its own memory.
 
     """
     delivered: list[torch.Tensor] = []
@@ -47,7 +47,7 @@ def checked_copies(device: str) -> list[torch.Tensor]:
 
 
 def check_reuse_of_memory(device: str, rounds: int = 20) -> None:
-    """Results that are dropped at once, while the stream that reads them is behind the host."""
+    """Drops results at once, while the stream that reads them is late."""
     module: Any = torch.get_device_module(device)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     side = module.Stream(device)
@@ -72,7 +72,7 @@ def _check(what: str, found: list[torch.Tensor], source: list[torch.Tensor]) -> 
 
 
 def outside(leaves: list[torch.Tensor], segments: list[dict[str, Any]]) -> list[int]:
-    """Sizes of the leaves whose memory is in none of the segments of a memory snapshot."""
+    """Returns the sizes of the leaves that no segment of a memory snapshot contains."""
     ends = list(_ends(segments))
     return [
         leaf.nbytes

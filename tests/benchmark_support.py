@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ as modules, and made-up results of them."""
+"""Loads the scripts of benchmarks/ as modules, and makes up results for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 def load(name: str) -> ModuleType:
-    """A module of benchmarks/, which is a folder of scripts and no package."""
+    """Loads a module of benchmarks/, which is a folder of scripts and not a package."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         return importlib.import_module(name)
@@ -23,7 +23,7 @@ measure = load("measure")
 
 
 def a_result(name: str = "h2d", **changes) -> dict:
-    """A result of one direction: 528 leaves in one transfer, 2 us against 6100 us."""
+    """Returns a result of one direction: 528 leaves in one transfer, 2 us against 6100 us."""
     times = measure.summarise([1.0, 2.0, 3.0])._asdict()
     slow = measure.summarise([6000.0, 6100.0, 6200.0])._asdict()
     stats = {"packed_leaves": 528, "alone_leaves": 0, "delegated_leaves": 0, "transfers": 1}
@@ -71,7 +71,7 @@ def a_result(name: str = "h2d", **changes) -> dict:
 
 
 def a_structure_result(**changes) -> dict:
-    """A result on trees without tensors: 0.05 us per opaque value, dataclasses passed through."""
+    """Returns a result on trees without tensors: 0.05 us per opaque value, opaque dataclasses."""
 
     def case(opaque_values: int, **us: float) -> dict:
         summaries = {way: measure.summarise([median])._asdict() for way, median in us.items()}
@@ -95,7 +95,7 @@ def a_structure_result(**changes) -> dict:
 
 
 def a_tensordict_result(**changes) -> dict:
-    """A result on TensorDicts that hits every target: one batch each way, and one that fails."""
+    """Returns a TensorDict result that hits every target: a good batch each way, one that fails."""
 
     def times(**us: float) -> dict:
         return {way: measure.summarise([median])._asdict() for way, median in us.items()}
@@ -165,7 +165,7 @@ def a_tensordict_result(**changes) -> dict:
 
 
 def a_loop_result(**changes) -> dict:
-    """A result on training loops that hits every target, each just so."""
+    """Returns a result on training loops that hits every target exactly."""
 
     def loop(over_resident: float, copy_calls_us: float) -> dict:
         def times(*us: float) -> dict:
@@ -211,7 +211,7 @@ def a_loop_result(**changes) -> dict:
 
 
 def a_sizes_result(**changes) -> dict:
-    """A result on the number of leaves: a leaf among 100,000 costs 1.5 times one among 1,000."""
+    """Returns a result by number of leaves: a leaf in 100,000 costs 1.5 times one in 1,000."""
 
     def size(count: int, **us_per_leaf: float) -> dict:
         return {
@@ -238,7 +238,7 @@ def a_sizes_result(**changes) -> dict:
 
 
 class Clock:
-    """Ticks by one microsecond at each look, and when somebody says that something took longer."""
+    """A fake clock: advances by one microsecond per reading, and by the times added to it."""
 
     def __init__(self) -> None:
         self.now_ns = 0

@@ -1,8 +1,8 @@
-"""Engines that break one promise each, and who finds out: a check that finds none is no check.
+"""Builds engines that each break one promise, and shows that a check detects each of them.
 
-``build()`` makes a test build of the engine, apart from the real one, in which each of these pieces
-of code has a broken twin that the environment variable ``TDCOPIER_DEFECT`` chooses. The engine's
-own source knows nothing of that.
+``build()`` makes a test build of the engine, apart from the real one. It holds a broken variant of
+each piece of code in ``defects.py``; the environment variable ``TDCOPIER_DEFECT`` selects one. The
+engine's own source knows nothing of this.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ inline bool tdcopier_defect(const char* name) {{
 
 
 def _write(path: Path, text: str) -> None:
-    """Leave a file that is right as it is: its age says what has to be compiled."""
+    """Writes the file only if its text changes: its modification time decides what is compiled."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
 def broken_sources() -> dict[Path, str]:
-    """By their place in the tree: all files of the test build that differ from the engine's."""
+    """Returns the files of the test build that differ from the engine's, by path in the tree."""
     changed: dict[Path, str] = {}
     for name, defect in DEFECTS.items():
         path = Path("csrc") / defect.file
@@ -58,7 +58,7 @@ def broken_sources() -> dict[Path, str]:
 
 
 def build() -> None:
-    """Make the test build, or bring it up to date."""
+    """Makes the test build, or brings it up to date."""
     source = BUILD / "source"
     changed = broken_sources()
     wanted = subprocess.run(
@@ -74,7 +74,7 @@ def build() -> None:
         if (ROOT / path).exists():
             _write(source / path, changed.get(path) or (ROOT / path).read_text())
     options = ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(SITE)]
-    options += ["-C", "cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0"]  # compiled rather than run fast
+    options += ["-C", "cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0"]  # fast to compile, slow to run
     options += ["-C", "cmake.define.TDCOPIER_SIM=OFF"]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", *options, str(source)], check=True
@@ -82,14 +82,14 @@ def build() -> None:
     simulation = importlib.util.find_spec("tdcopier._sim")
     assert simulation is not None
     assert simulation.origin is not None
-    shutil.copy2(simulation.origin, SITE / "tdcopier")  # the real one: nothing in it is broken
+    shutil.copy2(simulation.origin, SITE / "tdcopier")  # the real one: it has no defects
 
 
 def show(name: str, seeds: int) -> None:
-    """Play the defect's scenario until it is found, and print by what. For a process of its own."""
+    """Plays the defect's scenario until it fails, and prints how. Needs a process of its own."""
     os.environ["TDCOPIER_DEFECT"] = name
     os.environ["TDCOPIER_PLAY_TIMEOUT_S"] = "1"
-    # The test build, also where an editable install of the real one would come first.
+    # Use the test build even if an editable install of the real one would be found first.
     sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]
     sys.path.insert(0, str(SITE))
     import tdcopier
@@ -113,7 +113,7 @@ def show(name: str, seeds: int) -> None:
                 "text": " ".join(str(error).split()),
             }
             print(json.dumps(told), flush=True)
-            os._exit(0)  # an engine that is broken may not be able to end in order
+            os._exit(0)  # a broken engine may be unable to exit cleanly
     print(json.dumps({"seeds": seeds}))
 
 

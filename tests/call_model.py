@@ -1,4 +1,4 @@
-"""What each public call makes of its leaves in random programs: sources, destinations, results."""
+"""Models what each public call does with its leaves in random programs: sources to results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORAGE_ROWS = 6
 
 
 class Leaf(NamedTuple):
-    """A leaf of the tree that is copied, and what becomes of it."""
+    """A leaf of the tree that is copied, its destination, and its expected result."""
 
     value: Any
     expected: Any
@@ -35,12 +35,12 @@ class Leaf(NamedTuple):
 
 
 def prepare(world: World, plan: CopyPlan, like: Copy | None = None) -> Copy:
-    """Make the sources. Those on a device are written when their stream comes to it.
+    """Makes the sources of a copy. Those on a device are written by work on the current stream.
 
     Args:
-        world: where the program runs.
-        plan: of the copy.
-        like: fill the destinations of this one, of the same plan, again.
+        world: The world that the program runs in.
+        plan: What to copy.
+        like: An earlier copy of the same plan whose destinations are filled again.
     """
     copy = Copy(plan)
     make = CALLS[plan.call].leaf
@@ -62,7 +62,7 @@ def prepare(world: World, plan: CopyPlan, like: Copy | None = None) -> Copy:
 
 
 def launch(world: World, copy: Copy) -> None:
-    """Begin it, on the current streams."""
+    """Starts the copy on the current streams."""
     copy.handle = CALLS[copy.plan.call].start(world, copy)
     copy.tree = None
     world.counted[0] += len(copy.delegated_bytes)
@@ -86,7 +86,7 @@ def _place(plan: CopyPlan, leaf: LeafPlan) -> str:
 
 
 def _source(world: World, copy: Copy, leaf: LeafPlan, place: str) -> tuple[Any, torch.Tensor]:
-    """A leaf to be copied, and its values."""
+    """Makes a leaf to copy; returns it with its values."""
     elements = int(np.prod(leaf.shape))
     if leaf.kind == "array":
         array_bytes = np.empty(8 * elements, np.uint8)
@@ -102,7 +102,7 @@ def _source(world: World, copy: Copy, leaf: LeafPlan, place: str) -> tuple[Any, 
 
 
 def moved_leaf(world: World, copy: Copy, leaf: LeafPlan, number: int) -> Leaf:
-    """Of a copy to new memory."""
+    """Makes a leaf of a copy to new memory."""
     plan, options = copy.plan, dict(copy.plan.options)
     place = "cpu" if leaf.kind == "array" else _place(plan, leaf)
     if leaf.kind == "delegated":
@@ -113,7 +113,7 @@ def moved_leaf(world: World, copy: Copy, leaf: LeafPlan, number: int) -> Leaf:
     if place == plan.target:
         copy.sources.pop()
         copy.counts["reused"] += 1
-        if leaf.kind == "array":  # perhaps over the same memory
+        if leaf.kind == "array":  # may share the array's memory
             return Leaf(value, Moved(values, "cpu"))
         return Leaf(value, Same(value))
     expected = values.clone()
@@ -135,7 +135,7 @@ _MAX_PACKED_LEAF_BYTES = 1 << 18
 
 
 def filling_leaf(world: World, copy: Copy, leaf: LeafPlan, number: int) -> Leaf:
-    """Of a copy into memory that exists."""
+    """Makes a leaf of a copy into existing memory."""
     value, values = _source(world, copy, leaf, _place(copy.plan, leaf))
     destination = copy.destinations[number]
     assert destination is not None
@@ -143,7 +143,7 @@ def filling_leaf(world: World, copy: Copy, leaf: LeafPlan, number: int) -> Leaf:
 
 
 def gathered_leaf(world: World, copy: Copy, leaf: LeafPlan, number: int) -> Leaf:
-    """Of a storage on the host."""
+    """Makes a leaf of a storage on the host, to gather rows from."""
     elements = STORAGE_ROWS * int(np.prod(leaf.shape))
     base = world.memory("cpu", leaf.dtype, elements, copy.plan.into_memory)
     values = world.fill(base).view(STORAGE_ROWS, *leaf.shape)[list(copy.plan.rows)]
@@ -152,7 +152,7 @@ def gathered_leaf(world: World, copy: Copy, leaf: LeafPlan, number: int) -> Leaf
 
 
 def scattered_leaf(world: World, copy: Copy, leaf: LeafPlan, number: int) -> Leaf:
-    """Of a batch, for rows of a storage on the host, which nobody reads or writes meanwhile."""
+    """Makes a leaf of a batch to scatter into a host storage that no other copy uses meanwhile."""
     rows = list(dict.fromkeys(copy.plan.rows))
     storage = copy.destinations[number]
     assert storage is not None
@@ -168,7 +168,7 @@ def scattered_leaf(world: World, copy: Copy, leaf: LeafPlan, number: int) -> Lea
 
 
 def _extent(leaf: LeafPlan) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What a leaf is, seen from a destination."""
+    """Returns the dtype and the shape that a destination for the leaf needs."""
     if leaf.kind == "array":
         return torch.int64, leaf.shape
     return leaf.dtype, tuple(view(torch.empty(leaf.shape, device="meta"), leaf.layout).shape)
@@ -184,7 +184,7 @@ def _storage(world: World, plan: CopyPlan, leaf: LeafPlan) -> Any:
 
 
 def _destinations(world: World, plan: CopyPlan) -> list[Any]:
-    """By leaf. Their old values are read by work that is enqueued before the call."""
+    """Makes one destination per leaf; work enqueued before the call reads their old values."""
     extents = [_extent(leaf) for leaf in plan.leaves if leaf.kind != "opaque"]
     place, kind = plan.target, plan.into_memory
     if plan.into == "a chunk":
@@ -210,7 +210,7 @@ def _destinations(world: World, plan: CopyPlan) -> list[Any]:
 def _together(
     world: World, plan: CopyPlan, extents: list[tuple[torch.dtype, tuple[int, ...]]]
 ) -> list[torch.Tensor]:
-    """Views of one buffer, one after the other."""
+    """Makes views of one buffer, one after the other."""
     sizes = [-(-int(np.prod(shape)) * dtype.itemsize // 16) * 16 for dtype, shape in extents]
     buffer = world.memory(plan.target, torch.uint8, sum(sizes), plan.into_memory)
     world.overwrite_tensor(buffer)
@@ -225,7 +225,7 @@ def _together(
 def _chunk(
     world: World, plan: CopyPlan, extents: list[tuple[torch.dtype, tuple[int, ...]]]
 ) -> list[torch.Tensor]:
-    """What an earlier copy has delivered."""
+    """Makes destinations in the chunk that an earlier copy delivered."""
     leaves = [torch.zeros(shape, dtype=dtype) for dtype, shape in extents]
     handle = tdcopier.start_copy(leaves, plan.target)
     made: list[torch.Tensor] = handle.wait()
@@ -270,7 +270,7 @@ def _copy_into(world: World, copy: Copy) -> tdcopier.AsyncCopyHandle:
 def _start_gather(world: World, copy: Copy) -> tdcopier.AsyncCopyHandle:
     rows = torch.tensor(copy.plan.rows, dtype=torch.int64)
     handle = tdcopier.start_gather(copy.tree, rows, copy.plan.target, **dict(copy.plan.options))
-    rows.fill_(10**6)  # it belongs to the caller again
+    rows.fill_(10**6)  # the caller may write to it again
     return handle
 
 

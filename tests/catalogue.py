@@ -1,4 +1,4 @@
-"""Every kind of leaf: how to make it, and what becomes of it in each direction. Data, no tests."""
+"""Every kind of leaf: how to make it, and its outcome in each direction. Data, no tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def ramp(device: str, *shape: int) -> torch.Tensor:
-    """0, 1, 2 and so on; the device's bytes come from the host."""
+    """Returns 0, 1, 2 and so on as a tensor; the device's bytes are copied from the host."""
     elements = int(np.prod(shape))
     return torch.arange(elements, dtype=torch.float32).reshape(shape).to(device)
 
@@ -50,13 +50,13 @@ def _in_inference_mode(device: str) -> torch.Tensor:
 
 
 def _from_file() -> torch.Tensor:
-    with tempfile.NamedTemporaryFile() as file:  # the mapping outlives its name
+    with tempfile.NamedTemporaryFile() as file:  # the mapping outlives the file's name
         Path(file.name).write_bytes(np.arange(4, dtype=np.float32).tobytes())
         return torch.from_file(file.name, size=4)
 
 
 def _quietly(make: Callable[[], torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """Without torch's warnings that a feature is new, or about to go."""
+    """Silences torch's warnings about new and deprecated features."""
 
     def made(device: str) -> torch.Tensor:
         with warnings.catch_warnings():
@@ -83,11 +83,11 @@ def _jagged_with_lengths(device: str) -> torch.Tensor:
 
 
 class Labelled(torch.Tensor):
-    """A subclass without anything of its own."""
+    """A subclass that adds nothing."""
 
 
 class Loud(torch.Tensor):
-    """A subclass that has a say in what torch's functions do."""
+    """A subclass that overrides `__torch_function__`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +146,7 @@ def _inside_vmap():
         torch._C._functorch._vmap_decrement_nesting()
 
 
-_MANY = 3 * 1024 * 1024  # elements, of four bytes: three staging buffers
+_MANY = 3 * 1024 * 1024  # four-byte elements: three staging buffers
 _NO_SPARSE = {"sim": "the simulated device has no sparse tensors"}
 _NO_QUANTIZED = {"sim": "the simulated device has no quantized tensors"}
 _NO_NESTED = {"sim": "the simulated device has no strided nested tensors"}
@@ -205,7 +205,7 @@ _STRIDED = {
     "gapped, of more than 256 KiB": everywhere(
         lambda d: ramp(d, 70_000, 2)[:, 0], "alone", large=True
     ),
-    "gapped, of several staging buffers": everywhere(  # rows of 2,998 bytes: windows cut them
+    "gapped, of several staging buffers": everywhere(  # rows of 2,998 bytes, which windows split
         lambda d: ramp(d, 4099, 1000)[:, 1:].t(), "alone", large=True
     ),
     "expanded to several staging buffers": everywhere(

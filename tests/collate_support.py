@@ -1,4 +1,4 @@
-"""Datasets, in a module that workers can import, and what is open in a process."""
+"""Datasets in a module that workers can import, and helpers to inspect batches and processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 
 class Attributed(dict):  # type: ignore[type-arg]
-    """A mapping with more to it than its items."""
+    """A mapping that has attributes besides its items."""
 
     note = "none"
 
@@ -29,7 +29,7 @@ def attributed(**items: Any) -> Attributed:
 
 
 class Nested:
-    """Sample `index` has `leaves` float tensors, and everything else that may be nested."""
+    """A dataset whose sample `index` has `leaves` float tensors and other nested values."""
 
     def __init__(self, leaves: int, length: int = 8) -> None:
         self.leaves = leaves
@@ -51,14 +51,14 @@ class Nested:
 
 
 class Ragged(Nested):
-    """The last sample of each four has a larger leaf."""
+    """A dataset in which every fourth sample has a larger leaf."""
 
     def __getitem__(self, index: int) -> Any:
         return {"boxes": [torch.zeros(3 + (index % 4 == 3))]}
 
 
 class Mixed(Nested):
-    """Samples of two dtypes in turn."""
+    """A dataset whose samples alternate between two dtypes."""
 
     def __getitem__(self, index: int) -> Any:
         dtype = (torch.float32, torch.float64)[index % 2]
@@ -66,7 +66,7 @@ class Mixed(Nested):
 
 
 class Tensordicts(Nested):
-    """TensorDicts in a dict."""
+    """A dataset whose samples are dicts of TensorDicts."""
 
     def __getitem__(self, index: int) -> Any:
         from tensordict import TensorDict
@@ -76,12 +76,12 @@ class Tensordicts(Nested):
 
 
 def shared_memory_descriptors() -> int:
-    """How many file descriptors of torch's shared memory this process has open."""
+    """Returns how many file descriptors of torch's shared memory this process has open."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             count += "/torch_" in os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # that of the listing itself
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return count
 
@@ -101,7 +101,7 @@ CONTAINERS = {
 
 
 def assert_like(got: Any, expected: Any, path: str = "batch") -> None:
-    """Equal in class, dtype, shape, strides, gradient and value."""
+    """Asserts equality of class, dtype, shape, strides, gradient and value."""
     assert type(got) is type(expected), f"{path}: {type(got)} is not {type(expected)}"
     if isinstance(expected, torch.Tensor):
         for name in ("dtype", "shape", "device", "requires_grad"):
@@ -123,13 +123,13 @@ def assert_like(got: Any, expected: Any, path: str = "batch") -> None:
 
 
 def collate_and_tell(samples: Any) -> Any:
-    """The batch, and whether its chunk was in shared memory before it was sent."""
+    """Returns the batch, and whether its chunk was in shared memory before it was sent."""
     batch = tdcopier.collate(samples)
     return batch, leaves_of(batch)[0].is_shared()
 
 
 def leaves_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors with elements in a batch, in order."""
+    """Returns the non-empty tensors of a batch, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree] if tree.numel() else []
     if hasattr(tree, "items"):
@@ -140,7 +140,7 @@ def leaves_of(tree: Any) -> list[torch.Tensor]:
 
 
 def assert_one_chunk(leaves: list[torch.Tensor]) -> None:
-    """One behind the other in one storage, each at the next multiple of 16 bytes."""
+    """Asserts that the leaves follow one another in one storage, each aligned to 16 bytes."""
     assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == 1
     end = 0
     for leaf in leaves:

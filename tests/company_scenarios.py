@@ -1,7 +1,7 @@
-"""Short programs in which kernels never end while something else must, for `scenario_table.py`.
+"""Short programs that hold kernels while other copies must proceed, for `scenario_table.py`.
 
-No call on the host, and no copy, waits for kernels that its result does not depend on. Kernels are
-a stream that is held: what waits for them by mistake is a deadlock, with names.
+No host call and no copy may wait for kernels that its result does not depend on. A held stream
+stands for the kernels: a copy that waits for them by mistake deadlocks, and the schedule names it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tdcopier import _C
 
 Check = Callable[[], None]
 
-# ---- what waits for the kernels of `busy`, as it should ------------------------------------------
+# ---- copies that rightly wait for the kernels of `busy` ------------------------------------------
 #
-# Each begins a copy that depends on them, and returns what to check when they have ended. The
-# current stream of the near device is the busy one.
+# Each starts a copy that depends on them and returns the check to run after they end. The current
+# stream of the near device is the busy one.
 
 
 def a_copy_to_the_host(play: Play) -> Check:
@@ -83,11 +83,11 @@ DEPENDING = (
     a_scatter,
 )
 
-# ---- what must not wait for them -----------------------------------------------------------------
+# ---- copies that must not wait for them ----------------------------------------------------------
 
 
 def to_the_device(play: Play) -> None:
-    """More than there are staging buffers, the second by `wait()`."""
+    """H2D, twice, of more windows than staging buffers: ends with `get()`, then with `wait()`."""
     device = play.devices[0]
     with play.on(play.stream(device)):
         for take in ("get", "wait"):
@@ -96,7 +96,7 @@ def to_the_device(play: Play) -> None:
 
 
 def to_the_host(play: Play) -> None:
-    """From a stream that has no kernels."""
+    """D2H from a stream without kernels."""
     device = play.devices[0]
     with play.on(play.stream(device)):
         batch = play.batch()
@@ -104,7 +104,7 @@ def to_the_host(play: Play) -> None:
 
 
 def within_the_device(play: Play) -> None:
-    """Into memory that exists, from and to a stream that has no kernels."""
+    """Copies into existing memory, from and to a stream without kernels."""
     device = play.devices[0]
     with play.on(play.stream(device)):
         batch = play.batch()
@@ -129,7 +129,7 @@ def beside(
 
 
 def new_memory_waits_for_no_stream(play: Play) -> None:
-    """H2D that is started on the very stream whose kernels another copy waits for."""
+    """H2D that starts on the very stream whose kernels another copy waits for."""
     device = play.devices[0]
     busy = play.stream(device)
     with small_limits(), play.sim.hold(busy), play.on(busy):
@@ -143,7 +143,7 @@ def new_memory_waits_for_no_stream(play: Play) -> None:
 
 
 def to_the_other_device_beside_a_copy_from_this_one(play: Play) -> None:
-    """H2D to the target of a D2D that waits for kernels of its source's device."""
+    """H2D to the target of a D2D that waits for kernels of its source device."""
     near, far = play.devices
     busy = play.stream(near)
     with play.sim.hold(busy):
@@ -160,7 +160,7 @@ def to_the_other_device_beside_a_copy_from_this_one(play: Play) -> None:
 
 
 def buffers_come_back_beside_one_that_waits_for_kernels(play: Play) -> None:
-    """H2D through two buffers, while the oldest of three belongs to a copy that waits."""
+    """H2D through two buffers, while a copy that waits for kernels has the oldest of three."""
     device = play.devices[0]
     busy = play.stream(device)
     with small_limits(staging_buffers=3), play.sim.hold(busy):
@@ -175,7 +175,7 @@ def buffers_come_back_beside_one_that_waits_for_kernels(play: Play) -> None:
 
 
 def staging_goes_on_when_all_buffers_wait_for_kernels(play: Play) -> None:
-    """H2D when every staging buffer that they may have belongs to copies that wait."""
+    """H2D while copies that wait for kernels have every staging buffer of their share."""
     device = play.devices[0]
     busy = play.stream(device)
     inline = _C.MAX_INLINE_BYTES
@@ -194,7 +194,7 @@ def staging_goes_on_when_all_buffers_wait_for_kernels(play: Play) -> None:
 
 
 def staging_is_bounded_beside_copies_that_wait_for_kernels(play: Play) -> None:
-    """H2D: what copies that wait have of the limit, no other copy gets as well."""
+    """H2D: buffers that waiting copies use count against the limit of every other copy."""
     device = play.devices[0]
     busy = play.stream(device)
     buffers = 4
@@ -221,7 +221,7 @@ def staging_is_bounded_beside_copies_that_wait_for_kernels(play: Play) -> None:
 
 
 def prefetching_goes_on_beside_a_copy_to_the_host(play: Play) -> None:
-    """A loop that asks for its next batch does not wait for the last step's kernels."""
+    """A loop that asks for its next batch does not wait for the kernels of its last step."""
     device = play.devices[0]
     busy = play.stream(device)
     batches = [play.batch((50, 20)) for _ in range(3)]
@@ -244,7 +244,7 @@ def prefetching_goes_on_beside_a_copy_to_the_host(play: Play) -> None:
 
 
 def sources_of_an_idle_device_are_released_beside_a_busy_one(play: Play) -> None:
-    """Pinned sources go when their device has read them, whatever another device does."""
+    """Pinned sources are released once their device has read them, even if another one is busy."""
     near, far = play.devices
     busy = play.stream(near)
     with play.sim.hold(busy):
@@ -255,7 +255,7 @@ def sources_of_an_idle_device_are_released_beside_a_busy_one(play: Play) -> None
         tdcopier.start_copy([source], far)
         del source
         torch.sim.synchronize(far)
-        for _ in range(2000):  # as many looks as an unlikely thread may need
+        for _ in range(2000):  # enough polls for a thread that the schedule rarely picks
             if is_alive() is None:
                 break
             play.schedule.point()

@@ -1,6 +1,7 @@
-"""One accelerator per test process: the simulated one, or CUDA with TDCOPIER_TEST_DEVICE=cuda.
+"""Uses one accelerator per test process: the simulated one, or CUDA.
 
-Enabling the simulated device makes it torch.accelerator's, so the two never share a process.
+TDCOPIER_TEST_DEVICE=cuda selects CUDA. Enabling the simulated device makes it torch.accelerator's,
+so the two never share a process.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from tdcopier import _C, _containers
 
 DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 if DEVICE_TYPE == "sim":
-    # Where torch sees CUDA, `pin_memory=True` means CUDA's pinned memory whatever else there is.
+    # If torch sees CUDA, `pin_memory=True` always means CUDA's pinned memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 DETECT = os.environ.get("TDCOPIER_TEST_DETECT") == "1"
-TENSORDICT = os.environ.get("TDCOPIER_TEST_TENSORDICT")  # the version that is wanted, such as 0.14
+TENSORDICT = os.environ.get("TDCOPIER_TEST_TENSORDICT")  # required version, for example 0.14
 FAIL_WITHOUT_CUDA = os.environ.get("FAIL_WITHOUT_CUDA") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts what is in its background without Ctrl-C, and the interpreter leaves that so.
+    # Shells start background jobs with SIGINT ignored, and the interpreter keeps that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if DEVICE_TYPE not in ("sim", "cuda"):
         raise pytest.UsageError(f"TDCOPIER_TEST_DEVICE={DEVICE_TYPE!r}: give sim or cuda")
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def sim() -> ModuleType:
-    """`tdcopier.sim`, enabled with two devices."""
+    """Returns `tdcopier.sim`, enabled with two devices."""
     if DEVICE_TYPE != "sim":
         pytest.skip("runs with TDCOPIER_TEST_DEVICE=sim")
     from tdcopier import sim as module
@@ -67,8 +68,9 @@ def sim() -> ModuleType:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_old_is_collected() -> None:
-    """What there is before a module's tests, half a million objects of packages and of pytest, is
-    not gone through each time that a test, or TensorDict's `unlock_()`, collects garbage.
+    """Freezes the half a million objects of packages and pytest that exist before a module's tests.
+
+    Garbage collections in a test, and in TensorDict's `unlock_()`, then skip them.
     """
     gc.collect()
     gc.freeze()
@@ -76,7 +78,7 @@ def nothing_old_is_collected() -> None:
 
 @pytest.fixture(autouse=True)
 def detection(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With TDCOPIER_TEST_DETECT=1, each test fails that has a hazard which it does not announce."""
+    """With TDCOPIER_TEST_DETECT=1, fails each test that has a hazard without its marker."""
     wanted = DETECT and not request.node.get_closest_marker("hazardous")
     if not wanted or DEVICE_TYPE != "sim":
         yield
@@ -88,7 +90,7 @@ def detection(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    """The accelerator's first device, "sim:0" or "cuda:0"."""
+    """Returns the accelerator's first device, "sim:0" or "cuda:0"."""
     if DEVICE_TYPE == "sim":
         request.getfixturevalue("sim")
     return f"{DEVICE_TYPE}:0"
@@ -96,12 +98,12 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def accelerator(device: str) -> ModuleType:
-    """`torch.sim` or `torch.cuda`."""
+    """Returns `torch.sim` or `torch.cuda`."""
     return torch.get_device_module(device)
 
 
 class Stall:
-    """Makes a stream's later work wait: held on the simulated device, a long kernel on CUDA."""
+    """Delays a stream's later work: holds a simulated stream, runs a long kernel on CUDA."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -129,7 +131,7 @@ def _as_cuda(stream: torch.Stream) -> Any:
 
 @pytest.fixture(scope="session")
 def loaded_kernels() -> None:
-    """What CUDA loads or sets up at its first use takes longer than a stream is stalled."""
+    """Triggers CUDA's lazy loading, which takes longer than a stall lasts."""
     if DEVICE_TYPE != "cuda":
         return
     places = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
@@ -148,7 +150,7 @@ def stall(device: str, loaded_kernels: None) -> Stall:
 
 @pytest.fixture
 def slow_link(device: str) -> AbstractContextManager[Any]:
-    """Makes transfers from the host take a while, where that can be ordered."""
+    """Slows down transfers from the host, on a device that supports it."""
     if DEVICE_TYPE != "sim":
         return nullcontext()
     from tdcopier import sim
@@ -158,19 +160,19 @@ def slow_link(device: str) -> AbstractContextManager[Any]:
 
 @pytest.fixture
 def copy_stream(device: str) -> torch.Stream:
-    """The engine's stream for copies from the host to new memory on `device`."""
+    """Returns the engine's stream for copies from the host to new memory on `device`."""
     return _C.copy_stream(device, "to_device")
 
 
 @pytest.fixture
 def reading_stream(device: str) -> torch.Stream:
-    """The engine's stream for what leaves `device`."""
+    """Returns the engine's stream for copies from `device`."""
     return _C.copy_stream(device, "from_device")
 
 
 @pytest.fixture
 def ordered_stream(device: str) -> torch.Stream:
-    """The engine's stream for writes to `device` that wait for the caller's kernels."""
+    """Returns the engine's stream for writes to `device` that wait for the caller's kernels."""
     return _C.copy_stream(device, "ordered")
 
 
@@ -183,7 +185,7 @@ def restore_limits() -> Iterator[None]:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    """What the test registers is forgotten at its end."""
+    """Removes the test's registrations when it ends."""
     before = dict(_containers._registered)
     yield
     _containers._registered.clear()
@@ -193,13 +195,13 @@ def registry() -> Iterator[None]:
 
 @pytest.fixture
 def registered_box(registry: None) -> None:
-    """`Box` is a container, as `oracle` expects."""
+    """Registers `Box` as a container, as `oracle` expects."""
     tdcopier.register_container(Box, flatten_box, unflatten_box)
 
 
 @pytest.fixture(params=["D2H", "D2D"])
 def away(request: pytest.FixtureRequest, device: str, accelerator: ModuleType) -> tuple[str, str]:
-    """Source and target of a copy from the accelerator's first device."""
+    """Returns source and target of a copy from the accelerator's first device."""
     if request.param == "D2H":
         return device, "cpu"
     if accelerator.device_count() < 2:
@@ -209,7 +211,7 @@ def away(request: pytest.FixtureRequest, device: str, accelerator: ModuleType) -
 
 @pytest.fixture(params=["H2D", "D2H", "D2D"])
 def ends(request: pytest.FixtureRequest, device: str, accelerator: ModuleType) -> tuple[str, str]:
-    """Source and target of a copy in each direction."""
+    """Returns source and target of a copy in each direction."""
     if request.param == "D2D" and accelerator.device_count() < 2:
         pytest.skip("needs two devices")
     other = device[:-1] + "1"
@@ -218,7 +220,7 @@ def ends(request: pytest.FixtureRequest, device: str, accelerator: ModuleType) -
 
 @pytest.fixture
 def other_device(device: str, accelerator: ModuleType) -> str:
-    """The accelerator's second device."""
+    """Returns the accelerator's second device."""
     if accelerator.device_count() < 2:
         pytest.skip("needs two devices")
     return device[:-1] + "1"

@@ -1,4 +1,4 @@
-"""Short programs about who uses results, when and on which stream, for `scenario_table.py`."""
+"""Short programs on who uses results, when and on which stream, for `scenario_table.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tdcopier
 
 
 def one_result_for_three_streams(play: Play) -> None:
-    """H2D: each stream that waits is ordered, the ones after the first and one by name too."""
+    """H2D: each stream that waits is ordered, including later ones and one passed by name."""
     device = play.devices[0]
     streams = [play.stream(device) for _ in range(3)]
     for _ in range(2):
@@ -30,7 +30,7 @@ def one_result_for_three_streams(play: Play) -> None:
 
 
 def delegated_leaves_for_another_stream(play: Play) -> None:
-    """D2D of leaves that are left to `.to`: whoever waits is ordered after what `.to` enqueued."""
+    """D2D of leaves delegated to `.to`: each stream that waits is ordered after their transfers."""
     near, far = play.devices
     producer, consumer = play.stream(near), play.stream(far)
     with play.on(play.stream(far)), play.on(producer):
@@ -49,21 +49,21 @@ def delegated_leaves_for_another_stream(play: Play) -> None:
 
 
 def kept_results_of_a_plan_keep_their_values(play: Play) -> None:
-    """Prepared H2D with `reuse_outputs`: only tensors that nobody has any more are used again."""
+    """Prepared H2D with `reuse_outputs`: only tensors without other references are reused."""
     device = play.devices[0]
     plan = tdcopier.prepare(play.batch((64, 30)), device, reuse_outputs=True)
     with play.on(play.stream(device)):
         kept = []
         for _ in range(4):
             batch = play.batch((64, 30))
-            _, second = plan.start_copy(batch).wait()  # the first is dropped
+            _, second = plan.start_copy(batch).wait()  # this drops the first result
             kept.append(([second], batch[1:]))
         for tree, batch in kept:
             play.read_late(tree, batch)
 
 
 def the_host_is_held_back_when_it_runs_ahead(play: Play) -> None:
-    """H2D: a copy begins when the device has come to within the limit, and not before."""
+    """H2D: a copy starts only once the device is within the run-ahead limit."""
     device = play.devices[0]
     consumer = play.stream(device)
     batches = [play.batch((30,)) for _ in range(3)]
@@ -117,7 +117,7 @@ def a_reader_prefetches_beside_copies_to_the_host(play: Play) -> None:
 
 
 def a_pass_is_closed_while_its_reader_is_at_work(play: Play) -> None:
-    """H2D: what was read ahead is dropped, and what the device still reads is not used again."""
+    """H2D: batches read ahead are dropped, and memory that the device still reads is not reused."""
     device = play.devices[0]
 
     def source() -> Iterator[Tree]:
@@ -133,7 +133,7 @@ def a_pass_is_closed_while_its_reader_is_at_work(play: Play) -> None:
 
 
 def an_empty_leaf_of_a_result_is_grown(play: Play) -> None:
-    """H2D, then D2H: what is written to a leaf that was empty is nobody else's memory."""
+    """H2D, then D2H: writes to a leaf that was empty reach only memory of its own."""
     device = play.devices[0]
     with play.on(play.stream(device)):
         pairs = []

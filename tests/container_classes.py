@@ -1,7 +1,7 @@
-"""One container of every class that the walk looks into, and how to build each anew by hand.
+"""One container of every class that the walk descends into, and how to rebuild each by hand.
 
-`CONTAINERS` wraps a leaf; `REBUILD` makes the container that must come out, through the class's own
-constructor and with nothing of tdcopier's.
+`CONTAINERS` wraps a leaf; `REBUILD` makes the expected container with the class's own constructor
+and without tdcopier's code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Tagged(collections.namedtuple("Tagged", ["x", "y"])):  # no slots: it can 
 
 
 class Versioned(tuple):
-    """Its `__new__` takes what tuple's does not."""
+    """A tuple whose `__new__` has parameters that tuple's has not."""
 
     def __new__(cls, version: int, *children: Any) -> Versioned:
         made = super().__new__(cls, children)
@@ -47,7 +47,7 @@ class Window(deque):
 
 
 class Options(dict):
-    """Its items can be read as attributes, and it has one that is no item."""
+    """A dict whose items can be read as attributes, with one attribute that is not an item."""
 
     def __init__(self, name: str, **items: Any) -> None:
         super().__init__(**items)
@@ -75,7 +75,7 @@ class Ordered(OrderedDict):
 
 
 class Lowercase(UserDict):
-    """Its keys are not those that it is given."""
+    """A dict that changes the keys it is given."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key.lower(), value)
@@ -83,7 +83,7 @@ class Lowercase(UserDict):
 
 @dataclasses.dataclass
 class Output(OrderedDict):
-    """A mapping whose items are its fields too, as some model libraries have."""
+    """A mapping whose items are also its fields, as in some model libraries."""
 
     logits: Any = None
     loss: Any = None
@@ -126,7 +126,7 @@ class FrozenSlottedSample:
 
 @dataclasses.dataclass
 class Prepared:
-    """What `__post_init__` makes of its arguments could not be given to it again."""
+    """A dataclass whose `__post_init__` cannot run again: its argument is not kept."""
 
     image: Any
     scale: dataclasses.InitVar[int]
@@ -139,7 +139,7 @@ class Prepared:
 
 
 class Box:
-    """Opaque, unless it is registered with `flatten_box` and `unflatten_box`."""
+    """Opaque unless registered with `flatten_box` and `unflatten_box`."""
 
     def __init__(self, *children: Any, name: str = "box") -> None:
         self.children = children
@@ -154,7 +154,7 @@ def unflatten_box(children: list[Any], name: str) -> Box:
     return Box(*children, name=name)
 
 
-# ---- built anew ----------------------------------------------------------------------------------
+# ---- rebuilding ----------------------------------------------------------------------------------
 
 
 def _attributes(made: Any, source: Any) -> Any:
@@ -229,7 +229,7 @@ def _window(leaf: Any) -> Window:
 
 class Container(NamedTuple):
     keeps: str
-    """What there is to it beside its class and its children."""
+    """State besides its class and its children."""
     wrap: Callable[[Any], Any]
     opaque: int = 0
     """Opaque values beside the leaf."""

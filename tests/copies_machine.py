@@ -1,4 +1,4 @@
-"""What a random program of copies may do next, and what must hold at its end."""
+"""The steps that a random program of copies may take, and the invariants at its end."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from tdcopier import _C
 
 TIMEOUT_S = float(os.environ.get("TDCOPIER_PLAY_TIMEOUT_S", "30"))
 BUFFER_BYTES = _C.STAGING_BUFFER_BYTES
-LEAST_BUFFERS = 3  # each way to use one may have one, whatever the limit
-MOST_POLLS = 50  # whoever else there is may be picked as seldom as the seed likes
+LEAST_BUFFERS = 3  # each use may have one, whatever the limit
+MOST_POLLS = 50  # the seed may rarely pick the other threads
 
 
 def staging_ceiling(buffers: int) -> int:
-    """Bytes of staging memory at most, under a limit of so many buffers."""
+    """Returns the most staging memory in bytes that a limit of this many buffers allows."""
     return max(buffers, LEAST_BUFFERS) * BUFFER_BYTES
 
 
 class Copies(RuleBasedStateMachine):
-    """Rules are what a program may do next. A failure leaves the schedule as it is reported."""
+    """The rules of a random program. A failure leaves the schedule as it is reported."""
 
     copies = Bundle("copies")
     sim: ModuleType
@@ -73,11 +73,11 @@ class Copies(RuleBasedStateMachine):
     def begin(
         self, seed: int, buffers: int, pair: list[CopyPlan], lane: int, passing: PassPlan | None
     ) -> Any:
-        """Two features are in flight before anything else."""
+        """Starts copies of two features before anything else."""
         assert len({plan.feature for plan in pair}) >= 2
         for device in DEVICES:
             torch.sim.synchronize(device)
-        # What an earlier program has left would be found by this one.
+        # Otherwise this program would reuse memory that an earlier one freed.
         torch.sim.empty_cache()
         self.sim.empty_pinned_cache()
         self.allocated_before = self.allocated()
@@ -91,7 +91,7 @@ class Copies(RuleBasedStateMachine):
             stack.enter_context(small_limits(staging_buffers=buffers))
             stack.callback(tdcopier.set_run_ahead_limit, 4)
             self.staging_ceiling = staging_ceiling(buffers)
-            staging_bytes()  # what is beyond the limit is given up now
+            staging_bytes()  # releases buffers over the limit now
             schedule = stack.enter_context(self.sim.schedule(seed, timeout_s=TIMEOUT_S))
             stack.enter_context(scheduled_reader(schedule))
             self.world = World(self.sim, self.tables, schedule)
@@ -105,7 +105,7 @@ class Copies(RuleBasedStateMachine):
     def allocated(self) -> list[int]:
         return [self.sim.memory_stats(device).allocated_bytes for device in DEVICES]
 
-    # ---- copies and what is asked of them --------------------------------------------------------
+    # ---- copies and calls on their handles -------------------------------------------------------
 
     @rule(
         target=copies, plan=plans, lane=lanes,
@@ -154,7 +154,7 @@ class Copies(RuleBasedStateMachine):
 
     @rule(copy=copies, lane=lanes, named=st.booleans(), late=st.booleans())
     def wait(self, copy: Copy, lane: int, named: bool, late: bool) -> None:
-        """For the current stream, or for one that is named."""
+        """Waits on the current stream, or on one that is passed."""
         stream = self.world.lanes[lane].get(copy.plan.target)
         with self.world.on(lane) if not named else contextlib.nullcontext():
             call = partial(copy.handle.wait, stream) if named else copy.handle.wait
@@ -182,7 +182,7 @@ class Copies(RuleBasedStateMachine):
 
     @rule(target=copies, copy=consumes(copies), lane=lanes)
     def start_again(self, copy: Copy, lane: int) -> Any:
-        """The same plan, into the same destinations, as soon as the last result is read."""
+        """Copies the same plan into the same destinations as soon as the last result was read."""
         world = self.world
         if copy.is_shared:
             self.join_threads()
@@ -201,7 +201,7 @@ class Copies(RuleBasedStateMachine):
 
     @rule(copy=copies, lane=lanes, other=lanes)
     def overwrite_sources_when_done(self, copy: Copy, lane: int, other: int) -> None:
-        """On any stream: no order is needed any more."""
+        """Overwrites the sources on any stream: a copy that is done needs no ordering."""
         with self.world.on(lane):
             succeeded, result = self.world.get(copy)
         if not succeeded:
@@ -213,7 +213,7 @@ class Copies(RuleBasedStateMachine):
 
     @rule(copy=copies)
     def drop_sources(self, copy: Copy) -> None:
-        """Their memory is used again at once."""
+        """Drops the sources, so that their memory is reused at once."""
         self.reuse_memory_of_sources(copy)
 
     def reuse_memory_of_sources(self, copy: Copy) -> None:
@@ -232,7 +232,7 @@ class Copies(RuleBasedStateMachine):
 
     @rule(copy=consumes(copies), lane=lanes, other=lanes)
     def drop_all_but_the_result(self, copy: Copy, lane: int, other: int) -> None:
-        """It is read when the handle is gone, and dropped when it has not been read yet."""
+        """Drops the handle, enqueues a read of the result, and drops the result at once."""
         with self.world.on(lane):
             succeeded, result = self.world.ask(copy, copy.handle.wait)
             copy.handle = copy.handle if copy.is_done else None
@@ -264,7 +264,7 @@ class Copies(RuleBasedStateMachine):
     @rule(buffers=st.integers(1, 6))
     def change_staging_limit(self, buffers: int) -> None:
         tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
-        # What is in use stays in use: a lower limit holds once that has come back.
+        # Buffers in use stay in use: a lower limit applies only once they are returned.
         self.staging_ceiling = max(self.staging_ceiling, staging_ceiling(buffers))
 
     @rule()
@@ -301,7 +301,7 @@ class Copies(RuleBasedStateMachine):
     @precondition(lambda self: self.passes)
     @rule(which=st.integers(0, 3))
     def close_pass(self, which: int) -> None:
-        """Whatever it has read ahead."""
+        """Closes a pass, whatever it has read ahead."""
         self.passes.pop(which % len(self.passes)).close()
 
     def close_passes(self) -> None:
@@ -336,7 +336,7 @@ class Copies(RuleBasedStateMachine):
 
     @rule(copy=copies, lane=lanes)
     def share_with_a_thread(self, copy: Copy, lane: int) -> None:
-        """Whatever the program does to it meanwhile."""
+        """Waits for the copy in a thread too, while the program goes on using it."""
         handle = copy.handle
         shared = dataclasses.replace(copy, handle=None, sources=[], is_done=False)
         copy.is_shared = True
@@ -354,7 +354,7 @@ class Copies(RuleBasedStateMachine):
         which=st.sampled_from(["to_device", "from_device", "ordered"]),
     )  # fmt: skip
     def get_what_a_thread_lets_go(self, plan: CopyPlan, lane: int, device: str, which: Any) -> Copy:
-        """Whoever waits must leave the GIL to the thread that it waits for."""
+        """Gets a copy that another thread releases: `get()` must give up the GIL meanwhile."""
         with self.sim.hold(_C.copy_stream(device, which)) as hold, self.world.on(lane):
             thread = self.world.schedule.thread(hold.release)
             copy = prepare(self.world, plan)
@@ -406,10 +406,10 @@ class Copies(RuleBasedStateMachine):
                     self.finish()
                 finally:
                     self.let_go()
-            del stack, self.world  # the schedule has its threads, and these what they refer to
+            del stack, self.world  # the schedule refers to its threads, which refer to the rest
             self.check_that_memory_is_given_back()
             return
-        # The failure is what is reported; what its frames refer to would be freed at any time.
+        # Free the objects in the failure's frames now, not at a random later time.
         traceback.clear_frames(failure.__traceback__)
         self.let_go()
         del self.world

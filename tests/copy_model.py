@@ -1,8 +1,8 @@
-"""A model of copies for random programs: it knows each result before the engine is asked.
+"""Models copies of random programs: computes each result before the engine is called.
 
-What arrives is compared with the host's own bytes. A *lane* is a number, for one stream of each
-device: what is done on a lane is done with these as the current streams. `call_model.py` knows what
-each public call makes of its leaves.
+Results are compared with the host's own bytes. A *lane* is a number that selects one stream of each
+device: work on a lane runs with these as the current streams. `call_model.py` models the public
+calls and their leaves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     rest: Any
 
 
-# ---- what is to be copied: drawn, printed when a program fails -----------------------------------
+# ---- plans of copies: drawn at random, printed when a program fails ------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LeafPlan:
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.int32  # of tensors
     layout: str = "dense"  # or "transposed", "sliced", "expanded"
-    elsewhere: bool = False  # not where the other leaves are
+    elsewhere: bool = False  # on another device than the other leaves
     memory: str = "pageable"  # of tensors on the host; or "pinned", "mapped"
 
 
@@ -53,13 +53,13 @@ class CopyPlan:
     wrapping: str = "list"
     options: tuple[tuple[str, Any], ...] = ()
     call: str = "start_copy"  # or another one of `call_model.CALLS`
-    into: str = "alone"  # how destinations of copy_into are laid out
+    into: str = "alone"  # layout of the destinations of copy_into
     into_memory: str = "pageable"  # of destinations and storages on the host
-    rows: tuple[int, ...] = ()  # that are gathered or scattered
+    rows: tuple[int, ...] = ()  # rows to gather or scatter
 
     @property
     def feature(self) -> str:
-        """Such as `copy_into H2D`."""
+        """Names the call and the direction, for example `copy_into H2D`."""
         source, target = self.source, self.target
         if self.call == "start_gather":
             source = "cpu"
@@ -89,12 +89,12 @@ def view(leaf: torch.Tensor, layout: str) -> torch.Tensor:
     return leaf
 
 
-# ---- what becomes of it --------------------------------------------------------------------------
+# ---- copies, their sources and expected results --------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Source:
-    """Memory that a copy reads, and how to write to it."""
+    """Memory that a copy reads, and how to overwrite it."""
 
     place: str
     base: Any  # a flat tensor, or a flat array of bytes
@@ -105,7 +105,7 @@ class Source:
         return isinstance(self.base, torch.Tensor) and self.base.is_pinned()
 
     def overwrite(self, world: World) -> None:
-        """On the current stream, without waiting for anything."""
+        """Writes junk to it on the current stream, without waiting."""
         if isinstance(self.base, np.ndarray):
             self.base[:] = JUNK
         else:
@@ -113,7 +113,7 @@ class Source:
 
     @property
     def is_the_callers_after_wait(self) -> bool:
-        """Whether it may be written when `wait()` has returned, on the stream that was current."""
+        """Whether the stream that was current at `wait()` may write to it after `wait()`."""
         if self.place != "cpu":
             return "device_sources_are_overwritten_after_wait" not in NOT_YET
         in_place_is_safe = "a_large_pinned_source_is_refilled_after_wait" not in NOT_YET
@@ -122,14 +122,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Same:
-    """The very object that was given."""
+    """Expects the very object that was passed in."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A tensor with these values and strides."""
+    """Expects a tensor with these values and strides."""
 
     values: torch.Tensor  # on the host
     place: str
@@ -138,7 +138,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Filled:
-    """A destination, this very tensor, with these values."""
+    """Expects a destination, this very tensor, with these values."""
 
     leaf: torch.Tensor
     values: torch.Tensor  # on the host
@@ -146,29 +146,29 @@ class Filled:
 
 @dataclass(eq=False)
 class Copy:
-    """One copy: its handle, and what the host knows about it."""
+    """One copy: its handle, and what the model knows about it."""
 
     plan: CopyPlan
     tree: Any = None
-    destination: Any = None  # a tree, of calls that fill one
+    destination: Any = None  # the whole tree, for calls that fill one
     destinations: list[torch.Tensor | None] = field(default_factory=list)  # by leaf
-    readers: set[torch.Stream] = field(default_factory=set)  # that read the result late
+    readers: set[torch.Stream] = field(default_factory=set)  # streams that read the result late
     is_shared: bool = False  # with a thread
     expected: Any = None
-    sources: list[Source] = field(default_factory=list)  # those that may be written to, some day
+    sources: list[Source] = field(default_factory=list)  # that may be overwritten later
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(
             ("moved", "alone", "delegated", "reused", "opaque"), 0
         )
     )
-    payload_bytes: int = 0  # that the engine moves
+    payload_bytes: int = 0  # bytes that the engine moves
     delegated_bytes: list[int] = field(default_factory=list)
     handle: tdcopier.AsyncCopyHandle | None = None
     is_enqueued: bool = False  # known to be
     is_done: bool = False  # known to be
-    fallible: frozenset[type[Exception]] = frozenset()  # what it may raise
-    failed: type[Exception] | None = None  # what it did raise, and must raise again
-    may_recover: bool = False  # or need not
+    fallible: frozenset[type[Exception]] = frozenset()  # errors that it may raise
+    failed: type[Exception] | None = None  # the error it raised, and must raise again
+    may_recover: bool = False  # it may succeed when asked again
 
     def let_go(self) -> None:
         self.tree = self.expected = self.handle = self.destination = None
@@ -177,7 +177,7 @@ class Copy:
 
 
 class World(Memory):
-    """Where a program runs: lanes, unique values, and what is still to be checked."""
+    """The state of a program: lanes, unique values, and checks that are still to be made."""
 
     def __init__(self, sim: ModuleType, tables: Tables, schedule: Any) -> None:
         super().__init__(tables)
@@ -191,10 +191,10 @@ class World(Memory):
             for i in range(LANES)
         ]
         self.prepared: dict[CopyPlan, tdcopier.PreparedCopy] = {}
-        # Reads that are enqueued, and what they must give.
+        # Enqueued reads, and the values they must return.
         self.reads: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.pinned: list[torch.Tensor] = []  # that the host has filled with junk
-        # Transfers and their bytes, as far as they can be told beforehand.
+        self.pinned: list[torch.Tensor] = []  # filled with junk by the host
+        # Transfers and their bytes, as far as the model can predict them.
         self.counts_before = sim.counts()
         self.counted = [0, 0]
         self.counts_are_known = True
@@ -202,14 +202,14 @@ class World(Memory):
     @contextlib.contextmanager
     def on(self, lane: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for device in reversed(DEVICES):  # the first is the current one then
+            for device in reversed(DEVICES):  # so that the first ends up as the current device
                 stack.enter_context(torch.sim.stream(self.lanes[lane][device]))
             yield
 
     # ---- ask -------------------------------------------------------------------------------------
 
     def attempt(self, copy: Copy, begin: Callable[[], None]) -> None:
-        """Begin a copy whose call itself may fail as the copy may."""
+        """Starts a copy whose call may raise the errors that the copy may raise."""
         try:
             begin()
         except Exception as error:
@@ -218,7 +218,7 @@ class World(Memory):
             copy.failed = type(error)
 
     def ask(self, copy: Copy, call: Callable[[], Any]) -> tuple[bool, Any]:
-        """Whether the call succeeded, and with what; it may fail only as this copy may."""
+        """Returns whether the call succeeded, and its result; raises errors it may not have."""
         try:
             result = call()
         except Exception as error:
@@ -227,7 +227,7 @@ class World(Memory):
             self.note_failure(copy, type(error))
             copy.is_enqueued = True
             return False, None
-        if copy.may_recover:  # to hand it over has failed, and not the copy
+        if copy.may_recover:  # the handover failed, not the copy
             copy.failed = None
         assert copy.failed is None, f"it did not raise {copy.failed} again"
         copy.is_enqueued = True
@@ -238,7 +238,7 @@ class World(Memory):
         copy.failed = kind
 
     def wait_staged(self, copy: Copy) -> None:
-        """From now on the sources may be written, even if the copy has failed."""
+        """Waits until the sources may be written, which holds even if the copy fails."""
         assert copy.handle is not None
         if copy.plan.call == "start_gather":
             copy.handle.wait_gathered()
@@ -259,12 +259,12 @@ class World(Memory):
             self.check_stats(copy)
 
     def read_now(self, copy: Copy, result: Any) -> None:
-        """Check values, and wait for the current streams as far as that needs it."""
+        """Checks the values, and waits for the current streams as far as that requires."""
         for got, wanted in self.matched(result, copy.expected):
             self.check_values(got, wanted)
 
     def read_late(self, copy: Copy, result: Any) -> None:
-        """Enqueue on the current stream what a kernel would read; checked at `drain`."""
+        """Enqueues reads on the current stream, as a kernel would read; `drain` checks them."""
         for got, wanted in self.matched(result, copy.expected):
             if got.device.type == "cpu":
                 self.check_values(got, wanted)
@@ -272,7 +272,7 @@ class World(Memory):
             stream = torch.sim.current_stream(got.device)
             copy.readers.add(stream)
             self.read_leaf_late(got, wanted)
-            if copy.destinations:  # it is the caller's memory, which may be another stream's
+            if copy.destinations:  # the caller's memory, perhaps another stream's
                 got.record_stream(stream)
 
     def read_leaf_late(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -281,7 +281,7 @@ class World(Memory):
         self.reads.append((kept, wanted))
 
     def matched(self, got: Any, expected: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Check all but values; give each tensor with the host's values for it."""
+        """Checks everything but values; yields each tensor with the values it must have."""
         if isinstance(expected, Same):
             assert got is expected.value
         elif isinstance(expected, Filled):
@@ -313,7 +313,7 @@ class World(Memory):
         assert seen == should, f"{seen[:16].hex(' ')}... is not {should[:16].hex(' ')}..."
 
     def check_stats(self, copy: Copy) -> None:
-        """Of a copy that is done."""
+        """Checks the statistics of a copy that is done."""
         assert copy.handle is not None
         stats, options = copy.handle.stats, dict(copy.plan.options)
         assert (stats.transfers > 0) == (stats.transfer_bytes > 0)
@@ -321,7 +321,7 @@ class World(Memory):
         self.counted[0] += stats.transfers
         self.counted[1] += stats.transfer_bytes
         if copy.destinations or copy.plan.call == "start_gather":
-            # What is left to torch moves by transfers that no handle counts.
+            # No handle counts the transfers of leaves that are delegated to torch.
             self.counts_are_known &= stats.delegated_leaves == stats.fallbacks == 0
             return
         counts = copy.counts
@@ -336,20 +336,20 @@ class World(Memory):
     # ---- everything else -------------------------------------------------------------------------
 
     def overwrite(self, copy: Copy) -> None:
-        """Once: a second write on another stream would have to be ordered after this one."""
+        """Overwrites the sources once: a second write would have to be ordered after this one."""
         for source in copy.sources:
             source.overwrite(self)
         copy.sources = []
 
     def overwrite_after_wait(self, copy: Copy) -> None:
-        """On the streams that were current when `wait()` returned."""
+        """Overwrites sources on the streams that were current when `wait()` returned."""
         for source in copy.sources:
             if source.is_the_callers_after_wait:
                 source.overwrite(self)
         copy.sources = [source for source in copy.sources if not source.is_the_callers_after_wait]
 
     def take_back(self, copy: Copy) -> None:
-        """Write the destinations of a copy that has failed, and look whether that is what stays."""
+        """Writes to the destinations of a failed copy, and checks that these values stay."""
         for leaf in copy.destinations:
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -366,7 +366,7 @@ class World(Memory):
         copy.let_go()
 
     def churn(self, lane: int, device: str, size: int) -> None:
-        """Use memory of a stream for something else, in the sizes that chunks and sources have."""
+        """Uses memory of a stream for other data, in the sizes of chunks and sources."""
         with self.on(lane):
             for part in (size, size, size // 2, 64):
                 junk = torch.empty(part, dtype=torch.uint8, device=device)
@@ -386,7 +386,7 @@ class World(Memory):
             torch.sim.synchronize(device)
 
     def drain(self) -> None:
-        """Wait for everything that is enqueued; check what was read, and what nobody may write."""
+        """Waits for all enqueued work; checks the reads, and the junk in pinned memory."""
         self.synchronize()
         reads, self.reads = self.reads, []
         for got, wanted in reads:
@@ -396,7 +396,7 @@ class World(Memory):
         self.pinned.clear()
 
     def check_counts(self) -> None:
-        """The engine's transfers and the model's own ones are all that the device has seen."""
+        """Checks that the device saw only the engine's transfers and the model's own."""
         if not self.counts_are_known:
             return
         before, now = self.counts_before, self.sim.counts()
@@ -411,5 +411,5 @@ class World(Memory):
 
 
 def staging_bytes() -> int:
-    """On the device that has most."""
+    """Returns the staging bytes of the device that has the most."""
     return max(_C.staging_bytes(device) for device in DEVICES)

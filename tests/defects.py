@@ -1,6 +1,6 @@
-"""Defects that an engine might have, each of which breaks one promise: see `broken_engines.py`.
+"""Defects that an engine might have, each breaking one promise; see `broken_engines.py`.
 
-The text of the engine's source is here as it is. Where it changes, this table must follow.
+The table quotes the engine's source literally: when that changes, the table must follow.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Defect:
-    promise: str  # by its name in docs/concepts/promises.md
+    promise: str  # its name in docs/concepts/promises.md
     file: str  # under csrc/
-    code: str  # as it is
-    broken: str  # as it is in the test build; {defect} says whether this defect is chosen
-    scenario: str  # the one that shows it
-    error: str  # which exception tells of it, by name
-    hazard: str | None = None  # and which kind of hazard the detectors have found
+    code: str  # the correct code
+    broken: str  # the code of the test build; {defect} tests whether this defect is selected
+    scenario: str  # the scenario that detects it
+    error: str  # the class of the exception that it causes
+    hazard: str | None = None  # the kind of hazard that the detectors report, if any
 
 
 DEFECTS: dict[str, Defect] = {
@@ -373,7 +373,7 @@ DEFECTS: dict[str, Defect] = {
         "      if (!failure) failure = std::current_exception();",
         "      if (!failure && !{defect}) failure = std::current_exception();",
         "failures_are_told_each_time",
-        "Failed",  # pytest's: nothing was raised
+        "Failed",  # pytest's error: nothing was raised
     ),
     "failed_copy_still_writes": Defect(
         "Errors",

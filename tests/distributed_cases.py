@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `tdcopier.distributed`; each function runs on every rank."""
+"""The functions that every rank runs in the tests of `tdcopier.distributed`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Unpicklable:
 
 
 def tree_of(seed: int) -> Any:
-    """Leaves of all plain kinds, in containers of all kinds."""
+    """Returns leaves of all plain kinds, in containers of all kinds."""
     generator = torch.Generator().manual_seed(seed)
     image = torch.rand(4, 5, 3, generator=generator)
     return {
@@ -93,7 +93,7 @@ def sent(rank: int, tree: Any, src: int = 0, **options: Any) -> Any:
 
 
 def as_it_arrives(tree: Any, device: str | None, *, at_src: bool) -> Any:
-    """Others get it by way of the device of the messages: a parameter that moves is a tensor."""
+    """Other ranks receive it through the messages' device: a parameter that moves is a tensor."""
     by_way_of = distributed._device_of(None)
     there = tree if at_src else tdcopier.copy(tree, by_way_of)
     return tdcopier.copy(there, torch.device(device or by_way_of))
@@ -113,7 +113,7 @@ def any_root(rank: int) -> None:
 
 
 class Counted:
-    """Counts the messages of the block that pass through this rank."""
+    """Counts the messages that pass through this rank in the block."""
 
     def __enter__(self) -> Counted:
         self.broadcasts = self.exchanged = 0
@@ -135,7 +135,7 @@ class Counted:
 
 
 def messages(rank: int, leaves: int) -> tuple[int, int, int]:
-    """Messages of a broadcast, and of a scatter: broadcast, and exchanged."""
+    """Counts broadcast and exchanged messages of a broadcast and of a scatter."""
     tree = [torch.full((5,), float(i)) for i in range(leaves)]
     with Counted() as first:
         sent(rank, tree)
@@ -182,7 +182,7 @@ def source_is_as_it_was(rank: int) -> None:
 
 
 def to_sim(rank: int) -> None:
-    """Sources on a simulated device, through the host, to simulated devices of each rank."""
+    """Sends sources on a simulated device, through the host, to simulated devices of each rank."""
     from tdcopier import sim
 
     sim.enable(devices=2)
@@ -197,7 +197,7 @@ def to_sim(rank: int) -> None:
 
 
 def overwritten_at_once(rank: int, call: str) -> list[float]:
-    """The values that arrive where the source fills its pinned memory again after the call."""
+    """Returns the values that arrive if the source refills its pinned memory after the call."""
     from tdcopier import sim
 
     sim.enable(devices=2)
@@ -290,7 +290,7 @@ def group_of_one(rank: int) -> None:
 
 
 def mistake(rank: int, name: str) -> tuple[str, str]:
-    """The class and the text of what this rank raises; a broadcast works afterwards."""
+    """Returns class and text of this rank's error; checks that a broadcast works afterwards."""
     deep: list[Any] = []
     deep.append(deep)
     source = rank == 1
@@ -322,7 +322,7 @@ def mistake(rank: int, name: str) -> tuple[str, str]:
 
 
 class NotLikeThis(ValueError):
-    """An error of a program's own."""
+    """An error class that a program defines."""
 
 
 class Untold(Exception):
@@ -331,7 +331,7 @@ class Untold(Exception):
 
 
 def other_error(rank: int, name: str) -> tuple[str, str]:
-    """As `mistake`, of an error of a class that is not sent as such."""
+    """Does as `mistake`, for an error whose class is not sent."""
     errors = {
         "no memory": torch.OutOfMemoryError("none left"),
         "subclass": NotLikeThis("never"),
@@ -365,7 +365,7 @@ def no_such_device(rank: int) -> tuple[str, str]:
 def failure_frees_the_tree(rank: int) -> None:
     leaf = torch.ones(3)
     alive = weakref.ref(leaf)
-    gc.disable()  # it would free a circle sooner or later
+    gc.disable()  # it would free a cycle sooner or later
     try:
         sent(rank, [leaf, (lambda: 0)], 1)
     except TypeError:
@@ -377,7 +377,7 @@ def failure_frees_the_tree(rank: int) -> None:
 
 
 def scatter_keeps_no_second_copy(rank: int) -> None:
-    """Of a tree that was moved to where messages are, there is only the message."""
+    """Checks that a tree moved to the messages' device is kept only as the message."""
     moved = []
 
     def packing(tree: Any, device: torch.device) -> Any:
@@ -401,7 +401,7 @@ def scatter_keeps_no_second_copy(rank: int) -> None:
 
 
 def some_of_three(rank: int) -> None:
-    """Groups of two and three ranks, of which some are called in another order."""
+    """Sends within groups of two and three ranks, some in another order of ranks."""
     assert dist.get_world_size() == 3
     every, some = dist.new_group([2, 0, 1]), dist.new_group([1, 2])
     for src in range(3):

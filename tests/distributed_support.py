@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, which run the functions of `distributed_cases` side by side."""
+"""Runs the functions of `distributed_cases` on ranks in processes of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 90
 
 
 class Ranks:
-    """Some processes, each with its rank in one process group."""
+    """Processes that each have a rank in one process group."""
 
     def __init__(self, count: int, backend: str, folder: Path) -> None:
         context = mp.get_context("spawn")
@@ -33,7 +33,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, case: str, *arguments: Any) -> list[Any]:
-        """What the case returns on each rank; fails with the traceback of one that raises."""
+        """Returns the case's result on each rank; fails with the traceback of one that raises."""
         for pipe in self._pipes:
             pipe.send((case, arguments))
         answers = []

@@ -1,4 +1,4 @@
-"""What a random program may do next where something fails or is interrupted."""
+"""Adds faults and interrupts to the steps of a random program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import tdcopier
 
 
 class FailingCopies(Copies):
-    """The same programs, with faults and interrupts."""
+    """The rules of `Copies`, with faults and interrupts."""
 
     may_interrupt = False
 
@@ -32,12 +32,12 @@ class FailingCopies(Copies):
         n=st.integers(1, 5), first=st.sampled_from(["get", "wait", "wait_staged", "poll"]),
     )  # fmt: skip
     def start_one_that_fails(self, plan: CopyPlan, lane: int, kind: str, n: int, first: str) -> Any:
-        """It may be another one that fails, if workers are still at it."""
+        """Starts a copy under a fault, which may strike another copy that workers still stage."""
         fault = FAULTS[kind]
         world = self.world
         self.join_threads()
         self.close_passes()
-        if fault.lasts:  # streams go down, and what they had been given before must be done
+        if fault.lasts:  # streams break, so earlier work must be done
             self.drain()
         world.counts_are_known = False
         with world.on(lane):
@@ -60,7 +60,7 @@ class FailingCopies(Copies):
                     world.ask(copy, copy.handle.wait)
                 if copy.handle is not None and (fault.lasts or first == "get"):
                     world.get(copy)
-            if fault.lasts:  # a transfer that was chosen and has not run yet fails nevertheless
+            if fault.lasts:  # a transfer that was chosen but has not run still fails
                 for device in DEVICES:
                     with contextlib.suppress(RuntimeError):
                         torch.sim.synchronize(device)
@@ -79,7 +79,7 @@ class FailingCopies(Copies):
         return copy
 
     def check_what_failed(self, copy: Copy) -> None:
-        """It is told each time, and its memory belongs to the caller again."""
+        """Checks that each call reports the failure, and that the caller may write its memory."""
         world = self.world
         for call in ("get", "wait", "get") if copy.handle is not None else ():
             succeeded, result = world.ask(copy, getattr(copy.handle, call))
@@ -96,7 +96,7 @@ class FailingCopies(Copies):
         direction=st.sampled_from(["h2d", "d2h", "d2d"]),
     )  # fmt: skip
     def fail_while_prefetching(self, which: int, lane: int, n: int, direction: Any) -> None:
-        """A batch that could not be sent is told in its place, and the pass goes on."""
+        """Makes a transfer fail: its batch is reported in its place, and the pass goes on."""
         self.join_threads()
         for copy in self.live:
             if not copy.is_enqueued:
@@ -109,7 +109,7 @@ class FailingCopies(Copies):
     @precondition(lambda self: "filling_a_device_is_interrupted" not in NOT_YET)
     @rule(plan=plans_of(["copy_into"]), lane=lanes)
     def interrupt_a_call(self, plan: CopyPlan, lane: int) -> None:
-        """There is no handle: nothing may write the destinations after the call."""
+        """Interrupts a call: nothing may write the destinations after it, as there is no handle."""
         self.world.counts_are_known = False
         with self.world.on(lane):
             copy = prepare(self.world, plan)
@@ -121,7 +121,7 @@ class FailingCopies(Copies):
 
     @rule(copy=Copies.copies, lane=lanes)
     def interrupt_a_wait(self, copy: Copy, lane: int) -> None:
-        """A handler of signals raises while `get()` waits, or when it has returned."""
+        """Raises in a signal handler while `get()` waits, or after it has returned."""
         before = signal.signal(signal.SIGUSR1, self.on_signal)
         self.may_interrupt = True
         thread = self.world.schedule.thread(signal.raise_signal, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Short programs in which something fails beside copies that must not, for `scenario_table.py`."""
+"""Short programs in which one copy fails beside others that must not, for `scenario_table.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MADE_TO_FAIL = "was made to fail"
 
 
 class Interrupting(torch.Tensor):
-    """A leaf that is delegated, in whose `copy_` the user presses Ctrl-C."""
+    """A delegated leaf whose `copy_` raises KeyboardInterrupt."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,11 +31,11 @@ class Interrupting(torch.Tensor):
 
 
 class Pressed(BaseException):
-    """What a handler of signals raises, as it would a KeyboardInterrupt."""
+    """The exception that a signal handler raises, in place of KeyboardInterrupt."""
 
 
 def _interrupted(source: Tree, destination: Tree) -> None:
-    """After it, the caller has no handle, and may write the destinations again."""
+    """Interrupts a `copy_into`: without a handle, the caller may write the destinations again."""
     beyond = torch.zeros(3, dtype=torch.int32)
     leaf = beyond.as_subclass(Interrupting)
     with small_limits(), pytest.raises(KeyboardInterrupt):
@@ -43,7 +43,7 @@ def _interrupted(source: Tree, destination: Tree) -> None:
 
 
 def filling_a_device_is_interrupted(play: Play) -> None:
-    """H2D."""
+    """An interrupted H2D into existing memory writes nothing after the call."""
     device = play.devices[0]
     with play.on(play.stream(device)):
         static = play.write(device, play.batch((100, 30)))
@@ -54,7 +54,7 @@ def filling_a_device_is_interrupted(play: Play) -> None:
 
 
 def filling_another_device_is_interrupted(play: Play) -> None:
-    """D2D."""
+    """An interrupted D2D into existing memory writes nothing after the call."""
     near, far = play.devices
     with play.on(play.stream(far)), play.on(play.stream(near)):
         static = play.write(far, play.batch((100, 30)))
@@ -65,7 +65,7 @@ def filling_another_device_is_interrupted(play: Play) -> None:
 
 
 def filling_the_host_is_interrupted(play: Play) -> None:
-    """D2H."""
+    """An interrupted D2H into existing memory writes nothing after the call."""
     device = play.devices[0]
     with play.on(play.stream(device)):
         static = [torch.zeros(100, dtype=torch.int32), torch.zeros(30, dtype=torch.int32)]
@@ -81,7 +81,7 @@ def filling_the_host_is_interrupted(play: Play) -> None:
 
 
 def a_signal_arrives_while_the_host_waits(play: Play) -> None:
-    """`get()` is left at once by what a handler raises, and gives the result when asked again."""
+    """`get()` ends at once when a handler raises, and returns the result when called again."""
     device = play.devices[0]
     busy, batch = play.stream(device), play.batch()
 
@@ -96,7 +96,7 @@ def a_signal_arrives_while_the_host_waits(play: Play) -> None:
             thread = play.schedule.thread(signal.raise_signal, signal.SIGUSR1)
             with pytest.raises(Pressed) as caught:
                 handle.get()
-            # Not at the end of a wait that was found to be endless.
+            # No signal when a wait ends because of a deadlock.
             assert caught.value.__context__ is None
             thread.join()
     finally:
@@ -104,18 +104,18 @@ def a_signal_arrives_while_the_host_waits(play: Play) -> None:
     play.expect(handle.get(), batch)
 
 
-# ---- queries of events that fail while nothing is broken -----------------------------------------
+# ---- event queries that fail although nothing is broken ------------------------------------------
 
 
 def _queries_fail(play: Play) -> Iterator[Fault]:
-    """At different times, for a while; no copy may fail because of it."""
+    """Makes queries fail at different times, for a while; no copy may fail because of it."""
     for n, times in ((1, 1), (2, 3), (5, 10)):
         with play.sim.fail_event_query(n, times=times) as fault:
             yield fault
 
 
 def queries_fail_while_staging_buffers_turn(play: Play) -> None:
-    """H2D: a buffer is not filled again before the device is known to have read it."""
+    """H2D: a buffer is not refilled before the device is known to have read it."""
     device = play.devices[0]
     consumer = play.stream(device)
     with small_limits():
@@ -156,7 +156,7 @@ def queries_fail_while_a_copy_is_polled(play: Play) -> None:
 
 
 def queries_fail_while_a_pinned_source_is_polled(play: Play) -> None:
-    """H2D from where a large pinned leaf is: the same on the host."""
+    """H2D that reads a large pinned leaf in place: the same on the host."""
     device = play.devices[0]
     source = torch.empty(READ_IN_PLACE, dtype=torch.int32, pin_memory=True)
     for _ in _queries_fail(play):
@@ -170,7 +170,7 @@ def queries_fail_while_a_pinned_source_is_polled(play: Play) -> None:
 
 
 def queries_fail_when_filled_memory_is_dropped(play: Play) -> None:
-    """H2D: a dropped destination is not used again while the copy may still write it."""
+    """H2D: a dropped destination is not reused while the copy may still write to it."""
     device = play.devices[0]
     with play.on(play.stream(device)):
         for _ in _queries_fail(play):
@@ -181,12 +181,12 @@ def queries_fail_when_filled_memory_is_dropped(play: Play) -> None:
             play.read_late(play.write(device, batch), batch)
 
 
-# ---- recordings of events that fail --------------------------------------------------------------
+# ---- event recordings that fail ------------------------------------------------------------------
 
 
 @contextmanager
 def _may_fail(fault: Fault) -> Iterator[None]:
-    """What is in the block fails only because of the fault."""
+    """Allows only errors that the fault causes."""
     with fault:
         try:
             yield
@@ -196,7 +196,7 @@ def _may_fail(fault: Fault) -> Iterator[None]:
 
 
 def _recordings_fail(play: Play, copy: Callable[[], Any]) -> None:
-    """Whichever it is: the copy fails, and the next one works."""
+    """Makes each of the first recordings fail: the copy may fail, and the next one must work."""
     device = play.devices[0]
     for n in range(1, 5):
         with _may_fail(play.sim.fail_event_record(n)):
@@ -206,7 +206,7 @@ def _recordings_fail(play: Play, copy: Callable[[], Any]) -> None:
 
 
 def recordings_fail_while_staging_buffers_turn(play: Play) -> None:
-    """H2D: a buffer that the device reads is not filled again, although no event says so."""
+    """H2D: a buffer that the device reads is not refilled, although no event protects it."""
     with small_limits(), play.on(play.stream(play.devices[0])):
         _recordings_fail(
             play, lambda: tdcopier.start_copy(play.batch((100, 30)), play.devices[0]).get()
@@ -214,7 +214,7 @@ def recordings_fail_while_staging_buffers_turn(play: Play) -> None:
 
 
 def recordings_fail_while_the_device_reads_its_own(play: Play) -> None:
-    """D2H: sources that are dropped, and the results' memory, are not used again too early."""
+    """D2H: dropped sources and the results' memory are not reused too early."""
     device = play.devices[0]
 
     def copy() -> None:
@@ -230,7 +230,7 @@ def recordings_fail_while_the_device_reads_its_own(play: Play) -> None:
 
 
 def recordings_fail_while_a_device_is_filled(play: Play) -> None:
-    """H2D: when the error is told, the caller may write the destinations again."""
+    """H2D: once the error is reported, the caller may write the destinations again."""
     device = play.devices[0]
     with small_limits(), play.on(play.stream(device)):
         static = play.write(device, play.batch((100, 30)))
@@ -242,15 +242,15 @@ def recordings_fail_while_a_device_is_filled(play: Play) -> None:
             play.read_late(static, mine)
 
 
-# ---- memory that is not there --------------------------------------------------------------------
+# ---- allocations that fail -----------------------------------------------------------------------
 
 
 def pinning_fails_while_buffers_come_back(play: Play) -> None:
-    """H2D: a copy that gets no second staging buffer goes on with the first."""
+    """H2D: a copy that cannot allocate a second staging buffer continues with the first."""
     device = play.devices[0]
     with small_limits(staging_buffers=1):
         batch = play.batch()
-        play.expect(tdcopier.start_copy(batch, device).get(), batch)  # so that there is one buffer
+        play.expect(tdcopier.start_copy(batch, device).get(), batch)  # allocates the one buffer
         tdcopier.set_staging_limit_bytes(2 * _C.STAGING_BUFFER_BYTES)
         with play.sim.fail_pinned_allocation():
             batches = [play.batch((100, 30)), play.batch((90,))]
@@ -260,7 +260,7 @@ def pinning_fails_while_buffers_come_back(play: Play) -> None:
 
 
 def memory_runs_out_beside_copies_in_flight(play: Play) -> None:
-    """H2D, D2H, D2D: one fails, the ones before and after it are right."""
+    """H2D, D2H, D2D: one copy fails, those before and after it are right."""
     near, far = play.devices
     with play.on(play.stream(far)), play.on(play.stream(near)), small_limits():
         for make, target in (
@@ -282,7 +282,7 @@ def memory_runs_out_beside_copies_in_flight(play: Play) -> None:
 
 
 def one_device_fails_beside_another(play: Play) -> None:
-    """H2D to both, and back from the one that works."""
+    """H2D to both devices, and D2H from the one that works."""
     near, far = play.devices
     batches = [play.batch(), play.batch((50,))]
     with play.sim.fail_transfer(direction="h2d", device=near, when="execution"):
@@ -297,7 +297,7 @@ def one_device_fails_beside_another(play: Play) -> None:
 
 
 def a_transfer_fails_beside_rows_that_are_gathered(play: Play) -> None:
-    """`copy_into` fails when it is enqueued; rows that are gathered at the same time arrive."""
+    """`copy_into` fails when it is enqueued; rows gathered at the same time arrive."""
     device = play.devices[0]
     with small_limits(), play.on(play.stream(device)):
         table, index = play.batch((400,))[0].view(20, 20), torch.tensor([3, 19, 0])

@@ -1,4 +1,4 @@
-"""Leaves filled with one value each, in the sizes that take different ways through the engine."""
+"""Leaves filled with one value each, in sizes that take different paths through the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def filled(value: float, elements: list[int], device: str) -> list[torch.Tensor]
 
 
 def refill(leaves: list[torch.Tensor], value: float) -> None:
-    """Enqueued on the current stream."""
+    """Enqueues writes of a new value on the current stream."""
     for leaf in leaves:
         leaf.copy_(torch.full(leaf.shape, float(value)).pin_memory(), non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""What the tests of gathers share: how many rows there are, and what a gather is to give."""
+"""Shared by the gather tests: the number of rows, and the expected result of a gather."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS = 50
 
 
 def rows_of(tree: Any, index: Any, device: str) -> Any:
-    """What a gather is to give."""
+    """Returns the expected result of a gather."""
     if isinstance(index, range):
         index = list(index)
     elif isinstance(index, np.ndarray):

@@ -1,4 +1,4 @@
-"""Short programs with copies that one thread stages and another sends, for `scenario_table.py`."""
+"""Short programs in which one thread stages copies and another sends them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tdcopier
 
 
 def batches_are_sent_by_their_consumer(play: Play) -> None:
-    """H2D: memory of a batch that was sent is not that of the next one before it was read."""
+    """H2D: memory of a sent batch is not reused for the next one before the device has read it."""
     device = play.devices[0]
     with small_limits(), held():
         batches = [play.batch((100, 3)), play.batch((90, 30)), play.batch((70,))]
@@ -24,7 +24,7 @@ def batches_are_sent_by_their_consumer(play: Play) -> None:
 
 
 def batches_are_dropped_before_they_are_sent(play: Play) -> None:
-    """H2D: workers may be at it still, and their memory is the next batch's."""
+    """H2D: workers may still stage a batch that is dropped, and the next one takes its memory."""
     device = play.devices[0]
     with small_limits(), held():
         for _ in range(2):
@@ -37,7 +37,7 @@ def batches_are_dropped_before_they_are_sent(play: Play) -> None:
 
 
 def a_batch_is_sent_by_two_threads(play: Play) -> None:
-    """H2D: it is sent once, whoever is first."""
+    """H2D: the batch is sent once, whichever thread is first."""
     device = play.devices[0]
     with small_limits(), held():
         batch = play.batch((100, 30))

@@ -1,8 +1,8 @@
-"""Ctrl-C at every point of a call, one after the other.
+"""Interrupts a call at each of its points in turn, as Ctrl-C would.
 
-Two kinds of points. "lines": before each line of the package's own modules. "calls": where the
-interpreter does deliver signals, which is at the beginning of a Python function and right after a
-call of one that is written in C, whose result is lost then.
+There are two kinds of points. "lines": before each line of the package's own modules. "calls":
+where the interpreter can deliver signals, that is, at the start of a Python function and right
+after a call of a C function, whose result is then lost.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KINDS = ("lines", "calls")
 
 
 class Interrupt(KeyboardInterrupt):
-    """The one that a test raises."""
+    """The interrupt that a test raises."""
 
 
 class Interrupter:
-    """Within its `with`, this thread is interrupted at the point `at`, counted from 1.
+    """Interrupts this thread at the point `at`, counted from 1, inside its `with` block.
 
-    The interrupt ends the block, and goes no further. No garbage of others is collected meanwhile,
-    whose `__del__` would swallow it.
+    The interrupt ends the block and does not propagate. Garbage collection is off meanwhile: a
+    `__del__` would swallow the interrupt.
     """
 
     def __init__(self, kind: str, at: int) -> None:
@@ -92,10 +92,10 @@ def _is_ours(file: str) -> bool:
 
 @functools.cache
 def _ends_of_with(code: CodeType) -> frozenset[int]:
-    """Where a block of `with` ends, and `__exit__` is called.
+    """Returns the offsets where a `with` block ends and `__exit__` is called.
 
-    The interpreter delivers no signal between the last call in a block and this one: a lock that is
-    entered by `with` is let go.
+    The interpreter delivers no signal between the last call in a block and this one, so a lock that
+    `with` acquired is always released.
     """
     steps = list(dis.get_instructions(code))
     ends = set()
@@ -105,17 +105,17 @@ def _ends_of_with(code: CodeType) -> frozenset[int]:
             ends.add(steps[i - 1].offset)
         nones = [s.opname == "LOAD_CONST" and s.argval is None for s in following[:3]]
         if all(nones) and following[-1].opname in ("PRECALL", "CALL"):
-            ends |= {step.offset, steps[i - 1].offset}  # a result that is returned is swapped
+            ends |= {step.offset, steps[i - 1].offset}  # a returned result is swapped
     return frozenset(ends)
 
 
 def interrupted_everywhere(kind: str, scene: Callable[[Interrupter], None]) -> int:
-    """Play a scene once for each point of a call, until a play has no such point any more.
+    """Plays a scene once for each point of a call, until no point is left.
 
-    The scene makes the call within the interrupter that it is given, and checks what is left.
+    The scene makes the call inside the interrupter it is given, and then checks the state.
 
     Returns:
-        How many points there were.
+        The number of points.
     """
     if sys.version_info < (3, 11):
         pytest.skip("an older interpreter delivers signals in other places")
@@ -131,7 +131,7 @@ def interrupted_everywhere(kind: str, scene: Callable[[Interrupter], None]) -> i
 
 
 def in_time(function: Callable[[], Any], within_s: float = 10) -> Any:
-    """What a function returns in another thread, which must not have to wait for long."""
+    """Returns the function's result, computed in another thread; fails if that waits for long."""
     result: list[Any] = []
     failure: list[BaseException] = []
 

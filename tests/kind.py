@@ -1,4 +1,4 @@
-"""What the catalogue says of one kind of leaf."""
+"""An entry of the catalogue: one kind of leaf."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ import torch
 DIRECTIONS = ("H2D", "D2H", "D2D")
 
 Outcome = str | type[Exception]
-"""What a leaf counts as: "packed" and so on; the error that `start_copy` raises; or NOT_THERE."""
+"""The outcome: "packed" and so on, an error class that `start_copy` raises, or NOT_THERE."""
 
 NOT_THERE = "-"
-"""There is no such leaf on this side."""
+"""This side cannot have such a leaf."""
 
 
 @dataclass(frozen=True)
 class Kind:
     make: Callable[[str], Any]
-    """The leaf, or a list of leaves, on a device; one that is only on the host ignores it."""
+    """Makes the leaf, or a list of leaves, on a device; host-only leaves ignore the device."""
     h2d: Outcome
     d2h: Outcome
     d2d: Outcome
     leaves: int = 1
     large: bool = False
-    """Too large to be copied in every container."""
+    """Whether it is too large for a copy in every container."""
     parts: Callable[[Any], list[Any]] = lambda leaf: leaf if isinstance(leaf, list) else [leaf]
-    """The plain leaves that it travels as."""
+    """Returns the plain leaves that it is copied as."""
     on_target: bool = False
-    """Made on the target, not on the source."""
+    """Whether it is made on the target, not on the source."""
     within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    """What the copy is made in."""
+    """The context in which the copy is made."""
     fails: type[Exception] | None = None
-    """What its own `.to` raises, and so `get()`."""
+    """The error that its own `.to` raises, and therefore `get()`."""
     lacking: dict[str, str] = field(default_factory=dict)
-    """Kinds of device, and why they have no such leaf."""
+    """Device types that cannot have such a leaf, and the reasons."""
     needs: str = ""
-    """A package, or a name in torch or numpy, without which there is no such leaf."""
+    """A package, or a name in torch or numpy, that such a leaf needs."""
 
     def outcome(self, direction: str) -> Outcome:
         return {"H2D": self.h2d, "D2H": self.d2h, "D2D": self.d2d}[direction]
@@ -56,7 +56,7 @@ class Kind:
         return not self.is_refused and self.fails is None
 
     def why_missing(self, device_type: str) -> str | None:
-        """Why this process cannot have such a leaf, if it cannot."""
+        """Returns why this process cannot have such a leaf, or None if it can."""
         if self.needs and not is_there(self.needs):
             return f"needs {self.needs}"
         return self.lacking.get(device_type)

@@ -1,6 +1,6 @@
 """Memory of random programs: tensors with unique values on every place, and junk.
 
-Every leaf has bytes that no other leaf of the program has, cut from one table of random ones.
+Every leaf is cut from one table of random bytes, so no two leaves of a program share bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _JUNK_BYTES = _LARGEST_CUT_BYTES  # at the beginning of a table
 
 
 def bytes_of(leaf: torch.Tensor) -> bytes:
-    """Of a tensor on the host, in the order of its indices."""
+    """Returns the bytes of a tensor on the host, in the order of its indices."""
     if leaf.numel() == 0:
         return b""
     dense = torch.empty(leaf.shape, dtype=leaf.dtype).copy_(leaf.detach())
@@ -30,7 +30,7 @@ def bytes_of(leaf: torch.Tensor) -> bytes:
 
 
 class Tables:
-    """The random bytes of which all leaves are cut, on each place."""
+    """The random bytes, on each place, that all leaves are cut from."""
 
     def __init__(self) -> None:
         random = np.random.default_rng(0).integers(0, 256, _TABLE_BYTES, dtype=np.uint8)
@@ -39,7 +39,7 @@ class Tables:
         self.by_place = {place: host.to(place) for place in PLACES}
 
     def cut(self, place: str, dtype: torch.dtype, begin: int, elements: int) -> torch.Tensor:
-        """Flat. What is larger than the leaves of most programs repeats its first elements."""
+        """Returns flat values. A leaf larger than most repeats its first elements."""
         if elements * dtype.itemsize <= _LARGEST_CUT_BYTES:
             size = elements * dtype.itemsize
             return self.by_place[place][begin : begin + size].view(dtype)
@@ -48,15 +48,15 @@ class Tables:
         return first.expand(elements // period, period)
 
     def junk(self, dtype: torch.dtype, place: str = "cpu") -> torch.Tensor:
-        """One element of it."""
+        """Returns one element of junk."""
         return self.cut(place, dtype, 0, 1)[0]
 
 
 class MappedFile:
-    """Pieces of a memory-mapped file, each given out once."""
+    """Hands out pieces of a memory-mapped file, each once."""
 
     def __init__(self) -> None:
-        with tempfile.NamedTemporaryFile() as file:  # the mapping outlives its name
+        with tempfile.NamedTemporaryFile() as file:  # the mapping outlives the file's name
             file.truncate(_MAPPED_BYTES)
             self._all = torch.from_file(
                 file.name, shared=True, size=_MAPPED_BYTES, dtype=torch.uint8
@@ -71,7 +71,7 @@ class MappedFile:
 
 
 class Memory:
-    """Gives out memory, and values that nothing else has."""
+    """Hands out memory, and values that are unique in the program."""
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
@@ -79,18 +79,18 @@ class Memory:
         self._mapped = MappedFile()
 
     def overwrite_tensor(self, leaf: torch.Tensor) -> None:
-        """With junk, on the current stream if it is on a device, without waiting for anything."""
+        """Writes junk, on the current stream if it is on a device, without waiting."""
         if leaf.numel() == 0:
             return
         place = str(leaf.device)
         junk = self.tables.junk(leaf.dtype, place)
         leaf.copy_(junk.expand(leaf.shape), non_blocking=True)
         if place != "cpu":
-            # It may be freed with this write pending, which is on another stream than its own.
+            # It may be freed while this write is pending on a stream other than its own.
             leaf.record_stream(torch.sim.current_stream(place))
 
     def _unique(self, size: int) -> int:
-        """Where a leaf of this many bytes begins in the tables."""
+        """Returns where a leaf of this many bytes begins in the tables."""
         size = min(size, _LARGEST_CUT_BYTES)
         begin = self._next_begin
         if begin + size > _TABLE_BYTES:
@@ -99,7 +99,7 @@ class Memory:
         return begin
 
     def memory(self, place: str, dtype: torch.dtype, elements: int, kind: str) -> torch.Tensor:
-        """Flat, of no values yet."""
+        """Allocates a flat, uninitialized tensor."""
         if place != "cpu":
             return torch.empty(elements, dtype=dtype, device=place)
         if kind == "mapped" and elements:
@@ -107,7 +107,7 @@ class Memory:
         return torch.empty(elements, dtype=dtype, pin_memory=kind == "pinned")
 
     def fill(self, flat: torch.Tensor) -> torch.Tensor:
-        """Write unique values, on the current stream if it is on a device; give the host's."""
+        """Writes unique values, on the current stream if on a device; returns them on the host."""
         if flat.numel() == 0:
             return torch.empty(0, dtype=flat.dtype)
         begin = self._unique(flat.numel() * flat.itemsize)
@@ -116,7 +116,7 @@ class Memory:
         return self.tables.cut("cpu", flat.dtype, begin, flat.numel()).reshape(-1)
 
     def is_read_in_place(self, base: torch.Tensor, memory: str) -> bool:
-        """Whether the device does so, if it is the whole of a leaf."""
+        """Whether the device reads the memory in place, if one leaf spans all of it."""
         if base.device.type != "cpu" or memory != "pinned":
             return False
         return base.nbytes > 4 * (READ_IN_PLACE - 16)

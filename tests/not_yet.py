@@ -1,7 +1,7 @@
-"""Promises that the engine does not keep yet, by the scenario that shows it.
+"""Promises that the engine does not keep yet, by the scenario that shows the failure.
 
-A scenario in this list must fail, so that one which passes is taken out of it. The state machine
-leaves out what they are about.
+A scenario in this list must fail, so one that passes has to be removed. The state machine does not
+generate programs that depend on these promises.
 """
 
 from __future__ import annotations
@@ -11,4 +11,4 @@ NOT_YET: dict[str, str] = {
 }
 
 NOT_YET_WITHOUT_THREADS: dict[str, str] = {}
-"""The same of the calls of `test_without_threads.py`."""
+"""The same, for the calls of `test_without_threads.py`."""

@@ -1,6 +1,6 @@
-"""Short programs that put two features side by side, for `scenario_table.py`: order and lifetime.
+"""Short programs that combine two features, for `scenario_table.py`: order and lifetime.
 
-Sources and destinations are written again at the earliest moment that the documentation allows.
+Sources and destinations are overwritten at the earliest moment that the documentation allows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Start = Callable[[Any], tdcopier.AsyncCopyHandle]
 
 
 def _refill(play: Play, buffers: Tree, start: Start) -> None:
-    """Fill the same memory for each of three copies, as soon as `wait()` of the last returned."""
+    """Fills the same memory for each of three copies, as soon as `wait()` of the last returned."""
     for _ in range(3):
         batch = play.batch(tuple(buffer.numel() for buffer in buffers))
         for buffer, values in zip(buffers, batch, strict=True):
@@ -42,7 +42,7 @@ def a_large_pinned_source_is_refilled_after_wait(play: Play) -> None:
 
 
 def a_pinned_run_is_refilled_after_wait(play: Play) -> None:
-    """H2D: small leaves that adjoin in pinned memory are read in place together."""
+    """H2D: the device reads a run of small leaves in pinned memory in place."""
     rows = list(_pinned(READ_IN_PLACE // 4 * 4)[0].view(4, -1).unbind())
     _refill(play, rows, lambda tree: tdcopier.start_copy(tree, "sim:0"))
 
@@ -55,14 +55,14 @@ def a_pinned_source_of_a_plan_is_refilled_after_wait(play: Play) -> None:
 
 
 def small_pinned_and_pageable_sources_are_refilled_after_wait(play: Play) -> None:
-    """H2D: what is staged, by workers and in several windows."""
+    """H2D: sources that are staged, by workers and in several windows."""
     with small_limits():
         buffers = [*_pinned(33, 2), torch.empty(61, dtype=torch.int32)]
         _refill(play, buffers, lambda tree: tdcopier.start_copy(tree, "sim:0"))
 
 
 def sources_of_copy_into_are_refilled_after_wait(play: Play) -> None:
-    """H2D into memory that exists, from large pinned, small pinned and pageable memory."""
+    """H2D into existing memory, from large pinned, small pinned and pageable sources."""
     buffers = [*_pinned(READ_IN_PLACE, 20), torch.empty(61, dtype=torch.int32)]
     static = [torch.empty(buffer.numel(), dtype=torch.int32, device="sim:0") for buffer in buffers]
     torch.sim.synchronize()
@@ -70,12 +70,12 @@ def sources_of_copy_into_are_refilled_after_wait(play: Play) -> None:
 
 
 def pinned_sources_are_dropped_at_once(play: Play) -> None:
-    """H2D in place: the copy keeps pinned memory until the device has read it."""
+    """H2D in place: the copy keeps pinned memory alive until the device has read it."""
     device = play.devices[0]
     with play.on(play.stream(device)):
         for _ in range(2):
             batch = play.batch((READ_IN_PLACE, 7))
-            # Within a larger tensor: by their addresses the allocator would know those in use.
+            # Slices of a larger tensor: the allocator cannot look up their addresses.
             tree = [buffer[4:] for buffer in _pinned(READ_IN_PLACE + 4, 11)]
             for leaf, values in zip(tree, batch, strict=True):
                 leaf.copy_(values)
@@ -124,17 +124,17 @@ def _overwrite_after_wait(
 
 
 def device_sources_are_overwritten_after_wait(play: Play) -> None:
-    """D2D: `wait()` orders the sources' current stream too."""
+    """D2D: `wait()` also orders the current stream of the source device."""
     _overwrite_after_wait(play, lambda source, _: tdcopier.start_copy(source, play.devices[1]))
 
 
 def device_sources_of_copy_into_are_overwritten_after_wait(play: Play) -> None:
-    """D2D into memory that exists: the same."""
+    """D2D into existing memory: `wait()` also orders the current stream of the source device."""
     _overwrite_after_wait(play, tdcopier.copy_into)
 
 
 def sources_on_the_same_device_are_overwritten_after_wait(play: Play) -> None:
-    """Within a device: `wait()` of a stream that is named orders the current one as well."""
+    """Within a device: `wait()` on a named stream also orders the current one."""
     device = play.devices[0]
     reader = play.stream(device)
     with play.on(play.stream(device)):
@@ -145,10 +145,10 @@ def sources_on_the_same_device_are_overwritten_after_wait(play: Play) -> None:
             play.overwrite(source)
             with play.on(reader):
                 play.read_late(static, batch)
-            torch.sim.current_stream().wait_stream(reader)  # before `static` is written again
+            torch.sim.current_stream().wait_stream(reader)  # before `static` is overwritten
 
 
-# ---- one copy's result is the next one's source --------------------------------------------------
+# ---- a copy's result is the next copy's source ---------------------------------------------------
 
 
 def a_static_batch_is_sent_back_and_filled_again(play: Play) -> None:
@@ -177,13 +177,13 @@ def what_copy_into_writes_is_sent_on_at_once(play: Play) -> None:
             play.read_late(tdcopier.start_copy(static, far).wait(), batch)
             back.wait_staged()
             pairs.append((back, batch))
-        # The copy to the other device read the first batch before the second one was written.
+        # The copy to the other device read the first batch before the second overwrote it.
         for handle, batch in pairs:
             play.expect(handle.get(), batch)
 
 
 def around_both_devices(play: Play) -> None:
-    """H2D, D2D, D2H: each takes the result of the one before, which is dropped at once."""
+    """H2D, D2D, D2H: each copies the result of the one before, which is dropped at once."""
     near, far = play.devices
     with play.on(play.stream(far)), play.on(play.stream(near)):
         pairs = []
@@ -198,7 +198,7 @@ def around_both_devices(play: Play) -> None:
 
 
 def two_devices_swap_batches(play: Play) -> None:
-    """D2D in both directions at once: neither waits for the other."""
+    """D2D in both directions at once: neither copy waits for the other."""
     near, far = play.devices
     streams = [play.stream(near), play.stream(far)]
     with play.on(streams[1]), play.on(streams[0]):
@@ -242,7 +242,7 @@ def one_tree_from_everywhere(play: Play) -> None:
     near, far = play.devices
     with play.on(play.stream(near)), play.on(play.stream(far)), small_limits():
         for _ in range(2):
-            batch = play.batch((30, READ_IN_PLACE, 17, 33))  # no buffer has to come back
+            batch = play.batch((30, READ_IN_PLACE, 17, 33))  # needs no buffer to be returned
             tree = [batch[0].clone(), batch[1].pin_memory(), *play.write(far, batch[2:])]
             handle = tdcopier.start_copy(tree, near)
             handle.wait_staged()
@@ -254,7 +254,7 @@ def one_tree_from_everywhere(play: Play) -> None:
 
 
 def one_destination_from_everywhere(play: Play) -> None:
-    """`copy_into` of host, near and far leaves, into near memory and into the host's."""
+    """`copy_into` of leaves on the host and on both devices, into the near device and the host."""
     near, far = play.devices
     with play.on(play.stream(far)), play.on(play.stream(near)), small_limits():
         static = [*play.write(near, play.batch((40, 17, 33))), torch.zeros(20, dtype=torch.int32)]
@@ -275,11 +275,11 @@ def one_destination_from_everywhere(play: Play) -> None:
             play.expect(static[3:], batch[3:])
 
 
-# ---- other features at work beside each other ----------------------------------------------------
+# ---- other features side by side -----------------------------------------------------------------
 
 
 def rows_are_gathered_while_others_are_scattered(play: Play) -> None:
-    """H2D and D2H of rows at once; what was scattered is gathered from there."""
+    """H2D and D2H of rows at once; scattered rows are gathered again from the same storage."""
     device = play.devices[0]
     index = torch.tensor([4, 17, 9])
     with small_limits(), play.on(play.stream(device)):
@@ -327,7 +327,7 @@ def batches_are_prefetched_beside_copies_to_the_host(play: Play) -> None:
 
 
 def two_streams_send_to_the_host(play: Play) -> None:
-    """D2H from two streams of one device, which are not ordered with one another."""
+    """D2H from two streams of one device that are not ordered with each other."""
     device = play.devices[0]
     pairs = []
     for _ in range(2):

@@ -1,10 +1,10 @@
-"""Plays scenarios in many orders of events; as a program, for as long as one likes.
+"""Plays scenarios in many orders of events; as a program, for as long as you like.
 
     python tests/play.py --schedules 1000000 --jobs 2
-    python tests/play.py --only between_devices --seed 4711   # one order again, step by step
+    python tests/play.py --only between_devices --seed 4711   # replay one order, print its steps
 
-Every order is checked in the same way: values, what the detectors of ``tdcopier.sim`` find, memory
-that is left in use, and that nobody waits for ever. What was freed is poisoned.
+Every order is checked in the same way: values, hazards that ``tdcopier.sim`` detects, memory that
+stays in use, and deadlocks. Freed memory is poisoned.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _values: dict[str, torch.Tensor] = {}
 
 @dataclass
 class Played:
-    """What a number of schedules has shown."""
+    """The outcome of a number of schedules."""
 
     schedules: int = 0
     overlapping: int = 0
-    """In which transfers of two jobs were in flight at once."""
+    """Schedules in which transfers of two jobs were in flight at once."""
     fingerprints: set[tuple[str, int]] = field(default_factory=set)
-    """Of those that overlap: the scenario and the choices that were made."""
+    """Of the overlapping schedules: the scenario and a fingerprint of the choices."""
     choices: int = 0
 
     def add(self, other: Played) -> None:
@@ -50,14 +50,14 @@ class Played:
 
 
 def prepare() -> None:
-    """Make what all scenarios share, before anybody looks at which memory is in use."""
+    """Makes the state that all scenarios share, before memory in use is measured."""
     sim.enable(devices=len(DEVICES))
     if not _values:
         _values.update(device_values(DEVICES))
 
 
 def run(name: str, seed: int) -> sim.Schedule:
-    """Run one scenario in one order. Requires `prepare`."""
+    """Runs one scenario in one order. Requires `prepare`."""
     with one_processor(), sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
         stage = Play(sim, DEVICES, _values, schedule)
         SCENARIOS[name].run(stage)
@@ -66,18 +66,18 @@ def run(name: str, seed: int) -> sim.Schedule:
 
 
 def play(name: str, seed: int) -> tuple[Played, sim.Schedule]:
-    """Play one scenario in one order. Raises whatever is found to be wrong."""
+    """Plays one scenario in one order. Raises the first error that a check finds."""
     prepare()
     with sim.poison(), sim.detect(leaks=True):
         schedule = run(name, seed)
-    # A job of these scenarios is one transfer, so two in flight are two jobs'.
+    # A job of these scenarios is one transfer, so two transfers in flight belong to two jobs.
     overlap = SCENARIOS[name].one_transfer_a_job and schedule.most_transfers_in_flight >= 2
     fingerprints = {(name, schedule.fingerprint)} if overlap else set()
     return Played(1, int(overlap), fingerprints, schedule.choices), schedule
 
 
 def play_range(names: list[str], seeds: range) -> Played:
-    """Each of the scenarios with each of the seeds."""
+    """Plays each of the scenarios with each of the seeds."""
     total = Played()
     for seed in seeds:
         for name in names:
@@ -89,7 +89,7 @@ def play_range(names: list[str], seeds: range) -> Played:
 
 
 def take_processor(taken: Any) -> None:
-    """Keep this process, one of several, on the next of the processors."""
+    """Pins this process, one of several, to the next processor."""
     with taken.get_lock():
         number, taken.value = taken.value, taken.value + 1
     processors = sorted(os.sched_getaffinity(0))
@@ -149,7 +149,7 @@ def main() -> None:
         for played in pool.map(play_range, [names] * len(batches), batches):
             total.add(played)
             progress.update(played.schedules)
-            if arguments.json:  # a run that is ended early has shown what it has played
+            if arguments.json:  # report progress, in case the run is ended early
                 Path(arguments.json).write_text(json.dumps(told(), indent=2) + "\n")
     print(json.dumps(told(), indent=2))
 

@@ -1,4 +1,4 @@
-"""Passes of `prefetch` in random programs: their sources use their memory again, batch by batch."""
+"""Passes of `prefetch` in random programs: their sources refill the same memory for each batch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class PassPlan:
 
 
 class Pass:
-    """One pass, and what its batches must be."""
+    """One pass, and the batches that it must deliver."""
 
     def __init__(self, world: World, plan: PassPlan) -> None:
-        """Begin it: a reader has the current streams."""
+        """Begins the pass; its reader inherits the current streams."""
         world.counts_are_known = False
         self.plan = plan
-        self.is_fallible = False  # a batch may be lost to a fault, which is told in its place
+        self.is_fallible = False  # a batch may fail: its error comes in its place
         self._world = world
         self._read: deque[Copy] = deque()  # not taken yet
         self._prefetcher = tdcopier.prefetch(
@@ -43,7 +43,7 @@ class Pass:
         self.taken = 0
 
     def _batches(self) -> Iterator[Any]:
-        """Each time it is asked, it writes to the memory of the batch before, at once."""
+        """Yields batches; overwrites the last batch's memory as soon as it is asked for more."""
         before: Copy | None = None
         for _ in range(self.plan.batches):
             if before is not None:
@@ -59,7 +59,7 @@ class Pass:
         return self.taken == self.plan.batches
 
     def take(self, late: bool) -> None:
-        """The next batch, on the current streams."""
+        """Takes the next batch on the current streams, and checks it."""
         try:
             moved = next(self._iterator)
         except torch.AcceleratorError as error:

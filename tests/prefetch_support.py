@@ -1,4 +1,4 @@
-"""Sources for tests of prefetching: they count, and stop where they are told to."""
+"""Sources for tests of prefetching, which count their batches or stop at a gate."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def values_of(batches: Any) -> list[int]:
 
 
 def in_loop(source: Any, device: str, **options: Any) -> tdcopier.Prefetcher:
-    """Read by the loop's own thread."""
+    """Returns a prefetcher whose source is read by the loop's own thread."""
     return tdcopier.prefetch(source, device, threaded=False, **options)
 
 
 class Counted:
-    """An iterator over `count` batches; `reads` is how many it was asked for."""
+    """An iterator over `count` batches that counts the requests in `reads`."""
 
     def __init__(self, count: int = 1_000_000) -> None:
         self.count = count
@@ -73,7 +73,7 @@ class Stops:
 
 
 class Asked:
-    """The wake-up that consumers wait for, which tells when one does."""
+    """Wraps the wake-up that consumers wait for, and records when one waits."""
 
     def __init__(self, arrival: Any) -> None:
         self._arrival = arrival
@@ -88,7 +88,7 @@ class Asked:
 
 
 class Call:
-    """A call on a thread of its own; `join` gives its result, or raises its error."""
+    """Runs a call in a thread of its own; `join` returns its result or raises its error."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._result: Any = None

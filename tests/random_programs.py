@@ -1,4 +1,4 @@
-"""What the random programs of the state machine are made of."""
+"""Hypothesis strategies for the random programs of the state machine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plans_of(
     routes: list[tuple[str, str]] = ROUTES,
     trees: st.SearchStrategy[tuple[LeafPlan, ...]] = trees,
 ) -> st.SearchStrategy[CopyPlan]:
-    """Copies by these calls, in every direction that they have."""
+    """Returns a strategy for copies by these calls, in every direction that they support."""
     return st.builds(
         lambda call, route, leaves, wrapping, options, into, into_memory, rows: CopyPlan(
             *route, leaves, wrapping, tuple(options.items()), call, into, into_memory, tuple(rows)
@@ -104,7 +104,7 @@ _plans_from_where_it_is = plans_of(
 )
 plans = st.one_of(*[_plans_of_all] * 7, _plans_from_where_it_is)
 pairs_of_plans = st.lists(plans, min_size=2, max_size=3, unique_by=lambda plan: plan.feature)
-"""Of different features, so that every program has two of them in flight at once."""
+"""Plans of different features, so that every program has two in flight at once."""
 pass_plans = st.builds(
     PassPlan,
     plans_of(["start_copy"]),
@@ -118,7 +118,7 @@ sizes = st.sampled_from([64, 160, 512, 1000])
 
 
 class Step(NamedTuple):
-    """One copy of a thread's program."""
+    """One copy in a thread's program."""
 
     plan: CopyPlan
     lane: int
@@ -135,9 +135,9 @@ programs = st.lists(
 class Failing(NamedTuple):
     arm: Callable[[Any, int], Any]
     error: type[Exception] | None  # None: no copy may fail because of it
-    lasts: bool = False  # what its stream has been given does not run
+    lasts: bool = False  # work enqueued before on its stream does not run
     may_recover: bool = False  # the next call for the result may succeed
-    shown_by: str = ""  # the scenario that an engine must pass before
+    shown_by: str = ""  # the scenario that an engine must pass first
 
 
 _ALL_FAULTS = {

@@ -1,4 +1,4 @@
-"""As much of other packages as the recipes of the docs touch, for machines without them."""
+"""Stand-ins for packages that the recipes of the docs use, for machines without them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReplayBufferSamples(NamedTuple):
 
 
 class ReplayBuffer:
-    """A buffer with the attributes of stable-baselines3's, and batches made field by field."""
+    """A buffer with the attributes of stable-baselines3's, which makes batches field by field."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ReplayBuffer:
         self.full |= following == 0
 
     def sample(self, batch_size: int, env: Any = None) -> ReplayBufferSamples:
-        if self.optimize_memory_usage and self.full:  # what follows the newest row is not there
+        if self.optimize_memory_usage and self.full:  # the newest row has no next observation
             index = (np.random.randint(1, self.buffer_size, size=batch_size) + self.pos) % (
                 self.buffer_size
             )
@@ -96,7 +96,7 @@ class ReplayBuffer:
 
 
 def stand_in_for_stable_baselines3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is asked for by name, there is the buffer above."""
+    """Makes imports of stable_baselines3 find the buffer above."""
     buffers = ModuleType("stable_baselines3.common.buffers")
     buffers.ReplayBuffer = ReplayBuffer
     aliases = ModuleType("stable_baselines3.common.type_aliases")
@@ -108,7 +108,7 @@ def stand_in_for_stable_baselines3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Accelerator:
-    """As much of Accelerate's as a loop in one process calls."""
+    """The part of Accelerate's interface that a loop in one process calls."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -126,7 +126,7 @@ class Accelerator:
 
 
 class Signs:
-    """An environment: the observation is 1 or -1, and whoever says which has 1; five a turn."""
+    """An environment: it shows 1 or -1, and rewards naming the sign with 1; five steps each."""
 
     observation_space = SimpleNamespace(shape=(1,))
     action_space = SimpleNamespace(n=2)

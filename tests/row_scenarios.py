@@ -9,7 +9,7 @@ import tdcopier
 
 
 def rows_are_overwritten_when_they_are_gathered(play: Play) -> None:
-    """H2D: a storage, and the index, belong to the caller again when the rows have been read."""
+    """H2D: the caller may overwrite a storage once its rows were read, and the index at once."""
     device = play.devices[0]
     with small_limits():
         tables = [leaf.view(20, -1) for leaf in play.batch((400, 60))]
@@ -24,7 +24,7 @@ def rows_are_overwritten_when_they_are_gathered(play: Play) -> None:
 
 
 def rows_for_the_host_and_a_device(play: Play) -> None:
-    """H2H, then H2D: what was gathered on the host is sent, and dropped at once."""
+    """H2H, then H2D: gathered rows are sent on from the host, and dropped at once."""
     with small_limits():
         table = play.batch((400,))[0].view(20, 20)
         index = torch.tensor([1, 2, 3, 18])
@@ -37,7 +37,7 @@ def rows_for_the_host_and_a_device(play: Play) -> None:
 
 
 def rows_are_scattered_while_the_batch_is_overwritten(play: Play) -> None:
-    """D2H: a batch belongs to its stream again behind `wait_staged()`, before rows are written."""
+    """D2H: after `wait_staged()` a stream may overwrite the batch, though no row is written yet."""
     device = play.devices[0]
     table = torch.full((90,), -5, dtype=torch.int32)
     index = torch.arange(80, 20, -2)

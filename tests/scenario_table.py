@@ -1,6 +1,6 @@
 """All scenarios by name, and those that the engine does not pass yet.
 
-Each takes a :class:`stage.Play`, checks all values itself, and is the same program each time.
+Each takes a :class:`stage.Play`, checks all values itself, and is deterministic.
 """
 
 from __future__ import annotations

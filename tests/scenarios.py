@@ -1,6 +1,6 @@
-"""Small programs with copies that overlap, to be run in many orders of events.
+"""Small programs with overlapping copies, which are run in many orders of events.
 
-Each takes a :class:`Play`, checks all values itself, and is the same program each time.
+Each takes a :class:`Play`, checks all values itself, and is deterministic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tdcopier import _C
 
 
 def two_batches_for_two_streams(play: Play) -> None:
-    """H2D: each is read by its own stream, and dropped while that has not read it."""
+    """H2D: each batch is read by a stream of its own, and dropped before that read has run."""
     device = play.devices[0]
     batches = [play.batch(), play.batch()]
     streams = [play.stream(device) for _ in batches]
@@ -28,7 +28,7 @@ def two_batches_for_two_streams(play: Play) -> None:
 
 
 def sources_are_overwritten_at_once(play: Play) -> None:
-    """H2D: host sources belong to the caller again when they are staged."""
+    """H2D: the caller may overwrite host sources once they are staged."""
     device = play.devices[0]
     batches = [play.batch(), play.batch((33, 2, 61))]
     expected = [[leaf.clone() for leaf in batch] for batch in batches]
@@ -54,7 +54,7 @@ def workers_share_two_buffers(play: Play) -> None:
 
 
 def sources_are_dropped_at_once(play: Play) -> None:
-    """H2D: workers read host memory that nobody but the copy keeps, and that is used again."""
+    """H2D: only the copy keeps the host memory that workers read, so it must not be reused."""
     device = play.devices[0]
     with small_limits():
         pairs = []
@@ -73,7 +73,7 @@ def sources_are_dropped_at_once(play: Play) -> None:
 
 
 def polled_while_workers_stage(play: Play) -> None:
-    """`ready()` keeps the GIL, which no worker may want."""
+    """Polls with `ready()`, which keeps the GIL: workers must not need it."""
     device = play.devices[0]
     with small_limits():
         batches = [play.batch(), play.batch((90,))]
@@ -85,7 +85,7 @@ def polled_while_workers_stage(play: Play) -> None:
 
 
 def transfers_fail_when_they_are_enqueued(play: Play) -> None:
-    """Whatever a failed copy had is given back; staging too."""
+    """A failed copy returns everything it allocated, including staging buffers."""
     device = play.devices[0]
     with small_limits(staging_buffers=1):
         for n in (1, 3):
@@ -98,7 +98,7 @@ def transfers_fail_when_they_are_enqueued(play: Play) -> None:
 
 
 def handles_are_dropped_at_once(play: Play) -> None:
-    """H2D: what nobody will read is still written, but not to memory that others have by then."""
+    """H2D: results that are never read must not be written into memory that was reused."""
     device = play.devices[0]
     stream = play.stream(device)
     with play.on(stream):
@@ -109,7 +109,7 @@ def handles_are_dropped_at_once(play: Play) -> None:
 
 
 def results_are_dropped_and_their_memory_used_again(play: Play) -> None:
-    """H2D: what a late consumer reads must not be handed out meanwhile."""
+    """H2D: memory that a late consumer still reads must not be reused."""
     device = play.devices[0]
     consumer = play.stream(device)
     for _ in range(3):
@@ -121,7 +121,7 @@ def results_are_dropped_and_their_memory_used_again(play: Play) -> None:
 
 
 def device_sources_are_overwritten_behind_wait_staged(play: Play) -> None:
-    """D2H: read after what was enqueued before, and before what is enqueued after."""
+    """D2H: reads come after work enqueued before the call, and before work enqueued after it."""
     device = play.devices[0]
     producer = play.stream(device)
     handles = []
@@ -137,7 +137,7 @@ def device_sources_are_overwritten_behind_wait_staged(play: Play) -> None:
 
 
 def device_sources_are_freed_at_once(play: Play) -> None:
-    """D2H: the copy keeps them until the device has read them."""
+    """D2H: the copy keeps its sources alive until the device has read them."""
     device = play.devices[0]
     producer = play.stream(device)
     with play.on(producer):
@@ -152,7 +152,7 @@ def device_sources_are_freed_at_once(play: Play) -> None:
 
 
 def host_results_are_dropped_before_they_arrive(play: Play) -> None:
-    """D2H: pinned memory is not given out while the device will write it."""
+    """D2H: pinned memory is not reused while the device may still write to it."""
     device = play.devices[0]
     batch, other = play.batch((64, 64)), play.batch((64, 64))
     handles = [tdcopier.start_copy(play.write(device, batch), "cpu") for _ in range(2)]
@@ -166,7 +166,7 @@ def host_results_are_dropped_before_they_arrive(play: Play) -> None:
 
 
 def between_devices(play: Play) -> None:
-    """D2D: behind the producer of one device, before the consumer of the other."""
+    """D2D: after the producer on one device, before the consumer on the other."""
     near, far = play.devices
     producer, consumer = play.stream(near), play.stream(far)
     for batch in (play.batch(), play.batch((80,))):
@@ -195,7 +195,7 @@ def there_and_back(play: Play) -> None:
 
 
 def the_host_runs_ahead(play: Play) -> None:
-    """H2D: more batches than may be ahead of the consumer."""
+    """H2D: more batches than the run-ahead limit."""
     device = play.devices[0]
     tdcopier.set_run_ahead_limit(2)
     try:
@@ -210,7 +210,7 @@ def the_host_runs_ahead(play: Play) -> None:
 
 
 def threads_copy_at_once(play: Play) -> None:
-    """Both directions, from two threads beside the caller's."""
+    """H2D and D2H from the caller's thread and two others."""
     near, far = play.devices
 
     def there() -> None:
@@ -232,7 +232,7 @@ def threads_copy_at_once(play: Play) -> None:
 
 
 def one_handle_for_two_threads(play: Play) -> None:
-    """Both ask for the same result, each on a stream of its own."""
+    """Two threads wait for the same result, each on its own stream."""
     device = play.devices[0]
     batch = play.batch((70, 9))
     with small_limits():
@@ -252,7 +252,7 @@ def one_handle_for_two_threads(play: Play) -> None:
 
 
 def let_go_by_another_thread(play: Play) -> None:
-    """`get()` leaves the GIL to the thread that it depends on."""
+    """`get()` gives up the GIL, which the thread that releases the copy needs."""
     device = play.devices[0]
     hold = play.sim.hold(_C.copy_stream(device))
     batch = play.batch()
@@ -263,7 +263,7 @@ def let_go_by_another_thread(play: Play) -> None:
 
 
 def failures_are_told_each_time(play: Play) -> None:
-    """A transfer fails when it runs: `get()` says so twice, and the next copy works."""
+    """A transfer fails when it runs: `get()` raises twice, and the next copy works."""
     device = play.devices[0]
     batch = play.batch()
     for direction, leaves, target in (
@@ -276,7 +276,7 @@ def failures_are_told_each_time(play: Play) -> None:
                 handle.get()
             assert handle.ready()
         with pytest.raises(torch.AcceleratorError, match="was made to fail"):
-            handle.get()  # though the device works again
+            handle.get()  # although the device works again
     with play.sim.fail_device_allocation():
         handle = tdcopier.start_copy(batch, device)
         for _ in range(2):
@@ -286,7 +286,7 @@ def failures_are_told_each_time(play: Play) -> None:
 
 
 def counted_as_the_device_counts(play: Play) -> None:
-    """`stats` against the device's own count, and staging against its limit."""
+    """Compares `stats` with the device's own count, and staging with its limit."""
     device = play.devices[0]
     with small_limits(staging_buffers=1):
         before = play.sim.counts().h2d
@@ -302,7 +302,7 @@ def counted_as_the_device_counts(play: Play) -> None:
 
 
 def polled_until_ready(play: Play) -> None:
-    """`ready()` says True when the result may be read by the host, not before."""
+    """`ready()` returns True only once the host may read the result."""
     device = play.devices[0]
     batch = play.batch((60,))
     handles = [
@@ -316,7 +316,7 @@ def polled_until_ready(play: Play) -> None:
 
 
 def filled_behind_the_reads_before(play: Play) -> None:
-    """H2D into memory that exists: late readers of the old values and of the new ones."""
+    """H2D into existing memory, with late readers of the old and of the new values."""
     device = play.devices[0]
     reader = play.stream(device)
     batches = [play.batch() for _ in range(3)]
@@ -330,7 +330,7 @@ def filled_behind_the_reads_before(play: Play) -> None:
 
 
 def a_chunk_is_filled_again(play: Play) -> None:
-    """H2D into the chunk of an earlier copy, by one transfer each."""
+    """H2D into the chunk of an earlier copy, with one transfer per copy."""
     device = play.devices[0]
     stream = play.stream(device)
     with play.on(stream):
@@ -343,7 +343,7 @@ def a_chunk_is_filled_again(play: Play) -> None:
 
 
 def destinations_are_dropped_at_once(play: Play) -> None:
-    """H2D into memory that nobody else keeps, and that is used again."""
+    """H2D into memory that only the copy keeps, so it must not be reused."""
     device = play.devices[0]
     stream = play.stream(device)
     with play.on(stream):
@@ -356,7 +356,7 @@ def destinations_are_dropped_at_once(play: Play) -> None:
 
 
 def host_memory_is_filled_while_sources_are_overwritten(play: Play) -> None:
-    """D2H into memory that exists, through two staging buffers, by several hands."""
+    """D2H into existing memory, through two staging buffers, by several participants."""
     device = play.devices[0]
     producer = play.stream(device)
     with small_limits():
@@ -376,7 +376,7 @@ def host_memory_is_filled_while_sources_are_overwritten(play: Play) -> None:
 
 
 def between_devices_into_memory_that_exists(play: Play) -> None:
-    """D2D: behind the producer of one device and the readers of the other."""
+    """D2D: after the producer on one device and the readers on the other."""
     near, far = play.devices
     producer, consumer = play.stream(near), play.stream(far)
     old = play.batch((33, 60))
@@ -409,7 +409,7 @@ ONE_TRANSFER_EACH = (
     polled_until_ready,
     a_chunk_is_filled_again,
 )
-"""Each copy of these is one transfer."""
+"""Scenarios in which each copy is one transfer."""
 
 SEVERAL_TRANSFERS = (
     workers_share_two_buffers,

@@ -1,8 +1,8 @@
-"""The reader of a prefetched source as a part of a schedule: its thread, and what it waits for.
+"""Makes the reader of a prefetched source part of a schedule: its thread, and its waits.
 
-The package makes the reader a thread of Python's, and lets it wait in queues of Python's, of which
-a schedule knows nothing. Here both are replaced: the seed also picks when the reader goes on, and a
-wait that cannot end is a deadlock with names.
+The package runs the reader in a Python thread that waits in Python queues, which a schedule cannot
+control. Here both are replaced: the seed also picks when the reader continues, and a wait that
+cannot end is reported as a deadlock, with the names of its threads.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tdcopier.sim import Gate, Schedule, ScheduledThread
 
 
 class GateQueue:
-    """As `queue.SimpleQueue`; who waits for an item waits at a gate of the simulation."""
+    """Stands in for `queue.SimpleQueue`; a thread that waits for an item waits at a gate."""
 
     def __init__(self) -> None:
         self._items: deque[Any] = deque()
-        self._gate = Gate()  # open once there has been an item since it was made
+        self._gate = Gate()  # opens when the next item is put
 
     def put(self, item: Any) -> None:
         self._items.append(item)
@@ -33,7 +33,7 @@ class GateQueue:
         gate.open()
 
     def get(self, timeout: float | None = None) -> Any:
-        """In a schedule no time passes: it waits for an item, whatever the timeout."""
+        """Waits for an item without a timeout: no time passes in a schedule."""
         while True:
             gate = self._gate
             try:
@@ -56,7 +56,7 @@ class GateQueue:
 
 @contextmanager
 def scheduled_reader(schedule: Schedule) -> Iterator[None]:
-    """Readers of passes that begin in the block take part in the schedule."""
+    """Makes readers of passes that begin in the block take part in the schedule."""
 
     class Thread:
         def __init__(
@@ -69,7 +69,7 @@ def scheduled_reader(schedule: Schedule) -> Iterator[None]:
             self._thread = schedule.thread(self._run)
 
         @property
-        def ident(self) -> int | None:  # None: it has not begun
+        def ident(self) -> int | None:  # None: not started
             return None if self._thread is None else id(self._thread)
 
         def join(self, timeout_s: float | None = None) -> None:

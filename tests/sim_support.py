@@ -1,8 +1,8 @@
-"""What the tests of the simulated accelerator share: idle devices for each, and ways to wait.
+"""Shared by the tests of the simulated device: idle devices for each test, and ways to wait.
 
-They run in one process with all others, whose memory is in use for as long as they like: tests
-measure what they change themselves. ``sim`` is a fixture, ``tdcopier.sim`` with two devices. The
-fixtures here are imported as ``fresh as fresh``, which tells the linter that they are used.
+They share a process with all other tests, whose memory may stay in use, so tests measure only what
+they change themselves. ``sim`` is a fixture: ``tdcopier.sim`` with two devices. The fixtures here
+are imported as ``fresh as fresh``, which tells the linter that they are used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BRIEFLY = 0.03
 
 @pytest.fixture(autouse=True)
 def fresh(sim: ModuleType) -> Iterator[None]:
-    """Each test starts and ends with idle devices, no limits, empty caches and zero counts.
+    """Starts and ends each test with idle devices, no limits, empty caches and zero counts.
 
-    Memory that others have in use stays in use: no garbage is collected during the test.
+    Memory of other tests stays in use: no garbage is collected during the test.
     """
 
     def tidy() -> None:
         for index in reversed(range(torch.sim.device_count())):
-            torch.sim.set_stream(torch.sim.default_stream(index))  # and at last device 0 is current
+            torch.sim.set_stream(torch.sim.default_stream(index))  # device 0 is current at the end
             sim.set_memory_limit_bytes(index, None)
             sim.synchronize(index)
         torch.sim.empty_cache()
@@ -42,7 +42,7 @@ def fresh(sim: ModuleType) -> Iterator[None]:
             torch.sim.reset_peak_memory_stats(index)
         sim.reset_peak_pinned_bytes()
 
-    # Who waits for a stream that it holds itself waits for ever: the process ends with a traceback.
+    # A thread that waits for a stream it holds itself hangs: end the process with a traceback.
     faulthandler.dump_traceback_later(60, exit=True)
     collecting = gc.isenabled()
     gc.disable()
@@ -58,21 +58,21 @@ def fresh(sim: ModuleType) -> Iterator[None]:
 
 @pytest.fixture
 def gate(sim: ModuleType, fresh: None) -> Iterator[Gate]:
-    """A gate that is open at the end of the test, so that a failure leaves no stream waiting."""
+    """Makes a gate that opens when the test ends, so that a failure leaves no stream waiting."""
     gate = sim.Gate()
     yield gate
     gate.open()
 
 
 def marker(stream: torch.Stream) -> torch.Event:
-    """An event that tells when what the stream has now is done."""
+    """Records an event that is done when the stream's present work is done."""
     event = torch.sim.Event(stream.device)
     event.record(stream)
     return event
 
 
 def becomes(condition: Callable[[], bool], within: float = 10.0) -> bool:
-    """Whether the condition becomes true in time. A short time shows that something waits."""
+    """Whether the condition becomes true in time. A short time shows that a call waits."""
     deadline = time.monotonic() + within
     while not condition():
         if time.monotonic() > deadline:
@@ -81,9 +81,9 @@ def becomes(condition: Callable[[], bool], within: float = 10.0) -> bool:
 
 
 def is_reused(address: int) -> bool:
-    """Whether a tensor of 1000 floats on the current device is given this address, sooner or later.
+    """Whether a tensor of 1000 floats on the current device is eventually given this address.
 
-    Those that are given others are kept, so that each attempt sees one block more.
+    Tensors at other addresses are kept, so that each attempt gets another block.
     """
     kept = []
 

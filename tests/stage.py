@@ -1,4 +1,4 @@
-"""What scenarios play on: streams, batches that are all different, and what stands for kernels."""
+"""The setting of a scenario: streams, distinct batches, and stand-ins for kernels."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ READ_IN_PLACE = (1 << 16) + 16
 
 @dataclass
 class Play:
-    """What a scenario works with: streams, batches of which no two are alike, checks at the end."""
+    """The streams, batches and checks of a scenario; no two batches are alike."""
 
     sim: ModuleType  # `tdcopier.sim`
     devices: tuple[str, str]
-    values: dict[str, torch.Tensor]  # by device: what there is to write, see `device_values`
-    schedule: Any = None  # the schedule that is on, or None
+    values: dict[str, torch.Tensor]  # values to write, by device: see `device_values`
+    schedule: Any = None  # the active schedule, or None
     made: int = 0
     checks: list[tuple[Tree, Tree]] = field(default_factory=list)
 
     def batch(self, sizes: tuple[int, ...] = (5, 40, 17)) -> Tree:
-        """Leaves of int32 on the host, with values that no other batch has."""
+        """Makes leaves of int32 on the host, with values that no other batch has."""
         self.made += 1
         first = 1000 * self.made
         return [torch.arange(first, first + size, dtype=torch.int32) for size in sizes]
@@ -44,41 +44,41 @@ class Play:
         return torch.sim.stream(stream)
 
     def expect(self, tree: Tree, expected: Tree) -> None:
-        """Check now, on the current streams."""
+        """Checks the values now, on the current streams."""
         for leaf, wanted in zip(tree, expected, strict=True):
             got = leaf.cpu()
             assert torch.equal(got, wanted), f"{_begin(got)}... is not {_begin(wanted)}..."
 
     def read_late(self, tree: Tree, expected: Tree) -> None:
-        """Enqueue on the current stream what a kernel would read; check when all is over."""
+        """Enqueues a read on the current stream, as a kernel would; `finish` checks it."""
         copies = [torch.empty_like(leaf) for leaf in tree]
         for target, leaf in zip(copies, tree, strict=True):
             target.copy_(leaf, non_blocking=True)
         self.checks.append((copies, expected))
 
-    # What writes on a device here does so within it, as kernels do: the only transfers are the
-    # engine's.
+    # Writes to a device copy from memory of the same device, as kernels do, so that all transfers
+    # are the engine's.
 
     def write(self, device: str, batch: Tree) -> Tree:
-        """The batch on a device, written by the current stream when its turn comes."""
+        """Returns the batch on a device, written by the current stream."""
         written = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in batch]
         self.fill(written, batch)
         return written
 
     def fill(self, tree: Tree, batch: Tree) -> None:
-        """Enqueue on the current stream what writes the batch into memory of a device."""
+        """Enqueues on the current stream a write of the batch into memory of a device."""
         for target, leaf in zip(tree, batch, strict=True):
             first, values = int(leaf[0]), self.values[str(target.device)]
             target.copy_(values[first : first + leaf.numel()], non_blocking=True)
 
     def overwrite(self, tree: Tree) -> None:
-        """Enqueue writes on the current stream, without waiting for anything."""
+        """Enqueues writes of junk on the current stream, without waiting."""
         for leaf in tree:
             junk = self.values[str(leaf.device)][:1].expand(leaf.numel())
             leaf.copy_(junk, non_blocking=True)
 
     def churn(self, device: str, like: Tree) -> None:
-        """Use device memory of the current stream, as much as a batch, for something else."""
+        """Uses device memory of the current stream, as much as a batch, for other data."""
         total = sum(leaf.numel() for leaf in like)
         for size in (total, *(leaf.numel() for leaf in like)):
             for _ in range(2):
@@ -97,7 +97,7 @@ def _begin(leaf: torch.Tensor) -> list[int]:
 
 
 def device_values(devices: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The integers from 0 on, enough of them for any batch, on each device."""
+    """Returns the integers from 0 on, enough of them for any batch, on each device."""
     return {device: torch.arange(20_000, dtype=torch.int32).to(device) for device in devices}
 
 
@@ -105,7 +105,7 @@ def device_values(devices: tuple[str, ...]) -> dict[str, torch.Tensor]:
 def small_limits(
     inline_bytes: int = 0, window_bytes: int = 64, staging_buffers: int = 2
 ) -> Iterator[None]:
-    """Workers, several windows and a ring that runs out, for batches of a few hundred bytes."""
+    """Sets limits that make batches of a few hundred bytes use workers, windows and a full ring."""
     _C.set_max_inline_bytes(inline_bytes)
     _C.set_max_window_bytes(window_bytes)
     tdcopier.set_staging_limit_bytes(staging_buffers * _C.STAGING_BUFFER_BYTES)
@@ -119,10 +119,10 @@ def small_limits(
 
 @contextlib.contextmanager
 def one_processor() -> Iterator[None]:
-    """Keep this process's threads on one processor, and torch's operators to one thread.
+    """Keeps this process's threads on one processor, and torch's operators to one thread.
 
-    The schedule lets one thread go on at a time. A turn that is given to a thread on the same
-    processor wakes nobody else, which takes an order of events half the time, or a quarter.
+    The schedule lets one thread run at a time. On one processor a change of threads wakes no other
+    processor, which cuts the time of a schedule to a half or a quarter.
     """
     threads, processors = torch.get_num_threads(), os.sched_getaffinity(0)
     torch.set_num_threads(1)
@@ -140,13 +140,13 @@ def keep_on(processors: set[int]) -> None:
     """Move this process's threads to these processors. Requires that a device is enabled."""
     _C.wake_workers()  # made now: the number of workers follows the processors
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # a thread that has ended since
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
             os.sched_setaffinity(int(thread), processors)
 
 
 @contextlib.contextmanager
 def held(sending: Any = _C.Sending.HELD) -> Iterator[None]:
-    """Copies that this thread starts meanwhile are staged, and sent by whoever uses them."""
+    """Copies that this thread starts in the block are deferred: staged, and sent by their user."""
     _C.set_sending(sending)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Many threads that copy at once, each result compared with `.to`: for a test and the sanitizers.
+"""Copies from many threads at once, each compared with `.to`: for a test and the sanitizers.
 
-Thread by thread and copy by copy the route, the size of the leaves, the options and the way to the
-result change, all from the copy's number, so that every run does the same.
+The route, the size of the leaves, the options and the way to ask for the result depend only on the
+numbers of thread and copy, so that every run does the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SMALL, LARGE = 50, 150_000  # floats: staged in the call, and more than 512 KiB,
 
 
 def routes_between(devices: list[str]) -> list[tuple[list[str], str]]:
-    """Where the leaves are and where they go, in every direction that there is."""
+    """Returns sources and target for every direction that these devices allow."""
     routes = [(["cpu"], device) for device in devices]
     routes += [([device], "cpu") for device in devices]
     if len(devices) > 1:
@@ -32,7 +32,7 @@ def routes_between(devices: list[str]) -> list[tuple[list[str], str]]:
 
 
 class Stress:
-    """Runs the copies and counts them by the way in which their results were asked for."""
+    """Runs the copies, and counts them by the way in which the result was asked for."""
 
     def __init__(self, devices: list[str]) -> None:
         self.routes = routes_between(devices)
@@ -64,7 +64,7 @@ class Stress:
             raise self.failures[0]
 
     def one_copy(self, thread: int, i: int) -> str:
-        """Copies a tree, compares, and names the way in which the result was asked for."""
+        """Copies a tree, compares the result, and returns how it was asked for."""
         number = 7 * thread + i
         places, target = self.routes[number % len(self.routes)]
         elements = LARGE if i % 5 == 0 else SMALL
@@ -101,7 +101,7 @@ def options_of(number: int) -> dict[str, Any]:
     }
 
 
-# Each starts a copy and returns its result; `dropped` has none.
+# Starts a copy and returns its result; `dropped` returns none.
 Way = Callable[[dict[str, Any], str, dict[str, Any]], Any]
 
 
@@ -118,7 +118,7 @@ def wait(tree: dict[str, Any], target: str, options: dict[str, Any]) -> Any:
 
 def ready(tree: dict[str, Any], target: str, options: dict[str, Any]) -> Any:
     handle = tdcopier.start_copy(tree, target, **options)
-    handle.ready()  # whatever it answers: other threads' work may be ahead
+    handle.ready()  # may be False: other threads' work may be ahead
     return handle.get()
 
 
@@ -129,7 +129,7 @@ def sources_dropped(tree: dict[str, Any], target: str, options: dict[str, Any]) 
 
 
 def sources_overwritten(tree: dict[str, Any], target: str, options: dict[str, Any]) -> Any:
-    """As soon as `wait_staged` allows it."""
+    """Overwrites the sources as soon as `wait_staged` allows it."""
     handle = tdcopier.start_copy(tree, target, **options)
     handle.wait_staged()
     for name, leaves in tree.items():

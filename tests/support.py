@@ -1,4 +1,4 @@
-"""What several tests need: the oracle, and runs in a process of their own."""
+"""Shared by several tests: the oracle, and programs in a process of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from container_classes import REBUILD, Box
 
 
 def oracle(tree: Any, device: str) -> Any:
-    """What the copy must equal: `.to` leaf by leaf, in containers of the same types."""
+    """Returns the expected result: `.to` of each leaf, in containers of the same types."""
     if isinstance(tree, torch.Tensor) or is_collection(tree):
         return tree.to(device)
     if isinstance(tree, np.ndarray):
@@ -40,7 +40,7 @@ def is_collection(value: Any) -> bool:
 
 
 def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """`torch.from_numpy`, of a copy in C order where torch cannot have the array itself."""
+    """Returns `torch.from_numpy`, of a copy in C order if torch does not support the array."""
     if not array.dtype.isnative or any(s < 0 or s % array.itemsize for s in array.strides):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
     with warnings.catch_warnings():
@@ -49,7 +49,7 @@ def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def assert_same(got: Any, expected: Any, path: str = "data") -> None:
-    """Same structure, class, dtype, shape, stride, device, grad flag, layout and value."""
+    """Asserts equal structure, class, dtype, shape, stride, device, grad flag, layout and value."""
     assert type(got) is type(expected), f"{path}: {type(got)} is not {type(expected)}"
     if isinstance(expected, torch.Tensor):
         _assert_same_tensor(got, expected, path)
@@ -67,7 +67,7 @@ def assert_same(got: Any, expected: Any, path: str = "data") -> None:
 
 def _assert_same_tensor(got: torch.Tensor, expected: torch.Tensor, path: str) -> None:
     names = ["dtype", "layout", "device", "requires_grad", "is_leaf", "is_quantized"]
-    if not expected.is_nested:  # which has no shape, or one that is made up anew; see below
+    if not expected.is_nested:  # it has no shape, or one that is made anew; see below
         names.append("shape")
     for name in names:
         seen, wanted = getattr(got, name), getattr(expected, name)
@@ -126,23 +126,23 @@ def _assert_same_container(got: Any, expected: Any, path: str) -> None:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, NaNs included."""
+    """Whether they are equal bit for bit, NaNs included."""
     return a.shape == b.shape and _flat_bytes(a) == _flat_bytes(b)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if getattr(plain, "has_names", bool)():  # gone from torch 2.13 on
+    if getattr(plain, "has_names", bool)():  # removed in torch 2.13
         plain = plain.rename(None)
     dense = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
 def are_released(references: list[weakref.ref[Any]], within: float = 10.0) -> bool:
-    """Whether all of them are gone before long, without any further call of tdcopier's.
+    """Whether all references die soon, without any further call to tdcopier.
 
-    A pending call of the interpreter does it, which runs when the main thread next takes the GIL,
-    as after each of torch's operations.
+    A pending call of the interpreter does this when the main thread next takes the GIL,
+    for example after each torch operation.
     """
     scratch = torch.zeros(10_000)
     deadline = time.monotonic() + within
@@ -155,14 +155,14 @@ def are_released(references: list[weakref.ref[Any]], within: float = 10.0) -> bo
 
 @contextlib.contextmanager
 def raises_exactly(error: type[BaseException], message: str) -> Iterator[None]:
-    """The block raises this error, whose text is all of this message."""
+    """Asserts that the block raises this error, and that the message is its whole text."""
     with pytest.raises(error) as caught:
         yield
     assert str(caught.value) == message
 
 
 def run_python(code: str, timeout_s: float = 120, **environment: str) -> str:
-    """The output of a program in a process of its own; fails unless it exits with 0."""
+    """Runs a program in a process of its own; returns its output, fails unless it exits with 0."""
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-W", "error", "-c", textwrap.dedent(code)],
         env={**os.environ, **environment},

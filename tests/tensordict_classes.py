@@ -1,5 +1,6 @@
-"""Classes of the tests of TensorDicts: subclasses and tensorclasses of every flavour, at module
-level, so that they can be pickled.
+"""Classes for the tests of TensorDicts: subclasses and tensorclasses of every flavour.
+
+They are defined at module level so that they can be pickled.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tensordict import (
 
 
 class Episode(TensorDict):
-    """A subclass without anything of its own."""
+    """A subclass that adds nothing."""
 
 
 class Labelled(torch.Tensor):
-    """A subclass of tensor without anything of its own."""
+    """A tensor subclass that adds nothing."""
 
 
 # ---- tensorclasses -------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class FrozenShadowing(TensorClass["frozen", "shadow"]):
 
 
 class Checked(TensorClass):
-    """Its `__post_init__` counts, and looks at what it is given."""
+    """Its `__post_init__` counts its calls and checks the fields."""
 
     pixels: torch.Tensor
     made = 0
@@ -95,7 +96,7 @@ class Checked(TensorClass):
 
 
 class WithMethods(TensorClass):
-    """A property and a method that look like fields."""
+    """Has a property and a method that look like fields."""
 
     pixels: torch.Tensor
 
@@ -123,11 +124,11 @@ class FrozenState(TypedTensorDict["frozen"]):
     eta: torch.Tensor
 
 
-# ---- with a say in how they move -----------------------------------------------------------------
+# ---- classes that change how they are moved ------------------------------------------------------
 
 
 class OwnTo(TensorDict):
-    """Its `.to` leaves a mark, which nobody else would."""
+    """Its `.to` adds an entry, so a test can see that it was called."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         moved = super().to(*args, **kwargs)
@@ -135,7 +136,7 @@ class OwnTo(TensorDict):
 
 
 class OwnSet(TensorDict):
-    """Doubles what is set, so that setting an entry once more would show."""
+    """Doubles each value that is set, so that setting an entry twice would show."""
 
     def _set_str(self, key: str, value: Any, **kwargs: Any) -> Any:
         doubled = value * 2 if isinstance(value, torch.Tensor) else value
@@ -143,7 +144,7 @@ class OwnSet(TensorDict):
 
 
 class OwnConstructor(TensorDict):
-    """Cannot be made as a TensorDict is."""
+    """Its constructor differs from TensorDict's."""
 
     def __init__(self, rows: int, device: str) -> None:
         data = {"rows": torch.arange(float(rows)).to(device)}
@@ -159,12 +160,12 @@ class OwnToClass(TensorClass):
 
 
 class Text(NonTensorData):
-    """A subclass without anything of its own."""
+    """A subclass that adds nothing."""
 
 
 class Table(UnbatchedTensor):
-    """A subclass without anything of its own."""
+    """A subclass that adds nothing."""
 
 
 class Batches(LazyStackedTensorDict):
-    """A subclass without anything of its own."""
+    """A subclass that adds nothing."""

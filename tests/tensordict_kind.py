@@ -1,4 +1,4 @@
-"""What the catalogue of TensorDicts says of one kind."""
+"""An entry of the catalogue of TensorDicts: one kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kind import is_there
 
 
 class Counts(NamedTuple):
-    """What the first fields of `handle.stats` must be."""
+    """The expected first fields of `handle.stats`."""
 
     packed: int = 0
     alone: int = 0
@@ -24,27 +24,27 @@ class Counts(NamedTuple):
 @dataclass(frozen=True)
 class TdKind:
     make: Callable[[str], Any]
-    """The TensorDict on a device; one that is only on the host ignores it."""
+    """Makes the TensorDict on a device; host-only kinds ignore the device."""
     h2d: Counts
     d2h: Counts | None
-    """None: there is no such thing on a device."""
+    """None: this kind cannot be on a device."""
     d2d: Counts | None
     large: bool = False
-    """Too large to be copied under every option."""
+    """Whether it is too large for a copy under every option."""
     on_target: bool = False
-    """Made on the target, not on the source."""
+    """Whether it is made on the target, not on the source."""
     within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    """What it is made and copied in."""
+    """The context in which it is made and copied."""
     lacking: dict[str, str] = field(default_factory=dict)
-    """Types of device, "meta" among them, and why it cannot come from there or go there."""
+    """Device types, including "meta", that it cannot be copied from or to, and the reasons."""
     needs: str = ""
-    """A package, or a name in torch or tensordict, without which there is no such thing."""
+    """A package, or a name in torch or tensordict, that this kind needs."""
 
     def counts(self, direction: str) -> Counts | None:
         return {"H2D": self.h2d, "D2H": self.d2h, "D2D": self.d2d}[direction]
 
     def why_missing(self, *device_types: str) -> str | None:
-        """Why this process cannot have it on, or move it between, devices of these types."""
+        """Returns why it cannot be on, or move between, these device types here, or None."""
         if self.needs and not is_there(self.needs):
             return f"needs {self.needs}"
         return next((self.lacking[each] for each in device_types if each in self.lacking), None)

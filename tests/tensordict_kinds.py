@@ -1,5 +1,6 @@
-"""Everything that a TensorDict can hold or be: how to make it, and what becomes of its leaves in
-each direction. Data, no tests.
+"""Everything that a TensorDict can hold or be: how to make it, and how its leaves are copied.
+
+Data for each direction, no tests.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["NOT_MADE", "TD_KINDS", "TdKind"]
 
 
 def _nested(device: str) -> TensorDict:
-    """Batch sizes and names of their own in each node."""
+    """Makes nodes that each have a batch size and names of their own."""
     deep = TensorDict({"b": ramp(device, 2, 3, 1)}, [2, 3, 1], device=device)
     inner = TensorDict({"a": ramp(device, 2, 3, 4), "deep": deep}, [2, 3], device=device)
     return TensorDict({"a": ramp(device, 2), "inner": inner}, [2], device=device)
@@ -259,4 +260,4 @@ NOT_MADE = {
     ),
     "a lazy stack of nothing": "tensordict makes one only by indexing, and cannot move it",
 }
-"""What there is, but not here, and why."""
+"""Kinds that the catalogue does not contain, and the reasons."""

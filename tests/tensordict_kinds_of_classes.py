@@ -1,4 +1,4 @@
-"""Tensorclasses, values that are no tensors, and the other classes of TensorDict."""
+"""Tensorclasses, values that are not tensors, and the other classes of TensorDict."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ TENSORCLASSES: dict[str, TdKind] = {
     ),
 }
 
-# ---- values that are no tensors ------------------------------------------------------------------
+# ---- values that are not tensors -----------------------------------------------------------------
 
 
 def _holding(value: Any, device: str) -> TensorDict:
@@ -218,7 +218,7 @@ def _two_rows(device: str) -> TensorDict:
 
 
 def _legacy(name: str, *arguments: Any, lock: bool = False) -> TdKind:
-    """What this method makes where it makes lazy views."""
+    """A kind made by a method of this name in the mode where it returns lazy views."""
 
     def make(device: str) -> Any:
         with _lazy_legacy():

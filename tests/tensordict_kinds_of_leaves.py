@@ -1,4 +1,4 @@
-"""TensorDicts with every kind of leaf in them: how to make them, and what becomes of the leaf."""
+"""TensorDicts with every kind of leaf: how to make them, and how the leaf is copied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flat(device: str) -> TensorDict:
 
 
 def beside(leaf: Any, device: str | None, batch_size: Any = ()) -> TensorDict:
-    """The leaf in a nested one, with plain leaves before and behind it."""
+    """Returns a TensorDict with the leaf in a nested node, between plain leaves."""
     shape = (*batch_size, 2)
     inner = TensorDict({"leaf": leaf, "after": ramp(device or "cpu", *shape)}, batch_size)
     return TensorDict({"before": ramp(device or "cpu", *shape), "inner": inner}, batch_size,
@@ -29,7 +29,7 @@ def beside(leaf: Any, device: str | None, batch_size: Any = ()) -> TensorDict:
 
 
 def _of_catalogue(name: str, counts: Counts, *, not_to_meta: bool = False) -> TdKind:
-    """The leaf of this name of the catalogue of leaves."""
+    """Returns the kind for the leaf of this name in the catalogue of leaves."""
     kind = KINDS[name]
     lacking = kind.lacking | (_NO_META if not_to_meta else {})
     more = {"within": kind.within, "lacking": lacking, "needs": kind.needs}
@@ -82,7 +82,7 @@ def _default_dtype_double():
 
 
 _BESIDE = 2
-"""Plain leaves beside the one in question."""
+"""Number of plain leaves beside the one in question."""
 _THREE = packed(_BESIDE + 1)
 _ONE_DELEGATED = delegated(1, packed=_BESIDE)
 _NO_META = {"meta": "torch has no such tensors on meta"}

@@ -1,4 +1,4 @@
-"""TensorDicts in memory of a special sort: mapped, shared, consolidated, in files."""
+"""TensorDicts in special memory: mapped, shared, consolidated, in files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensordict_kinds_of_leaves import flat
 
 
 def folder() -> str:
-    """A new one, which is gone at the end of the process."""
+    """Returns a new folder that is deleted when the process ends."""
     made = tempfile.mkdtemp(prefix="tdcopier-test-")
     atexit.register(shutil.rmtree, made)
     return made

@@ -1,4 +1,4 @@
-"""TensorDicts in TensorDicts of other classes, and classes that have a say in how they move."""
+"""TensorDicts in TensorDicts of other classes, and classes that change how they are moved."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def _own_to_class(device: str) -> OwnToClass:
 
 
 def _named_around(make: Callable[[str], Any], device: str) -> TensorDict:
-    """In one that has names and plain leaves."""
+    """Wraps it in a TensorDict with names and plain leaves."""
     data = {"before": ramp(device, 2), "odd": make(device), "after": ramp(device, 2)}
-    names = None if make is _sub else ["time"]  # whose names cannot be set
+    names = None if make is _sub else ["time"]  # a sub-tensordict does not allow setting names
     return TensorDict(data, [2], names=names, device=device)
 
 
@@ -79,13 +79,13 @@ MOVED_BY_ITSELF: dict[str, Callable[[str], Any]] = {
     "subclass with a `.to` of its own": _own_to,
     "tensorclass with a `.to` of its own": _own_to_class,
 }
-"""What is left to its own `.to`, or would be if it were not in another one."""
+"""Kinds that are delegated to their own `.to`, at least when they are the root."""
 
 _AROUND: dict[str, tuple[TdKind, ...]] = {}
 for _name, _make in MOVED_BY_ITSELF.items():
     _inner = packed(2) if _make is _consolidated else delegated()
     _one = _inner._replace(packed=_inner.packed + 2)
-    if isinstance(_make("cpu"), TensorClass):  # whose stack is one of that class
+    if isinstance(_make("cpu"), TensorClass):  # its stack is a tensorclass too
         _two = _inner
     else:
         _two = type(_inner)(*[2 * each for each in _inner])
@@ -100,9 +100,9 @@ _MIXED = {
     for name, kinds in _AROUND.items()
     for where, kind in zip(("in names", "in names, locked", "in a lazy stack"), kinds, strict=True)
 }
-del _MIXED["sub-tensordict in names, locked"]  # which cannot be made
+del _MIXED["sub-tensordict in names, locked"]  # cannot be made
 
-# ---- classes with a say in how they move ---------------------------------------------------------
+# ---- classes that change how they are moved ------------------------------------------------------
 
 
 def _hook_out(stack: Any) -> Any:
@@ -116,7 +116,7 @@ def _with_hook(device: str) -> LazyStackedTensorDict:
 
 
 def _tagged(device: str) -> TensorDict:
-    """With an attribute that no other has."""
+    """Returns a TensorDict with an attribute that no other has."""
     td = flat(device)
     td.tag = "mine"
     return td

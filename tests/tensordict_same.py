@@ -1,7 +1,7 @@
-"""Whether two TensorDicts are the same in everything that their users can see, node by node.
+"""Asserts that two TensorDicts are the same in everything that users can see, node by node.
 
-It reads what the nodes hold without the conveniences of tensordict, which build new tensors, hide
-the members of a stack and turn wrapped values into plain ones.
+Reads the nodes directly, because tensordict's accessors build new tensors, hide the members of a
+stack and unwrap values.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _QUESTIONS = ("is_memmap", "is_shared", "is_consolidated", "is_empty")
 
 
 def assert_same_tensordict(got: Any, expected: Any, path: str = "data") -> None:
-    """Same classes, state of each node, keys in order, and leaves; values of Python are the same
-    objects. On "meta" values are not compared.
+    """Asserts same classes, state of each node, order of keys, and leaves.
+
+    Python values must be the same objects. On "meta" values are not compared.
     """
     assert type(got) is type(expected), f"{path}: {_name(got)} is not {_name(expected)}"
     if isinstance(expected, torch.Tensor):
@@ -60,7 +61,7 @@ def assert_same_tensordict(got: Any, expected: Any, path: str = "data") -> None:
 
 
 def children_of(node: Any) -> list[tuple[str, Any]]:
-    """What a node holds itself, by the end of its path; leaves, nodes, and values of Python."""
+    """Returns the leaves, nodes and Python values directly in a node, with their path parts."""
     if is_tensorclass(node):
         values = node.__dict__["_non_tensordict"]
         return [("._tensordict", node.__dict__["_tensordict"])] + [
@@ -72,13 +73,13 @@ def children_of(node: Any) -> list[tuple[str, Any]]:
         return [(f".tensordicts[{i}]", member) for i, member in enumerate(node.tensordicts)]
     if isinstance(node, TensorDictParams):
         return [("._param_td", node._param_td)]
-    if isinstance(node, PersistentTensorDict):  # reading makes new tensors
+    if isinstance(node, PersistentTensorDict):  # each read makes new tensors
         return [(f"[{key!r}]", node.get(key)) for key in sorted(node.keys())]
-    return [("._source", node._source)]  # a typed one, a view
+    return [("._source", node._source)]  # a TypedTensorDict or a view
 
 
 def leaves_of(node: Any, path: str = "data") -> list[tuple[str, torch.Tensor]]:
-    """The tensors in a node and below, by their paths, without those hidden in values."""
+    """Returns the tensors in a node and below with their paths, without those hidden in values."""
     found = []
     for name, child in children_of(node):
         if isinstance(child, torch.Tensor):
@@ -89,7 +90,7 @@ def leaves_of(node: Any, path: str = "data") -> list[tuple[str, torch.Tensor]]:
 
 
 def nodes_of(node: Any, path: str = "data") -> list[tuple[str, Any]]:
-    """The node and those below, by their paths."""
+    """Returns the node and those below with their paths."""
     below = [nodes_of(child, path + name) for name, child in children_of(node) if _is_node(child)]
     return [(path, node), *[each for found in below for each in found]]
 
@@ -103,7 +104,7 @@ def _assert_same_node(got: Any, expected: Any, path: str) -> None:
         wanted = getattr(expected, name)()
         seen = getattr(got, name)()
         assert seen == wanted, f"{path}: {name}() is {seen!r}, not {wanted!r}"
-    if not isinstance(expected, TypedTensorDict):  # which has the parents of its source
+    if not isinstance(expected, TypedTensorDict):  # a typed one has the parents of its source
         seen, wanted = _parents(got), _parents(expected)
         assert seen == wanted, f"{path}: locked by {seen} nodes above it, not {wanted}"
     children, wanted_children = children_of(got), children_of(expected)
@@ -121,7 +122,7 @@ def _assert_same_node(got: Any, expected: Any, path: str) -> None:
 
 
 def _assert_one_storage(got: Any, expected: Any, path: str) -> None:
-    """The leaves of a consolidated one are in the storage that goes with it into a file."""
+    """Asserts that a consolidated TensorDict's leaves are in the storage that is saved with it."""
     seen, wanted = _storage_of(got), _storage_of(expected)
     assert_same_tensordict(seen, wanted, f"{path}._consolidated['storage']")
     start = seen.untyped_storage().data_ptr()
@@ -151,12 +152,12 @@ def _assert_same_leaf(got: torch.Tensor, expected: torch.Tensor, path: str) -> N
 
 
 def _parents(node: Any) -> int:
-    """How many nodes above hold this one locked: it cannot be unlocked before them."""
+    """Returns how many nodes above keep this one locked; they must be unlocked first."""
     return sum(reference() is not None for reference in _attribute(node, "_lock_parents_weakrefs"))
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """A tensorclass has the state of its TensorDict, even where a field has the same name."""
+    """Reads the state of a tensorclass's TensorDict, even if a field has the same name."""
     if is_tensorclass(value):
         value = value.__dict__["_tensordict"]
     found = getattr(value, name, None)

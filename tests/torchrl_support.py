@@ -1,4 +1,4 @@
-"""What the tests with torchrl share: samplers, data, and pairs of buffers that sample alike."""
+"""Shared by the tests with torchrl: samplers, data, and pairs of buffers that sample alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAPACITY, BATCH, COLUMNS, EPISODE = 60, 12, 3, 10
 
 
 class WeightedSampler(Sampler):
-    """Rows by weight, with weights of importance in the info, as of a prioritized sampler."""
+    """Samples rows by weight and returns importance weights, like a prioritized sampler."""
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, Any]]:
         rows = torch.Size(storage.shape)
@@ -40,7 +40,7 @@ class WeightedSampler(Sampler):
         info = {
             "priority_weight": (1 / weights[flat]).numpy(),
             "flat": flat,
-            "beta": torch.tensor(0.4),  # one for all rows
+            "beta": torch.tensor(0.4),  # one value for all rows
         }
         if storage.ndim == 1:
             return flat, info
@@ -89,7 +89,7 @@ STORAGES = {
 
 
 def data(rows: int, ndim: int = 1, start: int = 0) -> TensorDict:
-    """Steps of episodes, the values counted up so that each row is known by them."""
+    """Makes steps of episodes whose values count up, so that each row can be recognized."""
     size = (rows,) if ndim == 1 else (COLUMNS, rows // COLUMNS)
     numbers = torch.arange(start, start + torch.Size(size).numel()).view(size)
     steps = numbers % EPISODE
@@ -124,7 +124,7 @@ WAYS = {
 def two_buffers(
     device: str, way: str, storage: str, sampler: Any, *, ndim: int = 1, **options: Any
 ) -> tuple[ReplayBuffer, ReplayBuffer]:
-    """torchrl's, and ours, which have yet to be filled."""
+    """Returns torchrl's buffer and ours, both still empty."""
     buffer_class, transform, straight = WAYS[way]
     theirs_class, ours_class = STORAGES[storage]
 
@@ -143,7 +143,7 @@ def two_buffers(
 
 
 def fill(buffers: tuple[ReplayBuffer, ...], rows: int, ndim: int = 1) -> None:
-    """The same rows for each, in two goes, so that a full storage is written over."""
+    """Adds the same rows to each in two parts, so that a full storage is overwritten."""
     torch.manual_seed(0)
     first = min(rows, CAPACITY) // 6 * 3
     for count, start in ((first, 0), (rows - first, first)):

@@ -1,12 +1,12 @@
-"""Runs the stress program, then tests, on a build whose modules have a sanitizer; see the Makefile.
+"""Runs the stress program, then tests, on a build with a sanitizer; see the Makefile.
 
     python run.py thread|address SITE
 
-SITE holds the built package. Python and torch have no sanitizer of their own, so its library is
-loaded before them. What stays unseen then: accesses by torch's and Python's own code, except by
-what the sanitizer intercepts (memcpy, malloc, free, locks, threads), which it sees everywhere.
-The tests run without the search for leaks, which makes each of their many processes take minutes.
-What is suppressed, and why, is in tsan.supp and lsan.supp.
+SITE contains the built package. Python and torch are built without a sanitizer, so its library is
+preloaded. It therefore does not see memory accesses of torch's and Python's own code, except in
+functions that the sanitizer intercepts everywhere (memcpy, malloc, free, locks, threads).
+The tests run without leak checks, which would make each of their many processes take minutes.
+The suppressions and their reasons are in tsan.supp and lsan.supp.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIBRARIES = {
     "thread": ["libtsan.so"],
-    "address": ["libasan.so", "libubsan.so", "libstdc++.so"],  # the last: asan looks for its throw
+    "address": ["libasan.so", "libubsan.so", "libstdc++.so"],  # last: asan looks up its throw
 }
 TESTS = ["threads", "lifetime", "wait_staged", "order", "faults", "bounds", "device_sources"]
-FOUND = 66  # the exit code where something was found; pytest would swallow what is printed
+FOUND = 66  # the exit code for a finding; pytest would swallow the output
 
 
 def library(name: str) -> str:
@@ -40,14 +40,14 @@ def library(name: str) -> str:
 
 def environment_of(kind: str, site: Path, leaks: bool) -> dict[str, str]:
     log = f"exitcode={FOUND}:log_path={site.with_name('report')}"
-    # Python keeps no frame pointers, and a suppressed function may be far up the stack.
+    # Python has no frame pointers, and a suppressed function may be far up the stack.
     leaking = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=40"
     return {
         **os.environ,
         "LD_PRELOAD": ":".join(library(name) for name in LIBRARIES[kind]),
         "PYTHONPATH": str(site),
-        "PYTHONMALLOC": "malloc",  # else what a Python object refers to is taken for lost
-        "OMP_NUM_THREADS": "1",  # how OpenMP waits is not seen
+        "PYTHONMALLOC": "malloc",  # otherwise memory that Python objects refer to counts as leaked
+        "OMP_NUM_THREADS": "1",  # OpenMP's waits are invisible
         "CUDA_VISIBLE_DEVICES": "",
         "TDCOPIER_TEST_DEVICE": "sim",
         # A forked child ends by itself, and may start threads.
@@ -59,7 +59,7 @@ def environment_of(kind: str, site: Path, leaks: bool) -> dict[str, str]:
 
 
 def bare_python(site: Path) -> str:
-    """A Python that has this one's packages, but does not look for tdcopier in the source tree.
+    """Makes a Python with this one's packages that does not find tdcopier in the source tree.
 
     An editable installation would come before anything on the path.
     """
@@ -81,7 +81,7 @@ def main() -> None:
     ):
         began = time.monotonic()
         environment = environment_of(kind, site, leaks)
-        # Not from the root: the package without its native module would be found there.
+        # Not from the root: the package there has no native module.
         ended = subprocess.run([python, *arguments], cwd=site, env=environment, check=False)
         for report in site.parent.glob("report.*"):
             print(report.read_text(), flush=True)

@@ -1,9 +1,9 @@
-"""Copies by many threads, failing copies, forks, and an end in mid-copy, for a sanitizer to watch.
+"""Runs copies in many threads, failing copies, forks, and an exit during a copy, for a sanitizer.
 
     python stress.py [threads] [copies by each thread]
 
-Fails if a value differs from what `.to` gives. What the sanitizer finds it says itself, and the
-exit code tells.
+Fails if a value differs from that of `.to`. The sanitizer reports its findings itself and sets the
+exit code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# What follows is in the folder above.
+# The following modules are in the parent folder.
 from stress_copies import Stress, asked_by_two, dropped, get, ready, sources_dropped
 from support import assert_same, oracle
 
@@ -39,10 +39,10 @@ FAULTS = [
 
 
 class FailingStress(Stress):
-    """Copies of which some fail, and those only by what was ordered.
+    """Copies that may fail, but only because of the injected faults.
 
-    They are asked by `get`, and compared on the host: both tell of a failure every time, which a
-    stream does not.
+    Results are taken with `get` and compared on the host, because both report a failure every time,
+    which a stream does not.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class FailingStress(Stress):
 
 
 def copies_while_faults_strike(threads: int, copies_each: int) -> FailingStress:
-    """A kind of fault at a time, each ended when no copy is asked for any more.
+    """Injects one kind of fault at a time, which ends after all results were asked for.
 
-    A stream that is repaired in mid-copy would go on with the rest of it, which no device does.
+    If a stream were repaired during a copy, it would run the rest of it, which no device does.
     """
     stress = FailingStress()
     for fault in FAULTS:
@@ -79,7 +79,7 @@ def copies_while_faults_strike(threads: int, copies_each: int) -> FailingStress:
 
 
 def get_while_another_thread_runs_python() -> int:
-    """The one that lets the copy go must run while the other is in get()."""
+    """Calls `get()` while another thread must run Python code to release the copy."""
     copies = 100
     for i in range(copies):
         hold = sim.hold(_C.copy_stream("sim:0"))
@@ -92,7 +92,7 @@ def get_while_another_thread_runs_python() -> int:
 
 
 def children_copy_on_the_host(forks: int) -> int:
-    """Forked while workers and streams are at work on three copies."""
+    """Forks while workers and streams run three copies."""
     warnings.simplefilter("ignore", DeprecationWarning)
     tree = [torch.ones(300_000) for _ in range(6)]
     for _ in range(forks):
@@ -110,7 +110,7 @@ def children_copy_on_the_host(forks: int) -> int:
 
 def main() -> None:
     threads, copies_each = (int(argument) for argument in (sys.argv[1:] or ["32", "100"]))
-    torch.set_num_threads(1)  # OpenMP's own waiting is not visible to the thread sanitizer
+    torch.set_num_threads(1)  # OpenMP's waits are invisible to the thread sanitizer
     sim.enable(devices=2)
     began = time.monotonic()
 
