@@ -21,7 +21,7 @@ from not_yet import NOT_YET
 import tdcopier
 from tdcopier import _C
 
-LANES = 3  # the first has the default streams
+LANES = 3  # lane 0 consists of the default streams
 MADE_TO_FAIL = "was made to fail"
 
 Wrap = Callable[[list[Any]], Any]
@@ -151,9 +151,9 @@ class Copy:
     plan: CopyPlan
     tree: Any = None
     destination: Any = None  # the whole tree, for calls that fill one
-    destinations: list[torch.Tensor | None] = field(default_factory=list)  # by leaf
+    destinations: list[torch.Tensor | None] = field(default_factory=list)  # one per leaf
     readers: set[torch.Stream] = field(default_factory=set)  # streams that read the result late
-    is_shared: bool = False  # with a thread
+    is_shared: bool = False  # another thread uses it too
     expected: Any = None
     sources: list[Source] = field(default_factory=list)  # that may be overwritten later
     counts: dict[str, int] = field(
@@ -164,8 +164,8 @@ class Copy:
     payload_bytes: int = 0  # bytes that the engine moves
     delegated_bytes: list[int] = field(default_factory=list)
     handle: tdcopier.AsyncCopyHandle | None = None
-    is_enqueued: bool = False  # known to be
-    is_done: bool = False  # known to be
+    is_enqueued: bool = False  # as far as the model knows
+    is_done: bool = False  # as far as the model knows
     fallible: frozenset[type[Exception]] = frozenset()  # errors that it may raise
     failed: type[Exception] | None = None  # the error it raised, and must raise again
     may_recover: bool = False  # it may succeed when asked again
@@ -206,7 +206,7 @@ class World(Memory):
                 stack.enter_context(torch.sim.stream(self.lanes[lane][device]))
             yield
 
-    # ---- ask -------------------------------------------------------------------------------------
+    # ---- calls that may fail ---------------------------------------------------------------------
 
     def attempt(self, copy: Copy, begin: Callable[[], None]) -> None:
         """Starts a copy whose call may raise the errors that the copy may raise."""

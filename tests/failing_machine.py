@@ -68,7 +68,7 @@ class FailingCopies(Copies):
             self.check_what_failed(copy)
             assert armed.fired or copy.failed is None
             world.synchronize()
-            assert copy.handle is None or copy.handle.ready()  # at once
+            assert copy.handle is None or copy.handle.ready()  # without polling
             again = prepare(world, plan)
             launch(world, again)
             world.read_now(again, again.handle.get())

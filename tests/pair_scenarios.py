@@ -48,7 +48,7 @@ def a_pinned_run_is_refilled_after_wait(play: Play) -> None:
 
 
 def a_pinned_source_of_a_plan_is_refilled_after_wait(play: Play) -> None:
-    """H2D of a prepared copy."""
+    """H2D of a prepared copy from a pinned source."""
     buffers = _pinned(READ_IN_PLACE, 7)
     plan = tdcopier.prepare(buffers, "sim:0", reuse_outputs=True)
     _refill(play, buffers, plan.start_copy)

@@ -31,7 +31,7 @@ class Pass:
         self.plan = plan
         self.is_fallible = False  # a batch may fail: its error comes in its place
         self._world = world
-        self._read: deque[Copy] = deque()  # not taken yet
+        self._read: deque[Copy] = deque()  # by the source, not yet taken
         self._prefetcher = tdcopier.prefetch(
             self._batches(),
             plan.plan.target,

@@ -1,4 +1,4 @@
-"""Chunks come from whatever allocator torch has in force, and every copy is right there."""
+"""Chunks come from the allocator that torch currently uses, and every copy is right with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(path):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a shared library with an allocator that counts."""
+    """Returns the path of a shared library with an allocator that counts."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     assert compiler, "the tests of pluggable allocators need a C++ compiler, as the build does"
     path = tmp_path_factory.mktemp("allocator") / "allocator.so"

@@ -1,4 +1,4 @@
-"""`python -m tdcopier.bench` on the simulated device: what it compares, prints and refuses."""
+"""Tests `python -m tdcopier.bench` on the simulated device: comparisons, output and refusals."""
 
 from __future__ import annotations
 

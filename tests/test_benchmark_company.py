@@ -1,4 +1,4 @@
-"""The benchmark of copies in company: what it takes for late, wrong, and a share of a processor."""
+"""The benchmark of concurrent copies: how it detects late and wrong copies and processor shares."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def device(sim: ModuleType) -> torch.device:
 
 @pytest.fixture(scope="module")
 def result(sim: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Of a whole run on the simulated device, from its file."""
+    """Runs the whole benchmark on the simulated device and loads the file that it wrote."""
     folder = tmp_path_factory.mktemp("company")
     arguments = ["--device", "sim", "--repeats", "4", "--only", "company", "--out", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +46,7 @@ class Idle:
         pass
 
 
-# ---- the whole -----------------------------------------------------------------------------------
+# ---- the whole benchmark -------------------------------------------------------------------------
 
 
 def test_every_part_has_ours_beside_torch_and_a_table(result: dict) -> None:

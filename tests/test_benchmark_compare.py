@@ -1,4 +1,4 @@
-"""Two builds against each other: whose package is timed, in which order, and what ratios say."""
+"""Comparing two builds: whose package is timed, in which order, and how ratios are reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ compare, compare_rows = load("compare"), load("compare_rows")
 
 
 def a_site(folder: Path, version: str) -> Path:
-    """A folder with a package of its own: this build under another version."""
+    """Makes a folder with its own package: this build under another version."""
     package = folder / "tdcopier"
     shutil.copytree(Path(tdcopier.__file__).parent, package)
     for module in Path(_C.__file__).parent.glob("*.so"):
@@ -32,7 +32,7 @@ def a_site(folder: Path, version: str) -> Path:
 
 
 def found(**rows_us: float) -> dict:
-    """What a process has found."""
+    """Returns made-up findings of one process."""
     return {"machine": {}, "site": "", "version": "", "failed": {}, "rows": rows_us}
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark of copies takes for a direction, a right tree and a transfer."""
+"""The benchmark of copies: its directions, its check of trees and its count of transfers."""
 
 from types import ModuleType, SimpleNamespace
 

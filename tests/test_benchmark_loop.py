@@ -1,4 +1,4 @@
-"""What the benchmark of training loops takes for a step's time, the host's, and a right batch."""
+"""The benchmark of training loops: how it times a step and the host, and checks batches."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def small_sources(count: int = 3) -> list:
 
 
 def wrong_of(feed, sources: list, device: torch.device) -> tuple[int, int]:
-    """Wrong steps and wrong batches of one block."""
+    """Returns the numbers of wrong steps and wrong batches in one block."""
     reader = loop_work.Reader(sources, loop.STEPS, device)
     prepared = [feed.prepare(source) for source in sources]
     found = loop.block(feed, prepared, 1, loop.Work(device, loop.STEP_MS), reader, device)
@@ -87,7 +87,7 @@ def test_a_batch_that_is_right_only_after_its_step_is_wrong_in_that_step(
         late.append((batch, tree))
         return batch
 
-    # Of the batches that are compared, that of step 9 has arrived by the end of the block.
+    # Of the batches that are compared, step 9's has arrived by the end of the block.
     assert wrong_of(resident._replace(finish=finish), small_sources(), device) == (loop.STEPS, 1)
 
 
@@ -127,9 +127,9 @@ def test_only_the_copy_calls_are_the_hosts_time_and_all_is_the_steps(device: tor
     reader = loop_work.Reader(sources, loop.STEPS, device)
     found = loop.block(feed, prepared, 0, Slow(), reader, device, clock)
     assert found.copy_calls_us == [43.0] * loop.STEPS
-    # Two looks at the clock in each step, and one at the end.
+    # The clock is read twice in each step, and once at the end.
     assert found.step_us == pytest.approx(1000 + 43 + 1 + 1 / loop.STEPS)
-    assert len(started) == loop.STEPS + 1  # one beforehand, and one in each step
+    assert len(started) == loop.STEPS + 1  # one before the loop, and one in each step
     assert [step for step, _ in found.checked] == [9, 19]
 
 

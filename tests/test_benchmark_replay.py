@@ -1,4 +1,4 @@
-"""What the benchmarks of replay storages take for a step's time, the right rows, and a target."""
+"""The benchmarks of replay storages: how they time a step, check rows and set targets."""
 
 from contextlib import contextmanager
 from types import ModuleType
@@ -91,7 +91,7 @@ def test_a_batch_with_other_values_is_wrong(device, storage, indices) -> None:
 
 
 def test_a_step_ends_when_the_device_has_done_it(device, storage, indices) -> None:
-    """The clock is read behind a synchronisation, at both ends."""
+    """The clock is read after a synchronization, at both ends."""
     ticks = iter(range(0, 10**9, 1000))
     batch = {name: leaf[indices[0]].to(device) for name, leaf in storage.items()}
 

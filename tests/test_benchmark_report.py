@@ -1,4 +1,4 @@
-"""What the pages and plots say of made-up results, and of the committed ones."""
+"""The pages and plots of made-up results, and of the committed ones."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the benchmark of many leaves takes for a right copy, the cost of a leaf, and its plot."""
+"""The benchmark of many leaves: its check of copies, the cost of a leaf, and its plot."""
 
 import itertools
 import json
@@ -104,7 +104,7 @@ def test_lines_are_logarithmic_on_both_axes_and_names_are_escaped() -> None:
     (a, b, c) = (tuple(map(float, point.split(","))) for point in line.split())
     assert c[0] - a[0] == pytest.approx(3 * (b[0] - a[0]), abs=0.2)
     assert c[1] - a[1] == pytest.approx(3 * (b[1] - a[1]), abs=0.2)
-    assert b[1] < a[1]  # more is higher up
+    assert b[1] < a[1]  # larger values are higher up
     assert float(single.split(",")[1]) > a[1]
     words = [text.text for text in drawn.findall(f"{SVG}text")]
     assert {"a < b", "x & y", "10", "10,000", "0.1", "leaves", "us"} <= set(words)

@@ -1,4 +1,4 @@
-"""What the benchmark of containers and opaque values makes of trees and times."""
+"""The benchmark of containers and opaque values: its trees and times."""
 
 from collections import OrderedDict
 from types import ModuleType

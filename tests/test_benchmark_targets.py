@@ -1,4 +1,4 @@
-"""When the figures of copies hit what is wanted of them, and what the machine's limits are."""
+"""When the figures of copies hit their targets, and what the machine's limits are."""
 
 import threading
 from types import ModuleType
@@ -21,7 +21,7 @@ ON_CUDA = {
 
 
 def a_workload(dma: float, memcpy: float | None = None, **changes) -> dict:
-    """What a workload came to, in so many times the limits."""
+    """Returns a workload's result, as multiples of the limits."""
     over = {"dma": dma} if memcpy is None else {"dma": dma, "memcpy": memcpy}
     return {
         "wrong_leaves": {"tdcopier": 0},

@@ -1,4 +1,4 @@
-"""What the benchmark of TensorDicts times, what it takes for wrong, and when a target is hit."""
+"""The benchmark of TensorDicts: what it times, which results are wrong, which targets are hit."""
 
 import json
 from copy import deepcopy
@@ -72,7 +72,7 @@ def test_members_of_the_lazy_stack_are_ragged() -> None:
     assert len(set(lengths)) == len(lengths) == td_batches.MEMBERS
 
 
-# ---- what is wrong -------------------------------------------------------------------------------
+# ---- wrong results -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_all_parts_are_one_result_of_the_runner_and_the_counts_are_its_targets(
 ) -> None:
     monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
     monkeypatch.setattr(td_nodes, "NODES", 5)
-    every_way = td_copies.contenders  # each is tried above
+    every_way = td_copies.contenders  # each one is tried above
     monkeypatch.setattr(td_copies, "contenders", lambda direction: every_way(direction)[:2])
     small = workloads.detection_batch(samples=2, cameras=2)
     monkeypatch.setattr(into, "detection_batch", lambda seed: small)

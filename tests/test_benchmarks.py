@@ -1,4 +1,4 @@
-"""What the benchmarks make of times and results, on small made-up ones; nothing here is timed."""
+"""How the benchmarks process times and results, small made-up ones; nothing here is timed."""
 
 import itertools
 import json
@@ -145,7 +145,7 @@ def test_preparing_and_the_device_before_the_call_are_not_timed_but_the_device_a
     None
 ):
     clock = Clock()
-    pending_us = itertools.cycle([1000, 7])  # left over from before the call; then its own work
+    pending_us = itertools.cycle([1000, 7])  # work from before the call; then its own
 
     times = measure.interleave(
         [measure.Contender("it", lambda source: None, lambda source: clock.take_us(10_000))],

@@ -59,14 +59,14 @@ def test_a_small_copy_that_finds_no_staging_does_not_hold_up_the_call(stall, dev
     tdcopier.staging_bytes(device)
     with stall(copy_stream):
         first = tdcopier.start_copy([torch.full((3,), 1.0)], device)
-        second = tdcopier.start_copy([torch.full((3,), 2.0)], device)  # would hang here
+        second = tdcopier.start_copy([torch.full((3,), 2.0)], device)  # hangs if it waits
         assert not first.stats.background
         assert second.stats.background
     assert second.get()[0].tolist() == [2, 2, 2]
 
 
 def test_a_device_bound_loop_holds_a_handful_of_batches(device, accelerator):
-    """200 iterations whose consumer is far behind the host."""
+    """Runs 200 iterations whose consumer is far slower than the host."""
     batch = [torch.full((30_000,), 1.0) for _ in range(10)]
     batch_bytes = sum(leaf.nbytes for leaf in batch)
     consumer = accelerator.Stream(device=device)
@@ -84,12 +84,12 @@ def test_a_device_bound_loop_holds_a_handful_of_batches(device, accelerator):
             peak = max(peak, bytes_in_use_or_waiting(device) - before)
     accelerator.synchronize()
     assert seen.sum().item() == 200
-    assert batch_bytes <= peak <= 6.5 * batch_bytes  # limit 4: five, and one being freed
+    assert batch_bytes <= peak <= 6.5 * batch_bytes  # the limit is 4: five, and one being freed
     assert tdcopier.staging_bytes(device) <= 64 * 1024 * 1024
 
 
 def busy(device: str, stream: torch.Stream) -> None:
-    """A kernel of about a millisecond."""
+    """Enqueues a kernel of about a millisecond."""
     if device.startswith("sim"):
         from tdcopier import sim
 
@@ -99,7 +99,7 @@ def busy(device: str, stream: torch.Stream) -> None:
 
 
 def bytes_in_use_or_waiting(device: str) -> int:
-    """Device memory of live tensors, and of dropped ones that a stream may still read."""
+    """Returns the bytes of live tensors, and of dropped ones that a stream may still read."""
     if device.startswith("sim"):
         from tdcopier import sim
 

@@ -1,4 +1,4 @@
-"""Each promise has a check that finds an engine which breaks it."""
+"""Each promise has a check that detects an engine which breaks it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEEDS = 300
 
 
 def told_of(name: str) -> dict[str, Any]:
-    """What playing with this defect tells; one seed after the other until something is found."""
+    """Plays with this defect, seed after seed, and returns the first finding."""
     if not SITE.exists():
         pytest.fail("there is no test build of the broken engines: `make broken-engines` makes it")
     done = subprocess.run(
@@ -35,7 +35,7 @@ def told_of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_broken_engine_is_found(name):
     defect, told = DEFECTS[name], told_of(name)
-    # Where the detectors find it too, the first order in which it is found may leave values right.
+    # If the detectors find the defect too, values may be right in the first order that shows it.
     errors = {defect.error, "HazardError"} if defect.hazard else {defect.error}
     assert told.get("error") in errors, told
     assert defect.hazard is None or defect.hazard in told["hazards"], told
@@ -49,7 +49,7 @@ def test_every_promise_has_a_broken_engine():
     promises = re.findall(
         r"^\*\*(.+?)\.\*\*", (ROOT / "docs/concepts/promises.md").read_text(), re.MULTILINE
     )
-    # Check mode is a tool for users' mistakes: tests/test_checking.py makes these.
+    # Check mode is a tool for users' mistakes: tests/test_checking.py tests it.
     assert {defect.promise for defect in DEFECTS.values()} == set(promises) - {"Check mode"}
 
 

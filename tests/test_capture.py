@@ -1,4 +1,4 @@
-"""CUDA graphs: a call during the caller's capture is refused, a capture elsewhere is left alone."""
+"""CUDA graphs: a call during the caller's capture is refused, other captures are not disturbed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every kind of leaf, in every container, in every direction, under every option: it arrives as
-through `.to`, and counts as what the catalogue says.
+"""Copies every kind of leaf, in every container, in every direction, under every option.
+
+The result must equal that of `.to`, and the counts must be those of the catalogue.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LARGE_IN = ("list", "every container in another")
 
 
 def ends_of(direction: str, device: str) -> tuple[str, str]:
-    """Source and target."""
+    """Returns source and target."""
     if direction == "H2D":
         return "cpu", device
     if direction == "D2H":
@@ -57,11 +58,11 @@ def ends_of(direction: str, device: str) -> tuple[str, str]:
 
 
 def expected_counts(kind: Kind, leaf: Any, direction: str, options: dict[str, Any]) -> list[int]:
-    """Packed, alone, delegated, reused and opaque leaves."""
+    """Returns the numbers of packed, alone, delegated, reused and opaque leaves."""
     names = ["packed", "alone", "delegated", "reused", "opaque"]
     outcome = kind.outcome(direction)
     counts = dict.fromkeys(names, 0)
-    if outcome == "packed" and options:  # by default it is just what the catalogue says
+    if outcome == "packed" and options:  # by default the catalogue's outcome holds
         limit = options.get("max_packed_chunk_bytes", 1 << 25)
         for each in kind.parts(leaf):
             packed = options.get("pack_cpu_tensors", True) and each.nbytes <= limit
@@ -71,7 +72,7 @@ def expected_counts(kind: Kind, leaf: Any, direction: str, options: dict[str, An
     return list(counts.values())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # forward gradients'
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # forward gradients
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.filterwarnings("ignore:Named tensors and all their associated APIs:UserWarning")
 @pytest.mark.parametrize("options", OPTIONS)

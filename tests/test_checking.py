@@ -20,7 +20,7 @@ def checking(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 
 
 def sentence(path: str) -> str:
-    """The whole message, but for the line of the call."""
+    """Returns the whole message, except for the line of the call."""
     return (
         rf"^{re.escape(path)} was modified before its copy was done\. The copy was started at "
         rf"{re.escape(__file__)}:\d+ in test_\w+\. Before writing to a source, call "

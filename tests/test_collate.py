@@ -1,4 +1,4 @@
-"""`collate` gives what torch's own function gives, in one chunk, and says where samples differ."""
+"""`collate` returns what torch's own function does, in one chunk, and names differing samples."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ LEAVES = {
 
 @st.composite
 def samplers(draw: st.DrawFn, depth: int = 3) -> Any:
-    """A function from the index of a sample to the sample."""
+    """Draws a function from the index of a sample to the sample."""
     if depth == 0 or draw(st.integers(0, 2)) == 0:
         return LEAVES[draw(st.sampled_from([name for name in LEAVES if "device" not in name]))]
     make = CONTAINERS[draw(st.sampled_from(list(CONTAINERS)))]
@@ -163,7 +163,7 @@ def test_one_copy_to_the_device_packs_the_batch(device):
         assert torch.equal(arrived.cpu(), leaf)
 
 
-# ---- functions that users have added -------------------------------------------------------------
+# ---- functions that users add --------------------------------------------------------------------
 
 
 class Odd:
@@ -214,7 +214,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_raises_what_torch_raises_and_names_the_place(name):
     samples, message = MISTAKES[name]
-    with pytest.raises(Exception) as torchs:  # noqa: PT011  # whatever it is
+    with pytest.raises(Exception) as torchs:  # noqa: PT011  # any error
         default_collate(samples)
     with pytest.raises(torchs.type) as ours:
         tdcopier.collate(samples)
@@ -271,7 +271,7 @@ def test_without_tensordicts_their_package_is_not_imported():
 
 
 def test_threads_do_not_share_anything():
-    """Each has a walk of its own."""
+    """Each thread has a walk of its own."""
     results: dict[int, Any] = {}
     order = random.Random(0)
     values = [order.randrange(100) for _ in range(8)]

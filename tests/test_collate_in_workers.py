@@ -1,4 +1,4 @@
-"""`collate` in a DataLoader: one chunk of shared memory crosses with each batch."""
+"""`collate` in a DataLoader: each batch is passed on in one chunk of shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loader(dataset: Nested, collate: Any = tdcopier.collate, workers: int = 2, *
 
 @pytest.fixture
 def no_garbage():
-    """Descriptors of tensors that were dropped in a cycle are none of the test's."""
+    """Collects first: descriptors of tensors in dropped cycles must not be counted in the test."""
     gc.collect()
 
 
@@ -122,7 +122,7 @@ def test_ragged_samples_are_named_in_a_worker_too(workers):
 
 
 def test_the_thread_of_the_dataloader_pins_leaf_by_leaf(device):
-    """Which is why it is better left out."""
+    """So with tdcopier `pin_memory` is better left off."""
     (batch, _) = loader(Nested(5), workers=0, pin_memory=True)
     leaves = leaves_of(batch)
     assert all(leaf.is_pinned() for leaf in leaves)

@@ -1,4 +1,4 @@
-"""TensorDicts as samples: `collate` gives what `torch.stack` gives, dense and in the chunk."""
+"""TensorDicts as samples: `collate` returns what `torch.stack` does, dense and in the chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tdcopier
 
 
 def tensordicts(count: int = 3) -> dict[str, list[Any]]:
-    """Samples of several kinds."""
+    """Returns samples of several kinds."""
     from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 
     @tensorclass

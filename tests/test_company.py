@@ -1,4 +1,4 @@
-"""Copies beside one another and beside the caller's kernels: what each must not wait for."""
+"""Copies beside other copies and the caller's kernels: which of these each must not wait for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tdcopier import _C
 SMALL, LARGE = 1_000, 300_000  # floats: packed, and alone
 
 
-# Each makes what it needs, and returns the call.
+# Each prepares a copy, and returns a function that starts it.
 
 
 def _to_host(device: str) -> Callable[[], Any]:
@@ -65,7 +65,7 @@ def test_a_copy_to_the_device_does_not_wait_for_kernels_that_another_copy_waits_
     stall, device, accelerator, other, size
 ):
     stream = accelerator.Stream(device=device)
-    OTHERS[other](device)().get()  # whatever takes long the first time
+    OTHERS[other](device)().get()  # work that only the first call does
     tdcopier.copy([torch.ones(size)], device)
     start = OTHERS[other](device)
     accelerator.synchronize()
@@ -102,7 +102,7 @@ def test_workers_are_free_while_a_large_fill_waits_for_kernels(stall, device, ac
     source, destination = torch.ones(12_000_000), torch.zeros(12_000_000, device=device)
     other = torch.full((size,), 5.0)
     tdcopier.copy(other, device)
-    for _ in range(1 if device.startswith("cuda") else 20):  # buffers come back in any order
+    for _ in range(1 if device.startswith("cuda") else 20):  # buffers are returned in any order
         accelerator.synchronize()
         with stall(stream):
             with accelerator.stream(stream):
@@ -132,7 +132,7 @@ def _mapped(size: int, folder: Any) -> torch.Tensor:
 def test_a_host_source_may_be_refilled_as_soon_as_the_call_has_returned(
     device, make: Callable[..., torch.Tensor], size, call, tmp_path, slow_link
 ):
-    """What a loop does that fills one buffer again and again."""
+    """As in a loop that fills one buffer again and again."""
     source = make(size, tmp_path)
     results = []
     with slow_link:
@@ -190,7 +190,7 @@ def test_staging_that_cannot_be_pinned_waits_for_a_buffer_that_comes_back(sim, d
     tdcopier.staging_bytes(device)
     first, second = torch.full((SMALL,), 1.0), torch.full((SMALL,), 2.0)
     with sim.hold(copy_stream):
-        before = tdcopier.start_copy([first], device)  # has the only buffer
+        before = tdcopier.start_copy([first], device)  # occupies the only buffer
         tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
         _C.set_max_inline_bytes(0)  # a worker waits for it
         try:

@@ -1,4 +1,4 @@
-"""Containers that cannot be rebuilt, that hold themselves or are too deep; how leaves are named."""
+"""Containers that cannot be rebuilt, contain themselves or are too deep; how leaves are named."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_path_is_written_as_python_reaches_the_leaf(device, registered_box, co
     assert str(caught.value).startswith(path)
 
 
-# ---- what cannot be rebuilt ----------------------------------------------------------------------
+# ---- containers that cannot be rebuilt -----------------------------------------------------------
 
 
 class Frozen(dict):

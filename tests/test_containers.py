@@ -1,4 +1,4 @@
-"""Containers of many classes come out as what they were, and what is none as the same object."""
+"""Containers of many classes are rebuilt in their own class; other values are passed through."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def leaf() -> torch.Tensor:
 
 @pytest.fixture
 def late(request, sim, device, copy_stream):
-    """A leaf that is not staged, and whose tree is not built, before the test lets go."""
+    """A leaf that is not staged and whose tree is not built until the test releases its stream."""
     tdcopier.set_staging_limit_bytes(4 << 20)
     tdcopier.staging_bytes(device)
-    return torch.ones(2 << 20)  # two staging buffers, where there is one
+    return torch.ones(2 << 20)  # needs two staging buffers, and there is one
 
 
-# ---- what they were ------------------------------------------------------------------------------
+# ---- classes and contents are kept ---------------------------------------------------------------
 
 
 def test_an_ordered_dict_can_be_reordered_as_before(device, leaf):
@@ -123,7 +123,7 @@ def test_items_that_are_fields_too_agree_in_the_result(device, leaf):
 @pytest.mark.parametrize("container", WRAPS)
 def test_the_source_is_left_as_it_was(device, registered_box, leaf, container):
     tree = WRAPS[container].wrap(leaf)
-    before = oracle(tree, "cpu")  # containers of its own around the same leaf
+    before = oracle(tree, "cpu")  # new containers around the same leaf
     tdcopier.copy(tree, device)
     assert_same(tree, before)
     assert holds(tree, leaf)
@@ -154,7 +154,7 @@ def test_containers_do_not_keep_their_sources(device, registered_box, container,
     del leaf
     if container in CYCLIC:
         gc.collect()
-    assert are_released([alive])  # though nobody has asked for the result
+    assert are_released([alive])  # without any call for the result
     assert type(handle.get()) is type(WRAPS[container].wrap(None))
 
 
@@ -252,7 +252,7 @@ def test_a_packed_sequence_can_be_unpacked_on_the_device(device):
     assert (padded.shape, lengths.tolist()) == ((3, 2, 2), [3, 1])
 
 
-# ---- what is opaque ------------------------------------------------------------------------------
+# ---- opaque values -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Filling a tree that exists: values, what counts as what, versions, memory that is the same."""
+"""Filling an existing tree: values, counts, versions, and shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS = ["H2H", "H2D", "D2H", "D2D", "within"]
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, device: str) -> tuple[str, str]:
-    """Where the sources are, and where the destinations are."""
+    """Returns the devices of the sources and of the destinations."""
     if request.param == "D2D":
         return request.getfixturevalue("other_device"), device
     return {
@@ -339,7 +339,7 @@ def test_what_is_not_plain_is_left_to_copy_(way):
     handle = tdcopier.copy_into(source, destination)
     handle.get()
     assert handle.stats.delegated_leaves == total(handle.stats) == 3
-    assert destination[0].requires_grad  # as after copy_: the way back is recorded
+    assert destination[0].requires_grad  # as after copy_: the gradient function is recorded
     assert same_bytes(destination[0], source[0])
     assert same_bytes(destination[1], source[1])
     assert same_bytes(destination[2].a, source[2].a)
@@ -386,14 +386,14 @@ def test_data_of_many_buffers_goes_through_one(device):
 
 
 class Shown:
-    """Shows a view of its tensor, made anew each time, which nobody else keeps."""
+    """Shows a new view of its tensor at each access, which only the caller keeps alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def test_versions_move_of_tensors_that_only_the_walk_has(registry):
-    """While code of another leaf's class runs, which lets go of what was given back."""
+    """Even if code of another leaf's class runs meanwhile, which releases returned references."""
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def flatten(shown: Shown) -> tuple[list[torch.Tensor], None]:

@@ -1,4 +1,4 @@
-"""Destinations in a chunk that others share: only what is theirs is written."""
+"""Destinations in a chunk that others share: only their own bytes are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.uint8, torch.int16, torch.float32, torch.float64]
 
 
 def test_padding_between_slots_is_crossed_and_what_was_cut_off_a_leaf_is_not(device):
-    """A gap to the next multiple of the alignment may be the rest of a leaf."""
+    """A gap up to the next multiple of the alignment may be a part of a leaf."""
     delivered = tdcopier.copy([torch.full((7,), 1, dtype=torch.int32) for _ in range(3)], device)
     whole = [torch.full((7,), 2, dtype=torch.int32) for _ in range(3)]
     assert tdcopier.copy_into(whole, delivered).get() is delivered

@@ -79,7 +79,7 @@ def test_whatever_fails_is_told_each_time_and_the_next_copy_works(sim, route, si
 
 
 def writing_stream(way: str) -> torch.Stream:
-    """The engine's stream that has the writes of a copy_into."""
+    """Returns the engine's stream that writes the destinations of a copy_into."""
     if way == "D2H":
         return _C.copy_stream("sim:0", "from_device")
     return _C.copy_stream("sim:1" if way == "D2D" else "sim:0", "ordered")
@@ -87,7 +87,7 @@ def writing_stream(way: str) -> torch.Stream:
 
 @pytest.mark.parametrize("way", ["H2D", "D2H", "D2D"])
 def test_a_failed_copy_is_not_done_while_it_still_writes(sim, way):
-    """Or what it has enqueued would be written over what comes next."""
+    """Otherwise its enqueued writes would overwrite later ones."""
     route = ROUTES[way]
     source, destination = trees(route, [300_000] * 2, 1.0)
     if way == "D2H":
@@ -118,14 +118,14 @@ def test_a_failed_copy_that_is_dropped_keeps_what_the_device_still_writes(sim, w
             handle = tdcopier.copy_into(source, destination, use_background_thread=False)
         del handle, destination
         scratch = torch.zeros(10_000)
-        for _ in range(200):  # whoever lets go in the background has had its chance
+        for _ in range(200):  # long enough for a release in the background
             scratch.add_(1)
         assert all(reference() is not None for reference in references)
     assert are_released(references)
 
 
 def test_a_failure_is_told_when_the_other_leaves_have_arrived(sim, monkeypatch):
-    """While `copy_` fails in the call, the engine's transfers are on their way."""
+    """`copy_` fails in the call while the engine's transfers are in flight."""
     source = {"a": torch.ones(300_000, device="sim:0"), "b": torch.ones(2, requires_grad=True)}
     destination = {"a": torch.zeros(300_000).pin_memory(), "b": torch.zeros(2)}
 
@@ -167,7 +167,7 @@ def test_an_interrupted_call_writes_nothing_afterwards(stall, device, ordered_st
 
 
 def test_a_failure_of_copy_itself_is_told_each_time_with_the_path(device, monkeypatch):
-    """A destination that refuses: the leaves that the engine copies arrive all the same."""
+    """A destination whose `copy_` fails: the leaves that the engine copies still arrive."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     source = {"a": torch.ones(3), "b": TwoTensor(torch.ones(2), torch.ones(2))}
@@ -181,6 +181,6 @@ def test_a_failure_of_copy_itself_is_told_each_time_with_the_path(device, monkey
     for _ in range(2):
         with pytest.raises(KeyError, match="no") as caught:
             handle.get()
-    notes = getattr(caught.value, "__notes__", ["... the leaf destination['b']"])  # from 3.11 on
+    notes = getattr(caught.value, "__notes__", ["... the leaf destination['b']"])  # Python 3.11 on
     assert notes[0].endswith("the leaf destination['b']")
     assert handle.ready()

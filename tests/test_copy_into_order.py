@@ -1,4 +1,4 @@
-"""Filling existing memory: who waits for whom, and what is kept until when."""
+"""Filling existing memory: which stream waits for which, and what is kept alive until when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tdcopier import _C
 
 
 def late_copy(leaf: torch.Tensor) -> torch.Tensor:
-    """What a kernel on the current stream reads when its turn comes."""
+    """Enqueues a read on the current stream, as a kernel would."""
     late = torch.empty_like(leaf)
     late.copy_(leaf, non_blocking=True)
     return late
@@ -67,7 +67,7 @@ def test_wait_staged_lets_a_device_source_be_overwritten(stall, device, accelera
     with accelerator.stream(stream):
         with stall(stream):
             handle = tdcopier.copy_into([source], [host])
-            handle.wait_staged()  # would hang here if it waited for the bytes to arrive
+            handle.wait_staged()  # hangs if it waits for the bytes to arrive
             source.copy_(value, non_blocking=True)
         handle.get()
     assert host.tolist() == [1.0] * 50
@@ -76,9 +76,9 @@ def test_wait_staged_lets_a_device_source_be_overwritten(stall, device, accelera
 @pytest.mark.parametrize("kind", ["packed", "large", "delegated"])
 @pytest.mark.parametrize("direction", ["D2H", "within", "D2D"])
 def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator, direction, kind):
-    """No order of events has to be hit: the detector asks whether the two are ordered at all."""
+    """Needs no particular order of events: the detector checks that the two are ordered at all."""
     target = {"D2H": "cpu", "within": device}.get(direction, "sim:1")
-    size = 3_000_000 if kind == "large" else 50  # in several windows, where it is staged
+    size = 3_000_000 if kind == "large" else 50  # in several windows, if it is staged
     source = [torch.full((size,), float(i), device=device) for i in range(1, 4)]
     if kind == "delegated":
         source = [leaf.requires_grad_() for leaf in source]
@@ -86,8 +86,8 @@ def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator
     other = torch.zeros(size, device=device)
     accelerator.synchronize()
     with sim.detect(), contextlib.ExitStack() as held:
-        # What the host has seen to be over is ordered before all that follows; the next window of a
-        # copy to the host is only read when the one before has arrived.
+        # Work that the host has seen finish is ordered before everything later, and a copy to the
+        # host reads its next window only after the one before has arrived.
         if not (direction == "D2H" and kind == "large"):
             for place in {device, "sim:1"}:
                 for which in ("from_device", "ordered"):
@@ -144,7 +144,7 @@ def test_memory_that_is_dropped_is_not_given_out_before_it_was_written(
 @pytest.mark.parametrize("dropped", [True, False], ids=["handle dropped", "handle kept"])
 @pytest.mark.parametrize("direction", ["H2D", "D2H", "within", "D2D"])
 def test_what_the_device_still_reads_or_writes_is_kept(request, stall, device, direction, dropped):
-    """By nobody but the engine: both trees are dropped."""
+    """Only the engine keeps it alive: both trees are dropped."""
     places = {"H2D": ("cpu", device), "D2H": (device, "cpu"), "within": (device, device)}
     come_from, go_to = places.get(direction) or (device, request.getfixturevalue("other_device"))
     sizes = [*range(50, 90), 300_000]  # packed, and alone
@@ -159,10 +159,10 @@ def test_what_the_device_still_reads_or_writes_is_kept(request, stall, device, d
         del source, destination
         if dropped:
             del handle
-        elif direction != "H2D":  # nor does asking let go of them
+        elif direction != "H2D":  # polling does not release them either
             assert not handle.ready()
         scratch = torch.zeros(10_000)
-        for _ in range(200):  # whoever lets go in the background has had its chance
+        for _ in range(200):  # long enough for a release in the background
             scratch.add_(1)
         time.sleep(0.05)
         scratch.add_(1)
@@ -185,7 +185,7 @@ def test_everything_may_be_dropped_at_once(device):
     tdcopier.copy_into({"a": torch.full((400_000,), 4.0)}, {"a": torch.zeros(400_000)})
     gc.collect()
     _settle(device)
-    # The one before it on the same threads and streams has ended when this one has.
+    # When this copy ends, so has the one before it on the same threads and streams.
     for _ in range(5):
         tdcopier.copy_into([torch.ones(2, device=device)], [torch.zeros(2)]).get()
 
@@ -234,7 +234,7 @@ def test_threads_fill_trees_of_their_own(device):
 def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(
     stall, device, accelerator
 ):
-    """Threads that wait for a device are none of those that stage."""
+    """Threads that wait for a device do not take part in staging."""
     source, host = torch.ones(5_000_000, device=device), torch.zeros(5_000_000)
     stream = accelerator.Stream(device=device)
     accelerator.synchronize()
@@ -242,7 +242,7 @@ def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(
         with accelerator.stream(stream):
             handle = tdcopier.copy_into([source], [host])
         staged = tdcopier.copy_into([torch.ones(5_000_000)], [torch.zeros(5_000_000)])
-        staged.get()  # large, so that workers do it
+        staged.get()  # large, so that workers stage it
         assert not handle.ready()
     handle.get()
     assert host.sum().item() == 5_000_000
@@ -250,7 +250,7 @@ def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(
 
 @pytest.mark.sim
 def test_wait_holds_the_host_back_where_some_leaves_arrive_there(device, sim):
-    """In pinned memory, which the device writes by itself when all is enqueued."""
+    """Into pinned memory, which the device writes by itself once all is enqueued."""
     source = [torch.ones(3), torch.ones(300_000, device=device)]
     destination = [torch.zeros(3, device=device), torch.zeros(300_000).pin_memory()]
     with sim.pace("d2h", latency_us=200_000):
@@ -260,7 +260,7 @@ def test_wait_holds_the_host_back_where_some_leaves_arrive_there(device, sim):
 
 
 def test_what_one_device_sends_does_not_wait_for_another(stall, device, other_device, accelerator):
-    """Every thread that writes what the first one sends waits for it."""
+    """Every thread that writes the data of the first device waits for it."""
     sources = [torch.ones(20, device=device) for _ in range(10)]
     other = torch.full((20,), 3.0, device=other_device)
     stream = accelerator.Stream(device=device)
@@ -270,7 +270,7 @@ def test_what_one_device_sends_does_not_wait_for_another(stall, device, other_de
         with accelerator.stream(stream):
             handles = [tdcopier.copy_into([leaf], [torch.zeros(20)]) for leaf in sources]
         host = torch.zeros(20)
-        tdcopier.copy_into([other], [host]).get()  # would hang here
+        tdcopier.copy_into([other], [host]).get()  # hangs if it waits for the other device
         assert not any(handle.ready() for handle in handles)
     assert host.tolist() == [3.0] * 20
     for handle in handles:
@@ -319,7 +319,7 @@ def test_a_graph_that_was_replayed_before_sees_the_old_values(device, stall, acc
 def test_a_call_during_the_callers_own_capture_is_refused(device):
     static = torch.zeros(3, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        static.add_(1)  # torch warns of a graph that is empty
+        static.add_(1)  # torch warns if a graph is empty
         with pytest.raises(RuntimeError, match=r"copy_into\(\) was called while its stream is"):
             tdcopier.copy_into([torch.ones(3)], [static])
 
@@ -344,7 +344,7 @@ def test_a_modified_source_is_named_in_check_mode(device, stall, copy_stream):
 
 
 def test_a_forked_child_fills_memory_of_the_host():
-    """With workers of its own: the parent's are not there."""
+    """The child starts workers of its own: it has none of the parent's."""
     run_python(
         """
         import os, warnings, numpy as np, tdcopier

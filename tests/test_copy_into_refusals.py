@@ -1,4 +1,4 @@
-"""What `copy_into` refuses: with a message that names the leaf, and before anything is written."""
+"""Refusals of `copy_into`: the message names the leaf, and nothing is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tdcopier
 
 class Refused(NamedTuple):
     make: Callable[[], tuple[Any, Any]]
-    """The source, and the destination, besides the first leaf of each, which fit."""
+    """Makes source and destination: further leaves, after a first one in each that fits."""
     message: str
     error: type[Exception] = ValueError
 
@@ -64,7 +64,7 @@ def kept_and_written() -> tuple[Any, Any]:
 
 
 def transposed_in_place() -> tuple[Any, Any]:
-    """More rows than are compared, but both lie together."""
+    """Source and destination share memory, with more rows than are compared one by one."""
     square = torch.zeros(1100, 1100)
     return square.t(), square
 
@@ -249,7 +249,7 @@ def test_it_is_refused_by_its_path_and_nothing_is_written(name):
 
 
 def test_memory_is_looked_up_behind_all_code_of_classes():
-    """A class may be asked for its tensors, and use that to shrink the memory of another leaf."""
+    """A class may shrink the memory of another leaf when it is asked for its tensors."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     class Shrinks(TwoTensor):

@@ -1,4 +1,4 @@
-"""Leaves that are left to `Tensor.to`: what it knows of them is kept, and so are its errors."""
+"""Leaves that are delegated to `Tensor.to`: its attributes are kept, and its errors are raised."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tdcopier
 
 
 class Failing(torch.Tensor):
-    """Its `.to` raises what it is given."""
+    """Its `.to` raises the error that it is given."""
 
     error: BaseException = KeyError("cannot move")
 
@@ -29,7 +29,7 @@ class Failing(torch.Tensor):
 
 @pytest.mark.sim
 def test_all_is_delegated_where_a_backend_has_storages_of_its_own_class():
-    """A result of the engine's would have a plain storage."""
+    """A result of the engine would have a plain storage."""
     run_python("""
         import ctypes
         import torch
@@ -55,7 +55,7 @@ def test_all_is_delegated_where_a_backend_has_storages_of_its_own_class():
 
 @pytest.mark.filterwarnings(
     "ignore:The AccumulateGrad node's stream does not match:UserWarning"
-)  # torch's own doubts on streams, the same after `.to`
+)  # torch warns about streams, after `.to` too
 def test_gradients_flow_through_a_leaf_that_needs_them(ends):
     source, target = ends
     leaf = ramp(source, 3).requires_grad_()
@@ -155,7 +155,7 @@ def test_a_failing_delegated_leaf_fails_the_copy_every_time_with_its_own_error(
     leaves = [ramp(source, 2), ramp(source, 2).as_subclass(Failing)]
     handle = tdcopier.start_copy(leaves, target)
     for _ in range(3):
-        assert becomes(handle.ready)  # the other leaf may still be on its way
+        assert becomes(handle.ready)  # the other leaf may still be in flight
         with pytest.raises(KeyError) as caught:
             getattr(handle, ask)()
         assert caught.value is error
@@ -198,7 +198,7 @@ def test_a_delegated_leaf_that_fails_does_not_keep_the_sources_of_the_others(dev
     with pytest.raises(ValueError, match="no"):
         handle.get()
     del handle
-    monkeypatch.undo()  # the last reference of the error, whose traceback may refer to the call
+    monkeypatch.undo()  # drops the error's last reference; its traceback may refer to the call
     gc.collect()
     assert alive() is None
 

@@ -21,7 +21,7 @@ from tdcopier import _C
 def test_sources_that_are_dropped_right_after_the_call_are_copied_all_the_same(
     away, accelerator, stall, elements
 ):
-    """Their memory would be the first that the same stream is given again."""
+    """Otherwise their memory would be the first that the same stream reuses."""
     source, target = away
     late = accelerator.Stream(device=source)
     leaves = filled(1, elements, source)
@@ -44,9 +44,9 @@ def test_sources_are_kept_until_the_device_has_read_them_and_no_longer(stall, aw
     with stall(_C.copy_stream(source, "from_device")):
         handle = tdcopier.start_copy(leaves, target)
         leaves.clear()
-        tdcopier.copy([torch.ones(2)], "cpu")  # a call would release what was given back
+        tdcopier.copy([torch.ones(2)], "cpu")  # a call would release returned references
         assert all(ref() is not None for ref in alive)
-    # The handle is never asked: a pending call of the interpreter releases them.
+    # The handle is not used: a pending call of the interpreter releases them.
     assert are_released(alive)
     assert values_of(handle.get()) == {1}
 
@@ -65,7 +65,7 @@ def test_a_handle_that_is_dropped_early_does_not_block_and_lets_go_of_its_source
     with stall(late):
         handle = tdcopier.start_copy(leaves, target)
         leaves.clear()
-        del handle  # would hang here if it waited for the device
+        del handle  # hangs if it waits for the device
         gc.collect()
     assert are_released(alive)
     assert values_of(tdcopier.copy(filled(2, elements, source), target)) == {2}
@@ -75,7 +75,7 @@ def test_a_handle_that_is_dropped_early_does_not_block_and_lets_go_of_its_source
 def test_pinned_results_that_are_dropped_early_are_not_reused_early(
     device, accelerator, stall, elements
 ):
-    """The transfer still writes to them: into the memory of whoever was given it too early."""
+    """The transfer still writes to them, and would overwrite memory that was reused too early."""
     leaves = filled(1, elements, device)
     accelerator.synchronize()
     with stall(accelerator.current_stream(device)):
@@ -104,7 +104,7 @@ def test_a_copy_leaves_no_memory_behind_on_the_source(away, accelerator):
     before = accelerator.memory_allocated(source)
     handle = tdcopier.start_copy(leaves, target)
     handle.get()
-    assert accelerator.memory_allocated(source) == before  # the gathered chunk is gone
+    assert accelerator.memory_allocated(source) == before  # the gathered chunk is freed
 
 
 def test_results_outlive_the_handle_and_the_sources(away):
@@ -137,7 +137,7 @@ def test_a_source_whose_last_reference_the_copy_holds_is_finalised_with_the_gil(
 
 @pytest.fixture
 def no_memory(sim, device, other_device):
-    """Makes a device refuse memory beyond what it has and a few bytes more."""
+    """Makes a device refuse allocations beyond its present use and a few bytes more."""
 
     def limit(place: str, more_bytes: int = 0) -> None:
         torch.sim.synchronize(place)
@@ -189,7 +189,7 @@ def test_a_target_device_without_memory_fails_the_copy(
 def test_what_a_failed_copy_has_enqueued_keeps_its_sources_until_it_was_read(
     stall, device, reading_stream, no_memory
 ):
-    """Memory for what is gathered first, and none for the leaf with gaps that travels alone."""
+    """Memory suffices for the gathered chunk, but not for the leaf with gaps, copied alone."""
     leaves = filled(1, [250, 250], device)
     leaves.append(torch.ones(600, 600, device=device)[:, ::2])
     alive = [weakref.ref(leaf) for leaf in leaves]
@@ -228,6 +228,6 @@ def test_an_error_comes_at_once_though_the_rest_of_the_copy_is_late(
     with stall(_C.copy_stream(other_device, "from_device")):
         handle = tdcopier.start_copy(leaves, "cpu")
         with pytest.raises(torch.OutOfMemoryError):
-            handle.get()  # would hang here if it waited for the other device first
-        assert not becomes(handle.ready, within=BRIEFLY)  # the other device is still at it
+            handle.get()  # hangs if it waits for the other device first
+        assert not becomes(handle.ready, within=BRIEFLY)  # the other device is still copying
     assert becomes(handle.ready)

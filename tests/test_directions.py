@@ -1,4 +1,4 @@
-"""Copies from devices, to the host and to other devices: what arrives, and in which order."""
+"""Copies from devices, to the host and to other devices: results and order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tdcopier
 from tdcopier import _C
 from tdcopier.workloads import detection_batch
 
-# ---- what arrives --------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ask", ["get", "wait"])
@@ -64,7 +64,7 @@ def test_a_tree_that_went_to_a_device_and_back_is_what_it_was(device):
     assert_same(tdcopier.copy(tdcopier.copy(tree, device), "cpu"), tree)
 
 
-# ---- behind what was enqueued before -------------------------------------------------------------
+# ---- order after work that was enqueued before ---------------------------------------------------
 
 
 @sizes
@@ -76,7 +76,7 @@ def test_sources_are_read_behind_what_their_current_stream_has(
     leaves = filled(1, elements, source)
     with stall(accelerator.current_stream(source)):
         refill(leaves, 2)
-        # Would hang here if the call waited for the stream.
+        # Hangs if the call waits for the stream.
         handle = tdcopier.start_copy(leaves, target, use_background_thread=background)
         assert not becomes(handle.ready, within=BRIEFLY)
     assert values_of(handle.get()) == {2}
@@ -101,7 +101,7 @@ def test_other_streams_of_the_source_are_not_waited_for(stall, away, accelerator
         stall(accelerator.default_stream(source)),
         accelerator.stream(accelerator.Stream(device=source)),
     ):
-        got = tdcopier.start_copy(leaves, target).get()  # would hang here
+        got = tdcopier.start_copy(leaves, target).get()  # hangs if it waits
     assert values_of(got) == {1}
 
 
@@ -120,7 +120,7 @@ def test_without_pinned_memory_the_call_does_not_wait_for_the_source_either(
 @pytest.mark.sim
 @sizes
 def test_get_of_what_goes_to_the_host_waits_for_its_arrival(sim, device, reading_stream, elements):
-    """Another thread lets the transfer go, and must run Python code for it."""
+    """Another thread releases the transfer, and must run Python code for it."""
     leaves = filled(3, elements, device)
     for ask in ("get", "wait"):
         told = threading.Event()
@@ -137,7 +137,7 @@ def test_get_of_what_goes_to_the_host_waits_for_its_arrival(sim, device, reading
         handle = tdcopier.start_copy(leaves, "cpu")
         interval = sys.getswitchinterval()
         try:
-            sys.setswitchinterval(1000)  # the GIL changes hands only where it is given up
+            sys.setswitchinterval(1000)  # threads switch only when one gives up the GIL
             told.set()
             got = getattr(handle, ask)()
             order.append("arrived")
@@ -148,7 +148,7 @@ def test_get_of_what_goes_to_the_host_waits_for_its_arrival(sim, device, reading
         assert values_of(got) == {3}
 
 
-# ---- those who wait for it -----------------------------------------------------------------------
+# ---- streams that wait for the copy --------------------------------------------------------------
 
 
 @sizes

@@ -1,4 +1,4 @@
-"""`broadcast` and `scatter`: what arrives on each rank, in how many messages, what goes wrong."""
+"""`broadcast` and `scatter`: results on each rank, numbers of messages, and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tdcopier import distributed
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two of them, with gloo."""
+    """Runs two ranks with gloo."""
     made = Ranks(2, "gloo", tmp_path_factory.mktemp("gloo"))
     yield made
     made.end()
@@ -22,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Three of them, with gloo."""
+    """Runs three ranks with gloo."""
     made = Ranks(3, "gloo", tmp_path_factory.mktemp("gloo"))
     yield made
     made.end()
@@ -30,7 +30,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two of them, with NCCL and a GPU each."""
+    """Runs two ranks with NCCL and a GPU each."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     made = Ranks(2, "nccl", tmp_path_factory.mktemp("nccl"))

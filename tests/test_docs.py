@@ -1,4 +1,4 @@
-"""The pages on what may be in a batch hold what the catalogues say, and their examples run."""
+"""The pages on supported batches agree with the catalogues, and their examples run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TENSORDICTS = PAGE.with_name("tensordict.md")
 
 
 def cell(kind: Kind, direction: str) -> str:
-    """What the page says of a kind of leaf in one direction."""
+    """Returns the page's text for a kind of leaf in one direction."""
     outcome = kind.outcome(direction)
     if kind.fails is not None and outcome != NOT_THERE:
         return f"`{kind.fails.__name__}` from `get()`"
@@ -25,7 +25,7 @@ def cell(kind: Kind, direction: str) -> str:
 
 
 def tables(page: Path = PAGE) -> list[list[list[str]]]:
-    """All tables of a page: rows of cells, the heading first, without the line below it."""
+    """Returns all tables of a page: rows of cells, the heading first, without the line below it."""
     found: list[list[list[str]]] = []
     inside = False
     for line in page.read_text().splitlines():
@@ -68,7 +68,7 @@ def test_the_example_of_the_page_runs(registry, device):
 
 
 def outcome(kind: TdKind) -> str:
-    """What the page on TensorDicts says of a kind of them."""
+    """Returns the text of the page on TensorDicts for one kind."""
     said = {}
     for direction in DIRECTIONS:
         if (counts := kind.counts(direction)) is not None:
@@ -82,7 +82,7 @@ def outcome(kind: TdKind) -> str:
 
 
 def as_text(rows: list[list[str]]) -> str:
-    """So that a difference is shown as the rows to add and to take away."""
+    """Formats a table so that a difference shows the rows to add and to remove."""
     return "\n".join(" | ".join(row) for row in rows)
 
 
@@ -96,7 +96,7 @@ def test_the_tables_of_tensordicts_are_the_catalogue():
 def test_the_examples_of_the_page_on_tensordicts_run_one_after_the_other(
     device, monkeypatch, tmp_path
 ):
-    monkeypatch.chdir(tmp_path)  # where one of them leaves its files
+    monkeypatch.chdir(tmp_path)  # some write files there
     blocks = re.findall(r"```python\n(.*?)```", TENSORDICTS.read_text(), flags=re.DOTALL)
     assert blocks
     names: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Mistakes in the call: a sentence that helps, and nothing broken afterwards."""
+"""Mistakes in a call: they raise a helpful message, and break nothing."""
 
 from __future__ import annotations
 

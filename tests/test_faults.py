@@ -1,7 +1,7 @@
-"""The engine when memory runs out or a transfer fails, at every step of a copy.
+"""Tests the engine when memory runs out or a transfer fails, at every step of a copy.
 
 The first test makes the first allocation or transfer of a copy fail, then the second of another
-copy, and so on, until there is none left to fail.
+copy, and so on, until none is left to fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tdcopier.sim import Fault, Hold
 pytestmark = pytest.mark.sim
 
 BUFFER_BYTES = _C.STAGING_BUFFER_BYTES
-# Sources' devices and the target's; "several" has leaves of several devices.
+# Source devices and target; "several" has leaves on several devices.
 ROUTES = {
     "H2D": (["cpu"], "sim:0"),
     "D2H": (["sim:0"], "cpu"),
@@ -53,7 +53,7 @@ def leaves_on(places: list[str], elements: list[int], value: float) -> list[torc
 
 
 def in_use(sim: Any) -> tuple[int, ...]:
-    """Bytes on both devices, and pinned bytes that are not staging."""
+    """Returns the bytes in use on both devices, and the pinned bytes besides staging."""
     staging = sum(tdcopier.staging_bytes(f"sim:{i}") for i in range(2))
     devices = [sim.memory_stats(i).allocated_bytes for i in range(2)]
     return (*devices, sim.pinned_bytes().in_use - staging)
@@ -61,7 +61,7 @@ def in_use(sim: Any) -> tuple[int, ...]:
 
 @pytest.fixture(autouse=True)
 def warm(fresh: None) -> None:
-    """What the engine makes once, it has made."""
+    """Makes the engine allocate everything that it allocates only once."""
     for places, target in ROUTES.values():
         tdcopier.copy(leaves_on(places, [10, 10], 0), target)
     gc.collect()
@@ -72,7 +72,7 @@ def warm(fresh: None) -> None:
 def in_flight(sim: Any, target: str) -> Hold:
     """Keeps the only staging buffer in flight, so that the next copy must pin one."""
     tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
-    assert tdcopier.staging_bytes(target) <= BUFFER_BYTES  # the others are given up
+    assert tdcopier.staging_bytes(target) <= BUFFER_BYTES  # releases the others
     hold = sim.hold(_C.copy_stream(target))
     tdcopier.start_copy([torch.ones(2)], target)
     tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
@@ -91,14 +91,14 @@ def assert_fails_every_time(
 
 
 def assert_gives_back(sim: Any, before: tuple[int, ...]) -> None:
-    """All that was in use, staging aside, is free: soon, since a thread waits for the device."""
-    gc.collect()  # an error's traceback has the handle in its frames
+    """Asserts that all memory besides staging is soon free: a thread may wait for the device."""
+    gc.collect()  # an error's traceback refers to the handle
     becomes(lambda: in_use(sim) == before)
     assert in_use(sim) == before
 
 
 def assert_no_staging_is_lost(target: str) -> None:
-    """With one buffer in all, a copy that needs three would wait for ever for a lost one."""
+    """Copies three windows through one buffer, which would hang if that buffer were lost."""
     if target == "cpu":
         return
     tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
@@ -128,7 +128,7 @@ def test_whatever_fails_is_told_every_time_and_leaves_nothing_behind(
             handle = tdcopier.start_copy(leaves, target)
             becomes(lambda fault=fault: fault.fired, within=BRIEFLY)
             with suppress(error):
-                handle.get()  # waits until it is known whether it has failed
+                handle.get()  # waits until it is known whether it failed
             if fault.fired:
                 assert_fails_every_time(handle, error, fault.struck)
         if fault.fired:
@@ -167,10 +167,10 @@ def test_one_window_fails_while_others_are_in_flight(sim, device, copy_stream, w
     with sim.fail_transfer(n, direction="h2d", when=when) as fault:
         handle = tdcopier.start_copy([source], device)
         del source
-        if buffers < n:  # they come back when the first ones were read
+        if buffers < n:  # they are returned when the first ones were read
             hold.release()
         assert becomes(lambda: fault.fired)
-        if when == "enqueue" and buffers == 16:  # told at once: nobody waits for the stream
+        if when == "enqueue" and buffers == 16:  # raised at once: no thread waits for the stream
             assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
         hold.release()
         with pytest.raises(torch.AcceleratorError):
@@ -188,7 +188,7 @@ def test_one_window_fails_while_others_are_in_flight(sim, device, copy_stream, w
 
 @pytest.mark.parametrize("buffers", [1, 3])
 def test_copies_that_wait_for_staging_go_on_when_another_fails(sim, device, copy_stream, buffers):
-    """Each waits for buffers of the one before; the second one fails."""
+    """Each copy waits for buffers of the one before; the second one fails."""
     tdcopier.set_staging_limit_bytes(buffers * BUFFER_BYTES)
     elements = 3 * BUFFER_BYTES // 4
     with sim.fail_transfer(5, direction="h2d") as fault:
@@ -225,7 +225,7 @@ def test_staging_stays_within_its_bound_when_the_device_fails_again_and_again(si
     assert_no_staging_is_lost(device)
 
 
-# ---- who is told, and when -----------------------------------------------------------------------
+# ---- which call raises, and when -----------------------------------------------------------------
 
 
 def test_a_failure_that_is_not_known_at_wait_brings_the_consumers_stream_down(
@@ -249,7 +249,7 @@ def test_a_failure_that_is_not_known_at_wait_brings_the_consumers_stream_down(
 def test_a_device_error_that_is_told_once_is_told_every_time_by_the_handle(
     sim, device, copy_stream
 ):
-    """Not every backend's errors last: whoever hears of one must keep it."""
+    """Some backends report an error only once: the code that receives it must store it."""
     bits = torch.zeros(4, dtype=torch.bits8, device=device)
     target = torch.zeros(4, device=device)
     torch.sim.synchronize(device)
@@ -268,7 +268,7 @@ def test_a_device_error_that_is_told_once_is_told_every_time_by_the_handle(
 def test_a_consumer_whose_own_stream_has_failed_does_not_stop_later_copies(
     sim, device, accelerator, when
 ):
-    """The host's run-ahead looks at events on that stream, which nobody will ever reach."""
+    """The run-ahead limit polls events on that stream, which never complete."""
     tdcopier.set_run_ahead_limit(2)
     consumer = accelerator.Stream(device=device)
     pinned = torch.ones(4).pin_memory()
@@ -296,7 +296,7 @@ def test_a_consumer_whose_own_stream_has_failed_does_not_stop_later_copies(
 def test_a_delegated_leaf_that_fails_on_the_device_after_the_call_fails_the_copy(
     sim, device, other_device, accelerator, starter_is_consumer
 ):
-    """It is moved between the devices in the background: ready() tells the end, get() the error."""
+    """Torch copies it between devices in the background: ready() sees the end, get() the error."""
     source = torch.full((4,), 3.0).to(other_device).requires_grad_()
     starter = accelerator.Stream(device=device)
     consumer = starter if starter_is_consumer else accelerator.Stream(device=device)
@@ -344,7 +344,7 @@ def test_a_delegated_leaf_that_fails_in_the_call_fails_the_copy(sim, places, tar
 def test_a_failed_delegated_leaf_does_not_end_a_copy_that_still_reads_its_sources(
     sim, device, other_device, copy_stream
 ):
-    """ready() allows the caller to write to the sources: not while workers are reading them."""
+    """ready() lets the caller write to the sources, so not while workers still read them."""
     tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
     tdcopier.staging_bytes(device)
     large = torch.full((3 * BUFFER_BYTES // 4,), 1.0)
@@ -352,7 +352,7 @@ def test_a_failed_delegated_leaf_does_not_end_a_copy_that_still_reads_its_source
     with sim.hold(copy_stream), sim.fail_transfer(direction="d2d") as fault:
         handle = tdcopier.start_copy([large, delegated], device)
         assert fault.fired
-        # One buffer is filled; the rest of the source has not been read.
+        # One buffer is filled; the rest of the source is still to be read.
         assert not becomes(handle.ready, within=BRIEFLY)
     assert becomes(handle.ready)
     assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)

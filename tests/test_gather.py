@@ -1,4 +1,4 @@
-"""Rows of nested tables on their way to a device: equal to indexing each leaf and moving it."""
+"""Gathering rows of nested tables to a device equals indexing each leaf and moving it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import tdcopier
 
 
 def storage(rows: int = ROWS) -> dict[str, Any]:
-    """Of every width, dtype and container."""
+    """Makes leaves of every width and dtype in every container."""
     wide = ramp("cpu", rows, 2 * 12)
     return {
         "frames": torch.randint(0, 255, (rows, 4, 21, 21), dtype=torch.uint8),
@@ -218,7 +218,7 @@ def test_rows_arrive_on_the_host_in_pinned_memory_that_is_sent_as_it_is(device):
 
 
 def test_rows_for_the_host_do_not_begin_to_use_an_accelerator(accelerator, monkeypatch):
-    """To ask for pinned memory would, which takes 0.3 s and 0.5 GB on CUDA."""
+    """A query for pinned memory would initialize CUDA, which takes 0.3 s and 0.5 GB."""
     monkeypatch.setattr(accelerator, "is_initialized", lambda: False)
     (gathered,) = tdcopier.start_gather([torch.randn(ROWS, 4)], torch.arange(3), "cpu").get()
     assert not gathered.is_pinned()
@@ -242,7 +242,7 @@ def test_rows_for_the_host_are_pageable_in_a_child_of_a_fork(device):
     child = os.fork()
     if child == 0:
         (rows,) = tdcopier.start_gather([torch.arange(8)], torch.tensor([3, 1]), "cpu").get()
-        pinned = device.startswith("sim") and rows.is_pinned()  # to ask CUDA fails here
+        pinned = device.startswith("sim") and rows.is_pinned()  # on CUDA this query fails here
         os._exit(0 if rows.tolist() == [3, 1] and not pinned else 1)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -260,7 +260,7 @@ def test_an_array_over_a_file_is_read_in_the_windows_of_mapped_files(device, tmp
 
 
 class Rows:
-    """What a mode may make of rows."""
+    """The class that a mode turns rows into."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows

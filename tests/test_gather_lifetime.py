@@ -1,4 +1,4 @@
-"""Gathers among writers, threads and forks: who may write, drop and wait, and when."""
+"""Gathers beside writers, threads and forks: when memory may be written or dropped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_writer_may_go_on_when_rows_are_gathered(stall, device, copy_stream, c
     expected = rows_of(tree, index, "cpu")
     with stall(copy_stream):
         handle = tdcopier.start_gather(tree, index, device)
-        handle.wait_gathered()  # while the device has not even begun
+        handle.wait_gathered()  # the device has not even begun
         tree["a"].zero_()
         tree["b"].fill(0)
     moved = handle.get()
@@ -86,7 +86,7 @@ def test_many_threads_gather_at_once_and_each_gets_its_own_rows(device):
 
 @pytest.mark.sim
 def test_a_forked_child_gathers_into_ordinary_memory():
-    """Its parent may have held the lock of the pinned allocator when it was forked."""
+    """Its parent may have held the lock of the pinned allocator during the fork."""
     code = """
     import os, torch, tdcopier
     from tdcopier import sim
@@ -104,7 +104,7 @@ def test_a_forked_child_gathers_into_ordinary_memory():
 
 
 def test_no_python_runs_for_each_leaf(device):
-    """A thousand leaves take no more calls than ten, but for those of anybody's collector."""
+    """A thousand leaves take no more calls than ten, apart from the garbage collector's."""
 
     def calls(leaves: int) -> int:
         tree = {f"{i}": torch.randn(ROWS, 2) for i in range(leaves)}

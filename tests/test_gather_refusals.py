@@ -1,4 +1,4 @@
-"""What a gather refuses, and says of it: indices, tables, options."""
+"""Refusals of a gather and their messages: indices, tables, options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of TensorDicts: what indexing and moving them gives, batch sizes and classes included."""
+"""Gathering rows of TensorDicts equals indexing and moving, including batch sizes and classes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_it_equals_indexing_and_moving(device, make, index, on):
 
 def moved_rows(storage: Any, index: Any, target: str) -> Any:
     rows = storage[index]
-    # On the host a view is a view, and a copy keeps no device that was not there.
+    # On the host a view stays a view, and a copy does not get a device that the source lacks.
     return rows.to(target) if target != "cpu" else rows.clone().to(target)
 
 

@@ -1,4 +1,4 @@
-"""Copies that workers stage and their consumer sends: as others, but for who enqueues, and when."""
+"""Deferred copies, staged by workers and sent by their consumer: otherwise like other copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import tdcopier
 from tdcopier import _C
 
 LARGE = 1 << 20
-"""Elements: 4 MiB, which workers stage."""
+"""4 MiB of floats, which workers stage."""
 sizes = pytest.mark.parametrize("elements", [10, LARGE], ids=["inline", "background"])
 sendings = pytest.mark.parametrize("sending", [_C.Sending.HELD, _C.Sending.HELD_STAGED])
 
@@ -67,12 +67,12 @@ def test_nothing_is_sent_before_somebody_uses_it(device, elements, sending):
     assert handle.stats.transfers == handle.stats.chunks
     assert handle._send_if_staged()
     handle.get()
-    assert handle.stats.transfers == handle.stats.chunks  # once
+    assert handle.stats.transfers == handle.stats.chunks  # sent once
 
 
 @pytest.mark.sim
 def test_a_batch_that_workers_still_stage_is_not_sent(sim, device):
-    """Whoever tries to send it early waits for nobody."""
+    """A thread that tries to send it early does not wait."""
     outcomes = set()
     for seed in range(20):
         with sim.schedule(seed), held(_C.Sending.HELD_STAGED):
@@ -151,7 +151,7 @@ def test_to_the_host_it_is_a_copy_like_any_other(device):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what it sees."""
+    """Records the functions that it intercepts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_a_forked_child_sends_nothing():
 
 
 def held_bytes(device: str) -> int:
-    """Pinned for batches that are held, and for those to come."""
+    """Returns the bytes pinned for deferred batches, present and future."""
     _C.settle()
     return _C.held_bytes(device)
 
@@ -213,13 +213,13 @@ def test_memory_of_batches_is_used_again(device):
         for _ in range(5):
             handle = tdcopier.start_copy(torch.ones(LARGE), device)
             handle.wait_staged()
-            del handle  # never sent
+            del handle  # without sending it
             tdcopier.start_copy(torch.ones(LARGE), device).get()
     assert held_bytes(device) == before
 
 
 def test_batches_beyond_the_bound_go_at_once(device):
-    tdcopier.set_staging_limit_bytes(4 * LARGE)  # four batches of as much may wait
+    tdcopier.set_staging_limit_bytes(4 * LARGE)  # room for four such batches
     sent = []
     handles = []
     with held():
@@ -239,7 +239,7 @@ def test_a_batch_of_another_size_takes_the_place_of_free_memory(device):
         with held():
             handle = tdcopier.start_copy(torch.ones(elements), device)
         handle.wait_staged()
-        assert handle.stats.transfers == 0  # there was room
+        assert handle.stats.transfers == 0  # it fits within the limit
         assert (handle.get() == 1).all()
     assert held_bytes(device) <= 16 * LARGE
 

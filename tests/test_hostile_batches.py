@@ -1,4 +1,4 @@
-"""What may be handed in by mistake or on purpose: no crash, no endless call, no wrong tensor."""
+"""Mistaken and malicious batches: no crash, no endless call, no wrong tensor."""
 
 from __future__ import annotations
 
@@ -195,9 +195,7 @@ def test_a_result_that_one_thread_has_stands_though_another_ones_build_failed(
 
     tdcopier.register_container(Box, flatten_box, unflatten)
     tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-    with sim.hold(
-        copy_stream
-    ):  # of four buffers that are needed one is there: not built in the call
+    with sim.hold(copy_stream):  # one of four buffers: not built in the call
         handle = tdcopier.start_copy([Box(torch.ones(1 << 22))], device)
     results = []
     thread = threading.Thread(target=lambda: results.append(handle.get()))

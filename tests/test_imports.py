@@ -1,4 +1,4 @@
-"""Which modules of the package import which: in no circles, wherever in a module they do it."""
+"""The imports between modules of the package form no cycles, wherever a module imports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def imported_by(path: Path) -> Iterator[str]:
 
 
 def test_no_module_imports_one_that_imports_it():
-    """The package itself, which imports most of them, is left out: it has the version, say."""
+    """Leaves out the package itself, which most modules import, for example for its version."""
     modules = {name: path for name, path in MODULES.items() if name != "tdcopier"}
     graph = {
         name: {other for other in imported_by(path) if other in modules and other != name}

@@ -1,4 +1,4 @@
-"""What `tdcopier.info` and `python -m tdcopier.info` tell, and that no question makes them fail."""
+"""The output of `tdcopier.info` and `python -m tdcopier.info`, which no question makes fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tdcopier.info import as_text, main
 
 
 def run_module(*arguments: str, **environment: str) -> str:
-    """The output of the command in a process of its own."""
+    """Returns the output of the command, run in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tdcopier.info", *arguments],
         env={**os.environ, **environment},
@@ -111,7 +111,7 @@ def test_asking_makes_no_context_unless_told_to_on_a_cuda_device():
 
 
 def on_a_made_up_gpu(monkeypatch, **properties: object) -> None:
-    """Torch with one CUDA device, as far as is asked."""
+    """Makes torch report one CUDA device, as far as the command asks."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Ctrl-C in Python code of the package, beside prefetching: nothing is left half done."""
+"""Ctrl-C in Python code of the package, prefetching aside: nothing is left half done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def table() -> TensorDict:
     return TensorDict(own, [6])
 
 
-# ---- the switch of TensorDict's own calls --------------------------------------------------------
+# ---- the switch for TensorDict's own calls -------------------------------------------------------
 
 
 def is_off() -> bool:
@@ -150,7 +150,7 @@ def test_a_class_whose_registration_was_interrupted_is_registered_or_can_be(regi
             )
 
         value = Own(torch.ones(3))
-        assert tdcopier.copy(value, device) is value  # which is opaque, and known as such
+        assert tdcopier.copy(value, device) is value  # opaque, and known to be
         with interrupter:
             register()
         with suppress(ValueError):  # it is registered already
@@ -191,7 +191,7 @@ def test_what_was_modified_is_named_after_an_interrupted_call_too(
     def scene(interrupter: Interrupter) -> None:
         source: dict[str, Any] = {"x": torch.ones(5), "y": torch.ones(5)}
         handle = tdcopier.start_copy(source, device)
-        accelerator.synchronize()  # so that it is ready
+        accelerator.synchronize()  # so that the copy is ready
         source["y"].zero_()
         told = False
         with interrupter:

@@ -1,4 +1,4 @@
-"""Jagged nested tensors travel packed, and what belongs together still does afterwards."""
+"""Jagged nested tensors are packed, and those of one ragged size still match afterwards."""
 
 from __future__ import annotations
 

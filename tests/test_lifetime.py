@@ -1,4 +1,4 @@
-"""Who keeps what alive, and for how long."""
+"""Which objects are kept alive, by what, and for how long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_handle_dropped_early_does_not_block_and_the_copy_ends(
 ):
     with stall(copy_stream):
         handle = tdcopier.start_copy([torch.ones(elements)], device)
-        del handle  # would hang here if it waited for the device
+        del handle  # hangs if it waits for the device
     copy_stream.synchronize()
     assert tdcopier.copy([torch.full((elements,), 2.0)], device)[0][-1].item() == 2
 
@@ -58,9 +58,9 @@ def test_a_source_whose_last_reference_the_job_holds_is_finalised_with_the_gil(d
 
 
 def test_a_background_source_is_released_without_any_further_call(device, accelerator):
-    """A pending call of the interpreter does it: the handle is alive and never asked again.
+    """A pending call of the interpreter releases it, although the handle is alive and unused.
 
-    It runs when the main thread next takes the GIL, as after each of torch's operations.
+    It runs when the main thread next takes the GIL, for example after each torch operation.
     """
     source = torch.ones(1 << 20)
     alive = weakref.ref(source)

@@ -1,4 +1,4 @@
-"""The PTX that is built in is what its source compiles to."""
+"""The built-in PTX equals the compiler's output for its source."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Sources in memory-mapped files: read by the workers, in pieces, and off the caller's thread where
-that would wait for a disk.
+"""Tests sources in memory-mapped files.
+
+Workers read them in pieces, and not in the caller's thread if that would wait for a disk.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def map_file(request: pytest.FixtureRequest) -> Callable[[Path, int], Any]:
 
 
 def written(path: Path, elements: int) -> torch.Tensor:
-    """What is in the file, which is on the disk by now."""
+    """Writes the file to disk, and returns its values."""
     values = torch.arange(elements, dtype=torch.int32)
     path.write_bytes(values.numpy().tobytes())
     file = os.open(path, os.O_RDONLY)
@@ -58,9 +59,9 @@ def written(path: Path, elements: int) -> torch.Tensor:
 
 
 def is_cold(path: Path) -> bool:
-    """Whether the file could be thrown out of the page cache: not all file systems do that.
+    """Whether the file could be evicted from the page cache: not all file systems allow that.
 
-    The kernel may hold on to a page that it is busy with, so it is asked more than once.
+    The kernel may keep a page that is in use, so this retries.
     """
     return any(_is_thrown_out(path) for _ in range(100))
 
@@ -100,12 +101,12 @@ def test_a_small_source_on_disk_is_read_by_workers_and_one_in_memory_within_the_
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "every 1000th": lambda leaf: leaf[::1000],
     "the ends": lambda leaf: leaf[:: len(leaf) - 1],
-    "backwards": lambda leaf: leaf[::-1],  # numpy's only
+    "backwards": lambda leaf: leaf[::-1],  # only numpy has it
 }
 
 
 def read_at(path: Path, offset: int) -> None:
-    """Bring one page into memory, and none behind it."""
+    """Brings one page into memory, and none after it."""
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         file.seek(offset)
@@ -156,7 +157,7 @@ def test_memory_that_is_no_file_is_not_shared_out_in_such_pieces(device):
     for source in (shared, plain):
         handle = tdcopier.start_copy(source, device, use_background_thread=False)
         handle.get()
-        assert handle.stats.transfers == 8 + 6  # of 256 KiB, and of 512 KiB: they grow
+        assert handle.stats.transfers == 8 + 6  # of 256 KiB, then of 512 KiB
 
 
 def test_a_mapped_tensor_arrives_as_a_plain_one_and_stays_itself_on_the_host(device, tmp_path):

@@ -1,4 +1,4 @@
-"""Each option means what it says: seen in addresses, allocations and transfers."""
+"""Each option has its documented effect on addresses, allocations and transfers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAVES = [
 
 
 def spans(outputs: list[torch.Tensor]) -> dict[int, list[tuple[int, int]]]:
-    """By chunk (its storage's address): begin and end of each output, as addresses."""
+    """Returns begin and end address of each output, by chunk (its storage's address)."""
     chunks: dict[int, list[tuple[int, int]]] = {}
     for output in outputs:
         span = (output.data_ptr(), output.data_ptr() + output.nbytes)
@@ -26,7 +26,7 @@ def spans(outputs: list[torch.Tensor]) -> dict[int, list[tuple[int, int]]]:
 
 @pytest.mark.parametrize("alignment", [1, 2, 16, 24, 100, 512, 4096, 1 << 20])
 def test_every_slot_is_aligned_to_the_option_and_the_element(ends, alignment):
-    """Counted from the chunk's beginning, whose address is a multiple of the power of two in it."""
+    """Counts from the chunk's beginning, whose address is a multiple of the power of two in it."""
     source, target = ends
     leaves = oracle(LEAVES, source)
     outputs = tdcopier.copy(leaves, target, min_packed_alignment_bytes=alignment)
@@ -106,7 +106,7 @@ def test_a_large_leaf_is_cut_into_windows_that_grow(device):
     large = torch.randint(0, 255, (9 << 20,), dtype=torch.uint8)
     handle = tdcopier.start_copy(large, device, use_background_thread=False)
     assert_same(handle.get(), large.to(device))
-    assert handle.stats.transfers == 8 + 8 + 3  # of 256 KiB, 512 KiB and 1 MiB
+    assert handle.stats.transfers == 8 + 8 + 3  # of 256 KiB, then 512 KiB, then 1 MiB
     assert handle.stats.transfer_bytes == large.nbytes
 
 
@@ -144,7 +144,7 @@ def test_the_number_of_workers_is_bounded_as_asked():
     print(_C.wake_workers() - 2 * torch.accelerator.device_count())
     """
     one = run_python(code, TDCOPIER_WORKERS="1")
-    assert int(one) == 2  # and the reclaimer
+    assert int(one) == 2  # one worker, and the reclaimer
 
 
 def test_an_unknown_way_to_gather_is_an_error_of_the_import():

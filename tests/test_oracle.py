@@ -1,4 +1,4 @@
-"""What the outputs of a copy are, beyond what the catalogue says of each kind of leaf."""
+"""Properties of a copy's outputs that the catalogue does not describe for each kind of leaf."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_detection_batch_takes_a_transfer_for_each_dtype_in_both_directions(
         assert handle.stats.packed_leaves == 528
         assert handle.stats.chunks == 3
     assert there.stats.transfers == 3
-    assert back.stats.transfers in (1, 3)  # a kernel that gathers to the host is the one transfer
+    assert back.stats.transfers in (1, 3)  # a kernel that gathers to the host is one transfer
 
 
 def test_the_catalogue_has_every_container_class_once():

@@ -1,4 +1,4 @@
-"""Who waits for whom: the copy, the consumer's streams, and the reuse of memory."""
+"""Ordering of copies, consumers' streams, and the reuse of memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_wait_returns_while_the_consumer_stream_is_busy_and_what_is_read_later_i
     with accelerator.stream(consumer):
         with stall(consumer):
             handle = tdcopier.start_copy([source], device)
-            (moved,) = handle.wait()  # would hang here if it waited for the stream
+            (moved,) = handle.wait()  # hangs if it waits for the stream
             total = torch.empty((), device=device)
         total.copy_(moved.sum())
     consumer.synchronize()
@@ -27,7 +27,7 @@ def test_wait_returns_while_the_consumer_stream_is_busy_and_what_is_read_later_i
 def test_the_copy_itself_is_not_held_up_by_the_consumers_queue(stall, device, accelerator):
     with stall(accelerator.current_stream()):
         handle = tdcopier.start_copy([torch.ones(3)], device)
-        handle.get()  # waits for the copy stream alone
+        handle.get()  # waits only for the copy stream
         assert handle.ready()
         assert not accelerator.current_stream().query()
 
@@ -60,7 +60,7 @@ def test_a_given_stream_is_the_one_that_waits(stall, device, accelerator, copy_s
 def test_memory_is_not_reused_while_a_stream_that_got_it_can_still_read_it(
     stall, device, accelerator, hand_over
 ):
-    """The consumer reads late; by then later copies have been through the same pool of memory."""
+    """The consumer reads late, after later copies have used the same pool of memory."""
     consumer = accelerator.Stream(device=device)
     tdcopier.set_run_ahead_limit(1000)
     kept = []
@@ -72,7 +72,7 @@ def test_memory_is_not_reused_while_a_stream_that_got_it_can_still_read_it(
             late = torch.empty(50, device=device)
             late.copy_(moved, non_blocking=True)
             kept.append(late)
-            del moved  # back to the allocator; only the record keeps it from the next copy
+            del moved  # returned to the allocator; only the record keeps it from the next copy
     consumer.synchronize()
     assert [late[0].item() for late in kept] == list(range(20))
 
@@ -107,7 +107,7 @@ def test_get_returns_the_same_object_each_time_and_so_does_wait(device):
 
 
 def test_delegated_outputs_are_ordered_too(stall, device, other_device, accelerator):
-    """A leaf that torch moves between devices runs on the streams that were current at the call."""
+    """Torch copies such a leaf between devices on the streams that were current at the call."""
     source = torch.full((4,), 3.0).to(other_device).requires_grad_()
     starter, consumer = (accelerator.Stream(device=device) for _ in range(2))
     with stall(starter):
@@ -153,7 +153,7 @@ def test_a_second_stream_waits_for_a_late_copy_as_the_first_does(
 
 
 def test_every_chunk_is_kept_from_reuse(stall, device, accelerator):
-    """Several chunks, packed and alone: none may go to a later copy while the consumer is late."""
+    """Several chunks, packed and alone: no later copy may take one while the consumer is late."""
     consumer = accelerator.Stream(device=device)
     source = [torch.full((n,), 1.0) for n in (100, 100, 100, 70_000)]
     with accelerator.stream(consumer), stall(consumer):

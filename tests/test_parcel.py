@@ -1,4 +1,4 @@
-"""A parcel that was packed on one device and is opened on another says that it is there."""
+"""A parcel that is packed on one device and opened on another has that other device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tdcopier._parcel import pack, unpack
 
 
 def opened_on(tree, device, other_device):
-    """What arrives on `other_device` when it is sent from `device`."""
+    """Returns the tree as it arrives on `other_device`, sent from `device`."""
     parcel = pack(tree, torch.device(device))
     assert parcel.body.nbytes == parcel.chunk_bytes + parcel.spec_bytes
     return unpack(parcel.body.to(other_device), parcel.chunk_bytes)
@@ -125,7 +125,7 @@ def test_a_tensordict_does_not_say_that_its_leaves_are_files_or_shared(made, tmp
 
 
 class Linked:
-    """Knows who knows it."""
+    """An object that refers to objects which refer back to it."""
 
     def __init__(self) -> None:
         self.peer: object = None

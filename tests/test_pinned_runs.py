@@ -1,4 +1,4 @@
-"""Small leaves that lie one behind the other in a pinned storage: one transfer, nothing staged."""
+"""Runs of small leaves in one pinned storage: one transfer each, nothing staged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pinned_rows(rows: int = ROWS, row: int = ROW) -> torch.Tensor:
 
 
 def times_asked(copy: Callable[[], Any]) -> int:
-    """How often torch was asked whether memory is pinned, by the profiler's count."""
+    """Returns how often torch was asked whether memory is pinned, by the profiler's count."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         copy()
@@ -45,9 +45,9 @@ def test_nothing_of_them_goes_through_staging_buffers(sim, device, copy_stream):
     base = pinned_rows()
     expected = list(base.to(device).unbind())
     tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-    assert tdcopier.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES  # the others are given up
+    assert tdcopier.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES  # releases the others
     with sim.hold(copy_stream):
-        tdcopier.start_copy([torch.ones(2)], device)  # has the only one
+        tdcopier.start_copy([torch.ones(2)], device)  # occupies the only one
         tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
         sim.reset_counts()
         with sim.fail_pinned_allocation(1) as fault:
@@ -95,17 +95,17 @@ def strided(base: torch.Tensor) -> list[torch.Tensor]:
 
 
 def strided_in_step(base: torch.Tensor) -> list[torch.Tensor]:
-    """Each begins as many bytes behind the one before as that has, but every other one has gaps."""
+    """Returns leaves that each end where the next begins, but every other one has gaps."""
     flat, steps = base.repeat(2, 1).pin_memory().view(-1), [2, 1] * (ROWS - 1)
     return [flat[i * ROW : (i + step) * ROW : step] for i, step in enumerate(steps)]
 
 
 def with_gaps(base: torch.Tensor) -> list[torch.Tensor]:
-    return [row[: ROW - 4] for row in base]  # sixteen bytes, which no padding is
+    return [row[: ROW - 4] for row in base]  # sixteen bytes, too much for padding
 
 
 def too_few(base: torch.Tensor) -> list[torch.Tensor]:
-    return list(base[:64].unbind())  # 256 KiB, as large as a leaf that is packed
+    return list(base[:64].unbind())  # 256 KiB, the size of a leaf that is still packed
 
 
 def unaligned(base: torch.Tensor) -> list[torch.Tensor]:
@@ -164,7 +164,7 @@ def test_a_chunk_that_would_be_too_large_is_cut(device):
     largest = 75 * 4096
     handle = tdcopier.start_copy(source, device, max_packed_chunk_bytes=largest)
     assert_same(handle.get(), oracle(source, device))
-    # Two of 75 rows go straight. What is left is no more than a leaf that is packed.
+    # Two runs of 75 rows are read in place. The rest is no larger than a leaf that is packed.
     assert (handle.stats.chunks, handle.stats.packed_leaves) == (3, 200)
     assert handle.stats.transfers == 3
 
@@ -221,7 +221,7 @@ def test_a_mixture_of_all_kinds_gives_what_to_gives(device, options):
     assert_same(moved, expected)
     if not options:
         assert handle.stats.alone_leaves == 4
-        # Four rows of leaves, four large ones, and what is staged.
+        # Four runs of rows, four large leaves, and the staged ones.
         assert handle.stats.chunks == handle.stats.transfers == 4 + 4 + 1
 
 
@@ -240,7 +240,7 @@ def test_the_parts_of_a_consolidated_tensordict_are_one_transfer(device, nested)
     batch = tensordict.TensorDict({str(i): torch.rand(4, 64 + 4 * i) for i in range(100)}, [4])
     if nested:
         batch = tensordict.TensorDict({"first": batch, "second": batch.clone()}, [4])
-    # At the root of a tree it would be left to its own `.to`.
+    # At the root of a tree it would be delegated to its own `.to`.
     batch = tensordict.TensorDict({"inner": batch.consolidate(pin_memory=True)}, [4])
     handle = tdcopier.async_to(batch, device)
     moved = handle.wait()
@@ -277,7 +277,7 @@ def test_wait_staged_lasts_until_the_device_has_read_them(stall, device, copy_st
 
         writer = threading.Thread(target=overwrite)
         writer.start()
-        assert not staged.wait(0.05)  # it cannot be: the device has not begun
+        assert not staged.wait(0.05)  # it cannot end: the device has not begun
     writer.join()
     assert torch.equal(torch.stack(handle.get()[:-1]).cpu(), expected)
 
@@ -295,7 +295,7 @@ def test_they_are_kept_until_the_device_has_read_them(stall, device, copy_stream
             handle = started
         del base, rows, started
         scratch = torch.zeros(10_000)
-        for _ in range(100):  # what waits for the main thread has had its chance
+        for _ in range(100):  # long enough for work that waits for the main thread
             scratch.add_(1)
         assert all(reference() is not None for reference in references)
         others = [pinned_rows().fill_(5) for _ in range(3)]
@@ -326,7 +326,7 @@ def test_a_copy_that_fails_keeps_what_the_device_reads(sim, device):
 
 def test_what_has_arrived_may_be_filled_by_another_copy(device):
     base = torch.zeros(ROWS, ROW + 4, dtype=torch.float32).pin_memory()
-    source = [row[: ROW + 1] for row in base]  # twelve bytes between each and the next
+    source = [row[: ROW + 1] for row in base]  # twelve bytes between neighbours
     handle = tdcopier.start_copy(source, device)
     moved = handle.get()
     assert handle.stats.transfers == 1
@@ -351,7 +351,7 @@ def test_an_output_that_grows_or_is_written_leaves_the_source_alone(device):
 @pytest.mark.parametrize("pinned_example", [True, False])
 def test_a_prepared_copy_looks_anew_at_where_each_batch_lies(device, pinned_example):
     base = pinned_rows()
-    other = torch.ones(3)  # a run has a chunk of its own, beside that of this leaf
+    other = torch.ones(3)  # a run has its own chunk, apart from this leaf's
     batches = {True: [*base.unbind(), other], False: [*(row.clone() for row in base), other]}
     plan = tdcopier.prepare(batches[pinned_example], device)
     for pinned in (True, False, True):

@@ -1,4 +1,4 @@
-"""Large pinned sources, which the device reads where they are: nothing is staged."""
+"""Large pinned sources, which the device reads in place: nothing is staged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_is_small_has_gaps_or_is_not_pinned_is_staged_beside_it(device):
 def test_nothing_of_it_goes_through_staging_buffers(sim, device):
     source = pinned(1.0)
     tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-    with sim.fail_pinned_allocation(1):  # none is asked for
+    with sim.fail_pinned_allocation(1):  # none is requested
         handle = tdcopier.start_copy(source, device)
         assert handle.get().sum().item() == LARGE
     assert handle.stats.transfer_bytes == source.nbytes
@@ -65,7 +65,7 @@ def test_wait_staged_lasts_until_the_device_has_read_it(stall, device, copy_stre
 
         writer = threading.Thread(target=overwrite)
         writer.start()
-        assert not staged.wait(0.05)  # it cannot be: the device has not begun
+        assert not staged.wait(0.05)  # it cannot end: the device has not begun
     writer.join()
     assert handle.get()[0].eq(1).all()
 
@@ -78,7 +78,7 @@ def test_it_is_kept_until_the_device_has_read_it(stall, device, copy_stream):
         handle = tdcopier.start_copy([source], device)
         del source
         scratch = torch.zeros(10_000)
-        for _ in range(100):  # what waits for the main thread has had its chance
+        for _ in range(100):  # long enough for work that waits for the main thread
             scratch.add_(1)
         assert reference() is not None
         others = [pinned(5.0) for _ in range(3)]

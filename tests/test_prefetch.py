@@ -1,4 +1,4 @@
-"""`prefetch`: what comes out of it, in which order, and how far it reads ahead."""
+"""`prefetch`: its batches, their order, and how far it reads ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def no_reader_is_left() -> Iterator[None]:
 
 
 class Rows:
-    """Iterable by its items alone."""
+    """Iterable only by `__getitem__`."""
 
     def __getitem__(self, index: int) -> Any:
         if index == 5:
@@ -75,7 +75,7 @@ def test_next_works_without_a_loop_and_stays_at_the_end(device, make):
 def test_options_are_those_of_the_copy(device, options):
     (moved,) = tdcopier.prefetch([[torch.ones(4), torch.ones(4)]], device, **options)
     one, other = (leaf.untyped_storage().data_ptr() for leaf in moved)
-    assert (one == other) == (options == {})  # of one chunk
+    assert (one == other) == (options == {})  # in one chunk
 
 
 # ---- how far it reads ahead ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What goes wrong in a source, in a copy and in the call of `prefetch`, and where it comes out."""
+"""Errors in a source, in a copy and in the call of `prefetch`, and where they are raised."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_failure_of_iter_comes_out_of_the_loop(device):
 
 
 def outcomes(prefetcher: Any, count: int) -> list[Any]:
-    """Batches' values, and the classes of what comes instead."""
+    """Returns the batches' values, or the classes of the errors raised instead."""
     seen = []
     for _ in range(count):
         try:

@@ -1,4 +1,4 @@
-"""`prefetch(threaded=False)`: the loop's own thread reads the source, and sends what was staged."""
+"""`prefetch(threaded=False)`: the loop's own thread reads the source and sends staged batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from support import are_released, assert_same, oracle
 import tdcopier
 
 LARGE = 1 << 20
-"""Elements: 4 MiB, which workers stage."""
+"""4 MiB of floats, which workers stage."""
 
 
 class Rows:
-    """Iterable by its items alone."""
+    """Iterable only by `__getitem__`."""
 
     def __getitem__(self, index: int) -> Any:
         if index == 5:
@@ -134,7 +134,7 @@ def test_stats_tell_of_every_batch(device):
     assert 0 < stats.copy_us < stats.waited_us
 
 
-# ---- what goes wrong ----------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 class Broken(Exception):
@@ -230,14 +230,14 @@ def test_however_it_ends_early_nothing_is_left(device, end):
     def endless() -> Iterator[Any]:
         try:
             while True:
-                leaf = torch.ones(3, device=device)  # handed through: the very object
+                leaf = torch.ones(3, device=device)  # passed through: the very object
                 made.append(weakref.ref(leaf))
                 yield [leaf, torch.zeros(5)]
                 del leaf
         finally:
             ended.append(threading.current_thread())
 
-    source = endless()  # somebody has it: to drop it would not be to close it
+    source = endless()  # kept: it must be closed, not just dropped
     end(in_loop(source, device, depth=3))
     assert becomes(lambda: gc.collect() >= 0 and ended == [threading.current_thread()])
     assert are_released(made)

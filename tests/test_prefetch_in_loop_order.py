@@ -1,4 +1,4 @@
-"""A source that the loop reads itself: its memory, streams, and who sends its batches."""
+"""Sources that the loop reads itself: their memory, streams, and when batches are sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import tdcopier
 from tdcopier import _C
 
 LARGE = 1 << 20
-"""Elements: 4 MiB, which workers stage."""
+"""4 MiB of floats, which workers stage."""
 
 
 @pytest.mark.parametrize("elements", [10, LARGE], ids=["small", "large"])
@@ -46,7 +46,7 @@ def test_what_workers_have_staged_is_sent_when_the_loop_asks_for_more(device):
         next(batches)
         handles[2].wait_staged()
         sent = [handle.stats.transfers for handle in handles]
-        assert sent in ([1, 1, 0], [1, 1, 1])  # staged after the last look at it, or before
+        assert sent in ([1, 1, 0], [1, 1, 1])  # staged after or before the last poll
         for taken in range(3, 6):
             moved = next(batches)
             assert handles[taken - 1].stats.transfers == 1
@@ -86,7 +86,7 @@ def test_a_batch_is_ordered_on_the_stream_that_is_current_when_it_is_taken(
     device, accelerator, stall, copy_stream
 ):
     batches = [torch.full((1000,), float(i)) for i in range(4)]
-    accelerator.synchronize(device)  # a stream that is held keeps every staging buffer
+    accelerator.synchronize(device)  # a held stream keeps every staging buffer
     passing = iter(in_loop(batches, device, depth=2))
     reads = []
     for _ in range(4):
@@ -100,7 +100,7 @@ def test_a_batch_is_ordered_on_the_stream_that_is_current_when_it_is_taken(
 def test_leaves_on_the_device_are_ordered_behind_the_stream_that_made_them(
     device, accelerator, stall
 ):
-    """Which was current when the batch was read, a step before it is taken."""
+    """That stream was current when the batch was read, a step before it is taken."""
     writer, consumer = (accelerator.Stream(device=device) for _ in range(2))
     values = torch.full((1000,), 7.0).pin_memory()
     accelerator.synchronize()
@@ -138,7 +138,7 @@ def test_a_batch_that_was_yielded_is_the_consumers_alone(device):
 @pytest.mark.sim
 @pytest.mark.parametrize("when", ["between batches", "in the source"])
 def test_a_generator_is_closed_when_the_memory_of_its_batches_was_read(sim, device, when):
-    """It may give it back: a mapping, say."""
+    """The generator may release the memory, for example a mapping."""
     was_read = []
 
     def mapping() -> Iterator[Any]:
@@ -185,7 +185,7 @@ def test_a_closed_pass_keeps_no_batch(device):
 
 
 def test_an_interrupt_leaves_later_copies_as_they_are(device, monkeypatch):
-    """Which comes just when it was said that copies are held."""
+    """The interrupt comes right after copies were set to be deferred."""
 
     class Interrupting:
         def __getattr__(self, name: str) -> Any:

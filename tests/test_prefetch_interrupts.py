@@ -21,7 +21,7 @@ import tdcopier
 
 COUNT = 5
 LARGE = 1 << 18
-"""Elements: 1 MiB, which workers stage."""
+"""1 MiB of floats, which workers stage."""
 
 SOURCES: dict[str, Callable[[], Any]] = {
     "list": lambda: [batch(i) for i in range(COUNT)],
@@ -42,12 +42,12 @@ def begin(request: pytest.FixtureRequest, device: str) -> Callable[..., Any]:
 @pytest.fixture(autouse=True)
 def no_reader_is_left() -> Iterator[None]:
     yield
-    gc.collect()  # an interrupted call may leave a circle
+    gc.collect()  # an interrupted call may leave a cycle
     assert becomes(all_is_over)
 
 
 def rest_of(prefetcher: Any) -> list[int]:
-    """The values of all batches that are left of the pass that is under way."""
+    """Returns the values of all remaining batches of the current pass."""
 
     def take_all() -> list[int]:
         values = []
@@ -193,7 +193,7 @@ def test_a_failure_is_told_once_unless_an_interrupt_took_its_place(begin, failin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupted_next_leaves_later_copies_as_they_are(begin, device, kind):
-    """They are not kept for a consumer to send."""
+    """They are not deferred for a consumer to send."""
 
     def scene(interrupter: Interrupter) -> None:
         with begin(SOURCES["list"](), 2) as prefetcher:
@@ -220,7 +220,7 @@ def test_a_prefetcher_that_is_dropped_after_an_interrupt_leaves_no_reader(begin,
 
 @pytest.mark.parametrize("ends_system_calls", [True, False])
 def test_ctrl_c_ends_a_next_that_waits_and_the_batch_comes_later(device, ends_system_calls):
-    """A signal that comes between a look at signals and the wait ends no system call."""
+    """A signal that comes between the check for signals and the wait ends no system call."""
     source = Stops(at=1, count=2)
     here = threading.main_thread().ident
 

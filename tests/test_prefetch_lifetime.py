@@ -1,4 +1,4 @@
-"""How passes of `prefetch` end early: what is let go, and by whom."""
+"""Passes of `prefetch` that end early: which objects are released, and by which thread."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_however_it_ends_early_nothing_is_left(device, end: Callable[[Any], None
     def endless() -> Iterator[Any]:
         try:
             while True:
-                leaf = torch.ones(3, device=device)  # handed through: the very object
+                leaf = torch.ones(3, device=device)  # passed through: the very object
                 made.append(weakref.ref(leaf))
                 yield [leaf, torch.zeros(5)]
                 del leaf
         finally:
             ended.append(threading.current_thread().name)
 
-    source = endless()  # somebody has it: to drop it would not be to close it
+    source = endless()  # kept: it must be closed, not just dropped
     end(tdcopier.prefetch(source, device, depth=3))
     assert becomes(lambda: ended == ["tdcopier-prefetch"] and all_is_over())
     assert are_released(made)

@@ -1,4 +1,4 @@
-"""What the reader of a prefetched source is ordered with: memory, streams, modes."""
+"""Ordering of the reader of a prefetched source: memory, streams, modes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tdcopier
 from tdcopier import _C
 
 LARGE = 1 << 20
-"""Elements: 4 MiB, which workers stage."""
+"""4 MiB of floats, which workers stage."""
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_the_reader_has_all_streams_and_the_current_device(
 def test_the_reader_has_the_current_device_whatever_streams_there_are(
     device, other_device, accelerator, has_stream
 ):
-    """To set a stream of a device makes that device current."""
+    """Setting a stream of a device makes that device current."""
     seen = []
 
     def looking() -> Iterator[Any]:
@@ -153,7 +153,7 @@ def test_the_reader_has_the_current_device_whatever_streams_there_are(
     assert seen == [1]
 
 
-# ---- what is on the device already ---------------------------------------------------------------
+# ---- leaves that are on the device already -------------------------------------------------------
 
 
 def test_leaves_on_the_device_are_handed_through(device):
@@ -190,7 +190,7 @@ def test_leaves_on_the_device_are_ordered_behind_the_stream_of_the_reader(
 def test_memory_of_leaves_on_the_device_is_not_reused_while_the_consumer_reads(
     device, accelerator, stall
 ):
-    """The consumer reads late; by then the source has been through the same pool of memory."""
+    """The consumer reads late, after the source has used the same pool of memory."""
     consumer = accelerator.Stream(device=device)
     values = torch.arange(20.0).to(device)
     accelerator.synchronize()
@@ -218,7 +218,7 @@ def test_memory_of_leaves_on_the_device_is_not_reused_while_the_consumer_reads(
 
 
 def test_a_reader_that_waits_for_the_device_holds_up_nothing_else(device, accelerator, stall):
-    """With a limit of 1, a copy begins when the device has reached the batch before."""
+    """With a limit of 1, a copy begins once the device has reached the batch before."""
     tdcopier.set_run_ahead_limit(1)
     batches = [torch.full((3,), float(i)) for i in range(4)]
     late = torch.empty(3, device=device)

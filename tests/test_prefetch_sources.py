@@ -1,4 +1,4 @@
-"""`prefetch` of what training loops have: a `DataLoader`, and TensorDicts."""
+"""`prefetch` of sources that training loops have: a `DataLoader`, and TensorDicts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_data_loader_gives_its_epochs_on_the_device(device, workers, persisten
     with tdcopier.prefetch(loader, device) as prefetcher:
         assert len(prefetcher) == 5
         for _ in prefetcher:
-            break  # an epoch that is given up
+            break  # abandons the epoch
         for _ in range(2):
             assert_same(list(prefetcher), expected)
 
@@ -90,7 +90,7 @@ def test_a_data_loader_of_tensordicts_gives_them_on_the_device(device):
 
 
 def test_a_source_may_begin_the_copies_itself(device):
-    """Such as rows of a storage: the reader only waits until they have been read."""
+    """For example rows of a storage: the reader only waits until they have been read."""
     storage = {"x": torch.randn(50, 300), "row": torch.arange(50)}
     indices = iter([torch.tensor([3, 3, 1]), torch.arange(50).repeat(200), torch.tensor([49])])
     expected = [storage["row"][index] for index in [[3, 3, 1], list(range(50)) * 200, [49]]]

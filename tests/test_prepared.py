@@ -1,4 +1,4 @@
-"""`prepare`: whatever the batch, the copy is that of `start_copy`; it is known which ones fit."""
+"""`prepare`: its copies equal those of `start_copy` for every batch; it reports which ones fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ quietly = [
 
 
 def example(seed: int = 0) -> dict[str, Any]:
-    """The same layout for every seed, with other values."""
+    """Makes a batch of the same layout for every seed, with other values."""
     generator = torch.Generator().manual_seed(seed)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def example(seed: int = 0) -> dict[str, Any]:
 
 
 def assert_copied_as_by_start_copy(plan: tdcopier.PreparedCopy, batch: Any, **options: Any) -> Any:
-    """The result, which is what `.to` gives; the counts are those of `start_copy`."""
+    """Asserts that the result is that of `.to` with the counts of `start_copy`, and returns it."""
     handle = plan.start_copy(batch)
     got = handle.get()
     target = str(plan.device)
@@ -153,7 +153,7 @@ def test_tensordicts_fit(device, reuse_outputs):
     assert (plan.fits, plan.misfits) == (3, 0)
 
 
-# ---- what fits -----------------------------------------------------------------------------------
+# ---- batches that fit the plan -------------------------------------------------------------------
 
 FITTING = {
     "a larger storage offset": lambda b: b | {"boxes": [torch.rand(9, 4)[2:], b["boxes"][1]]},

@@ -1,4 +1,4 @@
-"""`prepare(reuse_outputs=True)`: tensors that nobody has any more come back as new ones."""
+"""`prepare(reuse_outputs=True)`: tensors without other references are returned as new ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_results_that_are_kept_are_left_alone(reusing):
 
 def test_a_loop_that_has_one_result_while_it_makes_the_next_uses_two_in_turn(reusing):
     seen = set()
-    others = []  # they take the addresses of objects that were freed
+    others = []  # they take the addresses of freed objects
     for step in range(8):
         others += [torch.empty(0) for _ in range(20)]
         got = reusing.start_copy(pair(float(step))).get()
@@ -94,7 +94,7 @@ def _gradient_on_and_off(leaf: torch.Tensor) -> Any:
 
 
 def _changed(change: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], None]:
-    """Nothing is held of what the change returns."""
+    """Wraps the change so that its return value is dropped."""
 
     def touch(leaf: torch.Tensor) -> None:
         change(leaf)
@@ -141,7 +141,7 @@ TOUCHED = {
 @pytest.mark.parametrize("touch", TOUCHED)
 def test_whatever_was_done_to_a_tensor_the_next_result_is_as_new(reusing, device, touch):
     got = reusing.start_copy(pair(1.0)).get()
-    held = TOUCHED[touch](got[1])  # the first one is what tells whether a result is in use
+    held = TOUCHED[touch](got[1])  # the first tensor decides whether a result is in use
     held_values = held.clone() if isinstance(held, torch.Tensor) else None
     del got
     after = reusing.start_copy(pair(5.0)).get()
@@ -253,7 +253,7 @@ def test_a_loop_over_batches_of_one_layout_reuses_every_tensor(device):
 
 
 def test_a_copy_that_is_made_while_an_old_storage_goes_takes_other_tensors(device):
-    """What has the last reference to a result's memory may run any code when that goes."""
+    """Freeing a result's memory may run code that starts another copy."""
     inner = []
     plan = tdcopier.prepare([torch.zeros(4)], device, reuse_outputs=True)
     (first,) = plan.start_copy([torch.full((4,), 1.0)]).get()

@@ -1,4 +1,4 @@
-"""What a plan keeps and says, who may share it, and what other code may do while it walks."""
+"""What a plan keeps and reports, which threads may share it, and code that runs during a walk."""
 
 from __future__ import annotations
 

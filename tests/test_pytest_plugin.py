@@ -1,4 +1,4 @@
-"""The pytest plugin as a user has it: in a process of its own, with the example of the docs."""
+"""Runs the pytest plugin as users do: in a process of its own, with the example of the docs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 
 
 def ordinary_environment() -> dict[str, str]:
-    """Without the variables by which pytest knows a CI machine, where its reports are longer."""
+    """Returns the environment without the CI variables that make pytest's reports longer."""
     return {name: value for name, value in os.environ.items() if name not in CI_VARIABLES}
 
 
@@ -36,19 +36,19 @@ def run_pytest(folder: Path, *arguments: str, **environment: str) -> tuple[int, 
 
 
 def told_of_the_careless_one(output: str) -> str:
-    """The lines of pytest's report that say what happened, but for its own help with the values."""
+    """Returns pytest's lines on what happened, without its hints about the values."""
     lines = [line for line in output.splitlines() if line.startswith("E ") or "--sim-seed" in line]
     ours = [line for line in lines if not re.match(r"E +(At index|Use -v|$)", line)]
     return "\n".join(re.sub(r"^E +", "", line) for line in ours)
 
 
 def without_values(told: str) -> str:
-    """Which batches were written over in time depends on the order: on every step of a copy."""
+    """Removes the batches' values, which depend on the order of events in each copy."""
     return re.sub(r"^assert \[\[.*\]\] ==", "assert [[...]] ==", told)
 
 
 def make(folder: Path, *bodies: str) -> Path:
-    """A folder with a file of tests for each of the bodies: a process costs seconds."""
+    """Makes a folder with one test file per body, because each process costs seconds."""
     (folder / "conftest.py").write_text((EXAMPLES / "conftest.py").read_text())
     for number, body in enumerate(bodies):
         (folder / f"test_{number}.py").write_text("import torch, pytest\n" + body)
@@ -57,7 +57,7 @@ def make(folder: Path, *bodies: str) -> Path:
 
 @pytest.fixture(scope="module")
 def careless() -> str:
-    """What pytest prints of the careless one."""
+    """Returns pytest's output for the careless example."""
     code, output = run_pytest(EXAMPLES, CARELESS="1")
     assert code == 1, output
     return output

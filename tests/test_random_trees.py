@@ -1,4 +1,4 @@
-"""Any tree of any containers and leaves, on any devices and under any options."""
+"""Random trees of containers and leaves, on any devices and under any options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARRAY_DTYPES = ["?", "u1", "<i2", ">i4", "<f4", ">f8", "<c8", "<u8"]
 PLACES = ("host", "first", "second")
 
 Leaf = Callable[[dict[str, str], Counter[str]], Any]
-"""Makes a leaf, given the devices by their places; counts what it made."""
+"""Makes a leaf, given the devices by their places; counts the leaves that it makes."""
 
 
 @st.composite

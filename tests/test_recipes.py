@@ -1,4 +1,4 @@
-"""The recipes of the docs run as they stand there, and do what their page says."""
+"""The recipes of the docs run as printed, and do what their page says."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def seeded() -> None:
 
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tdcopier.AsyncCopyHandle]:
-    """The handles of all gathers that the test starts."""
+    """Returns the handles of all gathers that the test starts."""
     return recorded(monkeypatch, "start_gather")
 
 
 @pytest.fixture
 def prefetchers(monkeypatch: pytest.MonkeyPatch) -> list[tdcopier.Prefetcher]:
-    """All prefetchers that the test makes."""
+    """Returns all prefetchers that the test makes."""
     return recorded(monkeypatch, "prefetch")
 
 
@@ -72,7 +72,7 @@ def test_the_page_shows_every_recipe_and_no_other():
 
 @pytest.fixture(params=["its stand-in", "stable-baselines3"])
 def sb3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The recipe, over the real base class where it can be imported, and over a stand-in."""
+    """The recipe, with the real base class if it can be imported, and with a stand-in."""
     if request.param == "its stand-in":
         stand_in_for_stable_baselines3(monkeypatch)
     elif not HAS_SB3:
@@ -104,7 +104,7 @@ def add_rows(buffer: Any, count: int, seed: int) -> None:
 
 
 def both_buffers(sb3: ModuleType, device: str, *, lean: bool, envs: int, images: bool) -> list[Any]:
-    """The recipe's and its base class's, with the same rows; the ring has gone round."""
+    """Fills the recipe's buffer and its base class's with the same rows, beyond the ring's end."""
     shape = (3, 20, 20) if images else (5,)
     found = []
     for kind in (sb3.GatheredReplayBuffer, sb3.ReplayBuffer):
@@ -185,7 +185,7 @@ def test_a_dqn_of_sb3_learns_the_same_with_the_gathered_buffer(device, gathers):
             replay_buffer_class=kind,
             learning_starts=50,
             policy_kwargs={"net_arch": [16]},
-            # Its optimizers are made before the move, and the simulated device does not keep them.
+            # DQN makes its optimizers first; the simulated device then replaces the parameters.
             device=device if device.startswith("cuda") else "cpu",
             seed=0,
         )
@@ -198,7 +198,7 @@ def test_a_dqn_of_sb3_learns_the_same_with_the_gathered_buffer(device, gathers):
         assert not torch.equal(one, before)
 
 
-# ---- a loop of cleanrl's kind --------------------------------------------------------------------
+# ---- a loop like cleanrl's -----------------------------------------------------------------------
 
 
 def test_the_dqn_loop_learns_from_prefetched_batches(seeded, device, prefetchers):
@@ -238,7 +238,7 @@ def test_the_rows_of_the_dqn_are_read_and_written_under_its_lock():
 def regression(
     device: str | torch.device,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader]:
-    """A model, which is there before its optimizer is made: not all devices keep parameters."""
+    """Makes the optimizer after moving the model: not all devices keep its parameters."""
     torch.manual_seed(0)
     inputs = torch.randn(64, 3)
     model = torch.nn.Linear(3, 1).to(device)
@@ -248,7 +248,7 @@ def regression(
 
 
 def plain_means(device: str | torch.device, epochs: int) -> list[float]:
-    """The losses of the same loop without Accelerate and tdcopier."""
+    """Returns the losses of the same loop without Accelerate and tdcopier."""
     model, optimizer, loader = regression(device)
     means = []
     for _ in range(epochs):

@@ -1,4 +1,4 @@
-"""`register_container`: what it accepts, and what a user's own functions may do."""
+"""`register_container`: the classes it accepts, and what a user's functions may do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_next_copy_works(device: str) -> None:
     assert tdcopier.copy([torch.ones(2)], device)[0].tolist() == [1, 1]
 
 
-# ---- what it means -------------------------------------------------------------------------------
+# ---- effects -------------------------------------------------------------------------------------
 
 
 def test_a_registered_class_is_taken_apart_and_put_together_again(device, leaf):
@@ -87,7 +87,7 @@ def test_a_registered_container_without_children_is_rebuilt_too(device):
     assert (moved.children, moved.name) == ((), "empty")
 
 
-# ---- what it refuses -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 class MyTensor(torch.Tensor):
@@ -196,12 +196,12 @@ def test_what_an_unflatten_function_raises_comes_out_of_get_and_wait_every_time(
 
 
 def test_a_flatten_function_that_works_only_once_does_not_hide_what_is_wrong_with_a_leaf(device):
-    """The walk that looks for the leaf's path is a second one."""
+    """The path of the bad leaf is found by a second walk."""
     box = Box()
     waiting = {box}
 
     def flatten(given: Box) -> Any:
-        waiting.remove(given)  # a KeyError the second time
+        waiting.remove(given)  # KeyError at the second call
         return [], None
 
     tdcopier.register_container(Box, flatten, unflatten_box)

@@ -1,4 +1,4 @@
-"""Batches written into rows of a storage: what `storage[index] = batch` gives."""
+"""Batches written into rows of a storage: the same as `storage[index] = batch`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def storage() -> dict[str, Any]:
 
 
 def batch_for(tables: Any, index: Any, device: str) -> Any:
-    """Other values in the shape of these rows."""
+    """Makes other values in the shape of these rows."""
 
     def rows_of(table: Any) -> Any:
         if isinstance(table, np.ndarray):
@@ -187,7 +187,7 @@ def test_version_counters_move(device):
 
 
 def test_it_comes_behind_the_work_on_the_batch(stall, device, accelerator):
-    """What writes the batch on its stream is not done when the call is made."""
+    """The work that writes the batch on its stream is pending when the call is made."""
     table, batch = torch.zeros(ROWS, 2), torch.zeros(2, 2, device=device)
     fives = torch.full((2, 2), 5.0, device=device)
     with stall(accelerator.current_stream()):

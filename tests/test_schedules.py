@@ -1,4 +1,4 @@
-"""Copies that overlap, in thousands of orders of events: values, order, lifetime, no deadlock."""
+"""Overlapping copies in thousands of orders of events: values, order, lifetime, no deadlock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scenario_table import PASSING
 
 pytestmark = pytest.mark.sim
 
-# More than find every broken engine, 300 at most (`make test-gpu` has more). A longer run:
+# Every broken engine is found within 300 seeds (`make test-gpu` plays more). A longer run:
 # TDCOPIER_TEST_SCHEDULES=10000 make test-py, or python tests/play.py.
 SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "400"))
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))

@@ -1,4 +1,4 @@
-"""The kernel that gathers and scatters on CUDA, against the portable way and the source."""
+"""The CUDA kernel that gathers and scatters, compared with the portable path and the source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def defaults() -> Iterator[None]:
 def leaves_of(
     lengths: list[int], dtypes: list[torch.dtype], device: str, shift: int = 0
 ) -> list[torch.Tensor]:
-    """Random bytes, each beginning `shift` elements into its memory."""
+    """Makes leaves of random bytes, each beginning `shift` elements into its memory."""
     found = []
     for index, length in enumerate(lengths):
         dtype = dtypes[index % len(dtypes)]
@@ -118,7 +118,7 @@ def kernels_during(copy) -> Counter[str]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    copy()  # modules are loaded
+    copy()  # loads modules
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         copy()
         torch.cuda.synchronize()
@@ -148,7 +148,7 @@ def test_without_it_the_portable_way_gives_the_same(device):
 def test_copies_without_it_count_what_torch_did_instead(device, straight):
     _C.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES if straight else 0)
     source = leaves_of(LENGTHS["small"], WIDTHS, device)
-    strided = torch.ones(40, 50, device=device)[:, ::2]  # never straight, and torch's in any case
+    strided = torch.ones(40, 50, device=device)[:, ::2]  # never straight, torch gathers it
     batch = source if straight else [*source, strided]
     host = [leaf.cpu() for leaf in source]
     apart = [torch.zeros(leaf.numel() + 9, dtype=leaf.dtype, device=device) for leaf in source]
@@ -161,7 +161,7 @@ def test_copies_without_it_count_what_torch_did_instead(device, straight):
             handle.get()
         return [gathered.stats.fallbacks, scattered.stats.fallbacks]
 
-    fallbacks()  # the first use of the device by this thread
+    fallbacks()  # this thread's first use of the device
     by_torch = 0 if straight else 1  # the leaf with gaps
     assert fallbacks() == [by_torch, 0]
     _C.use_segment_kernel(False)

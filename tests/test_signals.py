@@ -1,4 +1,4 @@
-"""Ctrl-C while a call waits: it comes through at once, and nothing is left without an owner."""
+"""Ctrl-C while a call waits: it is raised at once, and no memory is left without an owner."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LIMIT_S = 0.1
 
 
 class Pressed(Exception):
-    """What the handler of the tests' signal raises."""
+    """The exception that the signal handler of the tests raises."""
 
 
 @pytest.fixture
 def press() -> Iterator[Callable[[], float]]:
-    """Sends this process a signal in a moment; returns when that will be."""
+    """Returns a function that signals this process after a moment, and returns that time."""
 
     def raise_it(*arguments: Any) -> None:
         raise Pressed

@@ -12,7 +12,7 @@ from support import run_python
 
 pytestmark = pytest.mark.sim
 
-# ---- recording an event --------------------------------------------------------------------------
+# ---- recording events ----------------------------------------------------------------------------
 
 
 def test_the_nth_recording_of_an_event_fails_and_enqueues_nothing(sim: ModuleType) -> None:
@@ -24,7 +24,7 @@ def test_the_nth_recording_of_an_event_fails_and_enqueues_nothing(sim: ModuleTyp
         with pytest.raises(torch.AcceleratorError) as caught:
             event.record(stream)
         assert fault.struck == "the recording of an event on sim:0"
-        assert event.query()  # it was not recorded, so that there is nothing to wait for
+        assert event.query()  # it was not recorded, so it waits for nothing
         event.record(stream)
         assert not event.query()
     assert str(caught.value).startswith("the recording of an event on sim:0 was made to fail")
@@ -38,19 +38,19 @@ def test_an_event_that_could_not_be_recorded_again_keeps_its_first_record(sim: M
     with sim.hold(held), sim.fail_event_record():
         with pytest.raises(torch.AcceleratorError):
             event.record(held)
-        event.synchronize()  # held's work is none of its
+        event.synchronize()  # does not wait for work on `held`
 
 
 def test_a_filter_counts_the_recordings_on_one_device(sim: ModuleType) -> None:
     with sim.fail_event_record(device="sim:1") as fault:
         marker(torch.sim.current_stream("sim:0"))
-        torch.ones(2, device="sim:0").to("sim:1")  # its own events are not counted
+        torch.ones(2, device="sim:0").to("sim:1")  # its internal events are not counted
         assert not fault.fired
         with pytest.raises(torch.AcceleratorError, match="an event on sim:1"):
             marker(torch.sim.current_stream("sim:1"))
 
 
-# ---- asking an event -----------------------------------------------------------------------------
+# ---- querying events -----------------------------------------------------------------------------
 
 
 def test_the_nth_query_of_an_event_raises_and_the_event_stays_right(sim: ModuleType) -> None:
@@ -67,7 +67,7 @@ def test_the_nth_query_of_an_event_raises_and_the_event_stays_right(sim: ModuleT
     event.synchronize()
     assert event.query()
     assert str(caught.value).startswith("the query of an event of sim:0 was made to fail")
-    assert caught.value.error_code == 900  # what a capture elsewhere gives on ROCm
+    assert caught.value.error_code == 900  # as on ROCm during a capture elsewhere
 
 
 def test_queries_fail_as_often_and_with_the_code_that_was_asked_for(sim: ModuleType) -> None:
@@ -116,7 +116,7 @@ def test_disarmed_faults_of_events_strike_nothing(sim: ModuleType) -> None:
     assert not any(fault.fired for fault in faults)
 
 
-# ---- making a thread -----------------------------------------------------------------------------
+# ---- starting threads ----------------------------------------------------------------------------
 
 THREADS = """
 import torch, tdcopier

@@ -1,4 +1,4 @@
-"""Copies to, from and on the simulated device: when they run, and what they move."""
+"""Copies to, from and on the simulated device: when they run, and which bytes they move."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_copy_runs_on_the_current_stream_of_its_thread(sim: ModuleType) -> Non
 
 @pytest.mark.parametrize("held", ["sim:0", "sim:1"])
 def test_a_copy_between_devices_is_ordered_with_both(sim: ModuleType, held: str) -> None:
-    """Source bytes written before are seen, target bytes written before are overwritten."""
+    """Source bytes written before are read, target bytes written before are overwritten."""
     new, old, result = pinned(5), pinned(3), pinned(0)
     source = torch.zeros(1, device="sim:0")
     target = torch.zeros(1, device="sim:1")
@@ -172,7 +172,7 @@ def test_what_fails_on_a_stream_is_told_to_who_waits_for_it() -> None:
     target.copy_(bits)  # there is no such conversion
     with pytest.raises(RuntimeError, match="stream of the simulated device failed"):
         torch.sim.synchronize()
-    torch.sim.synchronize()  # once
+    torch.sim.synchronize()  # reported once
     assert target.tolist() == [0] * 4
 
 
@@ -240,7 +240,7 @@ def test_eight_threads_do_not_mix_up_their_data() -> None:
                         failures.append((number, step, "there and back"))
                     if not bool((other.cpu() == value).all()):
                         failures.append((number, step, "to the other device"))
-        except Exception as error:  # reported by the thread that started this one
+        except Exception as error:  # the thread that started this one reports it
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]

@@ -1,4 +1,4 @@
-"""Hazards of memory: changed, reused or freed too early, or kept; and when one looks for them."""
+"""Hazards of memory: changed, reused or freed too early, or leaked; and when they are sought."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Finds = Callable[..., None]
 
 @pytest.fixture
 def finds(sim: ModuleType) -> Finds:
-    """Fails unless the program has one hazard, of this kind and with these words, or none."""
+    """Checks that a program has one hazard, of this kind and with these words, or none."""
 
     def check(
         program: Callable[[], object], kind: str | None, *words: str, **options: bool
@@ -41,7 +41,7 @@ def name(stream: torch.Stream) -> str:
 
 
 def at_address(address: int, count: int) -> torch.Tensor:
-    """Bytes of the first device that nobody keeps alive."""
+    """Returns bytes of the first device without keeping their memory alive."""
     storage = torch._C._construct_storage_from_data_pointer(address, torch.device("sim:0"), count)
     return torch.empty(0, dtype=torch.uint8, device="sim:0").set_(storage)
 
@@ -110,7 +110,7 @@ def test_holes_between_the_elements_may_change(sim: ModuleType, finds: Finds) ->
 
 
 def test_a_chain_through_the_same_pinned_buffer_is_legal(sim: ModuleType, finds: Finds) -> None:
-    """The bytes change between call and execution, but by the stream and in its order."""
+    """The bytes change between call and execution, but on the stream and in its order."""
 
     def program() -> None:
         buffer, there, back = pinned(0.0, 0.0), torch.ones(2).to("sim"), torch.zeros(2).to("sim")
@@ -209,7 +209,7 @@ def test_a_recorded_stream_vouches_for_those_that_it_waited_for(
 def test_a_pinned_target_that_is_freed_and_handed_out_again_is_found(
     sim: ModuleType, finds: Finds, known: bool
 ) -> None:
-    """The allocator knows tensors that begin with the block, or have its storage; no others."""
+    """The allocator knows tensors that begin with the block or share its storage, and no others."""
     on_device = torch.ones(100).to("sim")
 
     def program() -> None:
@@ -300,10 +300,10 @@ def test_what_is_given_back_or_garbage_is_no_leak(sim: ModuleType, finds: Finds)
 
 @pytest.fixture
 def staging(sim: ModuleType) -> Iterator[int]:
-    """Room for two staging buffers, of which there is one at most; their size."""
+    """Leaves room for two staging buffers, of which at most one exists; returns their size."""
     size: int = _C.STAGING_BUFFER_BYTES
     tdcopier.set_staging_limit_bytes(size)
-    tdcopier.staging_bytes("sim:0")  # gives back what is over the limit
+    tdcopier.staging_bytes("sim:0")  # releases buffers over the limit
     tdcopier.set_staging_limit_bytes(2 * size)
     yield size
     tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
@@ -334,7 +334,7 @@ def test_staging_over_the_limit_when_one_begins_to_look_hides_no_leak(
     sim: ModuleType, finds: Finds, staging: int
 ) -> None:
     tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
-    with sim.hold(_C.copy_stream("sim:1")):  # so that each part needs a buffer of its own
+    with sim.hold(_C.copy_stream("sim:1")):  # each window needs its own buffer
         handle = tdcopier.start_copy([torch.ones(staging // 16)], "sim:1")  # four of 256 KiB
         handle.wait_staged()
     handle.get()
@@ -347,7 +347,7 @@ def test_staging_over_the_limit_when_one_begins_to_look_hides_no_leak(
     finds(leak, "leak", f"{staging} bytes of pinned memory", leaks=True)
 
 
-# ---- when one looks -----------------------------------------------------------------------------
+# ---- when hazards are sought ---------------------------------------------------------------------
 
 
 def change_too_early(sim: ModuleType) -> None:

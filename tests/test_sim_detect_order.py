@@ -1,4 +1,4 @@
-"""Hazards of order: streams that touch the same bytes, and what makes one wait for another."""
+"""Hazards of order: streams that touch the same bytes, and how one is made to wait for another."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def name(stream: torch.Stream) -> str:
 
 
 def on(stream: torch.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy without the host waiting."""
+    """Enqueues a copy on the stream."""
     with torch.sim.stream(stream):
         target.copy_(source, non_blocking=True)
 
 
 class Scene:
-    """Two streams of a device, memory of it that nobody has touched of late, pinned memory."""
+    """Two streams of a device, memory of it that no recent work touched, and pinned memory."""
 
     def __init__(self) -> None:
         self.a, self.b = torch.sim.Stream(), torch.sim.Stream()
@@ -170,7 +170,7 @@ def test_whatever_makes_one_wait_for_the_other_orders_them(
     [
         lambda scene: scene.a.wait_stream(scene.b),  # the wrong way round
         lambda scene: scene.b.synchronize(),
-        lambda scene: marker(scene.a).query(),  # which is false: the stream is held
+        lambda scene: marker(scene.a).query(),  # returns False: the stream is held
         lambda scene: torch.sim.default_stream().wait_stream(scene.a),
         lambda scene: scene.two + 1,
     ],
@@ -253,7 +253,7 @@ def test_pinned_memory_is_looked_at_too(sim: ModuleType, scene: Scene, ordered: 
     if ordered:
         assert hazards_of(sim, program) == ()
     else:
-        # The host may have changed it too, for all one can see.
+        # The host might have changed it as well.
         found = [hazard for hazard in hazards_of(sim, program) if hazard.kind == "unordered"]
         assert "reads pinned memory that a transfer d2h" in found[0].message
 
@@ -308,7 +308,7 @@ def test_memory_of_very_many_pieces_is_left_alone_only_against_its_like(
 def test_memory_is_used_on_another_stream_than_the_one_it_was_allocated_on(
     sim: ModuleType, scene: Scene, waits: bool
 ) -> None:
-    """It has a former life, in the order of that stream."""
+    """An earlier tensor used the same memory, in the order of that stream."""
 
     def program() -> None:
         former = torch.empty(64, 64, device="sim")
@@ -366,7 +366,7 @@ def test_what_the_engine_does_by_itself_is_in_order(sim: ModuleType) -> None:
 def test_a_schedule_gives_the_same_reports_for_the_same_seed(
     sim: ModuleType, scene: Scene, inside: bool
 ) -> None:
-    """Which of two threads comes first is the seed's choice, and so is what each finds."""
+    """The seed picks which of two threads comes first, and so the report of each."""
 
     def race(schedule: Schedule) -> None:
         streams = (scene.a, scene.b)
@@ -386,5 +386,5 @@ def test_a_schedule_gives_the_same_reports_for_the_same_seed(
 
     found = [run(seed) for seed in range(12)]
     assert all(len(hazards) == 1 for hazards in found)
-    assert len(set(found)) == 2  # either order, as some seed has it
+    assert len(set(found)) == 2  # some seeds give either order
     assert [run(seed) for seed in range(12)] == found

@@ -1,4 +1,4 @@
-"""Events of the simulated device: what they wait for, and who waits for them."""
+"""Events of the simulated device: what they wait for, and what waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures on order: what they strike, how they show, and that they end."""
+"""Injected failures: which calls they affect, how they are reported, and when they end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_memory_that_is_kept_for_reuse_does_not_prevent_a_failure(sim: ModuleTyp
 
 
 def test_every_way_to_make_a_tensor_is_an_allocation(sim: ModuleType) -> None:
-    """The ones that go through a kernel of torch's own, such as `zeros`, too."""
+    """Including functions that use a kernel of torch's own, such as `zeros`."""
     leaf = torch.ones(2, 3)
     makers: list[Callable[[], object]] = [
         lambda: torch.empty(6, device="sim"),
@@ -202,7 +202,7 @@ def test_a_transfer_that_fails_when_it_runs_is_told_by_all_that_is_behind_it(
         with pytest.raises(torch.AcceleratorError, match="when it ran"):
             sim.synchronize()
         before.synchronize()
-        assert torch.sim.current_stream().query()  # the others go on
+        assert torch.sim.current_stream().query()  # the other streams continue
     assert target.tolist() == [0]
 
 
@@ -221,7 +221,7 @@ def test_a_broken_stream_runs_nothing_until_the_fault_is_disarmed(sim: ModuleTyp
     torch.sim.synchronize()
     third.copy_(source, non_blocking=True)
     assert [leaf.item() for leaf in (first, second, third)] == [0, 0, 5]
-    for _ in range(2):  # what had failed stays failed
+    for _ in range(2):  # a failure lasts
         with pytest.raises(torch.AcceleratorError):
             lost.query()
         with pytest.raises(torch.AcceleratorError):
@@ -245,7 +245,7 @@ def test_a_failure_reaches_the_streams_that_wait_for_it(sim: ModuleType) -> None
                 ask()
         late = torch.sim.Stream(1)
         with pytest.raises(torch.AcceleratorError, match="h2d of 4 bytes"):
-            event.wait(late)  # known by now: the call tells
+            event.wait(late)  # the failure is known by now, so the call raises it
         late.synchronize()
     waiter.synchronize()
     stream.synchronize()
@@ -280,7 +280,7 @@ def test_who_waits_for_its_own_transfer_is_told_by_the_call(sim: ModuleType) -> 
 
 
 def test_memory_of_a_broken_stream_is_used_again(sim: ModuleType) -> None:
-    """The allocators ask whether the work is over, not whether it has succeeded."""
+    """The allocators check that the work is over, not that it succeeded."""
     source = pinned(5)
     side = torch.sim.Stream()
     before = sim.memory_stats(0)

@@ -1,4 +1,4 @@
-"""Memory of the simulated device: when it is reused, how it is counted, where it ends."""
+"""Memory of the simulated device: its reuse, its statistics and its limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_freed_block_is_reused_at_once_by_its_stream(sim: ModuleType) -> None:
         blocks = [torch.empty(1, device="sim") for _ in range(3)]
         addresses = [block.data_ptr() for block in blocks]
         for block in blocks:
-            block.copy_(source, non_blocking=True)  # pending work does not matter
+            block.copy_(source, non_blocking=True)  # pending work makes no difference
         del block
         while blocks:
             del blocks[0]
@@ -37,7 +37,7 @@ def test_a_freed_block_is_not_shared_with_other_streams_or_sizes() -> None:
 
 @pytest.mark.hazardous
 def test_reuse_without_ordering_destroys_bytes_that_another_stream_needs(sim: ModuleType) -> None:
-    """The mistake that record_stream is there to prevent must show."""
+    """Shows the mistake that record_stream prevents."""
     side, result = torch.sim.Stream(), pinned(0)
     source, overwrite = pinned(1), pinned(9)
     block = source.to("sim", non_blocking=True)
@@ -154,7 +154,7 @@ def test_beyond_the_limit_memory_is_out(sim: ModuleType) -> None:
         torch.empty(1025, dtype=torch.uint8, device="sim")
     torch.empty(4096, dtype=torch.uint8, device="sim:1")
     torch.empty(512, dtype=torch.uint8, device="sim")
-    torch.empty(1024, dtype=torch.uint8, device="sim")  # the unused block makes room
+    torch.empty(1024, dtype=torch.uint8, device="sim")  # freeing the unused block makes room
     del kept
     sim.set_memory_limit_bytes("sim:0", None)
     torch.empty(4096, dtype=torch.uint8, device="sim")

@@ -1,4 +1,4 @@
-"""Switching the simulated device on, what torch then knows it as, and how its process ends."""
+"""Enabling the simulated device, its name in torch, and how its process ends."""
 
 from __future__ import annotations
 

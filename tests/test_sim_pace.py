@@ -1,4 +1,4 @@
-"""The time that transfers take, which is none until one is set."""
+"""The time that transfers take, which is zero until it is set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KIB = torch.ones(256)
 
 
 def milliseconds(source: torch.Tensor, target: str) -> float:
-    """What a copy takes on the device, between two events."""
+    """Returns the time of a copy on the device, between two events."""
     stream = torch.sim.current_stream(source.device if source.device.type == "sim" else target)
     start, end = (torch.sim.Event(stream.device, enable_timing=True) for _ in range(2))
     source = source if source.device.type == "sim" else source.pin_memory()

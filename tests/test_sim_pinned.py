@@ -1,4 +1,4 @@
-"""Pinned host memory of the simulated device: what it is, and when it is reused."""
+"""Pinned host memory of the simulated device: how it is recognized, and when it is reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What memory holds when it is allocated and after it was freed."""
+"""The contents of memory when it is allocated and after it is freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sim
 
 
 def bytes_at(address: int, count: int = 64) -> set[int]:
-    """What the memory holds that a device's or a pinned tensor had; it stays mapped for reuse."""
+    """Returns bytes of device or pinned memory, which stays mapped after it is freed."""
     return set(ctypes.string_at(address, count))
 
 
@@ -48,13 +48,13 @@ def test_freed_memory_keeps_its_bytes_unless_told_otherwise(sim: ModuleType, pla
 def test_fresh_memory_is_poisoned_unless_told_otherwise(sim: ModuleType) -> None:
     with sim.poison(at_allocation=False, at_free=False):
         large = torch.empty(64 << 20, dtype=torch.uint8, device="sim")
-        assert not large.cpu().eq(0xA5).all()  # zeros, or what the process has left there
+        assert not large.cpu().eq(0xA5).all()  # zeros, or old bytes of the process
     other = torch.empty(64 << 20, dtype=torch.uint8, device="sim")
     assert other.cpu().eq(0xA5).all()
 
 
 def test_a_use_after_free_on_another_stream_shows(sim: ModuleType) -> None:
-    """Nobody has told the allocator that the other stream reads it, and nobody reuses it."""
+    """The allocator does not know that the other stream reads it, and it is not reused."""
     side, result = torch.sim.Stream(), torch.zeros(4096, dtype=torch.uint8).pin_memory()
     with sim.poison(), sim.hold(side):
         leaf = filled("sim:0")
@@ -66,7 +66,7 @@ def test_a_use_after_free_on_another_stream_shows(sim: ModuleType) -> None:
 
 
 def test_work_that_is_entitled_to_the_memory_finds_it_as_it_was(sim: ModuleType) -> None:
-    """The own stream's pending work, and that of a stream that was recorded."""
+    """Pending work of its own stream, and of a stream that was recorded."""
     side = torch.sim.Stream()
     results = [torch.zeros(4096, dtype=torch.uint8).pin_memory() for _ in range(2)]
     with sim.poison():
@@ -82,7 +82,7 @@ def test_work_that_is_entitled_to_the_memory_finds_it_as_it_was(sim: ModuleType)
             stream.synchronize()
 
             def poisoned(address: int = address) -> bool:
-                torch.empty(1, device="sim")  # the allocator looks who is done
+                torch.empty(1, device="sim")  # makes the allocator check which work is done
                 return bytes_at(address) == {0xDD}
 
             assert becomes(poisoned)
@@ -96,7 +96,7 @@ def test_poison_does_not_make_a_stream_wait_for_another(sim: ModuleType) -> None
         marker(side)
         leaf.record_stream(side)
         del leaf
-        torch.sim.default_stream().synchronize()  # would hang here
+        torch.sim.default_stream().synchronize()  # hangs if it is not released
     side.synchronize()
 
 

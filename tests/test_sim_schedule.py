@@ -1,4 +1,4 @@
-"""The schedule itself: one step at a time, in an order that a seed picks and that comes again."""
+"""The schedule: one step at a time, in an order that a seed picks and reproduces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sim
 
 
 def two_streams_write(sim) -> list[int]:
-    """Two streams write the same place, in no order: who is last is the schedule's choice."""
+    """Two streams write to the same place without order: the schedule picks the last one."""
     place = torch.zeros(1, dtype=torch.int32, device="sim")
     for value in (1, 2):
         with torch.sim.stream(torch.sim.Stream()):
@@ -70,7 +70,7 @@ def test_a_seed_picks_the_same_order_in_another_process(sim):
 
 
 def test_work_that_was_enqueued_runs_before_at_and_after_any_call(sim):
-    """A stream may be ahead of the host or behind it by as much as it likes."""
+    """A stream may run ahead of the host or lag by any amount."""
     positions = set()
     for seed in range(100):
         with sim.schedule(seed):
@@ -255,12 +255,12 @@ def test_a_held_stream_with_work_is_told_of_and_not_waited_for(sim):
 
 
 def test_what_a_copy_leaves_behind_changes_no_schedule(sim):
-    """Not even if the consumer's stream has not come to its end when the schedule begins."""
+    """Even if the consumer's stream is still running when the schedule begins."""
 
     def run() -> tuple[int, int]:
         with sim.schedule(0) as schedule:
             for _ in range(20):
-                torch.sim.Stream("sim:0").record_event()  # something that may go on at each point
+                torch.sim.Stream("sim:0").record_event()  # could run at each point
             for _ in range(6):
                 tdcopier.start_copy([torch.ones(9)], "sim:1").wait()
         return schedule.fingerprint, schedule.choices

@@ -58,13 +58,13 @@ def test_a_thread_that_waits_for_another_one_lets_it_go_on(sim):
 
 
 def test_a_thread_that_blocks_outside_of_the_simulation_is_found(sim):
-    """On a lock of Python's, which its owner cannot release without the turn."""
+    """It blocks on a Python lock whose owner needs the turn to release it."""
     lock = threading.Lock()
 
     def wait_for_each_other() -> None:
         with lock, sim.schedule(1, timeout_s=0.2) as schedule:
             schedule.thread(lock.acquire, timeout=20)
-            while _sim.schedule_is_on():  # until it is given up
+            while _sim.schedule_is_on():  # until the schedule gives up
                 schedule.point()
             lock.release()
             schedule._threads[0].join()
@@ -142,7 +142,7 @@ def test_a_stranger_may_release_what_everybody_waits_for(sim):
         event = stream.record_event()
 
         def let_go() -> None:
-            torch.ones(1).to("sim")  # it is seen to be there
+            torch.ones(1).to("sim")  # makes this thread known to the simulation
             told.set()
             go_on.wait()
             hold.release()

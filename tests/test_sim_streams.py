@@ -1,4 +1,4 @@
-"""Streams of the simulated device: when their work runs, and who waits for whom."""
+"""Streams of the simulated device: when their work runs, and how they wait for one another."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.sim
 
 @contextlib.contextmanager
 def never_preempted() -> Iterator[None]:
-    """Other Python threads run only while this one waits and lets them.
+    """Lets other Python threads run only while this one waits without the GIL.
 
-    So whoever waits and keeps the interpreter's lock hangs for sure, and not only with bad luck.
+    So a wait that keeps the GIL hangs every time, and not only now and then.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
@@ -65,7 +65,7 @@ def test_an_operation_that_runs_when_its_stream_is_held_finishes(
     sim.busy(gate, stream)
     gate.wait_until_reached()
     block.record_stream(stream)
-    del block  # comes back when the operation, the last of its stream, is done
+    del block  # freed when the operation, the last of its stream, is done
     with sim.hold(stream):
         assert torch.empty(1000, device="sim").data_ptr() != address
         gate.open()
@@ -77,7 +77,7 @@ def test_holds_of_one_stream_are_counted(sim: ModuleType) -> None:
     first, second = sim.hold(stream), sim.hold(stream)
     done = marker(stream)
     first.release()
-    first.release()  # the second call must not take the other hold away
+    first.release()  # the second call must not release the other hold
     assert not becomes(done.query, BRIEFLY)
     second.release()
     done.synchronize()
@@ -155,7 +155,7 @@ def test_the_generic_classes_of_torch_work_too(sim: ModuleType) -> None:
     event = torch.Event(device="sim:1")
     with stream:
         assert torch.accelerator.current_stream() == stream
-        with sim.hold():  # the current stream
+        with sim.hold():  # holds the current stream
             event.record()
             assert not event.query()
     event.synchronize()
@@ -201,7 +201,7 @@ def test_waiting_for_a_stream_lets_other_python_threads_run(sim: ModuleType) -> 
 
 
 def test_a_stream_has_a_thread_of_its_own_name_whoever_enqueues_first(sim: ModuleType) -> None:
-    """A thread inherits its name, and a schedule knows the engine's workers by theirs."""
+    """A thread inherits its name, and a schedule recognizes the engine's workers by theirs."""
     names: list[str] = []
 
     def enqueue() -> None:

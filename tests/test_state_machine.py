@@ -15,11 +15,11 @@ from model_memory import Tables
 
 pytestmark = pytest.mark.sim
 
-# A longer run: TDCOPIER_TEST_EXAMPLES=5000 make test-py. Its programs are new ones each time.
+# A longer run: TDCOPIER_TEST_EXAMPLES=5000 make test-py. It draws new programs each time.
 EXAMPLES = os.environ.get("TDCOPIER_TEST_EXAMPLES")
 
 
-@pytest.mark.timeout(900)  # a failure is shrunk before it is told
+@pytest.mark.timeout(900)  # a failure is shrunk before it is reported
 def test_random_programs_of_all_calls_behave_as_to_does_in_any_order_of_events(sim):
     FailingCopies.sim, FailingCopies.tables = sim, Tables()
     run_state_machine_as_test(

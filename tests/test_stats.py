@@ -1,4 +1,4 @@
-"""What the handle says it did is what an outside witness saw."""
+"""The statistics of a handle agree with an independent count."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_transfers_and_bytes_are_those_that_the_simulated_device_counted(
     handle.get()
     counts = sim.counts()._asdict()
     assert counts.pop(direction) == (handle.stats.transfers, handle.stats.transfer_bytes)
-    within = counts.pop("within").transfers  # what is gathered on its device first
+    within = counts.pop("within").transfers  # gathered on its device first
     assert within == 0 or direction != "h2d"
     assert set(counts.values()) == {(0, 0)}
 
@@ -73,7 +73,7 @@ def test_transfers_are_those_that_the_profiler_counted(request, device, kind, op
 
 
 def windows_of(total_bytes: int, most_bytes: int) -> int:
-    """How many there are, the small leaf's included: eight of each size, from 256 KiB on."""
+    """Returns the number of windows, with the small leaf's: eight of each size, from 256 KiB on."""
     windows = 1
     while total_bytes > 0:
         total_bytes -= min(most_bytes, 2 ** (18 + windows // 8))

@@ -1,4 +1,4 @@
-"""What a copy says of the time of its steps."""
+"""The times that a copy reports for its steps."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_every_step_of_a_copy_takes_some_time_and_no_more_than_all(device, direc
     steps = handle.stats.steps
     assert [name.removesuffix("_us") for name in steps._fields] == STEPS
     if direction == "D2H" and _C.segment_kernel_lack(device) == "":
-        steps = steps._replace(enqueue_us=1)  # the kernel that gathers is the transfer as well
+        steps = steps._replace(enqueue_us=1)  # the kernel that gathers is also the transfer
     assert min(steps) > 0
-    assert sum(handle.stats.steps) <= whole_us  # so little is done by one thread
+    assert sum(handle.stats.steps) <= whole_us  # one thread copies so few bytes
 
 
 def test_copy_into_takes_them_too(device):

@@ -1,4 +1,4 @@
-"""The engine's streams are none of torch's pool: `torch.Stream()` never gives one to a caller."""
+"""The engine's streams are not in torch's pools: `torch.Stream()` never returns one to a caller."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import tdcopier
 
 pytestmark = pytest.mark.cuda
 
-STREAMS_OF_EACH_KIND = 64  # a pool has 32, which it gives out in turn
+STREAMS_OF_EACH_KIND = 64  # a pool has 32, which it hands out in turn
 SPIN = "spin_kernel"  # of torch.cuda._sleep
 
 
 def pool_streams(device: str) -> list[torch.cuda.Stream]:
-    """Every stream of torch's pools, each twice or more."""
+    """Returns every stream of torch's pools, each twice or more."""
     made: list[torch.cuda.Stream] = []
     for _ in range(STREAMS_OF_EACH_KIND):
         generic = torch.Stream(device, priority=-1)
@@ -37,7 +37,7 @@ def pool_streams(device: str) -> list[torch.cuda.Stream]:
 
 
 def copies(device: str) -> list[Callable[[], Any]]:
-    """One or more copies in every direction, small and large."""
+    """Returns calls that copy in every direction, small and large."""
     host = [torch.ones(n) for n in (10, 20, 1 << 20)]
     pinned = [leaf.pin_memory() for leaf in host]
     here, there = ([leaf.to(device) for leaf in host] for _ in range(2))
@@ -60,7 +60,7 @@ def copies(device: str) -> list[Callable[[], Any]]:
 
 
 def work_by_stream(run: Callable[[], None], trace: Path) -> list[tuple[str, tuple[int, int]]]:
-    """Names of what ran on devices meanwhile, each with device and stream, as the profiler saw."""
+    """Returns name, device and stream of all device work in the call, from the profiler."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
         torch.cuda.synchronize()

@@ -1,5 +1,6 @@
-"""TensorDict's own calls under the switch: the same results, and what the engine does not take goes
-to tensordict; on, off, nested, and in which threads.
+"""Tests TensorDict's own calls under the switch: on, off, nested, and in several threads.
+
+The results stay the same, and tensordict itself runs the calls that the engine does not support.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ pytestmark = [
 
 
 def methods() -> dict[str, Any]:
-    """All that the classes of tensordict that may be patched have at present."""
+    """Returns all present methods of tensordict's classes that may be patched."""
     classes = {*TensorDictBase.__mro__, TensorDict, LazyStackedTensorDict}
     return {
         f"{cls.__qualname__}.{name}": value
@@ -42,14 +43,14 @@ def methods() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """After each test tensordict has the very methods that it had."""
+    """Checks after each test that tensordict has its original methods."""
     before = methods()
     yield
     assert methods() == before
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What it returns, or the class and text of its error: two of these must be the same."""
+    """Returns the call's result, or class and text of its error, for comparison with another."""
     try:
         return call()
     except Exception as error:
@@ -119,7 +120,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # those of tensordict on arguments
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # tensordict warns about arguments
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("what", ARGUMENTS)
 def test_arguments_do_what_they_did_and_others_than_a_device_are_left_to_tensordict(device, what):
@@ -162,7 +163,7 @@ def _without_text(td: TensorDict) -> TensorDict:
 
 
 def test_a_device_without_index_is_the_current_one(device, accelerator):
-    """As with tensordict on CUDA; on other accelerators it sets the device without its index."""
+    """As with tensordict on CUDA; elsewhere tensordict sets the device without its index."""
     with tdcopier.tensordict_backend() as use:
         moved = flat("cpu").to(device.split(":")[0])
     assert moved.device == moved["a"].device == torch.device(device)
@@ -312,7 +313,7 @@ def test_an_installation_holds_until_it_is_removed_as_often(device):
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
-    """What it returns in another thread; its error is raised here."""
+    """Returns the result of the work in another thread; raises its error here."""
     results: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""For whom and until when a block of `tensordict_backend` is on: contexts, tasks and forks."""
+"""Where and how long a `tensordict_backend` block is active: contexts, tasks and forks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""TensorDict's own calls under the switch: when sources may be written again, who waits for whom,
-and what is left to torch where it is tracing, faking or batching.
+"""Tests TensorDict's own calls under the switch: when sources may be overwritten, and ordering.
+
+Calls are passed on to torch while it traces, fakes or batches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from test_tensordict_backend import restored as restored
 import tdcopier
 from tdcopier import _C
 
-LARGE = 3 << 20  # elements, of four bytes: three staging buffers
+LARGE = 3 << 20  # four-byte elements: three staging buffers
 
 
 def _filled(value: float, elements: int, device: str, *, pin: bool = False) -> TensorDict:
@@ -72,11 +73,11 @@ def test_a_constructors_source_may_be_written_as_soon_as_it_has_returned(device)
 def test_a_copy_to_a_device_is_ordered_on_the_current_stream_and_the_host_goes_on(
     stall, device, accelerator, copy_stream
 ):
-    """The copy is late; what the stream does with it comes after it all the same."""
+    """The copy is late; the stream's later work still comes after it."""
     consumer = accelerator.Stream(device=device)
     with tdcopier.tensordict_backend(), accelerator.stream(consumer):
         with stall(copy_stream):
-            moved = _filled(7, 10, "cpu").to(device)  # would hang here if it waited for the copy
+            moved = _filled(7, 10, "cpu").to(device)  # hangs if it waits for the copy
             doubled = torch.empty(10, device=device)
             doubled.copy_(moved["x", "a"], non_blocking=True)
             assert not consumer.query()
@@ -101,7 +102,7 @@ def test_a_copy_to_a_device_returns_while_the_current_stream_is_busy(stall, devi
 def test_a_copy_to_the_host_has_arrived_and_comes_after_what_writes_its_source(
     sim, device, accelerator, elements, non_blocking
 ):
-    """The source's stream is held: the call must wait until another thread lets it go."""
+    """The source's stream is held: the call must wait until another thread releases it."""
     td, fives = _filled(1, elements, device), _filled(5, elements, device)
     tdcopier.to(td, "cpu")
     accelerator.synchronize()
@@ -130,7 +131,7 @@ def test_a_copy_to_the_host_has_arrived_and_comes_after_what_writes_its_source(
 @pytest.mark.sim
 @pytest.mark.parametrize("call", ["to", "constructor"])
 def test_a_blocking_copy_to_a_device_has_arrived_for_every_stream(sim, device, call, copy_stream):
-    """The engine's stream is held: the call must wait until another thread lets it go."""
+    """The engine's stream is held: the call must wait until another thread releases it."""
     source = _filled(3, 10, "cpu")
     hold = sim.hold(copy_stream)
     early = []
@@ -185,7 +186,7 @@ def test_one_transfer_carries_all_small_leaves(sim, device):
     assert _values(moved) == {1}
 
 
-# ---- what is left to torch -----------------------------------------------------------------------
+# ---- calls that are passed on to torch -----------------------------------------------------------
 
 
 def test_under_a_fake_tensor_mode_results_are_fake(device):
@@ -242,7 +243,7 @@ def test_under_a_function_mode_every_leaf_goes_through_it(device):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's
 def test_compiled_code_is_traced_as_without_the_switch(device):
-    """Tensordict 0.14 cannot be traced in one piece there, with the switch or without."""
+    """Tensordict 0.14 cannot be traced there in one piece, with or without the switch."""
 
     def move(td: TensorDict) -> TensorDict:
         return td.to("meta")

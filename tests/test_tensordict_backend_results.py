@@ -1,6 +1,4 @@
-"""What is done with results of TensorDict's own calls under the switch, and what becomes of memory
-and of errors.
-"""
+"""Tests results of TensorDict's own calls under the switch: later use, memory and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from test_tensordict_backend import restored as restored
 import tdcopier
 from tdcopier import _C
 
-# ---- results go on as ever -----------------------------------------------------------------------
+# ---- later use of results ------------------------------------------------------------------------
 
 PICKLED = (
     "nested, batch sizes of their own", "locked", "lazy stack", "names", "text",
@@ -50,7 +48,7 @@ def test_results_are_pickled_and_saved_as_ever(device, tmp_path, name):
 
 
 def _assert_same_to_read(got: Any, expected: Any) -> None:
-    """Equal values of Python need not be the same object."""
+    """Equal Python values need not be the same object."""
     got, expected = got.to_dict(), expected.to_dict()
 
     def plain(tree: Any) -> Any:
@@ -158,7 +156,7 @@ def test_sources_and_results_are_given_back(device, accelerator, elements):
             references = use_once()
             gc.collect()
             accelerator.synchronize()
-            _C.settle()  # who gives sources back does so in the background
+            _C.settle()  # sources are released in the background
             torch.zeros(10_000).add_(1)  # lets the interpreter's pending calls run
             assert [reference() for reference in references] == [None] * 5
     assert accelerator.memory_allocated() == before

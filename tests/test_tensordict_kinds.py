@@ -1,5 +1,7 @@
-"""Every kind of TensorDict, in every direction: what arrives is what its own `.to` gives, it counts
-as the catalogue says, and the source is as it was.
+"""Copies every kind of TensorDict in every direction.
+
+The result must equal that of its own `.to`, the counts must be those of the catalogue, and the
+source must be unchanged.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], Callable[[Any
         lambda got: got["batch"][0][0],
     ),
 }
-"""What is called, the tree that it is called with, and the TensorDict in the result."""
+"""How to start the copy, how to wrap the TensorDict, and how to take it from the result."""
 
 
 def kind_and_ends(name: str, direction: str, device: str) -> tuple[TdKind, str, str]:
-    """Kind, source and target; skips the test where there is no such thing."""
+    """Returns kind, source and target; skips the test if the kind cannot be there."""
     kind = TD_KINDS[name]
     source, target = ("cpu", "meta") if direction == TO_META else ends_of(direction, device)
     missing = kind.why_missing(*{source.split(":")[0], target.split(":")[0]})
@@ -56,7 +58,7 @@ def kind_and_ends(name: str, direction: str, device: str) -> tuple[TdKind, str, 
 
 
 def moved_by_itself(td: Any, target: str) -> Any:
-    """What its own `.to` makes of it, arrived."""
+    """Returns the result of its own `.to`, once it has arrived."""
     expected = td.to(target)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
@@ -64,9 +66,9 @@ def moved_by_itself(td: Any, target: str) -> Any:
 
 
 def state_of(td: Any) -> list[Any]:
-    """All that a copy must leave alone in its source, but the leaves' values."""
+    """Returns everything that a copy must not change in its source, except the leaves' values."""
     if any(isinstance(node, PersistentTensorDict) for _, node in nodes_of(td)):
-        return [(path, type(each)) for path, each in nodes_of(td)]  # made anew by every reading
+        return [(path, type(each)) for path, each in nodes_of(td)]  # every read makes new ones
     state: list[Any] = []
     for path, node in nodes_of(td):
         state.append((path, id(node), type(node), node.device, node.is_locked, node.batch_size))
@@ -77,7 +79,7 @@ def state_of(td: Any) -> list[Any]:
 
 
 def shape_of(leaf: torch.Tensor) -> Any:
-    """Of a strided nested tensor, whose rows have shapes of their own: these."""
+    """Returns the shape, or the rows' shapes of a strided nested tensor."""
     strided_nested = leaf.is_nested and leaf.layout is torch.strided
     return leaf._nested_tensor_size().tolist() if strided_nested else leaf.shape
 
@@ -97,7 +99,7 @@ def test_a_tensordict_arrives_as_through_its_own_to_and_is_counted(device, name,
             try:
                 assert_same_tensordict(got, expected)
                 if direction == TO_META:
-                    assert handle.stats[:2] == (0, 0)  # there is nothing to pack for
+                    assert handle.stats[:2] == (0, 0)  # there is nothing to pack for meta
                 else:
                     assert handle.stats[:5] == kind.counts(direction)
             except AssertionError as error:
@@ -165,7 +167,7 @@ def _unlock(node: Any, _: torch.Tensor) -> Any:
 
 
 def _outcome(what: Callable[[Any, torch.Tensor], Any], node: Any, later: torch.Tensor) -> Any:
-    """What comes of it, or the class of its error: this is about two that must do the same."""
+    """Returns the result or the class of its error, to compare two that must do the same."""
     try:
         return what(node, later)
     except Exception as error:
@@ -185,7 +187,7 @@ def test_leaves_share_memory_only_where_they_do_after_to(device, name, direction
 
 
 def _sharing(leaves: list[tuple[str, torch.Tensor]]) -> set[tuple[int, int]]:
-    """Which pairs of leaves have bytes in common."""
+    """Returns the pairs of leaves that have bytes in common."""
     spans = [(i, *_span(leaf)) for i, (_, leaf) in enumerate(leaves) if _has_bytes(leaf)]
     spans.sort(key=lambda span: span[1:])
     pairs = set()

@@ -1,4 +1,4 @@
-"""The comparison of TensorDicts finds what differs, and says where."""
+"""The comparison of TensorDicts detects each difference, and names where it is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def made(name: str) -> Any:
 
 
 def _with(name: str, change: Callable[[Any], Any]) -> Any:
-    """That kind, changed in place, or what the change returns."""
+    """Makes a kind and changes it: in place, or by what the change returns."""
     td = made(name)
     changed = change(td)
     return td if changed is None else changed

@@ -1,4 +1,4 @@
-"""How TensorDicts are taken apart and put together: what could mislead the walk, what it keeps."""
+"""Flattening and rebuilding TensorDicts: cases that could mislead the walk, and what it keeps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Doubling(TensorClass):
 
 
 class Tagged(TensorDict):
-    """A user's own, with a method."""
+    """A user's class with a method."""
 
     def first(self) -> Any:
         return next(iter(self.values()))

@@ -35,7 +35,7 @@ def test_many_threads_copy_at_once(device):
 
 
 class SlowKey:
-    """A key whose hash runs Python code, so that threads change hands while a result is built."""
+    """A key whose hash runs Python code, so that threads switch while a result is built."""
 
     def __init__(self, name: int) -> None:
         self.name = name
@@ -93,7 +93,7 @@ def test_a_key_whose_hash_asks_the_handle_does_no_harm(device):
 @pytest.mark.sim
 @pytest.mark.parametrize("elements", [10, 1 << 20], ids=["inline", "background"])
 def test_get_waits_for_the_arrival_and_leaves_the_gil_free(sim, device, copy_stream, elements):
-    """Another thread must run Python code for the copy to be let go."""
+    """Another thread must run Python code to release the copy."""
     told = threading.Event()
     order = []
     hold = sim.hold(copy_stream)
@@ -108,7 +108,7 @@ def test_get_waits_for_the_arrival_and_leaves_the_gil_free(sim, device, copy_str
     handle = tdcopier.start_copy([torch.ones(elements)], device)
     interval = sys.getswitchinterval()
     try:
-        sys.setswitchinterval(1000)  # from here the GIL changes hands only where it is given up
+        sys.setswitchinterval(1000)  # from here on, threads switch only when one gives up the GIL
         told.set()
         result = handle.get()
         order.append("got")
@@ -213,7 +213,7 @@ def test_a_copy_works_after_the_workers_are_gone():
 
 
 def test_children_forked_while_copies_are_in_flight_run_and_end():
-    """Workers may hold any lock at the fork; the child must not wait for one."""
+    """Workers may hold any lock during the fork; the child must not wait for one."""
     run_python(
         ENABLE
         + """
@@ -237,7 +237,7 @@ def test_children_forked_while_copies_are_in_flight_run_and_end():
 
 @pytest.mark.sim
 def test_a_child_that_is_the_first_to_use_the_device_gives_its_memory_back():
-    """The parent has the package but no device yet: in the child everything works as usual."""
+    """The parent has loaded the package but used no device: the child works as usual."""
     run_python(
         """
     import os, torch, tdcopier
@@ -291,7 +291,7 @@ def test_import_brings_neither_tensordict_nor_the_simulated_device():
 
 
 def test_a_process_that_gets_no_threads_copies_all_the_same(device):
-    """More than is staged in the call, where no worker can be made."""
+    """More bytes than are staged in the call, in a process where no worker can start."""
     if device != "sim:0":
         pytest.skip("CUDA itself wants memory and threads")
     run_python(

@@ -1,4 +1,4 @@
-"""The buffer: nothing waits for the device, and samples are ordered on the taker's stream."""
+"""The buffer: it never waits for the device, and samples are ordered on the caller's stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WAY = pytest.mark.parametrize("way", ["ToDevice", "sample_device"])
 
 @pytest.fixture
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those of all copies and gathers."""
+    """Returns the handles of all copies and gathers."""
     given: list[Any] = []
 
     def note(start: Any) -> Any:
@@ -81,10 +81,10 @@ def test_index_and_weights_travel_with_the_batch(device, handles, way, sampler):
     assert {leaf.device for leaf in batch.values(True, True)} == {torch.device(device)}
     stats = handles[-1].stats
     leaves = list(batch.values(True, True))
-    assert stats.packed_leaves + stats.alone_leaves >= len(leaves)  # a slice has its info besides
+    assert stats.packed_leaves + stats.alone_leaves >= len(leaves)  # a slice also has its info
     assert stats.delegated_leaves == 0
     moving = [handle.stats for handle in handles if handle.stats.transfers]
-    assert [stats.transfers for stats in moving] == [stats.chunks]  # one copy, one for each dtype
+    assert [stats.transfers for stats in moving] == [stats.chunks]  # one copy, one chunk per dtype
 
 
 def test_index_and_weights_follow_a_batch_that_moved_otherwise(device, handles):
@@ -178,7 +178,7 @@ def test_another_stream_than_the_one_that_transforms_sees_the_transformed_batch(
     ours.sample()
     side = accelerator.Stream(device)
     with stall(accelerator.default_stream(device)), stall(copy_stream), accelerator.stream(side):
-        # The first is drawn already; the second is, while nothing of it can have happened.
+        # The first was drawn before; the second is drawn while none of its work can have run.
         for _ in range(2):
             batch = ours.sample()
         seen = batch["again"].clone()
@@ -191,7 +191,7 @@ def test_another_stream_than_the_one_that_transforms_sees_the_transformed_batch(
 
 
 @pytest.mark.sim
-@pytest.mark.hazardous  # not, but it detects by itself
+@pytest.mark.hazardous  # it has no hazard, but its own detector
 @WAY
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_memory_that_a_side_stream_still_reads_is_not_given_away(
@@ -209,10 +209,10 @@ def test_memory_that_a_side_stream_still_reads_is_not_given_away(
                 del batch
                 ours.sample()  # which would take the memory
             del seen
-            accelerator.synchronize()  # else copies would wait for hand-overs on a held stream
+            accelerator.synchronize()  # otherwise copies would wait for hand-overs on a held stream
 
 
-# ---- what torchrl has within ---------------------------------------------------------------------
+# ---- torchrl's own features ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_what_is_no_sample_unit_is_refused_when_the_buffer_is_made(buffer_class)
 
 def pickled(buffer: Any, fresh: Any) -> Any:
     again = pickle.loads(pickle.dumps(buffer))
-    again.set_rng(torch.Generator().manual_seed(1))  # as that of the other, which goes on
+    again.set_rng(torch.Generator().manual_seed(1))  # as in the other buffer
     buffer.set_rng(torch.Generator().manual_seed(1))
     return again
 
@@ -292,7 +292,7 @@ def loaded(buffer: Any, fresh: Any) -> Any:
         ("host", 1, pickled),
         ("ToDevice", 0, pickled),
         ("sample_device", 0, pickled),
-        # Pickle knows no tensors of the simulated device, and the queue holds some.
+        # Pickle does not support tensors of the simulated device, and the queue holds some.
         pytest.param("ToDevice", 1, pickled, marks=pytest.mark.cuda),
         ("ToDevice", 1, loaded),
         ("sample_device", 1, loaded),

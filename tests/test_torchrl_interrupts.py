@@ -1,4 +1,4 @@
-"""Ctrl-C while a buffer is written to or sampled: the next sample is what it would have been."""
+"""Ctrl-C while a buffer is written to or sampled: the next sample is as without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_support import SAMPLERS, data, fill, two_buffers
 
 from tdcopier.torchrl._sampling import current
 
-# Torchrl's own code is not interrupted, and neither are single lines: to end a sample is to set an
+# Torchrl's own code is not interrupted, nor are single lines: ending a sample only sets an
 # attribute, and no signal comes between a call and that.
 KIND = "calls"
 
@@ -36,7 +36,7 @@ def test_after_an_interrupted_sample_the_next_one_is_right(device, way, sampler)
         with interrupter:
             try:
                 ours.sample()
-            except RuntimeError as error:  # of tensordict, where its `with` was interrupted
+            except RuntimeError as error:  # tensordict's, if its `with` was interrupted
                 if not isinstance(error.__context__, Interrupt):
                     raise
         assert current.sampling is None

@@ -1,4 +1,4 @@
-"""Samples of packed storages and buffers: those that torchrl's own give with the same seed."""
+"""Samples of packed storages and buffers equal those of torchrl's own with the same seed."""
 
 from __future__ import annotations
 

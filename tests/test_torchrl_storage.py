@@ -1,4 +1,4 @@
-"""Packed storages: what they gather and what stays a view, how often, and beside whom."""
+"""Packed storages: gathers, reads that stay views, how often they read, and other threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STORAGE = pytest.mark.parametrize("classes", STORAGES.values(), ids=STORAGES.key
 
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The targets of all gathers."""
+    """Returns the targets of all gathers."""
     targets: list[Any] = []
     start = _storage.start_gather
 
@@ -188,7 +188,7 @@ def test_slices_are_gathered_once(device, gathers, classes, ndim, buffer_class):
 
 
 def read_twice(storage: Any, between: Any = lambda rows: None) -> Any:
-    """As a sampler of slices and its buffer do; gives what the buffer gets."""
+    """Reads twice, as a sampler of slices and its buffer do; returns what the buffer gets."""
     index = (torch.tensor([3, 7]),)
     between(storage[index])
     return storage.get(index)
@@ -323,7 +323,7 @@ def test_a_writer_may_go_on_while_the_transfer_is_late(stall, device, copy_strea
     )
     fill((buffer,), CAPACITY)
     before = buffer.storage[:].clone()
-    zeros = data(CAPACITY).zero_().to("cpu")  # without a device, torchrl would synchronise
+    zeros = data(CAPACITY).zero_().to("cpu")  # without a device, torchrl would synchronize
     with stall(copy_stream):
         batch = buffer.sample()
         buffer.extend(zeros)
@@ -346,14 +346,14 @@ def test_a_storage_cannot_be_compilable():
         PackedLazyTensorStorage(10, compilable=True)
 
 
-# ---- beside others -------------------------------------------------------------------------------
+# ---- beside other threads ------------------------------------------------------------------------
 
 
 @STORAGE
 @pytest.mark.parametrize("way", ["ToDevice", "sample_device", "ToDevice, torchrl's buffer"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_rows_are_whole_while_another_thread_extends(device, classes, way, prefetch):
-    """Each row has one number in all of its leaves, whatever is written meanwhile."""
+    """Each row has one number in all of its leaves, even if other rows are written meanwhile."""
     buffer_class = TensorDictReplayBuffer if "torchrl" in way else PackedTensorDictReplayBuffer
     place = {"sample_device": device} if way == "sample_device" else {}
     buffer = buffer_class(

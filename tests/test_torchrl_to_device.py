@@ -1,4 +1,4 @@
-"""The transform that moves samples: what it gives, when it waits, and where it may not be used."""
+"""The transform that moves samples: its results, its waits, and where it may not be used."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_in_another_thread_the_batch_has_arrived(stall, device, copy_stream):
 @pytest.mark.sim
 @pytest.mark.parametrize("where", ["alone", "in a buffer"])
 def test_what_it_is_given_may_be_overwritten_when_it_returns(sim, device, where):
-    """Such as one pinned buffer that a loop, or a transform before it, fills for each batch."""
+    """For example a pinned buffer that a loop, or an earlier transform, fills for each batch."""
     reused = TensorDict({"x": torch.ones(4, 1 << 18).pin_memory()}, [4])
     transform = ToDevice(device)
 

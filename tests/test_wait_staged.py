@@ -1,4 +1,4 @@
-"""`wait_staged`: from then on the sources may be written again, long before the copy is done."""
+"""`wait_staged`: after it the sources may be overwritten, long before the copy is done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tdcopier import _C
 
 
 class Call:
-    """A call on a thread of its own."""
+    """A call in a thread of its own."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.done = threading.Event()
@@ -82,7 +82,7 @@ def test_it_waits_until_the_last_byte_was_read_and_leaves_the_gil_free(
     handle = tdcopier.start_copy([leaf], device, use_pinned_staging=pinned)
     interval = sys.getswitchinterval()
     try:
-        sys.setswitchinterval(1000)  # the GIL changes hands only where it is given up
+        sys.setswitchinterval(1000)  # threads switch only when one gives up the GIL
         told.set()
         handle.wait_staged()
         order.append("staged")
@@ -105,7 +105,7 @@ def test_device_sources_may_be_written_on_the_current_stream_though_the_read_is_
     leaves = filled(1, elements, source)
     with stall(_C.copy_stream(source, "from_device")):
         handle = tdcopier.start_copy(leaves, target)
-        handle.wait_staged()  # would hang here if it waited for the read
+        handle.wait_staged()  # hangs if it waits for the read
         refill(leaves, 2)
         assert not becomes(accelerator.current_stream(source).query, within=BRIEFLY)
         assert not handle.ready()
@@ -185,7 +185,7 @@ def test_each_device_of_a_mixed_tree_gets_its_own_order(stall, device, other_dev
 
 
 def test_a_delegated_leaf_is_waited_for_too(stall, device, other_device, accelerator):
-    """Its transfer waits for the target's current stream, and so must whoever overwrites it."""
+    """Its transfer waits for the target's current stream; a stream that overwrites it waits too."""
     leaf = torch.full((4,), 1.0).to(device).requires_grad_()
     with stall(accelerator.current_stream(other_device)):
         with accelerator.stream(accelerator.Stream(device=device)):
@@ -199,7 +199,7 @@ def test_a_delegated_leaf_is_waited_for_too(stall, device, other_device, acceler
     assert leaf.tolist() == [2] * 4
 
 
-# ---- otherwise -----------------------------------------------------------------------------------
+# ---- other cases ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tree", [[], {"a": "text"}, [torch.empty(0)]], ids=str)
@@ -244,7 +244,7 @@ def test_of_a_copy_that_failed_it_returns_and_get_says_how(sim, device, other_de
 def test_of_a_copy_of_which_the_device_has_told_that_it_failed_it_returns_too(
     sim, device, other_device, kind
 ):
-    """Whether the failure is known already is a matter of luck, so it must not matter."""
+    """The result must not depend on whether the failure is already known, which is up to chance."""
     leaf = torch.ones(3, device=device).requires_grad_(kind == "delegated")
     with sim.fail_transfer(direction="d2d", when="execution"):
         handle = tdcopier.start_copy([leaf], other_device)

@@ -1,4 +1,4 @@
-"""Who waits for a copy works on it: a copy is not held up by workers that are busy or asleep."""
+"""Threads that wait for a copy work on it: busy or sleeping workers do not delay it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ELEMENTS = 1 << 20
 
 @pytest.fixture
 def busy_workers(sim: Any) -> Iterator[Any]:
-    """Every worker waits for the one staging buffer of the first device, until it is released."""
+    """Keeps every worker waiting for the first device's one staging buffer until the hold ends."""
     tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
     torch.sim.synchronize(0)
     hold = sim.hold(_C.copy_stream("sim:0"))
     large = torch.ones(2 * ELEMENTS)
-    # One for each, which are all before any other copy in the line.
+    # One for each worker, all queued before any other copy.
     stuck = [tdcopier.start_copy(large, "sim:0") for _ in range(_C.default_worker_count())]
     try:
         yield hold
@@ -45,13 +45,13 @@ def test_a_caller_begins_a_copy_that_no_worker_has_begun(busy_workers, source, c
     handle = tdcopier.start_copy(source, "sim:1")
     assert handle.stats.background
     assert not handle.ready()
-    moved = getattr(handle, call)()  # would hang here
+    moved = getattr(handle, call)()  # hangs if the caller does not help
     assert torch.equal(moved.cpu(), source)
 
 
 def test_sources_are_read_by_the_caller_that_wants_to_write_them(busy_workers, source):
     handle = tdcopier.start_copy(source, "sim:1")
-    handle.wait_staged()  # would hang here
+    handle.wait_staged()  # hangs if the caller does not help
     expected = source.clone()
     source.zero_()
     assert torch.equal(handle.get().cpu(), expected)
@@ -59,7 +59,7 @@ def test_sources_are_read_by_the_caller_that_wants_to_write_them(busy_workers, s
 
 def test_a_caller_fills_memory_that_exists(busy_workers, source):
     destination = torch.zeros(ELEMENTS, dtype=torch.int32, device="sim:1")
-    tdcopier.copy_into(source, destination).get()  # would hang here
+    tdcopier.copy_into(source, destination).get()  # hangs if the caller does not help
     assert torch.equal(destination.cpu(), source)
 
 
@@ -92,7 +92,7 @@ def test_a_caller_that_fails_hands_its_failure_on(sim, busy_workers, source):
 
 
 def test_a_caller_under_a_mode_leaves_the_copy_to_the_workers(busy_workers, source):
-    """What the engine does is not the mode's business."""
+    """A mode must not see the engine's operations."""
     seen = []
 
     class Watching(TorchDispatchMode):
@@ -110,7 +110,7 @@ def test_a_caller_under_a_mode_leaves_the_copy_to_the_workers(busy_workers, sour
     thread = threading.Thread(target=wait_for_it)
     thread.start()
     thread.join(timeout=0.1)
-    assert thread.is_alive()  # nobody works on it
+    assert thread.is_alive()  # no thread works on it
     busy_workers.release()
     thread.join()
     assert seen == []
@@ -121,7 +121,7 @@ def test_workers_make_the_outputs_of_a_caller_who_does_other_things(sim):
     leaves = [torch.full((40_000,), float(value)) for value in range(60)]  # 9.6 MB
     with tdcopier.time_steps():
         handle = tdcopier.start_copy({"leaves": leaves}, "sim:0")
-        assert becomes(lambda: handle.stats.steps.outputs_us > 0)  # nobody has asked for them
+        assert becomes(lambda: handle.stats.steps.outputs_us > 0)  # before any call for them
     moved = handle.get()
     assert [leaf[-1].item() for leaf in moved["leaves"]] == list(range(60))
 
@@ -157,6 +157,6 @@ def test_reads_that_are_enqueued_are_not_waited_for_by_helping_to_deliver(sim):
     torch.sim.synchronize(0)
     with sim.hold(_C.copy_stream("sim:0")):
         handle = tdcopier.copy_into(source, destination)
-        handle.wait_staged()  # would hang here
+        handle.wait_staged()  # hangs if the caller does not help
     handle.get()
     assert destination.eq(3).all()

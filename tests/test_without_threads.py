@@ -1,4 +1,4 @@
-"""A process that may have no more threads: every call does its work, in the thread that calls."""
+"""A process that cannot start threads: every call does its work in the calling thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example batches are what their docstrings say, and the same each time."""
+"""The example batches match their docstrings and are the same each time."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_images_add_one_large_leaf_per_sample() -> None:
     assert len(workloads.leaves(batch)) == 2 * 34
     per_sample = 6 * 3 * 256 * 704
     labels = workloads.total_bytes(workloads.detection_batch())
-    assert 16 * per_sample + labels == 52_057_664  # what the docstring says of the full batch
+    assert 16 * per_sample + labels == 52_057_664  # the docstring's figure for the full batch
 
 
 def test_one_large_names_every_position() -> None:

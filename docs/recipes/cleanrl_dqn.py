@@ -67,7 +67,7 @@ def train(env, device, steps=50_000, learning_starts=1_000, train_every=4, batch
 
             if step < learning_starts or step % train_every:
                 continue
-            batch = next(batches)  # instead of buffer.sample() and one .to() per field
+            batch = next(batches)  # replaces buffer.sample() and a .to() per field
             with torch.no_grad():
                 worth = target(batch["next_observation"]).amax(1)
                 wanted = batch["reward"] + 0.99 * worth * (1 - batch["terminated"])
