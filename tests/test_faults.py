@@ -91,7 +91,7 @@ def assert_fails_every_time(
 
 
 def assert_gives_back(sim: Any, before: tuple[int, ...]) -> None:
-    """Asserts that all memory besides staging is soon free: a thread may wait for the device."""
+    """Asserts that all memory but staging is freed soon; a thread waits for the device first."""
     gc.collect()  # an error's traceback refers to the handle
     becomes(lambda: in_use(sim) == before)
     assert in_use(sim) == before

@@ -353,7 +353,7 @@ def test_a_storage_cannot_be_compilable():
 @pytest.mark.parametrize("way", ["ToDevice", "sample_device", "ToDevice, torchrl's buffer"])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_rows_are_whole_while_another_thread_extends(device, classes, way, prefetch):
-    """Each row has one number in all of its leaves, even if other rows are written meanwhile."""
+    """Each row has one number in all of its leaves, even while another thread writes rows."""
     buffer_class = TensorDictReplayBuffer if "torchrl" in way else PackedTensorDictReplayBuffer
     place = {"sample_device": device} if way == "sample_device" else {}
     buffer = buffer_class(
