@@ -58,9 +58,9 @@ test-gpu: build broken-engines
 	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda; $(PYTEST)
 	export TDCOPIER_TEST_DEVICE=sim TDCOPIER_TEST_SCHEDULES=2000; $(PYTEST)
 
-# Builds engines whose defects are chosen at run time, for tests/test_broken_engines.py.
+# Builds engines whose defects are chosen at run time, for tests/schedules/test_broken_engines.py.
 broken-engines: $(READY)
-	@$(RUN) $(PY) tests/broken_engines.py
+	@$(RUN) $(PY) tests/support/broken_engines.py
 
 bench: build
 	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py

@@ -73,7 +73,7 @@ def bare_python(site: Path) -> str:
 def main() -> None:
     kind, site = sys.argv[1], Path(sys.argv[2]).resolve()
     python = bare_python(site)
-    tests = [str(ROOT / "tests" / f"test_{name}.py") for name in TESTS]
+    tests = [str(ROOT / "tests/copy" / f"test_{name}.py") for name in TESTS]
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     for arguments, leaks in (
         ([str(HERE / "stress.py"), "32", "100"], True),

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-# The following modules are in the parent folder.
+# The following modules are in that folder.
 from stress_copies import Stress, asked_by_two, dropped, get, ready, sources_dropped
 from support import assert_same, oracle
 

@@ -1,0 +1,122 @@
+"""The pages on supported batches agree with the catalogues, and their examples run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
+from defects import DEFECTS
+from tensordict_kinds import TD_KINDS, TdKind
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "what_may_be_in_a_batch.md"
+TENSORDICTS = PAGE.with_name("tensordict.md")
+
+
+def cell(kind: Kind, direction: str) -> str:
+    """Returns the page's text for a kind of leaf in one direction."""
+    outcome = kind.outcome(direction)
+    if kind.fails is not None and outcome != NOT_THERE:
+        return f"`{kind.fails.__name__}` from `get()`"
+    if not isinstance(outcome, str):
+        return f"`{outcome.__name__}`"
+    return "" if outcome == NOT_THERE else outcome
+
+
+def tables(page: Path = PAGE) -> list[list[list[str]]]:
+    """Returns all tables of a page: rows of cells, the heading first, without the line below it."""
+    found: list[list[list[str]]] = []
+    inside = False
+    for line in page.read_text().splitlines():
+        if line.startswith("|"):
+            if not inside:
+                found.append([])
+            cells = [text.strip() for text in line.strip("|").split("|")]
+            if not all(re.fullmatch("-+", text) for text in cells):
+                found[-1].append(cells)
+        inside = line.startswith("|")
+    return found
+
+
+def test_the_page_has_two_tables():
+    assert [table[0] for table in tables()] == [
+        ["a leaf that is", *DIRECTIONS],
+        ["container", "kept besides its class and its children"],
+    ]
+
+
+def test_the_table_of_leaves_is_the_catalogue():
+    rows = tables()[0][1:]
+    assert [row[0] for row in rows] == list(KINDS)
+    for name, *cells in rows:
+        assert cells == [cell(KINDS[name], direction) for direction in DIRECTIONS], name
+
+
+def test_the_table_of_containers_is_the_catalogue():
+    rows = tables()[1][1:]
+    assert [row[0] for row in rows] == list(CONTAINERS)
+    for name, keeps in rows:
+        assert keeps == CONTAINERS[name].keeps, name
+
+
+def test_the_example_of_the_page_runs(registry, device):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block.replace('"cuda"', repr(device)), str(PAGE), "exec"), {})
+
+
+def outcome(kind: TdKind) -> str:
+    """Returns the text of the page on TensorDicts for one kind."""
+    said = {}
+    for direction in DIRECTIONS:
+        if (counts := kind.counts(direction)) is not None:
+            words = [word for word, count in zip(counts._fields, counts, strict=True) if count]
+            said[direction] = ", ".join(words) or "none"
+    if len(set(said.values())) == 1:
+        text = said["H2D"]
+    else:
+        text = "; ".join(f"{direction}: {words}" for direction, words in said.items())
+    return text if len(said) == len(DIRECTIONS) else f"{text} (from the host only)"
+
+
+def as_text(rows: list[list[str]]) -> str:
+    """Formats a table so that a difference shows the rows to add and to remove."""
+    return "\n".join(" | ".join(row) for row in rows)
+
+
+def test_the_tables_of_tensordicts_are_the_catalogue():
+    heading = ["a TensorDict that is or has", "what becomes of what is in it"]
+    on_page = [row for table in tables(TENSORDICTS) if table[0] == heading for row in table[1:]]
+    in_catalogue = [[name, outcome(kind)] for name, kind in TD_KINDS.items()]
+    assert as_text(on_page) == as_text(in_catalogue)
+
+
+def test_the_examples_of_the_page_on_tensordicts_run_one_after_the_other(
+    device, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)  # some write files there
+    blocks = re.findall(r"```python\n(.*?)```", TENSORDICTS.read_text(), flags=re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block.replace('"cuda"', repr(device)), str(TENSORDICTS), "exec"), names)
+
+
+@pytest.mark.parametrize("name", [*KINDS, *TD_KINDS])
+def test_names_can_stand_in_a_table(name):
+    assert "|" not in name
+    assert name == name.strip()
+
+
+def test_the_page_on_tests_names_every_broken_engine():
+    page = (PAGE.parent / "concepts" / "how_promises_are_tested.md").read_text()
+    rows = [
+        [text.strip() for text in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ") and not line.startswith("| promise")
+    ]
+    assert [row[:2] for row in rows] == [
+        [defect.promise, name.replace("_", " ")] for name, defect in DEFECTS.items()
+    ]

@@ -1,0 +1,57 @@
+"""Each promise has a check that detects an engine which breaks it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from broken_engines import ROOT, SITE, broken_sources
+from defects import DEFECTS
+
+pytestmark = pytest.mark.sim
+
+SEEDS = 300
+
+
+def told_of(name: str) -> dict[str, Any]:
+    """Plays with this defect, seed after seed, and returns the first finding."""
+    if not SITE.exists():
+        pytest.fail("there is no test build of the broken engines: `make broken-engines` makes it")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/support/broken_engines.py"), "--show", name, str(SEEDS)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_broken_engine_is_found(name):
+    defect, told = DEFECTS[name], told_of(name)
+    # If the detectors find the defect too, values may be right in the first order that shows it.
+    errors = {defect.error, "HazardError"} if defect.hazard else {defect.error}
+    assert told.get("error") in errors, told
+    assert defect.hazard is None or defect.hazard in told["hazards"], told
+
+
+def test_the_same_build_without_a_defect_is_right():
+    assert told_of("") == {"seeds": SEEDS}
+
+
+def test_every_promise_has_a_broken_engine():
+    promises = re.findall(
+        r"^\*\*(.+?)\.\*\*", (ROOT / "docs/concepts/promises.md").read_text(), re.MULTILINE
+    )
+    # Check mode is a tool for users' mistakes: tests/copy/test_checking.py tests it.
+    assert {defect.promise for defect in DEFECTS.values()} == set(promises) - {"Check mode"}
+
+
+def test_the_table_fits_the_code():
+    assert len(broken_sources()) == len({defect.file for defect in DEFECTS.values()})

@@ -1,0 +1,49 @@
+"""Each kind of the catalogue in each direction, as parameters of tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from catalogue import (
+    CONTAINERS,
+    DIRECTIONS,
+    EVERY_CONTAINER_IN_ANOTHER,
+    KINDS,
+    NOT_THERE,
+)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no packing": {"pack_cpu_tensors": False},
+    "no pinned staging": {"use_pinned_staging": False},
+    "no background thread": {"use_background_thread": False},
+    "tiny chunks": {"max_packed_chunk_bytes": 20},
+    "large alignment": {"min_packed_alignment_bytes": 4096},
+}
+
+CASES = [
+    pytest.param(name, direction, id=f"{name}-{direction}")
+    for name, kind in KINDS.items()
+    for direction in DIRECTIONS
+    if kind.outcome(direction) != NOT_THERE
+]
+ARRIVING = [case for case in CASES if KINDS[case.values[0]].arrives]
+REFUSED = [case for case in CASES if KINDS[case.values[0]].is_refused]
+FAILING = [name for name, kind in KINDS.items() if kind.fails]
+WRAPS = CONTAINERS | {"every container in another": EVERY_CONTAINER_IN_ANOTHER}
+
+
+LARGE_IN = ("list", "every container in another")
+
+
+def ends_of(direction: str, device: str) -> tuple[str, str]:
+    """Returns source and target."""
+    if direction == "H2D":
+        return "cpu", device
+    if direction == "D2H":
+        return device, "cpu"
+    if torch.get_device_module(device).device_count() < 2:
+        pytest.skip("needs two devices")
+    return device[:-1] + "1", device

@@ -1,0 +1,158 @@
+"""Plays scenarios in many orders of events; as a program, for as long as you like.
+
+    python tests/support/play_schedules.py --schedules 1000000 --jobs 2
+    python tests/support/play_schedules.py --only between_devices --seed 4711
+
+Every order is checked in the same way: values, hazards that ``tdcopier.sim`` detects, memory that
+stays in use, and deadlocks. Freed memory is poisoned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from scenario_table import PASSING, SCENARIOS
+from scenario_world import ScenarioWorld, device_values, keep_on, one_processor
+
+from tdcopier import sim
+
+DEVICES = ("sim:0", "sim:1")
+TIMEOUT_S = float(os.environ.get("TDCOPIER_PLAY_TIMEOUT_S", "30"))
+_values: dict[str, torch.Tensor] = {}
+
+
+@dataclass
+class Played:
+    """The outcome of a number of schedules."""
+
+    schedules: int = 0
+    overlapping: int = 0
+    """Schedules in which transfers of two jobs were in flight at once."""
+    fingerprints: set[tuple[str, int]] = field(default_factory=set)
+    """Of the overlapping schedules: the scenario and a fingerprint of the choices."""
+    choices: int = 0
+
+    def add(self, other: Played) -> None:
+        self.schedules += other.schedules
+        self.overlapping += other.overlapping
+        self.fingerprints |= other.fingerprints
+        self.choices += other.choices
+
+
+def prepare() -> None:
+    """Makes the state that all scenarios share, before memory in use is measured."""
+    sim.enable(devices=len(DEVICES))
+    if not _values:
+        _values.update(device_values(DEVICES))
+
+
+def run(name: str, seed: int) -> sim.Schedule:
+    """Runs one scenario in one order. Requires `prepare`."""
+    with one_processor(), sim.schedule(seed, timeout_s=TIMEOUT_S) as schedule:
+        world = ScenarioWorld(sim, DEVICES, _values, schedule)
+        SCENARIOS[name].run(world)
+        world.finish()
+    return schedule
+
+
+def play(name: str, seed: int) -> tuple[Played, sim.Schedule]:
+    """Plays one scenario in one order. Raises the first error that a check finds."""
+    prepare()
+    with sim.poison(), sim.detect(leaks=True):
+        schedule = run(name, seed)
+    # A job of these scenarios is one transfer, so two transfers in flight belong to two jobs.
+    overlap = SCENARIOS[name].one_transfer_a_job and schedule.most_transfers_in_flight >= 2
+    fingerprints = {(name, schedule.fingerprint)} if overlap else set()
+    return Played(1, int(overlap), fingerprints, schedule.choices), schedule
+
+
+def play_range(names: list[str], seeds: range) -> Played:
+    """Plays each of the scenarios with each of the seeds."""
+    total = Played()
+    for seed in seeds:
+        for name in names:
+            try:
+                total.add(play(name, seed)[0])
+            except BaseException as error:
+                raise RuntimeError(f"{name} fails in the schedule with seed {seed}") from error
+    return total
+
+
+def take_processor(taken: Any) -> None:
+    """Pins this process, one of several, to the next processor."""
+    with taken.get_lock():
+        number, taken.value = taken.value, taken.value + 1
+    processors = sorted(os.sched_getaffinity(0))
+    prepare()
+    keep_on({processors[number % len(processors)]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=10_000, help="how many, all together")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", choices=SCENARIOS, action="append", help="a scenario; repeatable")
+    parser.add_argument("--seed", type=int, help="play this one and print its steps")
+    parser.add_argument("--json", help="write what has been shown to this file as it goes on")
+    arguments = parser.parse_args()
+    names = arguments.only or PASSING
+
+    if arguments.seed is not None:
+        for name in names:
+            print(f"{name}, seed {arguments.seed}:")
+            print("\n".join(f"  {step}" for step in play(name, arguments.seed)[1].steps))
+        return
+
+    from tqdm import tqdm
+
+    a_batch = 50
+    seeds = -(-arguments.schedules // len(names))
+    last = arguments.first_seed + seeds
+    batches = [
+        range(first, min(first + a_batch, last))
+        for first in range(arguments.first_seed, last, a_batch)
+    ]
+    started = time.monotonic()
+    total = Played()
+
+    def told() -> dict[str, Any]:
+        return {
+            "scenarios": len(names),
+            "schedules": total.schedules,
+            "with_two_jobs_in_flight": total.overlapping,
+            "distinct_among_these": len(total.fingerprints),
+            "choices_per_schedule": round(total.choices / total.schedules, 1),
+            "first_seed": arguments.first_seed,
+            "seconds": round(time.monotonic() - started, 1),
+            "processes": arguments.jobs,
+            "torch": torch.__version__,
+        }
+
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        concurrent.futures.ProcessPoolExecutor(
+            arguments.jobs, spawn, take_processor, (spawn.Value("i", 0),)
+        ) as pool,
+        tqdm(total=seeds * len(names), unit=" schedules", disable=None) as progress,
+    ):
+        for played in pool.map(play_range, [names] * len(batches), batches):
+            total.add(played)
+            progress.update(played.schedules)
+            if arguments.json:  # report progress, in case the run is ended early
+                Path(arguments.json).write_text(json.dumps(told(), indent=2) + "\n")
+    print(json.dumps(told(), indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Short programs that gather rows and scatter them, for `scenario_table.py`."""
+
+from __future__ import annotations
+
+import torch
+from scenario_world import ScenarioWorld, small_limits
+
+import tdcopier
+
+
+def rows_are_overwritten_when_they_are_gathered(world: ScenarioWorld) -> None:
+    """H2D: the caller may overwrite a storage once its rows were read, and the index at once."""
+    device = world.devices[0]
+    with small_limits():
+        tables = [leaf.view(20, -1) for leaf in world.batch((400, 60))]
+        index = torch.tensor([3, 19, 3, 0, 7])
+        expected = [table[index] for table in tables]
+        handle = tdcopier.start_gather(tables, index, device)
+        index.fill_(10**6)
+        handle.wait_gathered()
+        for table in tables:
+            table.fill_(-1)
+        world.read_late(handle.wait(), expected)
+
+
+def rows_for_the_host_and_a_device(world: ScenarioWorld) -> None:
+    """H2H, then H2D: gathered rows are sent on from the host, and dropped at once."""
+    with small_limits():
+        table = world.batch((400,))[0].view(20, 20)
+        index = torch.tensor([1, 2, 3, 18])
+        gathered = tdcopier.start_gather([table], index, "cpu").get()
+        expected = [table[index]]
+        table.fill_(-1)
+        handle = tdcopier.start_copy(gathered, world.devices[1])
+        del gathered
+        world.read_late(handle.wait(), expected)
+
+
+def rows_are_scattered_while_the_batch_is_overwritten(world: ScenarioWorld) -> None:
+    """D2H: after `wait_staged()` a stream may overwrite the batch, though no row is written yet."""
+    device = world.devices[0]
+    table = torch.full((90,), -5, dtype=torch.int32)
+    index = torch.arange(80, 20, -2)
+    with small_limits(), world.on(world.stream(device)):
+        batch = world.batch((len(index),))
+        written = world.write(device, batch)
+        handle = tdcopier.start_scatter(written, [table], index)
+        handle.wait_staged()
+        world.overwrite(written)
+        del written
+        expected = table.clone()
+        expected.fill_(-5)
+        expected[index] = batch[0]
+        world.expect(handle.get(), [expected])
+
+
+ROWS = (
+    rows_are_overwritten_when_they_are_gathered,
+    rows_for_the_host_and_a_device,
+    rows_are_scattered_while_the_batch_is_overwritten,
+)

@@ -1,0 +1,38 @@
+"""All scenarios by name, and those that the engine does not pass yet.
+
+Each takes a :class:`scenario_world.ScenarioWorld`, checks all values itself, and is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from company_scenarios import COMPANY
+from consumer_scenarios import CONSUMERS
+from deferred_scenarios import HELD
+from fault_scenarios import FAULTS
+from not_yet import NOT_YET
+from pair_scenarios import PAIRS
+from row_scenarios import ROWS
+from scenario_world import ScenarioWorld
+from scenarios import ONE_TRANSFER_EACH, SEVERAL_TRANSFERS
+
+
+class Scenario(NamedTuple):
+    run: Callable[[ScenarioWorld], None]
+    one_transfer_a_job: bool = False
+
+
+SCENARIOS: dict[str, Scenario] = {
+    **{run.__name__: Scenario(run, one_transfer_a_job=True) for run in ONE_TRANSFER_EACH},
+    **{
+        run.__name__: Scenario(run)
+        for run in (*SEVERAL_TRANSFERS, *ROWS, *HELD, *CONSUMERS, *PAIRS, *COMPANY, *FAULTS)
+    },
+}
+
+PASSING = [name for name in SCENARIOS if name not in NOT_YET]
+
+unknown = NOT_YET.keys() - SCENARIOS.keys()
+assert not unknown, f"there are no such scenarios: {unknown}"
