@@ -1,4 +1,4 @@
-// numpy arrays, through pybind11's view of their memory layout: no numpy header, no import.
+// Reads numpy arrays through pybind11's view of their memory layout: no numpy header, no import.
 #include "python/array_leaf.h"
 
 #include <ATen/ExpandUtils.h>
@@ -14,12 +14,12 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// Null until numpy is loaded; kept for good from then on. GIL: held.
+// Null until numpy is loaded; never released after that. GIL: held.
 PyTypeObject* g_array_type = nullptr;
 PyTypeObject* g_masked_array_type = nullptr;
 PyTypeObject* g_mapped_array_type = nullptr;
 
-// A class of a module that is loaded; never imports one.
+// Looks up a class of a module that is already loaded; imports nothing.
 void look_up(const char* module_name, const char* class_name, PyTypeObject*& type) {
   if (type != nullptr) return;
   PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), module_name);  // borrowed
@@ -69,12 +69,12 @@ py::array borrow(PyObject* array) {
   return py::reinterpret_borrow<py::array>(array);
 }
 
-// In either order of dimensions.
+// In C or Fortran order.
 bool is_contiguous(const py::array& array) {
   return (array.flags() & (py::array::c_style | py::array::f_style)) != 0;
 }
 
-// No gaps and no repeats, in whatever order of dimensions.
+// Returns whether there are no gaps and no repeats, in any order of dimensions.
 bool is_dense(at::IntArrayRef sizes, at::IntArrayRef strides) {
   const std::vector<int64_t> dense = at::infer_dense_strides(sizes, strides);
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -94,7 +94,7 @@ ArrayKind classify_array(PyObject* object) {
     return ArrayKind::kOpaque;
   }
   const py::dtype dtype = borrow(object).dtype();
-  // Kind V is a record, or a number that some extension registered, such as ml_dtypes' bfloat16.
+  // Kind V is a record or a number type of an extension, for example ml_dtypes' bfloat16.
   constexpr int kFirstUserType = 256;
   const bool registered = dtype.num() >= kFirstUserType;
   if (registered && (dtype.kind() == 'V' || is_number(dtype.kind()))) {
@@ -113,8 +113,8 @@ bool is_readable_array(PyObject* object) {
   const py::array array = borrow(object);
   const char order = array.dtype().byteorder();
   if (order != '=' && order != '|') return false;
-  // Nothing to read, and torch has its own idea of strides; or more than any memory holds, which
-  // numpy counts in bytes that may overflow.
+  // Refuses empty arrays, for which torch chooses other strides, and sizes that exceed any memory,
+  // for which numpy's byte count may overflow.
   uint64_t bytes = static_cast<uint64_t>(array.itemsize());
   for (py::ssize_t i = 0; i < array.ndim(); ++i) {
     if (array.shape(i) == 0) return false;
@@ -126,7 +126,7 @@ bool is_readable_array(PyObject* object) {
 void add_array_leaf(PyObject* object, LeafTable& leaves) {
   const py::array array = borrow(object);
   const py::dtype dtype = array.dtype();
-  constexpr size_t kMostDims = 64;  // numpy's own bound
+  constexpr size_t kMostDims = 64;  // numpy's limit
   int64_t sizes[kMostDims];
   int64_t strides[kMostDims];
   const auto dims = static_cast<size_t>(array.ndim());
@@ -143,7 +143,7 @@ void add_array_leaf(PyObject* object, LeafTable& leaves) {
     leaves.add(array.data(), scalar_type, shape, steps);
     return;
   }
-  // As through torch.from_numpy: of the array itself, or of a copy in C order.
+  // The strides that torch.from_numpy would give: of the array itself, or of a copy in C order.
   const std::vector<int64_t> dense = torch_has_strides
                                          ? at::infer_dense_strides(shape, steps)
                                          : at::IntArrayRef(c10::contiguous_strides(shape)).vec();

@@ -1,5 +1,5 @@
-// What a numpy array is to the walk, and how a plain one becomes a leaf without a tensor in
-// between.
+// Classifies numpy arrays for the walk, and adds plain ones to a leaf table without making a
+// tensor.
 #pragma once
 
 #include <c10/util/DimVector.h>
@@ -17,39 +17,41 @@ enum class ArrayKind {
   kConvertible,
 };
 
-// Before a walk: looks numpy's types up if numpy is loaded. Where it is not there are no arrays.
+// Looks up numpy's types if numpy is loaded; otherwise no value can be an array. Call before a
+// walk.
 void load_numpy_types();
 
-// Is it numpy's array, or a class made from it? Runs no Python code, as do the next four.
+// Returns whether the type is numpy's ndarray or a subclass. Like the next four functions, runs no
+// Python code.
 bool is_array_type(PyTypeObject* type);
 
 ArrayKind classify_array(PyObject* array);
 
-// Requires kConvertible. Can its bytes be read as those of torch's dtype? Not in another byte
-// order.
+// Returns whether the array's bytes can be read as elements of the torch dtype, which excludes
+// other byte orders. Requires: kConvertible.
 bool is_readable_array(PyObject* array);
 
-// Does it lie in a file that numpy has mapped?
+// Returns whether the array is a np.memmap.
 bool is_mapped_array(PyObject* array);
 
-// Requires is_readable_array().
+// Adds the array to the table as a leaf. Requires: is_readable_array().
 void add_array_leaf(PyObject* array, LeafTable& leaves);
 
-// An array's memory and what is in it.
+// An array's memory and its layout.
 struct ArrayMemory {
   std::byte* data;  // the first element
   bool writeable;
-  bool dense;  // its bytes lie together, in whatever order of dimensions; where that is known
+  bool dense;  // known to be contiguous, in C or Fortran order
   c10::ScalarType dtype;
   c10::DimVector sizes;
   c10::DimVector strides_bytes;
 };
 
-// Requires is_readable_array().
+// Requires: is_readable_array().
 ArrayMemory memory_of_array(PyObject* array);
 
-// A CPU tensor with the values of any convertible array: over the same memory where torch can use
-// it. Runs Python code.
+// Returns a CPU tensor with the values of any convertible array. It shares the array's memory
+// where torch can use it. Runs Python code.
 pybind11::object tensor_from_array(PyObject* array);
 
 std::string array_dtype_name(PyObject* array);

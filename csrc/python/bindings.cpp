@@ -1,4 +1,4 @@
-// The native module: names, argument conversion and exception translation; no logic.
+// Defines the native module: names, argument conversion and exception translation; no logic.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Device.h>
@@ -37,7 +37,7 @@ using tdcopier::Handle;
 using tdcopier::PreparedCopy;
 using tdcopier::Sending;
 
-// c10's errors become torch's own Python exceptions: out of memory stays torch.OutOfMemoryError.
+// Turns c10's errors into torch's own Python exceptions, for example torch.OutOfMemoryError.
 template <typename Function>
 auto with_torch_errors(Function&& function) {
   try {
@@ -59,7 +59,7 @@ auto with_torch_errors(Function&& function) {
   }
 }
 
-// A function or a member function that is called so.
+// Wraps a function or member function in with_torch_errors().
 template <typename Result, typename... Arguments>
 auto guarded(Result (*function)(Arguments...)) {
   return [function](Arguments... arguments) {
@@ -74,7 +74,7 @@ auto guarded(Result (Class::*function)(Arguments...)) {
   };
 }
 
-// A function of a device, which callers name in any way.
+// Wraps a function of a c10::Device so that it accepts any device argument.
 template <typename Function>
 auto of_device(Function function) {
   return [function](py::handle device) {
@@ -82,7 +82,7 @@ auto of_device(Function function) {
   };
 }
 
-// Python's garbage collector sees through it: what it holds may refer back to it.
+// Makes the class visible to Python's garbage collector: its members may refer back to it.
 template <typename Held>
 void make_collectable(PyHeapTypeObject* heap_type) {
   PyTypeObject& type = heap_type->ht_type;
@@ -241,12 +241,13 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
           return tdcopier::Accelerator::of(target).held().pinned_bytes();
         }));
   m.def("copy_stream", guarded(&copy_stream), py::arg("device"), py::arg("which") = "to_device");
-  // For the simulation, see engine/accelerator.h: once, before its first copy.
+  // For the simulation, see engine/accelerator.h. Called once, before its first copy.
   m.def("set_stream_maker", [](const py::capsule& maker) {
     tdcopier::set_stream_maker(c10::DeviceType::PrivateUse1,
                                *maker.get_pointer<tdcopier::StreamMaker>());
   });
-  // For the simulation, see base/interleaver.h: once, and then whenever one begins to be in force.
+  // For the simulation, see base/interleaver.h. Called whenever a schedule or a thread fault
+  // begins.
   m.def("set_interleaver", [](const py::capsule& capsule) {
     tdcopier::set_interleaver(*capsule.get_pointer<tdcopier::Interleaver>());
   });
@@ -259,16 +260,16 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
   m.def("set_most_workers", &tdcopier::set_most_workers);
   m.def("time_steps", &tdcopier::time_phases);
   m.def("are_steps_timed", &tdcopier::are_phases_timed);
-  // Notices what has ended since the last copy, so that the next one does not.
+  // Processes completions since the last copy, so that the next copy does not have to.
   m.def("settle", [] {
     const py::gil_scoped_release no_gil;
     tdcopier::rest_workers();
     tdcopier::Reclaimer::get().look();
     tdcopier::Accelerator::settle_all();
   });
-  // For whoever counts what is in use: memory of batches that were held is kept for the next ones.
+  // For leak checks: frees the memory of deferred batches that is cached for the next ones.
   m.def("drop_held_memory", &tdcopier::Accelerator::drop_held_memory);
-  // For a schedule: how often the device is asked goes by the buffers that there are.
+  // For schedules: the number of device calls depends on the number of staging buffers.
   m.def("drop_staging", &tdcopier::Accelerator::drop_staging);
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
   m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;

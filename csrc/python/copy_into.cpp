@@ -1,4 +1,5 @@
-// One call: pair and check all leaves, capture check, versions, plan and launch, delegated leaves.
+// The steps of one call: pair and check all leaves, refuse captures, run delegated leaves, plan and
+// start one job per group, bump versions.
 #include "python/copy_into.h"
 
 #include <string>
@@ -25,15 +26,15 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// What differs between the calls.
+// The differences between copy_into() and start_scatter().
 struct FillCall {
   const char* name;  // for messages
   PairNames names;
   RowLeaves* rows;  // null: whole leaves are filled
-  py::object fill;  // fill(destination, source), of what the engine leaves to others
+  py::object fill;  // fill(destination, source), for delegated leaves
 };
 
-// One group of pairs: what its job is made of, and how it is best run.
+// Makes the job of one group of pairs, and decides where it should run.
 class GroupFill {
  public:
   GroupFill(IntoGroup& group, const CopyOptions& options)
@@ -50,7 +51,7 @@ class GroupFill {
     work_.kept_destinations = std::move(group.destinations);
   }
 
-  // GIL: must not be held: an allocation may wait for the device.
+  // GIL: must not be held, because an allocation may wait for the device.
   std::shared_ptr<CopyJob> make() {
     const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
     const bool is_small = work_.plan->total_bytes <= max_inline_bytes();
@@ -63,7 +64,7 @@ class GroupFill {
                                              options_.use_pinned_staging);
   }
 
-  // Is it so small, with nothing to wait for, that it is best done in the call?
+  // Returns whether to run the job in the call: it is small and does not have to wait.
   bool at_once() const { return at_once_; }
   ThreadPool& pool() const {
     if (!target_.is_cpu()) return fillers(target_);
@@ -83,7 +84,7 @@ class GroupFill {
     at_once_ = at_once_ && options_.use_pinned_staging &&
                !accelerator.staging().is_exhausted(StagingUse::kOrdered);
     WindowBytes window_bytes = best_window_bytes(*work_.plan, !mapped_.empty());
-    // A window that waits for kernels keeps a buffer: no small ones at the beginning.
+    // A window that waits for kernels occupies a whole buffer, so no small first windows.
     window_bytes.first = window_bytes.most;
     return std::make_shared<HostToDeviceJob>(
         accelerator, std::move(work_),
@@ -125,11 +126,12 @@ void start_group(Handle& handle, IntoGroup group, const CopyOptions& options) {
   handle.attach(std::move(job), background);
 }
 
-// Moves the versions of tensors at the end of the call, whichever way it is left: by then the
-// transfers run, which need the time.
+// Bumps the versions of written tensors when the call ends, normally or with an exception. By then
+// the transfers are running, so the bumps overlap with them.
 class BumpAtEnd {
  public:
-  // A handle gives destinations back when it is asked, or dropped: not before its call has ended.
+  // Keeps the destinations alive too: the handle may be queried or dropped, and so release them,
+  // before the versions are bumped.
   explicit BumpAtEnd(SortedPairs& sorted)
       : written_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {
     for (const IntoGroup& group : sorted.groups) kept_destinations_.push_back(group.destinations);
@@ -137,7 +139,7 @@ class BumpAtEnd {
   BumpAtEnd(const BumpAtEnd&) = delete;
   BumpAtEnd& operator=(const BumpAtEnd&) = delete;
   ~BumpAtEnd() {
-    // A counter is increased atomically, and none of the next is fetched until that is done.
+    // The increments are atomic, and the processor fetches no later counter until one is done.
     for (size_t i = 0; i < written_.size(); ++i) {
       if (i + kVersionsAhead < written_.size()) prefetch_version(written_[i + kVersionsAhead]);
       written_[i]->bump_version();
@@ -150,7 +152,7 @@ class BumpAtEnd {
   std::vector<std::shared_ptr<PySources>> kept_destinations_;
 };
 
-// `copy_` for each leaf that the engine leaves to it, in this thread and under its state.
+// Calls `copy_` for each delegated leaf, in this thread and under its torch state.
 void run_delegated(Handle& handle, py::handle source, py::handle destination,
                    const SortedPairs& sorted, const py::object& fill) {
   size_t number = 0;
@@ -176,7 +178,7 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
   reads.read = sorted.readers.events();
   handle.attach(std::move(reads));
   for (const c10::Device device : sorted.writers.devices()) {
-    DelegatedOutputs writes;  // into memory of the caller's, of which nobody has to be told
+    DelegatedOutputs writes;  // no storages: the caller owns the memory, so it is not recorded
     writes.stream = parse_stream(py::none(), device);
     writes.made = Accelerator::of(device).events().record(*writes.stream);
     handle.attach(std::move(writes));
@@ -209,14 +211,14 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
                                          py::reinterpret_borrow<py::object>(destination), counts);
   handle->phases().add(Phase::kFlatten, phases.ns(Phase::kFlatten));
   const BumpAtEnd bump(sorted);
-  // First what may be interrupted, while no job writes yet. What fails later leaves a handle, which
-  // the jobs before belong to.
+  // Delegated leaves may be interrupted, so they run before any job writes. Later failures are
+  // stored in the handle, which owns the jobs that were started before.
   if (!sorted.delegated.empty()) {
     run_delegated(*handle, source, destination, sorted, call.fill);
   }
   for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
   if (was_interrupted()) {
-    handle->wait_stopped();  // there will be no handle to wait with
+    handle->wait_stopped();  // the caller gets no handle to wait with
     raise_if_interrupted();
   }
   return handle;

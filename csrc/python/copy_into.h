@@ -1,4 +1,4 @@
-// From two nested structures to a handle: the steps of one call that fills existing memory.
+// Copies into existing memory: from two nested structures to a handle.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,15 +10,15 @@
 
 namespace tdcopier {
 
-// Fills a tree from one of the same structure. Throws what is wrong with the call, before anything
-// is written. A copy that fails does so in the handle. How leaves are packed is for new memory
-// only.
+// Fills a tree from one of the same structure. Throws if the call itself is wrong, before anything
+// is written; a failure of the copy is reported by the handle. Ignores `options.pack`, which is for
+// new memory only.
 std::unique_ptr<Handle> copy_into(pybind11::handle source, pybind11::handle destination,
                                   const CopyOptions& options);
 
-// The same into rows that are picked by number, of which `fill(table, values)` writes what the
-// engine does not. `rows` as for start_gather(). Throws IndexError where one is out of range,
-// ValueError where one is named twice.
+// Like copy_into(), but writes rows of the destination that are selected by index.
+// `fill(table, values)` writes the leaves that the engine does not. `rows` is as for
+// start_gather(). Throws: IndexError if a row is out of range; ValueError if a row is named twice.
 std::unique_ptr<Handle> start_scatter(pybind11::handle batch, pybind11::handle storage,
                                       pybind11::handle rows, pybind11::object fill,
                                       const CopyOptions& options);

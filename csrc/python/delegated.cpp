@@ -1,4 +1,4 @@
-// Memory and devices of leaves are found through the tensors that own them.
+// Finds the memory and devices of delegated leaves through the tensors that own them.
 #include "python/delegated.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>

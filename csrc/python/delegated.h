@@ -1,5 +1,5 @@
-// Leaves that are left to torch: what they consist of, which streams read them, and what came of
-// them.
+// Leaves delegated to torch: the tensors they consist of, the streams that read them, and their
+// results.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,39 +15,41 @@
 
 namespace tdcopier {
 
-// Those that own the memory: a wrapper subclass or a collection keeps its own in tensors inside.
+// Returns the tensors that own the memory of a leaf: for a wrapper subclass or a collection, the
+// tensors inside it.
 std::vector<at::Tensor> plain_parts(const pybind11::object& value);
 
-// The devices that read leaves, or write them: what is delegated, on their current streams.
+// The devices that read (or write) delegated leaves, on their current streams.
 class Users {
  public:
   void note(const pybind11::object& leaf);
   void add(c10::Device device);
 
   const std::vector<c10::Device>& devices() const { return devices_; }
-  // An event behind the current stream of each.
+  // Records an event on the current stream of each device.
   std::vector<EventRef> events() const;
 
  private:
   std::vector<c10::Device> devices_;
 };
 
-// What `Tensor.to` made on the target inside the call. It belongs to the stream that was current
-// then.
+// The results that `Tensor.to` made on the target during the call. They belong to the stream that
+// was current then.
 struct DelegatedOutputs {
-  // Its memory, whatever its layout. Not the tensors: they may refer back to the handle.
+  // Adds the storages of a tensor of any layout. Does not keep the tensor itself, which may refer
+  // back to the handle.
   void add(const at::Tensor& part);
 
-  // As of a CopyJob, see there.
-  bool is_done() const;    // A device error counts as an end.
-  void wait_done() const;  // Blocks. GIL: either way. Throws the device's error; Interrupted.
+  // These do the same as the functions of CopyJob.
+  bool is_done() const;    // a device error counts as done
+  void wait_done() const;  // Blocks. GIL: either way. Throws: the device's error; Interrupted.
   void hand_over_to(const c10::Stream& stream) const;
   void order_after_reads() const;  // the current streams of the sources' devices
 
   std::vector<c10::Storage> storages;
   std::optional<c10::Stream> stream;  // set with `made`
-  EventRef made;                      // behind the work of `Tensor.to`; null: nothing to wait for
-  std::vector<EventRef> read;         // by source device: behind its reads of delegated leaves
+  EventRef made;                      // after the work of `Tensor.to`; null: nothing to wait for
+  std::vector<EventRef> read;         // by source device: after its reads of delegated leaves
 };
 
 }  // namespace tdcopier

@@ -1,4 +1,4 @@
-// Device and stream arguments.
+// Parses device and stream arguments.
 #include "python/device_argument.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -29,7 +29,7 @@ c10::Device to_c10(py::handle device) {
     throw py::type_error("device must be a str, a torch.device or an int, not " +
                          type_name(device));
   }
-  if (is_index) {  // torch knows which device type a bare number means
+  if (is_index) {  // torch decides which device type a bare number means
     const py::object parsed = py::module_::import("torch").attr("device")(device);
     return reinterpret_cast<THPDevice*>(parsed.ptr())->device;
   }
@@ -49,7 +49,7 @@ bool has_engine_transfers(c10::Device device) {
     case c10::DeviceType::XPU:
       return true;
     case c10::DeviceType::PrivateUse1:
-      // Chunks and outputs have storages of torch's own class.
+      // The engine's chunks and outputs have storages of torch's own class.
       return at::isPrivateUse1HooksRegistered() &&
              c10::GetStorageImplCreate(c10::DeviceType::PrivateUse1) == nullptr;
     default:

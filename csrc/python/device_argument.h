@@ -1,4 +1,4 @@
-// Turns what the caller gave as a device or a stream into c10's, with errors that say what to do.
+// Converts the caller's device and stream arguments to c10 types.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -9,26 +9,27 @@
 
 namespace tdcopier {
 
-// A str, torch.device or int, as for `Tensor.to`. The result has an index where the backend has
-// devices ("cuda" is the current one), exists, and its backend is initialised.
-// Throws: TypeError, ValueError (no such device); what the backend's initialisation raises.
+// Parses a str, torch.device or int, as `Tensor.to` does. The result exists, its backend is
+// initialised, and it has an index where the backend has several devices ("cuda" is the current
+// one).
+// Throws: TypeError; ValueError (no such device); any error of the backend's initialisation.
 c10::Device parse_device(pybind11::handle device);
 
-// Does the engine move leaves to this device itself? Others (CPU, meta, ...) are left to
-// `Tensor.to`.
+// Returns whether the engine itself moves leaves to and from this device. Leaves for other devices
+// (for example meta) are delegated to `Tensor.to`.
 bool has_engine_transfers(c10::Device device);
 
-// None (the calling thread's current stream of `device`) or a torch.Stream of `device`.
+// Parses a torch.Stream of `device`; None is the calling thread's current stream there.
 // Throws: TypeError, ValueError.
 c10::Stream parse_stream(pybind11::handle stream, c10::Device device);
 
-// Of a torch.Stream; nullopt for anything else.
+// Returns the device of a torch.Stream; nullopt for any other object.
 std::optional<c10::Device> device_of_stream(pybind11::handle stream);
 
-// TypeError unless it is None or a torch.Stream, of whatever device.
+// Throws TypeError unless `stream` is None or a torch.Stream of any device.
 void check_is_stream(pybind11::handle stream, c10::Device device);
 
-// RuntimeError if `stream` is capturing a graph: a copy is not work that a graph can replay.
+// Throws RuntimeError if `stream` is capturing a graph, because a graph cannot replay a copy.
 void refuse_capture(const c10::Stream& stream, const char* call);
 
 }  // namespace tdcopier

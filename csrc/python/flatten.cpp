@@ -1,5 +1,5 @@
-// The walk: containers by exact type first, then tensors and arrays; everything else is looked up
-// by its class. It runs for a copy, for the rows of tables, and for messages.
+// The walk: tests for tensors and plain containers by exact type first, and looks up everything
+// else by its class. It runs for a copy, for the rows of tables, and for messages.
 #include "python/flatten.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -22,13 +22,13 @@ namespace py = pybind11;
 
 namespace tdcopier {
 
-// In no unnamed namespace: the compiler would put what is rare among the steps of the common leaf,
-// which costs 3 %.
+// Not in an unnamed namespace: the compiler would inline the rare cases into the path of the common
+// leaf, which costs 3 %.
 class Flattener {
  public:
-  // `paths`, where given, gets the path of every node, and every leaf is delegated: a walk for
-  // messages rather than for a copy.
-  // `rows`, where given: every leaf is a table of which rows are read, see row_leaves.h.
+  // `paths`, if given, receives the path of every node, and every leaf is delegated: such a walk is
+  // for messages rather than for a copy.
+  // `rows`, if given: every leaf is a table from which rows are read, see row_leaves.h.
   Flattener(c10::Device target, std::vector<std::string>* paths, RowLeaves* rows = nullptr)
       : target_(target),
         rows_(rows),
@@ -59,13 +59,13 @@ class Flattener {
   }
 
  private:
-  static constexpr size_t kFewNodes = 32;  // so many cost one block of memory
+  static constexpr size_t kFewNodes = 32;  // room for up to 32 nodes costs one allocation
 
   struct Found {
-    PyObject* object;  // owned until it is sorted out: a class's own code may have dropped it
+    PyObject* object;  // owned until it is sorted out: a class's own code may drop other references
     size_t node;
-    bool is_table;           // whose rows are still to be read
-    bool is_mapped = false;  // of an array that was made a tensor: numpy has mapped a file
+    bool is_table;           // its rows have not been read yet
+    bool is_mapped = false;  // a tensor that was made from a np.memmap
   };
 
   void visit(PyObject* object, int depth) {
@@ -87,7 +87,8 @@ class Flattener {
     }
   }
 
-  // `children` is a list or a tuple. Code of some class further down may change it meanwhile.
+  // `children` is a list or a tuple. The code of a class further down may change it during the
+  // walk.
   void visit_children(PyObject* children, PyObject* names, PathStep::Kind step, int depth) {
     path_.check_depth(depth, "data");
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(children);
@@ -154,14 +155,14 @@ class Flattener {
     }
   }
 
-  // On its own device `.to` leaves it as it is; elsewhere its bytes are those of a plain tensor.
+  // `.to` returns a leaf on the target as it is; for other targets it is copied as a plain tensor.
   void add_mapped(PyObject* object) {
     const bool stays = target_.is_cpu() && rows_ == nullptr;
     if (stays || paths_ != nullptr) return add_delegated(object);
     add_tensor(object);
   }
 
-  // A leaf of which only its own code knows what its rows are: they are read here.
+  // Reads the rows of a leaf for which only its own code can do so.
   void add_rows_of(PyObject* object) {
     py::object rows = rows_->read(object);
     if (!THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()))) return add_delegated(rows.ptr());
@@ -175,15 +176,14 @@ class Flattener {
 
   void add_array(PyObject* array) {
     if (!moves_from_host_ || delegates_all_) return add_delegated(array);
-    if (!is_readable_array(array)) {  // such as another byte order: numpy copies it
+    if (!is_readable_array(array)) {  // for example another byte order: numpy makes a copy
       return keep_tensor(tensor_from_array(array).release().ptr(), /*is_table=*/false);
     }
     arrays_.push_back({Py_NewRef(array), flat_.spec.nodes(), /*is_table=*/false});
     flat_.spec.add(NodeKind::kLeaf, 0);
   }
 
-  // Where leaves are in memory is looked up when no code of anybody else runs any more: it might
-  // resize them.
+  // Looks up the addresses of leaves after the last foreign code has run, which might resize them.
   void sort_out_leaves() {
     for (Found& found : arrays_) {
       const size_t group = group_of(c10::Device(c10::kCPU));
@@ -194,8 +194,8 @@ class Flattener {
     sort_out_tensors();
   }
 
-  // What it reads of a tensor lies in three places that are rarely in the cache after a step of
-  // training; fetching them ahead hides most of that.
+  // Reads three places per tensor that are rarely in the cache after a training step; prefetching
+  // hides most of the misses.
   void sort_out_tensors() {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (i + kTensorsAhead < tensors_.size()) prefetch_tensor(tensors_[i + kTensorsAhead].object);
@@ -210,7 +210,8 @@ class Flattener {
     }
   }
 
-  // Takes over a reference. What of a table the engine cannot read is read here, by torch.
+  // Adds the rows of a table, or reads them with torch if the engine cannot. Takes over a
+  // reference.
   void sort_out_table(PyObject* object, size_t node, bool is_mapped) {
     auto owned = py::reinterpret_steal<py::object>(object);
     const at::Tensor& table = THPVariable_Unpack(object);
@@ -227,13 +228,13 @@ class Flattener {
       }
       if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
     }
-    py::object rows = rows_->read(object);  // by the code of a mode, if there is one
+    py::object rows = rows_->read(object);  // through a torch mode, if one is active
     const bool is_plain_class = THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()));
     if (!is_plain_class) return delegate(rows.release().ptr(), node);
     sort_out(rows.release().ptr(), node);
   }
 
-  // Takes over a reference of a tensor, exactly of torch's own class.
+  // Decides how to treat a tensor of torch's own class. Takes over a reference.
   void sort_out(PyObject* object, size_t node) {
     auto owned = py::reinterpret_steal<py::object>(object);
     const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -249,11 +250,11 @@ class Flattener {
     switch (flat_.groups[group].leaves.add_if_packable(tensor)) {
       case Packable::kYes:
         if (device.is_cpu() && mapped_files_.has(tensor)) flat_.groups[group].note_mapped();
-        // Rows may come between the leaves of a series.
+        // Not for tables: leaves made of their rows may come between the leaves of a series.
         if (device.is_cpu() && rows_ == nullptr) pinned_.note(flat_.groups[group].leaves, tensor);
         return set_leaf(owned.release().ptr(), node, group);
       case Packable::kNo:
-        // No job for a group without leaves. Only the one that was made just now can be empty.
+        // No job for a group without leaves. Only the group that was just made can be empty.
         if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
         return delegate(owned.release().ptr(), node);
       case Packable::kShortStorage:
@@ -290,7 +291,7 @@ class Flattener {
     return last_group_;
   }
 
-  // Takes over a reference. The leaf is the last one of the group's table.
+  // Points the node at the last leaf of the group's table. Takes over a reference.
   void set_leaf(PyObject* object, size_t node, size_t group) {
     flat_.spec.set_leaf(node, group, flat_.groups[group].leaves.size() - 1);
     flat_.groups[group].sources->keep(object);
@@ -329,7 +330,7 @@ class Flattener {
   MappedFiles mapped_files_;
   PinnedLeaves pinned_;
   size_t last_group_ = 0;
-  RecycledVector<Found> tensors_;  // by the walk, in its order
+  RecycledVector<Found> tensors_;  // in the order of the walk
   RecycledVector<Found> arrays_;
   Path path_;
 };
@@ -365,7 +366,7 @@ std::optional<std::string> path_of(py::handle data, size_t node, c10::Device tar
   try {
     const Described found = describe(data, target);
     if (node < found.paths.size()) return found.paths[node];
-  } catch (py::error_already_set&) {  // what is wrong with the leaf matters more
+  } catch (py::error_already_set&) {  // the error about the leaf matters more
   }
   return std::nullopt;
 }

@@ -1,4 +1,4 @@
-// The one walk that takes a nested structure apart: a treespec, and the leaves by device.
+// Flattens a nested structure in one walk, into a treespec and the leaves by device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -19,14 +19,14 @@ namespace tdcopier {
 // Leaves of one device that the engine moves.
 struct SourceGroup {
   LeafTable leaves;
-  std::shared_ptr<PySources> sources;  // keeps their memory
-  MappedLeaves mapped;                 // none on a device
+  std::shared_ptr<PySources> sources;  // keeps the memory of the leaves alive
+  MappedLeaves mapped;                 // empty for leaves on a device
 
-  // The leaf that was added last lies in a mapped file.
+  // Marks the leaf added last as memory-mapped.
   void note_mapped() { mapped.note(leaves.reach(leaves[leaves.size() - 1])); }
 };
 
-// A leaf that is left to `Tensor.to`.
+// A leaf that is delegated to `Tensor.to`.
 struct Delegated {
   size_t value;  // its index among the spec's ready values, to be replaced
   size_t node;   // for its path
@@ -40,26 +40,29 @@ struct FlatTree {
   uint32_t opaque = 0;
 };
 
-// GIL: held; classes other than list, tuple and dict are asked in Python how to take them apart.
-// Throws: RecursionError; TypeError and ValueError with the leaf's path; what such a class raises.
+// Flattens `data`. GIL: held; containers other than list, tuple and dict are flattened by Python
+// code.
+// Throws: RecursionError; TypeError and ValueError with the leaf's path; any error of that code.
 FlatTree flatten(pybind11::handle data, c10::Device target);
 
 class RowLeaves;
 
-// The same where every leaf is a table: the tree has their rows instead. Throws IndexError too.
+// Like flatten(), but every leaf is a table, and the result has the selected rows of each table in
+// its place. Throws IndexError too.
 FlatTree flatten_tables(pybind11::handle data, c10::Device target, RowLeaves& rows);
 
-// How node `node` of the spec of flatten(data, target) is reached, such as "data['boxes'][3]".
-// Walks again: for messages. Empty if a container's own code does not work a second time.
+// Returns the path of a node of the spec of flatten(data, target), for example "data['boxes'][3]".
+// Repeats the walk, so only for messages. Returns nullopt if a container's own code raises in this
+// walk.
 std::optional<std::string> path_of(pybind11::handle data, size_t node, c10::Device target);
-// Of every node. Throws as flatten().
+// Returns the paths of all nodes. Throws as flatten().
 std::vector<std::string> paths_of(pybind11::handle data, c10::Device target);
 
-// Exactly a dict, and each value exactly a tensor of torch's own class.
+// Returns whether the object is a dict whose values are all tensors, subclasses excluded for both.
 bool is_dict_of_tensors(pybind11::handle object);
 
-// A list of (path, leaf) for every tensor and array of the tree, in the order of the walk; a
-// collection that is left to its own `.to` counts as one.
+// Returns a list of (path, leaf) for every tensor and array of the tree, in the order of the walk.
+// A collection that is delegated to its own `.to` counts as one leaf.
 pybind11::list leaves_with_paths(pybind11::handle data, c10::Device target);
 
 }  // namespace tdcopier

@@ -1,4 +1,5 @@
-// Hand-over: get() waits on the host, wait() makes a stream wait; both build the result once.
+// Implements the hand-over: get() waits on the host, wait() makes a stream wait, and both build the
+// result once.
 #include "python/handle.h"
 
 #include <c10/core/InferenceMode.h>
@@ -37,7 +38,8 @@ Handle::Handle(std::vector<c10::Device> targets, py::object result, LeafCounts c
 
 Handle::~Handle() {
   if (generation_ != fork_generation()) {
-    // A parent's thread may have held a lock that dropping these takes: the child leaves them be.
+    // Leaks these in a forked child: their destructors may need a lock that a thread of the parent
+    // held during the fork.
     new std::vector<std::shared_ptr<CopyJob>>(std::move(jobs_));
     new std::vector<DelegatedOutputs>(std::move(delegated_));
   }
@@ -77,13 +79,13 @@ void Handle::build_early() {
 
 bool Handle::ready() {
   if (interleaver() != nullptr) {
-    // Whoever polls keeps the GIL, but the interpreter takes it from him now and then.
+    // A thread that polls holds the GIL except when the interpreter makes it yield, as here.
     const py::gil_scoped_release no_gil;
     interleave();
   }
   Reclaimer::get().look();
   release_returned_sources();
-  // Whatever has failed meanwhile: while a job is at work, its sources may not be modified.
+  // Even after a failure, the sources of a job that is still running must not be modified.
   for (const auto& job : jobs_) {
     if (!job->is_done()) return false;
   }
@@ -141,7 +143,7 @@ py::object Handle::wait(py::handle stream_or_none) {
   return result_;
 }
 
-// In the order of the jobs whose sources are on a device.
+// Returns the streams in the order of the jobs whose sources are on a device.
 std::vector<c10::Stream> Handle::producers(const char* call) const {
   std::vector<c10::Stream> streams;
   for (const auto& job : jobs_) {
@@ -178,7 +180,7 @@ void Handle::wait_staged() {
   if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
     refuse_in_child();
     const WaitWithoutGil waiting;
-    // Others may have to wait for the device, once they have read.
+    // Jobs with device sources may have to wait for the device after their reads.
     help(/*host_sources_only=*/true);
     for (const auto& job : jobs_) job->wait_sources_free();
   }
@@ -198,9 +200,9 @@ void Handle::refuse_in_child() const {
       "the parent's: get its result there, or start another copy here");
 }
 
-// A worker that has slept takes longer to come than this thread to begin.
+// This thread can begin sooner than a sleeping worker can wake up.
 void Handle::help(bool host_sources_only) const {
-  if (dispatch_is_altered()) return;  // a mode of this thread's is not the copy's business
+  if (dispatch_is_altered()) return;  // a torch mode of this thread must not affect the copy
   for (const auto& job : jobs_) {
     if (!host_sources_only || job->source_device().is_cpu()) job->help();
   }
@@ -222,25 +224,26 @@ void Handle::wait_stopped() {
   synchronize();
 }
 
-// Whoever hears of a failure may write to the destinations again, or give them to another copy.
+// Once a failure is reported, the caller may write to the destinations or start another copy into
+// them.
 void Handle::wait_stopped_if_failed() {
   if (!fills_ || (!python_failure_ && !device_failure_ && !has_failed())) return;
   const WaitWithoutGil waiting;
-  synchronize();  // a device's error too is only an end: the failure that came first is raised
+  synchronize();  // ignores the device's error: the first failure is raised
 }
 
 void Handle::wait_done(bool on_host_only) {
   const PhaseRange range(phases_, Phase::kWait);
   std::exception_ptr failure;
   if (!on_host_only && ready()) {
-    // A device error ends a copy too; waiting for what has ended raises it without blocking.
+    // A device error ends a copy too; this call returns it without blocking.
     failure = synchronize();
   } else {
     const WaitWithoutGil waiting;
     failure = synchronize(on_host_only);
     if (failure && on_host_only) synchronize();  // as wait_stopped_if_failed()
   }
-  // A device may tell of its error once only.
+  // A device may report its error only once.
   if (!device_failure_) device_failure_ = failure;
   raise_if_failed();
   if (!on_host_only) release_kept();
@@ -266,7 +269,7 @@ std::exception_ptr Handle::synchronize(bool on_host_only) const {
   return failure;
 }
 
-// A job that failed may have left the device reading: its sources wait for that.
+// Skips jobs that failed: the device may still be reading their sources.
 void Handle::release_kept() {
   for (const auto& job : jobs_) {
     if (!job->has_failed()) job->release_kept();
@@ -276,7 +279,8 @@ void Handle::release_kept() {
 
 void Handle::raise_if_failed() {
   if (python_failure_) {
-    // As it was raised: each raise would add to it, and keep what the frames refer to.
+    // Restores the original traceback: each raise would extend it, and keep its frames' objects
+    // alive.
     PyException_SetTraceback(python_failure_.ptr(), failure_traceback_.ptr());
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(python_failure_.ptr())),
                     python_failure_.ptr());
@@ -299,7 +303,7 @@ void Handle::build_once() {
       const PhaseRange range(phases_, Phase::kUnflatten);
       built = spec->unflatten(outputs);
     }
-    phases_.add(Phase::kOutputs, outputs.ns());  // a step of its own, within the other
+    phases_.add(Phase::kOutputs, outputs.ns());  // a phase of its own, nested in kUnflatten
     phases_.take_out(Phase::kUnflatten, outputs.ns());
   } catch (py::error_already_set& error) {
     if (result_) return;
@@ -307,8 +311,8 @@ void Handle::build_once() {
     if (error.matches(PyExc_Exception)) fail_with(error.value());
     throw;
   }
-  // Keys and containers may run Python code, so another thread may have been faster: its result
-  // stands.
+  // Keys and containers may run Python code, so another thread may have finished first. Then its
+  // result is used.
   if (result_) return;
   result_ = std::move(built);
   spec_.reset();

@@ -1,4 +1,4 @@
-// The exception of a handler is kept until the GIL is back and the caller's frames are left.
+// Stores the exception of a signal handler until it can be raised to the caller with the GIL held.
 #include "python/interrupts.h"
 
 #include <pythread.h>

@@ -1,4 +1,4 @@
-// Waits that give up the GIL and that Ctrl-C ends.
+// Waits that release the GIL and that Ctrl-C can interrupt.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,11 +7,11 @@
 
 namespace tdcopier {
 
-// At import, with the GIL: signals are handled by Python's main thread only.
+// Remembers Python's main thread, the only one that handles signals. Call at import. GIL: held.
 void note_main_thread();
 
-// While it lives, the thread has no GIL, and its waits ask Python for signals every 20 ms. What a
-// handler raises ends the wait with Interrupted.
+// Scope in which the thread releases the GIL. In the main thread, waits inside it check for signals
+// every 20 ms, and throw Interrupted if a signal handler raises.
 class WaitWithoutGil {
  public:
   WaitWithoutGil();
@@ -22,7 +22,7 @@ class WaitWithoutGil {
 };
 
 bool was_interrupted();
-// Raises what a signal's handler has raised during a wait of this thread. GIL: held.
+// Raises the exception that a signal handler raised during a wait of this thread. GIL: held.
 void raise_if_interrupted();
 
 }  // namespace tdcopier

@@ -1,4 +1,4 @@
-// Who has a tensor besides us is asked of Python first, then of the engine.
+// Reuses tensors: checks their Python references here, and their C++ references in the engine.
 #include "python/kept_outputs.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -13,7 +13,8 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// Is ours the only reference, and has nobody put anything into the Python object?
+// Returns whether ours is the only reference, and the Python object has no attributes, hooks or
+// weak references.
 bool is_ours_alone(PyObject* object) {
   if (Py_REFCNT(object) != 1) return false;
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return false;
@@ -53,7 +54,8 @@ PyObject* KeptSet::reuse(const Result& result, size_t group, size_t leaf) const 
     prefetch_version(THPVariable_Unpack(object).unsafeGetTensorImpl());
   PyObject* const tensor = tensors[leaf];
   if (tensor == nullptr || !is_ours_alone(tensor)) return nullptr;
-  // Taken first: its old memory goes on the way, which may run any Python code and other threads.
+  // Takes the reference first: reuse_output() drops the old memory, which may run any Python code
+  // and let other threads in.
   Py_INCREF(tensor);
   if (result.reuse_output(THPVariable_Unpack(tensor), leaf, *keys_)) return tensor;
   Py_DECREF(tensor);
@@ -67,7 +69,7 @@ void KeptSet::keep(size_t group, size_t leaf, PyObject* tensor) {
 }
 
 void KeptSet::clear() {
-  // Out of the members first: a finalizer may come back here.
+  // Clears each member before dropping its reference: a finalizer may call this function again.
   for (std::vector<PyObject*>& group : tensors_) {
     for (PyObject*& tensor : group) Py_XDECREF(std::exchange(tensor, nullptr));
   }
@@ -81,7 +83,7 @@ int KeptSet::traverse(visitproc visit, void* arg) const {
 }
 
 std::shared_ptr<KeptSet> KeptOutputs::pick(bool inference_mode) {
-  std::vector<Set> gone;  // at the end: to let go of one may run Python code that comes back here
+  std::vector<Set> gone;  // dropped on return: a finalizer may call this function again
   ++picks_;
   for (size_t i = 0; i < sets_.size();) {
     if (picks_ - sets_[i].picked <= kMostIdlePicks || !sets_[i].set->is_unused()) {

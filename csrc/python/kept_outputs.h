@@ -1,5 +1,5 @@
-// The tensors of a prepared copy's earlier results: those that nobody has any more become the
-// tensors of its next one.
+// Keeps the tensors of a prepared copy's results. Later results reuse those that have no other
+// reference.
 #pragma once
 
 #include <c10/core/DispatchKeySet.h>
@@ -13,8 +13,8 @@
 
 namespace tdcopier {
 
-// The tensors of one result, by group and leaf. GIL: held for every member, the destructor
-// included.
+// The tensors of one result, by group and leaf. GIL: held for every member, including the
+// destructor.
 class KeptSet {
  public:
   KeptSet(const std::vector<size_t>& leaves, bool inference_mode);
@@ -23,11 +23,11 @@ class KeptSet {
   KeptSet& operator=(const KeptSet&) = delete;
 
   bool inference_mode() const { return inference_mode_; }
-  bool is_unused() const;  // as its first tensor tells
-  // The tensor that was kept for this leaf, made into this result's output: a new reference. Null
-  // if there is none, or somebody else knows it, or it is not as it was made.
+  bool is_unused() const;  // judges by the first tensor only
+  // Turns the tensor that is kept for this leaf into this result's output, and returns a new
+  // reference. Returns null if there is none, if it has other references, or if it was modified.
   PyObject* reuse(const Result& result, size_t group, size_t leaf) const;
-  // Instead of what was kept. Takes a reference of its own. May run any Python code.
+  // Replaces the tensor that is kept for this leaf. Adds a reference. May run any Python code.
   void keep(size_t group, size_t leaf, PyObject* tensor);
   bool has(size_t group, size_t leaf) const { return tensors_[group][leaf] != nullptr; }
 
@@ -35,25 +35,26 @@ class KeptSet {
   int traverse(visitproc visit, void* arg) const;
 
  private:
-  const bool inference_mode_;  // of those who made them
+  const bool inference_mode_;  // whether the tensors were made in inference mode
   std::optional<c10::DispatchKeySet> keys_;
   std::vector<std::vector<PyObject*>> tensors_;  // owned; null: none yet
 };
 
-// As many results as a loop has at a time. GIL: held for every member, the destructor included.
+// Keeps one set for each result that a loop holds at a time, at most kMostSets. GIL: held for every
+// member, including the destructor.
 class KeptOutputs {
  public:
   explicit KeptOutputs(std::vector<size_t> leaves) : leaves_(std::move(leaves)) {}
 
-  // A set for the next result: one that is not used, else a new one, in place of the one that was
-  // picked longest ago where there are enough. May run any Python code.
+  // Returns a set for the next result: one that is unused, or else a new one, which replaces the
+  // least recently picked set if there are kMostSets. May run any Python code.
   std::shared_ptr<KeptSet> pick(bool inference_mode);
   void clear() { sets_.clear(); }
   int traverse(visitproc visit, void* arg) const;
 
  private:
   static constexpr size_t kMostSets = 4;
-  static constexpr uint64_t kMostIdlePicks = 16;  // a set that so many results did not need goes
+  static constexpr uint64_t kMostIdlePicks = 16;  // an unused set is dropped after more picks
 
   struct Set {
     std::shared_ptr<KeptSet> set;

@@ -1,4 +1,5 @@
-// The tensors of a result, while its containers are built: new ones, or those of an earlier result.
+// Supplies the tensors of a result while its containers are built: new ones, or reused ones of an
+// earlier result.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,12 +18,12 @@
 
 namespace tdcopier {
 
-// Makes outputs some ahead, so that neither they nor their making is out of the cache when they get
-// their Python objects.
+// Makes outputs in batches of up to kAhead, so that the outputs and the code that makes them are in
+// the cache when the outputs get their Python objects.
 class Outputs final : public LeafTensors {
  public:
-  // `kept`: what earlier results have left. Null: nothing. `are_workers_ours`: not a forked child,
-  // whose parent's workers may be at them.
+  // `kept`: the tensors of an earlier result, or null. `are_workers_ours`: false in a forked child,
+  // where the parent's workers may have been making outputs during the fork.
   Outputs(const std::vector<std::shared_ptr<CopyJob>>& jobs, std::shared_ptr<KeptSet> kept,
           bool are_workers_ours)
       : jobs_(jobs), kept_(std::move(kept)) {
@@ -58,7 +59,8 @@ class Outputs final : public LeafTensors {
   const std::vector<std::shared_ptr<CopyJob>>& jobs_;
   const std::shared_ptr<KeptSet> kept_;
   PhaseTimes phases_;
-  std::vector<RecycledVector<at::Tensor>> made_;  // by group and leaf; undefined: not yet, or taken
+  // By group and leaf. Undefined: not made yet, or already taken.
+  std::vector<RecycledVector<at::Tensor>> made_;
 };
 
 }  // namespace tdcopier

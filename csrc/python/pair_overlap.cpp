@@ -1,4 +1,5 @@
-// Device by device: what is written there, beside all that is read or left as it is.
+// Compares, for each destination device, the memory written there with all memory that is read or
+// must keep its values.
 #include "python/pair_overlap.h"
 
 #include <algorithm>
@@ -9,7 +10,8 @@
 namespace tdcopier {
 namespace {
 
-// As in the chunk of an earlier copy, filled from elsewhere: one behind the other.
+// Returns whether the destinations on a device are in increasing order without overlaps, and
+// nothing is read there. This is common, for example when the chunks of an earlier copy are filled.
 bool lie_in_order(const SortedPairs& pairs, c10::Device device) {
   const std::byte* end = nullptr;
   for (const ReusedPair& reused : pairs.reused) {
@@ -32,7 +34,7 @@ Area destination_area(const IntoGroup& group, size_t i) {
   const Leaf& leaf = leaves[i];
   const Destination& to = destinations[i];
   Area area{to.data, to.strided ? c10::elementSize(leaf.dtype) : leaf.bytes, true, {}};
-  if (to.is_rows()) {  // any of them
+  if (to.is_rows()) {  // may be any rows, so covers the whole table
     const RowTable& table = destinations.row_table(to);
     area.bytes = table.layout.row_bytes;
     area.dims = {{table.rows, table.layout.stride_bytes}};
@@ -55,7 +57,7 @@ std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10
                                                    size_t leaves) {
   if (lie_in_order(pairs, device)) return std::nullopt;
   RecycledVector<Area> areas;
-  RecycledVector<size_t> numbers;  // by area: its pair in the walk
+  RecycledVector<size_t> numbers;  // by area: number of its pair in the walk
   areas.reserve(2 * leaves);
   numbers.reserve(2 * leaves);
   const auto add = [&](Area area, size_t number) {
@@ -88,7 +90,7 @@ std::optional<std::pair<PairEnd, PairEnd>> find_shared_memory(const SortedPairs&
     const auto first = std::find_if(
         pairs.groups.begin(), pairs.groups.end(),
         [&](const IntoGroup& other) { return other.destination == group.destination; });
-    if (&*first != &group) continue;  // this device has been looked at
+    if (&*first != &group) continue;  // this device has been checked
     if (const auto found = find_on(pairs, group.destination, leaves)) return found;
   }
   return std::nullopt;

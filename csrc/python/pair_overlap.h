@@ -1,4 +1,4 @@
-// Finds memory that a copy would write, and read or write once more for another leaf.
+// Finds memory that a copy would write for one leaf, and read or write for another.
 #pragma once
 
 #include <optional>
@@ -14,8 +14,8 @@ struct PairEnd {
   bool written;   // the destination, else the source
 };
 
-// Two ends that share memory, in the order of the walk. `leaves`: how many pairs there are, at
-// most. Leaves that are delegated are not compared.
+// Returns two ends that share memory, in the order of the walk. Ignores delegated leaves. `leaves`:
+// an upper bound of the number of pairs.
 std::optional<std::pair<PairEnd, PairEnd>> find_shared_memory(const SortedPairs& pairs,
                                                               size_t leaves);
 

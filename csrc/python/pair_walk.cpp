@@ -1,5 +1,5 @@
-// Goes down both trees side by side: containers by exact type first, then whatever is reached in
-// the same way.
+// Walks both trees side by side: tests for containers by exact type first, then matches others by
+// how their children are reached.
 #include "python/pair_walk.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -20,8 +20,8 @@ bool is_sequence(const PyTypeObject* type) {
   return type == &PyList_Type || type == &PyTuple_Type;
 }
 
-// What a value is to the walk, where the two are not of the commonest classes. References of its
-// own.
+// Describes one value of a pair whose two values are not both of the commonest classes. Owns its
+// references.
 struct Half {
   enum class Kind : uint8_t { kLeaf, kOpaque, kByIndex, kByKey, kByAttribute };
   Kind kind;
@@ -29,10 +29,11 @@ struct Half {
   py::object children{};  // by index: a list or a tuple; else a dict, by name
 };
 
-// Foreign code may let go of either tree's children while it runs, so each pair in hand is kept.
+// Foreign code may drop children of either tree while it runs, so the walk keeps a reference to
+// each value that it is visiting.
 class PairWalk {
  public:
-  // `paths`, where given, gets the steps to every pair.
+  // `paths`, if given, receives the path of every pair.
   explicit PairWalk(std::vector<std::string>* paths, PairNames names = {})
       : names_(names), paths_(paths), looks_({.target = {}, .named = true, .left = false}) {}
 
@@ -64,7 +65,7 @@ class PairWalk {
     found_.leaves.push_back({Py_NewRef(source), Py_NewRef(destination)});
   }
 
-  // Two tensors need not be kept on the way: no code of theirs runs.
+  // Visits a pair and keeps references to it meanwhile, except for two tensors, which run no code.
   void visit_kept(PyObject* source, PyObject* destination, int depth) {
     if (THPVariable_CheckTypeExact(Py_TYPE(source)) &&
         THPVariable_CheckTypeExact(Py_TYPE(destination))) {
@@ -75,7 +76,7 @@ class PairWalk {
     visit(source, destination, depth);
   }
 
-  // Code of some class further down may change them meanwhile.
+  // The code of a class further down may change the sequences during the walk.
   void visit_sequences(PyObject* source, PyObject* destination, int depth) {
     path_.check_depth(depth, names_.source);
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(source);
@@ -98,12 +99,12 @@ class PairWalk {
         depth);
   }
 
-  // `step`: how their keys lead to the children.
+  // `step`: the kind of step that the keys stand for in a path.
   void visit_dicts(PyObject* source, PyObject* destination, PathStep::Kind step, int depth) {
     path_.check_depth(depth, names_.source);
     const Py_ssize_t count = PyDict_GET_SIZE(source);
     Py_ssize_t position = 0;
-    Py_ssize_t beside = 0;  // the place in the other dict, while both have the same order
+    Py_ssize_t beside = 0;  // position in the other dict, while both have the same order
     bool same_order = true;
     PyObject* key = nullptr;
     PyObject* value = nullptr;
@@ -114,7 +115,7 @@ class PairWalk {
       PyObject* other = nullptr;
       same_order = same_order && PyDict_Next(destination, &beside, &other_key, &other) != 0 &&
                    other_key == key;
-      // A key's own comparison may run.
+      // The look-up below may run a key's own comparison.
       const auto kept_key = py::reinterpret_borrow<py::object>(key);
       const auto kept_value = py::reinterpret_borrow<py::object>(value);
       if (!same_order) other = PyDict_GetItemWithError(destination, key);
@@ -132,7 +133,7 @@ class PairWalk {
     }
   }
 
-  // The destination has more keys than the source, or they are others.
+  // Throws for a key of the destination that the source lacks.
   void refuse_extra_key(const py::dict& source, const py::dict& destination, int depth) const {
     for (const py::handle key : py::list(destination)) {
       if (!source.contains(key)) refuse_key(depth, names_.destination, names_.source, key);
@@ -236,7 +237,7 @@ std::optional<std::string> path_of_pair(py::handle source, py::handle destinatio
   std::vector<std::string> paths;
   try {
     PairWalk(&paths).run(source.ptr(), destination.ptr());
-  } catch (py::error_already_set&) {  // what is wrong with the leaf matters more
+  } catch (py::error_already_set&) {  // the error about the leaf matters more
   } catch (py::builtin_exception&) {
   }
   if (pair >= paths.size()) return std::nullopt;

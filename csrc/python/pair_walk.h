@@ -1,4 +1,4 @@
-// The walk over two nested structures at once: which leaf goes where.
+// Walks two nested structures side by side, and pairs each leaf with its destination.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,10 +11,10 @@
 
 namespace tdcopier {
 
-// A leaf and where it goes.
+// A leaf and its destination.
 struct LeafPair {
-  PyObject* source;       // owned by the walk's result
-  PyObject* destination;  // as well
+  PyObject* source;       // owned by PairedTrees
+  PyObject* destination;  // owned by PairedTrees
 };
 
 struct PairedTrees {
@@ -25,25 +25,25 @@ struct PairedTrees {
   uint32_t opaque = 0;
 };
 
-// What the caller calls the two trees.
+// The names of the two trees in error messages.
 struct PairNames {
   const char* source = "source";
   const char* destination = "destination";
 };
 
-// Pairs the leaves of two trees whose containers have the same children: reached by the same keys,
-// by the same attributes, or by index and as many. GIL: held; classes other than list, tuple and
-// dict are asked in Python how to take them apart.
-// Throws: ValueError, with the path, where the trees differ; RecursionError; TypeError for what
-// neither a copy can take; what such a class raises.
+// Pairs the leaves of two trees whose containers have the same children: the same keys, the same
+// attributes, or the same number of children by index. GIL: held; containers other than list, tuple
+// and dict are flattened by Python code.
+// Throws: ValueError, with the path, where the trees differ; RecursionError; TypeError for values
+// that start_copy() refuses too; any error of that code.
 PairedTrees pair_trees(pybind11::handle source, pybind11::handle destination, PairNames names = {});
 
-// How the leaves of a pair are reached, such as "['boxes'][3]". Walks again: for messages. Empty if
-// a container's own code does not work a second time.
+// Returns the path of a pair of leaves, for example "['boxes'][3]". Repeats the walk, so only for
+// messages. Returns nullopt if a container's own code raises in this walk.
 std::optional<std::string> path_of_pair(pybind11::handle source, pybind11::handle destination,
                                         size_t pair);
 
-// A list of (steps to it, leaf, destination) for every pair of the trees, in the order of the walk.
+// Returns a list of (path, leaf, destination) for every pair, in the order of the walk.
 pybind11::list pairs_with_paths(pybind11::handle source, pybind11::handle destination);
 
 }  // namespace tdcopier

@@ -1,4 +1,4 @@
-// Steps are written as Python would.
+// Formats steps in Python syntax.
 #include "python/path.h"
 
 namespace py = pybind11;

@@ -1,4 +1,4 @@
-// How a value is reached from the root, for messages.
+// The path from the root of a tree to a value, for messages.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,29 +8,30 @@
 
 namespace tdcopier {
 
-// Containers nested deeper than this raise RecursionError, cycles included.
+// Containers nested deeper than this raise RecursionError; so do cycles.
 inline constexpr int kMaxDepth = 1000;
 
 // One step from a container to its child.
 struct PathStep {
-  // A nested key is one or more steps, in a tuple if they are not one; none says nothing.
+  // A nested key stands for several steps if it is a tuple, and for none if the tuple is empty.
   enum class Kind : uint8_t { kIndex, kKey, kNestedKey, kAttribute };
   Kind kind;
   PyObject* name;  // borrowed: the key, or the attribute's name; null for an index
   Py_ssize_t index;
 
-  // "[3]", "['boxes']", "['agents', 'reward']", ".boxes" or "". Runs the key's own repr.
+  // Returns, for example, "[3]", "['boxes']", "['agents', 'reward']", ".boxes" or "". Runs the
+  // key's own repr.
   std::string text() const;
 };
 
-// The steps from the root to where a walk is.
+// The steps from the root to the current position of a walk.
 class Path {
  public:
-  // Where does the step from depth `depth` lead?
+  // The step from depth `depth` to its child.
   PathStep& operator[](int depth) { return steps_[depth]; }
-  // How a value at this depth is reached, such as "['boxes'][3]".
+  // Returns the path of the current value at this depth, for example "['boxes'][3]".
   std::string text(int depth) const;
-  // Throws RecursionError, where `root` is what the caller calls the tree.
+  // Throws RecursionError if `depth` is too large. `root` is the tree's name in the message.
   void check_depth(int depth, const char* root) const {
     if (depth >= kMaxDepth) refuse_depth(root);
   }

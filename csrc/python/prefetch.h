@@ -1,5 +1,5 @@
-// Asks the processor for what a walk is going to look at: after a step of training it is rarely in
-// the cache.
+// Prefetches the memory that a walk is about to read into the processor's cache, from which a
+// training step usually evicts it.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -10,7 +10,8 @@
 
 namespace tdcopier {
 
-// How many tensors ahead: what a storage is known from is the tensor itself.
+// How many tensors ahead to prefetch. Tensors come before storages: the address of a storage is
+// read from its tensor.
 inline constexpr size_t kTensorsAhead = 12;
 inline constexpr size_t kStoragesAhead = 6;
 inline constexpr size_t kVersionsAhead = 16;
@@ -19,7 +20,7 @@ inline void prefetch_each(PyObject* const* children, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(children[i]);
 }
 
-// Requires, as the next: a tensor.
+// Requires, like the next: `object` is a tensor.
 inline void prefetch_tensor(PyObject* object) {
   const auto* impl =
       reinterpret_cast<const char*>(THPVariable_Unpack(object).unsafeGetTensorImpl());
@@ -32,10 +33,10 @@ inline void prefetch_storage(PyObject* object) {
   const auto* storage =
       reinterpret_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl());
   __builtin_prefetch(storage);
-  __builtin_prefetch(storage + 48);  // its size and data pointer may lie in the next line
+  __builtin_prefetch(storage + 48);  // the size and data pointer may be in the next cache line
 }
 
-// To be written: a counter of its own, which the tensor points to.
+// Prefetches a tensor's version counter for writing.
 inline void prefetch_version(const c10::TensorImpl* impl) {
   const c10::VariableVersion& version = impl->version_counter();
   static_assert(sizeof(version) == sizeof(void*), "a version is a pointer to its counter");

@@ -1,4 +1,4 @@
-// Looks at an example once, and at each batch for whether it is like it.
+// Plans the copy of an example once, and checks each batch against it.
 #include "python/prepared_copy.h"
 
 #include <c10/core/ScalarType.h>
@@ -16,8 +16,8 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// So much memory of the target may wait, four times, in tensors that nobody has any more. What is
-// larger is mostly in transfers, beside which new tensors cost little.
+// Limit for keeping a result's tensors, of which up to four sets may be idle in the target's
+// memory. For larger results transfers take most of the time, and new tensors cost little.
 constexpr uint64_t kMostKeptBytes = 4 * 1024 * 1024;
 
 bool is_on(PyObject* value, c10::Device device) {
@@ -28,7 +28,7 @@ py::tuple as_tuple(at::IntArrayRef numbers) {
   return py::tuple(py::cast(numbers.vec()));
 }
 
-// As LeafLayout of tdcopier/_prepared.py.
+// Returns the fields of LeafLayout of tdcopier/_prepared.py.
 py::tuple layout_of_leaf(const LeafTable& leaves, const Leaf& leaf) {
   const at::IntArrayRef strides =
       leaf.strided ? leaves.source_strides_bytes(leaf) : leaves.strides(leaf);
@@ -41,7 +41,7 @@ py::tuple layout_of_leaf(const LeafTable& leaves, const Leaf& leaf) {
 PreparedCopy::PreparedCopy(py::handle example, py::handle device, const CopyOptions& options,
                            bool reuse_outputs)
     : target_(parse_device(device)), options_(options) {
-  const ReleaseAtEnd release_at_end;  // what the walk has kept
+  const ReleaseAtEnd release_at_end;  // drops the references of the walk
   FlatTree flat = flatten(example, target_);
   std::vector<size_t> leaves;
   for (SourceGroup& group : flat.groups) {

@@ -1,5 +1,5 @@
-// What is known beforehand of batches that are like one another: their leaves, and the pack plans
-// of these.
+// Prepared copies: looks at one example, and reuses its pack plans for batches with the same
+// leaves.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -16,11 +16,12 @@
 
 namespace tdcopier {
 
-// A batch fits if the leaves that the engine moves are the example's: as many from each device, in
-// the order of the walk, with the same dtypes, sizes and strides. What they are nested in, opaque
-// values, and leaves that the engine does not move are each batch's own.
+// The object behind tdcopier.prepare(). A batch fits if the leaves that the engine moves match the
+// example's: the same number from each device, in the order of the walk, with the same dtypes,
+// sizes and strides. Containers, opaque values, and leaves that the engine does not move may
+// differ.
 //
-// GIL: held for every member, the destructor included. Thread: any that holds it.
+// GIL: held for every member, including the destructor. Thread: any that holds it.
 class PreparedCopy {
  public:
   // Throws as flatten() and parse_device().
@@ -30,18 +31,19 @@ class PreparedCopy {
   // Throws as tdcopier::start_copy().
   std::unique_ptr<Handle> start_copy(pybind11::handle data);
 
-  // What a copy of the data would do with each leaf, as BatchLayout of tdcopier/_prepared.py.
+  // Returns what a copy of the data would do with each leaf, as BatchLayout of
+  // tdcopier/_prepared.py.
   pybind11::tuple layout_of(pybind11::handle data);
 
   const c10::Device& target() const { return target_; }
   uint64_t fits() const { return fits_; }
   uint64_t misfits() const { return misfits_; }
-  uint64_t bytes() const;  // of the chunks of one copy
+  uint64_t bytes() const;  // total size of the chunks of one copy
   bool keeps_outputs() const { return kept_.has_value(); }
 
   // For start_copy_to().
   const std::shared_ptr<const PackPlan>& plan(size_t group) const { return plans_[group]; }
-  bool note_fit(const FlatTree& data);  // counts, and says whether it fits
+  bool note_fit(const FlatTree& data);  // returns whether the data fits, and counts it
   void offer_outputs(Handle& handle);
 
   int traverse(visitproc visit, void* arg) const;
@@ -50,7 +52,7 @@ class PreparedCopy {
  private:
   const c10::Device target_;
   const CopyOptions options_;
-  std::vector<LeafTable> example_;  // by group, like the plans; the memory is not ours
+  std::vector<LeafTable> example_;  // by group, like the plans; its addresses are not kept alive
   std::vector<std::shared_ptr<const PackPlan>> plans_;
   std::optional<KeptOutputs> kept_;
   uint64_t fits_ = 0;

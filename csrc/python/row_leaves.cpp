@@ -1,4 +1,4 @@
-// Rows are counted when the first table is seen, before any is read.
+// Checks row numbers when the first table is seen, before any row is read.
 #include "python/row_leaves.h"
 
 #include <pybind11/stl.h>

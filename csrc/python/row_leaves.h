@@ -1,4 +1,4 @@
-// What a walk does with a leaf of which rows are to be read.
+// Selects rows of the leaves of a walk, for gathers and scatters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,51 +15,54 @@
 
 namespace tdcopier {
 
-// How Python says which rows, and what it does with what the engine cannot read.
+// Which rows a call selects, and the Python functions for leaves that the engine cannot read.
 struct RowRequest {
   RowIndex index;
-  bool counted = false;       // numbers are in range and none is negative
+  bool counted = false;       // all row numbers are known to be in range and not negative
   std::vector<int64_t> lead;  // sizes of the dimensions that count rows; empty: the first leaf's
-  // Of a gather:
-  bool adjoining = false;      // tables whose rows have gaps are for Python too
-  pybind11::object read{};     // read(leaf) -> its rows, or what moves as they are
-  pybind11::object flatten{};  // of collections, as KnownType has them
+  // For a gather only:
+  bool adjoining = false;      // Python also reads tables whose rows have gaps between them
+  pybind11::object read{};     // read(leaf) -> its rows, or a value to move in place of the leaf
+  pybind11::object flatten{};  // for collections, as in KnownType
   pybind11::object unflatten{};
 };
 
-// Of a RowIndex of tdcopier/_row_request.py, without readers. Copies the numbers.
+// Converts a RowIndex of tdcopier/_row_request.py; the Python functions stay unset. Copies the row
+// numbers.
 RowRequest row_request_of(pybind11::handle rows);
 
-// GIL: held for every member.
+// Adds the selected rows of tables to leaf tables. GIL: held for every member.
 class RowLeaves {
  public:
-  // Throws IndexError where a row is out of range, if that can be known.
+  // Throws IndexError if a row is out of range and the number of rows is already known.
   explicit RowLeaves(RowRequest request);
 
-  // What is wrong with a leaf as a table, to follow its path. The first table says how many rows
-  // there are, if nobody has. Throws IndexError as the constructor does.
+  // Returns why a leaf cannot be a table, as text that follows its path in a message. The first
+  // table sets the number of rows if the request does not. Throws IndexError if a row is out of
+  // range.
   std::optional<std::string> mistake_in(const at::Tensor& table);
-  // Which rows; null before there was a table.
+  // The selected rows; null until the number of rows is known.
   const std::shared_ptr<const RowIndex>& index() const { return index_; }
-  // A row as the caller counts it: "5", or "(1, 2)" of two dimensions. Requires: index().
+  // Returns a row number as the caller counts it: "5", or "(1, 2)" in two dimensions. Requires:
+  // index().
   std::string named(int64_t row) const;
-  // Adds the rows of a host tensor as a leaf, if the engine can read them.
+  // Adds the selected rows of a host tensor as a leaf, if the engine can read them.
   Packable add(LeafTable& leaves, const at::Tensor& table);
-  // The last leaf of the group's table lies in a mapped file.
+  // Marks the leaf added last to the group's table as memory-mapped.
   void note_mapped(SourceGroup& group) const;
-  // The rows of any leaf, by its own code, counted.
+  // Reads the rows of any leaf with its own code, and counts it in left().
   pybind11::object read(PyObject* leaf);
 
   const pybind11::object& flatten() const { return request_.flatten; }
   const pybind11::object& unflatten() const { return request_.unflatten; }
-  // How many leaves were left to their own code.
+  // The number of leaves whose rows were read by their own code.
   uint32_t left() const { return left_; }
 
  private:
-  void count_rows();  // once it is known how many there are
+  void count_rows();  // checks the row numbers and sets index_. Requires: request_.lead is known.
 
   RowRequest request_;
-  std::shared_ptr<const RowIndex> index_;  // set by count_rows()
+  std::shared_ptr<const RowIndex> index_;
   uint32_t left_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// One look at each pair, of the commonest kind first: two plain tensors whose bytes lie alike.
+// Looks at each pair once. The fast path is for two plain tensors with the same layout.
 #include "python/sort_pairs.h"
 
 #include <ATen/ExpandUtils.h>
@@ -27,28 +27,28 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// One end of a pair, where it is plain: memory, and the elements in it.
+// A plain leaf at one end of a pair: its memory and layout.
 struct End {
   c10::Device device;
   std::byte* data;            // the first element
-  c10::StorageImpl* storage;  // null: of an array
+  c10::StorageImpl* storage;  // null for an array
   c10::ScalarType dtype;
   c10::DimVector sizes;
   c10::DimVector strides_bytes;
-  bool dense;                       // its bytes lie together, in whatever order of dimensions
-  std::optional<RowTable> table{};  // of which rows are written
+  bool dense;                       // no gaps and no repeats, in any order of dimensions
+  std::optional<RowTable> table{};  // set if only rows are written
 
   uint64_t element_bytes() const { return c10::elementSize(dtype); }
   uint64_t bytes() const {
     return static_cast<uint64_t>(c10::multiply_integers(sizes)) * element_bytes();
   }
-  // A device reads and writes whole elements.
+  // Devices need aligned addresses because they read and write whole elements.
   bool is_aligned() const {
     return device.is_cpu() || reinterpret_cast<uintptr_t>(data) % element_bytes() == 0;
   }
 };
 
-// Two ways of stepping through elements are one if they agree wherever there is a step.
+// Returns whether two sets of strides agree in all dimensions whose size is not 1.
 bool same_steps(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef others) {
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] != 1 && strides[d] != others[d]) return false;
@@ -56,14 +56,14 @@ bool same_steps(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef 
   return true;
 }
 
-// Have they one shape, and their bytes together in one order?
+// Returns whether two tensors have the same shape and are dense in the same order of dimensions.
 bool are_alike(const c10::TensorImpl& a, const c10::TensorImpl& b) {
   if (a.sizes() != b.sizes()) return false;
   if (a.is_contiguous() && b.is_contiguous()) return true;
   return a.is_non_overlapping_and_dense() && a.strides() == b.strides();
 }
 
-// What a pair of plain tensors had in common with the next.
+// Properties of the last pair of plain tensors, which most of the next pairs share.
 struct Usual {
   c10::DispatchKeySet source;
   c10::DispatchKeySet target;
@@ -85,7 +85,7 @@ class Sorter {
     try {
       sort_all();
     } catch (const std::runtime_error&) {
-      check_delegated();  // the first mistake is told, and these leaves come before this one
+      check_delegated();  // reports their mistakes first, as these leaves come before this one
       throw;
     }
     check_delegated();
@@ -94,8 +94,8 @@ class Sorter {
         readers_.note(pair.source);
         writers_.note(pair.destination);
       }
-      // Code of their classes may have moved the memory of others: where that is, is looked up when
-      // no such code runs any more.
+      // The code of their classes may have moved the memory of other leaves. So all addresses are
+      // looked up again, now that no such code runs any more.
       sort_all();
     }
     if (const auto shared = find_shared_memory(sorted_, leaves_)) {
@@ -172,7 +172,7 @@ class Sorter {
     }
   }
 
-  // Rows are those of tensors: the leaf, or one that an array is made.
+  // Returns the leaf if it is a tensor, or makes a tensor of an array: only tensors have rows.
   py::object as_tensor(py::object leaf, bool written) const {
     if (THPVariable_Check(leaf.ptr())) return leaf;
     py::object made = py::module_::import("tdcopier._scatter").attr("as_tensor")(leaf, written);
@@ -180,7 +180,7 @@ class Sorter {
     return made;
   }
 
-  // The shape of what fills a destination.
+  // Returns the shape that the source of a destination must have.
   c10::DimVector shape_for(at::IntArrayRef sizes) const {
     if (rows_ == nullptr) return c10::DimVector(sizes);
     const RowIndex& index = *rows_->index();
@@ -189,8 +189,9 @@ class Sorter {
     return shape;
   }
 
-  // What is known of a pair with the same keys as one that add() took, between the same devices:
-  // all but memory and shape. The path of nearly every leaf; false: to be looked at again.
+  // Fast path of nearly every leaf: adds a pair with the same key sets and devices as one that
+  // add() took, of which only memory and shape remain to be checked. Returns false if add() must
+  // look at it.
   bool add_usual(py::object& from, py::object& to) {
     if (!usual_ || !THPVariable_CheckTypeExact(Py_TYPE(from.ptr())) ||
         !THPVariable_CheckTypeExact(Py_TYPE(to.ptr()))) {
@@ -233,14 +234,15 @@ class Sorter {
     return true;
   }
 
-  // Any pair. False: it is left to torch, or does not fit, which is told with those that are.
+  // Adds any pair. Returns false if it is delegated to torch, or does not fit, which
+  // check_delegated() reports.
   bool add(py::object& from, py::object& to) {
     const std::optional<End> source = see(from.ptr(), /*written=*/false);
     const std::optional<End> target = see(to.ptr(), /*written=*/true);
     if (!source || !target || !is_moved(source->device, target->device)) return false;
     if (source->sizes != shape_for(target->sizes) || source->dtype != target->dtype) return false;
     const bool is_tensor = target->storage != nullptr;
-    c10::TensorImpl* const written =  // whose version moves
+    c10::TensorImpl* const written =  // its version is bumped
         is_tensor ? THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl() : nullptr;
     if (source->bytes() == 0) {
       sorted_.written.push_back(written);
@@ -281,7 +283,7 @@ class Sorter {
     return true;
   }
 
-  // Nothing where it is not plain: then it is left to torch.
+  // Returns nullopt for a leaf that is not plain, which is then delegated to torch.
   std::optional<End> see(PyObject* leaf, bool written) {
     if (is_array_type(Py_TYPE(leaf))) return see_array(leaf, written);
     if (rows_ == nullptr && !is_plain_class(leaf)) return std::nullopt;
@@ -316,7 +318,7 @@ class Sorter {
   }
 
   static std::optional<End> see_array(PyObject* array, bool written) {
-    if (!is_readable_array(array)) return std::nullopt;  // numpy knows what its elements are
+    if (!is_readable_array(array)) return std::nullopt;  // only numpy can read its elements
     ArrayMemory memory = memory_of_array(array);
     if (written && !memory.writeable) return std::nullopt;
     return End{c10::kCPU,
@@ -328,7 +330,8 @@ class Sorter {
                memory.dense};
   }
 
-  // A tensor of torch's own class, or of one whose memory is that of a plain tensor.
+  // Returns whether the object is a tensor of torch's own class, or of a class whose memory is that
+  // of a plain tensor.
   bool is_plain_class(PyObject* object) {
     PyTypeObject* type = Py_TYPE(object);
     if (THPVariable_CheckTypeExact(type)) return true;
@@ -343,7 +346,7 @@ class Sorter {
     return classes_.back().second;
   }
 
-  // Of plain tensors there; nothing where the engine reaches none.
+  // Returns the key set of plain tensors on a device; nullopt if the engine does not reach it.
   std::optional<c10::DispatchKeySet> keys_of(c10::Device device) {
     for (const auto& [known, keys] : keys_) {
       if (known == device) return keys;
@@ -362,10 +365,10 @@ class Sorter {
                                  static_cast<uint32_t>(source.element_bytes()));
   }
 
-  // Of any steps at both ends: in between, the elements lie as they do at the destination, without
-  // its gaps.
+  // Adds a pair with any strides at both ends. In between, the elements have the destination's
+  // order of dimensions, without its gaps.
   void add_strided(IntoGroup& group, const End& source, const End& target) const {
-    c10::DimVector order = target.strides_bytes;  // only which is longer counts
+    c10::DimVector order = target.strides_bytes;  // only their relative sizes matter
     for (int64_t& stride : order) stride = std::abs(stride);
     const std::vector<int64_t> dense = at::infer_dense_strides(target.sizes, order);
     c10::DimVector dense_bytes(dense.begin(), dense.end());
@@ -390,7 +393,7 @@ class Sorter {
     destinations.add_strided(target.data, target.storage, target.strides_bytes);
   }
 
-  // What it holds is wanted at the end.
+  // Notes that the memory must keep its values.
   void note_reused(const End& end) {
     Area area{end.data, end.element_bytes(), /*written=*/false, {}};
     for (size_t d = 0; d < end.sizes.size(); ++d) {
@@ -413,14 +416,14 @@ class Sorter {
     return made;
   }
 
-  // How an end of a pair is reached.
+  // Returns the path of one end of a pair.
   std::string path(size_t number, bool written) const {
     const std::string name = written ? names_.destination : names_.source;
     const auto steps = path_of_pair(source_, destination_, number);
     return steps ? name + *steps : "a leaf of " + name;
   }
 
-  // Of the pair in hand.
+  // Throws a ValueError about the current pair.
   [[noreturn]] void refuse(bool written, const std::string& why) const {
     throw py::value_error(path(number_, written) + why);
   }
@@ -431,7 +434,7 @@ class Sorter {
   RowLeaves* const rows_;
   const bool altered_;
   size_t leaves_ = 0;
-  size_t number_ = 0;  // of the pair in hand
+  size_t number_ = 0;  // of the current pair
   std::optional<Usual> usual_;
   MappedFiles mapped_files_;
   std::vector<std::pair<PyTypeObject*, bool>> classes_;

@@ -1,5 +1,5 @@
-// Looks at every leaf and where it goes: what the engine copies, by devices; what is left to torch;
-// what is a mistake.
+// Sorts pairs of leaves and destinations: those that the engine copies, by devices, and those that
+// are delegated to torch. Throws for pairs that cannot be copied.
 #pragma once
 
 #include <c10/core/TensorImpl.h>
@@ -17,33 +17,33 @@
 
 namespace tdcopier {
 
-// Leaves that go from one device to one device.
+// The leaves that go from one device to one other, or stay on it.
 struct IntoGroup {
   c10::Device destination;
   LeafPairs pairs;
-  std::shared_ptr<PySources> sources = std::make_shared<PySources>();  // keep the memory of both
+  std::shared_ptr<PySources> sources = std::make_shared<PySources>();  // both are keep-alives
   std::shared_ptr<PySources> destinations = std::make_shared<PySources>();
-  RecycledVector<uint32_t> numbers{};  // by leaf: its pair in the walk
+  RecycledVector<uint32_t> numbers{};  // by leaf: number of its pair in the walk
   MappedLeaves mapped{};               // among the sources
 
-  // Both were added to the tables last.
+  // Keeps alive the objects of the pair that was added to the tables last.
   void keep(size_t number, pybind11::object from, pybind11::object to) {
     sources->keep(from.release().ptr());
     destinations->keep(to.release().ptr());
     numbers.push_back(static_cast<uint32_t>(number));
   }
-  // The last leaf lies in a mapped file.
+  // Marks the source added last as memory-mapped.
   void note_mapped() { mapped.note(pairs.leaves.reach(pairs.leaves[pairs.leaves.size() - 1])); }
 };
 
-// A leaf that is left to torch.
+// A pair that is delegated to torch.
 struct DelegatedPair {
   pybind11::object source;
   pybind11::object destination;
   size_t number;  // in the walk
 };
 
-// A leaf that is the very memory of its destination.
+// A leaf whose memory is that of its destination.
 struct ReusedPair {
   c10::Device device;
   Area area;
@@ -53,10 +53,10 @@ struct ReusedPair {
 struct SortedPairs {
   std::vector<IntoGroup> groups;
   std::vector<DelegatedPair> delegated;
-  RecycledVector<c10::TensorImpl*> written;  // tensors whose version moves; kept by the groups
-  std::vector<pybind11::object> kept;        // or here
+  RecycledVector<c10::TensorImpl*> written;  // tensors to bump; kept alive by groups or `kept`
+  std::vector<pybind11::object> kept;
   std::vector<ReusedPair> reused;
-  Users readers;  // of what is delegated
+  Users readers;  // of delegated leaves, as `writers`
   Users writers;
   uint32_t empty = 0;
   uint32_t opaque = 0;
@@ -64,10 +64,11 @@ struct SortedPairs {
 
 class RowLeaves;
 
-// `rows`: null, or the destinations are tables of which it says what rows are written. GIL: held.
-// Throws: as pair_trees(); ValueError, with the path, for what cannot be written or does not fit;
-// RuntimeError for a tensor made in inference mode, outside of it, as torch does; IndexError where
-// a row is out of range.
+// Pairs and sorts the leaves of two trees. `rows`: null, or the rows to write, and then every
+// destination is a table. GIL: held.
+// Throws: as pair_trees(); ValueError, with the path, for a destination that cannot be written or
+// does not fit; RuntimeError, as torch does, for a destination made in inference mode if the call
+// is outside of it; IndexError if a row is out of range.
 SortedPairs sort_pairs(pybind11::handle source, pybind11::handle destination, PairNames names,
                        RowLeaves* rows);
 

@@ -1,4 +1,4 @@
-// The list of sources that wait for the GIL.
+// Implements the list of released sources that wait for the GIL.
 #include "python/sources.h"
 
 #include <pthread.h>
@@ -17,7 +17,7 @@ Returned& returned();
 struct Returned {
   std::mutex mutex;
   std::vector<RecycledVector<PyObject*>> objects;  // guarded by mutex
-  std::atomic<bool> any = false;                   // a look without the lock
+  std::atomic<bool> any = false;                   // for a check without the lock
   std::atomic<bool> ending = false;
 };
 
@@ -48,9 +48,9 @@ void PySources::release() noexcept {
     list.objects.push_back(std::move(objects_));
     list.any = true;
   }
-  // A thread of Python's is in a call of ours and releases the list at its end. A worker asks the
-  // interpreter to, which does so when the main thread next takes the GIL (any call of torch's will
-  // do). If its queue is full, the next call of ours does it.
+  // A Python thread is inside a call of ours, which empties the list at its end. A worker schedules
+  // a pending call, which the interpreter runs when the main thread next takes the GIL (any torch
+  // call will do). If its queue is full, our next call empties the list.
   const bool is_worker = PyGILState_GetThisThreadState() == nullptr;
   if (is_worker && !list.ending) Py_AddPendingCall(release_in_main_thread, nullptr);
 }

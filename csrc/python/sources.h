@@ -1,4 +1,4 @@
-// Keeps the Python objects whose bytes a job reads, and gives them up where that is allowed.
+// Keeps alive the Python objects whose memory a job uses, and drops them where the GIL is held.
 #pragma once
 
 #include <torch/csrc/python_headers.h>
@@ -10,10 +10,10 @@
 
 namespace tdcopier {
 
-// Dropping the last reference to a tensor runs Python code and needs the GIL; a worker that waited
-// for it could deadlock with a caller that waits for the worker. So sources that a job gives back
-// go to a list that the next call, the handle's release or a pending call of the interpreter
-// empties.
+// A keep-alive for Python objects. Dropping the last reference to a tensor runs Python code and
+// needs the GIL; a worker that waited for the GIL could deadlock with a caller that waits for the
+// worker. So release() moves the objects to a list, which the next call, the handle's release or a
+// pending call of the interpreter empties.
 class PySources final : public KeepAlive {
  public:
   PySources() = default;
@@ -31,16 +31,16 @@ class PySources final : public KeepAlive {
   RecycledVector<PyObject*> objects_;
 };
 
-// Drops all that was given back. GIL: held. May run any Python code (finalizers of the sources).
+// Drops all objects on that list. GIL: held. May run any Python code (finalizers of the sources).
 void release_returned_sources();
 
-// Whatever way a call ends: what it gave back is not left lying until the next one.
+// Empties the list when a call ends, normally or with an exception.
 struct ReleaseAtEnd {
   ~ReleaseAtEnd() { release_returned_sources(); }
 };
 
-// From here on workers leave what they give back to the operating system: the interpreter is
-// ending.
+// Stops workers from scheduling pending calls, because the interpreter is shutting down. Sources
+// that they release from then on may leak.
 void stop_returning_sources();
 
 }  // namespace tdcopier

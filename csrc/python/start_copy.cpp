@@ -1,5 +1,5 @@
-// One call: device, capture check, walk, run-ahead bound, plan, stage and transfer, delegated
-// leaves.
+// The steps of one call: device, capture check, walk, run-ahead limit, plan, staging and transfers,
+// delegated leaves.
 #include "python/start_copy.h"
 
 #include <ATen/DeviceAccelerator.h>
@@ -34,7 +34,7 @@ namespace {
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
 thread_local Sending t_sending = Sending::kAtOnce;
 
-// Threads that may stage a copy. Copies that are done in the call make no threads.
+// Returns how many threads may stage a copy. Makes no threads for copies that run in the call.
 size_t staging_threads(bool background) {
   return background ? std::max<size_t>(workers().workers(), 1) : 1;
 }
@@ -46,14 +46,14 @@ WindowBytes rows_window_bytes(const PackPlan& plan, uint64_t least_bytes, bool b
   return WindowBytes::all(std::clamp(share, least_bytes, kHostWindowBytes));
 }
 
-// Of rows that somebody waits for, and of a batch that is held, for which nobody does: there, a
-// worker too many only slows down the loop's own thread.
+// The smallest windows. Those of deferred batches are larger: no thread waits for such a batch, and
+// more workers would only slow down the loop's own thread.
 constexpr uint64_t kLeastWindowBytes = 64 * 1024;
 constexpr uint64_t kLeastDeferredWindowBytes = 512 * 1024;
 
-// The allocator of pinned memory, where an accelerator is in use that could read it. To ask for it
-// would begin to use the accelerator, which takes CUDA 0.3 s and 0.5 GB; in a forked child it may
-// be locked. Null: pageable memory it is.
+// Returns the allocator of pinned memory if an accelerator is already in use, or else null, for
+// pageable memory. Asking for it would initialise the accelerator, which on CUDA takes 0.3 s and
+// 0.5 GB. Null in a forked child too, where the allocator may be locked.
 c10::Allocator* pinned_allocator() {
   const std::optional<c10::DeviceType> type = at::getAccelerator();
   if (fork_generation() != 0 || !type || !has_engine_transfers(c10::Device(*type, 0))) {
@@ -66,7 +66,7 @@ c10::Allocator* pinned_allocator() {
   return at::getHostAllocator(*type);
 }
 
-// Memory for a batch that is sent later, if it is to be and can be.
+// Leases memory for a deferred batch; nullopt if the batch is not to be deferred or cannot be.
 std::optional<HeldLease> deferred_memory(Accelerator& accelerator, const CopyWork& work,
                                          const CopyOptions& options) {
   const PackPlan& plan = *work.plan;
@@ -79,7 +79,7 @@ std::optional<HeldLease> deferred_memory(Accelerator& accelerator, const CopyWor
   return accelerator.held().lease(plan.chunks.back().end());
 }
 
-// One group of leaves: what its job is made of, and how it is best run.
+// Makes the job of one group of leaves, and decides where it should run.
 class GroupStart {
  public:
   GroupStart(SourceGroup& group, std::shared_ptr<const PackPlan> plan, c10::Device target,
@@ -96,7 +96,7 @@ class GroupStart {
     }
   }
 
-  // Its result has no memory yet.
+  // Makes the job. Its result has no memory yet.
   std::shared_ptr<CopyJob> make() {
     const c10::Device accelerator = target_.is_cpu() ? source_ : target_;
     const RelaxedCapture relaxed(accelerator.type());
@@ -104,13 +104,14 @@ class GroupStart {
     return make_from_device();
   }
 
-  // Whether to stage would have to wait: for a buffer, for a disk, or for a pageable transfer.
+  // Returns whether running the job in the call may block: on a buffer, a disk or a pageable
+  // transfer. Also true if workers must stage it (kHeldStaged).
   bool may_block() const { return may_block_; }
 
-  // Whether all jobs that move something may begin without it.
+  // Returns whether the job may begin before its result has memory.
   bool needs_memory_late() const { return bytes_ != 0 && !is_deferred_; }
 
-  // GIL: must not be held: an allocation may wait for the device.
+  // Allocates the result. GIL: must not be held, because an allocation may wait for the device.
   void allocate(const CopyJob& job) const {
     const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
     job.result()->allocate();
@@ -172,14 +173,14 @@ class GroupStart {
   bool is_deferred_ = false;
 };
 
-// Begins to move the leaves of one device. `plan`, where it is not null, is one for such leaves.
+// Starts the copy of the leaves of one device. `plan`: null, or a pack plan for such leaves.
 void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPlan> plan,
                  c10::Device target, const CopyOptions& options) {
   std::shared_ptr<CopyJob> job;
   bool background = false;
   try {
     const PhaseRange range(handle.phases(), Phase::kPlan);
-    // Where leaves are in memory differs from batch to batch.
+    // Runs depend on the addresses of the leaves, which differ from batch to batch.
     const std::vector<LeafSeries> runs = group.leaves.pinned_runs(options.pack);
     if (plan == nullptr || !runs.empty()) {
       plan = std::make_shared<const PackPlan>(
@@ -188,11 +189,11 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
     GroupStart start(group, std::move(plan), target, options);
     const py::gil_scoped_release no_gil;
     job = start.make();
-    // Done here, if it is small and need not wait; what a device gathers takes as long to enqueue
-    // for any number of bytes.
+    // Runs in the call if it is small and does not have to wait. Enqueueing a device's gather takes
+    // the same time for any number of bytes.
     const bool at_once = job->host_bytes() <= g_max_inline_bytes && !start.may_block();
     const bool for_workers = options.use_background_thread && !at_once;
-    // They take as long to come as the memory does, and need it only when they have staged.
+    // Allocates while the workers wake up: they need the memory only after staging.
     const bool allocate_late = for_workers && start.needs_memory_late();
     if (!allocate_late) start.allocate(*job);
     if (for_workers) background = job->run_in_background(workers());
@@ -200,7 +201,7 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
       try {
         start.allocate(*job);
       } catch (...) {
-        if (!background) throw;  // else the job fails of it
+        if (!background) throw;  // otherwise the job reports the error
       }
     }
   } catch (...) {
@@ -214,14 +215,14 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
   raise_if_interrupted();
 }
 
-// Where a leaf's own `.to` failed, as a note of the exception (from Python 3.11 on).
+// Adds the path of the leaf whose `.to` failed as a note to the exception (from Python 3.11 on).
 void note_path(const py::object& error, py::handle data, size_t node, c10::Device target) {
   if (!py::hasattr(error, "add_note")) return;
   const std::optional<std::string> path = path_of(data, node, target);
   if (path) error.attr("add_note")("tdcopier: raised by `.to` of the leaf " + *path);
 }
 
-// `Tensor.to` for each leaf that the engine leaves to it, in this thread and under its state.
+// Calls `Tensor.to` for each delegated leaf, in this thread and under its torch state.
 void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>& delegated,
                    c10::Device target) {
   const py::object device = py::reinterpret_steal<py::object>(THPDevice_New(target));

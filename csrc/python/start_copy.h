@@ -1,4 +1,4 @@
-// From a nested structure to a handle: the order of the steps of one call.
+// Starts copies to a device: from a nested structure to a handle.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,41 +10,42 @@
 
 namespace tdcopier {
 
-// Up to this many bytes are staged in the call: waking a worker costs about 8 us, and so does a
-// copy of this order.
+// Up to this many bytes are staged in the call: a copy of this order takes about as long as waking
+// a worker, 8 us.
 inline constexpr uint64_t kMaxInlineBytes = 512 * 1024;
-// Another bound, for tests that want workers for little. Thread: any.
+// Changes that limit, for tests that use workers for small copies. Thread: any.
 void set_max_inline_bytes(uint64_t bytes);
 uint64_t max_inline_bytes();
 
-// How large the windows are best in which host sources with this plan are staged.
+// Returns the best window sizes for staging host sources with this plan.
 WindowBytes best_window_bytes(const PackPlan& plan, bool mapped);
 
-// Who puts the transfers of staged batches on the copy stream.
+// When the transfers of staged batches are enqueued on the copy stream.
 enum class Sending : uint8_t {
-  kAtOnce,      // whoever has staged a part, at once
-  kHeld,        // whoever uses the copy, see HeldSourceJob
-  kHeldStaged,  // the same, and the caller stages nothing himself, however little it is
+  kAtOnce,      // by the participant that staged a part, at once
+  kHeld,        // deferred: by the thread that uses the copy, see CopyJob::send()
+  kHeldStaged,  // also deferred, and workers stage even small copies
 };
 
-// For the copies that this thread starts from now on. A copy is held only if it can be: workers
-// may be used, all of it is staged, and there is memory to hold it.
+// Sets how this thread starts copies from now on. A copy is deferred only if workers may be used,
+// all of it is staged, and memory to hold it is available.
 void set_sending(Sending sending);
 
-// As `start_copy` of tdcopier/_copy.py says, and checked there.
+// The options of `start_copy` in tdcopier/_copy.py, which documents and checks them.
 struct CopyOptions {
   bool use_pinned_staging;
   PackOptions pack;
   bool use_background_thread;
 };
 
-// Throws what is wrong with the call. A copy that fails does so in the handle.
-// Blocks: while the host is too far ahead of the device (see RunAhead).
+// Starts a copy. Throws if the call itself is wrong; a failure of the copy is reported by the
+// handle. Blocks: while the host is too far ahead of the device (see RunAhead).
 std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle device,
                                    const CopyOptions& options);
 
-// The same of rows that are picked by number: a RowIndex and a RowReaders of
-// tdcopier/_row_request.py. Throws IndexError too, where one is out of range, before any is read.
+// Like start_copy(), but copies rows that are selected by index. `rows` is a RowIndex and `readers`
+// a RowReaders of tdcopier/_row_request.py. Throws IndexError too, if a row is out of range, before
+// any row is read.
 std::unique_ptr<Handle> start_gather(pybind11::handle storage, pybind11::handle rows,
                                      pybind11::handle readers, pybind11::handle device,
                                      const CopyOptions& options);
@@ -52,8 +53,8 @@ std::unique_ptr<Handle> start_gather(pybind11::handle storage, pybind11::handle 
 class PreparedCopy;
 class RowLeaves;
 
-// The same, once the target is known. `prepared`: null, or what is known of such data beforehand.
-// `rows`: null, or every leaf is a table of which it says what rows are copied.
+// Starts either kind of copy to a parsed target. `prepared`: null, or the plan for such data.
+// `rows`: null, or the rows to copy, and then every leaf is a table.
 std::unique_ptr<Handle> start_copy_to(c10::Device target, pybind11::handle data,
                                       const CopyOptions& options, PreparedCopy* prepared,
                                       RowLeaves* rows = nullptr);

@@ -1,4 +1,4 @@
-// Torch function modes are asked in Python's own terms; the rest is the engine's to know.
+// Checks torch function modes through Python objects; the engine checks the rest.
 #include "python/torch_state.h"
 
 #include <ATen/Context.h>
@@ -18,9 +18,8 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// `with torch.device(...)` is a torch function mode too, but one that leaves `Tensor.to` alone. Its
-// class is looked up, never imported: an import lets other threads in, and there is no such mode
-// before.
+// Returns whether the mode is that of `with torch.device(...)`, which does not affect `Tensor.to`.
+// Never imports its class: an import lets other threads in, and before it no such mode can exist.
 bool is_device_context(PyObject* mode) {
   PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), "torch.utils._device");
   if (module == nullptr) return false;
@@ -42,7 +41,7 @@ bool engine_takes(c10::Device target) {
   if (torch_is_altered()) return false;
   if (has_engine_transfers(target)) return !is_capturing(parse_stream(py::none(), target));
   if (!target.is_cpu()) return false;
-  // To the host: what may come from a device comes from CUDA's, if any is in a capture.
+  // To the host: sources may be on a device, and only CUDA devices can be capturing.
   constexpr c10::DeviceType kCuda = c10::DeviceType::CUDA;
   if (at::getAccelerator() != kCuda) return true;
   const c10::impl::VirtualGuardImpl backend(kCuda);

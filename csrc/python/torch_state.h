@@ -1,4 +1,4 @@
-// The calling thread's state of torch, as far as it decides who copies.
+// The parts of the calling thread's torch state that decide whether the engine copies.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -6,12 +6,13 @@
 
 namespace tdcopier {
 
-// Is a torch mode (function, dispatch) or transform active? Then every leaf is left to its `.to`.
-// GIL: held.
+// Returns whether a torch mode (function or dispatch) or transform is active. Then every leaf is
+// delegated to its own `.to`. GIL: held.
 bool torch_is_altered();
 
-// Would start_copy() to `target` be let through, and its plain leaves moved by the engine: a device
-// of the engine's or the host, no mode active, no capture in the way? GIL: held.
+// Returns whether start_copy() to `target` would be accepted, and its plain leaves moved by the
+// engine: the target is the host or a device of the engine, no torch mode is active, and no stream
+// is capturing. GIL: held.
 bool engine_takes(c10::Device target);
 
 }  // namespace tdcopier

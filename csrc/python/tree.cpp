@@ -1,4 +1,4 @@
-// The treespec: its references, and building the result.
+// Implements the treespec: its references, and building the result.
 #include "python/tree.h"
 
 #include <utility>
@@ -15,7 +15,7 @@ class Builder {
           const RecycledVector<PyObject*>& values, LeafTensors& leaves)
       : node_(nodes.data()), key_(keys.data()), values_(values), leaves_(leaves) {}
 
-  // A new reference. Throws py::error_already_set.
+  // Builds the next node and its children. Throws py::error_already_set.
   py::object build() {
     const TreeSpec::Node node = *node_++;
     switch (node.kind) {
@@ -104,7 +104,7 @@ py::object TreeSpec::unflatten(LeafTensors& leaves) const {
 
 void TreeSpec::clear() {
   nodes_.clear();
-  // Out of the members first: a finalizer may come back here.
+  // Empties the members first: a finalizer may call this function again.
   const RecycledVector<PyObject*> keys = std::exchange(keys_, {});
   const RecycledVector<PyObject*> values = std::exchange(values_, {});
   for (PyObject* key : keys) Py_DECREF(key);

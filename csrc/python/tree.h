@@ -1,4 +1,5 @@
-// The treespec: a tree without its leaves, and building one of the same shape from new leaves.
+// The treespec: a tree without its leaves, from which a tree of the same structure can be built
+// with new leaves.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,13 +14,13 @@ namespace tdcopier {
 enum class NodeKind : uint8_t {
   kList,    // number = children
   kTuple,   // number = children
-  kDict,    // number = children; their keys are the next ones of the spec, each before its child
-  kCustom,  // number = children; the next keys of the spec are its unflatten and its context
+  kDict,    // number = children; the spec has a key for each, before the keys of that child
+  kCustom,  // number = children; the spec's next two keys are its unflatten and its context
   kLeaf,    // number = index in the leaf table of its group
   kReady,   // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
 };
 
-// The tensors of all leaves. Each is taken once, about in the order of their indices.
+// Supplies the tensors of all leaves. Each is taken once, roughly in the order of their indices.
 class LeafTensors {
  public:
   virtual PyObject* take(uint32_t group, uint32_t leaf) = 0;  // a new reference; null: an error
@@ -28,13 +29,13 @@ class LeafTensors {
   ~LeafTensors() = default;
 };
 
-// Nodes in the order of the walk, parents before children; keys in the same order.
-// GIL: held for every member, the destructor included.
+// A tree without its leaves: nodes in the order of the walk, parents before children, and keys in
+// the same order. GIL: held for every member, including the destructor.
 class TreeSpec {
  public:
   struct Node {
     NodeKind kind;
-    uint16_t group;  // of a leaf: which of the tree's groups of sources it is in
+    uint16_t group;  // for a leaf: index of its source group
     uint32_t number;
   };
 
@@ -52,16 +53,16 @@ class TreeSpec {
   }
   size_t nodes() const { return nodes_.size(); }
   const Node& node(size_t index) const { return nodes_[index]; }
-  // Makes of a node, whatever it was, a leaf of the table or a ready value.
+  // Turns any node into a leaf of the table, or into a ready value.
   void set_leaf(size_t node, size_t group, size_t leaf);
-  size_t set_ready(size_t node, PyObject* value);  // takes over a reference; the value's index
+  size_t set_ready(size_t node, PyObject* value);  // takes over a reference; returns its index
 
-  void add_key(PyObject* key);                                    // takes a reference of its own
+  void add_key(PyObject* key);                                    // adds a reference
   PyObject* value(size_t index) const { return values_[index]; }  // borrowed
   void replace_value(size_t index, pybind11::object value);
 
-  // New containers of the same types. Takes each leaf. Runs Python code where a container is a
-  // custom one.
+  // Builds new containers of the same types with the given leaves. Runs Python code for custom
+  // containers.
   pybind11::object unflatten(LeafTensors& leaves) const;
 
   void clear();

@@ -1,4 +1,4 @@
-// Classes are looked up in `tdcopier._containers`, once per walk.
+// Looks up each class in `tdcopier._containers`, once per walk.
 #include "python/value_kind.h"
 
 #include <torch/csrc/Device.h>
@@ -20,7 +20,8 @@ PathStep::Kind step_kind(const std::string& name, bool nested) {
   return name == "attribute" ? PathStep::Kind::kAttribute : PathStep::Kind::kIndex;
 }
 
-// Never imports the module: there is no value of the class before, and it may be half loaded.
+// Returns whether `type` is this class of a loaded module. Never imports the module: before that no
+// value of the class exists, and the module may be half loaded.
 bool is_class(const py::object& type, const char* module_name, const char* name) {
   PyObject* module = PyDict_GetItemString(PyImport_GetModuleDict(), module_name);
   return module != nullptr && py::getattr(module, name, py::none()).is(type);
@@ -81,7 +82,8 @@ Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char*
   }
 }
 
-// `known` may move while Python code runs, and the object may change its class.
+// Copies all it needs from `known` before Python code runs, which may move `known` and change the
+// object's class.
 Seen ValueLooks::take_apart(const KnownType& known, PyObject* object) {
   const bool collection = known.kind == ValueKind::kCollection;
   if (collection && rules_.left) return {ValueKind::kDelegated};

@@ -1,4 +1,4 @@
-// What a value of a rarer class is to a walk: a container, a kind of leaf, or opaque.
+// Classifies values of the rarer classes for a walk: a container, a kind of leaf, or opaque.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -13,35 +13,35 @@ namespace tdcopier {
 
 enum class ValueKind : uint8_t {
   kOpaque,
-  kArray,      // a numpy array: of a class, it depends on its dtype
-  kDelegated,  // a tensor subclass or the like, with a `.to` of its own
-  kMapped,     // a tensor subclass over a file's plain bytes, which `.to` elsewhere makes a tensor
+  kArray,      // a numpy array; arrays of some dtypes are opaque
+  kDelegated,  // a leaf with its own `.to`, for example a tensor subclass
+  kMapped,     // a tensor subclass over a mapped file, which `.to` another device makes plain
   kContainer,
-  kCollection,  // of a class: a container with a `.to` of its own, it depends on the target
+  kCollection,  // only for classes: has its own `.to`; a container or delegated, by target
 };
 
-// A class, once it was looked up.
+// The result of looking up a class.
 struct KnownType {
   pybind11::object type;
   ValueKind kind;
-  // Of containers: flatten(value) -> (children, context, names), unflatten(children, context). Of
-  // collections: flatten(value, target, named) -> the same, or None to leave it to its own `.to`.
+  // Containers: flatten(value) -> (children, context, names), unflatten(children, context).
+  // Collections: flatten(value, target, named) -> the same, or None to delegate to its own `.to`.
   pybind11::object flatten{};
   pybind11::object unflatten{};
   PathStep::Kind step = PathStep::Kind::kIndex;
 };
 
-// How a walk takes collections apart.
+// How a walk flattens collections.
 struct CollectionRules {
-  std::optional<c10::Device> target;  // none: their leaves are wanted wherever they are
-  bool named;                         // are the names of their children wanted?
-  bool left;                          // to their own `.to`, all of them
-  pybind11::object flatten{};         // instead of the class's; null: none
+  std::optional<c10::Device> target;  // nullopt: flatten them wherever their leaves are
+  bool named;                         // whether the walk needs the names of their children
+  bool left;                          // delegate all of them to their own `.to`
+  pybind11::object flatten{};         // replaces that of the class; null: does not
   pybind11::object unflatten{};
 };
 
-// A value: neither kCollection, nor kArray where no tensor can hold it. Of a container that was
-// taken apart it has references of its own.
+// The result of looking at a value. `kind` is never kCollection, and kArray only if a tensor can
+// hold the array. Owns references to the parts of a container.
 struct Seen {
   ValueKind kind;
   PathStep::Kind step = PathStep::Kind::kIndex;
@@ -51,31 +51,31 @@ struct Seen {
   pybind11::object unflatten{};
 };
 
-// Looks at the values that one walk meets besides lists, tuples, dicts and tensors. GIL: held.
+// Classifies the values of one walk other than lists, tuples, dicts and tensors. GIL: held.
 class ValueLooks {
  public:
   explicit ValueLooks(CollectionRules rules);
 
-  // Values of the commonest opaque classes, without a look-up.
+  // Returns whether the type is one of the commonest opaque classes, without a look-up.
   static bool is_plain_opaque(const PyTypeObject* type) {
     return type == &PyLong_Type || type == &PyUnicode_Type || type == &PyFloat_Type ||
            type == Py_TYPE(Py_None) || type == &PyBool_Type || type == &PyBytes_Type;
   }
 
-  // Runs Python code for a container, and for a class that is new. The value is at this depth of
-  // the path in the tree that the caller calls `root`. Throws: TypeError, with the path, for a
-  // container that cannot be rebuilt and for numbers that torch lacks; what the class's code
-  // raises.
+  // Classifies a value, and flattens it if it is a container. Runs Python code for a container, and
+  // for a class that is new to the walk. `path` and `depth` say where the value is, in the tree
+  // called `root` in messages. Throws: TypeError, with the path, for a container that cannot be
+  // rebuilt and for number types that torch lacks; any error of the class's code.
   Seen look(PyObject* object, const Path& path, int depth, const char* root);
 
  private:
-  // The reference is good until the next call.
+  // The reference is valid until the next call.
   const KnownType& known(PyTypeObject* type);
   Seen take_apart(const KnownType& known, PyObject* object);
 
   const CollectionRules rules_;
   pybind11::object target_;       // a torch.device or None; made when a collection asks for it
-  std::vector<KnownType> types_;  // that the walk has met, few
+  std::vector<KnownType> types_;  // the few classes that the walk has met
 };
 
 }  // namespace tdcopier
