@@ -16,8 +16,8 @@
 
 namespace tdcopier {
 
-// The object behind tdcopier.prepare(). A batch fits if the leaves that the engine moves match the
-// example's: the same number from each device, in the order of the walk, with the same dtypes,
+// The plan that tdcopier.prepare() makes. A batch fits if the leaves that the engine moves match
+// the example's: the same number from each device, in the order of the walk, with the same dtypes,
 // sizes and strides. Containers, opaque values, and leaves that the engine does not move may
 // differ.
 //
