@@ -1,30 +1,30 @@
-"""The native module of the simulated accelerator; ``tdcopier.sim`` is its public face.
+"""The native module of the simulated accelerator; ``tdcopier.sim`` is its public interface.
 
-Streams are named by the index of their device and their id, sizes are in bytes.
+A stream is given by the index of its device and its id. Sizes are in bytes.
 """
 
 MAX_DEVICES: int
 
 class Gate:
-    """Something that :func:`tdcopier.sim.busy` makes a stream wait for."""
+    """A gate that a stream waits for, see :func:`tdcopier.sim.busy`."""
 
     def __init__(self) -> None: ...
     def open(self) -> None:
-        """Let through whoever waits, now and later."""
+        """Let all streams that wait, now or later, continue."""
 
     def is_open(self) -> bool: ...
     def wait_until_reached(self) -> None:
-        """Block until an operation has arrived at the gate, or the gate is open."""
+        """Block until an operation has reached the gate, or the gate is open."""
 
 class Fault:
-    """Calls that are made to fail; their kind, device and number were given when it was armed."""
+    """Makes calls fail, whose kind, device and number are given when it is armed."""
 
     def disarm(self) -> None: ...
     def struck(self) -> str:
-        """The last call that was made to fail; empty if there was none."""
+        """Return the last call that was made to fail, or an empty string."""
 
 class Pace:
-    """How long transfers of one direction take while it is in force."""
+    """Sets how long transfers of one direction take, until :meth:`end`."""
 
     def end(self) -> None: ...
 
@@ -57,31 +57,34 @@ def fail_transfer(
 def fail_event_record(n: int, device: int | None) -> Fault: ...
 def fail_event_query(n: int, device: int | None, times: int, code: int) -> Fault: ...
 def fail_thread(n: int) -> Fault:
-    """Strikes only where the engine has the interleaver."""
+    """Takes effect only if the engine has the interleaver."""
 
 def pace(direction: int, latency_us: float, bytes_per_second: float) -> Pace: ...
 def exchange_poison(at_allocation: bool, at_free: bool) -> tuple[bool, bool]: ...
 def detect_begin() -> None: ...
 def detect_end() -> None: ...
 def detect_hazards() -> list[tuple[str, str]]:
-    """Kind and message of each."""
+    """Return the kind and message of each hazard."""
 
 def detect_in_use() -> list[tuple[int | None, int, int]]:
-    """Device (none: pinned), size and number of the blocks handed out since the beginning."""
+    """Return device (None: pinned), size and number of each block in use.
+
+    Only blocks allocated since the beginning of the detection count.
+    """
 
 def detect_older_given_back(size: int) -> int:
-    """Pinned blocks of this size that were in use at the beginning and are not any more."""
+    """Return how many pinned blocks of this size, in use at the beginning, have been freed."""
 
 def run_dry() -> bool:
-    """Wait for all streams, whatever fails; False, without waiting, if one is held."""
+    """Wait for all streams, ignoring errors. Return False, without waiting, if one is held."""
 
 class DeadlockError(RuntimeError): ...
 
 def stream_maker() -> object:
-    """Makes streams that nobody else gets; for ``tdcopier._C.set_stream_maker``."""
+    """Return the maker of the engine's own streams; for ``tdcopier._C.set_stream_maker``."""
 
 def interleaver() -> object:
-    """What the engine is told of its threads through; for ``tdcopier._C.set_interleaver``."""
+    """Return the hook that controls the engine's threads; for ``tdcopier._C.set_interleaver``."""
 
 def schedule_is_on() -> bool: ...
 def schedule_begin(seed: int, stall_seconds: float) -> None: ...

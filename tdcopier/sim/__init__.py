@@ -1,8 +1,8 @@
 """A simulated accelerator: the device ``sim`` of torch, for tests of asynchronous code.
 
-Its memory is the host's, but it is as asynchronous as a GPU: a stream is a queue of operations that
-a thread of its own works off, and streams run concurrently. A stream can be *held*, which makes
-visible what happens to work that has been enqueued and has not run::
+Its memory is host memory, but it is as asynchronous as a GPU: a stream is a queue of operations
+that a thread of its own runs, and streams run concurrently. A stream can be *held*, to show the
+effects of work that is enqueued and has not run yet::
 
     from tdcopier import sim
 
@@ -13,16 +13,16 @@ visible what happens to work that has been enqueued and has not run::
         staging.fill_(2)  # too early: the copy has not read the buffer yet
     on_device.tolist()  # [2.0, 2.0, 2.0, 2.0]
 
-What it shares with CUDA: the semantics of events, of the two caching allocators (a freed block is
-reused in stream order; ``record_stream`` delays that), of copies to and from pinned and pageable
-memory, of current devices and streams per thread. What it does not have: kernels. An operator that
-is not a copy waits for the current streams of its devices and then runs on the host.
+It has CUDA's semantics of events, of the two caching allocators (a freed block is reused in stream
+order; ``record_stream`` delays that), of copies to and from pinned and pageable memory, and of
+current devices and streams per thread. It has no kernels: an operator that is not a copy waits for
+the current streams of its devices and then runs on the host.
 
 Failures can be injected: :func:`fail_device_allocation`, :func:`fail_pinned_allocation`,
 :func:`fail_transfer`, :func:`fail_event_record`, :func:`fail_event_query` and :func:`fail_thread`
-make the n-th call of their kind from now on fail. :func:`pace` gives transfers the time that a
-link takes, and :func:`poison` shows who reads memory that was freed. :func:`detect` finds races,
-memory that is reused too early and leaks by itself, also where a run happens to go well.
+make the n-th call of their kind from now on fail. :func:`pace` makes transfers take as long as on a
+real link, and :func:`poison` exposes reads of freed memory. :func:`detect` finds races, memory that
+is reused too early, and leaks, even in a run that happens to succeed.
 
 Importing this module changes nothing; :func:`enable` registers the device, once per process.
 """

@@ -1,4 +1,4 @@
-"""What a real device does not have: its streams can be stopped, and everything is counted."""
+"""Controls that a real device lacks: stopping streams, and counting transfers and memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tdcopier.sim._scope import Scope
 
 
 class Hold(Scope):
-    """Keeps a stream from beginning operations, until :meth:`release` or the end of a ``with``.
+    """Keeps a stream from starting operations, until :meth:`release` or the end of a ``with``.
 
-    Made by :func:`hold`. One that is dropped without being released goes on holding its stream.
+    Made by :func:`hold`. A hold that is dropped without being released keeps holding its stream.
     """
 
     def __init__(self, stream: torch.Stream | None) -> None:
@@ -27,25 +27,25 @@ class Hold(Scope):
         _sim.release(*self._key)
 
     def release(self) -> None:
-        """Let the stream go on, as far as others do not hold it. The second call does nothing."""
+        """Let the stream continue, unless other holds remain. A second call does nothing."""
         self._end_once()
 
 
 def hold(stream: torch.Stream | None = None) -> Hold:
-    """Keep a stream from beginning operations, those that it has and those that it will be given.
+    """Keep a stream from starting operations, both those already enqueued and later ones.
 
-    An operation that is running finishes. Holds of one stream are counted: it goes on when all have
-    been released. Whoever waits for a held stream waits until then; that includes blocking copies
-    and operators that run on the host. The end of the process releases all streams.
+    An operation that is running finishes. Holds of one stream are counted: it continues when all
+    have been released. Until then every wait for the stream blocks, including blocking copies and
+    operators that run on the host. The end of the process releases all streams.
 
     Args:
-        stream: a stream of a simulated device; the current one of the current device if None.
+        stream: a stream of a simulated device; None is the current stream of the current device.
 
     Returns:
         The hold, which is a context manager.
 
     Raises:
-        ValueError: the stream is not one of a simulated device.
+        ValueError: the stream does not belong to a simulated device.
         RuntimeError: the simulation is not enabled.
 
     """
@@ -53,15 +53,15 @@ def hold(stream: torch.Stream | None = None) -> Hold:
 
 
 def busy(work: float | _sim.Gate, stream: torch.Stream | None = None) -> None:
-    """Enqueue an operation that takes its time, in place of a long kernel. Returns at once.
+    """Enqueue an operation that takes some time, like a long kernel. Return at once.
 
     Args:
         work: how many seconds the operation takes, or the gate that it waits for.
         stream: as for :func:`hold`.
 
     Raises:
-        ValueError: the time is negative or not finite, or the stream is not one of a simulated
-            device.
+        ValueError: the time is not between 0 and 3600 seconds, or the stream does not belong to a
+            simulated device.
         RuntimeError: the simulation is not enabled.
 
     """
@@ -75,7 +75,7 @@ def busy(work: float | _sim.Gate, stream: torch.Stream | None = None) -> None:
 
 
 class Transfers(NamedTuple):
-    """How many transfers, and of how many bytes together."""
+    """A number of transfers, and their total size in bytes."""
 
     transfers: int
     bytes: int
@@ -87,14 +87,14 @@ class Counts(NamedTuple):
     h2d: Transfers  #: from the host to a device
     d2h: Transfers  #: from a device to the host
     d2d: Transfers  #: from one device to another
-    within: Transfers  #: from one place of a device to another
+    within: Transfers  #: within one device
 
 
 def counts() -> Counts:
-    """The transfers that have been enqueued since the last :func:`reset_counts`, on all devices.
+    """Return the transfers enqueued on all devices since the last :func:`reset_counts`.
 
-    Bytes are those of the target. Reading a scalar from the device (``item()``) is a transfer;
-    what moves so that an operator can run on the host is not, nor is a copy of no elements.
+    Bytes are those of the target. Reading a scalar from the device (``item()``) is a transfer.
+    Copies of no elements, and data that moves so that an operator can run on the host, are not.
     """
     return Counts(*(Transfers(*pair) for pair in _sim.transfer_counts()))
 
@@ -107,18 +107,18 @@ def reset_counts() -> None:
 class MemoryStats(NamedTuple):
     """The memory of one device. All but the last are bytes, in multiples of 512."""
 
-    allocated_bytes: int  #: of blocks that are in use
+    allocated_bytes: int  #: in blocks that are in use
     peak_allocated_bytes: int
-    reserved_bytes: int  #: of all blocks, in use or kept for reuse
+    reserved_bytes: int  #: in all blocks, in use or kept for reuse
     peak_reserved_bytes: int
-    allocations: int  #: requests for memory that is not empty
+    allocations: int  #: number of non-empty allocations
 
 
 def memory_stats(device: DeviceLike = None) -> MemoryStats:
-    """The memory of a device, the current one if None.
+    """Return the memory statistics of a device; None is the current one.
 
     Raises:
-        ValueError: it is a device of another type.
+        ValueError: the device is of another type.
         RuntimeError: the simulation is not enabled, or has no such device.
 
     """
@@ -126,10 +126,10 @@ def memory_stats(device: DeviceLike = None) -> MemoryStats:
 
 
 def set_memory_limit_bytes(device: DeviceLike, limit: int | None) -> None:
-    """Let a device reserve no more than ``limit`` bytes; None takes the limit away.
+    """Let a device reserve no more than ``limit`` bytes; None removes the limit.
 
-    Beyond it, ``torch.OutOfMemoryError`` is raised if what is kept for reuse, and what no pending
-    work can touch, does not make enough room.
+    An allocation that would exceed the limit first frees cached memory that no pending work can
+    touch, and raises ``torch.OutOfMemoryError`` if that is not enough.
 
     Raises:
         ValueError: the limit is negative, or the device is of another type.
@@ -142,34 +142,34 @@ def set_memory_limit_bytes(device: DeviceLike, limit: int | None) -> None:
 class PinnedBytes(NamedTuple):
     """Pinned host memory, in bytes, in multiples of 512."""
 
-    in_use: int  #: handed out
-    current: int  #: taken from the system: in use, or kept for reuse
+    in_use: int  #: allocated
+    current: int  #: taken from the system: allocated, or kept for reuse
     peak: int  #: the highest ``current`` since the last :func:`reset_peak_pinned_bytes`
 
 
 def pinned_bytes() -> PinnedBytes:
-    """How much host memory is pinned."""
+    """Return how much host memory is pinned."""
     return PinnedBytes(*_sim.pinned_bytes())
 
 
 def reset_peak_pinned_bytes() -> None:
-    """Make the present amount of pinned memory the peak."""
+    """Reset the peak to the current amount of pinned memory."""
     _sim.reset_peak_pinned_bytes()
 
 
 def empty_pinned_cache() -> None:
-    """Give back the pinned memory that is not in use and that no pending work can touch."""
+    """Return unused pinned memory that no pending work can touch to the system."""
     _sim.empty_pinned_cache()
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Block until the work that all streams of a device have been given so far is done.
+    """Block until the work enqueued so far on all streams of a device is done.
 
     Args:
-        device: a simulated device, the current one if None.
+        device: a simulated device; None is the current one.
 
     Raises:
-        ValueError: it is a device of another type.
+        ValueError: the device is of another type.
         RuntimeError: the simulation is not enabled, or has no such device.
 
     """

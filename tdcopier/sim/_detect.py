@@ -1,4 +1,4 @@
-"""Hazards that are found by themselves: who touches memory that nothing says they may."""
+"""Detection of hazards: accesses to memory that no synchronisation makes safe, and leaks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LETTING_GO_S = 0.3
 
 
 class Hazard(NamedTuple):
-    """Something that a program does and must not rely on. :func:`detect` has the kinds."""
+    """An access or a leak that :func:`detect` reports; the kinds are listed there."""
 
     kind: str
     message: str
 
 
 class HazardError(RuntimeError):
-    """What :func:`detect` has found."""
+    """Raised with the hazards that :func:`detect` has found."""
 
     def __init__(self, hazards: tuple[Hazard, ...]) -> None:
-        """With all of them, of which there is at least one."""
+        """Describe the hazards, of which there is at least one."""
         super().__init__(_described(hazards))
         self.hazards = hazards
 
@@ -41,16 +41,16 @@ def _described(hazards: tuple[Hazard, ...]) -> str:
 
 
 class Detector:
-    """Looks for hazards, while its ``with`` lasts. Made by :func:`detect`."""
+    """Looks for hazards during its ``with``. Made by :func:`detect`."""
 
     def __init__(self, leaks: bool) -> None:
-        """Check that there are devices; nothing begins before ``with``."""
+        """Check that the simulation is enabled. The detection begins at ``with``."""
         device_index(None)
         self._leaks = leaks
         self._found: tuple[Hazard, ...] | None = None
 
     def __enter__(self) -> Self:
-        _staging_bytes()  # what is over the limit is given back before anything is counted
+        _staging_bytes()  # frees buffers beyond the limit before anything is counted
         _sim.detect_begin()
         self._found = None
         self._staging_bytes = _staging_bytes()
@@ -80,8 +80,8 @@ class Detector:
             return ()
         if not self._leaked():
             return ()
-        gc.collect()  # which takes long, and is seldom needed
-        # A worker that has told of the end of its job is about to let go of it.
+        gc.collect()  # slow, and seldom needed
+        # A worker may still hold a reference to a job that it has just reported as done.
         deadline = time.monotonic() + _LETTING_GO_S
         while leaks := self._leaked() if self._all_has_run() else ():
             if time.monotonic() > deadline:
@@ -97,8 +97,8 @@ class Detector:
         return True
 
     def _leaked(self) -> tuple[Hazard, ...]:
-        # Staging buffers have one size, and the engine says how many it has. How many of them have
-        # come since the beginning is known but for those that were there and went, if any.
+        # All staging buffers have one size, and the engine reports their total. Those added since
+        # the beginning are the increase of the total, plus the older buffers freed since then.
         size = _C.STAGING_BUFFER_BYTES
         staging = (_staging_bytes() - self._staging_bytes) // size
         staging += _sim.detect_older_given_back(size)
@@ -120,7 +120,7 @@ class Detector:
 
     @property
     def hazards(self) -> tuple[Hazard, ...]:
-        """What has been found so far, in the order in which it was found."""
+        """The hazards found so far, in order."""
         if self._found is not None:
             return self._found
         return tuple(Hazard(*hazard) for hazard in _sim.detect_hazards())
@@ -131,11 +131,11 @@ def _staging_bytes() -> int:
 
 
 def detect(*, leaks: bool = False) -> Detector:
-    """Find hazards in what is in the ``with``, and raise at its end if there are any.
+    """Find hazards in the body of the ``with``, and raise at its end if there are any.
 
-    A race shows in the data only if the streams happen to run in the wrong order. What is looked
-    for here does not depend on that: a hazard is found because nothing that the program has asked
-    for rules it out, however fast the streams are::
+    A race corrupts data only if the streams happen to run in the wrong order. Most hazards are
+    found whatever the order: they are reported because nothing that the program requested rules
+    them out, however fast the streams are::
 
         with sim.detect():
             train_one_step()
@@ -144,29 +144,29 @@ def detect(*, leaks: bool = False) -> Detector:
 
     ``"changed"``
         The host changes the source of a transfer before the transfer reads it, or the target before
-        the transfer writes it. Found by checksums, so only if it happens, and the bytes differ.
+        the transfer writes it. Found by checksums, so only if it does happen and the bytes differ.
     ``"reused"``
-        Memory is handed out again before an earlier access to it is known to be done:
-        ``record_stream`` was not called, or pinned memory was freed too early.
+        Memory is allocated again before an earlier access to it is known to be done, for example
+        because ``record_stream`` was not called or pinned memory was freed too early.
     ``"unordered"``
-        A write and another access of the same bytes, of pinned or device memory, on two streams of
-        which neither waits for the other, nor did the host in between. That includes the first use
-        of memory on another stream than the one that it was allocated on, if its former user is not
-        waited for.
+        A write and another access to the same bytes of pinned or device memory are on two streams,
+        neither of which waits for the other, and the host did not wait in between. This includes
+        the first use of memory on a stream other than that of its allocation, without a wait for
+        its former user.
     ``"freed"``
-        Something is enqueued that touches memory which has been given back, or more than its block.
+        An operation is enqueued that touches freed memory, or bytes beyond its block.
     ``"leak"``
-        Only with ``leaks``: a block of device or pinned memory that was handed out in the ``with``
-        and is in use at its end, after a collection of garbage. Staging buffers that tdcopier keeps
-        are none: as many pinned blocks of their size are left out as ``staging_bytes()`` says that
-        there are more than at the beginning.
+        Only with ``leaks``: a block of device or pinned memory that was allocated in the ``with``
+        is still in use at its end, after a garbage collection. Staging buffers that tdcopier keeps
+        are not reported: pinned blocks of their size are ignored, as many as ``staging_bytes()``
+        has grown by.
 
     An operator, which the simulation runs on the host at once, counts as a kernel that is enqueued
-    on the current stream and not waited for. All threads of the host count as ordered. What was
-    enqueued before the ``with`` counts as done. At the end all streams are waited for, unless one
-    is held or an exception is leaving. Each kind is reported once for each pair of operations that
-    look the same, and no more than 100 in all. Two strided tensors of more than 4096 pieces each
-    are not compared, and of the accesses to one block the last 4096 are remembered.
+    on the current stream without a wait. All threads of the host count as ordered. Work enqueued
+    before the ``with`` counts as done. The end of the ``with`` waits for all streams, unless one is
+    held or an exception is propagating. Each kind is reported once for each pair of operations with
+    the same description, and at most 100 hazards in all. Two strided tensors of more than 4096
+    pieces each are not compared, and only the last 4096 accesses to a block are remembered.
 
     Within :func:`schedule`, the same seed gives the same reports.
 
@@ -177,9 +177,9 @@ def detect(*, leaks: bool = False) -> Detector:
         The detector, which is a context manager.
 
     Raises:
-        HazardError: at the end of the ``with``, if anything was found. If an exception leaves it,
-            the hazards are added to that as a note instead, from Python 3.11 on.
-        RuntimeError: the simulation is not enabled; at ``with``: another detection is on.
+        HazardError: at the end of the ``with``, if anything was found. If an exception is
+            propagating, the hazards are added to it as a note instead, from Python 3.11 on.
+        RuntimeError: the simulation is not enabled; at ``with``: another detection is active.
 
     """
     return Detector(leaks)

@@ -1,4 +1,4 @@
-"""What users may write for a device, a stream or a direction, and what it means."""
+"""Conversion of device, stream and direction arguments."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Direction: TypeAlias = Literal["h2d", "d2h", "d2d", "within"]
 
 
 def device_index(device: DeviceLike) -> int:
-    """The index of a simulated device; the current one for None and for ``"sim"``.
+    """Return the index of a simulated device; None and ``"sim"`` are the current one.
 
     Raises:
-        ValueError: it is a device of another type.
+        ValueError: the device is of another type.
         RuntimeError: the simulation is not enabled, or has no device with this index.
 
     """
@@ -39,10 +39,10 @@ def device_index(device: DeviceLike) -> int:
 
 
 def stream_key(stream: torch.Stream | None) -> tuple[int, int]:
-    """Index of the device and id of a stream; of the current one for None.
+    """Return the device index and the id of a stream; None is the current one.
 
     Raises:
-        ValueError: it is a stream of a device of another type.
+        ValueError: the stream belongs to a device of another type.
         RuntimeError: the simulation is not enabled.
 
     """
@@ -55,7 +55,7 @@ def stream_key(stream: torch.Stream | None) -> tuple[int, int]:
 
 
 def direction_index(direction: Direction) -> int:
-    """The native module's number of a direction.
+    """Return the native module's number of a direction.
 
     Raises:
         ValueError: there is no such direction.

@@ -19,22 +19,21 @@ def is_enabled() -> bool:
 
 
 def enable(devices: int = 2) -> None:
-    """Make ``devices`` simulated devices, ``sim:0`` and so on, known to torch as ``torch.sim``.
+    """Register ``devices`` simulated devices, ``sim:0`` and so on, with torch as ``torch.sim``.
 
-    From then on ``sim`` is what ``torch.accelerator`` means, also where there is a GPU. This lasts
-    until the process ends. Call it before the first ``backward()`` of the process: autograd starts
-    its threads then, one for each device that it knows. Where there is a GPU too,
-    ``pin_memory=True`` goes on meaning CUDA's pinned memory: start the process with
-    ``CUDA_VISIBLE_DEVICES=`` then. At the end of the process all streams are let go and finish
-    their work.
+    From then on until the process ends, ``torch.accelerator`` means ``sim``, even on a machine with
+    a GPU. Call it before the first ``backward()`` of the process: autograd then starts one thread
+    for each device that it knows. On a machine with a GPU, ``pin_memory=True`` still means CUDA's
+    pinned memory unless the process is started with ``CUDA_VISIBLE_DEVICES=``. At the end of the
+    process all streams are released and finish their work.
 
     Args:
-        devices: how many devices, 1 to 16. Calling again with the same number does nothing.
+        devices: number of devices, 1 to 16. Calling again with the same number does nothing.
 
     Raises:
         ValueError: ``devices`` is not between 1 and 16.
         RuntimeError: the simulation is enabled with another number of devices, or another backend
-            has taken torch's one place for devices from outside (``PrivateUse1``).
+            uses torch's only slot for external devices (``PrivateUse1``).
 
     """
     if not 1 <= devices <= _sim.MAX_DEVICES:

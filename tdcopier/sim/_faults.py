@@ -16,13 +16,13 @@ class Fault(Scope):
     """Makes a call of one kind fail, until :meth:`disarm` or the end of a ``with``.
 
     Made by :func:`fail_device_allocation`, :func:`fail_pinned_allocation`, :func:`fail_transfer`,
-    :func:`fail_event_record`, :func:`fail_event_query` and :func:`fail_thread`. One that is dropped
-    without being disarmed stays armed. Several may be armed at a time; each counts for itself, and
-    each strikes once, except where ``times`` says otherwise.
+    :func:`fail_event_record`, :func:`fail_event_query` and :func:`fail_thread`. A fault that is
+    dropped without being disarmed stays armed. Several may be armed at a time; each counts calls on
+    its own, and each makes one call fail unless ``times`` says otherwise.
     """
 
     def __init__(self, native: _sim.Fault) -> None:
-        """Wrap what is armed."""
+        """Wrap a native fault that is already armed."""
         self._native = native
         super().__init__()
 
@@ -31,37 +31,38 @@ class Fault(Scope):
 
     @property
     def fired(self) -> bool:
-        """Whether it has been used. A transfer that fails when it runs is chosen when enqueued."""
+        """Whether a call has been chosen to fail; a transfer is chosen when it is enqueued."""
         return self._native.struck() != ""
 
     @property
     def struck(self) -> str | None:
-        """What has failed last, as the error names it; None if nothing has."""
+        """The last call that was made to fail, as the error names it; None if there was none."""
         return self._native.struck() or None
 
     def disarm(self) -> None:
-        """Let everything succeed from now on. The second call does nothing.
+        """Stop making calls fail. A second call does nothing.
 
-        This also repairs the streams that a transfer has brought down, see :func:`fail_transfer`.
+        This also repairs the streams that a failed transfer has disabled, see
+        :func:`fail_transfer`.
         """
         self._end_once()
 
 
 def fail_device_allocation(n: int = 1, *, device: DeviceLike = None) -> Fault:
-    """Make the ``n``-th request for device memory from now on fail.
+    """Make the ``n``-th device allocation from now on fail.
 
-    It raises ``torch.OutOfMemoryError``, also where memory that is kept for reuse would have served
-    it. Requests for no bytes are not counted.
+    It raises ``torch.OutOfMemoryError``, even if cached memory would have sufficed. Allocations of
+    no bytes are not counted.
 
     Args:
-        n: which one, from 1.
-        device: count the requests on this device only; on any if None.
+        n: number of the allocation, from 1.
+        device: count allocations on this device only; None counts those on all devices.
 
     Returns:
         The fault, which is a context manager.
 
     Raises:
-        ValueError: ``n`` is less than 1, or it is a device of another type.
+        ValueError: ``n`` is less than 1, or the device is of another type.
         RuntimeError: the simulation is not enabled, or has no such device.
 
     """
@@ -70,14 +71,13 @@ def fail_device_allocation(n: int = 1, *, device: DeviceLike = None) -> Fault:
 
 
 def fail_pinned_allocation(n: int = 1) -> Fault:
-    """Make the ``n``-th request for pinned host memory from now on fail.
+    """Make the ``n``-th allocation of pinned host memory from now on fail.
 
-    It raises ``torch.AcceleratorError``, a ``RuntimeError``, as CUDA does where the host has no
-    memory that can be pinned; also where memory that is kept for reuse would have served it.
-    Requests for no bytes are not counted.
+    It raises ``torch.AcceleratorError``, a ``RuntimeError``, as CUDA does if the host can pin no
+    more memory, even if cached memory would have sufficed. Allocations of no bytes are not counted.
 
     Args:
-        n: which one, from 1.
+        n: number of the allocation, from 1.
 
     Returns:
         The fault, which is a context manager.
@@ -100,31 +100,31 @@ def fail_transfer(
 ) -> Fault:
     """Make the ``n``-th transfer from now on fail with a ``torch.AcceleratorError`` that names it.
 
-    Counted is what :func:`counts` counts, when it is enqueued.
+    Transfers are counted as by :func:`counts`, when they are enqueued.
 
     At ``"enqueue"`` the call raises, and nothing is enqueued or counted as a transfer.
 
-    At ``"execution"`` the call succeeds, and the error comes when the transfer's turn has come. It
-    lasts, as errors of CUDA's devices do, but for streams rather than for the device: until the
-    fault is disarmed, nothing that the transfer's stream has been given after it runs, and to
-    synchronize or query the stream raises each time. So it is for streams that wait for it, from
-    there on. An event that was recorded behind the failure raises for ever when it is queried or
-    waited for; a stream that is made to wait for it raises at once if the failure is known by then,
-    and is brought down otherwise. Disarming repairs the streams: what they are given from then on
-    runs. A transfer that was chosen and has not run by then fails nevertheless.
+    At ``"execution"`` the call succeeds, and the transfer fails when it runs. Like an error of a
+    CUDA device the failure is permanent, but it affects streams rather than the device: until the
+    fault is disarmed, nothing enqueued on the transfer's stream after it runs, and each
+    synchronization or query of the stream raises. The same then holds for every stream that waits
+    for this one. An event that was recorded after the failure raises at every query and wait,
+    permanently. Making a stream wait for such an event raises at once if the failure is already
+    known, and otherwise disables that stream too. Disarming repairs the streams: work enqueued from
+    then on runs. A transfer that was chosen but has not run by then still fails.
 
     Args:
-        n: which one, from 1.
+        n: number of the transfer, from 1.
         direction: count only ``"h2d"``, ``"d2h"``, ``"d2d"`` or ``"within"``, as in
-            :class:`Counts`; any if None.
-        device: count only transfers to or from this device; any if None.
+            :class:`Counts`; None counts all.
+        device: count only transfers to or from this device; None counts all.
         when: whether it fails at ``"enqueue"`` or at ``"execution"``.
 
     Returns:
         The fault, which is a context manager.
 
     Raises:
-        ValueError: ``n`` is less than 1, there is no such direction or time, or it is a device of
+        ValueError: ``n`` is less than 1, the direction or time is unknown, or the device is of
             another type.
         RuntimeError: the simulation is not enabled, or has no such device.
 
@@ -141,18 +141,18 @@ def fail_transfer(
 def fail_event_record(n: int = 1, *, device: DeviceLike = None) -> Fault:
     """Make the ``n``-th recording of an event from now on raise a ``torch.AcceleratorError``.
 
-    Nothing is enqueued then, and the event stays as it was. Not counted are the events by which a
-    copy of torch's between two devices orders its streams.
+    Nothing is enqueued then, and the event is unchanged. The events with which torch's own copy
+    between two devices orders its streams are not counted.
 
     Args:
-        n: which one, from 1.
-        device: count only what is recorded on a stream of this device; of any if None.
+        n: number of the recording, from 1.
+        device: count only recordings on streams of this device; None counts all.
 
     Returns:
         The fault, which is a context manager.
 
     Raises:
-        ValueError: ``n`` is less than 1, or it is a device of another type.
+        ValueError: ``n`` is less than 1, or the device is of another type.
         RuntimeError: the simulation is not enabled, or has no such device.
 
     """
@@ -171,21 +171,21 @@ def fail_event_query(
 
     On ROCm, for example, a query raises while another thread captures a graph. The error is a
     ``torch.AcceleratorError`` with ``code`` as its ``error_code``. It says nothing about the event:
-    the work before it goes on, and a later query tells whether it has been reached. Counted are
-    queries of events that have been recorded.
+    the work before it continues, and a later query tells whether the event has been reached. Only
+    queries of recorded events are counted.
 
     Args:
-        n: which one is the first to raise, from 1.
-        device: count only events that were recorded on a stream of this device; on any if None.
-        times: how many queries raise, one after the other.
-        code: the error code; as a default that of CUDA and HIP for an operation that is not
+        n: number of the first query that raises, from 1.
+        device: count only events that were recorded on streams of this device; None counts all.
+        times: how many consecutive queries raise.
+        code: the error code; the default is that of CUDA and HIP for an operation that is not
             permitted while a stream is capturing.
 
     Returns:
         The fault, which is a context manager.
 
     Raises:
-        ValueError: ``n`` or ``times`` is less than 1, or it is a device of another type.
+        ValueError: ``n`` or ``times`` is less than 1, or the device is of another type.
         RuntimeError: the simulation is not enabled, or has no such device.
 
     """
@@ -196,14 +196,14 @@ def fail_event_query(
 
 
 def fail_thread(n: int = 1) -> Fault:
-    """Make the ``n``-th attempt of tdcopier's engine to make a thread from now on fail.
+    """Make the ``n``-th attempt of tdcopier's engine to start a thread from now on fail.
 
-    So it does where the process may have no more threads: ``std::thread`` throws a
-    ``std::system_error``. The engine makes its pools of threads once, when they are first needed,
-    and keeps them: pools that exist already are not affected. Threads of Python are not counted.
+    This simulates a process that may start no more threads: ``std::thread`` throws a
+    ``std::system_error``. The engine makes its thread pools once, when they are first needed, and
+    keeps them, so existing pools are not affected. Python's threads are not counted.
 
     Args:
-        n: which one, from 1.
+        n: number of the attempt, from 1.
 
     Returns:
         The fault, which is a context manager.
@@ -214,7 +214,7 @@ def fail_thread(n: int = 1) -> Fault:
 
     """
     device_index(None)
-    _C.set_interleaver(_sim.interleaver())  # by which the engine asks before it makes a thread
+    _C.set_interleaver(_sim.interleaver())  # the engine calls it before it makes a thread
     return Fault(_sim.fail_thread(_checked(n)))
 
 

@@ -1,4 +1,4 @@
-"""Transfers that take their time."""
+"""Simulated latency and bandwidth of transfers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tdcopier.sim._scope import Scope
 class Pace(Scope):
     """Makes transfers take time, until :meth:`end` or the end of a ``with``. Made by :func:`pace`.
 
-    One that is dropped without being ended stays in force.
+    A pace that is dropped without being ended stays active.
     """
 
     def __init__(self, native: _sim.Pace) -> None:
-        """Wrap what is in force."""
+        """Wrap a native pace that is already active."""
         self._native = native
         super().__init__()
 
@@ -22,9 +22,9 @@ class Pace(Scope):
         self._native.end()
 
     def end(self) -> None:
-        """Put the pace that was in force before into force again. The second call does nothing.
+        """Restore the pace that was active before. A second call does nothing.
 
-        What has been enqueued keeps its time.
+        Transfers that are already enqueued keep their time.
         """
         self._end_once()
 
@@ -37,21 +37,21 @@ def pace(
 ) -> Pace:
     """Make each transfer of a direction take ``latency_us`` + its bytes / the bandwidth.
 
-    The time passes on the transfer's stream, before its bytes move; it is an hour at most. What is
-    enqueued while the pace is in force has it; of several for one direction the last one counts.
-    Without any, which is so at first, a transfer takes what the host's memory takes. Streams do not
-    share the bandwidth: two at a time have it each.
+    The time, an hour at most, passes on the transfer's stream before its bytes move. It applies to
+    transfers that are enqueued while the pace is active; of several paces for one direction the
+    last one applies. Without a pace, a transfer takes as long as a copy in host memory. Streams do
+    not share the bandwidth: each has all of it.
 
     Args:
         direction: ``"h2d"``, ``"d2h"``, ``"d2d"`` or ``"within"``, as in :class:`Counts`.
-        latency_us: what each takes, in microseconds; the host's timers add some 50 to that.
-        bandwidth_bytes_per_s: bytes per second; infinity means that they take no time.
+        latency_us: fixed time of each transfer in microseconds; the host's timers add about 50.
+        bandwidth_bytes_per_s: bytes per second; infinity means that bytes take no time.
 
     Returns:
         The pace, which is a context manager.
 
     Raises:
-        ValueError: there is no such direction, the latency is negative or not finite, or the
+        ValueError: the direction is unknown, the latency is negative or not finite, or the
             bandwidth is not positive.
         RuntimeError: the simulation is not enabled.
 

@@ -1,4 +1,4 @@
-"""Memory that does not read as anything a program has written."""
+"""Patterns in allocated and freed memory, to expose reads of uninitialised or freed bytes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from tdcopier.sim._scope import Scope
 
 
 class Poison(Scope):
-    """Says when memory is poisoned, until :meth:`end` or the end of a ``with``.
+    """Sets when memory is poisoned, until :meth:`end` or the end of a ``with``.
 
-    Made by :func:`poison`. One that is dropped without being ended stays in force.
+    Made by :func:`poison`. A setting that is dropped without being ended stays active.
     """
 
     def __init__(self, at_allocation: bool, at_free: bool) -> None:
-        """Put it into force."""
+        """Activate the setting."""
         self._previous = _sim.exchange_poison(at_allocation, at_free)
         super().__init__()
 
@@ -21,23 +21,24 @@ class Poison(Scope):
         _sim.exchange_poison(*self._previous)
 
     def end(self) -> None:
-        """Put back what was in force before. The second call does nothing."""
+        """Restore the setting that was active before. A second call does nothing."""
         self._end_once()
 
 
 def poison(*, at_allocation: bool = True, at_free: bool = True) -> Poison:
     """Fill device and pinned memory with a pattern when it is allocated, and when it is freed.
 
-    Without a call, memory is filled when it comes from the system, and not when it is freed. What
-    is freed and used again keeps its bytes then, so a use after free may find what it expects.
+    By default, memory is filled when it comes from the system, but not when it is freed. Reused
+    memory then keeps its old bytes, so a use after free may find the values that it expects.
 
-    Memory is filled at its free if its own stream, and those that were recorded for it, have no
-    work; otherwise behind the own stream's work, once the allocator sees that the others are done,
-    which is at a later allocation or free. So whoever is entitled to read it finds what it should.
+    Freed memory is filled at once if its own stream, and the streams recorded for it, have no work.
+    Otherwise it is filled after the work of its own stream, once the allocator sees at a later
+    allocation or free that the other streams are done. So every legitimate read finds the right
+    values.
 
     Args:
         at_allocation: fill memory that comes from the system with the byte 0xA5.
-        at_free: fill memory that is freed with the byte 0xDD, which it has when it is used again.
+        at_free: fill freed memory with the byte 0xDD, which it still has when it is reused.
 
     Returns:
         The setting, which is a context manager.

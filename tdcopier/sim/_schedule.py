@@ -1,4 +1,4 @@
-"""One order of events at a time, picked by a seed."""
+"""Schedules: a seed picks the order in which threads and streams run, one step at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScheduledThread:
     """A thread that takes part in a schedule. Made by :meth:`Schedule.thread`."""
 
     def __init__(self, schedule: Schedule, function: Callable[[], Any], name: str) -> None:
-        """Start it; it stands still until its turn comes."""
+        """Start the thread; it blocks until its turn comes."""
         self._schedule = schedule
         self._function: Callable[[], Any] | None = function
         self._error: BaseException | None = None
@@ -42,23 +42,23 @@ class ScheduledThread:
         except BaseException as error:
             self._error = error
         finally:
-            self._function = None  # what it refers to goes while this thread has the turn
+            self._function = None  # drops its references while this thread has the turn
             _sim.schedule_leave()
 
     @property
     def is_joined(self) -> bool:
-        """Whether :meth:`join` has returned or raised what the function did."""
+        """Whether :meth:`join` has returned the function's result or raised its exception."""
         return self._joined
 
     def join(self) -> Any:
-        """Let the others go on until the thread has ended.
+        """Let other threads and streams run until the thread has ended.
 
         Returns:
-            What its function returned; the same at each call.
+            The result of its function; the same object at each call.
 
         Raises:
-            BaseException: what its function raised.
-            DeadlockError: nobody can go on.
+            BaseException: the exception that its function raised.
+            DeadlockError: no thread or stream can continue.
 
         """
         if not self._joined:
@@ -72,10 +72,10 @@ class ScheduledThread:
 
 
 class Schedule:
-    """One order of events, while its ``with`` lasts. Made by :func:`schedule`."""
+    """Imposes one order of events during its ``with``. Made by :func:`schedule`."""
 
     def __init__(self, seed: int, timeout_s: float) -> None:
-        """Check the arguments; nothing begins before ``with``."""
+        """Check the arguments. The schedule begins at ``with``."""
         device_index(None)
         if not 0 <= seed < 2**64:
             raise ValueError(f"a seed must be between 0 and 2**64 - 1, got {seed}")
@@ -94,7 +94,7 @@ class Schedule:
         _C.set_interleaver(_sim.interleaver())
         self._threads.clear()
         self._record = None
-        # What an earlier copy has left to be noticed would be noticed in this schedule.
+        # Completions of earlier copies would otherwise be processed within this schedule.
         _sim.run_dry()
         _C.settle()
         _C.drop_staging()
@@ -104,7 +104,7 @@ class Schedule:
         except BaseException:
             _sim.schedule_end()
             raise
-        # A collection frees what it finds, when it comes: not the seed's doing.
+        # A garbage collection would free objects at a time that the seed does not determine.
         self._collects = gc.isenabled()
         gc.disable()
         self._is_on = True
@@ -131,8 +131,8 @@ class Schedule:
         if self._collects:
             gc.enable()
         *_, deadlock, abandoned = self._record
-        # Where it was raised through torch, it has become a RuntimeError.
-        # There may have been others since, of threads that are left waiting.
+        # A DeadlockError that was raised through torch has become a RuntimeError.
+        # Threads that were still waiting may have raised others since.
         passing = isinstance(failure, RuntimeError) and "deadlock: nobody" in str(failure)
         if deadlock and (passing or abandoned) and not isinstance(failure, DeadlockError):
             raise DeadlockError(deadlock) from failure
@@ -144,15 +144,15 @@ class Schedule:
 
     @property
     def is_on(self) -> bool:
-        """Whether its ``with`` lasts."""
+        """Whether the schedule is active."""
         return self._is_on
 
     def thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> ScheduledThread:
-        """Start a thread that takes part: it goes on whenever the seed picks it.
+        """Start a thread that takes part in the schedule: it runs whenever the seed picks it.
 
-        Other threads run beside the schedule, and what they do is not repeatable. A thread that
-        takes part must wait for another one by :meth:`ScheduledThread.join`, or by what the device
-        and tdcopier offer, since a lock of Python's would keep it from giving the turn away.
+        Other threads run outside the schedule, so their effects are not repeatable. A thread that
+        takes part must wait for others with :meth:`ScheduledThread.join`, or with the waits of the
+        device and of tdcopier: while it waits for a Python lock, it cannot pass on its turn.
         """
         if not self._is_on:
             raise RuntimeError("a thread can be started only while the schedule is on")
@@ -162,7 +162,7 @@ class Schedule:
         return thread
 
     def point(self) -> None:
-        """Let others go on here. Every call of the device is such a point anyway."""
+        """Let another thread or stream run here. Every call of the device is such a point too."""
         _sim.schedule_point()
 
     def _recorded(self) -> tuple[list[str], int, int, int, str, bool]:
@@ -170,51 +170,51 @@ class Schedule:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """Who went on and what it did, one after the other: a stream's operation, or a thread."""
+        """The steps in order: each is an operation of a stream, or a thread that ran."""
         return tuple(self._recorded()[0])
 
     @property
     def fingerprint(self) -> int:
-        """The same for schedules in which the same choices were made, in 64 bits."""
+        """A 64-bit hash that is the same for schedules with the same choices."""
         return self._recorded()[1]
 
     @property
     def choices(self) -> int:
-        """How often there was more than one that could go on."""
+        """How often more than one thread or stream could run."""
         return self._recorded()[2]
 
     @property
     def most_transfers_in_flight(self) -> int:
-        """How many transfers there were at most that had been enqueued and had not run."""
+        """The highest number of transfers that were enqueued and had not run."""
         return self._recorded()[3]
 
 
 def schedule(seed: int, *, timeout_s: float = 30.0) -> Schedule:
-    """Run what is in the ``with`` in an order that ``seed`` picks, one step at a time.
+    """Run the body of the ``with`` in an order that ``seed`` picks, one step at a time.
 
-    Streams do not run by themselves then. At each call of the device, and wherever tdcopier's own
-    threads wait or take work, the seed picks who goes on: the calling thread, another one that
-    takes part (:meth:`Schedule.thread`), one of tdcopier's workers, or a stream, of which one
-    operation runs. So each seed is one order of events that a real device may show, the same seed
-    shows it again, and many seeds find what a fast device hides::
+    Streams do not run by themselves in it. At each call of the device, and wherever tdcopier's own
+    threads wait or take work, the seed picks which one runs next: the calling thread, another one
+    that takes part (:meth:`Schedule.thread`), one of tdcopier's workers, or one operation of a
+    stream. So each seed is one order of events that a real device may show, the same seed repeats
+    it, and many seeds find races that a fast device hides::
 
         for seed in range(1000):
             with sim.schedule(seed):
                 train_one_step()  # a failure names the seed
 
-    Whoever waits lets the others go on. If nobody can, :class:`DeadlockError` is raised, with who
-    waits for what, instead of a hang. Who polls instead of waiting may have to ask some thousand
-    times, since the seed may favour it by as much. Time does not pass: :func:`busy` and
-    :func:`pace` take as long as the seed likes. At the end everybody goes on until there is nothing
-    left to do, and threads are joined.
+    A thread that waits lets the others run. If none of them can, :class:`DeadlockError` is raised
+    instead of a hang, and its message says which thread waits for what. A thread that polls instead
+    of waiting may have to poll some thousand times, because the seed may keep picking it. Time does
+    not pass: the seed decides how long :func:`busy` and :func:`pace` take. At the end all threads
+    and streams run until they have nothing left to do, and threads are joined.
 
-    For a repeatable order the code must be repeatable: no decision by time or address, random
-    numbers from a seed. Automatic garbage collection is off meanwhile.
+    For a repeatable order the code must be repeatable: it must not depend on time or addresses, and
+    its random numbers must be seeded. Automatic garbage collection is off during the schedule.
 
     Args:
         seed: 0 to 2**64 - 1.
         timeout_s: how many seconds a thread may take from one point to the next while others wait
-            for their turn. Beyond that, it is taken for blocked outside of the simulation.
+            for their turn. After that, it counts as blocked outside the simulation.
 
     Returns:
         The schedule, which is a context manager.
@@ -222,8 +222,8 @@ def schedule(seed: int, *, timeout_s: float = 30.0) -> Schedule:
     Raises:
         ValueError: the seed or the timeout is out of range.
         RuntimeError: the simulation is not enabled; at ``with``: a stream is held, or another
-            schedule is on.
-        DeadlockError: in or at the end of the ``with``.
+            schedule is active.
+        DeadlockError: in or at the end of the ``with``, no thread or stream can continue.
 
     """
     return Schedule(seed, timeout_s)

@@ -1,4 +1,4 @@
-"""What all controls of the simulation have in common: they last until they are ended."""
+"""The base class of the simulation's controls, which last until they are ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """Something that has begun, and lasts until :meth:`_end_once` or the end of a ``with``."""
+    """A setting that lasts until :meth:`_end_once` or the end of a ``with``."""
 
     def __init__(self) -> None:
-        """The subclass has begun what it ends in :meth:`_end`."""
+        """Begin the scope; the subclass has already made the setting that :meth:`_end` undoes."""
         self._lock = threading.Lock()
         self._lasts = True
 

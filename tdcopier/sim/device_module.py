@@ -1,8 +1,8 @@
-"""The module ``torch.sim``: the names that ``torch.cuda`` has, for the simulated device.
+"""The module ``torch.sim``: the counterpart of ``torch.cuda`` for the simulated device.
 
-Functions that take a device accept an index, a string, a ``torch.device`` or None, which is the
-current device. They raise ValueError for a device of another type, and RuntimeError for an index
-that is out of range.
+Functions that take a device accept an index, a string, a ``torch.device``, or None for the current
+device. They raise ValueError for a device of another type, and RuntimeError for an index that is
+out of range.
 """
 
 from __future__ import annotations
@@ -48,42 +48,42 @@ __all__ = [
 
 
 class Stream(torch.Stream):
-    """A ``torch.Stream`` that is on the simulated device unless told otherwise.
+    """A ``torch.Stream`` on the simulated device.
 
-    New streams are the 32 of a pool in turn, and of a second pool for negative priorities.
+    New streams are taken in turn from a pool of 32, or from a second one for negative priorities.
     """
 
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **ids: Any) -> Stream:
-        """A new stream; or an existing one, by ``stream_id``, ``device_index``, ``device_type``."""
+        """Make a stream, or wrap that of ``stream_id``, ``device_index`` and ``device_type``."""
         if ids:
             return super().__new__(cls, **ids)
         return super().__new__(cls, device=f"sim:{device_index(device)}", priority=priority)
 
 
 def Event(device: DeviceLike = None, *, enable_timing: bool = False) -> torch.Event:
-    """A ``torch.Event`` on a simulated device that has not been recorded.
+    """Return a ``torch.Event`` on a simulated device that has not been recorded.
 
-    Not a class: torch takes only the very class ``torch.Event`` for ``elapsed_time`` and others.
+    This is not a class, because ``elapsed_time`` and others accept only ``torch.Event`` itself.
     """
     return torch.Event(f"sim:{device_index(device)}", enable_timing=enable_timing)
 
 
 def is_available() -> bool:
-    """Whether there is a simulated device."""
+    """Return whether there is a simulated device."""
     return _sim.device_count() > 0
 
 
 def is_initialized() -> bool:
-    """Whether there is a simulated device: it needs no further initialisation."""
+    """Return whether there is a simulated device, which needs no further initialisation."""
     return is_available()
 
 
 def init() -> None:
-    """Nothing: the device needs no further initialisation."""
+    """Do nothing: the device needs no further initialisation."""
 
 
 def _lazy_init() -> None:
-    """Nothing, for torch's device-independent code."""
+    """Do nothing; torch's device-independent code calls it."""
 
 
 def _is_in_bad_fork() -> bool:
@@ -91,12 +91,12 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    """The number of simulated devices."""
+    """Return the number of simulated devices."""
     return _sim.device_count()
 
 
 def current_device() -> int:
-    """The index of the calling thread's current device."""
+    """Return the index of the calling thread's current device."""
     return _sim.current_device()
 
 
@@ -121,18 +121,18 @@ def _existing(index: int, stream_id: int) -> Stream:
 
 
 def current_stream(device: DeviceLike = None) -> Stream:
-    """The calling thread's current stream on a device."""
+    """Return the calling thread's current stream on a device."""
     index = device_index(device)
     return _existing(index, torch.accelerator.current_stream(index).stream_id)
 
 
 def default_stream(device: DeviceLike = None) -> Stream:
-    """The default stream of a device."""
+    """Return the default stream of a device."""
     return _existing(device_index(device), 0)
 
 
 def set_stream(stream: torch.Stream) -> None:
-    """Make a stream the calling thread's current one of its device, and that device current."""
+    """Make a stream current for the calling thread, and make its device current too."""
     index, stream_id = stream_key(stream)
     _sim.exchange_device(index)
     _sim.exchange_stream(index, stream_id)
@@ -140,7 +140,7 @@ def set_stream(stream: torch.Stream) -> None:
 
 @contextlib.contextmanager
 def stream(stream: torch.Stream | None) -> Iterator[None]:
-    """:func:`set_stream` within a ``with``; None changes nothing."""
+    """Do as :func:`set_stream` within a ``with``; None changes nothing."""
     if stream is None:
         yield
         return
@@ -155,57 +155,57 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def memory_allocated(device: DeviceLike = None) -> int:
-    """Bytes of device memory that are in use."""
+    """Return how many bytes of device memory are in use."""
     return memory_stats(device).allocated_bytes
 
 
 def max_memory_allocated(device: DeviceLike = None) -> int:
-    """The highest :func:`memory_allocated` since the last :func:`reset_peak_memory_stats`."""
+    """Return the highest :func:`memory_allocated` since :func:`reset_peak_memory_stats`."""
     return memory_stats(device).peak_allocated_bytes
 
 
 def memory_reserved(device: DeviceLike = None) -> int:
-    """Bytes of device memory that are in use or kept for reuse."""
+    """Return how many bytes of device memory are in use or kept for reuse."""
     return memory_stats(device).reserved_bytes
 
 
 def max_memory_reserved(device: DeviceLike = None) -> int:
-    """The highest :func:`memory_reserved` since the last :func:`reset_peak_memory_stats`."""
+    """Return the highest :func:`memory_reserved` since :func:`reset_peak_memory_stats`."""
     return memory_stats(device).peak_reserved_bytes
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    """Make the present amounts of memory the peaks."""
+    """Reset the peaks to the current amounts of memory."""
     _sim.reset_peak_memory_stats(device_index(device))
 
 
 def empty_cache() -> None:
-    """Give back the memory of all devices that is not in use and that no pending work can touch."""
+    """Free the unused memory of all devices that no pending work can touch."""
     _sim.empty_cache()
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the host's generator, from which random numbers of the device come too."""
+    """Seed the host's generator, which the device shares."""
     torch.default_generator.manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """The same as :func:`manual_seed`: the devices share one generator."""
+    """Do as :func:`manual_seed`: all devices share one generator."""
     manual_seed(seed)
 
 
 def get_rng_state(device: DeviceLike = None) -> torch.Tensor:
-    """The state of the generator, a uint8 tensor of one dimension on the host."""
+    """Return the state of the generator, a one-dimensional uint8 tensor on the host."""
     device_index(device)
     return torch.default_generator.get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: DeviceLike = None) -> None:
-    """Set the state of the generator to what :func:`get_rng_state` has returned."""
+    """Set the state of the generator to one that :func:`get_rng_state` returned."""
     device_index(device)
     torch.default_generator.set_state(new_state)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """The dtypes that autocast may be used with."""
+    """Return the dtypes that autocast supports."""
     return [torch.float16, torch.bfloat16]

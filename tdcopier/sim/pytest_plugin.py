@@ -1,27 +1,26 @@
-"""Pytest's side of the simulated device: a fixture, and tests that run in many orders of events.
+"""Pytest plugin for the simulated device: a fixture, and tests that run in many orders of events.
 
-Name it in the ``conftest.py`` of the tests that use it::
+To use it, name it in a ``conftest.py``::
 
     pytest_plugins = ["tdcopier.sim.pytest_plugin"]
 
 ``sim``
     A fixture: the module ``tdcopier.sim``, enabled. While the test runs, memory is poisoned when it
-    is freed, and the detectors are on, for leaks too. The test fails if they find anything.
+    is freed, and hazards and leaks are detected. The test fails if any are found.
 ``@pytest.mark.schedules(n)``
-    The test runs ``n`` times, each in a schedule of its own (:func:`tdcopier.sim.schedule`), with
-    the seeds from 0 on. What its fixtures have made is the same each time. A failure names its
-    seed.
+    Runs the test ``n`` times, each in a schedule of its own (:func:`tdcopier.sim.schedule`), with
+    seeds from 0. Its fixtures are made only once. A failure names its seed.
 ``--sim-seed=N``
-    Only this seed, for all tests that are marked.
+    Use only this seed for all marked tests.
 ``--sim-schedules=N``
-    So many seeds, whatever the marks say: a longer run.
+    Use this number of seeds instead of that in the marks, for example for a longer run.
 ``--sim-timeout=S``
     How many seconds a thread may take from one call of the device to the next; 30 by default.
 ``--sim-devices=N``
-    How many devices there are; 2 by default.
+    The number of devices; 2 by default.
 
-The simulated device becomes ``torch.accelerator``'s for the whole process, so these tests have a
-process of their own: ``pytest tests/without_gpu``, beside the one for tests that use CUDA.
+The simulated device becomes the ``torch.accelerator`` of the whole process, so run these tests in a
+process of their own, for example ``pytest tests/without_gpu``, apart from tests that use CUDA.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _watched(sim: ModuleType) -> Iterator[None]:
 
 @pytest.fixture(name="sim")
 def _sim(request: pytest.FixtureRequest) -> ModuleType:
-    """`tdcopier.sim`, enabled; the detectors are on while the test itself runs."""
+    """Return `tdcopier.sim`, enabled; hazards are detected while the test itself runs."""
     return _enabled(request.config)
 
 
@@ -95,7 +94,7 @@ def _seeds(config: pytest.Config, marker: pytest.Mark) -> range:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Watch a test; run a marked one with one seed after the other, up to the first that fails."""
+    """Run a test with the detectors on; run a marked one once per seed until one fails."""
     marker = pyfuncitem.get_closest_marker("schedules")
     if marker is None and "sim" not in pyfuncitem.fixturenames:
         return None
