@@ -1,4 +1,4 @@
-"""The ways of copying a tree that tdcopier is held against, and tdcopier itself."""
+"""The ways of copying a tree that are compared: tdcopier and the alternatives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINNED = "pinned beforehand, non_blocking .to()"
 
 
 def multi_tensor_copier() -> ModuleType | None:
-    """NVIDIA's package, where it is installed."""
+    """Return NVIDIA's package, or None if it is not installed."""
     try:
         return importlib.import_module("accvlab.multi_tensor_copier")
     except ImportError:
@@ -28,14 +28,14 @@ def multi_tensor_copier() -> ModuleType | None:
 
 
 def contenders(direction: Direction) -> list[Contender]:
-    """Every way that can run here, ours first.
+    """Return every way that can run here, ours first.
 
     Args:
-        direction: From where to where.
+        direction: Source and target of the copies.
 
     Returns:
-        Contenders whose ``run`` gives the whole tree on the target; whoever times them
-        synchronises, since some give it before the bytes have arrived.
+        Contenders whose ``run`` returns the whole tree on the target, in some cases before the
+        bytes have arrived. So the code that times them synchronises.
 
     """
     target = direction.target
@@ -54,7 +54,7 @@ def contenders(direction: Direction) -> list[Contender]:
             per_leaf("non_blocking .to() per leaf", lambda leaf: leaf.to(target, non_blocking=True))
         )
         return found
-    if direction.devices[0].type != "cuda":  # pinning is what the others are about
+    if direction.devices[0].type != "cuda":  # the other ways are about pinned memory
         return found
     found += _pinned_to_device(target) if direction.name == "h2d" else [_device_to_pinned()]
     peer = multi_tensor_copier()
@@ -73,7 +73,7 @@ def contenders(direction: Direction) -> list[Contender]:
 
 
 def _prepared(name: str, target: torch.device, *, reuse_outputs: bool) -> Contender:
-    """With a plan for each source, since detection batches differ in how many boxes they have."""
+    """Return a way with a plan for each source, as detection batches vary in their box counts."""
     return Contender(
         name,
         lambda planned: planned[0].start_copy(planned[1]).get(),
@@ -83,7 +83,7 @@ def _prepared(name: str, target: torch.device, *, reuse_outputs: bool) -> Conten
 
 
 def per_leaf(name: str, move: Callable[[torch.Tensor], torch.Tensor]) -> Contender:
-    """The plain recursive way: one call per leaf."""
+    """Return the plain recursive way: one call per leaf."""
     return Contender(name, lambda tree: map_tensors(tree, move))
 
 
@@ -111,7 +111,7 @@ def _device_to_pinned() -> Contender:
 
 
 def differences(result: Any, source: Any, device: torch.device) -> list[str]:
-    """Paths of the leaves whose value, dtype, shape or device is not what ``.to()`` gives.
+    """Return paths of leaves whose value, dtype, shape or device differs from that of ``.to()``.
 
     Args:
         result: A tree on the target.
@@ -119,7 +119,7 @@ def differences(result: Any, source: Any, device: torch.device) -> list[str]:
         device: The target.
 
     Returns:
-        Paths, none if all is right.
+        Paths; an empty list if all leaves are right.
 
     """
     expected = leaves_with_paths(map_tensors(source, lambda leaf: leaf.to(device)))

@@ -1,4 +1,4 @@
-"""Kernels that take a chosen time, so that a stream has work when a copy is called."""
+"""Kernels of a chosen duration, so that a stream is busy when a copy is started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Sleeper:
-    """Keeps the current stream of a device busy for about the asked time."""
+    """Keeps the current stream of a device busy for about the requested time."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""What copies cost, and whether they are right, beside kernels and beside other copies."""
+"""Cost and correctness of copies that run beside kernels and beside other copies."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MAX_SHARE = 0.05
 
 
 def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """The result of this benchmark, without the machine.
+    """Return the result of this benchmark, without the machine.
 
     Args:
-        device: The accelerator; a second one of its kind takes part where there is one.
-        repeats: As of the other benchmarks; most rounds take long here, so there are fewer.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        device: The accelerator; a second one of its kind is used too if there is one.
+        repeats: As for the other benchmarks; most rounds take long here, so there are fewer.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     for direction in (h2d(device), d2h(device)):
@@ -53,7 +53,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    """Return each target and whether it is hit; without ``speed``, only those on values."""
     wrong = count_wrong(result)
     refill = result["refill"]
     ours = [row for row in refill["rows"] if row["way"] == OURS]
@@ -92,7 +92,7 @@ def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any
 
 
 def count_wrong(result: dict[str, Any]) -> int:
-    """Wrong values in all parts and ways but refills, where torch's own asynchronous way races."""
+    """Count wrong values in all parts except refills, where torch's own asynchronous way races."""
     both_ways = sum(sum(ways.values()) for ways in result["both_ways"]["wrong"].values())
     parts = (result["loop"]["wrong"], result["kernels"]["wrong"])
     return both_ways + sum(sum(part.values()) for part in parts)

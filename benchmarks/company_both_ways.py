@@ -1,4 +1,4 @@
-"""Large copies to the device and to the host at once, and each of the two alone."""
+"""Large copies to the device and to the host, at the same time and each alone."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PINNED, PAGEABLE = "pinned", "pageable"
 ROUNDS_PER_REPEAT = 0.04
 
 Begin = Callable[[], Callable[[], torch.Tensor]]
-"""Begins a copy; what it returns waits for the result."""
+"""Begins a copy, and returns a function that waits for the result."""
 
 
 def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Wall times by the memory of the host source, the way, and what runs at once.
+    """Return wall times by memory of the host source, way, and copies that run at the same time.
 
     Args:
         device: The device at the other end.
-        repeats: As of the other benchmarks; these copies are large, so there are fewer.
-        progress: From a label to a wrapper of the rounds.
+        repeats: As for the other benchmarks; these copies are large, so there are fewer.
+        progress: Returns a wrapper of the rounds for a label.
 
     """
     size_bytes = BYTES if device.type == "cuda" else BYTES_OF_SIM
@@ -66,15 +66,15 @@ def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any
 
 
 def run_all(begins: Sequence[Begin], _: Any) -> list[torch.Tensor]:
-    """Begin every copy, and then wait for every result."""
+    """Begin all copies, and then wait for all results."""
     coming = [begin() for begin in begins]
     return [wait() for wait in coming]
 
 
 def ways(source: torch.Tensor, on_device: torch.Tensor) -> dict[str, list[Begin]]:
-    """By way: how the copy to the host begins, and then how the copy to the device begins.
+    """Return, by way, functions that begin the copy to the host and the copy to the device.
 
-    The copy to the host is first, since torch holds the host for a copy from pageable memory.
+    The copy to the host begins first, because torch's copy from pageable memory blocks the host.
     """
     device = on_device.device
     module = torch.get_device_module(device)

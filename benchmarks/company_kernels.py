@@ -1,4 +1,4 @@
-"""How long a small copy to the device takes while kernels are queued, after another call each."""
+"""Times a small copy to the device while kernels are queued, after one of several other calls."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Call = Callable[[], Any]
 
 
 def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Times from the call to the arrival, by what was called before and by way.
+    """Return times from the call to the arrival, by earlier call and way.
 
     Args:
         device: The target, whose current stream has kernels queued.
-        repeats: As of the other benchmarks; each time takes as long as the kernels.
-        progress: From a label to a wrapper of the rounds.
+        repeats: As for the other benchmarks; each time takes as long as the kernels.
+        progress: Returns a wrapper of the rounds for a label.
 
     """
     rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
@@ -68,7 +68,7 @@ def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any
 
 
 class Trial:
-    """Queues kernels, makes another call, and then times a copy of 1000 floats to the device."""
+    """Queues kernels, makes an earlier call, and then times a copy of 1000 floats to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,11 +82,16 @@ class Trial:
         self.queued_ms = QUEUED_MS if device.type == "cuda" else QUEUED_MS_OF_SIM
 
     def __call__(self, way: str, earlier: Call) -> tuple[float, bool, bool]:
-        """Microseconds; whether the values are right; whether it arrived before the kernels ended.
+        """Run one round.
 
         Args:
-            way: Of copying to the device.
-            earlier: The call before, after the kernels; a handle that it returns is waited for.
+            way: The way of copying to the device.
+            earlier: Called between the kernels and the copy. If it returns a handle, the round ends
+                by waiting for that.
+
+        Returns:
+            The time in microseconds, whether the values are right, and whether they arrived before
+            the kernels ended.
 
         """
         for values in (self._source, self._expected):
@@ -101,7 +106,7 @@ class Trial:
         result = copy()
         taken_us = (time.perf_counter_ns() - begin) / 1e3
         was_before = not slept.query()
-        with self._module.stream(self._side):  # where the device is idle: the values are there now
+        with self._module.stream(self._side):  # an idle stream, so this reads the current values
             was_right = torch.equal(result, self._expected)
         self._synchronise()
         if isinstance(begun, tdcopier.AsyncCopyHandle):
@@ -124,7 +129,7 @@ class Trial:
 
 
 def earlier_calls(device: torch.device) -> dict[str, dict[str, Call]]:
-    """By name and way: what is called between the kernels and the copy. None of them waits."""
+    """Return the calls between the kernels and the copy, by name and way. None of them waits."""
     on_device, other_on_device = (torch.ones(FLOATS, device=device) for _ in range(2))
     on_host, to_host = torch.zeros(FLOATS), torch.zeros(FLOATS)
     pinned, to_pinned = (torch.zeros(FLOATS).pin_memory() for _ in range(2))

@@ -1,4 +1,4 @@
-"""A learner that prefetches large batches and brings its metrics to the host in each step."""
+"""A learner that prefetches large batches and copies its metrics to the host in each step."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ WITHOUT, WITH = "without metrics", "with metrics"
 Batch = dict[str, torch.Tensor]
 Read = Callable[[], torch.Tensor]
 Send = Callable[[torch.Tensor], Read]
-"""Begins to bring a tensor of the device to the host; what it returns waits for the values."""
+"""Begins the copy of a tensor to the host, and returns a function that waits for the values."""
 
 
 class CompanyFeed(NamedTuple):
-    """One way for batches to reach the device, and for metrics to reach the host."""
+    """One way to copy batches to the device and metrics to the host."""
 
     name: str
     open: Callable[[list[Batch]], AbstractContextManager[Iterator[Batch]]]
-    """Gives a context in which the batches of a pool come in turn, without end."""
+    """Returns a context that cycles through the batches of a pool on the device."""
     send: Send
     pinned: bool
     """Whether the batches of its pool are pinned."""
@@ -49,7 +49,7 @@ class CompanyFeed(NamedTuple):
 class MeteredWork:
     """A step's kernels, and then metrics that the host reads one step later.
 
-    Metrics are new tensors, as a model's are. Their values say which step they are from.
+    Metrics are new tensors in each step, as in a real model. Their values are the step's number.
     """
 
     def __init__(self, work: Any, send: Send, device: torch.device) -> None:
@@ -68,13 +68,13 @@ class MeteredWork:
         self._coming = coming
 
     def read(self) -> None:
-        """Wait for the metrics that were sent last but one, or at the end for the last ones."""
+        """Wait for the metrics of the step before, and check them."""
         if self._coming is not None:
             step = self._step - 1
             self.wrong += self._coming().tolist() != [float(step)] * METRICS
 
     def finish(self) -> int:
-        """Steps whose metrics had other values; the last step's are waited for."""
+        """Wait for the last metrics, and return the number of steps whose metrics were wrong."""
         self._step += 1
         self.read()
         self._coming = None
@@ -82,12 +82,12 @@ class MeteredWork:
 
 
 def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Times of a step with and without metrics, by feed.
+    """Return times of a step with and without metrics, by feed.
 
     Args:
-        device: Where the loop runs.
-        repeats: As of the other benchmarks; blocks are longer, so there are fewer.
-        progress: From a label to a wrapper of the rounds.
+        device: The device that the loop runs on.
+        repeats: As for the other benchmarks; blocks are longer, so there are fewer.
+        progress: Returns a wrapper of the rounds for a label.
 
     """
     rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
@@ -129,7 +129,7 @@ def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any
 
 
 def make_batch(number: int, device: torch.device) -> Batch:
-    """A batch in pageable memory, with the leaf that says which of the pool it is."""
+    """Return a batch in pageable memory, with a leaf that holds its number in the pool."""
     size_bytes = LEAF_BYTES if device.type == "cuda" else LEAF_BYTES_OF_SIM
     dice = torch.Generator().manual_seed(number)
     leaves = {
@@ -140,7 +140,7 @@ def make_batch(number: int, device: torch.device) -> Batch:
 
 
 def feeds(device: torch.device) -> list[CompanyFeed]:
-    """What ratios are over first, then ours, then torch's own ways."""
+    """Return the reference of the ratios, then our feeds, then torch's own."""
     module = torch.get_device_module(device)
 
     def to(batch: Batch) -> Batch:
@@ -206,7 +206,7 @@ def feeds(device: torch.device) -> list[CompanyFeed]:
 def one_block(
     way: CompanyFeed, pool: list[Batch], work: Any, device: torch.device, *, metered: bool
 ) -> tuple[float, int]:
-    """Microseconds of a step, and steps with a wrong batch or wrong metrics, of one block."""
+    """Run one block. Return microseconds per step, and the number of wrong batches and metrics."""
     company = MeteredWork(work, way.send, device) if metered else None
     with way.open(pool) as batches:
         step_us, _, seen, last = block(batches, company or work, device)
@@ -217,5 +217,5 @@ def one_block(
 
 
 def median_ratio(times: list[float], reference: list[float]) -> float:
-    """Median over rounds of one block's time over that of another block of the same round."""
+    """Return the median over rounds of the ratio between two blocks of the same round."""
     return median(a / b for a, b in zip(times, reference, strict=True))

@@ -1,4 +1,4 @@
-"""Rounds that refill one source buffer as soon as wait() has returned, and their wrong batches."""
+"""Refills a source buffer as soon as wait() has returned, and counts wrong batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from measure import summarise
 
 import tdcopier
 
-SIZES_BYTES = (1 << 16, 1 << 22)  # below and above what is packed
-DECOY_BYTES = 16 << 20  # a pinned transfer in front of every second copy, so that the copy is late
+SIZES_BYTES = (1 << 16, 1 << 22)  # one that is packed, and one that is sent alone
+DECOY_BYTES = 16 << 20  # a pinned transfer before every second copy, which delays the copy
 DECOY_BYTES_OF_SIM = 1 << 16
 BLOCK = 10  # rounds of one way in a row
 ROUNDS_PER_REPEAT = 2
@@ -27,22 +27,22 @@ KINDS = ("pageable", "pinned", "memory-mapped")
 
 
 class Refill(NamedTuple):
-    """A buffer that is filled again and again, and one way to send it."""
+    """A buffer that is refilled repeatedly, and one way to send it."""
 
     way: str
     kind: str
     buffer: torch.Tensor
     send: Callable[[torch.Tensor], torch.Tensor]
-    """From the buffer to the tensor on the device, which the current stream may read."""
+    """Copies the buffer to a tensor on the device that the current stream may read."""
 
 
 def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Wrong batches and time of a round, by kind of memory, size and way.
+    """Return the number of wrong batches and the time of a round, by kind of memory, size and way.
 
     Args:
         device: The target.
-        repeats: As of the other benchmarks; a round is short, so there are more.
-        progress: From a label to a wrapper of the blocks.
+        repeats: As for the other benchmarks; a round is short, so there are more.
+        progress: Returns a wrapper of the blocks for a label.
 
     """
     rounds = max(2, round(repeats * ROUNDS_PER_REPEAT / BLOCK)) * BLOCK
@@ -73,7 +73,7 @@ def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any
 
 
 class Decoy:
-    """Keeps the way to the device busy by a transfer on a stream of its own."""
+    """Keeps the link to the device busy with a transfer on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -90,17 +90,17 @@ class Decoy:
 def block(
     refill: Refill, first: int, wrong: torch.Tensor, device: torch.device, decoy: Decoy
 ) -> float:
-    """Some rounds. Each compares its batch on the device when the buffer has the next number.
+    """Run some rounds. Each compares its batch on the device after the buffer is refilled.
 
     Args:
-        refill: What is filled, and how it is sent.
+        refill: The buffer and the way to send it.
         first: The number that the buffer is filled with in the first round.
         wrong: (rounds,) bool on the device: set where a batch had another value.
         device: The target.
-        decoy: Goes before every second copy.
+        decoy: Sent before every second copy.
 
     Returns:
-        Microseconds of a round, the decoys included.
+        Microseconds per round, including the decoys.
 
     """
     synchronise = synchroniser([device])
@@ -118,7 +118,7 @@ def block(
 
 
 def refills(device: torch.device, folder: Path) -> list[Refill]:
-    """Every kind of memory, size and way; ``non_blocking`` where torch documents that it races."""
+    """Return every kind of memory, size and way; ``non_blocking`` only for pinned buffers."""
     found = []
     for size_bytes in SIZES_BYTES:
         for kind in KINDS:
@@ -130,7 +130,7 @@ def refills(device: torch.device, folder: Path) -> list[Refill]:
 
 
 def make_buffer(kind: str, size_bytes: int, path: Path) -> torch.Tensor:
-    """A tensor of 32-bit integers in memory of this kind; a mapped one is in a new file."""
+    """Return a tensor of 32-bit integers in memory of this kind; a mapped one is in a new file."""
     elements = size_bytes // 4
     if kind == "memory-mapped":
         return torch.from_file(str(path), shared=True, size=elements, dtype=torch.int32)

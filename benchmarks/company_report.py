@@ -1,4 +1,4 @@
-"""Tables of the result on copies beside kernels and beside other copies."""
+"""Tables of the results of copies beside kernels and beside other copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tables import leaves_and_bytes, number, size, table, times_cells, way_cell
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    """The parts of the page, one table each."""
+    """Return the parts of the page, one table each."""
     return [
         loop_table(result["loop"]),
         kernels_table(result["kernels"]),
@@ -19,7 +19,7 @@ def tables(result: dict[str, Any]) -> list[str]:
 
 
 def loop_table(found: dict[str, Any]) -> str:
-    """Every feed: time of a step without metrics and with them."""
+    """Return a table of feeds: time of a step without metrics and with them."""
     rows = []
     for feed, step in found["step"].items():
         wrong = found["wrong"][feed]
@@ -37,7 +37,7 @@ def loop_table(found: dict[str, Any]) -> str:
 
 
 def kernels_table(found: dict[str, Any]) -> str:
-    """Every call before and way: time of a small copy while kernels are queued."""
+    """Return a table of earlier calls and ways: time of a small copy while kernels are queued."""
     rows = []
     for earlier, ways in found["times"].items():
         for index, (way, times) in enumerate(ways.items()):
@@ -56,7 +56,7 @@ def kernels_table(found: dict[str, Any]) -> str:
 
 
 def both_ways_table(found: dict[str, Any]) -> str:
-    """Every kind of source and way: each direction alone, and both at once."""
+    """Return a table of kinds of source and ways: each direction alone, and both at once."""
     rows = []
     for memory, ways in found["times"].items():
         for index, (way, times) in enumerate(ways.items()):
@@ -75,7 +75,7 @@ def both_ways_table(found: dict[str, Any]) -> str:
 
 
 def waiting_table(found: dict[str, Any]) -> str:
-    """Every way to wait: share of one processor, and how long the call held its thread."""
+    """Return a table of waits: share of one processor, and how long the call blocked its thread."""
     rows = [
         [
             way_cell(case),
@@ -92,7 +92,7 @@ def waiting_table(found: dict[str, Any]) -> str:
 
 
 def refill_table(found: dict[str, Any]) -> str:
-    """Every size, kind of memory and way: wrong batches, and time of a round."""
+    """Return a table of sizes, kinds of memory and ways: wrong batches, and time of a round."""
     rows = [
         [
             f"{row['kind']}, {size(row['bytes'])}",

@@ -31,18 +31,18 @@ class Case(NamedTuple):
 
     name: str
     begin: Callable[[], Any]
-    """Enqueues behind the kernels; not part of what is measured."""
+    """Enqueues work after the kernels; not timed."""
     wait: Callable[[Any], Any]
-    """What holds the host, of what ``begin`` gave."""
+    """The timed call that blocks the host; it receives the result of ``begin``."""
 
 
 def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Share of one processor that the process takes until the kernels end, by case.
+    """Return the share of one processor that the process takes until the kernels end, by case.
 
     Args:
-        device: Whose current stream has kernels queued.
-        repeats: As of the other benchmarks; each round takes as long as the kernels.
-        progress: From a label to a wrapper of the rounds.
+        device: The device whose current stream has kernels queued.
+        repeats: As for the other benchmarks; each round takes as long as the kernels.
+        progress: Returns a wrapper of the rounds for a label.
 
     """
     rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
@@ -78,7 +78,7 @@ def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any
 
 @contextmanager
 def limits_of_company() -> Iterator[None]:
-    """Limits that a copy here reaches behind kernels."""
+    """Set limits that are low enough for copies to reach while kernels are queued."""
     tdcopier.set_run_ahead_limit(RUN_AHEAD)
     tdcopier.set_staging_limit_bytes(STAGING_LIMIT_BYTES)
     try:
@@ -90,10 +90,11 @@ def limits_of_company() -> Iterator[None]:
 def measured(
     case: Case, device: torch.device, enqueue_kernels: Callable[[], None]
 ) -> tuple[float, float]:
-    """Processor time over wall time from the wait to the end of the kernels; how long it held, ms.
+    """Return processor time over wall time of one wait, and how long it blocked its thread, in ms.
 
-    Where the wait returns early, the host's thread waits for the kernels without taking a
-    processor: the rest is what other threads of the process take.
+    Processor and wall time run until the end of the kernels. If the wait returns earlier, its
+    thread then waits for the kernels without using a processor, so that the rest is the time of
+    other threads.
     """
     module = torch.get_device_module(device)
     synchroniser([device])()
@@ -114,7 +115,7 @@ def measured(
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Ours in every direction, then torch's own ways to wait."""
+    """Return our own waits in every direction, then torch's."""
     module = torch.get_device_module(device)
     on_host = torch.ones(BYTES // 4)
     on_device, in_device = (on_host.to(device, copy=True) for _ in range(2))
@@ -180,7 +181,7 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def _blocking_event(device: torch.device) -> Any:
-    """An event whose wait takes no processor; no event of the simulated device takes one."""
+    """Return an event whose wait uses no processor; on the simulated device every event is one."""
     if device.type == "cuda":
         return torch.cuda.Event(blocking=True)
     return torch.get_device_module(device).Event()

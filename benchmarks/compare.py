@@ -1,10 +1,10 @@
-"""Times two builds of tdcopier in turn, ours only, and says how much each row has changed.
+"""Times two builds of tdcopier in turn, and prints how much each row has changed.
 
 ``python benchmarks/compare.py --old build/old_site --new build/site --json compare.json``
 
-In each round a process per build imports tdcopier from the given folder and times the rows of the
-suites; which build goes first alternates. A ratio is that of the two medians of one round. The
-scripts and batches are those of this checkout for both builds.
+In each round, one process per build imports tdcopier from the given folder and times the rows of
+the suites; which build goes first alternates. A ratio is that of the two medians of one round. Both
+builds use the scripts and batches of this checkout.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SCHEMA = 1
 SUITES = ("h2d", "d2h", "into", "tensordict", "gather", "loop")
 OLD, NEW = "old", "new"
 SHARED = {"tdcopier.workloads": "workloads.py", "tdcopier._bench": "_bench/__init__.py"}
-"""Parts of the package that benchmarks are made of: this checkout's, whatever build is timed."""
+"""Parts of the package that benchmarks use: always this checkout's, whichever build is timed."""
 
 Measured = dict[str, Any]
-"""What one process has found, from its file."""
+"""The result of one process, as read from its file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def one_round(index: int, options: argparse.Namespace) -> dict[str, Measured] | None:
-    """Both builds, one after the other; None where one of them failed."""
+    """Time both builds one after the other; return None if one of them failed."""
     order = [OLD, NEW] if index % 2 == 0 else [NEW, OLD]
     found = {}
     for build in order:
@@ -71,7 +71,7 @@ def one_round(index: int, options: argparse.Namespace) -> dict[str, Measured] | 
 
 
 def in_a_process(site: Path, options: argparse.Namespace) -> Measured | None:
-    """What a process finds that imports tdcopier from a folder; None if it failed, and says why."""
+    """Time the tdcopier of a folder in a new process; if that fails, say why and return None."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "found.json")
         command = [sys.executable, __file__, "--child", str(site), "--json", str(path)]
@@ -86,9 +86,9 @@ def in_a_process(site: Path, options: argparse.Namespace) -> Measured | None:
 
 
 def time_rows(options: argparse.Namespace) -> int:
-    """The other half: runs in a process of its own."""
+    """Time the rows and write the result; this runs in the child process."""
     package = take_package_from(options.child)
-    import compare_rows  # imports tdcopier, so not before it is known which
+    import compare_rows  # imports tdcopier, so only after the build is chosen
     import machine
     from run import choose_device
 
@@ -132,7 +132,7 @@ def take_package_from(site: Path) -> Any:
 
 
 def result_of(rounds: Sequence[dict[str, Measured]], options: argparse.Namespace) -> dict[str, Any]:
-    """What all rounds came to, the rows that have become slower first."""
+    """Return the result of all rounds; the rows that slowed down most come first."""
     builds = {
         build: {key: rounds[-1][build][key] for key in ("site", "version", "failed")}
         for build in (OLD, NEW)
@@ -150,9 +150,9 @@ def result_of(rounds: Sequence[dict[str, Measured]], options: argparse.Namespace
 
 
 def compared_rows(rounds: Sequence[dict[str, Measured]]) -> list[dict[str, Any]]:
-    """Medians over rounds of both times and of their ratio, with its least and its most.
+    """Return the medians over rounds of both times and of their ratio, and the ratio's range.
 
-    Rows that one of the builds does not have in every round are left out.
+    Rows that are missing in some round of either build are left out.
     """
     times = [found[build]["rows"] for found in rounds for build in (OLD, NEW)]
     found = []
@@ -175,7 +175,7 @@ def compared_rows(rounds: Sequence[dict[str, Measured]]) -> list[dict[str, Any]]
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """The table, with what failed below it."""
+    """Return the table as text, followed by the failures."""
     header = f"{'new/old':>8}  {'least':>6}  {'most':>6}  {'old us':>10}  {'new us':>10}  row"
     lines = [
         f"{row['ratio']:8.3f}  {row['least']:6.3f}  {row['most']:6.3f}  "

@@ -1,4 +1,4 @@
-"""Our own rows of the suites, each timed for a given number of seconds: one half of compare.py."""
+"""Times our own rows of the suites for a given number of seconds each; used by compare.py."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ Times = dict[str, list[float]]
 
 
 class Case(NamedTuple):
-    """A batch of a suite, with our own ways."""
+    """A batch of a suite, and our own ways to copy it."""
 
     name: str
     run: Callable[[int], Times]
-    """From a number of rounds to times in microseconds, by row."""
+    """Runs a number of rounds, and returns times in microseconds by row."""
 
 
 Cases = Iterator[Case]
 Wanted = Callable[[str], bool]
-"""Whether the case of this name is timed: others are not even made."""
+"""Returns whether the case of this name is timed; others are not even made."""
 
 
 def measured(
     device: torch.device, suites: Sequence[str], wanted: Wanted, seconds: float
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Medians in microseconds by row, and by suite the error that ended it.
+    """Return medians in microseconds by row, and errors by the suite that they ended.
 
     Args:
         device: The accelerator.
         suites: Names of :data:`SUITES`.
-        wanted: Says which cases are timed.
-        seconds: For each case.
+        wanted: Selects the cases that are timed.
+        seconds: Duration of each case.
 
     """
     for direction in (h2d(device), d2h(device)):
@@ -67,7 +67,7 @@ def measured(
                     times = within(case.run, seconds)
                 for row, taken in times.items():
                     found[f"{suite}: {case.name}, {row}"] = median(taken)
-        except Exception as error:  # an older package may lack what a suite calls
+        except Exception as error:  # an older build may lack a function that a suite calls
             failed[suite] = f"{type(error).__name__}: {error}"
     return found, failed
 
@@ -77,7 +77,7 @@ def within(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
-    """Times of as many rounds as take about so long, after two that are thrown away."""
+    """Return times of as many rounds as take about ``seconds``, after two that are discarded."""
     run(1)
     begin = clock()
     run(1)
@@ -128,7 +128,7 @@ def _copies(name: str) -> Callable[[torch.device, Callable[[], None], Wanted], C
 
 
 def _tensordicts(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
-    import td_copies  # wants tensordict, whose import takes seconds
+    import td_copies  # needs tensordict, whose import takes seconds
 
     for direction in (h2d(device), d2h(device)):
         for batch, made in td_copies.BATCHES.items():
@@ -141,7 +141,7 @@ def _tensordicts(device: torch.device, seek: Callable[[], None], wanted: Wanted)
 
 
 def _into(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
-    import into  # wants tensordict too
+    import into  # needs tensordict too
 
     for direction in (h2d(device), d2h(device)):
         if wanted(direction.name):

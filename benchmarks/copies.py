@@ -1,4 +1,4 @@
-"""Host-synchronised copies of the named workloads in one direction: contenders, steps, counts."""
+"""Times host-synchronised copies of the named workloads in one direction, and counts transfers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
 def run(
     direction: Direction, names: list[str], repeats: int, progress: Progress, *, keep_gc: bool
 ) -> dict[str, Any]:
-    """The result of one direction, without the machine.
+    """Return the result of one direction, without the machine.
 
     Args:
-        direction: From where to where.
+        direction: Source and target of the copies.
         names: Workloads to run.
-        repeats: Calls with the smallest workloads; larger ones get a share of them.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        repeats: Calls with the smallest workloads; larger ones get a fraction of that.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     start_workers(direction)
@@ -55,13 +55,13 @@ def run(
 
 
 def start_workers(direction: Direction) -> None:
-    """Start the engine's worker threads, and torch's, so that they do not inherit one processor."""
+    """Start the engine's and torch's threads now, so that they are not bound to one processor."""
     tdcopier.copy(torch.zeros(1 << 20, device=direction.source), direction.target)
     torch.ones(1 << 22).add_(1)
 
 
 def rounds_of(direction: Direction, workload: Workload, repeats: int) -> int:
-    """Bursts that each contender gets with a workload."""
+    """Return how many bursts each contender gets with a workload."""
     share = workload.repeat_share
     if share < 1:
         share *= direction.large_share
@@ -130,11 +130,11 @@ def _wrong(way: Contender, source: Any, direction: Direction) -> list[str]:
 
 
 def count_transfers(source: Any, direction: Direction) -> tuple[dict[str, Any], witness.Count]:
-    """The handle's own counters, and the transfers that somebody else counted meanwhile.
+    """Return the handle's own counters, and the transfers that an outside counter saw.
 
     Args:
-        source: The tree to copy, where the direction begins.
-        direction: From where to where.
+        source: The tree to copy, on the direction's source device.
+        direction: Source and target of the copies.
 
     """
     return count_of(lambda: tdcopier.start_copy(source, direction.target), direction)
@@ -143,7 +143,7 @@ def count_transfers(source: Any, direction: Direction) -> tuple[dict[str, Any], 
 def count_of(
     start: Callable[[], tdcopier.AsyncCopyHandle], direction: Direction
 ) -> tuple[dict[str, Any], witness.Count]:
-    """The same of a copy that is begun in any way."""
+    """Do as :func:`count_transfers` for any call that starts a copy."""
     synchronise = synchroniser(direction.devices)
 
     def once() -> dict[str, Any]:

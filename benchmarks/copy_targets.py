@@ -1,4 +1,4 @@
-"""What the figures of copies are wanted to show, and whether they do."""
+"""Targets of the copy benchmarks, and whether they are hit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LIMIT_WORDS = {DMA: "one DMA of the same bytes", MEMCPY: "the best memcpy of the
 
 
 def targets(direction: Direction, workloads: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every target whose workload was run.
+    """Return every target whose workload was run.
 
-    Speed is left out on the simulated device, whose times mean nothing.
+    Speed targets are left out on the simulated device, whose times mean nothing.
     """
     wrong = sum(sum(found["wrong_leaves"].values()) for found in workloads.values())
     ours = sum(found["wrong_leaves"][OURS] for found in workloads.values())
@@ -64,9 +64,10 @@ def _speed_targets(direction: Direction, workloads: dict[str, Any]) -> list[dict
 
 
 def best_other(found: dict[str, Any]) -> tuple[str, float]:
-    """The fastest way beside ours, and how many times longer it takes.
+    """Return the fastest way other than ours, and how many times longer it takes.
 
-    Who is handed sources that somebody else has pinned before does only a part of the work.
+    Ways that receive prepared sources, for example pinned ones, do only part of the work and do not
+    count.
     """
     ways = {
         way: ratio
@@ -108,7 +109,7 @@ def _counts(direction: Direction, batch: dict[str, Any]) -> dict[str, Any]:
     counts = [stats["packed_leaves"], stats["transfers"], batch[f"{direction.name}_memcpys"]]
     return {
         "what": f"detection batch: packed leaves, transfers, {seen}",
-        # One for each dtype, or a kernel that gathers all of it into host memory.
+        # One transfer per dtype, or one kernel that gathers everything into host memory.
         "wanted": "[528, n, n], n <= 3",
         "found": counts,
         "hit": counts[0] == 528 and 1 <= counts[1] == counts[2] <= 3,

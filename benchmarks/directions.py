@@ -1,4 +1,4 @@
-"""The directions in which copies are timed: from where to where, and what is wanted of each."""
+"""The directions in which copies are timed, with their devices and targets."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import torch
 from witness import Witness
 
 HOST = torch.device("cpu")
-DMA, MEMCPY = "dma", "memcpy"  # the machine's limits, as results name them
+DMA, MEMCPY = "dma", "memcpy"  # names of the machine's limits in results
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class OverLimit(NamedTuple):
-    """How near to the machine's limits a copy is wanted to be."""
+    """A target for how close a copy comes to the machine's limits."""
 
     most: float
-    """Of our time over that of the limit; of several, the slowest."""
+    """The largest ratio of our time to that of the limit; of several limits, the slowest counts."""
     limits: tuple[str, ...] = (DMA,)
 
 
 class Direction(NamedTuple):
-    """One direction, as :mod:`copies` runs it."""
+    """One direction that :mod:`copies` runs."""
 
     name: str
     """``"h2d"``, ``"d2h"`` or ``"d2d"``: as in ``--only``, file names and the keys of results."""
     source: torch.device
     target: torch.device
     min_speedup: float
-    """Detection batch: how many times longer ``.to()`` per leaf is wanted to take."""
+    """Detection batch: the target for the time of ``.to()`` per leaf over ours."""
     witness: Witness
     large_share: float = 1.0
-    """Share of the rounds of a large workload that it gets here."""
+    """The fraction of their usual rounds that large workloads get in this direction."""
     over_limits: Mapping[str, OverLimit] = NOTHING
-    """By workload, what is wanted of it beside the machine's limits."""
+    """By workload, the target relative to the machine's limits."""
     min_over_best: Mapping[str, float] = NOTHING
-    """By workload, how many times longer the best of the other ways is wanted to take."""
+    """By workload, the target for the time of the best other way over ours."""
 
     @property
     def devices(self) -> list[torch.device]:
-        """The accelerators at its ends: one, or two."""
+        """Its accelerators: one or two."""
         return [end for end in (self.source, self.target) if end.type != "cpu"]
 
 
@@ -69,9 +69,9 @@ def d2h(device: torch.device) -> Direction:
         HOST,
         40.0,
         Witness(("Memcpy DtoH", "move_segments"), "d2h"),
-        # A large tree takes long into pageable memory, which is fresh, and faulted in, each time.
+        # Copies of a large tree into pageable memory are slow: it is new and faulted in each time.
         large_share=0.2,
-        # The first call gets pinned memory from the system. It is not among those that are kept.
+        # The first call allocates pinned memory from the system. It is discarded as a warm-up.
         over_limits={"one_large": OverLimit(1.03)},
     )
 
@@ -81,10 +81,10 @@ def d2d(device: torch.device, other: torch.device) -> Direction:
 
 
 def possible(device: torch.device) -> dict[str, Direction]:
-    """The directions that this machine has, by name.
+    """Return the directions that this machine has, by name.
 
     Args:
-        device: The accelerator that is benchmarked; with a second one, it is the source of D2D.
+        device: The accelerator to benchmark; it is the source of D2D if there is a second one.
 
     """
     found = [h2d(device), d2h(device)]
@@ -95,13 +95,13 @@ def possible(device: torch.device) -> dict[str, Direction]:
 
 
 def second_device(device: torch.device) -> torch.device | None:
-    """The next accelerator of the same kind; None where there is one only."""
+    """Return the next accelerator of the same kind, or None if there is only one."""
     count = torch.get_device_module(device).device_count()
     return torch.device(device.type, ((device.index or 0) + 1) % count) if count > 1 else None
 
 
 def synchroniser(devices: list[torch.device]) -> Callable[[], None]:
-    """Blocks the host until everything that was enqueued on these devices is done."""
+    """Return a function that blocks the host until all work enqueued on these devices is done."""
     calls = [(torch.get_device_module(device).synchronize, device) for device in devices]
 
     def synchronise() -> None:

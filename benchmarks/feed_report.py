@@ -1,4 +1,4 @@
-"""Tables and plots of the results on training loops and on the number of leaves."""
+"""Tables and plots of the results of training loops and of the number of leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLOTTED_LOOP = "detection_batch"
 
 
 def loop_table(result: dict[str, Any], names: dict[str, str]) -> str:
-    """Every batch and feed: time of a step, and of the host in the calls that copy."""
+    """Return a table of batches and feeds: time of a step, and of the host in the copy calls."""
     rows = []
     for name, found in result["loops"].items():
         title = f"{names[name]}: {leaves_and_bytes(found)}"
@@ -32,7 +32,7 @@ def loop_table(result: dict[str, Any], names: dict[str, str]) -> str:
 
 
 def beside_table(result: dict[str, Any]) -> str:
-    """What a copy costs a caller who has other work meanwhile."""
+    """Return a table of the cost of a copy for a caller that does other work meanwhile."""
     found = result["beside_host_work"]
     rows = [
         [name, *times_cells(found[key]), str(found[key]["repeats"])]
@@ -53,7 +53,7 @@ def loop_plot(result: dict[str, Any]) -> str:
 
 
 def sizes_table(result: dict[str, Any]) -> str:
-    """Every number of leaves and way: the whole time, and that of a leaf."""
+    """Return a table of leaf counts and ways: the whole time, and the time per leaf."""
     rows = []
     for found in result["sizes"].values():
         for index, (way, times) in enumerate(found["contenders"].items()):
@@ -70,7 +70,7 @@ def sizes_table(result: dict[str, Any]) -> str:
 
 
 def sizes_plot(result: dict[str, Any]) -> str:
-    """Curves of the whole time over the number of leaves."""
+    """Return a plot of the whole time over the number of leaves."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for found in result["sizes"].values():
         for way, times in found["contenders"].items():

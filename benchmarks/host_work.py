@@ -1,4 +1,4 @@
-"""What a copy costs a caller who does something else before asking for the result."""
+"""Times a copy whose caller does other work before it calls get()."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CHECK_EVERY = 10
 
 
 def run(device: torch.device, calls: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Times of ``start_copy()`` and of ``get()``, with work of the host between them.
+    """Return times of ``start_copy()`` and of ``get()``, with host work between them.
 
     Args:
         device: The target.
-        calls: Copies whose times are kept; the values of each tenth are compared.
-        progress: From a label to a wrapper of the calls.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        calls: Number of copies that are timed; the values of every tenth are compared.
+        progress: Returns a wrapper of the calls for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     sources = [WORKLOADS["detection_batch"].make(seed) for seed in range(4)]
@@ -66,7 +66,7 @@ def run(device: torch.device, calls: int, progress: Progress, *, keep_gc: bool) 
 
 
 def work_on_host(us: float, clock_ns: Callable[[], int] = time.perf_counter_ns) -> int:
-    """Python's arithmetic until the time is over."""
+    """Do arithmetic in Python until the time is over."""
     end = clock_ns() + us * 1e3
     total = 0
     while clock_ns() < end:

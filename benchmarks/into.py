@@ -1,4 +1,4 @@
-"""Filling a tree that is there already, against copies that allocate, and leaf by leaf."""
+"""Times copies into an existing tree, against copies that allocate and copies leaf by leaf."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHUNK, SCATTERED, MAPPED = "one earlier chunk", "scattered tensors", "memory-map
 
 
 class Filling(NamedTuple):
-    """A batch and the trees of its structure that it may be copied into."""
+    """A batch, and trees of the same structure that it is copied into."""
 
     source: Any
     destinations: dict[str, Any]
@@ -40,13 +40,13 @@ def per_leaf_into(place: str) -> str:
 
 
 def run(direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """What the detection batch came to in one direction.
+    """Return the result of the detection batch in one direction.
 
     Args:
-        direction: From where to where.
-        repeats: Calls with the fastest batches of a run; this one gets a share of them.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        direction: Source and target of the copies.
+        repeats: Calls with the fastest batches of a run; this one gets a fraction of that.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -55,12 +55,12 @@ def run(direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def filling(direction: Direction, seed: int, folder: Path) -> Filling:
-    """A batch at the direction's source, and what it is copied into.
+    """Return a batch on the direction's source device, and its destinations.
 
     Args:
-        direction: From where to where.
-        seed: Of the batch.
-        folder: For the files of memory-mapped tensors, one each; made here.
+        direction: Source and target of the copies.
+        seed: Seed of the batch.
+        folder: Created here for the files of memory-mapped tensors, one each.
 
     """
     on_host = detection_batch(seed=seed)
@@ -87,18 +87,18 @@ def filling(direction: Direction, seed: int, folder: Path) -> Filling:
 
 
 def contenders(direction: Direction, places: list[str]) -> list[Contender]:
-    """A new copy first, then for each place ours and leaf by leaf."""
+    """Return a copy that allocates, then ``copy_into()`` and ``copy_()`` per leaf by place."""
     target = direction.target
     found = [Contender(FRESH, lambda case: tdcopier.start_copy(case.source, target).get())]
     for place in places:
         found.append(Contender(into(place), _copy_into(place)))
-        if place != CHUNK:  # leaf by leaf, a chunk is as good as any other memory
+        if place != CHUNK:  # for copies leaf by leaf, a chunk is like any other memory
             found.append(Contender(per_leaf_into(place), _copy_per_leaf(place)))
     return found
 
 
 def wrong_leaves(way: Contender, case: Filling, direction: Direction) -> int:
-    """Leaves that a way leaves wrong, of what it returns, over other values than the source's."""
+    """Run a way over zeroed destinations, and return how many leaves of its result are wrong."""
     for destination in case.destinations.values():
         for leaf in leaves(destination):
             leaf.zero_()

@@ -1,6 +1,6 @@
-"""What the machine itself can do with a batch's bytes: one transfer, and memcpys by many threads.
+"""The machine's limits for a batch's bytes: one transfer, and memcpys by several threads.
 
-They run as contenders, so that a ratio to them is one of figures from the same rounds.
+They run as contenders, so that ratios to them compare times from the same rounds.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from tables import LIMIT_PREFIX
 
 from tdcopier.workloads import leaves
 
-LARGE_BYTES = 1_000_000  # from here on, a memcpy takes longer than to hand it to another thread
+LARGE_BYTES = 1_000_000  # from here on, a memcpy takes longer than passing it to another thread
 SEVERAL = 8
-TEAM_BYTES = 1 << 22  # enough for torch to call all of a team
+TEAM_BYTES = 1 << 22  # enough for torch to use all threads of a team
 
 
 class Pieces(NamedTuple):
-    """The bytes of a batch in one piece each: (bytes,) uint8."""
+    """The bytes of a batch as one tensor at each end: (bytes,) uint8."""
 
     source: torch.Tensor
-    """Where the direction begins; on the host, pinned."""
+    """On the direction's source device; on the host, pinned unless it is for a memcpy."""
     target: torch.Tensor
-    """Where it ends; on the host, pinned."""
+    """On the direction's target device; on the host, pinned."""
 
 
 def name_of_transfer(direction: Direction) -> str:
@@ -42,13 +42,13 @@ def name_of_memcpy(threads: int) -> str:
 
 
 class Crew:
-    """A thread that copies together with a team of torch's threads, while it is at work.
+    """A thread with its own team of torch threads that copy together, while it is at work.
 
-    A team belongs to the thread that calls it: were it the timed one's, its members would end and
-    be made anew whenever the size of the team changes, bound to the one processor on which the
-    timed thread is kept. And it is there for the crew's own bursts only: with more threads than
-    processors, all teams of a process go to sleep sooner, so that the memcpys of other contenders
-    would take longer.
+    A team belongs to the thread that calls it. If the timed thread called it, its members would be
+    ended and restarted whenever the size of the team changes, bound to the single processor of the
+    timed thread. The team exists only during the crew's own bursts: when a process has more threads
+    than processors, all its teams go to sleep sooner, and the memcpys of other contenders would
+    take longer.
     """
 
     def __init__(self, threads: int, processors: set[int] | None) -> None:
@@ -62,19 +62,19 @@ class Crew:
         name = f"memcpy by {self.threads}"
         with ThreadPoolExecutor(1, name, self._call_together) as self._caller:
             try:
-                self._caller.submit(torch.get_num_threads).result()  # the team is together then
-                torch.set_num_threads(usual)  # it is also what threads to come begin with
+                self._caller.submit(torch.get_num_threads).result()  # waits until the team exists
+                torch.set_num_threads(usual)  # the default for threads that start later
                 yield
             finally:
                 self._caller = None
 
     def memcpy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """The target, filled. While at work."""
+        """Copy the source to the target, and return the target. Only while at work."""
         assert self._caller is not None
         return self._caller.submit(target.copy_, source).result()
 
     def _call_together(self) -> None:
-        if self._processors is not None:  # else those of the timed thread, which is one
+        if self._processors is not None:  # otherwise it inherits the timed thread's only processor
             os.sched_setaffinity(0, self._processors)
         torch.set_num_threads(self.threads)
         some = torch.zeros(TEAM_BYTES, dtype=torch.uint8)
@@ -82,19 +82,19 @@ class Crew:
 
 
 def crews() -> list[Crew]:
-    """Of 1 thread, of 8, and of as many as there are processors: those of the calling thread."""
+    """Return crews of 1 thread, of 8, and of one thread per processor of the calling thread."""
     processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     most = len(processors or ()) or os.cpu_count() or 1
     return [Crew(threads, processors) for threads in sorted({1, min(SEVERAL, most), most})]
 
 
 def contenders(direction: Direction, size_bytes: int, crews: list[Crew]) -> list[Contender]:
-    """The limits of one batch in one direction.
+    """Return the limits of one batch in one direction.
 
     Args:
-        direction: From where to where.
-        size_bytes: Bytes of the batch. Of a small one, memcpys are not timed.
-        crews: From :func:`crews`; only what begins on the host is copied there.
+        direction: Source and target of the copies.
+        size_bytes: Bytes of the batch. For a small one, memcpys are not timed.
+        crews: From :func:`crews`; used only if the source is the host.
 
     """
     found = [
@@ -129,14 +129,14 @@ def found_limits(
     medians_us: dict[str, float],
     ours: str,
 ) -> dict[str, dict[str, Any]]:
-    """What the limits came to: the transfer, and the fastest of the memcpys.
+    """Return the results of the limits: the transfer, and the fastest memcpy.
 
     Args:
-        direction: From where to where.
+        direction: Source and target of the copies.
         size_bytes: Bytes of the batch.
-        threads: Of the memcpys there were to choose from.
-        medians_us: By contender, the limits among them.
-        ours: The contender that is held against them.
+        threads: Numbers of threads of the memcpys that may have been timed.
+        medians_us: Medians by contender, including the limits.
+        ours: The contender that is compared with them.
 
     """
     ours_us = medians_us[ours]
@@ -157,12 +157,12 @@ def found_limits(
 
 
 def flat_bytes(tree: Any) -> torch.Tensor:
-    """The bytes of all leaves, one behind the other, where the leaves are: (bytes,) uint8."""
+    """Return the concatenated bytes of all leaves, on their device: (bytes,) uint8."""
     return torch.cat([leaf.reshape(-1).view(torch.uint8) for leaf in leaves(tree)])
 
 
 def differs(result: torch.Tensor, tree: Any) -> bool:
-    """Whether a limit has moved other bytes than those of the batch."""
+    """Return whether a limit moved other bytes than those of the batch."""
     return not torch.equal(result.cpu(), flat_bytes(tree).cpu())
 
 

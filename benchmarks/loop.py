@@ -1,7 +1,7 @@
-"""A training loop that is fed by copies, against the same loop on batches that are there already.
+"""Times a training loop that is fed by copies, against one with batches that are on the device.
 
-A loop does not care how long a copy takes, but how much later the step is done, and how long the
-host is kept from other things.
+For a loop, the duration of a copy matters less than the delay of the step and the time for which
+the host is busy with the copy.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
 
 STEP_MS = 3.4  # of work for the device in each step
 STEPS = 20  # of one feed in a row
-CHECK_EVERY = 10  # of these steps, the whole batch is compared; of each, three leaves
+CHECK_EVERY = 10  # the whole batch is compared at every tenth step, three leaves at each
 WARM_UP = 2
 RESIDENT = "on the device already"
 
 
 class Wanted(NamedTuple):
-    """Of a loop that is fed by us, at most."""
+    """Upper limits for a loop that tdcopier feeds."""
 
     over_resident: float
     """Time of a step over that with a batch that is on the device already."""
     copy_calls_us: float
-    """Time of the host in the calls that copy, per step."""
+    """Time of the host in the copy calls of a step."""
 
 
 WANTED = {
@@ -46,24 +46,24 @@ WANTED = {
     "detection_batch_with_images": Wanted(1.05, 500.0),
     "atari_replay": Wanted(1.02, 300.0),
 }
-"""The batches that loops are fed with."""
+"""Targets by the batch that feeds the loop."""
 POOL = {"detection_batch": 8, "detection_batch_with_images": 4, "atari_replay": 6}
 
 
 class Feed(NamedTuple):
-    """One way for the batches of a loop to reach the device."""
+    """One way to copy the batches of a loop to the device."""
 
     name: str
     start: Callable[[Any], Any]
-    """Before a step: from the source of the next one to what ``finish`` is given."""
+    """Called before a step with the source of the next one; returns the argument of ``finish``."""
     finish: Callable[[Any], Any]
-    """At the beginning of a step: to the batch that the current stream may read."""
+    """Called at the beginning of a step; returns the batch that the current stream may read."""
     prepare: Callable[[Any], Any] = lambda tree: tree
-    """Once per source, not timed."""
+    """Called once per source, not timed."""
 
 
 def feeds(device: torch.device) -> list[Feed]:
-    """Every way that can run here: what ratios are over, then ours, then the others."""
+    """Return every feed that can run here: the reference of the ratios, then ours, then others."""
 
     def same(value: Any) -> Any:
         return value
@@ -101,24 +101,24 @@ def feeds(device: torch.device) -> list[Feed]:
 
 
 class Block(NamedTuple):
-    """One feed's steps in a row."""
+    """The result of one feed's consecutive steps."""
 
     step_us: float
-    """Of the whole block, the device included, over its steps."""
+    """Time of the whole block, including the device, per step."""
     copy_calls_us: list[float]
-    """Of the host, by step."""
+    """Time of the host in the copy calls, by step."""
     checked: list[tuple[int, Any]]
-    """The number of a step, and the batch that it had."""
+    """Numbers of steps, with the batches that they had."""
 
 
 def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """The result of this benchmark, without the machine.
+    """Return the result of this benchmark, without the machine.
 
     Args:
         device: The target.
-        repeats: As of the other benchmarks; blocks are longer, so there are fewer.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        repeats: As for the other benchmarks; blocks are longer, so there are fewer.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     start_workers(h2d(device))
@@ -144,7 +144,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    """Return each target and whether it is hit; without ``speed``, only those on values."""
     beside = result["beside_host_work"]
     wrong = sum(sum(found["wrong"].values()) for found in result["loops"].values())
     wrong += beside["wrong"]
@@ -181,15 +181,15 @@ def block(
     device: torch.device,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Block:
-    """Twenty steps. Each sets off the copy for the next; that for the first is done beforehand.
+    """Run a block of steps. Each starts the copy for the next; the first one's starts beforehand.
 
     Args:
-        feed: How batches reach the device.
-        sources: What the feed has prepared, one per step in turn.
-        first: Which of them is the first step's.
-        work: What the device does in a step.
-        reader: What reads the batch.
-        device: Where the loop runs.
+        feed: The feed.
+        sources: Sources that the feed has prepared, one per step in turn.
+        first: Index of the first step's source.
+        work: Enqueues the kernels of a step.
+        reader: Reads the batch.
+        device: The device that the loop runs on.
         clock_ns: The clock.
 
     """
@@ -212,7 +212,7 @@ def block(
         if (step + 1) % CHECK_EVERY == 0:
             checked.append((step, batch))
         del batch
-        if step > 0:  # as a loop does that prints the loss of the step before
+        if step > 0:  # like a loop that prints the loss of the previous step
             ended[(step - 1) % 2].synchronize()
     module.synchronize(device)
     return Block((clock_ns() - begin) / 1e3 / STEPS, copy_calls_us, checked)
@@ -221,12 +221,12 @@ def block(
 def count_wrong(
     found: Block, first: int, reader: Reader, expected: list[torch.Tensor]
 ) -> tuple[int, int]:
-    """Steps that read other values than the source's, and whole batches with such values.
+    """Return how many steps read wrong values, and how many whole batches have wrong values.
 
     Args:
-        found: A block that is done.
-        first: As it was run.
-        reader: As it was run.
+        found: The result of :func:`block`.
+        first: As for :func:`block`.
+        reader: As for :func:`block`.
         expected: The bytes of each source, on the device.
 
     """

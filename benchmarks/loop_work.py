@@ -1,4 +1,4 @@
-"""What is done in a step of a training loop: the batch is read, and the device has work."""
+"""The work in a step of a training loop: reads of the batch, and kernels for the device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-READ_BYTES = 1 << 14  # of a leaf: the last ones arrive last
+READ_BYTES = 1 << 14  # at the end of a leaf, because its last bytes arrive last
 
 
 class Work:
-    """What the device does in a step: multiplications of matrices that take about the asked time.
+    """The kernels of a step: matrix multiplications that take about the requested time.
 
-    On the simulated device, whose times mean nothing, a single small one.
+    On the simulated device, whose times mean nothing, it is a single small one.
     """
 
     def __init__(self, device: torch.device, ms: float) -> None:
@@ -31,7 +31,7 @@ class Work:
             torch.mm(self.factor, self.factor, out=self.product)
 
     def _ms_of_one(self) -> float:
-        calls = 100  # the first of them bring the clock of an idle device up
+        calls = 100  # the first ones raise the clock of an idle device
         for _ in range(2):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
@@ -43,10 +43,10 @@ class Work:
 
 
 class Reader:
-    """Reads three leaves of the batch in each step, in the order of the stream, as a model would.
+    """Reads three leaves of the batch in each step, in stream order, as a model would.
 
-    It takes the sum of their last bytes. A step that begins before its batch is there leaves
-    another sum than that of the source.
+    It sums their last bytes. If a step begins before its batch has arrived, the sum differs from
+    that of the source.
     """
 
     def __init__(self, sources: list[Any], steps: int, device: torch.device) -> None:
@@ -60,7 +60,12 @@ class Reader:
             found.copy_(sum_of_last_bytes(leaf))
 
     def count_wrong(self, first: int) -> int:
-        """Steps of a block whose sums are not those of the sources from ``first`` on; forgets."""
+        """Count the steps of a block whose sums differ from those of the sources, and reset.
+
+        Args:
+            first: The index of the first step's source.
+
+        """
         found = self.sums.tolist()
         self.sums.fill_(-1)
         count = len(self.expected)
@@ -74,7 +79,7 @@ class Reader:
 
 
 def routes(tree: Any) -> list[tuple[Any, ...]]:
-    """Keys and indices that lead to each leaf, in the order of the containers."""
+    """Return the keys and indices that lead to each leaf, in the order of the containers."""
     if isinstance(tree, torch.Tensor):
         return [()]
     children = tree.items() if isinstance(tree, dict) else enumerate(tree)

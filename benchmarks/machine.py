@@ -1,4 +1,4 @@
-"""What a result file says about the machine and the versions it was taken with."""
+"""Describes the machine and the versions for result files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 _COMMIT_VARIABLE = "TDCOPIER_BENCH_COMMIT"
-"""Names the commit that was measured, where the tree is a copy without its history."""
+"""Environment variable with the measured commit, for a working tree without Git history."""
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """Hardware and versions; what cannot be known is None."""
+    """Return hardware and versions; unknown values are None."""
     return {
         "slug": slug(gpu_name(device) or device.type),
         "device": str(device),
@@ -39,7 +39,7 @@ def describe(device: torch.device) -> dict[str, object]:
 
 
 def slug(name: str) -> str:
-    """A name as it goes into a file name: ``NVIDIA H200`` becomes ``nvidia-h200``."""
+    """Return a name in the form for file names: ``NVIDIA H200`` becomes ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -64,7 +64,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> dict[str, object]:
-    """What was measured, and whether it had changed since that commit."""
+    """Return the measured commit, and whether the working tree has other changes."""
     if named := os.environ.get(_COMMIT_VARIABLE):
         return {"git_commit": named, "git_dirty": False}
     status = _output("git", "-C", str(ROOT), "status", "--porcelain", empty="")
@@ -75,7 +75,7 @@ def _commit() -> dict[str, object]:
 
 
 def _output(*command: str, empty: str | None = None) -> str | None:
-    """First line a command prints; ``empty`` if it prints nothing, None if it cannot run."""
+    """Return the first line that a command prints, ``empty`` if none, or None if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

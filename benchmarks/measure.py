@@ -1,4 +1,4 @@
-"""How the benchmarks time: what the package's own short benchmark shares with them, and steps."""
+"""Timing for the benchmarks: the part shared with the package's own benchmark, and steps."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def steps(
     clock_ns: Callable[[], int] = time.perf_counter_ns,
     before_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Where the time of one copy goes, seen from the caller.
+    """Time the steps of one copy as its caller sees them.
 
     Args:
-        start_copy: From a source tree to a handle.
+        start_copy: Starts the copy of a source tree, and returns a handle.
         sources: Trees to copy, one per round in turn.
-        synchronise: Blocks until the device has done all that was enqueued.
-        rounds: Times to keep per step.
-        warm_up: Rounds before them that are thrown away.
+        synchronise: Blocks until the device has finished all enqueued work.
+        rounds: Number of times to keep per step.
+        warm_up: Number of earlier rounds that are discarded.
         clock_ns: The clock.
-        before_round: Called at the beginning of every round, outside what is timed.
+        before_round: Called at the beginning of every round, not timed.
 
     Returns:
         Times in microseconds: ``start_copy`` (the call), ``get`` (the wait and the outputs),
-        ``synchronise`` (what the device still had to do then), ``drop`` (freeing handle and tree).
+        ``synchronise`` (the device's remaining work), ``drop`` (freeing handle and tree).
 
     """
     names = ("start_copy", "get", "synchronise", "drop")

@@ -1,4 +1,4 @@
-"""Plots as SVG: bars, and lines on logarithmic axes. To draw them needs no package."""
+"""Draws SVG plots without any package: bars, and lines on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ STYLE = "<style>text{fill:#1f2328}@media(prefers-color-scheme:dark){text{fill:#e
 
 
 def bars(heading: str, values: Sequence[tuple[str, float]], unit: str) -> str:
-    """A plot of horizontal bars on a linear axis from zero.
+    """Return a plot of horizontal bars on a linear axis from zero.
 
     Args:
         heading: Written above the bars.
         values: Name and value of each bar, top to bottom; ours and limits stand out by colour.
-        unit: Written behind each value.
+        unit: Written next to each value.
 
     """
     row, left, width, top = 26, 290, 760, 40
@@ -45,13 +45,13 @@ def lines(
     across: str,
     upwards: str,
 ) -> str:
-    """A plot of curves on two logarithmic axes, with a line for each power of ten.
+    """Return a plot of curves on two logarithmic axes, with a line for each power of ten.
 
     Args:
-        heading: Written above.
+        heading: Written above the plot.
         curves: By name, points with both coordinates above zero; ours stands out by colour.
-        across: What the horizontal axis is.
-        upwards: What the vertical axis is.
+        across: Label of the horizontal axis.
+        upwards: Label of the vertical axis.
 
     """
     width, height, left, right, top, bottom = 800, 420, 70, 300, 60, 50
@@ -107,7 +107,7 @@ def _begin(heading: str, width: int, height: int) -> list[str]:
 
 
 def _decades(values: Sequence[float]) -> tuple[int, int]:
-    """The powers of ten around all values, at least one apart."""
+    """Return the powers of ten that enclose all values, at least one apart."""
     first = math.floor(math.log10(min(values)))
     return first, max(first + 1, math.ceil(math.log10(max(values))))
 

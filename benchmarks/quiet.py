@@ -1,8 +1,8 @@
-"""Keeps the timed thread on a processor that no neighbour slows down, as far as there is one.
+"""Keeps the timed thread on a processor that no neighbour slows down, if there is one.
 
-On a shared host a virtual processor can lose half its speed to whoever runs on the same core, for
-seconds at a time. Work of the host then takes twice as long, waiting for the device does not, and
-a ratio of the two says more about the neighbour than about the code. All contenders of a round run
+On a shared host a virtual processor can lose half its speed, for seconds at a time, to another
+virtual machine on the same core. Host work then takes twice as long, but waiting for the device
+does not, so ratios say more about the neighbour than about the code. All contenders of a round run
 on the same processor.
 """
 
@@ -13,12 +13,12 @@ import time
 from types import TracebackType
 from typing import Any
 
-TOLERANCE = 1.2  # a probe within this factor of the best one counts as quiet
+TOLERANCE = 1.2  # a processor is quiet if its probe is within this factor of the best one
 PROBE_STEPS = 8000  # a few tenths of a millisecond
 
 
 def probe_us() -> float:
-    """How long a fixed piece of interpreter work takes here and now."""
+    """Time a fixed piece of interpreter work on the current processor."""
     begin = time.perf_counter_ns()
     total = 0
     for step in range(PROBE_STEPS):
@@ -29,8 +29,8 @@ def probe_us() -> float:
 class QuietProcessor:
     """A context in which :meth:`seek` moves the calling thread to a quiet processor.
 
-    Only the calling thread is moved; threads that it starts meanwhile inherit where it is, so start
-    worker pools before. Where threads cannot be moved (not on Linux), it only counts.
+    Only the calling thread is moved. Threads that it starts meanwhile inherit its processor, so
+    start worker pools before. Where threads cannot be moved (not on Linux), it only counts.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class QuietProcessor:
             os.sched_setaffinity(0, self._allowed)
 
     def seek(self) -> None:
-        """Before a round: stay where it is quiet, else move; count the round if nowhere is."""
+        """Move to a quiet processor before a round; count the round if there is none."""
         self.rounds += 1
         if self._is_quiet():
             return
@@ -68,7 +68,7 @@ class QuietProcessor:
         self.disturbed_rounds += 1
 
     def described(self) -> dict[str, Any]:
-        """For the result file."""
+        """Return the counts for the result file."""
         return {
             "best_probe_us": round(self._best_us, 1),
             "tolerance": TOLERANCE,

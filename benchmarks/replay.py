@@ -1,7 +1,7 @@
-"""A learner that samples from a replay storage, against the same learner on batches in its memory.
+"""Times a learner that samples from a replay storage, against one with batches on the device.
 
-Two learners: one that keeps the device busy for some milliseconds a step with a few large kernels,
-and one whose 500 small kernels keep the host busy, so that it needs its GIL.
+There are two learners: one keeps the device busy for some milliseconds per step with a few large
+kernels; the other keeps the host busy with 500 small kernels, and so competes for the GIL.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SMALL_KERNELS = 500
 ROWS = 100_000
 ROWS_OF_SIM = 500
 STEPS = 20  # of one feed in a row
-WARM_UP_STEPS = 4  # before them, so that what runs ahead is ahead
+WARM_UP_STEPS = 4  # before them, so that the feed has run ahead
 WARM_UP = 1
 ROUNDS_PER_REPEAT = 0.04
-INDICES = 32  # batches of rows that are drawn beforehand
+INDICES = 32  # batches whose rows are drawn beforehand
 WANTED = 1.03
 
 
 class SmallKernels:
-    """A step that takes the host as long as the device."""
+    """A step of small kernels that takes the host as long as the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._values = torch.zeros(256, device=device)
@@ -47,7 +47,7 @@ class SmallKernels:
 
 
 def learners(device: torch.device) -> dict[str, Any]:
-    """By name: what enqueues a step."""
+    """Return the objects that enqueue a step, by name."""
     return {
         f"{STEP_MS:g} ms of large kernels": Work(device, STEP_MS),
         f"{SMALL_KERNELS} small kernels": SmallKernels(device),
@@ -55,13 +55,13 @@ def learners(device: torch.device) -> dict[str, Any]:
 
 
 def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """The result of this benchmark, without the machine.
+    """Return the result of this benchmark, without the machine.
 
     Args:
         device: The target.
-        repeats: As of the other benchmarks; blocks are longer, so there are fewer.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        repeats: As for the other benchmarks; blocks are longer, so there are fewer.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     start_workers(h2d(device))
@@ -104,7 +104,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    """Return each target and whether it is hit; without ``speed``, only those on values."""
     every = [
         (name, learner, found)
         for name, replay in result["replays"].items()
@@ -133,11 +133,11 @@ def block(
     device: torch.device,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> tuple[float, float, list[Any], Any]:
-    """Some steps to get going, and those that count.
+    """Run warm-up steps and then timed ones.
 
     Returns:
-        Time of a step and of the host in getting its batch, in microseconds; the leaf that numbers
-        rows of each batch, those of the first steps included; the last batch.
+        Time of a step, and of the host in getting its batch, in microseconds; the row numbers of
+        each batch, including warm-up steps; the last batch.
 
     """
     module = torch.get_device_module(device)
@@ -164,12 +164,12 @@ def block(
 def count_wrong(
     storage: Storage, indices: list[torch.Tensor], seen: list[Any], last: Any, *, drawn: bool
 ) -> int:
-    """Steps that had other rows than they should, and one if the last batch has other values.
+    """Count the steps with wrong rows, plus one if the last batch has wrong values.
 
     Args:
-        storage: What was sampled from.
+        storage: The storage that was sampled.
         indices: The rows of each step, in turn.
-        seen: The leaf that numbers rows, by step.
+        seen: The row numbers of the batch, by step.
         last: The batch of the last step.
         drawn: Whether the feed draws rows itself, so that only the last batch can be compared.
 

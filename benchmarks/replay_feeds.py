@@ -1,4 +1,4 @@
-"""Ways for rows of a storage to reach a learner, each as an iterator over device batches."""
+"""Ways to bring rows of a storage to a learner, each as an iterator over device batches."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ Batches = Iterator[Any]
 
 
 class ReplayFeed(NamedTuple):
-    """One way. ``open`` gives a context in which batches of these rows come, in turn, for ever."""
+    """One way to bring rows to a learner."""
 
     name: str
     open: Callable[[Storage, list[torch.Tensor], torch.device], Any]
+    """Returns a context that cycles through the batches of these rows."""
     every: int = 1
-    """Of so many rounds it takes part in one: some take ten times as long as the others."""
+    """It takes part in every ``every``-th round, since some feeds are ten times slower."""
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def _ours(
 def _ours_in_loop(
     storage: Storage, indices: list[torch.Tensor], device: torch.device
 ) -> Iterator[Batches]:
-    """One batch ahead, begun by the learner's own thread."""
+    """Yield batches that the learner's own thread starts one ahead."""
 
     def batches() -> Batches:
         rows = cycle(indices)
@@ -103,7 +104,7 @@ def _pinned(
 def _in_threads(
     storage: Storage, indices: list[torch.Tensor], device: torch.device
 ) -> Iterator[Batches]:
-    """As a buffer with ``prefetch=`` whose last transform is ``.to(device)``."""
+    """Do as a buffer with ``prefetch=`` whose last transform is ``.to(device)``."""
 
     def sample(index: torch.Tensor) -> Storage:
         return {k: v.to(device) for k, v in _sample(storage, index).items()}
@@ -122,7 +123,7 @@ def _in_threads(
 
 
 class _PinnedBuffers:
-    """Batches in pinned memory, of which one is filled while the device reads another."""
+    """Pinned buffers in turn: one is filled while the device reads another."""
 
     def __init__(self, storage: Storage, rows: int, count: int) -> None:
         self._buffers = [
@@ -165,7 +166,7 @@ def _torchrl(
     in_threads: bool,
     packed: bool = False,
 ) -> Iterator[Batches]:
-    """Rows are drawn by the buffer itself, at random."""
+    """Yield batches of a torchrl buffer, which draws the rows itself at random."""
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
@@ -180,7 +181,7 @@ def _torchrl(
         table = LazyTensorStorage(rows)
         buffer = TensorDictReplayBuffer(storage=table, batch_size=batch, prefetch=prefetch)
     buffer.extend(TensorDict({k: v[:1] for k, v in storage.items()}, [1]))
-    # As if it had been filled: to write gigabytes once more would only take time.
+    # Replaces the storage instead of filling it, to save the time of writing gigabytes.
     table._storage = TensorDict(dict(storage), [rows])
     table._len = rows
     if packed:
@@ -193,7 +194,7 @@ def _torchrl(
 
 
 def feeds() -> list[ReplayFeed]:
-    """Every way that can run here: what ratios are over, then ours, then the others."""
+    """Return every feed that can run here: the reference of the ratios, then ours, then others."""
     found = [
         ReplayFeed(RESIDENT, _resident),
         ReplayFeed(OURS, _ours),

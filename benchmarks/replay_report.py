@@ -1,4 +1,4 @@
-"""Tables and plots of the results on replay storages."""
+"""Tables and plots of the results of replay storages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLOTTED = "atari_256"
 
 
 def loop_table(result: dict[str, Any]) -> str:
-    """Every storage, learner and feed: time of a step, and of the host in getting a batch."""
+    """Return a table of storages, learners and feeds: time of a step, and of getting a batch."""
     rows = []
     for replay in result["replays"].values():
         for learner, found in replay["learners"].items():
@@ -33,7 +33,7 @@ def loop_table(result: dict[str, Any]) -> str:
 
 
 def gather_table(result: dict[str, Any]) -> str:
-    """Every storage and way."""
+    """Return a table of storages and ways: times of a gather."""
     rows = []
     for gather in result["gathers"].values():
         for index, (way, times) in enumerate(gather["contenders"].items()):

@@ -1,4 +1,4 @@
-"""From result files to tables and plots: the only way figures get into README and docs.
+"""Makes tables and plots of result files; all figures in README and docs come from here.
 
 ``python benchmarks/report.py`` prints the tables of ``benchmarks/results`` and draws its plots;
 with ``--readme`` it also writes the part of README.md between the two benchmark marks.
@@ -41,7 +41,7 @@ ORDER = [
     "company",
     "wait",
     "memory",
-]  # of the page
+]  # order of the sections of the page
 WORKLOAD_NAMES = {
     "detection_batch": "detection batch",
     "detection_batch_with_images": "detection batch + images",
@@ -53,7 +53,7 @@ WORKLOAD_NAMES = {
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """Results of a folder, in the page's order; the simulated device's are left out."""
+    """Load the results of a folder in the page's order, without those of the simulated device."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     found.sort(key=lambda result: ORDER.index(result["name"]))
     return [result for result in found if not result["machine"]["device"].startswith("sim")]
@@ -66,14 +66,14 @@ def title(result: dict[str, Any], workload: str) -> str:
 
 
 def heading(result: dict[str, Any]) -> str:
-    """What was measured; for copies, with the direction."""
+    """Return what the benchmark measures; for copies, with the direction."""
     what = result["what"]
     direction = DIRECTIONS.get(result["name"])
     return f"{direction}: {what[:1].lower()}{what[1:]}" if direction else what
 
 
 def machine_line(result: dict[str, Any]) -> str:
-    """One sentence on where the figures are from."""
+    """Return one sentence on the machine and versions of a result."""
     machine = result["machine"]
     gpus = machine.get("gpus") or 1
     name = machine["gpu"] or machine["device"]
@@ -82,14 +82,14 @@ def machine_line(result: dict[str, Any]) -> str:
         parts.append(f"driver {machine['driver']}")
     parts.append(f"{machine['logical_cpus']} logical CPUs ({machine['cpu'] or 'unknown'})")
     parts.append(f"torch {machine['torch']}, Python {machine['python']}")
-    # A commit says nothing of a working tree that had changed since.
+    # Omits the commit if the working tree had other changes.
     commit = None if machine.get("git_dirty") else machine.get("git_commit")
     parts.append(f"tdcopier {machine['tdcopier']}" + (f" at {commit[:10]}" if commit else ""))
     return ", ".join(parts) + f"; {result['taken']}."
 
 
 def copies_table(result: dict[str, Any]) -> str:
-    """Every workload and contender: median, quartiles, ratio to ours; again with cold caches."""
+    """Return a table of workloads and contenders: times and ratios, also with cold caches."""
     rows = []
     for workload, found in result["workloads"].items():
         for index, (name, times) in enumerate(found["contenders"].items()):
@@ -110,7 +110,7 @@ def copies_table(result: dict[str, Any]) -> str:
 
 
 def steps_table(result: dict[str, Any]) -> str:
-    """Where the time of our own copies goes, and how many transfers they took."""
+    """Return a table of the steps and the transfers of our own copies."""
     rows = []
     name = result["name"]
     for workload, found in result["workloads"].items():
@@ -130,7 +130,7 @@ def steps_table(result: dict[str, Any]) -> str:
 
 
 def limits_table(result: dict[str, Any]) -> str:
-    """Each workload beside what the machine can do with its bytes."""
+    """Return a table of workloads and the machine's limits for their bytes."""
     rows = []
     for workload, found in result["workloads"].items():
         for index, limit in enumerate(found["limits"].values()):
@@ -147,11 +147,11 @@ def limits_table(result: dict[str, Any]) -> str:
 
 
 def opaque_table(result: dict[str, Any]) -> str:
-    """Trees without tensors, by every way: median, quartiles, ratio to ours; per opaque value."""
+    """Return a table of trees without tensors and ways: times and ratios, also per opaque value."""
     rows = []
     for case, found in result["cases"].items():
         if len(found["contenders"]) == 1:
-            continue  # of containers there is a table of its own
+            continue  # containers have a table of their own
         values = found["opaque_values"]
         for index, (name, times) in enumerate(found["contenders"].items()):
             rows.append(
@@ -179,7 +179,7 @@ def opaque_table(result: dict[str, Any]) -> str:
 
 
 def containers_table(result: dict[str, Any]) -> str:
-    """What a container adds to its values, by kind; ours only."""
+    """Return a table of the time that a container adds to its values, by kind; ours only."""
     rows = [
         [kind, "passed through whole" if us is None else number(us)]
         for kind, us in result["us_per_container"].items()
@@ -188,7 +188,7 @@ def containers_table(result: dict[str, Any]) -> str:
 
 
 def targets_table(result: dict[str, Any]) -> str:
-    """What the figures are wanted to show, and whether they do."""
+    """Return a table of targets, and whether they are hit."""
     return table(
         ["figure", "wanted", "found", ""],
         [
@@ -199,7 +199,7 @@ def targets_table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], workload: str = "detection_batch") -> str | None:
-    """The plot of a result, of copies that of one workload; None where it does not have one."""
+    """Return the plot of a result (for copies, of one workload), or None if it has none."""
     if result["name"] == "tensordict":
         return bars(*td_report.plotted(result), "us")
     if result["name"] == "loop":
@@ -221,11 +221,11 @@ def plot_name(result: dict[str, Any]) -> str:
 
 
 def page(results: Sequence[dict[str, Any]], plots: str) -> str:
-    """All results as Markdown, for the docs.
+    """Return all results as Markdown for the docs.
 
     Args:
         results: From :func:`load`.
-        plots: Where the plots are, as seen from the page.
+        plots: Folder of the plots, relative to the page.
 
     """
     if not results:
@@ -237,7 +237,7 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
             parts.append(f"![{heading(result)}]({plots}/{plot_name(result)})")
         if result["name"] in DIRECTIONS:
             parts += [copies_table(result), steps_table(result)]
-            # Results that were taken before limits were have none.
+            # Older results have no limits.
             if all("limits" in found for found in result["workloads"].values()):
                 parts.append(limits_table(result))
         if result["name"] == "loop":
@@ -260,7 +260,7 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
 
 
 def readme_part(results: Sequence[dict[str, Any]]) -> str:
-    """What stands between the marks in README.md: plots of copies, and where they are from."""
+    """Return the text between the marks in README.md: plots of copies, and their machines."""
     first: dict[str, dict[str, Any]] = {}
     for result in results:
         if plot(result):
@@ -280,7 +280,7 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
 
 
 def with_part(readme: str, part: str) -> str:
-    """The README with the text between the marks replaced."""
+    """Return the README with the text between the marks replaced."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -1,4 +1,4 @@
-"""The gather by itself: rows of a storage to pinned host memory, against ``index_select``."""
+"""Times gathers alone: rows of a storage to pinned host memory, against ``index_select``."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ THREADS = (1, 4)
 ROWS = 100_000
 ROWS_OF_SIM = 500
 BURST = 3
-INDICES = 64  # rows differ from call to call: those of the last one are in the caches
+INDICES = 64  # each call has other rows, because those of the last one are in the caches
 WANTED = {"atari_32": 2.0, "atari_256": 2.0, "rgb": 2.0, "agents": 3.0}
-"""How many times faster than ``index_select`` on one thread."""
+"""Targets for the speedup over ``index_select`` on one thread."""
 
 
 def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """The result of this benchmark, without the machine.
+    """Return the result of this benchmark, without the machine.
 
     Args:
-        device: Whose pinned memory rows go to.
+        device: The device whose pinned memory the rows are copied to.
         repeats: Calls with each contender.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     rows = ROWS if device.type == "cuda" else ROWS_OF_SIM
@@ -81,7 +81,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    """Return each target and whether it is hit; without ``speed``, only those on values."""
     wrong = sum(sum(found["wrong"].values()) for found in result["gathers"].values())
     found = [
         {
@@ -108,7 +108,7 @@ def _by_torch(threads: int) -> str:
 
 
 def contenders(storage: Storage, indices: list[torch.Tensor]) -> list[Contender]:
-    """Ours, and torch's by number of threads; each takes the indices in turn."""
+    """Return ours, and torch's by number of threads; each takes the indices in turn."""
     rows = len(indices[0])
     pinned = {
         name: torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, pin_memory=True)
@@ -141,7 +141,7 @@ def contenders(storage: Storage, indices: list[torch.Tensor]) -> list[Contender]
 
 
 def _is_wrong(contender: Contender, storage: Storage, indices: list[torch.Tensor]) -> bool:
-    """Of one full turn, so that the next one begins with the first rows again."""
+    """Check one full cycle, so that the next one begins with the first rows again."""
     wrong = False
     for index in indices:
         got = contender.run(None)

@@ -1,7 +1,7 @@
-"""Runs the benchmarks and writes one JSON file each, with the machine in it.
+"""Runs the benchmarks, and writes a JSON file for each, including the machine.
 
-``python benchmarks/run.py`` wants a CUDA device. ``--device sim`` tries the machinery on the
-simulated device, whose figures say nothing on speed.
+``python benchmarks/run.py`` needs a CUDA device. ``--device sim`` tries the machinery on the
+simulated device, whose times mean nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WANTING = {
     "memory": "it needs kernels queued on a CUDA stream",
     "tensordict": "it needs the package tensordict",
 }
-"""Why a benchmark cannot run, where it cannot."""
+"""Why a benchmark cannot run, by name."""
 MODULES: dict[str, Any] = {
     "loop": loop,
     "replay": replay,
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def choose_device(asked: str | None) -> torch.device | None:
-    """The target; None, with a sentence on stderr, where the asked one is not there."""
+    """Return the target, or None, with a message on stderr, if the requested one does not exist."""
     kind, _, number = (asked or "cuda").partition(":")
     index = int(number or 0)
     if kind == "sim":
@@ -122,7 +122,7 @@ def choose_device(asked: str | None) -> torch.device | None:
 def _benchmarks(
     device: torch.device, options: argparse.Namespace, repeats: int
 ) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Those that can run on this machine, in the order of NAMES."""
+    """Return the benchmarks that can run on this machine, by name."""
     found: dict[str, Callable[[], dict[str, Any]]] = {
         name: partial(
             copies.run, direction, options.workloads, repeats, progress, keep_gc=options.keep_gc
@@ -144,7 +144,7 @@ def _benchmarks(
 
 
 def _tensordicts(*arguments: Any, keep_gc: bool) -> dict[str, Any]:
-    import tensordicts  # wants tensordict, whose import takes seconds
+    import tensordicts  # needs tensordict, whose import takes seconds
 
     return tensordicts.run(*arguments, keep_gc=keep_gc)
 

@@ -1,4 +1,4 @@
-"""What a copy to the device costs against the number of its leaves, from 10 to 100,000."""
+"""Times copies to the device by the number of leaves, from 10 to 100,000."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from tdcopier.workloads import flat_dict, map_tensors, total_bytes
 COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 FLOATS = 64  # of a leaf
 MOST_SIMULATED = 10_000
-MOST_BY_TO = 10_000  # leaves that go by .to(): more take seconds, and tell nothing new
+MOST_BY_TO = 10_000  # limit for .to() per leaf: more leaves take seconds and show nothing new
 BURST = 3
 WARM_UP = 1
 MIN_ROUNDS = 3
-ROUNDS_OF_LEAVES = 60  # leaves that get a round for each of the repeats
+ROUNDS_OF_LEAVES = 60  # batches with more leaves get fewer rounds
 SMALL, LARGE = 1_000, 100_000
 MAX_GROWTH = 1.5
 
 
 def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """The result of this benchmark, without the machine.
+    """Return the result of this benchmark, without the machine.
 
     Args:
         device: The target.
-        repeats: As of the other benchmarks; the more leaves, the fewer rounds.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        repeats: As for the other benchmarks; the more leaves, the fewer rounds.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     start_workers(h2d(device))
@@ -56,7 +56,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    """Return each target and whether it is hit; without ``speed``, only those on values."""
     wrong = sum(sum(found["wrong"].values()) for found in result["sizes"].values())
     found = [
         {
@@ -74,12 +74,12 @@ def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any
 
 
 def counts(device: torch.device) -> list[int]:
-    """Leaves of the batches; the largest tell nothing of the simulated device's."""
+    """Return the leaf counts of the batches, without the largest ones on the simulated device."""
     return [n for n in COUNTS if device.type != "sim" or n <= MOST_SIMULATED]
 
 
 def contenders(device: torch.device, count: int) -> list[Contender]:
-    """The ways that so many leaves go, ours first."""
+    """Return the ways that are timed for ``count`` leaves, ours first."""
     found = [Contender(OURS, lambda tree: tdcopier.start_copy(tree, device).get())]
     if count <= MOST_BY_TO:
         found.append(per_leaf(PER_LEAF_TO, lambda leaf: leaf.to(device)))
@@ -95,12 +95,12 @@ def contenders(device: torch.device, count: int) -> list[Contender]:
 
 
 def rounds_of(count: int, repeats: int) -> int:
-    """Bursts that each way gets with so many leaves."""
+    """Return how many bursts each way gets for ``count`` leaves."""
     return max(MIN_ROUNDS, round(repeats / BURST * min(1.0, ROUNDS_OF_LEAVES / count)))
 
 
 def differs(result: Any, source: dict[str, torch.Tensor], device: torch.device) -> bool:
-    """Whether a copy has other keys, places or bytes than its source."""
+    """Return whether a copy has wrong keys, devices or bytes."""
     if list(result) != list(source) or {leaf.device for leaf in result.values()} != {device}:
         return True
     return not torch.equal(flat_bytes(result).cpu(), flat_bytes(source))

@@ -1,4 +1,4 @@
-"""Replay storages by name: host tensors with as many rows as a real buffer has."""
+"""Replay storages by name: host tensors with as many rows as a real replay buffer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tdcopier._bench.tables import size
 
 Storage = dict[str, torch.Tensor]
 ROW = "row"
-"""The leaf that says which row it is: what arrives is held against the index."""
-_TILE = 2048  # rows of random values, repeated: to draw gigabytes would take minutes
+"""The leaf with the row numbers, which are compared with the index after the copy."""
+_TILE = 2048  # random rows that are repeated, since drawing gigabytes would take minutes
 
 
 class Replay(NamedTuple):
-    """A storage, and how many rows of it make a batch."""
+    """A storage, and the number of rows in a batch."""
 
     title: str
     make: Callable[[int], Storage]
-    """From a number of rows."""
+    """Makes the storage with a given number of rows."""
     batch: int
 
 
@@ -49,7 +49,7 @@ def _atari(rows: int) -> Storage:
 
 
 def _sac(rows: int) -> Storage:
-    """18 leaves as half-cheetah's, of which 256 rows are 54 KB."""
+    """Return 18 leaves like those of half-cheetah; 256 rows are 54 KB."""
     widths = [17, 17, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     floats = {f"{i}": torch.randn(rows, width) for i, width in enumerate(widths)}
     return {**floats, "done": torch.rand(rows, 1) > 0.99, ROW: torch.arange(rows)}
@@ -61,7 +61,7 @@ def _rgb(rows: int) -> Storage:
 
 
 def _agents(rows: int) -> Storage:
-    """Of 100 agents an observation and an action."""
+    """Return an observation and an action for each of 100 agents."""
     leaves = {f"{i}": torch.randn(rows, 8) for i in range(199)}
     return {**leaves, ROW: torch.arange(rows)}
 
@@ -76,9 +76,9 @@ REPLAYS = {
 
 
 def that_fit(rows: int, free_bytes: int | None = None) -> dict[str, Replay]:
-    """Those of which so many rows fit in the memory that is free, and still leave a quarter of it.
+    """Return the storages of which ``rows`` rows fit into three quarters of the free memory.
 
-    Says on stderr which do not.
+    Prints to stderr which ones do not.
     """
     free = _free_bytes() if free_bytes is None else free_bytes
     found = {}

@@ -1,4 +1,4 @@
-"""What only a busy CUDA device shows: wait() that does not wait, right values, bounded memory."""
+"""Checks on a busy CUDA device: wait() does not block, values are right, memory is bounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tdcopier.workloads import WORKLOADS, detection_batch, leaves, map_tensors, 
 LONG_SLEEP_MS = 20.0  # queued on the current stream while wait() is timed
 SHORT_SLEEP_MS = 1.5  # between the copies of a backlog, so that consumers run late
 BLOCK = 10  # checked rounds of one kind in a row
-DECOY_BYTES = 16 << 20  # pinned H2D in front of a copy, so that the copy is late
+DECOY_BYTES = 16 << 20  # pinned H2D before a copy, which delays the copy
 MAX_WAIT_US = 100.0
 MAX_BATCHES = 8.0
 STAGING_LIMIT_BYTES = 64 << 20
@@ -26,10 +26,10 @@ Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
 
 
 class ChangingBatch:
-    """A batch whose every value changes each round, and its twin on the device to compare with.
+    """A batch whose values all change each round, and a twin on the device to compare with.
 
     The leaves are slices of one tensor per dtype, so that one operation per dtype changes them all.
-    The twin goes through the same operations on the device: it never travels again.
+    The twin is changed by the same operations on the device, and never copied again.
     """
 
     def __init__(self, tree: Any, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class ChangingBatch:
         self.tree = map_tensors(tree, rehome)
 
     def change(self) -> None:
-        """New values in the sources, on the host, and in the twin, on the current stream."""
+        """Change the sources, on the host, and the twin, on the current stream."""
         for tensors in (self.flat, self.twin):
             for dtype, flat in tensors.items():
                 if dtype is torch.bool:
@@ -57,11 +57,11 @@ class ChangingBatch:
                     flat.add_(1)
 
     def count_wrong(self, result: Any, into: torch.Tensor) -> None:
-        """Read every value of every output on the current stream; add up those that are wrong.
+        """Compare every value of every output on the current stream, and count the wrong ones.
 
         Args:
             result: The copied tree.
-            into: () int64 on the device.
+            into: () int64 on the device, to which the count is added.
 
         """
         groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -74,13 +74,13 @@ class ChangingBatch:
 def run_wait(
     device: torch.device, timed_rounds: int, checked_rounds: int, progress: Progress
 ) -> dict[str, Any]:
-    """How long wait() takes behind queued kernels, and whether what is read after it is right.
+    """Time wait() while kernels are queued, and check the values that are read after it.
 
     Args:
         device: The target, a CUDA device.
         timed_rounds: Rounds with 20 ms of kernels queued; wait() is timed, values are checked.
         checked_rounds: Rounds in which only values are checked.
-        progress: From a label to a wrapper of the rounds.
+        progress: Returns a wrapper of the rounds for a label.
 
     """
     batch = ChangingBatch(detection_batch(), device)
@@ -179,11 +179,11 @@ def _checked_rounds(
     rounds: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Two kinds of trouble, in blocks.
+    """Run blocks of rounds that provoke two kinds of errors.
 
-    With a backlog, consumers run long after their outputs were dropped: memory that is given to the
-    next copy too early shows as a wrong value. On an idle stream, with the copy held up behind a
-    large one, a consumer that is not held back reads before the bytes are there.
+    With a backlog, consumers run long after their outputs were dropped: if the next copy gets their
+    memory too early, a wrong value shows it. On an idle stream, with the copy delayed by a large
+    one, a consumer that does not wait reads before the bytes have arrived.
     """
     wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
     decoy_source = torch.empty(DECOY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -217,13 +217,13 @@ def _checked_rounds(
 def run_memory(
     device: torch.device, names: list[str], iterations: int, progress: Progress
 ) -> dict[str, Any]:
-    """Device memory and pinned staging while the device is the slower side.
+    """Measure device memory and pinned staging while the device is slower than the host.
 
     Args:
         device: The target, a CUDA device.
         names: Workloads to run.
         iterations: Copies per workload, each followed by a consumer and 12 ms of kernels.
-        progress: From a label to a wrapper of the iterations.
+        progress: Returns a wrapper of the iterations for a label.
 
     """
     tdcopier.set_staging_limit_bytes(STAGING_LIMIT_BYTES)
@@ -261,7 +261,7 @@ def _memory(
     sleep_ms = 12.0
 
     def consume(result: Any) -> None:
-        # Reductions to one value, added up one by one: next to no memory of their own.
+        # Adds up reductions to one value each, which need almost no memory.
         for sample in result:
             total.add_(sample["boxes_3d"].sum())
             if "images" in sample:
@@ -269,7 +269,7 @@ def _memory(
 
     for _ in range(3):
         consume(tdcopier.start_copy(source, device).wait())
-    torch.cuda.empty_cache()  # synchronises, and takes back what streams were still reading
+    torch.cuda.empty_cache()  # synchronises, and frees blocks that streams were still reading
     at_start = torch.cuda.memory_stats(device)["active_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats(device)
     staging: list[int] = []

@@ -1,4 +1,4 @@
-"""What containers and opaque values cost: trees without a tensor, so no work for the device."""
+"""Times containers and opaque values: trees without tensors, so without work for the device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PYTREE = "torch.utils._pytree.tree_map"
 
 
 class Note:
-    """A plain class of a user's: opaque."""
+    """A plain user class, whose instances are opaque."""
 
 
 class Pair(NamedTuple):
@@ -52,12 +52,12 @@ KINDS: dict[str, Callable[[int, int], Any]] = {
 
 
 class Case(NamedTuple):
-    """One tree, as it is timed."""
+    """One tree that is timed."""
 
     tree: Any
     opaque_values: int
     compared: bool = False
-    """Whether the other ways are timed with it too."""
+    """Whether it is also timed with the other ways."""
 
 
 EMPTY, OPAQUE, INTEGERS = "empty list", "opaque values", "integers in a dict of lists"
@@ -65,7 +65,7 @@ UNWRAPPED = "the containers' integers in one list"
 
 
 def cases() -> dict[str, Case]:
-    """The trees that are timed, by name."""
+    """Return the trees that are timed, by name."""
     integers = range(2 * CONTAINERS)
     found = {
         EMPTY: Case([], 0, compared=True),
@@ -82,13 +82,13 @@ def cases() -> dict[str, Case]:
 
 
 def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """The result of this benchmark, without the machine.
+    """Return the result of this benchmark, without the machine.
 
     Args:
         device: The target that the trees without tensors are copied to.
         repeats: Calls with each tree.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     start_workers(h2d(device))
@@ -105,7 +105,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
         times = interleave(
             list(contenders.values()),
             [{case: timed.tree for case, timed in trees.items()}],
-            lambda: None,  # nothing is enqueued, and to ask the device would take longer
+            lambda: None,  # nothing is enqueued, and synchronising would take longer
             rounds=max(5, round(repeats / BURST)),
             progress=progress("structure"),
             before_round=quiet.seek,
@@ -157,7 +157,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def ways(device: torch.device) -> dict[str, Callable[[Any], Any]]:
-    """Every way of copying a tree that can run here, ours first."""
+    """Return every way of copying a tree that can run here, ours first."""
 
     def move(value: Any) -> Any:
         return value.to(device) if isinstance(value, torch.Tensor) else value
@@ -173,19 +173,19 @@ def ways(device: torch.device) -> dict[str, Callable[[Any], Any]]:
 
 
 def per_container_us(wrapped: Summary, unwrapped: Summary, *, walked: bool) -> float | None:
-    """Microseconds that a container adds to its values; None where it is passed through whole.
+    """Return the microseconds that a container adds to its values; None if it is opaque.
 
     Args:
         wrapped: Times of ``CONTAINERS`` containers of one kind, in a list.
         unwrapped: Times of the same values in a list.
-        walked: Whether the engine went into the containers.
+        walked: Whether the engine walked into the containers.
 
     """
     return (wrapped.median_us - unwrapped.median_us) / CONTAINERS if walked else None
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do; without speed, the values only."""
+    """Return each target and whether it is hit; without ``speed``, only those on values."""
     changed = result["changed_values"]
     found = [
         {
@@ -217,14 +217,14 @@ def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any
 
 
 def changes(result: Any, source: Any) -> int:
-    """How many containers have another type, and how many keys and values are other objects."""
+    """Count the containers of another type, and the keys and values that are other objects."""
     got, expected = _parts(result), _parts(source)
     differing = sum(a is not b for a, b in zip(got, expected, strict=False))
     return differing + abs(len(got) - len(expected))
 
 
 def _parts(tree: Any) -> list[Any]:
-    """Types of containers, keys and values, in the order of the walk."""
+    """Return types of containers, keys and values, in the order of the walk."""
     if isinstance(tree, dict):
         children = [part for pair in tree.items() for part in pair]
     elif isinstance(tree, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Numbers, sizes and tables as the pages show them."""
+"""Formats numbers, sizes and tables for the pages."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = [
 ]
 
 OURS = "tdcopier"
-LIMIT_PREFIX = "limit: "  # of what is no way to copy a tree, but the best that the machine can do
+LIMIT_PREFIX = "limit: "  # marks contenders that are limits of the machine, not ways to copy
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def way_cell(way: str) -> str:
-    """The name of a way of copying; ours stands out."""
+    """Return the name of a way of copying; ours is bold."""
     return f"**{way}**" if way.startswith(OURS) else way
 
 
 def times_cells(times: dict[str, Any]) -> list[str]:
-    """Median and quartiles in microseconds."""
+    """Return median and quartiles in microseconds."""
     return [number(times["median_us"]), f"{number(times['q1_us'])} - {number(times['q3_us'])}"]
 
 
 def ratio_cell(ratio: float | None) -> str:
-    """How many times longer; empty for what ratios are over."""
+    """Return a ratio as text; empty for the reference itself."""
     return "" if ratio is None else f"{number(ratio)} x"
 
 

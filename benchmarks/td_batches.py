@@ -1,4 +1,4 @@
-"""TensorDict batches that are timed, and what is compared of a copied one."""
+"""The TensorDict batches that are timed, and the comparison of a copy with its source."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tensordict import (
 from tdcopier.workloads import flat_dict
 
 ROWS = 256  # of a replay batch
-OBSERVED, CONTROLLED = 17, 6  # numbers that a walking robot senses and sets
+OBSERVED, CONTROLLED = 17, 6  # sizes of a walking robot's observations and actions
 FRAMES = 64
 MEMBERS = 32
 
 
 class Batch(NamedTuple):
-    """A batch with a name."""
+    """A kind of batch."""
 
     make: Callable[[int], Any]
-    """From a seed to a TensorDict or tensorclass on the host."""
+    """Makes a TensorDict or tensorclass on the host from a seed."""
     pool: int
-    """How many with different values are cycled through."""
+    """Number of batches with different values to cycle through."""
     repeat_share: float
-    """The share of the repeats that it gets; the slow ones get less."""
+    """The fraction of the repeats that it gets; slow batches get less."""
 
 
 @tensorclass
@@ -50,7 +50,7 @@ class Labels:
 
 @tensorclass
 class Frames:
-    """Frames of a clip, with the labels in them and the camera that took them."""
+    """Frames of a clip, with their labels and their camera."""
 
     clip: str
     labels: Labels
@@ -60,16 +60,16 @@ class Frames:
 
 
 def flat(seed: int) -> TensorDict:
-    """1000 leaves of 64 floats side by side: 256,000 bytes."""
+    """Return 1000 leaves of 64 floats in one node: 256,000 bytes."""
     return TensorDict(flat_dict(seed=seed), [])
 
 
 def control(seed: int) -> TensorDict:
-    """A replay batch of continuous control: 13 leaves in three nodes, 48,640 bytes.
+    """Return a replay batch of continuous control: 13 leaves in three nodes, 48,640 bytes.
 
-    It is nested as collectors and replay buffers of torchrl give it: the step, what came of it
-    under ``"next"``, the trajectory's number under ``"collector"``, and where the sampler found the
-    row and how much it weighs.
+    It is nested like the batches of torchrl's collectors and replay buffers: the step, its outcome
+    under ``"next"``, the trajectory's number under ``"collector"``, and the sampler's row index and
+    weight.
     """
     generator = torch.Generator().manual_seed(seed)
     step, after = (_moment(generator) for _ in range(2))
@@ -90,7 +90,7 @@ def control(seed: int) -> TensorDict:
 
 
 def frames(seed: int) -> Any:
-    """A tensorclass with two others in it: 8 leaves and a string."""
+    """Return a tensorclass that contains two others: 8 leaves and a string."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ def frames(seed: int) -> Any:
 
 
 def ragged(seed: int) -> TensorDictBase:
-    """Answers of a language model, 32 of different lengths in a lazy stack: 128 leaves."""
+    """Return a lazy stack of 32 language-model answers of different lengths: 128 leaves."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.linspace(16, 264, MEMBERS).long()  # the total is the same for every seed
     order = torch.randperm(MEMBERS, generator=generator)
@@ -130,18 +130,18 @@ BATCHES: dict[str, Batch] = {
     "tensorclass": Batch(frames, 4, 1.0),
     "lazy stack": Batch(ragged, 2, 0.3),
 }
-"""The batches that are timed by name."""
+"""The batches that are timed, by name."""
 
 
 def differences(got: Any, expected: Any) -> list[str]:
-    """Places where one has another class, device, batch size, leaf or value than the other.
+    """Return the places where class, device, batch size, leaf or value differ.
 
     Args:
         got: A TensorDict or tensorclass.
-        expected: What it ought to be like.
+        expected: The expected one.
 
     Returns:
-        Paths, none if all is the same.
+        Paths; an empty list if all is the same.
 
     """
     found, wanted = dict(_places(got)), dict(_places(expected))
@@ -155,7 +155,7 @@ def count_leaves(data: Any) -> int:
 
 
 def total_bytes(data: Any) -> int:
-    """The bytes of all leaves, without any padding between them."""
+    """Return the bytes of all leaves, without padding."""
     return sum(leaf.numel() * leaf.element_size() for leaf in _leaves(data))
 
 
@@ -164,7 +164,7 @@ def _leaves(data: Any) -> list[torch.Tensor]:
 
 
 def _places(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every node and leaf with its path: of a node what it says of itself."""
+    """Yield every node and leaf with its path; for a node, its class, device and batch size."""
     if not is_tensor_collection(value):
         yield path, value
         return
@@ -189,7 +189,7 @@ def _alike(got: Any, expected: Any) -> bool:
 
 
 def _moment(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What an environment says at one step: 4 leaves."""
+    """Return an environment's output at one step: 4 leaves."""
     ended = torch.rand(ROWS, 2, generator=generator) < 0.01
     return {
         "observation": torch.randn(ROWS, OBSERVED, generator=generator),

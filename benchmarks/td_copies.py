@@ -1,4 +1,4 @@
-"""Host-synchronised copies of TensorDicts and tensorclasses, against their own ways of moving."""
+"""Times host-synchronised copies of TensorDicts and tensorclasses, against their own methods."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PINNED = "td.pin_memory().to(non_blocking=True)"
 def run(
     direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool
 ) -> dict[str, dict[str, Any]]:
-    """What every batch came to in one direction, by the batch's name.
+    """Return the result of every batch in one direction, by the batch's name.
 
     Args:
-        direction: From where to where.
-        repeats: Calls with the fastest batches; others get a share of them.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        direction: Source and target of the copies.
+        repeats: Calls with the fastest batches; others get a fraction of that.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     return {
@@ -37,9 +37,9 @@ def run(
 
 
 def contenders(direction: Direction) -> list[Contender]:
-    """Every way of moving a TensorDict, ours first.
+    """Return every way of copying a TensorDict, ours first.
 
-    Consolidating, like pinning, belongs to the copy and is timed: a batch is new at each step.
+    Consolidating and pinning are part of the copy and timed, because each step has a new batch.
     """
     target = direction.target
     found = [
@@ -53,9 +53,10 @@ def contenders(direction: Direction) -> list[Contender]:
 
 
 def tried(way: Contender, source: Any, expected: Any, direction: Direction) -> list[str] | str:
-    """Places where a way's result is wrong, or the error that it ends in.
+    """Return the places where a way's result is wrong, or the error that it raises.
 
-    An error of ours is raised: only of the others is it a finding that they cannot do something.
+    Errors of our own way are raised; those of other ways are results, since not all support all
+    batches.
     """
     try:
         result = way.run(way.prepare(source))

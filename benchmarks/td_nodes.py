@@ -1,4 +1,4 @@
-"""What a node of a TensorDict costs: the same leaves in many nodes, and side by side in one."""
+"""Times the nodes of a TensorDict: the same leaves in many nodes, and in a single one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pair:
 
 
 def trees() -> dict[str, TensorDict]:
-    """The same leaves side by side, in a TensorDict for each two, and in a tensorclass."""
+    """Return the same leaves in one node, and in a TensorDict or tensorclass per pair."""
     flat, nested, classes = {}, {}, {}
     for index in range(NODES):
         first, second = torch.full((4,), 2.0 * index), torch.full((4,), 2.0 * index + 1)
@@ -45,13 +45,13 @@ def trees() -> dict[str, TensorDict]:
 
 
 def run(direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Times of the three trees, and what a node adds to them.
+    """Return the times of the three trees, and the time that a node adds.
 
     Args:
         direction: From the host to a device.
-        repeats: Calls with the fastest batches of a run; these get a share of them.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        repeats: Calls with the fastest batches of a run; these get a fraction of that.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     made = trees()
@@ -95,17 +95,17 @@ def run(direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def ways(tree: str, direction: Direction) -> list[Contender]:
-    """The whole copy, two parts of it, and what it is held against; each takes all trees.
+    """Return the whole copy, two parts of it, and the reference; each receives all trees.
 
     A copy builds its result as early as it can, often within the call, so the time of `get` would
-    not show what rebuilding takes. What the walk asks of a container's class is timed by itself
-    instead: to take it apart, and to make it anew around leaves on the target.
+    not show the cost of rebuilding. Instead, the two calls that the walk makes to a container's
+    class are timed alone: flattening, and unflattening with leaves on the target.
     """
     target = direction.target
 
     def rebuild(parts: tuple[Rule, list[Any], Any]) -> Any:
         rule, leaves, context = parts
-        # The walk makes a dict anew for each node that has given it one.
+        # The walk makes a new dict for each node whose flatten() returned one.
         return rule.unflatten([_anew(leaf) for leaf in leaves], context)
 
     return [
@@ -125,12 +125,12 @@ def _anew(leaf: Any) -> Any:
 
 
 def parts_on(td: TensorDict, device: torch.device) -> tuple[Rule, list[Any], Any]:
-    """What a TensorDict is rebuilt from: the walk's rule, leaves on the device, and the rest."""
+    """Return the parts to rebuild a TensorDict: the walk's rule, leaves on the device, context."""
     rule = rule_of(type(td))
     leaves, context, _ = rule.flatten(td, device, False)
     return rule, tdcopier.copy(leaves, device), context
 
 
 def per_node_us(nodes: Summary, flat: Summary) -> float:
-    """Microseconds that a node adds to its leaves."""
+    """Return the microseconds that a node adds to its leaves."""
     return (nodes.median_us - flat.median_us) / NODES

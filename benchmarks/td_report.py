@@ -1,4 +1,4 @@
-"""Tables and the plot of the result on TensorDicts."""
+"""Tables and the plot of the results of TensorDicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLOTTED = "flat"
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    """The parts of the page: copies with their steps, nodes, and copies into what is there."""
+    """Return the parts of the page: copies, steps, nodes, and copies into existing tensors."""
     return [
         f"Taken with tensordict {result['settings']['tensordict']}.",
         copies_table(result),
@@ -23,14 +23,14 @@ def tables(result: dict[str, Any]) -> list[str]:
 
 
 def plotted(result: dict[str, Any]) -> tuple[str, Sequence[tuple[str, float]]]:
-    """Heading and bars: one batch on its way to the device."""
+    """Return heading and bars of the plot: one batch, host to device."""
     batch = result["copies"]["h2d"][PLOTTED]
     above = f"TensorDict to device, {leaves_and_bytes(batch)} ({result['machine']['gpu']})"
     return above, [(way, times["median_us"]) for way, times in batch["contenders"].items()]
 
 
 def copies_table(result: dict[str, Any]) -> str:
-    """Every batch and way: times and ratios; of a way that fails, how."""
+    """Return a table of batches and ways: times and ratios, or the error of a way that fails."""
     rows = []
     for direction, batches in result["copies"].items():
         for name, found in batches.items():
@@ -58,7 +58,7 @@ def copies_table(result: dict[str, Any]) -> str:
 
 
 def steps_table(result: dict[str, Any]) -> str:
-    """Where the time of our own copies goes, and how many transfers they took."""
+    """Return a table of the steps and the transfers of our own copies."""
     rows = []
     for direction, batches in result["copies"].items():
         for name, found in batches.items():
@@ -79,7 +79,7 @@ def steps_table(result: dict[str, Any]) -> str:
 
 
 def nodes_table(result: dict[str, Any]) -> str:
-    """The same leaves in nodes of each kind: whole times, and what a node adds."""
+    """Return a table of the same leaves in nodes of each kind: whole times, and time per node."""
     nodes = result["nodes"]
     rows = []
     for tree, ways in nodes["times"].items():
@@ -98,7 +98,7 @@ def nodes_table(result: dict[str, Any]) -> str:
 
 
 def into_table(result: dict[str, Any]) -> str:
-    """Copies into tensors that are there already, over a copy that allocates."""
+    """Return a table of copies into existing tensors, with ratios to a copy that allocates."""
     rows = []
     for direction, found in result["into"].items():
         title = f"detection batch {DIRECTIONS[direction]}: {leaves_and_bytes(found)}"

@@ -1,4 +1,4 @@
-"""All on TensorDicts in one result: copies, what a node costs, filling what is there already."""
+"""All TensorDict benchmarks in one result: copies, cost of a node, copies into existing tensors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MIN_SPEEDUPS = {
     ("flat", td_copies.CONSOLIDATED): 25.0,
     ("control", td_copies.TO): 2.5,
 }
-"""Host to device: how many times longer another way is wanted to take with a batch."""
+"""Host to device, by batch and other way: the target for its time over ours."""
 MAX_REBUILD_US = {td_nodes.NESTED: 3.0, td_nodes.CLASSES: 10.0}
 MAX_INTO_SHARE = 0.5  # of the time of a copy that allocates
 
 
 def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """The result of this benchmark, without the machine.
+    """Return the result of this benchmark, without the machine.
 
     Args:
         device: The accelerator.
-        repeats: Calls with the fastest batches; others get a share of them.
-        progress: From a label to a wrapper of the rounds.
-        keep_gc: Leave Python's cyclic collector on while timing.
+        repeats: Calls with the fastest batches; others get a fraction of that.
+        progress: Returns a wrapper of the rounds for a label.
+        keep_gc: Leave Python's garbage collector on while timing.
 
     """
     ways = {direction.name: direction for direction in (h2d(device), d2h(device))}
@@ -58,7 +58,7 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """What the figures are wanted to show, and whether they do; without speed, the counts only."""
+    """Return each target and whether it is hit; without ``speed``, only those on counts."""
     wrong = count_wrong(result)
     flat = result["copies"]["h2d"]["flat"]
     chunk = result["into"]["h2d"]["counts"][into.into(into.CHUNK)]
@@ -76,7 +76,7 @@ def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any
 
 
 def count_wrong(result: dict[str, Any]) -> int:
-    """Wrong places in the results of our own ways."""
+    """Count the wrong places in the results of our own ways."""
     copied = [batch["wrong"] for batches in result["copies"].values() for batch in batches.values()]
     filled = [found["wrong"] for found in result["into"].values()]
     ours = sum(n for wrong in copied + filled for way, n in wrong.items() if way.startswith(OURS))
@@ -88,7 +88,7 @@ def _speed_targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for (name, way), least in MIN_SPEEDUPS.items():
         batch = result["copies"]["h2d"][name]
-        speedup = batch["ratios"].get(way)  # None where the other way failed: nothing was shown
+        speedup = batch["ratios"].get(way)  # None if the other way failed: not a hit
         found.append(
             {
                 "what": f"{name}, host to device, {way} over tdcopier",
@@ -121,7 +121,7 @@ def _speed_targets(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _counts(what: str, leaves: int, found: dict[str, Any], dtypes: int = 1) -> dict[str, Any]:
     stats = found["stats"]
-    wanted = [leaves, dtypes, dtypes]  # at most a transfer for each dtype
+    wanted = [leaves, dtypes, dtypes]  # at most one transfer per dtype
     counts = [stats["packed_leaves"], stats["transfers"], found["memcpys"]]
     return {
         "what": f"{what}: packed leaves, transfers, H2D memcpys seen from outside",

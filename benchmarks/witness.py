@@ -1,4 +1,4 @@
-"""Counts transfers from outside the engine, so that its own counters need not be believed."""
+"""Counts transfers from outside the engine, as a check of its own counters."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 
 class Witness(NamedTuple):
-    """How the transfers of one direction show in the records of somebody else."""
+    """The names of one direction's transfers in outside records."""
 
     memcpys: tuple[str, ...]
-    """What torch.profiler calls them on CUDA, the surest name first."""
+    """Names in torch.profiler on CUDA, the most specific first."""
     sim_counter: str
     """The field of ``tdcopier.sim.Counts``."""
 
 
 class Count(NamedTuple):
-    """What was counted, and by whom."""
+    """An outside count, and the tool that counted."""
 
     memcpys: int
     counted_by: str
@@ -25,18 +25,18 @@ class Count(NamedTuple):
 def count(
     witness: Witness, device_type: str, once: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], Count]:
-    """Run a copy and count its transfers meanwhile.
+    """Run a copy and count its transfers.
 
     Args:
-        witness: How they show.
+        witness: Names of the transfers.
         device_type: ``"cuda"`` or ``"sim"``.
-        once: Copies, synchronises, and gives the handle's own counters.
+        once: Copies, synchronises, and returns the handle's own counters.
 
     Returns:
         The handle's own counters, and the outside count.
 
     """
-    once()  # first use allocates and may load modules: not part of what is counted
+    once()  # not counted: the first use allocates and may load modules
     if device_type == "sim":
         from tdcopier import sim
 
@@ -53,12 +53,12 @@ def count(
 
 
 def memcpys_among(names: Iterable[str], witness: Witness) -> int:
-    """How many of the device's records are transfers of the witness's direction.
+    """Count the device's records that are transfers of the witness's direction.
 
-    Between two devices, a driver that knows ``Memcpy PtoP`` uses it for every transfer, and
-    ``Memcpy DtoD`` is then a copy within one device. Another calls both ``DtoD``. So only the first
-    name that is there at all counts. A gather or scatter is a kernel, and has neither name; but one
-    that gathers little straight into host memory is the transfer, where there is no memcpy.
+    Between two devices, some drivers record every transfer as ``Memcpy PtoP``, and ``Memcpy DtoD``
+    is then a copy within one device; others record both as ``DtoD``. So only the first name that
+    occurs counts. A gather or scatter is a kernel with neither name. But a kernel that gathers
+    directly into host memory is itself the transfer, and counts if there is no memcpy.
     """
     found = list(names)
     counts = (sum(memcpy in name for name in found) for memcpy in witness.memcpys)
