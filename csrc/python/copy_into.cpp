@@ -163,7 +163,7 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
       ++handle.counts().delegated;
     }
   } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not the copy's failure
+    if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not a failure of the copy
     const py::object failure = error.value();
     if (py::hasattr(failure, "add_note")) {
       const auto path = path_of_pair(source, destination, number);

@@ -44,7 +44,7 @@ struct DelegatedOutputs {
   bool is_done() const;    // a device error counts as done
   void wait_done() const;  // Blocks. GIL: either way. Throws: the device's error; Interrupted.
   void hand_over_to(const c10::Stream& stream) const;
-  void order_after_reads() const;  // the current streams of the sources' devices
+  void order_after_reads() const;  // orders the current streams of the sources' devices
 
   std::vector<c10::Storage> storages;
   std::optional<c10::Stream> stream;  // set with `made`

@@ -307,7 +307,7 @@ void Handle::build_once() {
     phases_.take_out(Phase::kUnflatten, outputs.ns());
   } catch (py::error_already_set& error) {
     if (result_) return;
-    // An interrupt is not the copy's failure: the next call builds again.
+    // An interrupt is not a failure of the copy: the next call builds again.
     if (error.matches(PyExc_Exception)) fail_with(error.value());
     throw;
   }

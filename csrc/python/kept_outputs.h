@@ -58,7 +58,7 @@ class KeptOutputs {
 
   struct Set {
     std::shared_ptr<KeptSet> set;
-    uint64_t picked;  // when, in picks
+    uint64_t picked;  // value of picks_ when it was last picked
   };
 
   const std::vector<size_t> leaves_;  // by group

@@ -85,7 +85,7 @@ class Sorter {
     try {
       sort_all();
     } catch (const std::runtime_error&) {
-      check_delegated();  // reports their mistakes first, as these leaves come before this one
+      check_delegated();  // reports mistakes in delegated leaves first: they come before this one
       throw;
     }
     check_delegated();

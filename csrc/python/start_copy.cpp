@@ -252,7 +252,7 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
       outputs.made = Accelerator::of(target).events().record(*outputs.stream);
     }
   } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not the copy's failure
+    if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not a failure of the copy
     const py::object failure = error.value();
     note_path(failure, data, node, target);
     handle.fail_with(failure);
