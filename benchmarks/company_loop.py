@@ -19,7 +19,7 @@ from storages import ROW
 
 import tdcopier
 
-STEP_MS = 3.4  # of kernels in each step
+STEP_MS = 3.4  # duration of each step's kernels
 LEAVES, LEAF_BYTES = 12, 1 << 22  # a batch of 50 MB
 LEAF_BYTES_OF_SIM = 1 << 12
 METRICS = 10  # floats: 40 bytes

@@ -20,7 +20,7 @@ import tdcopier
 SIZES_BYTES = (1 << 16, 1 << 22)  # one that is packed, and one that is sent alone
 DECOY_BYTES = 16 << 20  # a pinned transfer before every second copy, which delays the copy
 DECOY_BYTES_OF_SIM = 1 << 16
-BLOCK = 10  # rounds of one way in a row
+BLOCK = 10  # consecutive rounds of one way
 ROUNDS_PER_REPEAT = 2
 BY_TORCH, BY_TORCH_ASYNC = ".to()", "non_blocking .to()"
 KINDS = ("pageable", "pinned", "memory-mapped")

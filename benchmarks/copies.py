@@ -17,7 +17,7 @@ from quiet import QuietProcessor
 import tdcopier
 from tdcopier.workloads import WORKLOADS, Workload, leaves, map_tensors, total_bytes
 
-BURST = 5  # calls of one contender in a row
+BURST = 5  # consecutive calls of one contender
 MIN_ROUNDS = 3
 
 Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]

@@ -25,8 +25,8 @@ from quiet import QuietProcessor
 import tdcopier
 from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
 
-STEP_MS = 3.4  # of work for the device in each step
-STEPS = 20  # of one feed in a row
+STEP_MS = 3.4  # duration of each step's kernels
+STEPS = 20  # consecutive steps of one feed
 CHECK_EVERY = 10  # the whole batch is compared at every tenth step, three leaves at each
 WARM_UP = 2
 RESIDENT = "on the device already"

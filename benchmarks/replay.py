@@ -22,11 +22,11 @@ from measure import collector_paused, summarise
 from replay_feeds import OURS, RESIDENT, Batches, ReplayFeed, feeds
 from storages import ROW, Storage, bytes_of_batch, that_fit
 
-STEP_MS = 4.0  # of the learner with large kernels
+STEP_MS = 4.0  # duration of a step of the learner with large kernels
 SMALL_KERNELS = 500
 ROWS = 100_000
 ROWS_OF_SIM = 500
-STEPS = 20  # of one feed in a row
+STEPS = 20  # consecutive steps of one feed
 WARM_UP_STEPS = 4  # before them, so that the feed has run ahead
 WARM_UP = 1
 ROUNDS_PER_REPEAT = 0.04
@@ -152,7 +152,7 @@ def block(
         called = clock_ns()
         batch = next(batches)
         waited_ns += clock_ns() - called
-        seen.append(batch[ROW].clone())  # the learner reads it, in the order of its stream
+        seen.append(batch[ROW].clone())  # read by the learner, in stream order
         work.enqueue()
         ended[step % 2].record()
         if step > WARM_UP_STEPS:

@@ -21,7 +21,7 @@ OURS = "tdcopier"
 THREADED = f"{OURS}, a reader of its own"
 BY_HAND = "index_select into pinned memory, non_blocking .to(), by hand"
 SELDOM = 3
-DEPTH = 2  # batches ahead, of every feed that runs ahead
+DEPTH = 2  # how many batches the feeds run ahead
 
 Batches = Iterator[Any]
 

@@ -17,7 +17,7 @@ import tdcopier
 from tdcopier.workloads import flat_dict, map_tensors, total_bytes
 
 COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
-FLOATS = 64  # of a leaf
+FLOATS = 64  # per leaf
 MOST_SIMULATED = 10_000
 MOST_BY_TO = 10_000  # limit for .to() per leaf: more leaves take seconds and show nothing new
 BURST = 3

@@ -16,7 +16,7 @@ from tdcopier.workloads import WORKLOADS, detection_batch, leaves, map_tensors, 
 
 LONG_SLEEP_MS = 20.0  # queued on the current stream while wait() is timed
 SHORT_SLEEP_MS = 1.5  # between the copies of a backlog, so that consumers run late
-BLOCK = 10  # checked rounds of one kind in a row
+BLOCK = 10  # consecutive checked rounds of one kind
 DECOY_BYTES = 16 << 20  # pinned H2D before a copy, which delays the copy
 MAX_WAIT_US = 100.0
 MAX_BATCHES = 8.0

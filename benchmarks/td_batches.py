@@ -17,7 +17,7 @@ from tensordict import (
 
 from tdcopier.workloads import flat_dict
 
-ROWS = 256  # of a replay batch
+ROWS = 256  # in a replay batch
 OBSERVED, CONTROLLED = 17, 6  # sizes of a walking robot's observations and actions
 FRAMES = 64
 MEMBERS = 32

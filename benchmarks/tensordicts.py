@@ -20,7 +20,7 @@ MIN_SPEEDUPS = {
 }
 """Host to device, by batch and other way: the target for its time over ours."""
 MAX_REBUILD_US = {td_nodes.NESTED: 3.0, td_nodes.CLASSES: 10.0}
-MAX_INTO_SHARE = 0.5  # of the time of a copy that allocates
+MAX_INTO_SHARE = 0.5  # target for the time over that of a copy that allocates
 
 
 def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:

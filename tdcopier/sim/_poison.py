@@ -28,8 +28,8 @@ class Poison(Scope):
 def poison(*, at_allocation: bool = True, at_free: bool = True) -> Poison:
     """Fill device and pinned memory with a pattern when it is allocated, and when it is freed.
 
-    By default, memory is filled when it comes from the system, but not when it is freed. Reused
-    memory then keeps its old bytes, so a use after free may find the values that it expects.
+    Without this call, memory is filled when it comes from the system, but not when it is freed.
+    Reused memory then keeps its old bytes, so a use after free may find the values that it expects.
 
     Freed memory is filled at once if its own stream, and the streams recorded for it, have no work.
     Otherwise it is filled after the work of its own stream, once the allocator sees at a later
