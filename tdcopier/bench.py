@@ -1,7 +1,7 @@
-"""`python -m tdcopier.bench`: tdcopier against the usual ways of copying, on your machine.
+"""`python -m tdcopier.bench`: compares tdcopier with the usual ways of copying, on your machine.
 
 It copies a detection batch (528 small tensors) and one large tensor to the device and back. Exit
-status: 0; 1 if a result differs from what `.to()` gives; 2 if it cannot run here.
+status: 0; 1 if a result differs from that of `.to()`; 2 if the benchmark cannot run here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CannotRunError(Exception):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; the exit status."""
+    """Run the benchmark and return the exit status."""
     options = _parse(arguments)
     try:
         device = chosen_device(options.device)
@@ -56,10 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def chosen_device(asked: str) -> torch.device:
-    """The device, with its index; it is the current one of its kind afterwards.
+    """Return the device with its index, and make it the current one of its kind.
 
     Raises:
-        CannotRunError: it is not here, or nothing that the engine copies to.
+        CannotRunError: the device is not available, or the engine does not support it.
     """
     kind = asked.partition(":")[0]
     if kind == "cuda" and not torch.cuda.is_available():
@@ -106,12 +106,12 @@ def _result(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """A table for each case, and what to know of them."""
+    """Return a table for each case, followed by notes on how to read them."""
     return "\n\n".join([_machine(result), *map(_case_as_text, result["cases"]), _notes(result)])
 
 
 def _machine(result: dict[str, Any]) -> str:
-    """The device by its name, and the versions."""
+    """Return the name of the device and the versions, as one line."""
     info = result["info"]
     names = {device["device"]: device["name"] for device in info["devices"]}
     versions = info["versions"]

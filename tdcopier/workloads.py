@@ -1,8 +1,8 @@
 """Named example batches, shared by the tutorials, the tests and the benchmarks.
 
 Every batch is a plain tree of ``list`` and ``dict`` with CPU tensors as leaves. The same arguments
-give the same values, and its leaf count and its bytes do not depend on the seed, so that figures
-taken with different seeds compare. Sizes use 1 KB = 1000 bytes, and 1 KiB = 1024 bytes.
+give the same values. The numbers of leaves and bytes do not depend on the seed, so figures taken
+with different seeds are comparable. Sizes use 1 KB = 1000 bytes, and 1 KiB = 1024 bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "total_bytes",
 ]
 
-# Objects seen by one camera, or in one sample: spread evenly from the least to the most.
+# Objects seen by one camera, or in one sample: spread evenly from minimum to maximum.
 MIN_OBJECTS = 8
 MAX_OBJECTS = 80
 NUM_CLASSES = 10
@@ -76,10 +76,10 @@ class SampleWithImages(Sample):
 
 
 class AtariStep(TypedDict):
-    """What an environment says of one step, in ``R`` rows: ``28,227 * R`` bytes in 4 leaves."""
+    """State of an environment at one step, in ``R`` rows: ``28,227 * R`` bytes in 4 leaves."""
 
     pixels: torch.Tensor
-    """(R, 4, 84, 84) uint8: the last four frames, grey."""
+    """(R, 4, 84, 84) uint8: the last four frames, in greyscale."""
     done: torch.Tensor
     """(R, 1) bool: terminated or truncated."""
     terminated: torch.Tensor
@@ -89,7 +89,7 @@ class AtariStep(TypedDict):
 
 
 class AtariStepAfter(AtariStep):
-    """What came of an action."""
+    """State of an environment after an action, with the reward."""
 
     reward: torch.Tensor
     """(R, 1) float32."""
@@ -102,24 +102,23 @@ class AtariReplay(AtariStep):
     """(R,) int64."""
     next: AtariStepAfter
     index: torch.Tensor
-    """(R,) int64: where in the buffer the row was found."""
+    """(R,) int64: position of the row in the buffer."""
 
 
 def detection_batch(samples: int = 16, cameras: int = 6, seed: int = 0) -> list[Sample]:
-    """Six-camera 3D detection labels, as a data loader yields them.
+    """Return six-camera 3D detection labels, as a data loader yields them.
 
     With the defaults: 528 leaves, 153,152 bytes, the largest leaf 2,240 bytes. The number of
-    objects varies from 8 to 80 over the cameras and over the samples: the counts are spread evenly
-    and handed out in an order that the seed decides, so the total stays the same.
+    objects varies from 8 to 80 over the cameras and over the samples. The counts are spread evenly
+    and assigned in an order that depends on the seed, so the total stays the same.
 
     Args:
         samples: Samples in the batch.
         cameras: Cameras per sample.
-        seed: Decides values and the order of the counts.
+        seed: Determines the values and the order of the counts.
 
     Returns:
         One :class:`Sample` per sample.
-
     """
     generator = torch.Generator().manual_seed(seed)
     in_cameras = iter(_object_counts(samples * cameras, generator))
@@ -133,10 +132,10 @@ def detection_batch(samples: int = 16, cameras: int = 6, seed: int = 0) -> list[
 def detection_batch_with_images(
     samples: int = 16, cameras: int = 6, seed: int = 0
 ) -> list[SampleWithImages]:
-    """:func:`detection_batch` plus one (cameras, 3, 256, 704) uint8 image batch per sample.
+    """Return :func:`detection_batch` plus (cameras, 3, 256, 704) uint8 images for each sample.
 
-    With the defaults: 544 leaves, 52,057,664 bytes, of which 16 leaves of 3,244,032 bytes are
-    images. The common case of a training step: many tiny leaves and a few large ones.
+    With the defaults: 544 leaves, 52,057,664 bytes, of which 16 leaves of 3,244,032 bytes each are
+    images. This is the common case of a training step: many tiny leaves and a few large ones.
 
     Args:
         samples: Samples in the batch.
@@ -145,7 +144,6 @@ def detection_batch_with_images(
 
     Returns:
         One :class:`SampleWithImages` per sample.
-
     """
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (cameras, 3, IMAGE_HEIGHT, IMAGE_WIDTH)
@@ -159,10 +157,9 @@ def detection_batch_with_images(
 
 
 def one_large(size_bytes: int = 1 << 28, seed: int = 0) -> torch.Tensor:
-    """One (``size_bytes // 4``,) int32 tensor; by default 256 MiB (268,435,456 bytes).
+    """Return one (``size_bytes // 4``,) int32 tensor; by default 256 MiB (268,435,456 bytes).
 
-    Every value differs from its neighbours and names its position, so a piece that lands in the
-    wrong place shows.
+    Each value encodes its position, so a piece that arrives in the wrong place is detected.
 
     Args:
         size_bytes: Bytes of the tensor, rounded down to whole int32 values.
@@ -170,17 +167,16 @@ def one_large(size_bytes: int = 1 << 28, seed: int = 0) -> torch.Tensor:
 
     Returns:
         The tensor; the tree is a single leaf.
-
     """
     return torch.arange(seed, seed + size_bytes // 4, dtype=torch.int32)
 
 
 def many_large(leaves: int = 64, leaf_bytes: int = 1 << 22, seed: int = 0) -> list[torch.Tensor]:
-    """A list of equal int32 leaves; by default 64 of 4 MiB, together 268,435,456 bytes.
+    """Return int32 leaves of one size; by default 64 of 4 MiB, together 268,435,456 bytes.
 
-    As when the weights of a layer, or the optimizer's state of one, are brought back from the host,
-    or when the features of a clip were computed before. Values name positions, as in
-    :func:`one_large`, and no two leaves are equal.
+    Examples of such batches are the weights of a layer or its optimizer state, brought back from
+    the host, and precomputed features of a clip. Values encode positions, as in :func:`one_large`,
+    and no two leaves are equal.
 
     Args:
         leaves: Leaves in the list.
@@ -189,7 +185,6 @@ def many_large(leaves: int = 64, leaf_bytes: int = 1 << 22, seed: int = 0) -> li
 
     Returns:
         The list.
-
     """
     count = leaf_bytes // 4
     begins = range(seed, seed + leaves * count, count)
@@ -197,19 +192,18 @@ def many_large(leaves: int = 64, leaf_bytes: int = 1 << 22, seed: int = 0) -> li
 
 
 def atari_replay(rows: int = 256, seed: int = 0) -> AtariReplay:
-    """Rows sampled from a replay buffer of Atari frames, as a learner gets them at each step.
+    """Return rows sampled from a replay buffer of Atari frames, as a learner gets them.
 
     With the defaults: 11 leaves, 14,457,344 bytes, of which the two stacks of frames have 7,225,344
-    each and all others together 6,656. Nested as torchrl's buffers give it: the step, what came of
-    it under ``"next"``, and where in the buffer the sampler found the row.
+    each and all others together 6,656. The nesting is that of torchrl's buffers: the step, the step
+    after the action under ``"next"``, and the index of each row in the buffer.
 
     Args:
         rows: Rows in the batch.
-        seed: Decides the values.
+        seed: Determines the values.
 
     Returns:
         One dict, with one dict in it.
-
     """
     generator = torch.Generator().manual_seed(seed)
     reward = torch.randint(-1, 2, (rows, 1), generator=generator).float()
@@ -222,16 +216,15 @@ def atari_replay(rows: int = 256, seed: int = 0) -> AtariReplay:
 
 
 def flat_dict(leaves: int = 1000, floats: int = 64, seed: int = 0) -> dict[str, torch.Tensor]:
-    """One dict of equal leaves, each (``floats``,) float32; by default 1000 leaves, 256,000 bytes.
+    """Return one dict of (``floats``,) float32 leaves; by default 1000 leaves, 256,000 bytes.
 
     Args:
         leaves: Leaves in the dict, under the keys ``"leaf_0"``, ``"leaf_1"``, ...
         floats: Values per leaf.
-        seed: Decides the values.
+        seed: Determines the values.
 
     Returns:
         The dict.
-
     """
     generator = torch.Generator().manual_seed(seed)
     return {f"leaf_{i}": torch.rand(floats, generator=generator) for i in range(leaves)}
@@ -241,9 +234,9 @@ class Workload(NamedTuple):
     """A batch with a name."""
 
     make: Callable[[int], Any]
-    """From a seed to a tree."""
+    """Takes a seed and returns a tree."""
     pool: int
-    """How many batches with different values a benchmark cycles through."""
+    """Number of batches with different values that a benchmark cycles through."""
     repeat_share: float
     """The share of a benchmark's repeats that this batch gets; large ones get less."""
 
@@ -262,18 +255,17 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """The tree with ``fn`` applied to every tensor: the plain recursive way, one call per leaf.
+    """Apply ``fn`` to every tensor of the tree in the plain recursive way, with one call per leaf.
 
-    With ``fn=lambda leaf: leaf.to(device)`` it is what a copy is held against.
+    With ``fn=lambda leaf: leaf.to(device)`` it is the reference that a copy is compared with.
 
     Args:
-        tree: ``list``, ``tuple`` and ``dict`` containers; a value that is neither a container nor
-            a tensor is opaque and comes back as it is.
-        fn: From a tensor to what takes its place.
+        tree: ``list``, ``tuple`` and ``dict`` containers; a value that is neither a container nor a
+            tensor is opaque and comes back unchanged.
+        fn: Takes a tensor and returns its replacement.
 
     Returns:
         New containers of the same types.
-
     """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
@@ -287,15 +279,14 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def leaves_with_paths(tree: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Every tensor of the tree with where it is, such as ``"[3]['cameras'][0]['boxes']"``.
+    """Return every tensor of the tree with its path, for example ``"[3]['cameras'][0]['boxes']"``.
 
     Args:
         tree: As in :func:`map_tensors`.
-        path: What every path starts with.
+        path: A prefix of every path.
 
     Returns:
         Pairs of path and tensor, in the order of the containers.
-
     """
     if isinstance(tree, torch.Tensor):
         return [(path, tree)]
@@ -311,33 +302,31 @@ def leaves_with_paths(tree: Any, path: str = "") -> list[tuple[str, torch.Tensor
 
 
 def leaves(tree: Any) -> list[torch.Tensor]:
-    """Every tensor of the tree, in the order of the containers.
+    """Return every tensor of the tree, in the order of the containers.
 
     Args:
         tree: As in :func:`map_tensors`.
 
     Returns:
         The tensors themselves, not copies.
-
     """
     return [leaf for _, leaf in leaves_with_paths(tree)]
 
 
 def total_bytes(tree: Any) -> int:
-    """The bytes of all tensors of the tree, without any padding between them.
+    """Return the bytes of all tensors of the tree, without padding between them.
 
     Args:
         tree: As in :func:`map_tensors`.
 
     Returns:
         The sum of ``numel * element size``.
-
     """
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 
 
 def _object_counts(how_many: int, generator: torch.Generator) -> list[int]:
-    """Counts spread evenly from MIN_OBJECTS to MAX_OBJECTS, shuffled; the sum never changes."""
+    """Return counts spread evenly from MIN_OBJECTS to MAX_OBJECTS, shuffled; the sum is fixed."""
     evenly = torch.linspace(MIN_OBJECTS, MAX_OBJECTS, how_many).round().long()
     counts: list[int] = evenly[torch.randperm(how_many, generator=generator)].tolist()
     return counts

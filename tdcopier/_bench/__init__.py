@@ -1,1 +1,1 @@
-"""The parts of `python -m tdcopier.bench`; the repository's benchmarks time with them too."""
+"""The parts of `python -m tdcopier.bench`; the repository's benchmarks use its timing code too."""

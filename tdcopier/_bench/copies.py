@@ -1,6 +1,6 @@
-"""The short benchmark: two batches, from the host to a device and back, ours against the usual.
+"""The short benchmark: times tdcopier and the usual ways, for two batches in both directions.
 
-Each way of copying is held against `.to()` per leaf before it is timed and again afterwards.
+Each way of copying is compared with `.to()` per leaf, before it is timed and again afterwards.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
 
 
 class WrongValuesError(Exception):
-    """What a way of copying gave is not what `.to()` gives."""
+    """A way of copying gave a result that differs from that of `.to()`."""
 
 
 class Batch(NamedTuple):
-    """What is copied, and how often it is timed."""
+    """A batch to copy, and how often to time it."""
 
     name: str
     trees: list[Any]
-    """On the host; rounds go through them in turn."""
+    """On the host; the rounds use them in turn."""
     rounds: int
     burst: int
-    """Calls of one way in a row. The first finds colder caches than the others."""
+    """Consecutive calls of one way. The first finds colder caches than the others."""
 
 
 class Case(NamedTuple):
@@ -50,17 +50,16 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the case, for people."""
         return f"{self.batch.name}, {self.direction}"
 
 
 def batches(large_bytes: int, *, quick: bool) -> list[Batch]:
-    """Many small leaves, and a single large one.
+    """Return a batch of many small leaves, and one with a single large leaf.
 
     Args:
-        large_bytes: Of the large one, rounded down to whole int32 values.
-        quick: A few rounds, to see that it runs.
-
+        large_bytes: size of the large leaf, rounded down to whole int32 values.
+        quick: use few rounds, to check that the benchmark runs.
     """
     small = [workloads.detection_batch(seed=seed) for seed in range(4)]
     large = [workloads.one_large(large_bytes)]
@@ -71,10 +70,10 @@ def batches(large_bytes: int, *, quick: bool) -> list[Batch]:
 
 
 def run(case: Case, progress: Progress) -> dict[str, Any]:
-    """Time every way of copying; the figures of one case, with ratios over ours.
+    """Time every way of copying; return the figures of one case, with ratios to tdcopier's.
 
     Raises:
-        WrongValuesError: a way gave something else than `.to()`.
+        WrongValuesError: a way gave a result that differs from that of `.to()`.
     """
     device = case.target if case.direction == "H2D" else case.source
     synchronise = _synchroniser(device)
@@ -108,7 +107,7 @@ def run(case: Case, progress: Progress) -> dict[str, Any]:
 
 
 def contenders(target: torch.device, direction: str) -> list[Contender]:
-    """Ours, what one writes first, and what one writes when that is too slow."""
+    """Return tdcopier, the simplest way, and the ways that are used when that is too slow."""
     found = [
         Contender(OURS, lambda tree: tdcopier.copy(tree, target)),
         Contender(".to() per leaf", lambda tree: map_tensors(tree, lambda leaf: leaf.to(target))),
@@ -141,10 +140,10 @@ def _to_pinned(leaf: torch.Tensor) -> torch.Tensor:
 def check(
     way: Contender, sources: list[Any], target: torch.device, synchronise: Callable[[], None]
 ) -> None:
-    """Hold what a way gives against `.to()`, leaf by leaf; this is never timed.
+    """Compare the results of a way with those of `.to()`, leaf by leaf; this is never timed.
 
     Raises:
-        WrongValuesError: it differs; names the first leaf.
+        WrongValuesError: they differ; the message names the first leaf.
     """
     for source in sources:
         result = way.run(way.prepare(source))
@@ -158,7 +157,7 @@ def check(
 
 
 def differences(found: Any, expected: Any) -> list[str]:
-    """Paths of the leaves whose device, dtype, shape, strides or values are not as expected."""
+    """Return the paths of leaves that differ in device, dtype, shape, strides or values."""
     pairs = [leaves_with_paths(tree) for tree in (found, expected)]
     if [path for path, _ in pairs[0]] != [path for path, _ in pairs[1]]:
         return ["the structure"]
@@ -174,6 +173,6 @@ def differences(found: Any, expected: Any) -> list[str]:
 
 
 def _synchroniser(device: torch.device) -> Callable[[], None]:
-    """Blocks the host until the device has done all that was enqueued."""
+    """Return a function that blocks until the device has done all enqueued work."""
     synchronize = torch.get_device_module(device).synchronize
     return lambda: synchronize(device)

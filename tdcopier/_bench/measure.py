@@ -1,4 +1,4 @@
-"""Interleaved timing in one process, boiled down to medians, quartiles and ratios of medians."""
+"""Interleaved timing in one process, summarised as medians, quartiles and ratios of medians."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Summary(NamedTuple):
-    """What a list of times came to, in microseconds."""
+    """Summary of a list of times, in microseconds."""
 
     median_us: float
     q1_us: float
@@ -23,25 +23,26 @@ class Summary(NamedTuple):
 
 
 WAY, PREPARED, LIMIT = "way", "prepared", "limit"
-"""What a contender is: a way of copying; one that is handed sources that are prepared for it; or no
-copy of a tree at all, but what the machine can do at best."""
+"""Kinds of contenders: a way of copying; a way that gets sources prepared for it; or a limit, which
+copies no tree but measures the best that the machine can do."""
 
 
 class Contender(NamedTuple):
-    """One way of copying a tree, as it is timed."""
+    """One way of copying a tree, to be timed."""
 
     name: str
     run: Callable[[Any], Any]
-    """Timed: from a source tree to the tree on the target."""
+    """Timed: takes a source tree and returns the tree on the target."""
     prepare: Callable[[Any], Any] = lambda tree: tree
-    """Not timed, once per source tree: for a baseline that is handed pinned sources."""
+    """Not timed, called once per source tree: for example to pin the sources of a baseline."""
     kind: str = WAY
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Entered for each burst, not timed: for what must not be there while others are timed."""
+    """Entered around each burst, not timed: for state that must not exist while others are
+    timed."""
 
 
 def summarise(times_us: Sequence[float]) -> Summary:
-    """Median and quartiles. Quartiles are inclusive: they lie within what was measured."""
+    """Return median and quartiles. Quartiles are inclusive: they are within the measured range."""
     if not times_us:
         raise ValueError("no times to summarise")
     if len(times_us) == 1:
@@ -52,18 +53,18 @@ def summarise(times_us: Sequence[float]) -> Summary:
 
 
 def ratio_of_medians(other: Summary, ours: Summary) -> float:
-    """How many times longer the other takes."""
+    """Return how many times longer the other takes."""
     return other.median_us / ours.median_us
 
 
 def compared(times_us: dict[str, list[float]], reference: str, burst: int) -> dict[str, Any]:
-    """What the times of several contenders come to, as result files hold it.
+    """Compare the times of several contenders, in the form that result files use.
 
     Args:
-        times_us: From :func:`interleave`.
-        reference: The contender that ratios are over.
-        burst: As it was interleaved: the first call of each burst is also given apart.
-
+        times_us: from :func:`interleave`.
+        reference: the contender that ratios are relative to.
+        burst: as passed to :func:`interleave`; the first call of each burst is also reported
+            separately.
     """
     parts = {
         "contenders": ({way: summarise(taken) for way, taken in times_us.items()}, "ratios"),
@@ -85,7 +86,7 @@ def compared(times_us: dict[str, list[float]], reference: str, burst: int) -> di
 
 @contextmanager
 def collector_paused(paused: bool = True) -> Iterator[None]:
-    """Keep Python's cyclic collector out of the timed region, as timeit does."""
+    """Keep Python's cyclic garbage collector out of the timed region, as timeit does."""
     was_on = gc.isenabled()
     gc.collect()
     if paused:
@@ -109,30 +110,30 @@ def interleave(
     before_round: Callable[[], None] = lambda: None,
     burst: int = 1,
 ) -> dict[str, list[float]]:
-    """Time every contender in every round, so that a drift of the machine meets them all alike.
+    """Time every contender in every round, so that drift of the machine affects all of them alike.
 
-    A round is a burst of calls with one source, contender after contender. The first call of a
-    burst finds in the caches what the neighbour left, the others what a loop of copies leaves.
+    A round is a burst of calls with one source, for one contender after the other. The first call
+    of a burst finds the caches as the previous contender left them; the other calls find them as in
+    a loop of copies.
 
-    One time is: the call, its outputs built, and the host synchronised with the device. The device
-    is idle when it starts. Dropping the outputs is not in it. The order is shuffled anew for each
-    round (the same way in each run), so that no contender always finds the caches that the same
-    neighbour left behind. The sources rotate.
+    One time includes the call, building its outputs, and synchronising the host with the device.
+    The device is idle at the start. Dropping the outputs is not included. The order is shuffled for
+    each round (in the same way in each run), so that no contender always follows the same other
+    one. The sources rotate.
 
     Args:
-        contenders: What to time.
-        sources: Trees to copy, one per round in turn.
-        synchronise: Blocks until the device has done all that was enqueued.
-        rounds: Times to keep per contender.
-        warm_up: Rounds before them that are thrown away.
-        clock_ns: The clock.
-        progress: Wraps the rounds, to show how far it is.
-        before_round: Called at the beginning of every round, outside what is timed.
-        burst: Calls of one contender in a row.
+        contenders: the contenders to time.
+        sources: trees to copy, one per round in turn.
+        synchronise: blocks until the device has done all enqueued work.
+        rounds: number of times to keep per contender.
+        warm_up: number of rounds before them that are discarded.
+        clock_ns: the clock.
+        progress: wraps the rounds, to show progress.
+        before_round: called at the beginning of every round, outside the timed region.
+        burst: consecutive calls of one contender.
 
     Returns:
         Times in microseconds by contender's name, in the order of the calls.
-
     """
     prepared = {c.name: [c.prepare(source) for source in sources] for c in contenders}
     times_us: dict[str, list[float]] = {c.name: [] for c in contenders}

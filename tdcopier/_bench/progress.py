@@ -1,4 +1,4 @@
-"""Shows on stderr how far a benchmark is."""
+"""Shows the progress of a benchmark on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 def progress(label: str) -> Callable[[Iterable[int]], Iterable[int]]:
-    """A bar where tqdm is installed and somebody watches; else a line before and one after."""
+    """Return a wrapper that shows a tqdm bar on a terminal, or else prints two lines."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,4 +1,4 @@
-"""Numbers, sizes and plain tables, as the short benchmark prints them."""
+"""Formats numbers, sizes and plain tables for the short benchmark."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def number(value: float) -> str:
-    """Three significant digits or all whole ones: 0.0123, 12.3, 1,234."""
+    """Format with three significant digits, or all digits before the point: 0.0123, 12.3, 1,234."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def size(count: int) -> str:
-    """Bytes in units of 1000, as data sheets do."""
+    """Format bytes in decimal units, as data sheets do."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= scale:
             return f"{number(count / scale)} {unit}"
@@ -19,11 +19,10 @@ def size(count: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of as many cells each, as lines: the first column to the left, the others to the right.
+    """Format rows with the same number of cells as lines; aligns all columns but the first right.
 
     Args:
-        rows: The heading first.
-
+        rows: the rows, starting with the heading.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
