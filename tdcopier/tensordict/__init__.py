@@ -1,1 +1,1 @@
-"""TensorDicts as trees: the only part of the package that imports tensordict, when it is needed."""
+"""TensorDicts as trees: the only subpackage that imports tensordict, and only when it is needed."""

@@ -1,4 +1,4 @@
-"""TensorDict's own calls, served by the engine: which of them, in which threads, for how long."""
+"""`tensordict_backend`: runs TensorDict's own calls on the engine, by thread or for the process."""
 
 from __future__ import annotations
 
@@ -21,52 +21,57 @@ from tdcopier.tensordict import _walk
 
 
 class BackendUse:
-    """What became of the calls that a switch was on for. Counts of calls, of all its threads."""
+    """Counts of the calls made while a switch was on, over all of its threads."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Start at zero."""
         self.by_engine = 0
-        """Calls of `.to` and constructors whose tensors the engine moved."""
+        """Calls of `.to` and of constructors whose tensors the engine moved."""
         self.by_tensordict = 0
-        """Calls of `.to` that were left to tensordict: for their arguments, the kind of collection,
-        a torch mode or a graph capture, or because the collection was there already."""
-        self._is_on = True  # until its block has ended
+        """Calls of `.to` that were left to tensordict: because of their arguments, the kind of
+        collection, a torch mode or a graph capture, or because the collection was on the device
+        already."""
+        self._is_on = True  # false once its block has ended
 
     def __repr__(self) -> str:
         return f"BackendUse(by_engine={self.by_engine}, by_tensordict={self.by_tensordict})"
 
 
-_lock = threading.RLock()  # held whenever a call is counted: no child must be born with it taken
+_lock = threading.RLock()  # held while calls are counted: a forked child must not inherit it locked
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
 )
-_are_ours = False  # the methods of TensorDict that are in place; guarded by _lock
+_are_ours = False  # whether TensorDict currently has our methods; guarded by _lock
 _of_blocks: list[BackendUse] = []  # guarded by _lock
-_process_wide: list[BackendUse] = []  # guarded by _lock for writing
+_process_wide: list[BackendUse] = []  # writes are guarded by _lock
 _own: ContextVar[tuple[BackendUse, ...]] = ContextVar("tdcopier_tensordict_backend", default=())
 
 
 @contextlib.contextmanager
 def tensordict_backend() -> Iterator[BackendUse]:
-    """Let TensorDict's own calls use the engine, within the block and in this thread (or task).
+    """Run TensorDict's own calls on the engine, within the block and in this thread (or task).
 
-    `td.to(device)`, with or without `non_blocking`, `.cuda()`, `.cpu()`, `TensorDict(...,
-    device=)` of a dict of tensors, and `with td.to(device) as moved:` give the same results as
-    ever, packed. What they guarantee stays, and more: a source in host memory, pinned or
-    not, may be overwritten when the call returns; a copy to a device is ordered on the current
-    stream and the host does not wait for it (but for the bound of `set_run_ahead_limit`), unless
-    `non_blocking=False` asks for that; a copy to the host has arrived, also with
-    `non_blocking=True`. Results on the host are pinned.
+    For example::
 
-    Everything else goes to tensordict's own code: a dtype, another tensor or TensorDict,
-    `batch_size`, `inplace`, `non_blocking_pin` and so on; collections that `async_to` leaves to
+        with tdcopier.tensordict_backend():
+            moved = td.to("cuda")  # packed
+
+    `td.to(device)`, with or without `non_blocking`, `.cuda()`, `.cpu()`, `TensorDict(..., device=)`
+    of a dict of tensors, and `with td.to(device) as moved:` give the same results as without the
+    backend, packed. Their guarantees still hold, and these are added. You may overwrite a source in
+    host memory, pinned or not, when the call returns. A copy to a device is ordered on the current
+    stream, and the host does not wait for it (except for the bound of `set_run_ahead_limit`) unless
+    `non_blocking=False` asks for that. A copy to the host has arrived when the call returns, even
+    with `non_blocking=True`. Results on the host are pinned.
+
+    All other calls go to tensordict's own code: those with a dtype, another tensor or TensorDict,
+    `batch_size`, `inplace`, `non_blocking_pin` and so on; collections that `async_to` delegates to
     their `.to`; calls under a torch mode, within a CUDA graph capture or `torch.compile`.
 
-    Blocks may be nested. For all threads of the process: `install_tensordict_backend`.
+    Blocks may be nested. For all threads of the process, use `install_tensordict_backend`.
 
     Yields:
-        How many calls the engine took, and how many it left to tensordict.
-
+        Counts of the calls that the engine took, and of those that it left to tensordict.
     """
     use = BackendUse()
     try:
@@ -76,19 +81,18 @@ def tensordict_backend() -> Iterator[BackendUse]:
         _own.set((*_blocks(), use))
         yield use
     finally:
-        # The block may end in another context than it began in, or before one that began within it.
-        # Contexts that were copied meanwhile, such as a task's, have it for good: it says itself.
+        # The block may end in another context than it began in, or before a block nested in it.
+        # Contexts copied meanwhile, for example a task's, keep it forever: `_is_on` tells them.
         use._is_on = False
         _own.set(_blocks())
         _set_methods()
 
 
 def install_tensordict_backend() -> BackendUse:
-    """Let TensorDict's own calls use the engine in every thread, until it is removed as often.
+    """Run TensorDict's own calls on the engine in every thread, until it is removed as often.
 
     Returns:
-        The counts of calls since; of the outermost installation where it is installed already.
-
+        Counts of calls since the installation; if it is installed already, since the first one.
     """
     with _lock:
         _process_wide.append(_process_wide[0] if _process_wide else BackendUse())
@@ -97,11 +101,10 @@ def install_tensordict_backend() -> BackendUse:
 
 
 def remove_tensordict_backend() -> None:
-    """Undo one `install_tensordict_backend`; the last one restores tensordict's own methods.
+    """Undo one `install_tensordict_backend`; the last removal restores tensordict's own methods.
 
     Raises:
-        RuntimeError: it is not installed.
-
+        RuntimeError: the backend is not installed.
     """
     with _lock:
         if not _process_wide:
@@ -111,7 +114,7 @@ def remove_tensordict_backend() -> None:
 
 
 def switches_on() -> tuple[bool, bool]:
-    """Whether it is installed in the process, and whether this thread is in a block of it."""
+    """Return whether it is installed in the process, and whether this thread is in a block."""
     return bool(_process_wide), bool(_blocks())
 
 
@@ -119,12 +122,14 @@ def switches_on() -> tuple[bool, bool]:
 
 _owner_of_to: Any = next(cls for cls in TensorDictBase.__mro__ if "to" in vars(cls))
 _own_to: Any = vars(_owner_of_to)["to"]
-_raw_to: Any = inspect.unwrap(_own_to)  # without what lets it be used in a `with` statement
+_raw_to: Any = inspect.unwrap(_own_to)  # without the decorator for use in a `with` statement
 _own_init: Any = TensorDict.__dict__["__init__"]
 
 
 def _set_methods() -> None:
-    """Have ours in place while a switch is on. Where Ctrl-C ends this, the next call does it."""
+    """Put our methods in place while a switch is on. If Ctrl-C interrupts it, the next call repairs
+    it.
+    """
     global _are_ours
     dense: Any = TensorDict
     with _lock:
@@ -137,12 +142,12 @@ def _set_methods() -> None:
 
 
 def _blocks() -> tuple[BackendUse, ...]:
-    """Those that this context is in."""
+    """Return the open blocks that this context is in."""
     return tuple(use for use in _own.get() if use._is_on)
 
 
 def _uses() -> tuple[BackendUse, ...]:
-    """What this call is counted in; empty if the switch is off here."""
+    """Return the counters of this call; none if no switch is on here."""
     own = _blocks()
     return (*own, *_process_wide[:1]) if _process_wide else own
 
@@ -169,13 +174,13 @@ def _switched_to(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _walk.unflatten(_moved(leaves, device, kwargs.get("non_blocking")), context)
 
 
-# As tensordict does: it lets the result be used in a `with` statement.
+# As in tensordict: allows the result to be used in a `with` statement.
 _as_context_manager: Any = _utils._as_context_manager
 _to: Any = _as_context_manager()(_switched_to)
 
 
 def _plain_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """The device that is asked for, if that is all, and the engine's to go to."""
+    """Return the device asked for, if it is the only argument and the engine supports it."""
     if len(args) + len(kwargs.keys() - {"non_blocking"}) != 1:
         return None
     asked: Any = args[0] if args else kwargs.get("device")
@@ -183,15 +188,15 @@ def _plain_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device
         return None
     try:
         device = _parsed(asked) if _C.engine_takes(asked) else None
-    except (ValueError, RuntimeError):  # no such device: tensordict has its own words for that
+    except (ValueError, RuntimeError):  # no such device: tensordict raises its own error
         return None
-    # "cpu:1" is the host to the engine, and a device of its own to tensordict.
+    # "cpu:1" is the host for the engine, but a separate device for tensordict.
     is_numbered_host = device is not None and device.type == "cpu" and device.index is not None
     return None if is_numbered_host else device
 
 
 def _parsed(asked: str | torch.device | int) -> torch.device:
-    """With its index, as tensordict gives it."""
+    """Return the device with its index, as tensordict does."""
     device = torch.device(asked)
     index: int | None = device.index
     if index is not None or device.type == "cpu":
@@ -200,12 +205,12 @@ def _parsed(asked: str | torch.device | int) -> torch.device:
 
 
 def _moved(leaves: list[Any], device: torch.device, non_blocking: bool | None) -> Any:
-    """The leaves on the device, as `.to` hands them over; the sources may be written again."""
+    """Return the leaves on the device, as `.to` would; the sources may then be overwritten."""
     handle = start_copy(leaves, device)
     if non_blocking is not None and not non_blocking:
         return handle.get()  # arrived, for every stream
     handle.wait_staged()
-    return handle.wait()  # this is get() where the host is the target
+    return handle.wait()  # equals get() if the host is the target
 
 
 @functools.wraps(_own_init)
@@ -221,7 +226,7 @@ _INIT_PARAMETERS = tuple(inspect.signature(_own_init).parameters)[1:]  # without
 def _with_moved_source(
     args: tuple[Any, ...], kwargs: dict[str, Any], uses: tuple[BackendUse, ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The constructor's arguments, where the tensors of its dict are on the device already."""
+    """Return the constructor's arguments, with the tensors of its dict moved to the device."""
     given = {**dict(zip(_INIT_PARAMETERS, args, strict=False)), **kwargs}
     asked, source = given.get("device"), given.get("source")
     device = None if asked is None else _plain_device((asked,), {})
@@ -240,7 +245,7 @@ def _with_moved_source(
 
 
 def _tensors_elsewhere(tree: dict[Any, Any], device: torch.device) -> list[torch.Tensor]:
-    """The plain tensors of a dict of dicts that are not on the device yet."""
+    """Return the plain tensors in nested dicts that are not on the device yet."""
     found: list[torch.Tensor] = []
     for value in tree.values():
         if type(value) is dict:
@@ -253,7 +258,7 @@ def _tensors_elsewhere(tree: dict[Any, Any], device: torch.device) -> list[torch
 def _with_tensors(
     tree: dict[Any, Any], device: torch.device, moved: Iterator[torch.Tensor]
 ) -> dict[Any, Any]:
-    """The same dict with these in their place, in the same order."""
+    """Return the same nested dicts with the moved tensors in place of the originals, in order."""
     made: dict[Any, Any] = {}
     for key, value in tree.items():
         if type(value) is dict:

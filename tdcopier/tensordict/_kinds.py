@@ -1,4 +1,4 @@
-"""Which classes of tensordict's are taken apart, by what they are made of."""
+"""Decides which of tensordict's classes are taken apart, by how they are built."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tensordict import (
 MetaData: Any = getattr(tensordict, "MetaData", None)
 TypedTensorDict: Any = getattr(tensordict, "TypedTensorDict", None)
 
-_tensorclasses: Any = importlib.import_module("tensordict.tensorclass")  # a function has its name
+_tensorclasses: Any = importlib.import_module("tensordict.tensorclass")  # a function shadows it
 
 PLAIN_LEAVES = frozenset({torch.Tensor, MemoryMappedTensor, torch.nn.Parameter, torch.nn.Buffer})
-"""Leaves that need no look at their class."""
+"""Leaf classes that need no further check."""
 
 NON_TENSOR_CLASSES = frozenset({NonTensorData, MetaData} - {None})
 LAZY_STACKS = frozenset({LazyStackedTensorDict, NonTensorStack})
@@ -38,25 +38,26 @@ _TENSORDICT_METHODS = (
     "items",
     "to",
 )
-"""What `.to` calls; a subclass that has its own may do what it likes, and is left to `.to`."""
+"""Methods that `.to` calls. A subclass that overrides one is left to its own `.to`."""
 
 
 def is_leaf(cls: type) -> bool:
-    """Whether a TensorDict's entry of this class is a tensor, and no collection of them."""
+    """Return whether a TensorDict's entry of this class is a tensor, not a collection."""
     return torch.Tensor in cls.__mro__ and UnbatchedTensor not in cls.__mro__
 
 
 def is_plain_subclass(cls: type) -> bool:
-    """Whether it is a subclass of TensorDict that moves as TensorDict does."""
+    """Return whether it is a subclass of TensorDict that moves as TensorDict does."""
     return issubclass(cls, TensorDict) and all(
         _is_of_tensordict(inspect.getattr_static(cls, name)) for name in _TENSORDICT_METHODS
     )
 
 
 def is_plain_tensorclass(cls: Any) -> bool:
-    """Whether its values are rebuilt without any code of the class's own.
+    """Return whether values of the class can be rebuilt without running its own code.
 
-    `.to` runs a `__post_init__` on what it has moved; it may read that, so it has to have arrived.
+    `.to` runs `__post_init__` on the moved value; that method may read the data, so it needs
+    arrived data.
     """
     if not getattr(cls, "_is_tensorclass", False) or getattr(cls, "_is_non_tensor", False):
         return False

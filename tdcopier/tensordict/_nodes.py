@@ -1,4 +1,4 @@
-"""What a TensorDict's nodes are rebuilt from: all but the leaves, which come in order."""
+"""Nodes: rebuild the parts of a TensorDict from its leaves, which come in order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Leaves = Iterator[Any]
 
 
 class Node(Protocol):
-    """A part of the result. `build` takes its leaves, and those below, from `arrived`."""
+    """A part of the result. `build` takes its leaves, and those of nodes in it, from `arrived`."""
 
     def build(self, arrived: Leaves, device: torch.device) -> Any: ...
 
 
 class Whole:
-    """A leaf, or whatever was moved as one."""
+    """A leaf, or a value that was moved as one."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ WHOLE = Whole()
 
 
 class Flat:
-    """A TensorDict of plain tensors alone, whose dict arrives as one."""
+    """A TensorDict that contains only plain tensors; its dict arrives as one value."""
 
     __slots__ = ("_batch_size", "_names")
 
@@ -46,7 +46,9 @@ class Flat:
 
 
 class Dense:
-    """Another TensorDict: its leaves first, then its nested nodes, put where their keys are."""
+    """Any other TensorDict: takes its leaves first, then its nested nodes, and restores their
+    order.
+    """
 
     __slots__ = ("_batch_size", "_keys", "_leaves", "_names", "_nested")
 
@@ -58,7 +60,7 @@ class Dense:
         batch_size: torch.Size,
         names: list[str | None] | None,
     ) -> None:
-        """Nested nodes come with the index of their key, in ascending order."""
+        """Take the nested nodes with the index of their key, in ascending order."""
         self._keys = keys
         self._leaves = leaves
         self._nested = nested
@@ -66,7 +68,7 @@ class Dense:
         self._names = names
 
     def build(self, arrived: Leaves, device: torch.device) -> Any:
-        """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
+        """Build with one call per node, so the nesting may be as deep as `.to` allows."""
         values = list(islice(arrived, self._leaves))
         for index, node in self._nested:
             values.insert(index, node.build(arrived, device))
@@ -76,7 +78,7 @@ class Dense:
 
 
 class Subclass:
-    """A TensorDict of a user's class, whose own `empty` makes one without entries."""
+    """A TensorDict of a user's class, whose own `empty` makes an instance without entries."""
 
     __slots__ = ("_dense", "_shell")
 
@@ -85,7 +87,7 @@ class Subclass:
         self._dense = dense
 
     def build(self, arrived: Leaves, device: torch.device) -> Any:
-        made = self._shell.empty()  # this may be built twice
+        made = self._shell.empty()  # a copy, because `build` may be called twice
         made._tensordict.update(self._dense.build(arrived, device)._tensordict)
         return made
 
@@ -107,7 +109,7 @@ class Stacked:
 
 
 class Wrapped:
-    """A tensorclass: a TensorDict under an attribute of an object of that class."""
+    """A tensorclass: an object with a TensorDict in an attribute."""
 
     __slots__ = ("_cls", "_inner", "_others")
 
@@ -125,7 +127,7 @@ class Wrapped:
 
 
 class Typed:
-    """A TypedTensorDict: the same under another name."""
+    """A TypedTensorDict: an object with its content in `_source`."""
 
     __slots__ = ("_cls", "_inner")
 
@@ -140,7 +142,7 @@ class Typed:
 
 
 class Data:
-    """A value that is no tensor, in its wrapper; it travels as an opaque value, by identity."""
+    """A non-tensor value in its wrapper; it travels as an opaque value, by identity."""
 
     __slots__ = ("_batch_size", "_cls", "_data", "_names")
 
@@ -153,7 +155,7 @@ class Data:
         self._names = names
 
     def build(self, arrived: Leaves, device: torch.device) -> Any:
-        next(arrived)  # this node itself, so that it is counted
+        next(arrived)  # this node itself, which the walk counts as opaque
         names = None if self._names is None else list(self._names)
         made = self._cls.__new__(self._cls)
         state = made.__dict__
@@ -164,7 +166,7 @@ class Data:
 
 
 class Unbatched:
-    """A tensor without the batch's dimensions, in its wrapper."""
+    """A tensor without the batch dimensions, in its wrapper."""
 
     __slots__ = ("_batch_size", "_cls")
 
@@ -179,13 +181,13 @@ class Unbatched:
         return made
 
 
-# ---- how tensordict's own objects look -----------------------------------------------------------
+# ---- attributes of tensordict's objects ----------------------------------------------------------
 
 _A_DEVICE = torch.device("cpu")
 _sample: Any = TensorDict._new_unsafe({}, batch_size=torch.Size([]), device=_A_DEVICE)
 _KNOWN_STATE = {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
 IS_KNOWN_LAYOUT = {name for name in vars(_sample) if name != "_has_mps_val"} == _KNOWN_STATE
-"""Whether a TensorDict's state is what `make_tensordict` writes."""
+"""Whether a TensorDict has the attributes that `make_tensordict` writes."""
 
 _data_sample: Any = NonTensorData(data=None)
 _DATA_STATE = {
@@ -196,7 +198,7 @@ _DATA_STATE = {
 _DATA_FIELDS = dict(vars(_data_sample)["_non_tensordict"])
 
 KEEPS_NONE_FIELDS = tuple(map(int, str(tensordict.__version__).split(".")[:2])) < (0, 15)
-"""Whether a tensorclass's field that is None is kept as such, rather than left out."""
+"""Whether a tensorclass field that is None is kept as None, rather than left out."""
 
 
 def make_tensordict(
@@ -205,8 +207,8 @@ def make_tensordict(
     device: torch.device,
     names: list[str | None] | None,
 ) -> Any:
-    """A TensorDict that owns `entries`, which fit the batch size and are on the device."""
-    if not IS_KNOWN_LAYOUT:  # of a later version: its own constructor does it, in more time
+    """Make a TensorDict that owns `entries`, which must fit the batch size and be on the device."""
+    if not IS_KNOWN_LAYOUT:  # a later version: use its own constructor, which is slower
         construct: Any = TensorDict._new_unsafe
         return construct(entries, batch_size=batch_size, device=device, names=names, nested=False)
     made = TensorDict.__new__(TensorDict)

@@ -1,4 +1,4 @@
-"""Rows of a TensorDict: which of each node, and the batch size and names that they have."""
+"""Rows of a TensorDict: reads them from each node, with the batch size and names that result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tdcopier.tensordict import _walk
 
 
 def flatten(value: Any, device: torch.device, rows: RowIndex) -> _walk.Taken | None:
-    """Tables, and what else it takes to build the result; None: it is indexed as a whole."""
+    """Return tables and the context of the result; None if the value is indexed as a whole."""
     return _walk.flatten_rows(value, device, _Rows(rows, device))
 
 
 class _Rows:
-    """What the walk asks of an index."""
+    """Applies an index of rows to the nodes of a walk."""
 
     __slots__ = ("_device", "_rows", "_shape")
 
@@ -27,7 +27,7 @@ class _Rows:
         self._shape = tuple(rows.numbers.shape)
 
     def shape_of(self, value: Any) -> tuple[torch.Size, list[str | None] | None]:
-        """The batch size and the names that rows of a node have.
+        """Return the batch size and the names of a node's rows.
 
         Raises:
             ValueError: The index counts rows by more dimensions than the node has.
@@ -41,7 +41,7 @@ class _Rows:
         return torch.Size((*self._shape, *batch_size[lead:])), self._names_of(value)
 
     def read(self, value: Any) -> Any:
-        """The rows of a part of which only its own code knows what they are."""
+        """Return the rows of a part that only its own indexing can read."""
         return read_rows(value, self._rows, self._device)
 
     def _names_of(self, value: Any) -> list[str | None] | None:

@@ -1,4 +1,4 @@
-"""TensorDicts in the walk: taken apart into one flat list of leaves, whatever is nested in them."""
+"""TensorDicts in the walk: taken apart into one flat list of leaves, at any nesting."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ Key = tuple[str, ...]
 
 
 class Rows(Protocol):
-    """Which rows of each node are wanted, where not all of them are."""
+    """Selects rows of each node, if not all rows are wanted."""
 
     def shape_of(self, value: Any) -> tuple[torch.Size, list[str | None] | None]:
-        """The batch size and the names of a node of the result."""
+        """Return the batch size and the names of a node of the result."""
 
     def read(self, value: Any) -> Any:
-        """The rows of a part that is not taken apart."""
+        """Return the rows of a part that is not taken apart."""
 
 
 class _Taking:
-    """One walk: what it has found so far."""
+    """The state of one walk: the leaves found so far."""
 
     __slots__ = ("device", "keys", "leaves", "prefix", "rows")
 
     def __init__(self, device: torch.device | None, named: bool, rows: Rows | None) -> None:
         self.device = device
-        """The target; None where the leaves are wanted wherever they are."""
+        """The target; None to take the leaves wherever they are."""
         self.rows = rows
-        """None where all rows are wanted."""
+        """None to take all rows."""
         self.leaves: list[Any] = []
         self.keys: list[Key] | None = [] if named else None
-        """Of the leaves, where they are wanted."""
+        """Keys of the leaves; None if they are not wanted."""
         self.prefix: Key = ()
 
     def add(self, leaf: Any) -> None:
@@ -50,22 +50,21 @@ class _Taking:
 
 
 Taker = Callable[[Any, _Taking], "Node | None"]
-"""Takes a value of some class apart; None, with nothing taken, where that cannot be done."""
+"""Takes a value of some class apart. Returns None, and takes nothing, if that is not possible."""
 
 Taken = tuple[list[Any], Any, "list[Any] | None"]
-"""Leaves, what else it takes to build the result, and the leaves' keys if they are wanted."""
+"""Leaves, the context to build the result, and the leaves' keys if they are wanted."""
 
 
 def flatten(value: Any, device: torch.device | None, named: bool) -> Taken | None:
     """Take a collection apart.
 
     Returns:
-        None where `value` is to be left to its own `.to`: it is on the device, or of a kind whose
-        parts are not for us to take.
+        None if `value` is delegated to its own `.to`: it is on the device, or of a kind that cannot
+        be taken apart.
 
     Raises:
-        Refused: of such a kind, and no device is given.
-
+        Refused: it is of such a kind, and no device is given.
     """
     inside = _inside(value)
     if device is not None and (inside.device == device or hasattr(inside, "_consolidated")):
@@ -84,7 +83,7 @@ def flatten(value: Any, device: torch.device | None, named: bool) -> Taken | Non
 
 
 def flatten_rows(value: Any, device: torch.device, rows: Rows) -> Taken | None:
-    """Take a collection apart, of which rows are wanted; None: its own code reads them."""
+    """Take a collection apart to read rows; return None to leave it to its own indexing."""
     if type(value) is not TensorDict and not _kinds.is_plain_tensorclass(type(value)):
         return None
     walk = _Taking(device, False, rows)
@@ -93,7 +92,7 @@ def flatten_rows(value: Any, device: torch.device, rows: Rows) -> Taken | None:
 
 
 def unflatten(leaves: list[Any], context: tuple[Node, torch.device, bool]) -> Any:
-    """The collection anew, with the leaves that have arrived, locked if it was."""
+    """Build the collection with the leaves that have arrived, and lock it if it was locked."""
     node, device, is_locked = context
     made = node.build(iter(leaves), device)
     if is_locked:
@@ -105,13 +104,15 @@ _get = object.__getattribute__
 
 
 def _state_of(value: Any) -> dict[str, Any]:
-    """A tensorclass's attributes: its own way to get at one looks through its fields first."""
+    """Return a tensorclass's attributes, without its own attribute access, which finds fields
+    first.
+    """
     state: dict[str, Any] = _get(value, "__dict__")
     return state
 
 
 def _inside(value: Any) -> Any:
-    """The TensorDict that a tensorclass wraps, whose fields may have the names of its methods."""
+    """Return the TensorDict that a tensorclass wraps, whose fields may shadow its methods."""
     inside = value
     while type(inside) is not TensorDict and getattr(type(inside), "_is_tensorclass", False):
         inside = _state_of(inside)["_tensordict"]
@@ -123,10 +124,10 @@ COLLECTION = Rule(flatten, unflatten, "key", by_target=True)
 
 
 class MovedByItself(Mover):
-    """A nested collection that moves as it does in any TensorDict: by its own code."""
+    """A nested collection that its own code moves, as it would in any TensorDict."""
 
     def __init__(self, value: Any, batch_size: torch.Size) -> None:
-        """`batch_size` is that of the TensorDict that it is in."""
+        """Wrap a value; `batch_size` is that of the TensorDict that contains it."""
         super().__init__(value)
         self._batch_size = batch_size
 
@@ -135,7 +136,7 @@ class MovedByItself(Mover):
         return _own_to(parent, device)._tensordict["entry"]
 
 
-_own_to: Any = TensorDictBase.to  # whatever serves it later
+_own_to: Any = TensorDictBase.to  # tensordict's own, even if the backend replaces it later
 
 
 # ---- by class ------------------------------------------------------------------------------------
@@ -187,13 +188,13 @@ def _take_leaf(value: Any, walk: _Taking) -> Node:
 
 
 def _take_dense(value: Any, walk: _Taking) -> _nodes.Flat | _nodes.Dense:
-    """One call for each node: TensorDicts may be nested as deep as their own `.to` goes."""
+    """Take a TensorDict. One call per node, so the nesting may be as deep as `.to` allows."""
     entries: dict[str, Any] = value._tensordict
     names, batch_size = value._td_dim_names, value._batch_size
     if walk.rows is not None:
         batch_size, names = walk.rows.shape_of(value)
     if walk.device is not None and _C.is_dict_of_tensors(entries):
-        walk.add(entries)  # taken and given back by the walk, in one go
+        walk.add(entries)  # the walk takes and rebuilds the whole dict in one step
         return _nodes.Flat(batch_size, names)
     keys, values, prefix = tuple(entries), list(entries.values()), walk.prefix
     others = _take_leaves(keys, values, walk)
@@ -208,7 +209,7 @@ def _take_dense(value: Any, walk: _Taking) -> _nodes.Flat | _nodes.Dense:
 
 
 def _take_leaves(keys: tuple[str, ...], values: list[Any], walk: _Taking) -> list[int]:
-    """Leaves first, so that they can be taken and given back in one go; where the others are."""
+    """Take all leaves first, so that they form one range; return the indices of other entries."""
     others = []
     for index, each in enumerate(values):
         cls = type(each)
@@ -222,7 +223,7 @@ def _take_leaves(keys: tuple[str, ...], values: list[Any], walk: _Taking) -> lis
 
 
 def _leave(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
-    """Something nested, to its own `.to`, or to its own way of reading rows."""
+    """Delegate a nested value to its own `.to`, or to its own indexing of rows."""
     if walk.rows is not None:
         value = walk.rows.read(value)
         batch_size = _inside(value).batch_size
@@ -301,4 +302,4 @@ def _take_unbatched(value: Any, walk: _Taking) -> Node | None:
 
 
 _TAKERS_OF_ROWS = frozenset({_take_leaf, _take_dense, _take_data, _take_tensorclass})
-"""Of parts whose rows are those of their leaves."""
+"""For parts whose rows are the rows of their leaves."""

@@ -1,4 +1,4 @@
-"""For torchrl: replay buffers whose batches reach the device packed. Imports torchrl."""
+"""torchrl support: replay buffers whose batches reach the device packed. Imports torchrl."""
 
 from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
 from tdcopier.torchrl._storage import PackedLazyMemmapStorage, PackedLazyTensorStorage

@@ -1,4 +1,4 @@
-"""A replay buffer whose samples are ordered, with index and weights, on the stream of the taker."""
+"""A replay buffer that orders samples, with index and weights, on the stream of the caller."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from tdcopier._stream_position import StreamPosition
 from tdcopier.torchrl._sampling import NotingUnit, Sampling, current
 
 _MADE_AT = "tdcopier: positions of streams"
-"""The key in a sample's info, between the thread that draws it and the one that takes it."""
+"""Key in a sample's info; passes stream positions from the drawing thread to `sample`."""
 
 
 class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
-    """torchrl's `TensorDictReplayBuffer`, whose `sample` waits for no copy of index and weights.
+    """torchrl's `TensorDictReplayBuffer`, whose `sample` does not wait for copies of index and
+    weights.
 
-    Where torchrl moves each of them by a blocking copy, in the caller's thread, here they travel
-    with the batch that `ToDevice` moves. (If a batch reaches a device otherwise, they follow in one
-    copy of their own.) With `prefetch=`, no thread waits for the device: `sample` makes the current
-    stream of its caller wait for the batch, and what was done to it, and tells the allocator which
-    stream reads it.
+    torchrl moves index and weights to the device by one blocking copy each, in the caller's thread.
+    Here they travel with the batch that `ToDevice` moves. (If the batch reaches a device in another
+    way, they follow in one copy of their own.) With `prefetch=`, no thread waits for the device:
+    `sample` makes its caller's current stream wait for the batch and for the transforms applied to
+    it, and tells the allocator which stream reads it.
 
-    Samples are those of torchrl's buffer, for every sampler, storage, transform and sample unit.
-    The info of `sample(return_info=True)` stays on the storage's device, as there. `include_info`
-    is gone. `state_dict` and `dumps` copy prefetched batches on the current stream, as torchrl's:
-    call them on the default stream.
+    Samples are equal to those of torchrl's buffer, for every sampler, storage, transform and sample
+    unit. As in torchrl, the info of `sample(return_info=True)` stays on the storage's device.
+    `include_info` is not supported. Like torchrl's, `state_dict` and `dumps` copy prefetched
+    batches on the current stream: call them on the default stream.
     """
 
     def __init__(self, *, sample_unit: Any = None, **options: Any) -> None:
-        """Takes the options of torchrl's buffer."""
+        """Take the options of torchrl's buffer."""
         super().__init__(sample_unit=NotingUnit(sample_unit), **options)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """A batch, ordered on the current stream; with `return_info`, a pair of batch and info."""
+        """Return a batch, ordered on the current stream; with `return_info`, a pair of batch and
+        info.
+        """
         batch, info = ReplayBuffer.sample(self, batch_size, return_info=True)
         made_at = info.pop(_MADE_AT, None)
         if made_at is None:
@@ -48,7 +51,9 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         return (batch, info) if return_info else batch
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """torchrl's, in the thread that draws: the only internal method that is replaced."""
+        """Draw a sample in torchrl's way. This is the only internal method of torchrl that is
+        replaced.
+        """
         before, now = current.sampling, Sampling()
         try:
             current.sampling = now
@@ -61,7 +66,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
                 [StreamPosition.current(device) for device in _devices(batch, now)]
             )
         finally:
-            current.sampling = before  # no call, in which an interrupt could come before it
+            current.sampling = before  # not a call: no interrupt can come before it
         return batch, info
 
 
@@ -73,7 +78,7 @@ def _unknown(what: str) -> RuntimeError:
 
 
 def _put_into(batch: Any, now: Sampling) -> None:
-    """Set index, weights and so on in the batch, on its device."""
+    """Set index, weights and other info tensors in the batch, on its device."""
     if not is_tensor_collection(batch):
         raise RuntimeError(
             f"the batch is a {type(batch).__qualname__}, which cannot hold index and weights: "
@@ -83,7 +88,7 @@ def _put_into(batch: Any, now: Sampling) -> None:
         return
     tensors = now.tensors()
     if batch.device is None:
-        now.moved = None  # as torchrl: they stay where the sampler made them
+        now.moved = None  # as in torchrl, they stay where the sampler made them
         tensors = now.tensors()
     elif any(tensor.device != batch.device for tensor in tensors.values()):
         tensors = _copy.start_copy(tensors, batch.device).wait()
@@ -110,7 +115,7 @@ def _devices(batch: Any, now: Sampling) -> set[torch.device]:
 
 
 class _Positions:
-    """Those of one sample. A copy of it, as in a saved prefetch queue, is of one that is done."""
+    """Stream positions of one sample. Pickling waits for them, so a saved copy has none."""
 
     def __init__(self, positions: list[StreamPosition]) -> None:
         self.positions = positions

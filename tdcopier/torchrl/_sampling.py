@@ -1,4 +1,4 @@
-"""What a buffer, its storage and its transforms know of the sample that one thread draws."""
+"""State of the sample that a thread draws, shared by the buffer, its storage and its transforms."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torchrl.data.replay_buffers import SampleUnit
 class Sampling:
     """One sample on its way through a `PackedTensorDictReplayBuffer`.
 
-    Thread: used by the one that draws the sample.
+    Thread: only the one that draws the sample.
     """
 
     def __init__(self) -> None:
         self.info: dict[Any, Any] | None = None
-        """torchrl's own, once the sampler has chosen the rows; its index comes a little later."""
+        """torchrl's info, once the sampler has chosen the rows; its index is added a little
+        later."""
         self.moved: dict[Any, torch.Tensor] | None = None
         """The tensors of `info`, on the last device that they were sent to."""
         self.storage: Any = None
-        """The buffer's, known when `info` is."""
+        """The buffer's storage, set together with `info`."""
         self.is_read = False
         """Whether the rows that the sampler has chosen have been read."""
         self.devices: set[torch.device] = set()
-        """Where something was sent to, ordered on the current streams of this thread."""
+        """Devices that data was sent to, ordered on this thread's current streams."""
 
     def tensors(self) -> dict[Any, torch.Tensor]:
-        """Those of `info`, as they are to stand in the batch, wherever they are now."""
+        """Return the tensors of `info` in the form that the batch needs, wherever they are now."""
         if self.moved is not None:
             return self.moved
         return {key: _as_tensor(key, value) for key, value in (self.info or {}).items()}
@@ -45,21 +46,21 @@ class _Current(threading.local):
 
 
 current = _Current()
-"""The sample that this thread draws for a `PackedTensorDictReplayBuffer`, if it does."""
+"""The sample that this thread draws for a `PackedTensorDictReplayBuffer`, if any."""
 
 
 class NotingUnit(SampleUnit):  # type: ignore[misc]
-    """The buffer's sample unit, which also notes the info of the sample that is drawn.
+    """A sample unit that wraps the buffer's own and also records the info of the sample.
 
-    It passes for the unit that it wraps, since buffers ask for its class.
+    It reports the class of the unit that it wraps, because buffers test for it.
     """
 
     def __init__(self, unit: Any) -> None:
         """Args:
-            unit: a SampleUnit or None, for the rows that the sampler chooses.
+            unit: a SampleUnit, or None for the rows that the sampler chooses.
 
         Raises:
-            TypeError: it is neither, with torchrl's words.
+            TypeError: it is neither; the message is torchrl's.
         """
         if unit is not None and not isinstance(unit, SampleUnit):
             raise TypeError(

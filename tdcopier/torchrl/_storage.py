@@ -1,4 +1,4 @@
-"""Storages that gather the rows of a batch straight into the memory that is sent."""
+"""Storages that gather the rows of a batch directly into the memory that is sent."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from tdcopier.torchrl._to_device import with_index
 
 
 class _Packed(TensorStorage):  # type: ignore[misc]
-    """The reading of both storages. What they store, and how, is torchrl's."""
+    """Reads rows for both storages. torchrl's code decides what is stored, and how."""
 
     def __init__(
         self, max_size: int, *, sample_device: Device | None = None, **options: Any
     ) -> None:
         """Args:
-            max_size: rows.
-            sample_device: gather samples straight to this device; needs a
-                `PackedTensorDictReplayBuffer`. Rows that are read otherwise stay on the host.
-            **options: torchrl's.
+            max_size: number of rows.
+            sample_device: gather samples directly to this device; needs a
+                `PackedTensorDictReplayBuffer`. Rows that are read in any other way stay on the
+                host.
+            **options: those of torchrl's storage.
 
         Raises:
-            ValueError: `compilable=True`, since no compiler can look into the gather.
+            ValueError: `compilable=True`, because a compiler cannot trace the gather.
         """
         if options.get("compilable"):
             raise ValueError(
@@ -59,27 +60,27 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         super().attach(buffer)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """As torchrl's."""
+        """Store rows, as torchrl does."""
         self._writes += 1
         super().set(cursor, data, set_cursor=set_cursor)
 
     def _changes(self) -> tuple[int, Any]:
-        """Another after each change, by whatever method and, of shared memory, in any process."""
+        """Return a value that differs after each change, in shared memory by any process."""
         return self._writes, getattr(self, "_mutation_revision", None)
 
     def __getitem__(self, index: Any) -> Any:
-        """As `get`, and on the host."""
+        """Return rows as `get` does, but on the host."""
         changes = self._changes()
         rows = self._read(index)
-        self._last.keep(index, rows, changes)  # a sampler of slices does so, then the buffer
+        self._last.keep(index, rows, changes)  # a sampler of slices reads here, then the buffer
         return rows
 
     def get(self, index: Any) -> Any:
-        """Rows, as torchrl's storage gives them.
+        """Return rows, as torchrl's storage does.
 
-        Integers in tensors, arrays, lists and pairs of them are gathered into memory of the
-        result's own, which is pinned where there is a device. Views (a slice, one row), masks and
-        keys are torchrl's.
+        Rows given by integers in tensors, arrays, lists and pairs of them are gathered into new
+        memory, which is pinned if there is a device. For views (a slice, one row), masks and keys,
+        torchrl reads.
         """
         now = current.sampling
         rows = self._last.take(index, self._changes())
@@ -91,14 +92,14 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         if numbers is not None:
             beside = {key: Whole(tensor) for key, tensor in now.tensors().items()}
             handle = start_gather((self._rows(), beside), numbers, self.sample_device)
-            rows, now.moved = handle.wait()  # they have been read; the transfer is under way
+            rows, now.moved = handle.wait()  # the rows have been read; the transfer is in flight
             return rows
         is_view = rows is None
         if is_view:
             rows = super().get(index)
         handle = _copy.start_copy((rows, now.tensors()), self.sample_device)
         if is_view:
-            handle.wait_staged()  # a device reads a pinned storage by itself
+            handle.wait_staged()  # a device may read a pinned storage in place
         rows, now.moved = handle.wait()
         return rows
 
@@ -112,11 +113,11 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         return rows
 
     def _rows(self) -> Any:
-        """All that can be stored, in use or not."""
+        """Return all rows of the storage, in use or not."""
         return self._storage
 
     def _row_index(self, index: Any) -> RowIndex | None:
-        """The rows that an index picks of those in use; None where torchrl reads."""
+        """Return the rows that an index selects among those in use; None if torchrl reads them."""
         initialized: bool = self.initialized
         if not initialized or not _is_on_the_host(self) or not _is_plain(self._rows()):
             return None
@@ -142,17 +143,17 @@ class _Packed(TensorStorage):  # type: ignore[misc]
 class PackedLazyTensorStorage(_Packed, LazyTensorStorage):  # type: ignore[misc]
     """torchrl's `LazyTensorStorage`, whose samples native threads gather into packed memory.
 
-    The rows are the same. They are in pinned host memory that `ToDevice` sends as it is, or, with
-    `sample_device`, go straight to that device.
+    The rows are the same as torchrl's. They are in pinned host memory, which `ToDevice` sends
+    without packing it again. With `sample_device` they go directly to that device.
     """
 
 
 class PackedLazyMemmapStorage(_Packed, LazyMemmapStorage):  # type: ignore[misc]
-    """torchrl's `LazyMemmapStorage`, read in place; else as `PackedLazyTensorStorage`."""
+    """torchrl's `LazyMemmapStorage`, read in place; otherwise like `PackedLazyTensorStorage`."""
 
 
 def takes_samples_on_a_device(buffer: Any) -> bool:
-    """Whether its `sample` orders the current stream of the calling thread."""
+    """Return whether the buffer's `sample` orders the current stream of its caller."""
     from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
 
     return isinstance(buffer, PackedTensorDictReplayBuffer)
@@ -164,7 +165,7 @@ def _is_on_the_host(storage: Any) -> bool:
 
 
 def _is_plain(rows: Any) -> bool:
-    """Whether the engine takes it apart as torchrl does."""
+    """Return whether the engine takes the rows apart as torchrl does."""
     if isinstance(rows, torch.Tensor) or is_tensor_collection(rows):
         return True
     if type(rows) in (dict, OrderedDict):
@@ -173,7 +174,7 @@ def _is_plain(rows: Any) -> bool:
 
 
 def _wrapped(part: Any, size: int) -> torch.Tensor | None:
-    """Rows, of which `size` are in use, as the engine takes them; None for other indices."""
+    """Return row numbers, of `size` in use, as the engine takes them; None for any other index."""
     if isinstance(part, (list, range)):
         if not all(type(number) is int for number in part):
             return None
@@ -201,11 +202,12 @@ class _Read(NamedTuple):
 
 
 class _LastRead:
-    """The rows that this thread has read last by a tuple of tensors, for its next read.
+    """The rows that this thread read last by a tuple of tensors, for its next read.
 
-    A sampler of slices reads the rows it has chosen, looks at a few leaves, and drops the rest,
-    which the buffer then reads. The rows are given away once: only if they have no other reference,
-    for the same tensors with the same values, and if the storage was not changed meanwhile.
+    A sampler of slices reads the rows it has chosen, looks at a few leaves and drops the rest; then
+    the buffer reads the same rows. The rows are returned once, and only if nothing else refers to
+    them, the tensors of the index are the same with the same values, and the storage has not
+    changed.
     """
 
     def __init__(self) -> None:
@@ -230,21 +232,21 @@ class _LastRead:
         is_old = read.changes != changes or _versions(index) != read.versions
         if is_old or sys.getrefcount(read.rows) > _NO_OTHER:
             return None
-        for key in _shared_keys(read.rows):  # what the sampler gives as info stays as it is
+        for key in _shared_keys(read.rows):  # leaves that the sampler keeps as info must not change
             read.rows.set(key, read.rows.get(key).clone())
         return read.rows
 
 
-_NO_OTHER = 2  # the tuple has one reference, and the question another
+_NO_OTHER = 2  # references: from the tuple, and from the argument of getrefcount
 
 
 def _shared_keys(rows: Any) -> list[Any]:
-    """Keys of the leaves that have other references."""
+    """Return the keys of the leaves that have other references."""
     leaves = list(rows.items(include_nested=True, leaves_only=True))
     return [key for key, leaf in leaves if sys.getrefcount(leaf) > _ONLY_THE_ROWS]
 
 
-_ONLY_THE_ROWS = 4  # its entry, the list's pair, the variable, and the question
+_ONLY_THE_ROWS = 4  # references: the entry, the pair in the list, the variable, the argument
 
 
 def _versions(index: tuple[torch.Tensor, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The transform that moves a sampled batch."""
+"""`ToDevice`: the transform that moves a sampled batch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from tdcopier.torchrl._sampling import current
 
 
 class ToDevice(Transform):  # type: ignore[misc]
-    """Moves what a replay buffer samples to a device, packed; what is stored stays where it is.
+    """Moves the batches that a replay buffer samples to a device, packed; the storage stays where
+    it is.
 
-    In place of `buffer.append_transform(lambda td: td.to(device))`. The batch is what `td.to`
-    gives; data that are no TensorDicts are moved as by `start_copy`. It pickles and copies.
+    Use it instead of `buffer.append_transform(lambda td: td.to(device))`. The batch equals the
+    result of `td.to`; data that are no TensorDicts are moved as by `start_copy`. The transform can
+    be pickled and copied.
 
     **Order.** In the main thread the host does not wait: the batch is ordered on the current
-    stream, as by `AsyncCopyHandle.wait`. In any other thread, such as those of `prefetch=`, the
+    stream, as by `AsyncCopyHandle.wait`. In any other thread, for example those of `prefetch=`, the
     consumer's stream is unknown, so the transform returns when the batch has arrived, as by `get`.
-    Every stream may then read it; but a consumer on a stream other than the default one must call
-    `record_stream` on what it drops while it still reads it. In a `PackedTensorDictReplayBuffer`
-    no thread waits, and `sample` orders the stream of its caller and records it.
+    Every stream may then read the batch. But a consumer on a stream other than the default one must
+    call `record_stream` on tensors that it drops while it still reads them. In a
+    `PackedTensorDictReplayBuffer` no thread waits: `sample` orders the stream of its caller, and
+    records the batch on it.
     """
 
     def __init__(self, device: Device, **options: Unpack[CopyOptions]) -> None:
         """Args:
             device: the target. "cuda" is the device that is current at this call, not in the thread
                 that samples.
-            **options: those of `start_copy`.
+            **options: see `CopyOptions`.
 
         Raises:
             TypeError, ValueError: as `start_copy`.
@@ -41,10 +44,10 @@ class ToDevice(Transform):  # type: ignore[misc]
         super().__init__()
         self.device = with_index(device)
         self.options: CopyOptions = options
-        _copy.start_copy((), self.device, **options)  # which checks them
+        _copy.start_copy((), self.device, **options)  # checks the options
 
     def forward(self, tensordict: Any) -> Any:
-        """The batch on the device."""
+        """Return the batch on the device."""
         now = current.sampling
         if now is not None and now.info is not None:
             both = _copy.start_copy((tensordict, now.tensors()), self.device, **self.options)
@@ -56,10 +59,10 @@ class ToDevice(Transform):  # type: ignore[misc]
         return handle.wait() if is_main else handle.get()
 
     def set_container(self, container: Any) -> None:
-        """Refuses environments: their specs would have to move too.
+        """Reject environments: their specs would have to move too.
 
         Raises:
-            TypeError: the transform would be one of an environment.
+            TypeError: the transform would belong to an environment.
         """
         if isinstance(_outermost(container), EnvBase):
             raise TypeError(
@@ -76,20 +79,20 @@ class ToDevice(Transform):  # type: ignore[misc]
 
 
 def _outermost(container: Any) -> Any:
-    """What a transform is in, in the end; None if it is in no environment."""
+    """Return the outermost container of a transform; None if it is in no environment."""
     if not isinstance(container, Transform):
         return container
     try:
         return container.container
-    except ValueError:  # torchrl's, of a Compose in a Compose of a buffer
+    except ValueError:  # torchrl raises it for a Compose within a Compose of a buffer
         return None
 
 
 def with_index(device: Device) -> torch.device:
-    """The device, with the index that is current where none was given.
+    """Return the device, with the current index if it has none.
 
     Raises:
-        TypeError, ValueError: no such device.
+        TypeError, ValueError: there is no such device.
     """
     _copy.start_copy((), device)
     target = torch.device(device)
