@@ -1,8 +1,9 @@
 """Packed asynchronous copies of nested tensors between devices.
 
-`start_copy` begins a copy and returns a handle, `copy` is its blocking form. `async_to` and `to`
-are the same for TensorDicts. `copy_into` fills a tree that exists. `start_gather` and
-`start_scatter` move rows of a storage. `prefetch` reads and copies batches ahead of a loop.
+`start_copy` starts a copy and returns a handle; `copy` blocks until the copy is done. `async_to`
+and `to` do the same under the names that TensorDict users expect. `copy_into` copies into an
+existing tree. `start_gather` and `start_scatter` read and write rows of a storage. `prefetch` reads
+batches and copies them ahead of a loop.
 """
 
 import importlib
@@ -80,7 +81,7 @@ _WHEN_ASKED_FOR = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names whose module is imported when they are asked for."""
+    """Import the modules of some names on first access."""
     if name not in _WHEN_ASKED_FOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_WHEN_ASKED_FOR[name]), name)

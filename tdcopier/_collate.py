@@ -1,4 +1,4 @@
-"""Samples of a dataset made into a batch, whose leaves lie in one chunk."""
+"""`collate`: stacks samples of a dataset into a batch whose leaves share one chunk."""
 
 from __future__ import annotations
 
@@ -26,39 +26,43 @@ __all__ = ["collate"]
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples into a batch, as `torch.utils.data.default_collate` does, into one chunk.
+    """Stack samples into a batch in one chunk, like `torch.utils.data.default_collate`.
 
-    Give it to a `torch.utils.data.DataLoader` as its `collate_fn`. In a worker the chunk is one
-    piece of shared memory. One file descriptor crosses to the main process with a batch, where
-    `default_collate` sends one for each leaf. The leaves lie in it in the order of the batch, each
-    at a multiple of 16 bytes, and `start_copy` packs them as it packs any other. In the main
-    process the chunk is ordinary memory.
+    For example::
 
-    The result is that of `default_collate` in the main process: equal values, dtypes, strides and
-    containers. Numbers become tensors, and strings stay as they are. Samples of mixed dtypes are
-    promoted in workers too, where `default_collate` takes the first one's dtype or fails.
-    TensorDicts and tensorclasses, anywhere in a sample, become what `torch.stack` makes of them:
-    dense, where `default_collate` makes lazy stacks of ragged ones.
+        loader = torch.utils.data.DataLoader(dataset, batch_size=32, collate_fn=tdcopier.collate)
 
-    Not in the chunk is what torch's own functions have to stack: tensors that need a gradient, of a
-    subclass, or not on the host. Nor is what a function makes that you have added to
-    `default_collate_fn_map`.
+    In a worker process the chunk is one piece of shared memory, so one file descriptor per batch is
+    sent to the main process, while `default_collate` sends one per leaf. The leaves are stored in
+    the chunk in the order of the batch, each at a multiple of 16 bytes, and `start_copy` packs them
+    like any others. In the main process the chunk is ordinary memory.
 
-    Set `pin_memory=False`: `start_copy` stages the batch in pinned memory by itself, and the
+    The result equals that of `default_collate` in the main process: same values, dtypes, strides
+    and containers. Numbers become tensors, and strings are unchanged. Samples of mixed dtypes are
+    promoted in workers too, where `default_collate` takes the dtype of the first one or fails.
+    TensorDicts and tensorclasses, anywhere in a sample, are stacked by `torch.stack`: the result is
+    dense, while `default_collate` makes lazy stacks of ragged ones.
+
+    The chunk does not contain leaves that torch's own functions have to stack: tensors that need a
+    gradient, tensors of a subclass, and tensors that are not on the host. Nor does it contain the
+    results of functions that you have added to `default_collate_fn_map`.
+
+    Set `pin_memory=False`: `start_copy` stages the batch in pinned memory itself, and the
     DataLoader's thread would give each leaf a pinned allocation of its own.
 
-    One leaf that is alive keeps the whole chunk, and `torch.save` of it writes the whole chunk:
-    `clone()` what you keep for long. To grow one in place writes over its neighbours.
+    A leaf that is alive keeps the whole chunk alive, and `torch.save` of it writes the whole chunk:
+    `clone()` leaves that you keep for long. Growing a leaf in place overwrites its neighbours.
 
     Args:
-        samples: at least one; each a leaf, or the same nesting of mappings, sequences, named tuples
-            and TensorDicts. Or a TensorDict that is a batch already, as a TensorDict that is used
-            as the dataset gives it: its leaves go to the chunk.
+        samples: at least one sample. All are leaves, or have the same nesting of mappings,
+            sequences, named tuples and TensorDicts. Or a single TensorDict that is a batch already,
+            as a TensorDict that is used as the dataset returns it: its leaves are copied to the
+            chunk.
 
     Raises:
         RuntimeError: leaves or sequences at the same place have different sizes; TensorDicts cannot
             be stacked. Messages name the place in the samples.
-        TypeError: samples hold something that cannot be stacked.
+        TypeError: samples contain a value that cannot be stacked.
         KeyError: a sample lacks a key of the first one.
         IndexError: there are no samples.
     """
@@ -75,18 +79,18 @@ def collate(samples: Sequence[Any]) -> Any:
 
 def _new_chunk(chunk_bytes: int) -> torch.UntypedStorage:
     if chunk_bytes and get_worker_info() is not None:
-        storages: Any = torch.UntypedStorage  # whose own way to share memory has no types
+        storages: Any = torch.UntypedStorage  # its private `_new_shared` has no type annotations
         return cast("torch.UntypedStorage", storages._new_shared(chunk_bytes, device="cpu"))
     return torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 class _Leaf:
-    """One leaf of the batch: where its slot is, and the samples that fill it."""
+    """One leaf of the batch: its slot, and the samples that fill it."""
 
     __slots__ = ("_dtype", "_offset_bytes", "_path", "_samples", "_shape")
 
     def __init__(self, samples: Sequence[torch.Tensor], slots: Slots, path: list[str]) -> None:
-        """Samples are of one dtype; whether they are of one shape, `torch.stack` will say."""
+        """Take samples of one dtype; `torch.stack` checks later that their shapes agree."""
         first = samples[0]
         self._samples = samples
         self._dtype = first.dtype
@@ -104,12 +108,12 @@ class _Leaf:
 
 
 class _Made:
-    """A leaf that has been made elsewhere, and goes to its slot."""
+    """A leaf that was made elsewhere, and is copied to its slot."""
 
     __slots__ = ("_made", "_offset_bytes")
 
     def __init__(self, made: torch.Tensor, slots: Slots) -> None:
-        """`made` is plain."""
+        """Take a plain tensor."""
         self._made = made
         self._offset_bytes = slots.place(made.dtype, made.shape)
 
@@ -120,7 +124,7 @@ class _Made:
 
 
 class _AsItIs(NamedTuple):
-    """What is not put into the chunk."""
+    """A value that is not put into the chunk."""
 
     value: Any
 
@@ -129,7 +133,7 @@ class _AsItIs(NamedTuple):
 
 
 class _Container(NamedTuple):
-    """A container of the batch, made from what its children have become."""
+    """A container of the batch, built from its children."""
 
     make: Callable[[list[Any]], Any]
     children: list[Any]
@@ -139,7 +143,7 @@ class _Container(NamedTuple):
 
 
 class _Collection(NamedTuple):
-    """A TensorDict or tensorclass that is a batch; its leaves by their identity."""
+    """A TensorDict or tensorclass that is a batch, with its leaves by `id()`."""
 
     batch: Any
     leaves: dict[int, _Made]
@@ -156,24 +160,24 @@ _Plan = _Leaf | _Made | _AsItIs | _Container | _Collection
 
 
 class _Walk:
-    """One walk over samples, side by side: what goes where, and at which path the walk is."""
+    """One walk over all samples in parallel: plans the slots, and tracks the current path."""
 
     __slots__ = ("_is_altered", "path", "slots")
 
     def __init__(self) -> None:
-        """At the samples themselves."""
+        """Start at the samples themselves."""
         self.slots = Slots()
         self.path: list[str] = []
         self._is_altered = _is_altered()
 
     def plan_all(self, samples: Any) -> _Plan:
-        """What becomes of the samples, which may be a batch already."""
+        """Plan the whole batch; the samples may be a batch already."""
         if _is_tensor_collection(type(samples)):
             return self._taken(samples)
         return self.plan(samples)
 
     def plan(self, samples: Sequence[Any]) -> _Plan:
-        """What becomes of the values at one place of every sample."""
+        """Plan the batch's value at one place, from the values there in every sample."""
         first = samples[0]
         if (function := _function_for(first)) is not None:
             return self._leaf(samples, function)
@@ -246,9 +250,9 @@ class _Walk:
 
 
 def _raise_with_path(error: Exception, steps: Sequence[str]) -> None:
-    """Raise an error of the same class that says where in the samples it has happened.
+    """Raise an error of the same class that names the place in the samples.
 
-    Returns where the class may want other arguments than a message.
+    Returns without raising if the class may take other arguments than a message.
     """
     path = "sample" + "".join(steps)
     if type(error) is KeyError:
@@ -260,9 +264,9 @@ def _raise_with_path(error: Exception, steps: Sequence[str]) -> None:
 
 
 def _function_for(value: Any) -> Any:
-    """What torch's own map has for values like this, or None.
+    """Return the function for such a value in torch's own map, or None.
 
-    What tensordict has put there is left out: it makes lazy stacks of ragged samples.
+    Skips tensordict's functions, which make lazy stacks of ragged samples.
     """
     functions: dict[Any, Any] = _torch.default_collate_fn_map
     if type(value) in functions:
@@ -278,7 +282,7 @@ def _module_of(function: Any) -> str:
 
 
 def _is_altered() -> bool:
-    """Whether a mode or a transform is active, under which no tensor is plain."""
+    """Return whether a torch mode or transform is active, under which no tensor is plain."""
     interpreters: Any = torch._C._functorch
     return bool(torch._C._len_torch_dispatch_stack() or interpreters.peek_interpreter_stack())
 
@@ -293,12 +297,14 @@ def _is_plain(value: Any) -> bool:
         and not value.is_neg()
         and not value.is_quantized
         and not value.is_nested
-        and not getattr(value, "has_names", bool)()  # gone from torch 2.13 on
+        and not getattr(value, "has_names", bool)()  # removed in torch 2.13
     )
 
 
 def _are_plain(samples: Sequence[Any]) -> bool:
-    """Whether `torch.stack` can write them to memory that exists, or has a reason not to."""
+    """Return whether `torch.stack` can stack the samples into existing memory, or raises a fitting
+    error.
+    """
     return _is_plain(samples[0]) and not any(
         type(sample) is not torch.Tensor or sample.requires_grad for sample in samples
     )
@@ -311,11 +317,11 @@ def _like_mapping(first: Any, keys: list[Any], children: list[Any]) -> Any:
     values = dict(zip(keys, children, strict=True))
     try:
         if isinstance(first, MutableMapping):
-            made = copy.copy(first)  # it may have more to it than its items
+            made = copy.copy(first)  # keeps attributes besides the items
             made.update(values)
             return made
         return type(first)(values)
-    except TypeError:  # a class that is made in another way
+    except TypeError:  # a class whose constructor takes other arguments
         return values
 
 
@@ -333,16 +339,16 @@ def _like_sequence(first: Any, children: list[Any]) -> Any:
                 made[index] = child
             return made
         return type(first)(children)
-    except TypeError:  # a class that is made in another way, such as range
+    except TypeError:  # a class whose constructor takes other arguments, such as range
         return children
 
 
 def _where_they_differ(collections: Sequence[Any]) -> list[str]:
-    """The step to the first entry that is not the same in all of them, if that can be said."""
+    """Return the step to the first entry that differs between them, if it can be found."""
     try:
         first, *others = (_shapes_of(collection) for collection in collections)
     except Refused:
-        return []  # its entries are not for us to look at
+        return []  # its entries cannot be inspected
     for other in others:
         for key in [*first, *other]:
             if first.get(key) != other.get(key):
@@ -351,7 +357,7 @@ def _where_they_differ(collections: Sequence[Any]) -> list[str]:
 
 
 def _shapes_of(collection: Any) -> dict[Any, Any]:
-    from tdcopier.tensordict._walk import flatten  # it has imported tensordict
+    from tdcopier.tensordict._walk import flatten  # tensordict is imported already
 
     leaves, _, keys = cast("Flat", flatten(collection, None, named=True))
     return {

@@ -1,4 +1,4 @@
-"""How classes other than `list`, `tuple` and `dict` are taken apart and put together again."""
+"""Rules for container classes other than `list`, `tuple` and `dict`, built in or registered."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tdcopier._rule import Flat, Refused, Rule
 T = TypeVar("T")
 
 DELEGATED = "delegated"
-"""The rule of a class whose values have a `.to` of their own, which moves all that is in them."""
+"""The rule of a class whose values have a `.to` of their own, which moves everything in them."""
 
 
 _KNOWN_TO_THE_WALK = {list, tuple, dict, int, str, float, bool, bytes, type(None)}
 
 _NOT_INSTANTIABLE = 1 << 7  # flags of the interpreter's types
-_HEAP_TYPE = 1 << 9  # made by a class statement
+_HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
 
-_lock = threading.RLock()  # asking about a class may run the code of its metaclass
+_lock = threading.RLock()  # reentrant: a look-up may run the code of a class's metaclass
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
 )
@@ -44,19 +44,20 @@ def register_container(
     flatten: Callable[[T], tuple[Iterable[Any], Any]],
     unflatten: Callable[[list[Any], Any], T],
 ) -> None:
-    """Make the walk look into values of `cls`, which it would else pass through unchanged.
+    """Register a class as a container, so that its children are copied; else its values are opaque.
 
     Args:
-        cls: the class; subclasses are not included, since `unflatten` would not give their class.
-        flatten: from a value to `(children, context)`. Children may be leaves, containers or opaque
-            values. It must not keep references to them in the context.
-        unflatten: from the moved children, a list in the same order, and the context to a new
-            value. It may be called while the copy is still on its way: it must not read the
+        cls: the class. Subclasses are not included, because `unflatten` would not return their
+            class.
+        flatten: takes a value and returns `(children, context)`. Children may be leaves, containers
+            or opaque values. The context must not contain references to the children.
+        unflatten: takes the moved children, as a list in the same order, and the context, and
+            returns a new value. It may be called before the copy is done, so it must not read the
             children's data on the host.
 
     Raises:
-        TypeError: `cls` is no class, or one that the engine knows itself (`list`, `tuple`, `dict`,
-            tensors, arrays); or a function is not callable.
+        TypeError: `cls` is not a class, or is one that the engine handles itself (`list`, `tuple`,
+            `dict`, tensors, arrays); or a function is not callable.
         ValueError: `cls` is registered already.
     """
     if not isinstance(cls, type):
@@ -79,12 +80,14 @@ def register_container(
     with _lock:
         if cls in _registered:
             raise ValueError(f"{cls.__qualname__} is registered already")
-        _found.clear()  # before it: an interrupt in between changes nothing
+        _found.clear()  # cleared first, so that an interrupt in between changes nothing
         _registered[cls] = Rule(flatten_checked, unflatten)
 
 
 def _may_be_children(value: Any) -> bool:
-    """Not what can be iterated over, but is rather one child: a tensor would become its rows."""
+    """Return false for iterables that are a single child: for example, a tensor would become its
+    rows.
+    """
     one = (torch.Tensor, str, bytes, Mapping)
     return isinstance(value, Iterable) and not isinstance(value, one) and not _is_array(value)
 
@@ -94,10 +97,10 @@ def _is_array(value: Any) -> bool:
 
 
 def rule_of(cls: type) -> Rule | str | None:
-    """The rule of a class, `DELEGATED`, or None where its values are opaque."""
+    """Return the rule of a class, `DELEGATED`, or None if its values are opaque."""
     if type(cls).__hash__ is None:
-        return None  # no class that anybody could register
-    with _lock:  # else a rule that was found before a registration could be kept after it
+        return None  # a class that cannot be hashed cannot be registered
+    with _lock:  # without it, a rule found before a registration could be stored after it
         if cls not in _found:
             _found[cls] = _registered.get(cls) or _find_rule(cls)
         rule: Rule | str | None = _found[cls]
@@ -106,17 +109,17 @@ def rule_of(cls: type) -> Rule | str | None:
 
 def _find_rule(cls: type) -> Rule | str | None:
     if _is_jagged(cls):
-        from tdcopier._jagged import JAGGED  # torch has imported what it needs
+        from tdcopier._jagged import JAGGED  # torch has imported its dependencies already
 
         return JAGGED
     if _is_tensor_collection(cls):
-        from tdcopier.tensordict._walk import COLLECTION  # it has imported tensordict
+        from tdcopier.tensordict._walk import COLLECTION  # tensordict is imported already
 
         return COLLECTION
     if issubclass(cls, (PackedSequence, Mover)):
         return DELEGATED
     if issubclass(cls, (enum.Enum, torch.nn.Module)):
-        return None  # members are what they are by identity; a module's `.to` works in place
+        return None  # enum members are compared by identity; a module's `.to` works in place
     if cls in _EXACT_MAPPINGS:
         return _EXACT_MAPPINGS[cls]
     bases: set[type] = set(cls.__mro__)
@@ -132,12 +135,12 @@ def _find_rule(cls: type) -> Rule | str | None:
 
 
 def _is_plain_object(cls: type) -> bool:
-    """Whether its values hold nothing beyond attributes, as exceptions and the like do."""
+    """Return whether values of the class have attributes only, unlike for example exceptions."""
     return not _builtin_bases(cls)
 
 
 def _builtin_bases(cls: type) -> set[type]:
-    """The classes written in C that it is made from, besides `object`."""
+    """Return the base classes that are written in C, except `object`."""
     return {base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE} - {object}
 
 
@@ -147,15 +150,15 @@ def _is_leaf_class(cls: type) -> bool:
 
 
 def _is_jagged(cls: type) -> bool:
-    """Jagged nested tensors' own class, without importing it."""
+    """Return whether this is the class of jagged nested tensors, without importing it."""
     module = sys.modules.get("torch.nested._internal.nested_tensor")
     return module is not None and cls is getattr(module, "NestedTensor", None)
 
 
 def _is_tensor_collection(cls: type) -> bool:
-    """TensorDicts and tensorclasses, without importing their package.
+    """Return whether this is a TensorDict or a tensorclass, without importing tensordict.
 
-    Its own `is_tensor_collection` would keep every class that it was ever asked about.
+    tensordict's `is_tensor_collection` would keep a reference to every class passed to it.
     """
     base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
     return base is not None and (issubclass(cls, base) or getattr(cls, "_is_tensorclass", False))
@@ -185,7 +188,7 @@ def _unflatten_default(children: list[Any], context: tuple[Any, list[Any]]) -> A
 
 
 def _flatten_mapping(value: Any) -> Flat:
-    """Any other mapping: a shallow copy without the children says all that is not in them."""
+    """Flatten any other mapping; a shallow copy without the children is the context."""
     items = _stored(value)
     keys = list(items)
     shell = _shell_of(value, "mapping")
@@ -193,14 +196,14 @@ def _flatten_mapping(value: Any) -> Flat:
         raise _not_rebuildable(value, "mapping", "its copy has other keys")
     for key in keys:
         try:
-            shell[key] = None  # let go of the child, and see whether it can be replaced
+            shell[key] = None  # drops the child, and tests whether it can be replaced
         except Exception as error:
             raise _not_rebuildable(value, "mapping", f"{type(error).__name__}: {error}") from error
     return list(items.values()), (shell, keys), keys
 
 
 def _stored(value: Any) -> dict[Any, Any]:
-    """What a mapping holds, whatever its own methods make of it."""
+    """Return the stored items of a mapping, without calling methods that a subclass overrides."""
     if isinstance(value, dict):
         base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         return dict(base.items(value))
@@ -228,7 +231,7 @@ _EXACT_MAPPINGS: dict[type, Rule] = {
 
 def _flatten_sequence(value: Any) -> Flat:
     base: Any = list if isinstance(value, list) else collections.deque
-    children = list(base.__iter__(value))  # what it holds, whatever its own iterator yields
+    children = list(base.__iter__(value))  # the stored items: a subclass may override __iter__
     shell = _shell_of(value, "sequence")
     if len(shell) != len(children):
         raise _not_rebuildable(value, "sequence", "its copy has another length")
@@ -254,17 +257,17 @@ _SEQUENCES = Rule(_flatten_sequence, _unflatten_sequence)
 
 
 def _tuple_rule(cls: type) -> Rule | None:
-    if hasattr(cls, "n_sequence_fields"):  # such as torch.return_types.max
-        no_more_of_them = bool(cls.__flags__ & _NOT_INSTANTIABLE)  # such as sys.version_info
+    if hasattr(cls, "n_sequence_fields"):  # for example torch.return_types.max
+        no_more_of_them = bool(cls.__flags__ & _NOT_INSTANTIABLE)  # for example sys.version_info
         return None if no_more_of_them else _STRUCTS
     if _builtin_bases(cls) != {tuple}:
-        return None  # with rules of its own, such as torch.Size: no tensors in there
+        return None  # for example torch.Size, which contains no tensors
     named = isinstance(getattr(cls, "_fields", None), tuple)
     return _NAMED_TUPLES if named else _TUPLES
 
 
 def _flatten_tuple(value: tuple[Any, ...]) -> Flat:
-    children = list(tuple.__iter__(value))  # what it holds, whatever its own iterator yields
+    children = list(tuple.__iter__(value))  # the stored items: a subclass may override __iter__
     return children, (type(value), dict(getattr(value, "__dict__", {}))), None
 
 
@@ -275,7 +278,7 @@ def _flatten_named_tuple(value: Any) -> Flat:
 
 def _unflatten_tuple(children: list[Any], context: tuple[type, dict[str, Any]]) -> Any:
     cls, attributes = context
-    rebuilt: Any = tuple.__new__(cls, children)  # whatever arguments the class's own __new__ wants
+    rebuilt: Any = tuple.__new__(cls, children)  # the class's own __new__ may take other arguments
     if attributes:
         rebuilt.__dict__.update(attributes)
     return rebuilt
@@ -312,11 +315,11 @@ def _flatten_dataclass(value: Any) -> Flat:
 def _unflatten_dataclass(
     children: list[Any], context: tuple[type, list[str], dict[str, Any]]
 ) -> Any:
-    """Without the class's own `__init__`: it may take other arguments, and has checked once."""
+    """Rebuild without `__init__`, which may take other arguments and has run once already."""
     cls, names, others = context
     rebuilt: Any = object.__new__(cls)
     for name, child in zip(names, children, strict=True):
-        object.__setattr__(rebuilt, name, child)  # also where the class is frozen
+        object.__setattr__(rebuilt, name, child)  # works for frozen dataclasses too
     for name, other in others.items():
         object.__setattr__(rebuilt, name, other)
     return rebuilt
@@ -329,7 +332,7 @@ def _is_slot(cls: type, name: str) -> bool:
 _DATACLASSES = Rule(_flatten_dataclass, _unflatten_dataclass, "attribute")
 
 
-# ---- what is copied shallowly --------------------------------------------------------------------
+# ---- shallow copies ------------------------------------------------------------------------------
 
 
 def _shell_of(value: Any, kind: str) -> Any:
@@ -345,9 +348,9 @@ def _shell_of(value: Any, kind: str) -> Any:
 def _shallow_copy(value: Any) -> Any:
     made = copy.copy(value)
     attributes = getattr(value, "__dict__", None)
-    if attributes is value:  # a dict whose attributes are its items
+    if attributes is value:  # a dict that is its own __dict__
         made.__dict__ = made
-    elif attributes and not made.__dict__:  # deque's own way of copying forgets them
+    elif attributes and not made.__dict__:  # copying a deque loses them
         made.__dict__.update(attributes)
     return made
 

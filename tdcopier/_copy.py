@@ -1,4 +1,4 @@
-"""The public calls: argument checks in Python, everything else in the native module."""
+"""Public copy functions and process-wide limits: checks arguments, then calls the native module."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LARGEST_CHUNK_BYTES = 1 << 62
 
 
 class _LimitsInForce:
-    """What the engine was told last, since it takes limits and does not tell them."""
+    """The limits last passed to the engine, which has no getters for them."""
 
     staging_limit_bytes = _C.DEFAULT_STAGING_LIMIT_BYTES
     run_ahead_batches = 4
@@ -60,75 +60,76 @@ def start_copy(
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
 ) -> AsyncCopyHandle:
-    """Begin to copy every tensor and array of `data` to `device`; return at once with a handle.
+    """Start to copy every tensor and array in `data` to `device`, and return a handle at once.
 
-    The result equals what `Tensor.to(device)` gives for every leaf, in containers of the same
-    classes: same values, dtypes, shapes, strides. Containers are `list`, `tuple` and `dict`, their
-    subclasses (named tuples, `OrderedDict`, `defaultdict` and so on), dataclasses, and what
-    `register_container` was told; tensors and numpy arrays are leaves, and arrays become tensors;
-    everything else is opaque and comes back as it is. Leaves on `device` already come back as the
-    same objects. TensorDicts and tensorclasses, anywhere in the tree, are containers too: see
-    `async_to`.
+    For example::
 
-    Leaves come from the host, from other devices, or both, and go to a device or to the host, where
-    they arrive in pinned memory. Those up to 256 KiB travel packed: leaves of one dtype share a
-    chunk, and are gathered on their device first if they come from one. Larger ones have a chunk
-    each. On the way to a device the device reads large pinned leaves in place, without staging; so
-    it does small ones of one dtype that follow one another in a pinned tensor, where they are as
-    large together. Whatever
-    cannot be copied as plain bytes (leaves that need gradients, sparse tensors, subclasses,
-    conjugate views, any leaf under a torch mode) is left to its own `.to`, inside this call, and
-    counted in `stats`.
+        import torch
+        import tdcopier
 
-    **Until the copy is done** (`get` returned, or `ready` is true) the caller may drop the sources
-    and the handle, but may not modify or resize a source in place. `wait_staged` and, for a device
-    as the target, `wait` allow that earlier: host sources, pinned ones too, may be written when
-    they return, and device sources by work that is enqueued on the current stream from then on.
-    With the environment variable `TDCOPIER_CHECK=1` the handle looks for
-    modified sources and raises a `SourceModifiedError` that names them. Sources on a device are
-    read after the work that their current stream has at the call; a pinned host source that a
-    stream is still writing must be synchronised before it. A copy from the host waits for no
-    stream.
+        batch = [{"boxes": torch.rand(12, 4), "ids": torch.arange(12), "name": "front"}]
+        handle = tdcopier.start_copy(batch, "cuda")  # returns at once
+        result = handle.wait()  # makes the current stream wait for the copy
+        result[0]["boxes"].sum()  # runs after the copy
 
-    One output that is alive keeps its whole chunk, and `torch.save` of it writes the whole chunk;
-    growing one in place (`resize_`, `out=`) writes over its neighbours. `clone()` an output that
-    you keep for long, save alone, or grow.
+    Each leaf of the result equals `leaf.to(device)`: same values, dtype, shape and strides. The
+    containers of the result have the same classes as those of `data`. Containers are `list`,
+    `tuple` and `dict`, their subclasses (named tuples, `OrderedDict`, `defaultdict` and so on),
+    dataclasses, TensorDicts and tensorclasses (see `async_to`), and classes passed to
+    `register_container`. Leaves are tensors and numpy arrays; arrays become tensors. All other
+    values are opaque: the result has the same objects. Leaves that are on `device` already are
+    reused: the result has the same objects.
+
+    Leaves may come from the host, from devices, or from both. They go to a device, or to the host,
+    where they arrive in pinned memory. Leaves of up to 256 KiB are packed: those of one dtype share
+    a chunk, and leaves on a device are gathered there first. Each larger leaf has a chunk of its
+    own. On the way to a device, large pinned leaves are not staged: the device reads them in place.
+    The same applies to small leaves of one dtype that follow one another in a pinned tensor and are
+    larger than 256 KiB together. Leaves that cannot be copied as plain bytes (leaves that need
+    gradients, sparse tensors, subclasses, conjugate views, any leaf under a torch mode) are
+    delegated to their own `.to`, inside this call, and counted in `stats`.
+
+    **Until the copy is done** (`get` has returned, or `ready` is true) you may drop the sources and
+    the handle, but you must not modify or resize a source in place. `wait_staged` and, if the
+    target is a device, `wait` allow writes earlier: when they return, you may write to host
+    sources, pinned ones included, and work that you then enqueue on the current stream may write to
+    device sources. With the environment variable `TDCOPIER_CHECK=1` the handle detects modified
+    sources and raises a `SourceModifiedError` that names the leaf.
+
+    Sources on a device are read after all work that is on the current stream of that device at the
+    call. If a stream is still writing a pinned host source, synchronise that stream before the
+    call. A copy from the host waits for no stream.
+
+    An output that is alive keeps its whole chunk alive, and `torch.save` of it writes the whole
+    chunk. Growing an output in place (`resize_`, `out=`) overwrites its neighbours. `clone()` an
+    output that you keep for long, save alone, or grow.
 
     Args:
         data: a leaf, or any nesting of containers and leaves, up to 1000 containers deep.
         device: the target, as for `Tensor.to`. "cuda" is the current CUDA device.
-        use_pinned_staging: stage through pinned memory, so that transfers run beside the host, and
-            let what arrives on the host be pinned. Without it, transfers read or write pageable
-            memory and block the thread that makes them.
-        pack_cpu_tensors: let small leaves share chunks, on whatever device they are. Without it
-            each leaf has its own allocation and transfer.
-        min_packed_alignment_bytes: the place of every packed leaf, counted from its chunk's
-            beginning, is a multiple of the larger of this and its element size, rounded up to a
-            multiple of its element size. The chunk's address is a multiple of the largest power of
-            two that divides this alignment.
-        max_packed_chunk_bytes: most bytes that the leaves of one chunk span, padding included. (The
-            allocation is larger where an alignment above 64 bytes calls for it.)
-        use_background_thread: leave large work to worker threads and return at once. Up to
-            512 KiB of the host are staged in the call all the same, since that is faster, unless
-            they would have to wait for a staging buffer. Gathers and transfers from a device are
-            enqueued in the call too. (The first results of a size that arrive on the host take as
-            long as pinning memory does.)
+        use_pinned_staging: stage through pinned memory. `CopyOptions` describes this and the other
+            options in full.
+        pack_cpu_tensors: let small leaves share chunks.
+        min_packed_alignment_bytes: alignment of packed leaves within their chunk.
+        max_packed_chunk_bytes: maximum size of a chunk that leaves share.
+        use_background_thread: leave large copies to worker threads.
 
     Returns:
-        The handle. `get()` waits for the result; `wait()` gives it at once, ordered on a stream.
+        The handle. `get()` blocks until the result has arrived. `wait()` returns the result earlier
+        if the target is a device, ordered on a stream.
 
     Raises:
-        TypeError: an option or the device is of the wrong type; an array's numbers have a type
-            that torch cannot take; a container cannot be rebuilt (messages name the path).
-        ValueError: no such device; a size option that is not positive, an alignment above 1 GiB; a
-            tensor that reaches beyond its storage (the message names its path).
-        RecursionError: containers nested more than 1000 deep, or containing themselves.
-        RuntimeError: the current stream of the target's or a source's device is capturing a CUDA
-            graph; a container changed while it was walked.
-        Exception: what a registered container's `flatten` raises.
+        TypeError: an option or the device has the wrong type; an array has a number type that torch
+            does not support; a container cannot be rebuilt (the last two messages name the path).
+        ValueError: there is no such device; a size option is out of range; a tensor reaches beyond
+            its storage (the message names its path).
+        RecursionError: containers are nested more than 1000 deep, or contain themselves.
+        RuntimeError: the current stream of the target or of a source's device is capturing a CUDA
+            graph; a container changed during the walk.
+        Exception: an error from the `flatten` function of a registered container.
 
-    A failure of the copy itself (such as `torch.OutOfMemoryError`, or what the `.to` of a delegated
-    leaf or a container's `unflatten` raises) is raised by `get` and `wait`.
+    If the copy itself fails (for example with `torch.OutOfMemoryError`, or with an error from the
+    `.to` of a delegated leaf or from a container's `unflatten`), `get` and `wait` raise the error.
     """
     check = SourceCheck.of_copy(data, device) if _CHECKING else None
     handle = _C.start_copy(
@@ -153,10 +154,10 @@ def checked_options(
     max_packed_chunk_bytes: int,
     use_background_thread: bool,
 ) -> _C.CopyOptions:
-    """The options of a copy as the native module takes them.
+    """Validate the options of a copy and return them as the native module takes them.
 
     Raises:
-        TypeError, ValueError: as `start_copy` says.
+        TypeError, ValueError: as documented for `CopyOptions`.
     """
     return _C.CopyOptions(
         bool(use_pinned_staging),
@@ -171,24 +172,49 @@ def checked_options(
 
 @lru_cache(maxsize=16, typed=True)
 def options_for_filling(use_pinned_staging: bool, use_background_thread: bool) -> _C.CopyOptions:
-    """The same of a copy into memory that exists: how to pack is not asked."""
+    """Return the options of a copy into existing memory, where the packing options do not apply."""
     return checked_options(
         use_pinned_staging, True, 16, _LARGEST_CHUNK_BYTES, use_background_thread
     )
 
 
 class CopyOptions(TypedDict, total=False):
-    """The options of `start_copy`, which its other forms take as well."""
+    """Keyword options of `start_copy` and of every function that passes options on to it.
+
+    `copy`, `async_to`, `to`, `prepare`, `prefetch` and `start_gather` take all of them. `copy_into`
+    and `start_scatter` take `use_pinned_staging` and `use_background_thread`. A size of the wrong
+    type raises a `TypeError`, and a size out of range a `ValueError`.
+    """
 
     use_pinned_staging: bool
+    """Stage through pinned memory, so that transfers run in parallel with the host, and put results
+    on the host into pinned memory. If False, transfers read or write pageable memory and block the
+    thread that makes them. Copies within the host or between devices are never staged. Default:
+    True."""
     pack_cpu_tensors: bool
+    """Let small leaves share chunks, whether they are on the host or on a device. If False, each
+    leaf has its own allocation and transfer. Default: True."""
     min_packed_alignment_bytes: int
+    """Alignment of packed leaves, from 1 byte to 1 GiB. The offset of each packed leaf from the
+    beginning of its chunk is a multiple of the larger of this and its element size, rounded up to a
+    multiple of its element size. The address of the chunk is a multiple of the largest power of two
+    that divides this alignment. Default: 16."""
     max_packed_chunk_bytes: int
+    """Maximum number of bytes that the leaves of one chunk span, padding included; at least 1. (The
+    allocation is larger if an alignment above 64 bytes requires it.) Default: 32 MiB."""
     use_background_thread: bool
+    """Leave large copies to worker threads and return at once. Up to 512 KiB of host data are
+    staged in the call even so, because that is faster, unless they would have to wait for a staging
+    buffer. Gathers and transfers from a device are enqueued in the call too. (The first results of
+    a size that arrive on the host take as long as it takes to pin their memory.) If False, all
+    staging happens in the call. Default: True."""
 
 
 def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
-    """The blocking form of `start_copy`: the tree on `device`, arrived. Takes the same options."""
+    """Copy `data` to `device` and block until it has arrived: `start_copy(...).get()`.
+
+    Takes the options in `CopyOptions`.
+    """
     return start_copy(data, device, **options).get()
 
 
@@ -199,62 +225,60 @@ def copy_into(
     use_pinned_staging: bool = True,
     use_background_thread: bool = True,
 ) -> AsyncCopyHandle:
-    """Begin to fill an existing tree with the values of another; return at once with a handle.
+    """Start to copy the values of one tree into an existing one, and return a handle at once.
 
     Each leaf of `source` is copied into the leaf of `destination` at the same place. Both are
-    tensors or numpy arrays, anywhere: on the host (pageable, pinned or memory-mapped) or on
-    devices, strided or not, in any mixture. `get()` and `wait()` give `destination` itself. Nothing
-    is allocated for the result, so tensors keep their addresses, as CUDA graphs need it; where the
-    destination is what `start_copy` has once delivered to a device, each of its chunks is filled by
+    tensors or numpy arrays, on the host (pageable, pinned or memory-mapped) or on devices, strided
+    or not, in any combination. `get()` and `wait()` return `destination` itself. No memory is
+    allocated for the result, so tensors keep their addresses, as CUDA graphs require. If the
+    destination is a result that `start_copy` delivered to a device, each of its chunks is filled by
     one transfer.
 
     The trees must have the same structure: containers have the same keys, the same attributes or
-    the same number of children (their classes may differ), and leaves the same shape and dtype.
-    Opaque values must be at the same places; they are left alone. A leaf that is the very memory of
-    its destination counts as reused and is not touched. Version counters of the tensors that are
-    written move.
+    the same number of children (their classes may differ), and leaves have the same shape and
+    dtype. Opaque values must be at the same places; they are not changed. A leaf that is the same
+    memory as its destination counts as reused and is not written. The version counters of written
+    tensors increase.
 
-    **Order.** Sources on a device are read after the work that their current stream has at the
-    call. Destinations on a device are written after the work that their current stream has at the
-    call, and work that a stream is given after `get()`, or after a `wait()` for it, sees the new
-    values. In between, destinations may be neither read nor written. Copies into memory of one
-    device run in the order of their calls, apart from copies to new memory there. Destinations on
-    the host are written at any time from the call on, until `get()` or `wait()` returns or
-    `ready()` is true; one that is pinned and that a stream still reads must be synchronised before
-    the call. What `start_copy` says of sources holds here too. The caller may drop both trees: what
-    is copied is kept.
+    **Order.** Sources on a device are read after all work that is on the current stream of that
+    device at the call. Destinations on a device are written after all work that is on the current
+    stream of that device at the call. Work that is enqueued on a stream after `get()`, or after a
+    `wait()` for that stream, sees the new values. In between, do not read or write the
+    destinations. Copies into memory of one device run in the order of their calls, independently of
+    copies to new memory there. Destinations on the host may be written at any time from the call
+    until `get()` or `wait()` returns or `ready()` is true. If a stream is still reading a pinned
+    destination, synchronise that stream before the call. The rules of `start_copy` for sources
+    apply here too. You may drop both trees: the copy keeps the leaves that it needs.
 
-    Whatever cannot be copied as plain bytes (a source that needs a gradient, sparse tensors,
-    subclasses, conjugate views, any leaf under a torch mode) is left to `copy_`, inside this call
-    and before the others are written, and counted as delegated. Leaves up to 256 KiB count as
-    packed, larger ones as alone.
+    Leaves that cannot be copied as plain bytes (a source that needs a gradient, sparse tensors,
+    subclasses, conjugate views, any leaf under a torch mode) are delegated to `copy_`, inside this
+    call and before the other leaves are written, and counted as delegated. Leaves of up to 256 KiB
+    count as packed, larger ones as alone.
 
     Args:
         source: a leaf, or any nesting of containers and leaves.
-        destination: a tree of the same structure, to be filled.
-        use_pinned_staging: stage through pinned memory, so that transfers run beside the host.
-            Without it, transfers read or write pageable memory and block the thread that makes
-            them. What stays on the host, or goes from device to device, is never staged.
-        use_background_thread: leave large work, and whatever arrives in host memory, to worker
-            threads and return at once.
+        destination: a tree of the same structure, to copy into.
+        use_pinned_staging: stage through pinned memory; see `CopyOptions`.
+        use_background_thread: leave large copies, and all copies that arrive in host memory, to
+            worker threads and return at once.
 
     Raises:
         ValueError: the trees differ in structure, or a leaf in shape or dtype; a destination
             requires a gradient while gradients are enabled, is a read-only array, shares memory
-            between its elements, or with another leaf that is read or written (leaves with gaps are
-            compared up to a million rows); a tensor reaches beyond its storage. Messages name the
-            first such leaf by its path, and nothing has been written.
-        TypeError: an array's numbers have a type that torch cannot take; a container of a kind
+            between its elements, or shares memory with another leaf that is read or written (leaves
+            with gaps are compared up to a million rows); a tensor reaches beyond its storage.
+            Messages name the first such leaf by its path, and nothing has been written.
+        TypeError: an array has a number type that torch does not support; a container is of a kind
             that cannot be taken apart.
-        RecursionError: containers nested more than 1000 deep, or containing themselves.
-        RuntimeError: the current stream of a device in question is capturing a CUDA graph; a
-            destination was made in inference mode, and this is not; a container changed while it
-            was walked.
-        Exception: what a registered container's `flatten` raises.
+        RecursionError: containers are nested more than 1000 deep, or contain themselves.
+        RuntimeError: the current stream of a device involved is capturing a CUDA graph; a
+            destination was made in inference mode, and the call is not in inference mode; a
+            container changed during the walk.
+        Exception: an error from the `flatten` function of a registered container.
 
-    A failure of the copy itself is raised by `get` and `wait`, every time. The values of the
-    destinations are undefined after it, and after an interrupt (Ctrl-C) of this call, which is
-    raised when nothing writes to them any more.
+    If the copy itself fails, `get` and `wait` raise the error, every time. The values of the
+    destinations are then undefined. They are also undefined if Ctrl-C interrupts this call, which
+    raises once nothing writes to the destinations any more.
     """
     check = SourceCheck.of_filling(source, destination) if _CHECKING else None
     options = options_for_filling(use_pinned_staging, use_background_thread)
@@ -263,25 +287,25 @@ def copy_into(
 
 
 def async_to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle:
-    """Begin to move a TensorDict to `device`; return at once with a handle.
+    """Start to move a TensorDict to `device`, and return a handle at once.
 
-    `get()` and `wait()` give what `data.to(device)` would have given: a collection of the same
-    class, with `device` set on every node, so that entries set later move there too; the same batch
-    sizes, names, lock and non-tensor data. Its leaves travel packed, whatever they are nested in:
-    TensorDicts and their subclasses, lazy stacks, tensorclasses, typed ones. A collection that is
-    on the device already comes back as the same object.
+    `get()` and `wait()` return what `data.to(device)` would return: a collection of the same class,
+    with `device` set on every node (so entries that you set later move there too), and with the
+    same batch sizes, names, lock and non-tensor data. The leaves are packed, however they are
+    nested: in TensorDicts and their subclasses, lazy stacks, tensorclasses, typed TensorDicts. A
+    collection that is on the device already comes back as the same object.
 
-    What is not made of plain memory is left to its own `.to`, inside this call, and counted in
-    `stats`: consolidated and persistent TensorDicts, `TensorDictParams`, sub-TensorDicts, lazy
-    views, tensorclasses with a `__post_init__` (it may read what it is given), and leaves that
-    `start_copy` leaves to theirs. The structure may be changed as soon as the call has returned;
-    what `start_copy` says of modified sources holds for the leaves.
+    Parts that are not made of plain memory are delegated to their own `.to`, inside this call, and
+    counted in `stats`: consolidated and persistent TensorDicts, `TensorDictParams`,
+    sub-TensorDicts, lazy views, tensorclasses with a `__post_init__` (which may read the values),
+    and the leaves that `start_copy` delegates. You may change the structure as soon as the call has
+    returned. For the leaves, the rules of `start_copy` for sources apply.
 
     Args:
-        data: a TensorDict or a tensorclass; or any tree, with or without TensorDicts in it: this is
-            `start_copy` under the name that users of TensorDict expect.
+        data: a TensorDict or a tensorclass; or any tree, with or without TensorDicts in it, since
+            this is `start_copy` under the name that users of TensorDict expect.
         device: the target, as for `TensorDict.to`.
-        **options: those of `start_copy`.
+        **options: see `CopyOptions`.
 
     Raises:
         Exception: as `start_copy`.
@@ -290,23 +314,27 @@ def async_to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Async
 
 
 def to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
-    """The blocking form of `async_to`: the TensorDict on `device`, arrived."""
+    """Move a TensorDict to `device` and block until it has arrived: `async_to(...).get()`.
+
+    Takes the options in `CopyOptions`.
+    """
     return start_copy(data, device, **options).get()
 
 
 def set_staging_limit_bytes(limit_bytes: int) -> None:
-    """Bound the pinned memory that copies to one device are staged in; all devices, default 64 MiB.
+    """Set the limit on the pinned memory that stages copies to one device; default 64 MiB.
 
-    A copy that finds every staging buffer (2 MiB each) in use waits for one. Copies into existing
-    memory of the device use at most half of the buffers, and those from the device into existing
-    memory of the host at most a quarter, so that copies which wait for no kernel can go on. Each of
-    the three uses may have one buffer in any case: 6 MiB, where the limit is lower. A lower limit
-    is reached as buffers come back. Batches of `prefetch` that are staged ahead have pinned memory
-    of their own, up to four times this limit, and are sent at once where that is not enough. The
-    environment variable `TDCOPIER_STAGING_LIMIT_BYTES` sets the limit at import.
+    The limit applies to each device separately. A copy that finds every staging buffer (2 MiB each)
+    in use waits for one. Copies into existing memory of the device use at most half of the buffers,
+    and copies from the device into existing memory of the host at most a quarter, so that copies
+    that wait for no kernel can proceed. Each of the three uses may always have one buffer, so up to
+    6 MiB are used even if the limit is lower. A lower limit takes effect as buffers are returned.
+    Batches that `prefetch` stages ahead have pinned memory of their own, up to four times this
+    limit; batches that do not fit there are sent at once. The environment variable
+    `TDCOPIER_STAGING_LIMIT_BYTES` sets the limit at import.
 
     Raises:
-        ValueError: less than one buffer.
+        ValueError: the limit is less than one buffer.
     """
     limit = operator.index(limit_bytes)
     if limit < _C.STAGING_BUFFER_BYTES:
@@ -319,7 +347,7 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
 
 
 def staging_bytes(device: Device) -> int:
-    """Bytes of pinned memory that stage copies to and from `device` at present.
+    """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
 
     Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
     `set_staging_limit_bytes`.
@@ -328,14 +356,14 @@ def staging_bytes(device: Device) -> int:
 
 
 def set_run_ahead_limit(batches: int) -> None:
-    """Bound how many handed-over batches the host may be ahead of the device; default 4.
+    """Set how many handed-over batches the host may be ahead of the device; default 4.
 
-    A batch that was dropped keeps its device memory until the device has read it, so a loop that is
-    bound by the device would hold ever more of them. `start_copy` therefore waits until the device
-    has reached all but `batches - 1` of the earlier hand-overs (`get` or `wait`).
+    A dropped batch keeps its device memory until the device has read it, so without a bound a loop
+    that is limited by the device would accumulate memory. `start_copy` therefore waits until the
+    device has reached all but `batches - 1` of the earlier hand-overs (`get` or `wait`).
 
     Raises:
-        ValueError: less than 1.
+        ValueError: `batches` is less than 1.
     """
     limit = operator.index(batches)
     if limit < 1:

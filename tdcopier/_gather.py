@@ -1,4 +1,4 @@
-"""Rows of a storage, gathered into packed chunks on their way to a device."""
+"""`start_gather`: gathers rows of a storage into packed chunks on their way to a device."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ def start_gather(
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
 ) -> AsyncCopyHandle:
-    """Begin to copy rows of every leaf of `storage` to `device`; return at once with a handle.
+    """Start to copy rows of every leaf of `storage` to `device`, and return a handle at once.
 
-    The result equals `storage[index]` moved by `.to(device)`, or, of containers other than
-    TensorDicts, `leaf[index].to(device)` for every leaf: new memory always, also where an index
-    would give a view. Rows are read by native threads, straight from the storage into the pinned
-    memory that the transfers read. A storage in memory-mapped files is read in place; one on a
-    device is indexed there.
+    The result equals `storage[index].to(device)` for a TensorDict. For other containers, each leaf
+    equals `leaf[index].to(device)`. It is always new memory, even if the index would give a view.
+    Native threads read the rows directly from the storage into the pinned memory that the transfers
+    read. A storage in memory-mapped files is read in place. A storage on a device is indexed there.
 
-    The index is copied in the call. **Until `wait_gathered` has returned** the call may read rows:
-    do not write to those that are asked for, nor resize the storage. After it, a writer may go on,
-    while the transfer is still under way. (`TDCOPIER_CHECK=1` does not look at storages.)
+    The call copies the index. **Until `wait_gathered` has returned** rows may still be read: do not
+    write to the rows that the index names, and do not resize the storage. After it returns you may
+    write, even while the transfer is still in flight. (`TDCOPIER_CHECK=1` does not check storages.)
 
-    What the engine cannot read as rows of plain memory is left to its own indexing, inside this
-    call, and counted in `stats.fallbacks`: leaves on a device, leaves that need gradients, whose
-    rows are not contiguous, or that repeat memory; parts of a TensorDict such as lazy stacks.
+    Leaves and parts that the engine cannot read as rows of plain memory are delegated to their own
+    indexing, inside this call, and counted in `stats.fallbacks`: leaves on a device, leaves that
+    need gradients, leaves whose rows are not contiguous or that repeat memory, and parts of a
+    TensorDict such as lazy stacks.
 
     Args:
-        storage: a TensorDict or a tensorclass, or any nesting of containers whose leaves have the
-            rows as their leading dimension, or two: tensors and arrays in RAM, memory-mapped or
-            pinned. Opaque values come back as they are.
+        storage: a TensorDict or a tensorclass, or any nesting of containers. The leading dimension
+            of each leaf, or its two leading dimensions, count the rows. Leaves are tensors and
+            arrays in RAM, memory-mapped or pinned. Opaque values come back unchanged.
         index: rows, as torch takes them: a tensor of integers of any shape, an array, a list, a
-            range, a slice with a positive step, one row, or a mask of one dimension or two; a pair
-            of these (at most one mask or list of numbers each) for two leading dimensions. Negative
-            numbers count from the end; rows may repeat.
-        device: the target, as for `start_copy`. On "cpu" rows arrive in chunks by dtype, which a
-            later copy can send as they are. They are pinned where the accelerator is already
-            initialised in this process; a process that only samples never initialises it.
-        use_pinned_staging: as for `start_copy`, like the next four.
-        pack_cpu_tensors: see there.
-        min_packed_alignment_bytes: see there.
-        max_packed_chunk_bytes: see there.
-        use_background_thread: see there.
+            range, a slice with a positive step, one row, or a mask of one or two dimensions; for
+            two leading dimensions, a pair of these (each with at most one mask or list of numbers).
+            Negative numbers count from the end; rows may repeat.
+        device: the target, as for `start_copy`. On "cpu" the rows arrive in chunks by dtype, which
+            a later copy can send without packing them again. They are pinned if this process has
+            initialised the accelerator already; a process that only samples never initialises it.
+        use_pinned_staging: see `CopyOptions`, as for the next four.
+        pack_cpu_tensors: see `CopyOptions`.
+        min_packed_alignment_bytes: see `CopyOptions`.
+        max_packed_chunk_bytes: see `CopyOptions`.
+        use_background_thread: see `CopyOptions`.
 
     Raises:
-        IndexError: a row that is not there, or a mask of another shape; nothing has been read.
-        ValueError: leaves differ in how many rows they have (the message names the path); an index
-            that is not on the host; see `start_copy` for the rest.
-        TypeError: no index of rows; see `start_copy` for the rest.
+        IndexError: a row is out of range, or a mask has the wrong shape; nothing has been read.
+        ValueError: leaves differ in their number of rows (the message names the path); the index is
+            not on the host; and as `start_copy`.
+        TypeError: `index` is not an index of rows; and as `start_copy`.
         Exception: as `start_copy`.
     """
     options = _copy.checked_options(
@@ -75,14 +75,14 @@ def start_gather(
         max_packed_chunk_bytes,
         use_background_thread,
     )
-    if str(device) == "meta":  # which has no memory to gather into
+    if str(device) == "meta":  # has no memory to gather into
         return _copy.start_copy(start_gather(storage, index, "cpu").get(), device)
     rows = row_index(index, storage)
     return _C.start_gather(storage, rows, _readers(rows, device), device, options)
 
 
 class Whole(Mover):
-    """A tensor in a storage that goes with the rows, in their chunk, as it is."""
+    """A tensor that is copied whole, in the same chunks as the rows."""
 
 
 def _readers(rows: RowIndex, device: Device) -> RowReaders:
@@ -93,7 +93,7 @@ def _readers(rows: RowIndex, device: Device) -> RowReaders:
             return leaf
         return read_rows(leaf, rows, device)
 
-    if "tensordict" not in sys.modules:  # so there is no collection of its
+    if "tensordict" not in sys.modules:  # then the storage has no TensorDict
         return RowReaders(read, _leave, None)
     from tdcopier.tensordict._rows import flatten
     from tdcopier.tensordict._walk import unflatten
@@ -105,4 +105,4 @@ def _readers(rows: RowIndex, device: Device) -> RowReaders:
 
 
 def _leave(value: Any, device: torch.device, named: bool) -> None:
-    """Of a collection that torch has itself: it is indexed by its own code."""
+    """Leave a collection class of torch's own to its own indexing."""

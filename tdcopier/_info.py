@@ -1,6 +1,6 @@
-"""What `tdcopier.info` tells: versions, devices, limits in force, threads, switches.
+"""`tdcopier.info`: reports versions, devices, limits in force, threads and switches.
 
-Each question is asked by itself, and one that cannot be answered says why instead of raising.
+Each entry is found separately. An entry that cannot be determined says why instead of raising.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _OTHER_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-"""Read by others, and what copies do depends on them."""
+"""Variables that other software reads and that affect copies."""
 
 
 class NotToldError(Exception):
-    """Nobody here knows the answer; its message says why."""
+    """The answer is not available; the message says why."""
 
 
 class Unknown(TypedDict):
-    """Stands for an answer that could not be had."""
+    """Stands in for an answer that is not available."""
 
     unknown: str
     """Why."""
 
 
 class Versions(TypedDict):
-    """None for what is not installed."""
+    """Versions of packages; None for a package that is not installed."""
 
     tdcopier: str
     python: str
@@ -61,9 +61,9 @@ class Versions(TypedDict):
     tensordict: str | Unknown | None
     torchrl: str | Unknown | None
     cuda: str | Unknown
-    """That torch was built with."""
+    """The version that torch was built with."""
     driver: str | Unknown
-    """NVIDIA's."""
+    """The NVIDIA driver's version."""
     system: str | Unknown
 
 
@@ -71,53 +71,55 @@ class DeviceInfo(TypedDict):
     """One device that the engine copies to and from."""
 
     device: str
-    """Such as `"cuda:0"`."""
+    """For example `"cuda:0"`."""
     name: str | Unknown
     memory_bytes: int | Unknown
     pci_address: str | Unknown
     pci_link: str | Unknown
-    """Speed and width now, and the most that there can be: a device at rest slows its link down."""
+    """Speed and width now, and their maximum: an idle device slows its link down."""
     staging_bytes: int | Unknown
-    """Pinned memory that the engine holds at present for copies to it."""
+    """Pinned memory that currently stages copies to and from the device."""
     gather: str | Unknown
-    """How leaves that lie on it are collected into chunks."""
+    """How leaves on the device are gathered into chunks."""
 
 
 class Limits(TypedDict):
-    """Bounds in force in this process."""
+    """Limits in force in this process."""
 
     staging_limit_bytes: int
-    """For each device: `set_staging_limit_bytes`."""
+    """Per device; set by `set_staging_limit_bytes`."""
     staging_buffer_bytes: int
-    """Also the most bytes of one transfer that is staged."""
+    """Size of a staging buffer, and so the maximum size of a staged transfer."""
     run_ahead_batches: int
-    """`set_run_ahead_limit`."""
+    """Set by `set_run_ahead_limit`."""
     inline_bytes: int
-    """Up to this, host sources are staged in the call."""
+    """Host sources of up to this size are staged in the call."""
     straight_bytes: int
-    """Up to this, the kernel gathers the leaves of a chunk straight into pinned memory."""
+    """Up to this size, the kernel gathers the leaves of a chunk directly into pinned memory."""
 
 
 class Workers(TypedDict):
-    """The threads that stage large copies. They are made at the first one, and stay as many."""
+    """The threads that stage large copies. The first large copy starts them; their number is then
+    fixed.
+    """
 
     wanted: int
-    """How many the first large copy would make, if it were started now in this thread."""
+    """How many threads the first large copy would start if this thread made it now."""
     follows: str
-    """What that number comes from."""
+    """How that number is determined."""
     running: int | Unknown
     allowed_processors: int | Unknown
     processors: int | Unknown
-    """Of the machine."""
+    """Processors of the machine."""
 
 
 class Switches(TypedDict):
-    """What was turned on."""
+    """Modes that are turned on."""
 
     check_mode: bool
     """`TDCOPIER_CHECK`."""
     tensordict_backend_installed: bool
-    """In the process: `install_tensordict_backend`."""
+    """Process-wide: `install_tensordict_backend`."""
     tensordict_backend_here: bool
     """In the calling thread: `tensordict_backend`."""
     steps_timed: bool
@@ -125,37 +127,39 @@ class Switches(TypedDict):
 
 
 class Info(TypedDict):
-    """What `info` gives."""
+    """The report that `info` returns."""
 
     versions: Versions
     devices: list[DeviceInfo]
     missing_devices: dict[str, str]
-    """Kinds of device that are not here, and why."""
+    """Kinds of device that are not available, and why."""
     limits: Limits
     workers: Workers
     switches: Switches
     environment: dict[str, str]
-    """The variables that are set, of tdcopier's and of a few that copies depend on."""
+    """The variables that are set, among tdcopier's own and a few others that affect copies."""
 
 
 def info(*, make_contexts: bool = False) -> Info:
-    """What a bug report should say: versions, devices, limits in force, threads, switches.
+    """Return what a bug report needs: versions, devices, limits in force, threads, switches.
 
-    Plain dicts, lists, strings and numbers, so `json.dumps` takes it. Where something cannot be
-    known, there is `{"unknown": reason}` in its place. `python -m tdcopier.info` prints it.
+    The report consists of plain dicts, lists, strings and numbers, so `json.dumps` accepts it. An
+    entry that cannot be determined is `{"unknown": reason}`. `python -m tdcopier.info` prints the
+    report.
 
-    **It initialises CUDA** if there is a CUDA device, since torch tells a device's name only then:
-    do not call it in a process that is to fork and use CUDA in its children. It makes no context
-    on a device that this process has not used, unless told to, so such a device's `gather` is
-    unknown.
+    **This call initialises CUDA** if there is a CUDA device, because torch needs that to report a
+    device's name. Do not call it in a process that will fork and use CUDA in its children. By
+    default it creates no context on a device that this process has not used, so such a device's
+    `gather` is unknown.
 
     Args:
-        make_contexts: make a context on every CUDA device, which takes some of its memory for as
-            long as the process lives, and so have all answers. The command does.
+        make_contexts: create a context on every CUDA device, so that every entry is known. This
+            takes device memory for as long as the process lives. `python -m tdcopier.info` does so
+            by default.
 
     Returns:
-        Sections `versions`, `devices` (a list), `missing_devices` (by kind, why there is none),
-        `limits`, `workers`, `switches`, `environment`.
+        A dict with `versions`, `devices` (a list), `missing_devices` (the reason, by kind),
+        `limits`, `workers`, `switches` and `environment`.
     """
     devices, missing_devices = _devices(make_contexts)
     return {
@@ -180,16 +184,16 @@ def info(*, make_contexts: bool = False) -> Info:
 
 
 def gather_in_use(device: torch.device) -> str:
-    """How the engine collects leaves that lie on a device into the chunks that it sends.
+    """Return how the engine gathers leaves on a device into the chunks that it sends.
 
-    Of a CUDA device it makes a context and compiles the kernel, where there is none yet.
+    On a CUDA device this creates a context and compiles the kernel, unless they exist.
     """
     lack = _C.segment_kernel_lack(device)
     return f"portable (torch._foreach_copy_); of the kernel: {lack}" if lack else "one kernel"
 
 
 def _asked(question: Callable[[], _Answer]) -> _Answer | Unknown:
-    """The answer, or why there is none: a report must not fail on one line of it."""
+    """Return the answer, or why there is none, so that one entry cannot fail the whole report."""
     try:
         return question()
     except Exception as error:
@@ -221,7 +225,7 @@ def _versions() -> Versions:
 
 
 def _version(package: str) -> str | None:
-    """Of what is installed. Imports nothing: tensordict alone takes a second."""
+    """Return the installed version of a package without importing it: tensordict takes a second."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -231,7 +235,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver_version() -> str:
-    """NVIDIA's, from the kernel's module where it says so, which takes no time."""
+    """Return the NVIDIA driver's version, if possible from the kernel module, which is fast."""
     if _DRIVER_FILE.exists():
         found = re.search(r"\s(\d+\.\d+(\.\d+)*)\s", _DRIVER_FILE.read_text())
         if found is not None:
@@ -247,7 +251,7 @@ def _driver_version() -> str:
 
 
 def _devices(make_contexts: bool) -> tuple[list[DeviceInfo], dict[str, str]]:
-    """Those that the engine copies to and from, and why there are none of the other kinds."""
+    """Return the devices that the engine supports, and why other kinds are not available."""
     found: list[DeviceInfo] = []
     missing: dict[str, str] = {}
     for kind in ("cuda", "xpu", _registered_kind()):
@@ -260,13 +264,13 @@ def _devices(make_contexts: bool) -> tuple[list[DeviceInfo], dict[str, str]]:
 
 
 def _registered_kind() -> str:
-    """The kind of device that was registered from outside; `"sim"` if none was, or that one."""
+    """Return the device type registered as torch's PrivateUse1, or `"sim"` if there is none."""
     name: str = torch._C._get_privateuse1_backend_name()
     return "sim" if name == "privateuseone" else name
 
 
 def _count(kind: str) -> int:
-    """How many there are.
+    """Return the number of devices of a kind.
 
     Raises:
         NotToldError: there are none.
@@ -298,14 +302,14 @@ def _name(device: torch.device) -> str:
 
 
 def _properties(device: torch.device) -> Any:
-    """As torch has them; of CUDA it initialises CUDA, and makes no context."""
+    """Return torch's properties of a device. May initialise CUDA, but makes no context."""
     if device.type == "sim":
         raise NotToldError("a simulated device is the host's memory")
     return torch.get_device_module(device).get_device_properties(device)
 
 
 def _pci_address(device: torch.device) -> str:
-    """As the system writes it: domain, bus, device, function."""
+    """Return the address in the system's notation: domain, bus, device, function."""
     properties = _properties(device)
     if not hasattr(properties, "pci_bus_id"):
         raise NotToldError(f"torch does not tell it of {device.type} devices")
@@ -337,12 +341,12 @@ def _gather(device: torch.device, make_contexts: bool) -> str:
 
 
 def _staging_bytes(device: torch.device) -> int:
-    # The engine's question would make a context. Where there is none, it has not been.
+    # Asking the engine would create a context. Without a context it has no staging memory.
     return _C.staging_bytes(device) if _has_context(device) else 0
 
 
 def _has_context(device: torch.device) -> bool:
-    """Whether this process has what it takes to use the device already."""
+    """Return whether this process can use the device without creating a context."""
     if device.type != "cuda":
         return True
     return bool(torch._C._cuda_hasPrimaryContext(device.index))  # type: ignore[attr-defined]
@@ -364,7 +368,7 @@ def _workers() -> Workers:
 
 
 def _running_workers() -> int:
-    """Workers' names among the threads of this process; what a worker starts inherits its name."""
+    """Count the threads with a worker's name. A thread that a worker starts inherits its name."""
     if not _THREADS.exists():
         raise NotToldError(f"there is no {_THREADS}")
     names = {_thread_name(thread) for thread in _THREADS.iterdir()}
@@ -374,7 +378,7 @@ def _running_workers() -> int:
 def _thread_name(thread: Path) -> str:
     try:
         return (thread / "comm").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
         return ""
 
 
@@ -386,7 +390,7 @@ def _processors() -> int:
 
 
 def _switches() -> Switches:
-    # It cannot be on before its module was imported, which would import tensordict.
+    # The backend can be on only if its module was imported. Do not import it: it needs tensordict.
     backend = sys.modules.get("tdcopier.tensordict._backend")
     installed, here = (False, False) if backend is None else backend.switches_on()
     return {

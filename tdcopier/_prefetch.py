@@ -1,4 +1,4 @@
-"""Batches of a source, read and copied to a device ahead of the loop that uses them."""
+"""`prefetch`: reads the batches of a source and copies them ahead of the loop that uses them."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ __all__ = ["PrefetchStats", "Prefetcher", "prefetch"]
 
 @dataclass(frozen=True)
 class PrefetchStats:
-    """What all passes of a `Prefetcher` have come to so far. Times add up, in microseconds.
+    """Totals over all passes of a `Prefetcher` so far. Times are in microseconds.
 
-    A `waited_us` that is small beside the duration of the loop needs no tuning. If it is not, and
-    `idle_us` is near 0, the reader never rests: the source, or the copy, is too slow for the loop,
-    and no `depth` helps. If both are large, batches come unevenly: try a larger `depth`. (Without a
-    reader there is no `idle_us`.)
+    If `waited_us` is small compared with the duration of the loop, no tuning is needed. If it is
+    large and `idle_us` is near 0, the reader is always busy: the source or the copy is slower than
+    the loop, and a larger `depth` does not help. If both are large, batches arrive unevenly: try a
+    larger `depth`. (Without a reader thread, `idle_us` is always 0.)
     """
 
     batches: int
     """Batches that were yielded."""
     late_batches: int
-    """Those of them that had not been read yet when they were asked for."""
+    """Yielded batches that had not been read when the consumer asked for them."""
     waited_us: float
-    """Consumers were held up for these batches: until they had been read and, where they go to the
-    host, until they had arrived. Without a thread of its own, what the next two count is in it."""
+    """Time that consumers waited for these batches: until they were read and, if the host is the
+    target, until they had arrived. Without a reader thread it includes `read_us` and `copy_us`."""
     read_us: float
-    """The source took to give its batches."""
+    """Time that the source took to return its batches."""
     copy_us: float
-    """The reader was held up by starting copies, and by waiting until their sources were read."""
+    """Time that the reader spent on starting copies and on waiting until their sources were
+    read."""
     idle_us: float
-    """The reader was waiting for room, `depth` batches being in flight."""
+    """Time that the reader waited for room, because `depth` batches were in flight."""
 
 
 class Prefetcher:
-    """What `prefetch` returns: gives the batches of a source on a device, in their order.
+    """Yields the batches of a source on a device, in order; made by `prefetch`.
 
-    `for` begins a pass. If an earlier one is unfinished, a source that can be iterated again (a
-    list, a `DataLoader`) begins anew, and the earlier pass is closed; a source that cannot (a
-    generator, any other iterator, a callable) goes on with the next batch, also with those that
-    were read already. `next()` of the prefetcher itself gives the next batch of the pass that is
-    under way, and begins the first one; after the end it raises StopIteration until there is a new
-    pass.
+    `for` starts a pass. If an earlier pass is unfinished, the type of the source decides. A source
+    that can be iterated again (for example a list or a `DataLoader`) starts again from the
+    beginning, and the earlier pass is closed. A source that cannot (a generator, any other
+    iterator, a callable) continues with the next batch, including batches that were read already.
+    `next()` on the prefetcher itself returns the next batch of the current pass, and starts the
+    first pass if there is none. After the end of a pass it raises StopIteration until a new pass
+    starts.
 
-    Any thread may use it, and several may share an iterator of it, `iter(prefetcher)`: each batch
-    goes to one of them.
+    Any thread may use a prefetcher, and several threads may share one iterator, `iter(prefetcher)`:
+    each batch goes to one of them.
 
-    Used in `with`, it is closed at the end. If it is dropped instead, its reader ends as well,
-    after the batch that it is reading.
+    A `with` block closes the prefetcher at its end. If the prefetcher is dropped instead, its
+    reader also ends, after the batch that it is reading.
     """
 
     def __init__(
@@ -73,14 +75,14 @@ class Prefetcher:
         options: CopyOptions,
         /,
     ) -> None:
-        """Use `prefetch`."""
+        """Do not call this: use `prefetch`."""
         self._is_callable = _is_callable(source)
         self._source: Iterable[Any] | Callable[[], Any] = source
         self._device: Device = device
         self._depth = _checked_depth(depth)
         self._is_threaded = _checked_threaded(threaded)
         self._options = options
-        start_copy(None, device, **options)  # raises what is wrong with the device or an option
+        start_copy(None, device, **options)  # raises if the device or an option is wrong
         self._counters = PrefetchCounters()
         self._starting = threading.RLock()
         self._queue: BatchQueue | None = None
@@ -89,42 +91,43 @@ class Prefetcher:
         self._forks = forks()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass, or go on with one; see the class.
+        """Start a pass or continue one, as described for the class.
 
         Raises:
-            RuntimeError: the prefetcher is closed, or was made before the process was forked.
-            Exception: what `iter(source)` raises, and what the generator of a pass that is closed
-                raises meanwhile.
+            RuntimeError: the prefetcher is closed, or was made before the process forked.
+            Exception: an error from `iter(source)`, or from a generator whose pass is closed by
+                this call.
         """
         return _Pass(self, self._pass(is_wanted_anew=True))
 
     def __next__(self) -> Any:
-        """The next batch on the device, ordered on the current stream.
+        """Return the next batch on the device, ordered on the current stream.
 
         Raises:
-            StopIteration: there is none.
-            RuntimeError: as for `iter()`; or the pass was closed by another thread.
-            BaseException: what the source has raised, or the copy of this batch.
+            StopIteration: the pass has ended.
+            RuntimeError: as for `iter()`; or another thread closed the pass.
+            BaseException: an error from the source, or from the copy of this batch.
         """
         return self._pass(is_wanted_anew=False).take()
 
     def __len__(self) -> int:
-        """The length of the source.
+        """Return the length of the source.
 
         Raises:
-            TypeError: it has none.
+            TypeError: the source has no length.
         """
         if self._is_callable:
             raise TypeError("a prefetcher of a callable has no len()")
-        return len(self._source)  # type: ignore[arg-type]  # it raises what is to be raised
+        return len(self._source)  # type: ignore[arg-type]  # raises TypeError itself
 
     def close(self) -> None:
-        """End the pass for good: drop what was read, close a generator, wait for the reader.
+        """End the pass for good: drop unused batches, close a generator, wait for the reader.
 
-        It blocks while the source does. A second call does nothing, as does one in a forked child.
+        Blocks: until the source returns from the batch that it is reading. A second call does
+        nothing, and neither does a call in a forked child.
 
         Raises:
-            Exception: what a generator raises when it is closed.
+            Exception: an error that a generator raises when it is closed.
         """
         if self._forks != forks():
             return
@@ -134,7 +137,7 @@ class Prefetcher:
                 self._queue.end("so was its prefetcher")
 
     def __del__(self) -> None:
-        """Its reader ends too. (There is no queue where `__init__` has raised.)"""
+        """End the reader too. (If `__init__` raised, there is no queue.)"""
         queue = getattr(self, "_queue", None)
         if queue is not None and not sys.is_finalizing():
             queue.close("the prefetcher was dropped")
@@ -152,7 +155,7 @@ class Prefetcher:
 
     @property
     def stats(self) -> PrefetchStats:
-        """Counts and times so far, of all passes."""
+        """Counts and times of all passes so far."""
         counters = self._counters
         return PrefetchStats(
             counters.batches,
@@ -164,7 +167,7 @@ class Prefetcher:
         )
 
     def _pass(self, *, is_wanted_anew: bool) -> BatchQueue:
-        """The pass that is under way, or one that begins."""
+        """Return the current pass, or start one."""
         if self._forks != forks():
             refuse_in_child()
         with self._starting:
@@ -174,13 +177,13 @@ class Prefetcher:
             if queue is None or self._is_to_end(queue, is_wanted_anew=is_wanted_anew):
                 if queue is not None:
                     queue.end("another one over the source has begun")
-                # Before it starts: a reader that an interrupt hides has its queue here.
+                # Stored before it starts: an interrupt may end `start` after the reader has begun.
                 self._queue = queue = self._new_queue()
             queue.start()
             return queue
 
     def _is_to_end(self, queue: BatchQueue, *, is_wanted_anew: bool) -> bool:
-        if queue.is_ending:  # and an interrupt came meanwhile
+        if queue.is_ending:  # and an interrupt stopped the call that was ending it
             return True
         return is_wanted_anew and (queue.is_over or self._begins_anew)
 
@@ -207,7 +210,7 @@ class Prefetcher:
 
 
 class _Pass:
-    """What `for` goes through: it is its own iterator, and keeps the prefetcher."""
+    """The iterator of a `for` loop over a prefetcher; it keeps the prefetcher alive."""
 
     __slots__ = ("_prefetcher", "_queue")
 
@@ -230,48 +233,55 @@ def prefetch(
     threaded: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher:
-    """Read batches and start their copies ahead of the loop, which iterates over the result.
+    """Read batches of a source and start their copies ahead of the loop that uses them.
 
-    Each batch is read from `source` and given to `start_copy`, up to `depth` of them ahead of the
-    loop, which gets what `handle.wait()` gives: the tree on `device`, ordered on the stream that is
-    current where the loop asks for it. A source may also begin a copy itself and give its handle,
-    such as `start_gather` of a storage: then no Python code runs for each leaf of a batch, and the
-    batch goes where that call said, with its options. A batch that has others before it is staged
-    ahead, and sent by the loop's own thread in `next()`. Before the source is asked for the next
-    batch, its memory has been read: it may fill the same buffers each time.
+    For example::
 
-    The source is read in a thread of its own, under the gradient mode and inference mode of the
-    thread that begins the pass, with its current device and streams, all as they are then. What the
-    source does on a device is ordered as if that thread had done it. Leaves that are on `device`
-    already are handed through, ordered after what the reader's current stream has when the batch
-    was read. Other state of the thread (autocast, torch modes, context variables) is not taken
-    along.
+        for batch in tdcopier.prefetch(loader, "cuda"):
+            train_step(batch)
 
-    **Errors.** What the source raises comes out after all batches before it, and ends the pass. A
-    failure of a copy comes out in place of its batch; the pass goes on with the next one. Ctrl-C
-    ends the call that it comes in, which may lose one batch, and the pass goes on as well.
+    Each batch is read from `source` and passed to `start_copy`, up to `depth` batches ahead of the
+    loop. The loop gets what `handle.wait()` returns: the tree on `device`, ordered on the stream
+    that is current where the loop asks for it. Instead of a batch, a source may return the handle
+    of a copy that it has started itself, for example with `start_gather`. Then no Python code runs
+    for each leaf of a batch, and the device and options of that call apply. A batch with other
+    batches ahead of it in the queue is staged early, and the loop's own thread sends it in
+    `next()`. The memory of each batch has been read before the source is asked for the next one, so
+    the source may fill the same buffers each time.
+
+    The source is read in a thread of its own. That thread takes over the gradient mode, the
+    inference mode, the current device and the current streams of the thread that starts the pass,
+    as they are at that moment. So work that the source enqueues on a device is ordered as if the
+    starting thread had enqueued it. Leaves that are on `device` already are handed over unchanged,
+    ordered after the work that was on the reader's current stream when the batch had been read.
+    Other thread state (autocast, torch modes, context variables) is not taken over.
+
+    **Errors.** An error in the source is raised after all batches before it, and ends the pass. A
+    copy that fails raises its error in place of its batch, and the pass continues with the next
+    one. Ctrl-C ends the call that it interrupts, which may lose one batch, and the pass continues.
 
     Args:
-        source: an iterable, such as a `DataLoader` or a generator, or a callable without arguments
-            that returns the next batch, such as `buffer.sample`, until it raises StopIteration.
-            What is both is iterated over. `iter(source)` is called by the thread that begins a
-            pass; batches are read by the reader alone, one at a time.
+        source: an iterable, for example a `DataLoader` or a generator; or a callable without
+            arguments, for example `buffer.sample`, that returns the next batch until it raises
+            StopIteration. An iterable that is also callable is iterated. The thread that starts a
+            pass calls `iter(source)`; only the reader reads batches, one at a time.
         device: the target, as for `start_copy`. "cuda" is the CUDA device that is current where a
-            pass begins.
-        depth: most batches that have been read, or are being read, and were not yet yielded. They
-            are on the device, or on their way.
-        threaded: False reads the source in the loop's own thread, when it asks for a batch: `depth`
-            batches are on their way then, or wait to be sent, when it has returned one. Their
-            sources may still be read: before the loop itself writes to memory that the source
-            reads, the source should call `wait_staged()` of its handle. No thread competes with the
-            loop for the interpreter. It is best where the source takes little time and the loop's
-            host is busy: rows are drawn and `start_gather` is called, say, for a learner of many
-            small kernels. The source then sees the state of the loop's thread; an exception of it
-            that is no `Exception`, such as KeyboardInterrupt, comes out at once.
-        **options: those of `start_copy`.
+            pass starts.
+        depth: maximum number of batches that have been or are being read, and have not been
+            yielded. They are on the device or on their way there.
+        threaded: if False, the loop's own thread reads the source when it asks for a batch. When it
+            returns one, `depth` more batches are in flight or wait to be sent. Their sources may
+            still be in use: if the loop itself writes to memory that the source reads, the source
+            should first call `wait_staged()` on its handle. No other thread competes with the loop
+            for the GIL. This suits a source that takes little time and a loop that keeps the host
+            busy, for example one that samples rows with `start_gather` for a learner of many small
+            kernels. The source then sees the state of the loop's thread. If it raises an error that
+            is not an `Exception`, for example KeyboardInterrupt, the error is raised at once.
+        **options: see `CopyOptions`.
 
     Raises:
-        TypeError: `source` is neither iterable nor callable; `depth` is no int; as `start_copy`.
+        TypeError: `source` is neither iterable nor callable; `depth` is not an int; as
+            `start_copy`.
         ValueError: `depth` is less than 1; as `start_copy`.
         RuntimeError: the current stream of `device` is capturing a CUDA graph.
 
@@ -281,7 +291,7 @@ def prefetch(
 
 
 def _is_callable(source: Any) -> bool:
-    """Whether it is to be called, not iterated over."""
+    """Return whether to call the source instead of iterating over it."""
     if isinstance(source, Iterable) or hasattr(type(source), "__getitem__"):
         return False
     if callable(source):

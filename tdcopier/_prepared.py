@@ -1,4 +1,4 @@
-"""Copies that are prepared once, for batches that are like one another."""
+"""`prepare`: copies that are planned once, for batches with the same layout."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ __all__ = ["PreparedCopy", "prepare"]
 
 
 class LeafLayout(NamedTuple):
-    """What a leaf that the engine moves has in common with all that fit in its place."""
+    """The layout of a leaf that the engine copies: all leaves that fit in its place share it."""
 
     device: str
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     in_bytes: bool
-    """The strides: of a leaf with gaps, repeats or a reversed order, which arrives without."""
+    """Whether strides are in bytes: for leaves with gaps, repeats or a reversed order, which arrive
+    without them."""
 
     def text(self, with_strides: bool = False) -> str:
-        """Such as `(5, 4) float32`."""
+        """Return for example `(5, 4) float32`."""
         strides = f" with strides {self.strides}{' bytes' * self.in_bytes}" if with_strides else ""
         return f"{self.shape} {self.dtype}{strides}"
 
 
 class BatchLayout(NamedTuple):
-    """What a copy of a batch does with its leaves."""
+    """How a copy of a batch treats each of its leaves."""
 
     groups: list[list[tuple[str, LeafLayout]]]
-    """Paths and layouts of those that the engine moves, by source device."""
+    """Paths and layouts of the leaves that the engine copies, by source device."""
     delegated: list[str]
-    """Paths of those that are left to their own `.to`."""
+    """Paths of the leaves that are delegated to their own `.to`."""
     on_target: list[str]
-    """Paths of those that are there already."""
+    """Paths of the leaves that are on the target already."""
     altered: bool
     """Whether a mode or transform of torch is active."""
 
     @classmethod
     def of(cls, native: _C.PreparedCopy, batch: Any) -> BatchLayout:
-        """As the walk finds it."""
+        """Return the layout that the walk finds in a batch."""
         groups, delegated, on_target, altered = native.layout_of(batch)
         named = [[(path, LeafLayout(*layout)) for path, layout in group] for group in groups]
         return cls(named, delegated, on_target, altered)
 
     def why_not(self, batch: BatchLayout, device: torch.device) -> str | None:
-        """What of a batch is not as it is here, in words; None if it fits."""
+        """Return how a batch differs from this layout, in words; None if it fits."""
         difference = self._difference(batch)
         if difference is None:
             return None
@@ -101,26 +102,27 @@ def _in_words(count: int, noun: str) -> str:
 
 
 class PreparedCopy:
-    """What `prepare` makes of an example: starts copies of batches that are like it.
+    """Starts copies of batches that have the layout of an example; made by `prepare`.
 
-    A batch fits if its leaves are those of the example: as many from each device, in the same
-    order, with the same dtypes, shapes and strides. Values, places in memory, the containers around
-    the leaves with their keys, and opaque values may differ from batch to batch; so may leaves that
-    are left to their own `.to` or are on the device already. A batch that does not fit is copied
-    all the same, as by `start_copy`, and counted in `misfits`.
+    A batch fits if its leaves match those of the example: the same number from each device, in the
+    same order, with the same dtypes, shapes and strides. Values, memory addresses, the containers
+    around the leaves and their keys, and opaque values may differ from batch to batch. So may
+    leaves that are delegated to their own `.to` or are on the device already. A batch that does not
+    fit is copied as by `start_copy`, and counted in `misfits`.
 
-    Any thread may use it, and any number of them at a time.
+    Several threads may use it at the same time.
     """
 
     __slots__ = ("__weakref__", "_example", "_native")
 
     def __init__(self, native: _C.PreparedCopy, example: BatchLayout) -> None:
-        """Use `prepare`."""
+        """Do not call this: use `prepare`."""
         self._native = native
         self._example = example
 
     def start_copy(self, batch: Any) -> AsyncCopyHandle:
-        """Begin to copy a batch, as `tdcopier.start_copy` does with the options of `prepare`.
+        """Start to copy a batch, as `tdcopier.start_copy` does, with the options given to
+        `prepare`.
 
         Raises:
             Exception: as `tdcopier.start_copy`.
@@ -131,35 +133,35 @@ class PreparedCopy:
         return self._native.start_copy(batch)
 
     def why_not(self, batch: Any) -> str | None:
-        """What of a batch does not fit, by its path; None if it fits. Counts and copies nothing.
+        """Return why a batch does not fit, with a path; None if it fits. Counts and copies nothing.
 
         Raises:
-            Exception: what is wrong with the batch, as `tdcopier.start_copy`.
+            Exception: an error in the batch, as `tdcopier.start_copy`.
         """
         return self._example.why_not(BatchLayout.of(self._native, batch), self.device)
 
     @property
     def device(self) -> torch.device:
-        """Where batches go."""
+        """The device that batches are copied to."""
         return self._native.device
 
     @property
     def fits(self) -> int:
-        """How many batches were like the example."""
+        """Number of batches that had the layout of the example."""
         return self._native.fits
 
     @property
     def misfits(self) -> int:
-        """How many batches were not, and were copied as by `tdcopier.start_copy`."""
+        """Number of batches that did not fit, and were copied as by `tdcopier.start_copy`."""
         return self._native.misfits
 
     @property
     def reuses_outputs(self) -> bool:
-        """Whether tensors of earlier results are used again: asked for, and not too large."""
+        """Whether output tensors are reused: `reuse_outputs` is set and batches are small."""
         return self._native.keeps_outputs
 
     def __repr__(self) -> str:
-        """Such as `<PreparedCopy of 528 leaves, 153152 bytes, to cuda:0: 10 fits, 0 misfits>`."""
+        """`<PreparedCopy of 528 leaves, 153152 bytes, to cuda:0: 10 fits, 0 misfits>`, say."""
         native = self._native
         leaves = sum(map(len, self._example.groups))
         reuses = ", reuses outputs" if native.keeps_outputs else ""
@@ -180,29 +182,36 @@ def prepare(
     use_background_thread: bool = True,
     reuse_outputs: bool = False,
 ) -> PreparedCopy:
-    """Look at an example batch once, so that copies of others like it cost less.
+    """Analyse an example batch once, so that copies of batches like it cost less.
 
-    The result of each copy is what `start_copy` gives, whatever the batch. Nothing of the example
-    is kept but the shapes and paths of its leaves.
+    For example::
+
+        plan = tdcopier.prepare(example, "cuda")
+        for batch in loader:
+            train_step(plan.start_copy(batch).wait())
+
+    The result of each copy is what `start_copy` gives, whether or not the batch fits. Of the
+    example, only the shapes and paths of its leaves are kept.
 
     Args:
         example: a batch, as for `start_copy`. Nothing is copied. Under a torch mode every leaf is
-            left to its own `.to`, and a plan that is made there knows of none.
-        device: the target, as for `start_copy`. "cuda" is the CUDA device that is current now.
-        use_pinned_staging: as for `start_copy`, like the next four.
-        pack_cpu_tensors: see there.
-        min_packed_alignment_bytes: see there.
-        max_packed_chunk_bytes: see there.
-        use_background_thread: see there.
-        reuse_outputs: make tensors of earlier results, once nobody has them any more, those of the
-            next one, which saves most of what a copy of many small tensors takes. A tensor is only
-            reused if nothing but the plan refers to it and nothing but its values was changed:
-            there is no weak reference to it, it has no attribute, hook or gradient, no view and no
-            graph refers to its memory's version, and its shape is as it was. What this changes is
-            when memory goes: a result that you drop goes with a later copy or with the plan, and so
-            does what refers to it only through its tensors (weak references, attributes, graphs);
-            up to four results are kept so, each until sixteen copies did without it. Batches of
-            more than 4 MiB are never kept: `reuses_outputs` says whether they are.
+            delegated to its own `.to`, so a plan made there contains no leaves.
+        device: the target, as for `start_copy`. "cuda" is the current CUDA device at this call.
+        use_pinned_staging: see `CopyOptions`, as for the next four.
+        pack_cpu_tensors: see `CopyOptions`.
+        min_packed_alignment_bytes: see `CopyOptions`.
+        max_packed_chunk_bytes: see `CopyOptions`.
+        use_background_thread: see `CopyOptions`.
+        reuse_outputs: reuse the output tensors of an earlier result for a later one, once the
+            caller has dropped them. This saves most of the time that a copy of many small tensors
+            takes. A tensor is reused only if the plan has the only reference to it and nothing but
+            its values was changed: it has no weak reference, attribute, hook or gradient, no view
+            or autograd graph depends on the version of its memory, and its shape is unchanged. The
+            option changes when memory is freed: a result that you drop is freed with a later copy
+            or with the plan. The same holds for everything that only its tensors keep alive (weak
+            references, attributes, graphs). Up to four results are kept in this way, each until
+            sixteen copies have not used it. Batches of more than 4 MiB are never kept:
+            `reuses_outputs` tells.
 
     Raises:
         Exception: as `start_copy`.

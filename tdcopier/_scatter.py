@@ -1,4 +1,4 @@
-"""Rows of a storage, written from a batch."""
+"""`start_scatter`: writes a batch into rows of a storage."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ def start_scatter(
     use_pinned_staging: bool = True,
     use_background_thread: bool = True,
 ) -> AsyncCopyHandle:
-    """Begin to write a batch into rows of `storage`; return at once with a handle.
+    """Start to write a batch into rows of `storage`, and return a handle at once.
 
-    As `storage[index] = batch`, leaf by leaf, for a batch on a device: its leaves are gathered
-    there, sent in one transfer for each staging buffer, and written to their rows by native
-    threads. `get()` and `wait()` give `storage` itself when every row is written; until then its
-    rows may be neither read nor written. What `copy_into` says of order, of sources and of version
-    counters holds here too.
+    Has the effect of `storage[index] = batch`, leaf by leaf. The leaves of a batch on a device are
+    gathered there, sent in one transfer per staging buffer, and written to their rows by native
+    threads. `get()` and `wait()` return `storage` itself once every row is written; until then, do
+    not read or write those rows. The rules of `copy_into` for order, sources and version counters
+    apply here too.
 
-    What cannot be written as rows of plain memory (a storage on a device or whose rows are not
-    contiguous; leaves of the batch with gaps, or that need gradients) is left to torch's own
-    indexing, inside this call, and counted as delegated.
+    Leaves that cannot be written as rows of plain memory (a storage on a device or with rows that
+    are not contiguous; leaves of the batch with gaps, or that need gradients) are delegated to
+    torch's own indexing, inside this call, and counted as delegated.
 
     Args:
-        batch: a tree of the same structure as `storage`: its leaves have the index's shape in place
-            of the dimensions that count rows, and the same dtypes. On a device, or on the host.
+        batch: a tree of the same structure as `storage`, on a device or on the host. In the shapes
+            of its leaves, the index's shape replaces the dimensions that count rows. The dtypes are
+            the same.
         storage: as for `start_gather`, on the host: in RAM, pinned or memory-mapped.
-        index: as for `start_gather`; no row may be in it twice.
+        index: as for `start_gather`, without repeated rows.
         use_pinned_staging: as for `copy_into`.
         use_background_thread: as for `copy_into`.
 
     Raises:
-        IndexError: a row that is not there, or a mask of another shape.
-        ValueError: a row is in the index twice; the trees differ in structure, or a leaf has
-            another shape or dtype than the rows that it is for; leaves share memory. Messages name
-            the leaf by its path, and nothing has been written.
-        TypeError: no index of rows.
+        IndexError: a row is out of range, or a mask has the wrong shape.
+        ValueError: a row is in the index twice; the trees differ in structure; a leaf does not have
+            the shape or dtype of its rows; leaves share memory. Messages name the leaf by its path,
+            and nothing has been written.
+        TypeError: `index` is not an index of rows.
         Exception: as `copy_into`.
     """
     rows = row_index(index, storage)
@@ -66,7 +67,10 @@ def start_scatter(
 
 
 def as_tensor(leaf: Any, written: bool) -> torch.Tensor | str:
-    """A tensor of an array's values, over its memory if it is written; or why there is none."""
+    """Return a tensor with an array's values, or the reason why there is none.
+
+    If `written` is true, the tensor shares the array's memory.
+    """
     if not isinstance(leaf, np.ndarray):
         return f" is a {type(leaf).__name__}: give the tensors in it"
     if written and not (leaf.flags.writeable and leaf.dtype.isnative):

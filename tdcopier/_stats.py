@@ -1,4 +1,4 @@
-"""What a copy did, in numbers."""
+"""Statistics of one copy: counts, and the time of each phase."""
 
 from __future__ import annotations
 
@@ -6,71 +6,72 @@ from typing import Any, NamedTuple
 
 
 class StepTimes(NamedTuple):
-    """What one copy has spent its time on so far, in microseconds of a steady clock.
+    """Time that one copy has spent in each phase so far, in microseconds of a steady clock.
 
-    Steps of several threads side by side add up, so `stage` and `enqueue` may exceed the copy's
-    whole duration.
+    The times of threads that run in parallel add up, so `stage` and `enqueue` may exceed the
+    duration of the copy.
     """
 
     flatten_us: float
-    """Taking the tree apart, and looking at each leaf; of `copy_into`, at each pair."""
+    """Taking the tree apart and inspecting each leaf; for `copy_into`, each pair of leaves."""
     plan_us: float
     """Deciding where each leaf goes, and allocating memory for it."""
     stage_us: float
-    """Reading leaves into staging memory, or enqueuing the kernel that gathers them; of
-    `copy_into`, writing what has arrived on the host to where it belongs, too."""
+    """Reading leaves into staging memory, or enqueuing the kernel that gathers them. For
+    `copy_into` also writing arrived bytes to their destinations on the host."""
     enqueue_us: float
-    """Putting transfers on tdcopier's streams; those of pageable memory block meanwhile."""
+    """Enqueuing transfers on tdcopier's streams; transfers of pageable memory block here."""
     outputs_us: float
     """Making the tensors of the result."""
     unflatten_us: float
-    """Making the containers of the result, and Python's side of its tensors."""
+    """Making the containers of the result, and the Python objects of its tensors."""
     wait_us: float
-    """The host was blocked: in `get`, in a `wait` until the host sources are read or the result has
-    arrived on the host, or by `set_run_ahead_limit`."""
+    """Time that the host was blocked: in `get`, in `wait` until the host sources were read or the
+    result had arrived on the host, or by `set_run_ahead_limit`."""
 
 
 class CopyStats(NamedTuple):
-    """Counts of one copy. Transfers and bytes are complete once the handle is `ready()`.
-
-    Of `copy_into`, leaves up to 256 KiB count as packed and larger ones as alone, also where there
-    is no transfer, and chunks are those on the target that are scattered to their destinations.
+    """Counts of one copy. `transfers` and `transfer_bytes` are complete once the handle is
+    `ready()`.
 
     Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
-    the number of tensors and arrays in the tree, where a TensorDict (or a part of one) that is left
-    to its own `.to` counts as one.
+    the number of tensors and arrays in the tree. A TensorDict (or a part of one) that is delegated
+    to its own `.to` counts as one leaf.
+
+    For `copy_into`, leaves of up to 256 KiB count as packed and larger ones as alone, even without
+    a transfer, and `chunks` counts those on the target that are scattered to their destinations.
     """
 
     packed_leaves: int
     """Leaves that share a chunk with others."""
     alone_leaves: int
-    """Leaves with a chunk of their own, being larger than 256 KiB or `max_packed_chunk_bytes`, or
-    because packing is off."""
+    """Leaves with a chunk of their own: larger than 256 KiB or `max_packed_chunk_bytes`, or packing
+    is off."""
     delegated_leaves: int
-    """Leaves that were left to their own `.to`, inside the call; it may have blocked."""
+    """Leaves that were delegated to their own `.to`, inside the call; it may have blocked."""
     reused_leaves: int
-    """Leaves that are on the target already and are returned as they are."""
+    """Leaves that were on the target already and are returned as the same objects."""
     opaque_leaves: int
     """Values that are neither containers nor leaves, passed through unchanged."""
     chunks: int
     """Allocations on the target."""
     transfers: int
-    """Transfers that the engine enqueued; those of delegated leaves are not among them. A kernel
-    that gathers leaves of a CUDA device straight into pinned memory, up to 4 MiB, is one."""
+    """Transfers that the engine enqueued, without those of delegated leaves. A kernel that gathers
+    leaves of a CUDA device directly into pinned memory, up to 4 MiB, counts as one."""
     transfer_bytes: int
-    """Bytes of these transfers, padding between slots included."""
+    """Bytes of these transfers, including padding between slots."""
     background: bool
-    """Whether workers staged the copy, rather than the call itself."""
+    """Whether worker threads staged the copy, rather than the call itself."""
     fallbacks: int
     """Operations that took a slower path because the fast one was unavailable. On CUDA: gathers,
     scatters and transfers by torch's own calls. On any device: memory that could not be pinned, an
-    event that could not be recorded, tables whose rows their own code has read. Delegated leaves
-    are not among them."""
+    event that could not be recorded, tables whose rows were read by their own code. Delegated
+    leaves are not included."""
     steps: StepTimes | None = None
-    """Where its time went so far; None unless `time_steps` was on at the call."""
+    """Time spent in each phase so far; None unless `time_steps` was on at the call."""
 
 
 def stats_of(*fields: Any) -> CopyStats:
-    """The counts that a handle has, in the order of the fields."""
+    """Make the statistics of a handle from its fields, in their order."""
     stats = CopyStats(*fields)
     return stats if stats.steps is None else stats._replace(steps=StepTimes(*stats.steps))

@@ -1,4 +1,4 @@
-"""Switching the times of steps on, which `stats` then has."""
+"""`time_steps`: turns on the timing of each phase of a copy, for `stats.steps`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tdcopier import _C
 _VARIABLE = "TDCOPIER_TIME_STEPS"
 
 _lock = threading.Lock()
-_wanted = 0  # by how many: guarded by _lock
+_wanted = 0  # number of open blocks; guarded by _lock
 
 
 @contextmanager
 def time_steps() -> Iterator[None]:
-    """Let each copy that starts meanwhile take the time of its steps, for `handle.stats.steps`.
+    """Time the phases of each copy that starts within the block, for `handle.stats.steps`.
 
-    It holds for the process, whatever thread asks, until all that have entered have left. The
-    environment variable `TDCOPIER_TIME_STEPS=1` has the same effect from the import on. Otherwise a
-    step costs two looks.
+    Applies to the whole process, in every thread, until all threads have left their blocks. The
+    environment variable `TDCOPIER_TIME_STEPS=1` has the same effect from the import on. When timing
+    is off, a phase costs two checks of a flag.
 
-    While `torch.profiler` records, the steps show there as ranges ("tdcopier: stage" and so on)
+    While `torch.profiler` records, the phases appear there as ranges ("tdcopier: stage" and so on),
     whether or not they are timed.
     """
     _want(1)

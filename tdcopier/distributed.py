@@ -1,6 +1,6 @@
 """Trees through `torch.distributed`: one message with all leaves, instead of one for each.
 
-`broadcast` gives every rank the tree of one, `scatter` gives each rank a tree of its own.
+`broadcast` sends one rank's tree to every rank. `scatter` sends each rank a tree of its own.
 """
 
 from __future__ import annotations
@@ -24,42 +24,46 @@ Group: TypeAlias = "dist.ProcessGroup"
 def broadcast(
     tree: Any, src: int, *, group: Group | None = None, device: Device | None = None
 ) -> Any:
-    """Give every rank of a group the tree of one of them, in two messages.
+    """Send a tree from one rank to every rank of a group, in two messages.
 
-    The first message has two sizes, the second everything: the leaves, packed into one chunk, and
-    the pickled structure. As with every call of `torch.distributed`, all ranks of the group make
-    it, in the same order. The host waits until the structure has arrived; what the leaves take is
-    left to the current stream.
+    For example, on every rank::
 
-    The tree arrives as `start_copy` makes it: numpy arrays as tensors, gaps closed, TensorDicts
-    with `device` set on every node. Containers are pickled, so each rank must be able to import
-    their classes, and so are opaque values, whatever is in them. A tensor that is in the tree twice
-    arrives as one. Tensors that need a gradient arrive as leaves of a graph, and parameters that
-    were on the device of the messages as parameters. One leaf that is alive keeps the whole chunk.
+        tree = tdcopier.distributed.broadcast(tree if rank == 0 else None, src=0)
 
-    Unpickling runs what the source says: use it among ranks that trust one another.
+    The first message contains two sizes, the second everything else: the leaves, packed into one
+    chunk, and the pickled structure. As with every collective of `torch.distributed`, all ranks of
+    the group must make the call, in the same order. The host waits until the structure has arrived;
+    the rest is enqueued on the current stream.
+
+    The tree arrives as from `start_copy`: numpy arrays as tensors, leaves without gaps, TensorDicts
+    with `device` set on every node. Containers and opaque values are pickled, so each rank must be
+    able to import their classes. A tensor that is in the tree twice arrives as one tensor. Tensors
+    that need a gradient arrive as leaves of a graph. Parameters that were on the device of the
+    messages arrive as parameters. A leaf that is alive keeps the whole chunk alive.
+
+    Unpickling runs code that the source chooses: use it among ranks that trust one another.
 
     Args:
         tree: on the source, a leaf or any nesting of containers and leaves; None on other ranks.
-        src: the rank that has the tree, of all ranks, as for `torch.distributed.broadcast`.
+        src: the global rank of the source, as for `torch.distributed.broadcast`.
         group: the ranks that take part; by default, all.
-        device: where the tree goes on this rank; ranks may differ. By default where the group's
-            backend works: the current CUDA device for NCCL, the host for gloo. Elsewhere it goes by
-            one more copy.
+        device: where the tree goes on this rank; ranks may differ. The default is the device that
+            the group's backend works on: the current CUDA device for NCCL, the host for gloo. Any
+            other device takes one more copy.
 
     Returns:
-        The tree on `device`. On the source, what `start_copy(tree, device)` gives.
+        The tree on `device`. On the source, the result of `start_copy(tree, device)`.
 
     Raises:
         RuntimeError: `torch.distributed` has not been initialised.
-        TypeError: `src` is no int.
-        ValueError: `src` is not in the group, or this rank is not; there is a tree on a rank that
-            is not the source. These and the two above are raised on the rank that makes the
-            mistake, before any message.
-        Exception: what keeps the source from sending, such as a `TypeError` with the path of a
-            value that cannot be pickled. Every rank raises it: the others as the nearest of
-            `TypeError`, `ValueError`, `RecursionError` and `RuntimeError` that it is one of, or
-            else as a `RuntimeError`.
+        TypeError: `src` is not an int.
+        ValueError: `src` or this rank is not in the group; a rank that is not the source passed a
+            tree. These errors and the two above are raised on the rank that makes the mistake,
+            before any message.
+        Exception: an error that prevents the source from sending, for example a `TypeError` with
+            the path of a value that cannot be pickled. Every rank raises it. Ranks other than the
+            source raise the nearest base class among `TypeError`, `ValueError`, `RecursionError`
+            and `RuntimeError`, or else a `RuntimeError`.
     """
     ranks = _Ranks.of(group, src)
     ranks.check_given(tree, "tree")
@@ -83,10 +87,10 @@ def scatter(
     group: Group | None = None,
     device: Device | None = None,
 ) -> Any:
-    """Give each rank of a group a tree of its own, which one of them has.
+    """Send each rank of a group a tree of its own, from one rank that has all of them.
 
-    All sizes are broadcast in one message; then each rank is sent one with its tree, as `broadcast`
-    sends it. The trees may differ in everything.
+    All sizes are broadcast in one message. Then each rank receives one message with its tree, in
+    the form that `broadcast` uses. The trees may have nothing in common.
 
     Args:
         trees: on the source, a list or tuple of one tree for each rank, in the order of the group;
@@ -99,8 +103,8 @@ def scatter(
         This rank's tree on `device`.
 
     Raises:
-        TypeError: `trees` is no list or tuple, on every rank; as `broadcast`.
-        ValueError: there are not as many trees as ranks, on every rank; as `broadcast`.
+        TypeError: `trees` is not a list or tuple, on every rank; as `broadcast`.
+        ValueError: the number of trees is not the number of ranks, on every rank; as `broadcast`.
         RuntimeError: as `broadcast`.
         Exception: as `broadcast`.
     """
@@ -134,28 +138,28 @@ def scatter(
 
 @dataclasses.dataclass
 class _Outgoing:
-    """What the source has to send: parcels, or why there are none."""
+    """Parcels that the source sends, or the error that prevents it."""
 
     parcels: list[Any]
     error: Exception | None = None
 
 
 class _Ranks(NamedTuple):
-    """Who takes part, and where messages are."""
+    """The ranks that take part, and the device of their messages."""
 
     group: Group | None
     src: int
     rank: int
     members: list[int]
-    """Of all ranks, in the order of the group."""
+    """Global ranks, in the order of the group."""
     device: torch.device
 
     @classmethod
     def of(cls, group: Group | None, src: int) -> _Ranks:
-        """Those of this call.
+        """Return the ranks of this call.
 
         Raises:
-            RuntimeError, TypeError, ValueError: as `broadcast` says.
+            RuntimeError, TypeError, ValueError: as documented for `broadcast`.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -175,7 +179,7 @@ class _Ranks(NamedTuple):
         return cls(group, src, rank, members, _device_of(group))
 
     def check_given(self, given: Any, name: str) -> None:
-        """Only the source has something to give."""
+        """Raise unless this rank is the source or has passed None."""
         if self.rank != self.src and given is not None:
             raise ValueError(
                 f"rank {self.rank} was given {name}, and is not the source, which is rank "
@@ -183,7 +187,7 @@ class _Ranks(NamedTuple):
             )
 
     def prepare(self, pack_all: Callable[[], list[Any]]) -> _Outgoing | None:
-        """Do whatever may fail on the source, before others wait for its messages."""
+        """Do everything that may fail on the source before other ranks wait for its messages."""
         if self.rank != self.src:
             return None
         try:
@@ -192,10 +196,10 @@ class _Ranks(NamedTuple):
             return _Outgoing([], error)
 
     def share_sizes(self, outgoing: _Outgoing | None, count: int) -> list[tuple[int, int]]:
-        """The bytes of chunk and spec of each parcel.
+        """Return the chunk and spec sizes of each parcel, in bytes, on every rank.
 
         Raises:
-            Exception: what has failed on the source.
+            Exception: the error that occurred on the source.
         """
         rows = torch.zeros(count, 2, dtype=torch.int64, device="cpu")
         failure = b""
@@ -221,21 +225,21 @@ class _Ranks(NamedTuple):
             try:
                 raise error
             finally:
-                del error  # a frame that has it is in its traceback: a circle, around the tree
+                del error  # avoids a reference cycle with its traceback, which keeps the tree
         name, text = pickle.loads(body.numpy().tobytes())
         raise _SENT_AS_SUCH[name](f"rank {self.src} could not send: {text}")
 
     def new_body(self, chunk_bytes: int, spec_bytes: int) -> torch.Tensor:
-        """Memory for a parcel."""
+        """Allocate memory for a parcel."""
         return torch.empty(chunk_bytes + spec_bytes, dtype=torch.uint8, device=self.device)
 
     def broadcast(self, message: torch.Tensor) -> torch.Tensor:
-        """Fill every rank's message with that of the source."""
+        """Fill the message on every rank with that of the source."""
         dist.broadcast(message, self.src, group=self.group)
         return message
 
     def exchange(self, operations: list[dist.P2POp]) -> None:
-        """Messages from one rank to another."""
+        """Send and receive messages between pairs of ranks."""
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
 
@@ -247,7 +251,7 @@ _SENT_AS_SUCH: dict[str, type[Exception]] = {
 
 
 def _told(error: Exception) -> tuple[str, str]:
-    """What other ranks are told of an error: the class to raise, and the text."""
+    """Return what other ranks receive of an error: the name of the class to raise, and the text."""
     as_such = (cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _SENT_AS_SUCH)
     name = next(as_such, RuntimeError.__name__)
     try:
@@ -259,10 +263,10 @@ def _told(error: Exception) -> tuple[str, str]:
 
 
 def _device_of(group: Group | None) -> torch.device:
-    """Where messages of a group are: on the accelerator that its backend is for, else the host."""
+    """Return the device of a group's messages: the accelerator of its backend, or else the host."""
     for part in dist.get_backend_config(group).split(","):
         kind, backend = part.split(":")
-        if kind == "cpu" or backend == "gloo":  # to gloo, all memory is by way of the host
+        if kind == "cpu" or backend == "gloo":  # gloo sends all memory through the host
             continue
         module = torch.get_device_module(kind)
         if module.is_available():

@@ -1,6 +1,6 @@
-"""`python -m tdcopier.info`: prints what a bug report should say, as text or as JSON.
+"""`python -m tdcopier.info`: prints what a bug report needs, as text or as JSON.
 
-It makes a context on every CUDA device, and so takes some of its memory while it runs.
+By default it creates a context on every CUDA device, which takes device memory while it runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tdcopier._info import Info, info
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print it; the exit status is 0."""
+    """Print the report and return the exit status, 0."""
     parser = argparse.ArgumentParser(prog="python -m tdcopier.info", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def as_text(found: Info) -> str:
-    """One line for each answer, in sections."""
+    """Return the report as text: sections with one line per entry."""
     lines: list[str] = []
     for section, answers in found.items():
         if section == "devices":
@@ -49,7 +49,7 @@ def _rows(answers: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _label(name: str) -> str:
-    """Variables keep their names, and sizes say their unit themselves."""
+    """Return a label: variables keep their names; sizes lose their unit, which is in the value."""
     return name if name.isupper() else name.removesuffix("_bytes").replace("_", " ")
 
 
@@ -64,7 +64,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def _size(count: int) -> str:
-    """In the largest unit that it has one of, and in bytes."""
+    """Format in the largest unit of which there is at least one, and in bytes."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= scale:
             return f"{count / scale:.4g} {unit} ({count:,} bytes)"
@@ -72,7 +72,7 @@ def _size(count: int) -> str:
 
 
 class _CallableModule(ModuleType):
-    """Importing this module puts it in the place of the function of the same name."""
+    """A module that can be called like the function `info`, whose place it takes when imported."""
 
     def __call__(self, *, make_contexts: bool = False) -> Info:
         return info(make_contexts=make_contexts)
