@@ -1,4 +1,4 @@
-"""numpy arrays whose bytes the engine cannot read as they are, made into tensors."""
+"""Converts numpy arrays to tensors when the engine cannot read their bytes as they are."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A CPU tensor with the values of `array`, over the same memory where torch can use it.
+    """Return a CPU tensor with the values of `array`, over the same memory if torch can use it.
 
-    Copies arrays that torch has no strides or byte order for. Read-only arrays are not warned
-    about: the tensor is handed to `Tensor.to`, or is what `torch.from_numpy` would have given.
+    Copies arrays whose strides or byte order torch does not support. Suppresses torch's warning
+    about read-only arrays: the tensor is passed to `Tensor.to`, or equals that of
+    `torch.from_numpy`.
     """
     if not array.dtype.isnative or any(
         stride < 0 or stride % array.itemsize for stride in array.strides

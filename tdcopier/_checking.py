@@ -1,4 +1,4 @@
-"""`TDCOPIER_CHECK=1`: finds and names sources that were modified before their copy was done."""
+"""Check mode (`TDCOPIER_CHECK=1`): finds sources that were modified before their copy was done."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._stats import CopyStats
 
 _VARIABLE = "TDCOPIER_CHECK"
-_MOST_BYTES = 1 << 40  # what claims more repeats its elements, and no copy of it can succeed
+_MOST_BYTES = 1 << 40  # a larger leaf must repeat its elements, and copying it would fail
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 class SourceModifiedError(RuntimeError):
-    """A source was modified before its copy was done; found with `TDCOPIER_CHECK=1` only."""
+    """A source was modified before its copy was done. Raised only with `TDCOPIER_CHECK=1`."""
 
 
 def checking_from_environment() -> bool:
-    """Whether copies are to be checked.
+    """Return whether copies are checked.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
@@ -38,7 +38,7 @@ def checking_from_environment() -> bool:
 
 
 class _HostLeaf:
-    """A source in host memory: known again by a checksum of its bytes."""
+    """A source in host memory, checked by a checksum of its bytes."""
 
     on_host = True
 
@@ -52,7 +52,7 @@ class _HostLeaf:
 
 
 class _DeviceLeaf:
-    """A source on a device: compared with a copy of it, if its version counter has moved at all."""
+    """A source on a device, compared with a copy of it if its version counter has changed."""
 
     on_host = False
 
@@ -66,15 +66,15 @@ class _DeviceLeaf:
     def is_modified(self) -> bool:
         if self._version is not None and _version(self._leaf) == self._version:
             return False
-        # Views of one storage share a counter: a write to a neighbour moves it too.
+        # Views of one storage share a counter, so a write to a neighbour changes it too.
         return _checksum(self._leaf.cpu()) != _checksum(self._before.cpu())
 
 
 class SourceCheck:
-    """What the sources of one copy were like when it was started."""
+    """The state of the sources of one copy when the copy was started."""
 
     def __init__(self) -> None:
-        """None so far."""
+        """Start without leaves."""
         self._started_at = _caller()
         self._leaves: list[_HostLeaf | _DeviceLeaf] = []
         self._failure: SourceModifiedError | None = None
@@ -83,16 +83,16 @@ class SourceCheck:
 
     @classmethod
     def of_copy(cls, data: Any, device: Any) -> SourceCheck:
-        """Remember every leaf that `start_copy` is going to read."""
+        """Record every leaf that `start_copy` will read."""
         check = cls()
         if _is_altered():
             return check
-        _C.staging_bytes(device)  # raises what is wrong with the device, as the call itself would
+        _C.staging_bytes(device)  # raises if the device is wrong, as the call itself would
         target = torch.empty(0, device=device).device
         check._to_host = target.type == "cpu"
         for path, leaf in _C.leaves_with_paths(data, device):
-            # Arrays become tensors on the host, and what is on the target is not read.
-            # What is neither an array nor a plain tensor need not have a device, or one of its own.
+            # If the host is the target, arrays become tensors without a read. Leaves on the target
+            # are reused. Only plain tensors are asked for their device: other leaves may have none.
             if isinstance(leaf, np.ndarray):
                 read = target.type != "cpu"
             else:
@@ -103,7 +103,7 @@ class SourceCheck:
 
     @classmethod
     def of_filling(cls, source: Any, destination: Any) -> SourceCheck:
-        """Remember every leaf that `copy_into` is going to read."""
+        """Record every leaf that `copy_into` will read."""
         check = cls()
         if not _is_altered():
             for steps, leaf, filled in _C.pairs_with_paths(source, destination):
@@ -120,9 +120,12 @@ class SourceCheck:
             self._leaves.append(kind(path, leaf))
 
     def look(self, *, is_done: bool = True) -> None:
-        """Compare; forget what has been compared, since it may be modified from now on.
+        """Compare the sources with their recorded state; forget those that may be modified from now
+        on.
 
-        Where the copy is not done, but handed over to a stream, only host sources were read.
+        Args:
+            is_done: False if the copy was only handed over to a stream; then only host sources have
+                been read.
         """
         host_only = not (is_done or self._to_host)
         every = self._leaves
@@ -131,7 +134,7 @@ class SourceCheck:
             for leaf in every:
                 if leaf.on_host or not host_only:
                     self._compare(leaf)
-        except BaseException:  # such as an interrupt: the next look compares all of them
+        except BaseException:  # for example an interrupt: the next look compares all of them
             self._leaves = every
             raise
 
@@ -144,23 +147,23 @@ class SourceCheck:
             )
 
     def forget(self) -> None:
-        """From now on the sources may be modified."""
+        """Allow modifications of the sources from now on."""
         self._leaves = []
 
     def raise_failure(self) -> None:
-        """Raise what was found so far, every time."""
+        """Raise the modification found so far, if any, at every call."""
         if self._failure is not None:
             self._told = True
             raise self._failure
 
     def raise_failure_once(self) -> None:
-        """Raise what was found, unless the caller has heard of it."""
+        """Raise the modification found, unless it was raised already."""
         if not self._told:
             self.raise_failure()
 
 
 class CheckedHandle:
-    """An `AsyncCopyHandle` that looks at the sources wherever the caller learns of the copy."""
+    """An `AsyncCopyHandle` that checks the sources in every call that reports on the copy."""
 
     __slots__ = ("__weakref__", "_check", "_handle")
 
@@ -168,7 +171,7 @@ class CheckedHandle:
         self._handle = handle
         self._check = check
 
-    @property  # type: ignore[misc]  # for `isinstance`: it is used like one
+    @property  # type: ignore[misc]  # makes `isinstance` accept it as an AsyncCopyHandle
     def __class__(self) -> type:
         return AsyncCopyHandle
 
@@ -212,25 +215,25 @@ class CheckedHandle:
         try:
             return ask(*arguments)
         except Exception:
-            if self._handle.ready():  # the copy has failed: it reads nothing any more
+            if self._handle.ready():  # the copy has failed and reads no source any more
                 self._check.forget()
             raise
 
     def __del__(self) -> None:
-        """A handle that is dropped is looked at once more; Python prints what this raises."""
+        """Check once more when the handle is dropped; Python prints the error that this raises."""
         if sys.is_finalizing():
-            return  # torch is not to be called any more
+            return  # torch must not be called any more
         self._check.look()
         self._check.raise_failure_once()
 
 
 def checked(handle: AsyncCopyHandle, check: SourceCheck) -> AsyncCopyHandle:
-    """The handle, with the check in its way."""
+    """Return a handle that also checks the sources."""
     return cast("AsyncCopyHandle", CheckedHandle(handle, check))
 
 
 def _is_altered() -> bool:
-    """Whether no leaf is what it seems, and each is left to torch, which reads it in the call."""
+    """Return whether a torch mode or transform is active, so that torch copies every leaf."""
     interpreters: Any = torch._C._functorch
     return bool(torch._C._len_torch_dispatch_stack() or interpreters.peek_interpreter_stack())
 
@@ -242,9 +245,9 @@ def _is_plain(leaf: Any) -> bool:
         and not leaf.is_quantized
         and not leaf.is_meta
         and not leaf.is_nested
-        and not getattr(leaf, "has_names", bool)()  # gone from torch 2.13 on
+        and not getattr(leaf, "has_names", bool)()  # removed in torch 2.13
         and leaf.nbytes <= _MOST_BYTES
-        and not _reaches_beyond_its_storage(leaf)  # the call refuses it
+        and not _reaches_beyond_its_storage(leaf)  # the call itself rejects such a leaf
     )
 
 
@@ -261,10 +264,10 @@ def _version(leaf: torch.Tensor) -> int | None:
 
 
 def _checksum(leaf: torch.Tensor | np.ndarray[Any, Any]) -> tuple[tuple[int, ...], int]:
-    """Shape, and a checksum of the elements' bytes in order."""
+    """Return the shape, and a checksum of the elements' bytes in order."""
     if isinstance(leaf, torch.Tensor):
         plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
-        # A single element may keep an odd stride, of which a view as bytes wants nothing.
+        # A single element may keep an odd stride, which `view` as bytes would reject.
         flat = plain.as_strided((plain.numel(),), (1,))
         array = flat.view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8)
     else:
@@ -273,7 +276,7 @@ def _checksum(leaf: torch.Tensor | np.ndarray[Any, Any]) -> tuple[tuple[int, ...
 
 
 def _caller() -> str:
-    """Where the copy was started: the innermost frame that is not of this package."""
+    """Return where the copy was started: the innermost frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

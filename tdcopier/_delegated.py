@@ -1,4 +1,4 @@
-"""What is left to its own `.to`, and what a leaf that `.to` made consists of."""
+"""Leaves delegated to their own `.to`, and the tensors that their results are made of."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class Mover:
-    """A part of a container that the walk leaves to its `.to(device)`, and counts as delegated."""
+    """A part of a container that the walk delegates to its own `.to`, and counts as delegated."""
 
     def __init__(self, value: Any) -> None:
-        """`value` is what moves."""
+        """Wrap the value that `.to` moves."""
         self.value = value
 
     def to(self, device: torch.device) -> Any:
@@ -20,16 +20,17 @@ class Mover:
 
 
 def plain_parts(moved: Any) -> list[torch.Tensor]:
-    """The tensors that own its memory: itself, or those inside a subclass or a collection.
+    """Return the tensors that own a leaf's memory: the leaf, or those in a subclass or a
+    collection.
 
-    A collection that reads its tensors from elsewhere each time (a file, a remote store) has none.
+    A collection that reads its tensors anew each time (from a file or a remote store) has none.
     """
     if isinstance(moved, torch.Tensor):
         flatten = getattr(moved, "__tensor_flatten__", None)
         if flatten is None:
             return [moved]
         inner: list[Any] = [getattr(moved, name) for name in flatten()[0]]
-    elif isinstance(moved, np.ndarray):  # on the host, where nobody has to be told
+    elif isinstance(moved, np.ndarray):  # on the host, where no stream is recorded
         inner = []
     elif isinstance(moved, Mover):
         inner = [moved.value]
@@ -41,11 +42,11 @@ def plain_parts(moved: Any) -> list[torch.Tensor]:
 
 
 _HOLDERS = ("_tensordict", "_param_td", "_source")
-"""Under which attributes collections keep what they are made of: entries, or one collection."""
+"""Attributes in which collections keep their content: a dict of entries, or one collection."""
 
 
 def _held_by(collection: Any) -> list[Any]:
-    """What it holds itself: its methods may make new tensors, and its fields have any name."""
+    """Return the entries that a collection stores, from its state: methods may make new tensors."""
     state: dict[str, Any] = object.__getattribute__(collection, "__dict__")
     if "tensordicts" in state:
         return list(state["tensordicts"])

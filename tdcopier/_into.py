@@ -1,4 +1,4 @@
-"""Leaves that `copy_into` leaves to torch or numpy: whether they fit, and filling them."""
+"""Leaves that `copy_into` delegates to torch or numpy: checks that a pair fits, and copies it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tdcopier._arrays import as_tensor
 
 
 def is_plain_class(cls: type) -> bool:
-    """Whether a tensor of this class is a plain one to whoever reads or writes its memory."""
+    """Return whether tensors of this class are read and written in memory like plain tensors."""
     mapped = getattr(sys.modules.get("tensordict.memmap"), "MemoryMappedTensor", None)
     return cls in (torch.nn.Parameter, mapped)
 
 
 def mismatch(source: Any, destination: Any, rows: list[int] | None) -> str | None:
-    """Why the source cannot be copied into the destination, or None.
+    """Return why the source cannot be copied into the destination, or None if it can.
 
     Args:
         source: a leaf.
-        destination: the leaf that it is for.
-        rows: the shape of the rows, where rows of the destination are written.
+        destination: the leaf that the source is copied into.
+        rows: the shape of the rows if rows of the destination are written, else None.
 
     Returns:
-        With `{source}` and `{destination}` in place of their paths.
+        The reason, with `{source}` and `{destination}` as placeholders for their paths.
     """
     if isinstance(destination, np.ndarray):
         if not destination.flags.writeable:
@@ -63,7 +63,7 @@ def mismatch(source: Any, destination: Any, rows: list[int] | None) -> str | Non
 
 
 def fill(destination: Any, source: Any) -> None:
-    """Write the source's values, under the state that the calling thread is in."""
+    """Copy the source's values into the destination, under the calling thread's torch state."""
     values = as_tensor(source) if isinstance(source, np.ndarray) else source
     if not isinstance(destination, np.ndarray):
         destination.copy_(values)
@@ -74,7 +74,7 @@ def fill(destination: Any, source: Any) -> None:
 
 def _shape(leaf: Any) -> tuple[Any, ...] | None:
     if getattr(leaf, "is_nested", False) or not hasattr(leaf, "shape"):
-        return None  # `copy_` knows better
+        return None  # `copy_` checks these
     return tuple(leaf.shape)
 
 

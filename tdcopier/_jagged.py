@@ -1,4 +1,4 @@
-"""Jagged nested tensors in the walk: values, offsets and lengths, each a plain tensor."""
+"""Jagged nested tensors in the walk: values, offsets and lengths, each of them a plain tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from tdcopier._rule import Flat, Rule
 
 _ragged_sizes: Any = (
     _nested._tensor_symint_registry
-)  # by offsets, or by lengths where there are any
+)  # keyed by the offsets, or by the lengths if it has any
 
 
 def flatten(value: Any, device: torch.device | None, named: bool) -> Flat | None:
-    """The tensors that it is made of, and what else there is to it.
+    """Return the tensors that a jagged tensor is made of, and the context needed to rebuild it.
 
     Returns:
-        None where torch's own code is needed: it is on the device, or none is given, since memory
-        that exists has offsets of its own; it has a gradient to keep; or it is made of anything but
-        plain tensors.
-
+        None if torch's own code must move it: it is on the device already, it has a gradient to
+        keep, or it contains anything but plain tensors. Also None without a device, since existing
+        memory has offsets of its own.
     """
     if device is None:
         return None
@@ -41,7 +40,7 @@ def flatten(value: Any, device: torch.device | None, named: bool) -> Flat | None
 
 
 def unflatten(parts: list[torch.Tensor], context: tuple[Any, dict[str, Any]]) -> Any:
-    """One of the same ragged size, so that it goes together with others that have been moved."""
+    """Rebuild a jagged tensor with the same ragged size, so that it still matches others."""
     ragged_size, others = context
     values, offsets = parts[:2]
     lengths = parts[2] if len(parts) == 3 else None

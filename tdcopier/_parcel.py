@@ -1,4 +1,4 @@
-"""A tree as bytes: one chunk with its tensors, and a pickle of everything else."""
+"""Parcels: a tree as bytes, with one chunk for its tensors and a pickle of everything else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEMORY_OF_NODE = {"_consolidated", "_is_memmap", "_is_shared", "_memmap_prefix"
 
 
 class Parcel(NamedTuple):
-    """A tree that is ready to be sent from `body.device` to the same place elsewhere."""
+    """A tree that is packed on `body.device`, ready to be sent."""
 
     moved: Any
     """The tree itself, on that device."""
@@ -43,7 +43,7 @@ class _LeafSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Empty where they follow from the shape."""
+    """Empty if they follow from the shape."""
     requires_grad: bool
 
 
@@ -52,7 +52,7 @@ def pack(tree: Any, device: torch.device) -> Parcel:
 
     Raises:
         TypeError: a value cannot be pickled; the message names its path.
-        Exception: what `start_copy` raises.
+        Exception: as `start_copy`.
     """
     moved = start_copy(tree, device).wait()
     pickled = io.BytesIO()
@@ -81,7 +81,7 @@ def pack(tree: Any, device: torch.device) -> Parcel:
 
 
 def unpack(body: torch.Tensor, chunk_bytes: int) -> Any:
-    """The tree of a parcel's body, over the memory of the body. The host waits for its spec."""
+    """Rebuild a tree from a parcel's body, over the body's memory. The host waits for the spec."""
     spec = body[chunk_bytes:].cpu().numpy().tobytes()
     specs, pickled = pickle.loads(spec)
     offsets, _ = _offsets_of(specs)
@@ -92,11 +92,11 @@ def unpack(body: torch.Tensor, chunk_bytes: int) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out plain tensors on the device, and that TensorDicts are there."""
+    """Replaces plain tensors on the device by indices, and that device by a placeholder."""
 
     def __init__(self, file: Any, device: torch.device) -> None:
         super().__init__(file, _PROTOCOL)
-        self.leaves: list[torch.Tensor] = []  # also keeps them alive, so that ids stay theirs
+        self.leaves: list[torch.Tensor] = []  # also keeps the leaves alive, so ids stay unique
         self._device = device
         self._indices: dict[int, int] = {}
 
@@ -114,7 +114,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is torch.storage.TypedStorage:
             memory = value._untyped_storage
             if memory.device == self._device:
-                # Of a tensor that is not plain. Its own pickle would name this rank's device.
+                # Storage of a tensor that is not plain; its own pickle names this rank's device.
                 as_bytes = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory)
                 return _typed_storage, (as_bytes, value.dtype)
         if isinstance(value, torch.Tensor) and value.layout in _SPARSE:
@@ -126,14 +126,14 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
         if isinstance(state, dict) and state.get("_device") == self._device:
-            # Its leaves arrive in a chunk, and no more in a file, in shared memory, in one piece.
+            # The leaves arrive in a chunk: no longer memory-mapped, shared or consolidated.
             kept = {name: each for name, each in state.items() if name not in _MEMORY_OF_NODE}
             state = {**kept, "_device": _TARGET}
         return function, arguments, state, *rest
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts in what `_Pickler` has left out."""
+    """Replaces the indices and placeholders of `_Pickler` by tensors and the device."""
 
     def __init__(self, file: Any, leaves: list[torch.Tensor], device: torch.device) -> None:
         super().__init__(file)
@@ -145,7 +145,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _typed_storage(memory: torch.Tensor, dtype: torch.dtype) -> Any:
-    """A storage for these bytes alone."""
+    """Make a storage with a copy of these bytes only."""
     storage: Any = torch.storage.TypedStorage
     return storage(wrap_storage=memory.clone().untyped_storage(), dtype=dtype, _internal=True)
 
@@ -153,7 +153,7 @@ def _typed_storage(memory: torch.Tensor, dtype: torch.dtype) -> Any:
 def _sparse_tensor(
     function: Callable[..., torch.Tensor], arguments: Any, device: torch.device, needs_grad: bool
 ) -> torch.Tensor:
-    """What torch's own pickle makes of it, but for the default device, and with its gradient."""
+    """Rebuild a sparse tensor as torch's pickle does, on `device` and with its `requires_grad`."""
     with warnings.catch_warnings(), device:
         # Some versions of torch warn where they rebuild a sparse tensor that was pickled.
         warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
@@ -163,19 +163,19 @@ def _sparse_tensor(
 def _is_plain(value: Any) -> bool:
     cls = type(value)
     if cls is not torch.Tensor and (cls is torch.nn.Parameter or not is_plain_class(cls)):
-        return False  # a parameter's own pickle has a plain tensor in it
+        return False  # a parameter's own pickle contains a plain tensor
     return (
         value.layout is torch.strided
         and not value.is_conj()
         and not value.is_neg()
         and not value.is_quantized
         and not value.is_nested
-        and not getattr(value, "has_names", bool)()  # gone from torch 2.13 on
+        and not getattr(value, "has_names", bool)()  # removed in torch 2.13
     )
 
 
 def _spec_of(leaf: torch.Tensor) -> _LeafSpec:
-    # Dimensions of size 0 and 1 keep strides of their own, and count as contiguous with any.
+    # Dimensions of size 0 and 1 count as contiguous with any stride, so their strides are kept.
     follow = leaf.is_contiguous() and min(leaf.shape, default=2) > 1
     strides = () if follow else torch.empty_like(leaf, device="meta").stride()
     return _LeafSpec(leaf.dtype, tuple(leaf.shape), tuple(strides), leaf.requires_grad)
@@ -196,14 +196,14 @@ def _tensors_over(
 
 
 def _steps_to_what_fails(value: Any, device: torch.device, above: set[int]) -> list[str]:
-    """The steps to the first value in the tree that cannot be pickled, in no circles."""
+    """Return the path to the first value that cannot be pickled. Skips reference cycles."""
     above.add(id(value))
     for step, child in _children_of(value):
         if id(child) in above:
             continue
         try:
             _Pickler(io.BytesIO(), device).dump(child)
-        except Exception:  # whatever it is, it fails
+        except Exception:  # any error means that it cannot be pickled
             return [step, *_steps_to_what_fails(child, device, above)]
     return []
 

@@ -1,4 +1,4 @@
-"""A pass whose source is read by the thread that asks for a batch, beside no other thread."""
+"""A pass without a reader thread: the thread that asks for a batch also reads the source."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from tdcopier._prefetch_source import Batch, EndOfPass, PrefetchCounters, Source
 
 
 class LoopPass(BatchQueue):
-    """Consumers read: the one whose turn it is starts batches until the depth is reached."""
+    """A pass in which consumers read: the one with the turn starts batches up to the depth."""
 
     def __init__(self, depth: int, counters: PrefetchCounters, source: Source) -> None:
         super().__init__(depth, counters, source)
-        self._unread: AsyncCopyHandle | None = None  # the newest: its sources may not be touched
+        self._unread: AsyncCopyHandle | None = None  # newest copy; its sources may still be read
 
     def start(self) -> None:
-        """Nothing is read before the first batch is asked for."""
+        """Do nothing: the first batch is read when a consumer asks for it."""
 
     def close(self, why: str) -> None:
-        """Drop what was not taken, and close a generator, when no other thread reads. Blocks.
+        """Drop the batches that were not taken, and close a generator unless another thread reads.
+        Blocks.
 
-        Where the garbage collector calls it, there is no consumer that could have the turn: it
-        would have kept the prefetcher.
+        If the garbage collector calls this, no consumer can have the turn: it would have kept the
+        prefetcher alive.
         """
         super().close(why)
         self.join()
@@ -32,16 +33,18 @@ class LoopPass(BatchQueue):
             self._finish_close()
 
     def _bring_first(self) -> None:
-        """Start the batch that is asked for, unless it was, and `depth` batches after it."""
+        """Start the batch that is asked for, if it is not started yet, and `depth` batches after
+        it.
+        """
         try:
             if not self._items:
                 self._begin(_C.Sending.AT_ONCE)
             while self._items and self._has_room():
-                # The loop goes on with what is before it, and sends it meanwhile.
+                # Later batches are only staged; the loop sends them as it takes those before them.
                 is_needed_next = len(self._items) == 1
                 self._begin(_C.Sending.AT_ONCE if is_needed_next else _C.Sending.HELD_STAGED)
         finally:
-            _C.set_sending(_C.Sending.AT_ONCE)  # once more, see Note [Interrupts]
+            _C.set_sending(_C.Sending.AT_ONCE)  # repeated: see Note [Interrupts]
             self._finish_close()
 
     def _has_room(self) -> bool:
@@ -49,7 +52,7 @@ class LoopPass(BatchQueue):
         return is_open and len(self._items) <= self._depth
 
     def _begin(self, sending: _C.Sending) -> None:
-        """Read one batch more, unless there is none."""
+        """Read one more batch, unless the source has ended."""
         if self._source is None or self.why_closed is not None:
             return
         self._wait_read()
@@ -61,18 +64,18 @@ class LoopPass(BatchQueue):
         self._put(item)
         if isinstance(item, EndOfPass):
             self._source = None
-        del item  # or an error would keep the frames that keep it
+        del item  # avoids a reference cycle through an error's traceback
 
     def _wait_read(self) -> None:
-        """Wait until all batches have been read: then the source may do anything with memory."""
+        """Wait until all batches have been read; the source may then reuse their memory."""
         if self._unread is not None:
             self._unread.wait_staged()
             self._unread = None
 
     def _finish_close(self) -> None:
-        """For the consumer whose turn it is, if the pass is closed."""
+        """Finish closing a closed pass. The caller must have the turn."""
         is_reading = self._source is not None and self._source.is_generator_running()
-        if self.why_closed is None or is_reading:  # by this thread, in a call further out
+        if self.why_closed is None or is_reading:  # this thread reads, further up its stack
             return
         self._drop_all()
         self._wait_read()

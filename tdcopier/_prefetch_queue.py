@@ -1,4 +1,4 @@
-"""The batches of a pass that are under way, and the consumers that take them in order."""
+"""The queue of a pass: batches in flight, and the consumers that take them in order."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from tdcopier._prefetch_source import Batch, EndOfPass, Item, PrefetchCounters, 
 
 
 class BatchQueue(ABC):
-    """What is common to passes, whichever thread reads: batches in order, up to a depth.
+    """Base of both kinds of passes: keeps the batches in order, up to a depth.
 
     Thread: any. The garbage collector may call `close`, in any thread.
 
     Note [Interrupts]
-    Ctrl-C may end a consumer's call after any of its steps, and later calls go on. So an item stays
-    in the queue until it was handed over, and whether there is room follows from the length of the
-    queue: there is no token that an interrupted call could keep. Every other step may be repeated,
-    and each call repeats those that the one before may have missed.
+    Ctrl-C may end a consumer's call after any of its steps, and later calls must still work. So an
+    item stays in the queue until it was handed over, and the length of the queue tells whether
+    there is room: there is no token that an interrupted call could keep. Every other step may be
+    repeated, and each call repeats the steps that an interrupted call may have missed.
     """
 
     def __init__(self, depth: int, counters: PrefetchCounters, source: Source) -> None:
-        self.is_over = False  # a consumer was told of the end
+        self.is_over = False  # a consumer has taken the end of the pass
         self.is_ending = False  # `end` was called, which raises `_failure_of_close`
         self.why_closed: str | None = None
         self._failure_of_close: BaseException | None = None
         self._depth = depth
         self._counters = counters
-        self._source: Source | None = source  # None: it has ended, or nothing reads it any more
+        self._source: Source | None = source  # None once it has ended or is no longer read
         self._forks = forks()
-        self._turn = threading.RLock()  # of one consumer at a time
+        self._turn = threading.RLock()  # held by one consumer at a time
         self._items: deque[Item] = deque()
         self._unsent: deque[_C.AsyncCopyHandle] = deque()  # copies that consumers may have to send
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to read. May be called again, as after an interrupt."""
+        """Start to read. May be called again, for example after an interrupt."""
 
     def take(self) -> Any:
-        """The next batch, ordered on the current stream. Blocks.
+        """Return the next batch, ordered on the current stream. Blocks.
 
         Raises:
-            StopIteration: there is none.
-            RuntimeError: the pass is closed, or was begun before the process was forked.
-            BaseException: what the source or the copy has raised.
+            StopIteration: the pass has ended.
+            RuntimeError: the pass is closed, or was started before the process forked.
+            BaseException: an error from the source or the copy.
         """
         if self._forks != forks():
             refuse_in_child()
@@ -61,7 +61,7 @@ class BatchQueue(ABC):
             return batch
 
     def close(self, why: str) -> None:
-        """Drop what was not taken, and tell the reader and all consumers to end."""
+        """Drop the batches that were not taken, and tell the reader and all consumers to end."""
         if self._forks != forks():
             return
         if self.why_closed is None:
@@ -70,13 +70,13 @@ class BatchQueue(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Wait until nothing reads the source, unless the calling thread does. Blocks."""
+        """Wait until no thread reads the source, except the calling one. Blocks."""
 
     def end(self, why: str) -> None:
-        """Close the pass, and wait until nothing reads the source. Blocks.
+        """Close the pass, and wait until no thread reads the source. Blocks.
 
         Raises:
-            BaseException: what a generator has raised when it was closed.
+            BaseException: an error that a generator raised when it was closed.
         """
         self.is_ending = True
         self.close(why)
@@ -87,7 +87,7 @@ class BatchQueue(ABC):
 
     @abstractmethod
     def _bring_first(self) -> None:
-        """Let there be a first item, unless the pass is closed. The caller has the turn. Blocks."""
+        """Wait for a first item, unless the pass is closed. Needs the turn. Blocks."""
 
     def _put(self, item: Item) -> None:
         self._items.append(item)
@@ -108,7 +108,7 @@ class BatchQueue(ABC):
         try:
             batch = item.hand_over()
         except BaseException as error:
-            # Any other is an interrupt: the item is there for the next call.
+            # Any other error is an interrupt: the item stays in the queue for the next call.
             if isinstance(error, Exception) or error is getattr(item, "error", None):
                 self._take_out(item)
             raise
@@ -116,7 +116,7 @@ class BatchQueue(ABC):
             self._take_out(item)
             return batch
         finally:
-            del item  # which a traceback would keep, and it the traceback
+            del item  # avoids a reference cycle between the item's error and its traceback
 
     def _take_out(self, item: Item) -> None:
         """Remove the first item, which was handed over. The end stays, for other consumers."""
@@ -139,7 +139,9 @@ class BatchQueue(ABC):
             return
 
     def _close_generator(self) -> None:
-        """For the thread that reads, when the pass is closed: nothing else is in the generator."""
+        """Close the generator of a closed pass. Called by the reading thread, when the generator is
+        idle.
+        """
         source = self._source
         if source is None:
             return
@@ -157,12 +159,12 @@ _forks = 0
 
 
 def forks() -> int:
-    """How often this process, and those that it comes from, were forked."""
+    """Return the number of forks that led to this process."""
     return _forks
 
 
 def refuse_in_child() -> NoReturn:
-    """Say that a child cannot go on with a pass."""
+    """Raise an error: a forked child cannot continue a pass."""
     raise RuntimeError(
         "this prefetcher was made before the process was forked, and the thread that reads its "
         "source is the parent's: make another one in the child"

@@ -1,4 +1,4 @@
-"""A pass whose source is read by a thread of its own, which starts copies ahead of the loop."""
+"""A pass whose source is read by a reader thread, which starts copies ahead of the loop."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from tdcopier import _C
 from tdcopier._prefetch_queue import BatchQueue
 from tdcopier._prefetch_source import EndOfPass, Item, PrefetchCounters, Source
 
-# How long the end of the interpreter waits for a reader that is in its source, and for one that is
-# in the engine, which it leaves in bounded time.
+# How long the interpreter's exit waits for a reader that is in its source, and for one that is in
+# the engine, whose calls return in bounded time.
 _SOURCE_GRACE_S = 1.0
 _COPY_GRACE_S = 10.0
-# A signal that comes just before a wait does not end it: a consumer looks this often.
+# A signal that arrives just before a wait does not end it, so consumers check at this interval.
 _INTERRUPT_CHECK_S = 0.05
 
 
 class Wakeup:
-    """Wakes one waiting thread, which then looks at what it waits for.
+    """Wakes one waiting thread, which then checks its condition.
 
-    Made of a `SimpleQueue`, which the garbage collector may enter while the same thread is in it.
+    Uses a `SimpleQueue`, which is reentrant: the garbage collector may enter it in a thread that is
+    inside it.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class Wakeup:
             self._tokens.put(None)
 
     def wait(self, within_s: float | None = None) -> None:
-        """Return after the next `set`, or after one that no wait has answered yet. Blocks.
+        """Return after the next `set`, or at once if a `set` has not been consumed. Blocks.
 
         Returns after ``within_s`` seconds at the latest.
         """
@@ -48,27 +49,27 @@ class Wakeup:
 
 
 class ReaderPass(BatchQueue):
-    """A thread reads while there is room; consumers wait for what it puts into the queue."""
+    """A pass in which a thread reads while there is room, and consumers wait for its items."""
 
     def __init__(self, depth: int, counters: PrefetchCounters, source: Source) -> None:
         super().__init__(depth, counters, source)
         self._is_started = False
-        self._unclaimed = [None]  # empty when a reader has begun
-        self._threads: list[threading.Thread] = []  # of which one reads
+        self._unclaimed = [None]  # empty once a thread has become the reader
+        self._threads: list[threading.Thread] = []  # one of them is the reader
         self._arrival = Wakeup()
         self._room = Wakeup()
 
     @property
     def is_copying(self) -> bool:
-        """Whether the reader is in the engine."""
+        """Whether the reader is inside the engine."""
         source = self._source
         return source is not None and source.is_copying
 
     def start(self) -> None:
-        """Let a reader begin, in the state of the calling thread.
+        """Start a reader, with the state of the calling thread.
 
-        An interrupt may hide whether one has begun. So each call that follows starts another one,
-        and the first of them to come is the reader.
+        An interrupt may hide whether a reader has started. So each later call starts another
+        thread, and the first thread to run becomes the reader.
         """
         if self._is_started:
             return
@@ -89,7 +90,7 @@ class ReaderPass(BatchQueue):
         self._arrival.set()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the reader, unless the reader itself asks. Blocks."""
+        """Wait until the reader has ended, unless the caller is the reader. Blocks."""
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(timeout_s)
@@ -97,7 +98,7 @@ class ReaderPass(BatchQueue):
     # ---- the reader's side ----
 
     def claim(self) -> bool:
-        """Whether the calling thread is the first one, and reads."""
+        """Return whether the calling thread is the first one, and so becomes the reader."""
         try:
             self._unclaimed.pop()
         except IndexError:
@@ -105,7 +106,7 @@ class ReaderPass(BatchQueue):
         return True
 
     def wait_for_room(self) -> bool:
-        """Wait until one batch more may be in flight; False once the pass is closed. Blocks."""
+        """Wait until one more batch may be in flight; false once the pass is closed. Blocks."""
         while len(self._items) >= self._depth and self.why_closed is None:
             began = time.perf_counter_ns()
             self._room.wait()
@@ -113,11 +114,11 @@ class ReaderPass(BatchQueue):
         return self.why_closed is None
 
     def sending(self) -> _C.Sending:
-        """Consumers send the next batch, if they have another one to go on with."""
+        """Return how the next batch is sent: by consumers, if they have another to work on."""
         return _C.Sending.HELD if self._items else _C.Sending.AT_ONCE
 
     def put(self, item: Item) -> None:
-        """Give the consumers one more."""
+        """Append an item for the consumers."""
         self._put(item)
         self._arrival.set()
         if self.why_closed is not None:
@@ -128,13 +129,13 @@ class ReaderPass(BatchQueue):
             self._close_generator()
 
     def forget_source(self) -> None:
-        """For the reader that leaves it."""
+        """Drop the source; called by the reader when it ends."""
         self._source = None
 
     # ---- the consumers' side ----
 
     def _bring_first(self) -> None:
-        self._room.set()  # an interrupt may have come before the reader was told
+        self._room.set()  # in case an interrupt came before the reader was woken
         while not self._items and self.why_closed is None:
             self._arrival.wait(_INTERRUPT_CHECK_S)
 
@@ -144,7 +145,7 @@ class ReaderPass(BatchQueue):
 
 
 class ThreadState:
-    """The state of torch of the thread that begins a pass, for the thread that reads."""
+    """The torch state of the thread that starts a pass, to be applied in the reader thread."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -154,12 +155,14 @@ class ThreadState:
         if _is_accelerator_in_use():
             self._device_index = torch.accelerator.current_device_index()
             every = map(torch.accelerator.current_stream, range(torch.accelerator.device_count()))
-            # To set a stream is to use its device: those that are left alone are a thread's first.
+            # Setting a stream initialises its device. A new thread has the default streams anyway.
             self._streams = [stream for stream in every if stream.stream_id != 0]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within it the calling thread has the same state. It keeps devices and streams."""
+        """Apply the state to the calling thread. The modes end with the block; device and streams
+        stay.
+        """
         for stream in self._streams:
             torch.accelerator.set_stream(stream)
         index = self._device_index
@@ -170,13 +173,13 @@ class ThreadState:
 
 
 def _is_accelerator_in_use() -> bool:
-    """A process that has not touched its accelerator yet is not made to, so that it may fork."""
+    """Return whether the accelerator is initialised, without doing it, so that forks stay safe."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and bool(torch.get_device_module(accelerator).is_initialized())
 
 
 def _run(source: Source | None, state: ThreadState, queue: ReaderPass) -> None:
-    """What the thread does."""
+    """Run the reader thread."""
     if source is None or not queue.claim():
         return
     try:
@@ -187,7 +190,7 @@ def _run(source: Source | None, state: ThreadState, queue: ReaderPass) -> None:
                 queue.close_generator()
     except BaseException as error:
         if queue.why_closed is not None:
-            raise  # to `threading.excepthook`: there is no consumer
+            raise  # goes to `threading.excepthook`: the pass has no consumer any more
         queue.put(EndOfPass(error))
     finally:
         queue.forget_source()
@@ -195,24 +198,26 @@ def _run(source: Source | None, state: ThreadState, queue: ReaderPass) -> None:
 
 
 def _read_all(source: Source, queue: ReaderPass) -> None:
-    """Until the source ends or fails, or the pass is closed."""
+    """Read until the source ends or fails, or the pass is closed."""
     while queue.wait_for_room():
         item = source.begin(lambda: queue.why_closed is None, queue.sending())
         if item is None:
             return
         is_over = isinstance(item, EndOfPass)
         queue.put(item)
-        del item  # the consumer's alone
+        del item  # leaves the consumer with the only reference
         if is_over:
             return
 
 
 _passes: weakref.WeakSet[ReaderPass] = weakref.WeakSet()
-"""Those whose reader runs, or may begin."""
+"""Passes whose reader is running or may start."""
 
 
 def _end_readers() -> None:
-    """Before the interpreter ends: a thread that it ends within C++ would take the process down."""
+    """End all readers before the interpreter exits: ending a thread in C++ code would abort the
+    process.
+    """
     passes = list(_passes)
     for each in passes:
         each.close("the interpreter ends")
@@ -224,4 +229,4 @@ def _end_readers() -> None:
 
 
 os.register_at_fork(after_in_child=_passes.clear)
-atexit.register(_end_readers)  # after the engine's own, and so called before it
+atexit.register(_end_readers)  # registered after the engine's handler, so it runs first

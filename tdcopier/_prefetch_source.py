@@ -1,4 +1,4 @@
-"""Reads the next batch of a source, starts its copy, and says what became of it."""
+"""Reads the next batch of a source, starts its copy, and returns the item for the queue."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PrefetchCounters:
     read_ns: int = 0
     copy_ns: int = 0
     idle_ns: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of what consumers count
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards what consumers count
 
     def count_batch(self, is_late: bool, began_ns: int) -> None:
-        """A batch was yielded that a consumer asked for at `began_ns`."""
+        """Count a yielded batch that a consumer asked for at `began_ns`."""
         with self.lock:
             self.batches += 1
             self.late_batches += is_late
@@ -40,10 +40,11 @@ class Batch(NamedTuple):
 
     handle: AsyncCopyHandle
     made_at: StreamPosition | None
-    """Where the reader's stream was, if leaves are handed through that were on the device."""
+    """Position of the reader's stream, if leaves that were on the device already are handed
+    over."""
 
     def hand_over(self) -> Any:
-        """The tree, ordered on the current stream. May block.
+        """Return the tree, ordered on the current stream. May block.
 
         Raises:
             Exception: The failure of the copy.
@@ -56,7 +57,7 @@ class Batch(NamedTuple):
 
 @dataclass
 class Failure:
-    """Stands in the place of a batch whose copy could not be started."""
+    """An item in place of a batch whose copy could not be started."""
 
     error: BaseException | None
 
@@ -65,11 +66,13 @@ class Failure:
         try:
             raise StopIteration if self.error is None else self.error
         finally:
-            del self  # which the traceback would keep, and it the traceback
+            del self  # avoids a reference cycle: the traceback would keep it, and it the traceback
 
 
 class EndOfPass(Failure):
-    """The last item: no error where the source has ended, else what it has raised."""
+    """The last item of a pass: without an error if the source has ended, else with the source's
+    error.
+    """
 
 
 Item: TypeAlias = Batch | Failure
@@ -77,35 +80,35 @@ Item: TypeAlias = Batch | Failure
 
 @dataclass
 class Source:
-    """Gives batches, and starts their copies. Used by one thread at a time."""
+    """Reads batches and starts their copies. Used by one thread at a time."""
 
     read: Callable[[], Any]
-    """Returns the next batch; raises StopIteration where there is none."""
+    """Returns the next batch; raises StopIteration at the end."""
     generator: Generator[Any, Any, Any] | None
-    """Closed with the pass."""
+    """Closed together with the pass."""
     device: Device
     options: CopyOptions
     counters: PrefetchCounters
     has_reader: bool
-    """Whether a thread of its own reads. There `begin` waits until a batch's memory was read."""
+    """Whether a reader thread reads. If so, `begin` waits until a batch's memory has been read."""
     is_copying: bool = False
 
     def begin(self, is_wanted: Callable[[], bool], sending: _C.Sending) -> Item | None:
-        """Read the next batch and start its copy; None if the pass was closed meanwhile.
+        """Read the next batch and start its copy; return None if the pass was closed meanwhile.
+
+        An Exception that the source raises is returned as the last item.
 
         Args:
-            is_wanted: Called when the batch has been read.
-            sending: Which thread sends the batch once it was staged.
+            is_wanted: Called when the batch has been read: whether the pass is still open.
+            sending: Which thread sends the batch once it has been staged, and when.
 
         Raises:
-            BaseException: Other than an Exception, what the source or the copy has raised, unless
-                a reader has.
-
-        What the source raises becomes the last item.
+            BaseException: Without a reader, an error of the source or the copy that is not an
+                Exception.
         """
         began = time.perf_counter_ns()
         try:
-            _C.set_sending(sending)  # also of a copy that the source starts
+            _C.set_sending(sending)  # applies to a copy that the source starts, too
             batch = self.read()
             read = time.perf_counter_ns()
             self.counters.read_ns += read - began
@@ -120,20 +123,20 @@ class Source:
             return EndOfPass(error)
         except BaseException as error:
             if not self.has_reader:
-                raise  # an interrupt is for the loop, at once
+                raise  # for example an interrupt, which the loop gets at once
             return EndOfPass(error)
         finally:
             _C.set_sending(_C.Sending.AT_ONCE)
 
     def is_generator_running(self) -> bool:
-        """Whether a thread is in the generator; the calling one, if a call from there asks."""
+        """Return whether a thread is inside the generator, possibly the calling one."""
         return bool(getattr(self.generator, "gi_running", False))
 
     def close_generator(self) -> None:
-        """Let a generator that does not go on leave its `with` and `finally`.
+        """Close the generator, so that it leaves its `with` and `finally` blocks.
 
         Raises:
-            BaseException: What it raises meanwhile.
+            BaseException: An error that the generator raises meanwhile.
         """
         if self.generator is not None:
             self.generator.close()
@@ -141,7 +144,7 @@ class Source:
     def _start(self, batch: Any, read_ns: int) -> Item:
         self.is_copying = True
         try:
-            if isinstance(batch, AsyncCopyHandle):  # the source has started it itself
+            if isinstance(batch, AsyncCopyHandle):  # the source has started the copy itself
                 handle = batch
             else:
                 handle = start_copy(batch, self.device, **self.options)
@@ -156,7 +159,9 @@ class Source:
             self.counters.copy_ns += time.perf_counter_ns() - read_ns
 
     def _position(self) -> StreamPosition | None:
-        """Of the calling thread's current stream; None for a target that has no streams."""
+        """Return the position of the current stream of the target; None for a target without
+        streams.
+        """
         device = torch.empty(0, device=self.device).device
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or device.type != accelerator.type:

@@ -1,4 +1,4 @@
-"""From any index of rows to numbers of rows, in the shape that they have in the result."""
+"""Converts any index of rows to row numbers, in the shape that they have in the result."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tdcopier._row_request import RowIndex
 
 
 def row_index(index: Any, storage: Any) -> RowIndex:
-    """Sort out an index of the rows of `storage`. One that is sorted out already stays as it is.
+    """Convert an index of the rows of `storage`. A `RowIndex` is returned unchanged.
 
     Raises:
-        TypeError: no index of rows.
-        IndexError: a row that is not there, as far as that can be told without the leaves.
+        TypeError: `index` is not an index of rows.
+        IndexError: a row is out of range, as far as that is known without the leaves.
     """
     if _is_numbers(index):
         return RowIndex(index, 1, False, (), index, False)
@@ -42,9 +42,9 @@ def row_index(index: Any, storage: Any) -> RowIndex:
 
 
 def read_rows(value: Any, rows: RowIndex, device: Device) -> Any:
-    """Rows by its own code, in memory of their own where a move to `device` would copy nothing.
+    """Read rows with the value's own indexing, into new memory if `.to(device)` would not copy.
 
-    A collection may give what it has itself by numbers too: a lazy stack, its members.
+    A collection may return its own tensors even for row numbers: a lazy stack returns its members.
     """
     read: Any = value[rows.key]
     if rows.is_view:
@@ -56,9 +56,10 @@ def read_rows(value: Any, rows: RowIndex, device: Device) -> Any:
 
 
 def _is_numbers(index: Any) -> bool:
-    """Whether these are rows just as the engine takes them, which is nearly always so.
+    """Return whether the engine can use the index as it is, which is nearly always the case.
 
-    It is asked by loops that count microseconds: what else there is takes ten times as long.
+    Fast path: loops for which microseconds count call this, and the other paths take ten times as
+    long.
     """
     return (
         type(index) is torch.Tensor
@@ -115,7 +116,7 @@ def _of_pair(index: tuple[Any, ...], storage: Any) -> RowIndex:
 
 
 def _numbers_of(part: Any, size: int) -> torch.Tensor:
-    """What one of a pair picks of a dimension, none negative."""
+    """Return the numbers, none negative, that one of a pair of indices selects in a dimension."""
     if isinstance(part, slice):
         return _numbers_of_slice(part, size)
     if not isinstance(part, torch.Tensor):
@@ -151,7 +152,7 @@ def _check_step(index: slice) -> None:
 
 
 def _as_part(index: Any) -> torch.Tensor | int:
-    """A mask, numbers of rows as int64 that lie together, or one number."""
+    """Return a mask, contiguous int64 row numbers, or one number."""
     if isinstance(index, np.ndarray):
         index = _of_array(index)
     elif isinstance(index, (list, range)):
@@ -186,7 +187,10 @@ _INT64 = torch.iinfo(torch.int64)
 
 
 def _of_array(index: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Over the same memory where torch takes it: writable, and neither swapped nor reversed."""
+    """Return a tensor over the array's memory if torch accepts it, else over a copy.
+
+    torch accepts arrays that are writable, in native byte order and without negative strides.
+    """
     takes = index.flags.writeable and index.dtype.isnative and min(index.strides, default=0) >= 0
     return torch.as_tensor(index if takes else index.astype(index.dtype.newbyteorder("=")))
 
@@ -200,16 +204,14 @@ def _of_list(index: list[Any]) -> torch.Tensor:
         raise TypeError(
             f"index is a list that is not one of rows or of booleans: {error}"
         ) from error
-    return (
-        numbers if numbers.numel() != 0 else numbers.long()
-    )  # nobody knows the type of an empty one
+    return numbers if numbers.numel() != 0 else numbers.long()  # an empty list gives a float tensor
 
 
 def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:
-    """The sizes of the dimensions that count rows: those of a collection, or of the first leaf.
+    """Return the sizes of the dimensions that count rows, from a collection or from the first leaf.
 
     Raises:
-        ValueError: there are not as many, or no leaf.
+        ValueError: there are fewer dimensions than `lead`, or no leaf.
     """
     first = _first_table(storage)
     batch_size = getattr(first, "batch_size", None)
@@ -228,9 +230,10 @@ def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:
 
 
 def _first_table(tree: Any) -> Any:
-    """The first leaf or collection, if it is in none but the plainest containers; else None.
+    """Return the first leaf or collection in lists, tuples and dicts; None if there is none.
 
-    The leaves of a collection need not have its rows: those of a lazy stack are of its members.
+    Leaves inside a collection are not used: their first dimensions need not be its rows, for
+    example in a lazy stack.
     """
     if isinstance(tree, dict):
         tree = list(tree.values())

@@ -1,4 +1,4 @@
-"""What the engine is told of the rows that a call asks for."""
+"""Row requests as the engine takes them: the index of the rows, and functions that read them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import torch
 
 
 class RowIndex(NamedTuple):
-    """What the engine needs to know of an index."""
+    """An index of rows in the engine's form."""
 
     numbers: torch.Tensor
-    """Rows, int64, on the host, contiguous; their shape stands in the result for the leads."""
+    """Row numbers: int64, on the host, contiguous. In the result, their shape replaces the `lead`
+    leading dimensions."""
     lead: int
-    """How many leading dimensions of a leaf count rows."""
+    """Number of leading dimensions of a leaf that count rows."""
     counted: bool
-    """Whether no number is negative or out of range."""
+    """Whether it is known that no number is negative or out of range."""
     sizes: tuple[int, ...]
-    """Of these dimensions; empty where nobody has looked yet."""
+    """Sizes of these dimensions; empty if they are not known yet."""
     key: Any
-    """What gives the same rows of one leaf, as `leaf[key]`."""
+    """The index for which `leaf[key]` gives the same rows of a leaf."""
     is_view: bool
     """Whether `leaf[key]` is a view, with strides of its own."""
 
 
 class RowReaders(NamedTuple):
-    """What the walk does with leaves and collections that are not the engine's."""
+    """Functions that the walk calls for leaves and collections that the engine cannot read."""
 
     read: Callable[[Any], Any]
-    """Of a leaf: its rows, or what moves as it is."""
+    """Takes a leaf and returns its rows, or the value that is moved whole."""
     flatten: Callable[[Any, torch.device, bool], Any]
-    """Of a collection, as its container is taken apart; None leaves it to `read`."""
+    """Takes a collection apart, like the rule of a container; returns None to leave it to
+    `read`."""
     unflatten: Callable[[list[Any], Any], Any] | None
-    """What makes it from its parts."""
+    """Rebuilds a collection from its parts."""

@@ -1,4 +1,4 @@
-"""What the walk needs to know of a container class, and how a rule refuses a value."""
+"""Rules: how the walk takes a container class apart and rebuilds it, or refuses a value."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 Flat = tuple[list[Any], Any, "list[Any] | None"]
-"""Children, what else it takes to put the container together, and the children's names."""
+"""Children, the context needed to rebuild the container, and the children's names."""
 
 
 class Refused(TypeError):
-    """What is wrong with a container; the walk puts its path in front."""
+    """A container cannot be copied; the walk puts its path before the message."""
 
 
 class Rule(NamedTuple):
-    """How values of a class are taken apart and put together again."""
+    """How values of a class are taken apart and rebuilt."""
 
     flatten: Callable[..., Flat | None]
     unflatten: Callable[[list[Any], Any], Any]
     names: Literal["index", "key", "attribute"] = "index"
-    """How children are reached, for messages."""
+    """How error paths write the way to a child."""
     by_target: bool = False
-    """`flatten` takes the target and whether names are wanted too; None leaves it to its `.to`."""
+    """Whether `flatten` also takes the target and whether names are wanted. It may then return
+    None, which delegates the value to its own `.to`."""

@@ -1,4 +1,4 @@
-"""Slots of a chunk that torch allocates: where leaves go, and light tensors over them."""
+"""Slots of a chunk that torch allocates: their offsets, and light tensors over them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _MIN_ALIGNMENT_BYTES = 16
 
 
 class Slots:
-    """Places leaves one behind the other, each aligned as `start_copy` aligns them by default."""
+    """Places leaves one after the other, with the default alignment of `start_copy`."""
 
     __slots__ = ("chunk_bytes",)
 
     def __init__(self) -> None:
-        """None so far."""
+        """Start without leaves."""
         self.chunk_bytes = 0
 
     def place(self, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        """Where the next leaf begins, in bytes from the chunk's beginning."""
+        """Return the offset of the next leaf, in bytes from the beginning of the chunk."""
         if math.prod(shape) == 0:
-            return 0  # it has memory of its own
+            return 0  # a tensor without elements has memory of its own
         alignment = max(_MIN_ALIGNMENT_BYTES, dtype.itemsize)
         offset = -(-self.chunk_bytes // alignment) * alignment
         self.chunk_bytes = offset + math.prod(shape) * dtype.itemsize
@@ -36,16 +36,16 @@ def light_tensor(
     shape: Sequence[int],
     strides: Sequence[int] = (),
 ) -> torch.Tensor:
-    """A tensor over one slot, and no view of its neighbours.
+    """Return a tensor over one slot of a chunk that is not a view of its neighbours.
 
-    One without elements has memory of its own, so that to grow it writes over nothing.
+    A tensor without elements has memory of its own, so growing it overwrites nothing.
 
     Args:
-        chunk: what it lies in.
-        offset_bytes: where, from the chunk's beginning.
-        dtype: of its elements.
-        shape: its shape.
-        strides: in elements; none for those of a contiguous tensor.
+        chunk: the memory that contains the slot.
+        offset_bytes: offset of the slot from the beginning of the chunk.
+        dtype: dtype of the elements.
+        shape: shape of the tensor.
+        strides: in elements; empty for a contiguous tensor.
     """
     if math.prod(shape) == 0:
         empty = torch.empty(shape, dtype=dtype, device=chunk.device)

@@ -1,4 +1,4 @@
-"""Where a stream was when it had made a batch: what another stream waits for before it reads it."""
+"""StreamPosition: the point in a stream after which a batch may be read by other streams."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class StreamPosition:
 
     @classmethod
     def current(cls, device: torch.device) -> StreamPosition:
-        """After what the calling thread's current stream of `device` has now."""
+        """Return the point after all work on the calling thread's current stream of `device`."""
         stream = torch.accelerator.current_stream(device)
         return cls(device, stream, stream.record_event())
 
     def hand_over(self, batch: Any) -> None:
-        """Let the calling thread's current stream use what `batch` has on the device.
+        """Make the calling thread's current stream wait for this point, and let it use `batch`.
 
-        Memory that the batch gives back later is not reused while that stream reads it.
+        Records the batch's memory on that stream, so that the allocator does not reuse it too
+        early.
         """
         stream = torch.accelerator.current_stream(self.device)
         if stream == self.stream:
@@ -45,7 +46,7 @@ class StreamPosition:
 
 
 def _owners(part: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a tensor keeps its memory in."""
+    """Return the strided tensors that own a tensor's memory."""
     if part.layout is torch.strided:
         return [part]
     if part.layout is torch.sparse_coo:
