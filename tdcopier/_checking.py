@@ -120,8 +120,7 @@ class SourceCheck:
             self._leaves.append(kind(path, leaf))
 
     def look(self, *, is_done: bool = True) -> None:
-        """Compare the sources with their recorded state; forget those that may be modified from now
-        on.
+        """Compare the sources with their recorded state, and forget those that have been read.
 
         Args:
             is_done: False if the copy was only handed over to a stream; then only host sources have

@@ -302,9 +302,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _are_plain(samples: Sequence[Any]) -> bool:
-    """Return whether `torch.stack` can stack the samples into existing memory, or raises a fitting
-    error.
-    """
+    """Return whether `torch.stack` can take the samples, with existing memory for the result."""
     return _is_plain(samples[0]) and not any(
         type(sample) is not torch.Tensor or sample.requires_grad for sample in samples
     )

@@ -85,9 +85,7 @@ def register_container(
 
 
 def _may_be_children(value: Any) -> bool:
-    """Return false for iterables that are a single child: for example, a tensor would become its
-    rows.
-    """
+    """Return false for an iterable that is a single child, for example a tensor."""
     one = (torch.Tensor, str, bytes, Mapping)
     return isinstance(value, Iterable) and not isinstance(value, one) and not _is_array(value)
 

@@ -20,8 +20,7 @@ class Mover:
 
 
 def plain_parts(moved: Any) -> list[torch.Tensor]:
-    """Return the tensors that own a leaf's memory: the leaf, or those in a subclass or a
-    collection.
+    """Return the tensors that own a leaf's memory: the leaf itself, or those inside it.
 
     A collection that reads its tensors anew each time (from a file or a remote store) has none.
     """

@@ -99,9 +99,7 @@ class Limits(TypedDict):
 
 
 class Workers(TypedDict):
-    """The threads that stage large copies. The first large copy starts them; their number is then
-    fixed.
-    """
+    """The threads that stage large copies. The first large copy starts all of them."""
 
     wanted: int
     """How many threads the first large copy would start if this thread made it now."""
@@ -114,7 +112,7 @@ class Workers(TypedDict):
 
 
 class Switches(TypedDict):
-    """Modes that are turned on."""
+    """Modes, and whether they are on."""
 
     check_mode: bool
     """`TDCOPIER_CHECK`."""

@@ -42,8 +42,7 @@ class PrefetchStats:
     read_us: float
     """Time that the source took to return its batches."""
     copy_us: float
-    """Time that the reader spent on starting copies and on waiting until their sources were
-    read."""
+    """Time that the reader spent starting copies and waiting until their sources were read."""
     idle_us: float
     """Time that the reader waited for room, because `depth` batches were in flight."""
 

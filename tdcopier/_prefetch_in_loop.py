@@ -19,7 +19,7 @@ class LoopPass(BatchQueue):
         """Do nothing: the first batch is read when a consumer asks for it."""
 
     def close(self, why: str) -> None:
-        """Drop the batches that were not taken, and close a generator unless another thread reads.
+        """Drop the batches that were not taken; close a generator that no other thread reads.
         Blocks.
 
         If the garbage collector calls this, no consumer can have the turn: it would have kept the
@@ -33,9 +33,7 @@ class LoopPass(BatchQueue):
             self._finish_close()
 
     def _bring_first(self) -> None:
-        """Start the batch that is asked for, if it is not started yet, and `depth` batches after
-        it.
-        """
+        """Start the requested batch, unless it is started already, and `depth` batches after it."""
         try:
             if not self._items:
                 self._begin(_C.Sending.AT_ONCE)

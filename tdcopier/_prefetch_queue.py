@@ -139,8 +139,8 @@ class BatchQueue(ABC):
             return
 
     def _close_generator(self) -> None:
-        """Close the generator of a closed pass. Called by the reading thread, when the generator is
-        idle.
+        """Close the generator of a closed pass. Called by the reading thread, outside the
+        generator.
         """
         source = self._source
         if source is None:

@@ -160,9 +160,7 @@ class ThreadState:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Apply the state to the calling thread. The modes end with the block; device and streams
-        stay.
-        """
+        """Apply the state to the calling thread. Device and streams stay after the block."""
         for stream in self._streams:
             torch.accelerator.set_stream(stream)
         index = self._device_index
@@ -173,7 +171,7 @@ class ThreadState:
 
 
 def _is_accelerator_in_use() -> bool:
-    """Return whether the accelerator is initialised, without doing it, so that forks stay safe."""
+    """Return whether the accelerator is initialised. Never initialises it, so forks stay safe."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and bool(torch.get_device_module(accelerator).is_initialized())
 
@@ -215,8 +213,9 @@ _passes: weakref.WeakSet[ReaderPass] = weakref.WeakSet()
 
 
 def _end_readers() -> None:
-    """End all readers before the interpreter exits: ending a thread in C++ code would abort the
-    process.
+    """End all readers before the interpreter exits.
+
+    Otherwise the interpreter would end a thread inside C++ code, which aborts the process.
     """
     passes = list(_passes)
     for each in passes:

@@ -40,8 +40,7 @@ class Batch(NamedTuple):
 
     handle: AsyncCopyHandle
     made_at: StreamPosition | None
-    """Position of the reader's stream, if leaves that were on the device already are handed
-    over."""
+    """Position of the reader's stream, if the batch has leaves that were on the device already."""
 
     def hand_over(self) -> Any:
         """Return the tree, ordered on the current stream. May block.
@@ -70,9 +69,7 @@ class Failure:
 
 
 class EndOfPass(Failure):
-    """The last item of a pass: without an error if the source has ended, else with the source's
-    error.
-    """
+    """The last item of a pass, with the source's error if it has failed."""
 
 
 Item: TypeAlias = Batch | Failure
@@ -159,9 +156,7 @@ class Source:
             self.counters.copy_ns += time.perf_counter_ns() - read_ns
 
     def _position(self) -> StreamPosition | None:
-        """Return the position of the current stream of the target; None for a target without
-        streams.
-        """
+        """Return the position of the target's current stream; None for a target without streams."""
         device = torch.empty(0, device=self.device).device
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or device.type != accelerator.type:

@@ -23,8 +23,7 @@ class LeafLayout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     in_bytes: bool
-    """Whether strides are in bytes: for leaves with gaps, repeats or a reversed order, which arrive
-    without them."""
+    """Whether strides are in bytes: for leaves with gaps, repeats or a reversed order."""
 
     def text(self, with_strides: bool = False) -> str:
         """Return for example `(5, 4) float32`."""
@@ -121,8 +120,7 @@ class PreparedCopy:
         self._example = example
 
     def start_copy(self, batch: Any) -> AsyncCopyHandle:
-        """Start to copy a batch, as `tdcopier.start_copy` does, with the options given to
-        `prepare`.
+        """Start to copy a batch, like `tdcopier.start_copy` with the options given to `prepare`.
 
         Raises:
             Exception: as `tdcopier.start_copy`.
@@ -208,10 +206,10 @@ def prepare(
             its values was changed: it has no weak reference, attribute, hook or gradient, no view
             or autograd graph depends on the version of its memory, and its shape is unchanged. The
             option changes when memory is freed: a result that you drop is freed with a later copy
-            or with the plan. The same holds for everything that only its tensors keep alive (weak
-            references, attributes, graphs). Up to four results are kept in this way, each until
-            sixteen copies have not used it. Batches of more than 4 MiB are never kept:
-            `reuses_outputs` tells.
+            or with the plan. Until then, attributes and autograd graphs of its tensors stay alive,
+            and weak references to them stay valid. Up to four results are kept in this way, each
+            until sixteen copies have not used it. Batches of more than 4 MiB are never kept:
+            `reuses_outputs` tells whether results are kept.
 
     Raises:
         Exception: as `start_copy`.

@@ -12,8 +12,8 @@ class RowIndex(NamedTuple):
     """An index of rows in the engine's form."""
 
     numbers: torch.Tensor
-    """Row numbers: int64, on the host, contiguous. In the result, their shape replaces the `lead`
-    leading dimensions."""
+    """Rows: int64, on the host, contiguous. Their shape replaces the leading dimensions in the
+    result."""
     lead: int
     """Number of leading dimensions of a leaf that count rows."""
     counted: bool
@@ -32,7 +32,6 @@ class RowReaders(NamedTuple):
     read: Callable[[Any], Any]
     """Takes a leaf and returns its rows, or the value that is moved whole."""
     flatten: Callable[[Any, torch.device, bool], Any]
-    """Takes a collection apart, like the rule of a container; returns None to leave it to
-    `read`."""
+    """Takes a collection apart, like the rule of a container; None leaves it to `read`."""
     unflatten: Callable[[list[Any], Any], Any] | None
     """Rebuilds a collection from its parts."""

@@ -31,8 +31,7 @@ class StepTimes(NamedTuple):
 
 
 class CopyStats(NamedTuple):
-    """Counts of one copy. `transfers` and `transfer_bytes` are complete once the handle is
-    `ready()`.
+    """Counts of one copy. Transfers and bytes are complete once the handle is `ready()`.
 
     Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
     the number of tensors and arrays in the tree. A TensorDict (or a part of one) that is delegated
@@ -45,8 +44,8 @@ class CopyStats(NamedTuple):
     packed_leaves: int
     """Leaves that share a chunk with others."""
     alone_leaves: int
-    """Leaves with a chunk of their own: larger than 256 KiB or `max_packed_chunk_bytes`, or packing
-    is off."""
+    """Leaves with a chunk of their own, because they are larger than 256 KiB or
+    `max_packed_chunk_bytes`, or because packing is off."""
     delegated_leaves: int
     """Leaves that were delegated to their own `.to`, inside the call; it may have blocked."""
     reused_leaves: int

@@ -37,8 +37,7 @@ class Contender(NamedTuple):
     """Not timed, called once per source tree: for example to pin the sources of a baseline."""
     kind: str = WAY
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Entered around each burst, not timed: for state that must not exist while others are
-    timed."""
+    """Entered around each burst, not timed: for state that must not affect other contenders."""
 
 
 def summarise(times_us: Sequence[float]) -> Summary:

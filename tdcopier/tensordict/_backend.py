@@ -127,9 +127,7 @@ _own_init: Any = TensorDict.__dict__["__init__"]
 
 
 def _set_methods() -> None:
-    """Put our methods in place while a switch is on. If Ctrl-C interrupts it, the next call repairs
-    it.
-    """
+    """Install our methods while a switch is on. After an interrupt, the next call finishes this."""
     global _are_ours
     dense: Any = TensorDict
     with _lock:

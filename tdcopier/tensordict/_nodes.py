@@ -46,9 +46,7 @@ class Flat:
 
 
 class Dense:
-    """Any other TensorDict: takes its leaves first, then its nested nodes, and restores their
-    order.
-    """
+    """Any other TensorDict: takes its leaves, then its nested nodes; restores the key order."""
 
     __slots__ = ("_batch_size", "_keys", "_leaves", "_names", "_nested")
 

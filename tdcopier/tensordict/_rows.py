@@ -1,4 +1,4 @@
-"""Rows of a TensorDict: reads them from each node, with the batch size and names that result."""
+"""Rows of a TensorDict: the rows of each node, and its batch size and names in the result."""
 
 from __future__ import annotations
 

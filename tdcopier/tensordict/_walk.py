@@ -104,9 +104,7 @@ _get = object.__getattribute__
 
 
 def _state_of(value: Any) -> dict[str, Any]:
-    """Return a tensorclass's attributes, without its own attribute access, which finds fields
-    first.
-    """
+    """Return a tensorclass's attributes; its own attribute access looks at its fields first."""
     state: dict[str, Any] = _get(value, "__dict__")
     return state
 

@@ -19,8 +19,7 @@ _MADE_AT = "tdcopier: positions of streams"
 
 
 class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
-    """torchrl's `TensorDictReplayBuffer`, whose `sample` does not wait for copies of index and
-    weights.
+    """torchrl's `TensorDictReplayBuffer`, whose `sample` waits for no copy of index and weights.
 
     torchrl moves index and weights to the device by one blocking copy each, in the caller's thread.
     Here they travel with the batch that `ToDevice` moves. (If the batch reaches a device in another
@@ -39,9 +38,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         super().__init__(sample_unit=NotingUnit(sample_unit), **options)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Return a batch, ordered on the current stream; with `return_info`, a pair of batch and
-        info.
-        """
+        """Return a batch, ordered on the current stream; with `return_info`, also its info."""
         batch, info = ReplayBuffer.sample(self, batch_size, return_info=True)
         made_at = info.pop(_MADE_AT, None)
         if made_at is None:
@@ -51,9 +48,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         return (batch, info) if return_info else batch
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Draw a sample in torchrl's way. This is the only internal method of torchrl that is
-        replaced.
-        """
+        """Draw a sample in torchrl's way. No other internal method of torchrl is replaced."""
         before, now = current.sampling, Sampling()
         try:
             current.sampling = now

@@ -17,8 +17,7 @@ class Sampling:
 
     def __init__(self) -> None:
         self.info: dict[Any, Any] | None = None
-        """torchrl's info, once the sampler has chosen the rows; its index is added a little
-        later."""
+        """torchrl's info, once the sampler has chosen the rows; its index is added later."""
         self.moved: dict[Any, torch.Tensor] | None = None
         """The tensors of `info`, on the last device that they were sent to."""
         self.storage: Any = None

@@ -16,8 +16,7 @@ from tdcopier.torchrl._sampling import current
 
 
 class ToDevice(Transform):  # type: ignore[misc]
-    """Moves the batches that a replay buffer samples to a device, packed; the storage stays where
-    it is.
+    """Moves the batches that a replay buffer samples to a device, packed; the storage stays.
 
     Use it instead of `buffer.append_transform(lambda td: td.to(device))`. The batch equals the
     result of `td.to`; data that are no TensorDicts are moved as by `start_copy`. The transform can
