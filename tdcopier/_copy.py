@@ -181,9 +181,9 @@ def options_for_filling(use_pinned_staging: bool, use_background_thread: bool) -
 class CopyOptions(TypedDict, total=False):
     """Keyword options of `start_copy` and of every function that passes options on to it.
 
-    `copy`, `async_to`, `to`, `prepare`, `prefetch` and `start_gather` take all of them. `copy_into`
-    and `start_scatter` take `use_pinned_staging` and `use_background_thread`. A size of the wrong
-    type raises a `TypeError`, and a size out of range a `ValueError`.
+    `copy`, `async_to`, `to`, `prepare`, `prefetch`, `start_gather` and `torchrl.ToDevice` take all
+    of them. `copy_into` and `start_scatter` take `use_pinned_staging` and `use_background_thread`.
+    A size of the wrong type raises a `TypeError`, and a size out of range a `ValueError`.
     """
 
     use_pinned_staging: bool
@@ -245,8 +245,8 @@ def copy_into(
     stream of that device at the call. Work that is enqueued on a stream after `get()`, or after a
     `wait()` for that stream, sees the new values. In between, do not read or write the
     destinations. Copies into memory of one device run in the order of their calls, independently of
-    copies to new memory there. Destinations on the host may be written at any time from the call
-    until `get()` or `wait()` returns or `ready()` is true. If a stream is still reading a pinned
+    copies to new memory there. Destinations on the host are written at any time from the call until
+    `get()` or `wait()` returns or `ready()` is true. If a stream is still reading a pinned
     destination, synchronise that stream before the call. The rules of `start_copy` for sources
     apply here too. You may drop both trees: the copy keeps the leaves that it needs.
 
