@@ -2,19 +2,21 @@
 A first copy
 ============
 
-Sixteen samples of six-camera 3D detection labels, as a data loader yields them: lists of dicts of
-528 small tensors, about 150 KB. We start their copy to the accelerator, do something else
-meanwhile, use the result on the device, and hold every leaf against ``Tensor.to``.
+The batch has sixteen samples of labels for 3D detection with six cameras.
+A data loader yields it as lists of dicts: 528 small tensors, about 150 KB in all.
+We start its copy to the accelerator and let the host do other work meanwhile.
+Then we use the result on the device, and compare every leaf with the one
+that ``Tensor.to`` gives.
 
-With a CUDA device the copy goes there. Without one it goes to ``sim``, an accelerator that
-tdcopier simulates in host memory: its streams run later, on threads of their own, so order matters
-as on a real device. Times mean nothing there, and this script then prints none.
+The copy goes to a CUDA device if the machine has one.
+Otherwise it goes to ``sim``, an accelerator that tdcopier simulates in host memory.
+The streams of the simulated device run asynchronously, on threads of their own,
+so the order of operations matters as on a real device.
+Its speed says nothing about a GPU.
 """
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -22,26 +24,25 @@ import tdcopier
 from tdcopier import workloads
 
 # %%
-# Where to
-# --------
+# The device
+# ----------
 
 if torch.cuda.is_available():
     device = torch.device("cuda", torch.cuda.current_device())
-    accelerator = torch.cuda
     print(f"target: {device}, {torch.cuda.get_device_name(device)}")
 else:
     from tdcopier import sim
 
     sim.enable()
     device = torch.device("sim", 0)
-    accelerator = torch.sim
     print(f"target: {device}, the simulated device (no CUDA device here)")
 
 # %%
 # The batch
 # ---------
-# Containers are plain ``list`` and ``dict``. The number of objects differs from camera to camera,
-# so the tensors cannot simply be stacked.
+# The containers are plain lists and dicts.
+# The number of objects differs from camera to camera,
+# so the tensors cannot be stacked.
 
 batch = workloads.detection_batch()
 camera = batch[0]["cameras"][0]
@@ -49,24 +50,26 @@ print(f"{len(workloads.leaves(batch))} leaves, {workloads.total_bytes(batch):,} 
 print("one camera:", {name: tuple(leaf.shape) for name, leaf in camera.items()})
 
 # %%
-# Start, work, take
-# -----------------
-# :func:`tdcopier.start_copy` returns a handle at once. What the host does next overlaps with the
-# copy. :meth:`~tdcopier.AsyncCopyHandle.wait` does not hold the host until the copy is done: it
-# makes the device's current stream wait, so that all that is enqueued from here on finds the bytes
-# in place.
+# Start the copy, do other work, take the result
+# ----------------------------------------------
+# :func:`tdcopier.start_copy` returns a handle immediately.
+# The work that the host does next overlaps with the copy.
+# :meth:`~tdcopier.AsyncCopyHandle.wait` gives the result.
+# It does not block the host until the copy is done.
+# It makes the current stream of the device wait instead:
+# operations that you enqueue after ``wait()`` run when the bytes have arrived.
 
 handle = tdcopier.start_copy(batch, device)
 
-next_batch = workloads.detection_batch(seed=1)  # the other work: here, the next batch
+next_batch = workloads.detection_batch(seed=1)  # for example, load the next batch
 
 result = handle.wait()
 print("same containers:", type(result).__name__, "of", type(result[0]).__name__)
 
 # %%
-# Use it on the device
-# --------------------
-# Per sample: how many objects count in the loss, and how far away those are on average.
+# Use the result on the device
+# ----------------------------
+# For each sample we compute how many objects count in the loss, and their mean distance.
 
 
 def statistics_of(sample):
@@ -85,9 +88,10 @@ on_host = torch.stack([statistics_of(sample) for sample in batch])
 torch.testing.assert_close(on_device.cpu(), on_host)
 
 # %%
-# Every leaf against ``.to()``
-# ----------------------------
-# The promise is the plain result: same containers, dtypes, shapes, strides and values.
+# Compare every leaf with ``.to()``
+# ---------------------------------
+# The result has the same containers, dtypes, shapes, strides and values
+# as one that is copied leaf by leaf.
 
 expected = workloads.map_tensors(batch, lambda leaf: leaf.to(device))
 pairs = list(
@@ -105,30 +109,61 @@ wrong = [
 ]
 if wrong:
     raise AssertionError(f"{len(wrong)} leaves differ from .to(), the first: batch{wrong[0]}")
-print(f"{len(pairs)} of {len(pairs)} leaves equal what .to() gives")
+print(f"{len(pairs)} of {len(pairs)} leaves equal those of .to()")
 
 # %%
-# What it took
-# ------------
-# The counters are part of the API: a copy that silently fell back to one transfer per leaf would
-# show here.
+# Count the transfers
+# -------------------
+# ``handle.stats`` counts the leaves and transfers of the copy.
+# If tdcopier could not pack a leaf, the counts show it.
 
 stats = handle.stats
-print(f"leaves: {stats.packed_leaves} packed, {stats.delegated_leaves} left to Tensor.to")
+print(f"leaves: {stats.packed_leaves} packed, {stats.delegated_leaves} delegated to Tensor.to")
 print(f"transfers: {stats.transfers}, {stats.transfer_bytes:,} bytes with alignment")
 
 # %%
-# On a GPU: the time
-# ------------------
-# Both ways in turn, from the call until the device is done, outputs built.
+# Look into the chunks
+# --------------------
+# All leaves of one dtype share one allocation on the device, a chunk.
+# The picture shows each chunk as rows of 4 KiB.
+# Each box is a leaf, and its colour is that of the leaf's name.
+# The positions are the addresses of the result's own tensors.
+
+try:
+    import pictures
+except ImportError as missing:
+    print(f"skipped: the pictures ({missing})")
+    pictures = None
+else:
+    named = [
+        (path.rpartition("['")[2].rstrip("']"), leaf)
+        for path, leaf in workloads.leaves_with_paths(result)
+    ]
+    pictures.chunks(f"{len(named)} leaves in {stats.chunks} chunks", named)
+
+# %%
+# How long a copy takes
+# ---------------------
+# The picture shows times of this batch's copy on an NVIDIA H200, from the benchmarks:
+# from the call until the device is done and all result tensors exist.
+# The last bar is a lower limit: one transfer of the same bytes from pinned memory.
+
+if pictures is not None:
+    h2d = pictures.results("h2d")
+    times = h2d["workloads"]["detection_batch"]["contenders"]
+    pictures.bars("Copy of the detection batch to the device", h2d, times)
+
+# %%
+# If this machine has a GPU, we measure two ways here, in turn.
+# ``python -m tdcopier.bench`` measures more of them.
 
 
 def time_us(copy):
-    """Host-synchronised time of one call."""
-    accelerator.synchronize()
+    """Time of one call until the device is done."""
+    torch.cuda.synchronize()
     begin = time.perf_counter()
     outputs = copy()
-    accelerator.synchronize()
+    torch.cuda.synchronize()
     elapsed = time.perf_counter() - begin
     del outputs  # not timed
     return elapsed * 1e6
@@ -138,7 +173,6 @@ ways = {
     ".to() per leaf": lambda: workloads.map_tensors(batch, lambda leaf: leaf.to(device)),
     "tdcopier": lambda: tdcopier.copy(batch, device),
 }
-medians_us = {}
 if device.type == "cuda":
     for way in ways.values():  # warm-up
         time_us(way)
@@ -146,19 +180,19 @@ if device.type == "cuda":
     for _ in range(50):
         for name, way in ways.items():
             times_us[name].append(time_us(way))
-    medians_us = {name: statistics.median(times) for name, times in times_us.items()}
-    for name, median in medians_us.items():
-        print(f"{name:>15}: {median:8.1f} us, median of 50, interleaved")
-    print(f"{'':>15}  {medians_us['.to() per leaf'] / medians_us['tdcopier']:.1f} times faster")
+    for name, times in times_us.items():
+        print(f"{name:>15}: {statistics.median(times):8.1f} us, median of 50, interleaved")
 else:
-    print("skipped: times, which say nothing on a simulated device")
+    print("skipped: times on this machine, which has no GPU")
 
 # %%
-# On the simulated device: what a held stream shows
-# -------------------------------------------------
-# Streams of the simulated device can be held. With the current stream held, as if a long kernel
-# ran on it, ``wait()`` still returns, and the copy itself still ends: it travels on a stream of
-# its own. Only what the current stream would do with the bytes has to wait.
+# Hold a stream of the simulated device
+# -------------------------------------
+# A stream of the simulated device can be held, as if a long kernel ran on it.
+# Here we hold the current stream.
+# ``wait()`` returns all the same.
+# The copy finishes too, because it runs on a stream of its own.
+# Only operations on the current stream have to wait.
 
 if device.type == "sim":
     with sim.hold(torch.sim.current_stream()):
@@ -173,79 +207,3 @@ if device.type == "sim":
     assert torch.equal(boxes, next_batch[0]["boxes_3d"])
 else:
     print("skipped: holding a stream, which only the simulated device can do")
-
-# %%
-# Where the leaves lie
-# --------------------
-# All outputs share one allocation on the device, the chunk. Here it is, wrapped into rows of
-# 4 KiB: each box is a leaf, coloured by its name. The picture is drawn from the outputs' own
-# addresses.
-
-ROW_BYTES = 4096
-
-
-def draw():
-    """The chunk as rows of boxes, and the times as bars where there are any."""
-    import matplotlib
-
-    if "matplotlib.pyplot" not in sys.modules:
-        matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    figure, axes = plt.subplots(
-        1, 2 if medians_us else 1, figsize=(11 if medians_us else 8, 6), squeeze=False
-    )
-    chunk = axes[0][0]
-    named = [
-        (path.rpartition("['")[2].rstrip("']"), leaf)
-        for path, leaf in workloads.leaves_with_paths(result)
-    ]
-    first = min(leaf.storage_offset() * leaf.element_size() for _, leaf in named)
-    colours = dict(zip(dict.fromkeys(name for name, _ in named), plt.cm.tab10.colors, strict=False))
-    for name, leaf in named:
-        begin = leaf.storage_offset() * leaf.element_size() - first
-        end = begin + leaf.numel() * leaf.element_size()
-        while begin < end:
-            row, column = divmod(begin, ROW_BYTES)
-            length = min(end - begin, ROW_BYTES - column)
-            chunk.broken_barh(
-                [(column, length)],
-                (row - 0.4, 0.8),
-                facecolor=colours[name],
-                edgecolor="white",
-                linewidth=0.4,
-            )
-            begin += length
-    chunk.invert_yaxis()
-    chunk.set_xlim(0, ROW_BYTES)
-    chunk.set_xlabel("byte in the row")
-    chunk.set_ylabel(f"row of {ROW_BYTES} bytes")
-    chunk.set_title(f"{len(named)} leaves, {stats.chunks} chunk, {stats.transfers} transfer")
-    chunk.legend(
-        handles=[Patch(color=colour, label=name) for name, colour in colours.items()],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.1),
-        ncols=4,
-        fontsize=8,
-        frameon=False,
-    )
-    if medians_us:
-        bars = axes[0][1]
-        bars.barh(list(medians_us), list(medians_us.values()), color=["#8c96a3", "#2a9d63"])
-        bars.set_xlabel("us, median")
-        bars.set_title("one copy, host-synchronised")
-    figure.tight_layout()
-    return figure
-
-
-try:
-    figure = draw()
-except ImportError as missing:
-    print(f"skipped: the picture ({missing})")
-else:
-    if "__file__" in globals():  # a gallery has none, and takes the figure itself
-        picture = Path(__file__).resolve().parents[1] / "build" / "01_first_copy.png"
-        picture.parent.mkdir(exist_ok=True)
-        figure.savefig(picture, dpi=120)
-        print(f"picture: {picture.relative_to(picture.parents[1])}")

@@ -1,22 +1,20 @@
 """
-Copies beside the work: a training loop as a timeline
-=====================================================
+Overlap copies with work: a training loop as a timeline
+=======================================================
 
-The same training loop three times: with ``.to()`` on every leaf, with a copy that is taken as soon
-as it is started, and with the next batch's copy started before the step. We measure when the host
-calls, when a batch arrives, and when the device works, and draw the three loops one above the
-other.
+This tutorial runs the same training loop in three ways:
+with ``.to()`` on every leaf, with a copy whose result is taken immediately,
+and with the copy of the next batch started before the step.
+It draws the three loops as timelines.
 
-On a CUDA device the link and the work are real. Without one, the device that tdcopier simulates
-stands in: the link gets its pace from :func:`tdcopier.sim.pace` and the work is
-:func:`tdcopier.sim.busy`. The times are measured all the same, but they are those of the
-simulation: what they show is the order of events.
+The loops run on a CUDA device if the machine has one,
+and otherwise on the device that tdcopier simulates in host memory.
+The pictures do not show times of that machine, because other programs may disturb them.
+The order of events comes from the loops, and the durations are medians
+that the benchmarks have measured on an NVIDIA H200.
 """
 
 import contextlib
-import sys
-import time
-from pathlib import Path
 
 import torch
 
@@ -37,29 +35,28 @@ else:
 
 compute = accelerator.current_stream(device)
 
-
-def link(latency_us, bandwidth_bytes_per_s):
-    """The simulated link's pace, for a ``with``; a real link has its own."""
-    if device.type == "cuda":
-        return contextlib.nullcontext()
-    return sim.pace("h2d", latency_us=latency_us, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-
-
 # %%
-# What the four calls wait for
-# ----------------------------
-# :meth:`~tdcopier.AsyncCopyHandle.ready` asks, and waits for nothing.
-# :meth:`~tdcopier.AsyncCopyHandle.wait_staged` holds the host until the sources have been read:
-# from then on you may write to them. :meth:`~tdcopier.AsyncCopyHandle.wait` makes the current
-# stream wait for the bytes, and :meth:`~tdcopier.AsyncCopyHandle.get` the host as well. The
-# simulated link takes 20 ms here, so that the difference shows; a real one may be done before the
-# host asks.
+# The four calls of a handle
+# --------------------------
+# A handle has four calls, and each waits for something else:
+#
+# - :meth:`~tdcopier.AsyncCopyHandle.ready` asks whether the copy is done, and does not block.
+# - :meth:`~tdcopier.AsyncCopyHandle.wait_staged` blocks the host until the sources have been read.
+#   From then on you may write to them.
+# - :meth:`~tdcopier.AsyncCopyHandle.wait` makes the current stream wait for the bytes.
+# - :meth:`~tdcopier.AsyncCopyHandle.get` blocks the host until the copy is done.
+#
+# Each transfer of the simulated device takes 200 ms here, so that you can see the difference.
+# A transfer of a real device may be done before the host asks.
 
 buffer = torch.full((4,), 1.0)
-with link(latency_us=20_000, bandwidth_bytes_per_s=1e9):
+slow_link = contextlib.nullcontext()
+if device.type == "sim":
+    slow_link = sim.pace("h2d", latency_us=200_000)
+with slow_link:
     handle = tdcopier.start_copy({"depths": buffer}, device)
     handle.wait_staged()
-    buffer.fill_(2.0)  # the next batch, for example
+    buffer.fill_(2.0)  # for example, load the next batch
     print("after wait_staged(), source overwritten; copy done:", handle.ready())
     on_device = handle.wait()
     print("after wait(); copy done:", handle.ready())
@@ -70,180 +67,97 @@ print("arrived:", on_device["depths"].tolist())
 assert on_device["depths"].tolist() == [1.0] * 4
 
 # %%
-# What is enqueued has not run
-# ----------------------------
-# A stream of the simulated device can be held, as if a long kernel ran on it. Here that is the
-# stream of the consumer. The copy is done all the same, since it travels on a stream of its own,
-# and even ``get()`` returns. The step behind it has been enqueued and has not run: its event is not
-# done before the stream is let go.
+# A copy during a step
+# --------------------
+# On the simulated device, we can show the overlap without a clock.
+# The step is an operation on the compute stream that ends when a gate opens.
+# The host starts the copy of the next batch, and ``get()`` returns while the step still runs:
+# the copy travels on a stream of its own.
 
 if device.type == "sim":
     finished = accelerator.Event()
-    with sim.hold(compute):
-        handle = tdcopier.start_copy({"depths": buffer}, device)
-        handle.get()
-        sim.busy(0.001, compute)  # the step
-        finished.record(compute)
-        print(f"held:   copy done: {handle.ready()}, step done: {finished.query()}")
-        assert handle.ready()
-        assert not finished.query()
+    gate = sim.Gate()
+    sim.busy(gate, compute)  # the step
+    finished.record(compute)
+    gate.wait_until_reached()
+    handle = tdcopier.start_copy({"depths": buffer}, device)
+    handle.get()
+    print(f"gate closed: copy done: {handle.ready()}, step done: {finished.query()}")
+    assert handle.ready()
+    assert not finished.query()
+    gate.open()
     finished.synchronize()
-    print(f"let go: copy done: {handle.ready()}, step done: {finished.query()}")
+    print(f"gate open:   copy done: {handle.ready()}, step done: {finished.query()}")
 else:
-    print("skipped: holding a stream, which only the simulated device can do")
+    print("skipped: a step with a gate, which only the simulated device has")
 
 # %%
 # The loop
 # --------
-# A step is a few milliseconds of work on the compute stream, which is the current stream here. Then
-# the host reads the loss, for a log. When it goes on, the compute stream is idle, and stays so
-# until the next step is enqueued and its batch is there. (In a loop that reads nothing back, the
-# host runs ahead, and even a copy that is taken at once travels while earlier steps work.)
+# A step is work on the compute stream, which is the current stream here.
+# After each step the host reads the loss, for a log.
+# So the compute stream is idle until the host has enqueued the next step
+# and the batch of that step has arrived.
+# (In a loop that reads nothing back, the host runs ahead.
+# Then even a copy that is taken immediately overlaps with earlier steps.)
+#
+# The batches are six-camera labels with images.
+# Two samples each are enough here, as the order of events is that of larger batches.
+# Each loop records its calls.
 
 STEPS = 5
-WORK_MS = 5.0
-
-# The simulated link is slow: two samples take long enough to be seen.
-samples = 16 if device.type == "cuda" else 2
-batches = [workloads.detection_batch(samples=samples, seed=seed) for seed in range(STEPS)]
+batches = [workloads.detection_batch_with_images(samples=2, seed=seed) for seed in range(STEPS)]
 print(f"{STEPS} batches of {len(workloads.leaves(batches[0]))} leaves")
 
 
-def mark(stream=None):
-    """The host's time; or an event that will hold the time at which ``stream`` got here."""
-    if stream is None:
-        return time.perf_counter()
-    event = accelerator.Event(enable_timing=True)
-    event.record(stream)
-    return event
-
-
-def enqueue_work(products):
-    """On CUDA so many products of matrices; else the stream is busy."""
-    if device.type == "sim":
-        sim.busy(WORK_MS / 1000, compute)
-        return
-    for _ in range(products):
-        torch.mm(left, left, out=product)
-
-
-products = 20
-if device.type == "cuda":  # find out how many take WORK_MS
-    left, product = torch.rand(2, 2048, 2048, device=device)
-    enqueue_work(products)  # warm-up
-    begin = mark(compute)
-    enqueue_work(products)
-    end = mark(compute)
-    end.synchronize()
-    products = max(1, round(products * WORK_MS / begin.elapsed_time(end)))
-
-
-# %%
-# A timeline is a list of bars. On the host, a bar is between two readings of the clock; on a
-# stream, between two timed events. Both clocks have the same zero: an event that an idle stream
-# reaches between two readings of the host's clock. Of a few such events we take the one whose
-# readings are closest together.
-
-
-class Timeline:
-    """What happened when, in one run of the loop."""
-
-    def __init__(self):
-        accelerator.synchronize()
-        _, self.host_zero, self.zero = min(
-            (self.meet() for _ in range(10)), key=lambda meeting: meeting[0]
-        )
-        self.marked = []
-
-    def meet(self):
-        """Seconds between the two readings, the middle of them, and the event."""
-        before, event = mark(), mark(compute)
-        event.synchronize()
-        after = mark()
-        return after - before, (before + after) / 2, event
-
-    @contextlib.contextmanager
-    def bar(self, what, batch, stream=None):
-        """From here to the end of the ``with``, on the host or on a stream."""
-        begin = mark(stream)
-        yield
-        lane = {None: "host", compute: "compute stream", arrivals: "copy stream"}[stream]
-        self.marked.append((lane, what, batch, begin, mark(stream)))
-
-    def ms(self, moment):
-        """Since zero."""
-        if isinstance(moment, float):
-            return (moment - self.host_zero) * 1000
-        return self.zero.elapsed_time(moment)
-
-    def bars(self):
-        """(lane, what, batch, begin, end) of all of them, in ms since the host began the first."""
-        accelerator.synchronize()
-        bars = [(*which, self.ms(begin), self.ms(end)) for *which, begin, end in self.marked]
-        first = min(begin for lane, *_, begin, _ in bars if lane == "host")
-        return [(*which, begin - first, end - first) for *which, begin, end in bars]
-
-
-# %%
-# The copy stream is tdcopier's own. When a batch arrives can be seen all the same: a second stream,
-# ``arrivals``, waits for each handle, and an event is recorded there. So in the lane of the copy
-# stream, a bar begins with the call, or when the batch before has arrived if that is later, and it
-# ends with the arrival. It is staging and transfer together.
-
-arrivals = accelerator.Stream(device)
-
-
-def start(timeline, index):
-    """Start the copy of one batch, and note when it arrives."""
-    with timeline.bar("copy", index), timeline.bar("copy", index, arrivals):
-        handle = tdcopier.start_copy(batches[index], device)
-        handle.wait(arrivals)  # the host goes on: a batch this small is staged in the call
-    return handle
-
-
-def step(timeline, index, on_device):
-    """Enqueue the work on one batch, and read what stands for its loss."""
-    with timeline.bar("step", index), timeline.bar("step", index, compute):
-        enqueue_work(products)
-    with timeline.bar("loss", index):
-        on_device[0]["boxes_3d"].sum().item()
+def step(calls, index, on_device):
+    """Enqueue the work on one batch, then read the value of its loss."""
+    calls.append(("step", index))
+    loss = on_device[0]["boxes_3d"].sum()  # in place of a model
+    loss.item()
 
 
 # %%
 # Three ways to write the loop
 # ----------------------------
-# The first copies on the compute stream, leaf by leaf. The second takes each copy as soon as it is
-# started. The third starts the next copy before it enqueues a step, and only then takes this step's
-# batch, with ``wait()``. So a copy has all of the step before to travel. Each loop runs four times,
-# and the fastest run is kept: the others were warm-ups, or shared the machine.
+# The first loop copies on the compute stream, leaf by leaf.
+# The second takes the result of each copy immediately.
+# The third starts the next copy before it enqueues a step.
+# Only then does it take the batch of this step, with ``wait()``.
+# So each copy has the duration of a step to finish.
 
 
-def leaf_by_leaf(timeline):
+def leaf_by_leaf(calls):
     for index, batch in enumerate(batches):
-        with timeline.bar("copy", index), timeline.bar("copy", index, compute):
-            on_device = workloads.map_tensors(batch, lambda leaf: leaf.to(device))
-        step(timeline, index, on_device)
+        calls.append((".to()", index))
+        on_device = workloads.map_tensors(batch, lambda leaf: leaf.to(device))
+        step(calls, index, on_device)
         yield on_device
 
 
-def taken_at_once(timeline):
+def start(calls, index):
+    calls.append(("start_copy", index))
+    return tdcopier.start_copy(batches[index], device)
+
+
+def taken_at_once(calls):
     for index in range(STEPS):
-        handle = start(timeline, index)
-        with timeline.bar("copy", index):
-            on_device = handle.get()
-        step(timeline, index, on_device)
+        handle = start(calls, index)
+        calls.append(("get", index))
+        on_device = handle.get()
+        step(calls, index, on_device)
         yield on_device
 
 
-def one_step_ahead(timeline):
-    following = start(timeline, 0)
+def one_step_ahead(calls):
+    following = start(calls, 0)
     for index in range(STEPS):
         handle = following
         if index + 1 < STEPS:
-            following = start(timeline, index + 1)
-        with timeline.bar("copy", index):
-            on_device = handle.wait()
-        step(timeline, index, on_device)
+            following = start(calls, index + 1)
+        calls.append(("wait", index))
+        on_device = handle.wait()
+        step(calls, index, on_device)
         yield on_device
 
 
@@ -252,117 +166,104 @@ ways = {
     "start_copy().get() at once": taken_at_once,
     "start_copy() one step ahead": one_step_ahead,
 }
-results, bars = {}, {}
-with link(latency_us=10, bandwidth_bytes_per_s=10e6):
-    for name, way in ways.items():
-        runs = []
-        for _ in range(4):
-            timeline = Timeline()
-            runs.append((list(way(timeline)), timeline.bars()))
-        results[name], bars[name] = min(runs, key=lambda run: run[1][-1][-1])
+results, recorded = {}, {}
+for name, way in ways.items():
+    recorded[name] = []
+    results[name] = list(way(recorded[name]))
 
 # %%
-# First the values: every leaf of every step equals what ``.to()`` gives, which is the source.
+# In all three loops, every leaf equals its source.
 
-expected = results[".to() leaf by leaf"]
 for name, trees in results.items():
-    trios = list(zip(*map(workloads.leaves, (trees, expected, batches)), strict=True))
-    for got, want, source in trios:
-        assert (got.device, got.dtype, got.stride()) == (device, want.dtype, want.stride())
-        assert torch.equal(got.cpu(), want.cpu())
+    pairs = list(zip(*map(workloads.leaves, (trees, batches)), strict=True))
+    for got, source in pairs:
+        assert (got.device, got.dtype) == (device, source.dtype)
         assert torch.equal(got.cpu(), source)
-    print(f"{name:>28}: {len(trios)} leaves are right")
+    print(f"{name:>28}: {len(pairs)} leaves equal their sources")
 
 # %%
-# Then the times, as means over the loop: from the end of one step's work to the end of the next,
-# and how long the calls that copy have held the host.
+# From calls to times
+# -------------------
+# ``timeline`` follows three clocks through the recorded calls:
+# that of the host, that of the copy stream and that of the compute stream.
+# A stream runs one operation after the other.
+# ``wait()`` costs the host almost nothing, but the step of a batch begins
+# only when the batch has arrived.
+# ``get()``, and the value of a loss, block the host.
 
 
-def step_ms(name):
-    ends = [end for lane, what, *_, end in bars[name] if (lane, what) == ("compute stream", "step")]
+def timeline(calls, ms):
+    """Bars (lane, what, batch, begin, end), for durations in ``ms``."""
+    host = copying = computing = 0.0  # when each is free
+    arrived, bars = {}, []
+    for call, batch in calls:
+        begin = host
+        if call == ".to()":
+            host = computing = begin + ms[".to()"]
+            bars.append(("host", "copy", batch, begin, host))
+            bars.append(("compute stream", "copy", batch, begin, host))
+        elif call == "start_copy":
+            host = begin + ms["start_copy"]
+            copying = arrived[batch] = max(begin, copying) + ms["copy"]
+            bars.append(("host", "copy", batch, begin, host))
+            bars.append(("copy stream", "copy", batch, copying - ms["copy"], copying))
+        elif call == "get":
+            host = max(host, arrived[batch])
+            bars.append(("host", "copy", batch, begin, host))
+        elif call == "step":
+            starts = max(host, computing, arrived.get(batch, 0.0))
+            host = computing = starts + ms["step"]
+            bars.append(("compute stream", "step", batch, starts, computing))
+            bars.append(("host", "loss", batch, begin, host))
+    return bars
+
+
+def step_ms(bars):
+    """The mean time from the end of one step to the end of the next."""
+    ends = [end for lane, what, *_, end in bars if what == "step"]
     return (ends[-1] - ends[0]) / (STEPS - 1)
 
 
-def copy_calls_ms(name):
-    calls = [bar for bar in bars[name] if bar[:2] == ("host", "copy")]
-    return sum(end - begin for *_, begin, end in calls) / STEPS
-
-
-print(f"{'ms per step':>28}  {'all':>6}  {'host in copy calls':>18}")
-for name in ways:
-    print(f"{name:>28}  {step_ms(name):6.2f}  {copy_calls_ms(name):18.2f}")
-if device.type == "sim":
-    print("These are times of a simulated link and simulated work: only the order means something.")
-
 # %%
-# The picture
-# -----------
-# A batch has its colour and its number in every lane. (a) ``.to()`` pays for the link once per
-# leaf, and the compute stream does nothing else meanwhile. (b) One packed transfer takes less, but
-# the step waits for it. (c) Started one step ahead, it travels while the step before works. Only
-# the first step waits for its batch.
-
-COLOURS = ["#2a9d63", "#2b6cb0", "#d97706", "#8b5cf6", "#c2416b"]
-LANES = ["host", "copy stream", "compute stream"]
-LEGEND = {
-    "copy": "copy: the host in a call; a batch on its way",
-    "step": "step: the host enqueues it; the stream works on it",
-    "loss": "the host waits for the loss",
-}
-
-
-def look(what, colour):
-    """How a bar is drawn."""
-    if what == "loss":
-        return {"facecolor": "#e3e6ea", "zorder": 0.5}  # below its neighbours' edges
-    if what == "step":
-        return {"facecolor": colour}
-    return {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 0.8}
-
-
-def draw():
-    """One panel for each way, with one lane for the host and one for each of two streams."""
-    import matplotlib
-
-    if "matplotlib.pyplot" not in sys.modules:
-        matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    figure, panels = plt.subplots(len(bars), 1, figsize=(11, 7.2), sharex=True)
-    duration = max(end for way in bars.values() for *_, end in way)
-    for letter, panel, (name, way) in zip("abc", panels, bars.items(), strict=True):
-        for lane, what, batch, begin, end in way:
-            row, colour = LANES.index(lane), COLOURS[batch]
-            panel.broken_barh([(begin, end - begin)], (row - 0.38, 0.76), **look(what, colour))
-            if what != "loss" and end - begin > duration / 60:  # else there is no room
-                label = panel.text((begin + end) / 2, row, batch, ha="center", va="center")
-                label.set(color="white" if what == "step" else colour, weight="bold")
-                if what == "copy":
-                    label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.5})
-        for row in set(range(len(LANES))) - {LANES.index(bar[0]) for bar in way}:
-            panel.text(0, row, "not used", color="#6b7480", va="center", style="italic")
-        panel.set_title(f"({letter}) {name}: {step_ms(name):.1f} ms per step", loc="left")
-        panel.set_yticks(range(len(LANES)), LANES)
-        panel.set_ylim(len(LANES) - 0.5, -0.5)
-        panel.set_xlim(-duration / 100, duration * 1.01)
-        panel.tick_params(axis="y", length=0)
-        panel.spines[["top", "right", "left"]].set_visible(False)
-    simulated = " (simulated link and work)" if device.type == "sim" else ""
-    panels[-1].set_xlabel(f"ms since the loop began{simulated}")
-    handles = [Patch(label=text, **look(what, "#555555")) for what, text in LEGEND.items()]
-    figure.legend(handles=handles, loc="lower center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    return figure
-
+# The timelines
+# -------------
+# A batch has the same colour and number in every lane.
+# (a) ``.to()`` has the cost of a copy for each leaf, and the compute stream does no other work.
+# (b) The packed copy takes less time, but the step waits for it.
+# (c) A copy that is started one step ahead travels during the previous step.
+# Only the first step waits for its batch.
+# A copy on its way includes staging and transfer.
 
 try:
-    figure = draw()
-except ImportError as missing:
-    print(f"skipped: the picture ({missing})")
+    import pictures
+
+    copies = pictures.results("h2d")["workloads"]["detection_batch_with_images"]
+    loops = pictures.results("loop")
+except (ImportError, FileNotFoundError) as missing:
+    print(f"skipped: the pictures ({missing})")
+    loops = None
 else:
-    if "__file__" in globals():  # a gallery has none, and takes the figure itself
-        picture = Path(__file__).resolve().parents[1] / "build" / "03_overlap.png"
-        picture.parent.mkdir(exist_ok=True)
-        figure.savefig(picture, dpi=120)
-        print(f"picture: {picture.relative_to(picture.parents[1])}")
+    steps = loops["loops"]["detection_batch_with_images"]["step"]
+    medians = {
+        ".to()": copies["contenders"][".to() per leaf"],
+        "copy": copies["contenders"]["tdcopier"],
+        "start_copy": copies["steps"]["start_copy"],
+        "step": steps["on the device already"],
+    }
+    ms = {name: time["median_us"] / 1000 for name, time in medians.items()}
+    print("durations in ms:", {name: round(time, 2) for name, time in ms.items()})
+    bars = {name: timeline(calls, ms) for name, calls in recorded.items()}
+    pictures.timeline(
+        {f"{name}: {step_ms(way):.1f} ms per step": way for name, way in bars.items()},
+        f"ms, from medians for {copies['leaves']} leaves ({loops['machine']['gpu']})",
+    )
+
+# %%
+# Measured steps
+# --------------
+# The benchmarks have also measured whole steps of such a loop on the same GPU.
+# There the host reads no loss, and may enqueue one step before the previous one is done.
+# "On the device already" is a loop without copies.
+
+if loops is not None:
+    pictures.bars("A step of a training loop with images", loops, steps)

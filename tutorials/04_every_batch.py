@@ -2,14 +2,18 @@
 Any batch, in any direction
 ===========================
 
-Real batches are not lists of dicts of dense tensors. This one has a frozen dataclass, named
-tuples, an ``OrderedDict``, numpy arrays in the byte order of the sensor that wrote them, a camera
-image that is a crop of a larger one, and strings. We copy it to the device, back, and on to a
-second device, and hold every leaf against what one would write by hand with ``Tensor.to``. Then we
-use one host buffer for several copies, and let check mode find the place where that goes wrong.
+Real batches are more than lists of dicts of dense tensors.
+This one has a frozen dataclass, named tuples, an ``OrderedDict``,
+numpy arrays in the byte order of a sensor,
+a camera image that is a crop of a larger one, and strings.
+We copy it to the device, back to the host, and on to a second device,
+and compare every leaf with a copy that is written by hand with ``Tensor.to``.
+Then we use one host buffer for several copies,
+and check mode finds a write to a buffer that comes too early.
 
-The picture at the end shows what became of every leaf. Like the first tutorial, this one runs on a
-CUDA device, or else on the one that tdcopier simulates in host memory.
+The picture at the end shows how each leaf was copied.
+Like the first tutorial, this one runs on a CUDA device if the machine has one,
+and otherwise on the device that tdcopier simulates in host memory.
 """
 
 import dataclasses
@@ -42,8 +46,8 @@ else:
 # %%
 # The batch
 # ---------
-# Two classes of this batch are named tuples, one is a frozen dataclass. Their code knows nothing of
-# tdcopier.
+# Two classes of this batch are named tuples, and one is a frozen dataclass.
+# None of them refers to tdcopier.
 
 
 class Camera(NamedTuple):
@@ -66,16 +70,15 @@ class Frame:
     """Camera by name, front first"""
     lidar: Sweep
     track: np.ndarray
-    """(10, 3) float32, where the vehicle was, the latest first: a reversed view"""
+    """(10, 3) float32, past positions, the latest first: a reversed view"""
     scene: str
     weather: str | None
 
 
 # %%
-# Boxes are different in number from frame to frame. Somebody has wrapped them in a class of their
-# own. The walk passes objects of a class that it does not know through unchanged, so it has to be
-# told how to take this one apart and how to put it together:
-# :func:`tdcopier.register_container`.
+# The number of boxes differs from frame to frame, so a class of their own holds them.
+# tdcopier passes objects of an unknown class through unchanged.
+# :func:`tdcopier.register_container` tells it how to flatten and unflatten this class.
 
 
 class Ragged:
@@ -94,10 +97,10 @@ tdcopier.register_container(
 
 
 def make_frame(index):
-    """One moment in time. Values differ from frame to frame."""
+    """One moment in time, with random values."""
     generator = torch.Generator().manual_seed(index)
     full = torch.randint(0, 256, (2, 3, 256, 704), dtype=torch.uint8, generator=generator)
-    crop = full[:, :, 32:224, 96:608]  # not contiguous, and never made so
+    crop = full[:, :, 32:224, 96:608]  # not contiguous: tdcopier packs it as it is
     points = 300 + 50 * index
     path = np.arange(30, dtype=np.float32).reshape(10, 3) + index
     return Frame(
@@ -118,15 +121,15 @@ def make_frame(index):
 batch = {
     "frames": [make_frame(index) for index in range(3)],
     "boxes": Ragged(torch.rand(17, 7), torch.tensor([5, 5, 17])),
-    # A leaf that is on the target already, and one that gradients must reach.
+    # One leaf is on the target already. Gradients must flow to the other.
     "class_weights": torch.linspace(0.5, 1.0, 10).to(device),
     "temperature": torch.nn.Parameter(torch.tensor(1.5)),
     "split": "train",
 }
 
 # %%
-# Copy it
-# -------
+# The copy to the device
+# ----------------------
 
 handle = tdcopier.start_copy(batch, device)
 result = handle.wait()
@@ -140,23 +143,25 @@ print(
     f"{stats.delegated_leaves} delegated, {stats.reused_leaves} reused; "
     f"{stats.opaque_leaves} opaque values; {stats.transfers} transfers"
 )
-# The images are more than 256 KiB each, so they travel alone. The parameter is delegated.
+# Each image is larger than 256 KiB and has a chunk of its own.
+# The parameter is delegated to its own .to.
 assert (stats.packed_leaves, stats.alone_leaves) == (17, 6)
 assert (stats.delegated_leaves, stats.reused_leaves, stats.opaque_leaves) == (1, 1, 7)
 
 # %%
-# Every leaf against ``.to()``
-# ----------------------------
-# This is what one writes by hand: a function that knows every class in the batch, and calls ``.to``
-# once per leaf.
+# Compare every leaf with ``.to()``
+# ---------------------------------
+# A copy that is written by hand needs a function that knows every class in the batch.
+# It calls ``.to`` once for each leaf.
 
 
 def by_hand(value, target):
-    """The plain way: each container through its own constructor."""
+    """Copy leaf by leaf; make each container by its own constructor."""
     match value:
         case torch.Tensor():
             return value.to(target)
-        case np.ndarray():  # torch takes neither another byte order nor a negative stride
+        case np.ndarray():
+            # torch supports neither another byte order nor negative strides
             native = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
             return torch.from_numpy(native).to(target)
         case Camera() | Sweep():
@@ -174,7 +179,7 @@ def by_hand(value, target):
 
 
 def children(value):
-    """(how it is reached, child) for every child of a container; None for anything else."""
+    """(path step, child) for every child of a container, else None."""
     match value:
         case dict():
             return [(f"[{key!r}]", child) for key, child in value.items()]
@@ -196,11 +201,11 @@ def nodes(tree, path=""):
 
 
 def difference(got, want):
-    """What is wrong with one value, or None."""
+    """How one value differs from the expected one, or None."""
     if type(got) is not type(want):
         return f"is a {type(got).__name__}, not a {type(want).__name__}"
     if children(want) is not None:
-        return None  # its children are compared by themselves
+        return None  # the caller compares its children
     if not isinstance(want, torch.Tensor):
         return None if got is want else "is another object"
     for name in ("device", "dtype", "shape", "requires_grad"):
@@ -212,7 +217,7 @@ def difference(got, want):
 
 
 def check(got, want):
-    """Raises on the first difference; else the number of tensors that were compared."""
+    """Compare two trees; return the number of tensors."""
     pairs = zip(nodes(got), nodes(want), strict=True)
     for (got_path, got_value), (want_path, want_value) in pairs:
         if got_path != want_path:
@@ -222,17 +227,18 @@ def check(got, want):
     return sum(isinstance(value, torch.Tensor) for _, value in nodes(want))
 
 
-print(f"{check(result, by_hand(batch, device))} leaves equal what .to() gives")
+print(f"{check(result, by_hand(batch, device))} leaves equal those of .to()")
 assert result["class_weights"] is batch["class_weights"]  # reused: the same object
 assert result["temperature"].grad_fn is not None  # delegated: gradients flow back
 
 # %%
 # Back to the host
 # ----------------
-# The device gathers the packed leaves of each dtype into a chunk, and one transfer brings it to
-# pinned memory. For the host as the target, ``wait()`` blocks as ``get()`` does: the bytes are
-# there when either returns. What ``.to`` has brought back itself, here the parameter, is in
-# pageable memory.
+# The device gathers the packed leaves of each dtype into a chunk,
+# and one transfer copies each chunk to pinned memory.
+# If the host is the target, ``wait()`` blocks as ``get()`` does:
+# the bytes have arrived when either returns.
+# A delegated leaf, here the parameter, arrives in pageable memory.
 
 if device.type == "sim":
     sim.reset_counts()
@@ -250,38 +256,41 @@ print(f"{len(tensors)} leaves in {back.stats.transfers} transfers; {pinned} are 
 assert pinned == back.stats.packed_leaves + back.stats.alone_leaves == len(tensors) - 1
 
 # %%
-# To a second device, from several places at once
-# -----------------------------------------------
-# The leaves of one tree may lie on the host and on several devices. Here one frame is on the host
-# still, one is on the first device, and the box list is on the second, where all of it goes.
+# To a second device, from several sources
+# ----------------------------------------
+# The leaves of one tree may be on the host and on several devices.
+# Here one frame is on the host, one is on the first device,
+# and the boxes are on the second device, which is the target.
 
 other = torch.device(device.type, (device.index + 1) % devices)
 if other == device:
-    print("skipped: device to device, which takes two devices")
+    print("skipped: device to device, which needs two devices")
 else:
     mixed = {
         "from the host": batch["frames"][0],
         "from the first device": result["frames"][1],
-        "there already": by_hand(result["boxes"], other),
+        "on the target already": by_hand(result["boxes"], other),
     }
     between = tdcopier.start_copy(mixed, other)
     gathered = between.wait()  # the current stream of the second device waits
     print(f"{check(gathered, by_hand(mixed, other))} leaves on {other}:", between.stats)
-    assert gathered["there already"].values is mixed["there already"].values
+    assert gathered["on the target already"].values is mixed["on the target already"].values
 
 # %%
-# A host buffer that is used again
-# --------------------------------
+# Reuse a host buffer
+# -------------------
 # A source must not change before the copy has read it.
-# :meth:`~tdcopier.AsyncCopyHandle.wait_staged` holds the host until then. That is earlier than
-# ``get()``: the bytes are in staging buffers, and may have yet to travel. So one host buffer is
-# enough for a loop that keeps several copies in flight. (For sources on a device it makes their
-# current stream wait, and the host goes on.)
+# :meth:`~tdcopier.AsyncCopyHandle.wait_staged` blocks the host until then.
+# It returns earlier than ``get()``:
+# the bytes are in staging buffers, and their transfers may still be pending.
+# So one host buffer is enough for a loop with several copies in flight.
+# (For sources on a device, ``wait_staged()`` makes the current stream of that device wait,
+# and the host continues.)
 
-buffer = torch.empty(2 * 1024 * 1024)  # 8 MiB, which workers stage while the host goes on
+buffer = torch.empty(2 * 1024 * 1024)  # 8 MiB: worker threads stage it
 handles = []
 for step in range(6):
-    buffer.fill_(step)  # where a driver or a decoder would write
+    buffer.fill_(step)  # as a driver or a decoder does
     handle = tdcopier.start_copy({"scan": buffer}, device)
     handle.wait_staged()
     handles.append(handle)
@@ -292,12 +301,14 @@ print("least and largest value of each scan:", ranges)
 assert ranges == [(step, step) for step in range(6)]
 
 # %%
-# Check mode: when a source changes too early
-# -------------------------------------------
-# Without the ``wait_staged()``, a scan could hold what was written for a later one. With the
-# environment variable ``TDCOPIER_CHECK=1``, which is read at import, a handle looks at the sources
-# again when it hands over, and names the one that was modified. Each copy then reads its sources
-# twice more, so this is for a test run. Here is one, in a process of its own.
+# Check mode finds sources that change too early
+# ----------------------------------------------
+# Without ``wait_staged()``, a scan could contain values of a later one.
+# The environment variable ``TDCOPIER_CHECK=1``, which is read at import, turns on check mode:
+# a handle compares the sources with their former contents when it hands over the result,
+# and names a source that was modified.
+# Each copy then reads its sources twice more, so use check mode for a test run.
+# This one runs in a process of its own.
 
 late_write = f"""
     import torch
@@ -329,10 +340,12 @@ assert message.startswith("data['frames'][1] was modified before its copy was do
 assert "late_write.py:7" in message  # where the copy was started
 
 # %%
-# What became of every leaf
-# -------------------------
-# On the left the tree, in the order of the walk. On the right what the device has got. The order of
-# the slots in the chunk is read from the outputs' own addresses; heights are not to scale.
+# The treatment of each leaf
+# --------------------------
+# The left side shows the leaves and opaque values in the order of the tree.
+# The right side shows the chunks and other results on the device.
+# The order of the leaves in a chunk is that of their addresses.
+# Heights are not to scale.
 
 COLOURS = {
     "packed": "#2a9d63",
@@ -341,107 +354,44 @@ COLOURS = {
     "reused": "#8b5cf6",
     "opaque": "#9aa3ad",
 }
+OWN_BLOCKS = {
+    "delegated": "by Tensor.to",
+    "reused": "the same tensor",
+    "opaque": "the same object",
+}
 
 
-def memory_of(tensor):
-    """Where the memory begins that the tensor is in, with whoever shares it."""
-    return tensor.untyped_storage().data_ptr()
+def treatment(source, value):
+    """How tdcopier has copied one leaf or opaque value."""
+    if not isinstance(value, torch.Tensor):
+        return "opaque"
+    if value is source:
+        return "reused"
+    if value.requires_grad:
+        return "delegated"
+    return "packed" if value.nbytes <= 256 * 1024 else "alone"
 
 
-def what_became():
-    """(path, bytes, fate, address) for every leaf and opaque value of the copy to the device."""
-    sources, moved = dict(nodes(batch)), dict(nodes(result))
-    rows = []
-    for path, value in moved.items():
-        if children(value) is not None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            rows.append((path, 0, "opaque", 0))
-            continue
-        if value is sources[path]:
-            fate = "reused"
-        elif value.requires_grad:
-            fate = "delegated"
-        else:
-            fate = "packed" if value.nbytes <= 256 * 1024 else "alone"
-        rows.append((path, value.numel() * value.element_size(), fate, value.data_ptr()))
-    return rows
-
-
-rows = what_became()
-fates = [fate for _, _, fate, _ in rows]
-assert [fates.count(fate) for fate in COLOURS] == list(stats[:5])  # the handle says the same
-assert stats.chunks > fates.count("alone")  # and a chunk for each dtype of the packed ones
-
-
-def draw():
-    """Leaves on the left, memory on the right, a band from each leaf to its place."""
-    import matplotlib
-
-    if "matplotlib.pyplot" not in sys.modules:
-        matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import PathPatch, Rectangle
-    from matplotlib.path import Path as Outline
-
-    figure, axes = plt.subplots(figsize=(11, 8.5))
-    packed = sorted((row for row in rows if row[2] == "packed"), key=lambda row: row[3])
-    alone = sorted((row for row in rows if row[2] == "alone"), key=lambda row: row[3])
-    rest = [row for fate in ("delegated", "reused", "opaque") for row in rows if row[2] == fate]
-
-    # On the right: blocks of places, one below the other, with gaps between the blocks.
-    chunks = f"{stats.chunks - len(alone)} chunks, one for each dtype:"
-    shared = f"{chunks}\n{len(packed)} leaves, {sum(row[1] for row in packed):,} B"
-    blocks = [(shared, packed)]
-    blocks += [(f"a chunk of its own, {row[1]:,} B", [row]) for row in alone]
-    labels = {"delegated": "by Tensor.to", "reused": "the same tensor", "opaque": "the same object"}
-    blocks += [
-        (text, [row for row in rest if row[2] == fate])
-        for fate, text in labels.items()
-        if fate in fates
-    ]
-    gap = (len(rows) * 1.25 - len(rows)) / (len(blocks) - 1)
-    place, top = {}, 0.0
-    for text, members in blocks:
-        for row in members:
-            place[row[0]] = top
-            axes.add_patch(Rectangle((6, top), 0.35, 0.9, facecolor=COLOURS[row[2]]))
-            top += 1
-        middle = top - len(members) / 2 - 0.05
-        axes.text(6.45, middle, text, va="center", fontsize=8)
-        if len(members) > 1:
-            outline = (5.96, top - len(members) - 0.1), 0.43, len(members) + 0.1
-            axes.add_patch(Rectangle(*outline, fill=False, edgecolor="#444c56", linewidth=1))
-        top += gap
-
-    # On the left: the leaves. A band is bounded by two curves.
-    for index, (path, _, fate, _) in enumerate(rows):
-        left, right = index * 1.25, place[path]
-        axes.text(-0.1, left + 0.45, path, ha="right", va="center", fontsize=7, family="monospace")
-        axes.add_patch(Rectangle((0, left), 0.25, 0.9, facecolor=COLOURS[fate]))
-        corners = [(0.25, left), (3, left), (3, right), (6, right)]
-        corners += [(6, right + 0.9), (3, right + 0.9), (3, left + 0.9), (0.25, left + 0.9)]
-        codes = [Outline.MOVETO, *[Outline.CURVE4] * 3, Outline.LINETO, *[Outline.CURVE4] * 3]
-        band = PathPatch(Outline(corners, codes), facecolor=COLOURS[fate], alpha=0.3, linewidth=0)
-        axes.add_patch(band)
-
-    for column, (name, colour) in enumerate(COLOURS.items()):
-        axes.text(1.5 * column, -1.6, f"{fates.count(name)} {name}", color=colour, weight="bold")
-    axes.set_xlim(-3.6, 9)
-    axes.set_ylim(len(rows) * 1.25 + 0.5, -2.5)
-    axes.axis("off")
-    axes.set_title(f"{len(rows)} values of one batch, and where they arrived", loc="left")
-    figure.tight_layout()
-    return figure
-
+sources = dict(nodes(batch))
+rows = [
+    (path, treatment(sources[path], value), value)
+    for path, value in nodes(result)
+    if children(value) is None
+]
+treatments = [kind for _, kind, _ in rows]
+# The counts of the handle agree.
+assert [treatments.count(kind) for kind in COLOURS] == list(stats[:5])
+# Packed leaves have at least one chunk, and leaves alone one each.
+assert stats.chunks > treatments.count("alone")
 
 try:
-    figure = draw()
+    import pictures
 except ImportError as missing:
     print(f"skipped: the picture ({missing})")
 else:
-    if "__file__" in globals():  # a gallery has none, and takes the figure itself
-        picture = Path(__file__).resolve().parents[1] / "build" / "04_every_batch.png"
-        picture.parent.mkdir(exist_ok=True)
-        figure.savefig(picture, dpi=120)
-        print(f"picture: {picture.relative_to(picture.parents[1])}")
+    pictures.places(
+        f"{len(rows)} values of one batch, and their places on the device",
+        rows,
+        COLOURS,
+        OWN_BLOCKS,
+    )
