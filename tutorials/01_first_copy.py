@@ -61,7 +61,7 @@ print("one camera:", {name: tuple(leaf.shape) for name, leaf in camera.items()})
 
 handle = tdcopier.start_copy(batch, device)
 
-next_batch = workloads.detection_batch(seed=1)  # for example, load the next batch
+next_batch = workloads.detection_batch(seed=1)  # the other work
 
 result = handle.wait()
 print("same containers:", type(result).__name__, "of", type(result[0]).__name__)

@@ -179,7 +179,7 @@ print(
     f"{stats.opaque_leaves} opaque values; {stats.transfers} transfers in {stats.chunks} chunks"
 )
 assert stats[:5] == (5 + 2 * len(OBJECTS), 0, 0, 0, 2)
-assert stats.chunks == stats.transfers == 3  # a chunk and a transfer for each dtype
+assert stats.chunks == stats.transfers == 3  # one of each per dtype
 
 # %%
 # Compare every node and every leaf with ``.to()``
@@ -357,7 +357,7 @@ with tdcopier.tensordict_backend() as use:
     by_engine = drive.to(device)
     if device.type == "sim":
         print("with the engine:", sim.counts().h2d.transfers, "transfers to the device")
-        assert 1 <= sim.counts().h2d.transfers <= 3  # one for each dtype at most
+        assert 1 <= sim.counts().h2d.transfers <= 3  # at most one per dtype
     made = TensorDict({"depth": torch.rand(4), "mask": torch.ones(4)}, [4], device=device)
     halved = drive.select("motion").to(torch.float16)
 print(use)
@@ -383,7 +383,7 @@ COLOURS = {
 
 
 def row(path, value):
-    """Label, kind and value for the picture; the kind of a leaf is its top node."""
+    """Label, kind and value; the kind of a leaf is its top node."""
     label = "    " * len(path) + (path[-1] if path else "drive")
     if isinstance(value, torch.Tensor):
         return f"{label} {tuple(value.shape)}", path[0] if len(path) > 1 else "drive", value

@@ -91,7 +91,8 @@ class Ragged:
 
 tdcopier.register_container(
     Ragged,
-    flatten=lambda ragged: ((ragged.values, ragged.ends), None),  # children, context
+    # (children, context)
+    flatten=lambda ragged: ((ragged.values, ragged.ends), None),
     unflatten=lambda children, _context: Ragged(*children),
 )
 
@@ -100,7 +101,7 @@ def make_frame(index):
     """One moment in time, with random values."""
     generator = torch.Generator().manual_seed(index)
     full = torch.randint(0, 256, (2, 3, 256, 704), dtype=torch.uint8, generator=generator)
-    crop = full[:, :, 32:224, 96:608]  # not contiguous: tdcopier packs it as it is
+    crop = full[:, :, 32:224, 96:608]  # not contiguous
     points = 300 + 50 * index
     path = np.arange(30, dtype=np.float32).reshape(10, 3) + index
     return Frame(
@@ -193,7 +194,7 @@ def children(value):
 
 
 def nodes(tree, path=""):
-    """(path, value) for every container, leaf and opaque value, parents first."""
+    """(path, value) for every container, leaf and opaque value."""
     found = [(path, tree)]
     for step, child in children(tree) or []:
         found += nodes(child, path + step)
@@ -228,8 +229,9 @@ def check(got, want):
 
 
 print(f"{check(result, by_hand(batch, device))} leaves equal those of .to()")
-assert result["class_weights"] is batch["class_weights"]  # reused: the same object
-assert result["temperature"].grad_fn is not None  # delegated: gradients flow back
+# A reused leaf is the same object. Gradients flow to a delegated leaf.
+assert result["class_weights"] is batch["class_weights"]
+assert result["temperature"].grad_fn is not None
 
 # %%
 # Back to the host
@@ -272,7 +274,7 @@ else:
         "on the target already": by_hand(result["boxes"], other),
     }
     between = tdcopier.start_copy(mixed, other)
-    gathered = between.wait()  # the current stream of the second device waits
+    gathered = between.wait()  # on the second device's current stream
     print(f"{check(gathered, by_hand(mixed, other))} leaves on {other}:", between.stats)
     assert gathered["on the target already"].values is mixed["on the target already"].values
 

@@ -1,19 +1,18 @@
 """
-Tuning: where a copy's time goes, and what to do about it
-=========================================================
+Tuning: where a copy spends its time, and how to reduce it
+==========================================================
 
-A copy of many small tensors costs the host a few steps per leaf. We look at each of them, prepare
-the copies of batches that repeat, look at what a batch that does not fit does, and see what decides
-how large batches travel.
+A copy of many small tensors costs the host several phases of work for each leaf.
+This tutorial prints the time of each phase, prepares the copies of batches that repeat,
+copies a batch that does not fit its plan, and describes how large batches travel.
 
-Times are measured on whatever is here. On the simulated device they say where the host's time
-goes, which is the same code; its link says nothing on a real one.
+The printed times are those of the machine that runs the script, with everything else on it.
+On the simulated device, the host does the same work as on a real one,
+but the times of transfers say nothing about a GPU.
+The picture shows medians from the benchmarks on an NVIDIA H200.
 """
 
 import statistics
-import sys
-import time
-from pathlib import Path
 
 import torch
 
@@ -22,29 +21,28 @@ from tdcopier import workloads
 
 if torch.cuda.is_available():
     device = torch.device("cuda", torch.cuda.current_device())
-    accelerator = torch.cuda
     print(f"target: {device}, {torch.cuda.get_device_name(device)}")
 else:
     from tdcopier import sim
 
     sim.enable()
     device = torch.device("sim", 0)
-    accelerator = torch.sim
     print(f"target: {device}, the simulated device (no CUDA device here)")
 
 batch = workloads.flat_dict()
 print(f"a batch of {len(batch)} leaves, {workloads.total_bytes(batch):,} bytes")
 
 # %%
-# The steps
-# ---------
-# Within :func:`tdcopier.time_steps` each handle's ``stats.steps`` has the time of every step, on
-# whatever thread it was done. Outside it costs nothing, and :mod:`torch.profiler` shows the steps
-# as ranges in any case.
+# The phases
+# ----------
+# Within :func:`tdcopier.time_steps`, ``stats.steps`` of each handle has the time of every phase,
+# on all threads.
+# Copies outside of it are not timed.
+# :mod:`torch.profiler` always shows the phases as ranges.
 
 
-def steps_of(start, rounds=50):
-    """Medians over some copies, by step, in microseconds."""
+def phases_of(start, rounds=50):
+    """Median of each phase over some copies, in microseconds."""
     taken = []
     with tdcopier.time_steps():
         for _ in range(rounds):
@@ -55,55 +53,56 @@ def steps_of(start, rounds=50):
     return dict(zip(names, map(statistics.median, zip(*taken, strict=True)), strict=True))
 
 
-plain = steps_of(lambda: tdcopier.start_copy(batch, device))
-print({step: round(us, 1) for step, us in plain.items()})
+plain = phases_of(lambda: tdcopier.start_copy(batch, device))
+for phase, us in plain.items():
+    print(f"{phase:>9}: {us:6.1f} us")
 assert plain["flatten"] > 0
 assert plain["outputs"] > 0
 
 # %%
-# Most of it is not the copy: the walk that finds the leaves, the tensors that are made for the
-# result, and the containers that they go to. That is what remains to be saved where batches repeat.
+# Three phases depend on the number of leaves and not on their bytes:
+# ``flatten`` walks the tree, ``outputs`` makes the tensors of the result,
+# and ``unflatten`` makes its containers.
+# You can save part of this work if your batches repeat.
 #
 # Prepared copies
 # ---------------
-# :func:`tdcopier.prepare` looks at an example once. Its plan knows shapes, slots and the size of
-# everything, and with ``reuse_outputs=True`` it gives the tensors of results that you have dropped
-# to the next ones, instead of making new ones.
+# :func:`tdcopier.prepare` analyses an example once.
+# Its plan knows all shapes, slots and sizes.
+# With ``reuse_outputs=True``, the plan also reuses the tensors of results that you have dropped.
 
 plan = tdcopier.prepare(batch, device)
 reusing = tdcopier.prepare(batch, device, reuse_outputs=True)
-ways = {
-    "start_copy": lambda: tdcopier.start_copy(batch, device),
-    "prepared": lambda: plan.start_copy(batch),
-    "prepared,\noutputs reused": lambda: reusing.start_copy(batch),
-}
-found = {name: steps_of(start) for name, start in ways.items()}
-print(plan)
-print(reusing)
-assert plan.misfits == reusing.misfits == 0
-
-
-def whole(start, rounds=200):
-    """The median of a copy from the call to the result, dropped again, in microseconds."""
-    times = []
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        start().get()
-        times.append((time.perf_counter() - begin) * 1e6)
-    return statistics.median(times)
-
-
-for name, start in ways.items():
-    print(f"{name.replace(chr(10), ' '):28s} {whole(start):7.1f} us")
+for prepared in (plan, reusing):
+    for _ in range(50):
+        prepared.start_copy(batch).get()
+    print(prepared)
+    assert prepared.misfits == 0
 
 # %%
-# The result is the same in every respect. Only its end differs where outputs are reused: what you
-# drop is freed when a later copy takes it, or with the plan.
+# The picture shows the whole copy, from the call until the device is done.
+
+try:
+    import pictures
+
+    h2d = pictures.results("h2d")
+except (ImportError, FileNotFoundError) as missing:
+    print(f"skipped: the picture ({missing})")
+else:
+    contenders = h2d["workloads"]["flat_dict"]["contenders"]
+    ways = ["tdcopier", "tdcopier, prepared", "tdcopier, prepared, outputs reused"]
+    times = {way: contenders[way] for way in ways}
+    pictures.bars(f"Copy of {len(batch)} leaves to the device", h2d, times)
+
+# %%
+# The result is the same in every respect.
+# Only the lifetime of its memory differs if outputs are reused:
+# the memory of a dropped result is freed when a later copy takes it, or with the plan.
 #
 # A batch that does not fit
 # -------------------------
-# It is copied all the same, as by ``start_copy``, and counted. ``why_not`` names what differs: a
-# plan that never fits is worth nothing, and nobody should have to guess why.
+# tdcopier copies such a batch as ``start_copy`` does, and counts a misfit.
+# ``why_not`` names the difference, so that you can find out why a plan does not fit.
 
 other = {**batch, next(iter(batch)): torch.zeros(3, 5)}
 moved = plan.start_copy(other).get()
@@ -116,11 +115,18 @@ assert tuple(next(iter(moved.values())).shape) == (3, 5)
 # %%
 # Large batches
 # -------------
-# Beyond 512 KiB workers stage the bytes, in windows that begin small so that the link has something
-# to do at once. ``stats`` says how a batch went: a high ``delegated_leaves`` means leaves that are
-# left to their own ``.to`` (do they need a gradient?), and ``fallbacks`` other than zero that a
-# fast way of the device was not to be had. Memory that is pinned already is not staged at all: a
-# pinned buffer whose rows are the leaves of the batch is one transfer.
+# Worker threads stage batches of more than 512 KiB.
+# They stage in windows, and the first windows are small so that the first transfer starts early.
+#
+# ``stats`` helps to find the cause of a slow copy:
+#
+# - A high ``delegated_leaves`` counts leaves that are copied by their own ``.to``,
+#   for example because they require gradients.
+# - ``fallbacks`` above zero counts operations that used a slower path
+#   because the fast path of the device was unavailable.
+#
+# tdcopier does not stage pinned memory.
+# A pinned buffer whose rows are the leaves of the batch is one transfer.
 
 large = [torch.zeros(1 << 20) for _ in range(4)]
 buffer = torch.zeros(1000, 256).pin_memory()
@@ -133,40 +139,6 @@ for name, tree in {"pageable": large, "rows of a pinned tensor": list(buffer.unb
 assert stats.transfers == 1
 
 # %%
-# How much may be staged at a time is :func:`tdcopier.set_staging_limit_bytes`. What is in force,
-# and what a device lacks, is printed by ``python -m tdcopier.info``.
-
-
-def draw():
-    """One bar for each way, from the steps that it takes."""
-    if "__file__" in globals():
-        import matplotlib
-
-        matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 3.6))
-    left = dict.fromkeys(found, 0.0)
-    for step in plain:
-        widths = [found[name][step] for name in found]
-        axes.barh(list(found), widths, left=list(left.values()), label=step)
-        left = {name: left[name] + width for name, width in zip(found, widths, strict=True)}
-    axes.invert_yaxis()
-    axes.set_xlabel("microseconds of the host, medians")
-    axes.set_title(f"Where the time of a copy of {len(batch)} leaves goes", loc="left")
-    axes.legend(ncols=len(plain), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    return figure
-
-
-try:
-    figure = draw()
-except ImportError as missing:
-    print(f"skipped: the picture ({missing})", file=sys.stderr)
-else:
-    if "__file__" in globals():  # a gallery has none, and takes the figure itself
-        picture = Path(__file__).resolve().parents[1] / "build" / "05_tuning.png"
-        picture.parent.mkdir(exist_ok=True)
-        figure.savefig(picture, dpi=120)
-        print(f"picture: {picture.relative_to(picture.parents[1])}")
+# :func:`tdcopier.set_staging_limit_bytes` bounds the memory for staging.
+# ``python -m tdcopier.info`` prints the limits in force,
+# and the fast paths that a device lacks.

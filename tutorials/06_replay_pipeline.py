@@ -2,20 +2,22 @@
 A replay buffer beside the learner
 ==================================
 
-A deep Q-network learns CartPole. Its replay buffer is a dict of tensors in host memory, and each
-batch of it is gathered one step ahead: while the learner works on one batch, the rows of the next
-are read and sent. We train twice from the same seed, with the gather and with plain indexing, and
-hold every batch and every episode of the one against those of the other.
+A deep Q-network learns CartPole.
+Its replay buffer is a dict of tensors in host memory.
+The loop gathers each batch one step ahead:
+while the learner works on one batch, tdcopier reads and sends the rows of the next.
+We train twice from the same seed, once with the gather and once with plain indexing.
+Then we compare all batches and episodes of the two runs.
 
-With a CUDA device the learner works there. Without one it works on the simulated device, where
-every operator is a round through the host's memory: this takes some seconds per run, and times mean
-nothing. ``--short`` does a few steps only, which shows that both ways get the same batches, and not
-that anything is learnt.
+The learner works on a CUDA device if the machine has one.
+Otherwise it works on the simulated device,
+where each operator runs on the host and a run takes some seconds.
+``--short`` does only a few steps.
+They show that both ways get the same batches, and not that the network learns.
 """
 
 import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -44,11 +46,12 @@ SEED = 0
 # %%
 # The buffer
 # ----------
-# One tensor per field with a row per transition, allocated once. Writers fill it as a ring: when it
-# is full, the oldest rows are overwritten. ``discount`` is 0 where an episode ended by a fall.
+# The buffer has one tensor for each field, with a row for each transition.
+# It is allocated once and written as a ring: when it is full, new rows overwrite the oldest.
+# ``discount`` is 0 where an episode ended by a fall.
 
 ROWS = 100_000
-OBSERVED = 4  # numbers in an observation: position, angle, and how fast they change
+OBSERVED = 4  # position, angle, and their rates of change
 
 
 class Replay:
@@ -64,7 +67,7 @@ class Replay:
         self.generator = torch.Generator().manual_seed(seed)
 
     def write(self, transitions):
-        """Append as many rows as the leaves of ``transitions`` have."""
+        """Append the rows of ``transitions``."""
         count = len(transitions["reward"])
         index = torch.arange(self.written, self.written + count) % ROWS
         for name, leaf in transitions.items():
@@ -72,25 +75,27 @@ class Replay:
         self.written += count
 
     def draw(self, count):
-        """The index of a batch: rows that have been written, with repeats."""
+        """The index of a batch: written rows, with repeats."""
         full = min(self.written, ROWS)
         return torch.randint(full, (count,), generator=self.generator)
 
 
 # %%
-# What the calls wait for
-# -----------------------
-# :func:`tdcopier.start_gather` reads the rows of an index and sends them, and returns at once. The
-# rows of every leaf are read straight into the memory that the transfer reads; there is no batch on
-# the host in between. Three calls wait for it:
+# The calls of a gather
+# ---------------------
+# :func:`tdcopier.start_gather` reads the rows of an index, sends them, and returns immediately.
+# It reads the rows of every leaf straight into the staging buffers that the transfer reads:
+# the host holds no batch in between.
+# Three calls wait for it:
 #
-# - ``wait_gathered()`` holds the host until every row has been read. From then on a writer may
-#   overwrite them. It does not wait for the transfer, nor for anything the device does.
+# - ``wait_gathered()`` blocks the host until every row has been read.
+#   From then on a writer may overwrite them.
+#   It waits neither for the transfer nor for other work of the device.
 # - ``wait()`` gives the batch, and makes the current stream wait for its bytes.
-# - ``get()`` gives the batch, and makes the host wait too.
+# - ``get()`` gives the batch, and blocks the host until it has arrived.
 #
-# The rows that a gather still reads must not be written, which is why the loop below asks before it
-# writes. Here a row is overwritten right after that, and the batch has the values from before.
+# Do not write to rows that a gather still reads: the loop below waits before it writes.
+# Here a writer overwrites all rows right after that wait, and the batch has the former values.
 
 replay = Replay(SEED)
 replay.write({name: leaf[:64] + 1 for name, leaf in replay.rows.items()})
@@ -105,13 +110,15 @@ assert batch["reward"].tolist() == [1.0] * 32
 # %%
 # The environments
 # ----------------
-# Sixteen, so that the network that picks the actions is asked once for all of them. It is a copy
-# on the host. An action is random with the probability ``explore``, which falls.
+# One call of the network picks the actions of all sixteen environments.
+# This network is a copy of the learner's on the host.
+# An action is random with the probability ``explore``, which decreases.
 #
-# CartPole pays 1 for each step until the pole falls, so that all values are near 1 / (1 - discount)
-# and differ little. We take 1 from every reward of an endless episode: 0 for a step, -1 for a fall.
-# Policies are ranked by it as before, and a fresh network, whose values are near 0, starts as an
-# optimist.
+# CartPole gives a reward of 1 for each step until the pole falls.
+# So all values are near 1 / (1 - discount) and differ little.
+# We give 0 for a step and -1 for a fall instead.
+# This ranks policies in the same order, and the values of a fresh network, which are near 0,
+# are optimistic.
 
 ENVIRONMENTS = 16
 DISCOUNT = 0.98
@@ -125,10 +132,11 @@ class Environments:
         self.generator = torch.Generator().manual_seed(seed)
         self.running = [0.0] * ENVIRONMENTS
         self.steps = 0
-        self.episodes = []  # (environment steps so far, return), in the order in which they ended
+        # (environment steps so far, return), in the order of their ends
+        self.episodes = []
 
     def step(self, actor, explore):
-        """One step of each: the transitions, as rows for the buffer."""
+        """Step each environment; return rows for the buffer."""
         shape = (ENVIRONMENTS, 1)
         greedy = actor(self.observations).argmax(1, keepdim=True)
         random = torch.randint(2, shape, generator=self.generator)
@@ -160,10 +168,10 @@ class Environments:
 # %%
 # The learner
 # -----------
-# An ordinary one: a network, its slower copy that says what the next state is worth, and Adam. It
-# reads nothing back, so on a real device the host enqueues a step and goes on. The weights that
-# pick actions come to the host by one packed copy into the actor's own tensors, by
-# :func:`tdcopier.copy_into`.
+# The learner has a network, a slower copy of it that estimates the value of the next state,
+# and the optimizer Adam.
+# It reads no result back, so on a real device the host enqueues a step and continues.
+# :func:`tdcopier.copy_into` copies the weights into the tensors of the actor on the host.
 
 UPDATES = 60 if SHORT else 800
 BATCH = 256
@@ -209,17 +217,23 @@ class Learner:
 # %%
 # The loop
 # --------
-# Index drawn, gather started; then the learner's step on the batch before, and a step of the
-# environments on the host, while rows are read and sent; then the writer, as soon as every row has
-# been read. So each batch is one step old when the learner gets it, and nobody has waited for it.
+# One iteration of the loop has four parts:
 #
-# The plain way reads rows leaf by leaf, makes a batch on the host, and sends it leaf by leaf, all
-# of it inside the call. It takes its batches at the same places of the loop, one step ahead as
-# well: only then can the two be compared.
+# 1. It draws an index and starts the gather.
+# 2. The learner does a step on the previous batch, and the environments do a step on the host.
+#    Meanwhile tdcopier reads and sends the rows.
+# 3. ``wait_gathered()`` blocks until every row has been read.
+# 4. The writer appends the new transitions.
+#
+# So each batch is one step old when the learner gets it, and has had a step's time to arrive.
+#
+# Plain indexing reads the rows leaf by leaf, makes a batch on the host,
+# and sends it leaf by leaf, all inside the call.
+# For the comparison, it takes its batches at the same places of the loop.
 
 
 class Plain:
-    """Indexing and ``.to()``, behind the names that a handle has."""
+    """Indexing and ``.to()``, with the methods of a handle."""
 
     def __init__(self, rows, index, device):
         self.batch = {name: leaf[index].to(device) for name, leaf in rows.items()}
@@ -228,14 +242,14 @@ class Plain:
         return self.batch
 
     def wait_gathered(self):
-        """It has been read in the call."""
+        """Do nothing: the constructor has read the rows."""
 
 
 FIRST_ROWS = 30 * ENVIRONMENTS  # before the first batch
 
 
 def train(start, seed=SEED):
-    """Train with batches that ``start(rows, index, device)`` begins to fetch."""
+    """Train with the batches of ``start(rows, index, device)``."""
     replay, environments, learner = Replay(seed), Environments(seed), Learner(seed)
     batches, seconds, ahead = [], 0.0, None
     while learner.updates < UPDATES:
@@ -259,18 +273,18 @@ def train(start, seed=SEED):
 
 runs = {}
 for name, start in {"plain indexing": Plain, "start_gather": tdcopier.start_gather}.items():
-    begin = time.perf_counter()
     runs[name] = train(start)
     episodes, batches, seconds = runs[name]
-    print(f"{name}: {len(episodes)} episodes, {time.perf_counter() - begin:.1f} s")
-    if device.type == "cuda":  # elsewhere it means nothing
+    print(f"{name}: {len(episodes)} episodes")
+    if device.type == "cuda":  # times of the simulated device say nothing
         print(f"    the host in calls for batches: {seconds / UPDATES * 1e6:.0f} us per update")
 
 # %%
-# The same training
-# -----------------
-# Every batch of the one run equals that of the other, bit for bit. They come back to the host for
-# this in one packed copy. So the networks are the same after every step, and so are all episodes.
+# Both runs are the same
+# ----------------------
+# Every batch of one run equals that of the other, bit for bit.
+# One packed copy brings the batches of a run back to the host for this comparison.
+# As the batches are the same, so are the networks after every step and all episodes.
 
 
 def bits(batch):
@@ -287,54 +301,42 @@ print(f"{UPDATES} batches of {BATCH} rows are the same, bit for bit")
 assert episodes == expected
 first, last = (sum(returns for _, returns in part) / 20 for part in (episodes[:20], episodes[-20:]))
 print(f"mean return of the first 20 episodes: {first:.0f}, of the last 20: {last:.0f}")
-assert SHORT or last > 150, "it has not learnt"
+assert SHORT or last > 150, "the network has not learned"
 
 # %%
 # The curves
 # ----------
-# Against steps of the environment, what the learner gets is the same either way, and so is the
-# curve. What differs is who waits: plain indexing holds the host in every call. With rows as short
-# as these that is little; with images it is most of a step.
-
-
-def draw():
-    """Every episode, and the mean of twenty, for both runs."""
-    if "__file__" in globals():
-        import matplotlib
-
-        matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 4))
-    looks = {
-        "plain indexing": {"color": "#9dc6ec", "linewidth": 7},
-        "start_gather": {"color": "#b3261e", "linewidth": 1.5},
-    }
-    for name, (episodes, _, _) in runs.items():
-        steps = [at for at, _ in episodes]
-        returns = torch.tensor([total for _, total in episodes])
-        means = returns.unfold(0, min(20, len(returns)), 1).mean(1)
-        axes.plot(steps[-len(means) :], means, label=f"{name}, mean of 20", **looks[name])
-    axes.scatter(steps, returns, s=5, color="#777777", alpha=0.4, label="episodes of both")
-    axes.set_xlabel("environment steps")
-    axes.set_ylabel("return")
-    axes.set_title("A DQN on CartPole-v1: the same curve, whoever fetches the batches", loc="left")
-    axes.legend(loc="upper left", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    return figure
-
+# Both ways give the same curve over steps of the environment.
 
 if SHORT:
-    print("skipped: the picture (--short)")
+    print("skipped: the pictures (--short)")
+    pictures = None
 else:
     try:
-        figure = draw()
+        import pictures
     except ImportError as missing:
-        print(f"skipped: the picture ({missing})")
-    else:
-        if "__file__" in globals():  # a gallery has none, and takes the figure itself
-            picture = Path(__file__).resolve().parents[1] / "build" / "06_replay_pipeline.png"
-            picture.parent.mkdir(exist_ok=True)
-            figure.savefig(picture, dpi=120)
-            print(f"picture: {picture.relative_to(picture.parents[1])}")
+        print(f"skipped: the pictures ({missing})")
+        pictures = None
+if pictures is not None:
+    episodes = {name: run[0] for name, run in runs.items()}
+    pictures.curves("DQN on CartPole-v1: the same curve for both ways", episodes, mean_of=20)
+
+# %%
+# The time of a step
+# ------------------
+# The rows of CartPole are short, and so is the time to read them.
+# Rows with images take a larger part of a step.
+# The picture shows a learner's step with batches of Atari frames, from the benchmarks.
+# "On the device already" is a learner that needs no batches.
+
+if pictures is not None and pictures.RESULTS.exists():
+    replays = pictures.results("replay")
+    frames = replays["replays"]["atari_256"]
+    learner, found = next(iter(frames["learners"].items()))
+    ways = [
+        "on the device already",
+        "tdcopier, start_gather() one batch ahead",
+        "leaf[index].to(device)",
+    ]
+    times = {way: found["step"][way] for way in ways}
+    pictures.bars(f"A learner's step ({frames['title']}, {learner})", replays, times)

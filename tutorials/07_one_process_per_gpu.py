@@ -2,14 +2,17 @@
 One process per GPU
 ===================
 
-Training on several GPUs of a machine is one process for each, its rank, and each has a pipeline of
-its own: workers that read samples, a copy to its GPU, a step. tdcopier has no part in how ranks are
-started or how gradients are averaged. What it gives each rank: batches whose leaves come from a
-worker in one piece, copies beside the work, and trees from rank to rank in two messages.
+Training on several GPUs of a machine uses one process for each, a rank.
+Each rank has its own pipeline: workers that read samples, a copy to its GPU, a step.
+tdcopier neither starts ranks nor averages gradients.
+It gives each rank batches whose leaves come from a worker in one piece of memory,
+copies that overlap with the work, and trees from rank to rank in two messages.
 
-The script is both sides. Started by ``torchrun`` it is a rank; started by hand, or by these pages,
-it runs ``torchrun`` on itself with two ranks. With two GPUs they talk through NCCL. Otherwise each
-has a device of the simulated kind, and they talk through gloo.
+The script has two roles.
+If ``torchrun`` starts it, it is a rank.
+Otherwise it runs ``torchrun`` on itself with two ranks.
+With two GPUs the ranks communicate through NCCL.
+Otherwise each rank has a simulated device, and they communicate through gloo.
 """
 
 import os
@@ -30,7 +33,7 @@ has_gpus = torch.cuda.device_count() >= RANKS
 # %%
 # The samples
 # -----------
-# Each is a nested dict of many small tensors, with a string in between, as detection data are.
+# Each sample is a nested dict of many small tensors and a string, like those of detection data.
 
 
 class Scenes:
@@ -52,14 +55,14 @@ class Scenes:
 
 
 # %%
-# A device and a group
-# --------------------
-# ``torchrun`` says in the environment which rank this is. The device is set before anything is
-# copied, so that "cuda" means this rank's own.
+# The device and the process group
+# --------------------------------
+# ``torchrun`` gives the number of the rank in the environment.
+# The rank sets its device before the first copy, so that "cuda" means its own GPU.
 
 
 def start():
-    """The rank, and its device."""
+    """Initialise the process group; return the rank and its device."""
     rank = int(os.environ["LOCAL_RANK"])
     if has_gpus:
         device = torch.device("cuda", rank)
@@ -74,16 +77,17 @@ def start():
 
 
 # %%
-# What one rank has and all need
-# ------------------------------
+# Send trees between ranks
+# ------------------------
 # The first rank has read the settings, and has divided the samples.
-# :func:`tdcopier.distributed.broadcast` gives everybody the same tree,
-# :func:`tdcopier.distributed.scatter` gives each rank one of its own. Both are two messages,
-# however many leaves there are, where a message for each would be as slow as a copy for each.
+# :func:`tdcopier.distributed.broadcast` gives all ranks the same tree.
+# :func:`tdcopier.distributed.scatter` gives each rank a tree of its own.
+# Both send two messages for any number of leaves.
+# One message for each leaf would be as slow as one copy for each leaf.
 
 
 def share(rank, device):
-    """The settings, and this rank's part of the samples."""
+    """Return the settings and this rank's part of the samples."""
     settings, parts = None, None
     if rank == 0:
         mean = {f"layer {i}": torch.full((8,), i / 4) for i in range(100)}
@@ -98,14 +102,15 @@ def share(rank, device):
 # %%
 # The loop
 # --------
-# :func:`tdcopier.collate` stacks the samples in the worker, as torch's own function does, and puts
-# all leaves into one piece of shared memory: one file descriptor comes with a batch, not one for
-# each leaf. ``pin_memory`` stays off, since ``start_copy`` stages by itself. The copy of the next
-# batch is started before the step of this one is enqueued.
+# :func:`tdcopier.collate` stacks the samples in the worker, as torch's own function does.
+# It puts all leaves into one piece of shared memory,
+# so a batch comes with one file descriptor instead of one for each leaf.
+# ``pin_memory`` stays off, as ``start_copy`` stages the leaves.
+# The loop starts the copy of the next batch before it enqueues the step of this one.
 
 
 def train(rank, device, settings, indices):
-    """One epoch; what all ranks have seen together."""
+    """Run one epoch; return the sum over all ranks."""
     loader = DataLoader(
         Subset(Scenes(), indices.tolist()),
         batch_size=settings["batch_size"],
@@ -125,22 +130,22 @@ def train(rank, device, settings, indices):
         f"{handle.stats.packed_leaves} leaves in {handle.stats.transfers} transfer(s)",
         flush=True,
     )
-    assert handle.stats.transfers == handle.stats.chunks  # one for each dtype
+    assert handle.stats.transfers == handle.stats.chunks  # one per dtype
     assert handle.stats.delegated_leaves == 0
-    total = seen if has_gpus else seen.cpu()  # gloo knows nothing of a simulated device
+    total = seen if has_gpus else seen.cpu()  # gloo does not support sim
     dist.all_reduce(total)
     return total.item()
 
 
 def step(batch):
-    """In place of a model: the sum of the scenes' numbers, on the device."""
+    """Sum the scenes' numbers on the device, in place of a model."""
     return batch["index"].sum().float()
 
 
 # %%
-# One rank
-# --------
-# Each has seen its own half of the scenes, and together they have seen each of them once.
+# A rank
+# ------
+# Each rank processes one half of the scenes, so the sum over the ranks covers each scene once.
 
 
 def main():
@@ -156,13 +161,13 @@ def main():
 
 
 # %%
-# Both sides
-# ----------
+# Start the ranks
+# ---------------
 # On your own machine, ``torchrun --nproc-per-node 2 07_one_process_per_gpu.py`` does the same.
 
 
 def launch():
-    """Two ranks of this script, as torchrun starts them."""
+    """Run two ranks of this script with torchrun."""
     script = Path(globals().get("__file__", "07_one_process_per_gpu.py")).resolve()
     print(
         f"two ranks, each with {'a GPU' if has_gpus else 'a simulated device (not two GPUs here)'}"
@@ -171,7 +176,7 @@ def launch():
     command += [f"--nproc-per-node={RANKS}", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not has_gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # else they would outrank the simulated device
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # use the simulated device
     done = subprocess.run(
         command, env=environment, text=True, stdout=subprocess.PIPE, check=True, timeout=120
     )
