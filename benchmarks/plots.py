@@ -10,6 +10,7 @@ from tables import LIMIT_PREFIX, OURS, number
 
 GREEN, GREY, AMBER = "#2a9d63", "#8c96a3", "#d29922"
 OTHERS = (GREY, "#4f7cac", AMBER, "#a4548b")
+CHARACTER = 7  # width of a character of a label in px, with room for wide fonts
 STYLE = "<style>text{fill:#1f2328}@media(prefers-color-scheme:dark){text{fill:#e6edf3}}</style>"
 
 
@@ -22,7 +23,9 @@ def bars(heading: str, values: Sequence[tuple[str, float]], unit: str) -> str:
         unit: Written next to each value.
 
     """
-    row, left, width, top = 26, 290, 760, 40
+    row, top = 26, 40
+    left = max(290, CHARACTER * max(len(name) for name, _ in values) + 16)
+    width = left + 470
     longest = max(value for _, value in values)
     scale = (width - left - 110) / longest
     out = _begin(heading, width, top + row * len(values) + 10)
