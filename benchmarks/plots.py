@@ -1,4 +1,4 @@
-"""Draws SVG plots without any package: bars, and lines on logarithmic axes."""
+"""Plots as SVG: bars, and lines on logarithmic axes. To draw them needs no package."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STYLE = "<style>text{fill:#1f2328}@media(prefers-color-scheme:dark){text{fill:#e
 
 
 def bars(heading: str, values: Sequence[tuple[str, float]], unit: str) -> str:
-    """Return a plot of horizontal bars on a linear axis from zero.
+    """A plot of horizontal bars on a linear axis from zero.
 
     Args:
         heading: Written above the bars.
         values: Name and value of each bar, top to bottom; ours and limits stand out by colour.
-        unit: Written next to each value.
+        unit: Written after each value.
 
     """
     row, top = 26, 40
@@ -48,16 +48,16 @@ def lines(
     across: str,
     upwards: str,
 ) -> str:
-    """Return a plot of curves on two logarithmic axes, with a line for each power of ten.
+    """A plot of curves on two logarithmic axes, with a line for each power of ten.
 
     Args:
-        heading: Written above the plot.
+        heading: Written above.
         curves: By name, points with both coordinates above zero; ours stands out by colour.
-        across: Label of the horizontal axis.
-        upwards: Label of the vertical axis.
+        across: What the horizontal axis is.
+        upwards: What the vertical axis is.
 
     """
-    width, height, left, right, top, bottom = 800, 420, 70, 300, 60, 50
+    width, height, left, right, top, bottom = 820, 420, 90, 300, 60, 50
     points = [point for curve in curves.values() for point in curve]
     x_first, x_last = _decades([x for x, _ in points])
     y_first, y_last = _decades([y for _, y in points])
@@ -110,7 +110,7 @@ def _begin(heading: str, width: int, height: int) -> list[str]:
 
 
 def _decades(values: Sequence[float]) -> tuple[int, int]:
-    """Return the powers of ten that enclose all values, at least one apart."""
+    """The powers of ten around all values, at least one apart."""
     first = math.floor(math.log10(min(values)))
     return first, max(first + 1, math.ceil(math.log10(max(values))))
 
