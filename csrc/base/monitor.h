@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 
 #include "base/interleaver.h"
 #include "base/patience.h"
@@ -37,7 +38,10 @@ class Condition {
 
   // Blocks: until a notify; may also return without one. Throws Interrupted, with the lock held, if
   // the thread's interrupt check does.
-  void wait(std::unique_lock<Mutex>& lock) {
+  void wait(std::unique_lock<Mutex>& lock) { wait_for(lock, std::nullopt); }
+
+  // The same for at most `longest`, which a deterministic schedule ignores.
+  void wait_for(std::unique_lock<Mutex>& lock, std::optional<std::chrono::milliseconds> longest) {
     if (Interleaver* const chosen = interleaver(); chosen && chosen->begin_wait(this)) {
       lock.unlock();
       chosen->wait();
@@ -47,10 +51,10 @@ class Condition {
     const InterruptibleWaits::Check check = interrupt_check();
     {
       std::unique_lock<std::mutex> native(lock.mutex()->native_, std::adopt_lock);
-      if (check == nullptr) {
-        notified_.wait(native);
+      if (check != nullptr || longest) {
+        notified_.wait_for(native, longest.value_or(kCheckInterval));
       } else {
-        notified_.wait_for(native, std::chrono::milliseconds(20));
+        notified_.wait(native);
       }
       native.release();
     }
@@ -77,6 +81,8 @@ class Condition {
   }
 
  private:
+  static constexpr std::chrono::milliseconds kCheckInterval{20};
+
   // Marks all waiting threads as notified: the interleaver picks which one runs first.
   void tell() noexcept {
     Interleaver* const chosen = interleaver();

@@ -215,7 +215,8 @@ void HostToDeviceJob::finish() noexcept {
 }
 
 void HostToDeviceJob::send() noexcept {
-  if (!batch_ || is_enqueued() || !are_sources_free() || generation_ != fork_generation()) return;
+  if (!batch_ || is_failing() || is_enqueued() || !are_sources_free()) return;
+  if (generation_ != fork_generation()) return;
   // Use a worker's dispatch state: the modes of this thread do not concern the copy, and may need
   // the GIL.
   const c10::impl::ForceDispatchKeyGuard plain(

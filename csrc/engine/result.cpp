@@ -59,6 +59,7 @@ void Result::allocate() {
   try {
     allocate_chunks();
   } catch (...) {
+    chunks_.clear();  // a caller may keep the failed handle, and try again with less
     const std::lock_guard lock(mutex_);
     failure_ = std::current_exception();
   }

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "engine/fallbacks.h"
+
 namespace tdcopier {
 namespace {
 
@@ -20,7 +22,12 @@ uint32_t RunAhead::limit() {
 }
 
 void RunAhead::note_hand_over(const c10::Stream& stream) {
-  EventRef event = events_.record(stream);
+  EventRef event;
+  try {
+    event = events_.record(stream);
+  } catch (...) {  // the batch is not counted, and the copy is none the worse
+    return note_fallback();
+  }
   const std::lock_guard lock(mutex_);
   ahead_.push_back(std::move(event));
 }

@@ -132,7 +132,10 @@ void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock)
   // One thread for each use polls the device, and wakes the others.
   bool& is_watched = share(use).is_watched;
   const EventRef next = next_return(use);
-  if (is_watched || (is_interleaved() && !next)) return returned_.wait(lock);
+  if (is_interleaved() && !next) return returned_.wait(lock);
+  // The watching thread may be running a signal handler, so the others look for themselves too.
+  static constexpr std::chrono::milliseconds kLookInterval{20};
+  if (is_watched) return returned_.wait_for(lock, kLookInterval);
   is_watched = true;
   const uint64_t returns = returns_;
   lock.unlock();

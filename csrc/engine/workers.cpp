@@ -22,7 +22,8 @@ struct Pools {
 };
 
 Pools g_pools;
-std::mutex g_mutex;
+bool g_is_shut_down = false;
+std::mutex g_mutex;  // guards both
 
 // A forked child has none of the threads. Registered once: a second handler would lock the mutex
 // twice.
@@ -42,6 +43,7 @@ ThreadPool& made(ThreadPool*& pool, const Threads& threads, const std::string& n
   if (pool == nullptr) {
     forget_pools_in_children();
     pool = new ThreadPool(threads(), name);
+    if (g_is_shut_down) pool->shut_down();
   }
   return *pool;
 }
@@ -118,6 +120,7 @@ void shut_down_workers() {
   std::vector<ThreadPool*> pools;
   {
     const std::lock_guard lock(g_mutex);
+    g_is_shut_down = true;
     pools = pools_of(g_pools);
   }
   for (ThreadPool* pool : pools) pool->shut_down();

@@ -216,7 +216,10 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
   if (!sorted.delegated.empty()) {
     run_delegated(*handle, source, destination, sorted, call.fill);
   }
-  for (IntoGroup& group : sorted.groups) start_group(*handle, std::move(group), options);
+  for (IntoGroup& group : sorted.groups) {
+    if (was_interrupted()) break;
+    start_group(*handle, std::move(group), options);
+  }
   if (was_interrupted()) {
     handle->wait_stopped();  // the caller gets no handle to wait with
     raise_if_interrupted();

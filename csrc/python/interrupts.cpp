@@ -20,8 +20,7 @@ struct Raised {
 };
 thread_local Raised t_raised;
 
-void check_signals() {
-  const PyGILState_STATE gil = PyGILState_Ensure();
+bool look_for_signals() {
   const bool raised = PyErr_CheckSignals() != 0;
   if (raised) {
     const Raised before = t_raised;
@@ -30,6 +29,12 @@ void check_signals() {
     Py_XDECREF(before.value);
     Py_XDECREF(before.traceback);
   }
+  return raised;
+}
+
+void check_signals() {
+  const PyGILState_STATE gil = PyGILState_Ensure();
+  const bool raised = look_for_signals();
   PyGILState_Release(gil);
   if (raised) throw Interrupted();
 }
@@ -45,7 +50,7 @@ WaitWithoutGil::WaitWithoutGil()
     : waits_(PyThread_get_thread_ident() == g_main_thread ? check_signals : nullptr) {}
 
 bool was_interrupted() {
-  return t_raised.type != nullptr;
+  return look_for_signals() || t_raised.type != nullptr;
 }
 
 void raise_if_interrupted() {

@@ -21,6 +21,8 @@ class WaitWithoutGil {
   const InterruptibleWaits waits_;
 };
 
+// Runs the handlers of pending signals now, in the main thread. Returns whether one raised, now or
+// during a wait of this thread. GIL: held.
 bool was_interrupted();
 // Raises the exception that a signal handler raised during a wait of this thread. GIL: held.
 void raise_if_interrupted();

@@ -111,6 +111,12 @@ class GroupStart {
   // Returns whether the job may begin before its result has memory.
   bool needs_memory_late() const { return bytes_ != 0 && !is_deferred_; }
 
+  // A transfer to pageable memory occupies its thread while it waits for the caller's kernels.
+  ThreadPool& pool() const {
+    const bool waits = target_.is_cpu() && !source_.is_cpu() && !options_.use_pinned_staging;
+    return waits ? arrivals(source_) : workers();
+  }
+
   // Allocates the result. GIL: must not be held, because an allocation may wait for the device.
   void allocate(const CopyJob& job) const {
     const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
@@ -196,7 +202,7 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
     // Allocates while the workers wake up: they need the memory only after staging.
     const bool allocate_late = for_workers && start.needs_memory_late();
     if (!allocate_late) start.allocate(*job);
-    if (for_workers) background = job->run_in_background(workers());
+    if (for_workers) background = job->run_in_background(start.pool());
     if (allocate_late) {
       try {
         start.allocate(*job);
