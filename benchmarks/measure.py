@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tdcopier._bench.measure import (
+from tdcopier._commands.measure import (
     LIMIT,
     PREPARED,
     WAY,

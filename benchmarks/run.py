@@ -30,7 +30,7 @@ import streams
 import structure
 import torch
 
-from tdcopier._bench.progress import progress
+from tdcopier._commands.progress import progress
 from tdcopier.workloads import WORKLOADS
 
 SCHEMA = 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tdcopier._bench.tables import size
+from tdcopier._commands.tables import size
 
 Storage = dict[str, torch.Tensor]
 ROW = "row"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tdcopier._bench.tables import number, size
+from tdcopier._commands.tables import number, size
 
 __all__ = [
     "LIMIT_PREFIX",

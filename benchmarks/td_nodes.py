@@ -15,7 +15,7 @@ from td_copies import TO
 from tensordict import TensorDict, tensorclass
 
 import tdcopier
-from tdcopier._containers import Rule, rule_of
+from tdcopier._containers.registry import Rule, rule_of
 
 NODES = 200
 REPEAT_SHARE = 0.2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdcopier._checking import SourceModifiedError
 from tdcopier._collate import collate
-from tdcopier._containers import register_container
+from tdcopier._containers.registry import register_container
 from tdcopier._copy import (
     AsyncCopyHandle,
     CopyOptions,
@@ -25,15 +25,15 @@ from tdcopier._copy import (
     start_copy,
     to,
 )
-from tdcopier._gather import start_gather
-from tdcopier._prefetch import Prefetcher, PrefetchStats, prefetch
+from tdcopier._prefetch.prefetcher import Prefetcher, PrefetchStats, prefetch
 from tdcopier._prepared import PreparedCopy, prepare
-from tdcopier._scatter import start_scatter
+from tdcopier._rows.gather import start_gather
+from tdcopier._rows.scatter import start_scatter
 from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
 
 if TYPE_CHECKING:
-    from tdcopier._info import info
+    from tdcopier._commands.info_facts import info
     from tdcopier.tensordict._backend import (
         install_tensordict_backend,
         remove_tensordict_backend,
@@ -73,7 +73,7 @@ __all__ = [
 
 _BACKEND = "tdcopier.tensordict._backend"  # imports tensordict, which takes a second
 _WHEN_ASKED_FOR = {
-    "info": "tdcopier._info",
+    "info": "tdcopier._commands.info_facts",
     "install_tensordict_backend": _BACKEND,
     "remove_tensordict_backend": _BACKEND,
     "tensordict_backend": _BACKEND,

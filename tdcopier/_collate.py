@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as _torch
 
-from tdcopier._containers import _is_tensor_collection
-from tdcopier._rule import Flat, Refused
+from tdcopier._containers.registry import _is_tensor_collection
+from tdcopier._containers.rule import Flat, Refused
 from tdcopier._slots import Slots, light_tensor
 
 __all__ = ["collate"]
@@ -123,7 +123,7 @@ class _Made:
         return light_tensor(chunk, self._offset_bytes, made.dtype, made.shape, strides).copy_(made)
 
 
-class _AsItIs(NamedTuple):
+class _PassedThrough(NamedTuple):
     """A value that is not put into the chunk."""
 
     value: Any
@@ -156,7 +156,7 @@ class _Collection(NamedTuple):
         return self.batch.apply(put)
 
 
-_Plan = _Leaf | _Made | _AsItIs | _Container | _Collection
+_Plan = _Leaf | _Made | _PassedThrough | _Container | _Collection
 
 
 class _Walk:
@@ -217,7 +217,7 @@ class _Walk:
 
     def _leaf(self, samples: Sequence[Any], function: Any) -> _Plan:
         if self._is_altered:
-            return _AsItIs(function(samples, collate_fn_map=_torch.default_collate_fn_map))
+            return _PassedThrough(function(samples, collate_fn_map=_torch.default_collate_fn_map))
         if function is _torch.collate_numpy_array_fn and samples[0].dtype.kind in "biufc":
             samples = [torch.as_tensor(sample) for sample in samples]
             function = _torch.collate_tensor_fn
@@ -227,7 +227,7 @@ class _Walk:
             return _Made(torch.stack(tuple(samples), 0), self.slots)
         made = function(samples, collate_fn_map=_torch.default_collate_fn_map)
         is_torchs = _module_of(function) == _torch.__name__
-        return _Made(made, self.slots) if is_torchs and _is_plain(made) else _AsItIs(made)
+        return _Made(made, self.slots) if is_torchs and _is_plain(made) else _PassedThrough(made)
 
     def _collection(self, samples: Sequence[Any]) -> _Plan:
         try:

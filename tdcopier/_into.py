@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tdcopier._arrays import as_tensor
+from tdcopier._containers.arrays import as_tensor
 
 
 def is_plain_class(cls: type) -> bool:

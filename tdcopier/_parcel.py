@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tdcopier._containers import _is_tensor_collection
+from tdcopier._containers.registry import _is_tensor_collection
 from tdcopier._copy import copy_into, start_copy
 from tdcopier._into import is_plain_class
 from tdcopier._slots import Slots, light_tensor

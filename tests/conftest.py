@@ -20,7 +20,8 @@ import torch
 from container_classes import Box, flatten_box, unflatten_box
 
 import tdcopier
-from tdcopier import _C, _containers
+from tdcopier import _C
+from tdcopier._containers import registry as container_registry
 
 DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 if DEVICE_TYPE == "sim":
@@ -186,11 +187,11 @@ def restore_limits() -> Iterator[None]:
 @pytest.fixture
 def registry() -> Iterator[None]:
     """Removes the test's registrations when it ends."""
-    before = dict(_containers._registered)
+    before = dict(container_registry._registered)
     yield
-    _containers._registered.clear()
-    _containers._registered.update(before)
-    _containers._found.clear()
+    container_registry._registered.clear()
+    container_registry._registered.update(before)
+    container_registry._found.clear()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ class Interleaver {
   virtual ~Interleaver() = default;
 
   // Returns whether it currently picks the threads that run. Then a wait blocks instead of polling.
-  virtual bool is_in_force() const noexcept = 0;
+  virtual bool is_active() const noexcept = 0;
 
   // Lets other threads run.
   virtual void point() noexcept = 0;
@@ -53,7 +53,7 @@ inline Interleaver* interleaver() noexcept {
 
 inline bool is_interleaved() noexcept {
   const Interleaver* const chosen = interleaver();
-  return chosen != nullptr && chosen->is_in_force();
+  return chosen != nullptr && chosen->is_active();
 }
 
 // Sets the interleaver for the rest of the process. Lifetime: it is never destroyed.

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "base/interleaver.h"
-#include "base/patience.h"
+#include "base/polling_wait.h"
 
 namespace tdcopier {
 

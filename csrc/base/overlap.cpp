@@ -81,7 +81,7 @@ void sort_rows(std::vector<Row>& rows) {
 }
 
 // Returns whether the array has no gaps or repeats, for any order and direction of its dimensions.
-bool lies_together(std::span<const StridedDim> dims, uint64_t element_bytes) {
+bool is_dense(std::span<const StridedDim> dims, uint64_t element_bytes) {
   std::vector<StridedDim> ascending(dims.begin(), dims.end());
   sort_by_step(ascending);
   uint64_t span = element_bytes;
@@ -100,7 +100,7 @@ struct AreaRows {
 };
 
 AreaRows rows_of(const Area& area, const Bounds& bounds) {
-  if (lies_together(area.dims, area.bytes)) {
+  if (is_dense(area.dims, area.bytes)) {
     return {bounds.begin, {1, bounds.end - bounds.begin, {}}, bounds.area};
   }
   return {reinterpret_cast<uint64_t>(area.begin), rows_of(area.dims, area.bytes), bounds.area};

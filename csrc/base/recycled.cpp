@@ -52,7 +52,7 @@ size_t index_of(size_t rounded_bytes) {
 
 }  // namespace
 
-void* take_block(size_t bytes) {
+void* allocate_block(size_t bytes) {
   if (bytes > kLargestBytes) return ::operator new(bytes);
   const size_t size = rounded(bytes);
   {
@@ -63,7 +63,7 @@ void* take_block(size_t bytes) {
   return ::operator new(size);
 }
 
-void give_block(void* block, size_t bytes) noexcept {
+void free_block(void* block, size_t bytes) noexcept {
   if (bytes <= kLargestBytes) {
     const std::lock_guard lock(store().mutex);
     Stack& stack = store().stacks[index_of(rounded(bytes))];

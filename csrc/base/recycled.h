@@ -12,8 +12,8 @@ namespace tdcopier {
 // batch.
 //
 // Thread: any. Larger blocks go to the C library.
-void* take_block(size_t bytes);
-void give_block(void* block, size_t bytes) noexcept;  // `bytes` as requested
+void* allocate_block(size_t bytes);
+void free_block(void* block, size_t bytes) noexcept;  // `bytes` as requested
 
 template <typename T>
 struct RecyclingAllocator {
@@ -23,8 +23,8 @@ struct RecyclingAllocator {
   template <typename U>
   RecyclingAllocator(const RecyclingAllocator<U>&) noexcept {}
 
-  T* allocate(size_t count) { return static_cast<T*>(take_block(count * sizeof(T))); }
-  void deallocate(T* block, size_t count) noexcept { give_block(block, count * sizeof(T)); }
+  T* allocate(size_t count) { return static_cast<T*>(allocate_block(count * sizeof(T))); }
+  void deallocate(T* block, size_t count) noexcept { free_block(block, count * sizeof(T)); }
 
   friend bool operator==(const RecyclingAllocator&, const RecyclingAllocator&) { return true; }
 };

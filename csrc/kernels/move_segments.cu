@@ -1,6 +1,6 @@
 // Copies many segments between their places on a device and their slots in up to eight chunks in
 // one launch: a gather or a scatter. tools/make_ptx.py compiles this file to move_segments_ptx.h.
-// engine/segment_kernel.h repeats the layout of the parameters.
+// engine/moves/segment_kernel.h repeats the layout of the parameters.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;

@@ -163,7 +163,7 @@ ArrayMemory memory_of_array(PyObject* object) {
 }
 
 py::object tensor_from_array(PyObject* array) {
-  return py::module_::import("tdcopier._arrays").attr("as_tensor")(py::handle(array));
+  return py::module_::import("tdcopier._containers.arrays").attr("as_tensor")(py::handle(array));
 }
 
 std::string array_dtype_name(PyObject* array) {

@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "engine/leaf.h"
+#include "engine/leaves/leaf.h"
 
 namespace tdcopier {
 

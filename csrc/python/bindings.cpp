@@ -11,13 +11,13 @@
 #include "base/fork.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
-#include "engine/device_job.h"
-#include "engine/phases.h"
-#include "engine/run_ahead.h"
-#include "engine/segment_kernel.h"
-#include "engine/stage.h"
-#include "engine/staging_ring.h"
-#include "engine/workers.h"
+#include "engine/device/phases.h"
+#include "engine/device/run_ahead.h"
+#include "engine/device/staging_ring.h"
+#include "engine/device/workers.h"
+#include "engine/jobs/device_job.h"
+#include "engine/moves/segment_kernel.h"
+#include "engine/moves/stage.h"
 #include "python/copy_into.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
@@ -201,8 +201,8 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
 
   py::enum_<Sending>(m, "Sending")
       .value("AT_ONCE", Sending::kAtOnce)
-      .value("HELD", Sending::kHeld)
-      .value("HELD_STAGED", Sending::kHeldStaged);
+      .value("DEFERRED", Sending::kDeferred)
+      .value("DEFERRED_STAGED", Sending::kDeferredStaged);
   m.def("set_sending", &tdcopier::set_sending);
 
   py::class_<PreparedCopy>(m, "PreparedCopy", py::custom_type_setup(make_collectable<PreparedCopy>))
@@ -236,12 +236,12 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
           if (!tdcopier::has_engine_transfers(target)) return 0;
           return tdcopier::Accelerator::of(target).staging().pinned_bytes();
         }));
-  m.def("held_bytes", of_device([](c10::Device target) -> uint64_t {
+  m.def("deferred_bytes", of_device([](c10::Device target) -> uint64_t {
           if (!tdcopier::has_engine_transfers(target)) return 0;
-          return tdcopier::Accelerator::of(target).held().pinned_bytes();
+          return tdcopier::Accelerator::of(target).deferred().pinned_bytes();
         }));
   m.def("copy_stream", guarded(&copy_stream), py::arg("device"), py::arg("which") = "to_device");
-  // For the simulation, see engine/accelerator.h. Called once, before its first copy.
+  // For the simulation, see engine/device/accelerator.h. Called once, before its first copy.
   m.def("set_stream_maker", [](const py::capsule& maker) {
     tdcopier::set_stream_maker(c10::DeviceType::PrivateUse1,
                                *maker.get_pointer<tdcopier::StreamMaker>());
@@ -252,7 +252,7 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
     tdcopier::set_interleaver(*capsule.get_pointer<tdcopier::Interleaver>());
   });
   m.def("wake_workers", &tdcopier::wake_workers);
-  m.def("segment_kernel_lack", of_device(&tdcopier::segment_kernel_lack));
+  m.def("why_no_segment_kernel", of_device(&tdcopier::why_no_segment_kernel));
   m.def("use_segment_kernel", &tdcopier::use_segment_kernel);
   m.attr("MAX_STRAIGHT_BYTES") = tdcopier::kMaxStraightBytes;
   m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);
@@ -265,10 +265,10 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
     const py::gil_scoped_release no_gil;
     tdcopier::rest_workers();
     tdcopier::Reclaimer::get().look();
-    tdcopier::Accelerator::settle_all();
+    tdcopier::Accelerator::poll_all();
   });
   // For leak checks: frees the memory of deferred batches that is cached for the next ones.
-  m.def("drop_held_memory", &tdcopier::Accelerator::drop_held_memory);
+  m.def("drop_deferred_memory", &tdcopier::Accelerator::drop_deferred_memory);
   // For schedules: the number of device calls depends on the number of staging buffers.
   m.def("drop_staging", &tdcopier::Accelerator::drop_staging);
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;

@@ -6,17 +6,17 @@
 #include <utility>
 #include <vector>
 
-#include "engine/device_job.h"
-#include "engine/device_to_host_job.h"
-#include "engine/fill_plan.h"
-#include "engine/host_job.h"
-#include "engine/host_to_device_job.h"
-#include "engine/workers.h"
+#include "engine/device/workers.h"
+#include "engine/jobs/device_job.h"
+#include "engine/jobs/device_to_host_job.h"
+#include "engine/jobs/host_job.h"
+#include "engine/jobs/host_to_device_job.h"
+#include "engine/leaves/fill_plan.h"
+#include "python/cache_prefetch.h"
 #include "python/delegated.h"
 #include "python/device_argument.h"
 #include "python/interrupts.h"
 #include "python/pair_walk.h"
-#include "python/prefetch.h"
 #include "python/row_leaves.h"
 #include "python/sort_pairs.h"
 #include "python/start_copy.h"
@@ -55,7 +55,7 @@ class GroupFill {
   std::shared_ptr<CopyJob> make() {
     const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
     const bool is_small = work_.plan->total_bytes <= max_inline_bytes();
-    if (source_.is_cpu()) at_once_ = is_small && !mapped_.wait_for_disk();
+    if (source_.is_cpu()) at_once_ = is_small && !mapped_.would_wait_for_disk();
     if (!target_.is_cpu()) return source_.is_cpu() ? make_to_device() : make_from_device();
     if (source_.is_cpu()) {
       return std::make_shared<HostJob>(std::move(work_), WindowBytes::all(kHostWindowBytes));
@@ -82,7 +82,7 @@ class GroupFill {
   std::shared_ptr<CopyJob> make_to_device() {
     Accelerator& accelerator = Accelerator::of(target_);
     at_once_ = at_once_ && options_.use_pinned_staging &&
-               !accelerator.staging().is_exhausted(StagingUse::kOrdered);
+               !accelerator.staging().is_exhausted(StagingUse::kToDeviceOrdered);
     WindowBytes window_bytes = best_window_bytes(*work_.plan, !mapped_.empty());
     // A window that waits for kernels occupies a whole buffer, so no small first windows.
     window_bytes.first = window_bytes.most;

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "engine/accelerator.h"
+#include "engine/device/accelerator.h"
 #include "python/device_argument.h"
 
 namespace py = pybind11;
@@ -16,7 +16,8 @@ namespace tdcopier {
 std::vector<at::Tensor> plain_parts(const py::object& value) {
   if (THPVariable_CheckExact(value.ptr())) return {THPVariable_Unpack(value.ptr())};
   std::vector<at::Tensor> parts;
-  const py::list found = py::module_::import("tdcopier._delegated").attr("plain_parts")(value);
+  const py::list found =
+      py::module_::import("tdcopier._containers.delegated").attr("plain_parts")(value);
   for (const py::handle part : found) parts.push_back(THPVariable_Unpack(part.ptr()));
   return parts;
 }

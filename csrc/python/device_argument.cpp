@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "engine/graph_capture.h"
+#include "engine/device/graph_capture.h"
 
 namespace py = pybind11;
 

@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "engine/pinned_leaves.h"
+#include "engine/leaves/pinned_leaves.h"
 #include "python/array_leaf.h"
+#include "python/cache_prefetch.h"
 #include "python/device_argument.h"
 #include "python/path.h"
-#include "python/prefetch.h"
 #include "python/row_leaves.h"
 #include "python/torch_state.h"
 #include "python/value_kind.h"
@@ -33,7 +33,7 @@ class Flattener {
       : target_(target),
         rows_(rows),
         moves_from_host_(has_engine_transfers(target)),
-        altered_(torch_is_altered()),
+        altered_(is_mode_active()),
         delegates_all_(altered_ || paths != nullptr),
         paths_(paths),
         looks_({.target = target,

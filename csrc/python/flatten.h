@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/leaf.h"
-#include "engine/mapped_leaves.h"
+#include "engine/leaves/leaf.h"
+#include "engine/leaves/mapped_leaves.h"
 #include "python/sources.h"
 #include "python/tree.h"
 

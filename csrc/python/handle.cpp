@@ -139,7 +139,7 @@ py::object Handle::wait(py::handle stream_or_none) {
   wait_host_sources_read();
   if (std::ranges::any_of(targets_, &c10::Device::is_cpu)) wait_done(/*on_host_only=*/true);
   hand_over_to(streams);
-  order_behind_reads(producing);
+  order_after_reads(producing);
   return result_;
 }
 
@@ -154,7 +154,7 @@ std::vector<c10::Stream> Handle::producers(const char* call) const {
   return streams;
 }
 
-void Handle::order_behind_reads(const std::vector<c10::Stream>& producers) {
+void Handle::order_after_reads(const std::vector<c10::Stream>& producers) {
   size_t next = 0;
   for (const auto& job : jobs_) {
     if (!job->source_device().is_cpu()) job->order_after_reads(producers[next++]);
@@ -185,7 +185,7 @@ void Handle::wait_staged() {
     for (const auto& job : jobs_) job->wait_sources_free();
   }
   release_returned_sources();
-  order_behind_reads(producing);
+  order_after_reads(producing);
 }
 
 bool Handle::send_if_staged() {

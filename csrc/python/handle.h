@@ -9,7 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/copy_job.h"
+#include "engine/jobs/copy_job.h"
 #include "python/delegated.h"
 #include "python/kept_outputs.h"
 #include "python/sources.h"
@@ -84,7 +84,7 @@ class Handle {
   void wait_host_sources_read();
   // Returns the current stream of the source device of each job that reads from a device.
   std::vector<c10::Stream> producers(const char* call) const;
-  void order_behind_reads(const std::vector<c10::Stream>& producers);
+  void order_after_reads(const std::vector<c10::Stream>& producers);
   void wait_stopped_if_failed();  // does nothing unless the copy fills existing memory
   // Waits until everything, or only the jobs that target the host, is done, and returns the
   // device's first error. Blocks. GIL: either way. Throws: Interrupted.

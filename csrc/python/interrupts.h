@@ -3,7 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "base/patience.h"
+#include "base/polling_wait.h"
 
 namespace tdcopier {
 

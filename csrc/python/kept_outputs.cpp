@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "python/prefetch.h"
+#include "python/cache_prefetch.h"
 
 namespace py = pybind11;
 

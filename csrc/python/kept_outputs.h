@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/result.h"
+#include "engine/leaves/result.h"
 
 namespace tdcopier {
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "base/recycled.h"
-#include "engine/copy_job.h"
-#include "engine/phases.h"
+#include "engine/device/phases.h"
+#include "engine/jobs/copy_job.h"
 #include "python/kept_outputs.h"
 #include "python/tree.h"
 

@@ -5,14 +5,14 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/stage.h"
+#include "engine/moves/stage.h"
 
 namespace tdcopier {
 namespace {
 
 // Returns whether the destinations on a device are in increasing order without overlaps, and
 // nothing is read there. This is common, for example when the chunks of an earlier copy are filled.
-bool lie_in_order(const SortedPairs& pairs, c10::Device device) {
+bool are_in_order(const SortedPairs& pairs, c10::Device device) {
   const std::byte* end = nullptr;
   for (const ReusedPair& reused : pairs.reused) {
     if (reused.device == device) return false;
@@ -55,7 +55,7 @@ Area source_area(const LeafTable& leaves, const Leaf& leaf) {
 
 std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10::Device device,
                                                    size_t leaves) {
-  if (lie_in_order(pairs, device)) return std::nullopt;
+  if (are_in_order(pairs, device)) return std::nullopt;
   RecycledVector<Area> areas;
   RecycledVector<size_t> numbers;  // by area: number of its pair in the walk
   areas.reserve(2 * leaves);

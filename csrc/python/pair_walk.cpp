@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "python/cache_prefetch.h"
 #include "python/path.h"
-#include "python/prefetch.h"
 #include "python/value_kind.h"
 
 namespace py = pybind11;

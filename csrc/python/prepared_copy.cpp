@@ -94,7 +94,7 @@ py::tuple PreparedCopy::layout_of(py::handle data) {
   }
   py::list delegated;
   for (const Delegated& leaf : flat.delegated) delegated.append(path(leaf.node));
-  return py::make_tuple(groups, delegated, on_target, torch_is_altered());
+  return py::make_tuple(groups, delegated, on_target, is_mode_active());
 }
 
 uint64_t PreparedCopy::bytes() const {

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/leaf.h"
+#include "engine/leaves/leaf.h"
 #include "python/flatten.h"
 #include "python/kept_outputs.h"
 #include "python/start_copy.h"

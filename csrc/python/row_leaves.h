@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/row_index.h"
-#include "engine/leaf.h"
+#include "engine/leaves/leaf.h"
 #include "python/flatten.h"
 
 namespace tdcopier {

@@ -14,11 +14,11 @@
 #include <string>
 #include <utility>
 
-#include "engine/stage.h"
+#include "engine/moves/stage.h"
 #include "python/array_leaf.h"
+#include "python/cache_prefetch.h"
 #include "python/device_argument.h"
 #include "python/pair_overlap.h"
-#include "python/prefetch.h"
 #include "python/row_leaves.h"
 #include "python/torch_state.h"
 
@@ -64,7 +64,7 @@ bool are_alike(const c10::TensorImpl& a, const c10::TensorImpl& b) {
 }
 
 // Properties of the last pair of plain tensors, which most of the next pairs share.
-struct Usual {
+struct LastPlainPair {
   c10::DispatchKeySet source;
   c10::DispatchKeySet target;
   c10::Device from;
@@ -79,7 +79,7 @@ class Sorter {
         destination_(destination),
         names_(names),
         rows_(rows),
-        altered_(torch_is_altered()) {}
+        altered_(is_mode_active()) {}
 
   SortedPairs run() {
     try {
@@ -167,7 +167,7 @@ class Sorter {
       const auto mistake = rows_->mistake_in(THPVariable_Unpack(to.ptr()));
       if (mistake) refuse(/*written=*/true, *mistake);
     }
-    if (altered_ || !(add_usual(from, to) || add(from, to))) {
+    if (altered_ || !(add_like_last(from, to) || add(from, to))) {
       sorted_.delegated.push_back({std::move(from), std::move(to), number_});
     }
   }
@@ -175,7 +175,8 @@ class Sorter {
   // Returns the leaf if it is a tensor, or makes a tensor of an array: only tensors have rows.
   py::object as_tensor(py::object leaf, bool written) const {
     if (THPVariable_Check(leaf.ptr())) return leaf;
-    py::object made = py::module_::import("tdcopier._scatter").attr("as_tensor")(leaf, written);
+    py::object made =
+        py::module_::import("tdcopier._rows.scatter").attr("as_tensor")(leaf, written);
     if (PyUnicode_Check(made.ptr())) refuse(written, made.cast<std::string>());
     return made;
   }
@@ -192,7 +193,7 @@ class Sorter {
   // Fast path of nearly every leaf: adds a pair with the same key sets and devices as one that
   // add() took, of which only memory and shape remain to be checked. Returns false if add() must
   // look at it.
-  bool add_usual(py::object& from, py::object& to) {
+  bool add_like_last(py::object& from, py::object& to) {
     if (!usual_ || !THPVariable_CheckTypeExact(Py_TYPE(from.ptr())) ||
         !THPVariable_CheckTypeExact(Py_TYPE(to.ptr()))) {
       return false;
@@ -435,7 +436,7 @@ class Sorter {
   const bool altered_;
   size_t leaves_ = 0;
   size_t number_ = 0;  // of the current pair
-  std::optional<Usual> usual_;
+  std::optional<LastPlainPair> usual_;
   MappedFiles mapped_files_;
   std::vector<std::pair<PyTypeObject*, bool>> classes_;
   std::vector<std::pair<c10::Device, std::optional<c10::DispatchKeySet>>> keys_;

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "base/overlap.h"
-#include "engine/destination.h"
-#include "engine/mapped_leaves.h"
+#include "engine/leaves/destination.h"
+#include "engine/leaves/mapped_leaves.h"
 #include "python/delegated.h"
 #include "python/pair_walk.h"
 #include "python/sources.h"

@@ -6,7 +6,7 @@
 #include <atomic>
 
 #include "base/recycled.h"
-#include "engine/reclaim.h"
+#include "engine/device/reclaim.h"
 
 namespace tdcopier {
 

@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "base/fork.h"
-#include "engine/device_job.h"
-#include "engine/host_job.h"
-#include "engine/host_to_device_job.h"
-#include "engine/workers.h"
+#include "engine/device/workers.h"
+#include "engine/jobs/device_job.h"
+#include "engine/jobs/host_job.h"
+#include "engine/jobs/host_to_device_job.h"
 #include "python/array_leaf.h"
 #include "python/delegated.h"
 #include "python/device_argument.h"
@@ -67,8 +67,8 @@ c10::Allocator* pinned_allocator() {
 }
 
 // Leases memory for a deferred batch; nullopt if the batch is not to be deferred or cannot be.
-std::optional<HeldLease> deferred_memory(Accelerator& accelerator, const CopyWork& work,
-                                         const CopyOptions& options) {
+std::optional<DeferredLease> deferred_memory(Accelerator& accelerator, const CopyWork& work,
+                                             const CopyOptions& options) {
   const PackPlan& plan = *work.plan;
   if (t_sending == Sending::kAtOnce || plan.total_bytes == 0) return std::nullopt;
   if (!options.use_background_thread || !options.use_pinned_staging) return std::nullopt;
@@ -76,7 +76,7 @@ std::optional<HeldLease> deferred_memory(Accelerator& accelerator, const CopyWor
     return is_straight(chunk, plan, *work.leaves);
   };
   if (std::any_of(plan.chunks.begin(), plan.chunks.end(), straight)) return std::nullopt;
-  return accelerator.held().lease(plan.chunks.back().end());
+  return accelerator.deferred().lease(plan.chunks.back().end());
 }
 
 // Makes the job of one group of leaves, and decides where it should run.
@@ -105,7 +105,7 @@ class GroupStart {
   }
 
   // Returns whether running the job in the call may block: on a buffer, a disk or a pageable
-  // transfer. Also true if workers must stage it (kHeldStaged).
+  // transfer. Also true if workers must stage it (kDeferredStaged).
   bool may_block() const { return may_block_; }
 
   // Returns whether the job may begin before its result has memory.
@@ -125,7 +125,7 @@ class GroupStart {
 
  private:
   std::shared_ptr<CopyJob> make_on_host() {
-    may_block_ = mapped_.wait_for_disk();
+    may_block_ = mapped_.would_wait_for_disk();
     make_result({target_, nullptr, pinned_});
     const WindowBytes window_bytes =
         rows_window_bytes(*work_.plan, kLeastWindowBytes, options_.use_background_thread);
@@ -135,12 +135,12 @@ class GroupStart {
   std::shared_ptr<CopyJob> make_to_device() {
     Accelerator& accelerator = Accelerator::of(target_);
     may_block_ = !options_.use_pinned_staging;
-    may_block_ |= bytes_ <= g_max_inline_bytes && mapped_.wait_for_disk();
-    std::optional<HeldLease> deferred = deferred_memory(accelerator, work_, options_);
+    may_block_ |= bytes_ <= g_max_inline_bytes && mapped_.would_wait_for_disk();
+    std::optional<DeferredLease> deferred = deferred_memory(accelerator, work_, options_);
     is_deferred_ = deferred.has_value();
     WindowBytes window_bytes{};
     if (deferred) {
-      may_block_ |= t_sending == Sending::kHeldStaged;
+      may_block_ |= t_sending == Sending::kDeferredStaged;
       window_bytes =
           rows_window_bytes(*work_.plan, kLeastDeferredWindowBytes, options_.use_background_thread);
     } else {

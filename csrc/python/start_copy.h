@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "engine/stage.h"
+#include "engine/moves/stage.h"
 #include "python/handle.h"
 
 namespace tdcopier {
@@ -22,9 +22,9 @@ WindowBytes best_window_bytes(const PackPlan& plan, bool mapped);
 
 // When the transfers of staged batches are enqueued on the copy stream.
 enum class Sending : uint8_t {
-  kAtOnce,      // by the participant that staged a part, at once
-  kHeld,        // deferred: by the thread that uses the copy, see CopyJob::send()
-  kHeldStaged,  // also deferred, and workers stage even small copies
+  kAtOnce,          // by the participant that staged a part, at once
+  kDeferred,        // deferred: by the thread that uses the copy, see CopyJob::send()
+  kDeferredStaged,  // also deferred, and workers stage even small copies
 };
 
 // Sets how this thread starts copies from now on. A copy is deferred only if workers may be used,

@@ -9,8 +9,8 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/python_headers.h>
 
-#include "engine/graph_capture.h"
-#include "engine/leaf.h"
+#include "engine/device/graph_capture.h"
+#include "engine/leaves/leaf.h"
 #include "python/device_argument.h"
 
 namespace py = pybind11;
@@ -29,7 +29,7 @@ bool is_device_context(PyObject* mode) {
 
 }  // namespace
 
-bool torch_is_altered() {
+bool is_mode_active() {
   using FunctionModes = at::impl::PythonTorchFunctionTLS;
   for (int64_t i = 0; i < FunctionModes::stack_len(); ++i) {
     if (!is_device_context(FunctionModes::get_stack_at(i)->ptr(getPyInterpreter()))) return true;
@@ -38,7 +38,7 @@ bool torch_is_altered() {
 }
 
 bool engine_takes(c10::Device target) {
-  if (torch_is_altered()) return false;
+  if (is_mode_active()) return false;
   if (has_engine_transfers(target)) return !is_capturing(parse_stream(py::none(), target));
   if (!target.is_cpu()) return false;
   // To the host: sources may be on a device, and only CUDA devices can be capturing.

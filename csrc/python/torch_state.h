@@ -8,7 +8,7 @@ namespace tdcopier {
 
 // Returns whether a torch mode (function or dispatch) or transform is active. Then every leaf is
 // delegated to its own `.to`. GIL: held.
-bool torch_is_altered();
+bool is_mode_active();
 
 // Returns whether start_copy() to `target` would be accepted, and its plain leaves moved by the
 // engine: the target is the host or a device of the engine, no torch mode is active, and no stream

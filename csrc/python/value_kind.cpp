@@ -1,4 +1,4 @@
-// Looks up each class in `tdcopier._containers`, once per walk.
+// Looks up each class in `tdcopier._containers.registry`, once per walk.
 #include "python/value_kind.h"
 
 #include <torch/csrc/Device.h>
@@ -40,7 +40,8 @@ KnownType look_up(py::object type) {
   if (is_array_type(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
     return {std::move(type), ValueKind::kArray};
   }
-  const py::object rule = py::module_::import("tdcopier._containers").attr("rule_of")(type);
+  const py::object rule =
+      py::module_::import("tdcopier._containers.registry").attr("rule_of")(type);
   if (rule.is_none()) return {std::move(type), ValueKind::kOpaque};
   if (PyUnicode_Check(rule.ptr())) return {std::move(type), ValueKind::kDelegated};
   const bool by_target = rule.attr("by_target").cast<bool>();
@@ -77,7 +78,7 @@ Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char*
   try {
     return take_apart(type, object);
   } catch (py::error_already_set& error) {
-    if (!error.matches(py::module_::import("tdcopier._containers").attr("Refused"))) throw;
+    if (!error.matches(py::module_::import("tdcopier._containers.registry").attr("Refused"))) throw;
     throw py::type_error(root + path.text(depth) + " " + std::string(py::str(error.value())));
   }
 }

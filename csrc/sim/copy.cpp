@@ -73,7 +73,7 @@ Operation begin_copy(const Transfer& transfer, const at::Tensor& source, const a
                       access_to(target, /*writes=*/true));
   for (const auto& access : note->accesses) {
     // A stand-in for a kernel copies through host memory that no other code uses.
-    if (!access.on_host || Uncounted::is_in_force()) continue;
+    if (!access.on_host || Uncounted::is_active()) continue;
     move = Tracker::get().watch(std::move(move), access, note->label + " on " + queue.name());
   }
   auto operation = begin_transfer(transfer, std::move(move));
@@ -123,7 +123,7 @@ void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non
   } else {
     queue.wait(position);
     // The host would not have waited for a kernel.
-    if (note && !Uncounted::is_in_force()) Tracker::get().host_knows(note->reached.get());
+    if (note && !Uncounted::is_active()) Tracker::get().host_knows(note->reached.get());
   }
 }
 

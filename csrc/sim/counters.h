@@ -34,7 +34,7 @@ class Uncounted {
  public:
   explicit Uncounted(const char* operator_name);  // the string must outlive the object
   ~Uncounted();
-  static bool is_in_force() { return operator_name() != nullptr; }
+  static bool is_active() { return operator_name() != nullptr; }
   static const char* operator_name();  // null: none is in force
   Uncounted(const Uncounted&) = delete;
   Uncounted& operator=(const Uncounted&) = delete;

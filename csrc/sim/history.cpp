@@ -11,10 +11,10 @@ constexpr std::size_t kMaxAccesses = 4096;
 
 }  // namespace
 
-void History::add(const Past& now, const Clock& before, const Clock& host,
-                  const std::function<void(const Past& earlier)>& report) {
+void History::add(const PastAccess& now, const Clock& before, const Clock& host,
+                  const std::function<void(const PastAccess& earlier)>& report) {
   auto& accesses = blocks_[now.access->block].accesses;
-  std::erase_if(accesses, [&](const Past& past) {
+  std::erase_if(accesses, [&](const PastAccess& past) {
     if (past.is_before(host)) return true;
     const bool conflicts = past.access->writes || now.access->writes;
     if (past.is_before(before)) {
@@ -30,11 +30,12 @@ void History::add(const Past& now, const Clock& before, const Clock& host,
   accesses.push_back(now);
 }
 
-void History::hand_out(std::uintptr_t block, const std::function<bool(const Past&)>& safe,
-                       const Clock* waited_for, const std::function<void(const Past&)>& report) {
+void History::hand_out(std::uintptr_t block, const std::function<bool(const PastAccess&)>& safe,
+                       const Clock* waited_for,
+                       const std::function<void(const PastAccess&)>& report) {
   auto& life = blocks_[block];
   ++life.number;
-  std::erase_if(life.accesses, [&](const Past& past) {
+  std::erase_if(life.accesses, [&](const PastAccess& past) {
     if (waited_for != nullptr && past.is_before(*waited_for)) return true;
     if (safe(past)) return false;
     report(past);

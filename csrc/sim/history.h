@@ -15,7 +15,7 @@ namespace tdcopier::sim {
 class StreamQueue;
 
 // A past access.
-struct Past {
+struct PastAccess {
   std::shared_ptr<const Note> note;
   const Access* access;  // one of those in `note`
   const StreamQueue* stream;
@@ -32,13 +32,13 @@ class History {
  public:
   // Adds an access that happens after the work in `before` (its own stream's included) and in
   // `host`. Reports earlier accesses to the same bytes that are not ordered before it.
-  void add(const Past& now, const Clock& before, const Clock& host,
-           const std::function<void(const Past& earlier)>& report);
+  void add(const PastAccess& now, const Clock& before, const Clock& host,
+           const std::function<void(const PastAccess& earlier)>& report);
 
   // Records that the block is handed out. Reports the accesses for which `safe` is false, and
   // forgets them and those that the allocator itself has waited for.
-  void hand_out(std::uintptr_t block, const std::function<bool(const Past&)>& safe,
-                const Clock* waited_for, const std::function<void(const Past&)>& report);
+  void hand_out(std::uintptr_t block, const std::function<bool(const PastAccess&)>& safe,
+                const Clock* waited_for, const std::function<void(const PastAccess&)>& report);
   std::uint64_t life_of(std::uintptr_t block) const;
 
   // Forgets a block that went back to the system.
@@ -48,7 +48,7 @@ class History {
  private:
   struct Life {
     std::uint64_t number = 0;
-    std::vector<Past> accesses;  // oldest first
+    std::vector<PastAccess> accesses;  // oldest first
   };
   std::unordered_map<std::uintptr_t, Life> blocks_;
 };

@@ -68,7 +68,7 @@ Schedule::Actor* Schedule::this_actor() noexcept {
   if (name.starts_with(kWorkerPrefix)) {
     actor = &add_actor(std::move(name), /*native=*/true);
   } else {
-    strangers_ = true;
+    has_outsiders_ = true;
   }
   this_thread.actor = actor;
   this_thread.epoch = epoch;
@@ -87,7 +87,7 @@ void Schedule::begin(std::uint64_t seed, std::chrono::nanoseconds stall) {
   choices_ = pending_ = most_pending_ = 0;
   pool_turns_ = pool_turns();
   fingerprint_ = 0xcbf29ce484222325;
-  strangers_ = false;
+  has_outsiders_ = false;
   stall_ = stall;
   random_ = seed;
   even_ = draw() % 4 == 0;
@@ -97,7 +97,7 @@ void Schedule::begin(std::uint64_t seed, std::chrono::nanoseconds stall) {
   // Threads that do not take part may have enqueued work since the streams became idle.
   for_all_streams([this](StreamQueue& stream) {
     if (stream.passed(stream.last())) return;
-    strangers_ = true;
+    has_outsiders_ = true;
     runners_.push_back({&stream, draw_weight()});
   });
 }
@@ -264,7 +264,7 @@ void Schedule::wait_until(const std::function<bool()>& can_go_on,
   if (!is_on()) return;
   Actor* const self = this_actor();
   if (self == nullptr) {
-    wait_as_stranger(can_go_on);
+    wait_as_outsider(can_go_on);
     return;
   }
   Lock lock(mutex_);
@@ -283,7 +283,7 @@ void Schedule::wait_until(const std::function<bool()>& can_go_on,
 
 // Waits on a thread that does not take part. It runs the streams itself, because the participants
 // may be waiting for it.
-void Schedule::wait_as_stranger(const std::function<bool()>& can_go_on) {
+void Schedule::wait_as_outsider(const std::function<bool()>& can_go_on) {
   constexpr std::chrono::milliseconds kPatience(1);
   Lock lock(mutex_);
   while (is_on() && !can_go_on()) {

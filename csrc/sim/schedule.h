@@ -36,7 +36,7 @@ class Schedule final : public Interleaver {
  public:
   static Schedule& get();
   static bool is_on() noexcept { return on_.load(std::memory_order_acquire); }
-  bool is_in_force() const noexcept override { return is_on(); }
+  bool is_active() const noexcept override { return is_on(); }
 
   // Starts a schedule: the calling thread takes part and has the turn. The schedule runs the work
   // that streams still have. Requires: no stream is held, and the engine's workers are idle.
@@ -101,7 +101,7 @@ class Schedule final : public Interleaver {
   void stand_still(Lock& lock, Actor& self);
   bool may_go_on(const Actor& actor) const;
   bool nobody_can(Lock& lock, Actor& self);
-  void wait_as_stranger(const std::function<bool()>& can_go_on);
+  void wait_as_outsider(const std::function<bool()>& can_go_on);
   void throw_if_deadlocked(Actor& self);
   // The operation may have been enqueued before the schedule began, and so was not counted.
   void note_run(bool is_transfer) { pending_ -= is_transfer && pending_ > 0 ? 1 : 0; }
@@ -132,7 +132,7 @@ class Schedule final : public Interleaver {
   std::size_t standing_ = 0;          // threads in stand_still()
   bool even_ = false;                 // all weights are the same
   bool drained_ = false;              // only draining_ can go on
-  bool strangers_ = false;            // threads that do not take part were seen
+  bool has_outsiders_ = false;        // threads that do not take part were seen
   std::chrono::nanoseconds stall_{};
   std::string failure_;
   bool abandoned_ = false;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::size_t kMaxHazards = 100;
 
-std::string who(const Past& past) {
+std::string who(const PastAccess& past) {
   return past.note->label + " on " + past.stream->name();
 }
 
@@ -85,7 +85,7 @@ void Tracker::enqueued(const StreamQueue& stream, std::uint64_t position,
   end.raise(&stream, position);
   if (note->wants_reached) note->reached = std::make_shared<const Clock>(end);
   for (const auto& access : note->accesses) {
-    const Past now{note, &access, &stream, position, history_.life_of(access.block)};
+    const PastAccess now{note, &access, &stream, position, history_.life_of(access.block)};
     if (!access.misuse.empty()) {
       report("freed", note->label, who(now) + verb(access) + " " + access.misuse);
     }
@@ -96,8 +96,8 @@ void Tracker::enqueued(const StreamQueue& stream, std::uint64_t position,
   }
 }
 
-void Tracker::check_order(const Past& now, const Clock& before) {
-  history_.add(now, before, host_, [&](const Past& earlier) {
+void Tracker::check_order(const PastAccess& now, const Clock& before) {
+  history_.add(now, before, host_, [&](const PastAccess& earlier) {
     const auto ours = now.stream->name();
     const auto theirs = earlier.stream->name();
     std::string missing = c10::str("no event makes ", ours, " wait for ", theirs);
@@ -151,10 +151,10 @@ void Tracker::handed_out(Block& block, std::optional<int> device, const StreamQu
   const auto number = device ? ++device_allocations_ : ++pinned_allocations_;
   handed_[begin] = {device, block.size, number};
   const auto end = ends_.find(stream);
-  const auto safe = [&](const Past& past) {
+  const auto safe = [&](const PastAccess& past) {
     return past.is_before(host_) || (end != ends_.end() && past.is_before(end->second));
   };
-  history_.hand_out(begin, safe, waited_for.get(), [&](const Past& past) {
+  history_.hand_out(begin, safe, waited_for.get(), [&](const PastAccess& past) {
     const auto theirs = past.stream->name();
     const auto what = c10::str(kind_of_memory(*past.access), " that ", who(past),
                                verb(*past.access), " is handed out again");
@@ -179,13 +179,13 @@ void Tracker::forgotten(const Block& block) {
   history_.forget(reinterpret_cast<std::uintptr_t>(block.data));
 }
 
-std::vector<Handed> Tracker::in_use() const {
-  std::vector<Handed> blocks;
+std::vector<LiveBlock> Tracker::in_use() const {
+  std::vector<LiveBlock> blocks;
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [begin, handed] : handed_) blocks.push_back(handed);
   }
-  std::sort(blocks.begin(), blocks.end(), [](const Handed& a, const Handed& b) {
+  std::sort(blocks.begin(), blocks.end(), [](const LiveBlock& a, const LiveBlock& b) {
     return std::pair(a.device.has_value(), a.number) < std::pair(b.device.has_value(), b.number);
   });
   return blocks;

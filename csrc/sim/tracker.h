@@ -28,7 +28,7 @@ struct Hazard {
 };
 
 // A block that was handed out since the detection began.
-struct Handed {
+struct LiveBlock {
   std::optional<int> device;  // nullopt: pinned
   std::size_t size;
   std::uint64_t number;  // 1-based allocation number within its pool (pinned or device)
@@ -67,7 +67,7 @@ class Tracker {
   void forgotten(const Block& block);
   // Returns all work that has happened when these streams have done what they have now.
   std::shared_ptr<const Clock> end_of_all(const std::vector<StreamQueue*>& streams) const;
-  std::vector<Handed> in_use() const;  // pinned blocks first, then by number
+  std::vector<LiveBlock> in_use() const;  // pinned blocks first, then by number
   // Returns how many pinned blocks of this size were handed out before the detection began and have
   // been given back since.
   std::size_t older_given_back(std::size_t size) const;
@@ -80,7 +80,7 @@ class Tracker {
   Tracker() = default;
   // All require that mutex_ is held.
   void report(const char* kind, const std::string& pair, std::string message);
-  void check_order(const Past& now, const Clock& before);
+  void check_order(const PastAccess& now, const Clock& before);
   bool has_pending_write(const Extent& extent);
 
   static inline std::atomic<bool> on_ = false;
@@ -99,7 +99,7 @@ class Tracker {
   };
   std::vector<HostWrite> host_writes_;  // that may not have run
   std::vector<Point> older_work_;       // that may not have run
-  std::map<std::uintptr_t, Handed> handed_;
+  std::map<std::uintptr_t, LiveBlock> handed_;
   std::map<std::size_t, std::size_t> older_given_back_;  // pinned, by size
   std::uint64_t pinned_allocations_ = 0;
   std::uint64_t device_allocations_ = 0;

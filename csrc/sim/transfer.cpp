@@ -44,7 +44,7 @@ std::string describe(const Transfer& transfer) {
 
 Operation begin_transfer(const Transfer& transfer, std::function<void()> move) {
   const char* const name = name_of(transfer.direction);
-  if (Uncounted::is_in_force()) return {"kernel", std::move(move)};
+  if (Uncounted::is_active()) return {"kernel", std::move(move)};
   const auto failure = strike_transfer(transfer);
   count_transfer(transfer.direction, transfer.bytes);
   const auto time = transfer_time(transfer.direction, transfer.bytes);

@@ -120,7 +120,7 @@ bool Schedule::nobody_can(Lock& lock, Actor& self) {
     if (draining_ != &self) give_turn(lock, self, *draining_);
     return true;
   }
-  if (strangers_) {
+  if (has_outsiders_) {
     // Another thread may release what all participants wait for.
     constexpr std::chrono::milliseconds kPatience(1);
     const auto until = std::chrono::steady_clock::now() + stall_;

@@ -13,7 +13,7 @@ from tdcopier.sim._devices import device_index
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LETTING_GO_S = 0.3
+_WORKER_RELEASE_TIMEOUT_S = 0.3
 
 
 class Hazard(NamedTuple):
@@ -82,7 +82,7 @@ class Detector:
             return ()
         gc.collect()  # slow, and seldom needed
         # A worker may still hold a reference to a job that it has just reported as done.
-        deadline = time.monotonic() + _LETTING_GO_S
+        deadline = time.monotonic() + _WORKER_RELEASE_TIMEOUT_S
         while leaks := self._leaked() if self._all_has_run() else ():
             if time.monotonic() > deadline:
                 return leaks
@@ -93,7 +93,7 @@ class Detector:
         if not _sim.run_dry():
             return False
         _C.settle()
-        _C.drop_held_memory()
+        _C.drop_deferred_memory()
         return True
 
     def _leaked(self) -> tuple[Hazard, ...]:

@@ -10,8 +10,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
 
 from tdcopier import _C
-from tdcopier._delegated import Mover
-from tdcopier._rule import Refused, Rule
+from tdcopier._containers.delegated import DelegatedPart
+from tdcopier._containers.rule import Refused, Rule
 from tdcopier.tensordict import _kinds, _nodes
 from tdcopier.tensordict._nodes import Node
 
@@ -121,7 +121,7 @@ COLLECTION = Rule(flatten, unflatten, "key", by_target=True)
 """The walk's rule for every TensorDict and tensorclass."""
 
 
-class MovedByItself(Mover):
+class DelegatedCollection(DelegatedPart):
     """A nested collection that its own code moves, as it would in any TensorDict."""
 
     def __init__(self, value: Any, batch_size: torch.Size) -> None:
@@ -230,7 +230,7 @@ def _leave(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
             f"has a {type(value).__qualname__} at {walk.prefix}, whose leaves are not in memory of "
             "its own: make it a TensorDict with to_tensordict()"
         )
-    walk.add(MovedByItself(value, batch_size))
+    walk.add(DelegatedCollection(value, batch_size))
     return _nodes.WHOLE
 
 

@@ -11,8 +11,8 @@ from tensordict.utils import expand_as_right
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tdcopier import _copy
-from tdcopier._stream_position import StreamPosition
-from tdcopier.torchrl._sampling import NotingUnit, Sampling, current
+from tdcopier._prefetch.stream_position import StreamPosition
+from tdcopier.torchrl._sampling import RecordingSampleUnit, Sampling, current
 
 _MADE_AT = "tdcopier: positions of streams"
 """Key in a sample's info; passes stream positions from the drawing thread to `sample`."""
@@ -35,7 +35,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
 
     def __init__(self, *, sample_unit: Any = None, **options: Any) -> None:
         """Take the options of torchrl's buffer."""
-        super().__init__(sample_unit=NotingUnit(sample_unit), **options)
+        super().__init__(sample_unit=RecordingSampleUnit(sample_unit), **options)
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Return a batch, ordered on the current stream; with `return_info`, also its info."""

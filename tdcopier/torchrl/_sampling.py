@@ -48,7 +48,7 @@ current = _Current()
 """The sample that this thread draws for a `PackedTensorDictReplayBuffer`, if any."""
 
 
-class NotingUnit(SampleUnit):  # type: ignore[misc]
+class RecordingSampleUnit(SampleUnit):  # type: ignore[misc]
     """A sample unit that wraps the buffer's own and also records the info of the sample.
 
     It reports the class of the unit that it wraps, because buffers test for it.
@@ -69,10 +69,10 @@ class NotingUnit(SampleUnit):  # type: ignore[misc]
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return NotingUnit if self._unit is None else type(self._unit)
+        return RecordingSampleUnit if self._unit is None else type(self._unit)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NotingUnit, (self._unit,)
+        return RecordingSampleUnit, (self._unit,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_unit":

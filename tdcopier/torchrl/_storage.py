@@ -14,8 +14,8 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Ten
 
 from tdcopier import _copy
 from tdcopier._copy import Device
-from tdcopier._gather import Whole, start_gather
-from tdcopier._row_request import RowIndex
+from tdcopier._rows.gather import Whole, start_gather
+from tdcopier._rows.request import RowIndex
 from tdcopier.torchrl._sampling import current
 from tdcopier.torchrl._to_device import with_index
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import tdcopier
-from tdcopier import bench, workloads
-from tdcopier._bench import copies, tables
-from tdcopier._bench.progress import progress
+from tdcopier import workloads
+from tdcopier._commands import bench, copies, tables
+from tdcopier._commands.progress import progress
 
 pytestmark = pytest.mark.sim
 
@@ -29,7 +29,7 @@ def test_the_command_runs_on_the_simulated_device_and_says_that_it_says_nothing_
 ):
     file = tmp_path / "figures.json"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tdcopier.bench", *QUICK, "--json", str(file)],
+        [sys.executable, "-W", "error", "-m", "tdcopier", "bench", *QUICK, "--json", str(file)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

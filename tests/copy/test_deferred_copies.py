@@ -23,7 +23,7 @@ from tdcopier import _C
 LARGE = 1 << 20
 """4 MiB of floats, which workers stage."""
 sizes = pytest.mark.parametrize("elements", [10, LARGE], ids=["inline", "background"])
-sendings = pytest.mark.parametrize("sending", [_C.Sending.HELD, _C.Sending.HELD_STAGED])
+sendings = pytest.mark.parametrize("sending", [_C.Sending.DEFERRED, _C.Sending.DEFERRED_STAGED])
 
 
 def tree(elements: int, value: float = 1.0) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_a_batch_that_workers_still_stage_is_not_sent(sim, device):
     """A thread that tries to send it early does not wait."""
     outcomes = set()
     for seed in range(20):
-        with sim.schedule(seed), held(_C.Sending.HELD_STAGED):
+        with sim.schedule(seed), held(_C.Sending.DEFERRED_STAGED):
             handle = tdcopier.start_copy(torch.full((100,), seed), device)
             is_sent = handle._send_if_staged()
             outcomes.add((is_sent, handle.stats.transfers))
@@ -180,7 +180,7 @@ def test_a_forked_child_sends_nothing():
         from tdcopier import _C, sim
 
         sim.enable()
-        _C.set_sending(_C.Sending.HELD)
+        _C.set_sending(_C.Sending.DEFERRED)
         handle = tdcopier.start_copy(torch.ones(5), "sim")
         handle.wait_staged()
         child = os.fork()
@@ -199,23 +199,23 @@ def test_a_forked_child_sends_nothing():
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def held_bytes(device: str) -> int:
+def deferred_bytes(device: str) -> int:
     """Returns the bytes pinned for deferred batches, present and future."""
     _C.settle()
-    return _C.held_bytes(device)
+    return _C.deferred_bytes(device)
 
 
 def test_memory_of_batches_is_used_again(device):
     with held():
         for _ in range(3):
             tdcopier.start_copy(torch.ones(LARGE), device).get()
-        before = held_bytes(device)
+        before = deferred_bytes(device)
         for _ in range(5):
             handle = tdcopier.start_copy(torch.ones(LARGE), device)
             handle.wait_staged()
             del handle  # without sending it
             tdcopier.start_copy(torch.ones(LARGE), device).get()
-    assert held_bytes(device) == before
+    assert deferred_bytes(device) == before
 
 
 def test_batches_beyond_the_bound_go_at_once(device):
@@ -230,7 +230,7 @@ def test_batches_beyond_the_bound_go_at_once(device):
             handles.append(handle)
     assert sent == [False] * 4 + [True] * 2
     assert [handle.get().unique().tolist() for handle in handles] == [[v] for v in range(6)]
-    assert held_bytes(device) <= 16 * LARGE
+    assert deferred_bytes(device) <= 16 * LARGE
 
 
 def test_a_batch_of_another_size_takes_the_place_of_free_memory(device):
@@ -241,7 +241,7 @@ def test_a_batch_of_another_size_takes_the_place_of_free_memory(device):
         handle.wait_staged()
         assert handle.stats.transfers == 0  # it fits within the limit
         assert (handle.get() == 1).all()
-    assert held_bytes(device) <= 16 * LARGE
+    assert deferred_bytes(device) <= 16 * LARGE
 
 
 def test_a_lower_limit_is_reached_as_batches_come_back(device):

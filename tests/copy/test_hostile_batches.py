@@ -17,7 +17,8 @@ from sim_support import becomes
 from support import raises_exactly, run_python
 
 import tdcopier
-from tdcopier import _C, _containers
+from tdcopier import _C
+from tdcopier._containers import registry
 
 REPEATED = {
     "more bytes than 64 bits count": lambda: torch.zeros(1, dtype=torch.float64).expand(2**61),
@@ -118,8 +119,8 @@ def test_classes_are_looked_up_while_others_are_registered(device):
 
     def register() -> None:
         while not stop.is_set():
-            with _containers._lock:
-                _containers._found.clear()
+            with registry._lock:
+                registry._found.clear()
 
     thread = threading.Thread(target=register)
     thread.start()
@@ -276,7 +277,7 @@ def test_a_checked_handle_that_nobody_asked_does_not_disturb_the_end_of_the_proc
 def test_memory_of_a_lazy_stack_is_found_in_its_members():
     tensordict = pytest.importorskip("tensordict")
 
-    from tdcopier._delegated import plain_parts
+    from tdcopier._containers.delegated import plain_parts
 
     members = [tensordict.TensorDict(a=torch.full((3,), float(i))) for i in range(2)]
     parts = plain_parts(tensordict.LazyStackedTensorDict(*members))

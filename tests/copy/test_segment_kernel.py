@@ -47,10 +47,10 @@ def assert_equal_bytes(found: list[torch.Tensor], wanted: list[torch.Tensor]) ->
 
 def test_every_cuda_device_has_the_kernel(device):
     for index in range(torch.cuda.device_count()):
-        assert _C.segment_kernel_lack(f"cuda:{index}") == ""
-    assert _C.segment_kernel_lack("cpu") != ""
+        assert _C.why_no_segment_kernel(f"cuda:{index}") == ""
+    assert _C.why_no_segment_kernel("cpu") != ""
     _C.use_segment_kernel(False)
-    assert _C.segment_kernel_lack(device) == "it is switched off"
+    assert _C.why_no_segment_kernel(device) == "it is switched off"
 
 
 LENGTHS = {
@@ -190,6 +190,6 @@ def test_a_result_that_is_dropped_at_once_is_not_given_out_before_it_was_written
 
 
 def test_the_environment_leaves_it_out(device):
-    code = "import tdcopier; print(tdcopier._C.segment_kernel_lack('cuda:0'))"
+    code = "import tdcopier; print(tdcopier._C.why_no_segment_kernel('cuda:0'))"
     assert run_python(code, TDCOPIER_GATHER="portable").strip() == "it is switched off"
     assert run_python(code, TDCOPIER_GATHER="kernel").strip() == ""

@@ -44,7 +44,7 @@ def test_every_step_of_a_copy_takes_some_time_and_no_more_than_all(device, direc
         whole_us = (time.perf_counter() - begin) * 1e6
     steps = handle.stats.steps
     assert [name.removesuffix("_us") for name in steps._fields] == STEPS
-    if direction == "D2H" and _C.segment_kernel_lack(device) == "":
+    if direction == "D2H" and _C.why_no_segment_kernel(device) == "":
         steps = steps._replace(enqueue_us=1)  # the kernel that gathers is also the transfer
     assert min(steps) > 0
     assert sum(handle.stats.steps) <= whole_us  # one thread copies so few bytes

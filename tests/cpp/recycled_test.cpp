@@ -12,25 +12,25 @@ using namespace tdcopier;
 namespace {
 
 void a_freed_block_is_the_next_one_of_its_size() {
-  void* first = take_block(5000);
-  give_block(first, 5000);
-  CHECK(take_block(8000) == first);  // both are rounded up to 8 KiB
-  give_block(first, 8000);
+  void* first = allocate_block(5000);
+  free_block(first, 5000);
+  CHECK(allocate_block(8000) == first);  // both are rounded up to 8 KiB
+  free_block(first, 8000);
 }
 
 void live_blocks_are_distinct() {
   std::set<void*> seen;
-  for (int i = 0; i < 100; ++i) CHECK(seen.insert(take_block(2048)).second);
-  for (void* block : seen) give_block(block, 2048);
+  for (int i = 0; i < 100; ++i) CHECK(seen.insert(allocate_block(2048)).second);
+  for (void* block : seen) free_block(block, 2048);
 }
 
 void blocks_of_any_size_hold_what_was_asked_for() {
   for (const size_t bytes :
        {size_t{1}, size_t{1024}, size_t{1025}, size_t{1} << 20, (size_t{1} << 20) + 1}) {
-    auto* block = static_cast<uint8_t*>(take_block(bytes));
+    auto* block = static_cast<uint8_t*>(allocate_block(bytes));
     block[0] = 1;
     block[bytes - 1] = 2;
-    give_block(block, bytes);
+    free_block(block, bytes);
   }
 }
 

@@ -196,7 +196,7 @@ def test_an_interrupt_leaves_later_copies_as_they_are(device, monkeypatch):
             if sending != _C.Sending.AT_ONCE:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr("tdcopier._prefetch_source._C", Interrupting())
+    monkeypatch.setattr("tdcopier._prefetch.source._C", Interrupting())
     with pytest.raises(KeyboardInterrupt):
         next(in_loop([batch(i) for i in range(9)], device, depth=4))
     handle = tdcopier.start_copy(torch.ones(LARGE), device)

@@ -14,14 +14,15 @@ import torch
 from support import run_python
 
 import tdcopier
-from tdcopier import _C, _info
-from tdcopier.info import as_text, main
+from tdcopier import _C
+from tdcopier._commands import info_facts as _info
+from tdcopier._commands.info import as_text, main
 
 
 def run_module(*arguments: str, **environment: str) -> str:
     """Returns the output of the command, run in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tdcopier.info", *arguments],
+        [sys.executable, "-W", "error", "-m", "tdcopier", "info", *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -163,7 +164,7 @@ def test_the_gather_of_a_gpu_is_the_kernel_or_says_what_the_kernel_lacks(
     monkeypatch, capsys, lack, gather
 ):
     on_a_made_up_gpu(monkeypatch)
-    monkeypatch.setattr(_C, "segment_kernel_lack", lambda device: lack)
+    monkeypatch.setattr(_C, "why_no_segment_kernel", lambda device: lack)
     [found] = (d for d in tdcopier.info(make_contexts=True)["devices"] if d["device"] == "cuda:0")
     assert found["gather"] == gather
     assert main(["--json"]) == 0
@@ -348,10 +349,10 @@ def test_sizes_have_units_of_1024():
 def test_importing_tdcopier_imports_neither_of_the_commands_nor_tensordict():
     run_python("""
         import sys, tdcopier
-        late = {f"tdcopier.{name}" for name in ("_info", "info", "_bench", "bench")}
+        late = {f"tdcopier.{name}" for name in ("info", "bench", "_commands")}
         assert not sys.modules.keys() & {"tensordict", *late}
         tdcopier.info()
-        assert not sys.modules.keys() & {"tensordict", "tdcopier.info"}
+        assert not sys.modules.keys() & {"tensordict", "tdcopier.info", "tdcopier._commands.info"}
     """)
 
 

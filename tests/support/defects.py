@@ -22,7 +22,7 @@ class Defect:
 DEFECTS: dict[str, Defect] = {
     "last_byte_not_staged": Defect(
         "Oracle",
-        "engine/stage.cpp",
+        "engine/moves/stage.cpp",
         "                range.end - range.begin);",
         "                range.end - range.begin - ({defect} ? 1 : 0));",
         "two_batches_for_two_streams",
@@ -30,7 +30,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "last_byte_of_rows_not_read": Defect(
         "Oracle",
-        "engine/stage.cpp",
+        "engine/moves/stage.cpp",
         "                range.begin, range.end, to);",
         "                range.begin, range.end - ({defect} ? 1 : 0), to);",
         "rows_for_the_host_and_a_device",
@@ -38,15 +38,15 @@ DEFECTS: dict[str, Defect] = {
     ),
     "held_batch_sent_early": Defect(
         "Oracle",
-        "engine/host_to_device_job.cpp",
-        "  if (!batch_ || is_enqueued() || !are_sources_free() ||",
-        "  if (!batch_ || is_enqueued() || (!{defect} && !are_sources_free()) ||",
+        "engine/jobs/host_to_device_job.cpp",
+        "is_failing() || is_enqueued() || !are_sources_free()) return;",
+        "is_failing() || is_enqueued() || (!{defect} && !are_sources_free())) return;",
         "a_batch_is_sent_by_two_threads",
         "RuntimeError",
     ),
     "empty_leaf_shares_memory": Defect(
         "Afterlife",
-        "engine/result.cpp",
+        "engine/leaves/result.cpp",
         "  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(memory_.device);",
         "  c10::Storage storage =\n"
         "      leaf.bytes != 0 || {defect} ? chunk.storage : empty_storage(memory_.device);",
@@ -55,7 +55,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "staging_reused_early": Defect(
         "Lifetime",
-        "engine/staging_ring.cpp",
+        "engine/device/staging_ring.cpp",
         "  ring_->give_back_after(use_, std::move(buffer_), std::move(event));",
         "  if ({defect}) return ring_->give_back(use_, std::move(buffer_));\n"
         "  ring_->give_back_after(use_, std::move(buffer_), std::move(event));",
@@ -65,16 +65,16 @@ DEFECTS: dict[str, Defect] = {
     ),
     "held_memory_reused_early": Defect(
         "Lifetime",
-        "engine/held_memory.cpp",
-        "void HeldLease::in_flight_until(EventRef event) {",
-        "void HeldLease::in_flight_until(EventRef event) {\n  if ({defect}) event = nullptr;",
+        "engine/device/deferred_memory.cpp",
+        "void DeferredLease::in_flight_until(EventRef event) {",
+        "void DeferredLease::in_flight_until(EventRef event) {\n  if ({defect}) event = nullptr;",
         "batches_are_sent_by_their_consumer",
         "AssertionError",
         "changed",
     ),
     "host_source_released_early": Defect(
         "Lifetime",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "    if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();",
         "    const std::shared_ptr<CopyJob> job = ticket->take();\n"
         "    if (job && {defect}) job->work_.sources->release();\n"
@@ -84,7 +84,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "device_source_released_early": Defect(
         "Lifetime",
-        "engine/reclaim.cpp",
+        "engine/device/reclaim.cpp",
         "    if (!here->kept->is_released() && !has_ended(*here->event)) continue;",
         "    if (!{defect} && !here->kept->is_released() && !has_ended(*here->event)) continue;",
         "device_sources_are_freed_at_once",
@@ -93,7 +93,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "destination_released_early": Defect(
         "Lifetime",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (work_.result || !written_ || has_ended(*written_)) return;",
         "  if ({defect} || work_.result || !written_ || has_ended(*written_)) return;",
         "destinations_are_dropped_at_once",
@@ -102,7 +102,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "chunks_of_failed_copies_leak": Defect(
         "Lifetime",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
         "  if (failed_ && {defect}) new std::shared_ptr<Result>(work_.result);\n"
         "  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
@@ -120,7 +120,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "source_in_place_released_early": Defect(
         "Lifetime",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (read_) {\n    Reclaimer::get()",
         "  if (read_ && !({defect} && source_device().is_cpu())) {\n    Reclaimer::get()",
         "pinned_sources_are_dropped_at_once",
@@ -147,7 +147,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "result_not_recorded": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (work_.result) work_.result->record_on(stream);",
         "  if (work_.result && !{defect}) work_.result->record_on(stream);",
         "results_are_dropped_and_their_memory_used_again",
@@ -156,7 +156,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "consumer_does_not_wait": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (arrived_ && !host_knows_arrival_) arrived_->block(stream);",
         "  if (arrived_ && !host_knows_arrival_ && !{defect}) arrived_->block(stream);",
         "two_batches_for_two_streams",
@@ -165,7 +165,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "source_not_waited_for": Defect(
         "Order",
-        "engine/device_job.cpp",
+        "engine/jobs/device_job.cpp",
         "  written_->block(*reads_);",
         "  if (!{defect}) written_->block(*reads_);",
         "device_sources_are_overwritten_behind_wait_staged",
@@ -174,7 +174,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "writer_does_not_wait_for_reads": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (read_) block_until_ended(*read_, stream);",
         "  if (read_ && !{defect}) block_until_ended(*read_, stream);",
         "device_sources_are_overwritten_behind_wait_staged",
@@ -183,7 +183,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "destination_not_waited_for": Defect(
         "Order",
-        "engine/host_to_device_job.cpp",
+        "engine/jobs/host_to_device_job.cpp",
         "  if (used_) used_->block(stream_);",
         "  if (used_ && !{defect}) used_->block(stream_);",
         "filled_behind_the_reads_before",
@@ -192,7 +192,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "arrival_signalled_early": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (!failed_) attempt([this] { transfer_all(); });",
         "    if ({defect}) arrived_ = accelerator_.events().record(stream_);\n"
         "  if (!failed_) attempt([this] { transfer_all(); });",
@@ -201,7 +201,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "chunk_belongs_to_the_callers_stream": Defect(
         "Order",
-        "engine/result.cpp",
+        "engine/leaves/result.cpp",
         "  if (memory_.stream != nullptr) on_stream.emplace(*memory_.stream);",
         "  if (memory_.stream != nullptr && !{defect}) on_stream.emplace(*memory_.stream);",
         "handles_are_dropped_at_once",
@@ -228,7 +228,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "writer_does_not_wait_for_other_device": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "void CopyJob::order_after_reads(const c10::Stream& stream) const {",
         "void CopyJob::order_after_reads(const c10::Stream& stream) const {\n"
         "  if ({defect} && !work_.result && !target_.is_cpu()) return;",
@@ -238,7 +238,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "destination_on_other_device_not_waited_for": Defect(
         "Order",
-        "engine/device_job.cpp",
+        "engine/jobs/device_job.cpp",
         "  if (used_) used_->block(stream_);",
         "  if (used_ && !{defect}) used_->block(stream_);",
         "between_devices_into_memory_that_exists",
@@ -247,7 +247,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "source_for_the_host_not_waited_for": Defect(
         "Order",
-        "engine/device_to_host_job.cpp",
+        "engine/jobs/device_to_host_job.cpp",
         "  written_->block(stream_);",
         "  if (!{defect}) written_->block(stream_);",
         "host_memory_is_filled_while_sources_are_overwritten",
@@ -256,7 +256,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "writer_comes_before_participants_read": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "void CopyJob::wait_sources_free() {",
         "void CopyJob::wait_sources_free() {\n"
         "  if ({defect} && !work_.result && !source_device().is_cpu()) return;",
@@ -266,7 +266,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "source_in_place_written_early": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (read_ && source_device().is_cpu()) wait_until_ended(*read_);",
         "  if (read_ && source_device().is_cpu() && !{defect}) wait_until_ended(*read_);",
         "one_tree_from_everywhere",
@@ -275,7 +275,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "only_first_consumer_waits": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (!arrived_ && !work_.result) return;",
         "  if (!arrived_ && !work_.result) return;\n  if ({defect} && handed_over_) return;",
         "one_result_for_three_streams",
@@ -293,7 +293,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "consumer_does_not_wait_for_filled_memory": Defect(
         "Order",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  const RelaxedCapture relaxed(target_.type());\n",
         "  if ({defect} && !work_.result) return;\n"
         "  const RelaxedCapture relaxed(target_.type());\n",
@@ -304,15 +304,15 @@ DEFECTS: dict[str, Defect] = {
     "wait_does_not_order_the_writer": Defect(
         "Order",
         "python/handle.cpp",
-        "  order_behind_reads(producing);\n  return result_;",
-        "  if (!{defect}) order_behind_reads(producing);\n  return result_;",
+        "  order_after_reads(producing);\n  return result_;",
+        "  if (!{defect}) order_after_reads(producing);\n  return result_;",
         "device_sources_are_overwritten_after_wait",
         "AssertionError",
         "unordered",
     ),
     "scratch_belongs_to_the_default_stream": Defect(
         "Order",
-        "engine/device_job.cpp",
+        "engine/jobs/device_job.cpp",
         "    const c10::Storage scratch =\n"
         "        allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);\n",
         "    std::optional<c10::StreamGuard> on_default;\n"
@@ -326,7 +326,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "new_memory_waits_for_kernels": Defect(
         "Company",
-        "engine/host_to_device_job.cpp",
+        "engine/jobs/host_to_device_job.cpp",
         "  return work.result ? target.to_device_stream() : target.ordered_stream();",
         "  if ({defect}) return target.ordered_stream();\n"
         "  return work.result ? target.to_device_stream() : target.ordered_stream();",
@@ -335,7 +335,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "staging_waits_for_kernels": Defect(
         "Company",
-        "engine/staging_ring.cpp",
+        "engine/device/staging_ring.cpp",
         "  return share(use).buffers < std::max<size_t>(most, 1);",
         "  return {defect} || share(use).buffers < std::max<size_t>(most, 1);",
         "staging_goes_on_when_all_buffers_wait_for_kernels",
@@ -343,7 +343,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "one_stream_for_both_directions": Defect(
         "Company",
-        "engine/accelerator.cpp",
+        "engine/device/accelerator.cpp",
         "  std::call_once(made.once, [&] { made.stream = make_stream(device_); });",
         "  if ({defect}) return Accelerator::of(device_).to_device_stream();\n"
         "  std::call_once(made.once, [&] { made.stream = make_stream(device_); });",
@@ -352,7 +352,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "one_stream_for_all_that_leaves": Defect(
         "Company",
-        "engine/accelerator.cpp",
+        "engine/device/accelerator.cpp",
         "  Made& made = made_[(id ^ id >> 5 ^ id >> 10) % made_.size()];",
         "  Made& made = made_[{defect} ? 0 : (id ^ id >> 5 ^ id >> 10) % made_.size()];",
         "to_the_host_beside_a_copy_to_the_host",
@@ -360,7 +360,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "error_type_lost": Defect(
         "Errors",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  if (!failure_) failure_ = std::current_exception();",
         "  if (!failure_) failure_ = std::current_exception();\n"
         '  if ({defect}) failure_ = std::make_exception_ptr(std::runtime_error("copy failed"));',
@@ -390,7 +390,8 @@ DEFECTS: dict[str, Defect] = {
         "  if (!sorted.delegated.empty()) {\n"
         "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
         "  }\n"
-        "  for (IntoGroup& group : sorted.groups) start_group(",
+        "  for (IntoGroup& group : sorted.groups) {\n"
+        "    if (was_interrupted()) break;",
         "  if ({defect}) {\n"
         "    for (IntoGroup& group : sorted.groups)\n"
         "      start_group(*handle, std::move(group), options);\n"
@@ -399,13 +400,14 @@ DEFECTS: dict[str, Defect] = {
         "  if (!sorted.delegated.empty()) {\n"
         "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
         "  }\n"
-        "  for (IntoGroup& group : sorted.groups) start_group(",
+        "  for (IntoGroup& group : sorted.groups) {\n"
+        "    if (was_interrupted()) break;",
         "filling_the_host_is_interrupted",
         "AssertionError",
     ),
     "failed_query_taken_for_the_end": Defect(
         "Errors",
-        "engine/event_pool.cpp",
+        "engine/device/event_pool.cpp",
         "      if (is_about_a_capture(error)) return false;",
         "      if (is_about_a_capture(error)) return {defect};",
         "queries_fail_while_staging_buffers_turn",
@@ -414,7 +416,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "failed_recording_taken_for_the_end": Defect(
         "Errors",
-        "engine/event_pool.cpp",
+        "engine/device/event_pool.cpp",
         "  const InterruptibleWaits to_the_end(nullptr);",
         "  if ({defect}) return nullptr;\n  const InterruptibleWaits to_the_end(nullptr);",
         "recordings_fail_while_staging_buffers_turn",
@@ -423,7 +425,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "staging_limit_ignored": Defect(
         "Bounds",
-        "engine/staging_ring.cpp",
+        "engine/device/staging_ring.cpp",
         "  if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;",
         "  if ({defect} || pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;",
         "staging_is_bounded_beside_copies_that_wait_for_kernels",
@@ -431,7 +433,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "run_ahead_limit_ignored": Defect(
         "Bounds",
-        "engine/run_ahead.cpp",
+        "engine/device/run_ahead.cpp",
         "  return ahead_.size() < limit();",
         "  return {defect} || ahead_.size() < limit();",
         "the_host_is_held_back_when_it_runs_ahead",
@@ -462,7 +464,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "waiter_not_woken": Defect(
         "Threads",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "    enqueued_.store(true, std::memory_order_release);\n  }\n  milestone_.notify_all();",
         "    enqueued_.store(true, std::memory_order_release);\n  }\n"
         "  if (!{defect}) milestone_.notify_all();",
@@ -471,7 +473,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "bytes_not_counted": Defect(
         "Counters",
-        "engine/copy_job.cpp",
+        "engine/jobs/copy_job.cpp",
         "  transfer_bytes_ += bytes;",
         "  if (!{defect} || transfers_ == 1) transfer_bytes_ += bytes;",
         "counted_as_the_device_counts",

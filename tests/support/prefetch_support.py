@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tdcopier
-from tdcopier._prefetch_reader import _passes
+from tdcopier._prefetch.reader import _passes
 
 
 def batch(value: int) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def keep_on(processors: set[int]) -> None:
 
 
 @contextlib.contextmanager
-def held(sending: Any = _C.Sending.HELD) -> Iterator[None]:
+def held(sending: Any = _C.Sending.DEFERRED) -> Iterator[None]:
     """Copies that this thread starts in the block are deferred: staged, and sent by their user."""
     _C.set_sending(sending)
     try:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tdcopier import _prefetch_reader
+from tdcopier._prefetch import reader as _prefetch_reader
 from tdcopier.sim import Gate, Schedule, ScheduledThread
 
 

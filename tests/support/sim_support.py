@@ -35,7 +35,7 @@ def fresh(sim: ModuleType) -> Iterator[None]:
             sim.set_memory_limit_bytes(index, None)
             sim.synchronize(index)
         torch.sim.empty_cache()
-        _C.drop_held_memory()
+        _C.drop_deferred_memory()
         sim.empty_pinned_cache()
         sim.reset_counts()
         for index in range(torch.sim.device_count()):

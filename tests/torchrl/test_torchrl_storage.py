@@ -24,7 +24,7 @@ from torchrl.data import (
 )
 from torchrl_support import BATCH, CAPACITY, STORAGES, data, fill, two_buffers
 
-from tdcopier import _row_index
+from tdcopier._rows import index as _row_index
 from tdcopier.torchrl import (
     PackedLazyTensorStorage,
     PackedTensorDictReplayBuffer,

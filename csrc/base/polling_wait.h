@@ -1,0 +1,52 @@
+// Waits that poll without keeping a processor busy, and waits that can be interrupted.
+#pragma once
+
+#include <exception>
+
+#include "base/interleaver.h"
+
+namespace tdcopier {
+
+// Thrown by the check of an InterruptibleWaits to end a wait.
+struct Interrupted final : std::exception {
+  const char* what() const noexcept override { return "the wait was interrupted"; }
+};
+
+// While an object of this class lives, waits of its thread call `check` at least every 20 ms, with
+// no lock held. The check may throw Interrupted.
+class InterruptibleWaits {
+ public:
+  using Check = void (*)();
+  explicit InterruptibleWaits(Check check) noexcept;
+  ~InterruptibleWaits();
+  InterruptibleWaits(const InterruptibleWaits&) = delete;
+  InterruptibleWaits& operator=(const InterruptibleWaits&) = delete;
+
+ private:
+  const Check before_;
+};
+
+// Returns the calling thread's check; null: its waits cannot be interrupted.
+InterruptibleWaits::Check interrupt_check() noexcept;
+
+// The pauses of one wait by polling. Spins for the first 2 ms, in which short transfers end, then
+// sleeps for 1/64 of the elapsed time, at most 1 ms: a result is seen about 1 % late, and a wait of
+// 200 ms uses 2 % of a processor.
+class PollingWait {
+ public:
+  PollingWait() noexcept;
+  void pause();  // may throw Interrupted
+
+ private:
+  const long long begin_ns_;
+  long long checked_ns_;
+};
+
+// Blocks: until done() is true.
+template <typename Done>
+void poll_until(const Done& done) {
+  PollingWait patience;
+  while (!done()) patience.pause();
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,111 @@
+// The registry of accelerators.
+#include "engine/device/accelerator.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "engine/device/cuda_driver.h"
+
+namespace tdcopier {
+namespace {
+
+std::array<std::atomic<StreamMaker>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> g_stream_makers{};
+
+c10::Stream make_stream(c10::Device device) {
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);  // the host has no streams
+  if (const StreamMaker maker = g_stream_makers[static_cast<size_t>(device.type())]) {
+    return maker(device);
+  }
+  if (device.type() == c10::DeviceType::CUDA) {
+    if (const std::optional<c10::Stream> made = make_private_stream(device)) return *made;
+  }
+  // High priority: the pool that callers use least.
+  return c10::impl::VirtualGuardImpl(device.type())
+      .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+}
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::pair<int, int>, std::unique_ptr<Accelerator>> accelerators;  // by type and index
+};
+
+Registry& registry() {
+  static auto* const made = new Registry();
+  return *made;
+}
+
+}  // namespace
+
+void set_stream_maker(c10::DeviceType type, StreamMaker maker) {
+  g_stream_makers[static_cast<size_t>(type)] = maker;
+}
+
+// Stream ids of one pool are consecutive numbers, above a few bits that identify the pool.
+const c10::Stream& FollowingStreams::after(const c10::Stream& callers) {
+  const auto id = static_cast<uint64_t>(callers.id());
+  Made& made = made_[(id ^ id >> 5 ^ id >> 10) % made_.size()];
+  std::call_once(made.once, [&] { made.stream = make_stream(device_); });
+  return *made.stream;
+}
+
+// The host's entry needs no lock: a forked child might find a lock taken.
+Accelerator& Accelerator::of(c10::Device device) {
+  if (device.is_cpu()) {
+    static auto* const host = new Accelerator(device);
+    return *host;
+  }
+  auto& [mutex, accelerators] = registry();
+  const std::lock_guard lock(mutex);
+  auto& entry = accelerators[{static_cast<int>(device.type()), device.index()}];
+  if (!entry) entry.reset(new Accelerator(device));
+  return *entry;
+}
+
+void Accelerator::poll_all() {
+  auto& [mutex, accelerators] = registry();
+  const std::lock_guard lock(mutex);
+  for (const auto& [key, accelerator] : accelerators) {
+    accelerator->staging().pinned_bytes();
+    accelerator->deferred().pinned_bytes();
+    accelerator->run_ahead().has_room();
+  }
+}
+
+void Accelerator::drop_staging() {
+  auto& [mutex, accelerators] = registry();
+  const std::lock_guard lock(mutex);
+  for (const auto& [key, accelerator] : accelerators) accelerator->staging().drop_free();
+}
+
+void Accelerator::drop_deferred_memory() {
+  auto& [mutex, accelerators] = registry();
+  const std::lock_guard lock(mutex);
+  for (const auto& [key, accelerator] : accelerators) accelerator->deferred().drop_free();
+}
+
+EventRef Accelerator::record_current() {
+  return events_.record(current_stream());
+}
+
+c10::Stream Accelerator::current_stream() const {
+  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+}
+
+Accelerator::Accelerator(c10::Device device)
+    : device_(device),
+      to_device_stream_(make_stream(device)),
+      from_device_streams_(device),
+      ordered_streams_(device),
+      events_(device.type()),
+      staging_(device.type()),
+      held_(device.type()),
+      run_ahead_(events_) {}
+
+}  // namespace tdcopier

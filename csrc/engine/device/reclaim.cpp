@@ -1,0 +1,77 @@
+// A list of events, and of the keep-alives that wait for them.
+#include "engine/device/reclaim.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "base/polling_wait.h"
+#include "engine/device/workers.h"
+
+namespace tdcopier {
+
+Reclaimer& Reclaimer::get() {
+  static std::atomic<Reclaimer*> current = new Reclaimer();
+  // A forked child has none of its parent's threads. It leaves the pending entries to the parent.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { current = new Reclaimer(); });
+  (void)registered;
+  return *current;
+}
+
+void Reclaimer::release_after(EventRef event, std::shared_ptr<KeepAlive> kept) noexcept {
+  try {
+    std::list<Pending> added;
+    added.push_back({event, kept});
+    const std::lock_guard lock(mutex_);
+    pending_.splice(pending_.end(), added);
+    if (thread_looks_) return;
+    thread_looks_ = reclaimer_thread().submit([this] { look_until_nothing_is_left(); });
+    if (thread_looks_) return;
+    pending_.pop_back();
+  } catch (...) {  // out of memory for the entry: wait below
+  }
+  const InterruptibleWaits to_the_end(nullptr);
+  wait_until_ended(*event);
+  kept->release();
+}
+
+// Keep-alives are destroyed, and events return to their pools, after the lock is released.
+bool Reclaimer::look() noexcept {
+  std::list<Pending> ended;
+  const std::lock_guard lock(mutex_);
+  for (auto entry = pending_.begin(); entry != pending_.end();) {
+    const auto here = entry++;
+    if (!here->kept->is_released() && !has_ended(*here->event)) continue;
+    ended.splice(ended.end(), pending_, here);
+  }
+  for (const Pending& entry : ended) entry.kept->release();
+  return !pending_.empty();
+}
+
+EventRef Reclaimer::oldest() {
+  const std::lock_guard lock(mutex_);
+  if (pending_.empty()) thread_looks_ = false;
+  return pending_.empty() ? nullptr : pending_.front().event;
+}
+
+void Reclaimer::look_until_nothing_is_left() noexcept {
+  using namespace std::chrono_literals;
+  auto pause = 100us;
+  while (const EventRef next = oldest()) {
+    if (look()) {
+      if (is_interleaved()) {
+        wait_until_ended(*next);
+      } else {
+        std::this_thread::sleep_for(pause);
+        pause = std::min<std::chrono::microseconds>(2 * pause, 2000us);
+      }
+    }
+  }
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,48 @@
+// Releases resources once the device has finished using them.
+#pragma once
+
+#include <list>
+#include <memory>
+
+#include "base/monitor.h"
+#include "engine/device/event_pool.h"
+
+namespace tdcopier {
+
+// A keep-alive for the memory that a job reads or writes, for example of Python objects. The engine
+// releases it as soon as the bytes have been read, or written.
+class KeepAlive {
+ public:
+  virtual ~KeepAlive() = default;
+  // Releases the memory. A second call does nothing. Thread: any. GIL: may or may not be held; must
+  // not wait for it.
+  virtual void release() noexcept = 0;
+  virtual bool is_released() const noexcept = 0;
+};
+
+// Releases keep-alives of all devices once their events have ended. Calls poll the events, and so
+// does one thread, from time to time while any are pending. Thread: any. Lifetime: never destroyed.
+class Reclaimer {
+ public:
+  static Reclaimer& get();
+
+  void release_after(EventRef event, std::shared_ptr<KeepAlive> kept) noexcept;
+
+  // Releases what devices have finished with. Returns whether anything is still pending.
+  bool look() noexcept;
+
+ private:
+  struct Pending {
+    EventRef event;
+    std::shared_ptr<KeepAlive> kept;
+  };
+
+  void look_until_nothing_is_left() noexcept;  // on the reclaimer's thread
+  EventRef oldest();
+
+  Mutex mutex_;
+  std::list<Pending> pending_;  // guarded by mutex_
+  bool thread_looks_ = false;   // guarded by mutex_
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,256 @@
+// The life of every copy job, in order: begun, shared, enqueued, done.
+#include "engine/jobs/copy_job.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/interleaver.h"
+#include "base/polling_wait.h"
+#include "engine/device/event_pool.h"
+
+namespace tdcopier {
+
+CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* reads,
+                 c10::Device target, CopyWork&& work)
+    : accelerator_(accelerator),
+      stream_(stream),
+      reads_(reads),
+      target_(target),
+      work_(std::move(work)),
+      leaves_(*work_.leaves),
+      plan_(*work_.plan) {}
+
+// ---- begun and shared ---------------------------------------------------------------------------
+
+void CopyJob::run() noexcept {
+  work();
+  leave();
+}
+
+bool CopyJob::run_in_background(ThreadPool& pool) {
+  pool_ = &pool;
+  ticket_ = std::make_shared<JobTicket>(shared_from_this());
+  bool taken = false;
+  try {
+    taken = pool.submit([ticket = ticket_] {
+      interleave();
+      if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();
+    });
+  } catch (...) {  // out of memory for the task
+  }
+  if (!taken) ticket_->take();
+  return taken;
+}
+
+void CopyJob::lead() noexcept {
+  invite_workers(pool_->workers() - 1);
+  work_on_worker();
+}
+
+// Asks other workers to join. The job does not wait for a worker that arrives when nothing is left
+// to do. If the pool is closing, the present participants do all the work.
+void CopyJob::invite_workers(size_t workers) noexcept {
+  const size_t others = std::min(workers, std::max<size_t>(most_participants(), 1) - 1);
+  if (others == 0) return;
+  try {
+    pool_->submit_to_many(
+        [called = weak_from_this()] {
+          const std::shared_ptr<CopyJob> job = called.lock();
+          if (job && job->join()) job->work_on_worker();
+        },
+        others);
+  } catch (...) {  // out of memory for the tasks
+  }
+}
+
+bool CopyJob::join() {
+  interleave();
+  const size_t most = most_participants();
+  uint32_t present = participants_;
+  while (present != 0 && present < most) {
+    if (participants_.compare_exchange_weak(present, present + 1)) return true;
+  }
+  return false;
+}
+
+void CopyJob::help() {
+  if (pool_ == nullptr || is_enqueued() || !can_be_helped()) return;
+  interleave();
+  if (ticket_->take() != nullptr) {
+    invite_workers(pool_->workers());
+  } else if (!join()) {
+    return;
+  }
+  bool interrupted = false;
+  if (!failed_) {
+    attempt([&] {
+      try {
+        transfer_all();
+      } catch (const Interrupted&) {
+        interrupted = true;
+      }
+    });
+  }
+  if (!interrupted) return leave();
+  pass_on();
+  throw Interrupted();
+}
+
+// Gives this participant's place to a worker, or finishes the work here if no worker can take it.
+void CopyJob::pass_on() noexcept {
+  try {
+    if (pool_->submit([job = shared_from_this()] { job->work_on_worker(); })) return;
+  } catch (...) {
+  }
+  const InterruptibleWaits to_the_end(nullptr);
+  work_on_worker();
+}
+
+void CopyJob::work() noexcept {
+  if (!failed_) attempt([this] { transfer_all(); });
+}
+
+void CopyJob::leave() noexcept {
+  interleave();
+  if (--participants_ == 0) finish();
+}
+
+// Runs on a worker. The last participant also makes outputs, while the caller does other things.
+void CopyJob::work_on_worker() noexcept {
+  work();
+  interleave();
+  if (--participants_ != 0) return;
+  finish();
+  if (!failed_ && work_.result) work_.result->make_outputs_ahead(phases_);
+}
+
+void CopyJob::fail() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = std::current_exception();
+  failed_ = true;
+}
+
+void CopyJob::count_transfer(uint64_t bytes) {
+  ++transfers_;
+  transfer_bytes_ += bytes;
+}
+
+// ---- enqueued -----------------------------------------------------------------------------------
+
+void CopyJob::finish_enqueued() noexcept {
+  if (!failed_ && transfers_ != 0) attempt([this] { complete(); });
+  record_end();
+  if (!sources_free_) {
+    EventRef read;
+    if (reads_ != nullptr && *reads_ == stream_ && written_) {
+      read = written_;
+    } else if (reads_ != nullptr) {
+      EventPool& events = Accelerator::of(reads_->device()).events();
+      attempt([&] { read = events.record_or_wait(*reads_); });
+    }
+    note_sources_free(std::move(read));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    enqueued_.store(true, std::memory_order_release);
+  }
+  milestone_.notify_all();
+}
+
+// Records the end of a failed job too: the device may still write, or read.
+void CopyJob::record_end() noexcept {
+  if (transfers_ == 0 && !failed_ && !arrived_) return;
+  const bool is_on_device = !stream_.device().is_cpu();
+  if (!arrived_ && is_on_device) {
+    attempt([this] { arrived_ = accelerator_.events().record_or_wait(stream_); });
+  }
+  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;
+}
+
+void CopyJob::note_sources_free(EventRef read) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (sources_free_) return;
+    read_ = std::move(read);
+    sources_free_.store(true, std::memory_order_release);
+  }
+  milestone_.notify_all();
+  if (read_) {
+    Reclaimer::get().release_after(read_, work_.sources);
+  } else {
+    work_.sources->release();
+  }
+}
+
+void CopyJob::wait_enqueued() {
+  {
+    std::unique_lock lock(mutex_);
+    milestone_.wait(lock, [this] { return sources_free_.load(); });
+  }
+  send();
+  std::unique_lock lock(mutex_);
+  milestone_.wait(lock, [this] { return is_enqueued(); });
+}
+
+bool CopyJob::are_sources_free() const {
+  if (!sources_free_.load(std::memory_order_acquire)) return false;
+  return !read_ || !source_device().is_cpu() || has_ended(*read_);
+}
+
+void CopyJob::wait_sources_free() {
+  {
+    std::unique_lock lock(mutex_);
+    milestone_.wait(lock, [this] { return sources_free_.load(); });
+  }
+  if (read_ && source_device().is_cpu()) wait_until_ended(*read_);
+}
+
+void CopyJob::order_after_reads(const c10::Stream& stream) const {
+  if (read_) block_until_ended(*read_, stream);
+}
+
+// ---- done ---------------------------------------------------------------------------------------
+
+bool CopyJob::is_done() {
+  send();
+  if (!is_enqueued()) return false;
+  const bool still_writes = work_.result ? !failure_ && arrived_ : written_ != nullptr;
+  return !still_writes || has_ended(*written_);
+}
+
+void CopyJob::wait_done() {
+  wait_enqueued();
+  if (arrived_) {
+    wait_for(*arrived_);
+    host_knows_arrival_ = true;
+    return;
+  }
+  if (!work_.result && written_) wait_until_ended(*written_);
+}
+
+void CopyJob::rethrow_failure() const {
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void CopyJob::hand_over_to(const c10::Stream& stream) {
+  if (!arrived_ && !work_.result) return;
+  const RelaxedCapture relaxed(target_.type());
+  if (work_.result && transfers_ != 0 && !handed_over_.exchange(true)) {
+    accelerator_.run_ahead().note_hand_over(stream);
+  }
+  if (arrived_ && !host_knows_arrival_) arrived_->block(stream);
+  if (work_.result) work_.result->record_on(stream);
+}
+
+void CopyJob::release_kept() noexcept {
+  work_.sources->release();
+  if (work_.kept_destinations) work_.kept_destinations->release();
+}
+
+// A job that is destroyed before its writes are done passes its destinations to the reclaimer.
+CopyJob::~CopyJob() {
+  if (work_.result || !written_ || has_ended(*written_)) return;
+  Reclaimer::get().release_after(std::move(written_), work_.kept_destinations);
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,226 @@
+// The base class of all copy jobs: one copy in progress, in any direction, with its participants,
+// its milestones and its keep-alives.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/monitor.h"
+#include "base/pack_plan.h"
+#include "base/thread_pool.h"
+#include "engine/device/accelerator.h"
+#include "engine/device/fallbacks.h"
+#include "engine/device/graph_capture.h"
+#include "engine/device/phases.h"
+#include "engine/device/reclaim.h"
+#include "engine/leaves/destination.h"
+#include "engine/leaves/leaf.h"
+#include "engine/leaves/result.h"
+
+namespace tdcopier {
+
+// The leaves that a job moves, and where they go: to the new memory of a result, or to existing
+// destinations.
+struct CopyWork {
+  std::shared_ptr<const LeafTable> leaves;
+  std::shared_ptr<const PackPlan> plan;
+  std::shared_ptr<KeepAlive> sources;  // not null
+  std::shared_ptr<Result> result = nullptr;
+  // For a job without a result:
+  DestinationTable destinations = {};                      // by leaf
+  std::vector<std::byte*> to = {};                         // by chunk, on a device; see FillPlan
+  std::shared_ptr<KeepAlive> kept_destinations = nullptr;  // not null
+};
+
+struct TransferCounts {
+  uint64_t transfers;
+  uint64_t bytes;
+  uint64_t fallbacks;
+};
+
+class CopyJob;
+
+// A pool's reference to a job. It is empty once a thread has begun the job, so that a queued task
+// keeps no memory alive.
+class JobTicket {
+ public:
+  explicit JobTicket(std::shared_ptr<CopyJob> job) : job_(std::move(job)) {}
+  std::shared_ptr<CopyJob> take() {  // null from the second call on
+    const std::lock_guard lock(mutex_);
+    return std::exchange(job_, nullptr);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<CopyJob> job_;  // guarded by mutex_
+};
+
+// The life of a job:
+//
+//   created     it has recorded what it waits for; its memory is allocated now, or during staging
+//   begun       by run(), or by the first worker that takes its ticket
+//   shared      participants claim parts concurrently; a caller that would only wait takes part too
+//   enqueued    the last participant to finish records the events, and releases what it can
+//   done        the device has passed the last event
+//
+// A job may be dropped at any point: no memory is reused before its stream has passed its work.
+class CopyJob : public std::enable_shared_from_this<CopyJob> {
+ public:
+  virtual ~CopyJob();
+  CopyJob(const CopyJob&) = delete;
+  CopyJob& operator=(const CopyJob&) = delete;
+
+  // Call exactly one of run() and run_in_background(), once. run() does the whole job on this
+  // thread, and keeps a failure for rethrow_failure(). Blocks: while the staging limit is reached.
+  // GIL: must not be held.
+  void run() noexcept;
+  // Runs the job on the pool's workers. Returns at once; false if the pool is closed and nothing
+  // was done. Lifetime: the pool outlives the job.
+  [[nodiscard]] bool run_in_background(ThreadPool& pool);
+
+  // Takes part in the job until nothing is left to claim, for a thread that would otherwise only
+  // wait until the job is enqueued. Blocks: as run(). Requires: no torch mode in this thread. GIL:
+  // must not be held. Throws: Interrupted; a worker then takes this thread's place.
+  void help();
+
+  // Enqueues the transfers if they are deferred and all sources are staged. is_done() and the waits
+  // do so too. Returns at once. GIL: may be held.
+  virtual void send() noexcept {}
+
+  // Milestone: every transfer is enqueued, or the job has failed.
+  bool is_enqueued() const { return enqueued_.load(std::memory_order_acquire); }
+  void wait_enqueued();  // Blocks. GIL: must not be held. Throws: Interrupted, as all waits here.
+
+  // Milestone: the sources may be written again, or the job has failed. Host sources have been
+  // read. Device sources may be written by work that is ordered after the reads, see
+  // order_after_reads().
+  bool are_sources_free() const;
+  void wait_sources_free();  // Blocks. GIL: must not be held.
+  // Makes `stream`, of the sources' device, wait for the reads. Requires: are_sources_free().
+  void order_after_reads(const c10::Stream& stream) const;
+
+  // Milestone: the transfers have arrived, or the job has failed and no longer writes to the
+  // caller's memory. A device error counts as the end.
+  bool is_done();
+  void wait_done();  // Blocks. GIL: must not be held. Throws the device's error.
+
+  // Requires: is_enqueued().
+  bool has_failed() const { return failure_ != nullptr; }
+  // Throws the failure of a job that has failed, on every call. Requires: is_enqueued().
+  void rethrow_failure() const;
+
+  // Makes `stream`, of the target, wait for the transfers, and ensures that no memory of the result
+  // is reused while `stream` may still read it. Returns at once. Requires: is_enqueued(), no
+  // failure.
+  void hand_over_to(const c10::Stream& stream);
+
+  // Releases the sources and destinations. Requires: the caller knows that the job is done.
+  void release_kept() noexcept;
+
+  // Null if the job fills existing destinations.
+  const std::shared_ptr<Result>& result() const { return work_.result; }
+  // The phase times of all participants together.
+  PhaseTimes& phases() { return phases_; }
+  // The number of bytes that the enqueuing thread must move, or wait for.
+  virtual uint64_t host_bytes() const { return plan_.total_bytes; }
+  TransferCounts counts() const { return {transfers_, transfer_bytes_, fallbacks_}; }
+  const PackPlan& plan() const { return plan_; }
+  // The number of allocations on the target.
+  virtual size_t chunks() const { return work_.result ? work_.result->chunks() : 0; }
+  const c10::Device& source_device() const { return leaves_.device(); }
+  const c10::Device& target() const { return target_; }
+
+ protected:
+  // Moves from `work` inside the constructor, so the other arguments may be computed from it.
+  // `stream`, of the accelerator, gets the last transfer, or the wait for it. `reads` gets the
+  // device's reads of the sources; null: no device reads them.
+  CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* reads,
+          c10::Device target, CopyWork&& work);
+
+  // The maximum number of threads in transfer_all(), concurrently or one after the other.
+  virtual size_t most_participants() const { return 1; }
+  // Returns whether a caller may take part. transfer_all() must then wait, and so be interrupted,
+  // only before it claims a part.
+  virtual bool can_be_helped() const { return false; }
+  // Claims parts and enqueues their transfers until none is left or the job has failed. May throw.
+  virtual void transfer_all() = 0;
+  // Enqueues the work that follows all transfers on the stream. Called by the last participant,
+  // unless the job has failed. May throw.
+  virtual void complete() {}
+  // Called by the last participant.
+  virtual void finish() noexcept { finish_enqueued(); }
+
+  // Marks the job as enqueued, or failed. Call once, after all transfers.
+  void finish_enqueued() noexcept;
+  // Marks the sources as free, which may be before the job is enqueued. `read` is an event after
+  // the device's last read; null: no read is in flight.
+  void note_sources_free(EventRef read) noexcept;
+
+  // Runs a part of the job that uses the device. If it throws, the job fails.
+  template <typename Work>
+  void attempt(const Work& work) noexcept {
+    try {
+      const CountFallbacks counted(fallbacks_);
+      const RelaxedCapture relaxed(accelerator_.device().type());
+      work();
+    } catch (...) {
+      fail();
+    }
+  }
+  void fail() noexcept;  // keeps the current exception if it is the first
+  bool is_failing() const { return failed_; }
+  void count_transfer(uint64_t bytes);
+  // Returns the index of the next part that no participant has claimed; it may be past the last.
+  size_t claim() { return next_part_++; }
+  size_t next_part() const { return next_part_; }
+
+  Accelerator& accelerator_;
+  const c10::Stream stream_;
+  const c10::Stream* const reads_;
+  const c10::Device target_;
+  const CopyWork work_;
+  const LeafTable& leaves_;
+  const PackPlan& plan_;
+  PhaseTimes phases_;
+  // An event after the last transfer, recorded by the only or the last participant. Constant once
+  // enqueued.
+  EventRef arrived_;
+
+ private:
+  void lead() noexcept;
+  void invite_workers(size_t workers) noexcept;
+  bool join();
+  void work() noexcept;
+  void leave() noexcept;
+  void pass_on() noexcept;
+  void work_on_worker() noexcept;
+  void record_end() noexcept;
+
+  ThreadPool* pool_ = nullptr;              // that the job was submitted to
+  std::shared_ptr<JobTicket> ticket_;       // null: not submitted to a pool
+  std::atomic<uint32_t> participants_ = 1;  // the thread that begins is counted already
+  std::atomic<size_t> next_part_ = 0;
+  std::atomic<uint64_t> transfers_ = 0;
+  std::atomic<uint64_t> transfer_bytes_ = 0;
+  FallbackCount fallbacks_ = 0;
+  std::atomic<bool> failed_ = false;
+  std::atomic<bool> handed_over_ = false;
+  std::atomic<bool> host_knows_arrival_ = false;  // the host has waited: later work need not
+
+  Mutex mutex_;
+  Condition milestone_;
+  std::atomic<bool> sources_free_ = false;  // once `read_` has ended too; written under mutex_
+  std::atomic<bool> enqueued_ = false;      // written under mutex_
+  EventRef read_;     // after the device's last read of sources; constant once sources_free_
+  EventRef written_;  // after the last write, of a failed job too; constant once enqueued_
+  std::exception_ptr failure_;  // guarded by mutex_ until enqueued_, constant after
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,199 @@
+// Gathers the chunks of a group on the source device, then enqueues one transfer for each chunk.
+#include "engine/jobs/device_job.h"
+
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "engine/device/event_pool.h"
+#include "engine/moves/gather.h"
+#include "engine/moves/segment_kernel.h"
+#include "engine/moves/transport.h"
+
+namespace tdcopier {
+namespace {
+
+constexpr uint64_t kLineBytes = 64;
+
+std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
+
+// Returns the accelerator of the stream that the arrival is recorded on.
+Accelerator& arrival(Accelerator& source, c10::Device target) {
+  return target.is_cpu() ? source : Accelerator::of(target);
+}
+
+// Returns the stream that the arrival is recorded on.
+const c10::Stream& arrivals(Accelerator& source, c10::Device target) {
+  return target.is_cpu() ? source.from_device_stream() : Accelerator::of(target).ordered_stream();
+}
+
+bool is_within(const Accelerator& source, c10::Device target, const CopyWork& work) {
+  return !work.result && source.device() == target;
+}
+
+}  // namespace
+
+void set_max_straight_bytes(uint64_t bytes) {
+  g_max_straight_bytes = bytes;
+}
+
+DeviceJob::DeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned)
+    : CopyJob(
+          arrival(source, target), arrivals(source, target),
+          is_within(source, target, work) ? &source.ordered_stream() : &source.from_device_stream(),
+          target, std::move(work)),
+      source_(source),
+      pinned_(pinned),
+      within_(*reads_ == stream_ && !target.is_cpu()),
+      written_(source.record_current()),
+      used_(work_.result ? nullptr : accelerator_.record_current()) {}
+
+size_t DeviceJob::chunks() const {
+  if (work_.result) return work_.result->chunks();
+  if (within_) return 0;
+  return static_cast<size_t>(std::count_if(plan_.chunks.begin(), plan_.chunks.end(),
+                                           [](const ChunkPlan& chunk) { return chunk.scattered; }));
+}
+
+void DeviceJob::transfer_all() {
+  // Wait here, because a transfer to pageable memory cannot be interrupted.
+  if (target_.is_cpu() && !pinned_) wait_until_ended(*written_);
+  const c10::StreamGuard on_target_stream(stream_);
+  const c10::StreamGuard on_source_stream(*reads_);
+  written_->block(*reads_);
+  if (used_) used_->block(stream_);
+  if (within_) {
+    const PhaseRange range(phases_, Phase::kEnqueue);
+    copy_within(stream_, leaves_, work_.destinations);
+    arrived_ = accelerator_.events().record_or_wait(stream_);
+    return;
+  }
+  for (size_t i = 0; i < plan_.chunks.size();) {
+    const ChunkPlan& chunk = plan_.chunks[i];
+    if (chunk.bytes == 0) {
+      ++i;
+    } else if (is_in_place(chunk)) {
+      transfer(i, static_cast<const std::byte*>(leaves_[plan_.order[chunk.first]].data));
+      ++i;
+    } else {
+      i = gather_and_transfer(i);
+    }
+  }
+}
+
+bool DeviceJob::is_in_place(const ChunkPlan& chunk) const {
+  return chunk.last - chunk.first == 1 && !leaves_[plan_.order[chunk.first]].strided;
+}
+
+// Moves one group of chunks. Returns the index of the first chunk after the group.
+size_t DeviceJob::gather_and_transfer(size_t first) {
+  const size_t last = end_of_group(first);
+  if (can_gather_straight(first, last)) {
+    gather_straight(first, last);
+    if (last == plan_.chunks.size()) {
+      note_sources_free(source_.events().record_or_wait(*reads_));
+    }
+  } else {
+    // Chunks keep their offset in a cache line, so that elements stay aligned.
+    const uint64_t begin = plan_.chunks[first].begin / kLineBytes * kLineBytes;
+    // Freed in the order of this stream, so that the next group can reuse it.
+    const c10::Storage scratch =
+        allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);
+    std::vector<std::byte*> at;
+    for (size_t i = first; i < last; ++i) {
+      at.push_back(static_cast<std::byte*>(scratch.mutable_data()) + plan_.chunks[i].begin - begin);
+    }
+    {
+      const PhaseRange range(phases_, Phase::kStage);
+      gather(*reads_, plan_, leaves_, {first, last, at});
+    }
+    // Nothing after the last gather reads a source again.
+    if (last == plan_.chunks.size()) {
+      note_sources_free(source_.events().record_or_wait(*reads_));
+    }
+    for (size_t i = first; i < last; ++i) transfer(i, at[i - first]);
+  }
+  return last;
+}
+
+size_t DeviceJob::end_of_group(size_t first) const {
+  size_t last = first + 1;
+  const auto fits = [&](const ChunkPlan& chunk) {
+    return chunk.packed && chunk.bytes != 0 && !is_in_place(chunk) &&
+           chunk.end() - plan_.chunks[first].begin <= kMaxGatheredBytes;
+  };
+  if (!plan_.chunks[first].packed) return last;
+  while (last < plan_.chunks.size() && fits(plan_.chunks[last])) ++last;
+  return last;
+}
+
+bool DeviceJob::can_gather_straight(size_t first, size_t last) const {
+  const uint64_t bytes = plan_.chunks[last - 1].end() - plan_.chunks[first].begin;
+  if (!target_.is_cpu() || !pinned_ || bytes > g_max_straight_bytes) return false;
+  if (!has_segment_kernel(source_.device(), bytes)) return false;
+  return std::none_of(plan_.order.begin() + plan_.chunks[first].first,
+                      plan_.order.begin() + plan_.chunks[last - 1].last,
+                      [this](uint32_t leaf) { return leaves_[leaf].strided; });
+}
+
+void DeviceJob::gather_straight(size_t first, size_t last) {
+  const PhaseRange range(phases_, Phase::kStage);
+  std::vector<std::byte*> at;
+  for (size_t i = first; i < last; ++i) at.push_back(work_.result->address(i));
+  size_t launches = 0;
+  try {
+    launches = gather(*reads_, plan_, leaves_, {first, last, at});
+  } catch (...) {
+    note_written(first, last);  // some kernels may be in flight
+    throw;
+  }
+  note_written(first, last);
+  uint64_t bytes = 0;
+  for (size_t i = first; i < last; ++i) bytes += plan_.chunks[i].bytes;
+  // Each kernel counts as one transfer, for any number of chunks.
+  for (size_t i = 0; i < launches; ++i) count_transfer(i == 0 ? bytes : 0);
+}
+
+// Tells the allocator that the stream writes these chunks. If that fails, waits for the stream: the
+// memory must not be freed before it is written.
+void DeviceJob::note_written(size_t first, size_t last) {
+  try {
+    for (size_t i = first; i < last; ++i) work_.result->note_written(i, *reads_);
+  } catch (...) {
+    reads_->synchronize();
+    throw;
+  }
+}
+
+void DeviceJob::transfer(size_t index, const std::byte* from) {
+  const PhaseRange range(phases_, Phase::kEnqueue);
+  const ChunkPlan& chunk = plan_.chunks[index];
+  if (target_.is_cpu()) {
+    std::byte* const to = work_.result->address(index);
+    if (pinned_) {
+      enqueue_to_host(*reads_, to, from, chunk.bytes);
+      note_written(index, index + 1);
+    } else {
+      copy_to_pageable(*reads_, to, from, chunk.bytes);
+    }
+    return count_transfer(chunk.bytes);
+  }
+  c10::Storage scratch;
+  std::byte* to = work_.result ? work_.result->address(index) : work_.to[index];
+  if (to == nullptr) {
+    const c10::StreamGuard on_target_stream(stream_);
+    scratch = allocate_on_device(target_, chunk.bytes);
+    to = static_cast<std::byte*>(scratch.mutable_data());
+  }
+  enqueue_between(stream_, to, *reads_, from, chunk.bytes);
+  count_transfer(chunk.bytes);
+  if (scratch) {
+    std::byte* const at[] = {to};
+    scatter(stream_, plan_, leaves_, work_.destinations, {index, index + 1, at});
+  }
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,49 @@
+// D2H to new memory, and D2D to new or existing memory, on another device or the same.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "engine/jobs/copy_job.h"
+
+namespace tdcopier {
+
+// Up to this size a kernel gathers leaves straight into pinned memory: to gather them on the device
+// and transfer them from there would take longer.
+inline constexpr uint64_t kMaxStraightBytes = 4 * 1024 * 1024;
+// Chunks are gathered in groups of up to this size.
+inline constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
+
+// Replaces kMaxStraightBytes, for tests and comparisons. Thread: any.
+void set_max_straight_bytes(uint64_t bytes);
+
+// A copy from a device. It reads the sources after the work that their device's current stream has
+// when the job is created, and writes destinations after the work that their device's has. A copy
+// within one device makes no transfers.
+class DeviceJob final : public CopyJob {
+ public:
+  // `pinned`: results on the host are in pinned memory. Thread: the caller's, because its current
+  // streams are used.
+  DeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned);
+
+  uint64_t host_bytes() const override { return 0; }
+  size_t chunks() const override;
+
+ private:
+  void transfer_all() override;
+  size_t gather_and_transfer(size_t first);
+  size_t end_of_group(size_t first) const;
+  bool is_in_place(const ChunkPlan& chunk) const;
+  bool can_gather_straight(size_t first, size_t last) const;
+  void gather_straight(size_t first, size_t last);
+  void note_written(size_t first, size_t last);  // chunks of a result on the host
+  void transfer(size_t chunk, const std::byte* from);
+
+  Accelerator& source_;
+  const bool pinned_;
+  const bool within_;       // within one device, into existing memory
+  const EventRef written_;  // after the caller's work on the sources
+  const EventRef used_;     // after its work on the destinations; null: new memory
+};
+
+}  // namespace tdcopier

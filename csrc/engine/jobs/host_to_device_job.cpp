@@ -1,0 +1,248 @@
+// Participants claim, stage and send windows; or they stage all, and the thread that uses the batch
+// sends it.
+#include "engine/jobs/host_to_device_job.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <mutex>
+#include <numeric>
+#include <utility>
+
+#include "base/fork.h"
+#include "engine/moves/gather.h"
+#include "engine/moves/transport.h"
+
+namespace tdcopier {
+namespace {
+
+bool any_straight(const CopyWork& work, bool use_pinned_staging) {
+  return use_pinned_staging && work.result &&
+         std::any_of(work.plan->chunks.begin(), work.plan->chunks.end(),
+                     [&](const ChunkPlan& c) { return is_straight(c, *work.plan, *work.leaves); });
+}
+
+const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
+  return work.result ? target.to_device_stream() : target.ordered_stream();
+}
+
+}  // namespace
+
+bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves) {
+  return chunk.as_source ||
+         (chunk.last - chunk.first == 1 && leaves[plan.order[chunk.first]].pinned);
+}
+
+HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
+                                 const HostToDeviceOptions& options,
+                                 std::optional<DeferredLease> batch)
+    : CopyJob(target, stream_of(target, work),
+              any_straight(work, options.use_pinned_staging) ? &stream_of(target, work) : nullptr,
+              target.device(), std::move(work)),
+      use_pinned_staging_(options.use_pinned_staging),
+      generation_(fork_generation()),
+      used_(work_.result ? nullptr : target.record_current()),
+      straight_(straight_chunks()),
+      windows_(make_windows(options.window_bytes)),
+      host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
+                                  [this](uint64_t sum, const ChunkPlan& chunk) {
+                                    return goes_straight(chunk) ? sum : sum + chunk.bytes;
+                                  })),
+      batch_(std::move(batch)) {
+  if (used_) used_->block(stream_);
+  if (chunks() == 0 || work_.result) return;
+  const c10::StreamGuard on_stream(stream_);
+  scratch_.resize(plan_.chunks.size());
+  for (size_t i = 0; i < scratch_.size(); ++i) {
+    const ChunkPlan& chunk = plan_.chunks[i];
+    if (chunk.scattered) scratch_[i] = allocate_on_device(target_, chunk.bytes);
+  }
+}
+
+size_t HostToDeviceJob::chunks() const {
+  if (work_.result) return work_.result->chunks();
+  return static_cast<size_t>(std::count_if(plan_.chunks.begin(), plan_.chunks.end(),
+                                           [](const ChunkPlan& chunk) { return chunk.scattered; }));
+}
+
+bool HostToDeviceJob::goes_straight(const ChunkPlan& chunk) const {
+  return reads_ != nullptr && is_straight(chunk, plan_, leaves_);
+}
+
+std::vector<size_t> HostToDeviceJob::straight_chunks() const {
+  std::vector<size_t> chunks;
+  for (size_t i = 0; i < plan_.chunks.size(); ++i) {
+    if (plan_.chunks[i].bytes != 0 && goes_straight(plan_.chunks[i])) chunks.push_back(i);
+  }
+  return chunks;
+}
+
+// Without staging, each chunk is read in one piece.
+std::vector<Window> HostToDeviceJob::make_windows(const WindowBytes& window_bytes) const {
+  if (use_pinned_staging_) {
+    return cut_windows(plan_, leaves_, window_bytes,
+                       [this](const ChunkPlan& chunk) { return !goes_straight(chunk); });
+  }
+  std::vector<Window> windows;
+  for (const ChunkPlan& chunk : plan_.chunks) {
+    if (chunk.bytes != 0) windows.push_back({chunk.begin, chunk.end()});
+  }
+  return windows;
+}
+
+std::byte* HostToDeviceJob::address(size_t chunk) const {
+  if (work_.result) return work_.result->address(chunk);
+  if (work_.to[chunk] != nullptr) return work_.to[chunk];
+  return static_cast<std::byte*>(scratch_[chunk].mutable_data());
+}
+
+size_t HostToDeviceJob::most_participants() const {
+  return batch_ ? std::min(windows_.size(), kMostDeferredParticipants) : windows_.size();
+}
+
+// Chunks that are read in place come first: their transfers run while the rest is staged.
+void HostToDeviceJob::transfer_all() {
+  while (!is_failing()) {
+    const size_t next = next_straight_++;
+    if (next >= straight_.size()) break;
+    transfer_straight(straight_[next]);
+  }
+  while (!is_failing() && next_part() < windows_.size()) {
+    interleave();
+    transfer_window();
+  }
+}
+
+// Waits before it claims a window, so that an interrupted participant leaves none undone. Waits
+// with the caller's streams current, because signal handlers may run meanwhile.
+void HostToDeviceJob::transfer_window() {
+  std::optional<StagingLease> lease;
+  if (use_pinned_staging_ && !batch_) {
+    lease = accelerator_.staging().acquire(work_.result ? StagingUse::kToDevice
+                                                        : StagingUse::kToDeviceOrdered);
+    if (!lease) note_fallback();
+  }
+  const bool is_pageable = !batch_ && !lease;
+  if (is_pageable && used_) wait_until_ended(*used_);  // the transfer cannot be interrupted
+  const size_t claimed = claim();
+  if (claimed >= windows_.size()) return;
+  const Window& window = windows_[claimed];
+  if (is_pageable) return transfer_pageable(window);
+  stage(window, batch_ ? batch_->data() + window.begin : lease->data());
+  if (batch_) return;
+  staged_.add({window, std::move(*lease)},
+              [this](StagedWindow staged) { enqueue(std::move(staged)); });
+}
+
+void HostToDeviceJob::stage(const Window& window, std::byte* to) {
+  const PhaseRange range(phases_, Phase::kStage);
+  stage_window(plan_, leaves_, window, to);
+}
+
+void HostToDeviceJob::transfer_straight(size_t chunk) {
+  const PhaseRange range(phases_, Phase::kEnqueue);
+  const c10::StreamGuard on_stream(stream_);
+  const ChunkPlan& plan = plan_.chunks[chunk];
+  enqueue_to_device(stream_, address(chunk), leaves_[plan_.order[plan.first]].data, plan.bytes);
+  count_transfer(plan.bytes);
+}
+
+void HostToDeviceJob::enqueue(StagedWindow staged) {
+  const PhaseRange range(phases_, Phase::kEnqueue);
+  const c10::StreamGuard on_stream(stream_);
+  const auto leave_to_device = [&] {
+    EventRef read = accelerator_.events().record_or_wait(stream_);
+    // If this is the only window and nothing follows it, the event also marks the arrival.
+    const bool is_last = windows_.size() == 1 && straight_.empty() && scratch_.empty();
+    if (is_last && !is_failing()) arrived_ = read;
+    staged.lease.in_flight_until(std::move(read));
+  };
+  try {
+    send_parts(staged.window, staged.lease.data());
+  } catch (...) {
+    leave_to_device();  // the device may be reading for earlier transfers
+    throw;
+  }
+  leave_to_device();
+}
+
+void HostToDeviceJob::send_parts(const Window& window, const std::byte* staged) {
+  for_each_chunk_in_window(
+      plan_, window, [&](size_t chunk, uint64_t begin, uint64_t end, uint64_t at) {
+        enqueue_to_device(stream_, address(chunk) + begin, staged + at, end - begin);
+        count_transfer(end - begin);
+      });
+}
+
+void HostToDeviceJob::transfer_pageable(const Window& window) {
+  const c10::StreamGuard on_stream(stream_);
+  std::unique_ptr<std::byte[]> staged;
+  const auto send = [&](size_t index, uint64_t begin, uint64_t end, uint64_t at) {
+    const ChunkPlan& chunk = plan_.chunks[index];
+    const Leaf& first = leaves_[plan_.order[chunk.first]];
+    const bool is_in_place = chunk.as_source || (chunk.last - chunk.first == 1 && !first.strided);
+    const std::byte* from = static_cast<const std::byte*>(first.data) + begin;
+    if (!is_in_place) {
+      if (!staged) {
+        staged = std::make_unique_for_overwrite<std::byte[]>(window.bytes());
+        stage(window, staged.get());
+      }
+      from = staged.get() + at;
+    }
+    const PhaseRange range(phases_, Phase::kEnqueue);
+    copy_from_pageable(stream_, address(index) + begin, from, end - begin);
+    count_transfer(end - begin);
+  };
+  for_each_chunk_in_window(plan_, window, send);
+}
+
+void HostToDeviceJob::complete() {
+  if (scratch_.empty()) return;
+  const c10::StreamGuard on_stream(stream_);
+  for (size_t i = 0; i < scratch_.size(); ++i) {
+    if (!plan_.chunks[i].scattered) continue;
+    std::byte* const from[] = {address(i)};
+    scatter(stream_, plan_, leaves_, work_.destinations, {i, i + 1, from});
+  }
+  scratch_.clear();  // freed in the order of the stream
+}
+
+// ---- deferred -----------------------------------------------------------------------------------
+
+void HostToDeviceJob::finish() noexcept {
+  if (!batch_ || is_failing()) return finish_enqueued();
+  note_sources_free(nullptr);
+}
+
+void HostToDeviceJob::send() noexcept {
+  if (!batch_ || is_failing() || is_enqueued() || !are_sources_free()) return;
+  if (generation_ != fork_generation()) return;
+  // Use a worker's dispatch state: the modes of this thread do not concern the copy, and may need
+  // the GIL.
+  const c10::impl::ForceDispatchKeyGuard plain(
+      c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{}));
+  const std::lock_guard lock(sending_);
+  if (is_enqueued()) return;
+  attempt([this] { send_batch(); });
+  finish_enqueued();
+}
+
+void HostToDeviceJob::send_batch() {
+  const PhaseRange range(phases_, Phase::kEnqueue);
+  const c10::StreamGuard on_stream(stream_);
+  const auto leave_to_device = [this] {
+    EventRef read = accelerator_.events().record_or_wait(stream_);
+    if (!is_failing()) arrived_ = read;
+    batch_->in_flight_until(std::move(read));
+  };
+  try {
+    send_parts({0, plan_.chunks.back().end()}, batch_->data());
+  } catch (...) {
+    leave_to_device();
+    throw;
+  }
+  leave_to_device();
+}
+
+}  // namespace tdcopier

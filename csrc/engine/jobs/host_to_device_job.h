@@ -1,0 +1,87 @@
+// H2D, to new or existing memory: through pinned staging buffers, or straight from pinned sources.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/combiner.h"
+#include "engine/device/deferred_memory.h"
+#include "engine/device/staging_ring.h"
+#include "engine/jobs/copy_job.h"
+#include "engine/moves/stage.h"
+
+namespace tdcopier {
+
+// At most this many workers stage a deferred batch. No call waits for it, and beside a loop whose
+// host is busy more workers cost the loop more than they save: for 38 MB of rows, 12 workers slow
+// it by 5 %, and 4 workers by 4 %.
+inline constexpr size_t kMostDeferredParticipants = 4;
+
+// Returns whether the device can read the whole chunk from the sources' memory.
+bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves);
+
+struct HostToDeviceOptions {
+  bool use_pinned_staging;
+  WindowBytes window_bytes;  // a window fits in a staging buffer
+};
+
+// A copy from the host to a device. A participant claims a window, stages it in a buffer, enqueues
+// its transfers, and goes on to the next. Copies to new memory never wait for a caller's stream.
+// Existing destinations are written after the work that the caller's current stream of the target
+// has when the job is created.
+//
+// With memory for the whole batch the transfers are deferred: workers stage, and the thread that
+// uses the batch enqueues one transfer for each chunk. This is for loops that enqueue kernels all
+// the time: the driver admits one thread at a time, and each transfer that a worker enqueues delays
+// the loop by about 20 us.
+class HostToDeviceJob final : public CopyJob {
+ public:
+  // `batch`: memory for the plan's image; the transfers are deferred. Requires then: new memory,
+  // and no chunk that is read in place.
+  HostToDeviceJob(Accelerator& target, CopyWork work, const HostToDeviceOptions& options,
+                  std::optional<DeferredLease> batch = std::nullopt);
+
+  uint64_t host_bytes() const override { return host_bytes_; }
+  size_t chunks() const override;
+  void send() noexcept override;
+
+ private:
+  struct StagedWindow {
+    Window window;
+    StagingLease lease;
+  };
+
+  size_t most_participants() const override;
+  bool can_be_helped() const override { return true; }
+  void transfer_all() override;
+  void complete() override;
+  void finish() noexcept override;
+  void transfer_window();
+  void transfer_straight(size_t chunk);
+  void transfer_pageable(const Window& window);
+  void stage(const Window& window, std::byte* to);
+  void enqueue(StagedWindow staged);
+  void send_parts(const Window& window, const std::byte* staged);
+  void send_batch();
+
+  bool goes_straight(const ChunkPlan& chunk) const;
+  std::vector<size_t> straight_chunks() const;
+  std::vector<Window> make_windows(const WindowBytes& window_bytes) const;
+  std::byte* address(size_t chunk) const;
+
+  const bool use_pinned_staging_;
+  const uint32_t generation_;           // of the process that made it: a forked child sends nothing
+  const EventRef used_;                 // after the work on the caller's stream; null: new memory
+  std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none
+  const std::vector<size_t> straight_;  // chunks that are read in place, claimed one by one
+  std::atomic<size_t> next_straight_ = 0;
+  const std::vector<Window> windows_;  // claimed one by one
+  const uint64_t host_bytes_;
+  Combiner<StagedWindow> staged_;       // the driver admits one thread at a time
+  std::optional<DeferredLease> batch_;  // nullopt: the transfers are not deferred
+  Mutex sending_;
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,28 @@
+// Decides how leaves reach existing memory on a device: straight, in runs, or through scratch
+// memory from which the device scatters them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/pack_plan.h"
+#include "engine/leaves/destination.h"
+
+namespace tdcopier {
+
+// Up to this many transfers are cheaper than one scatter on the device.
+inline constexpr size_t kMostSmallRuns = 16;
+// A run of this size is worth a transfer of its own.
+inline constexpr uint64_t kLargeRunBytes = 64 * 1024;
+
+// Chunks for existing memory. A chunk is a run, which has its slots at the offsets of adjoining
+// destinations. Or it is scattered, and its entry in `to` is null.
+struct FillPlan {
+  PackPlan pack;
+  std::vector<std::byte*> to;  // by chunk
+};
+
+FillPlan make_fill_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes);
+
+}  // namespace tdcopier

@@ -1,0 +1,197 @@
+// The white list of packable tensors, and the table of leaves.
+#include "engine/leaves/leaf.h"
+
+#include <ATen/ExpandUtils.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "engine/device/byte_tensor.h"
+
+namespace tdcopier {
+namespace {
+
+// Keys that torch includes by default, without any mode or transform.
+constexpr c10::DispatchKeySet kPlainIncluded({c10::DispatchKey::BackendSelect,
+                                              c10::DispatchKey::ADInplaceOrView});
+
+// Compares raw bits, because the difference of two key sets keeps backend bits.
+bool has_more_than(c10::DispatchKeySet keys, c10::DispatchKeySet allowed) {
+  return (keys.raw_repr() & ~allowed.raw_repr()) != 0;
+}
+
+// torch has no named tensors from 2.13 on.
+template <typename Tensor>
+bool has_names(const Tensor& tensor) {
+  if constexpr (requires { tensor.has_names(); }) {
+    return tensor.has_names();
+  } else {
+    return false;
+  }
+}
+
+}  // namespace
+
+bool keeps_gradient(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->autograd_meta() == nullptr) return false;
+  if (impl->requires_grad() && c10::GradMode::is_enabled()) return true;
+  return tensor._fw_grad(/*level=*/0).defined();
+}
+
+c10::DispatchKeySet plain_tensor_keys(c10::Device device) {
+  const c10::DispatchKeySet dense = plain_key_set(device);
+  const c10::BackendComponent backend = dense.highestBackendKey();
+  return dense | c10::getAutogradRelatedKeySetFromBackend(backend) |
+         c10::getAutocastRelatedKeySetFromBackend(backend) |
+         c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
+}
+
+LeafTable::LeafTable(c10::Device device)
+    : device_(device), plain_keys_(plain_tensor_keys(device)) {}
+
+bool LeafTable::is_like(const LeafTable& other) const {
+  const auto alike = [](const Leaf& mine, const Leaf& its) {
+    return mine.dtype == its.dtype && mine.dims == its.dims && mine.strided == its.strided;
+  };
+  return device_ == other.device_ && std::ranges::equal(leaves_, other.leaves_, alike) &&
+         shapes_ == other.shapes_;
+}
+
+void LeafTable::reserve(size_t leaves) {
+  leaves_.reserve(leaves);
+  extents_.reserve(leaves);
+  shapes_.reserve(4 * leaves);
+}
+
+void LeafTable::add(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
+                    std::span<const int64_t> strides) {
+  const auto element_bytes = static_cast<uint32_t>(c10::elementSize(dtype));
+  uint64_t bytes = element_bytes;
+  for (const int64_t size : sizes) bytes *= static_cast<uint64_t>(size);
+  const auto dims = static_cast<uint32_t>(sizes.size());
+  leaves_.push_back(
+      {data, bytes, dtype, /*strided=*/false, dims, static_cast<uint32_t>(shapes_.size())});
+  extents_.push_back({bytes, element_bytes, static_cast<uint32_t>(dtype)});
+  for (const int64_t size : sizes) shapes_.push_back(size);
+  for (const int64_t stride : strides) shapes_.push_back(stride);
+}
+
+void LeafTable::add_strided(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
+                            std::span<const int64_t> strides,
+                            std::span<const int64_t> source_strides_bytes) {
+  add(data, dtype, sizes, strides);
+  leaves_.back().strided = true;
+  for (const int64_t stride : source_strides_bytes) shapes_.push_back(stride);
+}
+
+PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  // The keys also tell that the tensor is strided and which device it is on.
+  if (has_more_than(impl->key_set(), plain) || has_names(tensor)) return {Packable::kNo};
+  c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  if (storage == nullptr) return {Packable::kNo};
+  const at::IntArrayRef sizes = impl->sizes();
+  const at::IntArrayRef strides = impl->strides();
+  const bool dense = impl->is_non_overlapping_and_dense();
+  const uint64_t element_bytes = impl->itemsize();
+  const auto elements = static_cast<uint64_t>(impl->numel());
+  const uint64_t begin = static_cast<uint64_t>(impl->storage_offset()) * element_bytes;
+  uint64_t reach = elements;  // number of elements in memory from the first to the last
+  if (!dense && elements != 0) {
+    reach = 1;
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      reach += static_cast<uint64_t>((sizes[d] - 1) * strides[d]);
+    }
+  }
+  if (elements != 0 && begin + reach * element_bytes > storage->nbytes()) {
+    return {Packable::kShortStorage};
+  }
+  if (keeps_gradient(tensor)) return {Packable::kNo};
+  return {Packable::kYes, storage, begin, dense};
+}
+
+Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
+  const PlainTensor plain = look_at(tensor, plain_keys_);
+  if (plain.packable != Packable::kYes) return plain.packable;
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const at::IntArrayRef sizes = impl->sizes();
+  const at::IntArrayRef strides = impl->strides();
+  const uint64_t element_bytes = impl->itemsize();
+  const auto* data = static_cast<const std::byte*>(plain.storage->data()) + plain.begin;
+  const c10::ScalarType dtype = c10::typeMetaToScalarType(impl->dtype());
+  if (plain.dense) {
+    add(data, dtype, sizes, strides);
+    return Packable::kYes;
+  }
+  if (static_cast<uint64_t>(impl->numel()) > kMaxLeafBytes / element_bytes) return Packable::kNo;
+  // A device reads aligned elements only.
+  const bool aligned = reinterpret_cast<uintptr_t>(data) % element_bytes == 0;
+  if (!device_.is_cpu() && !aligned) return Packable::kNo;
+  add_gapped(data, dtype, sizes, strides);
+  return Packable::kYes;
+}
+
+// A function of its own, to keep the path of dense leaves short.
+void LeafTable::add_gapped(const void* data, c10::ScalarType dtype, at::IntArrayRef sizes,
+                           at::IntArrayRef strides) {
+  std::vector<int64_t> strides_bytes(strides.begin(), strides.end());
+  for (int64_t& stride : strides_bytes) stride *= static_cast<int64_t>(c10::elementSize(dtype));
+  // As `Tensor.to` does: dense, in the same order of dimensions.
+  const std::vector<int64_t> dense = at::infer_dense_strides(sizes, strides);
+  add_strided(data, dtype, sizes, dense, strides_bytes);
+}
+
+void LeafTable::note_pinned_series(uint32_t first) {
+  const auto last = static_cast<uint32_t>(leaves_.size());
+  if (pinned_series_.empty() || pinned_series_.back().first != first) {
+    pinned_series_.push_back({first, last});
+  }
+  pinned_series_.back().last = last;
+}
+
+std::vector<LeafSeries> LeafTable::pinned_runs(const PackOptions& options) const {
+  if (pinned_series_.empty()) return {};
+  RecycledVector<uintptr_t> addresses;
+  addresses.reserve(leaves_.size());
+  for (const Leaf& leaf : leaves_) addresses.push_back(reinterpret_cast<uintptr_t>(leaf.data));
+  return find_runs(extents(), addresses, pinned_series_, options);
+}
+
+at::IntArrayRef LeafTable::sizes(const Leaf& leaf) const {
+  return {shapes_.data() + leaf.first_size, leaf.dims};
+}
+
+at::IntArrayRef LeafTable::strides(const Leaf& leaf) const {
+  return {shapes_.data() + leaf.first_size + leaf.dims, leaf.dims};
+}
+
+at::IntArrayRef LeafTable::source_strides_bytes(const Leaf& leaf) const {
+  return {shapes_.data() + leaf.first_size + 2 * size_t{leaf.dims}, leaf.dims};
+}
+
+std::span<const std::byte> LeafTable::reach(const Leaf& leaf) const {
+  const auto* first = static_cast<const std::byte*>(leaf.data);
+  if (!leaf.strided || leaf.bytes == 0) return {first, leaf.bytes};
+  const at::IntArrayRef counts = sizes(leaf);
+  const at::IntArrayRef steps = source_strides_bytes(leaf);
+  int64_t below = 0;  // an array may have negative strides
+  auto above = static_cast<int64_t>(c10::elementSize(leaf.dtype));
+  for (size_t d = 0; d < counts.size(); ++d) {
+    const int64_t span = (counts[d] - 1) * steps[d];
+    (span < 0 ? below : above) += span;
+  }
+  return {first + below, static_cast<size_t>(above - below)};
+}
+
+bool dispatch_is_altered() {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+         has_more_than(c10::impl::tls_local_dispatch_key_set().included_, kPlainIncluded);
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,60 @@
+// Finds host leaves that a device can read in place: large pinned ones, and series of small ones in
+// one pinned storage.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "engine/leaves/leaf.h"
+
+namespace tdcopier {
+
+// torch takes a microsecond to tell whether memory is pinned. So only large leaves are checked, and
+// storages with a series of small leaves that is as large in total. Other small leaves are packed,
+// pinned or not.
+class PinnedLeaves {
+ public:
+  // Looks at the last leaf of the table, which is this host tensor. Requires: its storage and those
+  // of the leaves before stay alive until the last call.
+  void note(LeafTable& leaves, const at::Tensor& tensor) {
+    const Leaf& leaf = leaves[leaves.size() - 1];
+    if (leaf.bytes == 0) return;
+    if (leaf.strided || leaf.bytes > kMaxPackedLeafBytes) return end_series(leaves, tensor);
+    const c10::StorageImpl* const storage = storage_of(tensor);
+    if (storage != storage_) {
+      storage_ = storage;
+      first_ = static_cast<uint32_t>(leaves.size() - 1);
+      bytes_ = 0;
+    }
+    bytes_ += leaf.bytes;
+    if (bytes_ > kMaxPackedLeafBytes && is_pinned(tensor)) leaves.note_pinned_series(first_);
+  }
+
+ private:
+  static const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  }
+  void end_series(LeafTable& leaves, const at::Tensor& tensor) {
+    storage_ = nullptr;
+    if (!leaves[leaves.size() - 1].strided && is_pinned(tensor)) leaves.note_pinned();
+  }
+  bool is_pinned(const at::Tensor& tensor) {
+    const c10::StorageImpl* const storage = storage_of(tensor);
+    if (storage != asked_) {
+      answer_ = tensor.is_pinned();
+      asked_ = storage;
+    }
+    return answer_;
+  }
+
+  const c10::StorageImpl* storage_ = nullptr;  // of the series that the last leaf belongs to
+  uint32_t first_ = 0;                         // the first leaf of the series
+  uint64_t bytes_ = 0;                         // of the series
+  const c10::StorageImpl* asked_ = nullptr;    // the storage that was checked last
+  bool answer_ = false;
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,191 @@
+// Makes one allocation for each chunk, and output tensors directly over them.
+#include "engine/leaves/result.h"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "base/interleaver.h"
+#include "base/internal_error.h"
+#include "engine/device/byte_tensor.h"
+#include "engine/leaves/output_tensor.h"
+#include "engine/leaves/own_chunks.h"
+
+namespace tdcopier {
+namespace {
+
+constexpr uint64_t kAllocatorAlignmentBytes = 64;  // that every torch allocator guarantees
+constexpr uint64_t kMostElementBytes = 16;
+
+// Returns an empty, resizable storage.
+c10::Storage empty_storage(c10::Device device) {
+  return {c10::Storage::use_byte_size_t(), size_t{0}, c10::DataPtr(nullptr, device),
+          c10::GetAllocator(device.type()), /*resizable=*/true};
+}
+
+c10::Storage allocate_on_host(c10::Allocator* allocator, uint64_t bytes) {
+  return {c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), allocator->allocate(bytes),
+          allocator, /*resizable=*/true};
+}
+
+}  // namespace
+
+c10::Storage allocate_on_device(c10::Device device, uint64_t bytes) {
+  // The modes and transforms of this thread must not affect the allocation.
+  const c10::impl::ForceDispatchKeyGuard plain(
+      c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{}));
+  return at::empty({static_cast<int64_t>(bytes)},
+                   at::TensorOptions().dtype(c10::ScalarType::Byte).device(device))
+      .storage();
+}
+
+Result::Result(const MemoryOf& memory, std::shared_ptr<const LeafTable> leaves,
+               std::shared_ptr<const PackPlan> plan)
+    : memory_(memory),
+      leaves_(std::move(leaves)),
+      plan_(std::move(plan)),
+      output_keys_(plain_key_set(memory.device)),
+      inference_mode_(c10::InferenceMode::is_enabled()) {}
+
+void Result::allocate() {
+  try {
+    allocate_chunks();
+  } catch (...) {
+    chunks_.clear();  // a caller may keep the failed handle, and try again with less
+    const std::lock_guard lock(mutex_);
+    failure_ = std::current_exception();
+  }
+  if (!failure_) {
+    const std::lock_guard lock(mutex_);
+    is_allocated_.store(true, std::memory_order_release);
+  }
+  allocated_.notify_all();
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void Result::wait_allocated() {
+  std::unique_lock lock(mutex_);
+  allocated_.wait(lock, [this] { return is_allocated_ || failure_; });
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+void Result::allocate_chunks() {
+  std::optional<c10::StreamGuard> on_stream;
+  if (memory_.stream != nullptr) on_stream.emplace(*memory_.stream);
+  chunks_.reserve(plan_->chunks.size());
+  for (const ChunkPlan& chunk : plan_->chunks) {
+    chunks_.push_back(allocate(chunk));
+    if (memory_.device.is_cpu() || chunk.last - chunk.first <= 1) continue;
+    remember_chunk(chunks_.back().storage, chunks_.back().shift, *plan_, chunk, *leaves_);
+  }
+}
+
+// If the allocator's alignment is not enough, shifts the chunk within a larger block. The size is a
+// multiple of the largest element, because torch saves and loads whole elements of a storage, of
+// any dtype.
+Result::Chunk Result::allocate(const ChunkPlan& plan) const {
+  const uint64_t alignment = plan.alignment_bytes;
+  const bool is_aligned = alignment <= kAllocatorAlignmentBytes;
+  const uint64_t needed = plan.bytes + (is_aligned ? 0 : alignment - 1);
+  const uint64_t total = (needed + kMostElementBytes - 1) / kMostElementBytes * kMostElementBytes;
+  Chunk chunk;
+  if (!memory_.device.is_cpu()) {
+    chunk.storage = allocate_on_device(memory_.device, total);
+  } else {
+    c10::Allocator* const allocator = memory_.host_allocator;
+    chunk.storage = allocate_on_host(allocator ? allocator : c10::GetAllocator(c10::kCPU), total);
+  }
+  const auto address = reinterpret_cast<uintptr_t>(chunk.storage.data());
+  chunk.shift = is_aligned ? 0 : (alignment - address % alignment) % alignment;
+  check_invariant((address + chunk.shift) % alignment == 0, "allocators align memory to 64 bytes");
+  return chunk;
+}
+
+void Result::record_on(const c10::Stream& stream) const {
+  const c10::impl::VirtualGuardImpl backend(memory_.device.type());
+  for (const Chunk& chunk : chunks_) {
+    if (chunk.storage.nbytes() != 0) {
+      backend.recordDataPtrOnStream(chunk.storage.data_ptr(), stream);
+    }
+  }
+}
+
+void Result::note_written(size_t chunk, const c10::Stream& stream) const {
+  const c10::DataPtr& memory = chunks_[chunk].storage.data_ptr();
+  at::getHostAllocator(stream.device_type())
+      ->record_event(memory.get(), memory.get_context(), stream);
+}
+
+void Result::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const {
+  for (size_t i = first; i < last; ++i) to[i] = output(static_cast<uint32_t>(i));
+}
+
+// Works in small parts, so that a caller can take the outputs made so far and make the rest.
+void Result::make_outputs_ahead(PhaseTimes& times) noexcept {
+  constexpr size_t kPart = 64;
+  const c10::InferenceMode mode(inference_mode_);
+  for (size_t first = 0; first < leaves(); first += kPart) {
+    interleave();
+    const std::lock_guard lock(made_mutex_);
+    if (made_are_taken_) return;
+    try {
+      const PhaseRange range(times, Phase::kOutputs);
+      made_.resize(leaves());
+      make_outputs(first, std::min(first + kPart, leaves()), made_);
+    } catch (...) {  // out of memory: the thread that takes the outputs makes them all
+      made_are_taken_ = true;
+      made_.clear();
+      return;
+    }
+  }
+}
+
+RecycledVector<at::Tensor> Result::take_made_outputs() {
+  const std::lock_guard lock(made_mutex_);
+  made_are_taken_ = true;
+  return std::exchange(made_, {});
+}
+
+bool Result::reuse_output(const at::Tensor& earlier, size_t leaf_index,
+                          c10::DispatchKeySet keys) const {
+  const Leaf& leaf = (*leaves_)[leaf_index];
+  if (leaf.bytes == 0) return false;  // it has a storage of its own, which may have grown
+  OutputTensor* output = OutputTensor::of(earlier);
+  if (output == nullptr || earlier.use_count() != 1 || earlier.weak_use_count() != 1) return false;
+  if (!output->is_plain(keys)) return false;
+  if (output->device() != memory_.device ||
+      output->dtype() != c10::scalarTypeToTypeMeta(leaf.dtype) ||
+      output->sizes() != leaves_->sizes(leaf) || output->strides() != leaves_->strides(leaf)) {
+    return false;
+  }
+  const Slot& slot = plan_->slots[leaf_index];
+  const Chunk& chunk = chunks_[slot.chunk];
+  output->move_to(chunk.storage, (chunk.shift + slot.offset) / output->itemsize());
+  return true;
+}
+
+at::Tensor Result::output(uint32_t leaf_index) const {
+  const Leaf& leaf = (*leaves_)[leaf_index];
+  const Slot& slot = plan_->slots[leaf_index];
+  const Chunk& chunk = chunks_[slot.chunk];
+  const caffe2::TypeMeta dtype = c10::scalarTypeToTypeMeta(leaf.dtype);
+  // An empty leaf has a storage of its own: `out=` and `resize_` often grow one, and would write
+  // over its neighbours.
+  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(memory_.device);
+  const uint64_t begin = leaf.bytes != 0 ? chunk.shift + slot.offset : 0;
+  at::Tensor output =
+      at::detail::make_tensor<OutputTensor>(std::move(storage), output_keys_, dtype);
+  output.unsafeGetTensorImpl()->set_sizes_and_strides(
+      leaves_->sizes(leaf), leaves_->strides(leaf), static_cast<int64_t>(begin / dtype.itemsize()));
+  return output;
+}
+
+}  // namespace tdcopier

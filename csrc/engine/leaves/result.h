@@ -1,0 +1,113 @@
+// The memory that a copy allocates on its target, and the tensors over it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/monitor.h"
+#include "base/pack_plan.h"
+#include "base/recycled.h"
+#include "engine/device/phases.h"
+#include "engine/leaves/leaf.h"
+
+namespace tdcopier {
+
+// Where a result's memory comes from.
+struct MemoryOf {
+  c10::Device device;
+  // On an accelerator: the stream that the memory belongs to; consumers' streams are recorded on
+  // it.
+  const c10::Stream* stream = nullptr;
+  // On the host: the allocator. Null: torch's own for pageable memory.
+  c10::Allocator* host_allocator = nullptr;
+};
+
+// The new memory of one job, and its outputs. The job that fills it and the handle that hands it
+// out share it. Thread: any.
+class Result {
+ public:
+  // Requires: the stream in `memory` lives as long as the result.
+  Result(const MemoryOf& memory, std::shared_ptr<const LeafTable> leaves,
+         std::shared_ptr<const PackPlan> plan);
+  Result(const Result&) = delete;
+  Result& operator=(const Result&) = delete;
+
+  // Allocates a storage for each chunk, from the allocator that torch has in force for this thread.
+  // Call once; other threads may stage meanwhile. Throws what the allocator throws. GIL: need not
+  // be held.
+  void allocate();
+
+  const c10::Device& device() const { return memory_.device; }
+  size_t leaves() const { return leaves_->size(); }
+  size_t chunks() const { return plan_->chunks.size(); }
+  // Returns the address of the chunk's first slot. Blocks: until the memory is allocated. Throws
+  // what allocate() has thrown. All functions below require that the memory is allocated.
+  std::byte* address(size_t chunk) {
+    if (!is_allocated_.load(std::memory_order_acquire)) wait_allocated();
+    return static_cast<std::byte*>(chunks_[chunk].storage.mutable_data()) + chunks_[chunk].shift;
+  }
+  const c10::Storage& storage(size_t chunk) const { return chunks_[chunk].storage; }
+
+  // Ensures that no chunk is reused while `stream`, of the device, may still read it.
+  void record_on(const c10::Stream& stream) const;
+  // Notes that the work on `stream` writes to the chunk, which is pinned: even if the chunk is
+  // dropped, its allocator does not reuse it before that work is done.
+  void note_written(size_t chunk, const c10::Stream& stream) const;
+
+  // Makes light tensors over the slots of leaves [first, last), and puts them at the same indices
+  // of `to`.
+  void make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const;
+  // Makes outputs until they are taken, on a worker that is otherwise idle.
+  void make_outputs_ahead(PhaseTimes& times) noexcept;
+  // Returns the outputs that were made ahead, by leaf: the first ones, or none. No more are made
+  // from then on, and a second call returns none.
+  RecycledVector<at::Tensor> take_made_outputs();
+  // Turns `earlier`, an output of this leaf in an earlier copy with the same plan, into an output
+  // of this copy. Returns false if it was changed, or if `earlier` is not its only reference.
+  // `keys` are those that outputs get.
+  [[nodiscard]] bool reuse_output(const at::Tensor& earlier, size_t leaf,
+                                  c10::DispatchKeySet keys) const;
+
+ private:
+  struct Chunk {
+    c10::Storage storage;
+    uint64_t shift = 0;  // in bytes: where the first slot begins
+  };
+
+  void allocate_chunks();
+  Chunk allocate(const ChunkPlan& plan) const;
+  void wait_allocated();
+  at::Tensor output(uint32_t leaf) const;
+
+  const MemoryOf memory_;
+  const std::shared_ptr<const LeafTable> leaves_;
+  const std::shared_ptr<const PackPlan> plan_;
+  const c10::DispatchKeySet output_keys_;
+  const bool inference_mode_;  // whether the caller was in it
+  std::vector<Chunk> chunks_;  // constant once is_allocated_
+
+  Mutex mutex_;
+  Condition allocated_;
+  std::atomic<bool> is_allocated_ = false;  // written under mutex_
+  std::exception_ptr failure_;              // guarded by mutex_
+
+  std::mutex made_mutex_;            // guards the two below
+  RecycledVector<at::Tensor> made_;  // outputs, by leaf
+  bool made_are_taken_ = false;
+};
+
+// Allocates memory on the device, from torch's allocator in force. It belongs to the current
+// stream, and is reused in the order of that stream.
+c10::Storage allocate_on_device(c10::Device device, uint64_t bytes);
+
+}  // namespace tdcopier

@@ -1,0 +1,142 @@
+// Moves all leaves that are contiguous at both ends with one kernel, or with one torch call where
+// the kernel is unavailable, and each other leaf with a torch call of its own.
+#include "engine/moves/gather.h"
+
+#include <ATen/ops/_foreach_copy.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "engine/device/byte_tensor.h"
+#include "engine/device/fallbacks.h"
+#include "engine/moves/segment_kernel.h"
+
+namespace tdcopier {
+namespace {
+
+std::vector<int64_t> in_elements(std::span<const int64_t> strides_bytes, uint32_t element_bytes) {
+  std::vector<int64_t> strides(strides_bytes.begin(), strides_bytes.end());
+  for (int64_t& stride : strides) stride /= element_bytes;
+  return strides;
+}
+
+// The source or destination of one leaf. It is contiguous, with bytes in the order in which they
+// arrive, or it has these strides.
+struct End {
+  const std::byte* data;
+  bool strided = false;
+  std::span<const int64_t> strides_bytes = {};
+};
+
+// Enqueues copies through torch: one call for all that are contiguous.
+class TorchCopies {
+ public:
+  // `counted`: the copies count as fallbacks.
+  TorchCopies(c10::Device device, const LeafTable& leaves, bool counted)
+      : device_(device), leaves_(leaves), counted_(counted) {}
+
+  void add(const Leaf& leaf, const End& from, const End& to) {
+    if (leaf.bytes == 0) return;
+    if (!from.strided && !to.strided) {
+      from_.push_back(bytes_at(device_, from.data, leaf.bytes));
+      to_.push_back(bytes_at(device_, to.data, leaf.bytes));
+      return;
+    }
+    const auto element_bytes = static_cast<uint32_t>(c10::elementSize(leaf.dtype));
+    const auto view = [&](const End& end) {
+      const std::vector<int64_t> strides =
+          end.strided ? in_elements(end.strides_bytes, element_bytes) : leaves_.strides(leaf).vec();
+      return elements_at(device_, end.data, element_bytes, leaves_.sizes(leaf), strides);
+    };
+    view(to).copy_(view(from), /*non_blocking=*/true);
+    if (counted_) note_fallback(device_.type());
+  }
+
+  void enqueue() const {
+    if (from_.empty()) return;
+    if (counted_) note_fallback(device_.type());
+    at::_foreach_copy_(to_, from_, /*non_blocking=*/true);
+  }
+
+ private:
+  const c10::Device device_;
+  const LeafTable& leaves_;
+  const bool counted_;
+  std::vector<at::Tensor> from_;
+  std::vector<at::Tensor> to_;
+};
+
+End source_of(const LeafTable& leaves, const Leaf& leaf) {
+  const auto* const data = static_cast<const std::byte*>(leaf.data);
+  if (!leaf.strided) return {data};
+  return {data, true, leaves.source_strides_bytes(leaf)};
+}
+
+End destination_of(const DestinationTable& destinations, size_t index, const Leaf& leaf) {
+  const Destination& to = destinations[index];
+  if (!to.strided) return {to.data};
+  return {to.data, true, destinations.strides_bytes(to, leaf.dims)};
+}
+
+// Moves leaves between their slots and the memory outside the chunks that `end_of` returns.
+template <typename EndOf>
+size_t move(const c10::Stream& stream, Move direction, const PackPlan& plan,
+            const LeafTable& leaves, const ChunkMemory& chunks, const EndOf& end_of) {
+  const c10::InferenceMode no_autograd;
+  uint64_t largest = 0;
+  size_t count = 0;
+  for (size_t i = chunks.first; i < chunks.last; ++i) {
+    largest = std::max(largest, plan.chunks[i].bytes);
+    count += plan.chunks[i].last - plan.chunks[i].first;
+  }
+  const bool by_kernel = has_segment_kernel(stream.device(), largest);
+  Segments segments(by_kernel ? count : 0);
+  TorchCopies copies(stream.device(), leaves, /*counted=*/true);
+  for (size_t i = chunks.first; i < chunks.last; ++i) {
+    const ChunkPlan& chunk = plan.chunks[i];
+    std::byte* const memory = chunks.at[i - chunks.first];
+    segments.begin_chunk(memory);
+    for (uint32_t l = chunk.first; l < chunk.last; ++l) {
+      const Leaf& leaf = leaves[plan.order[l]];
+      const uint64_t offset = plan.slots[plan.order[l]].offset;
+      const End end = end_of(plan.order[l], leaf);
+      if (by_kernel && !end.strided) {
+        segments.add(end.data, offset, leaf.bytes);
+      } else if (direction == Move::kGather) {
+        copies.add(leaf, end, {memory + offset});
+      } else {
+        copies.add(leaf, {memory + offset}, end);
+      }
+    }
+  }
+  const size_t launches = segments.move(stream, direction);
+  copies.enqueue();
+  return launches;
+}
+
+}  // namespace
+
+size_t gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
+              const ChunkMemory& chunks) {
+  return move(stream, Move::kGather, plan, leaves, chunks,
+              [&](uint32_t, const Leaf& leaf) { return source_of(leaves, leaf); });
+}
+
+void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
+             const DestinationTable& destinations, const ChunkMemory& chunks) {
+  move(stream, Move::kScatter, plan, leaves, chunks,
+       [&](uint32_t index, const Leaf& leaf) { return destination_of(destinations, index, leaf); });
+}
+
+void copy_within(const c10::Stream& stream, const LeafTable& leaves,
+                 const DestinationTable& destinations) {
+  const c10::InferenceMode no_autograd;
+  TorchCopies copies(stream.device(), leaves, /*counted=*/false);
+  for (uint32_t i = 0; i < leaves.size(); ++i) {
+    copies.add(leaves[i], source_of(leaves, leaves[i]), destination_of(destinations, i, leaves[i]));
+  }
+  copies.enqueue();
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,39 @@
+// Gathers leaves of a device into chunks, and scatters chunks to the leaves' destinations.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <span>
+
+#include "base/pack_plan.h"
+#include "engine/leaves/destination.h"
+#include "engine/leaves/leaf.h"
+
+namespace tdcopier {
+
+// Chunks [first, last) of a plan, and the address of each.
+struct ChunkMemory {
+  size_t first;
+  size_t last;
+  std::span<std::byte* const> at;  // by chunk, from `first` on
+};
+
+// All functions here enqueue work and never block. Requires: `stream` is the current one of its
+// device.
+
+// Copies each leaf of the chunks to its slot, on the same device or in pinned memory that the
+// device can write. Strided leaves arrive without gaps. Returns the number of the engine's kernels
+// that were launched.
+size_t gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
+              const ChunkMemory& chunks);
+
+// Copies each leaf of the chunks from its slot to its destination, on the same device.
+void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
+             const DestinationTable& destinations, const ChunkMemory& chunks);
+
+// Copies every leaf to its destination, both on the stream's device.
+void copy_within(const c10::Stream& stream, const LeafTable& leaves,
+                 const DestinationTable& destinations);
+
+}  // namespace tdcopier

@@ -1,0 +1,1 @@
+"""`python -m tdcopier info` and `python -m tdcopier bench`."""

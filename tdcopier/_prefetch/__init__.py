@@ -1,0 +1,1 @@
+"""Reading and copying batches ahead of a loop."""

@@ -1,0 +1,316 @@
+"""`prefetch`: reads the batches of a source and copies them ahead of the loop that uses them."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self, Unpack
+
+from tdcopier._copy import CopyOptions, Device, start_copy
+from tdcopier._prefetch.in_loop import LoopPass
+from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
+from tdcopier._prefetch.reader import ReaderPass
+from tdcopier._prefetch.source import PrefetchCounters, Source
+
+__all__ = ["PrefetchStats", "Prefetcher", "prefetch"]
+
+
+@dataclass(frozen=True)
+class PrefetchStats:
+    """Totals over all passes of a `Prefetcher` so far. Times are in microseconds.
+
+    If `waited_us` is small compared with the duration of the loop, no tuning is needed. If it is
+    large and `idle_us` is near 0, the reader is always busy: the source or the copy is slower than
+    the loop, and a larger `depth` does not help. If both are large, batches arrive unevenly: try a
+    larger `depth`. (Without a reader thread, `idle_us` is always 0.)
+    """
+
+    batches: int
+    """Batches that were yielded."""
+    late_batches: int
+    """Yielded batches that had not been read when the consumer asked for them."""
+    waited_us: float
+    """Time that consumers waited for these batches: until they were read and, if the host is the
+    target, until they had arrived. Without a reader thread it includes `read_us` and `copy_us`."""
+    read_us: float
+    """Time that the source took to return its batches."""
+    copy_us: float
+    """Time that the reader spent starting copies and waiting until their sources were read."""
+    idle_us: float
+    """Time that the reader waited for room, because `depth` batches were in flight."""
+
+
+class Prefetcher:
+    """Yields the batches of a source on a device, in order; made by `prefetch`.
+
+    `for` starts a pass. If an earlier pass is unfinished, the type of the source decides. A source
+    that can be iterated again (for example a list or a `DataLoader`) starts again from the
+    beginning, and the earlier pass is closed. A source that cannot (a generator, any other
+    iterator, a callable) continues with the next batch, including batches that were read already.
+    `next()` on the prefetcher itself returns the next batch of the current pass, and starts the
+    first pass if there is none. After the end of a pass it raises StopIteration until a new pass
+    starts.
+
+    Any thread may use a prefetcher, and several threads may share one iterator, `iter(prefetcher)`:
+    each batch goes to one of them.
+
+    A `with` block closes the prefetcher at its end. If the prefetcher is dropped instead, its
+    reader also ends, after the batch that it is reading.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        device: Device,
+        depth: int,
+        threaded: bool,
+        options: CopyOptions,
+        /,
+    ) -> None:
+        """Do not call this: use `prefetch`."""
+        self._is_callable = _is_callable(source)
+        self._source: Iterable[Any] | Callable[[], Any] = source
+        self._device: Device = device
+        self._depth = _checked_depth(depth)
+        self._is_threaded = _checked_threaded(threaded)
+        self._options = options
+        start_copy(None, device, **options)  # raises if the device or an option is wrong
+        self._counters = PrefetchCounters()
+        self._starting = threading.RLock()
+        self._queue: BatchQueue | None = None
+        self._begins_anew = False
+        self._is_closed = False
+        self._forks = forks()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start a pass or continue one, as described for the class.
+
+        Raises:
+            RuntimeError: the prefetcher is closed, or was made before the process forked.
+            Exception: an error from `iter(source)`, or from a generator whose pass is closed by
+                this call.
+        """
+        return _Pass(self, self._pass(is_wanted_anew=True))
+
+    def __next__(self) -> Any:
+        """Return the next batch on the device, ordered on the current stream.
+
+        Raises:
+            StopIteration: the pass has ended.
+            RuntimeError: as for `iter()`; or another thread closed the pass.
+            BaseException: an error from the source, or from the copy of this batch.
+        """
+        return self._pass(is_wanted_anew=False).take()
+
+    def __len__(self) -> int:
+        """Return the length of the source.
+
+        Raises:
+            TypeError: the source has no length.
+        """
+        if self._is_callable:
+            raise TypeError("a prefetcher of a callable has no len()")
+        return len(self._source)  # type: ignore[arg-type]  # raises TypeError itself
+
+    def close(self) -> None:
+        """End the pass for good: drop unused batches, close a generator, wait for the reader.
+
+        Blocks: until the source returns from the batch that it is reading. A second call does
+        nothing, and neither does a call in a forked child.
+
+        Raises:
+            Exception: an error that a generator raises when it is closed.
+        """
+        if self._forks != forks():
+            return
+        with self._starting:
+            self._is_closed = True
+            if self._queue is not None:
+                self._queue.end("so was its prefetcher")
+
+    def __del__(self) -> None:
+        """End the reader too. (If `__init__` raised, there is no queue.)"""
+        queue = getattr(self, "_queue", None)
+        if queue is not None and not sys.is_finalizing():
+            queue.close("the prefetcher was dropped")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def stats(self) -> PrefetchStats:
+        """Counts and times of all passes so far."""
+        counters = self._counters
+        return PrefetchStats(
+            counters.batches,
+            counters.late_batches,
+            counters.waited_ns / 1000,
+            counters.read_ns / 1000,
+            counters.copy_ns / 1000,
+            counters.idle_ns / 1000,
+        )
+
+    def _pass(self, *, is_wanted_anew: bool) -> BatchQueue:
+        """Return the current pass, or start one."""
+        if self._forks != forks():
+            refuse_in_child()
+        with self._starting:
+            if self._is_closed:
+                raise RuntimeError("this prefetcher is closed: make another one")
+            queue = self._queue
+            if queue is None or self._is_to_end(queue, is_wanted_anew=is_wanted_anew):
+                if queue is not None:
+                    queue.end("another one over the source has begun")
+                # Stored before it starts: an interrupt may end `start` after the reader has begun.
+                self._queue = queue = self._new_queue()
+            queue.start()
+            return queue
+
+    def _is_to_end(self, queue: BatchQueue, *, is_wanted_anew: bool) -> bool:
+        if queue.is_ending:  # and an interrupt stopped the call that was ending it
+            return True
+        return is_wanted_anew and (queue.is_over or self._begins_anew)
+
+    def _new_queue(self) -> BatchQueue:
+        generator = None
+        if self._is_callable:
+            read: Callable[[], Any] = self._source  # type: ignore[assignment]
+        else:
+            iterator = iter(self._source)  # type: ignore[arg-type]
+            self._begins_anew = iterator is not self._source
+            read = partial(next, iterator)
+            if isinstance(iterator, Generator):
+                generator = iterator
+        source = Source(
+            read,
+            generator,
+            self._device,
+            self._options,
+            self._counters,
+            has_reader=self._is_threaded,
+        )
+        make: type[BatchQueue] = ReaderPass if self._is_threaded else LoopPass
+        return make(self._depth, self._counters, source)
+
+
+class _Pass:
+    """The iterator of a `for` loop over a prefetcher; it keeps the prefetcher alive."""
+
+    __slots__ = ("_prefetcher", "_queue")
+
+    def __init__(self, prefetcher: Prefetcher, queue: BatchQueue) -> None:
+        self._prefetcher = prefetcher
+        self._queue = queue
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self._queue.take()
+
+
+def prefetch(
+    source: Iterable[Any] | Callable[[], Any],
+    device: Device,
+    *,
+    depth: int = 2,
+    threaded: bool = True,
+    **options: Unpack[CopyOptions],
+) -> Prefetcher:
+    """Read batches of a source and start their copies ahead of the loop that uses them.
+
+    For example::
+
+        for batch in tdcopier.prefetch(loader, "cuda"):
+            train_step(batch)
+
+    Each batch is read from `source` and passed to `start_copy`, up to `depth` batches ahead of the
+    loop. The loop gets what `handle.wait()` returns: the tree on `device`, ordered on the stream
+    that is current where the loop asks for it. Instead of a batch, a source may return the handle
+    of a copy that it has started itself, for example with `start_gather`. Then no Python code runs
+    for each leaf of a batch, and the device and options of that call apply. A batch with other
+    batches ahead of it in the queue is staged early, and the loop's own thread sends it in
+    `next()`. The memory of each batch has been read before the source is asked for the next one, so
+    the source may fill the same buffers each time.
+
+    The source is read in a thread of its own. That thread takes over the gradient mode, the
+    inference mode, the current device and the current streams of the thread that starts the pass,
+    as they are at that moment. So work that the source enqueues on a device is ordered as if the
+    starting thread had enqueued it. Leaves that are on `device` already are handed over unchanged,
+    ordered after the work that was on the reader's current stream when the batch had been read.
+    Other thread state (autocast, torch modes, context variables) is not taken over.
+
+    **Errors.** An error in the source is raised after all batches before it, and ends the pass. A
+    copy that fails raises its error in place of its batch, and the pass continues with the next
+    one. Ctrl-C ends the call that it interrupts, which may lose one batch, and the pass continues.
+
+    Args:
+        source: an iterable, for example a `DataLoader` or a generator; or a callable without
+            arguments, for example `buffer.sample`, that returns the next batch until it raises
+            StopIteration. An iterable that is also callable is iterated. The thread that starts a
+            pass calls `iter(source)`; only the reader reads batches, one at a time.
+        device: the target, as for `start_copy`. "cuda" is the CUDA device that is current where a
+            pass starts.
+        depth: maximum number of batches that have been or are being read, and have not been
+            yielded. They are on the device or on their way there.
+        threaded: if False, the loop's own thread reads the source when it asks for a batch. When it
+            returns one, `depth` more batches are in flight or wait to be sent. Their sources may
+            still be in use: if the loop itself writes to memory that the source reads, the source
+            should first call `wait_staged()` on its handle. No other thread competes with the loop
+            for the GIL. This suits a source that takes little time and a loop that keeps the host
+            busy, for example one that samples rows with `start_gather` for a learner of many small
+            kernels. The source then sees the state of the loop's thread. If it raises an error that
+            is not an `Exception`, for example KeyboardInterrupt, the error is raised at once.
+        **options: see `CopyOptions`.
+
+    Raises:
+        TypeError: `source` is neither iterable nor callable; `depth` is not an int; as
+            `start_copy`.
+        ValueError: `depth` is less than 1; as `start_copy`.
+        RuntimeError: the current stream of `device` is capturing a CUDA graph.
+
+    Nothing is read before the first `for` or `next()`.
+    """
+    return Prefetcher(source, device, depth, threaded, options)
+
+
+def _is_callable(source: Any) -> bool:
+    """Return whether to call the source instead of iterating over it."""
+    if isinstance(source, Iterable) or hasattr(type(source), "__getitem__"):
+        return False
+    if callable(source):
+        return True
+    raise TypeError(
+        "source must be an iterable of batches, or a callable without arguments that returns the "
+        f"next one; got {type(source).__name__}"
+    )
+
+
+def _checked_threaded(threaded: bool) -> bool:
+    if not isinstance(threaded, bool):
+        raise TypeError(f"threaded must be a bool; got {threaded!r}")
+    return threaded
+
+
+def _checked_depth(depth: int) -> int:
+    if isinstance(depth, bool) or not hasattr(depth, "__index__"):
+        raise TypeError(f"depth must be a positive int; got {depth!r}")
+    depth = operator.index(depth)
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1; got {depth}")
+    return depth

@@ -1,0 +1,164 @@
+"""Reads the next batch of a source, starts its copy, and returns the item for the queue."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from tdcopier import _C
+from tdcopier._copy import AsyncCopyHandle, CopyOptions, Device, start_copy
+from tdcopier._prefetch.stream_position import StreamPosition
+
+
+@dataclass
+class PrefetchCounters:
+    """Counts and times of all passes over one source."""
+
+    batches: int = 0
+    late_batches: int = 0
+    waited_ns: int = 0
+    read_ns: int = 0
+    copy_ns: int = 0
+    idle_ns: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards what consumers count
+
+    def count_batch(self, is_late: bool, began_ns: int) -> None:
+        """Count a yielded batch that a consumer asked for at `began_ns`."""
+        with self.lock:
+            self.batches += 1
+            self.late_batches += is_late
+            self.waited_ns += time.perf_counter_ns() - began_ns
+
+
+class Batch(NamedTuple):
+    """A batch that was read, and whose copy was started."""
+
+    handle: AsyncCopyHandle
+    made_at: StreamPosition | None
+    """Position of the reader's stream, if the batch has leaves that were on the device already."""
+
+    def hand_over(self) -> Any:
+        """Return the tree, ordered on the current stream. May block.
+
+        Raises:
+            Exception: The failure of the copy.
+        """
+        batch = self.handle.wait()
+        if self.made_at is not None:
+            self.made_at.hand_over(batch)
+        return batch
+
+
+@dataclass
+class Failure:
+    """An item in place of a batch whose copy could not be started."""
+
+    error: BaseException | None
+
+    def hand_over(self) -> Any:
+        """Raise the error."""
+        try:
+            raise StopIteration if self.error is None else self.error
+        finally:
+            del self  # avoids a reference cycle: the traceback would keep it, and it the traceback
+
+
+class EndOfPass(Failure):
+    """The last item of a pass, with the source's error if it has failed."""
+
+
+Item: TypeAlias = Batch | Failure
+
+
+@dataclass
+class Source:
+    """Reads batches and starts their copies. Used by one thread at a time."""
+
+    read: Callable[[], Any]
+    """Returns the next batch; raises StopIteration at the end."""
+    generator: Generator[Any, Any, Any] | None
+    """Closed together with the pass."""
+    device: Device
+    options: CopyOptions
+    counters: PrefetchCounters
+    has_reader: bool
+    """Whether a reader thread reads. If so, `begin` waits until a batch's memory has been read."""
+    is_copying: bool = False
+
+    def begin(self, is_wanted: Callable[[], bool], sending: _C.Sending) -> Item | None:
+        """Read the next batch and start its copy; return None if the pass was closed meanwhile.
+
+        An Exception that the source raises is returned as the last item.
+
+        Args:
+            is_wanted: Called when the batch has been read: whether the pass is still open.
+            sending: Which thread sends the batch once it has been staged, and when.
+
+        Raises:
+            BaseException: Without a reader, an error of the source or the copy that is not an
+                Exception.
+        """
+        began = time.perf_counter_ns()
+        try:
+            _C.set_sending(sending)  # applies to a copy that the source starts, too
+            batch = self.read()
+            read = time.perf_counter_ns()
+            self.counters.read_ns += read - began
+            if not is_wanted():
+                if isinstance(batch, AsyncCopyHandle):
+                    batch.wait_staged()
+                return None
+            return self._start(batch, read)
+        except StopIteration:
+            return EndOfPass(None)
+        except Exception as error:
+            return EndOfPass(error)
+        except BaseException as error:
+            if not self.has_reader:
+                raise  # for example an interrupt, which the loop gets at once
+            return EndOfPass(error)
+        finally:
+            _C.set_sending(_C.Sending.AT_ONCE)
+
+    def is_generator_running(self) -> bool:
+        """Return whether a thread is inside the generator, possibly the calling one."""
+        return bool(getattr(self.generator, "gi_running", False))
+
+    def close_generator(self) -> None:
+        """Close the generator, so that it leaves its `with` and `finally` blocks.
+
+        Raises:
+            BaseException: An error that the generator raises meanwhile.
+        """
+        if self.generator is not None:
+            self.generator.close()
+
+    def _start(self, batch: Any, read_ns: int) -> Item:
+        self.is_copying = True
+        try:
+            if isinstance(batch, AsyncCopyHandle):  # the source has started the copy itself
+                handle = batch
+            else:
+                handle = start_copy(batch, self.device, **self.options)
+            made_at = self._position() if handle._reuses_leaves else None
+            if self.has_reader:
+                handle.wait_staged()
+            return Batch(handle, made_at)
+        except Exception as error:
+            return Failure(error)
+        finally:
+            self.is_copying = False
+            self.counters.copy_ns += time.perf_counter_ns() - read_ns
+
+    def _position(self) -> StreamPosition | None:
+        """Return the position of the target's current stream; None for a target without streams."""
+        device = torch.empty(0, device=self.device).device
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or device.type != accelerator.type:
+            return None
+        return StreamPosition.current(device)

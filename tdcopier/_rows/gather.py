@@ -1,0 +1,108 @@
+"""`start_gather`: gathers rows of a storage into packed chunks on their way to a device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from tdcopier import _C, _copy
+from tdcopier._C import AsyncCopyHandle
+from tdcopier._containers.delegated import DelegatedPart
+from tdcopier._copy import Device
+from tdcopier._rows.index import read_rows, row_index
+from tdcopier._rows.request import RowIndex, RowReaders
+
+__all__ = ["start_gather"]
+
+
+def start_gather(
+    storage: Any,
+    index: Any,
+    device: Device,
+    *,
+    use_pinned_staging: bool = True,
+    pack_cpu_tensors: bool = True,
+    min_packed_alignment_bytes: int = 16,
+    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
+    use_background_thread: bool = True,
+) -> AsyncCopyHandle:
+    """Start to copy rows of every leaf of `storage` to `device`, and return a handle at once.
+
+    The result equals `storage[index].to(device)` for a TensorDict. For other containers, each leaf
+    equals `leaf[index].to(device)`. It is always new memory, even if the index would give a view.
+    Native threads read the rows directly from the storage into the pinned memory that the transfers
+    read. A storage in memory-mapped files is read in place. A storage on a device is indexed there.
+
+    The call copies the index. **Until `wait_gathered` has returned** rows may still be read: do not
+    write to the rows that the index names, and do not resize the storage. After it returns you may
+    write, even while the transfer is still in flight. (`TDCOPIER_CHECK=1` does not check storages.)
+
+    Leaves and parts that the engine cannot read as rows of plain memory are delegated to their own
+    indexing, inside this call, and counted in `stats.fallbacks`: leaves on a device, leaves that
+    need gradients, leaves whose rows are not contiguous or that repeat memory, and parts of a
+    TensorDict such as lazy stacks.
+
+    Args:
+        storage: a TensorDict or a tensorclass, or any nesting of containers. The leading dimension
+            of each leaf, or its two leading dimensions, count the rows. Leaves are tensors and
+            arrays in RAM, memory-mapped or pinned. Opaque values come back unchanged.
+        index: rows, as torch takes them: a tensor of integers of any shape, an array, a list, a
+            range, a slice with a positive step, one row, or a mask of one or two dimensions; for
+            two leading dimensions, a pair of these (each with at most one mask or list of numbers).
+            Negative numbers count from the end; rows may repeat.
+        device: the target, as for `start_copy`. On "cpu" the rows arrive in chunks by dtype, which
+            a later copy can send without packing them again. They are pinned if this process has
+            initialised the accelerator already; a process that only samples never initialises it.
+        use_pinned_staging: see `CopyOptions`, as for the next four.
+        pack_cpu_tensors: see `CopyOptions`.
+        min_packed_alignment_bytes: see `CopyOptions`.
+        max_packed_chunk_bytes: see `CopyOptions`.
+        use_background_thread: see `CopyOptions`.
+
+    Raises:
+        IndexError: a row is out of range, or a mask has the wrong shape; nothing has been read.
+        ValueError: leaves differ in their number of rows (the message names the path); the index is
+            not on the host; and as `start_copy`.
+        TypeError: `index` is not an index of rows; and as `start_copy`.
+        Exception: as `start_copy`.
+    """
+    options = _copy.checked_options(
+        use_pinned_staging,
+        pack_cpu_tensors,
+        min_packed_alignment_bytes,
+        max_packed_chunk_bytes,
+        use_background_thread,
+    )
+    if str(device) == "meta":  # has no memory to gather into
+        return _copy.start_copy(start_gather(storage, index, "cpu").get(), device)
+    rows = row_index(index, storage)
+    return _C.start_gather(storage, rows, _readers(rows, device), device, options)
+
+
+class Whole(DelegatedPart):
+    """A tensor that is copied whole, in the same chunks as the rows."""
+
+
+def _readers(rows: RowIndex, device: Device) -> RowReaders:
+    def read(leaf: Any) -> Any:
+        if isinstance(leaf, Whole):
+            return leaf.value
+        if isinstance(leaf, DelegatedPart):
+            return leaf
+        return read_rows(leaf, rows, device)
+
+    if "tensordict" not in sys.modules:  # then the storage has no TensorDict
+        return RowReaders(read, _leave, None)
+    from tdcopier.tensordict._rows import flatten
+    from tdcopier.tensordict._walk import unflatten
+
+    def flatten_rows(value: Any, device: torch.device, named: bool) -> Any:
+        return flatten(value, device, rows)
+
+    return RowReaders(read, flatten_rows, unflatten)
+
+
+def _leave(value: Any, device: torch.device, named: bool) -> None:
+    """Leave a collection class of torch's own to its own indexing."""

@@ -1,0 +1,82 @@
+"""`start_scatter`: writes a batch into rows of a storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tdcopier import _C
+from tdcopier._C import AsyncCopyHandle
+from tdcopier._containers import arrays
+from tdcopier._copy import options_for_filling
+from tdcopier._rows.index import row_index
+
+__all__ = ["start_scatter"]
+
+
+def start_scatter(
+    batch: Any,
+    storage: Any,
+    index: Any,
+    *,
+    use_pinned_staging: bool = True,
+    use_background_thread: bool = True,
+) -> AsyncCopyHandle:
+    """Start to write a batch into rows of `storage`, and return a handle at once.
+
+    Has the effect of `storage[index] = batch`, leaf by leaf. The leaves of a batch on a device are
+    gathered there, sent in one transfer per staging buffer, and written to their rows by native
+    threads. `get()` and `wait()` return `storage` itself once every row is written; until then, do
+    not read or write those rows. The rules of `copy_into` for order, sources and version counters
+    apply here too.
+
+    Leaves that cannot be written as rows of plain memory (a storage on a device or with rows that
+    are not contiguous; leaves of the batch with gaps, or that need gradients) are delegated to
+    torch's own indexing, inside this call, and counted as delegated.
+
+    Args:
+        batch: a tree of the same structure as `storage`, on a device or on the host. In the shapes
+            of its leaves, the index's shape replaces the dimensions that count rows. The dtypes are
+            the same.
+        storage: as for `start_gather`, on the host: in RAM, pinned or memory-mapped.
+        index: as for `start_gather`, without repeated rows.
+        use_pinned_staging: as for `copy_into`.
+        use_background_thread: as for `copy_into`.
+
+    Raises:
+        IndexError: a row is out of range, or a mask has the wrong shape.
+        ValueError: a row is in the index twice; the trees differ in structure; a leaf does not have
+            the shape or dtype of its rows; leaves share memory. Messages name the leaf by its path,
+            and nothing has been written.
+        TypeError: `index` is not an index of rows.
+        Exception: as `copy_into`.
+    """
+    rows = row_index(index, storage)
+
+    def fill(table: torch.Tensor, values: torch.Tensor) -> None:
+        table[rows.key] = values.to(table.device)
+
+    return _C.start_scatter(
+        batch,
+        storage,
+        rows,
+        fill,
+        options_for_filling(use_pinned_staging, use_background_thread),
+    )
+
+
+def as_tensor(leaf: Any, written: bool) -> torch.Tensor | str:
+    """Return a tensor with an array's values, or the reason why there is none.
+
+    If `written` is true, the tensor shares the array's memory.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return f" is a {type(leaf).__name__}: give the tensors in it"
+    if written and not (leaf.flags.writeable and leaf.dtype.isnative):
+        return " is an array that torch cannot write to: it is read-only, or of another byte order"
+    made = arrays.as_tensor(leaf)
+    if written and leaf.size and made.data_ptr() != leaf.__array_interface__["data"][0]:
+        return " is an array with strides that no tensor has: give a contiguous one"
+    return made
