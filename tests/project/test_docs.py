@@ -10,8 +10,10 @@ from catalogue import CONTAINERS, DIRECTIONS, KINDS, NOT_THERE, Kind
 from defects import DEFECTS
 from tensordict_kinds import TD_KINDS, TdKind
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "what_may_be_in_a_batch.md"
-TENSORDICTS = PAGE.with_name("tensordict.md")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "reference" / "what_may_be_in_a_batch.md"
+TENSORDICTS = DOCS / "guide" / "tensordict.md"
+EVERY_KIND = DOCS / "reference" / "tensordict_kinds.md"
 
 
 def cell(kind: Kind, direction: str) -> str:
@@ -88,7 +90,7 @@ def as_text(rows: list[list[str]]) -> str:
 
 def test_the_tables_of_tensordicts_are_the_catalogue():
     heading = ["a TensorDict that is or has", "what becomes of what is in it"]
-    on_page = [row for table in tables(TENSORDICTS) if table[0] == heading for row in table[1:]]
+    on_page = [row for table in tables(EVERY_KIND) if table[0] == heading for row in table[1:]]
     in_catalogue = [[name, outcome(kind)] for name, kind in TD_KINDS.items()]
     assert as_text(on_page) == as_text(in_catalogue)
 
@@ -111,7 +113,7 @@ def test_names_can_stand_in_a_table(name):
 
 
 def test_the_page_on_tests_names_every_broken_engine():
-    page = (PAGE.parent / "concepts" / "how_promises_are_tested.md").read_text()
+    page = (DOCS / "design" / "how_promises_are_tested.md").read_text()
     rows = [
         [text.strip() for text in line.strip("|").split("|")]
         for line in page.splitlines()
