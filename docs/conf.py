@@ -21,6 +21,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
 exclude_patterns = ["_build", "tutorials/*.py", "tutorials/*.ipynb", "tutorials/GALLERY_HEADER.rst"]
@@ -29,6 +30,7 @@ default_role = "py:obj"  # single backticks in docstrings are code, linked where
 html_theme = "furo"
 html_title = f"tdcopier {release}"
 html_static_path: list[str] = []
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output
 
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
