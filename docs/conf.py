@@ -29,7 +29,8 @@ default_role = "py:obj"  # single backticks in docstrings are code, linked where
 
 html_theme = "furo"
 html_title = f"tdcopier {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output
 
 autodoc_typehints = "description"

@@ -1,4 +1,4 @@
-"""A hand-written prefetcher: sends batches through two pinned buffers in turn."""
+"""Sends batches to the accelerator through two pinned buffers in turn."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import torch
 
 
 class Prefetcher:
-    """Copies on a stream of its own. Runs on any accelerator that torch supports."""
+    """Copies on a stream of its own, to any accelerator of torch."""
 
-    def __init__(self, elements: int, device: torch.device | str, *, careful: bool = True) -> None:
+    def __init__(
+        self,
+        elements: int,
+        device: torch.device | str,
+        *,
+        careful: bool = True,
+    ) -> None:
         self.device = torch.device(device)
         self.stream = torch.Stream(self.device)
         self.buffers = [torch.empty(elements).pin_memory() for _ in range(2)]
@@ -20,7 +26,7 @@ class Prefetcher:
         turn, self.turn = self.turn, 1 - self.turn
         read = self.read[turn]
         if self.careful and read is not None:
-            read.synchronize()  # the device may still be reading the buffer's last batch
+            read.synchronize()  # the device may still be reading the buffer
         self.buffers[turn].copy_(batch)
 
         consumer = torch.accelerator.current_stream(self.device)

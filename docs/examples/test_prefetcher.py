@@ -14,4 +14,5 @@ def test_every_batch_arrives(sim):
     prefetcher = Prefetcher(64, "sim", careful=CAREFUL)
     batches = [torch.full((64,), float(i)) for i in range(5)]
     moved = [prefetcher.send(batch) for batch in batches]
-    assert [on_device.unique().tolist() for on_device in moved] == [[0], [1], [2], [3], [4]]
+    values = [on_device.unique().tolist() for on_device in moved]
+    assert values == [[0], [1], [2], [3], [4]]

@@ -1,12 +1,12 @@
-"""A training loop with Accelerate over a DataLoader whose batches tdcopier prefetches."""
+"""A loop with Accelerate over batches that tdcopier prefetches."""
 
 import tdcopier
 
 
 def train(accelerator, model, optimizer, loader, epochs=1):
-    """Trains on a loader of (inputs, labels); returns the mean loss of each epoch."""
+    """Train on (inputs, labels); return the mean loss of each epoch."""
     model, optimizer = accelerator.prepare(model, optimizer)
-    # Otherwise Accelerate moves each batch itself, leaf by leaf, in the thread that reads.
+    # Otherwise Accelerate moves each batch itself, leaf by leaf.
     loader = accelerator.prepare_data_loader(loader, device_placement=False)
     batches = tdcopier.prefetch(loader, accelerator.device)
 
@@ -18,7 +18,7 @@ def train(accelerator, model, optimizer, loader, epochs=1):
             optimizer.zero_grad()
             accelerator.backward(loss)
             optimizer.step()
-            losses.append(loss.detach())  # read at the end: the host may run ahead
+            losses.append(loss.detach())  # read at the end, without a wait
         means.append((sum(losses) / len(losses)).item())
     batches.close()
     return means

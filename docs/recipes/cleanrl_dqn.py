@@ -1,4 +1,4 @@
-"""A single-file DQN in cleanrl's style whose batches are prefetched from the buffer."""
+"""A DQN in cleanrl's style that prefetches batches from its buffer."""
 
 import random
 import threading
@@ -10,7 +10,7 @@ import tdcopier
 
 
 class Buffer:
-    """A ring of transitions on the host. It has a lock because a thread of its own samples."""
+    """A ring of transitions on the host, locked: another thread samples."""
 
     def __init__(self, capacity, observed, batch_size):
         self.rows = {
@@ -25,36 +25,49 @@ class Buffer:
 
     def add(self, **transition):
         with self.lock:
+            row = self.written % self.capacity
             for name, value in transition.items():
-                self.rows[name][self.written % self.capacity] = torch.as_tensor(value)
+                self.rows[name][row] = torch.as_tensor(value)
             self.written += 1
 
     def sample(self):
         with self.lock:
-            index = torch.randint(min(self.written, self.capacity), (self.batch_size,))
+            filled = min(self.written, self.capacity)
+            index = torch.randint(filled, (self.batch_size,))
             return {name: leaf[index] for name, leaf in self.rows.items()}
 
 
 def network(observed, actions):
-    return nn.Sequential(nn.Linear(observed, 120), nn.ReLU(), nn.Linear(120, actions))
+    hidden = nn.Linear(observed, 120)
+    return nn.Sequential(hidden, nn.ReLU(), nn.Linear(120, actions))
 
 
-def train(env, device, steps=50_000, learning_starts=1_000, train_every=4, batch_size=128):
-    """Learns `env`, a gymnasium environment, and returns the Q-network."""
+def train(
+    env,
+    device,
+    steps=50_000,
+    learning_starts=1_000,
+    train_every=4,
+    batch_size=128,
+):
+    """Learn a gymnasium environment; return the Q-network."""
     observed, actions = env.observation_space.shape[0], int(env.action_space.n)
-    values, target = network(observed, actions).to(device), network(observed, actions).to(device)
+    values = network(observed, actions).to(device)
+    target = network(observed, actions).to(device)
     target.load_state_dict(values.state_dict())
     optimizer = torch.optim.Adam(values.parameters(), lr=2.5e-3)
     buffer = Buffer(10_000, observed, batch_size)
 
     observation, _ = env.reset()
-    with tdcopier.prefetch(buffer.sample, device) as batches:  # samples nothing yet
+    # Nothing is sampled before the first next().
+    with tdcopier.prefetch(buffer.sample, device) as batches:
         for step in range(steps):
             if random.random() < max(0.05, 1 - 2 * step / steps):
                 action = random.randrange(actions)
             else:
                 with torch.no_grad():
-                    action = values(torch.as_tensor(observation, device=device)).argmax().item()
+                    seen = torch.as_tensor(observation, device=device)
+                    action = values(seen).argmax().item()
             following, reward, terminated, truncated, _ = env.step(action)
             buffer.add(
                 observation=observation,
@@ -63,15 +76,18 @@ def train(env, device, steps=50_000, learning_starts=1_000, train_every=4, batch
                 terminated=terminated,
                 next_observation=following,
             )
-            observation = env.reset()[0] if terminated or truncated else following
+            ended = terminated or truncated
+            observation = env.reset()[0] if ended else following
 
             if step < learning_starts or step % train_every:
                 continue
-            batch = next(batches)  # replaces buffer.sample() and a .to() per field
+            batch = next(batches)  # instead of sample() and .to() per field
             with torch.no_grad():
                 worth = target(batch["next_observation"]).amax(1)
-                wanted = batch["reward"] + 0.99 * worth * (1 - batch["terminated"])
-            found = values(batch["observation"]).gather(1, batch["action"])[:, 0]
+                goes_on = 1 - batch["terminated"]
+                wanted = batch["reward"] + 0.99 * worth * goes_on
+            scores = values(batch["observation"])
+            found = scores.gather(1, batch["action"])[:, 0]
             loss = (found - wanted).square().mean()
             optimizer.zero_grad()
             loss.backward()

@@ -1,4 +1,4 @@
-"""A replay buffer for stable-baselines3 whose batches tdcopier gathers and sends."""
+"""A stable-baselines3 replay buffer that tdcopier gathers and sends."""
 
 import numpy as np
 from stable_baselines3.common.buffers import ReplayBuffer
@@ -13,15 +13,17 @@ class GatheredReplayBuffer(ReplayBuffer):
     def _get_samples(self, batch_inds, env=None):
         if env is not None:  # VecNormalize works on host arrays
             return super()._get_samples(batch_inds, env)
-        environments = np.random.randint(0, high=self.n_envs, size=len(batch_inds))
+        count = len(batch_inds)
+        environments = np.random.randint(0, high=self.n_envs, size=count)
         fields = ["observations", "actions", "rewards", "dones", "timeouts"]
         if not self.optimize_memory_usage:
             fields.append("next_observations")
         rows = {field: getattr(self, field) for field in fields}
-        handles = [tdcopier.start_gather(rows, (batch_inds, environments), self.device)]
-        if self.optimize_memory_usage:  # the next observation is in the next row
-            rows, next_inds = {"next_observations": self.observations}, batch_inds + 1
-            index = (next_inds % self.buffer_size, environments)
+        index = (batch_inds, environments)
+        handles = [tdcopier.start_gather(rows, index, self.device)]
+        if self.optimize_memory_usage:  # next observations are in the next row
+            rows = {"next_observations": self.observations}
+            index = ((batch_inds + 1) % self.buffer_size, environments)
             handles.append(tdcopier.start_gather(rows, index, self.device))
 
         batch = {}
