@@ -283,7 +283,7 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
 
 
 def headline(results: Sequence[dict[str, Any]]) -> str:
-    """Return the README's sentences on how much faster than `.to()` a copy and a training step are."""
+    """Return the README's sentences on how much faster than `.to()` tdcopier is."""
     sentences = []
     for result in results:
         if result["name"] == "h2d":
