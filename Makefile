@@ -94,6 +94,8 @@ test-sanitized: $(READY)
 lint: build
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+	$(PY) tools/check_layers.py
+	$(PY) tools/check_words.py
 	$(RUN) mypy
 	$(RUN) $(PY) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt tdcopier._C tdcopier._sim
 	$(RUN) clang-format --dry-run --Werror $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')

@@ -142,7 +142,7 @@ def info(*, make_contexts: bool = False) -> Info:
     """Return what a bug report needs: versions, devices, limits in force, threads, switches.
 
     The report consists of plain dicts, lists, strings and numbers, so `json.dumps` accepts it. An
-    entry that cannot be determined is `{"unknown": reason}`. `python -m tdcopier.info` prints the
+    entry that cannot be determined is `{"unknown": reason}`. `python -m tdcopier info` prints the
     report.
 
     **This call initialises CUDA** if there is a CUDA device, because torch needs that to report a
@@ -152,7 +152,7 @@ def info(*, make_contexts: bool = False) -> Info:
 
     Args:
         make_contexts: create a context on every CUDA device, so that every entry is known. This
-            takes device memory for as long as the process lives. `python -m tdcopier.info` does so
+            takes device memory for as long as the process lives. `python -m tdcopier info` does so
             by default.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Tests `python -m tdcopier.bench` on the simulated device: comparisons, output and refusals."""
+"""Tests `python -m tdcopier bench` on the simulated device: comparisons, output and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of `tdcopier.info` and `python -m tdcopier.info`, which no question makes fail."""
+"""The output of `tdcopier.info` and `python -m tdcopier info`, which no question makes fail."""
 
 from __future__ import annotations
 
