@@ -220,8 +220,11 @@ void Handle::wait_enqueued() {
 }
 
 void Handle::wait_stopped() {
-  const py::gil_scoped_release no_gil;
-  synchronize();
+  try {
+    const WaitWithoutGil waiting;
+    synchronize();
+  } catch (const Interrupted&) {  // a second signal: the caller does not want to wait for this
+  }
 }
 
 // Once a failure is reported, the caller may write to the destinations or start another copy into

@@ -216,3 +216,33 @@ def test_a_result_is_saved_and_loaded_whole_and_leaf_by_leaf(device, target, tmp
         torch.save(saved, path)
         loaded = torch.load(path)
         assert all(torch.equal(loaded[key].cpu(), saved[key].cpu()) for key in saved)
+
+
+@pytest.mark.sim
+def test_a_copy_to_the_device_is_sent_while_pageable_results_wait_for_kernels(sim, device):
+    source = [torch.ones(SMALL, device=device)]
+    torch.sim.synchronize(device)
+    with sim.hold(torch.sim.current_stream(device)):
+        waiting = [
+            tdcopier.start_copy(source, "cpu", use_pinned_staging=False)
+            for _ in range(_C.default_worker_count() + 1)
+        ]
+        handle = tdcopier.start_copy([torch.ones(1 << 20)], device)  # workers stage it
+        assert becomes(handle.ready)
+        assert not any(each.ready() for each in waiting)
+    for each in waiting:
+        assert each.get()[0].eq(1).all()
+    assert handle.get()[0].eq(1).all()
+
+
+@pytest.mark.sim
+def test_a_failed_copy_keeps_none_of_the_memory_that_it_got(sim, device):
+    source = [torch.ones(1 << 20) for _ in range(3)]
+    torch.sim.synchronize(device)
+    before = torch.sim.memory_allocated(device)
+    with sim.fail_device_allocation(3):
+        handle = tdcopier.start_copy(source, device)
+        with pytest.raises(torch.OutOfMemoryError):
+            handle.get()
+    assert torch.sim.memory_allocated(device) == before
+    del handle

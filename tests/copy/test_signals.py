@@ -139,3 +139,54 @@ def test_a_handler_that_raises_nothing_runs_on_the_callers_streams(sim, device):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert seen == [current]
+
+
+@pytest.mark.parametrize("route", [("cpu", "sim:0"), ("sim:0", "cpu"), ("cpu", "cpu")])
+@pytest.mark.parametrize("after_ms", [0.2, 1, 3])
+def test_a_fill_that_a_signal_ends_between_its_waits_writes_no_more(sim, route, after_ms):
+    source_device, target = route
+    leaves = [torch.ones(4 << 20), *(torch.ones(8) for _ in range(10_000))]
+    source = [leaf.to(source_device) for leaf in leaves]
+    destination = [torch.zeros_like(leaf, device=target) for leaf in leaves]
+    torch.sim.synchronize("sim:0")
+    kind = "from_device" if target == "cpu" else "ordered"
+    armed = True
+
+    def raise_it(*arguments: Any) -> None:
+        if armed:
+            raise Pressed
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    held = sim.hold(_C.copy_stream("sim:0", kind))
+    held.__enter__()
+    release = threading.Timer(0.2, held.__exit__, (None, None, None))
+    release.start()
+    handle = None
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after_ms / 1000)
+        handle = tdcopier.copy_into(source, destination)
+    except Pressed:
+        destination[0].fill_(3)
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        release.join()
+        signal.signal(signal.SIGALRM, before)
+    if handle is None:
+        torch.sim.synchronize("sim:0")
+        assert destination[0].eq(3).all()
+    else:
+        assert handle.get()[0].eq(1).all()
+
+
+def test_a_second_signal_ends_the_wait_for_a_fill_that_the_first_has_ended(sim, press):
+    source, destination = torch.ones(20_000_000), torch.zeros(20_000_000, device="sim:0")
+    torch.sim.synchronize("sim:0")
+    with sim.hold(_C.copy_stream("sim:0", "ordered")):
+        press()
+        second = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGUSR1))
+        second.start()
+        with pytest.raises(Pressed):
+            tdcopier.copy_into([source], [destination], use_background_thread=False)
+        second.join()
+    torch.sim.synchronize("sim:0")
