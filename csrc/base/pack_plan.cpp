@@ -147,8 +147,8 @@ PackPlan make_pack_plan(std::span<const LeafExtent> leaves, const PackOptions& o
 }
 
 std::vector<LeafSeries> find_runs(std::span<const LeafExtent> leaves,
-                                 std::span<const uintptr_t> addresses,
-                                 std::span<const LeafSeries> series, const PackOptions& options) {
+                                  std::span<const uintptr_t> addresses,
+                                  std::span<const LeafSeries> series, const PackOptions& options) {
   std::vector<LeafSeries> runs;
   for (const LeafSeries& those : series) {
     LeafSeries run{};

@@ -93,7 +93,7 @@ PackPlan make_pack_plan(std::span<const LeafExtent> leaves, const PackOptions& o
 // `addresses` are by leaf. Only leaves of one series form a run: those in one piece of memory,
 // which may be read as a whole. Series ascend and do not overlap.
 std::vector<LeafSeries> find_runs(std::span<const LeafExtent> leaves,
-                                 std::span<const uintptr_t> addresses,
-                                 std::span<const LeafSeries> series, const PackOptions& options);
+                                  std::span<const uintptr_t> addresses,
+                                  std::span<const LeafSeries> series, const PackOptions& options);
 
 }  // namespace tdcopier
