@@ -87,7 +87,7 @@ def start_copy(
     The same applies to small leaves of one dtype that follow one another in a pinned tensor and are
     larger than 256 KiB together. Leaves that cannot be copied as plain bytes (leaves that need
     gradients, sparse tensors, subclasses, conjugate views, any leaf under a torch mode) are
-    delegated to their own `.to`, inside this call, and counted in `stats`.
+    delegated to their own ``.to``, inside this call, and counted in `stats`.
 
     **Until the copy is done** (`get` has returned, or `ready` is true) you may drop the sources and
     the handle, but you must not modify or resize a source in place. `wait_staged` and, if the
@@ -129,7 +129,7 @@ def start_copy(
         Exception: an error from the `flatten` function of a registered container.
 
     If the copy itself fails (for example with `torch.OutOfMemoryError`, or with an error from the
-    `.to` of a delegated leaf or from a container's `unflatten`), `get` and `wait` raise the error.
+    ``.to`` of a delegated leaf or a container's `unflatten`), `get` and `wait` raise the error.
     """
     check = SourceCheck.of_copy(data, device) if _CHECKING else None
     handle = _C.start_copy(
@@ -295,8 +295,8 @@ def async_to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Async
     nested: in TensorDicts and their subclasses, lazy stacks, tensorclasses, typed TensorDicts. A
     collection that is on the device already comes back as the same object.
 
-    Parts that are not made of plain memory are delegated to their own `.to`, inside this call, and
-    counted in `stats`: consolidated and persistent TensorDicts, `TensorDictParams`,
+    Parts that are not made of plain memory are delegated to their own ``.to``, inside this call,
+    and counted in `stats`: consolidated and persistent TensorDicts, `TensorDictParams`,
     sub-TensorDicts, lazy views, tensorclasses with a `__post_init__` (which may read the values),
     and the leaves that `start_copy` delegates. You may change the structure as soon as the call has
     returned. For the leaves, the rules of `start_copy` for sources apply.

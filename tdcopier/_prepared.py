@@ -37,7 +37,7 @@ class BatchLayout(NamedTuple):
     groups: list[list[tuple[str, LeafLayout]]]
     """Paths and layouts of the leaves that the engine copies, by source device."""
     delegated: list[str]
-    """Paths of the leaves that are delegated to their own `.to`."""
+    """Paths of the leaves that are delegated to their own ``.to``."""
     on_target: list[str]
     """Paths of the leaves that are on the target already."""
     altered: bool
@@ -106,8 +106,8 @@ class PreparedCopy:
     A batch fits if its leaves match those of the example: the same number from each device, in the
     same order, with the same dtypes, shapes and strides. Values, memory addresses, the containers
     around the leaves and their keys, and opaque values may differ from batch to batch. So may
-    leaves that are delegated to their own `.to` or are on the device already. A batch that does not
-    fit is copied as by `start_copy`, and counted in `misfits`.
+    leaves that are delegated to their own ``.to`` or are on the device already. A batch that does
+    not fit is copied as by `start_copy`, and counted in `misfits`.
 
     Several threads may use it at the same time.
     """
@@ -193,7 +193,7 @@ def prepare(
 
     Args:
         example: a batch, as for `start_copy`. Nothing is copied. Under a torch mode every leaf is
-            delegated to its own `.to`, so a plan made there contains no leaves.
+            delegated to its own ``.to``, so a plan made there contains no leaves.
         device: the target, as for `start_copy`. "cuda" is the current CUDA device at this call.
         use_pinned_staging: see `CopyOptions`, as for the next four.
         pack_cpu_tensors: see `CopyOptions`.

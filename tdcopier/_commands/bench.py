@@ -1,7 +1,7 @@
 """`python -m tdcopier bench`: compares tdcopier with the usual ways of copying, on your machine.
 
 It copies a detection batch (528 small tensors) and one large tensor to the device and back. Exit
-status: 0; 1 if a result differs from that of `.to()`; 2 if the benchmark cannot run here.
+status: 0; 1 if a result differs from that of ``.to()``; 2 if the benchmark cannot run here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The short benchmark: times tdcopier and the usual ways, for two batches in both directions.
 
-Each way of copying is compared with `.to()` per leaf, before it is timed and again afterwards.
+Each way of copying is compared with ``.to()`` per leaf, before it is timed and again afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
 
 
 class WrongValuesError(Exception):
-    """A way of copying gave a result that differs from that of `.to()`."""
+    """A way of copying gave a result that differs from that of ``.to()``."""
 
 
 class Batch(NamedTuple):
@@ -73,7 +73,7 @@ def run(case: Case, progress: Progress) -> dict[str, Any]:
     """Time every way of copying; return the figures of one case, with ratios to tdcopier's.
 
     Raises:
-        WrongValuesError: a way gave a result that differs from that of `.to()`.
+        WrongValuesError: a way gave a result that differs from that of ``.to()``.
     """
     device = case.target if case.direction == "H2D" else case.source
     synchronise = _synchroniser(device)
@@ -140,7 +140,7 @@ def _to_pinned(leaf: torch.Tensor) -> torch.Tensor:
 def check(
     way: Contender, sources: list[Any], target: torch.device, synchronise: Callable[[], None]
 ) -> None:
-    """Compare the results of a way with those of `.to()`, leaf by leaf; this is never timed.
+    """Compare the results of a way with those of ``.to()``, leaf by leaf; this is never timed.
 
     Raises:
         WrongValuesError: they differ; the message names the first leaf.

@@ -1,4 +1,4 @@
-"""Leaves delegated to their own `.to`, and the tensors that their results are made of."""
+"""Leaves delegated to their own ``.to``, and the tensors that their results are made of."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class DelegatedPart:
-    """A part of a container that the walk delegates to its own `.to`, and counts as delegated."""
+    """A part of a container that the walk delegates to its own ``.to``, and counts as delegated."""
 
     def __init__(self, value: Any) -> None:
-        """Wrap the value that `.to` moves."""
+        """Wrap the value that ``.to`` moves."""
         self.value = value
 
     def to(self, device: torch.device) -> Any:

@@ -23,7 +23,7 @@ from tdcopier._containers.rule import Flat, Refused, Rule
 T = TypeVar("T")
 
 DELEGATED = "delegated"
-"""The rule of a class whose values have a `.to` of their own, which moves everything in them."""
+"""The rule of a class whose values have a ``.to`` of their own, which moves everything in them."""
 
 
 _KNOWN_TO_THE_WALK = {list, tuple, dict, int, str, float, bool, bytes, type(None)}
@@ -119,7 +119,7 @@ def _find_rule(cls: type) -> Rule | str | None:
     if issubclass(cls, (PackedSequence, DelegatedPart)):
         return DELEGATED
     if issubclass(cls, (enum.Enum, torch.nn.Module)):
-        return None  # enum members are compared by identity; a module's `.to` works in place
+        return None  # enum members are compared by identity; a module's ``.to`` works in place
     if cls in _EXACT_MAPPINGS:
         return _EXACT_MAPPINGS[cls]
     bases: set[type] = set(cls.__mro__)

@@ -22,4 +22,4 @@ class Rule(NamedTuple):
     """How error paths write the way to a child."""
     by_target: bool = False
     """Whether `flatten` also takes the target and whether names are wanted. It may then return
-    None, which delegates the value to its own `.to`."""
+    None, which delegates the value to its own ``.to``."""

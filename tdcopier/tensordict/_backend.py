@@ -26,9 +26,9 @@ class BackendUse:
     def __init__(self) -> None:
         """Start at zero."""
         self.by_engine = 0
-        """Calls of `.to` and of constructors whose tensors the engine moved."""
+        """Calls of ``.to`` and of constructors whose tensors the engine moved."""
         self.by_tensordict = 0
-        """Calls of `.to` that were left to tensordict: because of their arguments, the kind of
+        """Calls of ``.to`` that were left to tensordict: because of their arguments, the kind of
         collection, a torch mode or a graph capture, or because the collection was on the device
         already."""
         self._is_on = True  # false once its block has ended
@@ -56,8 +56,8 @@ def tensordict_backend() -> Iterator[BackendUse]:
         with tdcopier.tensordict_backend():
             moved = td.to("cuda")  # packed
 
-    `td.to(device)`, with or without `non_blocking`, `.cuda()`, `.cpu()`, `TensorDict(..., device=)`
-    of a dict of tensors, and `with td.to(device) as moved:` give the same results as without the
+    `td.to(device)`, with or without `non_blocking`, ``.cuda()``, ``.cpu()``, and
+    `TensorDict(..., device=)` of a dict of tensors, and `with td.to(device) as moved:` give the same results as without the
     backend, packed. Their guarantees still hold, and these are added. You may overwrite a source in
     host memory, pinned or not, when the call returns. A copy to a device is ordered on the current
     stream, and the host does not wait for it (except for the bound of `set_run_ahead_limit`) unless
@@ -66,7 +66,7 @@ def tensordict_backend() -> Iterator[BackendUse]:
 
     All other calls go to tensordict's own code: those with a dtype, another tensor or TensorDict,
     `batch_size`, `inplace`, `non_blocking_pin` and so on; collections that `async_to` delegates to
-    their `.to`; calls under a torch mode, within a CUDA graph capture or `torch.compile`.
+    their ``.to``; calls under a torch mode, within a CUDA graph capture or `torch.compile`.
 
     Blocks may be nested. For all threads of the process, use `install_tensordict_backend`.
 
@@ -203,7 +203,7 @@ def _parsed(asked: str | torch.device | int) -> torch.device:
 
 
 def _moved(leaves: list[Any], device: torch.device, non_blocking: bool | None) -> Any:
-    """Return the leaves on the device, as `.to` would; the sources may then be overwritten."""
+    """Return the leaves on the device, as ``.to`` would; the sources may then be overwritten."""
     handle = start_copy(leaves, device)
     if non_blocking is not None and not non_blocking:
         return handle.get()  # arrived, for every stream

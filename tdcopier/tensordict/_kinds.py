@@ -38,7 +38,7 @@ _TENSORDICT_METHODS = (
     "items",
     "to",
 )
-"""Methods that `.to` calls. A subclass that overrides one is left to its own `.to`."""
+"""Methods that ``.to`` calls. A subclass that overrides one is left to its own ``.to``."""
 
 
 def is_leaf(cls: type) -> bool:
@@ -56,7 +56,7 @@ def is_plain_subclass(cls: type) -> bool:
 def is_plain_tensorclass(cls: Any) -> bool:
     """Return whether values of the class can be rebuilt without running its own code.
 
-    `.to` runs `__post_init__` on the moved value; that method may read the data, so it needs
+    ``.to`` runs `__post_init__` on the moved value; that method may read the data, so it needs
     arrived data.
     """
     if not getattr(cls, "_is_tensorclass", False) or getattr(cls, "_is_non_tensor", False):

@@ -66,7 +66,7 @@ class Dense:
         self._names = names
 
     def build(self, arrived: Leaves, device: torch.device) -> Any:
-        """Build with one call per node, so the nesting may be as deep as `.to` allows."""
+        """Build with one call per node, so the nesting may be as deep as ``.to`` allows."""
         values = list(islice(arrived, self._leaves))
         for index, node in self._nested:
             values.insert(index, node.build(arrived, device))

@@ -60,7 +60,7 @@ def flatten(value: Any, device: torch.device | None, named: bool) -> Taken | Non
     """Take a collection apart.
 
     Returns:
-        None if `value` is delegated to its own `.to`: it is on the device, or of a kind that cannot
+        None if `value` is delegated to its own ``.to``: it is on the device, or of a kind that cannot
         be taken apart.
 
     Raises:
@@ -186,7 +186,7 @@ def _take_leaf(value: Any, walk: _Taking) -> Node:
 
 
 def _take_dense(value: Any, walk: _Taking) -> _nodes.Flat | _nodes.Dense:
-    """Take a TensorDict. One call per node, so the nesting may be as deep as `.to` allows."""
+    """Take a TensorDict. One call per node, so the nesting may be as deep as ``.to`` allows."""
     entries: dict[str, Any] = value._tensordict
     names, batch_size = value._td_dim_names, value._batch_size
     if walk.rows is not None:
@@ -221,7 +221,7 @@ def _take_leaves(keys: tuple[str, ...], values: list[Any], walk: _Taking) -> lis
 
 
 def _leave(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
-    """Delegate a nested value to its own `.to`, or to its own indexing of rows."""
+    """Delegate a nested value to its own ``.to``, or to its own indexing of rows."""
     if walk.rows is not None:
         value = walk.rows.read(value)
         batch_size = _inside(value).batch_size
