@@ -56,13 +56,13 @@ def tensordict_backend() -> Iterator[BackendUse]:
         with tdcopier.tensordict_backend():
             moved = td.to("cuda")  # packed
 
-    `td.to(device)`, with or without `non_blocking`, ``.cuda()``, ``.cpu()``, and
-    `TensorDict(..., device=)` of a dict of tensors, and `with td.to(device) as moved:` give the same results as without the
-    backend, packed. Their guarantees still hold, and these are added. You may overwrite a source in
-    host memory, pinned or not, when the call returns. A copy to a device is ordered on the current
-    stream, and the host does not wait for it (except for the bound of `set_run_ahead_limit`) unless
-    `non_blocking=False` asks for that. A copy to the host has arrived when the call returns, even
-    with `non_blocking=True`. Results on the host are pinned.
+    `td.to(device)`, with or without `non_blocking`, ``.cuda()``, ``.cpu()``, and `TensorDict(...,
+    device=)` of a dict of tensors, and `with td.to(device) as moved:` give the same results as
+    without the backend, packed. Their guarantees still hold, and these are added. You may overwrite
+    a source in host memory, pinned or not, when the call returns. A copy to a device is ordered on
+    the current stream, and the host does not wait for it (except for the bound of
+    `set_run_ahead_limit`) unless `non_blocking=False` asks for that. A copy to the host has arrived
+    when the call returns, even with `non_blocking=True`. Results on the host are pinned.
 
     All other calls go to tensordict's own code: those with a dtype, another tensor or TensorDict,
     `batch_size`, `inplace`, `non_blocking_pin` and so on; collections that `async_to` delegates to

@@ -60,8 +60,8 @@ def flatten(value: Any, device: torch.device | None, named: bool) -> Taken | Non
     """Take a collection apart.
 
     Returns:
-        None if `value` is delegated to its own ``.to``: it is on the device, or of a kind that cannot
-        be taken apart.
+        None if `value` is delegated to its own ``.to``: it is on the device, or of a kind that
+        cannot be taken apart.
 
     Raises:
         Refused: it is of such a kind, and no device is given.
