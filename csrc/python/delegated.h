@@ -1,5 +1,5 @@
-// Leaves delegated to torch: the tensors they consist of, the streams that read them, and their
-// results.
+// The results of leaves delegated to torch, and the streams that read and write them.
+// value_kind.cpp and tdcopier/_containers decide which leaves are delegated.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// The registry of accelerators.
+// The registry of accelerators, and how their streams are made.
 #include "engine/device/accelerator.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,4 +1,4 @@
-// The engine's thread pools.
+// The engine's thread pools; default_worker_count() in base/thread_pool.h sets their size.
 #pragma once
 
 #include <c10/core/Device.h>
