@@ -225,7 +225,7 @@ int main() {
       {"a run is cut where a chunk is full", a_run_is_cut_where_a_chunk_is_full},
       {"without packing there is none", without_packing_there_is_none},
       {"empty leaves may be anywhere", empty_leaves_may_be_anywhere},
-      {"alignments that agree on no base end a run", leaves_of_two_kinds_are_in_no_run_together},
+      {"leaves of two kinds are in no run together", leaves_of_two_kinds_are_in_no_run_together},
       {"series are looked at one by one", series_are_looked_at_one_by_one},
       {"random leaves keep the invariants", random_leaves_keep_the_invariants},
   });

@@ -138,7 +138,7 @@ int main() {
       {"without packing every leaf is alone", without_packing_every_leaf_is_alone},
       {"no leaves make no chunks", no_leaves_make_no_chunks},
       {"alignment is rounded up to the element", alignment_is_rounded_up_to_the_element},
-      {"odd alignments open another chunk",
+      {"odd alignments share a chunk that is aligned to a power of two",
        odd_alignments_share_a_chunk_that_is_aligned_to_a_power_of_two},
       {"random plans keep the invariants", random_plans_keep_the_invariants},
   });
