@@ -142,7 +142,7 @@ def test_a_handler_that_raises_nothing_runs_on_the_callers_streams(sim, device):
 
 
 @pytest.mark.parametrize("route", [("cpu", "sim:0"), ("sim:0", "cpu"), ("cpu", "cpu")])
-@pytest.mark.parametrize("after_ms", [0.2, 1, 3])
+@pytest.mark.parametrize("after_ms", [0.2, 1])
 def test_a_fill_that_a_signal_ends_between_its_waits_writes_no_more(sim, route, after_ms):
     source_device, target = route
     leaves = [torch.ones(4 << 20), *(torch.ones(8) for _ in range(10_000))]
