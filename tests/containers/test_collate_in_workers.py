@@ -73,7 +73,14 @@ def shared_by_file_name():
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_batch_is_one_chunk_where_memory_is_shared_by_file_name(shared_by_file_name):
     dataset = Nested(50)
-    batch = next(iter(loader(dataset, multiprocessing_context="fork")))
+    batch = None
+    for tries_left in (2, 1, 0):
+        try:
+            batch = next(iter(loader(dataset, multiprocessing_context="fork")))
+            break
+        except RuntimeError as error:  # torch starts a process for this, and does not wait long
+            if "manager connection has timed out" not in str(error) or not tries_left:
+                raise
     assert_like(batch, default_collate([dataset[i] for i in range(4)]))
     assert_one_chunk(leaves_of(batch))
 
