@@ -246,3 +246,15 @@ def test_a_failed_copy_keeps_none_of_the_memory_that_it_got(sim, device):
             handle.get()
     assert torch.sim.memory_allocated(device) == before
     del handle
+
+
+@pytest.mark.sim
+def test_a_hand_over_whose_event_fails_is_counted_and_the_result_stands(sim, device):
+    handle = tdcopier.start_copy([torch.full((SMALL,), 5.0)], device)
+    assert becomes(handle.ready)
+    before = handle.stats.fallbacks
+    with sim.fail_event_record(1) as fault:
+        result = handle.get()
+        assert fault.fired
+    assert handle.stats.fallbacks == before + 1
+    assert result[0].eq(5).all()

@@ -236,6 +236,7 @@ void CopyJob::hand_over_to(const c10::Stream& stream) {
   if (!arrived_ && !work_.result) return;
   const RelaxedCapture relaxed(target_.type());
   if (work_.result && transfers_ != 0 && !handed_over_.exchange(true)) {
+    const CountFallbacks counted(fallbacks_);
     accelerator_.run_ahead().note_hand_over(stream);
   }
   if (arrived_ && !host_knows_arrival_) arrived_->block(stream);
