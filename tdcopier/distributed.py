@@ -175,7 +175,7 @@ class _Ranks(NamedTuple):
         )
         for name, each in (("src", src), ("this rank", rank)):
             if each not in members:
-                raise ValueError(f"{name} is {each}, which is none of the group's ranks: {members}")
+                raise ValueError(f"{name} is {each}, which is not a rank of the group: {members}")
         return cls(group, src, rank, members, _device_of(group))
 
     def check_given(self, given: Any, name: str) -> None:

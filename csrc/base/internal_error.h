@@ -16,7 +16,7 @@ class InternalError : public std::logic_error {
 // not once per leaf.
 inline void check_invariant(bool holds, const char* invariant) {
   if (!holds) {
-    throw InternalError(std::string("tdcopier has a bug: it is not true that ") + invariant +
+    throw InternalError(std::string("internal error in tdcopier: expected that ") + invariant +
                         ". Please report this with a stack trace.");
   }
 }

@@ -4,19 +4,12 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
 #include <system_error>
 #include <utility>
 
 #include "base/interleaver.h"
-#include "base/processors.h"
 
 namespace tdcopier {
-namespace {
-
-std::atomic<size_t> g_most_workers = kMostWorkers;
-
-}  // namespace
 
 ThreadPool::ThreadPool(size_t workers, const std::string& name) {
   const size_t wanted = std::max<size_t>(workers, 1);
@@ -103,14 +96,6 @@ void ThreadPool::work() {
     }
     idle_.notify_all();
   }
-}
-
-size_t default_worker_count() {
-  return std::min(usable_processors(), g_most_workers.load());
-}
-
-void set_most_workers(size_t workers) {
-  g_most_workers = workers;
 }
 
 }  // namespace tdcopier

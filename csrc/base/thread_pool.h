@@ -55,14 +55,4 @@ class ThreadPool {
   std::vector<std::thread> threads_;  // guarded by mutex_ once running
 };
 
-// More workers would fill staging memory no faster than the link empties it, and would take
-// processors from the caller's threads.
-inline constexpr size_t kMostWorkers = 12;
-
-// Returns how many workers to create: this process's share of the processors, at most kMostWorkers
-// or the limit that set_most_workers() has set.
-size_t default_worker_count();
-// Sets the limit for pools that are created from now on. At least 1. Thread: any.
-void set_most_workers(size_t workers);
-
 }  // namespace tdcopier

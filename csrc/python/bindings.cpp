@@ -8,13 +8,13 @@
 #include <exception>
 #include <utility>
 
-#include "base/fork.h"
+#include "base/fork_generation.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/device/phases.h"
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
-#include "engine/device/workers.h"
+#include "engine/device/thread_pools.h"
 #include "engine/jobs/device_job.h"
 #include "engine/moves/segment_kernel.h"
 #include "engine/moves/stage.h"
@@ -121,7 +121,7 @@ PYBIND11_MODULE(_C, m) {
       py::register_exception<tdcopier::InternalError>(m, "InternalError", PyExc_RuntimeError);
   internal_error.attr("__module__") = "tdcopier";
   internal_error.attr("__doc__") =
-      "An invariant of the engine is broken: a bug of ours. Please report it.";
+      "An invariant of the engine does not hold. This is a bug in tdcopier: please report it.";
 
   py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_collectable<Handle>),
                             R"(

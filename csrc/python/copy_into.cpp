@@ -6,14 +6,14 @@
 #include <utility>
 #include <vector>
 
-#include "engine/device/workers.h"
+#include "engine/device/thread_pools.h"
 #include "engine/jobs/device_job.h"
 #include "engine/jobs/device_to_host_job.h"
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
 #include "engine/leaves/fill_plan.h"
 #include "python/cache_prefetch.h"
-#include "python/delegated.h"
+#include "python/delegated_outputs.h"
 #include "python/device_argument.h"
 #include "python/interrupts.h"
 #include "python/pair_walk.h"
@@ -67,8 +67,8 @@ class GroupFill {
   // Returns whether to run the job in the call: it is small and does not have to wait.
   bool at_once() const { return at_once_; }
   ThreadPool& pool() const {
-    if (!target_.is_cpu()) return fillers(target_);
-    return source_.is_cpu() ? workers() : arrivals(source_);
+    if (!target_.is_cpu()) return into_device_workers(target_);
+    return source_.is_cpu() ? staging_workers() : from_device_workers(source_);
   }
 
  private:
@@ -133,21 +133,22 @@ class BumpAtEnd {
   // Keeps the destinations alive too: the handle may be queried or dropped, and so release them,
   // before the versions are bumped.
   explicit BumpAtEnd(SortedPairs& sorted)
-      : written_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {
+      : written_tensors_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {
     for (const IntoGroup& group : sorted.groups) kept_destinations_.push_back(group.destinations);
   }
   BumpAtEnd(const BumpAtEnd&) = delete;
   BumpAtEnd& operator=(const BumpAtEnd&) = delete;
   ~BumpAtEnd() {
     // The increments are atomic, and the processor fetches no later counter until one is done.
-    for (size_t i = 0; i < written_.size(); ++i) {
-      if (i + kVersionsAhead < written_.size()) prefetch_version(written_[i + kVersionsAhead]);
-      written_[i]->bump_version();
+    for (size_t i = 0; i < written_tensors_.size(); ++i) {
+      if (i + kVersionsAhead < written_tensors_.size())
+        prefetch_version(written_tensors_[i + kVersionsAhead]);
+      written_tensors_[i]->bump_version();
     }
   }
 
  private:
-  const RecycledVector<c10::TensorImpl*> written_;
+  const RecycledVector<c10::TensorImpl*> written_tensors_;
   const std::vector<py::object> kept_;
   std::vector<std::shared_ptr<PySources>> kept_destinations_;
 };
@@ -194,9 +195,9 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
     const PhaseRange range(phases, Phase::kFlatten);
     return sort_pairs(source, destination, call.names, call.rows);
   }();
-  Users targets = sorted.writers;
+  LeafDevices targets = sorted.writers;
   for (const IntoGroup& group : sorted.groups) targets.add(group.destination);
-  Users used = targets;
+  LeafDevices used = targets;
   for (const c10::Device device : sorted.readers.devices()) used.add(device);
   for (const IntoGroup& group : sorted.groups) used.add(group.pairs.leaves.device());
   for (const c10::Device device : used.devices()) {
@@ -217,10 +218,10 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
     run_delegated(*handle, source, destination, sorted, call.fill);
   }
   for (IntoGroup& group : sorted.groups) {
-    if (was_interrupted()) break;
+    if (run_signal_handlers()) break;
     start_group(*handle, std::move(group), options);
   }
-  if (was_interrupted()) {
+  if (run_signal_handlers()) {
     handle->wait_stopped();  // the caller gets no handle to wait with
     raise_if_interrupted();
   }

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "base/fork.h"
+#include "base/fork_generation.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "python/device_argument.h"

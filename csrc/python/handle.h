@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "engine/jobs/copy_job.h"
-#include "python/delegated.h"
+#include "python/delegated_outputs.h"
 #include "python/kept_outputs.h"
 #include "python/sources.h"
 #include "python/tree.h"

@@ -49,7 +49,7 @@ void note_main_thread() {
 WaitWithoutGil::WaitWithoutGil()
     : waits_(PyThread_get_thread_ident() == g_main_thread ? check_signals : nullptr) {}
 
-bool was_interrupted() {
+bool run_signal_handlers() {
   return look_for_signals() || t_raised.type != nullptr;
 }
 

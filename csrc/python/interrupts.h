@@ -23,7 +23,7 @@ class WaitWithoutGil {
 
 // Runs the handlers of pending signals now, in the main thread. Returns whether one raised, now or
 // during a wait of this thread. GIL: held.
-bool was_interrupted();
+bool run_signal_handlers();
 // Raises the exception that a signal handler raised during a wait of this thread. GIL: held.
 void raise_if_interrupted();
 

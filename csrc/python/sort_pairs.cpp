@@ -2,7 +2,6 @@
 #include "python/sort_pairs.h"
 
 #include <ATen/ExpandUtils.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/util/DimVector.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -17,8 +16,8 @@
 #include "engine/moves/stage.h"
 #include "python/array_leaf.h"
 #include "python/cache_prefetch.h"
-#include "python/device_argument.h"
 #include "python/pair_overlap.h"
+#include "python/plain_leaf.h"
 #include "python/row_leaves.h"
 #include "python/torch_state.h"
 
@@ -26,27 +25,6 @@ namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
-
-// A plain leaf at one end of a pair: its memory and layout.
-struct End {
-  c10::Device device;
-  std::byte* data;            // the first element
-  c10::StorageImpl* storage;  // null for an array
-  c10::ScalarType dtype;
-  c10::DimVector sizes;
-  c10::DimVector strides_bytes;
-  bool dense;                       // no gaps and no repeats, in any order of dimensions
-  std::optional<RowTable> table{};  // set if only rows are written
-
-  uint64_t element_bytes() const { return c10::elementSize(dtype); }
-  uint64_t bytes() const {
-    return static_cast<uint64_t>(c10::multiply_integers(sizes)) * element_bytes();
-  }
-  // Devices need aligned addresses because they read and write whole elements.
-  bool is_aligned() const {
-    return device.is_cpu() || reinterpret_cast<uintptr_t>(data) % element_bytes() == 0;
-  }
-};
 
 // Returns whether two sets of strides agree in all dimensions whose size is not 1.
 bool same_steps(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef others) {
@@ -79,7 +57,8 @@ class Sorter {
         destination_(destination),
         names_(names),
         rows_(rows),
-        altered_(is_mode_active()) {}
+        altered_(is_mode_active()),
+        leaf_reader_(rows, [this](bool written) { return path(number_, written); }) {}
 
   SortedPairs run() {
     try {
@@ -102,14 +81,15 @@ class Sorter {
       const auto& [first, second] = *shared;
       throw py::value_error(path(first.number, first.written) + " and " +
                             path(second.number, second.written) +
-                            " share memory: what is written must not be read or written for "
-                            "another leaf; give a clone() of one");
+                            " share memory: the memory of a destination must not belong to "
+                            "another leaf too; pass a clone() of one");
     }
     const auto twice =
         rows_ != nullptr && rows_->index() ? repeated_row(rows_->index()->rows) : std::nullopt;
     if (twice) {
-      throw py::value_error("row " + rows_->named(*twice) +
-                            " is in the index more than once: which of its values would stay?");
+      throw py::value_error(
+          "row " + rows_->named(*twice) +
+          " is in the index more than once: the order of its writes is undefined");
     }
     sorted_.readers = std::move(readers_);
     sorted_.writers = std::move(writers_);
@@ -119,7 +99,7 @@ class Sorter {
  private:
   void sort_all() {
     sorted_ = {};
-    usual_.reset();
+    last_plain_.reset();
     PairedTrees trees = pair_trees(source_, destination_, names_);
     leaves_ = trees.leaves.size();
     sorted_.opaque = trees.opaque;
@@ -194,7 +174,7 @@ class Sorter {
   // add() took, of which only memory and shape remain to be checked. Returns false if add() must
   // look at it.
   bool add_like_last(py::object& from, py::object& to) {
-    if (!usual_ || !THPVariable_CheckTypeExact(Py_TYPE(from.ptr())) ||
+    if (!last_plain_ || !THPVariable_CheckTypeExact(Py_TYPE(from.ptr())) ||
         !THPVariable_CheckTypeExact(Py_TYPE(to.ptr()))) {
       return false;
     }
@@ -202,8 +182,8 @@ class Sorter {
     const at::Tensor& target_tensor = THPVariable_Unpack(to.ptr());
     const c10::TensorImpl* source = source_tensor.unsafeGetTensorImpl();
     c10::TensorImpl* target = target_tensor.unsafeGetTensorImpl();
-    if (source->key_set() != usual_->source || target->key_set() != usual_->target ||
-        source->device() != usual_->from || target->device() != usual_->to ||
+    if (source->key_set() != last_plain_->source || target->key_set() != last_plain_->target ||
+        source->device() != last_plain_->from || target->device() != last_plain_->to ||
         source->dtype() != target->dtype() || !are_alike(*source, *target) ||
         (source->autograd_meta() != nullptr && keeps_gradient(source_tensor)) ||
         (target->autograd_meta() != nullptr && keeps_gradient(target_tensor))) {
@@ -225,11 +205,11 @@ class Sorter {
     const auto either =
         reinterpret_cast<uintptr_t>(data) | reinterpret_cast<uintptr_t>(target_data);
     if (data == target_data || either % element_bytes != 0) return false;
-    IntoGroup& group = sorted_.groups[usual_->group];
+    IntoGroup& group = sorted_.groups[last_plain_->group];
     const c10::ScalarType dtype = c10::typeMetaToScalarType(target->dtype());
     group.pairs.leaves.add_bytes(data, dtype, bytes, static_cast<uint32_t>(element_bytes));
     group.pairs.destinations.add(target_data, target_storage, /*pinned=*/false);
-    if (usual_->from.is_cpu() && mapped_files_.has(*source_storage)) group.note_mapped();
+    if (last_plain_->from.is_cpu() && mapped_files_.has(*source_storage)) group.note_mapped();
     sorted_.written.push_back(target);
     group.keep(number_, std::move(from), std::move(to));
     return true;
@@ -238,8 +218,8 @@ class Sorter {
   // Adds any pair. Returns false if it is delegated to torch, or does not fit, which
   // check_delegated() reports.
   bool add(py::object& from, py::object& to) {
-    const std::optional<End> source = see(from.ptr(), /*written=*/false);
-    const std::optional<End> target = see(to.ptr(), /*written=*/true);
+    const std::optional<PlainLeaf> source = leaf_reader_.read(from.ptr(), /*written=*/false);
+    const std::optional<PlainLeaf> target = leaf_reader_.read(to.ptr(), /*written=*/true);
     if (!source || !target || !is_moved(source->device, target->device)) return false;
     if (source->sizes != shape_for(target->sizes) || source->dtype != target->dtype) return false;
     const bool is_tensor = target->storage != nullptr;
@@ -269,8 +249,8 @@ class Sorter {
                           is_tensor && THPVariable_Unpack(to.ptr()).is_pinned();
       destinations.add(target->data, target->storage, pinned);
       if (is_tensor && source->storage != nullptr) {
-        usual_ = {THPVariable_Unpack(from.ptr()).key_set(), written->key_set(), source->device,
-                  target->device, static_cast<size_t>(&group - sorted_.groups.data())};
+        last_plain_ = {THPVariable_Unpack(from.ptr()).key_set(), written->key_set(), source->device,
+                       target->device, static_cast<size_t>(&group - sorted_.groups.data())};
       }
     } else {
       add_strided(group, *source, *target);
@@ -284,91 +264,18 @@ class Sorter {
     return true;
   }
 
-  // Returns nullopt for a leaf that is not plain, which is then delegated to torch.
-  std::optional<End> see(PyObject* leaf, bool written) {
-    if (is_array_type(Py_TYPE(leaf))) return see_array(leaf, written);
-    if (rows_ == nullptr && !is_plain_class(leaf)) return std::nullopt;
-    const at::Tensor& tensor = THPVariable_Unpack(leaf);
-    if (written && tensor.is_inference() && !c10::InferenceMode::is_enabled()) {
-      throw std::runtime_error(path(number_, written) +
-                               " was made in inference mode, where alone it may be written in "
-                               "place: make the call there, or give a clone()");
-    }
-    const std::optional<c10::DispatchKeySet> keys = keys_of(tensor.device());
-    if (!keys) return std::nullopt;
-    const PlainTensor plain = look_at(tensor, *keys);
-    if (plain.packable == Packable::kShortStorage) {
-      refuse(written, " reaches beyond its storage, which has only " +
-                          std::to_string(tensor.storage().nbytes()) +
-                          " bytes (was it shrunk with untyped_storage().resize_()?)");
-    }
-    if (plain.packable != Packable::kYes) return std::nullopt;
-    const void* memory = written ? plain.storage->mutable_data() : plain.storage->data();
-    End end{tensor.device(),
-            static_cast<std::byte*>(const_cast<void*>(memory)) + plain.begin,
-            plain.storage,
-            tensor.scalar_type(),
-            c10::DimVector(tensor.sizes()),
-            c10::DimVector(tensor.strides()),
-            plain.dense};
-    for (int64_t& stride : end.strides_bytes) stride *= static_cast<int64_t>(tensor.itemsize());
-    if (rows_ == nullptr) return end;
-    if (written && end.device.is_cpu()) end.table = look_at_rows(tensor, rows_->index()->lead);
-    const bool possible = written ? end.table.has_value() : tensor.is_contiguous();
-    return possible ? std::optional(std::move(end)) : std::nullopt;
-  }
-
-  static std::optional<End> see_array(PyObject* array, bool written) {
-    if (!is_readable_array(array)) return std::nullopt;  // only numpy can read its elements
-    ArrayMemory memory = memory_of_array(array);
-    if (written && !memory.writeable) return std::nullopt;
-    return End{c10::kCPU,
-               memory.data,
-               nullptr,
-               memory.dtype,
-               std::move(memory.sizes),
-               std::move(memory.strides_bytes),
-               memory.dense};
-  }
-
-  // Returns whether the object is a tensor of torch's own class, or of a class whose memory is that
-  // of a plain tensor.
-  bool is_plain_class(PyObject* object) {
-    PyTypeObject* type = Py_TYPE(object);
-    if (THPVariable_CheckTypeExact(type)) return true;
-    if (!THPVariable_Check(object)) return false;
-    for (const auto& [known, plain] : classes_) {
-      if (known == type) return plain;
-    }
-    const py::object answer =
-        py::module_::import("tdcopier._into")
-            .attr("is_plain_class")(py::handle(reinterpret_cast<PyObject*>(type)));
-    classes_.emplace_back(type, answer.cast<bool>());
-    return classes_.back().second;
-  }
-
-  // Returns the key set of plain tensors on a device; nullopt if the engine does not reach it.
-  std::optional<c10::DispatchKeySet> keys_of(c10::Device device) {
-    for (const auto& [known, keys] : keys_) {
-      if (known == device) return keys;
-    }
-    const bool reached = device.is_cpu() || has_engine_transfers(device);
-    keys_.emplace_back(device, reached ? std::optional(plain_tensor_keys(device)) : std::nullopt);
-    return keys_.back().second;
-  }
-
   static bool is_moved(c10::Device from, c10::Device to) {
     return from.is_cpu() || to.is_cpu() || from.type() == to.type();
   }
 
-  static void add_bytes(IntoGroup& group, const End& source) {
+  static void add_bytes(IntoGroup& group, const PlainLeaf& source) {
     group.pairs.leaves.add_bytes(source.data, source.dtype, source.bytes(),
                                  static_cast<uint32_t>(source.element_bytes()));
   }
 
   // Adds a pair with any strides at both ends. In between, the elements have the destination's
   // order of dimensions, without its gaps.
-  void add_strided(IntoGroup& group, const End& source, const End& target) const {
+  void add_strided(IntoGroup& group, const PlainLeaf& source, const PlainLeaf& target) const {
     c10::DimVector order = target.strides_bytes;  // only their relative sizes matter
     for (int64_t& stride : order) stride = std::abs(stride);
     const std::vector<int64_t> dense = at::infer_dense_strides(target.sizes, order);
@@ -395,7 +302,7 @@ class Sorter {
   }
 
   // Notes that the memory must keep its values.
-  void note_reused(const End& end) {
+  void note_reused(const PlainLeaf& end) {
     Area area{end.data, end.element_bytes(), /*written=*/false, {}};
     for (size_t d = 0; d < end.sizes.size(); ++d) {
       area.dims.push_back({end.sizes[d], end.strides_bytes[d]});
@@ -436,12 +343,11 @@ class Sorter {
   const bool altered_;
   size_t leaves_ = 0;
   size_t number_ = 0;  // of the current pair
-  std::optional<LastPlainPair> usual_;
+  std::optional<LastPlainPair> last_plain_;
   MappedFiles mapped_files_;
-  std::vector<std::pair<PyTypeObject*, bool>> classes_;
-  std::vector<std::pair<c10::Device, std::optional<c10::DispatchKeySet>>> keys_;
-  Users readers_;
-  Users writers_;
+  PlainLeafReader leaf_reader_;
+  LeafDevices readers_;
+  LeafDevices writers_;
   SortedPairs sorted_;
 };
 

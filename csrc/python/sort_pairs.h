@@ -11,7 +11,7 @@
 #include "base/overlap.h"
 #include "engine/leaves/destination.h"
 #include "engine/leaves/mapped_leaves.h"
-#include "python/delegated.h"
+#include "python/delegated_outputs.h"
 #include "python/pair_walk.h"
 #include "python/sources.h"
 
@@ -56,8 +56,8 @@ struct SortedPairs {
   RecycledVector<c10::TensorImpl*> written;  // tensors to bump; kept alive by groups or `kept`
   std::vector<pybind11::object> kept;
   std::vector<ReusedPair> reused;
-  Users readers;  // of delegated leaves, as `writers`
-  Users writers;
+  LeafDevices readers;  // of delegated leaves, as `writers`
+  LeafDevices writers;
   uint32_t empty = 0;
   uint32_t opaque = 0;
 };

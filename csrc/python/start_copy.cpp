@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "base/fork.h"
-#include "engine/device/workers.h"
+#include "base/fork_generation.h"
+#include "engine/device/thread_pools.h"
 #include "engine/jobs/device_job.h"
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
 #include "python/array_leaf.h"
-#include "python/delegated.h"
+#include "python/delegated_outputs.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
 #include "python/interrupts.h"
@@ -36,7 +36,7 @@ thread_local Sending t_sending = Sending::kAtOnce;
 
 // Returns how many threads may stage a copy. Makes no threads for copies that run in the call.
 size_t staging_threads(bool background) {
-  return background ? std::max<size_t>(workers().workers(), 1) : 1;
+  return background ? std::max<size_t>(staging_workers().workers(), 1) : 1;
 }
 
 // One window per worker, but never so small that waking the worker costs more than it saves.
@@ -114,7 +114,7 @@ class GroupStart {
   // A transfer to pageable memory occupies its thread while it waits for the caller's kernels.
   ThreadPool& pool() const {
     const bool waits = target_.is_cpu() && !source_.is_cpu() && !options_.use_pinned_staging;
-    return waits ? arrivals(source_) : workers();
+    return waits ? from_device_workers(source_) : staging_workers();
   }
 
   // Allocates the result. GIL: must not be held, because an allocation may wait for the device.
@@ -234,7 +234,7 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
   const py::object device = py::reinterpret_steal<py::object>(THPDevice_New(target));
   const py::object to_name = py::str("to");
   DelegatedOutputs outputs;
-  Users readers;
+  LeafDevices readers;
   size_t node = 0;
   try {
     for (const Delegated& leaf : delegated) {

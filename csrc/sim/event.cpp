@@ -69,7 +69,7 @@ double Event::elapsed_milliseconds(const Event& start, const Event& end) {
   const auto second = end.marker();
   TORCH_CHECK(first.reached_at && second.reached_at, "both events must have been recorded");
   TORCH_CHECK(first.point.passed() && second.point.passed(),
-              "both events must have been reached before their distance can be measured");
+              "both events must have completed before the elapsed time can be measured");
   return static_cast<double>(*second.reached_at - *first.reached_at) / 1e6;
 }
 

@@ -127,7 +127,7 @@ void strike_event_query(c10::DeviceIndex device) {
 
 void strike_thread() {
   if (!any_armed.load(std::memory_order_acquire)) return;
-  const std::string what = "the making of a thread";
+  const std::string what = "the creation of a thread";
   if (DueFaults::count(FaultKind::kThread, what)) {
     throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again),
                             what + " was made to fail");

@@ -14,7 +14,7 @@ namespace tdcopier::sim {
 namespace {
 
 std::string misuse_of(const Place& place, const Extent& extent, const std::string& memory) {
-  if (!place.in_use) return memory + " that is free: whoever had it gave it back before";
+  if (!place.in_use) return memory + " that is free: its owner has freed it";
   const auto end = place.begin + place.size;
   if (extent.end() <= end) return {};
   return c10::str(memory, " up to ", extent.end() - end, " bytes beyond the end of its block of ",

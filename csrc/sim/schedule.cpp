@@ -76,7 +76,7 @@ Schedule::Actor* Schedule::this_actor() noexcept {
 }
 
 void Schedule::begin(std::uint64_t seed, std::chrono::nanoseconds stall) {
-  TORCH_CHECK(!is_on(), "a schedule is on already");
+  TORCH_CHECK(!is_on(), "a schedule is already active");
   const Lock lock(mutex_);
   actors_.clear();
   threads_.clear();
@@ -109,7 +109,7 @@ void Schedule::await_workers(std::size_t count) {
     return static_cast<std::size_t>(std::count_if(actors_.begin(), actors_.end(), ready)) == count;
   };
   TORCH_CHECK(arrived_.wait_for(lock, stall_, all_stand_still),
-              "the engine's workers do not come to a point: are they at work?");
+              "the engine's workers do not reach a scheduling point: a copy may still be running");
   // They arrived in an arbitrary order.
   std::sort(actors_.begin() + 1, actors_.end(),
             [](const auto& a, const auto& b) { return a->name < b->name; });

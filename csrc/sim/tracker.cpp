@@ -40,7 +40,7 @@ Tracker& Tracker::get() {
 
 void Tracker::begin() {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!is_on(), "a detection is on already: they cannot be nested");
+  TORCH_CHECK(!is_on(), "hazard detection is already active and cannot be nested");
   ++session_;
   hazards_.clear();
   reported_.clear();
@@ -105,7 +105,7 @@ void Tracker::check_order(const PastAccess& now, const Clock& before) {
       missing = c10::str(ours, " waits for earlier work of ", theirs,
                          " only: the event was recorded before what it is meant to cover");
     } else if (earlier.life != now.life) {
-      missing = c10::str("the memory was freed and handed out again, in the order of ", theirs,
+      missing = c10::str("the memory was freed and allocated again, in the order of ", theirs,
                          ", and ", missing);
     }
     report(
@@ -157,7 +157,7 @@ void Tracker::handed_out(Block& block, std::optional<int> device, const StreamQu
   history_.hand_out(begin, safe, waited_for.get(), [&](const PastAccess& past) {
     const auto theirs = past.stream->name();
     const auto what = c10::str(kind_of_memory(*past.access), " that ", who(past),
-                               verb(*past.access), " is handed out again");
+                               verb(*past.access), " is allocated again");
     report("reused", past.note->label,
            device ? c10::str(what, ", on ", stream->name(),
                              ", before that is done: record_stream was not called for ", theirs,

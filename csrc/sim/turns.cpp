@@ -99,7 +99,8 @@ void Schedule::stand_still(Lock& lock, Actor& self) {
       self.changed.wait(lock);
     } else if (self.changed.wait_for(lock, stall_) == std::cv_status::timeout && is_on() &&
                turn_ != &self && progress_ == seen) {
-      abandon(c10::str(turn_->name, " has the turn and does not come to a point: it is blocked ",
+      abandon(c10::str(turn_->name,
+                       " has the turn and does not reach a scheduling point: it is blocked ",
                        "outside of the simulation",
                        self.has_gil ? ", perhaps by the GIL, which another thread holds" : "", "; ",
                        describe()));
@@ -131,7 +132,7 @@ bool Schedule::nobody_can(Lock& lock, Actor& self) {
       if (!candidates_.empty()) return false;
     }
   }
-  failure_ = "deadlock: nobody can go on; " + describe();
+  failure_ = "deadlock: no thread can continue; " + describe();
   Actor* told = self.native || self.state == Actor::State::kGone ? nullptr : &self;
   for (const auto& actor : actors_) {
     if (actor->native || !actor->stands_still()) continue;

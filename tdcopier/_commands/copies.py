@@ -152,7 +152,7 @@ def check(
         if wrong:
             places = "1 place" if len(wrong) == 1 else f"{len(wrong)} places"
             raise WrongValuesError(
-                f"{way.name} gives something else than .to() in {places}, such as {wrong[0]!r}"
+                f"{way.name} differs from .to() in {places}, such as {wrong[0]!r}"
             )
 
 

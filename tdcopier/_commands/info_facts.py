@@ -310,7 +310,7 @@ def _pci_address(device: torch.device) -> str:
     """Return the address in the system's notation: domain, bus, device, function."""
     properties = _properties(device)
     if not hasattr(properties, "pci_bus_id"):
-        raise UnavailableError(f"torch does not tell it of {device.type} devices")
+        raise UnavailableError(f"torch does not report it for {device.type} devices")
     domain, bus, slot = (
         getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device")
     )
@@ -320,7 +320,7 @@ def _pci_address(device: torch.device) -> str:
 def _pci_link(address: str) -> str:
     folder = _PCI_DEVICES / address
     if not (folder / "current_link_speed").exists():
-        raise UnavailableError(f"the system does not tell it: {folder} has no current_link_speed")
+        raise UnavailableError(f"the system does not report it: {folder} has no current_link_speed")
     now, most = (_speed_and_width(folder, which) for which in ("current", "max"))
     return f"{now} now, at most {most}"
 
@@ -334,7 +334,7 @@ def _speed_and_width(folder: Path, which: str) -> str:
 
 def _gather(device: torch.device, make_contexts: bool) -> str:
     if not make_contexts and not _has_context(device):
-        raise UnavailableError("this process has not used the device, and was not told to")
+        raise UnavailableError("this process has not initialised the device")
     return gather_in_use(device)
 
 
@@ -383,7 +383,7 @@ def _thread_name(thread: Path) -> str:
 def _processors() -> int:
     count = os.cpu_count()
     if count is None:
-        raise UnavailableError("the system does not tell it")
+        raise UnavailableError("the system does not report it")
     return count
 
 

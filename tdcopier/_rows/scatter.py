@@ -11,7 +11,7 @@ from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._containers import arrays
 from tdcopier._copy import options_for_filling
-from tdcopier._rows.index import row_index
+from tdcopier._rows.row_numbers import row_index
 
 __all__ = ["start_scatter"]
 

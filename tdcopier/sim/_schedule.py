@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DeadlockError = _sim.DeadlockError
-DeadlockError.__doc__ = "Everybody waits and nobody can go on. Its text says who waits for what."
+DeadlockError.__doc__ = (
+    "Every thread waits, and none can continue. The text says what each waits for."
+)
 DeadlockError.__module__ = "tdcopier.sim"
 
 
@@ -90,7 +92,7 @@ class Schedule:
 
     def __enter__(self) -> Self:
         if self._is_on:
-            raise RuntimeError("this schedule is on already")
+            raise RuntimeError("this schedule is already active")
         _C.set_interleaver(_sim.interleaver())
         self._threads.clear()
         self._record = None
@@ -133,7 +135,7 @@ class Schedule:
         *_, deadlock, abandoned = self._record
         # A DeadlockError that was raised through torch has become a RuntimeError.
         # Threads that were still waiting may have raised others since.
-        passing = isinstance(failure, RuntimeError) and "deadlock: nobody" in str(failure)
+        passing = isinstance(failure, RuntimeError) and "deadlock: no thread" in str(failure)
         if deadlock and (passing or abandoned) and not isinstance(failure, DeadlockError):
             raise DeadlockError(deadlock) from failure
         if failure is not None:

@@ -36,7 +36,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sim", "the simulated device of tdcopier")
     group.addoption("--sim-seed", type=int, help="run marked tests with this seed only")
-    group.addoption("--sim-schedules", type=int, help="run marked tests with so many seeds")
+    group.addoption("--sim-schedules", type=int, help="number of seeds for each marked test")
     group.addoption(
         "--sim-timeout", type=float, default=30.0, help="seconds that a thread may stand still"
     )

@@ -108,7 +108,7 @@ def remove_tensordict_backend() -> None:
     """
     with _lock:
         if not _process_wide:
-            raise RuntimeError("the backend is not installed: there is nothing to remove")
+            raise RuntimeError("the backend is not installed")
         _process_wide.pop()
         _set_methods()
 

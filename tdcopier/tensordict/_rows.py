@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tdcopier._rows.index import read_rows
 from tdcopier._rows.request import RowIndex
+from tdcopier._rows.row_numbers import read_rows
 from tdcopier.tensordict import _walk
 
 

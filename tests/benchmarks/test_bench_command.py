@@ -93,7 +93,7 @@ def test_a_wrong_copy_gives_no_figures_and_exit_status_1(
     assert ("H2D" in printed.err) is (good_calls > 0)
     place = "the structure" if wrong == "structure" else "[15]['boxes_3d']"
     assert printed.err.splitlines()[-1] == (
-        f"WRONG: {copies.OURS} gives something else than .to() in 1 place, such as "
+        f"WRONG: {copies.OURS} differs from .to() in 1 place, such as "
         f"{place!r}. No figures are given."
     )
 

@@ -104,4 +104,4 @@ def test_no_thread_is_made_for_a_call_that_is_to_use_none(
 
 def test_the_attempts_to_make_threads_are_what_fails() -> None:
     told = run_python(PROGRAM + CALLS["H2D"] + "\nprint(faults[0].struck)")
-    assert told == "the making of a thread\n"
+    assert told == "the creation of a thread\n"

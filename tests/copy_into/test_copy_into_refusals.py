@@ -90,8 +90,8 @@ REACHED = (
     "or by index), or neither"
 )
 SHARE = (
-    " share memory: what is written must not be read or written for another leaf; give a clone() "
-    "of one"
+    " share memory: the memory of a destination must not belong to another leaf too; pass a "
+    "clone() of one"
 )
 GRADIENT = (
     "destination['x'] requires a gradient, and writing in place would break it: make the call "
@@ -222,8 +222,8 @@ REFUSED = {
     ),
     "a destination of inference mode": Refused(
         lambda: (two(), of_inference_mode()),
-        "destination['x'] was made in inference mode, where alone it may be written in place: make "
-        "the call there, or give a clone()",
+        "destination['x'] was made in inference mode, and can be written in place only there: "
+        "make the call in inference mode, or pass a clone()",
         RuntimeError,
     ),
     "numbers that torch lacks": Refused(

@@ -72,7 +72,6 @@ void many_threads_may_submit() {
 
 void there_is_at_least_one_worker() {
   CHECK(ThreadPool(0).workers() == 1);
-  CHECK(default_worker_count() >= 1 && default_worker_count() <= kMostWorkers);
 }
 
 }  // namespace

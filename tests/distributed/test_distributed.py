@@ -158,7 +158,7 @@ def test_scatter_sends_to_two_others(three):
 
 
 ONE_RAISES = {
-    "no such source": ("ValueError", "src is 7, which is none of the group's ranks: [0, 1]"),
+    "no such source": ("ValueError", "src is 7, which is not a rank of the group: [0, 1]"),
     "source that is no rank": ("TypeError", "src must be a rank, which is an int; got '0'"),
     "tree on every rank": (
         "ValueError",
@@ -168,7 +168,7 @@ ONE_RAISES = {
         "ValueError",
         "rank 0 was given trees, and is not the source, which is rank 1: give None",
     ),
-    "not in the group": ("ValueError", "this rank is 1, which is none of the group's ranks: [0]"),
+    "not in the group": ("ValueError", "this rank is 1, which is not a rank of the group: [0]"),
 }
 
 

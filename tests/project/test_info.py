@@ -79,7 +79,7 @@ def test_each_device_has_the_staging_that_it_holds_and_its_gather(device, other_
         found = of_device(each)
         assert found["staging_bytes"] == tdcopier.staging_bytes(each)
         assert found["gather"] == (
-            "portable (torch._foreach_copy_); of the kernel: only CUDA devices have it"
+            "portable (torch._foreach_copy_); of the kernel: it needs a CUDA device"
         )
         assert found["name"] == "simulated"
     assert of_device(device)["staging_bytes"] > 0
@@ -148,7 +148,7 @@ def test_a_gpu_is_described_by_torch_and_its_link_by_the_system(monkeypatch, tmp
         "pci_address": "0000:1b:02.0",
         "pci_link": "2.5 GT/s PCIe x8 now, at most 32.0 GT/s PCIe x16",
         "staging_bytes": 0,
-        "gather": {"unknown": "this process has not used the device, and was not told to"},
+        "gather": {"unknown": "this process has not initialised the device"},
     }
 
 
@@ -177,12 +177,12 @@ def test_the_gather_of_a_gpu_is_the_kernel_or_says_what_the_kernel_lacks(
 def test_what_torch_and_the_system_do_not_tell_of_a_gpu_says_so(monkeypatch, tmp_path: Path):
     on_a_made_up_gpu(monkeypatch, name="NVIDIA Example", total_memory=1)
     assert of_device("cuda:0")["pci_address"] == {
-        "unknown": "torch does not tell it of cuda devices"
+        "unknown": "torch does not report it for cuda devices"
     }
     on_a_made_up_gpu(monkeypatch, pci_domain_id=0, pci_bus_id=1, pci_device_id=2)
     monkeypatch.setattr(_info, "_PCI_DEVICES", tmp_path)
     found = of_device("cuda:0")
-    assert found["pci_link"]["unknown"].startswith("the system does not tell it: ")
+    assert found["pci_link"]["unknown"].startswith("the system does not report it: ")
     assert found["name"]["unknown"].startswith("AttributeError: ")
 
 

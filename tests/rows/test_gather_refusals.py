@@ -43,8 +43,8 @@ def test_a_pair_with_a_row_that_is_not_there_is_an_error(device):
         (torch.ones(3, dtype=torch.bool), IndexError, r"the shape of the mask \[3\]"),
         (torch.ones(1, 1, 1, dtype=torch.bool), IndexError, "a mask counts rows by one"),
         ((0, 0, 0), TypeError, "got a tuple of 3"),
-        ([slice(3)], TypeError, "index is a list that is not one of rows"),
-        ([[0, 1], [2]], TypeError, "index is a list that is not one of rows"),
+        ([slice(3)], TypeError, "index is a list, but not of row numbers"),
+        ([[0, 1], [2]], TypeError, "index is a list, but not of row numbers"),
         (1 << 70, IndexError, "index 1180591620717411303424 is out of bounds"),
         ([0, 1 << 70], IndexError, "index has a row that is out of bounds"),
         (([0, 1], [0, 1, 0]), IndexError, r"pick \[2\] and \[3\], which cannot be broadcast"),
@@ -90,7 +90,7 @@ def test_a_table_that_reaches_beyond_its_storage_is_named(device):
 
 def test_a_storage_without_leaves(device):
     assert tdcopier.start_gather({"a": 1, "b": []}, [5], device).get() == {"a": 1, "b": []}
-    with raises_exactly(ValueError, "storage has no leaf, so nobody knows how many rows there are"):
+    with raises_exactly(ValueError, "storage has no leaf, so its number of rows is unknown"):
         tdcopier.start_gather({}, slice(3), device)
 
 

@@ -141,7 +141,7 @@ def test_a_pool_has_the_threads_before_the_one_that_fails(n: int, made: int) -> 
     code = f"""
 with sim.fail_thread({n}) as fault:
     assert copy_is_right()
-    assert fault.struck == "the making of a thread"
+    assert fault.struck == "the creation of a thread"
 print([name for name in names() if name.startswith("tdc-worker")])
 assert copy_is_right()  # also later: a pool is made once
 """

@@ -158,7 +158,7 @@ def test_a_missing_record_stream_is_found_when_the_block_is_handed_out_again(
         program,
         None if recorded else "reused",
         "device memory that a transfer within of 4000 bytes from sim:0 to sim:0 on "
-        f"{name(side)} reads is handed out again, on stream 0 of sim:0",
+        f"{name(side)} reads is allocated again, on stream 0 of sim:0",
         f"record_stream was not called for {name(side)}",
     )
 
@@ -224,7 +224,7 @@ def test_a_pinned_target_that_is_freed_and_handed_out_again_is_found(
         program,
         None if known else "reused",
         "pinned memory that a transfer d2h of 400 bytes from sim:0 to the host on "
-        "stream 0 of sim:0 writes is handed out again to the host",
+        "stream 0 of sim:0 writes is allocated again to the host",
     )
 
 

@@ -324,7 +324,7 @@ def test_memory_is_used_on_another_stream_than_the_one_it_was_allocated_on(
         assert hazards_of(sim, program) == ()
     else:
         assert_unordered(
-            sim, program, "the memory was freed and handed out again, in the order of stream 0"
+            sim, program, "the memory was freed and allocated again, in the order of stream 0"
         )
 
 

@@ -119,7 +119,7 @@ def test_a_deadlock_that_comes_through_torch_leaves_the_schedule_by_its_name(sim
             stream.record_event().synchronize()
 
     stream = torch.sim.Stream()
-    with pytest.raises(sim.DeadlockError, match="nobody can go on"):
+    with pytest.raises(sim.DeadlockError, match="no thread can continue"):
         wait_for_a_stream_that_is_held()
 
 
@@ -189,7 +189,7 @@ def test_garbage_collection_is_off_meanwhile_and_as_it_was_after(sim):
 
 def test_one_schedule_at_a_time(sim):
     with sim.schedule(1):
-        with pytest.raises(RuntimeError, match="a schedule is on already"), sim.schedule(2):
+        with pytest.raises(RuntimeError, match="a schedule is already active"), sim.schedule(2):
             pass
         assert torch.ones(1).to("sim").tolist() == [1]
 
@@ -299,6 +299,6 @@ def test_a_schedule_cannot_be_entered_twice(sim):
     schedule = sim.schedule(1)
     with schedule:
         thread = schedule.thread(lambda: 7)
-        with pytest.raises(RuntimeError, match="this schedule is on already"), schedule:
+        with pytest.raises(RuntimeError, match="this schedule is already active"), schedule:
             pass
         assert thread.join() == 7

@@ -69,7 +69,7 @@ def test_a_thread_that_blocks_outside_of_the_simulation_is_found(sim):
             lock.release()
             schedule._threads[0].join()
 
-    with pytest.raises(sim.DeadlockError, match=r"thread 0 has the turn and does not come"):
+    with pytest.raises(sim.DeadlockError, match=r"thread 0 has the turn and does not reach"):
         wait_for_each_other()
     assert not lock.locked()
 

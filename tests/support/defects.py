@@ -75,10 +75,10 @@ DEFECTS: dict[str, Defect] = {
     "host_source_released_early": Defect(
         "Lifetime",
         "engine/jobs/copy_job.cpp",
-        "    if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();",
+        "    if (const std::shared_ptr<CopyJob> job = ticket->take()) job->begin_on_worker();",
         "    const std::shared_ptr<CopyJob> job = ticket->take();\n"
         "    if (job && {defect}) job->work_.sources->release();\n"
-        "    if (job) job->lead();",
+        "    if (job) job->begin_on_worker();",
         "sources_are_dropped_at_once",
         "AssertionError",
     ),
@@ -94,8 +94,8 @@ DEFECTS: dict[str, Defect] = {
     "destination_released_early": Defect(
         "Lifetime",
         "engine/jobs/copy_job.cpp",
-        "  if (work_.result || !written_ || has_ended(*written_)) return;",
-        "  if ({defect} || work_.result || !written_ || has_ended(*written_)) return;",
+        "  if (work_.result || !last_write_ || has_ended(*last_write_)) return;",
+        "  if ({defect} || work_.result || !last_write_ || has_ended(*last_write_)) return;",
         "destinations_are_dropped_at_once",
         "AssertionError",
         "reused",
@@ -103,9 +103,9 @@ DEFECTS: dict[str, Defect] = {
     "chunks_of_failed_copies_leak": Defect(
         "Lifetime",
         "engine/jobs/copy_job.cpp",
-        "  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
+        "  last_write_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
         "  if (failed_ && {defect}) new std::shared_ptr<Result>(work_.result);\n"
-        "  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
+        "  last_write_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
         "transfers_fail_when_they_are_enqueued",
         "HazardError",
         "leak",
@@ -121,8 +121,8 @@ DEFECTS: dict[str, Defect] = {
     "source_in_place_released_early": Defect(
         "Lifetime",
         "engine/jobs/copy_job.cpp",
-        "  if (read_) {\n    Reclaimer::get()",
-        "  if (read_ && !({defect} && source_device().is_cpu())) {\n    Reclaimer::get()",
+        "  if (last_read_) {\n    Reclaimer::get()",
+        "  if (last_read_ && !({defect} && source_device().is_cpu())) {\n    Reclaimer::get()",
         "pinned_sources_are_dropped_at_once",
         "AssertionError",
         "reused",
@@ -166,8 +166,8 @@ DEFECTS: dict[str, Defect] = {
     "source_not_waited_for": Defect(
         "Order",
         "engine/jobs/device_job.cpp",
-        "  written_->block(*reads_);",
-        "  if (!{defect}) written_->block(*reads_);",
+        "  sources_ready_->block(*read_stream_);",
+        "  if (!{defect}) sources_ready_->block(*read_stream_);",
         "device_sources_are_overwritten_behind_wait_staged",
         "AssertionError",
         "unordered",
@@ -175,8 +175,8 @@ DEFECTS: dict[str, Defect] = {
     "writer_does_not_wait_for_reads": Defect(
         "Order",
         "engine/jobs/copy_job.cpp",
-        "  if (read_) block_until_ended(*read_, stream);",
-        "  if (read_ && !{defect}) block_until_ended(*read_, stream);",
+        "  if (last_read_) block_until_ended(*last_read_, stream);",
+        "  if (last_read_ && !{defect}) block_until_ended(*last_read_, stream);",
         "device_sources_are_overwritten_behind_wait_staged",
         "AssertionError",
         "unordered",
@@ -184,8 +184,8 @@ DEFECTS: dict[str, Defect] = {
     "destination_not_waited_for": Defect(
         "Order",
         "engine/jobs/host_to_device_job.cpp",
-        "  if (used_) used_->block(stream_);",
-        "  if (used_ && !{defect}) used_->block(stream_);",
+        "  if (destinations_ready_) destinations_ready_->block(stream_);",
+        "  if (destinations_ready_ && !{defect}) destinations_ready_->block(stream_);",
         "filled_behind_the_reads_before",
         "AssertionError",
         "unordered",
@@ -210,7 +210,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "delegated_not_waited_for": Defect(
         "Order",
-        "python/delegated.cpp",
+        "python/delegated_outputs.cpp",
         "  made->block(consumer);",
         "  if (!{defect}) made->block(consumer);",
         "delegated_leaves_for_another_stream",
@@ -219,7 +219,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "delegated_not_recorded": Defect(
         "Order",
-        "python/delegated.cpp",
+        "python/delegated_outputs.cpp",
         "    backend.recordDataPtrOnStream(",
         "    if (!{defect}) backend.recordDataPtrOnStream(",
         "delegated_leaves_for_another_stream",
@@ -239,8 +239,8 @@ DEFECTS: dict[str, Defect] = {
     "destination_on_other_device_not_waited_for": Defect(
         "Order",
         "engine/jobs/device_job.cpp",
-        "  if (used_) used_->block(stream_);",
-        "  if (used_ && !{defect}) used_->block(stream_);",
+        "  if (destinations_ready_) destinations_ready_->block(stream_);",
+        "  if (destinations_ready_ && !{defect}) destinations_ready_->block(stream_);",
         "between_devices_into_memory_that_exists",
         "AssertionError",
         "unordered",
@@ -248,8 +248,8 @@ DEFECTS: dict[str, Defect] = {
     "source_for_the_host_not_waited_for": Defect(
         "Order",
         "engine/jobs/device_to_host_job.cpp",
-        "  written_->block(stream_);",
-        "  if (!{defect}) written_->block(stream_);",
+        "  sources_ready_->block(stream_);",
+        "  if (!{defect}) sources_ready_->block(stream_);",
         "host_memory_is_filled_while_sources_are_overwritten",
         "AssertionError",
         "unordered",
@@ -267,8 +267,8 @@ DEFECTS: dict[str, Defect] = {
     "source_in_place_written_early": Defect(
         "Order",
         "engine/jobs/copy_job.cpp",
-        "  if (read_ && source_device().is_cpu()) wait_until_ended(*read_);",
-        "  if (read_ && source_device().is_cpu() && !{defect}) wait_until_ended(*read_);",
+        "  if (last_read_ && source_device().is_cpu()) wait_until_ended(*last_read_);",
+        "  if (last_read_ && source_device().is_cpu() && !{defect}) wait_until_ended(*last_read_);",
         "one_tree_from_everywhere",
         "AssertionError",
         "changed",
@@ -391,7 +391,7 @@ DEFECTS: dict[str, Defect] = {
         "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
         "  }\n"
         "  for (IntoGroup& group : sorted.groups) {\n"
-        "    if (was_interrupted()) break;",
+        "    if (run_signal_handlers()) break;",
         "  if ({defect}) {\n"
         "    for (IntoGroup& group : sorted.groups)\n"
         "      start_group(*handle, std::move(group), options);\n"
@@ -401,7 +401,7 @@ DEFECTS: dict[str, Defect] = {
         "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
         "  }\n"
         "  for (IntoGroup& group : sorted.groups) {\n"
-        "    if (was_interrupted()) break;",
+        "    if (run_signal_handlers()) break;",
         "filling_the_host_is_interrupted",
         "AssertionError",
     ),

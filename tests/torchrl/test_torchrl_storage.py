@@ -24,7 +24,7 @@ from torchrl.data import (
 )
 from torchrl_support import BATCH, CAPACITY, STORAGES, data, fill, two_buffers
 
-from tdcopier._rows import index as _row_index
+from tdcopier._rows import row_numbers as _row_numbers
 from tdcopier.torchrl import (
     PackedLazyTensorStorage,
     PackedTensorDictReplayBuffer,
@@ -95,7 +95,7 @@ def test_an_index_is_put_into_the_engines_form_once(device, monkeypatch, index):
     asked = (INDICES | {"pair": (torch.tensor([1, -1]), torch.tensor([0, 2]))})[index]
     expected = storage.get(asked)
     for name in ("_as_part", "_wrap", "_of_pair", "_numbers_of"):
-        monkeypatch.setattr(_row_index, name, again)
+        monkeypatch.setattr(_row_numbers, name, again)
     assert_same_tensordict(storage.get(asked), expected)
 
 

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "base/polling_wait.h"
-#include "engine/device/workers.h"
+#include "engine/device/thread_pools.h"
 
 namespace tdcopier {
 

@@ -10,11 +10,11 @@
 
 namespace tdcopier {
 
-CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* reads,
-                 c10::Device target, CopyWork&& work)
+CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream,
+                 const c10::Stream* read_stream, c10::Device target, CopyWork&& work)
     : accelerator_(accelerator),
       stream_(stream),
-      reads_(reads),
+      read_stream_(read_stream),
       target_(target),
       work_(std::move(work)),
       leaves_(*work_.leaves),
@@ -24,7 +24,7 @@ CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10:
 
 void CopyJob::run() noexcept {
   work();
-  leave();
+  end_participation();
 }
 
 bool CopyJob::run_in_background(ThreadPool& pool) {
@@ -34,7 +34,7 @@ bool CopyJob::run_in_background(ThreadPool& pool) {
   try {
     taken = pool.submit([ticket = ticket_] {
       interleave();
-      if (const std::shared_ptr<CopyJob> job = ticket->take()) job->lead();
+      if (const std::shared_ptr<CopyJob> job = ticket->take()) job->begin_on_worker();
     });
   } catch (...) {  // out of memory for the task
   }
@@ -42,7 +42,7 @@ bool CopyJob::run_in_background(ThreadPool& pool) {
   return taken;
 }
 
-void CopyJob::lead() noexcept {
+void CopyJob::begin_on_worker() noexcept {
   invite_workers(pool_->workers() - 1);
   work_on_worker();
 }
@@ -91,13 +91,13 @@ void CopyJob::help() {
       }
     });
   }
-  if (!interrupted) return leave();
-  pass_on();
+  if (!interrupted) return end_participation();
+  replace_by_worker();
   throw Interrupted();
 }
 
 // Gives this participant's place to a worker, or finishes the work here if no worker can take it.
-void CopyJob::pass_on() noexcept {
+void CopyJob::replace_by_worker() noexcept {
   try {
     if (pool_->submit([job = shared_from_this()] { job->work_on_worker(); })) return;
   } catch (...) {
@@ -110,7 +110,7 @@ void CopyJob::work() noexcept {
   if (!failed_) attempt([this] { transfer_all(); });
 }
 
-void CopyJob::leave() noexcept {
+void CopyJob::end_participation() noexcept {
   interleave();
   if (--participants_ == 0) finish();
 }
@@ -142,11 +142,11 @@ void CopyJob::finish_enqueued() noexcept {
   record_end();
   if (!sources_free_) {
     EventRef read;
-    if (reads_ != nullptr && *reads_ == stream_ && written_) {
-      read = written_;
-    } else if (reads_ != nullptr) {
-      EventPool& events = Accelerator::of(reads_->device()).events();
-      attempt([&] { read = events.record_or_wait(*reads_); });
+    if (read_stream_ != nullptr && *read_stream_ == stream_ && last_write_) {
+      read = last_write_;
+    } else if (read_stream_ != nullptr) {
+      EventPool& events = Accelerator::of(read_stream_->device()).events();
+      attempt([&] { read = events.record_or_wait(*read_stream_); });
     }
     note_sources_free(std::move(read));
   }
@@ -164,19 +164,19 @@ void CopyJob::record_end() noexcept {
   if (!arrived_ && is_on_device) {
     attempt([this] { arrived_ = accelerator_.events().record_or_wait(stream_); });
   }
-  written_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;
+  last_write_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;
 }
 
 void CopyJob::note_sources_free(EventRef read) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (sources_free_) return;
-    read_ = std::move(read);
+    last_read_ = std::move(read);
     sources_free_.store(true, std::memory_order_release);
   }
   milestone_.notify_all();
-  if (read_) {
-    Reclaimer::get().release_after(read_, work_.sources);
+  if (last_read_) {
+    Reclaimer::get().release_after(last_read_, work_.sources);
   } else {
     work_.sources->release();
   }
@@ -194,7 +194,7 @@ void CopyJob::wait_enqueued() {
 
 bool CopyJob::are_sources_free() const {
   if (!sources_free_.load(std::memory_order_acquire)) return false;
-  return !read_ || !source_device().is_cpu() || has_ended(*read_);
+  return !last_read_ || !source_device().is_cpu() || has_ended(*last_read_);
 }
 
 void CopyJob::wait_sources_free() {
@@ -202,11 +202,11 @@ void CopyJob::wait_sources_free() {
     std::unique_lock lock(mutex_);
     milestone_.wait(lock, [this] { return sources_free_.load(); });
   }
-  if (read_ && source_device().is_cpu()) wait_until_ended(*read_);
+  if (last_read_ && source_device().is_cpu()) wait_until_ended(*last_read_);
 }
 
 void CopyJob::order_after_reads(const c10::Stream& stream) const {
-  if (read_) block_until_ended(*read_, stream);
+  if (last_read_) block_until_ended(*last_read_, stream);
 }
 
 // ---- done ---------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ void CopyJob::order_after_reads(const c10::Stream& stream) const {
 bool CopyJob::is_done() {
   send();
   if (!is_enqueued()) return false;
-  const bool still_writes = work_.result ? !failure_ && arrived_ : written_ != nullptr;
-  return !still_writes || has_ended(*written_);
+  const bool still_writes = work_.result ? !failure_ && arrived_ : last_write_ != nullptr;
+  return !still_writes || has_ended(*last_write_);
 }
 
 void CopyJob::wait_done() {
@@ -225,7 +225,7 @@ void CopyJob::wait_done() {
     host_knows_arrival_ = true;
     return;
   }
-  if (!work_.result && written_) wait_until_ended(*written_);
+  if (!work_.result && last_write_) wait_until_ended(*last_write_);
 }
 
 void CopyJob::rethrow_failure() const {
@@ -250,8 +250,8 @@ void CopyJob::release_kept() noexcept {
 
 // A job that is destroyed before its writes are done passes its destinations to the reclaimer.
 CopyJob::~CopyJob() {
-  if (work_.result || !written_ || has_ended(*written_)) return;
-  Reclaimer::get().release_after(std::move(written_), work_.kept_destinations);
+  if (work_.result || !last_write_ || has_ended(*last_write_)) return;
+  Reclaimer::get().release_after(std::move(last_write_), work_.kept_destinations);
 }
 
 }  // namespace tdcopier

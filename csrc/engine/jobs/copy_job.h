@@ -139,9 +139,9 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
  protected:
   // Moves from `work` inside the constructor, so the other arguments may be computed from it.
-  // `stream`, of the accelerator, gets the last transfer, or the wait for it. `reads` gets the
-  // device's reads of the sources; null: no device reads them.
-  CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* reads,
+  // `stream`, of the accelerator, gets the last transfer, or the wait for it. `read_stream` gets
+  // the device's reads of the sources; null: no device reads them.
+  CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* read_stream,
           c10::Device target, CopyWork&& work);
 
   // The maximum number of threads in transfer_all(), concurrently or one after the other.
@@ -183,7 +183,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   Accelerator& accelerator_;
   const c10::Stream stream_;
-  const c10::Stream* const reads_;
+  const c10::Stream* const read_stream_;
   const c10::Device target_;
   const CopyWork work_;
   const LeafTable& leaves_;
@@ -194,12 +194,12 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   EventRef arrived_;
 
  private:
-  void lead() noexcept;
+  void begin_on_worker() noexcept;
   void invite_workers(size_t workers) noexcept;
   bool join();
   void work() noexcept;
-  void leave() noexcept;
-  void pass_on() noexcept;
+  void end_participation() noexcept;
+  void replace_by_worker() noexcept;
   void work_on_worker() noexcept;
   void record_end() noexcept;
 
@@ -216,10 +216,10 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   Mutex mutex_;
   Condition milestone_;
-  std::atomic<bool> sources_free_ = false;  // once `read_` has ended too; written under mutex_
+  std::atomic<bool> sources_free_ = false;  // once `last_read_` has ended too; written under mutex_
   std::atomic<bool> enqueued_ = false;      // written under mutex_
-  EventRef read_;     // after the device's last read of sources; constant once sources_free_
-  EventRef written_;  // after the last write, of a failed job too; constant once enqueued_
+  EventRef last_read_;   // after the device's last read of sources; constant once sources_free_
+  EventRef last_write_;  // after the last write, of a failed job too; constant once enqueued_
   std::exception_ptr failure_;  // guarded by mutex_ until enqueued_, constant after
 };
 

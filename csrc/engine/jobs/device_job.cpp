@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/device/event_pool.h"
-#include "engine/moves/gather.h"
+#include "engine/moves/gather_scatter.h"
 #include "engine/moves/segment_kernel.h"
 #include "engine/moves/transport.h"
 
@@ -21,12 +21,12 @@ constexpr uint64_t kLineBytes = 64;
 std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
 
 // Returns the accelerator of the stream that the arrival is recorded on.
-Accelerator& arrival(Accelerator& source, c10::Device target) {
+Accelerator& arrival_accelerator(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source : Accelerator::of(target);
 }
 
 // Returns the stream that the arrival is recorded on.
-const c10::Stream& arrivals(Accelerator& source, c10::Device target) {
+const c10::Stream& arrival_stream(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source.from_device_stream() : Accelerator::of(target).ordered_stream();
 }
 
@@ -42,14 +42,14 @@ void set_max_straight_bytes(uint64_t bytes) {
 
 DeviceJob::DeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned)
     : CopyJob(
-          arrival(source, target), arrivals(source, target),
+          arrival_accelerator(source, target), arrival_stream(source, target),
           is_within(source, target, work) ? &source.ordered_stream() : &source.from_device_stream(),
           target, std::move(work)),
       source_(source),
       pinned_(pinned),
-      within_(*reads_ == stream_ && !target.is_cpu()),
-      written_(source.record_current()),
-      used_(work_.result ? nullptr : accelerator_.record_current()) {}
+      within_(*read_stream_ == stream_ && !target.is_cpu()),
+      sources_ready_(source.record_current()),
+      destinations_ready_(work_.result ? nullptr : accelerator_.record_current()) {}
 
 size_t DeviceJob::chunks() const {
   if (work_.result) return work_.result->chunks();
@@ -60,11 +60,11 @@ size_t DeviceJob::chunks() const {
 
 void DeviceJob::transfer_all() {
   // Wait here, because a transfer to pageable memory cannot be interrupted.
-  if (target_.is_cpu() && !pinned_) wait_until_ended(*written_);
+  if (target_.is_cpu() && !pinned_) wait_until_ended(*sources_ready_);
   const c10::StreamGuard on_target_stream(stream_);
-  const c10::StreamGuard on_source_stream(*reads_);
-  written_->block(*reads_);
-  if (used_) used_->block(stream_);
+  const c10::StreamGuard on_source_stream(*read_stream_);
+  sources_ready_->block(*read_stream_);
+  if (destinations_ready_) destinations_ready_->block(stream_);
   if (within_) {
     const PhaseRange range(phases_, Phase::kEnqueue);
     copy_within(stream_, leaves_, work_.destinations);
@@ -94,7 +94,7 @@ size_t DeviceJob::gather_and_transfer(size_t first) {
   if (can_gather_straight(first, last)) {
     gather_straight(first, last);
     if (last == plan_.chunks.size()) {
-      note_sources_free(source_.events().record_or_wait(*reads_));
+      note_sources_free(source_.events().record_or_wait(*read_stream_));
     }
   } else {
     // Chunks keep their offset in a cache line, so that elements stay aligned.
@@ -108,11 +108,11 @@ size_t DeviceJob::gather_and_transfer(size_t first) {
     }
     {
       const PhaseRange range(phases_, Phase::kStage);
-      gather(*reads_, plan_, leaves_, {first, last, at});
+      gather(*read_stream_, plan_, leaves_, {first, last, at});
     }
     // Nothing after the last gather reads a source again.
     if (last == plan_.chunks.size()) {
-      note_sources_free(source_.events().record_or_wait(*reads_));
+      note_sources_free(source_.events().record_or_wait(*read_stream_));
     }
     for (size_t i = first; i < last; ++i) transfer(i, at[i - first]);
   }
@@ -145,7 +145,7 @@ void DeviceJob::gather_straight(size_t first, size_t last) {
   for (size_t i = first; i < last; ++i) at.push_back(work_.result->address(i));
   size_t launches = 0;
   try {
-    launches = gather(*reads_, plan_, leaves_, {first, last, at});
+    launches = gather(*read_stream_, plan_, leaves_, {first, last, at});
   } catch (...) {
     note_written(first, last);  // some kernels may be in flight
     throw;
@@ -161,9 +161,9 @@ void DeviceJob::gather_straight(size_t first, size_t last) {
 // memory must not be freed before it is written.
 void DeviceJob::note_written(size_t first, size_t last) {
   try {
-    for (size_t i = first; i < last; ++i) work_.result->note_written(i, *reads_);
+    for (size_t i = first; i < last; ++i) work_.result->note_written(i, *read_stream_);
   } catch (...) {
-    reads_->synchronize();
+    read_stream_->synchronize();
     throw;
   }
 }
@@ -174,10 +174,10 @@ void DeviceJob::transfer(size_t index, const std::byte* from) {
   if (target_.is_cpu()) {
     std::byte* const to = work_.result->address(index);
     if (pinned_) {
-      enqueue_to_host(*reads_, to, from, chunk.bytes);
+      enqueue_to_host(*read_stream_, to, from, chunk.bytes);
       note_written(index, index + 1);
     } else {
-      copy_to_pageable(*reads_, to, from, chunk.bytes);
+      copy_to_pageable(*read_stream_, to, from, chunk.bytes);
     }
     return count_transfer(chunk.bytes);
   }
@@ -188,7 +188,7 @@ void DeviceJob::transfer(size_t index, const std::byte* from) {
     scratch = allocate_on_device(target_, chunk.bytes);
     to = static_cast<std::byte*>(scratch.mutable_data());
   }
-  enqueue_between(stream_, to, *reads_, from, chunk.bytes);
+  enqueue_between(stream_, to, *read_stream_, from, chunk.bytes);
   count_transfer(chunk.bytes);
   if (scratch) {
     std::byte* const at[] = {to};

@@ -41,9 +41,9 @@ class DeviceJob final : public CopyJob {
 
   Accelerator& source_;
   const bool pinned_;
-  const bool within_;       // within one device, into existing memory
-  const EventRef written_;  // after the caller's work on the sources
-  const EventRef used_;     // after its work on the destinations; null: new memory
+  const bool within_;                  // within one device, into existing memory
+  const EventRef sources_ready_;       // after the caller's work on the sources
+  const EventRef destinations_ready_;  // after its work on the destinations; null: new memory
 };
 
 }  // namespace tdcopier

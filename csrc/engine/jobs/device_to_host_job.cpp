@@ -10,7 +10,7 @@
 #include "engine/device/event_pool.h"
 #include "engine/device/staging_ring.h"
 #include "engine/moves/deliver.h"
-#include "engine/moves/gather.h"
+#include "engine/moves/gather_scatter.h"
 #include "engine/moves/transport.h"
 
 namespace tdcopier {
@@ -20,10 +20,10 @@ DeviceToHostJob::DeviceToHostJob(Accelerator& source, CopyWork work, bool use_pi
               c10::Device(c10::kCPU), std::move(work)),
       use_pinned_staging_(use_pinned_staging),
       windows_(windows_of_plan()),
-      written_(source.record_current()),
+      sources_ready_(source.record_current()),
       unread_windows_(windows_.size()) {
   const c10::StreamGuard on_stream(stream_);
-  written_->block(stream_);
+  sources_ready_->block(stream_);
   gathered_.resize(plan_.chunks.size());
   for (const Window& window : windows_) {
     for_each_chunk_in_window(plan_, window, [&](size_t i, uint64_t begin, uint64_t end, uint64_t) {
@@ -85,7 +85,8 @@ void DeviceToHostJob::transfer(const Window& window) {
 void DeviceToHostJob::transfer_straight(const Window& window, size_t chunk) {
   const uint32_t leaf = plan_.order[plan_.chunks[chunk].first];
   std::byte* const to = work_.destinations[leaf].data;
-  if (!use_pinned_staging_) wait_until_ended(*written_);  // the transfer cannot be interrupted
+  if (!use_pinned_staging_)
+    wait_until_ended(*sources_ready_);  // the transfer cannot be interrupted
   const PhaseRange range(phases_, Phase::kEnqueue);
   const c10::StreamGuard on_stream(stream_);
   if (use_pinned_staging_) {
@@ -126,7 +127,7 @@ void DeviceToHostJob::transfer_staged(const Window& window, size_t chunk) {
 
 void DeviceToHostJob::transfer_pageable(const Window& window, size_t chunk) {
   const auto staged = std::make_unique_for_overwrite<std::byte[]>(window.bytes());
-  wait_until_ended(*written_);
+  wait_until_ended(*sources_ready_);
   {
     const c10::StreamGuard on_stream(stream_);
     c10::Storage here;

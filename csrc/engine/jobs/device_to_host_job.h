@@ -41,7 +41,7 @@ class DeviceToHostJob final : public CopyJob {
 
   const bool use_pinned_staging_;
   const std::vector<Window> windows_;   // claimed one by one
-  const EventRef written_;              // after the caller's work on the sources
+  const EventRef sources_ready_;        // after the caller's work on the sources
   std::vector<c10::Storage> gathered_;  // by chunk, for chunks of several windows
   std::atomic<size_t> unread_windows_;
 };

@@ -10,8 +10,8 @@
 #include <numeric>
 #include <utility>
 
-#include "base/fork.h"
-#include "engine/moves/gather.h"
+#include "base/fork_generation.h"
+#include "engine/moves/gather_scatter.h"
 #include "engine/moves/transport.h"
 
 namespace tdcopier {
@@ -42,7 +42,7 @@ HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
               target.device(), std::move(work)),
       use_pinned_staging_(options.use_pinned_staging),
       generation_(fork_generation()),
-      used_(work_.result ? nullptr : target.record_current()),
+      destinations_ready_(work_.result ? nullptr : target.record_current()),
       straight_(straight_chunks()),
       windows_(make_windows(options.window_bytes)),
       host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
@@ -50,7 +50,7 @@ HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
                                     return goes_straight(chunk) ? sum : sum + chunk.bytes;
                                   })),
       batch_(std::move(batch)) {
-  if (used_) used_->block(stream_);
+  if (destinations_ready_) destinations_ready_->block(stream_);
   if (chunks() == 0 || work_.result) return;
   const c10::StreamGuard on_stream(stream_);
   scratch_.resize(plan_.chunks.size());
@@ -67,7 +67,7 @@ size_t HostToDeviceJob::chunks() const {
 }
 
 bool HostToDeviceJob::goes_straight(const ChunkPlan& chunk) const {
-  return reads_ != nullptr && is_straight(chunk, plan_, leaves_);
+  return read_stream_ != nullptr && is_straight(chunk, plan_, leaves_);
 }
 
 std::vector<size_t> HostToDeviceJob::straight_chunks() const {
@@ -124,7 +124,8 @@ void HostToDeviceJob::transfer_window() {
     if (!lease) note_fallback();
   }
   const bool is_pageable = !batch_ && !lease;
-  if (is_pageable && used_) wait_until_ended(*used_);  // the transfer cannot be interrupted
+  if (is_pageable && destinations_ready_)
+    wait_until_ended(*destinations_ready_);  // the transfer cannot be interrupted
   const size_t claimed = claim();
   if (claimed >= windows_.size()) return;
   const Window& window = windows_[claimed];

@@ -73,7 +73,7 @@ class HostToDeviceJob final : public CopyJob {
 
   const bool use_pinned_staging_;
   const uint32_t generation_;           // of the process that made it: a forked child sends nothing
-  const EventRef used_;                 // after the work on the caller's stream; null: new memory
+  const EventRef destinations_ready_;   // after the work on the caller's stream; null: new memory
   std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none
   const std::vector<size_t> straight_;  // chunks that are read in place, claimed one by one
   std::atomic<size_t> next_straight_ = 0;

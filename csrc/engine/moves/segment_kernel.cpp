@@ -164,7 +164,7 @@ size_t Segments::move(const c10::Stream& stream, Move direction) const {
 }
 
 const std::string& why_no_segment_kernel(c10::Device device) {
-  static const std::string other = "only CUDA devices have it";
+  static const std::string other = "it needs a CUDA device";
   static const std::string off = "it is switched off";
   if (device.type() != c10::DeviceType::CUDA) return other;
   if (!g_used.load(std::memory_order_relaxed)) return off;

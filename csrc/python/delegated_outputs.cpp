@@ -1,5 +1,5 @@
 // Finds the memory and devices of delegated leaves through the tensors that own them.
-#include "python/delegated.h"
+#include "python/delegated_outputs.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -22,19 +22,19 @@ std::vector<at::Tensor> plain_parts(const py::object& value) {
   return parts;
 }
 
-void Users::note(const py::object& leaf) {
+void LeafDevices::note(const py::object& leaf) {
   for (const at::Tensor& part : plain_parts(leaf)) {
     if (has_engine_transfers(part.device())) add(part.device());
   }
 }
 
-void Users::add(c10::Device device) {
+void LeafDevices::add(c10::Device device) {
   if (std::find(devices_.begin(), devices_.end(), device) == devices_.end()) {
     devices_.push_back(device);
   }
 }
 
-std::vector<EventRef> Users::events() const {
+std::vector<EventRef> LeafDevices::events() const {
   std::vector<EventRef> events;
   for (const c10::Device device : devices_) {
     events.push_back(Accelerator::of(device).record_current());

@@ -1,6 +1,6 @@
 // Moves all leaves that are contiguous at both ends with one kernel, or with one torch call where
 // the kernel is unavailable, and each other leaf with a torch call of its own.
-#include "engine/moves/gather.h"
+#include "engine/moves/gather_scatter.h"
 
 #include <ATen/ops/_foreach_copy.h>
 #include <c10/core/InferenceMode.h>

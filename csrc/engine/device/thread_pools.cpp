@@ -1,25 +1,33 @@
 // Thread pools, made when they are needed and never destroyed.
-#include "engine/device/workers.h"
+#include "engine/device/thread_pools.h"
 
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/processors.h"
+
 namespace tdcopier {
 namespace {
 
 struct Pools {
-  ThreadPool* workers = nullptr;
-  std::map<c10::DeviceIndex, ThreadPool*> arrivals;  // by the sources' device
-  std::map<c10::DeviceIndex, ThreadPool*> fillers;   // by the target
+  ThreadPool* staging = nullptr;
+  std::map<c10::DeviceIndex, ThreadPool*> from_device;  // by the sources' device
+  std::map<c10::DeviceIndex, ThreadPool*> into_device;  // by the target
   ThreadPool* reclaimer = nullptr;
 };
+
+// More workers would fill staging memory no faster than the link empties it, and would take
+// processors from the caller's threads.
+constexpr size_t kMostWorkers = 12;
+std::atomic<size_t> g_most_workers = kMostWorkers;
 
 Pools g_pools;
 bool g_is_shut_down = false;
@@ -49,9 +57,9 @@ ThreadPool& made(ThreadPool*& pool, const Threads& threads, const std::string& n
 }
 
 std::vector<ThreadPool*> pools_of(const Pools& pools) {
-  std::vector<ThreadPool*> all{pools.workers};
-  for (const auto& [device, pool] : pools.arrivals) all.push_back(pool);
-  for (const auto& [device, pool] : pools.fillers) all.push_back(pool);
+  std::vector<ThreadPool*> all{pools.staging};
+  for (const auto& [device, pool] : pools.from_device) all.push_back(pool);
+  for (const auto& [device, pool] : pools.into_device) all.push_back(pool);
   all.push_back(pools.reclaimer);  // the last, because the others give it work
   std::erase(all, nullptr);
   return all;
@@ -59,24 +67,32 @@ std::vector<ThreadPool*> pools_of(const Pools& pools) {
 
 }  // namespace
 
-ThreadPool& workers() {
+ThreadPool& staging_workers() {
   const std::lock_guard lock(g_mutex);
-  return made(g_pools.workers, default_worker_count, "tdc-worker");
+  return made(g_pools.staging, default_worker_count, "tdc-worker");
 }
 
-ThreadPool& arrivals(c10::Device source) {
+ThreadPool& from_device_workers(c10::Device source) {
   static constexpr size_t kEnoughForALink = 4;
   const auto threads = [] { return std::min<size_t>(default_worker_count(), kEnoughForALink); };
   const std::lock_guard lock(g_mutex);
   // Each pool has its own name, because a schedule identifies threads by name.
-  return made(g_pools.arrivals[source.index()], threads,
+  return made(g_pools.from_device[source.index()], threads,
               "tdc-arr" + std::to_string(source.index()));
 }
 
-ThreadPool& fillers(c10::Device target) {
+ThreadPool& into_device_workers(c10::Device target) {
   const std::lock_guard lock(g_mutex);
-  return made(g_pools.fillers[target.index()], default_worker_count,
+  return made(g_pools.into_device[target.index()], default_worker_count,
               "tdc-fill" + std::to_string(target.index()));
+}
+
+size_t default_worker_count() {
+  return std::min(usable_processors(), g_most_workers.load());
+}
+
+void set_most_workers(size_t workers) {
+  g_most_workers = workers;
 }
 
 ThreadPool& reclaimer_thread() {
@@ -94,13 +110,13 @@ void rest_workers() {
 }
 
 size_t wake_workers() {
-  workers();
+  staging_workers();
   reclaimer_thread();
   if (const auto type = at::getAccelerator()) {
     const c10::DeviceIndex devices = c10::impl::VirtualGuardImpl(*type).deviceCount();
     for (c10::DeviceIndex i = 0; i < devices; ++i) {
-      arrivals(c10::Device(*type, i));
-      fillers(c10::Device(*type, i));
+      from_device_workers(c10::Device(*type, i));
+      into_device_workers(c10::Device(*type, i));
     }
   }
   std::vector<ThreadPool*> pools;

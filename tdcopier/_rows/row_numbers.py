@@ -179,7 +179,7 @@ def _as_part(index: Any) -> torch.Tensor | int:
         )
     row = operator.index(index)
     if not _INT64.min <= row <= _INT64.max:
-        raise IndexError(f"index {row} is out of bounds: no storage has as many rows")
+        raise IndexError(f"index {row} is out of bounds: it does not fit in 64 bits")
     return row
 
 
@@ -200,10 +200,10 @@ def _of_list(index: list[Any]) -> torch.Tensor:
         numbers = torch.as_tensor(index)
     except (RuntimeError, TypeError, ValueError) as error:
         if any(isinstance(row, int) and not _INT64.min <= row <= _INT64.max for row in index):
-            raise IndexError("index has a row that is out of bounds: none is as large") from None
-        raise TypeError(
-            f"index is a list that is not one of rows or of booleans: {error}"
-        ) from error
+            raise IndexError(
+                "index has a row that is out of bounds: it does not fit in 64 bits"
+            ) from None
+        raise TypeError(f"index is a list, but not of row numbers or booleans: {error}") from error
     return numbers if numbers.numel() != 0 else numbers.long()  # an empty list gives a float tensor
 
 
@@ -221,7 +221,7 @@ def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:
     else:
         found = _C.leaves_with_paths(storage, torch.device("cpu"))
         if not found:
-            raise ValueError("storage has no leaf, so nobody knows how many rows there are")
+            raise ValueError("storage has no leaf, so its number of rows is unknown")
         path, leaf = found[0]
         sizes, what = tuple(getattr(leaf, "batch_size", leaf.shape)), f"the shape of {path}"
     if len(sizes) < lead:

@@ -20,7 +20,7 @@ namespace tdcopier {
 std::vector<at::Tensor> plain_parts(const pybind11::object& value);
 
 // The devices that read (or write) delegated leaves, on their current streams.
-class Users {
+class LeafDevices {
  public:
   void note(const pybind11::object& leaf);
   void add(c10::Device device);

@@ -1,6 +1,6 @@
 // Counts forks, so that a child process avoids objects whose locks its parent's threads may hold.
 // In a child, `Handle` refuses the parent's copies, `HostToDeviceJob` sends none of them, and
-// engine/device/workers.cpp makes new pools.
+// engine/device/thread_pools.cpp makes new pools.
 #pragma once
 
 #include <cstdint>
