@@ -2,17 +2,13 @@
 A first copy
 ============
 
-The batch has sixteen samples of labels for 3D detection with six cameras.
-A data loader yields it as lists of dicts: 528 small tensors, about 150 KB in all.
-We start its copy to the accelerator and let the host do other work meanwhile.
-Then we use the result on the device, and compare every leaf with the one
-that ``Tensor.to`` gives.
+We start the copy of a batch to the accelerator, and let the host do other work meanwhile.
+Then we use the result on the device, and compare every leaf with the one that ``Tensor.to`` gives.
 
 The copy goes to a CUDA device if the machine has one.
 Otherwise it goes to ``sim``, an accelerator that tdcopier simulates in host memory.
-The streams of the simulated device run asynchronously, on threads of their own,
-so the order of operations matters as on a real device.
-Its speed says nothing about a GPU.
+Its streams run asynchronously, so the order of operations matters as on a real device;
+its speed says nothing about a GPU.
 """
 
 import statistics
@@ -40,9 +36,9 @@ else:
 # %%
 # The batch
 # ---------
-# The containers are plain lists and dicts.
-# The number of objects differs from camera to camera,
-# so the tensors cannot be stacked.
+# Sixteen samples of labels for 3D detection with six cameras, as lists of dicts:
+# 528 small tensors, about 150 KB in all.
+# The number of objects differs from camera to camera, so the tensors cannot be stacked.
 
 batch = workloads.detection_batch()
 camera = batch[0]["cameras"][0]
@@ -52,12 +48,9 @@ print("one camera:", {name: tuple(leaf.shape) for name, leaf in camera.items()})
 # %%
 # Start the copy, do other work, take the result
 # ----------------------------------------------
-# :func:`tdcopier.start_copy` returns a handle immediately.
-# The work that the host does next overlaps with the copy.
-# :meth:`~tdcopier.AsyncCopyHandle.wait` gives the result.
-# It does not block the host until the copy is done.
-# It makes the current stream of the device wait instead:
-# operations that you enqueue after ``wait()`` run when the bytes have arrived.
+# :func:`tdcopier.start_copy` returns a handle immediately, and the host continues.
+# :meth:`~tdcopier.AsyncCopyHandle.wait` gives the result and makes the current stream wait:
+# operations that you enqueue after it run when the bytes have arrived.
 
 handle = tdcopier.start_copy(batch, device)
 
@@ -90,8 +83,7 @@ torch.testing.assert_close(on_device.cpu(), on_host)
 # %%
 # Compare every leaf with ``.to()``
 # ---------------------------------
-# The result has the same containers, dtypes, shapes, strides and values
-# as one that is copied leaf by leaf.
+# The result has the same containers, dtypes, shapes, strides and values.
 
 expected = workloads.map_tensors(batch, lambda leaf: leaf.to(device))
 pairs = list(
@@ -114,8 +106,7 @@ print(f"{len(pairs)} of {len(pairs)} leaves equal those of .to()")
 # %%
 # Count the transfers
 # -------------------
-# ``handle.stats`` counts the leaves and transfers of the copy.
-# If tdcopier could not pack a leaf, the counts show it.
+# ``handle.stats`` counts the leaves and transfers, also leaves that could not be packed.
 
 stats = handle.stats
 print(f"leaves: {stats.packed_leaves} packed, {stats.delegated_leaves} delegated to Tensor.to")
@@ -126,8 +117,7 @@ print(f"transfers: {stats.transfers}, {stats.transfer_bytes:,} bytes with alignm
 # --------------------
 # All leaves of one dtype share one allocation on the device, a chunk.
 # The picture shows each chunk as rows of 4 KiB.
-# Each box is a leaf, and its colour is that of the leaf's name.
-# The positions are the addresses of the result's own tensors.
+# Each box is a leaf at the address of its tensor, coloured by the leaf's name.
 
 try:
     import pictures
@@ -144,7 +134,7 @@ else:
 # %%
 # How long a copy takes
 # ---------------------
-# The picture shows times of this batch's copy on an NVIDIA H200, from the benchmarks:
+# Times of this batch's copy on an NVIDIA H200, from the benchmarks:
 # from the call until the device is done and all result tensors exist.
 # The last bar is a lower limit: one transfer of the same bytes from pinned memory.
 
@@ -155,7 +145,7 @@ if pictures is not None:
 
 # %%
 # If this machine has a GPU, we measure two ways here, in turn.
-# ``python -m tdcopier.bench`` measures more of them.
+# ``python -m tdcopier bench`` measures more of them.
 
 
 def time_us(copy):
@@ -188,11 +178,8 @@ else:
 # %%
 # Hold a stream of the simulated device
 # -------------------------------------
-# A stream of the simulated device can be held, as if a long kernel ran on it.
-# Here we hold the current stream.
-# ``wait()`` returns all the same.
-# The copy finishes too, because it runs on a stream of its own.
-# Only operations on the current stream have to wait.
+# We hold the current stream of the simulated device, as if a long kernel ran on it.
+# ``wait()`` returns all the same, and the copy finishes, because it runs on a stream of its own.
 
 if device.type == "sim":
     with sim.hold(torch.sim.current_stream()):

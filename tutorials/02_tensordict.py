@@ -2,16 +2,10 @@
 TensorDicts
 ===========
 
-A ``TensorDict`` is a dict of tensors that knows its device.
-This tutorial shows how the device of a TensorDict affects its entries.
-It copies TensorDicts to the accelerator and back while the host does other work:
+We copy TensorDicts to the accelerator and back while the host does other work:
 flat ones, nested ones, and one whose tensors are memory-mapped files.
-It also copies into existing tensors, which a CUDA graph needs,
-and lets TensorDict's own ``.to`` use tdcopier.
-
-Like the other tutorials, this one runs on a CUDA device if the machine has one,
-and otherwise on the device that tdcopier simulates in host memory.
-The picture shows the place of every leaf of a nested TensorDict on the device.
+We also copy into existing tensors, which a CUDA graph needs,
+and let TensorDict's own ``.to`` use tdcopier.
 """
 
 import contextlib
@@ -43,8 +37,7 @@ else:
 # %%
 # The device of a TensorDict
 # --------------------------
-# The constructor sets it.
-# With ``device=``, the TensorDict moves each entry to that device, also those that are set later.
+# With ``device=``, a TensorDict moves each entry to that device, also those that are set later.
 # Without it, ``.device`` is None, and entries stay on the devices that they come from.
 # ``clear_device_()`` sets ``.device`` to None again, and moves no entry.
 
@@ -75,10 +68,8 @@ assert cleared["label"].device.type == "cpu"
 # %%
 # To the device and back, in the background
 # -----------------------------------------
-# ``.to`` copies one tensor after the other.
 # :func:`tdcopier.async_to` packs the tensors, starts their copy and returns.
 # :meth:`~tdcopier.AsyncCopyHandle.wait` gives the TensorDict on the device.
-# It makes the current stream wait for the bytes, and does not block the host.
 # Leaves that are on the device already are reused,
 # so ``async_to`` also gives a device to a TensorDict without one.
 
@@ -91,16 +82,14 @@ assert moved.device == device
 assert moved["mask"] is cleared["mask"]
 
 # %%
-# The result behaves like any TensorDict of that device: it also moves an entry that is set later.
+# The result also moves an entry that is set later.
 
 moved["reward"] = torch.zeros(4)
 where("set later", moved)
 assert moved["reward"].device == device
 
 # %%
-# Then we copy it back.
-# The device gathers the leaves of each dtype into a chunk,
-# and one transfer copies each chunk to pinned memory on the host.
+# Back to the host, one transfer copies each chunk to pinned memory.
 # ``get()`` returns when the bytes have arrived.
 
 handle = tdcopier.async_to(moved, "cpu")
@@ -163,14 +152,8 @@ print(on_device)
 
 # %%
 # ``handle.stats`` counts each tensor once, at any depth:
-#
-# - *packed*: it shares a chunk and a transfer with all packed leaves of its dtype;
-# - *alone*: it is larger than 256 KiB and has a chunk of its own;
-# - *delegated*: tdcopier calls its own ``.to``, for example because gradients must flow through it;
-# - *reused*: it is on the device already.
-#
-# *Opaque* values are not tensors.
-# Here they are the two texts: the result has the same objects, in new wrappers.
+# packed, alone (larger than 256 KiB), delegated to its own ``.to``, or reused.
+# The two texts are opaque: the result has the same objects, in new wrappers.
 
 stats = handle.stats
 print(
@@ -184,7 +167,6 @@ assert stats.chunks == stats.transfers == 3  # one of each per dtype
 # %%
 # Compare every node and every leaf with ``.to()``
 # ------------------------------------------------
-# The result equals that of TensorDict's own ``.to``.
 # All nodes have the same classes, batch sizes, names and locks, and the device is set on each.
 # All tensors have the same values and strides.
 
@@ -245,7 +227,6 @@ print("{} nodes and {} leaves equal those on the host".format(*check(back, drive
 # Memory-mapped files
 # -------------------
 # ``memmap_()`` writes each tensor of a TensorDict to a file.
-# The folders have the structure of the TensorDict.
 # ``load_memmap()`` maps the files, and reads only the pages that a program touches.
 
 folder = tempfile.TemporaryDirectory()
@@ -278,9 +259,8 @@ check(replayed, loaded.to(device))
 assert handle.stats.packed_leaves == 3
 
 # %%
-# For the way back, ``memmap_like`` makes empty files with the structure of a TensorDict.
-# :func:`tdcopier.copy_into` copies into existing tensors on any device.
-# Here these are the files, and tdcopier makes no other tensor on the host.
+# For the way back, ``memmap_like`` makes empty files with the structure of a TensorDict,
+# and :func:`tdcopier.copy_into` fills them.
 
 speeds = TensorDict({"speed": replayed["motion", "velocity"].norm(dim=1)}, [8], device=device)
 on_disk = speeds.memmap_like(prefix=Path(folder.name, "speeds"))
@@ -294,13 +274,11 @@ torch.testing.assert_close(read_again["speed"], motion["motion", "velocity"].nor
 # A batch with fixed addresses
 # ----------------------------
 # A CUDA graph reads the addresses that it was captured with.
-# So you allocate its batch once, and refresh it with ``copy_into``.
-# The copy is ordered after the operations that the current stream already has:
+# So you allocate its batch once, and refresh it with ``copy_into``:
 # a replay in progress reads the previous batch, and the next replay reads the new one.
 # The host does not wait in between.
 # The simulated device has no graphs.
-# There, a copy on the current stream takes the place of the replay,
-# and the stream is held until the host has enqueued everything.
+# There, a copy on the current stream, which is held, takes the place of the replay.
 
 static = tdcopier.to(make_drive(seed=3), device)
 seen = torch.empty_like(static["steering"])
@@ -342,11 +320,9 @@ assert 1 <= handle.stats.transfers <= 3  # one for each dtype at most
 # %%
 # TensorDict's own calls
 # ----------------------
-# Code that calls ``.to`` need not change.
 # Within :func:`tdcopier.tensordict_backend`, tdcopier serves ``.to``, ``.cuda()``, ``.cpu()``
 # and the constructor's ``device=``, with the same results.
 # It leaves other calls to TensorDict, for example a change of the dtype.
-# :func:`tdcopier.install_tensordict_backend` does this for all threads.
 
 if device.type == "sim":
     sim.reset_counts()
@@ -370,8 +346,7 @@ check(by_engine, on_device)
 # The leaves in memory
 # --------------------
 # The left side shows the TensorDict, node by node.
-# The right side shows the chunks on the device, one for each dtype,
-# and the order of the leaves in them, by the addresses of the tensors.
+# The right side shows the chunks on the device, one for each dtype, in the order of addresses.
 
 COLOURS = {
     "drive": "#2a9d63",

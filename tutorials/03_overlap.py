@@ -2,16 +2,13 @@
 Overlap copies with work: a training loop as a timeline
 =======================================================
 
-This tutorial runs the same training loop in three ways:
+We run the same training loop in three ways:
 with ``.to()`` on every leaf, with a copy whose result is taken immediately,
 and with the copy of the next batch started before the step.
-It draws the three loops as timelines.
 
-The loops run on a CUDA device if the machine has one,
-and otherwise on the device that tdcopier simulates in host memory.
-The pictures do not show times of that machine, because other programs may disturb them.
-The order of events comes from the loops, and the durations are medians
-that the benchmarks have measured on an NVIDIA H200.
+The loops run on a CUDA device if the machine has one, and otherwise on the simulated device.
+In the timelines, the order of events comes from these loops,
+and the durations are medians that the benchmarks have measured on an NVIDIA H200.
 """
 
 import contextlib
@@ -38,16 +35,14 @@ compute = accelerator.current_stream(device)
 # %%
 # The four calls of a handle
 # --------------------------
-# A handle has four calls, and each waits for something else:
+# Each waits for something else:
 #
 # - :meth:`~tdcopier.AsyncCopyHandle.ready` asks whether the copy is done, and does not block.
-# - :meth:`~tdcopier.AsyncCopyHandle.wait_staged` blocks the host until the sources have been read.
-#   From then on you may write to them.
+# - :meth:`~tdcopier.AsyncCopyHandle.wait_staged` blocks the host until the sources are free.
 # - :meth:`~tdcopier.AsyncCopyHandle.wait` makes the current stream wait for the bytes.
 # - :meth:`~tdcopier.AsyncCopyHandle.get` blocks the host until the copy is done.
 #
 # Each transfer of the simulated device takes 200 ms here, so that you can see the difference.
-# A transfer of a real device may be done before the host asks.
 
 buffer = torch.full((4,), 1.0)
 slow_link = contextlib.nullcontext()
@@ -69,10 +64,8 @@ assert on_device["depths"].tolist() == [1.0] * 4
 # %%
 # A copy during a step
 # --------------------
-# On the simulated device, we can show the overlap without a clock.
 # The step is an operation on the compute stream that ends when a gate opens.
-# The host starts the copy of the next batch, and ``get()`` returns while the step still runs:
-# the copy travels on a stream of its own.
+# The host starts the copy of the next batch, and ``get()`` returns while the step still runs.
 
 if device.type == "sim":
     finished = accelerator.Event()
@@ -94,15 +87,12 @@ else:
 # %%
 # The loop
 # --------
-# A step is work on the compute stream, which is the current stream here.
 # After each step the host reads the loss, for a log.
-# So the compute stream is idle until the host has enqueued the next step
-# and the batch of that step has arrived.
+# So the compute stream is idle until the host has enqueued the next step and its batch has arrived.
 # (In a loop that reads nothing back, the host runs ahead.
 # Then even a copy that is taken immediately overlaps with earlier steps.)
 #
-# The batches are six-camera labels with images.
-# Two samples each are enough here, as the order of events is that of larger batches.
+# The batches are six-camera labels with images, of two samples each.
 # Each loop records its calls.
 
 STEPS = 5
@@ -122,9 +112,8 @@ def step(calls, index, on_device):
 # ----------------------------
 # The first loop copies on the compute stream, leaf by leaf.
 # The second takes the result of each copy immediately.
-# The third starts the next copy before it enqueues a step.
-# Only then does it take the batch of this step, with ``wait()``.
-# So each copy has the duration of a step to finish.
+# The third starts the next copy, enqueues a step, and only then takes its batch with ``wait()``,
+# so each copy has the duration of a step to finish.
 
 
 def leaf_by_leaf(calls):
@@ -184,11 +173,9 @@ for name, trees in results.items():
 # %%
 # From calls to times
 # -------------------
-# ``timeline`` follows three clocks through the recorded calls:
-# that of the host, that of the copy stream and that of the compute stream.
+# ``timeline`` follows the clocks of the host, the copy stream and the compute stream.
 # A stream runs one operation after the other.
-# ``wait()`` costs the host almost nothing, but the step of a batch begins
-# only when the batch has arrived.
+# ``wait()`` costs the host almost nothing, but the step of a batch begins when it has arrived.
 # ``get()``, and the value of a loss, block the host.
 
 
@@ -231,8 +218,6 @@ def step_ms(bars):
 # (a) ``.to()`` has the cost of a copy for each leaf, and the compute stream does no other work.
 # (b) The packed copy takes less time, but the step waits for it.
 # (c) A copy that is started one step ahead travels during the previous step.
-# Only the first step waits for its batch.
-# A copy on its way includes staging and transfer.
 
 try:
     import pictures

@@ -3,17 +3,10 @@ Any batch, in any direction
 ===========================
 
 Real batches are more than lists of dicts of dense tensors.
-This one has a frozen dataclass, named tuples, an ``OrderedDict``,
-numpy arrays in the byte order of a sensor,
-a camera image that is a crop of a larger one, and strings.
-We copy it to the device, back to the host, and on to a second device,
+We copy one with dataclasses, named tuples, numpy arrays, a cropped image and strings
+to the device, back to the host, and on to a second device,
 and compare every leaf with a copy that is written by hand with ``Tensor.to``.
-Then we use one host buffer for several copies,
-and check mode finds a write to a buffer that comes too early.
-
-The picture at the end shows how each leaf was copied.
-Like the first tutorial, this one runs on a CUDA device if the machine has one,
-and otherwise on the device that tdcopier simulates in host memory.
+Then we reuse a host buffer, and check mode finds a write to a source that comes too early.
 """
 
 import dataclasses
@@ -47,7 +40,6 @@ else:
 # The batch
 # ---------
 # Two classes of this batch are named tuples, and one is a frozen dataclass.
-# None of them refers to tdcopier.
 
 
 class Camera(NamedTuple):
@@ -77,8 +69,8 @@ class Frame:
 
 # %%
 # The number of boxes differs from frame to frame, so a class of their own holds them.
-# tdcopier passes objects of an unknown class through unchanged.
-# :func:`tdcopier.register_container` tells it how to flatten and unflatten this class.
+# tdcopier passes objects of an unknown class through unchanged,
+# so we register it with :func:`tdcopier.register_container`.
 
 
 class Ragged:
@@ -153,7 +145,6 @@ assert (stats.delegated_leaves, stats.reused_leaves, stats.opaque_leaves) == (1,
 # Compare every leaf with ``.to()``
 # ---------------------------------
 # A copy that is written by hand needs a function that knows every class in the batch.
-# It calls ``.to`` once for each leaf.
 
 
 def by_hand(value, target):
@@ -236,10 +227,8 @@ assert result["temperature"].grad_fn is not None
 # %%
 # Back to the host
 # ----------------
-# The device gathers the packed leaves of each dtype into a chunk,
-# and one transfer copies each chunk to pinned memory.
-# If the host is the target, ``wait()`` blocks as ``get()`` does:
-# the bytes have arrived when either returns.
+# One transfer copies each chunk to pinned memory.
+# If the host is the target, ``wait()`` blocks as ``get()`` does.
 # A delegated leaf, here the parameter, arrives in pageable memory.
 
 if device.type == "sim":
@@ -260,8 +249,7 @@ assert pinned == back.stats.packed_leaves + back.stats.alone_leaves == len(tenso
 # %%
 # To a second device, from several sources
 # ----------------------------------------
-# The leaves of one tree may be on the host and on several devices.
-# Here one frame is on the host, one is on the first device,
+# One frame is on the host, one is on the first device,
 # and the boxes are on the second device, which is the target.
 
 other = torch.device(device.type, (device.index + 1) % devices)
@@ -281,13 +269,9 @@ else:
 # %%
 # Reuse a host buffer
 # -------------------
-# A source must not change before the copy has read it.
-# :meth:`~tdcopier.AsyncCopyHandle.wait_staged` blocks the host until then.
-# It returns earlier than ``get()``:
-# the bytes are in staging buffers, and their transfers may still be pending.
-# So one host buffer is enough for a loop with several copies in flight.
-# (For sources on a device, ``wait_staged()`` makes the current stream of that device wait,
-# and the host continues.)
+# :meth:`~tdcopier.AsyncCopyHandle.wait_staged` blocks the host until the source has been read.
+# The transfers may still be pending,
+# so one host buffer is enough for a loop with several copies in flight.
 
 buffer = torch.empty(2 * 1024 * 1024)  # 8 MiB: worker threads stage it
 handles = []
@@ -306,9 +290,8 @@ assert ranges == [(step, step) for step in range(6)]
 # Check mode finds sources that change too early
 # ----------------------------------------------
 # Without ``wait_staged()``, a scan could contain values of a later one.
-# The environment variable ``TDCOPIER_CHECK=1``, which is read at import, turns on check mode:
-# a handle compares the sources with their former contents when it hands over the result,
-# and names a source that was modified.
+# With the environment variable ``TDCOPIER_CHECK=1``, which is read at import,
+# a handle names a source that was modified.
 # Each copy then reads its sources twice more, so use check mode for a test run.
 # This one runs in a process of its own.
 
@@ -345,8 +328,7 @@ assert "late_write.py:7" in message  # where the copy was started
 # The treatment of each leaf
 # --------------------------
 # The left side shows the leaves and opaque values in the order of the tree.
-# The right side shows the chunks and other results on the device.
-# The order of the leaves in a chunk is that of their addresses.
+# The right side shows the chunks and other results on the device, in the order of addresses.
 # Heights are not to scale.
 
 COLOURS = {

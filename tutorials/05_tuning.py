@@ -2,13 +2,11 @@
 Tuning: where a copy spends its time, and how to reduce it
 ==========================================================
 
-A copy of many small tensors costs the host several phases of work for each leaf.
-This tutorial prints the time of each phase, prepares the copies of batches that repeat,
-copies a batch that does not fit its plan, and describes how large batches travel.
+We print the time of each phase of a copy, prepare the copies of batches that repeat,
+copy a batch that does not fit its plan, and look at how large batches travel.
 
 The printed times are those of the machine that runs the script, with everything else on it.
-On the simulated device, the host does the same work as on a real one,
-but the times of transfers say nothing about a GPU.
+On the simulated device, the times of transfers say nothing about a GPU.
 The picture shows medians from the benchmarks on an NVIDIA H200.
 """
 
@@ -37,7 +35,6 @@ print(f"a batch of {len(batch)} leaves, {workloads.total_bytes(batch):,} bytes")
 # ----------
 # Within :func:`tdcopier.time_steps`, ``stats.steps`` of each handle has the time of every phase,
 # on all threads.
-# Copies outside of it are not timed.
 # :mod:`torch.profiler` always shows the phases as ranges.
 
 
@@ -63,12 +60,10 @@ assert plain["outputs"] > 0
 # Three phases depend on the number of leaves and not on their bytes:
 # ``flatten`` walks the tree, ``outputs`` makes the tensors of the result,
 # and ``unflatten`` makes its containers.
-# You can save part of this work if your batches repeat.
 #
 # Prepared copies
 # ---------------
 # :func:`tdcopier.prepare` analyses an example once.
-# Its plan knows all shapes, slots and sizes.
 # With ``reuse_outputs=True``, the plan also reuses the tensors of results that you have dropped.
 
 plan = tdcopier.prepare(batch, device)
@@ -96,13 +91,13 @@ else:
 
 # %%
 # The result is the same in every respect.
-# Only the lifetime of its memory differs if outputs are reused:
-# the memory of a dropped result is freed when a later copy takes it, or with the plan.
+# If outputs are reused, the memory of a dropped result is freed when a later copy takes it,
+# or with the plan.
 #
 # A batch that does not fit
 # -------------------------
 # tdcopier copies such a batch as ``start_copy`` does, and counts a misfit.
-# ``why_not`` names the difference, so that you can find out why a plan does not fit.
+# ``why_not`` names the difference.
 
 other = {**batch, next(iter(batch)): torch.zeros(3, 5)}
 moved = plan.start_copy(other).get()
@@ -116,14 +111,9 @@ assert tuple(next(iter(moved.values())).shape) == (3, 5)
 # Large batches
 # -------------
 # Worker threads stage batches of more than 512 KiB.
-# They stage in windows, and the first windows are small so that the first transfer starts early.
-#
-# ``stats`` helps to find the cause of a slow copy:
-#
-# - A high ``delegated_leaves`` counts leaves that are copied by their own ``.to``,
-#   for example because they require gradients.
-# - ``fallbacks`` above zero counts operations that used a slower path
-#   because the fast path of the device was unavailable.
+# If a copy is slow, look at its ``stats``:
+# ``delegated_leaves`` are copied by their own ``.to``, for example because they require gradients,
+# and ``fallbacks`` counts operations that used a slower path.
 #
 # tdcopier does not stage pinned memory.
 # A pinned buffer whose rows are the leaves of the batch is one transfer.
@@ -140,5 +130,5 @@ assert stats.transfers == 1
 
 # %%
 # :func:`tdcopier.set_staging_limit_bytes` bounds the memory for staging.
-# ``python -m tdcopier.info`` prints the limits in force,
+# ``python -m tdcopier info`` prints the limits in force,
 # and the fast paths that a device lacks.

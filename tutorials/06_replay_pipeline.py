@@ -2,18 +2,15 @@
 A replay buffer beside the learner
 ==================================
 
-A deep Q-network learns CartPole.
-Its replay buffer is a dict of tensors in host memory.
-The loop gathers each batch one step ahead:
-while the learner works on one batch, tdcopier reads and sends the rows of the next.
-We train twice from the same seed, once with the gather and once with plain indexing.
-Then we compare all batches and episodes of the two runs.
+A deep Q-network learns CartPole from a replay buffer, a dict of tensors in host memory.
+While the learner works on one batch, tdcopier reads and sends the rows of the next.
+We train twice from the same seed, once with the gather and once with plain indexing,
+and compare all batches and episodes of the two runs.
 
-The learner works on a CUDA device if the machine has one.
-Otherwise it works on the simulated device,
+The learner works on a CUDA device if the machine has one, and otherwise on the simulated device,
 where each operator runs on the host and a run takes some seconds.
-``--short`` does only a few steps.
-They show that both ways get the same batches, and not that the network learns.
+``--short`` leaves out the pictures and most of the steps.
+Short runs show that both ways get the same batches, and not that the network learns.
 """
 
 import sys
@@ -47,7 +44,7 @@ SEED = 0
 # The buffer
 # ----------
 # The buffer has one tensor for each field, with a row for each transition.
-# It is allocated once and written as a ring: when it is full, new rows overwrite the oldest.
+# It is written as a ring: when it is full, new rows overwrite the oldest.
 # ``discount`` is 0 where an episode ended by a fall.
 
 ROWS = 100_000
@@ -83,19 +80,16 @@ class Replay:
 # %%
 # The calls of a gather
 # ---------------------
-# :func:`tdcopier.start_gather` reads the rows of an index, sends them, and returns immediately.
-# It reads the rows of every leaf straight into the staging buffers that the transfer reads:
-# the host holds no batch in between.
-# Three calls wait for it:
+# :func:`tdcopier.start_gather` reads the rows of an index straight into the staging buffers,
+# sends them, and returns immediately.
 #
 # - ``wait_gathered()`` blocks the host until every row has been read.
 #   From then on a writer may overwrite them.
-#   It waits neither for the transfer nor for other work of the device.
 # - ``wait()`` gives the batch, and makes the current stream wait for its bytes.
 # - ``get()`` gives the batch, and blocks the host until it has arrived.
 #
-# Do not write to rows that a gather still reads: the loop below waits before it writes.
-# Here a writer overwrites all rows right after that wait, and the batch has the former values.
+# Here a writer overwrites all rows right after ``wait_gathered()``,
+# and the batch has the former values.
 
 replay = Replay(SEED)
 replay.write({name: leaf[:64] + 1 for name, leaf in replay.rows.items()})
@@ -110,15 +104,11 @@ assert batch["reward"].tolist() == [1.0] * 32
 # %%
 # The environments
 # ----------------
-# One call of the network picks the actions of all sixteen environments.
-# This network is a copy of the learner's on the host.
-# An action is random with the probability ``explore``, which decreases.
+# One call of a network on the host, a copy of the learner's, picks the actions of all sixteen
+# environments; an action is random with the probability ``explore``, which decreases.
 #
-# CartPole gives a reward of 1 for each step until the pole falls.
-# So all values are near 1 / (1 - discount) and differ little.
-# We give 0 for a step and -1 for a fall instead.
-# This ranks policies in the same order, and the values of a fresh network, which are near 0,
-# are optimistic.
+# The reward is 0 for a step and -1 for a fall, instead of CartPole's 1 for each step:
+# this ranks policies in the same order, and the values of a fresh network, near 0, are optimistic.
 
 ENVIRONMENTS = 16
 DISCOUNT = 0.98
@@ -221,15 +211,11 @@ class Learner:
 #
 # 1. It draws an index and starts the gather.
 # 2. The learner does a step on the previous batch, and the environments do a step on the host.
-#    Meanwhile tdcopier reads and sends the rows.
 # 3. ``wait_gathered()`` blocks until every row has been read.
 # 4. The writer appends the new transitions.
 #
-# So each batch is one step old when the learner gets it, and has had a step's time to arrive.
-#
-# Plain indexing reads the rows leaf by leaf, makes a batch on the host,
-# and sends it leaf by leaf, all inside the call.
-# For the comparison, it takes its batches at the same places of the loop.
+# Plain indexing reads and sends the rows leaf by leaf, inside the call,
+# and takes its batches at the same places of the loop.
 
 
 class Plain:
@@ -282,9 +268,8 @@ for name, start in {"plain indexing": Plain, "start_gather": tdcopier.start_gath
 # %%
 # Both runs are the same
 # ----------------------
-# Every batch of one run equals that of the other, bit for bit.
-# One packed copy brings the batches of a run back to the host for this comparison.
-# As the batches are the same, so are the networks after every step and all episodes.
+# Every batch of one run equals that of the other, bit for bit,
+# and so do the networks after every step and all episodes.
 
 
 def bits(batch):
@@ -324,8 +309,7 @@ if pictures is not None:
 # %%
 # The time of a step
 # ------------------
-# The rows of CartPole are short, and so is the time to read them.
-# Rows with images take a larger part of a step.
+# Rows with images take a larger part of a step than those of CartPole.
 # The picture shows a learner's step with batches of Atari frames, from the benchmarks.
 # "On the device already" is a learner that needs no batches.
 

@@ -2,15 +2,11 @@
 One process per GPU
 ===================
 
-Training on several GPUs of a machine uses one process for each, a rank.
 Each rank has its own pipeline: workers that read samples, a copy to its GPU, a step.
-tdcopier neither starts ranks nor averages gradients.
-It gives each rank batches whose leaves come from a worker in one piece of memory,
+tdcopier gives each rank batches whose leaves come from a worker in one piece of memory,
 copies that overlap with the work, and trees from rank to rank in two messages.
 
-The script has two roles.
-If ``torchrun`` starts it, it is a rank.
-Otherwise it runs ``torchrun`` on itself with two ranks.
+If ``torchrun`` starts this script, it is a rank; otherwise it runs ``torchrun`` on itself.
 With two GPUs the ranks communicate through NCCL.
 Otherwise each rank has a simulated device, and they communicate through gloo.
 """
@@ -57,7 +53,6 @@ class Scenes:
 # %%
 # The device and the process group
 # --------------------------------
-# ``torchrun`` gives the number of the rank in the environment.
 # The rank sets its device before the first copy, so that "cuda" means its own GPU.
 
 
@@ -80,10 +75,9 @@ def start():
 # Send trees between ranks
 # ------------------------
 # The first rank has read the settings, and has divided the samples.
-# :func:`tdcopier.distributed.broadcast` gives all ranks the same tree.
+# :func:`tdcopier.distributed.broadcast` gives all ranks the same tree,
 # :func:`tdcopier.distributed.scatter` gives each rank a tree of its own.
 # Both send two messages for any number of leaves.
-# One message for each leaf would be as slow as one copy for each leaf.
 
 
 def share(rank, device):
@@ -102,9 +96,7 @@ def share(rank, device):
 # %%
 # The loop
 # --------
-# :func:`tdcopier.collate` stacks the samples in the worker, as torch's own function does.
-# It puts all leaves into one piece of shared memory,
-# so a batch comes with one file descriptor instead of one for each leaf.
+# :func:`tdcopier.collate` puts all leaves of a batch into one piece of shared memory.
 # ``pin_memory`` stays off, as ``start_copy`` stages the leaves.
 # The loop starts the copy of the next batch before it enqueues the step of this one.
 
