@@ -60,8 +60,7 @@ class _DeviceLeaf:
         self.path = path
         self._leaf = leaf
         self._version = _version(leaf)
-        with torch.no_grad():
-            self._before = leaf.detach().clone()
+        self._before = leaf.detach().clone()
 
     def is_modified(self) -> bool:
         if self._version is not None and _version(self._leaf) == self._version:

@@ -74,8 +74,7 @@ def pack(tree: Any, device: torch.device) -> Parcel:
     body = torch.empty(chunk_bytes + len(spec), dtype=torch.uint8, device=device)
     slots = _tensors_over(body.untyped_storage(), specs, offsets)
     filled = [(leaf, slot) for leaf, slot in zip(leaves, slots, strict=True) if leaf.numel()]
-    with torch.no_grad():
-        copy_into([leaf for leaf, _ in filled], [slot for _, slot in filled]).wait()
+    copy_into([leaf for leaf, _ in filled], [slot for _, slot in filled]).wait()
     body[chunk_bytes:].copy_(torch.frombuffer(bytearray(spec), dtype=torch.uint8))
     return Parcel(moved, body, chunk_bytes, len(spec))
 

@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import tdcopier
 
@@ -34,8 +35,8 @@ class Interrupt(KeyboardInterrupt):
 class Interrupter:
     """Interrupts this thread at the point `at`, counted from 1, inside its `with` block.
 
-    The interrupt ends the block and does not propagate. Garbage collection is off meanwhile: a
-    `__del__` would swallow the interrupt.
+    The interrupt ends the block and does not propagate. The call must leave torch's grad mode as it
+    was. Garbage collection is off meanwhile: a `__del__` would swallow the interrupt.
     """
 
     def __init__(self, kind: str, at: int) -> None:
@@ -44,6 +45,7 @@ class Interrupter:
         self._seen = 0
         self.where = "nowhere"
         self._before: tuple[Any, Any] = (None, None)
+        self._grad = True
 
     @property
     def has_interrupted(self) -> bool:
@@ -53,6 +55,7 @@ class Interrupter:
         gc.collect()
         gc.disable()
         self._before = sys.gettrace(), sys.getprofile()
+        self._grad = torch.is_grad_enabled()
         if self._kind == "lines":
             sys.settrace(self._trace)
         else:
@@ -63,6 +66,9 @@ class Interrupter:
         sys.settrace(self._before[0])
         sys.setprofile(self._before[1])
         gc.enable()
+        grad, was = torch.is_grad_enabled(), self._grad
+        torch.set_grad_enabled(was)
+        assert grad == was, f"the interrupt at {self.where} left the grad mode changed"
         return kind is not None and issubclass(kind, Interrupt)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
