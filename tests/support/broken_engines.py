@@ -49,7 +49,7 @@ def broken_sources() -> dict[Path, str]:
         if text.count(defect.code) != 1:
             raise LookupError(
                 f"{path} has {text.count(defect.code)} places for the defect {name!r}, not one: "
-                "the code has changed, so tests/support/defects.py must follow"
+                "the code has changed, so tests/support/defects_of_*.py must follow"
             )
         changed[path] = text.replace(
             defect.code, defect.broken.replace("{defect}", f'tdcopier_defect("{name}")')

@@ -1,0 +1,163 @@
+"""Broken engines that wait, fail, exceed a limit or count where they must not."""
+
+from __future__ import annotations
+
+from defect import Defect
+
+WAITS_AND_ERRORS: dict[str, Defect] = {
+    "new_memory_waits_for_kernels": Defect(
+        "Company",
+        "engine/jobs/host_to_device_job.cpp",
+        "  return work.result ? target.to_device_stream() : target.ordered_stream();",
+        "  if ({defect}) return target.ordered_stream();\n"
+        "  return work.result ? target.to_device_stream() : target.ordered_stream();",
+        "new_memory_waits_for_no_stream",
+        "DeadlockError",
+    ),
+    "staging_waits_for_kernels": Defect(
+        "Company",
+        "engine/device/staging_ring.cpp",
+        "  return share(use).buffers < std::max<size_t>(most, 1);",
+        "  return {defect} || share(use).buffers < std::max<size_t>(most, 1);",
+        "staging_goes_on_when_all_buffers_wait_for_kernels",
+        "DeadlockError",
+    ),
+    "one_stream_for_both_directions": Defect(
+        "Company",
+        "engine/device/accelerator.cpp",
+        "  std::call_once(made.once, [&] { made.stream = make_stream(device_); });",
+        "  if ({defect}) return Accelerator::of(device_).to_device_stream();\n"
+        "  std::call_once(made.once, [&] { made.stream = make_stream(device_); });",
+        "to_the_device_beside_a_copy_to_the_host",
+        "DeadlockError",
+    ),
+    "one_stream_for_all_that_leaves": Defect(
+        "Company",
+        "engine/device/accelerator.cpp",
+        "  Made& made = made_[(id ^ id >> 5 ^ id >> 10) % made_.size()];",
+        "  Made& made = made_[{defect} ? 0 : (id ^ id >> 5 ^ id >> 10) % made_.size()];",
+        "to_the_host_beside_a_copy_to_the_host",
+        "DeadlockError",
+    ),
+    "error_type_lost": Defect(
+        "Errors",
+        "engine/jobs/copy_job.cpp",
+        "  if (!failure_) failure_ = std::current_exception();",
+        "  if (!failure_) failure_ = std::current_exception();\n"
+        '  if ({defect}) failure_ = std::make_exception_ptr(std::runtime_error("copy failed"));',
+        "transfers_fail_when_they_are_enqueued",
+        "RuntimeError",
+    ),
+    "error_of_the_device_swallowed": Defect(
+        "Errors",
+        "python/handle.cpp",
+        "      if (!failure) failure = std::current_exception();",
+        "      if (!failure && !{defect}) failure = std::current_exception();",
+        "failures_are_told_each_time",
+        "Failed",  # pytest's error: nothing was raised
+    ),
+    "failed_copy_still_writes": Defect(
+        "Errors",
+        "python/handle.cpp",
+        "  if (!fills_ || (!python_failure_",
+        "  if ({defect} || !fills_ || (!python_failure_",
+        "a_transfer_fails_beside_rows_that_are_gathered",
+        "AssertionError",
+        "unordered",
+    ),
+    "interrupted_copy_still_writes": Defect(
+        "Errors",
+        "python/copy_into.cpp",
+        "  if (!sorted.delegated.empty()) {\n"
+        "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
+        "  }\n"
+        "  for (IntoGroup& group : sorted.groups) {\n"
+        "    if (run_signal_handlers()) break;",
+        "  if ({defect}) {\n"
+        "    for (IntoGroup& group : sorted.groups)\n"
+        "      start_group(*handle, std::move(group), options);\n"
+        "    sorted.groups.clear();\n"
+        "  }\n"
+        "  if (!sorted.delegated.empty()) {\n"
+        "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
+        "  }\n"
+        "  for (IntoGroup& group : sorted.groups) {\n"
+        "    if (run_signal_handlers()) break;",
+        "filling_the_host_is_interrupted",
+        "AssertionError",
+    ),
+    "failed_query_taken_for_the_end": Defect(
+        "Errors",
+        "engine/device/event_pool.cpp",
+        "      if (is_about_a_capture(error)) return false;",
+        "      if (is_about_a_capture(error)) return {defect};",
+        "queries_fail_while_staging_buffers_turn",
+        "AssertionError",
+        "changed",
+    ),
+    "failed_recording_taken_for_the_end": Defect(
+        "Errors",
+        "engine/device/event_pool.cpp",
+        "  const InterruptibleWaits to_the_end(nullptr);",
+        "  if ({defect}) return nullptr;\n  const InterruptibleWaits to_the_end(nullptr);",
+        "recordings_fail_while_staging_buffers_turn",
+        "AssertionError",
+        "changed",
+    ),
+    "staging_limit_ignored": Defect(
+        "Bounds",
+        "engine/device/staging_ring.cpp",
+        "  if (pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;",
+        "  if ({defect} || pinned_bytes_ + kStagingBufferBytes <= limit_bytes()) return true;",
+        "staging_is_bounded_beside_copies_that_wait_for_kernels",
+        "AssertionError",
+    ),
+    "run_ahead_limit_ignored": Defect(
+        "Bounds",
+        "engine/device/run_ahead.cpp",
+        "  return ahead_.size() < limit();",
+        "  return {defect} || ahead_.size() < limit();",
+        "the_host_is_held_back_when_it_runs_ahead",
+        "AssertionError",
+    ),
+    "worker_drops_tensors": Defect(
+        "Threads",
+        "python/sources.cpp",
+        "    list.objects.push_back(std::move(objects_));",
+        "    if ({defect} && PyGILState_GetThisThreadState() == nullptr) {\n"
+        "      const PyGILState_STATE gil = PyGILState_Ensure();\n"
+        "      for (PyObject* object : objects_) Py_DECREF(object);\n"
+        "      PyGILState_Release(gil);\n"
+        "      return;\n"
+        "    }\n"
+        "    list.objects.push_back(std::move(objects_));",
+        "polled_while_workers_stage",
+        "DeadlockError",
+    ),
+    "gil_held_while_waiting": Defect(
+        "Threads",
+        "python/handle.cpp",
+        "    const WaitWithoutGil waiting;\n    failure = synchronize(on_host_only);",
+        "    std::optional<WaitWithoutGil> waiting;\n"
+        "    if (!{defect}) waiting.emplace();\n    failure = synchronize(on_host_only);",
+        "let_go_by_another_thread",
+        "DeadlockError",
+    ),
+    "waiter_not_woken": Defect(
+        "Threads",
+        "engine/jobs/copy_job.cpp",
+        "    enqueued_.store(true, std::memory_order_release);\n  }\n  milestone_.notify_all();",
+        "    enqueued_.store(true, std::memory_order_release);\n  }\n"
+        "  if (!{defect}) milestone_.notify_all();",
+        "workers_share_two_buffers",
+        "DeadlockError",
+    ),
+    "bytes_not_counted": Defect(
+        "Counters",
+        "engine/jobs/copy_job.cpp",
+        "  transfer_bytes_ += bytes;",
+        "  if (!{defect} || transfers_ == 1) transfer_bytes_ += bytes;",
+        "counted_as_the_device_counts",
+        "AssertionError",
+    ),
+}
