@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prefetch_support import Asked, Call, Counted, Stops, all_is_over, batch, value_of, values_of
+from prefetch_support import (
+    Asked,
+    Call,
+    Counted,
+    Stops,
+    batch,
+    in_loop,
+    readers,
+    value_of,
+    values_of,
+)
 from sim_support import BRIEFLY, becomes
 from support import assert_same, oracle
 
 import tdcopier
-
-
-@pytest.fixture(autouse=True)
-def no_reader_is_left() -> Iterator[None]:
-    yield
-    assert becomes(all_is_over)
 
 
 class Rows:
@@ -31,40 +35,38 @@ class Rows:
         return batch(index)
 
 
-def calls() -> Callable[[], Any]:
-    counted = Counted(5)
-    return lambda: next(counted)
-
-
 SOURCES: dict[str, Callable[[], Any]] = {
     "list": lambda: [batch(i) for i in range(5)],
     "generator": lambda: (batch(i) for i in range(5)),
     "iterator": lambda: Counted(5),
     "map": lambda: map(batch, range(5)),
     "items alone": Rows,
-    "callable": calls,
+    "callable": lambda: Counted(5).sample,
 }
 CAN_BEGIN_ANEW = {"list", "items alone"}
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
 @pytest.mark.parametrize("make", SOURCES.values(), ids=list(SOURCES))
-def test_every_batch_comes_once_and_in_order(device, make, depth):
-    assert values_of(tdcopier.prefetch(make(), device, depth=depth)) == [0, 1, 2, 3, 4]
+def test_every_batch_comes_once_and_in_order(prefetch, threaded, make, depth):
+    prefetcher = prefetch(make(), depth=depth)
+    assert values_of(prefetcher) == [0, 1, 2, 3, 4]
+    assert threaded or not readers()
 
 
-def test_batches_are_what_to_makes_of_every_leaf(device):
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_batches_are_what_to_makes_of_every_leaf(prefetch, device, depth):
     batches = [
-        {"a": [torch.arange(n), np.full(n, 2.0)], "large": torch.rand(1 << 17), "s": "text"}
-        for n in range(1, 5)
+        {"a": [torch.arange(n), np.full(n, 2.0)], "large": torch.rand(n << 17), "s": "text"}
+        for n in (1, 2, 4, 8)
     ]
-    for got, source in zip(tdcopier.prefetch(batches, device), batches, strict=True):
+    for got, source in zip(prefetch(batches, depth=depth), batches, strict=True):
         assert_same(got, oracle(source, device))
 
 
 @pytest.mark.parametrize("make", SOURCES.values(), ids=list(SOURCES))
-def test_next_works_without_a_loop_and_stays_at_the_end(device, make):
-    prefetcher = tdcopier.prefetch(make(), device)
+def test_next_works_without_a_loop_and_stays_at_the_end(prefetch, make):
+    prefetcher = prefetch(make())
     assert [value_of(next(prefetcher)) for _ in range(5)] == [0, 1, 2, 3, 4]
     for _ in range(2):
         with pytest.raises(StopIteration):
@@ -72,8 +74,8 @@ def test_next_works_without_a_loop_and_stays_at_the_end(device, make):
 
 
 @pytest.mark.parametrize("options", [{}, {"pack_cpu_tensors": False}])
-def test_options_are_those_of_the_copy(device, options):
-    (moved,) = tdcopier.prefetch([[torch.ones(4), torch.ones(4)]], device, **options)
+def test_options_are_those_of_the_copy(prefetch, options):
+    (moved,) = prefetch([[torch.ones(4), torch.ones(4)]], **options)
     one, other = (leaf.untyped_storage().data_ptr() for leaf in moved)
     assert (one == other) == (options == {})  # in one chunk
 
@@ -82,36 +84,36 @@ def test_options_are_those_of_the_copy(device, options):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_no_more_batches_are_in_flight_than_depth(device, depth):
+def test_as_many_batches_are_in_flight_as_depth(prefetch, depth):
     source = Counted()
-    with tdcopier.prefetch(source, device, depth=depth) as prefetcher:
+    with prefetch(source, depth=depth) as prefetcher:
         for taken in range(1, 4):
             next(prefetcher)
             assert becomes(lambda taken=taken: source.reads == taken + depth)
             assert not becomes(lambda taken=taken: source.reads > taken + depth, within=BRIEFLY)
 
 
-def test_nothing_is_read_before_the_first_batch_is_asked_for(device):
+def test_nothing_is_read_before_the_first_batch_is_asked_for(prefetch, threaded):
     source = Counted()
-    prefetcher = tdcopier.prefetch(source, device)
+    prefetcher = prefetch(source)
     assert not becomes(lambda: source.reads > 0, within=BRIEFLY)
     iter(prefetcher)
-    assert becomes(lambda: source.reads == 2)
+    assert becomes(lambda: source.reads == (2 if threaded else 0))
 
 
-def test_the_source_is_read_by_one_thread_that_is_not_the_consumers(device):
+def test_the_source_is_read_by_one_thread(prefetch, threaded):
     source = Counted(5)
-    values_of(tdcopier.prefetch(source, device))
+    values_of(prefetch(source))
     assert len(source.threads) == 1
-    assert threading.current_thread() not in source.threads
+    assert (threading.current_thread() in source.threads) == (not threaded)
 
 
 # ---- passes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_second_loop_begins_anew_or_goes_on_with_what_was_read(device, name):
-    prefetcher = tdcopier.prefetch(SOURCES[name](), device, depth=3)
+def test_a_second_loop_begins_anew_or_goes_on_with_what_was_read(prefetch, name):
+    prefetcher = prefetch(SOURCES[name](), depth=3)
     for moved in prefetcher:
         if value_of(moved) == 1:
             break
@@ -119,22 +121,22 @@ def test_a_second_loop_begins_anew_or_goes_on_with_what_was_read(device, name):
     assert values_of(prefetcher) == ([0, 1, 2, 3, 4] if name in CAN_BEGIN_ANEW else [])
 
 
-def test_an_iterator_of_it_goes_on_where_it_is(device):
-    iterator = iter(tdcopier.prefetch([batch(i) for i in range(4)], device))
+def test_an_iterator_of_it_goes_on_where_it_is(prefetch):
+    iterator = iter(prefetch([batch(i) for i in range(4)]))
     assert value_of(next(iterator)) == 0
     assert values_of(iterator) == [1, 2, 3]
 
 
-def test_next_goes_on_with_the_pass_of_a_loop(device):
-    prefetcher = tdcopier.prefetch([batch(i) for i in range(4)], device)
+def test_next_goes_on_with_the_pass_of_a_loop(prefetch):
+    prefetcher = prefetch([batch(i) for i in range(4)])
     for moved in prefetcher:
         assert value_of(moved) == 0
         break
     assert value_of(next(prefetcher)) == 1
 
 
-def test_a_pass_that_another_one_has_replaced_says_so(device):
-    prefetcher = tdcopier.prefetch([batch(i) for i in range(9)], device)
+def test_a_pass_that_another_one_has_replaced_says_so(prefetch):
+    prefetcher = prefetch([batch(i) for i in range(9)])
     first = iter(prefetcher)
     next(first)
     second = iter(prefetcher)
@@ -161,9 +163,9 @@ def test_a_source_is_never_read_by_two_passes_at_once(device):
         assert second.join() == [0, 1, 2, 3, 4]
 
 
-def test_threads_that_share_an_iterator_get_different_batches(device):
+def test_threads_that_share_an_iterator_get_different_batches(prefetch):
     count = 400
-    iterator = iter(tdcopier.prefetch(Counted(count), device, depth=4))
+    iterator = iter(prefetch(Counted(count), depth=4))
     together = threading.Barrier(4)
 
     def take() -> list[int]:
@@ -176,9 +178,9 @@ def test_threads_that_share_an_iterator_get_different_batches(device):
     assert all(values == sorted(values) for values in taken)
 
 
-def test_threads_that_begin_at_once_share_a_pass(device):
+def test_threads_that_begin_at_once_share_a_pass(prefetch):
     for _ in range(20):
-        prefetcher = tdcopier.prefetch([batch(i) for i in range(4)], device)
+        prefetcher = prefetch([batch(i) for i in range(4)])
         together = threading.Barrier(4)
 
         def take(prefetcher=prefetcher, together=together) -> int:
@@ -193,8 +195,8 @@ def test_threads_that_begin_at_once_share_a_pass(device):
 # ---- len and stats -------------------------------------------------------------------------------
 
 
-def test_its_length_is_that_of_its_source(device):
-    assert len(tdcopier.prefetch([batch(0)] * 3, device)) == 3
+def test_its_length_is_that_of_its_source(prefetch):
+    assert len(prefetch([batch(0)] * 3)) == 3
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,8 @@ def test_its_length_is_that_of_its_source(device):
     ],
     ids=["generator", "callable"],
 )
-def test_where_the_source_has_no_length_there_is_none(device, source, message):
-    prefetcher = tdcopier.prefetch(source, device)
+def test_where_the_source_has_no_length_there_is_none(prefetch, source, message):
+    prefetcher = prefetch(source)
     with pytest.raises(TypeError, match=message):
         len(prefetcher)
 
@@ -247,8 +249,18 @@ def test_stats_tell_that_the_consumer_is_slow(device):
     assert prefetcher.stats.copy_us > 0
 
 
-def test_stats_go_on_through_all_passes(device):
-    prefetcher = tdcopier.prefetch([batch(i) for i in range(4)], device)
+def test_stats_of_a_source_that_the_loop_reads_count_no_idle_time(device):
+    prefetcher = in_loop([batch(i) for i in range(6)], device)
+    values_of(prefetcher)
+    stats = prefetcher.stats
+    assert (stats.batches, stats.late_batches) == (6, 1)  # the first
+    assert stats.idle_us == 0
+    assert 0 < stats.read_us < stats.waited_us
+    assert 0 < stats.copy_us < stats.waited_us
+
+
+def test_stats_go_on_through_all_passes(prefetch):
+    prefetcher = prefetch([batch(i) for i in range(4)])
     assert prefetcher.stats == tdcopier.PrefetchStats(0, 0, 0, 0, 0, 0)
     values_of(prefetcher)
     values_of(prefetcher)

@@ -9,16 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prefetch_support import Call, Counted, Stops, all_is_over, batch, value_of, values_of
+from prefetch_support import Call, Counted, Stops, batch, value_of, values_of
 from sim_support import BRIEFLY, becomes
 
 import tdcopier
-
-
-@pytest.fixture(autouse=True)
-def no_reader_is_left() -> Iterator[None]:
-    yield
-    assert becomes(all_is_over)
 
 
 class Broken(Exception):
@@ -31,14 +25,20 @@ def breaking(error: BaseException, at: int = 2) -> Iterator[Any]:
     raise error
 
 
-@pytest.mark.parametrize("error", [Broken("lost"), KeyboardInterrupt("by hand")], ids=repr)
+@pytest.mark.parametrize(
+    ("threaded", "kind"),
+    # Without a reader, an interrupt comes out at once.
+    [(True, Broken), (True, KeyboardInterrupt), (False, Broken)],
+    ids=["threaded", "threaded, interrupt", "in the loop"],
+)
 @pytest.mark.parametrize("form", ["generator", "callable"])
-def test_what_the_source_raises_comes_out_behind_all_batches_before_it(device, form, error):
+def test_what_the_source_raises_comes_out_after_all_batches_before_it(prefetch, form, kind):
+    error = kind("lost")
     generator = breaking(error)
     source = generator if form == "generator" else lambda: next(generator)
-    prefetcher = tdcopier.prefetch(source, device, depth=5)
+    prefetcher = prefetch(source, depth=5)
     assert [value_of(next(prefetcher)) for _ in range(2)] == [0, 1]
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(kind, match="lost") as caught:
         next(prefetcher)
     assert caught.value is error
     assert "breaking" in [frame.name for frame in traceback.extract_tb(caught.tb)]
@@ -46,7 +46,7 @@ def test_what_the_source_raises_comes_out_behind_all_batches_before_it(device, f
         next(prefetcher)
 
 
-def test_a_callable_may_be_tried_again_after_it_has_failed(device):
+def test_a_callable_may_be_tried_again_after_it_has_failed(prefetch):
     results = iter([batch(0), Broken("once"), batch(2)])
 
     def sample() -> Any:
@@ -55,19 +55,19 @@ def test_a_callable_may_be_tried_again_after_it_has_failed(device):
             raise result
         return result
 
-    prefetcher = tdcopier.prefetch(sample, device)
+    prefetcher = prefetch(sample)
     seen = []
     with pytest.raises(Broken):
         seen.extend(map(value_of, prefetcher))
     assert values_of(prefetcher) == [2]
 
 
-def test_a_failure_of_iter_comes_out_of_the_loop(device):
+def test_a_failure_of_iter_comes_out_of_the_loop(prefetch):
     class Unready:
         def __iter__(self) -> Iterator[Any]:
             raise Broken("no data")
 
-    prefetcher = tdcopier.prefetch(Unready(), device)
+    prefetcher = prefetch(Unready())
     for _ in range(2):
         with pytest.raises(Broken, match="no data"):
             iter(prefetcher)
@@ -84,9 +84,9 @@ def outcomes(prefetcher: Any, count: int) -> list[Any]:
     return seen
 
 
-def test_what_cannot_be_copied_fails_in_its_place_and_later_batches_come(device):
+def test_what_cannot_be_copied_fails_in_its_place_and_later_batches_come(prefetch):
     batches = [batch(0), {"x": np.zeros(3, np.longdouble)}, batch(2), batch(3)]
-    prefetcher = tdcopier.prefetch(batches, device)
+    prefetcher = prefetch(batches)
     assert outcomes(prefetcher, 5) == [0, TypeError, 2, 3, StopIteration]
     assert prefetcher.stats.batches == 3
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_copied_fails_in_its_place_and_later_batches_come(device)
 @pytest.mark.sim
 @pytest.mark.parametrize("elements", [3, 1 << 20], ids=["inline", "background"])
 def test_a_copy_that_finds_no_memory_fails_in_its_place_and_later_batches_come(
-    sim, device, elements
+    sim, prefetch, elements
 ):
     def failing() -> Iterator[Any]:
         for i in range(4):
@@ -105,14 +105,14 @@ def test_a_copy_that_finds_no_memory_fails_in_its_place_and_later_batches_come(
             else:
                 yield {**batch(i), "large": large}
 
-    prefetcher = tdcopier.prefetch(failing(), device, depth=1)
+    prefetcher = prefetch(failing(), depth=1)
     assert outcomes(prefetcher, 5) == [0, torch.OutOfMemoryError, 2, 3, StopIteration]
 
 
 @pytest.mark.parametrize("count", [3, 50])
-def test_failed_batches_give_their_room_back(device, count):
+def test_failed_batches_give_their_room_back(prefetch, count):
     batches = [{"x": np.zeros(3, np.longdouble)}] * count + [batch(7)]
-    prefetcher = tdcopier.prefetch(batches, device, depth=2)
+    prefetcher = prefetch(batches, depth=2)
     assert outcomes(prefetcher, count + 1) == [TypeError] * count + [7]
 
 
@@ -122,6 +122,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "depth -3": (None, {"depth": -3}, ValueError, "depth must be at least 1; got -3"),
     "depth 1.5": (None, {"depth": 1.5}, TypeError, "depth must be a positive int; got 1.5"),
     "depth True": (None, {"depth": True}, TypeError, "depth must be a positive int; got True"),
+    "threaded 0": (None, {"threaded": 0}, TypeError, "threaded must be a bool; got 0"),
     "unknown option": (None, {"pinned": True}, TypeError, "unexpected keyword argument 'pinned'"),
     "option's value": (
         None,
@@ -149,8 +150,8 @@ def test_mistakes_are_told_by_the_call_and_nothing_is_read(device, source, more,
 # ---- closed --------------------------------------------------------------------------------------
 
 
-def test_a_closed_prefetcher_says_so(device):
-    prefetcher = tdcopier.prefetch([batch(0)] * 5, device)
+def test_a_closed_prefetcher_says_so(prefetch):
+    prefetcher = prefetch([batch(0)] * 5)
     passing = iter(prefetcher)
     next(passing)
     prefetcher.close()
@@ -162,8 +163,8 @@ def test_a_closed_prefetcher_says_so(device):
         next(passing)
 
 
-def test_a_pass_that_had_ended_before_it_was_closed_is_at_its_end(device):
-    with tdcopier.prefetch([batch(0)], device) as prefetcher:
+def test_a_pass_that_had_ended_before_it_was_closed_is_at_its_end(prefetch):
+    with prefetch([batch(0)]) as prefetcher:
         passing = iter(prefetcher)
         assert values_of(passing) == [0]
     with pytest.raises(StopIteration):
@@ -186,20 +187,20 @@ def test_consumers_that_wait_are_told_when_it_is_closed(device):
     assert source.ended == ["ended"]
 
 
-def test_all_consumers_that_wait_are_told_of_the_end(device):
+def test_all_consumers_that_wait_are_told_of_the_end(prefetch):
     source = Stops(at=1, count=1)
 
     def gated() -> Iterator[Any]:
         source.gate.wait()
         yield from ()
 
-    passing = iter(tdcopier.prefetch(gated(), device))
+    passing = iter(prefetch(gated()))
     waiting = [Call(lambda: list(passing)) for _ in range(3)]
     source.gate.set()
     assert [consumer.join() for consumer in waiting] == [[], [], []]
 
 
-def test_what_a_generator_raises_when_it_is_closed_comes_out_of_close(device):
+def test_what_a_generator_raises_when_it_is_closed_comes_out_of_close(prefetch):
     def sulking() -> Iterator[Any]:
         try:
             while True:
@@ -207,7 +208,7 @@ def test_what_a_generator_raises_when_it_is_closed_comes_out_of_close(device):
         finally:
             raise Broken("sulks")
 
-    prefetcher = tdcopier.prefetch(sulking(), device)
+    prefetcher = prefetch(sulking())
     next(prefetcher)
     with pytest.raises(Broken, match="sulks"):
         prefetcher.close()

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,9 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(params=["threaded", "in the loop"])
-def begin(request: pytest.FixtureRequest, device: str) -> Callable[..., Any]:
-    def prefetch(source: Any, depth: int = 1) -> Any:
-        threaded = request.param == "threaded"
-        return tdcopier.prefetch(source, device, depth=depth, threaded=threaded)
-
-    return prefetch
+@pytest.fixture
+def begin(prefetch: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(prefetch, depth=1)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +66,7 @@ def is_all_but_one_at_most(values: list[int], first: int) -> bool:
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_interrupted_next_loses_its_own_batch_at_most(begin, source, taken, depth, kind):
     def scene(interrupter: Interrupter) -> None:
-        with begin(SOURCES[source](), depth) as prefetcher:
+        with begin(SOURCES[source](), depth=depth) as prefetcher:
             assert [value_of(next(prefetcher)) for _ in range(taken)] == list(range(taken))
             got = []
             with interrupter:
@@ -116,7 +113,7 @@ def test_after_an_interrupted_iter_next_goes_on_with_the_pass_that_was_to_begin(
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_interrupted_close_may_be_repeated(begin, source, kind):
     def scene(interrupter: Interrupter) -> None:
-        prefetcher = begin(SOURCES[source](), 2)
+        prefetcher = begin(SOURCES[source](), depth=2)
         next(prefetcher)
         with interrupter:
             prefetcher.close()
@@ -196,7 +193,7 @@ def test_an_interrupted_next_leaves_later_copies_as_they_are(begin, device, kind
     """They are not deferred for a consumer to send."""
 
     def scene(interrupter: Interrupter) -> None:
-        with begin(SOURCES["list"](), 2) as prefetcher:
+        with begin(SOURCES["list"](), depth=2) as prefetcher:
             with interrupter:
                 next(prefetcher)
             handle = tdcopier.start_copy(torch.ones(LARGE), device)

@@ -5,22 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from prefetch_support import Stops, all_is_over, batch, readers, value_of
+from prefetch_support import Counted, Stops, all_is_over, batch, readers, value_of
 from sim_support import becomes
 from support import are_released, run_python
 
 import tdcopier
-
-
-@pytest.fixture(autouse=True)
-def no_reader_is_left() -> Iterator[None]:
-    yield
-    assert becomes(all_is_over)
 
 
 def end_by_close(prefetcher: Any) -> None:
@@ -57,7 +51,7 @@ ENDS = [end_by_close, end_by_with, end_by_break, end_by_an_error, end_by_droppin
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_however_it_ends_early_nothing_is_left(device, end: Callable[[Any], None]):
+def test_however_it_ends_early_nothing_is_left(prefetch, threaded, device, end):
     made: list[weakref.ref[Any]] = []
     ended = []
 
@@ -72,8 +66,9 @@ def test_however_it_ends_early_nothing_is_left(device, end: Callable[[Any], None
             ended.append(threading.current_thread().name)
 
     source = endless()  # kept: it must be closed, not just dropped
-    end(tdcopier.prefetch(source, device, depth=3))
-    assert becomes(lambda: ended == ["tdcopier-prefetch"] and all_is_over())
+    end(prefetch(source, depth=3))
+    reading = "tdcopier-prefetch" if threaded else threading.current_thread().name
+    assert becomes(lambda: ended == [reading] and all_is_over())
     assert are_released(made)
     with pytest.raises(StopIteration):
         next(source)
@@ -93,34 +88,42 @@ def test_a_reader_in_its_source_keeps_nothing_but_the_source(device):
     assert source.ended == ["ended"]
 
 
-def test_a_batch_that_was_yielded_is_the_consumers_alone(device):
+def test_a_batch_that_was_yielded_is_the_consumers_alone(prefetch, threaded, device):
+    class Watched(list):
+        pass
+
     made: list[weakref.ref[Any]] = []
     gate = threading.Event()
+    if not threaded:  # the loop reads, and would wait itself
+        gate.set()
 
     def one_and_wait() -> Iterator[Any]:
-        leaf = torch.ones(3, device=device)
-        made.append(weakref.ref(leaf))
-        yield [leaf]
-        del leaf
-        gate.wait()
+        for _ in range(9):
+            leaf = torch.ones(3, device=device)  # passed through
+            made.append(weakref.ref(leaf))
+            yield Watched([leaf, torch.ones(3)])
+            del leaf
+            gate.wait()
 
-    prefetcher = tdcopier.prefetch(one_and_wait(), device)
-    moved = next(prefetcher)
-    assert made[0]() is moved[0]
-    del moved
-    assert are_released(made)
-    gate.set()
+    prefetcher = prefetch(one_and_wait())
+    for i in range(4):
+        moved = next(prefetcher)
+        assert made[i]() is moved[0]
+        tree = weakref.ref(moved)
+        del moved
+        assert are_released([made[i], tree])
+        gate.set()
     prefetcher.close()
 
 
-def test_an_error_that_was_told_is_the_consumers_alone(device):
+def test_an_error_that_was_told_is_the_consumers_alone(prefetch):
     class Broken(Exception):
         pass
 
     def failing() -> Any:
         raise Broken
 
-    prefetcher = tdcopier.prefetch(failing, device)
+    prefetcher = prefetch(failing)
     collecting = gc.isenabled()
     gc.disable()  # it is in no cycle
     try:
@@ -165,37 +168,37 @@ def test_its_own_reader_may_collect_it(device):
     assert alive() is None
 
 
-def test_a_source_may_close_its_own_prefetcher(device):
-    def closing() -> Iterator[Any]:
-        yield batch(0)
-        prefetcher.close()
-        yield batch(1)
+def test_a_source_may_close_its_own_prefetcher(prefetch, threaded):
+    ended = []
 
-    prefetcher = tdcopier.prefetch(closing(), device, depth=1)
-    assert value_of(next(prefetcher)) == 0
-    assert becomes(all_is_over)
+    def closing() -> Iterator[Any]:
+        try:
+            yield batch(0)
+            prefetcher.close()
+            yield batch(1)
+        finally:
+            ended.append("ended")
+
+    prefetcher = prefetch(closing(), depth=1)
+    if threaded:  # the loop reads both before it gets the first
+        assert value_of(next(prefetcher)) == 0
+        assert becomes(all_is_over)
     with pytest.raises(RuntimeError, match="closed"):
         next(prefetcher)
+    assert ended == ["ended"]
 
 
-def test_a_finished_pass_lets_its_iterator_go(device):
-    class Iterates:
-        def __iter__(self) -> Iterator[Any]:
-            return self
-
-        def __next__(self) -> Any:
-            raise StopIteration
-
+def test_a_finished_pass_lets_its_iterator_go(prefetch):
     class Source:
         def __iter__(self) -> Iterator[Any]:
-            iterator = Iterates()
+            iterator = iter(Counted(0))
             made.append(weakref.ref(iterator))
             return iterator
 
     made: list[weakref.ref[Any]] = []
-    prefetcher = tdcopier.prefetch(Source(), device)
+    prefetcher = prefetch(Source())
     assert list(prefetcher) == []
-    assert becomes(lambda: made[0]() is None)
+    assert are_released(made)
 
 
 # ---- the end of the interpreter, and forks -------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prefetch_support import all_is_over
 from sim_support import BRIEFLY, becomes
 
 import tdcopier
@@ -18,17 +17,11 @@ LARGE = 1 << 20
 """4 MiB of floats, which workers stage."""
 
 
-@pytest.fixture(autouse=True)
-def no_reader_is_left() -> Iterator[None]:
-    yield
-    assert becomes(all_is_over)
-
-
 # ---- the memory of the source --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("elements", [10, LARGE], ids=["inline", "background"])
-def test_a_source_may_fill_one_buffer_again_and_again(device, elements):
+def test_a_source_may_fill_one_buffer_again_and_again(prefetch, elements):
     buffer = np.zeros(elements, np.float32)
 
     def overwriting() -> Iterator[Any]:
@@ -36,7 +29,7 @@ def test_a_source_may_fill_one_buffer_again_and_again(device, elements):
             buffer.fill(i)
             yield {"x": buffer, "first": buffer[:5]}
 
-    for i, moved in enumerate(tdcopier.prefetch(overwriting(), device, depth=4)):
+    for i, moved in enumerate(prefetch(overwriting(), depth=4)):
         assert moved["x"].unique().tolist() == moved["first"].unique().tolist() == [i]
 
 
@@ -59,7 +52,7 @@ def test_the_source_is_not_asked_before_its_last_batch_was_read(sim, device, cop
     assert [moved.unique().tolist() for moved in passing] == [[0], [1]]
 
 
-def test_a_source_may_fill_one_tensor_of_a_device_again_and_again(device, accelerator):
+def test_a_source_may_fill_one_tensor_of_a_device_again_and_again(prefetch, device, accelerator):
     buffer = torch.zeros(1000, device=device)
 
     def overwriting() -> Iterator[Any]:
@@ -67,7 +60,7 @@ def test_a_source_may_fill_one_tensor_of_a_device_again_and_again(device, accele
             buffer.copy_(torch.full((1000,), float(i)).pin_memory(), non_blocking=True)
             yield {"x": buffer}
 
-    moved = list(tdcopier.prefetch(overwriting(), "cpu", depth=4))
+    moved = list(prefetch(overwriting(), device="cpu", depth=4))
     assert [batch["x"].unique().tolist() for batch in moved] == [[i] for i in range(15)]
 
 
@@ -156,27 +149,30 @@ def test_the_reader_has_the_current_device_whatever_streams_there_are(
 # ---- leaves that are on the device already -------------------------------------------------------
 
 
-def test_leaves_on_the_device_are_handed_through(device):
+def test_leaves_on_the_device_are_handed_through(prefetch, device):
     leaves = [torch.ones(3, device=device) for _ in range(4)]
-    moved = tdcopier.prefetch([[leaf, torch.zeros(2)] for leaf in leaves], device)
+    moved = prefetch([[leaf, torch.zeros(2)] for leaf in leaves])
     assert all(got is leaf for (got, _), leaf in zip(moved, leaves, strict=True))
 
 
-def test_leaves_on_the_device_are_ordered_behind_the_stream_of_the_reader(
-    device, accelerator, stall
+def test_leaves_on_the_device_are_ordered_after_the_stream_that_made_them(
+    prefetch, device, accelerator, stall
 ):
+    """That stream was current when the batch was read, a step before it is taken."""
     writer, consumer = (accelerator.Stream(device=device) for _ in range(2))
     values = torch.full((1000,), 7.0).pin_memory()
     accelerator.synchronize()
 
     def writing() -> Iterator[Any]:
+        yield {}
         written = torch.empty(1000, device=device)
         written.copy_(values, non_blocking=True)
         yield {"x": written}
 
     with stall(writer):
         with accelerator.stream(writer):
-            passing = iter(tdcopier.prefetch(writing(), device))
+            passing = iter(prefetch(writing(), depth=1))
+            next(passing)
         with accelerator.stream(consumer):
             moved = next(passing)
             late = torch.empty(1000, device=device)

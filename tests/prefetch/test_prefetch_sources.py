@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from prefetch_support import all_is_over
-from sim_support import becomes
 from support import assert_same
 from torch.utils.data import DataLoader, Dataset
 
 import tdcopier
-
-
-@pytest.fixture(autouse=True)
-def no_reader_is_left() -> Iterator[None]:
-    yield
-    assert becomes(all_is_over)
 
 
 class Squares(Dataset[Any]):
