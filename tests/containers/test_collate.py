@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from collate_support import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import raises_exactly, run_python
+from thread_support import at_once
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -272,21 +272,13 @@ def test_without_tensordicts_their_package_is_not_imported():
 
 def test_threads_do_not_share_anything():
     """Each thread has a walk of its own."""
-    results: dict[int, Any] = {}
     order = random.Random(0)
     values = [order.randrange(100) for _ in range(8)]
-    barrier = threading.Barrier(len(values))
 
-    def work(index: int) -> None:
-        barrier.wait()
-        results[index] = tdcopier.collate([{"a": torch.full((100,), values[index])}] * 4)["a"]
+    def work(index: int) -> torch.Tensor:
+        return tdcopier.collate([{"a": torch.full((100,), values[index])}] * 4)["a"]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(values))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [int(results[i].max()) for i in range(len(values))] == values
+    assert [int(result.max()) for result in at_once(len(values), work)] == values
 
 
 def test_under_fake_tensors_the_result_is_fake():

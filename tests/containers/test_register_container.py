@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -15,6 +14,7 @@ from catalogue import ramp
 from container_classes import Box, Pair, flatten_box, unflatten_box
 from sim_support import becomes
 from support import raises_exactly
+from thread_support import at_once
 
 import tdcopier
 
@@ -328,28 +328,19 @@ def test_an_unflatten_function_may_drop_the_handle(device):
 
 def test_many_threads_copy_registered_containers_while_garbage_is_collected(device):
     tdcopier.register_container(Box, flatten_box, unflatten_box)
-    failures = []
 
     def work(seed: int) -> None:
-        try:
-            for i in range(20):
-                value = float(seed * 100 + i)
-                tree = Box(torch.full((300_000 if i % 7 == 0 else 5,), value), name=str(value))
-                tree.children += (tree.children[0], Box(Pair(torch.full((2,), value), i)))
-                moved = tdcopier.copy(tree, device)
-                assert moved.children[2].children[0].left.tolist() == [value, value]
-                assert moved.children[0][-1].item() == float(moved.name)
-        except BaseException as error:
-            failures.append(error)
+        for i in range(20):
+            value = float(seed * 100 + i)
+            tree = Box(torch.full((300_000 if i % 7 == 0 else 5,), value), name=str(value))
+            tree.children += (tree.children[0], Box(Pair(torch.full((2,), value), i)))
+            moved = tdcopier.copy(tree, device)
+            assert moved.children[2].children[0].left.tolist() == [value, value]
+            assert moved.children[0][-1].item() == float(moved.name)
 
     thresholds = gc.get_threshold()
     gc.set_threshold(5, 2, 2)
     try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(6, work)
     finally:
         gc.set_threshold(*thresholds)
-    assert not failures

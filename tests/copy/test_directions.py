@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import pytest
 import torch
 from catalogue import ramp
 from filled_leaves import filled, refill, sizes, values_of
 from sim_support import BRIEFLY, becomes
 from support import assert_same, oracle
+from thread_support import let_go_without_the_gil
 
 import tdcopier
 from tdcopier import _C
@@ -123,27 +121,11 @@ def test_get_of_what_goes_to_the_host_waits_for_its_arrival(sim, device, reading
     """Another thread releases the transfer, and must run Python code for it."""
     leaves = filled(3, elements, device)
     for ask in ("get", "wait"):
-        told = threading.Event()
-        order = []
         hold = sim.hold(reading_stream)
-
-        def let_go(told=told, order=order, hold=hold) -> None:
-            told.wait()
-            order.append("let go")
-            hold.release()
-
-        thread = threading.Thread(target=let_go)
-        thread.start()
         handle = tdcopier.start_copy(leaves, "cpu")
-        interval = sys.getswitchinterval()
-        try:
-            sys.setswitchinterval(1000)  # threads switch only when one gives up the GIL
-            told.set()
+        with let_go_without_the_gil(hold) as order:
             got = getattr(handle, ask)()
             order.append("arrived")
-        finally:
-            sys.setswitchinterval(interval)
-            thread.join()
         assert order == ["let go", "arrived"]
         assert values_of(got) == {3}
 

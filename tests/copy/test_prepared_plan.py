@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import weakref
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from container_classes import Box, Sample, flatten_box, unflatten_box
 from prepared_example import example
 from support import assert_same, oracle
+from thread_support import at_once, switch_interval
 
 import tdcopier
 from tdcopier.workloads import detection_batch
@@ -56,36 +55,21 @@ def test_mistakes_in_the_call_are_those_of_start_copy():
 @pytest.mark.parametrize("reuse_outputs", [False, True])
 def test_many_threads_share_a_plan(device, reuse_outputs):
     plan = tdcopier.prepare(example(), device, reuse_outputs=reuse_outputs)
-    failures: list[BaseException] = []
-    together = threading.Barrier(32)
 
     def work(thread: int) -> None:
-        together.wait()
         kept = []
-        try:
-            for i in range(12):
-                batch = example(100 * thread + i)
-                if i % 4 == 3:
-                    batch["large"] = torch.ones(thread + 1)
-                kept.append((plan.start_copy(batch), batch))
-                if i % 3 == 2:
-                    for handle, source in kept:
-                        assert_same(handle.get(), oracle(source, device))
-                    kept.clear()
-        except BaseException as error:
-            failures.append(error)
+        for i in range(12):
+            batch = example(100 * thread + i)
+            if i % 4 == 3:
+                batch["large"] = torch.ones(thread + 1)
+            kept.append((plan.start_copy(batch), batch))
+            if i % 3 == 2:
+                for handle, source in kept:
+                    assert_same(handle.get(), oracle(source, device))
+                kept.clear()
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(32)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
+    with switch_interval(1e-5):
+        at_once(32, work)
     assert plan.fits == 32 * 9
     assert plan.misfits == 32 * 3
 

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import pytest
 import torch
 from support import assert_same, oracle, run_python
+from thread_support import at_once, let_go_without_the_gil, switch_interval
 
 import tdcopier
 
 
 def test_many_threads_copy_at_once(device):
-    failures = []
-
     def work(seed: int) -> None:
         for i in range(40):
             elements = 300_000 if i % 10 == 0 else 50
             tree = [torch.full((elements,), float(seed * 1000 + i)), {"a": torch.arange(i + 1)}]
             handle = tdcopier.start_copy(tree, device)
             result = handle.get() if i % 2 else handle.wait()
-            try:
-                assert_same(result, oracle(tree, device))
-            except AssertionError as error:
-                failures.append(error)
+            assert_same(result, oracle(tree, device))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(8, work)
 
 
 class SlowKey:
@@ -49,28 +37,13 @@ class SlowKey:
 
 @pytest.mark.parametrize("elements", [5, 200_000], ids=["inline", "background"])
 def test_threads_that_build_one_result_at_once_get_one_object(device, elements):
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with switch_interval(1e-6):
         for _ in range(10):
             tree = {SlowKey(i): [torch.full((elements // 5,), float(i))] for i in range(40)}
             handle = tdcopier.start_copy(tree, device)
-            results = []
-            together = threading.Barrier(4)
-
-            def ask(handle=handle, results=results, together=together):
-                together.wait()
-                results.append(handle.get())
-
-            threads = [threading.Thread(target=ask) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            results = at_once(4, lambda _, handle=handle: handle.get())
             assert all(result is results[0] for result in results)
             assert [leaf[0][0].item() for leaf in results[0].values()] == list(range(40))
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_a_key_whose_hash_asks_the_handle_does_no_harm(device):
@@ -94,27 +67,11 @@ def test_a_key_whose_hash_asks_the_handle_does_no_harm(device):
 @pytest.mark.parametrize("elements", [10, 1 << 20], ids=["inline", "background"])
 def test_get_waits_for_the_arrival_and_leaves_the_gil_free(sim, device, copy_stream, elements):
     """Another thread must run Python code to release the copy."""
-    told = threading.Event()
-    order = []
     hold = sim.hold(copy_stream)
-
-    def let_go():
-        told.wait()
-        order.append("let go")
-        hold.release()
-
-    thread = threading.Thread(target=let_go)
-    thread.start()
     handle = tdcopier.start_copy([torch.ones(elements)], device)
-    interval = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(1000)  # from here on, threads switch only when one gives up the GIL
-        told.set()
+    with let_go_without_the_gil(hold) as order:
         result = handle.get()
         order.append("got")
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
     assert order == ["let go", "got"]
     assert result[0].sum().item() == elements
 
@@ -124,24 +81,10 @@ def test_get_waits_for_the_arrival_and_leaves_the_gil_free(sim, device, copy_str
 def test_staging_that_is_waited_for_leaves_the_gil_free(sim, device, copy_stream, background):
     tdcopier.set_staging_limit_bytes(4 << 20)
     tdcopier.staging_bytes(device)
-    told = threading.Event()
     hold = sim.hold(copy_stream)
-
-    def let_go():
-        told.wait()
-        hold.release()
-
-    thread = threading.Thread(target=let_go)
-    thread.start()
     first = tdcopier.start_copy([torch.ones(3)], device)
-    interval = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(1000)
-        told.set()
+    with let_go_without_the_gil(hold):
         second = tdcopier.copy([torch.full((3,), 2.0)], device, use_background_thread=background)
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
     assert second[0].tolist() == [2, 2, 2]
     assert first.get()[0].tolist() == [1, 1, 1]
 

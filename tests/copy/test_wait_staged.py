@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from catalogue import ramp
 from filled_leaves import filled, refill, sizes, values_of
 from sim_support import BRIEFLY, becomes
+from thread_support import Call, let_go_without_the_gil
 
 import tdcopier
 from tdcopier import _C
-
-
-class Call:
-    """A call in a thread of its own."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.done = threading.Event()
-        self._function = function
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._function()
-        self.done.set()
-
-    def join(self) -> None:
-        self._thread.join()
-        assert self.done.is_set()
-
 
 # ---- sources on the host -------------------------------------------------------------------------
 
@@ -69,26 +46,10 @@ def test_it_waits_until_the_last_byte_was_read_and_leaves_the_gil_free(
     tdcopier.staging_bytes(device)
     leaf = torch.full((2 << 20,), 1.0)
     hold = sim.hold(copy_stream)
-    order = []
-    told = threading.Event()
-
-    def let_go() -> None:
-        told.wait()
-        order.append("let go")
-        hold.release()
-
-    thread = threading.Thread(target=let_go)
-    thread.start()
     handle = tdcopier.start_copy([leaf], device, use_pinned_staging=pinned)
-    interval = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(1000)  # threads switch only when one gives up the GIL
-        told.set()
+    with let_go_without_the_gil(hold) as order:
         handle.wait_staged()
         order.append("staged")
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
     assert order == ["let go", "staged"]
     leaf.fill_(2)
     assert values_of(handle.get()) == {1}
@@ -263,7 +224,7 @@ def test_a_host_thread_that_waits_is_let_go_with_the_others(stall, device, copy_
     with stall(copy_stream):
         handle = tdcopier.start_copy([leaf], device)
         calls = [Call(call) for call in (handle.wait_staged, handle.get, handle.wait) for _ in "ab"]
-        assert not becomes(lambda: any(call.done.is_set() for call in calls), within=BRIEFLY)
+        assert not becomes(lambda: not all(call.is_running() for call in calls), within=BRIEFLY)
     for call in calls:
         call.join()
     assert values_of(handle.get()) == {1}

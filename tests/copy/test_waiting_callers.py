@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sim_support import becomes
+from thread_support import at_once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdcopier
@@ -65,19 +66,7 @@ def test_a_caller_fills_memory_that_exists(busy_workers, source):
 
 def test_many_callers_wait_for_one_copy(busy_workers, source):
     handle = tdcopier.start_copy(source, "sim:1")
-    together = threading.Barrier(6)
-    results = []
-
-    def wait_for_it() -> None:
-        together.wait()
-        results.append(handle.get())
-
-    threads = [threading.Thread(target=wait_for_it) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 6
+    results = at_once(6, lambda _: handle.get())
     assert all(result is results[0] for result in results)
     assert torch.equal(results[0].cpu(), source)
 

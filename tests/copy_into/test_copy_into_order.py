@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import time
 import weakref
 
 import pytest
 import torch
 from support import are_released, run_python
+from thread_support import at_once
 
 import tdcopier
 from tdcopier import _C
@@ -207,28 +207,17 @@ def test_both_trees_are_let_go_when_the_copy_is_done(device, direction):
 
 
 def test_threads_fill_trees_of_their_own(device):
-    failures: list[BaseException] = []
-    started = threading.Barrier(4)
+    def fill(thread: int) -> None:
+        there = [torch.zeros(n, device=device) for n in (3, 70_000, 200_000)]
+        back = [torch.zeros(n) for n in (3, 70_000, 200_000)]
+        for step in range(10):
+            value = 100.0 * thread + step
+            source = [torch.full_like(leaf, value) for leaf in back]
+            tdcopier.copy_into(source, there).wait()
+            tdcopier.copy_into(there, back).get()
+            assert all((leaf == value).all() for leaf in back)
 
-    def fill(value: float) -> None:
-        try:
-            there = [torch.zeros(n, device=device) for n in (3, 70_000, 200_000)]
-            back = [torch.zeros(n) for n in (3, 70_000, 200_000)]
-            started.wait()
-            for step in range(10):
-                source = [torch.full_like(leaf, value + step) for leaf in back]
-                tdcopier.copy_into(source, there).wait()
-                tdcopier.copy_into(there, back).get()
-                assert all((leaf == value + step).all() for leaf in back)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=fill, args=(100.0 * i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(4, fill)
 
 
 def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(

@@ -9,19 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prefetch_support import (
-    Asked,
-    Call,
-    Counted,
-    Stops,
-    batch,
-    in_loop,
-    readers,
-    value_of,
-    values_of,
-)
+from prefetch_support import Asked, Counted, Stops, batch, in_loop, readers, value_of, values_of
 from sim_support import BRIEFLY, becomes
 from support import assert_same, oracle
+from thread_support import Call, at_once
 
 import tdcopier
 
@@ -166,14 +157,7 @@ def test_a_source_is_never_read_by_two_passes_at_once(device):
 def test_threads_that_share_an_iterator_get_different_batches(prefetch):
     count = 400
     iterator = iter(prefetch(Counted(count), depth=4))
-    together = threading.Barrier(4)
-
-    def take() -> list[int]:
-        together.wait()
-        return values_of(iterator)
-
-    takers = [Call(take) for _ in range(4)]
-    taken = [taker.join() for taker in takers]
+    taken = at_once(4, lambda _: values_of(iterator))
     assert sorted(value for values in taken for value in values) == list(range(count))
     assert all(values == sorted(values) for values in taken)
 
@@ -181,14 +165,8 @@ def test_threads_that_share_an_iterator_get_different_batches(prefetch):
 def test_threads_that_begin_at_once_share_a_pass(prefetch):
     for _ in range(20):
         prefetcher = prefetch([batch(i) for i in range(4)])
-        together = threading.Barrier(4)
-
-        def take(prefetcher=prefetcher, together=together) -> int:
-            together.wait()
-            return value_of(next(prefetcher))
-
-        takers = [Call(take) for _ in range(4)]
-        assert sorted(taker.join() for taker in takers) == [0, 1, 2, 3]
+        taken = at_once(4, lambda _, prefetcher=prefetcher: value_of(next(prefetcher)))
+        assert sorted(taken) == [0, 1, 2, 3]
         prefetcher.close()
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prefetch_support import Call, Counted, Stops, batch, value_of, values_of
+from prefetch_support import Counted, Stops, batch, value_of, values_of
 from sim_support import BRIEFLY, becomes
+from thread_support import Call
 
 import tdcopier
 

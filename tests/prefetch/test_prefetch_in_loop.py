@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from prefetch_support import Call, Stops, batch, in_loop, values_of
+from prefetch_support import Stops, batch, in_loop, values_of
 from sim_support import BRIEFLY, becomes
+from thread_support import Call
 
 import tdcopier
 from tdcopier import _C

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import weakref
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from gather_support import ROWS, rows_of
 from support import are_released, assert_same, run_python
+from thread_support import at_once
 
 import tdcopier
 from tdcopier import _C
@@ -61,27 +61,15 @@ def test_storage_and_handle_may_be_dropped_at_once(device, accelerator, count, o
 
 def test_many_threads_gather_at_once_and_each_gets_its_own_rows(device):
     tree = {"a": torch.arange(ROWS * 40).reshape(ROWS, 40), "b": torch.arange(ROWS)}
-    together = threading.Barrier(8)
-    failures: list[BaseException] = []
 
     def gather(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        try:
-            together.wait(30)
-            for _ in range(20):
-                index = torch.randint(0, ROWS, (seed * 100 + 1,), generator=generator)
-                assert_same(
-                    tdcopier.start_gather(tree, index, device).get(), rows_of(tree, index, device)
-                )
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(20):
+            index = torch.randint(0, ROWS, (seed * 100 + 1,), generator=generator)
+            got = tdcopier.start_gather(tree, index, device).get()
+            assert_same(got, rows_of(tree, index, device))
 
-    threads = [threading.Thread(target=gather, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(8, gather)
 
 
 @pytest.mark.sim

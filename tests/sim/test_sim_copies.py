@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import ModuleType
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from sim_support import BRIEFLY, becomes, marker, pinned
 from sim_support import fresh as fresh
+from thread_support import at_once
 
 pytestmark = pytest.mark.sim
 
@@ -221,31 +221,19 @@ def test_operators_that_run_on_the_host_are_not_counted(sim: ModuleType) -> None
 
 
 def test_eight_threads_do_not_mix_up_their_data() -> None:
-    failures: list[object] = []
-
     def work(number: int) -> None:
-        try:
-            stream = torch.sim.Stream(number % 2)
-            with torch.sim.stream(stream):
-                for step in range(30):
-                    value = 100 * number + step
-                    there = torch.full((2000,), value).pin_memory().sim(non_blocking=True)
-                    other = there.to(f"sim:{1 - number % 2}")
-                    back = torch.empty(2000, dtype=torch.int64, pin_memory=True)
-                    back.copy_(there, non_blocking=True)
-                    event = marker(stream)
-                    del there
-                    event.synchronize()
-                    if not bool((back == value).all()):
-                        failures.append((number, step, "there and back"))
-                    if not bool((other.cpu() == value).all()):
-                        failures.append((number, step, "to the other device"))
-        except Exception as error:  # the thread that started this one reports it
-            failures.append(error)
+        stream = torch.sim.Stream(number % 2)
+        with torch.sim.stream(stream):
+            for step in range(30):
+                value = 100 * number + step
+                there = torch.full((2000,), value).pin_memory().sim(non_blocking=True)
+                other = there.to(f"sim:{1 - number % 2}")
+                back = torch.empty(2000, dtype=torch.int64, pin_memory=True)
+                back.copy_(there, non_blocking=True)
+                event = marker(stream)
+                del there
+                event.synchronize()
+                assert bool((back == value).all()), (number, step, "there and back")
+                assert bool((other.cpu() == value).all()), (number, step, "to the other device")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once(8, work)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 
@@ -14,24 +13,19 @@ import torch
 from sim_support import BRIEFLY, becomes, is_reused, marker
 from sim_support import fresh as fresh
 from sim_support import gate as gate
+from thread_support import switch_interval
 
 from tdcopier.sim import Gate, Hold
 
 pytestmark = pytest.mark.sim
 
 
-@contextlib.contextmanager
-def never_preempted() -> Iterator[None]:
+def never_preempted() -> AbstractContextManager[None]:
     """Lets other Python threads run only while this one waits without the GIL.
 
     So a wait that keeps the GIL hangs every time, and not only now and then.
     """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
+    return switch_interval(1000)
 
 
 def test_a_held_stream_begins_nothing_until_it_is_released(sim: ModuleType) -> None:

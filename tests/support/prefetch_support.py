@@ -87,33 +87,6 @@ class Asked:
         self._arrival.wait(within_s)
 
 
-class Call:
-    """Runs a call in a thread of its own; `join` returns its result or raises its error."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._function = function
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._result = self._function()
-        except BaseException as error:
-            self._error = error
-
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self) -> Any:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
 def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "tdcopier-prefetch"]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,18 +35,3 @@ def outcome(call: Callable[[], Any]) -> Any:
         return call()
     except Exception as error:
         return type(error), str(error)
-
-
-def in_a_thread(work: Callable[[], Any]) -> Any:
-    """Returns the result of the work in another thread; raises its error here."""
-    results: list[Any] = []
-
-    def run() -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(lambda: results or results.append(None))
-            results.append(outcome(work))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return results[0]

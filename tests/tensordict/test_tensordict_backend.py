@@ -6,7 +6,6 @@ The results stay the same, and tensordict itself runs the calls that the engine 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,13 @@ import pytest
 import torch
 from catalogue import ramp
 from tensordict import TensorDict
-from tensordict_backend_support import in_a_thread, methods, outcome
+from tensordict_backend_support import methods, outcome
 from tensordict_cases import CASES, TO_META, kind_and_ends, moved_by_itself, state_of
 from tensordict_classes import Frames
 from tensordict_kinds import TD_KINDS
 from tensordict_kinds_of_leaves import flat
 from tensordict_same import assert_same_tensordict
+from thread_support import at_once, in_a_thread
 
 import tdcopier
 
@@ -301,12 +301,9 @@ def test_a_block_is_for_its_own_thread_and_an_installation_for_all(device):
 
 
 def test_eight_threads_switch_and_move_at_once(device):
-    together = threading.Barrier(8)
     own = methods()
-    failures: list[Any] = []
 
     def work(seed: int) -> None:
-        together.wait()
         for i in range(30):
             td = TensorDict({"a": torch.full((5,), seed + i / 100), "x": flat("cpu")}, [])
             is_on = (seed + i) % 3 > 0
@@ -314,14 +311,9 @@ def test_eight_threads_switch_and_move_at_once(device):
                 moved = td.to(device)
             back = moved.to("cpu")
             torch.get_device_module(device).synchronize()
-            right = torch.equal(back["a"], td["a"]) and moved.device == torch.device(device)
-            if not right or (is_on and (use.by_engine, use.by_tensordict) != (1, 0)):
-                failures.append((seed, i, use))
+            assert torch.equal(back["a"], td["a"]), (seed, i)
+            assert moved.device == torch.device(device), (seed, i)
+            assert not is_on or (use.by_engine, use.by_tensordict) == (1, 0), (seed, i, use)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(8, work)
     assert methods() == own

@@ -10,9 +10,10 @@ import pytest
 import torch
 from support import run_python
 from tensordict import TensorDict
-from tensordict_backend_support import in_a_thread, methods
+from tensordict_backend_support import methods
 from tensordict_backend_support import restored as restored
 from tensordict_kinds_of_leaves import flat
+from thread_support import in_a_thread
 
 import tdcopier
 

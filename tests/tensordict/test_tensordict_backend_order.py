@@ -15,6 +15,7 @@ from tensordict_backend_support import outcome
 from tensordict_backend_support import restored as restored
 from tensordict_kinds_of_leaves import flat
 from tensordict_same import assert_same_tensordict
+from thread_support import at_once
 
 import tdcopier
 from tdcopier import _C
@@ -294,12 +295,6 @@ def test_the_structure_of_a_source_may_change_while_its_copy_is_late(
 def test_a_handle_may_be_asked_by_several_threads(device):
     td = TensorDict({"a": torch.ones(LARGE), "x": {"b": torch.ones(2)}})
     handle = tdcopier.async_to(td, device)
-    results: list[TensorDict] = []
-    threads = [threading.Thread(target=lambda: results.append(handle.get())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
+    results = at_once(4, lambda _: handle.get())
     assert all(each is results[0] for each in results)
     assert becomes(handle.ready)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from typing import Any
 
 import pytest
 import torch
 from support import run_python
 from tensordict_same import assert_same_tensordict
+from thread_support import at_once
 
 pytest.importorskip("torchrl")
 
@@ -316,23 +316,14 @@ def test_a_restored_buffer_gives_the_samples_that_were_drawn_already(
 def test_threads_that_draw_at_once_do_not_mix_their_samples(device):
     _, ours = two_buffers(device, "ToDevice", "tensor", WeightedSampler)
     fill((ours,), 44)
-    failures: list[BaseException] = []
 
-    def draw() -> None:
-        try:
-            for _ in range(30):
-                batch, info = ours.sample(return_info=True)
-                assert torch.equal(batch["index"].cpu(), info["index"])
-                assert torch.equal(batch["pixels"].cpu()[:, 0, 0].long(), info["index"] % 256)
-        except BaseException as error:
-            failures.append(error)
+    def draw(_: int) -> None:
+        for _ in range(30):
+            batch, info = ours.sample(return_info=True)
+            assert torch.equal(batch["index"].cpu(), info["index"])
+            assert torch.equal(batch["pixels"].cpu()[:, 0, 0].long(), info["index"] % 256)
 
-    threads = [threading.Thread(target=draw) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert failures == []
+    at_once(4, draw)
 
 
 def test_importing_tdcopier_imports_no_torchrl():

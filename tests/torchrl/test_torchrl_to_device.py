@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from support import assert_same
 from tensordict import TensorDict
 from tensordict_same import assert_same_tensordict
+from thread_support import in_a_thread
 
 pytest.importorskip("torchrl")
 
@@ -26,14 +25,6 @@ from tdcopier.torchrl import PackedTensorDictReplayBuffer, ToDevice
 
 def batch() -> TensorDict:
     return TensorDict({"x": torch.randn(8, 3), "n": {"y": torch.arange(8)}}, [8])
-
-
-def in_a_thread(call: Callable[[], Any]) -> Any:
-    given: list[Any] = []
-    thread = threading.Thread(target=lambda: given.append(call()))
-    thread.start()
-    thread.join(30)
-    return given[0]
 
 
 def as_it_is(transform: ToDevice) -> ToDevice:
