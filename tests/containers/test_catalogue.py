@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from catalogue import (
-    ARRAY_DTYPES,
-    DIRECTIONS,
-    DTYPES,
-    KINDS,
-    Kind,
+from catalogue import ARRAY_DTYPES, DIRECTIONS, DTYPES, KINDS, Kind
+from catalogue_cases import (
+    ARRIVING,
+    FAILING,
+    LARGE_IN,
+    OPTIONS,
+    REFUSED,
+    WRAPS,
+    ends_of,
+    kind_and_ends,
 )
-from catalogue_cases import ARRIVING, FAILING, LARGE_IN, OPTIONS, REFUSED, WRAPS, ends_of
 from support import assert_same, oracle
 
 import tdcopier
@@ -38,19 +41,12 @@ def expected_counts(kind: Kind, leaf: Any, direction: str, options: dict[str, An
     return list(counts.values())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # forward gradients
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
-@pytest.mark.filterwarnings("ignore:Named tensors and all their associated APIs:UserWarning")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("name", "direction"), ARRIVING)
 def test_a_leaf_arrives_as_through_to_and_is_counted(
     device, registered_box, name, direction, options
 ):
-    kind = KINDS[name]
-    missing = kind.why_missing(device.split(":")[0])
-    if missing:
-        pytest.skip(missing)
-    source, target = ends_of(direction, device)
+    kind, source, target = kind_and_ends(name, direction, device)
     for container in LARGE_IN if kind.large else WRAPS:
         _, wrap, opaque = WRAPS[container]
         with kind.within():
@@ -69,14 +65,8 @@ def test_a_leaf_arrives_as_through_to_and_is_counted(
 
 
 @pytest.mark.parametrize(("name", "direction"), REFUSED)
-def test_a_leaf_that_nobody_can_read_is_refused_by_the_call(
-    device, registered_box, name, direction
-):
-    kind = KINDS[name]
-    missing = kind.why_missing(device.split(":")[0])
-    if missing:
-        pytest.skip(missing)
-    source, target = ends_of(direction, device)
+def test_a_leaf_that_cannot_be_read_is_refused_by_the_call(device, registered_box, name, direction):
+    kind, source, target = kind_and_ends(name, direction, device)
     for container, (_, wrap, _) in WRAPS.items():
         with pytest.raises(kind.outcome(direction)) as caught:
             tdcopier.start_copy(wrap(kind.make(source)), target)

@@ -8,19 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from catalogue import KINDS
-from catalogue_cases import ARRIVING, LARGE_IN, OPTIONS, REFUSED, WRAPS, ends_of
+from catalogue_cases import ARRIVING, LARGE_IN, OPTIONS, REFUSED, WRAPS, kind_and_ends
 from prepared_example import example
 from support import assert_same, oracle
 from tensordict import TensorDict
 
 import tdcopier
-
-quietly = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Named tensors and all their associated APIs:UserWarning"),
-]
 
 
 def assert_copied_as_by_start_copy(plan: tdcopier.PreparedCopy, batch: Any, **options: Any) -> Any:
@@ -43,11 +36,7 @@ def assert_copied_as_by_start_copy(plan: tdcopier.PreparedCopy, batch: Any, **op
 def test_every_kind_of_leaf_arrives_as_through_start_copy(
     device, registered_box, name, direction, reuse_outputs
 ):
-    kind = KINDS[name]
-    missing = kind.why_missing(device.split(":")[0])
-    if missing:
-        pytest.skip(missing)
-    source, target = ends_of(direction, device)
+    kind, source, target = kind_and_ends(name, direction, device)
     for container in LARGE_IN if kind.large else WRAPS:
         with kind.within():
             plan = tdcopier.prepare(
@@ -62,15 +51,9 @@ def test_every_kind_of_leaf_arrives_as_through_start_copy(
             assert (plan.fits, plan.misfits) == (3, 0), container
 
 
-test_every_kind_of_leaf_arrives_as_through_start_copy.pytestmark += quietly  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("name", "direction"), REFUSED)
-def test_a_leaf_that_nobody_can_read_is_refused(device, name, direction):
-    kind = KINDS[name]
-    source, target = ends_of(direction, device)
-    if kind.why_missing(device.split(":")[0]):
-        pytest.skip("there is no such leaf")
+def test_a_leaf_that_cannot_be_read_is_refused(device, name, direction):
+    kind, source, target = kind_and_ends(name, direction, device)
     plan = tdcopier.prepare([torch.ones(4)], target)
     for call in (
         lambda: tdcopier.prepare([kind.make(source)], target),

@@ -12,6 +12,7 @@ from catalogue import (
     EVERY_CONTAINER_IN_ANOTHER,
     KINDS,
     NOT_THERE,
+    Kind,
 )
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -23,18 +24,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "large alignment": {"min_packed_alignment_bytes": 4096},
 }
 
+_WARNINGS = [
+    "ignore:.*torch.jit.script:DeprecationWarning",  # forward gradients
+    "ignore:Sparse CSR tensor support is in beta state:UserWarning",
+    "ignore:Named tensors and all their associated APIs:UserWarning",
+]
 CASES = [
     pytest.param(name, direction, id=f"{name}-{direction}")
     for name, kind in KINDS.items()
     for direction in DIRECTIONS
     if kind.outcome(direction) != NOT_THERE
 ]
-ARRIVING = [case for case in CASES if KINDS[case.values[0]].arrives]
+ARRIVING = [
+    pytest.param(*case.values, id=case.id, marks=[*map(pytest.mark.filterwarnings, _WARNINGS)])
+    for case in CASES
+    if KINDS[case.values[0]].arrives
+]
 REFUSED = [case for case in CASES if KINDS[case.values[0]].is_refused]
 FAILING = [name for name, kind in KINDS.items() if kind.fails]
 WRAPS = CONTAINERS | {"every container in another": EVERY_CONTAINER_IN_ANOTHER}
-
-
 LARGE_IN = ("list", "every container in another")
 
 
@@ -47,3 +55,11 @@ def ends_of(direction: str, device: str) -> tuple[str, str]:
     if torch.get_device_module(device).device_count() < 2:
         pytest.skip("needs two devices")
     return device[:-1] + "1", device
+
+
+def kind_and_ends(name: str, direction: str, device: str) -> tuple[Kind, str, str]:
+    """Returns the kind of leaf, source and target; skips the test if such a leaf is missing."""
+    missing = KINDS[name].why_missing(device.split(":")[0])
+    if missing:
+        pytest.skip(missing)
+    return KINDS[name], *ends_of(direction, device)
