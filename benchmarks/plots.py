@@ -1,123 +1,187 @@
-"""Plots as SVG: bars, and lines on logarithmic axes. To draw them needs no package."""
+"""The plot of each benchmark, and how it is drawn; drawing needs matplotlib."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from xml.sax.saxutils import escape
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tables import LIMIT_PREFIX, OURS, number
+from sections import DIRECTIONS, title
+from tables import LIMIT_PREFIX, OURS, leaves_and_bytes, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GREEN, GREY, AMBER = "#2a9d63", "#8c96a3", "#d29922"
-OTHERS = (GREY, "#4f7cac", AMBER, "#a4548b")
-CHARACTER = 7  # width of a character of a label in px, with room for wide fonts
-STYLE = "<style>text{fill:#1f2328}@media(prefers-color-scheme:dark){text{fill:#e6edf3}}</style>"
+OTHERS = ("#4f7cac", AMBER, "#a4548b", GREY)
+TEXT = "#7d8590"  # reads on light and on dark pages
+LARGE_RATIO = 8.0  # bars whose values differ by more get a logarithmic axis
+COPIED, REPLAYED, NESTED = "detection_batch", "atari_256", "flat"
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "tdcopier",  # names of parts are the same in each run
+    "font.size": 10,
+    "axes.edgecolor": GREY,
+    "grid.color": GREY,
+    "grid.alpha": 0.3,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
+}
 
 
-def bars(heading: str, values: Sequence[tuple[str, float]], unit: str) -> str:
-    """A plot of horizontal bars on a linear axis from zero.
+class Bars(NamedTuple):
+    """A plot of one time per way."""
+
+    heading: str
+    us: dict[str, float]
+
+
+class Curves(NamedTuple):
+    """A plot of times over the number of leaves, by way."""
+
+    heading: str
+    us: dict[str, list[tuple[int, float]]]
+
+
+Plot = Bars | Curves
+
+
+def plot_of(result: dict[str, Any]) -> Plot | None:
+    """Return the plot of a result, or None if it has none."""
+    make = PLOTS.get(result["name"])
+    return make(result) if make else None
+
+
+def as_svg(plot: Plot) -> str:
+    """Draw a plot. The same plot gives the same text."""
+    drawn = io.BytesIO()
+    draw(plot, drawn, "svg")
+    return drawn.getvalue().decode()
+
+
+def draw(plot: Plot, file: io.BytesIO, kind: str) -> None:
+    """Draw a plot as SVG or PNG; the picture grows until all texts fit.
 
     Args:
-        heading: Written above the bars.
-        values: Name and value of each bar, top to bottom; ours and limits stand out by colour.
-        unit: Written after each value.
+        plot: The plot.
+        file: The picture is written to it.
+        kind: ``"svg"`` or ``"png"``.
 
     """
-    row, top = 26, 40
-    left = max(290, CHARACTER * max(len(name) for name, _ in values) + 16)
-    width = left + 470
-    longest = max(value for _, value in values)
-    scale = (width - left - 110) / longest
-    out = _begin(heading, width, top + row * len(values) + 10)
-    for index, (name, value) in enumerate(values):
-        y = top + row * index
-        is_limit = name.startswith(LIMIT_PREFIX)
-        colour = GREEN if name.startswith(OURS) else AMBER if is_limit else GREY
-        length = max(1.0, value * scale)
-        out += [
-            f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(name)}</text>',
-            f'<rect x="{left}" y="{y + 2}" width="{length:.1f}" height="18" fill="{colour}"/>',
-            f'<text x="{left + length + 6:.1f}" y="{y + 15}">{number(value)} {escape(unit)}</text>',
-        ]
-    return "\n".join([*out, "</svg>", ""])
+    with _axes(plot.heading, 0.3 * len(plot.us) if isinstance(plot, Bars) else 3.4) as axes:
+        if isinstance(plot, Bars):
+            _bars(axes, plot)
+        else:
+            _curves(axes, plot)
+        dateless = {"Date": None} if kind == "svg" else None
+        whole = {"bbox_inches": "tight", "transparent": True, "metadata": dateless}
+        axes.figure.savefig(file, format=kind, **whole)
 
 
-def lines(
-    heading: str,
-    curves: Mapping[str, Sequence[tuple[float, float]]],
-    across: str,
-    upwards: str,
-) -> str:
-    """A plot of curves on two logarithmic axes, with a line for each power of ten.
+@contextmanager
+def _axes(heading: str, height: float) -> Iterator[Axes]:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    Args:
-        heading: Written above.
-        curves: By name, points with both coordinates above zero; ours stands out by colour.
-        across: What the horizontal axis is.
-        upwards: What the vertical axis is.
-
-    """
-    width, height, left, right, top, bottom = 820, 420, 90, 300, 60, 50
-    points = [point for curve in curves.values() for point in curve]
-    x_first, x_last = _decades([x for x, _ in points])
-    y_first, y_last = _decades([y for _, y in points])
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        along = (math.log10(x) - x_first) / (x_last - x_first)
-        up = (math.log10(y) - y_first) / (y_last - y_first)
-        return left + along * (width - left - right), height - bottom - up * (height - top - bottom)
-
-    out = _begin(heading, width, height)
-    for power in range(x_first, x_last + 1):
-        (x, y) = place(10.0**power, 10.0**y_first)
-        out += [
-            f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{y:.1f}" {_thin()}/>',
-            f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{_power(power)}</text>',
-        ]
-    for power in range(y_first, y_last + 1):
-        (x, y) = place(10.0**x_first, 10.0**power)
-        out += [
-            f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{width - right}" y2="{y:.1f}" {_thin()}/>',
-            f'<text x="{x - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{_power(power)}</text>',
-        ]
-    middle = (left + width - right) / 2
-    out += [
-        f'<text x="{middle}" y="{height - 10}" text-anchor="middle">{escape(across)}</text>',
-        f'<text x="8" y="{top - 12}">{escape(upwards)}</text>',
-    ]
-    others = iter(OTHERS * len(curves))
-    for index, (name, curve) in enumerate(curves.items()):
-        colour = GREEN if name.startswith(OURS) else next(others)
-        places = [place(x, y) for x, y in curve]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
-        y = top + 24 * index
-        out += [
-            f'<rect x="{width - right + 12}" y="{y}" width="14" height="14" fill="{colour}"/>',
-            f'<text x="{width - right + 32}" y="{y + 12}">{escape(name)}</text>',
-        ]
-    return "\n".join([*out, "</svg>", ""])
+    with rc_context(STYLE):
+        axes = Figure(figsize=(5, height)).add_axes((0, 0, 1, 1))  # texts are outside of it
+        axes.set_title(heading, weight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        yield axes
 
 
-def _begin(heading: str, width: int, height: int) -> list[str]:
-    return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">',
-        STYLE,
-        f'<text x="8" y="22" font-size="15" font-weight="bold">{escape(heading)}</text>',
-    ]
+def _bars(axes: Axes, plot: Bars) -> None:
+    """Draw horizontal bars; on a logarithmic axis, they begin at half of the smallest value."""
+    values = list(plot.us.values())
+    bars = axes.barh(list(plot.us), values, color=[_colour(way) for way in plot.us])
+    axes.bar_label(bars, [f"{number(us)} us" for us in values], padding=4)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    if max(values) > LARGE_RATIO * min(values):
+        axes.set_xscale("log")
+        axes.set_xlim(left=min(values) / 2)
+        axes.set_xlabel("us, logarithmic")
+    else:
+        axes.set_xlabel("us")
+    _plain_ticks(axes, "x")
 
 
-def _decades(values: Sequence[float]) -> tuple[int, int]:
-    """The powers of ten around all values, at least one apart."""
-    first = math.floor(math.log10(min(values)))
-    return first, max(first + 1, math.ceil(math.log10(max(values))))
+def _colour(way: str) -> str:
+    """Return a colour that tells ours, limits and other ways apart."""
+    if way.startswith(OURS):
+        return GREEN
+    return AMBER if way.startswith(LIMIT_PREFIX) else GREY
 
 
-def _power(power: int) -> str:
-    return f"{10**power:,}" if power >= 0 else f"{10.0**power:g}"
+def _curves(axes: Axes, plot: Curves) -> None:
+    """Draw curves with a label each on two logarithmic axes."""
+    others = iter(OTHERS)
+    for way, points in plot.us.items():
+        colour = GREEN if way.startswith(OURS) else next(others)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=way)
+    axes.set(xscale="log", yscale="log", xlabel="leaves", ylabel="us")
+    axes.grid()
+    _plain_ticks(axes, "x", "y")
+    axes.legend(frameon=False)
 
 
-def _thin() -> str:
-    return f'stroke="{GREY}" stroke-opacity="0.4"'
+def _plain_ticks(axes: Axes, *names: str) -> None:
+    """Label the ticks of the axes with plain numbers."""
+    for name in names:
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_formatter(lambda value, _: number(value))
+        if axis.get_scale() == "log":
+            axis.set_minor_formatter(lambda value, _: "")
+
+
+# ---- what each benchmark's plot shows ------------------------------------------------------------
+
+
+def _medians(times: dict[str, Any]) -> dict[str, float]:
+    return {way: taken["median_us"] for way, taken in times.items()}
+
+
+def _copies(result: dict[str, Any]) -> Plot | None:
+    found = result["workloads"].get(COPIED)
+    if found is None:
+        return None
+    heading = f"{DIRECTIONS[result['name']]}, {title(COPIED, found)} ({result['machine']['gpu']})"
+    return Bars(heading, _medians(found["contenders"]))
+
+
+def _loop(result: dict[str, Any]) -> Plot:
+    found = result["loops"][COPIED]
+    heading = f"A training step fed with {leaves_and_bytes(found)} ({result['machine']['gpu']})"
+    return Bars(heading, _medians(found["step"]))
+
+
+def _replay(result: dict[str, Any]) -> Plot:
+    replay = result["replays"][REPLAYED]
+    learner, found = next(iter(replay["learners"].items()))
+    heading = f"A learner's step, {replay['title']}, {learner} ({result['machine']['gpu']})"
+    return Bars(heading, _medians(found["step"]))
+
+
+def _tensordict(result: dict[str, Any]) -> Plot:
+    found = result["copies"]["h2d"][NESTED]
+    heading = f"TensorDict to device, {leaves_and_bytes(found)} ({result['machine']['gpu']})"
+    return Bars(heading, _medians(found["contenders"]))
+
+
+def _sizes(result: dict[str, Any]) -> Plot:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for found in result["sizes"].values():
+        for way, times in found["contenders"].items():
+            curves.setdefault(way, []).append((found["leaves"], times["median_us"]))
+    heading = f"Host to device: time over leaves of 64 floats ({result['machine']['gpu']})"
+    return Curves(heading, curves)
+
+
+PLOTS: dict[str, Callable[[dict[str, Any]], Plot | None]] = {
+    **dict.fromkeys(DIRECTIONS, _copies),
+    "loop": _loop,
+    "replay": _replay,
+    "sizes": _sizes,
+    "tensordict": _tensordict,
+}
+"""By benchmark; the others have only tables."""

@@ -33,7 +33,6 @@ import torch
 from tdcopier._commands.progress import progress
 from tdcopier.workloads import WORKLOADS
 
-SCHEMA = 1
 WANTING = {
     "d2d": "it needs two devices",
     "wait": "it needs kernels queued on a CUDA stream",
@@ -73,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name not in options.only:
             continue
         result = {
-            "schema": SCHEMA,
+            "schema": report.SCHEMA,
             "name": name,
             "taken": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "machine": description,
@@ -87,7 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not results:
         print("Nothing that was asked for can run here.", file=sys.stderr)
         return 1
-    report.write_plots(results, out)
+    if importlib.util.find_spec("matplotlib"):
+        report.write_plots(results, out)
+    else:
+        print("No plots: they need matplotlib. benchmarks/report.py draws them later.")
     print(report.page(results, str(out)))
     if device.type == "sim":
         print("Figures of a simulated device say nothing on speed; only the counts mean something.")

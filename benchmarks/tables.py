@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tdcopier._commands.tables import number, size
@@ -10,6 +10,7 @@ from tdcopier._commands.tables import number, size
 __all__ = [
     "LIMIT_PREFIX",
     "OURS",
+    "grouped",
     "leaves_and_bytes",
     "number",
     "ratio_cell",
@@ -17,33 +18,57 @@ __all__ = [
     "table",
     "times_cells",
     "way_cell",
+    "ways",
 ]
 
 OURS = "tdcopier"
 LIMIT_PREFIX = "limit: "  # marks contenders that are limits of the machine, not ways to copy
 
+Cells = Sequence[str]
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+
+def table(header: Cells, rows: Iterable[Cells]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def way_cell(way: str) -> str:
-    """Return the name of a way of copying; ours is bold."""
-    return f"**{way}**" if way.startswith(OURS) else way
+def grouped(header: Cells, groups: Iterable[tuple[str, Iterable[Cells]]]) -> str:
+    """Return a table of groups of rows, with the title of a group in its first row only."""
+    rows = [
+        [title if index == 0 else "", *cells]
+        for title, group in groups
+        for index, cells in enumerate(group)
+    ]
+    return table(header, rows)
 
 
-def times_cells(times: dict[str, Any]) -> list[str]:
+def way_cell(way: str, wrong: int = 0) -> str:
+    """Return the name of a way of copying, with the number of wrong results; ours is bold."""
+    name = f"**{way}**" if way.startswith(OURS) else way
+    return f"{name} (wrong: {int(wrong)})" if wrong else name
+
+
+def times_cells(times: Mapping[str, Any]) -> list[str]:
     """Return median and quartiles in microseconds."""
     return [number(times["median_us"]), f"{number(times['q1_us'])} - {number(times['q3_us'])}"]
 
 
-def ratio_cell(ratio: float | None) -> str:
+def ratio_cell(ratio: float | None, digits: int | None = None) -> str:
     """Return a ratio as text; empty for the reference itself."""
-    return "" if ratio is None else f"{number(ratio)} x"
+    if ratio is None:
+        return ""
+    return f"{number(ratio) if digits is None else format(ratio, f'.{digits}f')} x"
 
 
-def leaves_and_bytes(found: dict[str, Any]) -> str:
+def ways(found: Mapping[str, Any]) -> Iterable[list[str]]:
+    """Return a row per contender: name, median, quartiles, ratio, and the number of calls."""
+    wrong = found.get("wrong", found.get("wrong_leaves", {}))
+    for way, times in found["contenders"].items():
+        ratio = ratio_cell(found["ratios"].get(way))
+        yield [way_cell(way, wrong.get(way, 0)), *times_cells(times), ratio, str(times["repeats"])]
+
+
+def leaves_and_bytes(found: Mapping[str, Any]) -> str:
     leaves = "1 leaf" if found["leaves"] == 1 else f"{found['leaves']:,} leaves"
     return f"{leaves}, {size(found['bytes'])}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmark_support import load
 
-company, report, run = load("company"), load("report"), load("run")
+company, run = load("company"), load("run")
 loop, kernels = load("company_loop"), load("company_kernels")
 both_ways, waiting, refill = (
     load("company_both_ways"),
@@ -47,25 +47,6 @@ class Idle:
 
 
 # ---- the whole benchmark -------------------------------------------------------------------------
-
-
-def test_every_part_has_ours_beside_torch_and_a_table(result: dict) -> None:
-    assert sum(feed.startswith(OURS) for feed in result["loop"]["step"]) == 2
-    assert len(result["loop"]["step"]) == 5
-    for ways in result["kernels"]["times"].values():
-        assert list(ways) == [OURS, kernels.BY_TORCH]
-    assert "a copy to another device" in result["kernels"]["times"]
-    for memory in result["both_ways"]["times"].values():
-        assert list(memory) == [OURS, both_ways.BY_TORCH]
-    cases = result["waiting"]["cases"]
-    assert [case.startswith(OURS) for case in cases] == [True] * 7 + [False] * 3
-    rows = result["refill"]["rows"]
-    assert len({(row["way"], row["kind"], row["bytes"]) for row in rows}) == len(rows) == 14
-    assert company.count_wrong(result) == 0
-    page = report.page([result], ".")
-    assert "## Copies beside kernels and beside other copies" in page
-    assert page.count("\n| ---") == 6
-    assert report.plot(result) is None
 
 
 def test_speed_is_a_target_on_a_real_device_only(result: dict) -> None:

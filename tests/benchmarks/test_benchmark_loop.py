@@ -1,7 +1,5 @@
 """The benchmark of training loops: how it times a step and the host, and checks batches."""
 
-import json
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,7 +9,7 @@ from benchmark_support import Clock, a_loop_result, load
 from tdcopier import workloads
 
 loop, loop_work, host_work = load("loop"), load("loop_work"), load("host_work")
-limits, report, run = load("limits"), load("report"), load("run")
+limits, run = load("limits"), load("run")
 
 
 @pytest.fixture
@@ -191,35 +189,3 @@ def test_a_loop_without_ours_in_it_is_no_hit_but_an_error(part: str) -> None:
     del result["loops"]["atari_replay"][part]["tdcopier"]
     with pytest.raises(KeyError, match="tdcopier"):
         loop.targets(result)
-
-
-def test_on_the_simulated_device_loops_run_and_only_values_are_a_target(
-    device: torch.device, monkeypatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
-    monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
-    asked = ["--device", "sim", "--quick", "--only", "loop", "--out", str(tmp_path)]
-    assert run.main(asked) == 0
-    result = json.loads((tmp_path / "loop-sim.json").read_text())
-    found = result["loops"]["detection_batch"]
-    names = {feed.name for feed in loop.feeds(device)}
-    for part in ("step", "ratios", "copy_calls", "wrong"):
-        assert set(found[part]) == names
-    assert found["checked_batches"] == 8
-    assert [(target["found"], target["hit"]) for target in result["targets"]] == [(0, True)]
-    assert (tmp_path / "loop-sim.svg").exists()
-
-
-def test_a_loop_has_a_table_of_its_feeds_and_one_of_copies_beside_other_work() -> None:
-    result = a_loop_result()
-    result["loops"]["atari_replay"]["wrong"]["tdcopier"] = 2
-    page = report.page([result], "plots")
-    first = "| detection batch: 528 leaves, 153 KB | on the device already | 3,400 | 3,400 - 3,400"
-    assert f"{first} |  | 0.5 | 0.5 - 0.5 | 20 |" in page
-    ours = "|  | **tdcopier** | 3,468 | 3,468 - 3,468 | 1.02 x | 150 | 150 - 150 | 20 |"
-    assert ours in page
-    assert "| Atari replay batch: 528 leaves, 153 KB |" in page
-    assert "**tdcopier** (wrong 2 times)" in page
-    assert "| detection batch, 1,000 us of other work between | median, us |" in page
-    assert "| **tdcopier, together** | 80 | 80 - 80 | 1 |" in page
-    assert "![A training loop](plots/loop-nvidia-h200.svg)" in page

@@ -8,7 +8,7 @@ import torch
 from benchmark_support import load
 
 storages, feeds_of, replay = load("storages"), load("replay_feeds"), load("replay")
-rows_of, replay_report = load("rows"), load("replay_report")
+rows_of = load("rows")
 
 ROWS = 40
 
@@ -113,39 +113,12 @@ def result_of(device: torch.device, module: ModuleType, monkeypatch) -> dict:
     return module.run(device, 10, no_progress, keep_gc=False)
 
 
-def test_a_result_has_every_feed_and_says_what_was_wrong(device, monkeypatch) -> None:
-    result = result_of(device, replay, monkeypatch)
-    [found] = result["replays"].values()
-    names = [feed.name for feed in feeds_of.feeds()]
-    for learner in found["learners"].values():
-        assert list(learner["step"]) == names
-        assert set(learner["wrong"].values()) == {0}
-        assert learner["ratios"][feeds_of.RESIDENT] == 1
-    assert [target["hit"] for target in result["targets"]] == [True]
-    text = replay_report.loop_table(result)
-    assert all(name in text for name in names)
-    found["learners"]["500 small kernels"]["wrong"][names[1]] = 2
-    assert [target["hit"] for target in replay.targets(result, speed=False)] == [False]
-    assert "(wrong 2 times)" in replay_report.loop_table(result)
-
-
 @pytest.mark.parametrize(("ratio", "hit"), [(1.02, True), (1.04, False)])
 def test_a_step_is_wanted_close_to_one_on_the_device(device, monkeypatch, ratio, hit) -> None:
     result = result_of(device, replay, monkeypatch)
     for learner in result["replays"]["sac"]["learners"].values():
         learner["ratios"][feeds_of.OURS] = ratio
     assert [target["hit"] for target in replay.targets(result)] == [True, hit, hit]
-
-
-def test_gathers_are_compared_with_the_storages_own_rows(device, monkeypatch) -> None:
-    result = result_of(device, rows_of, monkeypatch)
-    [found] = result["gathers"].values()
-    assert set(found["wrong"].values()) == {False}
-    assert rows_of.OURS in found["contenders"]
-    assert "index_select, 1 thread" in replay_report.gather_table(result)
-    found["wrong"][rows_of.OURS] = True
-    assert [target["hit"] for target in rows_of.targets(result, speed=False)] == [False]
-    assert "(wrong)" in replay_report.gather_table(result)
 
 
 def test_the_number_of_torchs_threads_is_as_it_was(device, monkeypatch) -> None:

@@ -1,18 +1,15 @@
 """The benchmark of many leaves: its check of copies, the cost of a leaf, and its plot."""
 
 import itertools
-import json
-from pathlib import Path
 from types import ModuleType
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmark_support import a_result, a_sizes_result, load
+from benchmark_support import a_sizes_result, load
 
 from tdcopier import workloads
 
-sizes, plots, report, run = load("sizes"), load("plots"), load("report"), load("run")
+sizes, run = load("sizes"), load("run")
 
 CUDA = torch.device("cuda", 0)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -67,57 +64,3 @@ def test_a_wrong_copy_by_any_way_misses_a_target_and_a_missing_one_is_an_error()
     del result["sizes"]["100000"]["us_per_leaf"]["tdcopier"]
     with pytest.raises(KeyError, match="tdcopier"):
         sizes.targets(result)
-
-
-def test_on_the_simulated_device_sizes_run_and_only_values_are_a_target(
-    sim: ModuleType, monkeypatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
-    monkeypatch.setattr(sizes, "COUNTS", (10, 100))
-    asked = ["--device", "sim", "--quick", "--only", "sizes", "--out", str(tmp_path)]
-    assert run.main(asked) == 0
-    result = json.loads((tmp_path / "sizes-sim.json").read_text())
-    assert list(result["sizes"]) == ["10", "100"]
-    for found in result["sizes"].values():
-        assert len(found["contenders"]) == len(found["us_per_leaf"]) == 3
-        assert set(found["wrong"].values()) == {0}
-    assert [(target["found"], target["hit"]) for target in result["targets"]] == [(0, True)]
-    assert (tmp_path / "sizes-sim.svg").exists()
-
-
-def test_sizes_have_a_table_with_the_cost_of_a_leaf_and_a_plot_of_every_way() -> None:
-    page = report.page([a_sizes_result()], "plots")
-    assert "| 1,000 leaves, 256 KB | **tdcopier** | 500 | 500 - 500 | 0.5 | 1 |" in page
-    assert "|  | .to() per leaf | 12,000 | 12,000 - 12,000 | 12 | 1 |" in page
-    assert "| 100,000 leaves, 25.6 MB | **tdcopier** | 75,000 |" in page
-    assert "![Sizes](plots/sizes-nvidia-h200.svg)" in page
-    drawn = ElementTree.fromstring(report.plot(a_sizes_result()))
-    assert len(drawn.findall(f"{SVG}polyline")) == 2
-    assert len(drawn.findall(f"{SVG}circle")) == 3
-
-
-def test_lines_are_logarithmic_on_both_axes_and_names_are_escaped() -> None:
-    curve = [(10.0, 1.0), (100.0, 10.0), (10_000.0, 1000.0)]
-    svg = plots.lines("a < b", {"tdcopier": curve, "x & y": [(10.0, 0.2)]}, "leaves", "us")
-    drawn = ElementTree.fromstring(svg)
-    (line, single) = (curve.attrib["points"] for curve in drawn.findall(f"{SVG}polyline"))
-    (a, b, c) = (tuple(map(float, point.split(","))) for point in line.split())
-    assert c[0] - a[0] == pytest.approx(3 * (b[0] - a[0]), abs=0.2)
-    assert c[1] - a[1] == pytest.approx(3 * (b[1] - a[1]), abs=0.2)
-    assert b[1] < a[1]  # larger values are higher up
-    assert float(single.split(",")[1]) > a[1]
-    words = [text.text for text in drawn.findall(f"{SVG}text")]
-    assert {"a < b", "x & y", "10", "10,000", "0.1", "leaves", "us"} <= set(words)
-
-
-def test_bars_of_limits_have_a_colour_of_their_own() -> None:
-    svg = plots.bars("h", [("tdcopier", 2.0), ("limit: x", 1.0), (".to()", 9.0)], "us")
-    colours = [bar.attrib["fill"] for bar in ElementTree.fromstring(svg).findall(f"{SVG}rect")]
-    assert len(set(colours)) == 3
-
-
-def test_readme_shows_the_loop_and_the_sizes_behind_the_copies() -> None:
-    sized = a_sizes_result()
-    part = report.readme_part([a_result(), sized])
-    assert part.index("h2d-nvidia-h200.svg") < part.index("sizes-nvidia-h200.svg")
-    assert "![copy times, against the number of leaves]" in part

@@ -10,7 +10,7 @@ from benchmark_support import a_result, load
 from tdcopier import workloads
 
 copies, copy_targets = load("copies"), load("copy_targets")
-directions, limits, report = load("directions"), load("limits"), load("report")
+directions, limits = load("directions"), load("limits")
 
 CUDA = [torch.device("cuda", index) for index in range(2)]
 ON_CUDA = {
@@ -183,11 +183,3 @@ def test_a_crew_is_not_bound_to_the_processor_of_the_thread_that_is_timed(monkey
     with one.at_work():
         pass
     assert bound == [("memcpy by 1_0", {0, 1, 2})]
-
-
-def test_the_page_gives_ours_over_each_limit_where_the_result_has_them() -> None:
-    result = a_result()
-    row = "| detection batch: 528 leaves, 153 KB | one pinned DMA | 1.6 | 54 | 1.25 x |"
-    assert row in report.page([result], ".")
-    del result["workloads"]["detection_batch"]["limits"]
-    assert "one pinned DMA" not in report.page([result], ".")

@@ -1,6 +1,5 @@
 """The benchmark of TensorDicts: what it times, which results are wrong, which targets are hit."""
 
-import json
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
@@ -227,29 +226,6 @@ def test_memory_mapped_destinations_are_files_of_the_folder(
     assert {type(leaf) for leaf in mapped} == {tensordict.MemoryMappedTensor}
     assert len({leaf.filename for leaf in mapped}) == len(mapped) == 528
     assert len(list((tmp_path / "files").iterdir())) == 528
-
-
-def test_all_parts_are_one_result_of_the_runner_and_the_counts_are_its_targets(
-    sim: ModuleType, monkeypatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
-    monkeypatch.setattr(td_nodes, "NODES", 5)
-    every_way = td_copies.contenders  # each one is tried above
-    monkeypatch.setattr(td_copies, "contenders", lambda direction: every_way(direction)[:2])
-    small = workloads.detection_batch(samples=2, cameras=2)
-    monkeypatch.setattr(into, "detection_batch", lambda seed: small)
-    asked = ["--device", "sim", "--quick", "--out", str(tmp_path), "--only", "tensordict"]
-    assert run.main(asked) == 0
-    result = json.loads((tmp_path / "tensordict-sim.json").read_text())
-    assert (tmp_path / "tensordict-sim.svg").exists()
-    assert [target["hit"] for target in result["targets"]] == [True, True, True]
-    for batches in result["copies"].values():
-        for name, batch in batches.items():
-            assert (batch["leaves"], batch["bytes"]) == LEAVES_AND_BYTES[name]
-            assert batch["failed"] == {}
-            stats = batch["stats"]
-            assert 1 <= batch["memcpys"] == stats["transfers"] <= 3  # one for each dtype
-            assert stats["packed_leaves"] == batch["leaves"]
 
 
 def test_without_tensordict_the_runner_says_why_it_leaves_it_out(

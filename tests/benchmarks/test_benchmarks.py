@@ -1,7 +1,6 @@
 """How the benchmarks process times and results, small made-up ones; nothing here is timed."""
 
 import itertools
-import json
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -236,24 +235,6 @@ def test_fail_without_cuda_does_not_pass_on_the_simulated_device(monkeypatch, ca
     monkeypatch.setenv("FAIL_WITHOUT_CUDA", "1")
     assert run.main(["--device", "sim"]) == 1
     assert "not CUDA" in capsys.readouterr().err
-
-
-def test_on_the_simulated_device_all_directions_run_and_speed_is_no_target(
-    sim: ModuleType, monkeypatch, tmp_path: Path, capsys
-) -> None:
-    monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
-    asked = ["--only", "d2d", "d2h", "h2d", "wait", "--workloads", "detection_batch"]
-    assert run.main(["--device", "sim", "--quick", "--out", str(tmp_path), *asked]) == 0
-    assert "Skipped wait: it needs kernels queued on a CUDA stream." in capsys.readouterr().out
-    for name in ("h2d", "d2h", "d2d"):
-        result = json.loads((tmp_path / f"{name}-sim.json").read_text())
-        assert (tmp_path / f"{name}-sim.svg").exists()
-        batch = result["workloads"]["detection_batch"]
-        assert sum(batch["wrong_leaves"].values()) == 0
-        assert not [target for target in result["targets"] if ">=" in target["wanted"]]
-        stats, outside = batch["stats"], batch[f"{name}_memcpys"]
-        assert outside == stats["transfers"] + stats["delegated_leaves"]
-    assert len(list(tmp_path.glob("*.json"))) == 3
 
 
 def test_with_one_device_the_runner_says_why_it_leaves_d2d_out(

@@ -1,0 +1,159 @@
+"""The pages, the plots and the README's part, from the committed results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from benchmark_support import BENCHMARKS, load
+
+plots, report, sections = load("plots"), load("report"), load("sections")
+RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
+SVG = "{http://www.w3.org/2000/svg}"
+COMPARISONS = ("contenders", "step", "times", "over_resident", "after_kernels")
+"""Parts of results whose keys are the names of rows."""
+
+
+def a_copy(name: str) -> dict[str, Any]:
+    return json.loads(json.dumps(RESULTS[name]))
+
+
+def names_in(found: Any) -> Iterator[str]:
+    """Yields the names of all rows in a part of a result."""
+    for key, part in found.items() if isinstance(found, dict) else ():
+        if key in COMPARISONS:
+            yield from part
+        yield from names_in(part)
+
+
+def texts_of(svg: str) -> list[str | None]:
+    return [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+def test_there_is_a_committed_result_of_every_benchmark_from_a_whole_run_on_a_gpu() -> None:
+    assert list(RESULTS) == list(sections.TABLES)
+    for result in RESULTS.values():
+        assert result["machine"]["gpu"]
+        assert not result["quick"]
+
+
+@pytest.mark.parametrize("name", list(sections.TABLES))
+def test_a_section_names_every_row_every_target_and_the_commit(name: str) -> None:
+    result = RESULTS[name]
+    section = report.page([result], "plots")
+    for row in names_in(result):
+        assert row.removeprefix("limit: ") in section
+    for target in result["targets"]:
+        verdict = "hit" if target["hit"] else "**missed**"
+        found = f"{target['what']} | {target['wanted']} | {target['found']} | {verdict} |"
+        assert f"| {found}" in section
+    assert f"tdcopier 0.1.0 at {result['machine']['git_commit'][:10]}" in section
+
+
+def test_a_row_has_median_quartiles_ratios_and_calls() -> None:
+    result = a_copy("h2d")
+    batch = result["workloads"]["detection_batch"]
+    times = {"median_us": 6123.4, "q1_us": 99.96, "q3_us": 1.234, "repeats": 7}
+    batch["contenders"][".to() per leaf"] = times
+    batch["ratios"][".to() per leaf"] = 35.04
+    batch["wrong_leaves"][".to() per leaf"] = 2
+    batch["first_calls"][".to() per leaf"] = times
+    batch["ratios_of_first_calls"][".to() per leaf"] = 0.5
+    row = "|  | .to() per leaf (wrong: 2) | 6,123 | 100 - 1.23 | 35 x | 6,123 | 0.5 x | 7 |"
+    assert row in report.page([result], ".")
+
+
+def test_a_way_that_failed_has_a_row_with_its_error() -> None:
+    result = a_copy("tensordict")
+    result["copies"]["h2d"]["flat"]["failed"] = {"td.other()": "TypeError: no"}
+    assert "| td.other() | fails: TypeError: no |" in report.page([result], ".")
+
+
+def test_a_commit_is_named_only_where_the_working_tree_was_that_commit() -> None:
+    result = a_copy("h2d")
+    result["machine"].update(git_dirty=True, gpus=2)
+    line = report.machine_line(result)
+    assert line.startswith("2 x NVIDIA H200, driver")
+    assert result["machine"]["git_commit"][:10] not in line
+
+
+# ---- missing and stale results -------------------------------------------------------------------
+
+
+def test_results_of_the_simulated_device_are_not_published(tmp_path: Path) -> None:
+    for device in ("sim:0", "cuda:0"):
+        result = a_copy("h2d")
+        result["machine"]["device"] = device
+        (tmp_path / f"{device}.json").write_text(json.dumps(result))
+    assert [result["machine"]["device"] for result in report.load(tmp_path)] == ["cuda:0"]
+
+
+def test_without_results_the_report_fails_and_says_how_to_make_them(tmp_path, capsys) -> None:
+    assert report.main([str(tmp_path)]) == 1
+    assert "make bench" in capsys.readouterr().err
+    assert "make bench" in report.page([], ".")
+
+
+def test_a_result_of_another_schema_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "h2d.json").write_text(json.dumps(a_copy("h2d") | {"schema": 0}))
+    with pytest.raises(ValueError, match=r"h2d\.json has schema 0, not 1"):
+        report.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["h2d", "loop"])
+def test_the_readme_needs_the_results_that_it_shows(name: str) -> None:
+    with pytest.raises(KeyError, match=name):
+        report.readme_part([result for result in RESULTS.values() if result["name"] != name])
+
+
+def test_the_readme_has_the_figures_of_the_committed_results() -> None:
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    assert report.with_part(readme, report.readme_part(list(RESULTS.values()))) == readme
+    assert report.with_part(readme, "new") != readme
+    with pytest.raises(ValueError, match="has no"):
+        report.with_part("text", "new")
+
+
+# ---- plots ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(plots.PLOTS))
+def test_the_committed_plot_has_every_bar_or_curve_of_its_result(name: str) -> None:
+    plot = plots.plot_of(RESULTS[name])
+    svg = (report.RESULTS / report.plot_name(RESULTS[name])).read_text()
+    texts = texts_of(svg)
+    assert {plot.heading, *plot.us} <= set(texts)
+    if isinstance(plot, plots.Bars):
+        values = [f"{plots.number(us)} us" for us in plot.us.values()]
+        assert [text for text in texts if text in values] == values
+    else:
+        points = sum(map(len, plot.us.values()))
+        assert svg.count("<use xlink:href") >= points
+
+
+def test_all_of_a_long_name_is_inside_of_the_picture() -> None:
+    pytest.importorskip("matplotlib")
+    widths = []
+    for name in ("x", "x" * 90):
+        svg = ElementTree.fromstring(plots.as_svg(plots.Bars("times", {name: 1.0, "b < c": 9.0})))
+        widths.append(float(svg.get("width", "").removesuffix("pt")))
+        assert {name, "b < c", "1 us", "9 us", "us, logarithmic"} <= set(texts_of(svg_text(svg)))
+    assert widths[1] > widths[0] + 300
+
+
+def svg_text(svg: ElementTree.Element) -> str:
+    return ElementTree.tostring(svg, encoding="unicode")
+
+
+def test_the_same_plot_is_the_same_text() -> None:
+    pytest.importorskip("matplotlib")
+    for plot in (plots.Bars("a", {"b": 1.0}), plots.Curves("a", {"b": [(10, 1.0), (20, 2.0)]})):
+        assert plots.as_svg(plot) == plots.as_svg(plot)
+        assert "<dc:date>" not in plots.as_svg(plot)
