@@ -15,6 +15,7 @@ import tdcopier
 from tdcopier.workloads import leaves_with_paths, map_tensors
 
 OURS = "tdcopier"
+RESIDENT = "on the device already"
 PER_LEAF_TO = ".to() per leaf"
 PINNED = "pinned beforehand, non_blocking .to()"
 
@@ -30,13 +31,8 @@ def multi_tensor_copier() -> ModuleType | None:
 def contenders(direction: Direction) -> list[Contender]:
     """Return every way that can run here, ours first.
 
-    Args:
-        direction: Source and target of the copies.
-
-    Returns:
-        Contenders whose ``run`` returns the whole tree on the target, in some cases before the
-        bytes have arrived. So the code that times them synchronises.
-
+    ``run`` returns the whole tree on the target, in some cases before the bytes have arrived. So
+    the code that times them synchronises.
     """
     target = direction.target
     found = [
@@ -56,7 +52,7 @@ def contenders(direction: Direction) -> list[Contender]:
         return found
     if direction.devices[0].type != "cuda":  # the other ways are about pinned memory
         return found
-    found += _pinned_to_device(target) if direction.name == "h2d" else [_device_to_pinned()]
+    found += pinned_to_device(target) if direction.name == "h2d" else [device_to_pinned()]
     peer = multi_tensor_copier()
     if peer is not None:
         found += [
@@ -87,22 +83,24 @@ def per_leaf(name: str, move: Callable[[torch.Tensor], torch.Tensor]) -> Contend
     return Contender(name, lambda tree: map_tensors(tree, move))
 
 
-def _pinned_to_device(device: torch.device) -> list[Contender]:
-    def to(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.to(device, non_blocking=True)
-
-    return [
-        per_leaf("pin_memory() and .to() per leaf", lambda leaf: to(leaf.pin_memory())),
-        Contender(
-            PINNED,
-            lambda tree: map_tensors(tree, to),
-            lambda tree: map_tensors(tree, torch.Tensor.pin_memory),
-            PREPARED,
-        ),
-    ]
+def pinned_beforehand(device: torch.device) -> Contender:
+    """Return the way with sources that are pinned already."""
+    return Contender(
+        PINNED,
+        lambda tree: map_tensors(tree, lambda leaf: leaf.to(device, non_blocking=True)),
+        lambda tree: map_tensors(tree, torch.Tensor.pin_memory),
+        PREPARED,
+    )
 
 
-def _device_to_pinned() -> Contender:
+def pinned_to_device(device: torch.device) -> list[Contender]:
+    def move(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.pin_memory().to(device, non_blocking=True)
+
+    return [per_leaf("pin_memory() and .to() per leaf", move), pinned_beforehand(device)]
+
+
+def device_to_pinned() -> Contender:
     def copy(leaf: torch.Tensor) -> torch.Tensor:
         pinned = torch.empty_like(leaf, device="cpu", pin_memory=True)
         return pinned.copy_(leaf, non_blocking=True)
@@ -111,17 +109,7 @@ def _device_to_pinned() -> Contender:
 
 
 def differences(result: Any, source: Any, device: torch.device) -> list[str]:
-    """Return paths of leaves whose value, dtype, shape or device differs from that of ``.to()``.
-
-    Args:
-        result: A tree on the target.
-        source: The tree that it was copied from.
-        device: The target.
-
-    Returns:
-        Paths; an empty list if all leaves are right.
-
-    """
+    """Return paths of leaves whose value, dtype, shape or device differs from that of ``.to()``."""
     expected = leaves_with_paths(map_tensors(source, lambda leaf: leaf.to(device)))
     found = leaves_with_paths(result)
     if [path for path, _ in expected] != [path for path, _ in found]:

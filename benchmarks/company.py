@@ -9,13 +9,11 @@ import company_kernels
 import company_loop
 import company_refill
 import company_waiting
-import torch
 from baselines import OURS
 from company_both_ways import BOTH, PINNED
-from copies import Progress, start_workers
-from copy_targets import at_most
-from directions import d2h, h2d
-from measure import collector_paused
+from directions import d2h, h2d, start_workers
+from measure import Bench, collector_paused
+from targets import at_most, none
 
 MAX_WITH_METRICS = 1.02
 MAX_BESIDE_KERNELS_US = 1000.0
@@ -23,62 +21,42 @@ MAX_BOTH_WAYS_US = 5600.0
 MAX_SHARE = 0.05
 
 
-def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
+def run(bench: Bench) -> dict[str, Any]:
     """Return the result of this benchmark, without the machine.
 
-    Args:
-        device: The accelerator; a second one of its kind is used too if there is one.
-        repeats: As for the other benchmarks; most rounds take long here, so there are fewer.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
+    A second device of the same kind is used too if there is one.
     """
-    for direction in (h2d(device), d2h(device)):
+    for direction in (h2d(bench.device), d2h(bench.device)):
         start_workers(direction)
-    with collector_paused(not keep_gc):
+    with collector_paused(not bench.keep_gc):
         result = {
             "what": "Copies beside kernels and beside other copies",
             "settings": {
-                "collector": "on" if keep_gc else "paused",
+                **bench.settings(bound=False),
                 "order": "interleaved, shuffled per round",
-                "processor": "wherever threads are put: one that is tied ties those that it starts",
             },
-            "loop": company_loop.run(device, repeats, progress),
-            "kernels": company_kernels.run(device, repeats, progress),
-            "both_ways": company_both_ways.run(device, repeats, progress),
-            "waiting": company_waiting.run(device, repeats, progress),
-            "refill": company_refill.run(device, repeats, progress),
+            "loop": company_loop.run(bench),
+            "kernels": company_kernels.run(bench),
+            "both_ways": company_both_ways.run(bench),
+            "waiting": company_waiting.run(bench),
+            "refill": company_refill.run(bench),
         }
-    return {**result, "targets": targets(result, speed=device.type != "sim")}
+    return {**result, "targets": targets(result, speed=bench.is_real)}
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
     """Return each target and whether it is hit; without ``speed``, only those on values."""
-    wrong = count_wrong(result)
     refill = result["refill"]
-    ours = [row for row in refill["rows"] if row["way"] == OURS]
-    refilled = sum(row["wrong"] for row in ours)
-    found = [
-        {
-            "what": "steps, copies and trees with another value than the source's, refills apart",
-            "wanted": "0",
-            "found": wrong,
-            "hit": wrong == 0,
-        },
-        {
-            "what": f"batches that a refill after wait() made wrong, of {refill['rounds']} each",
-            "wanted": "0",
-            "found": refilled,
-            "hit": refilled == 0,
-        },
-    ]
+    refilled = sum(row["wrong"] for row in refill["rows"] if row["way"] == OURS)
+    others = "steps, copies and trees with another value than the source's, refills apart"
+    refills = f"batches that a refill after wait() made wrong, of {refill['rounds']} each"
+    found = [none(others, wrong_values(result)), none(refills, refilled)]
     if not speed:
         return found
     for feed, ratio in result["loop"]["with_over_without"].items():
         if feed.startswith(OURS):
-            found.append(
-                at_most(f"{feed}: step with metrics over without", ratio, MAX_WITH_METRICS)
-            )
+            what = f"{feed}: step with metrics over without"
+            found.append(at_most(what, ratio, MAX_WITH_METRICS))
     for earlier, times in result["kernels"]["times"].items():
         what = f"small copy to the device beside kernels, after {earlier}"
         found.append(at_most(what, times[OURS]["median_us"], MAX_BESIDE_KERNELS_US, "us"))
@@ -91,7 +69,7 @@ def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any
     return found
 
 
-def count_wrong(result: dict[str, Any]) -> int:
+def wrong_values(result: dict[str, Any]) -> int:
     """Count wrong values in all parts except refills, where torch's own asynchronous way races."""
     both_ways = sum(sum(ways.values()) for ways in result["both_ways"]["wrong"].values())
     parts = (result["loop"]["wrong"], result["kernels"]["wrong"])

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from baselines import OURS
-from copies import Progress
 from directions import synchroniser
-from measure import Contender, interleave, summarise
+from measure import Bench, Contender, interleave, summarise
 
 import tdcopier
 
@@ -24,16 +23,10 @@ Begin = Callable[[], Callable[[], torch.Tensor]]
 """Begins a copy, and returns a function that waits for the result."""
 
 
-def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Return wall times by memory of the host source, way, and copies that run at the same time.
-
-    Args:
-        device: The device at the other end.
-        repeats: As for the other benchmarks; these copies are large, so there are fewer.
-        progress: Returns a wrapper of the rounds for a label.
-
-    """
-    size_bytes = BYTES if device.type == "cuda" else BYTES_OF_SIM
+def run(bench: Bench) -> dict[str, Any]:
+    """Return wall times by memory of the host source, way, and copies that run at the same time."""
+    device = bench.device
+    size_bytes = BYTES if bench.is_real else BYTES_OF_SIM
     pageable = torch.arange(size_bytes // 4, dtype=torch.int32)
     sources = {PINNED: pageable.pin_memory(), PAGEABLE: pageable}
     on_device = pageable.to(device) + 1
@@ -55,8 +48,8 @@ def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any
         list(contenders.values()),
         [None],
         synchronise,
-        rounds=max(2, round(repeats * ROUNDS_PER_REPEAT)),
-        progress=progress("company, both ways"),
+        rounds=bench.rounds(ROUNDS_PER_REPEAT),
+        progress=bench.progress("company, both ways"),
     )
     times: dict[str, dict[str, dict[str, Any]]] = {memory: {} for memory in sources}
     for (memory, way, what), contender in contenders.items():

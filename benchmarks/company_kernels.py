@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from baselines import OURS
-from busy import Sleeper
-from copies import Progress
 from directions import second_device, synchroniser
-from measure import summarise
+from kernels import Sleeper
+from measure import Bench, shuffled, summaries
 
 import tdcopier
 
@@ -28,40 +26,27 @@ NOTHING = "nothing"
 Call = Callable[[], Any]
 
 
-def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Return times from the call to the arrival, by earlier call and way.
-
-    Args:
-        device: The target, whose current stream has kernels queued.
-        repeats: As for the other benchmarks; each time takes as long as the kernels.
-        progress: Returns a wrapper of the rounds for a label.
-
-    """
-    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
-    trial = Trial(device)
-    calls = earlier_calls(device)
+def run(bench: Bench) -> dict[str, Any]:
+    """Return times from the call to the arrival, by earlier call and way."""
+    trial = Trial(bench.device)
+    calls = earlier_calls(bench.device)
     times_us: dict[str, dict[str, list[float]]] = {
         earlier: {way: [] for way in WAYS} for earlier in calls
     }
     after_kernels = {earlier: dict.fromkeys(WAYS, 0) for earlier in calls}
     wrong = dict.fromkeys(WAYS, 0)
-    order = [(earlier, way) for earlier in calls for way in WAYS]
-    dice = random.Random(0)
-    for index in progress("company, kernels")(range(WARM_UP + rounds)):
-        dice.shuffle(order)
-        for earlier, way in order:
-            taken_us, was_right, was_before = trial(way, calls[earlier][way])
-            wrong[way] += not was_right
-            if index >= WARM_UP:
-                times_us[earlier][way].append(taken_us)
-                after_kernels[earlier][way] += not was_before
+    pairs = [(earlier, way) for earlier in calls for way in WAYS]
+    how = {"rounds": bench.rounds(ROUNDS_PER_REPEAT), "warm_up": WARM_UP}
+    for index, (earlier, way) in shuffled(pairs, bench.progress("company, kernels"), **how):
+        taken_us, was_right, was_before = trial(way, calls[earlier][way])
+        wrong[way] += not was_right
+        if index >= 0:
+            times_us[earlier][way].append(taken_us)
+            after_kernels[earlier][way] += not was_before
     return {
         "floats": FLOATS,
         "queued_ms": trial.queued_ms,
-        "times": {
-            earlier: {way: summarise(taken)._asdict() for way, taken in both.items()}
-            for earlier, both in times_us.items()
-        },
+        "times": {earlier: summaries(both) for earlier, both in times_us.items()},
         "after_kernels": after_kernels,
         "wrong": wrong,
     }

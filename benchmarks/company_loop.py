@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import cycle
@@ -10,10 +9,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS, PINNED
-from copies import Progress
-from loop_work import Work
-from measure import summarise
+from baselines import OURS, PINNED, RESIDENT
+from kernels import Work
+from measure import Bench, shuffled, summaries
 from replay import STEPS, block
 from storages import ROW
 
@@ -26,7 +24,6 @@ METRICS = 10  # floats: 40 bytes
 POOL = 4
 WARM_UP = 1
 ROUNDS_PER_REPEAT = 0.04
-RESIDENT = "on the device already"
 WITHOUT, WITH = "without metrics", "with metrics"
 
 Batch = dict[str, torch.Tensor]
@@ -81,32 +78,22 @@ class MeteredWork:
         return self.wrong
 
 
-def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Return times of a step with and without metrics, by feed.
-
-    Args:
-        device: The device that the loop runs on.
-        repeats: As for the other benchmarks; blocks are longer, so there are fewer.
-        progress: Returns a wrapper of the rounds for a label.
-
-    """
-    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
-    work = Work(device, STEP_MS)
+def run(bench: Bench) -> dict[str, Any]:
+    """Return times of a step with and without metrics, by feed."""
+    device, work = bench.device, Work(bench.device, STEP_MS)
     pageable = [make_batch(number, device) for number in range(POOL)]
     pinned = [{key: leaf.pin_memory() for key, leaf in batch.items()} for batch in pageable]
     ways = feeds(device)
     step_us: dict[str, dict[str, list[float]]] = {w.name: {WITHOUT: [], WITH: []} for w in ways}
     wrong = {way.name: 0 for way in ways}
-    order = [(way, metered) for way in ways for metered in (WITHOUT, WITH)]
-    dice = random.Random(0)
-    for index in progress("company, loop")(range(WARM_UP + rounds)):
-        dice.shuffle(order)
-        for way, metered in order:
-            pool = pinned if way.pinned else pageable
-            taken_us, bad = one_block(way, pool, work, device, metered=metered == WITH)
-            wrong[way.name] += bad
-            if index >= WARM_UP:
-                step_us[way.name][metered].append(taken_us)
+    pairs = [(way, metered) for way in ways for metered in (WITHOUT, WITH)]
+    how = {"rounds": bench.rounds(ROUNDS_PER_REPEAT), "warm_up": WARM_UP}
+    for index, (way, metered) in shuffled(pairs, bench.progress("company, loop"), **how):
+        pool = pinned if way.pinned else pageable
+        taken_us, bad = one_block(way, pool, work, device, metered=metered == WITH)
+        wrong[way.name] += bad
+        if index >= 0:
+            step_us[way.name][metered].append(taken_us)
     resident = step_us[RESIDENT][WITHOUT]
     return {
         "leaves": len(pageable[0]),
@@ -114,10 +101,7 @@ def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any
         "metrics_bytes": 4 * METRICS,
         "step_ms": STEP_MS,
         "steps_per_block": STEPS,
-        "step": {
-            way: {metered: summarise(taken)._asdict() for metered, taken in both.items()}
-            for way, both in step_us.items()
-        },
+        "step": {way: summaries(both) for way, both in step_us.items()},
         "with_over_without": {
             way: median_ratio(both[WITH], both[WITHOUT]) for way, both in step_us.items()
         },

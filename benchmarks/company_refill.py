@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from baselines import OURS
-from copies import Progress
 from directions import synchroniser
-from measure import summarise
+from measure import Bench, shuffled, summarise
 
 import tdcopier
 
@@ -36,35 +34,27 @@ class Refill(NamedTuple):
     """Copies the buffer to a tensor on the device that the current stream may read."""
 
 
-def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Return the number of wrong batches and the time of a round, by kind of memory, size and way.
-
-    Args:
-        device: The target.
-        repeats: As for the other benchmarks; a round is short, so there are more.
-        progress: Returns a wrapper of the blocks for a label.
-
-    """
-    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT / BLOCK)) * BLOCK
+def run(bench: Bench) -> dict[str, Any]:
+    """Return the number of wrong batches and the time of a round, by kind of memory, size, way."""
+    device, blocks = bench.device, bench.rounds(ROUNDS_PER_REPEAT / BLOCK)
     decoy = Decoy(device)
     with tempfile.TemporaryDirectory() as folder:
         every = refills(device, Path(folder))
-        wrong = [torch.zeros(rounds, dtype=torch.bool, device=device) for _ in every]
+        wrong = [0] * len(every)
         round_us: list[list[float]] = [[] for _ in every]
-        order, dice = list(range(len(every))), random.Random(0)
-        for first in progress("company, refill")(range(0, rounds, BLOCK)):
-            dice.shuffle(order)
-            for each in order:
-                found = wrong[each][first : first + BLOCK]
-                round_us[each].append(block(every[each], first, found, device, decoy))
+        found = torch.zeros(BLOCK, dtype=torch.bool, device=device)
+        progress = bench.progress("company, refill")
+        for index, each in shuffled(range(len(every)), progress, rounds=blocks):
+            round_us[each].append(block(every[each], index * BLOCK, found, device, decoy))
+            wrong[each] += int(found.sum())
         return {
-            "rounds": rounds,
+            "rounds": blocks * BLOCK,
             "rows": [
                 {
                     "way": refill.way,
                     "kind": refill.kind,
                     "bytes": refill.buffer.nbytes,
-                    "wrong": int(wrong[each].sum()),
+                    "wrong": wrong[each],
                     "round": summarise(round_us[each])._asdict(),
                 }
                 for each, refill in enumerate(every)

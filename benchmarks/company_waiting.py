@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from baselines import OURS
-from busy import Sleeper
-from copies import Progress
 from directions import second_device, synchroniser
+from kernels import Sleeper
+from measure import Bench, shuffled
 
 import tdcopier
 
@@ -26,6 +25,14 @@ ROUNDS_PER_REPEAT = 0.01
 BLOCKING_EVENT = "an event that blocks the host's thread"
 
 
+def wait_for(handle: Any) -> Any:
+    return handle.wait()
+
+
+def get_of(handle: Any) -> Any:
+    return handle.get()
+
+
 class Case(NamedTuple):
     """One way to wait for kernels that are queued."""
 
@@ -36,30 +43,20 @@ class Case(NamedTuple):
     """The timed call that blocks the host; it receives the result of ``begin``."""
 
 
-def run(device: torch.device, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Return the share of one processor that the process takes until the kernels end, by case.
-
-    Args:
-        device: The device whose current stream has kernels queued.
-        repeats: As for the other benchmarks; each round takes as long as the kernels.
-        progress: Returns a wrapper of the rounds for a label.
-
-    """
-    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
-    queued_ms = QUEUED_MS if device.type == "cuda" else QUEUED_MS_OF_SIM
-    sleeper = Sleeper(device)
-    every = cases(device)
+def run(bench: Bench) -> dict[str, Any]:
+    """Return the share of one processor that the process takes until the kernels end, by case."""
+    queued_ms = QUEUED_MS if bench.is_real else QUEUED_MS_OF_SIM
+    sleeper = Sleeper(bench.device)
+    every = cases(bench.device)
     shares: dict[str, list[float]] = {case.name: [] for case in every}
     held_ms: dict[str, list[float]] = {case.name: [] for case in every}
-    order, dice = list(every), random.Random(0)
+    how = {"rounds": bench.rounds(ROUNDS_PER_REPEAT), "warm_up": WARM_UP}
     with limits_of_company():
-        for index in progress("company, waiting")(range(WARM_UP + rounds)):
-            dice.shuffle(order)
-            for case in order:
-                share, held = measured(case, device, lambda: sleeper.enqueue(queued_ms))
-                if index >= WARM_UP:
-                    shares[case.name].append(share)
-                    held_ms[case.name].append(held)
+        for index, case in shuffled(every, bench.progress("company, waiting"), **how):
+            share, held = measured(case, bench.device, lambda: sleeper.enqueue(queued_ms))
+            if index >= 0:
+                shares[case.name].append(share)
+                held_ms[case.name].append(held)
     return {
         "queued_ms": queued_ms,
         "bytes": BYTES,
@@ -127,49 +124,27 @@ def cases(device: torch.device) -> list[Case]:
         for _ in range(RUN_AHEAD):
             tdcopier.start_copy(on_host, device).wait()
 
-    found = [
-        Case(
-            f"{OURS}: wait() for a result on the device",
-            lambda: tdcopier.start_copy(on_host, device),
-            lambda handle: handle.wait(),
-        ),
-        Case(
-            f"{OURS}: start_copy() at the run-ahead limit",
-            ahead,
-            lambda _: tdcopier.start_copy(on_host, device),
-        ),
-        Case(
-            f"{OURS}: get() of a result on the host",
-            lambda: tdcopier.start_copy(on_device, "cpu"),
-            lambda handle: handle.get(),
-        ),
-        Case(
-            f"{OURS}: get() of copy_into() host memory",
-            lambda: tdcopier.copy_into(on_device, to_host),
-            lambda handle: handle.get(),
-        ),
-        Case(
-            f"{OURS}: get() of copy_into() device memory",
-            lambda: tdcopier.copy_into(on_host, in_device),
-            lambda handle: handle.get(),
-        ),
-        Case(
-            f"{OURS}: wait_staged() of copy_into() device memory, at the staging limit",
-            lambda: tdcopier.copy_into(long_on_host, long_in_device),
-            lambda handle: handle.wait_staged(),
-        ),
-    ]
+    def to(target: torch.device, source: torch.Tensor) -> Callable[[], Any]:
+        return lambda: tdcopier.start_copy(source, target)
+
+    def into(source: torch.Tensor, destination: torch.Tensor) -> Callable[[], Any]:
+        return lambda: tdcopier.copy_into(source, destination)
+
+    to_device, at_limit = to(device, on_host), into(long_on_host, long_in_device)
+    staged = "wait_staged() of copy_into() device memory, at the staging limit"
+    ours = {
+        "wait() for a result on the device": (to_device, wait_for),
+        "start_copy() at the run-ahead limit": (ahead, lambda _: to_device()),
+        "get() of a result on the host": (to(torch.device("cpu"), on_device), get_of),
+        "get() of copy_into() host memory": (into(on_device, to_host), get_of),
+        "get() of copy_into() device memory": (into(on_host, in_device), get_of),
+        staged: (at_limit, lambda handle: handle.wait_staged()),
+    }
     other = second_device(device)
     if other is not None:
-        found.append(
-            Case(
-                f"{OURS}: get() of a result on another device",
-                lambda: tdcopier.start_copy(on_device, other),
-                lambda handle: handle.get(),
-            )
-        )
+        ours["get() of a result on another device"] = (to(other, on_device), get_of)
     return [
-        *found,
+        *(Case(f"{OURS}: {name}", *calls) for name, calls in ours.items()),
         Case(
             "event.synchronize()",
             lambda: module.current_stream(device).record_event(),

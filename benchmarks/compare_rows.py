@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import baselines
+import copies
 import loop
+import loop_steps
 import rows
 import torch
 from baselines import OURS
-from copies import BURST, start_workers
-from directions import d2h, h2d, possible, synchroniser
-from loop_work import Reader, Work
-from measure import Contender, collector_paused, interleave
+from directions import d2h, h2d, possible, start_workers, synchroniser
+from kernels import Work
+from measure import BURST, Contender, collector_paused, interleave, shuffled
 from quiet import QuietProcessor
 from storages import REPLAYS
 
-from tdcopier.workloads import WORKLOADS, map_tensors
+from tdcopier.workloads import WORKLOADS
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
 STORAGE_ROWS, STORAGE_ROWS_OF_SIM = 10_000, 500
@@ -46,15 +45,7 @@ Wanted = Callable[[str], bool]
 def measured(
     device: torch.device, suites: Sequence[str], wanted: Wanted, seconds: float
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Return medians in microseconds by row, and errors by the suite that they ended.
-
-    Args:
-        device: The accelerator.
-        suites: Names of :data:`SUITES`.
-        wanted: Selects the cases that are timed.
-        seconds: Duration of each case.
-
-    """
+    """Return medians in microseconds by row, and errors by the suite that they ended."""
     for direction in (h2d(device), d2h(device)):
         start_workers(direction)
     found: dict[str, float] = {}
@@ -113,18 +104,11 @@ def _interleaved(
     )
 
 
-def _copies(name: str) -> Callable[[torch.device, Callable[[], None], Wanted], Cases]:
-    def cases(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
-        direction = possible(device)[name]
-        for workload in filter(wanted, WORKLOADS):
-            made = WORKLOADS[workload]
-            sources = [
-                map_tensors(made.make(seed), lambda leaf: leaf.to(direction.source))
-                for seed in range(made.pool)
-            ]
-            yield _interleaved(workload, baselines.contenders(direction), sources, device, seek)
-
-    return cases
+def _copies(name: str, device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
+    direction = possible(device)[name]
+    for workload in filter(wanted, WORKLOADS):
+        sources = copies.sources_of(direction, WORKLOADS[workload])
+        yield _interleaved(workload, baselines.contenders(direction), sources, device, seek)
 
 
 def _tensordicts(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
@@ -134,9 +118,7 @@ def _tensordicts(device: torch.device, seek: Callable[[], None], wanted: Wanted)
         for batch, made in td_copies.BATCHES.items():
             name = f"{batch} {direction.name}"
             if wanted(name):
-                sources = [made.make(seed) for seed in range(made.pool)]
-                if direction.source.type != "cpu":
-                    sources = [td.to(direction.source) for td in sources]
+                sources = td_copies.sources_of(direction, made)
                 yield _interleaved(name, td_copies.contenders(direction), sources, device, seek)
 
 
@@ -145,11 +127,7 @@ def _into(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cas
 
     for direction in (h2d(device), d2h(device)):
         if wanted(direction.name):
-            with tempfile.TemporaryDirectory() as folder:
-                fillings = [
-                    into.filling(direction, seed, Path(folder, str(seed)))
-                    for seed in range(into.POOL)
-                ]
+            with into.fillings(direction) as fillings:
                 ways = into.contenders(direction, list(fillings[0].destinations))
                 yield _interleaved(direction.name, ways, fillings, device, seek)
 
@@ -157,37 +135,32 @@ def _into(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cas
 def _gather(device: torch.device, _: Callable[[], None], wanted: Wanted) -> Cases:
     count = STORAGE_ROWS if device.type == "cuda" else STORAGE_ROWS_OF_SIM
     for name in filter(wanted, REPLAYS):
-        storage = REPLAYS[name].make(count)
-        indices = [torch.randint(0, count, (REPLAYS[name].batch,)) for _ in range(rows.INDICES)]
-        ways = rows.contenders(storage, indices)
+        indices = rows.drawn(REPLAYS[name], count, rows.INDICES)
+        ways = rows.contenders(REPLAYS[name].make(count), indices)
         yield _interleaved(name, ways, [None], device, lambda: None, rows.BURST)
 
 
 def _loops(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
     work = Work(device, loop.STEP_MS)
-    feeds = [feed for feed in loop.feeds(device) if is_ours(feed.name)]
-    dice = random.Random(0)
+    feeds = [feed for feed in loop_steps.feeds(device) if is_ours(feed.name)]
     for name in filter(wanted, loop.WANTED):
         sources = [WORKLOADS[name].make(seed) for seed in range(loop.POOL[name])]
-        reader = Reader(sources, loop.STEPS, device)
+        reader = loop_steps.Reader(sources, loop_steps.STEPS, device)
         prepared = {feed.name: [feed.prepare(source) for source in sources] for feed in feeds}
 
-        def run(rounds: int, reader: Reader = reader, prepared: Any = prepared) -> Times:
+        def run(rounds: int, reader: Any = reader, prepared: Any = prepared) -> Times:
             times: Times = {}
-            for index in range(rounds):
-                dice.shuffle(feeds)
-                seek()
-                for feed in feeds:
-                    found = loop.block(feed, prepared[feed.name], index, work, reader, device)
-                    times.setdefault(f"{feed.name}, step", []).append(found.step_us)
-                    times.setdefault(f"{feed.name}, copy calls", []).extend(found.copy_calls_us)
+            for index, feed in shuffled(feeds, iter, rounds=rounds, before_round=seek):
+                found = loop_steps.block(feed, prepared[feed.name], index, work, reader, device)
+                times.setdefault(f"{feed.name}, step", []).append(found.step_us)
+                times.setdefault(f"{feed.name}, copy calls", []).extend(found.copy_calls_us)
             return times
 
         yield Case(name, run)
 
 
 SUITES: dict[str, Callable[[torch.device, Callable[[], None], Wanted], Cases]] = {
-    **{name: _copies(name) for name in ("h2d", "d2h", "d2d")},
+    **{name: partial(_copies, name) for name in ("h2d", "d2h", "d2d")},
     "into": _into,
     "tensordict": _tensordicts,
     "gather": _gather,

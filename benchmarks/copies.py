@@ -2,62 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import limits
-import torch
 import witness
-from baselines import OURS, contenders, differences
-from copy_targets import targets
-from directions import Direction, synchroniser
-from measure import LIMIT, Contender, collector_paused, compared, interleave, steps, summarise
-from quiet import QuietProcessor
+from baselines import OURS, PER_LEAF_TO, contenders, differences
+from directions import DMA, MEMCPY, Direction, start_workers, synchroniser
+from measure import (
+    BURST,
+    LIMIT,
+    MIN_ROUNDS,
+    WAY,
+    Bench,
+    Contender,
+    compared,
+    interleave,
+    steps,
+    summaries,
+)
+from targets import at_least, at_most, counts, none
 
 import tdcopier
 from tdcopier.workloads import WORKLOADS, Workload, leaves, map_tensors, total_bytes
 
-BURST = 5  # consecutive calls of one contender
-MIN_ROUNDS = 3
-
-Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
+LIMIT_WORDS = {DMA: "one DMA of the same bytes", MEMCPY: "the best memcpy of them"}
 
 
-def run(
-    direction: Direction, names: list[str], repeats: int, progress: Progress, *, keep_gc: bool
-) -> dict[str, Any]:
-    """Return the result of one direction, without the machine.
-
-    Args:
-        direction: Source and target of the copies.
-        names: Workloads to run.
-        repeats: Calls with the smallest workloads; larger ones get a fraction of that.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
+def run(bench: Bench, direction: Direction, names: Sequence[str]) -> dict[str, Any]:
+    """Return the result of one direction and some workloads, without the machine."""
     start_workers(direction)
-    workloads: dict[str, Any] = {}
-    for name in names:
-        workloads[name] = _workload(direction, name, repeats, progress, keep_gc=keep_gc)
+    workloads = {name: _workload(bench, direction, name) for name in names}
     return {
         "what": "Time from the call to the tree on the target, outputs built and host synchronised",
         "settings": {
             "source": str(direction.source),
             "target": str(direction.target),
-            "collector": "on" if keep_gc else "paused",
-            "order": f"interleaved, bursts of {BURST} calls, shuffled per round",
-            "processor": "each round on one that no neighbour slows down, where there is one",
+            **bench.settings(),
         },
         "workloads": workloads,
         "targets": targets(direction, workloads),
     }
-
-
-def start_workers(direction: Direction) -> None:
-    """Start the engine's and torch's threads now, so that they are not bound to one processor."""
-    tdcopier.copy(torch.zeros(1 << 20, device=direction.source), direction.target)
-    torch.ones(1 << 22).add_(1)
 
 
 def rounds_of(direction: Direction, workload: Workload, repeats: int) -> int:
@@ -68,59 +53,84 @@ def rounds_of(direction: Direction, workload: Workload, repeats: int) -> int:
     return max(MIN_ROUNDS, round(repeats * share / BURST))
 
 
-def _workload(
-    direction: Direction, name: str, repeats: int, progress: Progress, *, keep_gc: bool
-) -> dict[str, Any]:
-    workload = WORKLOADS[name]
-    rounds = rounds_of(direction, workload, repeats)
-    sources = [
+def sources_of(direction: Direction, workload: Workload) -> list[Any]:
+    """Return the batches of a workload on the direction's source device."""
+    return [
         map_tensors(workload.make(seed), lambda leaf: leaf.to(direction.source))
         for seed in range(workload.pool)
     ]
-    synchronise = synchroniser(direction.devices)
+
+
+def _workload(bench: Bench, direction: Direction, name: str) -> dict[str, Any]:
+    sources = sources_of(direction, WORKLOADS[name])
     size_bytes = total_bytes(sources[0])
     crews = limits.crews()
     ways = contenders(direction) + limits.contenders(direction, size_bytes, crews)
-    wrong = {way.name: len(_wrong(way, sources[0], direction)) for way in ways}
-    with collector_paused(not keep_gc), QuietProcessor() as quiet:
-        times = interleave(
-            ways,
-            sources,
-            synchronise,
-            rounds=rounds,
-            progress=progress(f"{direction.name}, {name}"),
-            before_round=quiet.seek,
-            burst=BURST,
-        )
-        own = steps(
-            lambda tree: tdcopier.start_copy(tree, direction.target),
-            sources,
-            synchronise,
-            rounds=rounds,
-            before_round=quiet.seek,
-        )
-    stats, counted = count_transfers(sources[0], direction)
-    found = compared(times, OURS, BURST)
-    medians_us = {way: taken["median_us"] for way, taken in found["contenders"].items()}
+    wrong = {way.name: len(wrong_leaves(way, sources[0], direction)) for way in ways}
+    found = timed(
+        bench,
+        direction,
+        name,
+        ways,
+        sources,
+        lambda tree: tdcopier.start_copy(tree, direction.target),
+        rounds_of(direction, WORKLOADS[name], bench.repeats),
+    )
+    for key in ("memcpys", "memcpys_counted_by"):
+        found[f"{direction.name}_{key}"] = found.pop(key)
+    medians_us = {way: times["median_us"] for way, times in found["contenders"].items()}
+    threads = [crew.threads for crew in crews]
     return {
         "leaves": len(leaves(sources[0])),
         "bytes": size_bytes,
-        "sources": len(sources),
         **found,
         "kinds": {way.name: way.kind for way in ways},
-        "limits": limits.found_limits(
-            direction, size_bytes, [crew.threads for crew in crews], medians_us, OURS
-        ),
-        "steps": {step: summarise(taken)._asdict() for step, taken in own.items()},
-        "stats": stats,
-        f"{direction.name}_memcpys": counted.memcpys,
-        f"{direction.name}_memcpys_counted_by": counted.counted_by,
+        "limits": limits.found_limits(direction, size_bytes, threads, medians_us, OURS),
         "wrong_leaves": wrong,
+    }
+
+
+def timed(
+    bench: Bench,
+    direction: Direction,
+    label: str,
+    ways: Sequence[Contender],
+    sources: Sequence[Any],
+    start: Callable[[Any], tdcopier.AsyncCopyHandle],
+    rounds: int,
+) -> dict[str, Any]:
+    """Return the times of all ways, and the steps and transfers of our own copies.
+
+    Args:
+        bench: The options.
+        direction: Source and target of the copies.
+        label: The batch's name.
+        ways: The contenders.
+        sources: Batches on the source device.
+        start: Starts our own copy of a batch.
+        rounds: Bursts of each contender.
+
+    """
+    synchronise = synchroniser(direction.devices)
+    progress = bench.progress(f"{direction.name}, {label}")
+    with bench.quiet() as quiet:
+        how: dict[str, Any] = {"rounds": rounds, "before_round": quiet.seek}
+        times = interleave(ways, sources, synchronise, progress=progress, burst=BURST, **how)
+        own = steps(start, sources, synchronise, **how)
+    stats, counted = count_of(lambda: start(sources[0]), direction)
+    return {
+        "sources": len(sources),
+        **compared(times, OURS, BURST),
+        "steps": summaries(own),
+        "stats": stats,
+        "memcpys": counted.memcpys,
+        "memcpys_counted_by": counted.counted_by,
         "processor": quiet.described(),
     }
 
 
-def _wrong(way: Contender, source: Any, direction: Direction) -> list[str]:
+def wrong_leaves(way: Contender, source: Any, direction: Direction) -> list[str]:
+    """Run a way once, and return the paths of leaves that differ from those of ``.to()``."""
     with way.around():
         result = way.run(way.prepare(source))
         synchroniser(direction.devices)()
@@ -129,21 +139,10 @@ def _wrong(way: Contender, source: Any, direction: Direction) -> list[str]:
     return differences(result, source, direction.target)
 
 
-def count_transfers(source: Any, direction: Direction) -> tuple[dict[str, Any], witness.Count]:
-    """Return the handle's own counters, and the transfers that an outside counter saw.
-
-    Args:
-        source: The tree to copy, on the direction's source device.
-        direction: Source and target of the copies.
-
-    """
-    return count_of(lambda: tdcopier.start_copy(source, direction.target), direction)
-
-
 def count_of(
     start: Callable[[], tdcopier.AsyncCopyHandle], direction: Direction
 ) -> tuple[dict[str, Any], witness.Count]:
-    """Do as :func:`count_transfers` for any call that starts a copy."""
+    """Return the handle's own counters, and the transfers that an outside counter saw."""
     synchronise = synchroniser(direction.devices)
 
     def once() -> dict[str, Any]:
@@ -153,3 +152,63 @@ def count_of(
         return dict(handle.stats._asdict())
 
     return witness.count(direction.witness, direction.devices[0].type, once)
+
+
+# ---- targets -------------------------------------------------------------------------------------
+
+
+def targets(direction: Direction, workloads: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return every target whose workload was run.
+
+    Speed targets are left out on the simulated device, whose times mean nothing.
+    """
+    wrong = [(way, n) for each in workloads.values() for way, n in each["wrong_leaves"].items()]
+    ours, others = (sum(n for way, n in wrong if (way == OURS) is own) for own in (True, False))
+    found = [none("leaves of tdcopier's result that differ from .to(), all workloads", ours)]
+    if others:
+        what = "leaves and limits of others that differ from .to(), all workloads"
+        found.append(none(what, others))
+    if direction.devices[0].type != "sim":
+        found += _speed_targets(direction, workloads)
+    if "detection_batch" in workloads:
+        seen = f"{direction.name.upper()} memcpys seen from outside"
+        what = f"detection batch: packed leaves, transfers, {seen}"
+        key = f"{direction.name}_memcpys"
+        found.append(counts(what, workloads["detection_batch"], key, 528, 3))
+    return found
+
+
+def _speed_targets(direction: Direction, workloads: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    if "detection_batch" in workloads:
+        speedup = workloads["detection_batch"]["ratios"][PER_LEAF_TO]
+        what = f"detection batch, {PER_LEAF_TO} over tdcopier"
+        found.append(at_least(what, speedup, direction.min_speedup))
+    for name, wanted in direction.over_limits.items():
+        if name in workloads:
+            limits_found = workloads[name]["limits"]
+            ratio = min(limits_found[limit]["ours_over"] for limit in wanted.limits)
+            words = [LIMIT_WORDS[limit] for limit in wanted.limits]
+            slower = words[0] if len(words) == 1 else f"the slower of ({', '.join(words)})"
+            found.append(at_most(f"{name}, tdcopier over {slower}", ratio, wanted.most))
+    for name, least in direction.min_over_best.items():
+        if name in workloads:
+            way, ratio = best_other(workloads[name])
+            what = f"{name}, best of the other ways ({way}) over tdcopier"
+            found.append(at_least(what, ratio, least))
+    return found
+
+
+def best_other(found: dict[str, Any]) -> tuple[str, float]:
+    """Return the fastest way other than ours, and how many times longer it takes.
+
+    Ways that receive prepared sources, for example pinned ones, do only part of the work and do not
+    count.
+    """
+    ways = {
+        way: ratio
+        for way, ratio in found["ratios"].items()
+        if found["kinds"][way] == WAY and not way.startswith(OURS)
+    }
+    best = min(ways, key=ways.__getitem__)
+    return best, ways[best]

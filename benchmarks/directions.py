@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from witness import Witness
 
+import tdcopier
+
 HOST = torch.device("cpu")
 DMA, MEMCPY = "dma", "memcpy"  # names of the machine's limits in results
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -109,3 +111,9 @@ def synchroniser(devices: list[torch.device]) -> Callable[[], None]:
             call(device)
 
     return synchronise
+
+
+def start_workers(direction: Direction) -> None:
+    """Start the engine's and torch's threads now, so that they are not bound to one processor."""
+    tdcopier.copy(torch.zeros(1 << 20, device=direction.source), direction.target)
+    torch.ones(1 << 22).add_(1)

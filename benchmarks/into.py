@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from baselines import OURS, differences
-from copies import BURST, MIN_ROUNDS, Progress, count_of
+from copies import count_of
 from directions import Direction, synchroniser
-from measure import Contender, collector_paused, compared, interleave
-from quiet import QuietProcessor
+from measure import BURST, MIN_ROUNDS, Bench, Contender, compared
 from tensordict import MemoryMappedTensor
 
 import tdcopier
@@ -35,55 +36,61 @@ def into(place: str) -> str:
     return f"{OURS}.copy_into(), {place}"
 
 
-def per_leaf_into(place: str) -> str:
-    return f"{PER_LEAF}, {place}"
-
-
-def run(direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Return the result of the detection batch in one direction.
-
-    Args:
-        direction: Source and target of the copies.
-        repeats: Calls with the fastest batches of a run; this one gets a fraction of that.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
+@contextmanager
+def fillings(direction: Direction) -> Iterator[list[Filling]]:
+    """Return the batches with their destinations; files of these exist in the context only."""
     with tempfile.TemporaryDirectory() as folder:
-        fillings = [filling(direction, seed, Path(folder, str(seed))) for seed in range(POOL)]
-        return _timed(direction, fillings, repeats, progress, keep_gc=keep_gc)
+        yield [filling(direction, seed, Path(folder, str(seed))) for seed in range(POOL)]
+
+
+def run(bench: Bench, direction: Direction) -> dict[str, Any]:
+    """Return the result of the detection batch in one direction."""
+    with fillings(direction) as cases:
+        places = list(cases[0].destinations)
+        found = contenders(direction, places)
+        wrong = {way.name: wrong_leaves(way, cases[0], direction) for way in found}
+        times, processor = bench.interleaved(
+            f"copy_into, {direction.name}",
+            found,
+            cases,
+            synchroniser(direction.devices),
+            rounds=bench.rounds(REPEAT_SHARE / BURST, MIN_ROUNDS),
+        )
+        return {
+            "leaves": len(leaves(cases[0].source)),
+            "bytes": total_bytes(cases[0].source),
+            "sources": len(cases),
+            **compared(times, FRESH, BURST),
+            "counts": {into(place): _counts(cases[0], place, direction) for place in places},
+            "wrong": wrong,
+            "processor": processor,
+        }
+
+
+def _counts(case: Filling, place: str, direction: Direction) -> dict[str, Any]:
+    destination = case.destinations[place]
+    stats, counted = count_of(lambda: tdcopier.copy_into(case.source, destination), direction)
+    return {"stats": stats, "memcpys": counted.memcpys}
 
 
 def filling(direction: Direction, seed: int, folder: Path) -> Filling:
     """Return a batch on the direction's source device, and its destinations.
 
-    Args:
-        direction: Source and target of the copies.
-        seed: Seed of the batch.
-        folder: Created here for the files of memory-mapped tensors, one each.
-
+    Memory-mapped tensors have a file each in the folder, which is created for them.
     """
     on_host = detection_batch(seed=seed)
     source = map_tensors(on_host, lambda leaf: leaf.to(direction.source))
     if direction.target.type != "cpu":
-        return Filling(
-            source,
-            {
-                CHUNK: tdcopier.copy(on_host, direction.target),
-                SCATTERED: map_tensors(on_host, lambda leaf: leaf.to(direction.target)),
-            },
-        )
+        chunk = tdcopier.copy(on_host, direction.target)
+        scattered = map_tensors(on_host, lambda leaf: leaf.to(direction.target))
+        return Filling(source, {CHUNK: chunk, SCATTERED: scattered})
     folder.mkdir()
     files = (folder / f"{index}.memmap" for index in range(len(leaves(on_host))))
-    return Filling(
-        source,
-        {
-            MAPPED: map_tensors(
-                on_host,
-                lambda leaf: MemoryMappedTensor.from_tensor(leaf, filename=next(files)),
-            )
-        },
-    )
+
+    def mapped(leaf: torch.Tensor) -> torch.Tensor:
+        return MemoryMappedTensor.from_tensor(leaf, filename=next(files))
+
+    return Filling(source, {MAPPED: map_tensors(on_host, mapped)})
 
 
 def contenders(direction: Direction, places: list[str]) -> list[Contender]:
@@ -93,7 +100,7 @@ def contenders(direction: Direction, places: list[str]) -> list[Contender]:
     for place in places:
         found.append(Contender(into(place), _copy_into(place)))
         if place != CHUNK:  # for copies leaf by leaf, a chunk is like any other memory
-            found.append(Contender(per_leaf_into(place), _copy_per_leaf(place)))
+            found.append(Contender(f"{PER_LEAF}, {place}", _copy_per_leaf(place)))
     return found
 
 
@@ -119,44 +126,3 @@ def _copy_per_leaf(place: str) -> Callable[[Filling], Any]:
         return destination
 
     return run
-
-
-def _timed(
-    direction: Direction,
-    fillings: list[Filling],
-    repeats: int,
-    progress: Progress,
-    *,
-    keep_gc: bool,
-) -> dict[str, Any]:
-    places = list(fillings[0].destinations)
-    found = contenders(direction, places)
-    synchronise = synchroniser(direction.devices)
-    wrong = {way.name: wrong_leaves(way, fillings[0], direction) for way in found}
-    with collector_paused(not keep_gc), QuietProcessor() as quiet:
-        times = interleave(
-            found,
-            fillings,
-            synchronise,
-            rounds=max(MIN_ROUNDS, round(repeats * REPEAT_SHARE / BURST)),
-            progress=progress(f"copy_into, {direction.name}"),
-            before_round=quiet.seek,
-            burst=BURST,
-        )
-    counts = {}
-    for place in places:
-        stats, counted = count_of(_start_into(fillings[0], place), direction)
-        counts[into(place)] = {"stats": stats, "memcpys": counted.memcpys}
-    return {
-        "leaves": len(leaves(fillings[0].source)),
-        "bytes": total_bytes(fillings[0].source),
-        "sources": len(fillings),
-        **compared(times, FRESH, BURST),
-        "counts": counts,
-        "wrong": wrong,
-        "processor": quiet.described(),
-    }
-
-
-def _start_into(case: Filling, place: str) -> Callable[[], tdcopier.AsyncCopyHandle]:
-    return lambda: tdcopier.copy_into(case.source, case.destinations[place])

@@ -129,16 +129,7 @@ def found_limits(
     medians_us: dict[str, float],
     ours: str,
 ) -> dict[str, dict[str, Any]]:
-    """Return the results of the limits: the transfer, and the fastest memcpy.
-
-    Args:
-        direction: Source and target of the copies.
-        size_bytes: Bytes of the batch.
-        threads: Numbers of threads of the memcpys that may have been timed.
-        medians_us: Medians by contender, including the limits.
-        ours: The contender that is compared with them.
-
-    """
+    """Return the results of the limits: the transfer, and the fastest memcpy that was timed."""
     ours_us = medians_us[ours]
     ways = {DMA: name_of_transfer(direction)}
     memcpys = {name_of_memcpy(n): n for n in threads if name_of_memcpy(n) in medians_us}

@@ -6,30 +6,28 @@ the host is busy with the copy.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import host_work
 import torch
-from baselines import OURS, PER_LEAF_TO, PINNED, multi_tensor_copier
-from copies import Progress, start_workers
-from copy_targets import at_most
-from directions import h2d, synchroniser
+from baselines import OURS, RESIDENT
+from directions import h2d, start_workers, synchroniser
+from kernels import Work
 from limits import flat_bytes
-from loop_work import Reader, Work
-from measure import collector_paused, summarise
-from quiet import QuietProcessor
+from loop_steps import CHECK_EVERY, STEPS, Reader, block, count_wrong, feeds
+from measure import Bench, shuffled, summaries
+from targets import Target, at_most, none
 
 import tdcopier
-from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
+from tdcopier.workloads import WORKLOADS, leaves, total_bytes
 
 STEP_MS = 3.4  # duration of each step's kernels
-STEPS = 20  # consecutive steps of one feed
-CHECK_EVERY = 10  # the whole batch is compared at every tenth step, three leaves at each
 WARM_UP = 2
-RESIDENT = "on the device already"
+HOST_WORK_US = 1000.0
+MAX_TOGETHER_US = 80.0
+COPIES_TO_WARM_UP = 10
+COMPARE_EVERY = 10  # copies beside other work of the host
 
 
 class Wanted(NamedTuple):
@@ -50,202 +48,47 @@ WANTED = {
 POOL = {"detection_batch": 8, "detection_batch_with_images": 4, "atari_replay": 6}
 
 
-class Feed(NamedTuple):
-    """One way to copy the batches of a loop to the device."""
-
-    name: str
-    start: Callable[[Any], Any]
-    """Called before a step with the source of the next one; returns the argument of ``finish``."""
-    finish: Callable[[Any], Any]
-    """Called at the beginning of a step; returns the batch that the current stream may read."""
-    prepare: Callable[[Any], Any] = lambda tree: tree
-    """Called once per source, not timed."""
-
-
-def feeds(device: torch.device) -> list[Feed]:
-    """Return every feed that can run here: the reference of the ratios, then ours, then others."""
-
-    def same(value: Any) -> Any:
-        return value
-
-    def to(tree: Any, non_blocking: bool = False) -> Any:
-        return map_tensors(tree, lambda leaf: leaf.to(device, non_blocking=non_blocking))
-
-    found = [
-        Feed(RESIDENT, same, same, to),
-        Feed(OURS, lambda tree: tdcopier.start_copy(tree, device), lambda handle: handle.wait()),
-        Feed(
-            f"{OURS}, prepared, outputs reused",
-            lambda planned: planned[0].start_copy(planned[1]),
-            lambda handle: handle.wait(),
-            lambda tree: (tdcopier.prepare(tree, device, reuse_outputs=True), tree),
-        ),
-        Feed(PER_LEAF_TO, same, to),
-        Feed(
-            PINNED,
-            same,
-            lambda tree: to(tree, non_blocking=True),
-            lambda tree: map_tensors(tree, torch.Tensor.pin_memory),
-        ),
-    ]
-    peer = multi_tensor_copier()
-    if peer is not None and device.type == "cuda":
-        found.append(
-            Feed(
-                "multi_tensor_copier",
-                lambda tree: peer.start_copy(tree, device),
-                lambda handle: handle.get(),
-            )
-        )
-    return found
-
-
-class Block(NamedTuple):
-    """The result of one feed's consecutive steps."""
-
-    step_us: float
-    """Time of the whole block, including the device, per step."""
-    copy_calls_us: list[float]
-    """Time of the host in the copy calls, by step."""
-    checked: list[tuple[int, Any]]
-    """Numbers of steps, with the batches that they had."""
-
-
-def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine.
-
-    Args:
-        device: The target.
-        repeats: As for the other benchmarks; blocks are longer, so there are fewer.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
-    start_workers(h2d(device))
-    work = Work(device, STEP_MS)
-    rounds = max(2, round(repeats * 0.03))
+def run(bench: Bench) -> dict[str, Any]:
+    """Return the result of this benchmark, without the machine."""
+    start_workers(h2d(bench.device))
+    work = Work(bench.device, STEP_MS)
     result = {
         "what": "A training loop: time of a step, and of the host in the calls that copy",
         "settings": {
+            **bench.settings(),
             "work": f"{work.count} multiplications of matrices, {tuple(work.factor.shape)}, "
             f"{work.factor.dtype}, for about {STEP_MS:g} ms a step",
             "order": f"blocks of {STEPS} steps, shuffled per round",
             "ahead": "start_copy() of the next batch before the step, wait() at its beginning; the "
             "host begins a step when the one before the last is done",
-            "collector": "on" if keep_gc else "paused",
-            "processor": "each round on one that no neighbour slows down, where there is one",
         },
-        "loops": {
-            name: _loop(device, name, work, rounds, progress, keep_gc=keep_gc) for name in WANTED
-        },
-        "beside_host_work": host_work.run(device, max(10, repeats // 2), progress, keep_gc=keep_gc),
+        "loops": {name: _loop(bench, name, work) for name in WANTED},
+        "beside_host_work": beside_host_work(bench),
     }
-    return {**result, "targets": targets(result, speed=device.type != "sim")}
+    return {**result, "targets": targets(result, speed=bench.is_real)}
 
 
-def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
+def targets(result: dict[str, Any], *, speed: bool = True) -> list[Target]:
     """Return each target and whether it is hit; without ``speed``, only those on values."""
     beside = result["beside_host_work"]
     wrong = sum(sum(found["wrong"].values()) for found in result["loops"].values())
-    wrong += beside["wrong"]
-    found = [
-        {
-            "what": "steps and batches with another value than the source's, all feeds",
-            "wanted": "0",
-            "found": wrong,
-            "hit": wrong == 0,
-        }
-    ]
+    what = "steps and batches with another value than the source's, all feeds"
+    found = [none(what, wrong + beside["wrong"])]
     if not speed:
         return found
     for name, wanted in WANTED.items():
         loop = result["loops"][name]
         ratio, host_us = loop["ratios"][OURS], loop["copy_calls"][OURS]["median_us"]
-        found += [
-            at_most(f"{name}, step over that {RESIDENT}", ratio, wanted.over_resident),
-            at_most(
-                f"{name}, host in the copy calls of a step", host_us, wanted.copy_calls_us, "us"
-            ),
-        ]
-    between = f"{host_work.HOST_WORK_US:g} us of other work between"
+        calls = f"{name}, host in the copy calls of a step"
+        found.append(at_most(f"{name}, step over that {RESIDENT}", ratio, wanted.over_resident))
+        found.append(at_most(calls, host_us, wanted.copy_calls_us, "us"))
+    between = f"{HOST_WORK_US:g} us of other work between"
     what = f"detection batch, start_copy() and get() with {between}"
-    return [*found, at_most(what, beside["together"]["median_us"], host_work.MAX_TOGETHER_US, "us")]
+    return [*found, at_most(what, beside["together"]["median_us"], MAX_TOGETHER_US, "us")]
 
 
-def block(
-    feed: Feed,
-    sources: list[Any],
-    first: int,
-    work: Work,
-    reader: Reader,
-    device: torch.device,
-    clock_ns: Callable[[], int] = time.perf_counter_ns,
-) -> Block:
-    """Run a block of steps. Each starts the copy for the next; the first one's starts beforehand.
-
-    Args:
-        feed: The feed.
-        sources: Sources that the feed has prepared, one per step in turn.
-        first: Index of the first step's source.
-        work: Enqueues the kernels of a step.
-        reader: Reads the batch.
-        device: The device that the loop runs on.
-        clock_ns: The clock.
-
-    """
-    module = torch.get_device_module(device)
-    ended = [module.Event(), module.Event()]
-    copy_calls_us: list[float] = []
-    checked: list[tuple[int, Any]] = []
-    coming = feed.start(sources[first % len(sources)])
-    module.synchronize(device)
-    begin = clock_ns()
-    for step in range(STEPS):
-        following = sources[(first + step + 1) % len(sources)]
-        called = clock_ns()
-        batch = feed.finish(coming)
-        coming = feed.start(following)
-        copy_calls_us.append((clock_ns() - called) / 1e3)
-        reader.read(batch, step)
-        work.enqueue()
-        ended[step % 2].record()
-        if (step + 1) % CHECK_EVERY == 0:
-            checked.append((step, batch))
-        del batch
-        if step > 0:  # like a loop that prints the loss of the previous step
-            ended[(step - 1) % 2].synchronize()
-    module.synchronize(device)
-    return Block((clock_ns() - begin) / 1e3 / STEPS, copy_calls_us, checked)
-
-
-def count_wrong(
-    found: Block, first: int, reader: Reader, expected: list[torch.Tensor]
-) -> tuple[int, int]:
-    """Return how many steps read wrong values, and how many whole batches have wrong values.
-
-    Args:
-        found: The result of :func:`block`.
-        first: As for :func:`block`.
-        reader: As for :func:`block`.
-        expected: The bytes of each source, on the device.
-
-    """
-    batches = sum(
-        not torch.equal(flat_bytes(batch), expected[(first + step) % len(expected)])
-        for step, batch in found.checked
-    )
-    return reader.count_wrong(first), batches
-
-
-def _loop(
-    device: torch.device,
-    name: str,
-    work: Work,
-    rounds: int,
-    progress: Progress,
-    *,
-    keep_gc: bool,
-) -> dict[str, Any]:
+def _loop(bench: Bench, name: str, work: Work) -> dict[str, Any]:
+    device, rounds = bench.device, bench.rounds(0.03)
     sources = [WORKLOADS[name].make(seed) for seed in range(POOL[name])]
     expected = [flat_bytes(source).to(device) for source in sources]
     reader = Reader(sources, STEPS, device)
@@ -255,29 +98,80 @@ def _loop(
     copy_calls_us: dict[str, list[float]] = {feed.name: [] for feed in ways}
     wrong = {feed.name: 0 for feed in ways}
     synchroniser([device])()
-    order, dice = list(ways), random.Random(0)
-    with collector_paused(not keep_gc), QuietProcessor() as quiet:
-        for index in progress(f"loop, {name}")(range(WARM_UP + rounds)):
-            dice.shuffle(order)
-            quiet.seek()
-            for feed in order:
-                found = block(feed, prepared[feed.name], index, work, reader, device)
-                wrong[feed.name] += sum(count_wrong(found, index, reader, expected))
-                if index >= WARM_UP:
-                    step_us[feed.name].append(found.step_us)
-                    copy_calls_us[feed.name] += found.copy_calls_us
-                del found
-    steps = {way: summarise(taken) for way, taken in step_us.items()}
+    how = {"rounds": rounds, "warm_up": WARM_UP}
+    with bench.quiet() as quiet:
+        progress = bench.progress(f"loop, {name}")
+        for index, feed in shuffled(ways, progress, before_round=quiet.seek, **how):
+            found = block(feed, prepared[feed.name], index, work, reader, device)
+            wrong[feed.name] += sum(count_wrong(found, index, reader, expected))
+            if index >= 0:
+                step_us[feed.name].append(found.step_us)
+                copy_calls_us[feed.name] += found.copy_calls_us
+            del found
+    steps = summaries(step_us)
+    resident_us = steps[RESIDENT]["median_us"]
     return {
         "leaves": len(leaves(sources[0])),
         "bytes": total_bytes(sources[0]),
         "sources": len(sources),
         "steps_per_block": STEPS,
-        "step": {way: summary._asdict() for way, summary in steps.items()},
-        "ratios": {way: s.median_us / steps[RESIDENT].median_us for way, s in steps.items()},
-        "copy_calls": {way: summarise(taken)._asdict() for way, taken in copy_calls_us.items()},
+        "step": steps,
+        "ratios": {way: found["median_us"] / resident_us for way, found in steps.items()},
+        "copy_calls": summaries(copy_calls_us),
         "checked_steps": (WARM_UP + rounds) * STEPS,
         "checked_batches": (WARM_UP + rounds) * (STEPS // CHECK_EVERY),
         "wrong": wrong,
         "processor": quiet.described(),
     }
+
+
+# ---- a caller that does other work before get() --------------------------------------------------
+
+
+def beside_host_work(bench: Bench) -> dict[str, Any]:
+    """Return times of ``start_copy()`` and of ``get()``, with host work between them.
+
+    The values of every tenth copy are compared.
+    """
+    device, calls = bench.device, bench.rounds(0.5, least=10)
+    sources = [WORKLOADS["detection_batch"].make(seed) for seed in range(4)]
+    expected = [flat_bytes(source).to(device) for source in sources]
+    times_us: dict[str, list[float]] = {"start_copy": [], "get": [], "together": []}
+    wrong = 0
+    synchronise = synchroniser([device])
+    with bench.quiet() as quiet:
+        progress = bench.progress("copies beside work of the host")
+        for index in progress(range(COPIES_TO_WARM_UP + calls)):
+            if index % COMPARE_EVERY == 0:
+                quiet.seek()
+            synchronise()
+            result, start_us, get_us = _start_work_get(sources[index % len(sources)], device)
+            if index % COMPARE_EVERY == 0:
+                wrong += not torch.equal(flat_bytes(result), expected[index % len(sources)])
+            del result
+            if index >= COPIES_TO_WARM_UP:
+                for name, us in zip(times_us, (start_us, get_us, start_us + get_us), strict=True):
+                    times_us[name].append(us)
+    found = {"host_work_us": HOST_WORK_US, **summaries(times_us)}
+    return {**found, "wrong": wrong, "processor": quiet.described()}
+
+
+def _start_work_get(source: Any, device: torch.device) -> tuple[Any, float, float]:
+    ticks = [time.perf_counter_ns()]
+    handle = tdcopier.start_copy(source, device)
+    ticks.append(time.perf_counter_ns())
+    work_on_host(HOST_WORK_US)
+    ticks.append(time.perf_counter_ns())
+    result = handle.get()
+    ticks.append(time.perf_counter_ns())
+    return result, (ticks[1] - ticks[0]) / 1e3, (ticks[3] - ticks[2]) / 1e3
+
+
+def work_on_host(us: float, clock_ns: Callable[[], int] = time.perf_counter_ns) -> int:
+    """Do arithmetic in Python until the time is over."""
+    end = clock_ns() + us * 1e3
+    total = 0
+    while clock_ns() < end:
+        for number in range(50):
+            total += number * number
+    return total

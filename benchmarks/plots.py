@@ -155,8 +155,10 @@ def _loop(result: dict[str, Any]) -> Plot:
     return Bars(heading, _medians(found["step"]))
 
 
-def _replay(result: dict[str, Any]) -> Plot:
-    replay = result["replays"][REPLAYED]
+def _replay(result: dict[str, Any]) -> Plot | None:
+    replay = result["replays"].get(REPLAYED)
+    if replay is None:  # it did not fit in the memory
+        return None
     learner, found = next(iter(replay["learners"].items()))
     heading = f"A learner's step, {replay['title']}, {learner} ({result['machine']['gpu']})"
     return Bars(heading, _medians(found["step"]))

@@ -7,23 +7,22 @@ kernels; the other keeps the host busy with 500 small kernels, and so competes f
 from __future__ import annotations
 
 import gc
-import random
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
-from copies import Progress, start_workers
-from copy_targets import at_most
-from directions import h2d
-from loop_work import Work
-from measure import collector_paused, summarise
-from replay_feeds import OURS, RESIDENT, Batches, ReplayFeed, feeds
-from storages import ROW, Storage, bytes_of_batch, that_fit
+from baselines import OURS, RESIDENT
+from directions import h2d, start_workers
+from kernels import SMALL_KERNELS, SmallKernels, Work
+from measure import Bench, collector_paused, shuffled, summaries
+from replay_feeds import Batches, ReplayFeed, feeds
+from rows import drawn
+from storages import ROW, Replay, Storage, bytes_of_batch, that_fit
+from targets import at_most, none
 
 STEP_MS = 4.0  # duration of a step of the learner with large kernels
-SMALL_KERNELS = 500
 ROWS = 100_000
 ROWS_OF_SIM = 500
 STEPS = 20  # consecutive steps of one feed
@@ -34,18 +33,6 @@ INDICES = 32  # batches whose rows are drawn beforehand
 WANTED = 1.03
 
 
-class SmallKernels:
-    """A step of small kernels that takes the host as long as the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._values = torch.zeros(256, device=device)
-        self._count = SMALL_KERNELS if device.type == "cuda" else 1
-
-    def enqueue(self) -> None:
-        for _ in range(self._count):
-            self._values.add_(1.0)
-
-
 def learners(device: torch.device) -> dict[str, Any]:
     """Return the objects that enqueue a step, by name."""
     return {
@@ -54,28 +41,18 @@ def learners(device: torch.device) -> dict[str, Any]:
     }
 
 
-def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine.
-
-    Args:
-        device: The target.
-        repeats: As for the other benchmarks; blocks are longer, so there are fewer.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
-    start_workers(h2d(device))
-    rounds = max(2, round(repeats * ROUNDS_PER_REPEAT))
-    rows = ROWS if device.type == "cuda" else ROWS_OF_SIM
-    works = learners(device)
-    result = {
+def run(bench: Bench) -> dict[str, Any]:
+    """Return the result of this benchmark, without the machine."""
+    start_workers(h2d(bench.device))
+    rows = ROWS if bench.is_real else ROWS_OF_SIM
+    works = learners(bench.device)
+    result: dict[str, Any] = {
         "what": "A learner that samples from a replay storage: time of a step",
         "settings": {
+            **bench.settings(bound=False),
             "rows": f"{rows:,} in host memory",
             "order": f"blocks of {STEPS} steps, shuffled per round; ratios are within a round",
-            "processor": "wherever threads are put: one that is tied ties those that it starts",
             "ahead": "a learner begins a step when the device has done the one before the last",
-            "collector": "on" if keep_gc else "paused",
         },
         "replays": {},
     }
@@ -86,43 +63,28 @@ def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool
             "leaves": len(storage),
             "bytes": bytes_of_batch(storage, replay.batch),
             "learners": {
-                learner: _compare(
-                    storage,
-                    replay.batch,
-                    work,
-                    device,
-                    rounds,
-                    progress(f"replay, {name}, {learner}"),
-                    keep_gc=keep_gc,
-                )
+                learner: _compare(bench, f"replay, {name}, {learner}", storage, replay, work)
                 for learner, work in works.items()
             },
         }
         del storage
         gc.collect()
-    return {**result, "targets": targets(result, speed=device.type != "sim")}
+    return {**result, "targets": targets(result, speed=bench.is_real)}
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
     """Return each target and whether it is hit; without ``speed``, only those on values."""
-    every = [
-        (name, learner, found)
+    every = {
+        f"{name}, {learner}": found
         for name, replay in result["replays"].items()
         for learner, found in replay["learners"].items()
-    ]
-    wrong = sum(sum(found["wrong"].values()) for _, _, found in every)
-    found = [
-        {
-            "what": "steps with other rows than those of the index, all feeds",
-            "wanted": "0",
-            "found": wrong,
-            "hit": wrong == 0,
-        }
-    ]
+    }
+    wrong = sum(sum(found["wrong"].values()) for found in every.values())
+    found = [none("steps with other rows than those of the index, all feeds", wrong)]
     if speed:
         found += [
-            at_most(f"{name}, {learner}: step over that {RESIDENT}", each["ratios"][OURS], WANTED)
-            for name, learner, each in every
+            at_most(f"{learner}: step over that {RESIDENT}", each["ratios"][OURS], WANTED)
+            for learner, each in every.items()
         ]
     return found
 
@@ -187,43 +149,32 @@ def count_wrong(
 
 
 def _compare(
-    storage: Storage,
-    batch: int,
-    work: Any,
-    device: torch.device,
-    rounds: int,
-    progress: Callable[[Any], Any],
-    *,
-    keep_gc: bool,
+    bench: Bench, label: str, storage: Storage, replay: Replay, work: Any
 ) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    rows = len(storage[ROW])
-    indices = [torch.randint(0, rows, (batch,), generator=generator) for _ in range(INDICES)]
+    indices = drawn(replay, len(storage[ROW]), INDICES)
     ways = feeds()
-    step_us: dict[str, list[float]] = {way.name: [] for way in ways}
+    rounds = bench.rounds(ROUNDS_PER_REPEAT)
+    rounds_us: list[dict[str, float]] = [{} for _ in range(rounds)]
     waited_us: dict[str, list[float]] = {way.name: [] for way in ways}
     wrong = {way.name: 0 for way in ways}
-    ratios: dict[str, list[float]] = {way.name: [] for way in ways}
-    dice = random.Random(0)
-    with collector_paused(not keep_gc):
-        for index in progress(range(WARM_UP + rounds)):
-            order = [way for way in ways if (index - WARM_UP) % way.every == 0 or index < WARM_UP]
-            dice.shuffle(order)
-            taken: dict[str, float] = {}
-            for way in order:
-                step, waited, bad = _one(way, storage, indices, work, device)
-                wrong[way.name] += bad
-                if index >= WARM_UP:
-                    taken[way.name] = step
-                    waited_us[way.name].append(waited)
-            for name, step in taken.items():
-                step_us[name].append(step)
-                ratios[name].append(step / taken[RESIDENT])
+    order = shuffled(ways, bench.progress(label), rounds=rounds, warm_up=WARM_UP)
+    with collector_paused(not bench.keep_gc):
+        for index, way in order:
+            if index >= 0 and index % way.every:
+                continue
+            step_us, waited, bad = _one(way, storage, indices, work, bench.device)
+            wrong[way.name] += bad
+            if index >= 0:
+                rounds_us[index][way.name] = step_us
+                waited_us[way.name].append(waited)
+    taken = {way.name: [us for us in rounds_us if way.name in us] for way in ways}
     return {
         "steps_per_block": STEPS,
-        "step": {way: summarise(taken)._asdict() for way, taken in step_us.items()},
-        "ratios": {way: median(each) for way, each in ratios.items()},
-        "host": {way: summarise(taken)._asdict() for way, taken in waited_us.items()},
+        "step": summaries({way: [us[way] for us in found] for way, found in taken.items()}),
+        "ratios": {
+            way: median(us[way] / us[RESIDENT] for us in found) for way, found in taken.items()
+        },
+        "host": summaries(waited_us),
         "wrong": wrong,
     }
 

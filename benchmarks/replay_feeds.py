@@ -11,35 +11,34 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
+from baselines import OURS, RESIDENT
 from storages import Storage
 
 import tdcopier
 from tdcopier.workloads import map_tensors
 
-RESIDENT = "on the device already"
-OURS = "tdcopier"
 THREADED = f"{OURS}, a reader of its own"
 BY_HAND = "index_select into pinned memory, non_blocking .to(), by hand"
 SELDOM = 3
 DEPTH = 2  # how many batches the feeds run ahead
 
 Batches = Iterator[Any]
+Indices = list[torch.Tensor]
+"""The rows of each batch, in turn."""
 
 
 class ReplayFeed(NamedTuple):
     """One way to bring rows to a learner."""
 
     name: str
-    open: Callable[[Storage, list[torch.Tensor], torch.device], Any]
+    open: Callable[[Storage, Indices, torch.device], Any]
     """Returns a context that cycles through the batches of these rows."""
     every: int = 1
     """It takes part in every ``every``-th round, since some feeds are ten times slower."""
 
 
 @contextmanager
-def _resident(
-    storage: Storage, indices: list[torch.Tensor], device: torch.device
-) -> Iterator[Batches]:
+def _resident(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
     batches = [{k: v[index].to(device) for k, v in storage.items()} for index in indices]
     yield cycle(batches)
 
@@ -47,7 +46,7 @@ def _resident(
 @contextmanager
 def _ours(
     storage: Storage,
-    indices: list[torch.Tensor],
+    indices: Indices,
     device: torch.device,
     *,
     threaded: bool = False,
@@ -63,9 +62,7 @@ def _ours(
 
 
 @contextmanager
-def _ours_in_loop(
-    storage: Storage, indices: list[torch.Tensor], device: torch.device
-) -> Iterator[Batches]:
+def _ours_in_loop(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
     """Yield batches that the learner's own thread starts one ahead."""
 
     def batches() -> Batches:
@@ -84,16 +81,12 @@ def _sample(storage: Storage, index: torch.Tensor) -> Storage:
 
 
 @contextmanager
-def _plain(
-    storage: Storage, indices: list[torch.Tensor], device: torch.device
-) -> Iterator[Batches]:
+def _plain(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
     yield ({k: v.to(device) for k, v in _sample(storage, i).items()} for i in cycle(indices))
 
 
 @contextmanager
-def _pinned(
-    storage: Storage, indices: list[torch.Tensor], device: torch.device
-) -> Iterator[Batches]:
+def _pinned(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
     def move(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.pin_memory().to(device, non_blocking=True)
 
@@ -101,9 +94,7 @@ def _pinned(
 
 
 @contextmanager
-def _in_threads(
-    storage: Storage, indices: list[torch.Tensor], device: torch.device
-) -> Iterator[Batches]:
+def _in_threads(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
     """Do as a buffer with ``prefetch=`` whose last transform is ``.to(device)``."""
 
     def sample(index: torch.Tensor) -> Storage:
@@ -150,9 +141,7 @@ class _PinnedBuffers:
 
 
 @contextmanager
-def _by_hand(
-    storage: Storage, indices: list[torch.Tensor], device: torch.device
-) -> Iterator[Batches]:
+def _by_hand(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
     buffers = _PinnedBuffers(storage, len(indices[0]), DEPTH + 1)
     yield (buffers.send(storage, index, device) for index in cycle(indices))
 
@@ -160,7 +149,7 @@ def _by_hand(
 @contextmanager
 def _torchrl(
     storage: Storage,
-    indices: list[torch.Tensor],
+    indices: Indices,
     device: torch.device,
     *,
     in_threads: bool,

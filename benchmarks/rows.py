@@ -8,11 +8,10 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from copies import Progress, start_workers
-from copy_targets import at_least
-from directions import h2d, synchroniser
-from measure import Contender, collector_paused, compared, interleave
-from storages import Storage, bytes_of_batch, that_fit
+from directions import h2d, start_workers, synchroniser
+from measure import Bench, Contender, collector_paused, compared, interleave
+from storages import Replay, Storage, bytes_of_batch, that_fit
+from targets import at_least, count_wrong, none
 
 import tdcopier
 
@@ -27,76 +26,68 @@ WANTED = {"atari_32": 2.0, "atari_256": 2.0, "rgb": 2.0, "agents": 3.0}
 """Targets for the speedup over ``index_select`` on one thread."""
 
 
-def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine.
-
-    Args:
-        device: The device whose pinned memory the rows are copied to.
-        repeats: Calls with each contender.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
-    rows = ROWS if device.type == "cuda" else ROWS_OF_SIM
+def run(bench: Bench) -> dict[str, Any]:
+    """Return the result of this benchmark, without the machine."""
+    rows = ROWS if bench.is_real else ROWS_OF_SIM
+    settings = bench.settings()
     result: dict[str, Any] = {
         "what": "Rows of a storage to pinned host memory",
         "settings": {
             "rows": f"{rows:,} in host memory",
             "order": f"bursts of {BURST} calls, shuffled per round; other rows in each call",
-            "collector": "on" if keep_gc else "paused",
+            "collector": settings["collector"],
         },
         "gathers": {},
     }
-    rounds = max(2, repeats // 10)
-    start_workers(h2d(device))
+    start_workers(h2d(bench.device))
     threads = torch.get_num_threads()
     for name, replay in that_fit(rows).items():
-        storage = replay.make(rows)
-        generator = torch.Generator().manual_seed(0)
-        indices = [
-            torch.randint(0, rows, (replay.batch,), generator=generator) for _ in range(INDICES)
-        ]
-        ways = contenders(storage, indices)
-        wrong = {each.name: _is_wrong(each, storage, indices) for each in ways}
-        with collector_paused(not keep_gc):
-            times_us = interleave(
-                ways,
-                [None],
-                synchroniser([device]),
-                rounds=rounds,
-                burst=BURST,
-                progress=progress(f"gather, {name}"),
-            )
-        result["gathers"][name] = {
-            "title": replay.title,
-            "leaves": len(storage),
-            "bytes": bytes_of_batch(storage, replay.batch),
-            "wrong": wrong,
-            **compared(times_us, OURS, BURST),
-        }
+        result["gathers"][name] = _gather(bench, name, replay, rows)
         torch.set_num_threads(threads)
-        del storage, ways
         gc.collect()
-    return {**result, "targets": targets(result, speed=device.type != "sim")}
+    return {**result, "targets": targets(result, speed=bench.is_real)}
+
+
+def _gather(bench: Bench, name: str, replay: Replay, rows: int) -> dict[str, Any]:
+    storage = replay.make(rows)
+    indices = drawn(replay, rows, INDICES)
+    ways = contenders(storage, indices)
+    wrong = {each.name: _is_wrong(each, storage, indices) for each in ways}
+    with collector_paused(not bench.keep_gc):
+        times_us = interleave(
+            ways,
+            [None],
+            synchroniser([bench.device]),
+            rounds=bench.rounds(0.1),
+            burst=BURST,
+            progress=bench.progress(f"gather, {name}"),
+        )
+    return {
+        "title": replay.title,
+        "leaves": len(storage),
+        "bytes": bytes_of_batch(storage, replay.batch),
+        "wrong": wrong,
+        **compared(times_us, OURS, BURST),
+    }
+
+
+def drawn(replay: Replay, rows: int, batches: int) -> list[torch.Tensor]:
+    """Return the rows of some batches, drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, rows, (replay.batch,), generator=generator) for _ in range(batches)]
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
     """Return each target and whether it is hit; without ``speed``, only those on values."""
-    wrong = sum(sum(found["wrong"].values()) for found in result["gathers"].values())
-    found = [
-        {
-            "what": "gathers with another value than the storage's, all contenders",
-            "wanted": "0",
-            "found": wrong,
-            "hit": wrong == 0,
-        }
-    ]
+    wrong = count_wrong(result["gathers"].values())
+    found = [none("gathers with another value than the storage's, all contenders", wrong)]
     if not speed:
         return found
-    for name, gather in result["gathers"].items():
-        medians = {way: times["median_us"] for way, times in gather["contenders"].items()}
-        one = medians[_by_torch(1)]
-        if name in WANTED:
+    for name in WANTED:
+        if name in result["gathers"]:
+            contenders = result["gathers"][name]["contenders"]
+            medians = {way: times["median_us"] for way, times in contenders.items()}
+            one = medians[_by_torch(1)]
             what = f"{name}, index_select on one thread over tdcopier"
             found.append(at_least(what, one / medians[OURS], WANTED[name]))
             found.append(at_least(f"{what} on one", one / medians[OURS_ALONE], 1.0))

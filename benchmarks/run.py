@@ -29,14 +29,17 @@ import sizes
 import streams
 import structure
 import torch
+from measure import Bench
+from sections import TABLES
 
 from tdcopier._commands.progress import progress
 from tdcopier.workloads import WORKLOADS
 
+QUEUED = "it needs kernels queued on a CUDA stream"
 WANTING = {
     "d2d": "it needs two devices",
-    "wait": "it needs kernels queued on a CUDA stream",
-    "memory": "it needs kernels queued on a CUDA stream",
+    "wait": QUEUED,
+    "memory": QUEUED,
     "tensordict": "it needs the package tensordict",
 }
 """Why a benchmark cannot run, by name."""
@@ -48,10 +51,6 @@ MODULES: dict[str, Any] = {
     "structure": structure,
     "company": company,
 }
-NAMES = (
-    *("h2d", "d2h", "d2d", "loop", "replay", "gather"),
-    *("sizes", "structure", "tensordict", "company", "wait", "memory"),
-)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,41 +60,54 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     out = options.out or (report.RESULTS if device.type == "cuda" else machine.ROOT / "build/bench")
     out.mkdir(parents=True, exist_ok=True)
-    description = machine.describe(device)
-    repeats = 10 if options.quick else options.repeats
-    results = []
-    possible = _benchmarks(device, options, repeats)
+    bench = Bench(device, 10 if options.quick else options.repeats, progress, options.keep_gc)
+    possible = _benchmarks(bench, options)
     for name in options.only:
         if name not in possible:
             print(f"Skipped {name}: {WANTING[name]}.")
-    for name, run in possible.items():
-        if name not in options.only:
-            continue
+    asked = {name: run for name, run in possible.items() if name in options.only}
+    if not asked:
+        print("Nothing that was asked for can run here.", file=sys.stderr)
+        return 1
+    results = _written(asked, machine.describe(device), options.quick, out)
+    _report(results, out)
+    if device.type == "sim":
+        print("Figures of a simulated device say nothing on speed; only the counts mean something.")
+    missed = [t["what"] for result in results for t in result["targets"] if not t["hit"]]
+    print("targets: " + (f"MISSED {len(missed)}: {'; '.join(missed)}" if missed else "all hit"))
+    return 0
+
+
+def _report(results: list[dict[str, Any]], out: Path) -> None:
+    if importlib.util.find_spec("matplotlib"):
+        report.write_plots(results, out)
+    else:
+        print("No plots: they need matplotlib. benchmarks/report.py draws them later.")
+    print(report.page(results, str(out)))
+
+
+def _written(
+    asked: dict[str, Callable[[], dict[str, Any]]],
+    description: dict[str, object],
+    quick: bool,
+    out: Path,
+) -> list[dict[str, Any]]:
+    """Run benchmarks one after the other, and write the result of each as soon as it is there."""
+    results = []
+    for name, run in asked.items():
         result = {
             "schema": report.SCHEMA,
             "name": name,
             "taken": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "machine": description,
-            "quick": options.quick,
+            "quick": quick,
             **run(),
         }
         path = out / f"{name}-{description['slug']}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {path}", flush=True)
         results.append(result)
-    if not results:
-        print("Nothing that was asked for can run here.", file=sys.stderr)
-        return 1
-    if importlib.util.find_spec("matplotlib"):
-        report.write_plots(results, out)
-    else:
-        print("No plots: they need matplotlib. benchmarks/report.py draws them later.")
-    print(report.page(results, str(out)))
-    if device.type == "sim":
-        print("Figures of a simulated device say nothing on speed; only the counts mean something.")
-    missed = [t["what"] for result in results for t in result["targets"] if not t["hit"]]
-    print("targets: " + (f"MISSED {len(missed)}: {'; '.join(missed)}" if missed else "all hit"))
-    return 0
+    return results
 
 
 def choose_device(asked: str | None) -> torch.device | None:
@@ -122,33 +134,27 @@ def choose_device(asked: str | None) -> torch.device | None:
 
 
 def _benchmarks(
-    device: torch.device, options: argparse.Namespace, repeats: int
+    bench: Bench, options: argparse.Namespace
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the benchmarks that can run on this machine, by name."""
     found: dict[str, Callable[[], dict[str, Any]]] = {
-        name: partial(
-            copies.run, direction, options.workloads, repeats, progress, keep_gc=options.keep_gc
-        )
-        for name, direction in directions.possible(device).items()
+        name: partial(copies.run, bench, direction, options.workloads)
+        for name, direction in directions.possible(bench.device).items()
     }
-    for name, module in MODULES.items():
-        found[name] = partial(module.run, device, repeats, progress, keep_gc=options.keep_gc)
+    found |= {name: partial(module.run, bench) for name, module in MODULES.items()}
     if importlib.util.find_spec("tensordict") is not None:
-        found["tensordict"] = partial(
-            _tensordicts, device, repeats, progress, keep_gc=options.keep_gc
-        )
-    if device.type == "cuda":
+        found["tensordict"] = partial(_tensordicts, bench)
+    if bench.device.type == "cuda":
         checked, timed, iterations = (400, 10, 40) if options.quick else (10_000, 50, 200)
-        memory_of = ["detection_batch", "detection_batch_with_images"]
-        found["wait"] = partial(streams.run_wait, device, timed, checked, progress)
-        found["memory"] = partial(streams.run_memory, device, memory_of, iterations, progress)
+        found["wait"] = partial(streams.run_wait, bench, timed, checked)
+        found["memory"] = partial(streams.run_memory, bench, iterations)
     return found
 
 
-def _tensordicts(*arguments: Any, keep_gc: bool) -> dict[str, Any]:
+def _tensordicts(bench: Bench) -> dict[str, Any]:
     import tensordicts  # needs tensordict, whose import takes seconds
 
-    return tensordicts.run(*arguments, keep_gc=keep_gc)
+    return tensordicts.run(bench)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -158,7 +164,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument(
-        "--only", nargs="+", choices=NAMES, default=list(NAMES), help="default: all that can run"
+        "--only",
+        nargs="+",
+        choices=list(TABLES),
+        default=list(TABLES),
+        help="default: all that can run",
     )
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     parser.add_argument(

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from baselines import OURS, PER_LEAF_TO, PINNED, per_leaf
-from copies import Progress, start_workers
-from copy_targets import at_most
-from directions import h2d, synchroniser
+from baselines import OURS, PER_LEAF_TO, per_leaf, pinned_beforehand
+from directions import h2d, start_workers, synchroniser
 from limits import flat_bytes
-from measure import PREPARED, Contender, collector_paused, interleave, summarise
-from quiet import QuietProcessor
+from measure import MIN_ROUNDS, Bench, Contender, summaries
+from targets import at_most, count_wrong, none
 
 import tdcopier
-from tdcopier.workloads import flat_dict, map_tensors, total_bytes
+from tdcopier.workloads import flat_dict, total_bytes
 
 COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 FLOATS = 64  # per leaf
@@ -22,50 +20,30 @@ MOST_SIMULATED = 10_000
 MOST_BY_TO = 10_000  # limit for .to() per leaf: more leaves take seconds and show nothing new
 BURST = 3
 WARM_UP = 1
-MIN_ROUNDS = 3
 ROUNDS_OF_LEAVES = 60  # batches with more leaves get fewer rounds
 SMALL, LARGE = 1_000, 100_000
 MAX_GROWTH = 1.5
 
 
-def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine.
-
-    Args:
-        device: The target.
-        repeats: As for the other benchmarks; the more leaves, the fewer rounds.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
-    start_workers(h2d(device))
+def run(bench: Bench) -> dict[str, Any]:
+    """Return the result of this benchmark, without the machine."""
+    start_workers(h2d(bench.device))
+    counts = [n for n in COUNTS if bench.is_real or n <= MOST_SIMULATED]
     result = {
         "what": "Host to device: the cost of a copy against the number of its leaves",
         "settings": {
             "leaf": f"{FLOATS} float32, side by side in a dict",
-            "collector": "on" if keep_gc else "paused",
-            "order": f"interleaved, bursts of {BURST} calls, shuffled per round",
-            "processor": "each round on one that no neighbour slows down, where there is one",
+            **bench.settings(burst=BURST),
         },
-        "sizes": {
-            str(count): _size(device, count, repeats, progress, keep_gc=keep_gc)
-            for count in counts(device)
-        },
+        "sizes": {str(count): _size(bench, count) for count in counts},
     }
-    return {**result, "targets": targets(result, speed=device.type != "sim")}
+    return {**result, "targets": targets(result, speed=bench.is_real)}
 
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
     """Return each target and whether it is hit; without ``speed``, only those on values."""
-    wrong = sum(sum(found["wrong"].values()) for found in result["sizes"].values())
-    found = [
-        {
-            "what": "copies that differ from their source, all sizes and ways",
-            "wanted": "0",
-            "found": wrong,
-            "hit": wrong == 0,
-        }
-    ]
+    wrong = count_wrong(result["sizes"].values())
+    found = [none("copies that differ from their source, all sizes and ways", wrong)]
     if not speed:
         return found
     small, large = (result["sizes"][str(count)]["us_per_leaf"][OURS] for count in (SMALL, LARGE))
@@ -73,25 +51,12 @@ def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any
     return [*found, at_most(what, large / small, MAX_GROWTH)]
 
 
-def counts(device: torch.device) -> list[int]:
-    """Return the leaf counts of the batches, without the largest ones on the simulated device."""
-    return [n for n in COUNTS if device.type != "sim" or n <= MOST_SIMULATED]
-
-
 def contenders(device: torch.device, count: int) -> list[Contender]:
     """Return the ways that are timed for ``count`` leaves, ours first."""
     found = [Contender(OURS, lambda tree: tdcopier.start_copy(tree, device).get())]
     if count <= MOST_BY_TO:
         found.append(per_leaf(PER_LEAF_TO, lambda leaf: leaf.to(device)))
-    found.append(
-        Contender(
-            PINNED,
-            lambda tree: map_tensors(tree, lambda leaf: leaf.to(device, non_blocking=True)),
-            lambda tree: map_tensors(tree, torch.Tensor.pin_memory),
-            PREPARED,
-        )
-    )
-    return found
+    return [*found, pinned_beforehand(device)]
 
 
 def rounds_of(count: int, repeats: int) -> int:
@@ -106,36 +71,31 @@ def differs(result: Any, source: dict[str, torch.Tensor], device: torch.device) 
     return not torch.equal(flat_bytes(result).cpu(), flat_bytes(source))
 
 
-def _size(
-    device: torch.device, count: int, repeats: int, progress: Progress, *, keep_gc: bool
-) -> dict[str, Any]:
+def _size(bench: Bench, count: int) -> dict[str, Any]:
     source = flat_dict(leaves=count, floats=FLOATS)
-    ways = contenders(device, count)
-    synchronise = synchroniser([device])
-    wrong = {way.name: int(_is_wrong(way, source, device)) for way in ways}
-    with collector_paused(not keep_gc), QuietProcessor() as quiet:
-        times = interleave(
-            ways,
-            [source],
-            synchronise,
-            rounds=rounds_of(count, repeats),
-            warm_up=WARM_UP,
-            progress=progress(f"{count:,} leaves"),
-            before_round=quiet.seek,
-            burst=BURST,
-        )
-    summaries = {way: summarise(taken) for way, taken in times.items()}
+    ways = contenders(bench.device, count)
+    wrong = {way.name: int(is_wrong(way, source, bench.device)) for way in ways}
+    times, processor = bench.interleaved(
+        f"{count:,} leaves",
+        ways,
+        [source],
+        synchroniser([bench.device]),
+        rounds=rounds_of(count, bench.repeats),
+        warm_up=WARM_UP,
+        burst=BURST,
+    )
+    found = summaries(times)
     return {
         "leaves": count,
         "bytes": total_bytes(source),
-        "contenders": {way: summary._asdict() for way, summary in summaries.items()},
-        "us_per_leaf": {way: summary.median_us / count for way, summary in summaries.items()},
+        "contenders": found,
+        "us_per_leaf": {way: summary["median_us"] / count for way, summary in found.items()},
         "wrong": wrong,
-        "processor": quiet.described(),
+        "processor": processor,
     }
 
 
-def _is_wrong(way: Contender, source: dict[str, torch.Tensor], device: torch.device) -> bool:
+def is_wrong(way: Contender, source: dict[str, torch.Tensor], device: torch.device) -> bool:
     result = way.run(way.prepare(source))
     synchroniser([device])()
     return differs(result, source, device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from busy import Sleeper
-from measure import summarise
+from kernels import Sleeper
+from measure import Bench, summarise
 from quiet import QuietProcessor
+from targets import at_most, none
 
 import tdcopier
 from tdcopier.workloads import WORKLOADS, detection_batch, leaves, map_tensors, total_bytes
@@ -21,8 +22,8 @@ DECOY_BYTES = 16 << 20  # pinned H2D before a copy, which delays the copy
 MAX_WAIT_US = 100.0
 MAX_BATCHES = 8.0
 STAGING_LIMIT_BYTES = 64 << 20
-
-Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
+MEMORY_SLEEP_MS = 12.0
+MEMORY_OF = ("detection_batch", "detection_batch_with_images")
 
 
 class ChangingBatch:
@@ -33,12 +34,9 @@ class ChangingBatch:
     """
 
     def __init__(self, tree: Any, device: torch.device) -> None:
-        groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        for leaf in leaves(tree):
-            groups.setdefault(leaf.dtype, []).append(leaf.reshape(-1))
-        self.flat = {dtype: torch.cat(group) for dtype, group in groups.items()}
+        self.flat = by_dtype(tree)
         self.twin = {dtype: flat.to(device, copy=True) for dtype, flat in self.flat.items()}
-        offsets = dict.fromkeys(groups, 0)
+        offsets = dict.fromkeys(self.flat, 0)
 
         def rehome(leaf: torch.Tensor) -> torch.Tensor:
             begin = offsets[leaf.dtype]
@@ -64,32 +62,36 @@ class ChangingBatch:
             into: () int64 on the device, to which the count is added.
 
         """
-        groups: dict[torch.dtype, list[torch.Tensor]] = {}
-        for leaf in leaves(result):
-            groups.setdefault(leaf.dtype, []).append(leaf.reshape(-1))
-        for dtype, group in groups.items():
-            into.add_(torch.count_nonzero(torch.cat(group) != self.twin[dtype]))
+        for dtype, flat in by_dtype(result).items():
+            into.add_(torch.count_nonzero(flat != self.twin[dtype]))
 
 
-def run_wait(
-    device: torch.device, timed_rounds: int, checked_rounds: int, progress: Progress
-) -> dict[str, Any]:
+def by_dtype(tree: Any) -> dict[torch.dtype, torch.Tensor]:
+    """Return the values of all leaves of each dtype in one tensor."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for leaf in leaves(tree):
+        groups.setdefault(leaf.dtype, []).append(leaf.reshape(-1))
+    return {dtype: torch.cat(group) for dtype, group in groups.items()}
+
+
+def run_wait(bench: Bench, timed_rounds: int, checked_rounds: int) -> dict[str, Any]:
     """Time wait() while kernels are queued, and check the values that are read after it.
 
     Args:
-        device: The target, a CUDA device.
+        bench: The options; the device must be a CUDA device.
         timed_rounds: Rounds with 20 ms of kernels queued; wait() is timed, values are checked.
         checked_rounds: Rounds in which only values are checked.
-        progress: Returns a wrapper of the rounds for a label.
 
     """
-    batch = ChangingBatch(detection_batch(), device)
-    sleeper = Sleeper(device)
+    batch, sleeper = ChangingBatch(detection_batch(), bench.device), Sleeper(bench.device)
     with QuietProcessor() as quiet:
-        timed = _timed_waits(device, batch, sleeper, timed_rounds, progress, quiet.seek)
-    checked = _checked_rounds(device, batch, sleeper, checked_rounds, progress)
+        timed = _timed_waits(bench, batch, sleeper, timed_rounds, quiet.seek)
+    checked = _checked_rounds(bench, batch, sleeper, checked_rounds)
     wait = summarise(timed["wait_us"])
     wrong = timed["wrong_rounds"] + checked["wrong_rounds"]
+    what = f"median of wait() with {LONG_SLEEP_MS:g} ms of kernels queued"
+    returned = at_most(what, wait.median_us, MAX_WAIT_US, "us")
+    returned["hit"] &= timed["still_busy"] == timed_rounds
     return {
         "what": "Host time of wait() behind queued kernels, and values read on the device after it",
         "settings": {
@@ -110,37 +112,27 @@ def run_wait(
         "checked_seconds": checked["seconds"],
         "wrong_rounds": wrong,
         "targets": [
-            {
-                "what": f"median of wait() with {LONG_SLEEP_MS:g} ms of kernels queued",
-                "wanted": f"<= {MAX_WAIT_US:g} us",
-                "found": round(wait.median_us, 2),
-                "hit": wait.median_us <= MAX_WAIT_US and timed["still_busy"] == timed_rounds,
-            },
-            {
-                "what": f"rounds with a wrong value, of {timed_rounds + checked_rounds}",
-                "wanted": "0",
-                "found": wrong,
-                "hit": wrong == 0,
-            },
+            returned,
+            none(f"rounds with a wrong value, of {timed_rounds + checked_rounds}", wrong),
         ],
     }
 
 
 def _timed_waits(
-    device: torch.device,
+    bench: Bench,
     batch: ChangingBatch,
     sleeper: Sleeper,
     rounds: int,
-    progress: Progress,
     before_round: Callable[[], None],
 ) -> dict[str, Any]:
+    device = bench.device
     wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
     start_us: list[float] = []
     wait_us: list[float] = []
     still_busy = 0
     stats: dict[str, Any] = {}
     warm_up = 3
-    for index in progress("wait() behind 20 ms")(range(warm_up + rounds)):
+    for index in bench.progress("wait() behind 20 ms")(range(warm_up + rounds)):
         before_round()
         torch.cuda.synchronize(device)
         batch.change()
@@ -173,11 +165,7 @@ def _timed_waits(
 
 
 def _checked_rounds(
-    device: torch.device,
-    batch: ChangingBatch,
-    sleeper: Sleeper,
-    rounds: int,
-    progress: Progress,
+    bench: Bench, batch: ChangingBatch, sleeper: Sleeper, rounds: int
 ) -> dict[str, Any]:
     """Run blocks of rounds that provoke two kinds of errors.
 
@@ -185,13 +173,14 @@ def _checked_rounds(
     memory too early, a wrong value shows it. On an idle stream, with the copy delayed by a large
     one, a consumer that does not wait reads before the bytes have arrived.
     """
+    device = bench.device
     wrong = torch.zeros(rounds, dtype=torch.int64, device=device)
     decoy_source = torch.empty(DECOY_BYTES, dtype=torch.uint8, pin_memory=True)
     decoy_target = torch.empty(DECOY_BYTES, dtype=torch.uint8, device=device)
     side = torch.cuda.Stream(device)
     torch.cuda.synchronize(device)
     begin = time.perf_counter()
-    for index in progress("values after wait()")(range(rounds)):
+    for index in bench.progress("values after wait()")(range(rounds)):
         backlog = (index // BLOCK) % 2 == 0
         if not backlog:
             torch.cuda.synchronize(device)
@@ -214,37 +203,23 @@ def _checked_rounds(
     }
 
 
-def run_memory(
-    device: torch.device, names: list[str], iterations: int, progress: Progress
-) -> dict[str, Any]:
+def run_memory(bench: Bench, iterations: int) -> dict[str, Any]:
     """Measure device memory and pinned staging while the device is slower than the host.
 
     Args:
-        device: The target, a CUDA device.
-        names: Workloads to run.
+        bench: The options; the device must be a CUDA device.
         iterations: Copies per workload, each followed by a consumer and 12 ms of kernels.
-        progress: Returns a wrapper of the iterations for a label.
 
     """
     tdcopier.set_staging_limit_bytes(STAGING_LIMIT_BYTES)
-    sleeper = Sleeper(device)
-    workloads = {n: _memory(device, n, iterations, sleeper, progress) for n in names}
+    sleeper = Sleeper(bench.device)
+    workloads = {name: _memory(bench, name, iterations, sleeper) for name in MEMORY_OF}
     targets = []
     for name, found in workloads.items():
-        targets += [
-            {
-                "what": f"{name}: peak device memory above the start, in batches",
-                "wanted": f"<= {MAX_BATCHES:g}",
-                "found": round(found["peak_batches"], 2),
-                "hit": found["peak_batches"] <= MAX_BATCHES,
-            },
-            {
-                "what": f"{name}: most pinned staging held, bytes",
-                "wanted": f"<= {STAGING_LIMIT_BYTES}",
-                "found": found["max_staging_bytes"],
-                "hit": found["max_staging_bytes"] <= STAGING_LIMIT_BYTES,
-            },
-        ]
+        peak = f"{name}: peak device memory above the start, in batches"
+        held, held_bytes = f"{name}: most pinned staging held, bytes", found["max_staging_bytes"]
+        targets.append(at_most(peak, found["peak_batches"], MAX_BATCHES))
+        targets.append(at_most(held, held_bytes, STAGING_LIMIT_BYTES))
     return {
         "what": "Peak memory over GPU-bound iterations of start_copy() and wait()",
         "settings": {"iterations": iterations, "staging_limit_bytes": STAGING_LIMIT_BYTES},
@@ -253,12 +228,10 @@ def run_memory(
     }
 
 
-def _memory(
-    device: torch.device, name: str, iterations: int, sleeper: Sleeper, progress: Progress
-) -> dict[str, Any]:
+def _memory(bench: Bench, name: str, iterations: int, sleeper: Sleeper) -> dict[str, Any]:
+    device = bench.device
     source = WORKLOADS[name].make(0)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    sleep_ms = 12.0
 
     def consume(result: Any) -> None:
         # Adds up reductions to one value each, which need almost no memory.
@@ -276,11 +249,11 @@ def _memory(
     device_behind = 0
     last = torch.cuda.Event()
     begin = time.perf_counter()
-    for _ in progress(f"memory, {name}")(range(iterations)):
+    for _ in bench.progress(f"memory, {name}")(range(iterations)):
         device_behind += not last.query()
         handle = tdcopier.start_copy(source, device)
         consume(handle.wait())
-        sleeper.enqueue(sleep_ms)
+        sleeper.enqueue(MEMORY_SLEEP_MS)
         last = torch.cuda.Event()
         last.record()
         staging.append(tdcopier.staging_bytes(device))
@@ -297,5 +270,5 @@ def _memory(
         "max_staging_bytes": max(staging),
         "iterations_with_the_device_behind": device_behind,
         "seconds": round(seconds, 3),
-        "queued_seconds": round(iterations * sleep_ms / 1e3, 3),
+        "queued_seconds": round(iterations * MEMORY_SLEEP_MS / 1e3, 3),
     }

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from baselines import OURS, multi_tensor_copier
-from copies import BURST, Progress, start_workers
-from directions import h2d, synchroniser
-from measure import Contender, Summary, collector_paused, interleave, ratio_of_medians, summarise
-from quiet import QuietProcessor
+from directions import h2d, start_workers, synchroniser
+from measure import BURST, Bench, Contender, Summary, ratio_of_medians, summarise
+from targets import at_most, none
 from torch.utils import _pytree as pytree
 
 import tdcopier
@@ -81,79 +80,76 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def run(device: torch.device, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine.
-
-    Args:
-        device: The target that the trees without tensors are copied to.
-        repeats: Calls with each tree.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
+def run(bench: Bench) -> dict[str, Any]:
+    """Return the result of this benchmark, without the machine."""
+    device, trees = bench.device, cases()
     start_workers(h2d(device))
     synchroniser([device])()
-    trees = cases()
-    found = ways(device)
-    contenders = {
-        (case, way): Contender(f"{case}, {way}", copy, itemgetter(case))
-        for case, timed in trees.items()
-        for way, copy in found.items()
-        if timed.compared or way == OURS
-    }
-    with collector_paused(not keep_gc), QuietProcessor() as quiet:
-        times = interleave(
-            list(contenders.values()),
-            [{case: timed.tree for case, timed in trees.items()}],
-            lambda: None,  # nothing is enqueued, and synchronising would take longer
-            rounds=max(5, round(repeats / BURST)),
-            progress=progress("structure"),
-            before_round=quiet.seek,
-            burst=BURST,
-        )
-    summaries: dict[str, dict[str, Summary]] = {case: {} for case in trees}
-    for (case, way), contender in contenders.items():
-        summaries[case][way] = summarise(times[contender.name])
+    found, processor = _timed(bench, trees)
     seen = {case: _opaque_values_seen(timed.tree, device) for case, timed in trees.items()}
-    changed = sum(changes(found[OURS](timed.tree), timed.tree) for timed in trees.values())
+    ours = ways(device)[OURS]
     result = {
         "what": "What containers and opaque values cost: start_copy() and get(), without tensors",
         "settings": {
-            "collector": "on" if keep_gc else "paused",
-            "order": f"interleaved, bursts of {BURST} calls, shuffled per round",
-            "processor": "each round on one that no neighbour slows down, where there is one",
+            **bench.settings(),
             "opaque_values": "ints, strings, None and instances of a plain class, in turn",
             "per_container": f"of {CONTAINERS} with two ints each, less the same ints in one list",
         },
         "cases": {
-            case: {
-                "opaque_values": timed.opaque_values,
-                "opaque_values_seen": seen[case],
-                "contenders": {way: s._asdict() for way, s in summaries[case].items()},
-                "ratios": {
-                    way: ratio_of_medians(s, summaries[case][OURS])
-                    for way, s in summaries[case].items()
-                    if way != OURS
-                },
-            }
-            for case, timed in trees.items()
+            case: _case_result(timed, seen[case], found[case]) for case, timed in trees.items()
         },
         "us_per_opaque_value": {
-            way: (summary.median_us - summaries[EMPTY][way].median_us) / OPAQUE_VALUES
-            for way, summary in summaries[OPAQUE].items()
+            way: (summary.median_us - found[EMPTY][way].median_us) / OPAQUE_VALUES
+            for way, summary in found[OPAQUE].items()
         },
         "us_per_container": {
             kind: per_container_us(
-                summaries[kind][OURS],
-                summaries[UNWRAPPED][OURS],
+                found[kind][OURS],
+                found[UNWRAPPED][OURS],
                 walked=seen[kind] == trees[kind].opaque_values,
             )
             for kind in KINDS
         },
-        "changed_values": changed,
-        "processor": quiet.described(),
+        "changed_values": sum(changes(ours(each.tree), each.tree) for each in trees.values()),
+        "processor": processor,
     }
-    return {**result, "targets": targets(result, speed=device.type != "sim")}
+    return {**result, "targets": targets(result, speed=bench.is_real)}
+
+
+def _timed(
+    bench: Bench, trees: dict[str, Case]
+) -> tuple[dict[str, dict[str, Summary]], dict[str, Any]]:
+    """Return summaries by tree and way, and the processor's."""
+    contenders = {
+        (case, way): Contender(f"{case}, {way}", copy, itemgetter(case))
+        for case, timed in trees.items()
+        for way, copy in ways(bench.device).items()
+        if timed.compared or way == OURS
+    }
+    times, processor = bench.interleaved(
+        "structure",
+        list(contenders.values()),
+        [{case: timed.tree for case, timed in trees.items()}],
+        lambda: None,  # nothing is enqueued, and synchronising would take longer
+        rounds=bench.rounds(1 / BURST, least=5),
+    )
+    found: dict[str, dict[str, Summary]] = {case: {} for case in trees}
+    for (case, way), contender in contenders.items():
+        found[case][way] = summarise(times[contender.name])
+    return found, processor
+
+
+def _case_result(timed: Case, seen: int, found: dict[str, Summary]) -> dict[str, Any]:
+    return {
+        "opaque_values": timed.opaque_values,
+        "opaque_values_seen": seen,
+        "contenders": {way: summary._asdict() for way, summary in found.items()},
+        "ratios": {
+            way: ratio_of_medians(summary, found[OURS])
+            for way, summary in found.items()
+            if way != OURS
+        },
+    }
 
 
 def ways(device: torch.device) -> dict[str, Callable[[Any], Any]]:
@@ -186,33 +182,18 @@ def per_container_us(wrapped: Summary, unwrapped: Summary, *, walked: bool) -> f
 
 def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
     """Return each target and whether it is hit; without ``speed``, only those on values."""
-    changed = result["changed_values"]
-    found = [
-        {
-            "what": "containers and values that came back as another type or object, all trees",
-            "wanted": "0",
-            "found": changed,
-            "hit": changed == 0,
-        }
-    ]
+    what = "containers and values that came back as another type or object, all trees"
+    found = [none(what, result["changed_values"])]
     if not speed:
         return found
     opaque_us = result["us_per_opaque_value"][OURS]
-    integers_us = result["cases"][INTEGERS]["contenders"][OURS]["median_us"]
+    integers = result["cases"][INTEGERS]
+    what = f"{integers['opaque_values']} {INTEGERS}, the whole call"
+    whole_us = integers["contenders"][OURS]["median_us"]
     return [
         *found,
-        {
-            "what": f"one opaque value, of {OPAQUE_VALUES} in a list",
-            "wanted": f"< {MAX_OPAQUE_US:g} us",
-            "found": round(opaque_us, 4),
-            "hit": opaque_us < MAX_OPAQUE_US,
-        },
-        {
-            "what": f"{result['cases'][INTEGERS]['opaque_values']} {INTEGERS}, the whole call",
-            "wanted": f"< {MAX_INTEGERS_US:g} us",
-            "found": round(integers_us, 2),
-            "hit": integers_us < MAX_INTEGERS_US,
-        },
+        at_most(f"one opaque value, of {OPAQUE_VALUES} in a list", opaque_us, MAX_OPAQUE_US, "us"),
+        at_most(what, whole_us, MAX_INTEGERS_US, "us"),
     ]
 
 

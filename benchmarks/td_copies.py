@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from baselines import OURS
-from copies import BURST, MIN_ROUNDS, Progress, count_of
+from copies import timed
 from directions import HOST, Direction, synchroniser
-from measure import Contender, collector_paused, compared, interleave, steps, summarise
-from quiet import QuietProcessor
+from measure import BURST, MIN_ROUNDS, Bench, Contender
 from td_batches import BATCHES, Batch, count_leaves, differences, total_bytes
 
 import tdcopier
@@ -18,22 +17,9 @@ CONSOLIDATED = "td.consolidate().to()"
 PINNED = "td.pin_memory().to(non_blocking=True)"
 
 
-def run(
-    direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool
-) -> dict[str, dict[str, Any]]:
-    """Return the result of every batch in one direction, by the batch's name.
-
-    Args:
-        direction: Source and target of the copies.
-        repeats: Calls with the fastest batches; others get a fraction of that.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
-    return {
-        name: _batch(direction, name, batch, repeats, progress, keep_gc=keep_gc)
-        for name, batch in BATCHES.items()
-    }
+def run(bench: Bench, direction: Direction) -> dict[str, dict[str, Any]]:
+    """Return the result of every batch in one direction, by the batch's name."""
+    return {name: _batch(bench, direction, name, batch) for name, batch in BATCHES.items()}
 
 
 def contenders(direction: Direction) -> list[Contender]:
@@ -68,54 +54,30 @@ def tried(way: Contender, source: Any, expected: Any, direction: Direction) -> l
     return differences(result, expected)
 
 
-def _batch(
-    direction: Direction,
-    name: str,
-    batch: Batch,
-    repeats: int,
-    progress: Progress,
-    *,
-    keep_gc: bool,
-) -> dict[str, Any]:
-    rounds = max(MIN_ROUNDS, round(repeats * batch.repeat_share / BURST))
+def sources_of(direction: Direction, batch: Batch) -> list[Any]:
+    """Return the batches of a kind on the direction's source device."""
     made = [batch.make(seed) for seed in range(batch.pool)]
-    sources = made if direction.source == HOST else [td.to(direction.source) for td in made]
+    return made if direction.source == HOST else [td.to(direction.source) for td in made]
+
+
+def _batch(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
+    sources = sources_of(direction, batch)
     expected = sources[0].to(direction.target)
-    synchronise = synchroniser(direction.devices)
-    synchronise()
     outcomes = {way: tried(way, sources[0], expected, direction) for way in contenders(direction)}
     failed = {way.name: found for way, found in outcomes.items() if isinstance(found, str)}
-    label = f"TensorDict {direction.name}, {name}"
-    with collector_paused(not keep_gc), QuietProcessor() as quiet:
-        times = interleave(
-            [way for way in outcomes if way.name not in failed],
-            sources,
-            synchronise,
-            rounds=rounds,
-            progress=progress(label),
-            before_round=quiet.seek,
-            burst=BURST,
-        )
-        own = steps(
-            lambda td: tdcopier.async_to(td, direction.target),
-            sources,
-            synchronise,
-            rounds=rounds,
-            before_round=quiet.seek,
-        )
-    stats, counted = count_of(lambda: tdcopier.async_to(sources[0], direction.target), direction)
+    right = {way: places for way, places in outcomes.items() if way.name not in failed}
     return {
-        "leaves": count_leaves(made[0]),
-        "bytes": total_bytes(made[0]),
-        "sources": len(sources),
-        **compared(times, OURS, BURST),
-        "steps": {step: summarise(taken)._asdict() for step, taken in own.items()},
-        "stats": stats,
-        "memcpys": counted.memcpys,
-        "memcpys_counted_by": counted.counted_by,
-        "wrong": {
-            way.name: len(found) for way, found in outcomes.items() if way.name not in failed
-        },
+        "leaves": count_leaves(sources[0]),
+        "bytes": total_bytes(sources[0]),
+        **timed(
+            bench,
+            direction,
+            f"TensorDict, {name}",
+            list(right),
+            sources,
+            lambda td: tdcopier.async_to(td, direction.target),
+            bench.rounds(batch.repeat_share / BURST, MIN_ROUNDS),
+        ),
+        "wrong": {way.name: len(places) for way, places in right.items()},
         "failed": failed,
-        "processor": quiet.described(),
     }

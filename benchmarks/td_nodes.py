@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from baselines import OURS
-from copies import BURST, MIN_ROUNDS, Progress
 from directions import Direction, synchroniser
-from measure import Contender, Summary, collector_paused, interleave, summarise
-from quiet import QuietProcessor
+from measure import BURST, MIN_ROUNDS, Bench, Contender, summaries
 from td_batches import differences
 from td_copies import TO
 from tensordict import TensorDict, tensorclass
@@ -21,6 +19,7 @@ NODES = 200
 REPEAT_SHARE = 0.2
 FLAT, NESTED, CLASSES = "side by side", "TensorDict", "tensorclass"
 WHOLE, APART, REBUILD = OURS, f"{OURS}, taking apart alone", f"{OURS}, rebuilding alone"
+WAYS = (WHOLE, APART, REBUILD, TO)
 
 
 @tensorclass
@@ -44,18 +43,9 @@ def trees() -> dict[str, TensorDict]:
     }
 
 
-def run(direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool) -> dict[str, Any]:
-    """Return the times of the three trees, and the time that a node adds.
-
-    Args:
-        direction: From the host to a device.
-        repeats: Calls with the fastest batches of a run; these get a fraction of that.
-        progress: Returns a wrapper of the rounds for a label.
-        keep_gc: Leave Python's garbage collector on while timing.
-
-    """
+def run(bench: Bench, direction: Direction) -> dict[str, Any]:
+    """Return the times of the three trees, and the time that a node adds."""
     made = trees()
-    synchronise = synchroniser(direction.devices)
     found = {(tree, way.name): way for tree in made for way in ways(tree, direction)}
     wrong = {
         tree: sum(
@@ -64,33 +54,25 @@ def run(direction: Direction, repeats: int, progress: Progress, *, keep_gc: bool
         )
         for tree, td in made.items()
     }
-    with collector_paused(not keep_gc), QuietProcessor() as quiet:
-        times = interleave(
-            [way._replace(name=f"{way.name}: {tree}") for (tree, _), way in found.items()],
-            [made],
-            synchronise,
-            rounds=max(MIN_ROUNDS, round(repeats * REPEAT_SHARE / BURST)),
-            progress=progress("TensorDict, cost of a node"),
-            before_round=quiet.seek,
-            burst=BURST,
-        )
-    summaries = {key: summarise(times[f"{key[1]}: {key[0]}"]) for key in found}
+    times_us, processor = bench.interleaved(
+        "TensorDict, cost of a node",
+        [way._replace(name=f"{way.name}: {tree}") for (tree, _), way in found.items()],
+        [made],
+        synchroniser(direction.devices),
+        rounds=bench.rounds(REPEAT_SHARE / BURST, MIN_ROUNDS),
+    )
+    by_name = summaries(times_us)
+    times = {tree: {way: by_name[f"{way}: {tree}"] for way in WAYS} for tree in made}
     return {
         "nodes": NODES,
         "leaves": len(made[FLAT].keys()),
-        "times": {
-            tree: {way: summaries[tree, way]._asdict() for way in (WHOLE, APART, REBUILD, TO)}
-            for tree in made
-        },
+        "times": times,
         "us_per_node": {
-            tree: {
-                way: per_node_us(summaries[tree, way], summaries[FLAT, way])
-                for way in (WHOLE, APART, REBUILD, TO)
-            }
+            tree: {way: per_node_us(times[tree][way], times[FLAT][way]) for way in WAYS}
             for tree in (NESTED, CLASSES)
         },
         "wrong": wrong,
-        "processor": quiet.described(),
+        "processor": processor,
     }
 
 
@@ -131,6 +113,6 @@ def parts_on(td: TensorDict, device: torch.device) -> tuple[Rule, list[Any], Any
     return rule, tdcopier.copy(leaves, device), context
 
 
-def per_node_us(nodes: Summary, flat: Summary) -> float:
+def per_node_us(nodes: dict[str, Any], flat: dict[str, Any]) -> float:
     """Return the microseconds that a node adds to its leaves."""
-    return (nodes.median_us - flat.median_us) / NODES
+    return (nodes["median_us"] - flat["median_us"]) / NODES

@@ -124,27 +124,6 @@ def test_rows_that_one_build_lacks_are_left_out_and_slower_ones_come_first() -> 
     assert [(row["row"], row["ratio"]) for row in rows] == [("b", 3.0), ("a", 2.0)]
 
 
-def test_a_folder_without_a_package_is_refused(options: list[str], tmp_path: Path, capsys) -> None:
-    with pytest.raises(SystemExit):
-        compare.main([*options, "--new", str(tmp_path)])
-    assert "there is no package tdcopier in" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("round_s", "rounds"), [(0.1, 5), (1.0, compare_rows.MIN_ROUNDS), (1e-6, 200)]
-)
-def test_a_case_gets_as_many_rounds_as_fit_within_bounds(round_s: float, rounds: int) -> None:
-    asked: list[int] = []
-    clock = iter([0.0, round_s])
-
-    def run(count: int) -> dict:
-        asked.append(count)
-        return {}
-
-    compare_rows.within(run, 0.5, lambda: next(clock))
-    assert asked == [1, 1, rounds]
-
-
 def test_a_suite_that_fails_leaves_the_others_rows(monkeypatch, sim) -> None:
 
     def failing(*_):

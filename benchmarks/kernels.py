@@ -1,0 +1,73 @@
+"""Work for the device of a chosen duration: sleeps, large kernels and small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+SMALL_KERNELS = 500
+
+
+class Sleeper:
+    """Keeps the current stream of a device busy for about the requested time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        if self._on_cuda:
+            cycles = 50_000_000
+            torch.cuda._sleep(1_000_000)
+            times_ms = sorted(_ms(lambda: torch.cuda._sleep(cycles)) for _ in range(3))
+            self._cycles_per_ms = cycles / times_ms[1]
+
+    def enqueue(self, ms: float) -> None:
+        if self._on_cuda:
+            torch.cuda._sleep(int(ms * self._cycles_per_ms))
+            return
+        from tdcopier import sim
+
+        sim.busy(ms / 1e3)
+
+
+class Work:
+    """The kernels of a step: matrix multiplications that take about the requested time.
+
+    On the simulated device, whose times mean nothing, it is a single small one.
+    """
+
+    def __init__(self, device: torch.device, ms: float) -> None:
+        on_cuda = device.type == "cuda"
+        size, dtype = (4096, torch.bfloat16) if on_cuda else (16, torch.float32)
+        self.factor = torch.full((size, size), 1.0 / size, dtype=dtype, device=device)
+        self.product = torch.empty_like(self.factor)
+        self.count = 1
+        if on_cuda:
+            self.count = 100  # the first ones raise the clock of an idle device
+            ms_of_one = [_ms(self.enqueue) / self.count for _ in range(2)][1]
+            self.count = max(1, round(ms / ms_of_one))
+
+    def enqueue(self) -> None:
+        for _ in range(self.count):
+            torch.mm(self.factor, self.factor, out=self.product)
+
+
+class SmallKernels:
+    """A step of small kernels that takes the host as long as the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._values = torch.zeros(256, device=device)
+        self._count = SMALL_KERNELS if device.type == "cuda" else 1
+
+    def enqueue(self) -> None:
+        for _ in range(self._count):
+            self._values.add_(1.0)
+
+
+def _ms(enqueue: Callable[[], None]) -> float:
+    """Return the time that the current CUDA stream takes for the work of a call."""
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    enqueue()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after))

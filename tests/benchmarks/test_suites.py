@@ -1,0 +1,221 @@
+"""Each benchmark runs on the simulated device, and its results are like the committed ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from benchmark_support import load
+
+report, run, storages = load("report"), load("run"), load("storages")
+RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
+ON_SIM = [name for name in RESULTS if name not in ("wait", "memory")]
+DIRECTIONS = ("h2d", "d2h", "d2d")
+ELSEWHERE = re.compile(
+    r"^/machine|limit: memcpy|torchrl|multi_tensor_copier"  # other processors and packages
+    r"|^/(workloads|loops|replays|gathers|sizes)/[^/]*$"  # batches that are left out here
+    r"|^/workloads/.*(pin_memory|pinned)|/limits/memcpy$"  # ways that need CUDA
+)
+"""Keys of committed results that the test's results may lack."""
+REBUILD, CHUNK = "tdcopier, rebuilding alone", "tdcopier.copy_into(), one earlier chunk"
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the batches small that would take long."""
+    sac = {"sac": storages.REPLAYS["sac"]}
+    for name in ("replay", "rows"):
+        monkeypatch.setattr(load(name), "that_fit", lambda rows: sac)
+        monkeypatch.setattr(load(name), "ROWS_OF_SIM", 40)
+    monkeypatch.setattr(load("sizes"), "COUNTS", (10, 100))
+    if importlib.util.find_spec("tensordict"):
+        load("tensordicts")
+        monkeypatch.setattr(load("td_nodes"), "NODES", 5)
+    loop = load("loop")
+    monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
+    monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
+
+
+def missing(wanted: Any, found: Any, path: str = "") -> Iterator[str]:
+    """Yields the keys of a committed result that another result lacks."""
+    for key, part in wanted.items() if isinstance(wanted, dict) else ():
+        if key in found:
+            yield from missing(part, found[key], f"{path}/{key}")
+        elif not ELSEWHERE.search(f"{path}/{key}"):
+            yield f"{path}/{key}"
+
+
+def wrong_numbers(found: Any, counted: bool = False) -> Iterator[int]:
+    """Yields the numbers of wrong results of all ways."""
+    if isinstance(found, dict):
+        for key, part in found.items():
+            yield from wrong_numbers(part, counted or key in ("wrong", "wrong_leaves"))
+    elif counted:
+        yield int(found)
+
+
+@pytest.mark.parametrize("name", ON_SIM)
+def test_a_benchmark_runs_with_right_values_and_the_keys_of_the_committed_result(
+    sim: ModuleType, small: None, tmp_path: Path, capsys: Any, name: str
+) -> None:
+    if name == "tensordict":
+        pytest.importorskip("tensordict")
+    asked = ["--device", "sim", "--quick", "--repeats", "4", "--only", name, "wait"]
+    assert run.main([*asked, "--workloads", "detection_batch", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "Skipped wait: it needs kernels queued on a CUDA stream." in printed
+    assert printed.endswith("targets: all hit\n")
+    result = json.loads((tmp_path / f"{name}-sim.json").read_text())
+    assert list(missing(RESULTS[name], result)) == []
+    wrong = list(wrong_numbers(result))
+    assert set(wrong) == ({0} if name != "structure" else set())
+    assert report.page([result], ".").startswith("## ")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("wait", {"timed": 2, "checked": 20}), ("memory", {"iterations": 2})]
+)
+def test_benchmarks_of_cuda_streams_have_the_keys_of_the_committed_result(
+    sim: ModuleType, monkeypatch: Any, name: str, arguments: dict[str, int]
+) -> None:
+    """The simulated device stands in for CUDA, so only values and keys mean something."""
+    device = torch.device("sim", 0)
+    for part in ("synchronize", "Event", "Stream", "stream"):
+        monkeypatch.setattr(torch.cuda, part, getattr(torch.get_device_module(device), part))
+    stats = {"active_bytes.all.current": 0, "active_bytes.all.peak": 1000}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    bench = load("measure").Bench(device, 10, lambda label: iter)
+    result = getattr(load("streams"), f"run_{name}")(bench, *arguments.values())
+    runners = ("schema", "name", "taken", "machine", "quick")
+    wanted = {key: part for key, part in RESULTS[name].items() if key not in runners}
+    assert list(missing(wanted, result)) == []
+    assert result.get("wrong_rounds", 0) == 0
+
+
+def test_with_one_device_the_runner_says_why_it_leaves_d2d_out(
+    sim: ModuleType, small: None, monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(load("directions"), "second_device", lambda device: None)
+    assert run.main(["--device", "sim", "--only", "d2d", "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "Skipped d2d: it needs two devices.\n" in printed.out
+    assert "Nothing that was asked for can run here." in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_cuda_the_runner_fails_and_names_the_simulated_device(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run.main([]) == 1
+    assert "--device sim" in capsys.readouterr().err
+    monkeypatch.setenv("FAIL_WITHOUT_CUDA", "1")
+    assert run.main(["--device", "sim"]) == 1
+    assert "not CUDA" in capsys.readouterr().err
+
+
+# ---- targets -------------------------------------------------------------------------------------
+
+
+def targets_of(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
+    """Returns the targets of a result, from its figures."""
+    name = result["name"]
+    if name in DIRECTIONS:
+        kind = "cuda" if speed else "sim"
+        ends = [torch.device(kind, index) for index in range(2 if name == "d2d" else 1)]
+        return load("copies").targets(getattr(load("directions"), name)(*ends), result["workloads"])
+    module = load("tensordicts") if name == "tensordict" else run.MODULES[name]
+    return module.targets(result, speed=speed)
+
+
+@pytest.mark.parametrize("name", ON_SIM)
+def test_the_targets_of_a_committed_result_come_from_its_figures(name: str) -> None:
+    if name == "tensordict":
+        pytest.importorskip("tensordict")
+    committed = RESULTS[name]["targets"]
+    found = targets_of(RESULTS[name])
+    assert [(t["what"], t["hit"]) for t in found] == [(t["what"], t["hit"]) for t in committed]
+    assert len(targets_of(RESULTS[name], speed=False)) < len(found)
+
+
+OFF = {
+    "h2d": [
+        ("workloads/detection_batch/wrong_leaves/tdcopier", 2, "tdcopier's result that differ"),
+        ("workloads/detection_batch/wrong_leaves/limit: one pinned DMA", 2, "limits of others"),
+        ("workloads/detection_batch/ratios/.to() per leaf", 1.0, ".to() per leaf over tdcopier"),
+        ("workloads/detection_batch/h2d_memcpys", 528, "memcpys seen from outside"),
+        ("workloads/detection_batch_with_images/limits/dma/ours_over", 9.0, "over one DMA"),
+    ],
+    "loop": [
+        ("loops/atari_replay/ratios/tdcopier", 1.03, "atari_replay, step over that on"),
+        (
+            "loops/atari_replay/copy_calls/tdcopier/median_us",
+            301.0,
+            "atari_replay, host in the copy",
+        ),
+        ("loops/atari_replay/wrong/.to() per leaf", 1, "another value than the source's"),
+        ("beside_host_work/wrong", 1, "another value than the source's"),
+        ("beside_host_work/together/median_us", 80.1, "other work between"),
+    ],
+    "replay": [("replays/sac/learners/500 small kernels/wrong/tdcopier", 1, "other rows")],
+    "gather": [("gathers/sac/wrong/tdcopier", True, "another value than the storage's")],
+    "sizes": [
+        ("sizes/1000/wrong/.to() per leaf", 1, "differ from their source"),
+        ("sizes/100000/us_per_leaf/tdcopier", 1e3, "cost of a leaf"),
+    ],
+    "structure": [
+        ("changed_values", 1, "came back as another type or object"),
+        ("us_per_opaque_value/tdcopier", 0.11, "one opaque value"),
+        ("cases/integers in a dict of lists/contenders/tdcopier/median_us", 101.0, "960 integers"),
+    ],
+    "tensordict": [
+        ("copies/h2d/flat/ratios/td.to()", 14.9, "flat, host to device, td.to() over"),
+        ("copies/h2d/flat/stats/transfers", 2, "flat: packed leaves, transfers"),
+        (f"into/h2d/ratios/{CHUNK}", 0.51, "into one earlier chunk"),
+        (f"into/h2d/wrong/{CHUNK}", 1, "differ from td.to()"),
+        (f"nodes/us_per_node/TensorDict/{REBUILD}", 3.1, "one TensorDict node"),
+        ("nodes/wrong/tensorclass", 1, "differ from td.to()"),
+    ],
+    "company": [
+        ("kernels/wrong/tdcopier", 1, "another value than the source's"),
+        ("kernels/times/nothing/tdcopier/median_us", 1001.0, "beside kernels, after nothing"),
+        ("refill/rows/0/wrong", 1, "refill after wait()"),
+    ],
+}
+"""A figure that is off, by benchmark, and the one target that it misses."""
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "missed"), [(name, *off) for name in OFF for off in OFF[name]]
+)
+def test_a_figure_that_is_off_misses_its_own_target_alone(name, path, value, missed) -> None:
+    result = deepcopy(RESULTS[name])
+    *outer, last = path.split("/")
+    part = reduce(lambda found, key: found[int(key) if type(found) is list else key], outer, result)
+    assert last in part
+    part[last] = value
+    before = {target["what"] for target in targets_of(RESULTS[name]) if not target["hit"]}
+    after = {target["what"] for target in targets_of(result) if not target["hit"]}
+    (found,) = [what for what in after if missed in what]
+    assert after - before <= {found}
+
+
+def test_a_result_without_our_figure_has_no_targets_but_an_error() -> None:
+    result = deepcopy(RESULTS["loop"])
+    del result["loops"]["atari_replay"]["ratios"]["tdcopier"]
+    with pytest.raises(KeyError, match="tdcopier"):
+        targets_of(result)
+
+
+def test_the_best_of_the_others_is_neither_ours_nor_a_limit_nor_pinned_before() -> None:
+    way, ratio = load("copies").best_other(RESULTS["h2d"]["workloads"]["atari_replay"])
+    assert way in (".to() per leaf", "pin_memory() and .to() per leaf")
+    assert ratio == RESULTS["h2d"]["workloads"]["atari_replay"]["ratios"][way]

@@ -1,0 +1,202 @@
+"""How times become rounds, medians, ratios and steps, from known times."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from benchmark_support import Clock, load
+
+measure, quiet, loop_steps, replay = (
+    load(name) for name in ("measure", "quiet", "loop_steps", "replay")
+)
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([5.0], (5.0, 5.0, 5.0, 5.0, 5.0, 1)),
+        ([3.0, 1.0], (2.0, 1.5, 2.5, 1.0, 3.0, 2)),
+        ([1.0, 1.0, 1.0, 1000.0], (1.0, 1.0, 250.75, 1.0, 1000.0, 4)),
+    ],
+)
+def test_a_summary_is_median_and_inclusive_quartiles(times: Any, expected: Any) -> None:
+    assert tuple(measure.summarise(times)) == expected
+
+
+def test_contenders_are_compared_by_all_calls_and_by_first_calls() -> None:
+    found = measure.compared({"ours": [4.0, 1.0, 1.0], "other": [8.0, 5.0, 5.0]}, "ours", 3)
+    assert found["contenders"]["other"]["median_us"] == 5.0
+    assert found["ratios"] == {"other": 5.0}
+    assert found["first_calls"]["other"]["median_us"] == 8.0
+    assert found["ratios_of_first_calls"] == {"other": 2.0}
+
+
+def test_a_round_is_a_burst_of_every_contender_with_one_source_in_changing_order() -> None:
+    clock, order, rounds_begun = Clock(), [], []
+
+    def contender(name: str, us: int) -> Any:
+        def run(source: str) -> None:
+            order.append((name, source))
+            clock.take_us(us)
+
+        return measure.Contender(name, run)
+
+    times = measure.interleave(
+        [contender("fast", 10), contender("slow", 500), contender("other", 20)],
+        ["x", "y"],
+        lambda: None,
+        rounds=19,
+        warm_up=1,
+        clock_ns=clock,
+        burst=2,
+        before_round=lambda: rounds_begun.append(len(order)),
+    )
+    assert times == {"fast": [11.0] * 38, "slow": [501.0] * 38, "other": [21.0] * 38}
+    bursts = [order[begin : begin + 2] for begin in range(0, 120, 2)]
+    assert all(first == second for first, second in bursts)
+    rounds = [[first for first, _ in bursts[begin : begin + 3]] for begin in range(0, 60, 3)]
+    for index, calls in enumerate(rounds):
+        assert {name for name, _ in calls} == {"fast", "slow", "other"}
+        assert {source for _, source in calls} == {"xy"[index % 2]}
+    assert len({tuple(name for name, _ in calls) for calls in rounds}) > 3
+    assert rounds_begun == list(range(0, 120, 6))
+
+
+def test_only_the_call_and_the_device_after_it_are_timed() -> None:
+    clock = Clock()
+    pending_us = iter([1000, 7] * 2)  # work from before the call; then its own
+
+    class Slow:
+        def __del__(self) -> None:
+            clock.take_us(10_000)
+
+    @contextmanager
+    def around() -> Any:
+        clock.take_us(1000)
+        yield
+        clock.take_us(1000)
+
+    slow = measure.Contender("it", lambda _: Slow(), lambda _: clock.take_us(9), around=around)
+    times = measure.interleave(
+        [slow], ["x"], lambda: clock.take_us(next(pending_us)), rounds=2, warm_up=0, clock_ns=clock
+    )
+    assert times == {"it": [8.0, 8.0]}
+
+
+def test_items_are_shuffled_within_their_round_and_warm_up_rounds_are_negative() -> None:
+    begun: list[int] = []
+    found = list(
+        measure.shuffled(
+            "abc", iter, rounds=20, warm_up=2, before_round=lambda: begun.append(len(begun))
+        )
+    )
+    assert [index for index, _ in found] == [index for index in range(-2, 20) for _ in "abc"]
+    orders = ["".join(item for _, item in found[at : at + 3]) for at in range(0, 66, 3)]
+    assert {"".join(sorted(order)) for order in orders} == {"abc"}
+    assert len(set(orders)) > 3
+    assert len(begun) == 22
+
+
+def test_steps_split_a_copy_where_the_caller_sees_it() -> None:
+    clock = Clock()
+
+    class Handle:
+        def get(self) -> str:
+            clock.take_us(20)
+            return "tree"
+
+    def start_copy(source: str) -> Handle:
+        clock.take_us(100)
+        return Handle()
+
+    times = measure.steps(
+        start_copy, ["x"], lambda: clock.take_us(3), rounds=2, warm_up=1, clock_ns=clock
+    )
+    assert times == {
+        "start_copy": [101.0] * 2,
+        "get": [21.0] * 2,
+        "synchronise": [4.0] * 2,
+        "drop": [1.0] * 2,
+    }
+
+
+def test_a_disturbed_processor_is_left_for_a_quiet_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    where, slow = [0], {0}
+
+    def move(pid: int, allowed: set[int]) -> None:
+        where[0] = next(iter(allowed))
+
+    monkeypatch.setattr(quiet.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(quiet.os, "sched_setaffinity", move, raising=False)
+    monkeypatch.setattr(quiet, "probe_us", lambda: 200.0 if where[0] in slow else 100.0)
+    with quiet.QuietProcessor() as processor:
+        where[0] = 0
+        processor.seek()
+        assert where[0] == 1
+        slow.update({1, 2})
+        processor.seek()
+    found = processor.described()
+    assert (found["rounds"], found["moves"], found["disturbed_rounds"]) == (2, 1, 1)
+
+
+def test_limits_come_from_the_fastest_memcpy_and_say_its_threads() -> None:
+    limits, directions = load("limits"), load("directions")
+    medians_us = {
+        "tdcopier": 30.0,
+        "limit: one pinned DMA": 20.0,
+        "limit: memcpy into pinned memory, 1 thread": 60.0,
+        "limit: memcpy into pinned memory, 8 threads": 25.0,
+    }
+    h2d = directions.h2d(torch.device("cuda", 0))
+    found = limits.found_limits(h2d, 1_000_000, (1, 8, 16), medians_us, "tdcopier")
+    assert (found["dma"]["ours_over"], found["dma"]["gb_per_s"]) == (1.5, 50.0)
+    assert (found["memcpy"]["threads"], found["memcpy"]["ours_over"]) == (8, 1.2)
+
+
+# ---- loops ---------------------------------------------------------------------------------------
+
+
+def test_only_the_copy_calls_are_the_hosts_time_and_all_is_the_steps(sim: Any) -> None:
+    clock, device = Clock(), torch.device("sim", 0)
+    sources = [{"a": torch.full((4,), number)} for number in range(3)]
+    started: list[Any] = []
+
+    def start(tree: Any) -> Any:
+        started.append(tree)
+        clock.take_us(30)
+        return tree
+
+    def finish(tree: Any) -> Any:
+        clock.take_us(12)
+        return tree
+
+    class Slow:
+        def enqueue(self) -> None:
+            clock.take_us(1000)
+
+    feed = loop_steps.feeds(device)[0]._replace(start=start, finish=finish)
+    reader = loop_steps.Reader(sources, loop_steps.STEPS, device)
+    prepared = [feed.prepare(source) for source in sources]
+    found = loop_steps.block(feed, prepared, 0, Slow(), reader, device, clock)
+    assert found.copy_calls_us == [43.0] * loop_steps.STEPS
+    # The clock is read twice in each step, and once at the end.
+    assert found.step_us == pytest.approx(1000 + 43 + 1 + 1 / loop_steps.STEPS)
+    assert len(started) == loop_steps.STEPS + 1  # one before the loop, and one in each step
+    assert [step for step, _ in found.checked] == [9, 19]
+
+
+def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) -> None:
+    clock, device = Clock(), torch.device("sim", 0)
+
+    class Slow:
+        def enqueue(self) -> None:
+            clock.take_us(50)
+
+    batch = {replay.ROW: torch.zeros(1, device=device)}
+    step, host, seen, last = replay.block(iter(lambda: batch, None), Slow(), device, clock)
+    assert (step, host) == (50 + 2 + 1 / replay.STEPS, 1)
+    assert len(seen) == replay.WARM_UP_STEPS + replay.STEPS
+    assert last is batch

@@ -1,0 +1,288 @@
+"""The baselines give right values, and each benchmark's check finds wrong ones."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from benchmark_support import load, measure
+
+from tdcopier import workloads
+
+baselines, copies, directions, limits = (
+    load(name) for name in ("baselines", "copies", "directions", "limits")
+)
+witness, storages, streams, structure = (
+    load(name) for name in ("witness", "storages", "streams", "structure")
+)
+loop_steps, replay, feeds_of = load("loop_steps"), load("replay"), load("replay_feeds")
+metrics, kernels, refill = load("company_loop"), load("company_kernels"), load("company_refill")
+
+CUDA = [torch.device("cuda", index) for index in range(2)]
+
+
+class Idle:
+    """A step without work for the device."""
+
+    def enqueue(self) -> None:
+        pass
+
+
+@pytest.fixture
+def device(sim: ModuleType) -> torch.device:
+    return torch.device("sim", 0)
+
+
+def small_batches(count: int = 3) -> list[Any]:
+    return [workloads.detection_batch(samples=2, cameras=2, seed=seed) for seed in range(count)]
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["h2d", "d2h", "d2d"])
+def test_ways_for_pinned_memory_and_limits_give_right_values_too(device: Any, name: str) -> None:
+    """The runner tests the other ways on the simulated device, and these only on CUDA."""
+    direction = directions.possible(device)[name]
+    on_host = {"a": workloads.one_large(4_000_000), "b": [torch.tensor([True, False, True])]}
+    source = workloads.map_tensors(on_host, lambda leaf: leaf.to(direction.source))
+    crews = [limits.Crew(threads, None) for threads in (1, 2)]
+    ways = limits.contenders(direction, workloads.total_bytes(source), crews)
+    assert len(ways) == (3 if name == "h2d" else 1)
+    short = ways[0]._replace(run=lambda pieces: pieces.source[1:])
+    assert copies.wrong_leaves(short, source, direction) == ["<bytes>"]
+    if name == "h2d":
+        ways += baselines.pinned_to_device(direction.target)
+    if name == "d2h":
+        ways.append(baselines.device_to_pinned())
+    for way in ways:
+        assert copies.wrong_leaves(way, source, direction) == [], way.name
+
+
+def test_a_wrong_value_a_wrong_place_and_a_lost_leaf_are_found() -> None:
+    source = {"a": torch.zeros(2), "b": torch.ones(2)}
+    wrong = {
+        "['b']": source | {"b": torch.zeros(2)},
+        "['a']": source | {"a": torch.zeros(2, device="meta")},
+        "<structure>": {"a": source["a"]},
+    }
+    assert baselines.differences(source, source, directions.HOST) == []
+    for place, tree in wrong.items():
+        assert baselines.differences(tree, source, directions.HOST) == [place]
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "count"),
+    [
+        ("h2d", ["Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"], 1),
+        ("d2h", ["Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH (Device -> Pageable)"], 2),
+        ("d2h", ["void gather<16>(char*)", "Memset (Device)"], 0),
+        ("d2d", ["Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"], 1),
+        ("d2d", ["Memcpy DtoD (Device -> Device)"] * 2, 2),
+    ],
+)
+def test_memcpys_of_the_direction_alone_are_counted(name: str, records: Any, count: int) -> None:
+    direction = getattr(directions, name)(*CUDA[: 2 if name == "d2d" else 1])
+    assert witness.memcpys_among(records, direction.witness) == count
+
+
+def test_copies_by_number_of_leaves_are_compared_with_their_source(device: Any) -> None:
+    sizes = load("sizes")
+    source = workloads.flat_dict(leaves=20)
+    right = {key: leaf.to(device) for key, leaf in source.items()}
+    other = workloads.flat_dict(leaves=20, seed=1)["leaf_7"].to(device)
+    assert not sizes.differs(right, source, device)
+    assert sizes.differs(right | {"leaf_7": other}, source, device)
+    assert sizes.differs(right | {"leaf_7": source["leaf_7"]}, source, device)
+    assert sizes.differs({key: right[key] for key in list(right)[1:]}, source, device)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [(1, 2), {"key": 3}],
+        [[1, 2], {"other": 3}],
+        [[1, 2], {"key": None}],
+        [[1, 2], {"key": 3}, 4],
+    ],
+)
+def test_another_container_key_or_value_is_a_change(changed: Any) -> None:
+    assert structure.changes(changed, [[1, 2], {"key": 3}]) == 1
+    assert structure.changes(changed, changed) == 0
+
+
+def test_a_changing_batch_finds_stale_copies_wrong() -> None:
+    batch = streams.ChangingBatch(workloads.detection_batch(2, 2), torch.device("cpu"))
+    wrong = torch.zeros((), dtype=torch.int64)
+    batch.change()
+    copied = workloads.map_tensors(batch.tree, torch.clone)
+    batch.count_wrong(copied, wrong)
+    assert wrong.item() == 0
+    batch.change()
+    batch.count_wrong(copied, wrong)
+    assert wrong.item() == sum(leaf.numel() for leaf in workloads.leaves(copied))
+
+
+# ---- loops ---------------------------------------------------------------------------------------
+
+
+def wrong_of(feed: Any, device: torch.device) -> tuple[int, int]:
+    """Returns the numbers of wrong steps and wrong batches in one block."""
+    sources = small_batches()
+    reader = loop_steps.Reader(sources, loop_steps.STEPS, device)
+    prepared = [feed.prepare(source) for source in sources]
+    found = loop_steps.block(feed, prepared, 1, Idle(), reader, device)
+    expected = [limits.flat_bytes(source).to(device) for source in sources]
+    return loop_steps.count_wrong(found, 1, reader, expected)
+
+
+def test_a_feed_that_is_a_step_late_is_wrong_in_every_step(device: torch.device) -> None:
+    resident = loop_steps.feeds(device)[0]
+    late = resident._replace(prepare=lambda tree: resident.prepare(small_batches()[0]))
+    steps_of_other_sources = sum((1 + step) % 3 != 0 for step in range(loop_steps.STEPS))
+    assert wrong_of(late, device) == (steps_of_other_sources, 2)
+
+
+def test_a_wrong_value_that_no_step_reads_is_found_in_the_batches_that_are_compared(
+    device: torch.device,
+) -> None:
+    resident = loop_steps.feeds(device)[0]
+
+    def prepare(tree: Any) -> Any:
+        batch = resident.prepare(tree)
+        batch[0]["cameras"][1]["depths"][0] += 1
+        return batch
+
+    assert wrong_of(resident._replace(prepare=prepare), device) == (0, 2)
+
+
+def test_a_batch_that_is_right_only_after_its_step_is_wrong_in_that_step(device: Any) -> None:
+    late: list[tuple[Any, Any]] = []
+
+    def finish(tree: Any) -> Any:
+        while late:
+            for leaf, value in zip(*map(workloads.leaves, late.pop()), strict=True):
+                leaf.copy_(value)
+        batch = workloads.map_tensors(tree, torch.zeros_like)
+        late.append((batch, tree))
+        return batch
+
+    # Of the batches that are compared, step 9's has arrived by the end of the block.
+    feed = loop_steps.feeds(device)[0]._replace(finish=finish)
+    assert wrong_of(feed, device) == (loop_steps.STEPS, 1)
+
+
+def test_a_replay_feed_with_other_rows_or_values_is_wrong(device: torch.device) -> None:
+    storage = storages.REPLAYS["sac"].make(40)
+    indices = [torch.randint(0, 40, (6,)) for _ in range(5)]
+
+    @contextmanager
+    def late(storage: Any, indices: Any, device: Any) -> Any:
+        with feeds_of._plain(storage, indices[1:] + indices[:1], device) as batches:
+            yield batches
+
+    @contextmanager
+    def torn(storage: Any, indices: Any, device: Any) -> Any:
+        with feeds_of._plain(storage, indices, device) as batches:
+            yield ({**batch, "0": batch["0"] + 1} for batch in batches)
+
+    every = replay.WARM_UP_STEPS + replay.STEPS
+    for way, wrong in ((feeds_of._plain, 0), (late, every), (torn, 1)):
+        feed = feeds_of.ReplayFeed("it", way)
+        assert replay._one(feed, storage, indices, Idle(), device)[2] == wrong
+
+
+# ---- beside kernels and other copies -------------------------------------------------------------
+
+
+def test_repeated_batches_and_late_metrics_are_wrong(device: torch.device) -> None:
+    pool = [metrics.make_batch(number, device) for number in range(2)]
+    resident = metrics.feeds(device)[0]
+
+    @contextmanager
+    def stuck(batches: Any) -> Any:
+        yield iter(lambda: {key: leaf.to(device) for key, leaf in batches[0].items()}, None)
+
+    def wrong(feed: Any, metered: bool) -> int:
+        return metrics.one_block(feed, pool, Idle(), device, metered=metered)[1]
+
+    steps = metrics.STEPS + replay.WARM_UP_STEPS
+    assert wrong(resident, True) == 0
+    assert wrong(resident._replace(open=stuck), False) == steps // 2 + 1
+    assert wrong(resident._replace(send=lambda values: lambda: values.cpu() - 1), True) == steps
+
+
+@pytest.mark.hazardous
+def test_a_copy_after_the_kernels_counts_as_late_and_one_on_an_idle_stream_does_not(
+    device: torch.device,
+) -> None:
+    trial = kernels.Trial(device)
+    trial.queued_ms = 100.0
+    assert trial(kernels.BY_TORCH, lambda: None)[1:] == (True, True)
+    trial._by_torch = lambda: trial._source.to(device)  # on the current stream, which is busy
+    assert trial(kernels.BY_TORCH, lambda: None)[1:] == (True, False)
+    trial._by_torch = lambda: trial._expected + 1
+    assert trial(kernels.BY_TORCH, lambda: None)[1] is False
+
+
+def test_a_batch_that_is_read_after_the_refill_is_wrong(device: Any, tmp_path: Path) -> None:
+    for kind in refill.KINDS:
+        buffer = refill.make_buffer(kind, 1 << 12, tmp_path / "file")
+        wrong = torch.zeros(refill.BLOCK, dtype=torch.bool, device=device)
+        at_once = refill.Refill("at once", kind, buffer, lambda source: source.to(device))
+        too_late = at_once._replace(send=lambda source: source.to(device) + 1)
+        for way, expected in ((at_once, 0), (too_late, refill.BLOCK)):
+            refill.block(way, 7, wrong, device, refill.Decoy(device))
+            assert wrong.sum().item() == expected
+
+
+# ---- TensorDicts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "places"),
+    [
+        (lambda td: td, []),
+        (lambda td: td.set("b", torch.zeros(2)), ["['b']"]),
+        (lambda td: td.set("b", torch.ones(2, dtype=torch.int64)), ["['b']"]),
+        (lambda td: td.set("b", torch.ones(2, device="meta")), ["['b']"]),
+        (lambda td: td.exclude("b"), ["<structure>"]),
+        (lambda td: td.auto_device_(), ["", "['inner']"]),
+        (lambda td: setattr(td["inner"], "batch_size", [2, 3]) or td, ["['inner']"]),
+    ],
+)
+def test_another_device_batch_size_leaf_or_value_is_a_difference(changed: Any, places: Any) -> None:
+    tensordict = pytest.importorskip("tensordict")
+
+    def made() -> Any:
+        inner = tensordict.TensorDict({"c": torch.ones(2, 3)}, [2])
+        return tensordict.TensorDict({"a": torch.zeros(2), "b": torch.ones(2), "inner": inner}, [2])
+
+    assert load("td_batches").differences(changed(made()), made()) == places
+
+
+def test_an_error_of_another_way_is_a_finding_and_one_of_ours_is_raised(device: Any) -> None:
+    pytest.importorskip("tensordict")
+    td_copies, td_batches = load("td_copies"), load("td_batches")
+    td, h2d = td_batches.control(0), directions.h2d(device)
+
+    def fail(td: Any) -> Any:
+        raise TypeError("cannot do that\nin many words")
+
+    other, ours = (measure.Contender(name, fail) for name in (td_copies.TO, td_copies.OURS))
+    assert td_copies.tried(other, td, td, h2d) == "TypeError: cannot do that"
+    with pytest.raises(TypeError, match="cannot do that"):
+        td_copies.tried(ours, td, td, h2d)
+
+
+def test_a_destination_that_was_not_filled_is_wrong(device: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensordict")
+    into, h2d = load("into"), directions.h2d(device)
+    case = into.filling(h2d, 0, tmp_path)
+    way = measure.Contender("lazy", lambda case: case.destinations[into.CHUNK])
+    leaves = workloads.leaves(case.source)
+    assert into.wrong_leaves(way, case, h2d) == sum(bool(leaf.any()) for leaf in leaves)
