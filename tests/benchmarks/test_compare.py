@@ -45,6 +45,7 @@ def options(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.sim
+@pytest.mark.timeout(240)  # two processes import torch and time three suites each
 def test_each_build_times_its_own_package_with_the_batches_of_this_checkout(tmp_path: Path) -> None:
     old, new = (a_site(tmp_path / version, version) for version in ("1.old", "2.new"))
     (old / "tdcopier/workloads.py").write_text("raise RuntimeError('of the build')")

@@ -31,7 +31,8 @@ REBUILD, CHUNK = "tdcopier, rebuilding alone", "tdcopier.copy_into(), one earlie
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the batches small that would take long."""
+    """Makes the batches small that would take long, and leaves threads where they are."""
+    monkeypatch.setattr(load("quiet").QuietProcessor, "_move_to", lambda *_: None)
     sac = {"sac": storages.REPLAYS["sac"]}
     for name in ("replay", "rows"):
         monkeypatch.setattr(load(name), "that_fit", lambda rows: sac)
@@ -63,6 +64,7 @@ def wrong_numbers(found: Any, counted: bool = False) -> Iterator[int]:
         yield int(found)
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ON_SIM)
 def test_a_benchmark_runs_with_right_values_and_the_keys_of_the_committed_result(
     sim: ModuleType, small: None, tmp_path: Path, capsys: Any, name: str
