@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from directions import Direction
 from measure import PREPARED, Contender
+from tables import OURS
 
 import tdcopier
 from tdcopier.workloads import leaves_with_paths, map_tensors
 
-OURS = "tdcopier"
-RESIDENT = "on the device already"
 PER_LEAF_TO = ".to() per leaf"
 PINNED = "pinned beforehand, non_blocking .to()"
 

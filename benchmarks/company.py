@@ -9,10 +9,10 @@ import company_kernels
 import company_loop
 import company_refill
 import company_waiting
-from baselines import OURS
 from company_both_ways import BOTH, PINNED
 from directions import d2h, h2d, start_workers
 from measure import Bench, collector_paused
+from tables import OURS
 from targets import at_most, none
 
 MAX_WITH_METRICS = 1.02

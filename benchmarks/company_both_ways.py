@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from baselines import OURS
 from directions import synchroniser
 from measure import Bench, Contender, interleave, summarise
+from tables import OURS
 
 import tdcopier
 

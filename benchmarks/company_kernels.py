@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from baselines import OURS
 from directions import second_device, synchroniser
 from kernels import Sleeper
 from measure import Bench, shuffled, summaries
+from tables import OURS
 
 import tdcopier
 

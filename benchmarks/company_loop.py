@@ -9,11 +9,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS, PINNED, RESIDENT
+from baselines import PINNED
 from kernels import Work
 from measure import Bench, shuffled, summaries
 from replay import STEPS, block
 from storages import ROW
+from tables import OURS, RESIDENT
 
 import tdcopier
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS
 from directions import synchroniser
 from measure import Bench, shuffled, summarise
+from tables import OURS
 
 import tdcopier
 

@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS
 from directions import second_device, synchroniser
 from kernels import Sleeper
 from measure import Bench, shuffled
+from tables import OURS
 
 import tdcopier
 

@@ -14,12 +14,12 @@ import loop
 import loop_steps
 import rows
 import torch
-from baselines import OURS
 from directions import d2h, h2d, possible, start_workers, synchroniser
 from kernels import Work
 from measure import BURST, Contender, collector_paused, interleave, shuffled
 from quiet import QuietProcessor
 from storages import REPLAYS
+from tables import OURS
 
 from tdcopier.workloads import WORKLOADS
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import limits
 import witness
-from baselines import OURS, PER_LEAF_TO, contenders, differences
+from baselines import PER_LEAF_TO, contenders, differences
 from directions import DMA, MEMCPY, Direction, start_workers, synchroniser
 from measure import (
     BURST,
@@ -21,6 +21,7 @@ from measure import (
     steps,
     summaries,
 )
+from tables import OURS
 from targets import at_least, at_most, counts, none
 
 import tdcopier

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS, differences
+from baselines import differences
 from copies import count_of
 from directions import Direction, synchroniser
 from measure import BURST, MIN_ROUNDS, Bench, Contender, compared
+from tables import OURS
 from tensordict import MemoryMappedTensor
 
 import tdcopier

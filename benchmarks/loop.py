@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS, RESIDENT
 from directions import h2d, start_workers, synchroniser
 from kernels import Work
 from limits import flat_bytes
 from loop_steps import CHECK_EVERY, STEPS, Reader, block, count_wrong, feeds
 from measure import Bench, shuffled, summaries
+from tables import OURS, RESIDENT
 from targets import Target, at_most, none
 
 import tdcopier

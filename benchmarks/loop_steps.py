@@ -9,9 +9,10 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS, PER_LEAF_TO, PINNED, RESIDENT, multi_tensor_copier
+from baselines import PER_LEAF_TO, PINNED, multi_tensor_copier
 from kernels import Work
 from limits import flat_bytes
+from tables import OURS, RESIDENT
 
 import tdcopier
 from tdcopier.workloads import map_tensors

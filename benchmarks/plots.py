@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sections import DIRECTIONS, title
-from tables import LIMIT_PREFIX, OURS, leaves_and_bytes, number
+from tables import LIMIT_PREFIX, OURS, RESIDENT, leaves_and_bytes, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +34,7 @@ class Bars(NamedTuple):
 
     heading: str
     us: dict[str, float]
+    linear: bool = False  # whatever the values
 
 
 class Curves(NamedTuple):
@@ -97,7 +98,7 @@ def _bars(axes: Axes, plot: Bars) -> None:
     axes.bar_label(bars, [f"{number(us)} us" for us in values], padding=4)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
-    if max(values) > LARGE_RATIO * min(values):
+    if not plot.linear and max(values) > LARGE_RATIO * min(values):
         axes.set_xscale("log")
         axes.set_xlim(left=min(values) / 2)
         axes.set_xlabel("us, logarithmic")
@@ -149,10 +150,18 @@ def _copies(result: dict[str, Any]) -> Plot | None:
     return Bars(heading, _medians(found["contenders"]))
 
 
+def _added(what: str, steps: dict[str, Any], gpu: str) -> Bars:
+    """Return what each way adds to the step whose data is on the device already."""
+    medians = _medians(steps)
+    resident = medians.pop(RESIDENT)
+    heading = f"Time added to {what}: {number(resident)} us on the device already ({gpu})"
+    return Bars(heading, {way: us - resident for way, us in medians.items()}, linear=True)
+
+
 def _loop(result: dict[str, Any]) -> Plot:
     found = result["loops"][COPIED]
-    heading = f"A training step fed with {leaves_and_bytes(found)} ({result['machine']['gpu']})"
-    return Bars(heading, _medians(found["step"]))
+    what = f"a training step by {leaves_and_bytes(found)}"
+    return _added(what, found["step"], result["machine"]["gpu"])
 
 
 def _replay(result: dict[str, Any]) -> Plot | None:
@@ -160,8 +169,8 @@ def _replay(result: dict[str, Any]) -> Plot | None:
     if replay is None:  # it did not fit in the memory
         return None
     learner, found = next(iter(replay["learners"].items()))
-    heading = f"A learner's step, {replay['title']}, {learner} ({result['machine']['gpu']})"
-    return Bars(heading, _medians(found["step"]))
+    what = f"a learner's step by {replay['title']}, {learner}"
+    return _added(what, found["step"], result["machine"]["gpu"])
 
 
 def _tensordict(result: dict[str, Any]) -> Plot:

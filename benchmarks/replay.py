@@ -13,13 +13,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from baselines import OURS, RESIDENT
 from directions import h2d, start_workers
 from kernels import SMALL_KERNELS, SmallKernels, Work
 from measure import Bench, collector_paused, shuffled, summaries
 from replay_feeds import Batches, ReplayFeed, feeds
 from rows import drawn
 from storages import ROW, Replay, Storage, bytes_of_batch, that_fit
+from tables import OURS, RESIDENT
 from targets import at_most, none
 
 STEP_MS = 4.0  # duration of a step of the learner with large kernels

@@ -11,8 +11,8 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS, RESIDENT
 from storages import Storage
+from tables import OURS, RESIDENT
 
 import tdcopier
 from tdcopier.workloads import map_tensors

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from baselines import OURS, PER_LEAF_TO, per_leaf, pinned_beforehand
+from baselines import PER_LEAF_TO, per_leaf, pinned_beforehand
 from directions import h2d, start_workers, synchroniser
 from limits import flat_bytes
 from measure import MIN_ROUNDS, Bench, Contender, summaries
+from tables import OURS
 from targets import at_most, count_wrong, none
 
 import tdcopier

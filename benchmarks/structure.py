@@ -9,9 +9,10 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from baselines import OURS, multi_tensor_copier
+from baselines import multi_tensor_copier
 from directions import h2d, start_workers, synchroniser
 from measure import BURST, Bench, Contender, Summary, ratio_of_medians, summarise
+from tables import OURS
 from targets import at_most, none
 from torch.utils import _pytree as pytree
 

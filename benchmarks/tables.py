@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 OURS = "tdcopier"
+RESIDENT = "on the device already"
 LIMIT_PREFIX = "limit: "  # marks contenders that are limits of the machine, not ways to copy
 
 Cells = Sequence[str]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from baselines import OURS
 from copies import timed
 from directions import HOST, Direction, synchroniser
 from measure import BURST, MIN_ROUNDS, Bench, Contender
+from tables import OURS
 from td_batches import BATCHES, Batch, count_leaves, differences, total_bytes
 
 import tdcopier

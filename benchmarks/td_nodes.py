@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from baselines import OURS
 from directions import Direction, synchroniser
 from measure import BURST, MIN_ROUNDS, Bench, Contender, summaries
+from tables import OURS
 from td_batches import differences
 from td_copies import TO
 from tensordict import TensorDict, tensorclass

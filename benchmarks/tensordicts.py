@@ -8,9 +8,9 @@ import into
 import td_copies
 import td_nodes
 import tensordict
-from baselines import OURS
 from directions import d2h, h2d, start_workers
 from measure import Bench
+from tables import OURS
 from targets import at_least, at_most, counts, none
 
 MIN_SPEEDUPS = {
