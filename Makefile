@@ -60,7 +60,7 @@ test-gpu: build broken-engines
 
 # Builds engines whose defects are chosen at run time, for tests/schedules/test_broken_engines.py.
 broken-engines: $(READY)
-	@$(RUN) $(PY) tests/support/broken_engines.py
+	@$(RUN) $(PY) tests/support/build_broken_engines.py
 
 bench: build
 	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py

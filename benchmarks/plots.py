@@ -1,4 +1,7 @@
-"""The plot of each benchmark, and how it is drawn; drawing needs matplotlib."""
+"""The plot of each benchmark, and how it is drawn; drawing needs matplotlib.
+
+`report.py` makes the tables and the figures of the README.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 // Counts forks, so that a child process avoids objects whose locks its parent's threads may hold.
 // In a child, `Handle` refuses the parent's copies, `HostToDeviceJob` sends none of them, and
-// engine/device/thread_pools.cpp makes new pools.
+// thread_pools.cpp and reclaim.cpp start anew; sources.cpp and recycled.cpp hold their locks across
+// a fork. tdcopier/_prefetch/queue.py does the same for prefetchers.
 #pragma once
 
 #include <cstdint>

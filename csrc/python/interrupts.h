@@ -1,4 +1,5 @@
-// Waits that release the GIL and that Ctrl-C can interrupt.
+// Waits that release the GIL and that Ctrl-C can interrupt. The copy goes on: CopyJob::help() gives
+// the place of an interrupted thread to a worker. copy_into.cpp ends its copy first.
 #pragma once
 
 #include <pybind11/pybind11.h>

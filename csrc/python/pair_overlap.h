@@ -1,4 +1,5 @@
 // Finds memory that a copy would write for one leaf, and read or write for another.
+// base/overlap.h compares the bytes.
 #pragma once
 
 #include <optional>

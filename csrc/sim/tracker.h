@@ -1,4 +1,5 @@
 // Detects hazards of a program: accesses to memory that no event, wait or allocation permits.
+// It does not track bytes that were never written: block_cache.h fills them with a pattern.
 #pragma once
 
 #include <atomic>

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from tdcopier._containers.delegated import DelegatedPart
+from tdcopier._containers.delegated_parts import DelegatedPart
 from tdcopier._containers.rule import Flat, Refused, Rule
 
 T = TypeVar("T")

@@ -1,4 +1,8 @@
-"""`prefetch`: reads the batches of a source and copies them ahead of the loop that uses them."""
+"""`prefetch`: reads the batches of a source and copies them ahead of the loop that uses them.
+
+`reader.py` has the thread that reads ahead, and `in_loop.py` reads without one; both keep at most
+`depth` batches ahead.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tdcopier import _C
-from tdcopier._containers.delegated import plain_parts
+from tdcopier._containers.delegated_parts import plain_parts
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from tdcopier import _C, _copy
 from tdcopier._C import AsyncCopyHandle
-from tdcopier._containers.delegated import DelegatedPart
+from tdcopier._containers.delegated_parts import DelegatedPart
 from tdcopier._copy import Device
 from tdcopier._rows.request import RowIndex, RowReaders
 from tdcopier._rows.row_numbers import read_rows, row_index

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tdcopier import _C
-from tdcopier._containers.delegated import plain_parts
+from tdcopier._containers.delegated_parts import plain_parts
 from tdcopier._copy import Device
 from tdcopier._rows.request import RowIndex
 

@@ -1,4 +1,7 @@
-"""Nodes: rebuild the parts of a TensorDict from its leaves, which come in order."""
+"""Nodes: rebuild the parts of a TensorDict from its leaves, which come in order.
+
+`_walk.py` restores the locks, when all nodes exist.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
 
 from tdcopier import _C
-from tdcopier._containers.delegated import DelegatedPart
+from tdcopier._containers.delegated_parts import DelegatedPart
 from tdcopier._containers.rule import Refused, Rule
 from tdcopier.tensordict import _kinds, _nodes
 from tdcopier.tensordict._nodes import Node

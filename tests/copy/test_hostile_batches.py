@@ -277,7 +277,7 @@ def test_a_checked_handle_that_nobody_asked_does_not_disturb_the_end_of_the_proc
 def test_memory_of_a_lazy_stack_is_found_in_its_members():
     tensordict = pytest.importorskip("tensordict")
 
-    from tdcopier._containers.delegated import plain_parts
+    from tdcopier._containers.delegated_parts import plain_parts
 
     members = [tensordict.TensorDict(a=torch.full((3,), float(i))) for i in range(2)]
     parts = plain_parts(tensordict.LazyStackedTensorDict(*members))

@@ -9,11 +9,12 @@ import sys
 from typing import Any
 
 import pytest
-from broken_engines import ROOT, SITE, broken_sources
+from build_broken_engines import ROOT, SITE, broken_sources
 from defects import DEFECTS
 
 pytestmark = pytest.mark.sim
 
+BUILD = ROOT / "tests" / "support" / "build_broken_engines.py"
 SEEDS = 300
 
 
@@ -22,7 +23,13 @@ def told_of(name: str) -> dict[str, Any]:
     if not SITE.exists():
         pytest.fail("there is no test build of the broken engines: `make broken-engines` makes it")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/broken_engines.py"), "--show", name, str(SEEDS)],
+        [
+            sys.executable,
+            str(ROOT / "tests/support/build_broken_engines.py"),
+            "--show",
+            name,
+            str(SEEDS),
+        ],
         capture_output=True,
         text=True,
         timeout=100,

@@ -1,4 +1,6 @@
-"""Defects that an engine might have, each breaking one promise; see `broken_engines.py`.
+"""Defects that an engine might have, each breaking one promise; see `build_broken_engines.py`.
+
+The defects are in `defects_of_*.py`, by the promise that they break.
 
 The tables quote the engine's source literally: when that changes, they must follow.
 """

@@ -50,7 +50,7 @@ MEMORY: dict[str, Defect] = {
     ),
     "held_memory_reused_early": Defect(
         "Lifetime",
-        "engine/device/deferred_memory.cpp",
+        "engine/device/deferred_batch_memory.cpp",
         "void DeferredLease::in_flight_until(EventRef event) {",
         "void DeferredLease::in_flight_until(EventRef event) {\n  if ({defect}) event = nullptr;",
         "batches_are_sent_by_their_consumer",

@@ -11,7 +11,7 @@ import torch
 from support import are_released, assert_same
 
 import tdcopier
-from tdcopier._containers.delegated import plain_parts
+from tdcopier._containers.delegated_parts import plain_parts
 
 tensordict = pytest.importorskip("tensordict")
 from tensordict import TensorClass, TensorDict, lazy_stack  # noqa: E402

@@ -105,7 +105,7 @@ Accelerator::Accelerator(c10::Device device)
       ordered_streams_(device),
       events_(device.type()),
       staging_(device.type()),
-      held_(device.type()),
+      deferred_(device.type()),
       run_ahead_(events_) {}
 
 }  // namespace tdcopier

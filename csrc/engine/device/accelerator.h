@@ -8,7 +8,7 @@
 #include <mutex>
 #include <optional>
 
-#include "engine/device/deferred_memory.h"
+#include "engine/device/deferred_batch_memory.h"
 #include "engine/device/event_pool.h"
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
@@ -73,7 +73,7 @@ class Accelerator {
   // Records an event after the work on the calling thread's current stream of this device.
   EventRef record_current();
   StagingRing& staging() { return staging_; }
-  DeferredMemory& deferred() { return held_; }
+  DeferredBatchMemory& deferred() { return deferred_; }
   RunAhead& run_ahead() { return run_ahead_; }
 
  private:
@@ -86,7 +86,7 @@ class Accelerator {
   FollowingStreams ordered_streams_;
   EventPool events_;
   StagingRing staging_;
-  DeferredMemory held_;
+  DeferredBatchMemory deferred_;
   RunAhead run_ahead_;
 };
 

@@ -1,4 +1,4 @@
-// Releases resources once the device has finished using them.
+// Keeps resources, for example sources on a device, until the device has finished using them.
 #pragma once
 
 #include <list>

@@ -1,4 +1,5 @@
 // H2D, to new or existing memory: through pinned staging buffers, or straight from pinned sources.
+// are_sources_free() in copy_job.h says when the sources may be written again.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,7 @@
 #include <vector>
 
 #include "base/combiner.h"
-#include "engine/device/deferred_memory.h"
+#include "engine/device/deferred_batch_memory.h"
 #include "engine/device/staging_ring.h"
 #include "engine/jobs/copy_job.h"
 #include "engine/moves/stage.h"

@@ -1,4 +1,7 @@
-"""Leaves delegated to their own ``.to``, and the tensors that their results are made of."""
+"""Parts delegated to their own ``.to``, and the tensors that their results are made of.
+
+`csrc/python/value_kind.cpp` decides which leaves are delegated; `_into.py` does for `copy_into`.
+"""
 
 from __future__ import annotations
 

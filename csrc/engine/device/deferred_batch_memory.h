@@ -19,13 +19,13 @@ namespace tdcopier {
 // could otherwise keep every staging buffer, and a copy that needs one would wait forever.
 inline constexpr uint64_t kDeferredLimitFactor = 4;
 
-class DeferredMemory;
+class DeferredBatchMemory;
 
 // A lease of memory for one batch. If dropped without `in_flight_until`, the memory is free at
 // once.
 class DeferredLease {
  public:
-  DeferredLease(DeferredMemory& memory, at::Tensor block)
+  DeferredLease(DeferredBatchMemory& memory, at::Tensor block)
       : memory_(memory), block_(std::move(block)) {}
   ~DeferredLease();
   DeferredLease(DeferredLease&&) noexcept = default;
@@ -37,17 +37,17 @@ class DeferredLease {
   void in_flight_until(EventRef event);
 
  private:
-  DeferredMemory& memory_;
+  DeferredBatchMemory& memory_;
   at::Tensor block_;  // undefined: nothing to give back
 };
 
 // The memory for deferred batches of one device. Thread: any. Lifetime: outlives every lease
 // (device state is never destroyed).
-class DeferredMemory {
+class DeferredBatchMemory {
  public:
-  explicit DeferredMemory(c10::DeviceType type) : type_(type) {}
-  DeferredMemory(const DeferredMemory&) = delete;
-  DeferredMemory& operator=(const DeferredMemory&) = delete;
+  explicit DeferredBatchMemory(c10::DeviceType type) : type_(type) {}
+  DeferredBatchMemory(const DeferredBatchMemory&) = delete;
+  DeferredBatchMemory& operator=(const DeferredBatchMemory&) = delete;
 
   // Leases at least `bytes`. Returns nullopt if that would exceed the limit now, or if memory
   // cannot be pinned, which counts as a fallback. Blocks: while new memory is pinned.

@@ -1,8 +1,8 @@
 """Builds engines that each break one promise, and shows that a check detects each of them.
 
 ``build()`` makes a test build of the engine, apart from the real one. It holds a broken variant of
-each piece of code in ``defects.py``; the environment variable ``TDCOPIER_DEFECT`` selects one. The
-engine's own source knows nothing of this.
+each piece of code in ``defects_of_*.py``; the environment variable ``TDCOPIER_DEFECT`` selects
+one. The engine's own source knows nothing of this.
 """
 
 from __future__ import annotations

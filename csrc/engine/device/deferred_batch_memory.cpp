@@ -1,6 +1,6 @@
 // Block sizes are powers of two, as in torch's pinned allocator: the batches of one loop have about
 // the same size.
-#include "engine/device/deferred_memory.h"
+#include "engine/device/deferred_batch_memory.h"
 
 #include <ATen/core/CachingHostAllocator.h>
 
@@ -35,7 +35,7 @@ void DeferredLease::in_flight_until(EventRef event) {
   memory_.give_back(std::move(block_), std::move(event));
 }
 
-std::optional<DeferredLease> DeferredMemory::lease(uint64_t bytes) {
+std::optional<DeferredLease> DeferredBatchMemory::lease(uint64_t bytes) {
   const uint64_t needed = std::max(std::bit_ceil(bytes), kLeastBytes);
   {
     const std::lock_guard lock(mutex_);
@@ -63,20 +63,20 @@ std::optional<DeferredLease> DeferredMemory::lease(uint64_t bytes) {
   }
 }
 
-uint64_t DeferredMemory::pinned_bytes() {
+uint64_t DeferredBatchMemory::pinned_bytes() {
   const std::lock_guard lock(mutex_);
   collect_done();
   make_room(limit_bytes());
   return pinned_bytes_;
 }
 
-void DeferredMemory::drop_free() {
+void DeferredBatchMemory::drop_free() {
   const std::lock_guard lock(mutex_);
   collect_done();
   make_room(0);
 }
 
-void DeferredMemory::give_back(at::Tensor block, EventRef event) {
+void DeferredBatchMemory::give_back(at::Tensor block, EventRef event) {
   const std::lock_guard lock(mutex_);
   if (event) {
     in_flight_.push_back({std::move(block), std::move(event)});
@@ -86,14 +86,14 @@ void DeferredMemory::give_back(at::Tensor block, EventRef event) {
 }
 
 // Blocks of a device that has failed count as free: it no longer reads them.
-void DeferredMemory::collect_done() {
+void DeferredBatchMemory::collect_done() {
   while (!in_flight_.empty() && has_ended(*in_flight_.front().event)) {
     free_.push_back(std::move(in_flight_.front().bytes));
     in_flight_.pop_front();
   }
 }
 
-void DeferredMemory::make_room(uint64_t limit) {
+void DeferredBatchMemory::make_room(uint64_t limit) {
   while (!free_.empty() && pinned_bytes_ > limit) {
     pinned_bytes_ -= free_.front().nbytes();
     free_.erase(free_.begin());
