@@ -29,7 +29,7 @@ struct Pools {
 constexpr size_t kMostWorkers = 12;
 std::atomic<size_t> g_most_workers = kMostWorkers;
 
-Pools g_pools;
+Pools& g_pools = *new Pools();  // never destroyed: copies may start while the process exits
 bool g_is_shut_down = false;
 std::mutex g_mutex;  // guards both
 
