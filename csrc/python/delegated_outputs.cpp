@@ -17,7 +17,7 @@ std::vector<at::Tensor> plain_parts(const py::object& value) {
   if (THPVariable_CheckExact(value.ptr())) return {THPVariable_Unpack(value.ptr())};
   std::vector<at::Tensor> parts;
   const py::list found =
-      py::module_::import("tdcopier._containers.delegated").attr("plain_parts")(value);
+      py::module_::import("tdcopier._containers.delegated_parts").attr("plain_parts")(value);
   for (const py::handle part : found) parts.push_back(THPVariable_Unpack(part.ptr()));
   return parts;
 }

@@ -22,6 +22,18 @@ std::string type_name(py::handle object) {
   return Py_TYPE(object.ptr())->tp_name;
 }
 
+// Lets torch decide which device type a bare number means.
+c10::Device device_of_number(py::handle number) {
+  try {
+    const py::object parsed = py::module_::import("torch").attr("device")(number);
+    return reinterpret_cast<THPDevice*>(parsed.ptr())->device;
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    throw py::value_error("device " + std::string(py::repr(number)) +
+                          " does not exist: " + std::string(py::str(error.value())));
+  }
+}
+
 c10::Device to_c10(py::handle device) {
   if (THPDevice_Check(device.ptr())) return reinterpret_cast<THPDevice*>(device.ptr())->device;
   const bool is_index = PyLong_Check(device.ptr()) && !PyBool_Check(device.ptr());
@@ -29,10 +41,7 @@ c10::Device to_c10(py::handle device) {
     throw py::type_error("device must be a str, a torch.device or an int, not " +
                          type_name(device));
   }
-  if (is_index) {  // torch decides which device type a bare number means
-    const py::object parsed = py::module_::import("torch").attr("device")(device);
-    return reinterpret_cast<THPDevice*>(parsed.ptr())->device;
-  }
+  if (is_index) return device_of_number(device);
   try {
     return c10::Device(device.cast<std::string>());
   } catch (const c10::Error& error) {

@@ -167,19 +167,22 @@ def _is_tensor_collection(cls: type) -> bool:
 # ---- mappings ------------------------------------------------------------------------------------
 
 
-def _flatten_ordered(value: dict[Any, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    items = list(value.items())
-    keys = [key for key, _ in items]
-    return [child for _, child in items], keys, keys
+def _flatten_ordered(value: collections.OrderedDict[Any, Any]) -> Flat:
+    """Flatten an `OrderedDict`, which may have attributes: a state dict has `_metadata`."""
+    keys = list(value)
+    return list(value.values()), (keys, dict(vars(value))), keys
 
 
-def _unflatten_ordered(children: list[Any], keys: list[Any]) -> Any:
-    return collections.OrderedDict(zip(keys, children, strict=True))
+def _unflatten_ordered(children: list[Any], context: tuple[list[Any], dict[str, Any]]) -> Any:
+    keys, attributes = context
+    rebuilt = collections.OrderedDict(zip(keys, children, strict=True))
+    vars(rebuilt).update(attributes)
+    return rebuilt
 
 
 def _flatten_default(value: collections.defaultdict[Any, Any]) -> Flat:
-    children, keys, _ = _flatten_ordered(value)
-    return children, (value.default_factory, keys), keys
+    keys = list(value)
+    return list(value.values()), (value.default_factory, keys), keys
 
 
 def _unflatten_default(children: list[Any], context: tuple[Any, list[Any]]) -> Any:

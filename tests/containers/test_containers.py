@@ -63,6 +63,19 @@ def test_an_ordered_dict_can_be_reordered_as_before(device, leaf):
     assert list(moved) == ["c", "a", "b"]
 
 
+def test_a_state_dict_keeps_the_versions_of_its_modules(device):
+    """Without `_metadata`, a module takes a current checkpoint for one of an old version."""
+    states = torch.nn.BatchNorm1d(3).state_dict()
+    for moved in (
+        tdcopier.copy(states, device),
+        tdcopier.copy(tdcopier.copy(states, device), "cpu"),
+    ):
+        assert type(moved) is OrderedDict
+        assert moved._metadata == states._metadata == {"": {"version": 2}}
+        torch.nn.BatchNorm1d(3).load_state_dict(moved)
+    assert not vars(tdcopier.copy(OrderedDict(a=1), device))
+
+
 def test_a_defaultdict_makes_missing_values_with_the_same_factory(device, leaf):
     moved = tdcopier.copy(defaultdict(list, a=leaf), device)
     assert moved["missing"] == []

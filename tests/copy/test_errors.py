@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -44,6 +46,28 @@ def test_a_device_that_does_not_exist_is_refused(device, accelerator):
     with raises_exactly(ValueError, message):
         tdcopier.start_copy([torch.ones(2)], f"{kind}:7")
     assert_next_copy_works(device)
+
+
+def test_a_number_that_is_no_device_is_refused(device):
+    with pytest.raises(ValueError, match=r"device -1 does not exist: Device index must not be neg"):
+        tdcopier.start_copy([torch.ones(2)], -1)
+    assert_next_copy_works(device)
+
+
+@pytest.mark.sim
+def test_a_number_is_refused_where_torch_has_no_accelerator():
+    """In a process of its own: here, the simulated device is torch's accelerator."""
+    program = """
+import torch, tdcopier
+try:
+    tdcopier.copy([torch.ones(2)], 0)
+except ValueError as error:
+    print(error)
+"""
+    if torch.version.cuda is not None:
+        pytest.skip("torch of CUDA takes 0 for cuda:0")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.startswith("device 0 does not exist: "), done.stderr
 
 
 @pytest.mark.sim
