@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import subprocess
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 import tdcopier
-from tdcopier._commands import bench, copies
+from tdcopier import workloads
+from tdcopier._commands import bench, copies, tables
+from tdcopier._commands.progress import progress
 
 pytestmark = pytest.mark.sim
 
@@ -119,12 +122,40 @@ def test_a_device_that_cannot_be_used_is_refused_in_a_sentence(sim, capsys, devi
     assert capsys.readouterr().err.startswith(said)
 
 
+def test_another_device_than_the_first_can_be_asked_for(sim, accelerator):
+    assert bench.chosen_device("sim:1") == torch.device("sim:1")
+    assert accelerator.current_device() == 1
+    assert bench.chosen_device("sim") == torch.device("sim:1")
+    accelerator.set_device(0)
+
+
 def test_too_little_memory_names_the_option_that_needs_less(sim, monkeypatch, capsys):
     with sim.fail_device_allocation(1):
         assert bench.main([*QUICK]) == 2
     assert capsys.readouterr().err.startswith(
         "Too little memory for 1 MB: give less with --megabytes."
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--megabytes", "0"], "--megabytes must be at least 1"),
+        (["--json", "no/such/folder/file"], "there is no folder no/such/folder"),
+    ],
+)
+def test_mistakes_in_the_arguments_are_found_before_anything_runs(capsys, arguments, said):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_large_tensor_has_the_megabytes_that_were_asked_for():
+    for quick in (True, False):
+        small, large = copies.batches(3_000_000, quick=quick)
+        assert workloads.total_bytes(large.trees[0]) == 3_000_000
+        assert {len(workloads.leaves(tree)) for tree in small.trees} == {528}
 
 
 def test_a_table_gives_medians_quartiles_rates_and_ratios():
@@ -145,3 +176,55 @@ def test_a_table_gives_medians_quartiles_rates_and_ratios():
         "  tdcopier.copy()      2,000  1,999 - 2,500     5",
         "  other                5,000  1,999 - 2,500     2          2.5 x",
     ]
+
+
+def test_the_heading_names_device_and_versions():
+    versions = {"tdcopier": "1", "torch": "2", "python": "3", "driver": "580.1"}
+    devices = [{"device": "cuda:1", "name": "NVIDIA Example"}]
+    result = {"device": "cuda:1", "info": {"devices": devices, "versions": versions}}
+    words = "cuda:1: NVIDIA Example, tdcopier 1, torch 2, python 3"
+    assert bench._machine(result) == f"{words}, driver 580.1"
+    versions["driver"] = {"unknown": "why"}
+    assert bench._machine(result) == words
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_only_the_simulated_device_is_said_to_say_nothing_on_speed(quick):
+    assert bench.SIMULATED in bench._notes({"device": "sim:0", "quick": quick})
+    notes = bench._notes({"device": "cuda:0", "quick": quick})
+    assert bench.SIMULATED not in notes
+    assert ("--quick" in notes) is quick
+
+
+def test_rows_are_aligned_by_column():
+    assert tables.aligned([("", "us"), ("long name", "1"), ("b", "1,000")]).splitlines() == [
+        "              us",
+        "long name      1",
+        "b          1,000",
+    ]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_progress_is_lines_where_nobody_watches_or_tqdm_is_missing(monkeypatch, capsys, installed):
+    own = builtins.__import__
+
+    def without_tqdm(name, *arguments, **named):
+        if name == "tqdm":
+            raise ImportError(name)
+        return own(name, *arguments, **named)
+
+    if not installed:
+        monkeypatch.setattr(builtins, "__import__", without_tqdm)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(progress("label")(range(3))) == [0, 1, 2]
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("label ...\nlabel: ")
+
+
+def test_progress_is_a_bar_where_somebody_watches(monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert list(progress("label")(range(3))) == [0, 1, 2]
+    assert "label" in capsys.readouterr().err
+    assert type(progress("label")(range(3))).__module__.startswith("tqdm")

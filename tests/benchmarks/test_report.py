@@ -44,6 +44,13 @@ def test_there_is_a_committed_result_of_every_benchmark_from_a_whole_run_on_a_gp
         assert not result["quick"]
 
 
+def test_the_committed_replay_result_has_torchrls_own_ways() -> None:
+    """A machine without torchrl leaves them out, and the result says nothing of it."""
+    for replay in RESULTS["replay"]["replays"].values():
+        for learner in replay["learners"].values():
+            assert any("torchrl" in way for way in learner["step"])
+
+
 @pytest.mark.parametrize("name", list(sections.TABLES))
 def test_a_section_names_every_row_every_target_and_the_commit(name: str) -> None:
     result = RESULTS[name]

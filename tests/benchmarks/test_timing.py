@@ -200,3 +200,12 @@ def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) 
     assert (step, host) == (50 + 2 + 1 / replay.STEPS, 1)
     assert len(seen) == replay.WARM_UP_STEPS + replay.STEPS
     assert last is batch
+
+
+def test_the_limits_of_the_waiting_part_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = load("company_waiting")
+    limits: list[int] = []
+    monkeypatch.setattr(waiting.tdcopier, "set_staging_limit_bytes", limits.append)
+    with pytest.raises(KeyError), waiting.limits_of_company():
+        raise KeyError
+    assert limits == [waiting.STAGING_LIMIT_BYTES, waiting.DEFAULT_STAGING_LIMIT_BYTES]

@@ -38,6 +38,19 @@ def test_detection_batch_has_the_documented_shapes_and_dtypes() -> None:
             assert camera["boxes"].dtype is camera["depths"].dtype is torch.float32
 
 
+def test_object_counts_differ_between_cameras_and_between_samples() -> None:
+    batch = workloads.detection_batch()
+    assert len({len(camera["boxes"]) for sample in batch for camera in sample["cameras"]}) > 50
+    assert len({len(sample["boxes_3d"]) for sample in batch}) == 16
+
+
+def test_boxes_have_their_corners_in_order() -> None:
+    for sample in workloads.detection_batch(samples=2):
+        for camera in sample["cameras"]:
+            x0, y0, x1, y1 = camera["boxes"].unbind(-1)
+            assert bool(((x0 <= x1) & (y0 <= y1)).all())
+
+
 @pytest.mark.parametrize(
     "make", [workloads.detection_batch, workloads.flat_dict, workloads.atari_replay]
 )
@@ -82,6 +95,12 @@ def test_an_atari_replay_batch_has_11_leaves_in_two_dicts_and_the_documented_byt
     assert len({leaf.untyped_storage().data_ptr() for leaf in workloads.leaves(batch)}) == 11
 
 
+def test_flat_dict_has_the_asked_leaves() -> None:
+    tree = workloads.flat_dict(leaves=3, floats=2)
+    assert list(tree) == ["leaf_0", "leaf_1", "leaf_2"]
+    assert workloads.total_bytes(tree) == 3 * 2 * 4
+
+
 def test_map_tensors_keeps_containers_and_opaque_values() -> None:
     marker = object()
     one = torch.ones(2)
@@ -99,3 +118,8 @@ def test_map_tensors_keeps_containers_and_opaque_values() -> None:
 def test_leaves_with_paths_names_where_each_leaf_is() -> None:
     tree = {"a": [torch.zeros(1), {"b": torch.ones(1)}], "c": "opaque"}
     assert [path for path, _ in workloads.leaves_with_paths(tree)] == ["['a'][0]", "['a'][1]['b']"]
+
+
+def test_leaves_are_the_tensors_themselves() -> None:
+    leaf = torch.zeros(1)
+    assert workloads.leaves([(leaf,)])[0] is leaf

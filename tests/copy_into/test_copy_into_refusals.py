@@ -90,7 +90,7 @@ REACHED = (
     "or by index), or neither"
 )
 SHARE = (
-    " share memory: the memory of a destination must not belong to another leaf too; pass a "
+    " share memory: the memory of a destination must not belong to another leaf too; give a "
     "clone() of one"
 )
 GRADIENT = (
@@ -223,7 +223,7 @@ REFUSED = {
     "a destination of inference mode": Refused(
         lambda: (two(), of_inference_mode()),
         "destination['x'] was made in inference mode, and can be written in place only there: "
-        "make the call in inference mode, or pass a clone()",
+        "make the call in inference mode, or give a clone()",
         RuntimeError,
     ),
     "numbers that torch lacks": Refused(
