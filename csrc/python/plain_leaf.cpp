@@ -39,7 +39,7 @@ std::optional<PlainLeaf> PlainLeafReader::read_tensor(const at::Tensor& tensor, 
   if (written && tensor.is_inference() && !c10::InferenceMode::is_enabled()) {
     throw std::runtime_error(path_(written) +
                              " was made in inference mode, and can be written in place only "
-                             "there: make the call in inference mode, or pass a clone()");
+                             "there: make the call in inference mode, or give a clone()");
   }
   const std::optional<c10::DispatchKeySet> keys = keys_of(tensor.device());
   if (!keys) return std::nullopt;

@@ -82,7 +82,7 @@ class Sorter {
       throw py::value_error(path(first.number, first.written) + " and " +
                             path(second.number, second.written) +
                             " share memory: the memory of a destination must not belong to "
-                            "another leaf too; pass a clone() of one");
+                            "another leaf too; give a clone() of one");
     }
     const auto twice =
         rows_ != nullptr && rows_->index() ? repeated_row(rows_->index()->rows) : std::nullopt;

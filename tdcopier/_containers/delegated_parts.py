@@ -1,6 +1,7 @@
 """Parts delegated to their own ``.to``, and the tensors that their results are made of.
 
-`csrc/python/value_kind.cpp` decides which leaves are delegated; `_into.py` does for `copy_into`.
+Which leaves are delegated is decided by class in `csrc/python/value_kind.cpp`, and by tensor in
+`look_at` of `csrc/engine/leaves/leaf.cpp`; for `copy_into`, in `csrc/python/plain_leaf.cpp`.
 """
 
 from __future__ import annotations
