@@ -1,5 +1,6 @@
 // Finds memory that a copy would write for one leaf, and read or write for another.
-// base/overlap.h compares the bytes.
+// Sorts the memory of all leaves by address, and compares leaves whose bounds overlap row by row
+// (base/overlap.h).
 #pragma once
 
 #include <optional>

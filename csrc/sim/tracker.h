@@ -1,5 +1,6 @@
 // Detects hazards of a program: accesses to memory that no event, wait or allocation permits.
-// It does not track bytes that were never written: block_cache.h fills them with a pattern.
+// A read that no event orders after its write is a hazard. Bytes that were never written are not
+// tracked: block_cache.h fills them with a pattern, so that values are wrong.
 #pragma once
 
 #include <atomic>

@@ -1,7 +1,7 @@
 """`prefetch`: reads the batches of a source and copies them ahead of the loop that uses them.
 
-`reader.py` has the thread that reads ahead, and `in_loop.py` reads without one; both keep at most
-`depth` batches ahead.
+At most `depth` batches are ahead. `reader.py` has the thread that reads, which waits while that
+many are ready or in flight; `in_loop.py` reads in the loop's thread when it takes a batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Nodes: rebuild the parts of a TensorDict from its leaves, which come in order.
 
-`_walk.py` restores the locks, when all nodes exist.
+A node gets device, batch size and names when it is made. Locks come last, when all nodes exist:
+`_walk.py` locks the root of what was locked.
 """
 
 from __future__ import annotations
