@@ -1,4 +1,6 @@
 // Classifies values of the rarer classes for a walk: a container, a kind of leaf, or opaque.
+// A delegated leaf, for example of a tensor subclass, is moved by its own `.to` during the call;
+// delegated_outputs.h keeps the result.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,5 +1,6 @@
 // H2D, to new or existing memory: through pinned staging buffers, or straight from pinned sources.
-// are_sources_free() in copy_job.h says when the sources may be written again.
+// Sources may be written again when they have been staged, or, if the device reads pinned ones in
+// place, when the event after its last read has ended (are_sources_free() in copy_job.h).
 #pragma once
 
 #include <cstddef>
