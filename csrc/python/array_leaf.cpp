@@ -162,8 +162,9 @@ ArrayMemory memory_of_array(PyObject* object) {
           {array.strides(), array.strides() + dims}};
 }
 
-py::object tensor_from_array(PyObject* array) {
-  return py::module_::import("tdcopier._containers.arrays").attr("as_tensor")(py::handle(array));
+py::object tensor_from_array(PyObject* array, bool is_result) {
+  const py::module_ arrays = py::module_::import("tdcopier._containers.arrays");
+  return arrays.attr("as_tensor")(py::handle(array), py::arg("is_result") = is_result);
 }
 
 std::string array_dtype_name(PyObject* array) {

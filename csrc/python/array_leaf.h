@@ -51,8 +51,8 @@ struct ArrayMemory {
 ArrayMemory memory_of_array(PyObject* array);
 
 // Returns a CPU tensor with the values of any convertible array. It shares the array's memory
-// where torch can use it. Runs Python code.
-pybind11::object tensor_from_array(PyObject* array);
+// where torch can use it. `is_result`: torch warns of a read-only array. Runs Python code.
+pybind11::object tensor_from_array(PyObject* array, bool is_result = false);
 
 std::string array_dtype_name(PyObject* array);
 

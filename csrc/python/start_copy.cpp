@@ -241,7 +241,8 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
       node = leaf.node;
       const auto source = py::reinterpret_borrow<py::object>(handle.spec().value(leaf.value));
       const bool is_array = is_array_type(Py_TYPE(source.ptr()));
-      const py::object tensor = is_array ? tensor_from_array(source.ptr()) : source;
+      const py::object tensor =
+          is_array ? tensor_from_array(source.ptr(), target.is_cpu()) : source;
       readers.note(tensor);
       py::object moved = tensor.attr(to_name)(device);
       if (moved.is(source) || (moved.is(tensor) && target.is_cpu())) {

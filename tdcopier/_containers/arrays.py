@@ -9,17 +9,19 @@ import numpy as np
 import torch
 
 
-def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+def as_tensor(array: np.ndarray[Any, Any], *, is_result: bool = False) -> torch.Tensor:
     """Return a CPU tensor with the values of `array`, over the same memory if torch can use it.
 
-    Copies arrays whose strides or byte order torch does not support. Suppresses torch's warning
-    about read-only arrays: the tensor is passed to `Tensor.to`, or equals that of
-    `torch.from_numpy`.
+    Copies arrays whose strides or byte order torch does not support. Where the tensor is only read,
+    torch's warning about read-only arrays is suppressed. It is not for a result: a write to one
+    that is memory-mapped for reading ends the process.
     """
     if not array.dtype.isnative or any(
         stride < 0 or stride % array.itemsize for stride in array.strides
     ):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    if is_result:
+        return torch.from_numpy(array)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*", category=UserWarning)
         return torch.from_numpy(array)

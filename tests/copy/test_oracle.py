@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -138,7 +141,19 @@ def test_a_read_only_array_is_copied_without_a_warning(device):
     array = np.arange(3.0)
     array.flags.writeable = False
     assert tdcopier.copy(array, device).tolist() == [0, 1, 2]
-    assert tdcopier.copy(array, "cpu").tolist() == [0, 1, 2]
+
+
+def test_torch_warns_of_a_read_only_array_that_is_its_own_result():
+    """A write to the result of a file mapped for reading ends the process. torch warns once."""
+    program = """
+import numpy, tdcopier
+array = numpy.arange(3.0)
+array.flags.writeable = False
+assert tdcopier.copy(array, "cpu").tolist() == [0, 1, 2]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "UserWarning: The given NumPy array is not writable" in done.stderr
 
 
 def test_the_detection_batch_takes_a_transfer_for_each_dtype_in_both_directions(device):
