@@ -57,29 +57,16 @@ def plot_of(result: dict[str, Any]) -> Plot | None:
 
 
 def as_svg(plot: Plot) -> str:
-    """Draw a plot. The same plot gives the same text."""
+    """Draw a plot; the picture grows until all texts fit. The same plot gives the same text."""
     drawn = io.BytesIO()
-    draw(plot, drawn, "svg")
-    return drawn.getvalue().decode()
-
-
-def draw(plot: Plot, file: io.BytesIO, kind: str) -> None:
-    """Draw a plot as SVG or PNG; the picture grows until all texts fit.
-
-    Args:
-        plot: The plot.
-        file: The picture is written to it.
-        kind: ``"svg"`` or ``"png"``.
-
-    """
     with _axes(plot.heading, 0.3 * len(plot.us) if isinstance(plot, Bars) else 3.4) as axes:
         if isinstance(plot, Bars):
             _bars(axes, plot)
         else:
             _curves(axes, plot)
-        dateless = {"Date": None} if kind == "svg" else None
-        whole = {"bbox_inches": "tight", "transparent": True, "metadata": dateless}
-        axes.figure.savefig(file, format=kind, **whole)
+        whole = {"bbox_inches": "tight", "transparent": True, "metadata": {"Date": None}}
+        axes.figure.savefig(drawn, format="svg", **whole)
+    return drawn.getvalue().decode()
 
 
 @contextmanager

@@ -256,7 +256,9 @@ CONTAINERS: dict[str, Container] = {
         "the maximum length", lambda leaf: deque([0, leaf], maxlen=3), 1
     ),
     "deque subclass": Container("the maximum length, attributes", _window, 1),
-    "`OrderedDict`": Container("keys, order", lambda leaf: _reordered(OrderedDict, leaf), 1),
+    "`OrderedDict`": Container(
+        "keys, order, attributes", lambda leaf: _reordered(OrderedDict, leaf), 1
+    ),
     "`OrderedDict` subclass": Container(
         "keys, order, attributes", lambda leaf: _reordered(Ordered, leaf), 1
     ),
