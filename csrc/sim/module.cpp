@@ -12,14 +12,15 @@
 #include <optional>
 #include <tuple>
 
+#include "sim/autograd_threads.h"
 #include "sim/controls.h"
 #include "sim/counters.h"
 #include "sim/device_allocator.h"
 #include "sim/gate.h"
 #include "sim/guard.h"
 #include "sim/hooks.h"
-#include "sim/operators.h"
 #include "sim/pinned_allocator.h"
+#include "sim/registrations.h"
 #include "sim/runtime.h"
 
 namespace py = pybind11;
@@ -40,7 +41,11 @@ void enable(int devices) {
   c10::SetAllocator(kDeviceType, &DeviceAllocator::get());
   at::setHostAllocator(kDeviceType, &PinnedAllocator::get());
   register_guard();
+  register_rnn_cells();
   register_operators();
+  register_sparse_operators();
+  register_autocast();
+  start_missing_autograd_threads(devices);
   // Costs nothing, and until then torch treats no memory as pinned.
   at::globalContext().lazyInitDevice(kDeviceType);
 }

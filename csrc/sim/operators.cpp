@@ -1,12 +1,10 @@
 // Implements factories, views, storages and copies; all other operators run on the host.
-#include "sim/operators.h"
-
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -14,18 +12,14 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/library.h>
 
-#include <list>
 #include <optional>
-#include <set>
 
 #include "sim/copy.h"
-#include "sim/counters.h"
 #include "sim/device_allocator.h"
 #include "sim/hooks.h"
+#include "sim/registrations.h"
 #include "sim/runtime.h"
-#include "sim/tracker.h"
 
 namespace tdcopier::sim {
 
@@ -112,61 +106,6 @@ void record_stream(at::Tensor& self, at::Stream stream) {
   c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-// Returns the simulated devices among an operator's arguments.
-std::set<c10::DeviceIndex> devices_of(const torch::jit::Stack& stack, std::size_t arguments) {
-  std::set<c10::DeviceIndex> devices;
-  const auto add = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.device().type() == kDeviceType) {
-      devices.insert(tensor.device().index());
-    }
-  };
-  for (auto it = stack.end() - static_cast<std::ptrdiff_t>(arguments); it != stack.end(); ++it) {
-    if (it->isTensor()) {
-      add(it->toTensor());
-    } else if (it->isTensorList()) {
-      for (const at::Tensor& tensor : it->toTensorVector()) add(tensor);
-    } else if (it->isOptionalTensorList()) {
-      for (const std::optional<at::Tensor>& tensor : it->toOptionalTensorVector()) {
-        if (tensor) add(*tensor);
-      }
-    }
-  }
-  return devices;
-}
-
-// Runs an operator without a kernel on host copies of its arguments, after the earlier work of its
-// devices' current streams, and before the call returns: the result is that of a kernel on the
-// current stream. Does not wait for other streams, so a program that forgets to order its streams
-// gets bytes from too early.
-//
-// For a detection the operator counts as a kernel: the host does not learn that the work before it
-// is done. If the result is a number of the host's or has a shape that depends on data, the host
-// waits for the operator on every device, and does learn it.
-void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto devices = devices_of(*stack, op.schema().arguments().size());
-  for (const auto index : devices) {
-    auto& queue = current_queue(index);
-    queue.synchronize(queue.last());
-  }
-  {
-    const Uncounted stands_in_for_a_kernel(op.schema().name().c_str());
-    at::native::cpu_fallback(op, stack);
-  }
-  if (!Tracker::is_on()) return;
-  if (!op.hasTag(at::Tag::data_dependent_output) && !op.hasTag(at::Tag::dynamic_output_shape)) {
-    return;
-  }
-  auto& tracker = Tracker::get();
-  for (const auto index : devices) tracker.host_knows(tracker.end_of(current_queue(index)).get());
-}
-
-// Never destroyed: removing operators at the end of the process would only make late calls fail.
-// Kept in a list, so that leak checkers find them reachable.
-torch::Library& library(const char* operators, c10::DispatchKey key, uint32_t line) {
-  static auto* const all = new std::list<torch::Library>;
-  return all->emplace_back(torch::Library::IMPL, operators, key, __FILE__, line);
-}
-
 }  // namespace
 
 void register_operators() {
@@ -187,7 +126,11 @@ void register_operators() {
   aten.impl("_copy_from", TORCH_FN(copy_from));
   aten.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   aten.impl("_local_scalar_dense", TORCH_FN(local_scalar));
+  aten.impl("is_set_to", TORCH_FN(at::native::is_set_to));
   aten.impl("record_stream", TORCH_FN(record_stream));
+  // Torch composes these from operators that it picks by the device, and has none for this one.
+  aten.impl("convolution", on_host());
+  aten.impl("convolution_backward", on_host());
 
   // Copies handle the conjugate and negative bits themselves. Otherwise torch would first resolve
   // the bits with another copy on the device, in an endless recursion.
@@ -197,8 +140,7 @@ void register_operators() {
     copies.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
   }
 
-  auto& all = library("_", c10::DispatchKey::PrivateUse1, __LINE__);
-  all.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  run_others_on_host(c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU);
 }
 
 }  // namespace tdcopier::sim

@@ -15,8 +15,8 @@ effects of work that is enqueued and has not run yet::
 
 It has CUDA's semantics of events, of the two caching allocators (a freed block is reused in stream
 order; ``record_stream`` delays that), of copies to and from pinned and pageable memory, and of
-current devices and streams per thread. It has no kernels: an operator that is not a copy waits for
-the current streams of its devices and then runs on the host.
+current devices and streams per thread. It has no kernels: an operator that is not a copy, on
+strided or sparse tensors, waits for the current streams of its devices and then runs on the host.
 
 Failures can be injected: :func:`fail_device_allocation`, :func:`fail_pinned_allocation`,
 :func:`fail_transfer`, :func:`fail_event_record`, :func:`fail_event_query` and :func:`fail_thread`

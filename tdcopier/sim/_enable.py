@@ -22,10 +22,10 @@ def enable(devices: int = 2) -> None:
     """Register ``devices`` simulated devices, ``sim:0`` and so on, with torch as ``torch.sim``.
 
     From then on until the process ends, ``torch.accelerator`` means ``sim``, even on a machine with
-    a GPU. Call it before the first ``backward()`` of the process: autograd then starts one thread
-    for each device that it knows. On a machine with a GPU, ``pin_memory=True`` still means CUDA's
-    pinned memory unless the process is started with ``CUDA_VISIBLE_DEVICES=``. At the end of the
-    process all streams are released and finish their work.
+    a GPU. It may follow a ``backward()`` on other devices: autograd gets the threads that it lacks.
+    No thread may be in a ``backward()`` meanwhile. On a machine with a GPU, ``pin_memory=True``
+    still means CUDA's pinned memory unless the process is started with ``CUDA_VISIBLE_DEVICES=``.
+    At the end of the process all streams are released and finish their work.
 
     Args:
         devices: number of devices, 1 to 16. Calling again with the same number does nothing.

@@ -58,7 +58,7 @@ def make(folder: Path, *bodies: str) -> Path:
 @pytest.fixture(scope="module")
 def careless() -> str:
     """Returns pytest's output for the careless example."""
-    code, output = run_pytest(EXAMPLES, CARELESS="1")
+    code, output = run_pytest(EXAMPLES, CARELESS="1", TDCOPIER_WORKERS="2")  # as documented
     assert code == 1, output
     return output
 
@@ -76,7 +76,7 @@ def test_the_careless_one_is_found_as_the_docs_show(careless):
 
 def test_a_seed_alone_shows_it_again(careless):
     (seed,) = set(re.findall(r"--sim-seed=(\d+)", careless))
-    code, again = run_pytest(EXAMPLES, f"--sim-seed={seed}", CARELESS="1")
+    code, again = run_pytest(EXAMPLES, f"--sim-seed={seed}", CARELESS="1", TDCOPIER_WORKERS="2")
     assert code == 1
     assert told_of_the_careless_one(again) == told_of_the_careless_one(careless)
 
@@ -118,6 +118,25 @@ def test_does_not(sim):
     assert code == 1
     assert "HazardError" in output
     assert "1 failed, 1 passed" in output
+
+
+def test_gradients_flow_after_a_test_that_knows_only_the_host(tmp_path):
+    body = """
+def gradient(device):
+    leaf = torch.ones(2, device=device, requires_grad=True)
+    (leaf * 3).sum().backward()
+    return leaf.grad.tolist()
+
+gradient("cpu")
+
+def test_host():
+    assert gradient("cpu") == [3, 3]
+
+def test_device(sim):
+    assert gradient("sim:1") == [3, 3]
+"""
+    code, output = run_pytest(make(tmp_path, body))
+    assert (code, "2 passed" in output) == (0, True), output
 
 
 def test_devices_can_be_chosen(tmp_path):

@@ -29,6 +29,49 @@ def test_a_number_of_devices_out_of_range_is_rejected(sim: ModuleType, devices: 
         sim.enable(devices=devices)
 
 
+def test_gradients_flow_on_devices_that_autograd_did_not_know_when_it_started() -> None:
+    run_python("""
+        import torch
+        from tdcopier import sim
+
+        @torch.enable_grad()
+        def gradient(device):
+            leaf = torch.ones(2, device=device, requires_grad=True)
+            (leaf * 3).sum().backward()
+            return leaf.grad.tolist()
+
+        assert gradient("cpu") == [3, 3]
+        sim.enable(devices=3)
+        for device in ("sim:2", "cpu", "sim:0", "sim:1"):
+            assert gradient(device) == [3, 3], device
+
+        class Nested(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * gradient("sim:1")[0]
+
+        leaf = torch.ones(2, device="sim:0", requires_grad=True)
+        Nested.apply(leaf).sum().backward()
+        assert leaf.grad.tolist() == [3, 3]
+
+        class Raises(Nested):
+            @staticmethod
+            def backward(ctx, g):
+                raise KeyError("of the program")
+
+        try:
+            Raises.apply(leaf).sum().backward()
+        except KeyError as error:
+            assert "of the program" in str(error)
+        else:
+            raise AssertionError
+    """)
+
+
 def test_importing_registers_nothing() -> None:
     run_python("""
         import torch

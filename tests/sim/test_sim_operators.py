@@ -143,3 +143,48 @@ def test_random_numbers_follow_the_seed_of_the_host() -> None:
 def test_only_tensors_of_the_host_can_be_pinned() -> None:
     with pytest.raises(RuntimeError, match="pin"):
         torch.empty(2, device="sim", pin_memory=True)
+
+
+def test_results_are_on_the_first_simulated_device_among_the_arguments() -> None:
+    host, first, second = (torch.ones(2, device=name) for name in ("cpu", "sim:0", "sim:1"))
+    assert (host + second).device == torch.device("sim:1")
+    assert (second + first).device == torch.device("sim:1")
+    assert torch.cat([host, first, second]).device == torch.device("sim:0")
+    assert (host.add_(second)) is host
+    assert host.tolist() == [2, 2]
+
+
+def test_a_view_of_another_library_is_refused() -> None:
+    library = torch.library.Library("tdcopier_test", "FRAGMENT")
+    library.define("first(Tensor(a) x) -> Tensor(a)")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("first", lambda x: x[0], "CPU")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    given = torch.arange(3.0, device="sim")
+    assert torch.ops.tdcopier_test.twice(given).tolist() == [0, 2, 4]
+    with pytest.raises(RuntimeError, match=r"no kernel for tdcopier_test::first.* shares memory"):
+        torch.ops.tdcopier_test.first(given)
+
+
+def test_a_result_that_is_given_takes_the_shape_and_the_layout_of_the_host() -> None:
+    images = torch.rand(1, 3, 4, 4).to(memory_format=torch.channels_last).to("sim")
+    result = torch.empty(0, device="sim")
+    assert torch.add(images, 1, out=result) is result
+    assert result.shape == images.shape
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(result, images + 1)
+
+
+def test_statistics_of_batch_norm_change_only_in_training(sim: ModuleType) -> None:
+    norm = torch.nn.BatchNorm2d(3).to("sim")
+    images = torch.rand(2, 3, 4, 4, device="sim")
+    norm(images)
+    mean = norm.running_mean.clone()
+    assert mean.abs().sum() > 0
+    norm.eval()
+    side = torch.sim.Stream()
+    with sim.detect():  # two streams may read the same statistics
+        norm(images)
+        with torch.sim.stream(side):
+            norm(images)
+    assert torch.equal(norm.running_mean, mean)

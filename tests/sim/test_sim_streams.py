@@ -200,7 +200,7 @@ def test_a_stream_has_a_thread_of_its_own_name_whoever_enqueues_first(sim: Modul
 
     def enqueue() -> None:
         own = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
-        own.write_text("tdc-worker-9")
+        own.write_text("tdc-worker-9999")
         for _ in range(64):  # every stream of the pool
             torch.empty(1, device="sim:1").copy_(torch.ones(1, device="sim:1"), non_blocking=True)
             torch.sim.set_stream(torch.sim.Stream(1))
@@ -212,4 +212,4 @@ def test_a_stream_has_a_thread_of_its_own_name_whoever_enqueues_first(sim: Modul
     thread.start()
     thread.join()
     assert "sim-1-1" in names
-    assert "tdc-worker-9" not in names
+    assert "tdc-worker-9999" not in names
