@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from directions import Direction
-from measure import PREPARED, Contender
 from tables import OURS
 
 import tdcopier
+from tdcopier._commands.measure import PREPARED, Contender
 from tdcopier.workloads import leaves_with_paths, map_tensors
 
 PER_LEAF_TO = ".to() per leaf"
@@ -60,8 +60,7 @@ def contenders(direction: Direction) -> list[Contender]:
                 lambda tree: peer.start_copy(tree, target, use_background_thread=False).get(),
             ),
             Contender(
-                "multi_tensor_copier, background",
-                lambda tree: peer.start_copy(tree, target).get(),
+                "multi_tensor_copier, background", lambda tree: peer.start_copy(tree, target).get()
             ),
         ]
     return found
@@ -83,7 +82,6 @@ def per_leaf(name: str, move: Callable[[torch.Tensor], torch.Tensor]) -> Contend
 
 
 def pinned_beforehand(device: torch.device) -> Contender:
-    """Return the way with sources that are pinned already."""
     return Contender(
         PINNED,
         lambda tree: map_tensors(tree, lambda leaf: leaf.to(device, non_blocking=True)),

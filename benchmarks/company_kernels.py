@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from directions import second_device, synchroniser
-from kernels import Sleeper
+from learner import Sleeper
 from measure import Bench, shuffled, summaries
 from tables import OURS
 
@@ -67,17 +67,10 @@ class Trial:
         self.queued_ms = QUEUED_MS if device.type == "cuda" else QUEUED_MS_OF_SIM
 
     def __call__(self, way: str, earlier: Call) -> tuple[float, bool, bool]:
-        """Run one round.
+        """Run one round of a way, with an earlier call between the kernels and the copy.
 
-        Args:
-            way: The way of copying to the device.
-            earlier: Called between the kernels and the copy. If it returns a handle, the round ends
-                by waiting for that.
-
-        Returns:
-            The time in microseconds, whether the values are right, and whether they arrived before
-            the kernels ended.
-
+        Returns the time in microseconds, whether the values are right, and whether they arrived
+        before the kernels ended.
         """
         for values in (self._source, self._expected):
             values.add_(1)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from baselines import PINNED
-from kernels import Work
+from learner import STEPS, RowReader, Work, block
 from measure import Bench, shuffled, summaries
-from replay import STEPS, block
+from replay import WARM_UP_STEPS
 from storages import ROW
 from tables import OURS, RESIDENT
 
@@ -56,31 +56,28 @@ class MeteredWork:
         self._zeros = torch.zeros(METRICS, device=device)
         self._coming: Read | None = None
         self._step = 0
-        self.wrong = 0
+        self._wrong = 0
 
     def enqueue(self) -> None:
         self._work.enqueue()
+        coming = self._send(self._zeros + (self._step + 1))
+        self._read()
         self._step += 1
-        coming = self._send(self._zeros + self._step)
-        self.read()
         self._coming = coming
-
-    def read(self) -> None:
-        """Wait for the metrics of the step before, and check them."""
-        if self._coming is not None:
-            step = self._step - 1
-            self.wrong += self._coming().tolist() != [float(step)] * METRICS
 
     def finish(self) -> int:
         """Wait for the last metrics, and return the number of steps whose metrics were wrong."""
-        self._step += 1
-        self.read()
+        self._read()
         self._coming = None
-        return self.wrong
+        return self._wrong
+
+    def _read(self) -> None:
+        """Wait for the metrics of the step before, and check them."""
+        if self._coming is not None:
+            self._wrong += self._coming().tolist() != [float(self._step)] * METRICS
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    """Return times of a step with and without metrics, by feed."""
     device, work = bench.device, Work(bench.device, STEP_MS)
     pageable = [make_batch(number, device) for number in range(POOL)]
     pinned = [{key: leaf.pin_memory() for key, leaf in batch.items()} for batch in pageable]
@@ -193,12 +190,13 @@ def one_block(
 ) -> tuple[float, int]:
     """Run one block. Return microseconds per step, and the number of wrong batches and metrics."""
     company = MeteredWork(work, way.send, device) if metered else None
+    reader = RowReader()
     with way.open(pool) as batches:
-        step_us, _, seen, last = block(batches, company or work, device)
-    wrong = sum(int(row) != step % len(pool) for step, row in enumerate(seen))
-    source = pool[(len(seen) - 1) % len(pool)]
-    wrong += any(not torch.equal(last[key].cpu(), leaf) for key, leaf in source.items())
-    return step_us, wrong + (company.finish() if company else 0)
+        found = block(batches, reader.read, company or work, device, warm_up=WARM_UP_STEPS)
+    wrong = sum(int(row) != step % len(pool) for step, row in enumerate(reader.rows))
+    source = pool[(len(reader.rows) - 1) % len(pool)]
+    wrong += any(not torch.equal(reader.last[key].cpu(), leaf) for key, leaf in source.items())
+    return found.step_us, wrong + (company.finish() if company else 0)
 
 
 def median_ratio(times: list[float], reference: list[float]) -> float:

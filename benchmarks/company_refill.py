@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from directions import synchroniser
-from measure import Bench, shuffled, summarise
+from measure import Bench, shuffled
 from tables import OURS
 
 import tdcopier
+from tdcopier._commands.measure import summarise
 
 SIZES_BYTES = (1 << 16, 1 << 22)  # one that is packed, and one that is sent alone
 DECOY_BYTES = 16 << 20  # a pinned transfer before every second copy, which delays the copy
@@ -80,18 +81,10 @@ class Decoy:
 def block(
     refill: Refill, first: int, wrong: torch.Tensor, device: torch.device, decoy: Decoy
 ) -> float:
-    """Run some rounds. Each compares its batch on the device after the buffer is refilled.
+    """Run some rounds, and return microseconds per round, including the decoys.
 
-    Args:
-        refill: The buffer and the way to send it.
-        first: The number that the buffer is filled with in the first round.
-        wrong: (rounds,) bool on the device: set where a batch had another value.
-        device: The target.
-        decoy: Sent before every second copy.
-
-    Returns:
-        Microseconds per round, including the decoys.
-
+    The buffer is filled with the number ``first`` and then with the next ones. Each round compares
+    its batch on the device after the refill, and sets ``wrong``, (rounds,) bool on the device.
     """
     synchronise = synchroniser([device])
     synchronise()

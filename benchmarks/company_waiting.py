@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from directions import second_device, synchroniser
-from kernels import Sleeper
+from learner import Sleeper
 from measure import Bench, shuffled
 from tables import OURS
 
@@ -22,15 +23,8 @@ RUN_AHEAD = 4
 STAGING_LIMIT_BYTES, DEFAULT_STAGING_LIMIT_BYTES = 4 << 20, 64 << 20
 WARM_UP = 1
 ROUNDS_PER_REPEAT = 0.01
+WAIT, WAIT_STAGED, GET = (methodcaller(name) for name in ("wait", "wait_staged", "get"))
 BLOCKING_EVENT = "an event that blocks the host's thread"
-
-
-def wait_for(handle: Any) -> Any:
-    return handle.wait()
-
-
-def get_of(handle: Any) -> Any:
-    return handle.get()
 
 
 class Case(NamedTuple):
@@ -48,27 +42,25 @@ def run(bench: Bench) -> dict[str, Any]:
     queued_ms = QUEUED_MS if bench.is_real else QUEUED_MS_OF_SIM
     sleeper = Sleeper(bench.device)
     every = cases(bench.device)
-    shares: dict[str, list[float]] = {case.name: [] for case in every}
-    held_ms: dict[str, list[float]] = {case.name: [] for case in every}
+    taken: dict[str, list[tuple[float, float]]] = {case.name: [] for case in every}
     how = {"rounds": bench.rounds(ROUNDS_PER_REPEAT), "warm_up": WARM_UP}
     with limits_of_company():
         for index, case in shuffled(every, bench.progress("company, waiting"), **how):
-            share, held = measured(case, bench.device, lambda: sleeper.enqueue(queued_ms))
+            found = measured(case, bench.device, lambda: sleeper.enqueue(queued_ms))
             if index >= 0:
-                shares[case.name].append(share)
-                held_ms[case.name].append(held)
+                taken[case.name].append(found)
     return {
         "queued_ms": queued_ms,
         "bytes": BYTES,
         "staging_limit_bytes": STAGING_LIMIT_BYTES,
         "cases": {
             name: {
-                "median_share": median(taken),
-                "max_share": max(taken),
-                "median_held_ms": median(held_ms[name]),
-                "repeats": len(taken),
+                "median_share": median(share for share, _ in found),
+                "max_share": max(share for share, _ in found),
+                "median_held_ms": median(held_ms for _, held_ms in found),
+                "repeats": len(found),
             }
-            for name, taken in shares.items()
+            for name, found in taken.items()
         },
     }
 
@@ -112,7 +104,6 @@ def measured(
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Return our own waits in every direction, then torch's."""
     module = torch.get_device_module(device)
     on_host = torch.ones(BYTES // 4)
     on_device, in_device = (on_host.to(device, copy=True) for _ in range(2))
@@ -133,16 +124,16 @@ def cases(device: torch.device) -> list[Case]:
     to_device, at_limit = to(device, on_host), into(long_on_host, long_in_device)
     staged = "wait_staged() of copy_into() device memory, at the staging limit"
     ours = {
-        "wait() for a result on the device": (to_device, wait_for),
+        "wait() for a result on the device": (to_device, WAIT),
         "start_copy() at the run-ahead limit": (ahead, lambda _: to_device()),
-        "get() of a result on the host": (to(torch.device("cpu"), on_device), get_of),
-        "get() of copy_into() host memory": (into(on_device, to_host), get_of),
-        "get() of copy_into() device memory": (into(on_host, in_device), get_of),
-        staged: (at_limit, lambda handle: handle.wait_staged()),
+        "get() of a result on the host": (to(torch.device("cpu"), on_device), GET),
+        "get() of copy_into() host memory": (into(on_device, to_host), GET),
+        "get() of copy_into() device memory": (into(on_host, in_device), GET),
+        staged: (at_limit, WAIT_STAGED),
     }
     other = second_device(device)
     if other is not None:
-        ours["get() of a result on another device"] = (to(other, on_device), get_of)
+        ours["get() of a result on another device"] = (to(other, on_device), GET)
     return [
         *(Case(f"{OURS}: {name}", *calls) for name, calls in ours.items()),
         Case(

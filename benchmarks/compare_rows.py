@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 import baselines
 import copies
 import loop
-import loop_steps
 import rows
 import torch
 from directions import d2h, h2d, possible, start_workers, synchroniser
-from kernels import Work
-from measure import BURST, Contender, collector_paused, interleave, shuffled
-from quiet import QuietProcessor
-from storages import REPLAYS
+from learner import Work, block
+from measure import BURST, QuietProcessor, shuffled
+from storages import REPLAYS, drawn
 from tables import OURS
 
+from tdcopier._commands.measure import Contender, collector_paused, interleave
 from tdcopier.workloads import WORKLOADS
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
@@ -63,16 +62,12 @@ def measured(
     return found, failed
 
 
-def within(
-    run: Callable[[int], Times],
-    seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Times:
+def within(run: Callable[[int], Times], seconds: float) -> Times:
     """Return times of as many rounds as take about ``seconds``, after two that are discarded."""
     run(1)
-    begin = clock()
+    begin = time.perf_counter()
     run(1)
-    round_s = max(clock() - begin, 1e-9)
+    round_s = max(time.perf_counter() - begin, 1e-9)
     return run(max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / round_s))))
 
 
@@ -93,13 +88,7 @@ def _interleaved(
     return Case(
         name,
         lambda rounds: interleave(
-            ours,
-            sources,
-            synchronise,
-            rounds=rounds,
-            warm_up=0,
-            before_round=seek,
-            burst=burst,
+            ours, sources, synchronise, rounds=rounds, warm_up=0, before_round=seek, burst=burst
         ),
     )
 
@@ -112,14 +101,14 @@ def _copies(name: str, device: torch.device, seek: Callable[[], None], wanted: W
 
 
 def _tensordicts(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
-    import td_copies  # needs tensordict, whose import takes seconds
+    import tensordicts  # needs tensordict, whose import takes seconds
 
     for direction in (h2d(device), d2h(device)):
-        for batch, made in td_copies.BATCHES.items():
+        for batch, made in tensordicts.BATCHES.items():
             name = f"{batch} {direction.name}"
             if wanted(name):
-                sources = td_copies.sources_of(direction, made)
-                yield _interleaved(name, td_copies.contenders(direction), sources, device, seek)
+                sources = tensordicts.sources_of(direction, made)
+                yield _interleaved(name, tensordicts.contenders(direction), sources, device, seek)
 
 
 def _into(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
@@ -135,25 +124,28 @@ def _into(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cas
 def _gather(device: torch.device, _: Callable[[], None], wanted: Wanted) -> Cases:
     count = STORAGE_ROWS if device.type == "cuda" else STORAGE_ROWS_OF_SIM
     for name in filter(wanted, REPLAYS):
-        indices = rows.drawn(REPLAYS[name], count, rows.INDICES)
+        indices = drawn(REPLAYS[name], count, rows.INDICES)
         ways = rows.contenders(REPLAYS[name].make(count), indices)
         yield _interleaved(name, ways, [None], device, lambda: None, rows.BURST)
 
 
 def _loops(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
     work = Work(device, loop.STEP_MS)
-    feeds = [feed for feed in loop_steps.feeds(device) if is_ours(feed.name)]
+    feeds = [feed for feed in loop.feeds(device) if is_ours(feed.name)]
     for name in filter(wanted, loop.WANTED):
-        sources = [WORKLOADS[name].make(seed) for seed in range(loop.POOL[name])]
-        reader = loop_steps.Reader(sources, loop_steps.STEPS, device)
+        sources = loop.sources_of(name)
+        reader = loop.Reader(sources, device)
         prepared = {feed.name: [feed.prepare(source) for source in sources] for feed in feeds}
 
         def run(rounds: int, reader: Any = reader, prepared: Any = prepared) -> Times:
             times: Times = {}
             for index, feed in shuffled(feeds, iter, rounds=rounds, before_round=seek):
-                found = loop_steps.block(feed, prepared[feed.name], index, work, reader, device)
+                found = block(
+                    loop.Batches(feed, prepared[feed.name], index), reader.read, work, device
+                )
+                reader.kept.clear()
                 times.setdefault(f"{feed.name}, step", []).append(found.step_us)
-                times.setdefault(f"{feed.name}, copy calls", []).extend(found.copy_calls_us)
+                times.setdefault(f"{feed.name}, copy calls", []).extend(found.batch_us)
             return times
 
         yield Case(name, run)

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import limits
-import witness
 from baselines import PER_LEAF_TO, contenders, differences
-from directions import DMA, MEMCPY, Direction, start_workers, synchroniser
-from measure import (
-    BURST,
-    LIMIT,
-    MIN_ROUNDS,
-    WAY,
-    Bench,
-    Contender,
-    compared,
-    interleave,
-    steps,
-    summaries,
-)
+from directions import DMA, MEMCPY, Count, Direction, count_transfers, synchroniser
+from measure import BURST, MIN_ROUNDS, Bench, steps, summaries
 from tables import OURS
-from targets import at_least, at_most, counts, none
+from targets import Target, at_least, at_most, counts, none
 
 import tdcopier
+from tdcopier._commands.measure import LIMIT, WAY, Contender, compared, interleave
 from tdcopier.workloads import WORKLOADS, Workload, leaves, map_tensors, total_bytes
 
 LIMIT_WORDS = {DMA: "one DMA of the same bytes", MEMCPY: "the best memcpy of them"}
 
 
 def run(bench: Bench, direction: Direction, names: Sequence[str]) -> dict[str, Any]:
-    """Return the result of one direction and some workloads, without the machine."""
-    start_workers(direction)
+    """Return the figures of one direction and some workloads, and their targets."""
     workloads = {name: _workload(bench, direction, name) for name in names}
     return {
         "what": "Time from the call to the tree on the target, outputs built and host synchronised",
@@ -55,7 +43,6 @@ def rounds_of(direction: Direction, workload: Workload, repeats: int) -> int:
 
 
 def sources_of(direction: Direction, workload: Workload) -> list[Any]:
-    """Return the batches of a workload on the direction's source device."""
     return [
         map_tensors(workload.make(seed), lambda leaf: leaf.to(direction.source))
         for seed in range(workload.pool)
@@ -102,15 +89,8 @@ def timed(
 ) -> dict[str, Any]:
     """Return the times of all ways, and the steps and transfers of our own copies.
 
-    Args:
-        bench: The options.
-        direction: Source and target of the copies.
-        label: The batch's name.
-        ways: The contenders.
-        sources: Batches on the source device.
-        start: Starts our own copy of a batch.
-        rounds: Bursts of each contender.
-
+    The sources are on the source device; ``start`` starts our own copy of one. The number of rounds
+    is that of the bursts of each way.
     """
     synchronise = synchroniser(direction.devices)
     progress = bench.progress(f"{direction.name}, {label}")
@@ -142,7 +122,7 @@ def wrong_leaves(way: Contender, source: Any, direction: Direction) -> list[str]
 
 def count_of(
     start: Callable[[], tdcopier.AsyncCopyHandle], direction: Direction
-) -> tuple[dict[str, Any], witness.Count]:
+) -> tuple[dict[str, Any], Count]:
     """Return the handle's own counters, and the transfers that an outside counter saw."""
     synchronise = synchroniser(direction.devices)
 
@@ -152,17 +132,14 @@ def count_of(
         synchronise()
         return dict(handle.stats._asdict())
 
-    return witness.count(direction.witness, direction.devices[0].type, once)
+    return count_transfers(direction, once)
 
 
 # ---- targets -------------------------------------------------------------------------------------
 
 
-def targets(direction: Direction, workloads: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return every target whose workload was run.
-
-    Speed targets are left out on the simulated device, whose times mean nothing.
-    """
+def targets(direction: Direction, workloads: dict[str, Any]) -> list[Target]:
+    """Return every target whose workload was run; those on speed not for the simulated device."""
     wrong = [(way, n) for each in workloads.values() for way, n in each["wrong_leaves"].items()]
     ours, others = (sum(n for way, n in wrong if (way == OURS) is own) for own in (True, False))
     found = [none("leaves of tdcopier's result that differ from .to(), all workloads", ours)]
@@ -179,25 +156,23 @@ def targets(direction: Direction, workloads: dict[str, Any]) -> list[dict[str, A
     return found
 
 
-def _speed_targets(direction: Direction, workloads: dict[str, Any]) -> list[dict[str, Any]]:
-    found = []
+def _speed_targets(direction: Direction, workloads: dict[str, Any]) -> Iterator[Target]:
     if "detection_batch" in workloads:
         speedup = workloads["detection_batch"]["ratios"][PER_LEAF_TO]
         what = f"detection batch, {PER_LEAF_TO} over tdcopier"
-        found.append(at_least(what, speedup, direction.min_speedup))
+        yield at_least(what, speedup, direction.min_speedup)
     for name, wanted in direction.over_limits.items():
         if name in workloads:
             limits_found = workloads[name]["limits"]
             ratio = min(limits_found[limit]["ours_over"] for limit in wanted.limits)
             words = [LIMIT_WORDS[limit] for limit in wanted.limits]
             slower = words[0] if len(words) == 1 else f"the slower of ({', '.join(words)})"
-            found.append(at_most(f"{name}, tdcopier over {slower}", ratio, wanted.most))
+            yield at_most(f"{name}, tdcopier over {slower}", ratio, wanted.most)
     for name, least in direction.min_over_best.items():
         if name in workloads:
             way, ratio = best_other(workloads[name])
             what = f"{name}, best of the other ways ({way}) over tdcopier"
-            found.append(at_least(what, ratio, least))
-    return found
+            yield at_least(what, ratio, least)
 
 
 def best_other(found: dict[str, Any]) -> tuple[str, float]:

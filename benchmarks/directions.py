@@ -1,13 +1,12 @@
-"""The directions in which copies are timed, with their devices and targets."""
+"""The directions in which copies are timed: their devices, targets, and counts from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from witness import Witness
 
 import tdcopier
 
@@ -22,6 +21,15 @@ class OverLimit(NamedTuple):
     most: float
     """The largest ratio of our time to that of the limit; of several limits, the slowest counts."""
     limits: tuple[str, ...] = (DMA,)
+
+
+class Witness(NamedTuple):
+    """The names of one direction's transfers in outside records."""
+
+    memcpys: tuple[str, ...]
+    """Names in torch.profiler on CUDA, the most specific first."""
+    sim_counter: str
+    """The field of ``tdcopier.sim.Counts``."""
 
 
 class Direction(NamedTuple):
@@ -114,6 +122,56 @@ def synchroniser(devices: list[torch.device]) -> Callable[[], None]:
 
 
 def start_workers(direction: Direction) -> None:
-    """Start the engine's and torch's threads now, so that they are not bound to one processor."""
+    """Start the engine's and torch's threads now, so that they are not bound to one processor.
+
+    A change of torch's number of threads ends its threads, so this is called before each benchmark.
+    """
     tdcopier.copy(torch.zeros(1 << 20, device=direction.source), direction.target)
     torch.ones(1 << 22).add_(1)
+
+
+# ---- transfers, counted from outside as a check of the engine's own counters ---------------------
+
+
+class Count(NamedTuple):
+    """An outside count, and the tool that counted."""
+
+    memcpys: int
+    counted_by: str
+
+
+def count_transfers(
+    direction: Direction, once: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], Count]:
+    """Return a copy's own counters, and its transfers as counted from outside of the engine.
+
+    The function copies, synchronises, and returns the counters of the copy's handle.
+    """
+    witness = direction.witness
+    once()  # not counted: the first use allocates and may load modules
+    if direction.devices[0].type == "sim":
+        from tdcopier import sim
+
+        sim.reset_counts()
+        stats = once()
+        return stats, Count(getattr(sim.counts(), witness.sim_counter).transfers, "tdcopier.sim")
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        stats = once()
+    on_device = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
+    return stats, Count(memcpys_among(on_device, witness), "torch.profiler")
+
+
+def memcpys_among(names: Iterable[str], witness: Witness) -> int:
+    """Count the device's records that are transfers of the witness's direction.
+
+    Between two devices, some drivers record every transfer as ``Memcpy PtoP``, and ``Memcpy DtoD``
+    is then a copy within one device; others record both as ``DtoD``. So only the first name that
+    occurs counts. A gather or scatter is a kernel with neither name. But a kernel that gathers
+    directly into host memory is itself the transfer, and counts if there is no memcpy.
+    """
+    found = list(names)
+    counts = (sum(memcpy in name for name in found) for memcpy in witness.memcpys)
+    return next((number for number in counts if number), 0)

@@ -12,11 +12,12 @@ import torch
 from baselines import differences
 from copies import count_of
 from directions import Direction, synchroniser
-from measure import BURST, MIN_ROUNDS, Bench, Contender, compared
+from measure import BURST, MIN_ROUNDS, Bench
 from tables import OURS
 from tensordict import MemoryMappedTensor
 
 import tdcopier
+from tdcopier._commands.measure import Contender, compared
 from tdcopier.workloads import detection_batch, leaves, map_tensors, total_bytes
 
 POOL = 2
@@ -45,7 +46,6 @@ def fillings(direction: Direction) -> Iterator[list[Filling]]:
 
 
 def run(bench: Bench, direction: Direction) -> dict[str, Any]:
-    """Return the result of the detection batch in one direction."""
     with fillings(direction) as cases:
         places = list(cases[0].destinations)
         found = contenders(direction, places)

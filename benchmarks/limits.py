@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from directions import DMA, HOST, MEMCPY, Direction
-from measure import LIMIT, Contender
 from tables import LIMIT_PREFIX
 
+from tdcopier._commands.measure import LIMIT, Contender
 from tdcopier.workloads import leaves
 
 LARGE_BYTES = 1_000_000  # from here on, a memcpy takes longer than passing it to another thread
@@ -89,21 +89,16 @@ def crews() -> list[Crew]:
 
 
 def contenders(direction: Direction, size_bytes: int, crews: list[Crew]) -> list[Contender]:
-    """Return the limits of one batch in one direction.
+    """Return the limits of a batch of this size in one direction.
 
-    Args:
-        direction: Source and target of the copies.
-        size_bytes: Bytes of the batch. For a small one, memcpys are not timed.
-        crews: From :func:`crews`; used only if the source is the host.
-
+    Memcpys by crews are timed only if the source is the host and the batch is large.
     """
     found = [
         Contender(
             name_of_transfer(direction),
             lambda pieces: pieces.target.copy_(pieces.source, non_blocking=True),
             lambda tree: Pieces(
-                _piece(flat_bytes(tree), direction.source),
-                _room(size_bytes, direction.target),
+                _piece(flat_bytes(tree), direction.source), _room(size_bytes, direction.target)
             ),
             LIMIT,
         )

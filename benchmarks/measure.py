@@ -1,7 +1,8 @@
-"""Timing for the benchmarks: the part shared with the package's own benchmark, rounds and steps."""
+"""Timing for the benchmarks: rounds, steps of a copy, and a quiet processor for both."""
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,45 +10,85 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from quiet import QuietProcessor
 
-from tdcopier._commands.measure import (
-    LIMIT,
-    PREPARED,
-    WAY,
-    Contender,
-    Summary,
-    collector_paused,
-    compared,
-    interleave,
-    ratio_of_medians,
-    summarise,
-)
-
-__all__ = [
-    "BURST",
-    "LIMIT",
-    "MIN_ROUNDS",
-    "PREPARED",
-    "WAY",
-    "Bench",
-    "Contender",
-    "Summary",
-    "collector_paused",
-    "compared",
-    "interleave",
-    "ratio_of_medians",
-    "shuffled",
-    "steps",
-    "summaries",
-    "summarise",
-]
+from tdcopier._commands.measure import Contender, collector_paused, interleave, summarise
 
 BURST = 5  # consecutive calls of one contender
 MIN_ROUNDS = 3
+TOLERANCE = 1.2  # a processor is quiet if its probe is within this factor of the best one
+PROBE_STEPS = 8000  # a few tenths of a millisecond
 
 Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
 Item = TypeVar("Item")
+
+
+def probe_us() -> float:
+    """Time a fixed piece of interpreter work on the current processor."""
+    begin = time.perf_counter_ns()
+    total = 0
+    for step in range(PROBE_STEPS):
+        total += step
+    return (time.perf_counter_ns() - begin) / 1e3
+
+
+class QuietProcessor:
+    """A context in which :meth:`seek` moves the calling thread to a quiet processor.
+
+    On a shared host a virtual processor can lose half its speed, for seconds at a time, to another
+    virtual machine on the same core. Host work then takes twice as long, but waiting for the device
+    does not, so ratios say more about the neighbour than about the code. All contenders of a round
+    run on the same processor.
+
+    Only the calling thread is moved. Threads that it starts meanwhile inherit its processor, so
+    start worker pools before. Where threads cannot be moved (not on Linux), it only counts.
+    """
+
+    def __init__(self) -> None:
+        self._allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self._best_us = float("inf")
+        self.rounds = 0
+        self.moves = 0
+        self.disturbed_rounds = 0
+
+    def __enter__(self) -> QuietProcessor:
+        for processor in self._allowed:
+            self._move_to(processor)
+            self._best_us = min(self._best_us, *(probe_us() for _ in range(3)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._allowed:
+            os.sched_setaffinity(0, self._allowed)
+
+    def seek(self) -> None:
+        """Move to a quiet processor before a round; count the round if there is none."""
+        self.rounds += 1
+        if self._is_quiet():
+            return
+        for processor in self._allowed:
+            self._move_to(processor)
+            if self._is_quiet():
+                self.moves += 1
+                return
+        self.disturbed_rounds += 1
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "best_probe_us": round(self._best_us, 1),
+            "tolerance": TOLERANCE,
+            "rounds": self.rounds,
+            "moves": self.moves,
+            "disturbed_rounds": self.disturbed_rounds,
+        }
+
+    def _is_quiet(self) -> bool:
+        found_us = min(probe_us(), probe_us())
+        self._best_us = min(self._best_us, found_us)
+        return found_us <= TOLERANCE * self._best_us
+
+    @staticmethod
+    def _move_to(processor: int) -> None:
+        os.sched_setaffinity(0, {processor})
 
 
 class Bench(NamedTuple):
@@ -73,10 +114,7 @@ class Bench(NamedTuple):
     def settings(self, *, bound: bool = True, burst: int = BURST) -> dict[str, str]:
         """Return the settings in a result that several benchmarks have.
 
-        Args:
-            bound: Whether the timed thread is moved to a quiet processor.
-            burst: Consecutive calls of one contender.
-
+        ``bound`` says whether the timed thread is moved to a quiet processor.
         """
         alone = "each round on one that no neighbour slows down, where there is one"
         free = "wherever threads are put: one that is tied ties those that it starts"
@@ -142,21 +180,10 @@ def steps(
     clock_ns: Callable[[], int] = time.perf_counter_ns,
     before_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Time the steps of one copy as its caller sees them.
+    """Time the steps of one copy as its caller sees them; parameters as in :func:`interleave`.
 
-    Args:
-        start_copy: Starts the copy of a source tree, and returns a handle.
-        sources: Trees to copy, one per round in turn.
-        synchronise: Blocks until the device has finished all enqueued work.
-        rounds: Number of times to keep per step.
-        warm_up: Number of earlier rounds that are discarded.
-        clock_ns: The clock.
-        before_round: Called at the beginning of every round, not timed.
-
-    Returns:
-        Times in microseconds: ``start_copy`` (the call), ``get`` (the wait and the outputs),
-        ``synchronise`` (the device's remaining work), ``drop`` (freeing handle and tree).
-
+    Returns times in microseconds: ``start_copy`` (the call), ``get`` (the wait and the outputs),
+    ``synchronise`` (the device's remaining work), ``drop`` (freeing handle and tree).
     """
     names = ("start_copy", "get", "synchronise", "drop")
     times_us: dict[str, list[float]] = {name: [] for name in names}

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sections import DIRECTIONS, title
-from tables import LIMIT_PREFIX, OURS, RESIDENT, leaves_and_bytes, number
+from tables import LIMIT_PREFIX, OURS, RESIDENT, leaves_and_bytes
+
+from tdcopier._commands.tables import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +53,6 @@ Plot = Bars | Curves
 
 
 def plot_of(result: dict[str, Any]) -> Plot | None:
-    """Return the plot of a result, or None if it has none."""
     make = PLOTS.get(result["name"])
     return make(result) if make else None
 
@@ -98,7 +99,6 @@ def _bars(axes: Axes, plot: Bars) -> None:
 
 
 def _colour(way: str) -> str:
-    """Return a colour that tells ours, limits and other ways apart."""
     if way.startswith(OURS):
         return GREEN
     return AMBER if way.startswith(LIMIT_PREFIX) else GREY
@@ -117,7 +117,6 @@ def _curves(axes: Axes, plot: Curves) -> None:
 
 
 def _plain_ticks(axes: Axes, *names: str) -> None:
-    """Label the ticks of the axes with plain numbers."""
     for name in names:
         axis = getattr(axes, f"{name}axis")
         axis.set_major_formatter(lambda value, _: number(value))

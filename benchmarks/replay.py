@@ -6,35 +6,46 @@ kernels; the other keeps the host busy with 500 small kernels, and so competes f
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable
-from statistics import median
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import cycle
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
-from directions import h2d, start_workers
-from kernels import SMALL_KERNELS, SmallKernels, Work
-from measure import Bench, collector_paused, shuffled, summaries
-from replay_feeds import Batches, ReplayFeed, feeds
-from rows import drawn
-from storages import ROW, Replay, Storage, bytes_of_batch, that_fit
+from learner import SMALL_KERNELS, STEPS, Block, RowReader, SmallKernels, Work, block
+from measure import Bench, shuffled, summaries
+from storages import ROW, Replay, Storage, drawn, rows_of, with_each
 from tables import OURS, RESIDENT
-from targets import at_most, none
+from targets import Target, at_most, count_wrong, none
+
+import tdcopier
+from tdcopier._commands.measure import collector_paused
+from tdcopier.workloads import map_tensors
 
 STEP_MS = 4.0  # duration of a step of the learner with large kernels
-ROWS = 100_000
-ROWS_OF_SIM = 500
-STEPS = 20  # consecutive steps of one feed
-WARM_UP_STEPS = 4  # before them, so that the feed has run ahead
+WARM_UP_STEPS = 4  # before a block, so that the feed has run ahead
 WARM_UP = 1
 ROUNDS_PER_REPEAT = 0.04
 INDICES = 32  # batches whose rows are drawn beforehand
 WANTED = 1.03
+TORCHRL = {
+    f"{OURS}'s storage and buffer in torchrl, prefetch": {"in_threads": True, "packed": True},
+    "torchrl, sample().to(device)": {"in_threads": False},
+    "torchrl, transform .to(device), prefetch": {"in_threads": True},
+}
+SELDOM = 3
+DEPTH = 2  # how many batches the feeds run ahead
+
+Batches = Iterator[Any]
+Indices = list[torch.Tensor]
+"""The rows of each batch, in turn."""
 
 
 def learners(device: torch.device) -> dict[str, Any]:
-    """Return the objects that enqueue a step, by name."""
     return {
         f"{STEP_MS:g} ms of large kernels": Work(device, STEP_MS),
         f"{SMALL_KERNELS} small kernels": SmallKernels(device),
@@ -42,11 +53,17 @@ def learners(device: torch.device) -> dict[str, Any]:
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine."""
-    start_workers(h2d(bench.device))
-    rows = ROWS if bench.is_real else ROWS_OF_SIM
-    works = learners(bench.device)
-    result: dict[str, Any] = {
+    rows, works = rows_of(bench), learners(bench.device)
+
+    def replay(name: str, replay: Replay, storage: Storage) -> dict[str, Any]:
+        return {
+            "learners": {
+                learner: _compare(bench, f"replay, {name}, {learner}", storage, replay, work)
+                for learner, work in works.items()
+            }
+        }
+
+    return {
         "what": "A learner that samples from a replay storage: time of a step",
         "settings": {
             **bench.settings(bound=False),
@@ -54,98 +71,27 @@ def run(bench: Bench) -> dict[str, Any]:
             "order": f"blocks of {STEPS} steps, shuffled per round; ratios are within a round",
             "ahead": "a learner begins a step when the device has done the one before the last",
         },
-        "replays": {},
+        "replays": with_each(rows, replay),
     }
-    for name, replay in that_fit(rows).items():
-        storage = replay.make(rows)
-        result["replays"][name] = {
-            "title": replay.title,
-            "leaves": len(storage),
-            "bytes": bytes_of_batch(storage, replay.batch),
-            "learners": {
-                learner: _compare(bench, f"replay, {name}, {learner}", storage, replay, work)
-                for learner, work in works.items()
-            },
-        }
-        del storage
-        gc.collect()
-    return {**result, "targets": targets(result, speed=bench.is_real)}
 
 
-def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """Return each target and whether it is hit; without ``speed``, only those on values."""
-    every = {
+def by_learner(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the part of a result for each storage and learner."""
+    return {
         f"{name}, {learner}": found
         for name, replay in result["replays"].items()
         for learner, found in replay["learners"].items()
     }
-    wrong = sum(sum(found["wrong"].values()) for found in every.values())
-    found = [none("steps with other rows than those of the index, all feeds", wrong)]
-    if speed:
-        found += [
-            at_most(f"{learner}: step over that {RESIDENT}", each["ratios"][OURS], WANTED)
-            for learner, each in every.items()
-        ]
-    return found
 
 
-def block(
-    batches: Batches,
-    work: Any,
-    device: torch.device,
-    clock_ns: Callable[[], int] = time.perf_counter_ns,
-) -> tuple[float, float, list[Any], Any]:
-    """Run warm-up steps and then timed ones.
-
-    Returns:
-        Time of a step, and of the host in getting its batch, in microseconds; the row numbers of
-        each batch, including warm-up steps; the last batch.
-
-    """
-    module = torch.get_device_module(device)
-    ended = [module.Event(), module.Event()]
-    seen: list[Any] = []
-    waited_ns = begin = 0
-    batch = None
-    for step in range(WARM_UP_STEPS + STEPS):
-        if step == WARM_UP_STEPS:
-            module.synchronize(device)
-            waited_ns, begin = 0, clock_ns()
-        called = clock_ns()
-        batch = next(batches)
-        waited_ns += clock_ns() - called
-        seen.append(batch[ROW].clone())  # read by the learner, in stream order
-        work.enqueue()
-        ended[step % 2].record()
-        if step > WARM_UP_STEPS:
-            ended[(step - 1) % 2].synchronize()
-    module.synchronize(device)
-    return (clock_ns() - begin) / 1e3 / STEPS, waited_ns / 1e3 / STEPS, seen, batch
+def value_targets(result: dict[str, Any]) -> Iterator[Target]:
+    wrong = count_wrong(by_learner(result).values())
+    yield none("steps with other rows than those of the index, all feeds", wrong)
 
 
-def count_wrong(
-    storage: Storage, indices: list[torch.Tensor], seen: list[Any], last: Any, *, drawn: bool
-) -> int:
-    """Count the steps with wrong rows, plus one if the last batch has wrong values.
-
-    Args:
-        storage: The storage that was sampled.
-        indices: The rows of each step, in turn.
-        seen: The row numbers of the batch, by step.
-        last: The batch of the last step.
-        drawn: Whether the feed draws rows itself, so that only the last batch can be compared.
-
-    """
-    wrong = 0
-    if not drawn:
-        wrong = sum(
-            not torch.equal(rows.cpu().flatten(), indices[step % len(indices)])
-            for step, rows in enumerate(seen)
-        )
-    rows = last[ROW].cpu().flatten()
-    return wrong + any(
-        not torch.equal(last[name].cpu(), leaf[rows]) for name, leaf in storage.items()
-    )
+def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
+    for learner, found in by_learner(result).items():
+        yield at_most(f"{learner}: step over that {RESIDENT}", found["ratios"][OURS], WANTED)
 
 
 def _compare(
@@ -155,18 +101,18 @@ def _compare(
     ways = feeds()
     rounds = bench.rounds(ROUNDS_PER_REPEAT)
     rounds_us: list[dict[str, float]] = [{} for _ in range(rounds)]
-    waited_us: dict[str, list[float]] = {way.name: [] for way in ways}
+    batch_us: dict[str, list[float]] = {way.name: [] for way in ways}
     wrong = {way.name: 0 for way in ways}
     order = shuffled(ways, bench.progress(label), rounds=rounds, warm_up=WARM_UP)
     with collector_paused(not bench.keep_gc):
         for index, way in order:
             if index >= 0 and index % way.every:
                 continue
-            step_us, waited, bad = _one(way, storage, indices, work, bench.device)
+            found, bad = one_block(way, storage, indices, work, bench.device)
             wrong[way.name] += bad
             if index >= 0:
-                rounds_us[index][way.name] = step_us
-                waited_us[way.name].append(waited)
+                rounds_us[index][way.name] = found.step_us
+                batch_us[way.name].append(fmean(found.batch_us))
     taken = {way.name: [us for us in rounds_us if way.name in us] for way in ways}
     return {
         "steps_per_block": STEPS,
@@ -174,19 +120,210 @@ def _compare(
         "ratios": {
             way: median(us[way] / us[RESIDENT] for us in found) for way, found in taken.items()
         },
-        "host": summaries(waited_us),
+        "host": summaries(batch_us),
         "wrong": wrong,
     }
 
 
-def _one(
-    way: ReplayFeed,
-    storage: Storage,
-    indices: list[torch.Tensor],
-    work: Any,
-    device: torch.device,
-) -> tuple[float, float, int]:
+def one_block(
+    way: ReplayFeed, storage: Storage, indices: list[torch.Tensor], work: Any, device: torch.device
+) -> tuple[Block, int]:
+    """Run one block. Return its times, and the number of steps with wrong rows.
+
+    A last batch with wrong values counts as one more. Of a feed that draws rows itself, only the
+    last batch can be compared.
+    """
+    reader = RowReader()
     with way.open(storage, indices, device) as batches:
-        step, waited, seen, last = block(batches, work, device)
-        drawn = "torchrl" in way.name
-        return step, waited, count_wrong(storage, indices, seen, last, drawn=drawn)
+        found = block(batches, reader.read, work, device, warm_up=WARM_UP_STEPS)
+        wrong = 0
+        if not way.draws:
+            wrong = sum(
+                not torch.equal(rows.cpu().flatten(), indices[step % len(indices)])
+                for step, rows in enumerate(reader.rows)
+            )
+        rows = reader.last[ROW].cpu().flatten()
+        return found, wrong + any(
+            not torch.equal(reader.last[name].cpu(), leaf[rows]) for name, leaf in storage.items()
+        )
+
+
+# ---- ways to bring rows to a learner -------------------------------------------------------------
+
+
+class ReplayFeed(NamedTuple):
+    """One way to bring rows to a learner."""
+
+    name: str
+    open: Callable[[Storage, Indices, torch.device], Any]
+    """Returns a context that cycles through the batches of these rows."""
+    every: int = 1
+    """It takes part in every ``every``-th round, since some feeds are ten times slower."""
+    draws: bool = False
+    """Whether it draws rows itself, at random."""
+
+
+@contextmanager
+def _resident(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
+    batches = [{k: v[index].to(device) for k, v in storage.items()} for index in indices]
+    yield cycle(batches)
+
+
+@contextmanager
+def _ours(
+    storage: Storage, indices: Indices, device: torch.device, *, threaded: bool = False
+) -> Iterator[Batches]:
+    rows = cycle(indices)
+    with tdcopier.prefetch(
+        lambda: tdcopier.start_gather(storage, next(rows), device),
+        device,
+        depth=DEPTH,
+        threaded=threaded,
+    ) as batches:
+        yield iter(batches)
+
+
+@contextmanager
+def _ours_in_loop(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
+    """Yield batches that the learner's own thread starts one ahead."""
+
+    def batches() -> Batches:
+        rows = cycle(indices)
+        coming = tdcopier.start_gather(storage, next(rows), device)
+        while True:
+            batch = coming.wait()
+            coming = tdcopier.start_gather(storage, next(rows), device)
+            yield batch
+
+    yield batches()
+
+
+def _sample(storage: Storage, index: torch.Tensor) -> Storage:
+    return {name: leaf[index] for name, leaf in storage.items()}
+
+
+@contextmanager
+def _plain(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
+    yield ({k: v.to(device) for k, v in _sample(storage, i).items()} for i in cycle(indices))
+
+
+@contextmanager
+def _pinned(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
+    def move(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.pin_memory().to(device, non_blocking=True)
+
+    yield (map_tensors(_sample(storage, index), move) for index in cycle(indices))
+
+
+@contextmanager
+def _in_threads(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
+    """Do as a buffer with ``prefetch=`` whose last transform is ``.to(device)``."""
+
+    def sample(index: torch.Tensor) -> Storage:
+        return {k: v.to(device) for k, v in _sample(storage, index).items()}
+
+    with ThreadPoolExecutor(DEPTH) as threads:
+
+        def batches() -> Batches:
+            rows = cycle(indices)
+            ahead = deque(threads.submit(sample, next(rows)) for _ in range(DEPTH))
+            while True:
+                batch = ahead.popleft().result()
+                ahead.append(threads.submit(sample, next(rows)))
+                yield batch
+
+        yield batches()
+
+
+class _PinnedBuffers:
+    """Pinned buffers in turn: one is filled while the device reads another."""
+
+    def __init__(self, storage: Storage, rows: int, count: int) -> None:
+        self._buffers = [
+            {
+                k: torch.empty(rows, *v.shape[1:], dtype=v.dtype, pin_memory=True)
+                for k, v in storage.items()
+            }
+            for _ in range(count)
+        ]
+        self._read: list[torch.Event | None] = [None] * count
+        self._turn = 0
+
+    def send(self, storage: Storage, index: torch.Tensor, device: torch.device) -> Storage:
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        read = self._read[turn]
+        if read is not None:
+            read.synchronize()
+        buffers = self._buffers[turn]
+        for name, leaf in storage.items():
+            torch.index_select(leaf, 0, index, out=buffers[name])
+        moved = {name: buffer.to(device, non_blocking=True) for name, buffer in buffers.items()}
+        self._read[turn] = torch.accelerator.current_stream(device).record_event()
+        return moved
+
+
+@contextmanager
+def _by_hand(storage: Storage, indices: Indices, device: torch.device) -> Iterator[Batches]:
+    buffers = _PinnedBuffers(storage, len(indices[0]), DEPTH + 1)
+    yield (buffers.send(storage, index, device) for index in cycle(indices))
+
+
+@contextmanager
+def _torchrl(
+    storage: Storage,
+    indices: Indices,
+    device: torch.device,
+    *,
+    in_threads: bool,
+    packed: bool = False,
+) -> Iterator[Batches]:
+    """Yield batches of a torchrl buffer, which draws the rows itself at random."""
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+    rows = len(next(iter(storage.values())))
+    batch, prefetch = len(indices[0]), DEPTH if in_threads else None
+    if packed:
+        from tdcopier.torchrl import PackedLazyTensorStorage, PackedTensorDictReplayBuffer
+
+        table = PackedLazyTensorStorage(rows, sample_device=device)
+        buffer = PackedTensorDictReplayBuffer(storage=table, batch_size=batch, prefetch=prefetch)
+    else:
+        table = LazyTensorStorage(rows)
+        buffer = TensorDictReplayBuffer(storage=table, batch_size=batch, prefetch=prefetch)
+    buffer.extend(TensorDict({k: v[:1] for k, v in storage.items()}, [1]))
+    # Replaces the storage instead of filling it, to save the time of writing gigabytes.
+    table._storage = TensorDict(dict(storage), [rows])
+    table._len = rows
+    if packed:
+        yield iter(buffer.sample, None)
+    elif in_threads:
+        buffer.append_transform(lambda batch: batch.to(device))
+        yield iter(buffer.sample, None)
+    else:
+        yield (buffer.sample().to(device) for _ in cycle([0]))
+
+
+def feeds() -> list[ReplayFeed]:
+    """Return every feed that can run here: the reference of the ratios, then ours, then others."""
+    found = [
+        ReplayFeed(RESIDENT, _resident),
+        ReplayFeed(OURS, _ours),
+        ReplayFeed(f"{OURS}, a reader of its own", partial(_ours, threaded=True)),
+        ReplayFeed(f"{OURS}, start_gather() one batch ahead", _ours_in_loop),
+        ReplayFeed("index_select into pinned memory, non_blocking .to(), by hand", _by_hand),
+        ReplayFeed("leaf[index].to(device)", _plain, SELDOM),
+        ReplayFeed("leaf[index].to(device) in threads", _in_threads, SELDOM),
+        ReplayFeed("leaf[index].pin_memory(), non_blocking .to()", _pinned, SELDOM),
+    ]
+    try:
+        import torchrl.data  # noqa: F401
+    except ImportError:
+        return found
+    return [
+        *found,
+        *(
+            ReplayFeed(name, partial(_torchrl, **how), SELDOM, draws=True)
+            for name, how in TORCHRL.items()
+        ),
+    ]

@@ -15,7 +15,9 @@ from typing import Any
 
 from plots import as_svg, plot_of
 from sections import DIRECTIONS, TABLES
-from tables import OURS, leaves_and_bytes, number, table
+from tables import OURS, leaves_and_bytes, table
+
+from tdcopier._commands.tables import number
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -68,14 +70,11 @@ def machine_line(result: dict[str, Any]) -> str:
 
 
 def targets_table(result: dict[str, Any]) -> str:
-    """Return a table of targets, and whether they are hit."""
-    return table(
-        ["figure", "wanted", "found", ""],
-        [
-            [t["what"], str(t["wanted"]), str(t["found"]), "hit" if t["hit"] else "**missed**"]
-            for t in result["targets"]
-        ],
+    rows = (
+        [t["what"], str(t["wanted"]), str(t["found"]), "hit" if t["hit"] else "**missed**"]
+        for t in result["targets"]
     )
+    return table(["figure", "wanted", "found", ""], rows)
 
 
 def plot_name(result: dict[str, Any]) -> str:
@@ -83,13 +82,7 @@ def plot_name(result: dict[str, Any]) -> str:
 
 
 def page(results: Sequence[dict[str, Any]], plots: str) -> str:
-    """Return all results as Markdown for the docs.
-
-    Args:
-        results: From :func:`load`.
-        plots: Folder of the plots, relative to the page.
-
-    """
+    """Return all results as Markdown for the docs; ``plots`` is the plots' folder from there."""
     if not results:
         return NO_RESULTS + "\n"
     parts = []
@@ -132,7 +125,6 @@ def headline(h2d: dict[str, Any], loop: dict[str, Any]) -> str:
 
 
 def with_part(readme: str, part: str) -> str:
-    """Return the README with the text between the marks replaced."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
 import torch
-from directions import h2d, start_workers, synchroniser
-from measure import Bench, Contender, collector_paused, compared, interleave
-from storages import Replay, Storage, bytes_of_batch, that_fit
-from targets import at_least, count_wrong, none
+from directions import synchroniser
+from measure import Bench
+from storages import Replay, Storage, drawn, rows_of, with_each
+from tables import OURS
+from targets import Target, at_least, count_wrong, none
 
 import tdcopier
+from tdcopier._commands.measure import Contender, collector_paused, compared, interleave
 
-OURS_ALONE = "tdcopier, one thread"
-OURS = "tdcopier"
+OURS_ALONE = f"{OURS}, one thread"
 THREADS = (1, 4)
-ROWS = 100_000
-ROWS_OF_SIM = 500
 BURST = 3
 INDICES = 64  # each call has other rows, because those of the last one are in the caches
 WANTED = {"atari_32": 2.0, "atari_256": 2.0, "rgb": 2.0, "agents": 3.0}
@@ -27,31 +25,27 @@ WANTED = {"atari_32": 2.0, "atari_256": 2.0, "rgb": 2.0, "agents": 3.0}
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine."""
-    rows = ROWS if bench.is_real else ROWS_OF_SIM
-    settings = bench.settings()
-    result: dict[str, Any] = {
+    rows = rows_of(bench)
+
+    def gather(name: str, replay: Replay, storage: Storage) -> dict[str, Any]:
+        return _gather(bench, name, storage, drawn(replay, rows, INDICES))
+
+    return {
         "what": "Rows of a storage to pinned host memory",
         "settings": {
             "rows": f"{rows:,} in host memory",
             "order": f"bursts of {BURST} calls, shuffled per round; other rows in each call",
-            "collector": settings["collector"],
+            "collector": bench.settings()["collector"],
         },
-        "gathers": {},
+        "gathers": with_each(rows, gather),
     }
-    start_workers(h2d(bench.device))
-    threads = torch.get_num_threads()
-    for name, replay in that_fit(rows).items():
-        result["gathers"][name] = _gather(bench, name, replay, rows)
-        torch.set_num_threads(threads)
-        gc.collect()
-    return {**result, "targets": targets(result, speed=bench.is_real)}
 
 
-def _gather(bench: Bench, name: str, replay: Replay, rows: int) -> dict[str, Any]:
-    storage = replay.make(rows)
-    indices = drawn(replay, rows, INDICES)
+def _gather(
+    bench: Bench, name: str, storage: Storage, indices: list[torch.Tensor]
+) -> dict[str, Any]:
     ways = contenders(storage, indices)
+    threads = torch.get_num_threads()
     wrong = {each.name: _is_wrong(each, storage, indices) for each in ways}
     with collector_paused(not bench.keep_gc):
         times_us = interleave(
@@ -62,36 +56,24 @@ def _gather(bench: Bench, name: str, replay: Replay, rows: int) -> dict[str, Any
             burst=BURST,
             progress=bench.progress(f"gather, {name}"),
         )
-    return {
-        "title": replay.title,
-        "leaves": len(storage),
-        "bytes": bytes_of_batch(storage, replay.batch),
-        "wrong": wrong,
-        **compared(times_us, OURS, BURST),
-    }
+    torch.set_num_threads(threads)
+    return {"wrong": wrong, **compared(times_us, OURS, BURST)}
 
 
-def drawn(replay: Replay, rows: int, batches: int) -> list[torch.Tensor]:
-    """Return the rows of some batches, drawn at random."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, rows, (replay.batch,), generator=generator) for _ in range(batches)]
-
-
-def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """Return each target and whether it is hit; without ``speed``, only those on values."""
+def value_targets(result: dict[str, Any]) -> Iterator[Target]:
     wrong = count_wrong(result["gathers"].values())
-    found = [none("gathers with another value than the storage's, all contenders", wrong)]
-    if not speed:
-        return found
-    for name in WANTED:
+    yield none("gathers with another value than the storage's, all contenders", wrong)
+
+
+def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
+    for name, wanted in WANTED.items():
         if name in result["gathers"]:
             contenders = result["gathers"][name]["contenders"]
             medians = {way: times["median_us"] for way, times in contenders.items()}
             one = medians[_by_torch(1)]
             what = f"{name}, index_select on one thread over tdcopier"
-            found.append(at_least(what, one / medians[OURS], WANTED[name]))
-            found.append(at_least(f"{what} on one", one / medians[OURS_ALONE], 1.0))
-    return found
+            yield at_least(what, one / medians[OURS], wanted)
+            yield at_least(f"{what} on one", one / medians[OURS_ALONE], 1.0)
 
 
 def _by_torch(threads: int) -> str:

@@ -7,6 +7,7 @@ simulated device, whose times mean nothing.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -15,22 +16,18 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import company
 import copies
 import directions
-import loop
 import machine
-import replay
 import report
-import rows
-import sizes
 import streams
-import structure
 import torch
 from measure import Bench
 from sections import TABLES
+from targets import Target
 
 from tdcopier._commands.progress import progress
 from tdcopier.workloads import WORKLOADS
@@ -43,14 +40,19 @@ WANTING = {
     "tensordict": "it needs the package tensordict",
 }
 """Why a benchmark cannot run, by name."""
-MODULES: dict[str, Any] = {
-    "loop": loop,
-    "replay": replay,
-    "gather": rows,
-    "sizes": sizes,
-    "structure": structure,
-    "company": company,
+MODULES = {
+    "loop": "loop",
+    "replay": "replay",
+    "gather": "rows",
+    "sizes": "sizes",
+    "structure": "structure",
+    "company": "company",
+    "tensordict": "tensordicts",
 }
+"""Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
+functions that yield the targets on values and on speed from these figures."""
+
+Result = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not asked:
         print("Nothing that was asked for can run here.", file=sys.stderr)
         return 1
-    results = _written(asked, machine.describe(device), options.quick, out)
+    results = _written(asked, device, options.quick, out)
     _report(results, out)
     if device.type == "sim":
         print("Figures of a simulated device say nothing on speed; only the counts mean something.")
@@ -78,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _report(results: list[dict[str, Any]], out: Path) -> None:
+def _report(results: list[Result], out: Path) -> None:
     if importlib.util.find_spec("matplotlib"):
         report.write_plots(results, out)
     else:
@@ -87,14 +89,13 @@ def _report(results: list[dict[str, Any]], out: Path) -> None:
 
 
 def _written(
-    asked: dict[str, Callable[[], dict[str, Any]]],
-    description: dict[str, object],
-    quick: bool,
-    out: Path,
-) -> list[dict[str, Any]]:
+    asked: dict[str, Callable[[], Result]], device: torch.device, quick: bool, out: Path
+) -> list[Result]:
     """Run benchmarks one after the other, and write the result of each as soon as it is there."""
-    results = []
+    results, description = [], machine.describe(device)
     for name, run in asked.items():
+        for direction in directions.possible(device).values():
+            directions.start_workers(direction)
         result = {
             "schema": report.SCHEMA,
             "name": name,
@@ -133,17 +134,15 @@ def choose_device(asked: str | None) -> torch.device | None:
     return torch.device(kind, index)
 
 
-def _benchmarks(
-    bench: Bench, options: argparse.Namespace
-) -> dict[str, Callable[[], dict[str, Any]]]:
+def _benchmarks(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
     """Return the benchmarks that can run on this machine, by name."""
-    found: dict[str, Callable[[], dict[str, Any]]] = {
+    found: dict[str, Callable[[], Result]] = {
         name: partial(copies.run, bench, direction, options.workloads)
         for name, direction in directions.possible(bench.device).items()
     }
-    found |= {name: partial(module.run, bench) for name, module in MODULES.items()}
-    if importlib.util.find_spec("tensordict") is not None:
-        found["tensordict"] = partial(_tensordicts, bench)
+    found |= {name: partial(_of_module, name, bench) for name in MODULES}
+    if importlib.util.find_spec("tensordict") is None:
+        del found["tensordict"]
     if bench.device.type == "cuda":
         checked, timed, iterations = (400, 10, 40) if options.quick else (10_000, 50, 200)
         found["wait"] = partial(streams.run_wait, bench, timed, checked)
@@ -151,10 +150,16 @@ def _benchmarks(
     return found
 
 
-def _tensordicts(bench: Bench) -> dict[str, Any]:
-    import tensordicts  # needs tensordict, whose import takes seconds
+def _of_module(name: str, bench: Bench) -> Result:
+    module = importlib.import_module(MODULES[name])  # now, as tensordict takes seconds to import
+    result = module.run(bench)
+    return {**result, "targets": targets_of(module, result, speed=bench.is_real)}
 
-    return tensordicts.run(bench)
+
+def targets_of(module: ModuleType, result: Result, *, speed: bool = True) -> list[Target]:
+    """Return each target and whether it is hit; without ``speed``, only those on values."""
+    on_speed = module.speed_targets(result) if speed else ()
+    return [*module.value_targets(result), *on_speed]
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

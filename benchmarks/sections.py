@@ -10,14 +10,14 @@ from tables import (
     OURS,
     grouped,
     leaves_and_bytes,
-    number,
     ratio_cell,
-    size,
     table,
     times_cells,
     way_cell,
     ways,
 )
+
+from tdcopier._commands.tables import number, size
 
 Found = dict[str, Any]
 """A result, or the part of one that a table shows."""
@@ -38,7 +38,6 @@ COUNTED = ["packed / alone / delegated", "transfers"]
 
 
 def title(name: str, found: Found) -> str:
-    """Return a batch's name and size."""
     return f"{WORKLOAD_NAMES.get(name, name)}: {leaves_and_bytes(found)}"
 
 
@@ -80,7 +79,6 @@ def _with_first_calls(found: Found) -> Iterator[list[str]]:
 def steps_table(
     what: str, start: str, outside: str, batches: dict[str, Found], memcpys: str
 ) -> str:
-    """Return a table of the steps and the transfers of our own copies."""
     rows = []
     for name, found in batches.items():
         stats = found["stats"]
@@ -92,7 +90,6 @@ def steps_table(
 
 
 def limits_table(workloads: dict[str, Found]) -> str:
-    """Return a table of workloads and the machine's limits for their bytes."""
 
     def rows(found: Found) -> Iterator[list[str]]:
         for limit in found["limits"].values():
@@ -111,7 +108,6 @@ def limits_table(workloads: dict[str, Found]) -> str:
 
 
 def loop(result: Found) -> list[str]:
-    """Return tables of the loops, and of a copy whose caller does other work meanwhile."""
 
     def rows(found: Found) -> Iterator[list[str]]:
         for row, calls in zip(_feeds(found), found["copy_calls"].values(), strict=True):
@@ -167,7 +163,6 @@ def gather(result: Found) -> list[str]:
 
 
 def sizes(result: Found) -> list[str]:
-    """Return a table of leaf counts and ways: the whole time, and the time per leaf."""
 
     def rows(found: Found) -> Iterator[list[str]]:
         for way, times in found["contenders"].items():
@@ -208,7 +203,6 @@ def structure(result: Found) -> list[str]:
 
 
 def tensordict(result: Found) -> list[str]:
-    """Return tables of copies, steps, nodes, and copies into existing tensors."""
     batches = {
         f"{name} {ENDS[direction]}": found
         for direction, batches in result["copies"].items()
@@ -260,7 +254,6 @@ def into_table(directions: dict[str, Found]) -> str:
 
 
 def company(result: Found) -> list[str]:
-    """Return one table for each part."""
     return [
         metrics_table(result["loop"]),
         kernels_table(result["kernels"]),
@@ -271,7 +264,6 @@ def company(result: Found) -> list[str]:
 
 
 def metrics_table(found: Found) -> str:
-    """Return a table of feeds: time of a step without metrics and with them."""
     rows = [
         [
             way_cell(feed, found["wrong"][feed]),

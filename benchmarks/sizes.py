@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from baselines import PER_LEAF_TO, per_leaf, pinned_beforehand
-from directions import h2d, start_workers, synchroniser
+from directions import synchroniser
 from limits import flat_bytes
-from measure import MIN_ROUNDS, Bench, Contender, summaries
+from measure import MIN_ROUNDS, Bench, summaries
 from tables import OURS
-from targets import at_most, count_wrong, none
+from targets import Target, at_most, count_wrong, none
 
 import tdcopier
+from tdcopier._commands.measure import Contender
 from tdcopier.workloads import flat_dict, total_bytes
 
 COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
@@ -27,10 +29,8 @@ MAX_GROWTH = 1.5
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine."""
-    start_workers(h2d(bench.device))
     counts = [n for n in COUNTS if bench.is_real or n <= MOST_SIMULATED]
-    result = {
+    return {
         "what": "Host to device: the cost of a copy against the number of its leaves",
         "settings": {
             "leaf": f"{FLOATS} float32, side by side in a dict",
@@ -38,22 +38,20 @@ def run(bench: Bench) -> dict[str, Any]:
         },
         "sizes": {str(count): _size(bench, count) for count in counts},
     }
-    return {**result, "targets": targets(result, speed=bench.is_real)}
 
 
-def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """Return each target and whether it is hit; without ``speed``, only those on values."""
+def value_targets(result: dict[str, Any]) -> Iterator[Target]:
     wrong = count_wrong(result["sizes"].values())
-    found = [none("copies that differ from their source, all sizes and ways", wrong)]
-    if not speed:
-        return found
+    yield none("copies that differ from their source, all sizes and ways", wrong)
+
+
+def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     small, large = (result["sizes"][str(count)]["us_per_leaf"][OURS] for count in (SMALL, LARGE))
     what = f"tdcopier, cost of a leaf among {LARGE:,} over that among {SMALL:,}"
-    return [*found, at_most(what, large / small, MAX_GROWTH)]
+    yield at_most(what, large / small, MAX_GROWTH)
 
 
 def contenders(device: torch.device, count: int) -> list[Contender]:
-    """Return the ways that are timed for ``count`` leaves, ours first."""
     found = [Contender(OURS, lambda tree: tdcopier.start_copy(tree, device).get())]
     if count <= MOST_BY_TO:
         found.append(per_leaf(PER_LEAF_TO, lambda leaf: leaf.to(device)))

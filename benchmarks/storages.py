@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from measure import Bench
 
 from tdcopier._commands.tables import size
 
 Storage = dict[str, torch.Tensor]
 ROW = "row"
 """The leaf with the row numbers, which are compared with the index after the copy."""
+ROWS, ROWS_OF_SIM = 100_000, 500
 _TILE = 2048  # random rows that are repeated, since drawing gigabytes would take minutes
 
 
@@ -43,9 +46,13 @@ def _scalars(rows: int) -> Storage:
     }
 
 
-def _atari(rows: int) -> Storage:
-    shape = (4, 84, 84)
-    return {"observation": _frames(rows, *shape), "next": _frames(rows, *shape), **_scalars(rows)}
+def _images(name: str, *shape: int) -> Callable[[int], Storage]:
+    """Return a function that makes a storage of images with this name and their successors."""
+    return lambda rows: {
+        name: _frames(rows, *shape),
+        "next": _frames(rows, *shape),
+        **_scalars(rows),
+    }
 
 
 def _sac(rows: int) -> Storage:
@@ -55,32 +62,59 @@ def _sac(rows: int) -> Storage:
     return {**floats, "done": torch.rand(rows, 1) > 0.99, ROW: torch.arange(rows)}
 
 
-def _rgb(rows: int) -> Storage:
-    shape = (9, 64, 64)
-    return {"pixels": _frames(rows, *shape), "next": _frames(rows, *shape), **_scalars(rows)}
-
-
 def _agents(rows: int) -> Storage:
     """Return an observation and an action for each of 100 agents."""
     leaves = {f"{i}": torch.randn(rows, 8) for i in range(199)}
     return {**leaves, ROW: torch.arange(rows)}
 
 
+_ATARI = _images("observation", 4, 84, 84)
 REPLAYS = {
-    "atari_32": Replay("Atari frames, 32 rows", _atari, 32),
-    "atari_256": Replay("Atari frames, 256 rows", _atari, 256),
+    "atari_32": Replay("Atari frames, 32 rows", _ATARI, 32),
+    "atari_256": Replay("Atari frames, 256 rows", _ATARI, 256),
     "sac": Replay("SAC, 256 rows", _sac, 256),
-    "rgb": Replay("RGB frames, 512 rows", _rgb, 512),
+    "rgb": Replay("RGB frames, 512 rows", _images("pixels", 9, 64, 64), 512),
     "agents": Replay("100 agents, 256 rows", _agents, 256),
 }
 
 
-def that_fit(rows: int, free_bytes: int | None = None) -> dict[str, Replay]:
+def rows_of(bench: Bench) -> int:
+    return ROWS if bench.is_real else ROWS_OF_SIM
+
+
+def with_each(
+    rows: int, run: Callable[[str, Replay, Storage], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the result of a function with each storage that fits into the memory, by name.
+
+    A storage is freed before the next one is made.
+    """
+    found = {}
+    for name, replay in that_fit(rows).items():
+        storage = replay.make(rows)
+        found[name] = {
+            "title": replay.title,
+            "leaves": len(storage),
+            "bytes": bytes_of_batch(storage, replay.batch),
+            **run(name, replay, storage),
+        }
+        del storage
+        gc.collect()
+    return found
+
+
+def drawn(replay: Replay, rows: int, batches: int) -> list[torch.Tensor]:
+    """Return the rows of some batches, drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, rows, (replay.batch,), generator=generator) for _ in range(batches)]
+
+
+def that_fit(rows: int) -> dict[str, Replay]:
     """Return the storages of which ``rows`` rows fit into three quarters of the free memory.
 
     Prints to stderr which ones do not.
     """
-    free = _free_bytes() if free_bytes is None else free_bytes
+    free = _free_bytes()
     found = {}
     for name, replay in REPLAYS.items():
         needed = bytes_of_batch(replay.make(1), rows)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kernels import Sleeper
-from measure import Bench, summarise
-from quiet import QuietProcessor
+from learner import Sleeper
+from measure import Bench, QuietProcessor
 from targets import at_most, none
 
 import tdcopier
+from tdcopier._commands.measure import summarise
 from tdcopier.workloads import WORKLOADS, detection_batch, leaves, map_tensors, total_bytes
 
 LONG_SLEEP_MS = 20.0  # queued on the current stream while wait() is timed
@@ -55,12 +55,9 @@ class ChangingBatch:
                     flat.add_(1)
 
     def count_wrong(self, result: Any, into: torch.Tensor) -> None:
-        """Compare every value of every output on the current stream, and count the wrong ones.
+        """Compare every value of a copy on the current stream, and count the wrong ones.
 
-        Args:
-            result: The copied tree.
-            into: () int64 on the device, to which the count is added.
-
+        The count is added to ``into``, () int64 on the device.
         """
         for dtype, flat in by_dtype(result).items():
             into.add_(torch.count_nonzero(flat != self.twin[dtype]))
@@ -75,13 +72,9 @@ def by_dtype(tree: Any) -> dict[torch.dtype, torch.Tensor]:
 
 
 def run_wait(bench: Bench, timed_rounds: int, checked_rounds: int) -> dict[str, Any]:
-    """Time wait() while kernels are queued, and check the values that are read after it.
+    """Time wait() while kernels are queued on a CUDA device, and check values read after it.
 
-    Args:
-        bench: The options; the device must be a CUDA device.
-        timed_rounds: Rounds with 20 ms of kernels queued; wait() is timed, values are checked.
-        checked_rounds: Rounds in which only values are checked.
-
+    In the timed rounds, 20 ms of kernels are queued; in the others only values are checked.
     """
     batch, sleeper = ChangingBatch(detection_batch(), bench.device), Sleeper(bench.device)
     with QuietProcessor() as quiet:
@@ -204,12 +197,9 @@ def _checked_rounds(
 
 
 def run_memory(bench: Bench, iterations: int) -> dict[str, Any]:
-    """Measure device memory and pinned staging while the device is slower than the host.
+    """Measure memory of a CUDA device and pinned staging while it is slower than the host.
 
-    Args:
-        bench: The options; the device must be a CUDA device.
-        iterations: Copies per workload, each followed by a consumer and 12 ms of kernels.
-
+    In each iteration, a consumer and 12 ms of kernels follow a copy.
     """
     tdcopier.set_staging_limit_bytes(STAGING_LIMIT_BYTES)
     sleeper = Sleeper(bench.device)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from baselines import multi_tensor_copier
-from directions import h2d, start_workers, synchroniser
-from measure import BURST, Bench, Contender, Summary, ratio_of_medians, summarise
+from directions import synchroniser
+from measure import BURST, Bench
 from tables import OURS
-from targets import at_most, none
+from targets import Target, at_most, none
 from torch.utils import _pytree as pytree
 
 import tdcopier
+from tdcopier._commands.measure import Contender, Summary, ratio_of_medians, summarise
 
 OPAQUE_VALUES = 1000
 CONTAINERS = 200
@@ -65,7 +66,6 @@ UNWRAPPED = "the containers' integers in one list"
 
 
 def cases() -> dict[str, Case]:
-    """Return the trees that are timed, by name."""
     integers = range(2 * CONTAINERS)
     found = {
         EMPTY: Case([], 0, compared=True),
@@ -82,14 +82,12 @@ def cases() -> dict[str, Case]:
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    """Return the result of this benchmark, without the machine."""
     device, trees = bench.device, cases()
-    start_workers(h2d(device))
     synchroniser([device])()
     found, processor = _timed(bench, trees)
     seen = {case: _opaque_values_seen(timed.tree, device) for case, timed in trees.items()}
     ours = ways(device)[OURS]
-    result = {
+    return {
         "what": "What containers and opaque values cost: start_copy() and get(), without tensors",
         "settings": {
             **bench.settings(),
@@ -104,17 +102,14 @@ def run(bench: Bench) -> dict[str, Any]:
             for way, summary in found[OPAQUE].items()
         },
         "us_per_container": {
-            kind: per_container_us(
-                found[kind][OURS],
-                found[UNWRAPPED][OURS],
-                walked=seen[kind] == trees[kind].opaque_values,
-            )
+            kind: (found[kind][OURS].median_us - found[UNWRAPPED][OURS].median_us) / CONTAINERS
+            if seen[kind] == trees[kind].opaque_values
+            else None  # a container that the engine did not walk into is opaque
             for kind in KINDS
         },
         "changed_values": sum(changes(ours(each.tree), each.tree) for each in trees.values()),
         "processor": processor,
     }
-    return {**result, "targets": targets(result, speed=bench.is_real)}
 
 
 def _timed(
@@ -169,33 +164,17 @@ def ways(device: torch.device) -> dict[str, Callable[[Any], Any]]:
     return found
 
 
-def per_container_us(wrapped: Summary, unwrapped: Summary, *, walked: bool) -> float | None:
-    """Return the microseconds that a container adds to its values; None if it is opaque.
-
-    Args:
-        wrapped: Times of ``CONTAINERS`` containers of one kind, in a list.
-        unwrapped: Times of the same values in a list.
-        walked: Whether the engine walked into the containers.
-
-    """
-    return (wrapped.median_us - unwrapped.median_us) / CONTAINERS if walked else None
-
-
-def targets(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
-    """Return each target and whether it is hit; without ``speed``, only those on values."""
+def value_targets(result: dict[str, Any]) -> Iterator[Target]:
     what = "containers and values that came back as another type or object, all trees"
-    found = [none(what, result["changed_values"])]
-    if not speed:
-        return found
-    opaque_us = result["us_per_opaque_value"][OURS]
+    yield none(what, result["changed_values"])
+
+
+def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
+    what = f"one opaque value, of {OPAQUE_VALUES} in a list"
+    yield at_most(what, result["us_per_opaque_value"][OURS], MAX_OPAQUE_US, "us")
     integers = result["cases"][INTEGERS]
     what = f"{integers['opaque_values']} {INTEGERS}, the whole call"
-    whole_us = integers["contenders"][OURS]["median_us"]
-    return [
-        *found,
-        at_most(f"one opaque value, of {OPAQUE_VALUES} in a list", opaque_us, MAX_OPAQUE_US, "us"),
-        at_most(what, whole_us, MAX_INTEGERS_US, "us"),
-    ]
+    yield at_most(what, integers["contenders"][OURS]["median_us"], MAX_INTEGERS_US, "us")
 
 
 def changes(result: Any, source: Any) -> int:
@@ -219,13 +198,7 @@ def _parts(tree: Any) -> list[Any]:
 
 
 def _mixed_values(count: int) -> list[Any]:
-    kinds: list[Callable[[int], Any]] = [
-        lambda index: index,
-        lambda index: f"text {index}",
-        lambda index: None,
-        lambda index: Note(),
-    ]
-    return [kinds[index % len(kinds)](index) for index in range(count)]
+    return [(index, f"text {index}", None, Note())[index % 4] for index in range(count)]
 
 
 def _opaque_values_seen(tree: Any, device: torch.device) -> int:

@@ -7,20 +7,6 @@ from typing import Any
 
 from tdcopier._commands.tables import number, size
 
-__all__ = [
-    "LIMIT_PREFIX",
-    "OURS",
-    "grouped",
-    "leaves_and_bytes",
-    "number",
-    "ratio_cell",
-    "size",
-    "table",
-    "times_cells",
-    "way_cell",
-    "ways",
-]
-
 OURS = "tdcopier"
 RESIDENT = "on the device already"
 LIMIT_PREFIX = "limit: "  # marks contenders that are limits of the machine, not ways to copy
@@ -29,7 +15,6 @@ Cells = Sequence[str]
 
 
 def table(header: Cells, rows: Iterable[Cells]) -> str:
-    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -51,7 +36,6 @@ def way_cell(way: str, wrong: int = 0) -> str:
 
 
 def times_cells(times: Mapping[str, Any]) -> list[str]:
-    """Return median and quartiles in microseconds."""
     return [number(times["median_us"]), f"{number(times['q1_us'])} - {number(times['q3_us'])}"]
 
 

@@ -105,10 +105,7 @@ def frames(seed: int) -> Any:
             batch_size=[FRAMES],
         ),
         camera=Camera(
-            projection=numbers(3, 4),
-            distortion=numbers(5),
-            exposure=numbers(),
-            batch_size=[FRAMES],
+            projection=numbers(3, 4), distortion=numbers(5), exposure=numbers(), batch_size=[FRAMES]
         ),
         times=numbers(),
         poses=numbers(3, 4),
@@ -134,16 +131,7 @@ BATCHES: dict[str, Batch] = {
 
 
 def differences(got: Any, expected: Any) -> list[str]:
-    """Return the places where class, device, batch size, leaf or value differ.
-
-    Args:
-        got: A TensorDict or tensorclass.
-        expected: The expected one.
-
-    Returns:
-        Paths; an empty list if all is the same.
-
-    """
+    """Return the paths where class, device, batch size, leaf or value of two TensorDicts differ."""
     found, wanted = dict(_places(got)), dict(_places(expected))
     if list(found) != list(wanted):
         return ["<structure>"]

@@ -32,15 +32,16 @@ REBUILD, CHUNK = "tdcopier, rebuilding alone", "tdcopier.copy_into(), one earlie
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the batches small that would take long, and leaves threads where they are."""
-    monkeypatch.setattr(load("quiet").QuietProcessor, "_move_to", lambda *_: None)
+    monkeypatch.setattr(load("measure").QuietProcessor, "_move_to", lambda *_: None)
     sac = {"sac": storages.REPLAYS["sac"]}
-    for name in ("replay", "rows"):
-        monkeypatch.setattr(load(name), "that_fit", lambda rows: sac)
-        monkeypatch.setattr(load(name), "ROWS_OF_SIM", 40)
+    monkeypatch.setattr(storages, "that_fit", lambda rows: sac)
+    monkeypatch.setattr(storages, "ROWS_OF_SIM", 40)
     monkeypatch.setattr(load("sizes"), "COUNTS", (10, 100))
+    for name, module in run.MODULES.items():
+        if name != "tensordict" or importlib.util.find_spec("tensordict"):
+            load(module)
     if importlib.util.find_spec("tensordict"):
-        load("tensordicts")
-        monkeypatch.setattr(load("td_nodes"), "NODES", 5)
+        monkeypatch.setattr(load("tensordicts"), "NODES", 5)
     loop = load("loop")
     monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
     monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
@@ -136,10 +137,10 @@ def targets_of(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, 
         kind = "cuda" if speed else "sim"
         ends = [torch.device(kind, index) for index in range(2 if name == "d2d" else 1)]
         return load("copies").targets(getattr(load("directions"), name)(*ends), result["workloads"])
-    module = load("tensordicts") if name == "tensordict" else run.MODULES[name]
-    return module.targets(result, speed=speed)
+    return run.targets_of(load(run.MODULES[name]), result, speed=speed)
 
 
+@pytest.mark.sim
 @pytest.mark.parametrize("name", ON_SIM)
 def test_the_targets_of_a_committed_result_come_from_its_figures(name: str) -> None:
     if name == "tensordict":

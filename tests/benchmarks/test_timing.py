@@ -9,9 +9,9 @@ import pytest
 import torch
 from benchmark_support import Clock, load
 
-measure, quiet, loop_steps, replay = (
-    load(name) for name in ("measure", "quiet", "loop_steps", "replay")
-)
+from tdcopier._commands.measure import Contender, compared, interleave, summarise
+
+measure, learner, loop = (load(name) for name in ("measure", "learner", "loop"))
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ measure, quiet, loop_steps, replay = (
     ],
 )
 def test_a_summary_is_median_and_inclusive_quartiles(times: Any, expected: Any) -> None:
-    assert tuple(measure.summarise(times)) == expected
+    assert tuple(summarise(times)) == expected
 
 
 def test_contenders_are_compared_by_all_calls_and_by_first_calls() -> None:
-    found = measure.compared({"ours": [4.0, 1.0, 1.0], "other": [8.0, 5.0, 5.0]}, "ours", 3)
+    found = compared({"ours": [4.0, 1.0, 1.0], "other": [8.0, 5.0, 5.0]}, "ours", 3)
     assert found["contenders"]["other"]["median_us"] == 5.0
     assert found["ratios"] == {"other": 5.0}
     assert found["first_calls"]["other"]["median_us"] == 8.0
@@ -42,9 +42,9 @@ def test_a_round_is_a_burst_of_every_contender_with_one_source_in_changing_order
             order.append((name, source))
             clock.take_us(us)
 
-        return measure.Contender(name, run)
+        return Contender(name, run)
 
-    times = measure.interleave(
+    times = interleave(
         [contender("fast", 10), contender("slow", 500), contender("other", 20)],
         ["x", "y"],
         lambda: None,
@@ -79,8 +79,8 @@ def test_only_the_call_and_the_device_after_it_are_timed() -> None:
         yield
         clock.take_us(1000)
 
-    slow = measure.Contender("it", lambda _: Slow(), lambda _: clock.take_us(9), around=around)
-    times = measure.interleave(
+    slow = Contender("it", lambda _: Slow(), lambda _: clock.take_us(9), around=around)
+    times = interleave(
         [slow], ["x"], lambda: clock.take_us(next(pending_us)), rounds=2, warm_up=0, clock_ns=clock
     )
     assert times == {"it": [8.0, 8.0]}
@@ -129,10 +129,10 @@ def test_a_disturbed_processor_is_left_for_a_quiet_one(monkeypatch: pytest.Monke
     def move(pid: int, allowed: set[int]) -> None:
         where[0] = next(iter(allowed))
 
-    monkeypatch.setattr(quiet.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
-    monkeypatch.setattr(quiet.os, "sched_setaffinity", move, raising=False)
-    monkeypatch.setattr(quiet, "probe_us", lambda: 200.0 if where[0] in slow else 100.0)
-    with quiet.QuietProcessor() as processor:
+    monkeypatch.setattr(measure.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(measure.os, "sched_setaffinity", move, raising=False)
+    monkeypatch.setattr(measure, "probe_us", lambda: 200.0 if where[0] in slow else 100.0)
+    with measure.QuietProcessor() as processor:
         where[0] = 0
         processor.seek()
         assert where[0] == 1
@@ -177,15 +177,15 @@ def test_only_the_copy_calls_are_the_hosts_time_and_all_is_the_steps(sim: Any) -
         def enqueue(self) -> None:
             clock.take_us(1000)
 
-    feed = loop_steps.feeds(device)[0]._replace(start=start, finish=finish)
-    reader = loop_steps.Reader(sources, loop_steps.STEPS, device)
-    prepared = [feed.prepare(source) for source in sources]
-    found = loop_steps.block(feed, prepared, 0, Slow(), reader, device, clock)
-    assert found.copy_calls_us == [43.0] * loop_steps.STEPS
+    feed = loop.feeds(device)[0]._replace(start=start, finish=finish)
+    reader = loop.Reader(sources, device)
+    batches = loop.Batches(feed, [feed.prepare(source) for source in sources], 0)
+    found = learner.block(batches, reader.read, Slow(), device, clock_ns=clock)
+    assert found.batch_us == [43.0] * learner.STEPS
     # The clock is read twice in each step, and once at the end.
-    assert found.step_us == pytest.approx(1000 + 43 + 1 + 1 / loop_steps.STEPS)
-    assert len(started) == loop_steps.STEPS + 1  # one before the loop, and one in each step
-    assert [step for step, _ in found.checked] == [9, 19]
+    assert found.step_us == pytest.approx(1000 + 43 + 1 + 1 / learner.STEPS)
+    assert len(started) == learner.STEPS + 1  # one before the loop, and one in each step
+    assert [step for step, _ in reader.kept] == [9, 19]
 
 
 def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) -> None:
@@ -195,11 +195,13 @@ def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) 
         def enqueue(self) -> None:
             clock.take_us(50)
 
-    batch = {replay.ROW: torch.zeros(1, device=device)}
-    step, host, seen, last = replay.block(iter(lambda: batch, None), Slow(), device, clock)
-    assert (step, host) == (50 + 2 + 1 / replay.STEPS, 1)
-    assert len(seen) == replay.WARM_UP_STEPS + replay.STEPS
-    assert last is batch
+    batch = {learner.ROW: torch.zeros(1, device=device)}
+    reader = learner.RowReader()
+    batches = iter(lambda: batch, None)
+    found = learner.block(batches, reader.read, Slow(), device, warm_up=4, clock_ns=clock)
+    assert found == (50 + 2 + 1 / learner.STEPS, [1] * learner.STEPS)
+    assert len(reader.rows) == 4 + learner.STEPS
+    assert reader.last is batch
 
 
 def test_the_limits_of_the_waiting_part_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_support import load, measure
+from benchmark_support import load
 
 from tdcopier import workloads
+from tdcopier._commands.measure import Contender
 
 baselines, copies, directions, limits = (
     load(name) for name in ("baselines", "copies", "directions", "limits")
 )
-witness, storages, streams, structure = (
-    load(name) for name in ("witness", "storages", "streams", "structure")
-)
-loop_steps, replay, feeds_of = load("loop_steps"), load("replay"), load("replay_feeds")
+storages, streams, structure = load("storages"), load("streams"), load("structure")
+learner, loop, replay = (load(name) for name in ("learner", "loop", "replay"))
 metrics, kernels, refill = load("company_loop"), load("company_kernels"), load("company_refill")
 
 CUDA = [torch.device("cuda", index) for index in range(2)]
@@ -87,7 +86,7 @@ def test_a_wrong_value_a_wrong_place_and_a_lost_leaf_are_found() -> None:
 )
 def test_memcpys_of_the_direction_alone_are_counted(name: str, records: Any, count: int) -> None:
     direction = getattr(directions, name)(*CUDA[: 2 if name == "d2d" else 1])
-    assert witness.memcpys_among(records, direction.witness) == count
+    assert directions.memcpys_among(records, direction.witness) == count
 
 
 def test_copies_by_number_of_leaves_are_compared_with_their_source(device: Any) -> None:
@@ -133,24 +132,23 @@ def test_a_changing_batch_finds_stale_copies_wrong() -> None:
 def wrong_of(feed: Any, device: torch.device) -> tuple[int, int]:
     """Returns the numbers of wrong steps and wrong batches in one block."""
     sources = small_batches()
-    reader = loop_steps.Reader(sources, loop_steps.STEPS, device)
-    prepared = [feed.prepare(source) for source in sources]
-    found = loop_steps.block(feed, prepared, 1, Idle(), reader, device)
-    expected = [limits.flat_bytes(source).to(device) for source in sources]
-    return loop_steps.count_wrong(found, 1, reader, expected)
+    reader = loop.Reader(sources, device)
+    batches = loop.Batches(feed, [feed.prepare(source) for source in sources], 1)
+    learner.block(batches, reader.read, Idle(), device)
+    return reader.count_wrong(1)
 
 
 def test_a_feed_that_is_a_step_late_is_wrong_in_every_step(device: torch.device) -> None:
-    resident = loop_steps.feeds(device)[0]
+    resident = loop.feeds(device)[0]
     late = resident._replace(prepare=lambda tree: resident.prepare(small_batches()[0]))
-    steps_of_other_sources = sum((1 + step) % 3 != 0 for step in range(loop_steps.STEPS))
+    steps_of_other_sources = sum((1 + step) % 3 != 0 for step in range(learner.STEPS))
     assert wrong_of(late, device) == (steps_of_other_sources, 2)
 
 
 def test_a_wrong_value_that_no_step_reads_is_found_in_the_batches_that_are_compared(
     device: torch.device,
 ) -> None:
-    resident = loop_steps.feeds(device)[0]
+    resident = loop.feeds(device)[0]
 
     def prepare(tree: Any) -> Any:
         batch = resident.prepare(tree)
@@ -172,8 +170,8 @@ def test_a_batch_that_is_right_only_after_its_step_is_wrong_in_that_step(device:
         return batch
 
     # Of the batches that are compared, step 9's has arrived by the end of the block.
-    feed = loop_steps.feeds(device)[0]._replace(finish=finish)
-    assert wrong_of(feed, device) == (loop_steps.STEPS, 1)
+    feed = loop.feeds(device)[0]._replace(finish=finish)
+    assert wrong_of(feed, device) == (learner.STEPS, 1)
 
 
 def test_a_replay_feed_with_other_rows_or_values_is_wrong(device: torch.device) -> None:
@@ -182,18 +180,18 @@ def test_a_replay_feed_with_other_rows_or_values_is_wrong(device: torch.device) 
 
     @contextmanager
     def late(storage: Any, indices: Any, device: Any) -> Any:
-        with feeds_of._plain(storage, indices[1:] + indices[:1], device) as batches:
+        with replay._plain(storage, indices[1:] + indices[:1], device) as batches:
             yield batches
 
     @contextmanager
     def torn(storage: Any, indices: Any, device: Any) -> Any:
-        with feeds_of._plain(storage, indices, device) as batches:
+        with replay._plain(storage, indices, device) as batches:
             yield ({**batch, "0": batch["0"] + 1} for batch in batches)
 
-    every = replay.WARM_UP_STEPS + replay.STEPS
-    for way, wrong in ((feeds_of._plain, 0), (late, every), (torn, 1)):
-        feed = feeds_of.ReplayFeed("it", way)
-        assert replay._one(feed, storage, indices, Idle(), device)[2] == wrong
+    every = replay.WARM_UP_STEPS + learner.STEPS
+    for way, wrong in ((replay._plain, 0), (late, every), (torn, 1)):
+        feed = replay.ReplayFeed("it", way)
+        assert replay.one_block(feed, storage, indices, Idle(), device)[1] == wrong
 
 
 # ---- beside kernels and other copies -------------------------------------------------------------
@@ -210,7 +208,7 @@ def test_repeated_batches_and_late_metrics_are_wrong(device: torch.device) -> No
     def wrong(feed: Any, metered: bool) -> int:
         return metrics.one_block(feed, pool, Idle(), device, metered=metered)[1]
 
-    steps = metrics.STEPS + replay.WARM_UP_STEPS
+    steps = learner.STEPS + replay.WARM_UP_STEPS
     assert wrong(resident, True) == 0
     assert wrong(resident._replace(open=stuck), False) == steps // 2 + 1
     assert wrong(resident._replace(send=lambda values: lambda: values.cpu() - 1), True) == steps
@@ -267,22 +265,22 @@ def test_another_device_batch_size_leaf_or_value_is_a_difference(changed: Any, p
 
 def test_an_error_of_another_way_is_a_finding_and_one_of_ours_is_raised(device: Any) -> None:
     pytest.importorskip("tensordict")
-    td_copies, td_batches = load("td_copies"), load("td_batches")
+    tensordicts, td_batches = load("tensordicts"), load("td_batches")
     td, h2d = td_batches.control(0), directions.h2d(device)
 
     def fail(td: Any) -> Any:
         raise TypeError("cannot do that\nin many words")
 
-    other, ours = (measure.Contender(name, fail) for name in (td_copies.TO, td_copies.OURS))
-    assert td_copies.tried(other, td, td, h2d) == "TypeError: cannot do that"
+    other, ours = (Contender(name, fail) for name in (tensordicts.TO, tensordicts.OURS))
+    assert tensordicts.tried(other, td, td, h2d) == "TypeError: cannot do that"
     with pytest.raises(TypeError, match="cannot do that"):
-        td_copies.tried(ours, td, td, h2d)
+        tensordicts.tried(ours, td, td, h2d)
 
 
 def test_a_destination_that_was_not_filled_is_wrong(device: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensordict")
     into, h2d = load("into"), directions.h2d(device)
     case = into.filling(h2d, 0, tmp_path)
-    way = measure.Contender("lazy", lambda case: case.destinations[into.CHUNK])
+    way = Contender("lazy", lambda case: case.destinations[into.CHUNK])
     leaves = workloads.leaves(case.source)
     assert into.wrong_leaves(way, case, h2d) == sum(bool(leaf.any()) for leaf in leaves)

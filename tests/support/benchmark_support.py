@@ -19,9 +19,6 @@ def load(name: str) -> ModuleType:
         sys.path.remove(str(BENCHMARKS))
 
 
-measure = load("measure")
-
-
 class Clock:
     """A fake clock: advances by one microsecond per reading, and by the times added to it."""
 
