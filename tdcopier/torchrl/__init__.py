@@ -1,12 +1,17 @@
 """torchrl support: replay buffers whose batches reach the device packed. Imports torchrl."""
 
 from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
-from tdcopier.torchrl._storage import PackedLazyMemmapStorage, PackedLazyTensorStorage
+from tdcopier.torchrl._storage import (
+    PackedLazyMemmapStorage,
+    PackedLazyTensorStorage,
+    ReadStats,
+)
 from tdcopier.torchrl._to_device import ToDevice
 
 __all__ = [
     "PackedLazyMemmapStorage",
     "PackedLazyTensorStorage",
     "PackedTensorDictReplayBuffer",
+    "ReadStats",
     "ToDevice",
 ]

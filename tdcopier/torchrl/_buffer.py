@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tdcopier import _copy
 from tdcopier._prefetch.stream_position import StreamPosition
-from tdcopier.torchrl._sampling import RecordingSampleUnit, Sampling, current
+from tdcopier.torchrl._sampling import RecordingSampleUnit, Sampling, current, untraced
 
-_MADE_AT = "tdcopier: positions of streams"
-"""Key in a sample's info; passes stream positions from the drawing thread to `sample`."""
+_DRAWN = "tdcopier: a drawn sample"
+"""Key in a sample's info; passes a `_Drawn` from the drawing thread to `sample`."""
 
 
 class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]
@@ -28,22 +29,46 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
     it, and tells the allocator which stream reads it.
 
     Samples are equal to those of torchrl's buffer, for every sampler, storage, transform and sample
-    unit. As in torchrl, the info of `sample(return_info=True)` stays on the storage's device.
-    `include_info` is not supported. Like torchrl's, `state_dict` and `dumps` copy prefetched
-    batches on the current stream: call them on the default stream.
+    unit. As in torchrl, the info of `sample(return_info=True)` stays on the storage's device. Like
+    torchrl's, `state_dict` and `dumps` copy prefetched batches on the current stream: call them on
+    the default stream.
     """
 
     def __init__(self, *, sample_unit: Any = None, **options: Any) -> None:
         """Take the options of torchrl's buffer."""
         super().__init__(sample_unit=RecordingSampleUnit(sample_unit), **options)
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
-        """Return a batch, ordered on the current stream; with `return_info`, also its info."""
+    @untraced
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+    ) -> Any:
+        """Return a batch, ordered on the current stream.
+
+        Args:
+            batch_size: number of samples; by default the buffer's.
+            return_info: return a pair of the batch and its info.
+            include_info: False leaves index, weights and other info out of the batch. torchrl has
+                deprecated it, so a value other than None gives a `UserWarning`.
+
+        Raises:
+            RuntimeError: the batch cannot hold the info.
+        """
+        if include_info is not None:
+            warnings.warn(
+                "include_info is going to be deprecated soon. Samples have index and weights "
+                "without it; return_info=True also returns them apart.",
+                stacklevel=3,  # from its caller, across the wrapper of torch.compiler
+            )
         batch, info = ReplayBuffer.sample(self, batch_size, return_info=True)
-        made_at = info.pop(_MADE_AT, None)
-        if made_at is None:
+        drawn = info.pop(_DRAWN, None)
+        if drawn is None:
             raise _unknown("sample() does not call _sample()")
-        for position in made_at.positions:
+        if include_info is None or include_info:
+            _put_into(batch, drawn.tensors)
+        for position in drawn.positions:
             position.hand_over(batch)
         return (batch, info) if return_info else batch
 
@@ -56,9 +81,9 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
             if not isinstance(drawn, tuple) or len(drawn) != 2 or drawn[1] is not now.info:
                 raise _unknown("_sample() does not give a batch and the info of its sample unit")
             batch, info = drawn
-            _put_into(batch, now)
-            info[_MADE_AT] = _Positions(
-                [StreamPosition.current(device) for device in _devices(batch, now)]
+            tensors = _for_batch(batch, now)
+            info[_DRAWN] = _Drawn(
+                tensors, [StreamPosition.current(device) for device in _devices(batch, now)]
             )
         finally:
             current.sampling = before  # not a call: no interrupt can come before it
@@ -72,21 +97,26 @@ def _unknown(what: str) -> RuntimeError:
     )
 
 
-def _put_into(batch: Any, now: Sampling) -> None:
-    """Set index, weights and other info tensors in the batch, on its device."""
+def _for_batch(batch: Any, now: Sampling) -> dict[Any, torch.Tensor]:
+    """Return index, weights and other info tensors on the device of the batch."""
+    if not is_tensor_collection(batch) or is_tensorclass(batch):
+        return {}
+    if batch.device is None:
+        now.moved = None  # as in torchrl, they stay where the sampler made them
+        return now.tensors()
+    tensors = now.tensors()
+    if any(tensor.device != batch.device for tensor in tensors.values()):
+        tensors = _copy.start_copy(tensors, batch.device).wait()
+    return tensors
+
+
+def _put_into(batch: Any, tensors: dict[Any, torch.Tensor]) -> None:
+    """Set the tensors of the info in the batch, whatever keys the batch has already."""
     if not is_tensor_collection(batch):
         raise RuntimeError(
             f"the batch is a {type(batch).__qualname__}, which cannot hold index and weights: "
             "use torchrl's ReplayBuffer for data that are no TensorDicts"
         )
-    if is_tensorclass(batch):
-        return
-    tensors = now.tensors()
-    if batch.device is None:
-        now.moved = None  # as in torchrl, they stay where the sampler made them
-        tensors = now.tensors()
-    elif any(tensor.device != batch.device for tensor in tensors.values()):
-        tensors = _copy.start_copy(tensors, batch.device).wait()
     was_locked = batch.is_locked
     if was_locked:
         batch.unlock_()
@@ -109,13 +139,25 @@ def _devices(batch: Any, now: Sampling) -> set[torch.device]:
     return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
-class _Positions:
-    """Stream positions of one sample. Pickling waits for them, so a saved copy has none."""
+class _Drawn:
+    """A sample's info tensors where its batch is, and the stream positions at which both are made.
 
-    def __init__(self, positions: list[StreamPosition]) -> None:
+    Copying and pickling wait for the positions, so a saved copy has none.
+    """
+
+    def __init__(self, tensors: dict[Any, torch.Tensor], positions: list[StreamPosition]) -> None:
+        self.tensors = tensors
         self.positions = positions
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _wait(self) -> None:
         for position in self.positions:
             position.event.synchronize()
-        return _Positions, ([],)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._wait()
+        return _Drawn, (self.tensors, [])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Drawn:
+        """Copy the tensors alone; a deep copy of them would include all of the batch's chunk."""
+        self._wait()
+        return _Drawn({key: tensor.clone() for key, tensor in self.tensors.items()}, [])

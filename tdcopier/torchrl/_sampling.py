@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torchrl.data.replay_buffers import SampleUnit
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(function: _F) -> _F:
+    """Make a compiled function call `function` between two of its graphs.
+
+    Native threads gather the rows, and streams order the samples: a compiler traces neither.
+    """
+    disable: Any = torch.compiler.disable
+    wrapped: _F = disable(function, reason="tdcopier gathers the rows between two graphs")
+    return wrapped
 
 
 class Sampling:

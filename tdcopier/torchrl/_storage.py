@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections import OrderedDict
@@ -16,8 +17,23 @@ from tdcopier import _copy
 from tdcopier._copy import Device
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.request import RowIndex
-from tdcopier.torchrl._sampling import current
+from tdcopier.torchrl._sampling import current, untraced
 from tdcopier.torchrl._to_device import with_index
+
+
+class ReadStats(NamedTuple):
+    """Counts of the reads of one packed storage, in this process. Each read is counted once."""
+
+    gathered: int
+    """Reads by native threads, into packed memory."""
+    reused: int
+    """Reads that returned the rows that a sampler of slices had just read."""
+    views: int
+    """Reads of slices, single rows and keys: torchrl returns views, which copy nothing."""
+    fallbacks: int
+    """Reads that torchrl's own indexing copied, because the engine cannot: masks, indices of three
+    dimensions or of several kinds, a storage on a device, trees with classes of their own, and
+    leaves whose rows differ in number."""
 
 
 class _Packed(TensorStorage):  # type: ignore[misc]
@@ -27,21 +43,15 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         self, max_size: int, *, sample_device: Device | None = None, **options: Any
     ) -> None:
         """Args:
-            max_size: number of rows.
-            sample_device: gather samples directly to this device; needs a
-                `PackedTensorDictReplayBuffer`. Rows that are read in any other way stay on the
-                host.
-            **options: those of torchrl's storage.
-
-        Raises:
-            ValueError: `compilable=True`, because a compiler cannot trace the gather.
+        max_size: number of rows.
+        sample_device: gather samples directly to this device; needs a
+            `PackedTensorDictReplayBuffer`. Rows that are read in any other way stay on the
+            host.
+        **options: those of torchrl's storage.
         """
-        if options.get("compilable"):
-            raise ValueError(
-                f"{type(self).__name__} cannot be compilable: use torchrl's storage and ToDevice"
-            )
         self.sample_device = None if sample_device is None else with_index(sample_device)
         self._last = _LastRead()
+        self._reads = _ReadCounts()
         self._writes = 0
         super().__init__(max_size, **options)
 
@@ -61,13 +71,20 @@ class _Packed(TensorStorage):  # type: ignore[misc]
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Store rows, as torchrl does."""
-        self._writes += 1
+        if not torch.compiler.is_compiling():  # each value would be compiled for
+            self._writes += 1
         super().set(cursor, data, set_cursor=set_cursor)
 
     def _changes(self) -> tuple[int, Any]:
         """Return a value that differs after each change, in shared memory by any process."""
         return self._writes, getattr(self, "_mutation_revision", None)
 
+    @property
+    def read_stats(self) -> ReadStats:
+        """How the reads so far were done; those that raised an error are not counted."""
+        return self._reads.stats()
+
+    @untraced
     def __getitem__(self, index: Any) -> Any:
         """Return rows as `get` does, but on the host."""
         changes = self._changes()
@@ -75,28 +92,32 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         self._last.keep(index, rows, changes)  # a sampler of slices reads here, then the buffer
         return rows
 
+    @untraced
     def get(self, index: Any) -> Any:
         """Return rows, as torchrl's storage does.
 
         Rows given by integers in tensors, arrays, lists and pairs of them are gathered into new
         memory, which is pinned if there is a device. For views (a slice, one row), masks and keys,
-        torchrl reads.
+        torchrl reads; `read_stats` counts which of them were copied.
         """
         now = current.sampling
         rows = self._last.take(index, self._changes())
+        if rows is not None:
+            self._reads.add(reused=1)
         if self.sample_device is None or now is None or now.storage is not self or now.is_read:
             return self._read(index) if rows is None else rows
         now.is_read = True
         now.devices.add(self.sample_device)
-        numbers = self._row_index(index) if rows is None else None
-        if numbers is not None:
+        request = self._request(index) if rows is None else None
+        if request is not None:
             beside = {key: Whole(tensor) for key, tensor in now.tensors().items()}
-            handle = start_gather((self._rows(), beside), numbers, self.sample_device)
+            handle = start_gather((request.rows, beside), request.numbers, self.sample_device)
             rows, now.moved = handle.wait()  # the rows have been read; the transfer is in flight
+            self._reads.add(gathered=1)
             return rows
         is_view = rows is None
         if is_view:
-            rows = super().get(index)
+            rows = self._read_by_torchrl(index)
         handle = _copy.start_copy((rows, now.tensors()), self.sample_device)
         if is_view:
             handle.wait_staged()  # a device may read a pinned storage in place
@@ -104,40 +125,36 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         return rows
 
     def _read(self, index: Any) -> Any:
-        numbers = self._row_index(index)
-        if numbers is None:
-            return super().get(index)
-        rows = start_gather(self._rows(), numbers, "cpu").get()
-        if is_tensor_collection(rows) and self._rows().device is None:
+        request = self._request(index)
+        if request is None:
+            return self._read_by_torchrl(index)
+        rows = start_gather(request.rows, request.numbers, "cpu").get()
+        if is_tensor_collection(rows) and request.rows.device is None:
             rows.clear_device_()
+        self._reads.add(gathered=1)
         return rows
 
-    def _rows(self) -> Any:
-        """Return all rows of the storage, in use or not."""
-        return self._storage
+    def _read_by_torchrl(self, index: Any) -> Any:
+        rows = super().get(index)
+        if _is_view(index):
+            self._reads.add(views=1)
+        else:
+            self._reads.add(fallbacks=1)
+        return rows
 
-    def _row_index(self, index: Any) -> RowIndex | None:
-        """Return the rows that an index selects among those in use; None if torchrl reads them."""
+    def _request(self, index: Any) -> _Request | None:
+        """Return what the engine needs to read an index; None if torchrl reads it."""
         initialized: bool = self.initialized
-        if not initialized or not _is_on_the_host(self) or not _is_plain(self._rows()):
+        if not initialized or not _is_on_the_host(self):
             return None
         in_use: torch.Size = self.shape
-        parts = index if isinstance(index, tuple) else (index,)
-        if not 1 <= len(parts) <= min(2, len(in_use)):
+        numbers = _row_index(index, in_use)
+        if numbers is None:
             return None
-        found: list[torch.Tensor] = []
-        for part, size in zip(parts, in_use, strict=False):
-            numbers = _wrapped(part, size)
-            if numbers is None:
-                return None
-            found.append(numbers)
-        if len(found) == 1:
-            return RowIndex(found[0], 1, True, (), found[0], False)
-        try:
-            numbers = (found[0] * in_use[1] + found[1]).contiguous()
-        except RuntimeError:
-            return None  # torchrl says which shapes cannot be broadcast together
-        return RowIndex(numbers, 2, True, (), tuple(found), False)
+        rows = self._storage
+        if not isinstance(rows, torch.Tensor) and not is_tensor_collection(rows):
+            rows = _alike(rows, in_use, bool(self._is_full))
+        return None if rows is None else _Request(rows, numbers)
 
 
 class PackedLazyTensorStorage(_Packed, LazyTensorStorage):  # type: ignore[misc]
@@ -164,13 +181,80 @@ def _is_on_the_host(storage: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cpu"
 
 
-def _is_plain(rows: Any) -> bool:
-    """Return whether the engine takes the rows apart as torchrl does."""
-    if isinstance(rows, torch.Tensor) or is_tensor_collection(rows):
-        return True
-    if type(rows) in (dict, OrderedDict):
-        return all(map(_is_plain, rows.values()))
-    return type(rows) in (list, tuple) and all(map(_is_plain, rows))
+class _Request(NamedTuple):
+    rows: Any
+    """All rows that the engine may read; each leaf has the same number."""
+    numbers: RowIndex
+
+
+def _alike(tree: Any, in_use: torch.Size, is_full: bool) -> Any:
+    """Return a tree whose leaves all have the same rows; None if the engine cannot read it.
+
+    torchrl gives each leaf of a tree a capacity of its own if the storage has several dimensions,
+    and indexes the rows in use.
+    """
+    leaves = _leaves(tree)
+    if not leaves:
+        return None
+    lead = len(in_use)
+    sizes = {tuple(leaf.shape[:lead]) for leaf in leaves}
+    if len(sizes) == 1:
+        return tree
+    if is_full or any(size[1:] != in_use[1:] or size[0] < in_use[0] for size in sizes):
+        return None  # torchrl counts negative numbers from the end of each leaf
+    return _narrowed(tree, in_use[0])
+
+
+def _leaves(tree: Any) -> list[Any] | None:
+    """Return the leaves, if the engine takes the tree apart as torchrl does, otherwise None."""
+    if isinstance(tree, torch.Tensor) or is_tensor_collection(tree):
+        return [tree]
+    if type(tree) in (dict, OrderedDict):
+        tree = list(tree.values())
+    if type(tree) not in (list, tuple):
+        return None
+    parts = [_leaves(part) for part in tree]
+    return None if None in parts else [leaf for part in parts for leaf in part or ()]
+
+
+def _narrowed(tree: Any, rows: int) -> Any:
+    """Return the same containers with views of the first rows of each leaf."""
+    if isinstance(tree, dict):
+        return type(tree)((key, _narrowed(part, rows)) for key, part in tree.items())
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_narrowed(part, rows) for part in tree)
+    return tree[:rows]
+
+
+def _is_view(index: Any) -> bool:
+    """Return whether torch answers an index with a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None
+        or isinstance(part, (int, np.integer, slice, str, type(...)))
+        or (isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype != torch.bool)
+        for part in parts
+    )
+
+
+def _row_index(index: Any, in_use: torch.Size) -> RowIndex | None:
+    """Return the rows that an index selects among those in use; None for any other index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not 1 <= len(parts) <= min(2, len(in_use)):
+        return None
+    found: list[torch.Tensor] = []
+    for part, size in zip(parts, in_use, strict=False):
+        numbers = _wrapped(part, size)
+        if numbers is None:
+            return None
+        found.append(numbers)
+    if len(found) == 1:
+        return RowIndex(found[0], 1, True, (), found[0], False)
+    try:
+        numbers = (found[0] * in_use[1] + found[1]).contiguous()
+    except RuntimeError:
+        return None  # torchrl says which shapes cannot be broadcast together
+    return RowIndex(numbers, 2, True, (), tuple(found), False)
 
 
 def _wrapped(part: Any, size: int) -> torch.Tensor | None:
@@ -192,6 +276,27 @@ def _wrapped(part: Any, size: int) -> torch.Tensor | None:
         return None  # torchrl says what is wrong
     numbers = part.detach().long().contiguous()
     return numbers if low >= 0 else torch.where(numbers < 0, numbers + size, numbers)
+
+
+class _ReadCounts:
+    """Counts of reads, kept by all threads. A copy of the storage starts anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stats = ReadStats(0, 0, 0, 0)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ReadCounts, ()
+
+    def add(
+        self, *, gathered: int = 0, reused: int = 0, views: int = 0, fallbacks: int = 0
+    ) -> None:
+        more = (gathered, reused, views, fallbacks)
+        with self._lock:
+            self._stats = ReadStats(*map(operator.add, self._stats, more))
+
+    def stats(self) -> ReadStats:
+        return self._stats
 
 
 class _Read(NamedTuple):

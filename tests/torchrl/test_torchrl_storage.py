@@ -341,11 +341,6 @@ def test_torchrls_buffers_cannot_take_samples_on_a_device(device, buffer_class):
         buffer_class(storage=storage)
 
 
-def test_a_storage_cannot_be_compilable():
-    with pytest.raises(ValueError, match="PackedLazyTensorStorage cannot be compilable"):
-        PackedLazyTensorStorage(10, compilable=True)
-
-
 # ---- beside other threads ------------------------------------------------------------------------
 
 
