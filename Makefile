@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | lint | docs | test-gpu | test-sanitized | bench | clean
+# make demo | test | test-oldest | test-torch | lint | docs | test-gpu | test-sanitized | bench | clean
 # (see CONTRIBUTING.md)
 #
 # An existing .venv is used. Without one, if the python on PATH has torch (for example on a GPU
@@ -8,6 +8,8 @@ SHELL := /bin/bash
 SYSTEM_PYTHON ?= python3
 HAS_TORCH := $(shell $(SYSTEM_PYTHON) -c 'import importlib.util as u; print(int(u.find_spec("torch") is not None))' 2>/dev/null)
 JOBS ?= $(shell nproc)
+# Processes that share the Python tests; 0 runs them in this one, for a debugger.
+TEST_PROCESSES ?= $(JOBS)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 ifneq ($(wildcard .venv/bin/python),)
@@ -23,17 +25,17 @@ ifeq ($(MODE),venv)
   READY := .venv/.ready
   INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.TDCOPIER_WERROR=ON
   RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
-  PYTEST := $(RUN) $(PY) -m pytest
+  PYTEST := $(RUN) $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal
 else
   PY := $(SYSTEM_PYTHON)
   READY := build/.system-checked
   INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade --target build/site . -C cmake.define.TDCOPIER_WERROR=ON
   RUN := PYTHONPATH="$(CURDIR)/build/site$${PYTHONPATH:+:$$PYTHONPATH}"
   # Not from here: python would find the package without its native module first.
-  PYTEST := cd build/site && $(RUN) $(PY) -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
+  PYTEST := cd build/site && $(RUN) $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
-.PHONY: demo test test-cpp test-py test-oldest test-gpu test-sanitized broken-engines bench lint format docs build check-tools clean
+.PHONY: demo test test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs build check-tools clean
 
 demo: build
 	$(RUN) $(PY) tutorials/01_first_copy.py
@@ -53,6 +55,13 @@ test-oldest: build broken-engines
 	  $(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) 'tensordict>=0.14.3,<0.15' 'torchrl>=0.14.1,<0.15'
 	export TDCOPIER_TEST_TENSORDICT=0.14 TDCOPIER_TEST_DEVICE=sim \
 	  PYTHONPATH="$(OLDEST)$${PYTHONPATH:+:$$PYTHONPATH}"; $(PYTEST)
+
+# Tutorials and tests with another torch: TORCH=2.12.1, or with some tests only,
+# TESTS="tests/rows tests/copy". The first time takes 4 GB and a complete build.
+TORCH ?= 2.12.1
+TESTS ?=
+test-torch: $(READY)
+	export TEST_PROCESSES=$(TEST_PROCESSES); $(RUN) $(PY) tests/other_torch/run.py $(TORCH) $(TESTS)
 
 test-gpu: build broken-engines
 	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda; $(PYTEST)

@@ -41,8 +41,9 @@ function(tdcopier_torch_target name)
   target_include_directories(${name} SYSTEM INTERFACE ${torch_include_dirs})
   target_compile_definitions(${name} INTERFACE _GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi})
   foreach(library IN LISTS ARGN)
-    find_library(torch_lib_${library} ${library} PATHS ${torch_library_dirs} NO_DEFAULT_PATH REQUIRED)
-    target_link_libraries(${name} INTERFACE "${torch_lib_${library}}")
+    # NO_CACHE: a build folder that is used again may find another torch.
+    find_library(found_${library} ${library} PATHS ${torch_library_dirs} NO_DEFAULT_PATH NO_CACHE REQUIRED)
+    target_link_libraries(${name} INTERFACE "${found_${library}}")
   endforeach()
 endfunction()
 

@@ -39,6 +39,20 @@ class Sending:
 
 def set_sending(sending: Sending) -> None: ...
 
+class OnUnknown:
+    REFUSE_ROOT: ClassVar[OnUnknown]
+    IGNORE: ClassVar[OnUnknown]
+    WARN: ClassVar[OnUnknown]
+    RAISE: ClassVar[OnUnknown]
+    __members__: ClassVar[dict[str, OnUnknown]]
+    def __init__(self, value: int) -> None: ...
+    def __index__(self) -> int: ...
+    def __int__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
 class CopyOptions:
     def __init__(
         self,
@@ -49,6 +63,7 @@ class CopyOptions:
         use_background_thread: bool,
         /,
     ) -> None: ...
+    def with_on_unknown(self, on_unknown: OnUnknown, /) -> CopyOptions: ...
 
 class PreparedCopy:
     def __init__(
@@ -85,6 +100,16 @@ def start_copy(
     options: CopyOptions,
     /,
 ) -> AsyncCopyHandle: ...
+def explain(
+    data: Any,
+    device: str | torch.device | int,
+    options: CopyOptions,
+    /,
+) -> tuple[
+    torch.device,
+    list[tuple[str, Any, str, str, int | None, int | None, bool]],
+    tuple[int, int, int],
+]: ...
 def copy_into(
     source: Any,
     destination: Any,

@@ -3,15 +3,29 @@
 `start_copy` starts a copy and returns a handle; `copy` blocks until the copy is done. `async_to`
 and `to` do the same under the names that TensorDict users expect. `copy_into` copies into an
 existing tree. `start_gather` and `start_scatter` read and write rows of a storage. `prefetch` reads
-batches and copies them ahead of a loop.
+batches and copies them ahead of a loop. `explain` lists what a copy does with each value.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch as _torch  # noqa: F401 - its libraries must be loaded before the native module
+
+try:
+    importlib.import_module("tdcopier._C")
+except ImportError as error:
+    from tdcopier._native import not_loaded
+
+    raise not_loaded(error) from None
+
 from tdcopier._checking import SourceModifiedError
 from tdcopier._collate import collate
-from tdcopier._containers.registry import register_container
+from tdcopier._containers.registry import (
+    register_container,
+    register_tensor_subclass,
+    unregister_class,
+)
+from tdcopier._containers.unknown import UnknownTypeWarning
 from tdcopier._copy import (
     AsyncCopyHandle,
     CopyOptions,
@@ -25,6 +39,7 @@ from tdcopier._copy import (
     start_copy,
     to,
 )
+from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
 from tdcopier._prefetch.prefetcher import Prefetcher, PrefetchStats, prefetch
 from tdcopier._prepared import PreparedCopy, prepare
 from tdcopier._rows.gather import start_gather
@@ -44,21 +59,27 @@ __all__ = [
     "AsyncCopyHandle",
     "CopyOptions",
     "CopyStats",
+    "ExplainedCounts",
+    "ExplainedLeaf",
+    "Explanation",
     "InternalError",
     "PrefetchStats",
     "Prefetcher",
     "PreparedCopy",
     "SourceModifiedError",
     "StepTimes",
+    "UnknownTypeWarning",
     "async_to",
     "collate",
     "copy",
     "copy_into",
+    "explain",
     "info",
     "install_tensordict_backend",
     "prefetch",
     "prepare",
     "register_container",
+    "register_tensor_subclass",
     "remove_tensordict_backend",
     "set_run_ahead_limit",
     "set_staging_limit_bytes",
@@ -69,6 +90,7 @@ __all__ = [
     "tensordict_backend",
     "time_steps",
     "to",
+    "unregister_class",
 ]
 
 _BACKEND = "tdcopier.tensordict._backend"  # imports tensordict, which takes a second

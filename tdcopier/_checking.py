@@ -14,6 +14,7 @@ import torch
 
 from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._containers.registry import is_wrapped
 from tdcopier._stats import CopyStats
 
 _VARIABLE = "TDCOPIER_CHECK"
@@ -95,7 +96,8 @@ class SourceCheck:
             if isinstance(leaf, np.ndarray):
                 read = target.type != "cpu"
             else:
-                read = _is_plain(leaf) and leaf.device != target
+                plain = _without_class(leaf)
+                read = _is_plain(plain) and plain.device != target
             if read:
                 check._watch(path, leaf)
         return check
@@ -111,6 +113,7 @@ class SourceCheck:
         return check
 
     def _watch(self, path: str, leaf: Any) -> None:
+        leaf = _without_class(leaf)
         if isinstance(leaf, np.ndarray):
             if leaf.dtype.kind in "biufc" and leaf.nbytes <= _MOST_BYTES:
                 self._leaves.append(_HostLeaf(path, leaf))
@@ -234,6 +237,13 @@ def _is_altered() -> bool:
     """Return whether a torch mode or transform is active, so that torch copies every leaf."""
     interpreters: Any = torch._C._functorch
     return bool(torch._C._len_torch_dispatch_stack() or interpreters.peek_interpreter_stack())
+
+
+def _without_class(leaf: Any) -> Any:
+    """Return a tensor of a subclass over plain memory as a plain tensor; others as they are."""
+    if isinstance(leaf, torch.Tensor) and is_wrapped(type(leaf)) and not leaf.requires_grad:
+        return torch.Tensor.as_subclass(leaf, torch.Tensor)  # shares memory and version
+    return leaf
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`collate`: stacks samples of a dataset into a batch whose leaves share one chunk."""
+"""`collate`: stacks samples of a dataset into a batch, in workers with one chunk per dtype."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as _torch
 
-from tdcopier._containers.registry import _is_tensor_collection
+from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused
-from tdcopier._slots import Slots, light_tensor
+from tdcopier._slots import Slots, light_tensor, new_tensor
 
 __all__ = ["collate"]
 
+_Chunks = dict[torch.dtype, torch.UntypedStorage] | None
+"""Shared memory by dtype; None for leaves with memory of their own."""
+
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples into a batch in one chunk, like `torch.utils.data.default_collate`.
+    """Stack samples into a batch, like `torch.utils.data.default_collate`, for cheap transport.
 
     For example::
 
         loader = torch.utils.data.DataLoader(dataset, batch_size=32, collate_fn=tdcopier.collate)
 
-    In a worker process the chunk is one piece of shared memory, so one file descriptor per batch is
-    sent to the main process, while `default_collate` sends one per leaf. The leaves are stored in
-    the chunk in the order of the batch, each at a multiple of 16 bytes, and `start_copy` packs them
-    like any others. In the main process the chunk is ordinary memory.
+    In a worker process the batch has one chunk of shared memory per dtype, so one file descriptor
+    per dtype is sent to the main process, while `default_collate` sends one per leaf. Leaves are
+    stored in their chunk in the order of the batch, each at a multiple of 16 bytes, and
+    `start_copy` packs them like any others. In the main process each leaf has ordinary memory of
+    its own.
 
     The result equals that of `default_collate` in the main process: same values, dtypes, strides
     and containers. Numbers become tensors, and strings are unchanged. Samples of mixed dtypes are
@@ -43,21 +47,21 @@ def collate(samples: Sequence[Any]) -> Any:
     TensorDicts and tensorclasses, anywhere in a sample, are stacked by `torch.stack`: the result is
     dense, while `default_collate` makes lazy stacks of ragged ones.
 
-    The chunk does not contain leaves that torch's own functions have to stack: tensors that need a
-    gradient, tensors of a subclass, and tensors that are not on the host. Nor does it contain the
+    The chunks do not contain leaves that torch's own functions have to stack: tensors that need a
+    gradient, tensors of a subclass, and tensors that are not on the host. Nor do they contain the
     results of functions that you have added to `default_collate_fn_map`.
 
     Set `pin_memory=False`: `start_copy` stages the batch in pinned memory itself, and the
     DataLoader's thread would give each leaf a pinned allocation of its own.
 
-    A leaf that is alive keeps the whole chunk alive, and `torch.save` of it writes the whole chunk:
-    `clone()` leaves that you keep for long. Growing a leaf in place overwrites its neighbours.
+    A leaf from a worker keeps its whole chunk alive, and `torch.save` of it writes the whole chunk:
+    `clone()` leaves that you keep for long. Growing such a leaf in place overwrites its neighbours.
 
     Args:
         samples: at least one sample. All are leaves, or have the same nesting of mappings,
             sequences, named tuples and TensorDicts. Or a single TensorDict that is a batch already,
             as a TensorDict that is used as the dataset returns it: its leaves are copied to the
-            chunk.
+            chunks.
 
     Raises:
         RuntimeError: leaves or sequences at the same place have different sizes; TensorDicts cannot
@@ -74,14 +78,27 @@ def collate(samples: Sequence[Any]) -> Any:
     except Exception as error:
         _raise_with_path(error, walk.path)
         raise
-    return plan.build(_new_chunk(walk.slots.chunk_bytes))
+    if get_worker_info() is None:
+        return plan.build(None)
+    sizes = walk.slots.chunk_bytes
+    return plan.build({dtype: _shared_memory(size) for dtype, size in sizes.items()})
 
 
-def _new_chunk(chunk_bytes: int) -> torch.UntypedStorage:
-    if chunk_bytes and get_worker_info() is not None:
-        storages: Any = torch.UntypedStorage  # its private `_new_shared` has no type annotations
-        return cast("torch.UntypedStorage", storages._new_shared(chunk_bytes, device="cpu"))
-    return torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
+def _shared_memory(chunk_bytes: int) -> torch.UntypedStorage:
+    storages: Any = torch.UntypedStorage  # its private `_new_shared` has no type annotations
+    return cast("torch.UntypedStorage", storages._new_shared(chunk_bytes, device="cpu"))
+
+
+def _slot(
+    chunks: _Chunks,
+    offset_bytes: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int] = (),
+) -> torch.Tensor:
+    if chunks is None or 0 in shape:
+        return new_tensor(torch.device("cpu"), dtype, shape, strides)
+    return light_tensor(chunks[dtype], offset_bytes, dtype, shape, strides)
 
 
 class _Leaf:
@@ -98,8 +115,8 @@ class _Leaf:
         self._offset_bytes = slots.place(self._dtype, self._shape)
         self._path = tuple(path)
 
-    def build(self, chunk: torch.UntypedStorage) -> torch.Tensor:
-        slot = light_tensor(chunk, self._offset_bytes, self._dtype, self._shape)
+    def build(self, chunks: _Chunks) -> torch.Tensor:
+        slot = _slot(chunks, self._offset_bytes, self._dtype, self._shape)
         try:
             return torch.stack(self._samples, 0, out=slot)  # type: ignore[arg-type]  # any sequence
         except Exception as error:
@@ -117,18 +134,18 @@ class _Made:
         self._made = made
         self._offset_bytes = slots.place(made.dtype, made.shape)
 
-    def build(self, chunk: torch.UntypedStorage) -> torch.Tensor:
+    def build(self, chunks: _Chunks) -> torch.Tensor:
         made = self._made
         strides = torch.empty_like(made, device="meta").stride()
-        return light_tensor(chunk, self._offset_bytes, made.dtype, made.shape, strides).copy_(made)
+        return _slot(chunks, self._offset_bytes, made.dtype, made.shape, strides).copy_(made)
 
 
 class _PassedThrough(NamedTuple):
-    """A value that is not put into the chunk."""
+    """A value that is not put into a chunk."""
 
     value: Any
 
-    def build(self, chunk: torch.UntypedStorage) -> Any:
+    def build(self, chunks: _Chunks) -> Any:
         return self.value
 
 
@@ -138,8 +155,8 @@ class _Container(NamedTuple):
     make: Callable[[list[Any]], Any]
     children: list[Any]
 
-    def build(self, chunk: torch.UntypedStorage) -> Any:
-        return self.make([child.build(chunk) for child in self.children])
+    def build(self, chunks: _Chunks) -> Any:
+        return self.make([child.build(chunks) for child in self.children])
 
 
 class _Collection(NamedTuple):
@@ -148,10 +165,10 @@ class _Collection(NamedTuple):
     batch: Any
     leaves: dict[int, _Made]
 
-    def build(self, chunk: torch.UntypedStorage) -> Any:
+    def build(self, chunks: _Chunks) -> Any:
         def put(leaf: Any) -> Any:
             made = self.leaves.get(id(leaf))
-            return leaf if made is None else made.build(chunk)
+            return leaf if made is None else made.build(chunks)
 
         return self.batch.apply(put)
 

@@ -6,7 +6,7 @@ import atexit
 import operator
 import os
 from functools import lru_cache
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch  # its libraries must be loaded before the native module
 from typing_extensions import Unpack
@@ -20,6 +20,7 @@ __all__ = [
     "CopyOptions",
     "Device",
     "InternalError",
+    "OnUnknown",
     "async_to",
     "copy",
     "copy_into",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 Device: TypeAlias = "str | torch.device | int"
+OnUnknown: TypeAlias = Literal["ignore", "warn", "raise"] | None
 
 _STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
 _GATHER_VARIABLE = "TDCOPIER_GATHER"
@@ -59,6 +61,7 @@ def start_copy(
     min_packed_alignment_bytes: int = 16,
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
+    on_unknown: OnUnknown = None,
 ) -> AsyncCopyHandle:
     """Start to copy every tensor and array in `data` to `device`, and return a handle at once.
 
@@ -75,10 +78,12 @@ def start_copy(
     Each leaf of the result equals `leaf.to(device)`: same values, dtype, shape and strides. The
     containers of the result have the same classes as those of `data`. Containers are `list`,
     `tuple` and `dict`, their subclasses (named tuples, `OrderedDict`, `defaultdict` and so on),
-    dataclasses, TensorDicts and tensorclasses (see `async_to`), and classes passed to
-    `register_container`. Leaves are tensors and numpy arrays; arrays become tensors. All other
-    values are opaque: the result has the same objects. Leaves that are on `device` already are
-    reused: the result has the same objects.
+    dataclasses, TensorDicts and tensorclasses (see `async_to`), graphs of torch_geometric, nodes of
+    torch's pytrees, and classes passed to `register_container`. Leaves are tensors and numpy
+    arrays; arrays become tensors. Any other object with a ``.to(device)`` of its own is moved by
+    it. All other values are opaque: the result has the same objects. Leaves that are on `device`
+    already are reused: the result has the same objects. `explain` lists what a copy does with each
+    value.
 
     Leaves may come from the host, from devices, or from both. They go to a device, or to the host,
     where they arrive in pinned memory. Leaves of up to 256 KiB are packed: those of one dtype share
@@ -86,7 +91,8 @@ def start_copy(
     own. On the way to a device, large pinned leaves are not staged: the device reads them in place.
     The same applies to small leaves of one dtype that follow one another in a pinned tensor and are
     larger than 256 KiB together. Leaves that cannot be copied as plain bytes (leaves that need
-    gradients, sparse tensors, subclasses, conjugate views, any leaf under a torch mode) are
+    gradients, sparse tensors, conjugate views, subclasses other than `torchvision.tv_tensors` and
+    those passed to `register_tensor_subclass`, any leaf under a torch mode) and objects are
     delegated to their own ``.to``, inside this call, and counted in `stats`.
 
     **Until the copy is done** (`get` has returned, or `ready` is true) you may drop the sources and
@@ -100,9 +106,10 @@ def start_copy(
     call. If a stream is still writing a pinned host source, synchronise that stream before the
     call. A copy from the host waits for no stream.
 
-    An output that is alive keeps its whole chunk alive, and `torch.save` of it writes the whole
-    chunk. Growing an output in place (`resize_`, `out=`) overwrites its neighbours. `clone()` an
-    output that you keep for long, save alone, or grow.
+    An output that is alive keeps its whole chunk alive. On a device, outputs share the storage of
+    their chunk: `torch.save` of one writes the whole chunk, and growing one in place (`resize_`,
+    `out=`) overwrites its neighbours. `clone()` an output that you keep for long, or that you save
+    alone or grow on a device.
 
     Args:
         data: a leaf, or any nesting of containers and leaves, up to 1000 containers deep.
@@ -113,6 +120,7 @@ def start_copy(
         min_packed_alignment_bytes: alignment of packed leaves within their chunk.
         max_packed_chunk_bytes: maximum size of a chunk that leaves share.
         use_background_thread: leave large copies to worker threads.
+        on_unknown: what to do with opaque values whose class is unknown.
 
     Returns:
         The handle. `get()` blocks until the result has arrived. `wait()` returns the result earlier
@@ -120,7 +128,9 @@ def start_copy(
 
     Raises:
         TypeError: an option or the device has the wrong type; an array has a number type that torch
-            does not support; a container cannot be rebuilt (the last two messages name the path).
+            does not support; a container cannot be rebuilt; `data` itself is of an unknown class,
+            for example a set or a generator, so that nothing would be copied; with
+            ``on_unknown="raise"``, a value in it is (the last four messages name the path).
         ValueError: there is no such device; a size option is out of range; a tensor reaches beyond
             its storage (the message names its path).
         RecursionError: containers are nested more than 1000 deep, or contain themselves.
@@ -132,17 +142,16 @@ def start_copy(
     ``.to`` of a delegated leaf or a container's `unflatten`), `get` and `wait` raise the error.
     """
     check = SourceCheck.of_copy(data, device) if _CHECKING else None
-    handle = _C.start_copy(
-        data,
-        device,
-        checked_options(
-            use_pinned_staging,
-            pack_cpu_tensors,
-            min_packed_alignment_bytes,
-            max_packed_chunk_bytes,
-            use_background_thread,
-        ),
+    options = checked_options(
+        use_pinned_staging,
+        pack_cpu_tensors,
+        min_packed_alignment_bytes,
+        max_packed_chunk_bytes,
+        use_background_thread,
     )
+    if on_unknown is not None:
+        options = options_for_unknown(options, on_unknown)
+    handle = _C.start_copy(data, device, options)
     return handle if check is None else checked(handle, check)
 
 
@@ -168,6 +177,20 @@ def checked_options(
         _size_option("max_packed_chunk_bytes", max_packed_chunk_bytes, _LARGEST_CHUNK_BYTES),
         bool(use_background_thread),
     )
+
+
+def options_for_unknown(options: _C.CopyOptions, on_unknown: OnUnknown) -> _C.CopyOptions:
+    """Return the options with this `on_unknown`. Separate, so that the default costs nothing.
+
+    Raises:
+        TypeError, ValueError: as documented for `CopyOptions`.
+    """
+    message = f'on_unknown must be "ignore", "warn", "raise" or None; got {on_unknown!r}'
+    if on_unknown is not None and not isinstance(on_unknown, str):
+        raise TypeError(message)
+    if on_unknown not in _ON_UNKNOWN:
+        raise ValueError(message)
+    return options.with_on_unknown(_ON_UNKNOWN[on_unknown])
 
 
 @lru_cache(maxsize=16, typed=True)
@@ -208,6 +231,16 @@ class CopyOptions(TypedDict, total=False):
     buffer. Gathers and transfers from a device are enqueued in the call too. (The first results of
     a size that arrive on the host take as long as it takes to pin their memory.) If False, all
     staging happens in the call. Default: True."""
+    on_unknown: OnUnknown
+    """What to do with opaque values whose class tdcopier does not know to be plain data: objects of
+    any other class, sets, iterators, views of dicts, modules. Tensors in them stay on their device.
+    None: raise a `TypeError` if the data itself is such a value, since nothing would be copied, and
+    pass those in a container through. "ignore": pass all of them through. "warn": also warn, with
+    an `UnknownTypeWarning` for each class once per process, with a path. "raise": raise a
+    `TypeError` for the first one, with its path. Plain data are numbers, text, bytes, None, dates,
+    paths, members of enumerations, functions, classes, Python modules, numpy scalars, arrays that
+    torch cannot take, and torch's own small values (`torch.Size`, devices, dtypes, generators,
+    streams). Default: None."""
 
 
 def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
@@ -381,6 +414,14 @@ def _size_option(name: str, value: int, largest: int) -> int:
     if not 0 < value <= largest:
         raise ValueError(f"{name} must be a positive int of at most {largest}; got {value}")
     return value
+
+
+_ON_UNKNOWN: dict[OnUnknown, _C.OnUnknown] = {
+    None: _C.OnUnknown.REFUSE_ROOT,
+    "ignore": _C.OnUnknown.IGNORE,
+    "warn": _C.OnUnknown.WARN,
+    "raise": _C.OnUnknown.RAISE,
+}
 
 
 def _limit_from_environment() -> None:

@@ -9,12 +9,18 @@ import numpy as np
 import torch
 
 from tdcopier._containers.arrays import as_tensor
+from tdcopier._containers.registry import is_wrapped
 
 
 def is_plain_class(cls: type) -> bool:
     """Return whether tensors of this class are read and written in memory like plain tensors."""
+    return cls is torch.nn.Parameter or is_mapped_class(cls) or is_wrapped(cls)
+
+
+def is_mapped_class(cls: type) -> bool:
+    """Return whether this is tensordict's class of tensors over a mapped file."""
     mapped = getattr(sys.modules.get("tensordict.memmap"), "MemoryMappedTensor", None)
-    return cls in (torch.nn.Parameter, mapped)
+    return mapped is not None and cls is mapped
 
 
 def mismatch(source: Any, destination: Any, rows: list[int] | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Parcels: a tree as bytes, with one chunk for its tensors and a pickle of everything else."""
+"""Parcels: a tree as bytes, with chunks for its tensors and a pickle of everything else."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tdcopier._containers.registry import _is_tensor_collection
+from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._copy import copy_into, start_copy
-from tdcopier._into import is_plain_class
-from tdcopier._slots import Slots, light_tensor
+from tdcopier._into import is_mapped_class
+from tdcopier._slots import ALIGNMENT_BYTES, Slots, light_tensor, new_tensor
 
 _PROTOCOL = 5
 _TARGET = object()
@@ -34,7 +34,8 @@ class Parcel(NamedTuple):
     moved: Any
     """The tree itself, on that device."""
     body: torch.Tensor
-    """(chunk bytes + spec bytes,) uint8: the chunk, then the pickle."""
+    """(chunk bytes + spec bytes,) uint8: a chunk for each dtype, then the pickle. Its length is a
+    multiple of 16 bytes, so that torch can save its storage as elements of any dtype."""
     chunk_bytes: int
     spec_bytes: int
 
@@ -69,10 +70,12 @@ def pack(tree: Any, device: torch.device) -> Parcel:
         ) from error
     leaves = [leaf.detach() for leaf in pickler.leaves]
     specs = [_spec_of(leaf) for leaf in pickler.leaves]
-    offsets, chunk_bytes = _offsets_of(specs)
+    layout = _Layout(specs)
+    chunk_bytes = layout.total_bytes
     spec = pickle.dumps((specs, pickled.getvalue()), _PROTOCOL)
+    spec += bytes(-len(spec) % ALIGNMENT_BYTES)  # what follows a pickle is not read
     body = torch.empty(chunk_bytes + len(spec), dtype=torch.uint8, device=device)
-    slots = _tensors_over(body.untyped_storage(), specs, offsets)
+    slots = layout.tensors(body, take_apart=False)
     filled = [(leaf, slot) for leaf, slot in zip(leaves, slots, strict=True) if leaf.numel()]
     copy_into([leaf for leaf, _ in filled], [slot for _, slot in filled]).wait()
     body[chunk_bytes:].copy_(torch.frombuffer(bytearray(spec), dtype=torch.uint8))
@@ -80,11 +83,14 @@ def pack(tree: Any, device: torch.device) -> Parcel:
 
 
 def unpack(body: torch.Tensor, chunk_bytes: int) -> Any:
-    """Rebuild a tree from a parcel's body, over the body's memory. The host waits for the spec."""
+    """Rebuild a tree from a parcel's body. The host waits for the spec.
+
+    Leaves of one dtype stay in the body's memory. On a device, leaves of other dtypes move to a
+    chunk for each dtype, because torch does not save a storage that has several.
+    """
     spec = body[chunk_bytes:].cpu().numpy().tobytes()
     specs, pickled = pickle.loads(spec)
-    offsets, _ = _offsets_of(specs)
-    leaves = _tensors_over(body.untyped_storage(), specs, offsets)
+    leaves = _Layout(specs).tensors(body, take_apart=body.device.type != "cpu")
     for leaf, leaf_spec in zip(leaves, specs, strict=True):
         leaf.requires_grad_(leaf_spec.requires_grad)
     return _Unpickler(io.BytesIO(pickled), leaves, body.device).load()
@@ -161,8 +167,8 @@ def _sparse_tensor(
 
 def _is_plain(value: Any) -> bool:
     cls = type(value)
-    if cls is not torch.Tensor and (cls is torch.nn.Parameter or not is_plain_class(cls)):
-        return False  # a parameter's own pickle contains a plain tensor
+    if cls is not torch.Tensor and not is_mapped_class(cls):
+        return False  # the own pickle of a parameter or another subclass contains a plain tensor
     return (
         value.layout is torch.strided
         and not value.is_conj()
@@ -180,18 +186,38 @@ def _spec_of(leaf: torch.Tensor) -> _LeafSpec:
     return _LeafSpec(leaf.dtype, tuple(leaf.shape), tuple(strides), leaf.requires_grad)
 
 
-def _offsets_of(specs: list[_LeafSpec]) -> tuple[list[int], int]:
-    slots = Slots()
-    return [slots.place(spec.dtype, spec.shape) for spec in specs], slots.chunk_bytes
+class _Layout:
+    """Where the leaves of a parcel are: one chunk after the other, and slots in each."""
 
+    def __init__(self, specs: list[_LeafSpec]) -> None:
+        slots = Slots()
+        self._specs = specs
+        self._offsets = [slots.place(spec.dtype, spec.shape) for spec in specs]  # in their chunks
+        self._chunk_bytes = slots.chunk_bytes
+        self.total_bytes = sum(self._chunk_bytes.values())
 
-def _tensors_over(
-    chunk: torch.UntypedStorage, specs: list[_LeafSpec], offsets: list[int]
-) -> list[torch.Tensor]:
-    return [
-        light_tensor(chunk, offset, spec.dtype, spec.shape, spec.strides)
-        for spec, offset in zip(specs, offsets, strict=True)
-    ]
+    def tensors(self, body: torch.Tensor, *, take_apart: bool) -> list[torch.Tensor]:
+        """Make a tensor for each leaf, over the body's memory.
+
+        With `take_apart`, all dtypes but the one with the most bytes get memory of their own.
+        """
+        largest = max(self._chunk_bytes, key=lambda dtype: self._chunk_bytes[dtype], default=None)
+        chunks: dict[torch.dtype, tuple[torch.UntypedStorage, int]] = {}
+        begin = 0
+        for dtype, size in self._chunk_bytes.items():
+            if take_apart and dtype is not largest:
+                chunks[dtype] = (body[begin : begin + size].clone().untyped_storage(), 0)
+            else:
+                chunks[dtype] = (body.untyped_storage(), begin)
+            begin += size
+        made = []
+        for spec, offset in zip(self._specs, self._offsets, strict=True):
+            if 0 in spec.shape:
+                made.append(new_tensor(body.device, spec.dtype, spec.shape, spec.strides))
+                continue
+            chunk, first = chunks[spec.dtype]
+            made.append(light_tensor(chunk, first + offset, spec.dtype, spec.shape, spec.strides))
+        return made
 
 
 def _steps_to_what_fails(value: Any, device: torch.device, above: set[int]) -> list[str]:

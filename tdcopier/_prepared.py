@@ -10,7 +10,7 @@ import torch
 from tdcopier import _C, _copy
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._checking import SourceCheck, checked
-from tdcopier._copy import Device
+from tdcopier._copy import Device, OnUnknown
 
 __all__ = ["PreparedCopy", "prepare"]
 
@@ -178,6 +178,7 @@ def prepare(
     min_packed_alignment_bytes: int = 16,
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
+    on_unknown: OnUnknown = None,
     reuse_outputs: bool = False,
 ) -> PreparedCopy:
     """Analyse an example batch once, so that copies of batches like it cost less.
@@ -195,11 +196,12 @@ def prepare(
         example: a batch, as for `start_copy`. Nothing is copied. Under a torch mode every leaf is
             delegated to its own ``.to``, so a plan made there contains no leaves.
         device: the target, as for `start_copy`. "cuda" is the current CUDA device at this call.
-        use_pinned_staging: see `CopyOptions`, as for the next four.
+        use_pinned_staging: see `CopyOptions`, as for the next five.
         pack_cpu_tensors: see `CopyOptions`.
         min_packed_alignment_bytes: see `CopyOptions`.
         max_packed_chunk_bytes: see `CopyOptions`.
         use_background_thread: see `CopyOptions`.
+        on_unknown: see `CopyOptions`; applies to the example, and to each batch.
         reuse_outputs: reuse the output tensors of an earlier result for a later one, once the
             caller has dropped them. This saves most of the time that a copy of many small tensors
             takes. A tensor is reused only if the plan has the only reference to it and nothing but
@@ -214,16 +216,13 @@ def prepare(
     Raises:
         Exception: as `start_copy`.
     """
-    native = _C.PreparedCopy(
-        example,
-        device,
-        _copy.checked_options(
-            use_pinned_staging,
-            pack_cpu_tensors,
-            min_packed_alignment_bytes,
-            max_packed_chunk_bytes,
-            use_background_thread,
-        ),
-        bool(reuse_outputs),
+    options = _copy.checked_options(
+        use_pinned_staging,
+        pack_cpu_tensors,
+        min_packed_alignment_bytes,
+        max_packed_chunk_bytes,
+        use_background_thread,
     )
+    options = _copy.options_for_unknown(options, on_unknown)
+    native = _C.PreparedCopy(example, device, options, bool(reuse_outputs))
     return PreparedCopy(native, BatchLayout.of(native, example))

@@ -1,4 +1,4 @@
-"""Slots of a chunk that torch allocates: their offsets, and light tensors over them."""
+"""Slots of chunks that torch allocates: their offsets, and light tensors over them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import Sequence
 
 import torch
 
-_MIN_ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 16
 
 
 class Slots:
-    """Places leaves one after the other, with the default alignment of `start_copy`."""
+    """Places leaves in one chunk per dtype, since torch saves a storage as elements of one dtype.
+
+    Each slot and the length of each chunk are multiples of 16 bytes, hence of any element.
+    """
 
     __slots__ = ("chunk_bytes",)
 
     def __init__(self) -> None:
         """Start without leaves."""
-        self.chunk_bytes = 0
+        self.chunk_bytes: dict[torch.dtype, int] = {}
 
     def place(self, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        """Return the offset of the next leaf, in bytes from the beginning of the chunk."""
+        """Return the offset of the next leaf, in bytes from the beginning of its dtype's chunk."""
         if math.prod(shape) == 0:
             return 0  # a tensor without elements has memory of its own
-        alignment = max(_MIN_ALIGNMENT_BYTES, dtype.itemsize)
-        offset = -(-self.chunk_bytes // alignment) * alignment
-        self.chunk_bytes = offset + math.prod(shape) * dtype.itemsize
+        offset = self.chunk_bytes.get(dtype, 0)
+        bytes_ = math.prod(shape) * dtype.itemsize
+        self.chunk_bytes[dtype] = offset + -(-bytes_ // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return offset
 
 
@@ -38,17 +41,27 @@ def light_tensor(
 ) -> torch.Tensor:
     """Return a tensor over one slot of a chunk that is not a view of its neighbours.
 
-    A tensor without elements has memory of its own, so growing it overwrites nothing.
+    On the host it has a storage of its own, which cannot grow; in shared memory and on a device, it
+    shares the chunk's.
 
     Args:
         chunk: the memory that contains the slot.
         offset_bytes: offset of the slot from the beginning of the chunk.
         dtype: dtype of the elements.
-        shape: shape of the tensor.
-        strides: in elements; empty for a contiguous tensor.
+        shape: shape of the tensor, with at least one element.
+        strides: in elements, without gaps; empty for a contiguous tensor.
     """
-    if math.prod(shape) == 0:
-        empty = torch.empty(shape, dtype=dtype, device=chunk.device)
-        return empty.as_strided(shape, strides) if strides else empty
+    if chunk.device.type == "cpu" and not chunk.is_shared():
+        chunk = chunk[offset_bytes : offset_bytes + math.prod(shape) * dtype.itemsize]
+        offset_bytes = 0
     light = torch.empty(0, dtype=dtype, device=chunk.device)
     return light.set_(chunk, offset_bytes // dtype.itemsize, shape, strides)
+
+
+def new_tensor(
+    device: torch.device, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] = ()
+) -> torch.Tensor:
+    """Return a tensor with memory of its own, for a leaf without elements or without a chunk."""
+    if not strides:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)

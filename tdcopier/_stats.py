@@ -35,7 +35,7 @@ class CopyStats(NamedTuple):
 
     Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
     the number of tensors and arrays in the tree. A TensorDict (or a part of one) that is delegated
-    to its own ``.to`` counts as one leaf.
+    to its own ``.to`` counts as one leaf, as does any other object with a ``.to``.
 
     For `copy_into`, leaves of up to 256 KiB count as packed and larger ones as alone, even without
     a transfer, and `chunks` counts those on the target that are scattered to their destinations.
@@ -47,7 +47,8 @@ class CopyStats(NamedTuple):
     """Leaves with a chunk of their own, because they are larger than 256 KiB or
     `max_packed_chunk_bytes`, or because packing is off."""
     delegated_leaves: int
-    """Leaves that were delegated to their own ``.to``, inside the call; it may have blocked."""
+    """Leaves and objects that were delegated to their own ``.to``, inside the call; it may have
+    blocked. An object counts even if its ``.to`` returned the object itself."""
     reused_leaves: int
     """Leaves that were on the target already and are returned as the same objects."""
     opaque_leaves: int

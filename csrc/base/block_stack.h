@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <new>
+#include <utility>
 
 namespace tdcopier {
 
@@ -19,35 +20,31 @@ class BlockStack {
  public:
   static void* take() {
     Stack& mine = stack_;
-    if (mine.top == nullptr) return ::operator new(Bytes);
-    Free* const block = mine.top;
-    mine.top = block->next;
+    if (mine.count == 0) return ::operator new(Bytes);
     --mine.count;
-    return block;
+    if (mine.count >= kAhead) prefetch(mine.blocks[mine.count - kAhead]);
+    return mine.blocks[mine.count];
   }
 
   static void give(void* block) noexcept {
     Stack& mine = stack_;
     if (mine.count >= kKept || mine.closed) return ::operator delete(block);
-    if (mine.count == 0) close_at_end();
-    mine.top = new (block) Free{mine.top};
-    ++mine.count;
+    if (mine.blocks == nullptr && !open(mine)) return ::operator delete(block);
+    mine.blocks[mine.count++] = block;
   }
 
  private:
-  static_assert(Bytes >= sizeof(void*));
 #ifdef __SANITIZE_ADDRESS__
   static constexpr size_t kKept = 0;
 #else
   static constexpr size_t kKept = MostKept;
 #endif
 
-  struct Free {
-    Free* next;
-  };
+  // An array, and not a list through the blocks, so that the blocks of the next calls can be
+  // fetched: after other work they are no longer in the cache.
   // No destructor: blocks may be freed after the thread's other thread-local objects are gone.
   struct Stack {
-    Free* top;
+    void** blocks;  // (kKept,)
     size_t count;
     bool closed;
   };
@@ -55,17 +52,27 @@ class BlockStack {
     ~Closer() {
       Stack& mine = stack_;
       mine.closed = true;
-      while (mine.top != nullptr) {
-        Free* const block = mine.top;
-        mine.top = block->next;
-        ::operator delete(block);
-      }
+      for (size_t i = 0; i < mine.count; ++i) ::operator delete(mine.blocks[i]);
       mine.count = 0;
+      delete[] std::exchange(mine.blocks, nullptr);
     }
   };
-  static void close_at_end() {
+
+  static constexpr size_t kAhead = 8;
+  static constexpr size_t kLineBytes = 64;
+
+  static void prefetch(void* block) {
+    for (size_t line = 0; line < Bytes; line += kLineBytes) {
+      __builtin_prefetch(static_cast<char*>(block) + line, /*write=*/1);
+    }
+  }
+
+  // Returns false if there is no memory.
+  static bool open(Stack& mine) noexcept {
     thread_local const Closer closer;
     static_cast<void>(closer);
+    mine.blocks = new (std::nothrow) void*[kKept];
+    return mine.blocks != nullptr;
   }
 
   static inline constinit thread_local Stack stack_{nullptr, 0, false};

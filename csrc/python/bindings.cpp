@@ -20,6 +20,7 @@
 #include "engine/moves/stage.h"
 #include "python/copy_into.h"
 #include "python/device_argument.h"
+#include "python/explain.h"
 #include "python/flatten.h"
 #include "python/handle.h"
 #include "python/interrupts.h"
@@ -29,11 +30,13 @@
 #include "python/sources.h"
 #include "python/start_copy.h"
 #include "python/torch_state.h"
+#include "python/torch_version.h"
 
 namespace {
 
 using tdcopier::CopyOptions;
 using tdcopier::Handle;
+using tdcopier::OnUnknown;
 using tdcopier::PreparedCopy;
 using tdcopier::Sending;
 
@@ -113,6 +116,7 @@ py::object copy_stream(py::handle device, const std::string& which) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  tdcopier::check_torch_version();
   tdcopier::watch_forks();
   tdcopier::note_main_thread();
   m.doc() = "The copy engine. Use the names of `tdcopier` itself.";
@@ -186,6 +190,11 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
           },
           "The counts of this copy, a `CopyStats`; complete once `ready()`.");
 
+  py::enum_<OnUnknown>(m, "OnUnknown")
+      .value("REFUSE_ROOT", OnUnknown::kRefuseRoot)
+      .value("IGNORE", OnUnknown::kIgnore)
+      .value("WARN", OnUnknown::kWarn)
+      .value("RAISE", OnUnknown::kRaise);
   py::class_<CopyOptions>(m, "CopyOptions")
       .def(py::init([](bool use_pinned_staging, bool pack_cpu_tensors,
                        uint64_t min_packed_alignment_bytes, uint64_t max_packed_chunk_bytes,
@@ -193,8 +202,13 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
         return CopyOptions{use_pinned_staging,
                            {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
                            use_background_thread};
-      }));
+      }))
+      .def("with_on_unknown", [](CopyOptions options, OnUnknown on_unknown) {
+        options.on_unknown = on_unknown;
+        return options;
+      });
   m.def("start_copy", guarded(&tdcopier::start_copy));
+  m.def("explain", guarded(&tdcopier::explain));
   m.def("copy_into", guarded(&tdcopier::copy_into));
   m.def("start_gather", guarded(&tdcopier::start_gather));
   m.def("start_scatter", guarded(&tdcopier::start_scatter));

@@ -15,8 +15,8 @@
 
 namespace tdcopier {
 
-// Returns the tensors that own the memory of a leaf: for a wrapper subclass or a collection, the
-// tensors inside it.
+// Returns the tensors that own the memory of a leaf: for a wrapper subclass, a collection or an
+// object, the tensors inside it.
 std::vector<at::Tensor> plain_parts(const pybind11::object& value);
 
 // The devices that read (or write) delegated leaves, on their current streams.

@@ -141,7 +141,11 @@ class Flattener {
       case ValueKind::kOpaque:
         return add_opaque(object);
       case ValueKind::kDelegated:
-        return rows_ != nullptr ? add_rows_of(object) : add_delegated(object);
+        return rows_ != nullptr ? add_rows_of(object) : add_delegated(object, why_of_class());
+      case ValueKind::kWrapped:
+        return rows_ != nullptr ? add_rows_of(object) : add_wrapped(object, seen, depth);
+      case ValueKind::kObject:  // not a table
+        return rows_ != nullptr ? add_opaque(object) : add_delegated(object, WhyDelegated::kObject);
       case ValueKind::kArray:
         return rows_ != nullptr ? add_table_of(object) : add_array(object);
       case ValueKind::kMapped:
@@ -155,17 +159,29 @@ class Flattener {
     }
   }
 
+  // Adds a container of one leaf, which has the same path.
+  void add_wrapped(PyObject* object, const Seen& seen, int depth) {
+    flat_.spec.add(NodeKind::kCustom, 1);
+    flat_.spec.add_key(seen.unflatten.ptr());
+    flat_.spec.add_key(seen.context.ptr());
+    if (paths_ == nullptr) return add_tensor(object);
+    paths_->push_back("data" + path_.text(depth));
+    add_delegated(object, why_of_class());
+  }
+
   // `.to` returns a leaf on the target as it is; for other targets it is copied as a plain tensor.
   void add_mapped(PyObject* object) {
     const bool stays = target_.is_cpu() && rows_ == nullptr;
-    if (stays || paths_ != nullptr) return add_delegated(object);
+    if (stays || paths_ != nullptr) return add_delegated(object, why_of_class());
     add_tensor(object);
   }
 
   // Reads the rows of a leaf for which only its own code can do so.
   void add_rows_of(PyObject* object) {
     py::object rows = rows_->read(object);
-    if (!THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()))) return add_delegated(rows.ptr());
+    if (!THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()))) {
+      return add_delegated(rows.ptr(), why_of_class());
+    }
     keep_tensor(rows.release().ptr(), /*is_table=*/false);
   }
 
@@ -175,7 +191,8 @@ class Flattener {
   }
 
   void add_array(PyObject* array) {
-    if (!moves_from_host_ || delegates_all_) return add_delegated(array);
+    if (delegates_all_) return add_delegated(array, WhyDelegated::kTorchMode);
+    if (!moves_from_host_) return add_delegated(array, WhyDelegated::kDevice);
     if (!is_readable_array(array)) {  // for example another byte order: numpy makes a copy
       return keep_tensor(tensor_from_array(array).release().ptr(), /*is_table=*/false);
     }
@@ -230,7 +247,7 @@ class Flattener {
     }
     py::object rows = rows_->read(object);  // through a torch mode, if one is active
     const bool is_plain_class = THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()));
-    if (!is_plain_class) return delegate(rows.release().ptr(), node);
+    if (!is_plain_class) return delegate(rows.release().ptr(), {0, node, why_of_class()});
     sort_out(rows.release().ptr(), node);
   }
 
@@ -239,26 +256,31 @@ class Flattener {
     auto owned = py::reinterpret_steal<py::object>(object);
     const at::Tensor& tensor = THPVariable_Unpack(object);
     const c10::Device device = tensor.device();
-    if (delegates_all_) return delegate(owned.release().ptr(), node);
+    if (delegates_all_) {
+      return delegate(owned.release().ptr(), {0, node, WhyDelegated::kTorchMode});
+    }
     if (device == target_) {
       flat_.spec.set_ready(node, owned.release().ptr());
       ++flat_.reused;
       return;
     }
-    if (!is_moved_from(device)) return delegate(owned.release().ptr(), node);
+    if (!is_moved_from(device)) {
+      return delegate(owned.release().ptr(), {0, node, WhyDelegated::kDevice});
+    }
     const size_t group = group_of(device);
-    switch (flat_.groups[group].leaves.add_if_packable(tensor)) {
+    const Packable packable = flat_.groups[group].leaves.add_if_packable(tensor);
+    switch (packable) {
       case Packable::kYes:
         if (device.is_cpu() && mapped_files_.has(tensor)) flat_.groups[group].note_mapped();
         // Not for tables: leaves made of their rows may come between the leaves of a series.
         if (device.is_cpu() && rows_ == nullptr) pinned_.note(flat_.groups[group].leaves, tensor);
         return set_leaf(owned.release().ptr(), node, group);
-      case Packable::kNo:
-        // No job for a group without leaves. Only the group that was just made can be empty.
-        if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
-        return delegate(owned.release().ptr(), node);
       case Packable::kShortStorage:
         refuse_short_storage(tensor, node);
+      default:
+        // No job for a group without leaves. Only the group that was just made can be empty.
+        if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
+        return delegate(owned.release().ptr(), {0, node, WhyDelegated::kNotPlain, packable});
     }
   }
 
@@ -297,13 +319,19 @@ class Flattener {
     flat_.groups[group].sources->keep(object);
   }
 
-  void delegate(PyObject* object, size_t node) {  // takes over a reference
-    flat_.delegated.push_back({flat_.spec.set_ready(node, object), node});
+  // Takes over a reference. Sets the leaf's `value`.
+  void delegate(PyObject* object, Delegated leaf) {
+    leaf.value = flat_.spec.set_ready(leaf.node, object);
+    flat_.delegated.push_back(leaf);
   }
 
-  void add_delegated(PyObject* object) {
+  void add_delegated(PyObject* object, WhyDelegated why) {
     flat_.spec.add(NodeKind::kReady, 0);
-    delegate(Py_NewRef(object), flat_.spec.nodes() - 1);
+    delegate(Py_NewRef(object), {0, flat_.spec.nodes() - 1, why});
+  }
+
+  WhyDelegated why_of_class() const {
+    return altered_ ? WhyDelegated::kTorchMode : WhyDelegated::kClass;
   }
 
   void add_opaque(PyObject* object) {
@@ -335,21 +363,6 @@ class Flattener {
   Path path_;
 };
 
-namespace {
-
-struct Described {
-  std::vector<std::string> paths;  // by node
-  FlatTree tree;                   // every leaf delegated
-};
-
-Described describe(py::handle data, c10::Device target) {
-  Described found;
-  found.tree = Flattener(target, &found.paths).run(data.ptr());
-  return found;
-}
-
-}  // namespace
-
 FlatTree flatten(py::handle data, c10::Device target) {
   return Flattener(target, nullptr).run(data.ptr());
 }
@@ -358,13 +371,15 @@ FlatTree flatten_tables(py::handle data, c10::Device target, RowLeaves& rows) {
   return Flattener(target, nullptr, &rows).run(data.ptr());
 }
 
-std::vector<std::string> paths_of(py::handle data, c10::Device target) {
-  return describe(data, target).paths;
+NamedTree flatten_with_paths(py::handle data, c10::Device target) {
+  NamedTree found;
+  found.tree = Flattener(target, &found.paths).run(data.ptr());
+  return found;
 }
 
 std::optional<std::string> path_of(py::handle data, size_t node, c10::Device target) {
   try {
-    const Described found = describe(data, target);
+    const NamedTree found = flatten_with_paths(data, target);
     if (node < found.paths.size()) return found.paths[node];
   } catch (py::error_already_set&) {  // the error about the leaf matters more
   }
@@ -382,7 +397,7 @@ bool is_dict_of_tensors(py::handle object) {
 }
 
 py::list leaves_with_paths(py::handle data, c10::Device target) {
-  Described found = describe(data, target);
+  NamedTree found = flatten_with_paths(data, target);
   std::sort(found.tree.delegated.begin(), found.tree.delegated.end(),
             [](const Delegated& a, const Delegated& b) { return a.node < b.node; });
   py::list leaves;

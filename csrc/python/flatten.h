@@ -26,10 +26,20 @@ struct SourceGroup {
   void note_mapped() { mapped.note(leaves.reach(leaves[leaves.size() - 1])); }
 };
 
-// A leaf that is delegated to `Tensor.to`.
+enum class WhyDelegated : uint8_t {
+  kClass,      // tensors of its class are moved by their own `.to`
+  kObject,     // no tensor: an object that has a `.to` of its own
+  kTorchMode,  // a torch mode or transform is active
+  kDevice,     // the engine does not move leaves between its device and the target
+  kNotPlain,   // a copy of its bytes is not enough
+};
+
+// A leaf that is delegated to `Tensor.to`, or an object that has a `.to` of its own.
 struct Delegated {
   size_t value;  // its index among the spec's ready values, to be replaced
   size_t node;   // for its path
+  WhyDelegated why;
+  Packable packable = Packable::kYes;  // for kNotPlain
 };
 
 struct FlatTree {
@@ -55,14 +65,20 @@ FlatTree flatten_tables(pybind11::handle data, c10::Device target, RowLeaves& ro
 // Repeats the walk, so only for messages. Returns nullopt if a container's own code raises in this
 // walk.
 std::optional<std::string> path_of(pybind11::handle data, size_t node, c10::Device target);
-// Returns the paths of all nodes. Throws as flatten().
-std::vector<std::string> paths_of(pybind11::handle data, c10::Device target);
+
+// A tree for messages.
+struct NamedTree {
+  std::vector<std::string> paths;  // by node of the spec of flatten(data, target)
+  FlatTree tree;                   // has the same nodes; every leaf is a ready value: the source
+};
+// Throws as flatten().
+NamedTree flatten_with_paths(pybind11::handle data, c10::Device target);
 
 // Returns whether the object is a dict whose values are all tensors, subclasses excluded for both.
 bool is_dict_of_tensors(pybind11::handle object);
 
 // Returns a list of (path, leaf) for every tensor and array of the tree, in the order of the walk.
-// A collection that is delegated to its own `.to` counts as one leaf.
+// A collection or an object that is delegated to its own `.to` counts as one leaf.
 pybind11::list leaves_with_paths(pybind11::handle data, c10::Device target);
 
 }  // namespace tdcopier

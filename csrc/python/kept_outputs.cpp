@@ -57,7 +57,8 @@ PyObject* KeptSet::reuse(const Result& result, size_t group, size_t leaf) const 
   // Takes the reference first: reuse_output() drops the old memory, which may run any Python code
   // and let other threads in.
   Py_INCREF(tensor);
-  if (result.reuse_output(THPVariable_Unpack(tensor), leaf, *keys_)) return tensor;
+  if (result.reuse_output(THPVariable_Unpack(tensor), static_cast<uint32_t>(leaf), *keys_))
+    return tensor;
   Py_DECREF(tensor);
   return nullptr;
 }

@@ -26,7 +26,8 @@ struct Half {
   enum class Kind : uint8_t { kLeaf, kOpaque, kByIndex, kByKey, kByAttribute };
   Kind kind;
   PathStep::Kind step = PathStep::Kind::kIndex;
-  py::object children{};  // by index: a list or a tuple; else a dict, by name
+  py::object children{};   // by index: a list or a tuple; else a dict, by name
+  bool is_object = false;  // a leaf that is no tensor, but has its own `.to`
 };
 
 // Foreign code may drop children of either tree while it runs, so the walk keeps a reference to
@@ -144,6 +145,10 @@ class PairWalk {
   void visit_rare(PyObject* source, PyObject* destination, int depth) {
     const Half from = look(source, names_.source, depth);
     const Half to = look(destination, names_.destination, depth);
+    if (from.is_object && source == destination) {  // both trees refer to it: nothing to fill
+      ++found_.opaque;
+      return;
+    }
     if (from.kind != to.kind) {
       refuse(
           depth, " is a " + describe(source, from),
@@ -175,6 +180,7 @@ class PairWalk {
     if (ValueLooks::is_plain_opaque(type)) return {kOpaque};
     const Seen seen = looks_.look(object, path_, depth, tree);
     if (seen.kind == ValueKind::kOpaque) return {kOpaque};
+    if (seen.kind == ValueKind::kObject) return {.kind = kLeaf, .is_object = true};
     if (seen.kind != ValueKind::kContainer) return {kLeaf};
     if (!seen.names) return {kByIndex, seen.step, seen.children};
     py::dict by_name;

@@ -43,6 +43,7 @@ PreparedCopy::PreparedCopy(py::handle example, py::handle device, const CopyOpti
     : target_(parse_device(device)), options_(options) {
   const ReleaseAtEnd release_at_end;  // drops the references of the walk
   FlatTree flat = flatten(example, target_);
+  check_unknown(flat, example, target_, options.on_unknown);
   std::vector<size_t> leaves;
   for (SourceGroup& group : flat.groups) {
     plans_.push_back(
@@ -75,7 +76,7 @@ void PreparedCopy::offer_outputs(Handle& handle) {
 py::tuple PreparedCopy::layout_of(py::handle data) {
   const ReleaseAtEnd release_at_end;
   const FlatTree flat = flatten(data, target_);
-  const std::vector<std::string> paths = paths_of(data, target_);
+  const std::vector<std::string> paths = flatten_with_paths(data, target_).paths;
   const auto path = [&](size_t node) {
     return py::str(node < paths.size() ? paths[node] : "a leaf of data");
   };

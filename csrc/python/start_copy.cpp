@@ -25,6 +25,7 @@
 #include "python/interrupts.h"
 #include "python/prepared_copy.h"
 #include "python/row_leaves.h"
+#include "python/torch_state.h"
 
 namespace py = pybind11;
 
@@ -51,19 +52,14 @@ WindowBytes rows_window_bytes(const PackPlan& plan, uint64_t least_bytes, bool b
 constexpr uint64_t kLeastWindowBytes = 64 * 1024;
 constexpr uint64_t kLeastDeferredWindowBytes = 512 * 1024;
 
-// Returns the allocator of pinned memory if an accelerator is already in use, or else null, for
-// pageable memory. Asking for it would initialise the accelerator, which on CUDA takes 0.3 s and
-// 0.5 GB. Null in a forked child too, where the allocator may be locked.
+// Returns the allocator of pinned memory if the accelerator is in use already, or else null, for
+// pageable memory. Null in a forked child too, where the allocator may be locked.
 c10::Allocator* pinned_allocator() {
   const std::optional<c10::DeviceType> type = at::getAccelerator();
   if (fork_generation() != 0 || !type || !has_engine_transfers(c10::Device(*type, 0))) {
     return nullptr;
   }
-  const py::object module = py::module_::import("torch").attr("get_device_module")(
-      c10::DeviceTypeName(*type, /*lower_case=*/true));
-  const bool can_tell = py::hasattr(module, "is_initialized");
-  if (can_tell && !module.attr("is_initialized")().cast<bool>()) return nullptr;
-  return at::getHostAllocator(*type);
+  return is_in_use(*type) ? at::getHostAllocator(*type) : nullptr;
 }
 
 // Leases memory for a deferred batch; nullopt if the batch is not to be deferred or cannot be.
@@ -186,12 +182,7 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
   bool background = false;
   try {
     const PhaseRange range(handle.phases(), Phase::kPlan);
-    // Runs depend on the addresses of the leaves, which differ from batch to batch.
-    const std::vector<LeafSeries> runs = group.leaves.pinned_runs(options.pack);
-    if (plan == nullptr || !runs.empty()) {
-      plan = std::make_shared<const PackPlan>(
-          make_pack_plan(group.leaves.extents(), options.pack, runs));
-    }
+    plan = plan_of(group.leaves, options.pack, std::move(plan));
     GroupStart start(group, std::move(plan), target, options);
     const py::gil_scoped_release no_gil;
     job = start.make();
@@ -228,7 +219,7 @@ void note_path(const py::object& error, py::handle data, size_t node, c10::Devic
   if (path) error.attr("add_note")("tdcopier: raised by `.to` of the leaf " + *path);
 }
 
-// Calls `Tensor.to` for each delegated leaf, in this thread and under its torch state.
+// Calls `.to` for each delegated leaf and object, in this thread and under its torch state.
 void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>& delegated,
                    c10::Device target) {
   const py::object device = py::reinterpret_steal<py::object>(THPDevice_New(target));
@@ -236,6 +227,7 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
   DelegatedOutputs outputs;
   LeafDevices readers;
   size_t node = 0;
+  bool has_objects = false;  // part of whose results may be out of sight
   try {
     for (const Delegated& leaf : delegated) {
       node = leaf.node;
@@ -245,7 +237,11 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
           is_array ? tensor_from_array(source.ptr(), target.is_cpu()) : source;
       readers.note(tensor);
       py::object moved = tensor.attr(to_name)(device);
-      if (moved.is(source) || (moved.is(tensor) && target.is_cpu())) {
+      has_objects |= leaf.why == WhyDelegated::kObject;
+      const bool same = moved.is(source) || (moved.is(tensor) && target.is_cpu());
+      if (same &&
+          leaf.why !=
+              WhyDelegated::kObject) {  // an object may return itself with its tensors moved
         ++handle.counts().reused;
       } else {
         ++handle.counts().delegated;
@@ -254,7 +250,7 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
       handle.spec().replace_value(leaf.value, std::move(moved));
     }
     outputs.read = readers.events();
-    if (!outputs.storages.empty() && has_engine_transfers(target)) {
+    if ((has_objects || !outputs.storages.empty()) && has_engine_transfers(target)) {
       outputs.stream = parse_stream(py::none(), target);
       outputs.made = Accelerator::of(target).events().record(*outputs.stream);
     }
@@ -288,6 +284,14 @@ void set_max_inline_bytes(uint64_t bytes) {
   g_max_inline_bytes = bytes;
 }
 
+std::shared_ptr<const PackPlan> plan_of(const LeafTable& leaves, const PackOptions& options,
+                                        std::shared_ptr<const PackPlan> prepared) {
+  // Runs depend on the addresses of the leaves, which differ from batch to batch.
+  const std::vector<LeafSeries> runs = leaves.pinned_runs(options);
+  if (prepared != nullptr && runs.empty()) return prepared;
+  return std::make_shared<const PackPlan>(make_pack_plan(leaves.extents(), options, runs));
+}
+
 std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const CopyOptions& options) {
   Reclaimer::get().look();
   release_returned_sources();
@@ -319,6 +323,7 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
     const PhaseRange range(phases, Phase::kFlatten);
     return rows != nullptr ? flatten_tables(data, target, *rows) : flatten(data, target);
   }();
+  check_unknown(flat, data, target, options.on_unknown);
   for (const SourceGroup& group : flat.groups) {
     const c10::Device source = group.leaves.device();
     if (!source.is_cpu()) refuse_capture(parse_stream(py::none(), source), "start_copy()");

@@ -7,6 +7,7 @@
 
 #include "engine/moves/stage.h"
 #include "python/handle.h"
+#include "python/unknown_values.h"
 
 namespace tdcopier {
 
@@ -36,6 +37,7 @@ struct CopyOptions {
   bool use_pinned_staging;
   PackOptions pack;
   bool use_background_thread;
+  OnUnknown on_unknown = OnUnknown::kRefuseRoot;
 };
 
 // Starts a copy. Throws if the call itself is wrong; a failure of the copy is reported by the
@@ -49,6 +51,11 @@ std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle devic
 std::unique_ptr<Handle> start_gather(pybind11::handle storage, pybind11::handle rows,
                                      pybind11::handle readers, pybind11::handle device,
                                      const CopyOptions& options);
+
+// Returns the pack plan of a copy of these leaves. `prepared`: null, or the plan for leaves like
+// them.
+std::shared_ptr<const PackPlan> plan_of(const LeafTable& leaves, const PackOptions& options,
+                                        std::shared_ptr<const PackPlan> prepared = nullptr);
 
 class PreparedCopy;
 class RowLeaves;

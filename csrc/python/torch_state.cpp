@@ -1,4 +1,4 @@
-// Checks torch function modes through Python objects; the engine checks the rest.
+// Asks Python objects for torch function modes and devices in use; the engine checks the rest.
 #include "python/torch_state.h"
 
 #include <ATen/Context.h>
@@ -8,6 +8,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/python_headers.h>
+
+#include <array>
+#include <string>
 
 #include "engine/device/graph_capture.h"
 #include "engine/leaves/leaf.h"
@@ -27,6 +30,20 @@ bool is_device_context(PyObject* mode) {
   return reinterpret_cast<PyObject*>(Py_TYPE(mode)) == type.ptr();
 }
 
+// Returns torch's module of a device type, for example `torch.cuda`; None if there is none. Keeps
+// it: finding it takes a microsecond.
+py::handle device_module(c10::DeviceType type) {
+  static std::array<PyObject*, c10::COMPILE_TIME_MAX_DEVICE_TYPES> modules{};
+  PyObject*& module = modules[static_cast<size_t>(type)];
+  if (module == nullptr) {
+    const std::string name = c10::DeviceTypeName(type, /*lower_case=*/true);
+    py::object found = py::getattr(py::module_::import("torch"), name.c_str(), py::none());
+    if (found.is_none()) return Py_None;
+    module = found.release().ptr();
+  }
+  return module;
+}
+
 }  // namespace
 
 bool is_mode_active() {
@@ -43,11 +60,20 @@ bool engine_takes(c10::Device target) {
   if (!target.is_cpu()) return false;
   // To the host: sources may be on a device, and only CUDA devices can be capturing.
   constexpr c10::DeviceType kCuda = c10::DeviceType::CUDA;
-  if (at::getAccelerator() != kCuda) return true;
+  if (at::getAccelerator() != kCuda || !is_in_use(kCuda)) return true;
   const c10::impl::VirtualGuardImpl backend(kCuda);
   const c10::Device current = backend.getDevice();
   const auto& hooks = at::globalContext().getAcceleratorHooksInterface(kCuda);
   return !hooks.hasPrimaryContext(current.index()) || !is_capturing(backend.getStream(current));
+}
+
+// A backend need not say whether it is initialised: one that is available counts as initialised.
+bool is_in_use(c10::DeviceType type) {
+  const py::handle module = device_module(type);
+  if (!py::hasattr(module, "is_initialized")) {
+    return at::globalContext().getAcceleratorHooksInterface(type).isAvailable();
+  }
+  return module.attr("is_initialized")().cast<bool>();
 }
 
 }  // namespace tdcopier

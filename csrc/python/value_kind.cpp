@@ -28,26 +28,36 @@ bool is_class(const py::object& type, const char* module_name, const char* name)
 }
 
 KnownType look_up(py::object type) {
-  if (PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()),
-                       reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0) {
-    if (is_class(type, "tensordict.memmap", "MemoryMappedTensor")) {
-      return {std::move(type), ValueKind::kMapped};
-    }
-    if (!is_class(type, "torch.nested._internal.nested_tensor", "NestedTensor")) {
-      return {std::move(type), ValueKind::kDelegated};
-    }
+  const bool is_tensor = PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()),
+                                          reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
+  if (is_tensor && is_class(type, "tensordict.memmap", "MemoryMappedTensor")) {
+    return {std::move(type), ValueKind::kMapped};
   }
   if (is_array_type(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
     return {std::move(type), ValueKind::kArray};
   }
   const py::object rule =
       py::module_::import("tdcopier._containers.registry").attr("rule_of")(type);
-  if (rule.is_none()) return {std::move(type), ValueKind::kOpaque};
-  if (PyUnicode_Check(rule.ptr())) return {std::move(type), ValueKind::kDelegated};
+  if (rule.is_none()) {
+    return {std::move(type), is_tensor ? ValueKind::kDelegated : ValueKind::kOpaque};
+  }
+  if (PyUnicode_Check(rule.ptr())) {
+    const bool is_object = rule.cast<std::string>() == "own to";
+    return {std::move(type), is_object ? ValueKind::kObject : ValueKind::kDelegated};
+  }
+  const py::object flatten = rule.attr("flatten");
+  const py::object unflatten = rule.attr("unflatten");
+  if (rule.attr("wraps").cast<bool>()) {
+    return {std::move(type), ValueKind::kWrapped, flatten, unflatten};
+  }
   const bool by_target = rule.attr("by_target").cast<bool>();
-  return {std::move(type), by_target ? ValueKind::kCollection : ValueKind::kContainer,
-          rule.attr("flatten"), rule.attr("unflatten"),
-          step_kind(rule.attr("names").cast<std::string>(), /*nested=*/by_target)};
+  const bool is_object = rule.attr("own_to").cast<bool>();
+  return {std::move(type),
+          by_target ? ValueKind::kCollection : ValueKind::kContainer,
+          flatten,
+          unflatten,
+          step_kind(rule.attr("names").cast<std::string>(), /*nested=*/by_target),
+          is_object ? ValueKind::kObject : ValueKind::kDelegated};
 }
 
 }  // namespace
@@ -62,7 +72,10 @@ Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char*
     case ValueKind::kOpaque:
     case ValueKind::kDelegated:
     case ValueKind::kMapped:
+    case ValueKind::kObject:
       return {type.kind};
+    case ValueKind::kWrapped:
+      return unwrap(type, object);
     case ValueKind::kArray: {
       const ArrayKind kind = classify_array(object);
       if (kind == ArrayKind::kOpaque) return {ValueKind::kOpaque};
@@ -87,8 +100,9 @@ Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char*
 // object's class.
 Seen ValueLooks::take_apart(const KnownType& known, PyObject* object) {
   const bool collection = known.kind == ValueKind::kCollection;
-  if (collection && rules_.left) return {ValueKind::kDelegated};
-  const bool ruled = collection && rules_.flatten;
+  const ValueKind left_as = known.left_as;
+  if (collection && rules_.left) return {left_as};
+  const bool ruled = collection && rules_.flatten && left_as == ValueKind::kDelegated;
   const py::object flatten = ruled ? rules_.flatten : known.flatten;
   Seen seen{ValueKind::kContainer, known.step};
   seen.unflatten = ruled ? rules_.unflatten : known.unflatten;
@@ -98,7 +112,7 @@ Seen ValueLooks::take_apart(const KnownType& known, PyObject* object) {
   }
   const py::object parts =
       collection ? flatten(py::handle(object), target_, rules_.named) : flatten(py::handle(object));
-  if (collection && parts.is_none()) return {ValueKind::kDelegated};
+  if (collection && parts.is_none()) return {left_as};
   check_invariant(PyTuple_Check(parts.ptr()) && PyTuple_GET_SIZE(parts.ptr()) == 3 &&
                       PyList_Check(PyTuple_GET_ITEM(parts.ptr(), 0)),
                   "a container is taken apart into a list, a context and names");
@@ -112,6 +126,16 @@ Seen ValueLooks::take_apart(const KnownType& known, PyObject* object) {
   seen.names = three[2];
   check_invariant(py::len(seen.children) == py::len(seen.names),
                   "each child of a container has a name, or none has");
+  return seen;
+}
+
+// A walk over existing memory reads such tensors as they are.
+Seen ValueLooks::unwrap(const KnownType& known, PyObject* object) const {
+  if (rules_.left || !rules_.target) return {ValueKind::kDelegated};
+  const py::object flatten = known.flatten;
+  Seen seen{ValueKind::kWrapped};
+  seen.unflatten = known.unflatten;
+  seen.context = flatten(py::handle(object));
   return seen;
 }
 

@@ -17,9 +17,11 @@ enum class ValueKind : uint8_t {
   kOpaque,
   kArray,      // a numpy array; arrays of some dtypes are opaque
   kDelegated,  // a leaf with its own `.to`, for example a tensor subclass
+  kWrapped,    // a tensor subclass over plain memory: copied as a plain tensor, and wrapped again
+  kObject,     // not a leaf, but has its own `.to`, which may change the object itself
   kMapped,     // a tensor subclass over a mapped file, which `.to` another device makes plain
   kContainer,
-  kCollection,  // only for classes: has its own `.to`; a container or delegated, by target
+  kCollection,  // only for classes: has its own `.to`; a container or left to it, by target
 };
 
 // The result of looking up a class.
@@ -27,23 +29,26 @@ struct KnownType {
   pybind11::object type;
   ValueKind kind;
   // Containers: flatten(value) -> (children, context, names), unflatten(children, context).
-  // Collections: flatten(value, target, named) -> the same, or None to delegate to its own `.to`.
+  // Collections: flatten(value, target, named) -> the same, or None to leave it to its own `.to`.
+  // Wrapped: flatten(value) -> context.
   pybind11::object flatten{};
   pybind11::object unflatten{};
   PathStep::Kind step = PathStep::Kind::kIndex;
+  ValueKind left_as = ValueKind::kDelegated;  // collections: what they are if left to their `.to`
 };
 
 // How a walk flattens collections.
 struct CollectionRules {
   std::optional<c10::Device> target;  // nullopt: flatten them wherever their leaves are
   bool named;                         // whether the walk needs the names of their children
-  bool left;                          // delegate all of them to their own `.to`
-  pybind11::object flatten{};         // replaces that of the class; null: does not
+  bool left;                          // leave all of them, and wrapped tensors, to their own `.to`
+  pybind11::object flatten{};         // replaces that of TensorDicts; null: does not
   pybind11::object unflatten{};
 };
 
 // The result of looking at a value. `kind` is never kCollection, and kArray only if a tensor can
-// hold the array. Owns references to the parts of a container.
+// hold the array. Owns references to the parts of a container; a wrapped tensor has a context and
+// `unflatten`.
 struct Seen {
   ValueKind kind;
   PathStep::Kind step = PathStep::Kind::kIndex;
@@ -74,6 +79,7 @@ class ValueLooks {
   // The reference is valid until the next call.
   const KnownType& known(PyTypeObject* type);
   Seen take_apart(const KnownType& known, PyObject* object);
+  Seen unwrap(const KnownType& known, PyObject* object) const;
 
   const CollectionRules rules_;
   pybind11::object target_;       // a torch.device or None; made when a collection asks for it

@@ -1,4 +1,4 @@
-"""Parts delegated to their own ``.to``, and the tensors that their results are made of.
+"""Values delegated to their own ``.to``, and the tensors that their results are made of.
 
 Which leaves are delegated is decided by class in `csrc/python/value_kind.cpp`, and by tensor in
 `look_at` of `csrc/engine/leaves/leaf.cpp`; for `copy_into`, in `csrc/python/plain_leaf.cpp`.
@@ -6,10 +6,15 @@ Which leaves are delegated is decided by class in `csrc/python/value_kind.cpp`, 
 
 from __future__ import annotations
 
+import sys
+import types
+import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 class DelegatedPart:
@@ -23,10 +28,37 @@ class DelegatedPart:
         return self.value.to(device)
 
 
+def stays(value: Any, device: torch.device) -> bool:
+    """Return whether the ``.to`` of a delegated leaf is expected to return the leaf itself.
+
+    Only for messages: a copy calls ``.to`` and looks at its result. False for a class whose code
+    decides.
+    """
+    if isinstance(value, np.ndarray):
+        return device.type == "cpu"
+    if isinstance(value, DelegatedPart):
+        return False  # the wrapper never is the result
+    if isinstance(value, PackedSequence):
+        return value.data.device == device
+    if isinstance(value, torch.Tensor):
+        return value.device == device and _has_to_of_torch(type(value))
+    return bool(getattr(value, "device", None) == device)
+
+
+def _has_to_of_torch(cls: Any) -> bool:
+    base: Any = torch.Tensor
+    override = getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+    of_torch = (base.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+    is_known = cls.__module__.startswith(("torch.", "tensordict."))  # a jagged or mapped tensor
+    return cls.to is torch.Tensor.to and (is_known or override in of_torch)
+
+
 def plain_parts(moved: Any) -> list[torch.Tensor]:
     """Return the tensors that own a leaf's memory: the leaf itself, or those inside it.
 
-    A collection that reads its tensors anew each time (from a file or a remote store) has none.
+    A collection that reads its tensors anew each time (from a file or a remote store) has none. An
+    object with a ``.to`` of its own has those that can be reached through attributes and built-in
+    containers.
     """
     if isinstance(moved, torch.Tensor):
         flatten = getattr(moved, "__tensor_flatten__", None)
@@ -37,10 +69,12 @@ def plain_parts(moved: Any) -> list[torch.Tensor]:
         inner = []
     elif isinstance(moved, DelegatedPart):
         inner = [moved.value]
-    elif isinstance(moved, tuple):  # a PackedSequence, which may have no indices
+    elif isinstance(moved, PackedSequence):  # it may have no indices
         inner = [part for part in moved if part is not None]
-    else:
+    elif _is_tensor_collection(type(moved)):
         inner = _held_by(moved)
+    else:
+        inner = _reached_from(moved)
     return [part for value in inner for part in plain_parts(value)]
 
 
@@ -60,3 +94,61 @@ def _held_by(collection: Any) -> list[Any]:
         if held is not None:
             return [held]
     return []
+
+
+_MOST_VALUES = 20_000
+"""How many values of an object are looked at; an object may refer to a whole program."""
+
+_WITHOUT_TENSORS = (
+    str, bytes, int, float, complex, type(None), np.ndarray, type, types.ModuleType,
+    types.FunctionType, types.BuiltinFunctionType, weakref.ref, torch.device, torch.dtype,
+)  # fmt: skip
+
+
+def _reached_from(moved: Any) -> list[torch.Tensor]:
+    """Return the tensors and the collections in an object, nearest first."""
+    found: list[Any] = []
+    seen = {id(moved)}
+    waiting = deque([moved])
+    while waiting and len(seen) < _MOST_VALUES:
+        for child in _children_of(waiting.popleft()):
+            if isinstance(child, _WITHOUT_TENSORS) or id(child) in seen:
+                continue
+            seen.add(id(child))
+            if isinstance(child, torch.Tensor) or _is_tensor_collection(type(child)):
+                found.append(child)
+            else:
+                waiting.append(child)
+    return found
+
+
+def _children_of(value: Any) -> list[Any]:
+    """Return the items and the attributes of a value, without code of its class."""
+    children: list[Any] = []
+    if isinstance(value, dict):
+        children += dict.values(value)
+    kinds: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+    for kind in kinds:
+        if isinstance(value, kind):
+            children += kind.__iter__(value)
+    for base in type(value).__mro__:
+        for attribute in vars(base).values():
+            if isinstance(attribute, types.MemberDescriptorType):  # a slot
+                try:
+                    children.append(attribute.__get__(value))
+                except AttributeError:  # it is empty
+                    continue
+    try:
+        children += object.__getattribute__(value, "__dict__").values()
+    except AttributeError:  # it has slots only
+        return children
+    return children
+
+
+def _is_tensor_collection(cls: type) -> bool:
+    """Return whether this is a TensorDict or a tensorclass, without importing tensordict.
+
+    tensordict's `is_tensor_collection` would keep a reference to every class passed to it.
+    """
+    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
+    return base is not None and (issubclass(cls, base) or getattr(cls, "_is_tensorclass", False))

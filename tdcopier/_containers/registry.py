@@ -1,15 +1,11 @@
-"""Rules for container classes other than `list`, `tuple` and `dict`, built in or registered."""
+"""Rules for all classes but `list`, `tuple`, `dict` and plain tensors, built in or registered."""
 
 from __future__ import annotations
 
-import collections
-import copy
-import dataclasses
 import enum
 import os
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -17,7 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from tdcopier._containers.delegated_parts import DelegatedPart
+from tdcopier._containers import graphs, pytree, wrapped
+from tdcopier._containers.by_bases import rule_by_bases
+from tdcopier._containers.delegated_parts import DelegatedPart, _is_tensor_collection
+from tdcopier._containers.own_to import OWN_TO, has_own_to
 from tdcopier._containers.rule import Flat, Refused, Rule
 
 T = TypeVar("T")
@@ -28,37 +27,70 @@ DELEGATED = "delegated"
 
 _KNOWN_TO_THE_WALK = {list, tuple, dict, int, str, float, bool, bytes, type(None)}
 
-_NOT_INSTANTIABLE = 1 << 7  # flags of the interpreter's types
-_HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
-
 _lock = threading.RLock()  # reentrant: a look-up may run the code of a class's metaclass
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
 )
-_registered: weakref.WeakKeyDictionary[type, Rule] = weakref.WeakKeyDictionary()
-_found: weakref.WeakKeyDictionary[type, Rule | str | None] = weakref.WeakKeyDictionary()
+
+
+class _Registration:
+    """A rule that a user gave for a class. Its functions usually refer to the class.
+
+    The class itself keeps it, so that both are freed together, for example when a notebook cell
+    defines the class again.
+    """
+
+    __slots__ = ("__weakref__", "rule", "subclasses")
+
+    def __init__(self, rule: Rule, subclasses: bool) -> None:
+        self.rule = rule
+        self.subclasses = subclasses
+
+    def __reduce__(self) -> Any:
+        """Leave it out where a class is pickled by value."""
+        return _no_registration, ()
+
+
+def _no_registration() -> None:
+    return None
+
+
+_ANCHOR = "__tdcopier_registration__"
+_registered: weakref.WeakKeyDictionary[type, Callable[[], _Registration | None]] = (
+    weakref.WeakKeyDictionary()
+)
+_found: weakref.WeakKeyDictionary[type, tuple[Rule | str | None, int]] = weakref.WeakKeyDictionary()
+"""Rules with the mark of the class in torch's pytrees when the rule was found."""
 
 
 def register_container(
     cls: type[T],
     flatten: Callable[[T], tuple[Iterable[Any], Any]],
     unflatten: Callable[[list[Any], Any], T],
+    *,
+    subclasses: bool = False,
 ) -> None:
-    """Register a class as a container, so that its children are copied; else its values are opaque.
+    """Register a class as a container, so that its children are copied.
+
+    Without it, values of the class are opaque or are moved by a ``.to`` of their own. A class that
+    is defined again, for example in a notebook cell, is another class: register it too. The old
+    registration is freed with the old class.
 
     Args:
-        cls: the class. Subclasses are not included, because `unflatten` would not return their
-            class.
+        cls: the class.
         flatten: takes a value and returns `(children, context)`. Children may be leaves, containers
             or opaque values. The context must not contain references to the children.
         unflatten: takes the moved children, as a list in the same order, and the context, and
             returns a new value. It may be called before the copy is done, so it must not read the
             children's data on the host.
+        subclasses: include all subclasses, also those that are defined later. `unflatten` must then
+            return the subclass, so the context needs its name or `type(value)`. Of several
+            registered base classes the first one in the method resolution order counts.
 
     Raises:
         TypeError: `cls` is not a class, or is one that the engine handles itself (`list`, `tuple`,
             `dict`, tensors, arrays); or a function is not callable.
-        ValueError: `cls` is registered already.
+        ValueError: `cls` is registered already; see `unregister_class`.
     """
     if not isinstance(cls, type):
         raise TypeError(f"cls must be a class; got {cls!r}")
@@ -73,15 +105,113 @@ def register_container(
         if isinstance(answer, tuple) and len(answer) == 2 and _may_be_children(answer[0]):
             return list(answer[0]), answer[1], None
         raise Refused(
-            f"is a {cls.__qualname__}, whose flatten function must return a pair (children, "
-            f"context); it returned {answer!r}"
+            f"is a {type(value).__qualname__}, whose flatten function must return a pair "
+            f"(children, context); it returned {answer!r}"
         )
 
+    _register(cls, Rule(flatten_checked, unflatten), subclasses)
+
+
+def register_tensor_subclass(
+    cls: type[torch.Tensor],
+    wrap: Callable[[torch.Tensor, Any], Any] = wrapped.as_subclass,
+    *,
+    subclasses: bool = False,
+) -> None:
+    """Register a subclass of `torch.Tensor` over plain memory, so that its tensors are packed.
+
+    Without it, they are delegated to their own ``.to``. `torchvision.tv_tensors` need no
+    registration. For example::
+
+        class Boxes(torch.Tensor):
+            format: str
+
+
+        def wrap(tensor: torch.Tensor, like: Boxes) -> Boxes:
+            boxes = tensor.as_subclass(type(like))
+            boxes.format = like.format
+            return boxes
+
+
+        tdcopier.register_tensor_subclass(Boxes, wrap)
+
+    The engine reads and writes the memory of such tensors, also in `copy_into`, and does not call
+    their `__torch_function__`. Tensors that it cannot copy as plain bytes, for example those that
+    need a gradient, are still delegated to their own ``.to``.
+
+    Args:
+        cls: the class. It must not override `__torch_dispatch__`.
+        wrap: takes a plain tensor on the target, and `like`: a tensor of the source's class that
+            has the attributes (`__dict__`) that the source had at the call, and no elements. It
+            returns what ``.to`` would have returned. It may be called before the copy is done, so
+            it must not read the tensor's data on the host. By default
+            `tensor.as_subclass(type(like))`, which is what ``.to`` does for a class that does not
+            override `__torch_function__`; it drops attributes.
+        subclasses: include all subclasses, as in `register_container`.
+
+    Raises:
+        TypeError: `cls` is not a subclass of `torch.Tensor`, is one that the engine handles itself,
+            or overrides `__torch_dispatch__`; or `wrap` is not callable.
+        ValueError: `cls` is registered already; see `unregister_class`.
+    """
+    if not isinstance(cls, type) or not issubclass(cls, torch.Tensor):
+        raise TypeError(f"cls must be a subclass of torch.Tensor; got {cls!r}")
+    if cls in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or _is_jagged(cls):
+        raise TypeError(f"{cls.__qualname__} is known to the engine and cannot be registered")
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{cls.__qualname__} overrides __torch_dispatch__, so its memory may not be that of a "
+            "plain tensor: leave it to its own .to"
+        )
+    if not callable(wrap):
+        raise TypeError(f"wrap must be callable; got {wrap!r}")
+    _register(cls, wrapped.rule_with(wrap), subclasses)
+
+
+def unregister_class(cls: type) -> None:
+    """Undo `register_container` or `register_tensor_subclass`.
+
+    Copies that have been started keep to the registration.
+
+    Raises:
+        ValueError: `cls` is not registered.
+    """
     with _lock:
-        if cls in _registered:
+        if not isinstance(cls, type) or _registration_of(cls) is None:
+            raise ValueError(f"{getattr(cls, '__qualname__', cls)!s} is not registered")
+        _found.clear()
+        del _registered[cls]
+
+
+def _register(cls: type, rule: Rule, subclasses: bool) -> None:
+    registration = _Registration(rule, bool(subclasses))
+    with _lock:
+        if _registration_of(cls) is not None:
             raise ValueError(f"{cls.__qualname__} is registered already")
         _found.clear()  # cleared first, so that an interrupt in between changes nothing
-        _registered[cls] = Rule(flatten_checked, unflatten)
+        _registered[cls] = _kept_by(cls, registration)
+
+
+def _kept_by(cls: type, registration: _Registration) -> Callable[[], _Registration | None]:
+    try:
+        type.__setattr__(cls, _ANCHOR, registration)
+    except TypeError:  # a class written in C, which is never freed
+        return lambda: registration
+    return weakref.ref(registration)
+
+
+def _registration_of(cls: type) -> _Registration | None:
+    registered = _registered.get(cls)
+    return None if registered is None else registered()
+
+
+def _registered_rule(cls: type) -> Rule | None:
+    """Return the rule that was registered for the class, or for a base class with subclasses."""
+    for base in cls.__mro__:
+        registration = _registration_of(base) if type(base).__hash__ is not None else None
+        if registration is not None and (base is cls or registration.subclasses):
+            return registration.rule
+    return None
 
 
 def _may_be_children(value: Any) -> bool:
@@ -95,14 +225,26 @@ def _is_array(value: Any) -> bool:
 
 
 def rule_of(cls: type) -> Rule | str | None:
-    """Return the rule of a class, `DELEGATED`, or None if its values are opaque."""
+    """Return the rule of a class, `DELEGATED`, `OWN_TO`, or None if its values are opaque."""
     if type(cls).__hash__ is None:
         return None  # a class that cannot be hashed cannot be registered
     with _lock:  # without it, a rule found before a registration could be stored after it
-        if cls not in _found:
-            _found[cls] = _registered.get(cls) or _find_rule(cls)
-        rule: Rule | str | None = _found[cls]
+        mark = pytree.mark_of(cls)
+        found = _found.get(cls)
+        if found is not None and found[1] == mark:
+            return found[0]
+        registered = _registered_rule(cls)
+        if registered is not None:
+            return registered  # not stored: it may refer to the class
+        rule = _find_rule(cls)
+        _found[cls] = rule, mark
         return rule
+
+
+def is_wrapped(cls: type) -> bool:
+    """Return whether this is a tensor subclass whose memory is that of a plain tensor."""
+    rule = rule_of(cls)
+    return isinstance(rule, Rule) and rule.wraps
 
 
 def _find_rule(cls: type) -> Rule | str | None:
@@ -112,36 +254,27 @@ def _find_rule(cls: type) -> Rule | str | None:
         )
 
         return JAGGED
+    if issubclass(cls, torch.Tensor):
+        return wrapped.TV_TENSOR if wrapped.is_tv_tensor(cls) else DELEGATED
     if _is_tensor_collection(cls):
         from tdcopier.tensordict._walk import COLLECTION  # tensordict is imported already
 
         return COLLECTION
     if issubclass(cls, (PackedSequence, DelegatedPart)):
         return DELEGATED
-    if issubclass(cls, (enum.Enum, torch.nn.Module)):
-        return None  # enum members are compared by identity; a module's ``.to`` works in place
-    if cls in _EXACT_MAPPINGS:
-        return _EXACT_MAPPINGS[cls]
-    bases: set[type] = set(cls.__mro__)
-    if bases & {dict, collections.UserDict}:
-        return _MAPPINGS
-    if tuple in bases:
-        return _tuple_rule(cls)
-    if bases & {list, collections.deque}:
-        return _SEQUENCES
-    if dataclasses.is_dataclass(cls) and _is_plain_object(cls):
-        return _DATACLASSES
-    return None
-
-
-def _is_plain_object(cls: type) -> bool:
-    """Return whether values of the class have attributes only, unlike for example exceptions."""
-    return not _builtin_bases(cls)
-
-
-def _builtin_bases(cls: type) -> set[type]:
-    """Return the base classes that are written in C, except `object`."""
-    return {base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE} - {object}
+    if issubclass(cls, enum.Enum):
+        return None  # its members are compared by identity
+    own_to = OWN_TO if has_own_to(cls) else None
+    if issubclass(cls, torch.nn.Module):
+        return own_to  # even if it is a dataclass: it cannot be rebuilt without its `__init__`
+    if graphs.is_graph(cls):
+        return graphs.GRAPH if graphs.is_plain_graph(cls) else own_to
+    by_bases = rule_by_bases(cls)
+    if by_bases is not None or issubclass(cls, tuple):  # a Size, for example, stays as it is
+        return by_bases
+    if pytree.is_node(cls):
+        return pytree.PYTREE if own_to is None else pytree.PYTREE_WITH_TO
+    return own_to
 
 
 def _is_leaf_class(cls: type) -> bool:
@@ -153,213 +286,3 @@ def _is_jagged(cls: type) -> bool:
     """Return whether this is the class of jagged nested tensors, without importing it."""
     module = sys.modules.get("torch.nested._internal.nested_tensor")
     return module is not None and cls is getattr(module, "NestedTensor", None)
-
-
-def _is_tensor_collection(cls: type) -> bool:
-    """Return whether this is a TensorDict or a tensorclass, without importing tensordict.
-
-    tensordict's `is_tensor_collection` would keep a reference to every class passed to it.
-    """
-    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
-    return base is not None and (issubclass(cls, base) or getattr(cls, "_is_tensorclass", False))
-
-
-# ---- mappings ------------------------------------------------------------------------------------
-
-
-def _flatten_ordered(value: collections.OrderedDict[Any, Any]) -> Flat:
-    """Flatten an `OrderedDict`, which may have attributes: a state dict has `_metadata`."""
-    keys = list(value)
-    return list(value.values()), (keys, dict(vars(value))), keys
-
-
-def _unflatten_ordered(children: list[Any], context: tuple[list[Any], dict[str, Any]]) -> Any:
-    keys, attributes = context
-    rebuilt = collections.OrderedDict(zip(keys, children, strict=True))
-    vars(rebuilt).update(attributes)
-    return rebuilt
-
-
-def _flatten_default(value: collections.defaultdict[Any, Any]) -> Flat:
-    keys = list(value)
-    return list(value.values()), (value.default_factory, keys), keys
-
-
-def _unflatten_default(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
-    factory, keys = context
-    return collections.defaultdict(factory, zip(keys, children, strict=True))
-
-
-def _flatten_mapping(value: Any) -> Flat:
-    """Flatten any other mapping; a shallow copy without the children is the context."""
-    items = _stored(value)
-    keys = list(items)
-    shell = _shell_of(value, "mapping")
-    if list(_stored(shell)) != keys:
-        raise _not_rebuildable(value, "mapping", "its copy has other keys")
-    for key in keys:
-        try:
-            shell[key] = None  # drops the child, and tests whether it can be replaced
-        except Exception as error:
-            raise _not_rebuildable(value, "mapping", f"{type(error).__name__}: {error}") from error
-    return list(items.values()), (shell, keys), keys
-
-
-def _stored(value: Any) -> dict[Any, Any]:
-    """Return the stored items of a mapping, without calling methods that a subclass overrides."""
-    if isinstance(value, dict):
-        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-        return dict(base.items(value))
-    stored: dict[Any, Any] = dict(value.data)
-    return stored
-
-
-def _unflatten_mapping(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
-    shell, keys = context
-    rebuilt = _shallow_copy(shell)
-    for key, child in zip(keys, children, strict=True):
-        rebuilt[key] = child
-    return rebuilt
-
-
-_MAPPINGS = Rule(_flatten_mapping, _unflatten_mapping, "key")
-_EXACT_MAPPINGS: dict[type, Rule] = {
-    collections.OrderedDict: Rule(_flatten_ordered, _unflatten_ordered, "key"),
-    collections.defaultdict: Rule(_flatten_default, _unflatten_default, "key"),
-}
-
-
-# ---- sequences -----------------------------------------------------------------------------------
-
-
-def _flatten_sequence(value: Any) -> Flat:
-    base: Any = list if isinstance(value, list) else collections.deque
-    children = list(base.__iter__(value))  # the stored items: a subclass may override __iter__
-    shell = _shell_of(value, "sequence")
-    if len(shell) != len(children):
-        raise _not_rebuildable(value, "sequence", "its copy has another length")
-    for index in range(len(children)):
-        try:
-            shell[index] = None
-        except Exception as error:
-            raise _not_rebuildable(value, "sequence", f"{type(error).__name__}: {error}") from error
-    return children, shell, None
-
-
-def _unflatten_sequence(children: list[Any], shell: Any) -> Any:
-    rebuilt = _shallow_copy(shell)
-    for index, child in enumerate(children):
-        rebuilt[index] = child
-    return rebuilt
-
-
-_SEQUENCES = Rule(_flatten_sequence, _unflatten_sequence)
-
-
-# ---- tuples --------------------------------------------------------------------------------------
-
-
-def _tuple_rule(cls: type) -> Rule | None:
-    if hasattr(cls, "n_sequence_fields"):  # for example torch.return_types.max
-        no_more_of_them = bool(cls.__flags__ & _NOT_INSTANTIABLE)  # for example sys.version_info
-        return None if no_more_of_them else _STRUCTS
-    if _builtin_bases(cls) != {tuple}:
-        return None  # for example torch.Size, which contains no tensors
-    named = isinstance(getattr(cls, "_fields", None), tuple)
-    return _NAMED_TUPLES if named else _TUPLES
-
-
-def _flatten_tuple(value: tuple[Any, ...]) -> Flat:
-    children = list(tuple.__iter__(value))  # the stored items: a subclass may override __iter__
-    return children, (type(value), dict(getattr(value, "__dict__", {}))), None
-
-
-def _flatten_named_tuple(value: Any) -> Flat:
-    children, context, _ = _flatten_tuple(value)
-    return children, context, list(value._fields) if len(value._fields) == len(children) else None
-
-
-def _unflatten_tuple(children: list[Any], context: tuple[type, dict[str, Any]]) -> Any:
-    cls, attributes = context
-    rebuilt: Any = tuple.__new__(cls, children)  # the class's own __new__ may take other arguments
-    if attributes:
-        rebuilt.__dict__.update(attributes)
-    return rebuilt
-
-
-def _flatten_struct(value: Any) -> Flat:
-    _, (_, hidden) = value.__reduce__()
-    return list(value), (type(value), hidden), None
-
-
-def _unflatten_struct(children: list[Any], context: tuple[Any, dict[str, Any]]) -> Any:
-    cls, hidden = context
-    return cls(children, hidden)
-
-
-_STRUCTS = Rule(_flatten_struct, _unflatten_struct)
-_TUPLES = Rule(_flatten_tuple, _unflatten_tuple)
-_NAMED_TUPLES = Rule(_flatten_named_tuple, _unflatten_tuple, "attribute")
-
-
-# ---- dataclasses ---------------------------------------------------------------------------------
-
-
-def _flatten_dataclass(value: Any) -> Flat:
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    slots = [name for base in type(value).__mro__ for name in vars(base) if _is_slot(base, name)]
-    attributes = [
-        name for name in [*slots, *getattr(value, "__dict__", {})] if hasattr(value, name)
-    ]
-    others = {name: getattr(value, name) for name in attributes if name not in set(names)}
-    return [getattr(value, name) for name in names], (type(value), names, others), names
-
-
-def _unflatten_dataclass(
-    children: list[Any], context: tuple[type, list[str], dict[str, Any]]
-) -> Any:
-    """Rebuild without `__init__`, which may take other arguments and has run once already."""
-    cls, names, others = context
-    rebuilt: Any = object.__new__(cls)
-    for name, child in zip(names, children, strict=True):
-        object.__setattr__(rebuilt, name, child)  # works for frozen dataclasses too
-    for name, other in others.items():
-        object.__setattr__(rebuilt, name, other)
-    return rebuilt
-
-
-def _is_slot(cls: type, name: str) -> bool:
-    return isinstance(vars(cls)[name], types.MemberDescriptorType)
-
-
-_DATACLASSES = Rule(_flatten_dataclass, _unflatten_dataclass, "attribute")
-
-
-# ---- shallow copies ------------------------------------------------------------------------------
-
-
-def _shell_of(value: Any, kind: str) -> Any:
-    try:
-        shell = _shallow_copy(value)
-    except Exception as error:
-        raise _not_rebuildable(value, kind, f"{type(error).__name__}: {error}") from error
-    if type(shell) is not type(value) or shell is value:
-        raise _not_rebuildable(value, kind, f"copy.copy gave a {type(shell).__name__}")
-    return shell
-
-
-def _shallow_copy(value: Any) -> Any:
-    made = copy.copy(value)
-    attributes = getattr(value, "__dict__", None)
-    if attributes is value:  # a dict that is its own __dict__
-        made.__dict__ = made
-    elif attributes and not made.__dict__:  # copying a deque loses them
-        made.__dict__.update(attributes)
-    return made
-
-
-def _not_rebuildable(value: Any, kind: str, reason: str) -> Refused:
-    return Refused(
-        f"is a {type(value).__name__}, a {kind} that cannot be rebuilt ({reason}): "
-        "register it with tdcopier.register_container"
-    )

@@ -16,10 +16,17 @@ class Refused(TypeError):
 class Rule(NamedTuple):
     """How values of a class are taken apart and rebuilt."""
 
-    flatten: Callable[..., Flat | None]
+    flatten: Callable[..., Any]
+    """Returns a `Flat`."""
     unflatten: Callable[[list[Any], Any], Any]
     names: Literal["index", "key", "attribute"] = "index"
     """How error paths write the way to a child."""
     by_target: bool = False
     """Whether `flatten` also takes the target and whether names are wanted. It may then return
     None, which delegates the value to its own ``.to``."""
+    own_to: bool = False
+    """With `by_target`: whether this is an object with a ``.to``, rather than a TensorDict or
+    another collection of tensors."""
+    wraps: bool = False
+    """Whether the class is a tensor subclass over plain memory. Then the value itself is the only
+    child, moved as a plain tensor, and `flatten` returns only the context."""

@@ -171,9 +171,15 @@ class ThreadState:
 
 
 def _is_accelerator_in_use() -> bool:
-    """Return whether the accelerator is initialised. Never initialises it, so forks stay safe."""
+    """Return whether the accelerator is initialised. Never initialises it, so forks stay safe.
+
+    False if torch is built for an accelerator that this machine does not have.
+    """
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and bool(torch.get_device_module(accelerator).is_initialized())
+    if accelerator is None:
+        return False
+    module = torch.get_device_module(accelerator)
+    return bool(getattr(module, "is_initialized", torch.accelerator.is_available)())
 
 
 def _run(source: Source | None, state: ThreadState, queue: ReaderPass) -> None:

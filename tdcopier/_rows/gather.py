@@ -10,7 +10,7 @@ import torch
 from tdcopier import _C, _copy
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._containers.delegated_parts import DelegatedPart
-from tdcopier._copy import Device
+from tdcopier._copy import Device, OnUnknown
 from tdcopier._rows.request import RowIndex, RowReaders
 from tdcopier._rows.row_numbers import read_rows, row_index
 
@@ -27,6 +27,7 @@ def start_gather(
     min_packed_alignment_bytes: int = 16,
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
+    on_unknown: OnUnknown = None,
 ) -> AsyncCopyHandle:
     """Start to copy rows of every leaf of `storage` to `device`, and return a handle at once.
 
@@ -55,11 +56,12 @@ def start_gather(
         device: the target, as for `start_copy`. On "cpu" the rows arrive in chunks by dtype, which
             a later copy can send without packing them again. They are pinned if this process has
             initialised the accelerator already; a process that only samples never initialises it.
-        use_pinned_staging: see `CopyOptions`, as for the next four.
+        use_pinned_staging: see `CopyOptions`, as for the next five.
         pack_cpu_tensors: see `CopyOptions`.
         min_packed_alignment_bytes: see `CopyOptions`.
         max_packed_chunk_bytes: see `CopyOptions`.
         use_background_thread: see `CopyOptions`.
+        on_unknown: see `CopyOptions`.
 
     Raises:
         IndexError: a row is out of range, or a mask has the wrong shape; nothing has been read.
@@ -75,8 +77,11 @@ def start_gather(
         max_packed_chunk_bytes,
         use_background_thread,
     )
+    if on_unknown is not None:
+        options = _copy.options_for_unknown(options, on_unknown)
     if str(device) == "meta":  # has no memory to gather into
-        return _copy.start_copy(start_gather(storage, index, "cpu").get(), device)
+        rows_on_host = start_gather(storage, index, "cpu", on_unknown=on_unknown).get()
+        return _copy.start_copy(rows_on_host, device, on_unknown="ignore")  # checked by the gather
     rows = row_index(index, storage)
     return _C.start_gather(storage, rows, _readers(rows, device), device, options)
 

@@ -1,4 +1,4 @@
-"""`collate` returns what torch's own function does, in one chunk, and names differing samples."""
+"""`collate` returns what torch's own function does, in few chunks, and names differing samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from collate_support import (
     Nested,
     Pair,
     assert_like,
-    assert_one_chunk,
+    assert_one_chunk_per_dtype,
+    collate_as_a_worker,
     leaves_of,
 )
 from hypothesis import given, settings
@@ -128,13 +129,13 @@ def test_under_a_transform_the_result_is_what_torch_makes_of_it():
 
 @settings(max_examples=50, deadline=None)
 @given(sampler=samplers())
-def test_leaves_lie_in_one_chunk_in_the_order_of_the_batch(sampler):
-    batch = tdcopier.collate([{"a": torch.ones(3), "rest": sampler(i)} for i in range(3)])
-    assert_one_chunk([leaf for leaf in leaves_of(batch) if not leaf.requires_grad])
+def test_in_a_worker_leaves_lie_in_one_chunk_per_dtype_in_the_order_of_the_batch(sampler):
+    batch = collate_as_a_worker([{"a": torch.ones(3), "rest": sampler(i)} for i in range(3)])
+    assert_one_chunk_per_dtype([leaf for leaf in leaves_of(batch) if not leaf.requires_grad])
 
 
 def test_a_leaf_is_no_view_of_its_neighbours():
-    batch = tdcopier.collate([{"a": torch.ones(3), "b": torch.ones(3)} for _ in range(2)])
+    batch = collate_as_a_worker([{"a": torch.ones(3), "b": torch.ones(3)} for _ in range(2)])
     assert batch["a"]._base is None
     version = batch["b"]._version
     batch["a"].add_(1)
@@ -143,7 +144,7 @@ def test_a_leaf_is_no_view_of_its_neighbours():
 
 
 def test_to_grow_a_leaf_without_elements_leaves_its_neighbours_alone():
-    batch = tdcopier.collate([{"a": torch.ones(3), "none": torch.empty(0)} for _ in range(2)])
+    batch = collate_as_a_worker([{"a": torch.ones(3), "none": torch.empty(0)} for _ in range(2)])
     batch["none"].resize_(100).fill_(7)
     assert batch["a"].tolist() == [[1] * 3] * 2
 

@@ -1,4 +1,4 @@
-"""`collate` in a DataLoader: each batch is passed on in one chunk of shared memory."""
+"""`collate` in a DataLoader: each batch is passed on in one chunk of shared memory per dtype."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from collate_support import (
     Ragged,
     Tensordicts,
     assert_like,
-    assert_one_chunk,
+    assert_one_chunk_per_dtype,
     collate_and_tell,
+    dtypes_of,
     leaves_of,
     shared_memory_descriptors,
 )
@@ -36,15 +37,16 @@ def no_garbage():
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_hundreds_of_leaves_come_from_a_worker_in_one_chunk(context, no_garbage):
+def test_hundreds_of_leaves_come_from_a_worker_in_one_chunk_per_dtype(context, no_garbage):
     dataset = Nested(200)
     before = shared_memory_descriptors()
     batches = list(loader(dataset, multiprocessing_context=context))
-    assert shared_memory_descriptors() - before == len(batches) == 2
+    assert shared_memory_descriptors() - before == sum(len(dtypes_of(each)) for each in batches)
+    assert len(batches) == 2
     for number, batch in enumerate(batches):
         samples = [dataset[4 * number + i] for i in range(4)]
         assert_like(batch, default_collate(samples))
-        assert_one_chunk(leaves_of(batch))
+        assert_one_chunk_per_dtype(leaves_of(batch))
         assert leaves_of(batch)[0].is_shared()
 
 
@@ -71,7 +73,7 @@ def shared_by_file_name():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_batch_is_one_chunk_where_memory_is_shared_by_file_name(shared_by_file_name):
+def test_a_batch_has_one_chunk_per_dtype_where_memory_is_shared_by_file_name(shared_by_file_name):
     dataset = Nested(50)
     batch = None
     for tries_left in (2, 1, 0):
@@ -82,14 +84,15 @@ def test_a_batch_is_one_chunk_where_memory_is_shared_by_file_name(shared_by_file
             if "manager connection has timed out" not in str(error) or not tries_left:
                 raise
     assert_like(batch, default_collate([dataset[i] for i in range(4)]))
-    assert_one_chunk(leaves_of(batch))
+    assert_one_chunk_per_dtype(leaves_of(batch))
 
 
-def test_without_workers_the_chunk_is_ordinary_memory(no_garbage):
+def test_without_workers_each_leaf_has_ordinary_memory(no_garbage):
     before = shared_memory_descriptors()
     (batch, _) = loader(Nested(20), workers=0)
-    assert_one_chunk(leaves_of(batch))
-    assert not leaves_of(batch)[0].is_shared()
+    leaves = leaves_of(batch)
+    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
+    assert not any(leaf.is_shared() for leaf in leaves)
     assert shared_memory_descriptors() == before
 
 
@@ -137,12 +140,13 @@ def test_the_thread_of_the_dataloader_pins_leaf_by_leaf(device):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_a_tensordict_comes_from_a_worker_in_one_chunk(context, no_garbage):
+def test_a_tensordict_comes_from_a_worker_in_one_chunk_per_dtype(context, no_garbage):
     dataset = Tensordicts(100, length=4)
     before = shared_memory_descriptors()
     (batch,) = loader(dataset, multiprocessing_context=context)
-    assert shared_memory_descriptors() - before == 1
+    leaves = [*(batch["td"]["many", f"x{k}"] for k in range(100)), batch["index"]]
+    assert shared_memory_descriptors() - before == len(dtypes_of(leaves))
     expected = torch.stack([dataset[i]["td"] for i in range(4)])
     assert (batch["td"] == expected).all()
-    assert_one_chunk([*(batch["td"]["many", f"x{k}"] for k in range(100)), batch["index"]])
+    assert_one_chunk_per_dtype(leaves)
     assert batch["td"].device == torch.device("cpu")

@@ -1,4 +1,4 @@
-"""TensorDicts as samples: `collate` returns what `torch.stack` does, dense and in the chunk."""
+"""TensorDicts as samples: `collate` returns what `torch.stack` does, dense and in few chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from collate_support import Tensordicts, assert_like, assert_one_chunk
+from collate_support import (
+    Tensordicts,
+    assert_like,
+    assert_one_chunk_per_dtype,
+    collate_as_a_worker,
+)
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -75,11 +80,11 @@ def assert_same_entries(got: Any, expected: Any) -> None:
             assert one.tolist() == other.tolist()
 
 
-def test_the_leaves_of_tensordicts_lie_in_the_chunk():
+def test_the_leaves_of_tensordicts_lie_in_the_chunks():
     dataset = Tensordicts(30)
-    batch = tdcopier.collate([dataset[i] for i in range(3)])
+    batch = collate_as_a_worker([dataset[i] for i in range(3)])
     leaves = [batch["td"]["many", f"x{k}"] for k in range(30)]
-    assert_one_chunk([*leaves, batch["index"]])
+    assert_one_chunk_per_dtype([*leaves, batch["index"]])
 
 
 @pytest.mark.parametrize(
@@ -98,14 +103,14 @@ def test_tensordicts_that_cannot_be_stacked_are_named_by_their_entry(entries, st
     assert str(caught.value).startswith(f"sample['td']{steps}: ")
 
 
-def test_a_tensordict_that_is_the_dataset_gives_batches_in_one_chunk():
+def test_a_tensordict_that_is_the_dataset_gives_batches_in_one_chunk_per_dtype():
     from tensordict import TensorDict
 
     dataset = TensorDict({"x": torch.arange(6.0), "n": {"y": torch.arange(6)}}, [6])
-    batches = list(DataLoader(dataset, 3, collate_fn=tdcopier.collate))
+    batches = list(DataLoader(dataset, 3, collate_fn=collate_as_a_worker))
     assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
     for batch in batches:
-        assert_one_chunk([batch["x"], batch["n", "y"]])
+        assert_one_chunk_per_dtype([batch["x"], batch["n", "y"]])
 
 
 def test_a_function_that_users_have_for_tensordicts_goes_first(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -61,12 +62,12 @@ def test_subclasses_of_a_registered_class_are_not_included(device, leaf):
 
     tdcopier.register_container(Box, flatten_box, unflatten_box)
     small = SmallBox(leaf)
-    assert tdcopier.copy(small, device) is small
+    assert tdcopier.copy(small, device, on_unknown="ignore") is small
 
 
 def test_a_class_that_was_opaque_before_is_taken_apart_from_then_on(device, leaf):
     box = Box(leaf)
-    assert tdcopier.copy(box, device) is box
+    assert tdcopier.copy(box, device, on_unknown="ignore") is box
     tdcopier.register_container(Box, flatten_box, unflatten_box)
     assert tdcopier.copy(box, device).children[0].device == torch.device(device)
 
@@ -85,6 +86,98 @@ def test_a_registered_container_without_children_is_rebuilt_too(device):
     moved = tdcopier.copy(empty, device)
     assert moved is not empty
     assert (moved.children, moved.name) == ((), "empty")
+
+
+def make_box_class() -> Any:
+    """Does what a notebook cell would: registers a class with functions that refer to it."""
+
+    class Box:
+        def __init__(self, child: Any) -> None:
+            self.child = child
+
+        def parts(self) -> tuple[list[Any], Any]:
+            return [self.child], type(self)
+
+        @classmethod
+        def made(cls, children: list[Any], context: Any) -> Any:
+            return context(*children)
+
+    tdcopier.register_container(Box, Box.parts, Box.made, subclasses=True)
+    return Box
+
+
+def test_subclasses_are_included_on_request_and_keep_their_class(device, leaf):
+    cls = make_box_class()
+    late = type("Late", (type("Middle", (cls,), {}),), {})
+    for each in (late, cls):
+        moved = tdcopier.copy(each(leaf), device)
+        assert type(moved) is each
+        assert moved.child.device == torch.device(device)
+
+
+def test_of_several_registered_base_classes_the_nearest_counts(device, leaf):
+    cls = make_box_class()
+    near = type("Near", (cls,), {})
+    tdcopier.register_container(
+        near, lambda box: ([box.child], None), lambda children, _: children[0], subclasses=True
+    )
+    moved = tdcopier.copy(type("Sub", (near,), {})(leaf), device)
+    assert moved.device == torch.device(device)
+
+
+def test_a_cell_that_runs_again_registers_its_new_class(device, leaf):
+    first, second = make_box_class(), make_box_class()
+    for cls in (first, second):  # values of the old class are still copied
+        assert type(tdcopier.copy(cls(leaf), device)) is cls
+
+
+def test_a_class_is_freed_although_its_registered_functions_refer_to_it(device, leaf):
+    alive = []
+    for _ in range(3):
+        cls = make_box_class()
+        sub = type("Sub", (cls,), {})
+        tdcopier.copy([cls(leaf), sub(leaf)], device)
+        alive += [weakref.ref(cls), weakref.ref(sub)]
+        del cls, sub
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 6
+
+
+def test_a_class_written_in_c_can_be_registered(device, leaf):
+    import types
+
+    cls = types.SimpleNamespace
+    tdcopier.register_container(
+        cls, lambda value: ([value.x], None), lambda children, _: cls(x=children[0])
+    )
+    assert tdcopier.copy(cls(x=leaf), device).x.device == torch.device(device)
+    tdcopier.unregister_class(cls)
+    value = cls(x=leaf)
+    assert tdcopier.copy(value, device, on_unknown="ignore") is value
+
+
+def test_a_class_pickled_by_value_leaves_its_registration_behind():
+    import pickle
+
+    cls = make_box_class()
+    assert pickle.loads(pickle.dumps(vars(cls)["__tdcopier_registration__"])) is None
+
+
+def test_a_class_can_be_registered_anew_once_it_was_unregistered(device, leaf):
+    tdcopier.register_container(Box, flatten_box, unflatten_box)
+    handle = tdcopier.start_copy([Box(leaf)], device)
+    tdcopier.unregister_class(Box)
+    assert type(handle.get()[0]) is Box
+    box = Box(leaf)
+    assert tdcopier.copy(box, device, on_unknown="ignore") is box
+    tdcopier.register_container(Box, flatten_box, lambda children, name: children)
+    assert type(tdcopier.copy(box, device)) is list
+
+
+@pytest.mark.parametrize(("cls", "name"), [(Box, "Box"), (3, "3"), (dict, "dict")])
+def test_what_is_not_registered_cannot_be_unregistered(cls, name):
+    with raises_exactly(ValueError, f"{name} is not registered"):
+        tdcopier.unregister_class(cls)
 
 
 # ---- refusals ------------------------------------------------------------------------------------

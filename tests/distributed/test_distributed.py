@@ -54,7 +54,8 @@ def test_two_messages_bring_any_number_of_leaves(ranks, leaves):
 
 
 @pytest.mark.parametrize(
-    "case", ["one_chunk", "same_tensor_twice", "gradient", "opaque", "source_is_as_it_was"]
+    "case",
+    ["one_chunk_per_dtype", "same_tensor_twice", "gradient", "opaque", "source_is_as_it_was"],
 )
 def test_what_arrives_is_of_its_own(ranks, case):
     ranks.run(case)
@@ -200,7 +201,7 @@ def test_importing_tdcopier_does_not_import_this():
         ("whole_tree", (0, None)),
         ("whole_tree", (1, "cpu")),
         ("any_root", ()),
-        ("one_chunk", ()),
+        ("one_chunk_per_dtype", ()),
         ("gradient", ()),
         ("tensordicts", (1,)),
         ("scattered", (0, None)),

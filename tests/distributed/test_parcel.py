@@ -148,3 +148,20 @@ def test_a_tree_too_deep_to_be_pickled_says_so():
         pytest.skip("this Python pickles whatever is not too deep to be copied")
     with raises_exactly(RecursionError, "the tree is nested too deep to be pickled"):
         pack(tree, torch.device("cpu"))
+
+
+def test_what_arrives_is_saved_whole_and_leaf_by_leaf(device, other_device, tmp_path):
+    """Torch refuses to save a storage that is used by two dtypes, or ends within an element."""
+    tree = {
+        "w": torch.rand(7, 3),
+        "b": torch.ones(5, dtype=torch.bool),
+        "n": torch.arange(3),
+        "half": torch.ones(9, dtype=torch.bfloat16),
+    }
+    parcel = pack(tree, torch.device(device))
+    for arrived in (parcel.body.to(other_device), parcel.body.cpu()):
+        got = unpack(arrived, parcel.chunk_bytes)
+        for saved in (got, *({key: leaf} for key, leaf in got.items())):
+            torch.save(saved, tmp_path / "saved")
+            again = torch.load(tmp_path / "saved")
+            assert all(torch.equal(again[key].cpu(), tree[key]) for key in saved)

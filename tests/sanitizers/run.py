@@ -14,13 +14,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import time
-import venv
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "tests/support"))
+
+from bare_python import bare_python  # noqa: E402
+
 LIBRARIES = {
     "thread": ["libtsan.so"],
     "address": ["libasan.so", "libubsan.so", "libstdc++.so"],  # last: asan looks up its throw
@@ -58,21 +60,9 @@ def environment_of(kind: str, site: Path, leaks: bool) -> dict[str, str]:
     }
 
 
-def bare_python(site: Path) -> str:
-    """Makes a Python with this one's packages that does not find tdcopier in the source tree.
-
-    An editable installation would come before anything on the path.
-    """
-    folder = site.with_name("python")
-    venv.create(folder, with_pip=False, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (packages / "packages.pth").write_text("\n".join(filter(os.path.isdir, sys.path)) + "\n")
-    return str(folder / "bin" / "python")
-
-
 def main() -> None:
     kind, site = sys.argv[1], Path(sys.argv[2]).resolve()
-    python = bare_python(site)
+    python = bare_python(site.with_name("python"))
     tests = [str(ROOT / "tests/copy" / f"test_{name}.py") for name in TESTS]
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     for arguments, leaks in (

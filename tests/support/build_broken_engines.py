@@ -22,6 +22,8 @@ BUILD = ROOT / "build" / "broken"
 SITE = BUILD / "site"
 
 _SWITCH = """
+#ifndef TDCOPIER_DEFECT
+#define TDCOPIER_DEFECT
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -30,6 +32,7 @@ inline bool tdcopier_defect(const char* name) {{
   const char* const chosen = std::getenv("TDCOPIER_DEFECT");
   return chosen != nullptr && std::strcmp(chosen, name) == 0;
 }}
+#endif
 """
 
 

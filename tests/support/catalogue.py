@@ -15,6 +15,8 @@ import torch
 from container_classes import CONTAINERS, EVERY_CONTAINER_IN_ANOTHER
 from leaf_kind import DIRECTIONS, NOT_THERE, Kind, everywhere, on_host, value
 
+import tdcopier
+
 __all__ = [
     "CONTAINERS",
     "DIRECTIONS",
@@ -82,6 +84,13 @@ def _jagged_with_lengths(device: str) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
 
 
+class Registered(torch.Tensor):
+    pass
+
+
+tdcopier.register_tensor_subclass(Registered)
+
+
 class Labelled(torch.Tensor):
     """A subclass that adds nothing."""
 
@@ -147,7 +156,6 @@ def _inside_vmap():
 
 
 _MANY = 3 * 1024 * 1024  # four-byte elements: three staging buffers
-_NO_SPARSE = {"sim": "the simulated device has no sparse tensors"}
 _NO_QUANTIZED = {"sim": "the simulated device has no quantized tensors"}
 _NO_NESTED = {"sim": "the simulated device has no strided nested tensors"}
 
@@ -248,6 +256,21 @@ _JAGGED = {
     "nested, jagged, on the target": everywhere(_jagged_nested, "reused", on_target=True),
 }  # fmt: skip
 
+_SUBCLASSES = {
+    "tensor subclass that is registered": everywhere(
+        lambda d: ramp(d, 2, 3).t().as_subclass(Registered), "packed"
+    ),
+    "tensor subclass that is registered, gapped": everywhere(
+        lambda d: ramp(d, 4, 6)[:, ::2].as_subclass(Registered), "packed"
+    ),
+    "tensor subclass that is registered, and requires grad": everywhere(
+        lambda d: ramp(d, 3).as_subclass(Registered).requires_grad_(), "delegated"
+    ),
+    "tensor subclass that is registered, on the target": everywhere(
+        lambda d: ramp(d, 3).as_subclass(Registered), "reused", on_target=True
+    ),
+}
+
 _DELEGATED = {
     "conjugate view": everywhere(lambda d: _complex(d).conj(), "delegated"),
     "negative view": everywhere(lambda d: _complex(d).conj().imag, "delegated"),
@@ -264,15 +287,9 @@ _DELEGATED = {
     "named": everywhere(
         lambda d: ramp(d, 3).refine_names("n"), "delegated", needs="torch.Tensor.refine_names"
     ),
-    "sparse COO": everywhere(
-        _quietly(lambda: torch.eye(3).to_sparse()), "delegated", lacking=_NO_SPARSE
-    ),
-    "sparse CSR": everywhere(
-        _quietly(lambda: torch.eye(3).to_sparse_csr()), "delegated", lacking=_NO_SPARSE
-    ),
-    "sparse BSC": everywhere(
-        _quietly(lambda: torch.eye(4).to_sparse_bsc((2, 2))), "delegated", lacking=_NO_SPARSE
-    ),
+    "sparse COO": everywhere(_quietly(lambda: torch.eye(3).to_sparse()), "delegated"),
+    "sparse CSR": everywhere(_quietly(lambda: torch.eye(3).to_sparse_csr()), "delegated"),
+    "sparse BSC": everywhere(_quietly(lambda: torch.eye(4).to_sparse_bsc((2, 2))), "delegated"),
     "quantized": everywhere(
         _quietly(lambda: torch.quantize_per_tensor(ramp("cpu", 3), 0.1, 2, torch.quint8)),
         "delegated",
@@ -389,7 +406,15 @@ _OPAQUE = {
 }  # fmt: skip
 
 KINDS: dict[str, Kind] = (
-    _DENSE | _STRIDED | _GRADIENTS | _JAGGED | _DELEGATED | _REFUSED | _ARRAYS | _OPAQUE
+    _DENSE
+    | _STRIDED
+    | _GRADIENTS
+    | _JAGGED
+    | _SUBCLASSES
+    | _DELEGATED
+    | _REFUSED
+    | _ARRAYS
+    | _OPAQUE
 )
 
 # ---- dtypes --------------------------------------------------------------------------------------

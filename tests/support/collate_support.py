@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict, UserList, namedtuple
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -139,16 +140,28 @@ def leaves_of(tree: Any) -> list[torch.Tensor]:
     return []
 
 
-def assert_one_chunk(leaves: list[torch.Tensor]) -> None:
-    """Asserts that the leaves follow one another in one storage, each aligned to 16 bytes."""
-    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == 1
-    end = 0
+def collate_as_a_worker(samples: Any) -> Any:
+    """Makes the batch in shared memory, as `collate` does in a DataLoader's worker."""
+    with patch("tdcopier._collate.get_worker_info", return_value=object()):
+        return tdcopier.collate(samples)
+
+
+def assert_one_chunk_per_dtype(leaves: list[torch.Tensor]) -> None:
+    """Asserts that leaves of one dtype follow one another in one storage, aligned to 16 bytes."""
+    chunks = {leaf.dtype: leaf.untyped_storage() for leaf in leaves}
+    assert len({chunk.data_ptr() for chunk in chunks.values()}) == len(chunks)
+    ends = dict.fromkeys(chunks, 0)
     for leaf in leaves:
+        assert leaf.untyped_storage().data_ptr() == chunks[leaf.dtype].data_ptr()
         begin = leaf.storage_offset() * leaf.element_size()
-        assert begin == -(-end // 16) * 16
+        assert begin == ends[leaf.dtype]
         assert leaf.data_ptr() % 16 == 0
-        end = begin + leaf.nbytes
-    assert leaves[0].untyped_storage().nbytes() == end
+        ends[leaf.dtype] = begin + -(-leaf.nbytes // 16) * 16
+    assert ends == {dtype: chunk.nbytes() for dtype, chunk in chunks.items()}
+
+
+def dtypes_of(tree: Any) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in leaves_of(tree)}
 
 
 RAGGED = "stack expects each tensor to be equal size, but got [3] at entry 0 and [4] at entry 1"

@@ -148,6 +148,31 @@ def an_empty_leaf_of_a_result_is_grown(world: ScenarioWorld) -> None:
             world.expect(handle.get(), batch)
 
 
+def a_leaf_on_the_host_is_grown(world: ScenarioWorld) -> None:
+    """D2H: a leaf that grows moves to memory of its own."""
+    device = world.devices[0]
+    with world.on(world.stream(device)):
+        batch = world.batch((40, 17, 5))
+        result = tdcopier.start_copy(world.write(device, batch), "cpu").get()
+        result[1].resize_(30).fill_(-1)
+        world.expect([result[0], result[2]], [batch[0], batch[2]])
+
+
+def a_leaf_of_a_host_result_is_sent_by_torch(world: ScenarioWorld) -> None:
+    """D2H, then torch's own H2D: it keeps the pinned memory of a result that is dropped."""
+    device = world.devices[0]
+    sent = []
+    with world.on(world.stream(device)):
+        for _ in range(3):
+            batch = world.batch((40, 17))
+            result = tdcopier.start_copy(world.write(device, batch), "cpu").get()
+            moved = result[1].to(device, non_blocking=True)
+            del result
+            sent.append((moved, batch[1]))
+        for moved, leaf in sent:
+            world.expect([moved.cpu()], [leaf])
+
+
 CONSUMERS = (
     one_result_for_three_streams,
     delegated_leaves_for_another_stream,
@@ -156,4 +181,6 @@ CONSUMERS = (
     a_reader_prefetches_beside_copies_to_the_host,
     a_pass_is_closed_while_its_reader_is_at_work,
     an_empty_leaf_of_a_result_is_grown,
+    a_leaf_on_the_host_is_grown,
+    a_leaf_of_a_host_result_is_sent_by_torch,
 )

@@ -146,6 +146,19 @@ class Box:
         self.name = name
 
 
+class Node:
+    """Registered in torch's pytrees."""
+
+    def __init__(self, children: Any, number: int) -> None:
+        self.children = children
+        self.number = number
+
+
+torch.utils._pytree.register_pytree_node(
+    Node, lambda node: (node.children, node.number), lambda children, n: Node(list(children), n)
+)
+
+
 def flatten_box(box: Box) -> tuple[tuple[Any, ...], str]:
     return box.children, box.name
 
@@ -201,6 +214,7 @@ REBUILD: dict[type, Callable[[Any, Move], Any]] = {
     FrozenSlottedSample: lambda v, move: FrozenSlottedSample(move(v.image), move(v.label)),
     Prepared: _prepared,
     Box: lambda v, move: Box(*[move(x) for x in v.children], name=v.name),
+    Node: lambda v, move: Node([move(x) for x in v.children], v.number),
     torch.return_types.max: _structseq,
     time.struct_time: _structseq,
 }
@@ -289,6 +303,9 @@ CONTAINERS: dict[str, Container] = {
     ),
     "class that is registered": Container(
         "what `flatten` gives as context", lambda leaf: Box(leaf, "opaque"), 1
+    ),
+    "class that is registered in torch's pytrees": Container(
+        "what its own function gives as context", lambda leaf: Node([leaf, "opaque"], 3), 1
     ),
 }
 

@@ -32,11 +32,29 @@ MEMORY: dict[str, Defect] = {
     "empty_leaf_shares_memory": Defect(
         "Afterlife",
         "engine/leaves/result.cpp",
-        "  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(memory_.device);",
-        "  c10::Storage storage =\n"
-        "      leaf.bytes != 0 || {defect} ? chunk.storage : empty_storage(memory_.device);",
+        "  if (bytes == 0) return {empty_storage(memory_.device), 0};",
+        "  if (bytes == 0 && !{defect}) return {empty_storage(memory_.device), 0};",
         "an_empty_leaf_of_a_result_is_grown",
         "AssertionError",
+    ),
+    "host_leaf_shares_storage": Defect(
+        "Afterlife",
+        "engine/leaves/result.cpp",
+        "  if (!shared || !memory_.device.is_cpu()) return {chunk.storage, begin};",
+        "  if (!shared || !memory_.device.is_cpu() || {defect}) return {chunk.storage, begin};",
+        "a_leaf_on_the_host_is_grown",
+        "AssertionError",
+    ),
+    "host_leaf_hides_its_allocation": Defect(
+        "Lifetime",
+        "engine/leaves/part_storage.h",
+        "                                 chunk.data_ptr().get_context(), &free_nothing, "
+        "chunk.device()),",
+        "                                 {defect} ? nullptr : chunk.data_ptr().get_context(),\n"
+        "                                 &free_nothing, chunk.device()),",
+        "a_leaf_of_a_host_result_is_sent_by_torch",
+        "AssertionError",
+        "reused",
     ),
     "staging_reused_early": Defect(
         "Lifetime",

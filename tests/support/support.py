@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwad
-from container_classes import REBUILD, Box
+from container_classes import REBUILD, Box, Node
 
 
 def oracle(tree: Any, device: str) -> Any:
@@ -110,7 +110,7 @@ def _assert_same_container(got: Any, expected: Any, path: str) -> None:
         assert len(got) == len(expected), path
         for index, value in enumerate(expected):
             assert_same(got[index], value, f"{path}[{index}]")
-    if isinstance(expected, Box):
+    if isinstance(expected, (Box, Node)):
         assert_same(got.children, expected.children, f"{path}.children")
     elif dataclasses.is_dataclass(expected):
         for field in dataclasses.fields(expected):

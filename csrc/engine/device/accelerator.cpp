@@ -63,9 +63,11 @@ Accelerator& Accelerator::of(c10::Device device) {
   }
   auto& [mutex, accelerators] = registry();
   const std::lock_guard lock(mutex);
-  auto& entry = accelerators[{static_cast<int>(device.type()), device.index()}];
-  if (!entry) entry.reset(new Accelerator(device));
-  return *entry;
+  const std::pair<int, int> key(static_cast<int>(device.type()), device.index());
+  const auto found = accelerators.find(key);
+  if (found != accelerators.end()) return *found->second;
+  std::unique_ptr<Accelerator> made(new Accelerator(device));  // before the entry: it may fail
+  return *accelerators.emplace(key, std::move(made)).first->second;
 }
 
 void Accelerator::poll_all() {

@@ -34,7 +34,54 @@ bool is_within(const Accelerator& source, c10::Device target, const CopyWork& wo
   return !work.result && source.device() == target;
 }
 
+// Returns whether the chunk is one contiguous leaf, which is transferred from where it is.
+bool is_in_place(const LeafTable& leaves, const PackPlan& plan, const ChunkPlan& chunk) {
+  return chunk.last - chunk.first == 1 && !leaves[plan.order[chunk.first]].strided;
+}
+
+// Returns the end of the group of chunks that are gathered together, from `first` on.
+size_t end_of_group(const LeafTable& leaves, const PackPlan& plan, size_t first) {
+  size_t last = first + 1;
+  const auto fits = [&](const ChunkPlan& chunk) {
+    return chunk.packed && chunk.bytes != 0 && !is_in_place(leaves, plan, chunk) &&
+           chunk.end() - plan.chunks[first].begin <= kMaxGatheredBytes;
+  };
+  if (!plan.chunks[first].packed) return last;
+  while (last < plan.chunks.size() && fits(plan.chunks[last])) ++last;
+  return last;
+}
+
+// Returns whether a kernel can gather chunks [first, last) straight into new memory of the target.
+bool can_gather_straight(const LeafTable& leaves, const PackPlan& plan, c10::Device target,
+                         bool pinned, size_t first, size_t last) {
+  const uint64_t bytes = plan.chunks[last - 1].end() - plan.chunks[first].begin;
+  if (!target.is_cpu() || !pinned || bytes > g_max_straight_bytes) return false;
+  if (!has_segment_kernel(leaves.device(), bytes)) return false;
+  return std::none_of(plan.order.begin() + plan.chunks[first].first,
+                      plan.order.begin() + plan.chunks[last - 1].last,
+                      [&](uint32_t leaf) { return leaves[leaf].strided; });
+}
+
 }  // namespace
+
+TransferCounts transfers_from_device(const LeafTable& leaves, const PackPlan& plan,
+                                     c10::Device target, bool pinned) {
+  TransferCounts counts{0, plan.total_bytes, 0};
+  for (size_t i = 0; i < plan.chunks.size();) {
+    if (plan.chunks[i].bytes == 0) {
+      ++i;
+    } else if (is_in_place(leaves, plan, plan.chunks[i])) {
+      ++counts.transfers;
+      ++i;
+    } else {
+      const size_t last = end_of_group(leaves, plan, i);
+      const bool straight = can_gather_straight(leaves, plan, target, pinned, i, last);
+      counts.transfers += straight ? gather_launches(plan, leaves, i, last) : last - i;
+      i = last;
+    }
+  }
+  return counts;
+}
 
 void set_max_straight_bytes(uint64_t bytes) {
   g_max_straight_bytes = bytes;
@@ -75,7 +122,7 @@ void DeviceJob::transfer_all() {
     const ChunkPlan& chunk = plan_.chunks[i];
     if (chunk.bytes == 0) {
       ++i;
-    } else if (is_in_place(chunk)) {
+    } else if (is_in_place(leaves_, plan_, chunk)) {
       transfer(i, static_cast<const std::byte*>(leaves_[plan_.order[chunk.first]].data));
       ++i;
     } else {
@@ -84,14 +131,10 @@ void DeviceJob::transfer_all() {
   }
 }
 
-bool DeviceJob::is_in_place(const ChunkPlan& chunk) const {
-  return chunk.last - chunk.first == 1 && !leaves_[plan_.order[chunk.first]].strided;
-}
-
 // Moves one group of chunks. Returns the index of the first chunk after the group.
 size_t DeviceJob::gather_and_transfer(size_t first) {
-  const size_t last = end_of_group(first);
-  if (can_gather_straight(first, last)) {
+  const size_t last = end_of_group(leaves_, plan_, first);
+  if (can_gather_straight(leaves_, plan_, target_, pinned_, first, last)) {
     gather_straight(first, last);
     if (last == plan_.chunks.size()) {
       note_sources_free(source_.events().record_or_wait(*read_stream_));
@@ -117,26 +160,6 @@ size_t DeviceJob::gather_and_transfer(size_t first) {
     for (size_t i = first; i < last; ++i) transfer(i, at[i - first]);
   }
   return last;
-}
-
-size_t DeviceJob::end_of_group(size_t first) const {
-  size_t last = first + 1;
-  const auto fits = [&](const ChunkPlan& chunk) {
-    return chunk.packed && chunk.bytes != 0 && !is_in_place(chunk) &&
-           chunk.end() - plan_.chunks[first].begin <= kMaxGatheredBytes;
-  };
-  if (!plan_.chunks[first].packed) return last;
-  while (last < plan_.chunks.size() && fits(plan_.chunks[last])) ++last;
-  return last;
-}
-
-bool DeviceJob::can_gather_straight(size_t first, size_t last) const {
-  const uint64_t bytes = plan_.chunks[last - 1].end() - plan_.chunks[first].begin;
-  if (!target_.is_cpu() || !pinned_ || bytes > g_max_straight_bytes) return false;
-  if (!has_segment_kernel(source_.device(), bytes)) return false;
-  return std::none_of(plan_.order.begin() + plan_.chunks[first].first,
-                      plan_.order.begin() + plan_.chunks[last - 1].last,
-                      [this](uint32_t leaf) { return leaves_[leaf].strided; });
 }
 
 void DeviceJob::gather_straight(size_t first, size_t last) {

@@ -17,6 +17,10 @@ inline constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
 // Replaces kMaxStraightBytes, for tests and comparisons. Thread: any.
 void set_max_straight_bytes(uint64_t bytes);
 
+// Returns the transfers of a copy of these leaves from their device to new memory. Copies nothing.
+TransferCounts transfers_from_device(const LeafTable& leaves, const PackPlan& plan,
+                                     c10::Device target, bool pinned);
+
 // A copy from a device. It reads the sources after the work that their device's current stream has
 // when the job is created, and writes destinations after the work that their device's has. A copy
 // within one device makes no transfers.
@@ -32,9 +36,6 @@ class DeviceJob final : public CopyJob {
  private:
   void transfer_all() override;
   size_t gather_and_transfer(size_t first);
-  size_t end_of_group(size_t first) const;
-  bool is_in_place(const ChunkPlan& chunk) const;
-  bool can_gather_straight(size_t first, size_t last) const;
   void gather_straight(size_t first, size_t last);
   void note_written(size_t first, size_t last);  // chunks of a result on the host
   void transfer(size_t chunk, const std::byte* from);

@@ -23,6 +23,32 @@ bool any_straight(const CopyWork& work, bool use_pinned_staging) {
                      [&](const ChunkPlan& c) { return is_straight(c, *work.plan, *work.leaves); });
 }
 
+// Returns the chunks that the device reads in place.
+std::vector<size_t> straight_chunks(const LeafTable& leaves, const PackPlan& plan, bool straight) {
+  std::vector<size_t> chunks;
+  for (size_t i = 0; straight && i < plan.chunks.size(); ++i) {
+    const ChunkPlan& chunk = plan.chunks[i];
+    if (chunk.bytes != 0 && is_straight(chunk, plan, leaves)) chunks.push_back(i);
+  }
+  return chunks;
+}
+
+// Without staging, each chunk is read in one piece. `straight`: whether chunks are read in place
+// that can be.
+std::vector<Window> make_windows(const LeafTable& leaves, const PackPlan& plan,
+                                 const HostToDeviceOptions& options, bool straight) {
+  if (options.use_pinned_staging) {
+    return cut_windows(plan, leaves, options.window_bytes, [&](const ChunkPlan& chunk) {
+      return !straight || !is_straight(chunk, plan, leaves);
+    });
+  }
+  std::vector<Window> windows;
+  for (const ChunkPlan& chunk : plan.chunks) {
+    if (chunk.bytes != 0) windows.push_back({chunk.begin, chunk.end()});
+  }
+  return windows;
+}
+
 const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
   return work.result ? target.to_device_stream() : target.ordered_stream();
 }
@@ -34,6 +60,23 @@ bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& 
          (chunk.last - chunk.first == 1 && leaves[plan.order[chunk.first]].pinned);
 }
 
+TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan,
+                                   const HostToDeviceOptions& options) {
+  const bool straight = options.use_pinned_staging;
+  TransferCounts counts{0, 0, 0};
+  for (const size_t chunk : straight_chunks(leaves, plan, straight)) {
+    ++counts.transfers;
+    counts.bytes += plan.chunks[chunk].bytes;
+  }
+  for (const Window& window : make_windows(leaves, plan, options, straight)) {
+    for_each_chunk_in_window(plan, window, [&](size_t, uint64_t begin, uint64_t end, uint64_t) {
+      ++counts.transfers;
+      counts.bytes += end - begin;
+    });
+  }
+  return counts;
+}
+
 HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
                                  const HostToDeviceOptions& options,
                                  std::optional<DeferredLease> batch)
@@ -43,8 +86,8 @@ HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
       use_pinned_staging_(options.use_pinned_staging),
       generation_(fork_generation()),
       destinations_ready_(work_.result ? nullptr : target.record_current()),
-      straight_(straight_chunks()),
-      windows_(make_windows(options.window_bytes)),
+      straight_(straight_chunks(leaves_, plan_, /*straight=*/read_stream_ != nullptr)),
+      windows_(make_windows(leaves_, plan_, options, /*straight=*/read_stream_ != nullptr)),
       host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
                                   [this](uint64_t sum, const ChunkPlan& chunk) {
                                     return goes_straight(chunk) ? sum : sum + chunk.bytes;
@@ -68,27 +111,6 @@ size_t HostToDeviceJob::chunks() const {
 
 bool HostToDeviceJob::goes_straight(const ChunkPlan& chunk) const {
   return read_stream_ != nullptr && is_straight(chunk, plan_, leaves_);
-}
-
-std::vector<size_t> HostToDeviceJob::straight_chunks() const {
-  std::vector<size_t> chunks;
-  for (size_t i = 0; i < plan_.chunks.size(); ++i) {
-    if (plan_.chunks[i].bytes != 0 && goes_straight(plan_.chunks[i])) chunks.push_back(i);
-  }
-  return chunks;
-}
-
-// Without staging, each chunk is read in one piece.
-std::vector<Window> HostToDeviceJob::make_windows(const WindowBytes& window_bytes) const {
-  if (use_pinned_staging_) {
-    return cut_windows(plan_, leaves_, window_bytes,
-                       [this](const ChunkPlan& chunk) { return !goes_straight(chunk); });
-  }
-  std::vector<Window> windows;
-  for (const ChunkPlan& chunk : plan_.chunks) {
-    if (chunk.bytes != 0) windows.push_back({chunk.begin, chunk.end()});
-  }
-  return windows;
 }
 
 std::byte* HostToDeviceJob::address(size_t chunk) const {

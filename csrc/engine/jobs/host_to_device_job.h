@@ -29,6 +29,11 @@ struct HostToDeviceOptions {
   WindowBytes window_bytes;  // a window fits in a staging buffer
 };
 
+// Returns the transfers of a copy to new memory that is not deferred, if every staging buffer that
+// it needs can be pinned. Copies nothing.
+TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan,
+                                   const HostToDeviceOptions& options);
+
 // A copy from the host to a device. A participant claims a window, stages it in a buffer, enqueues
 // its transfers, and goes on to the next. Copies to new memory never wait for a caller's stream.
 // Existing destinations are written after the work that the caller's current stream of the target
@@ -69,8 +74,6 @@ class HostToDeviceJob final : public CopyJob {
   void send_batch();
 
   bool goes_straight(const ChunkPlan& chunk) const;
-  std::vector<size_t> straight_chunks() const;
-  std::vector<Window> make_windows(const WindowBytes& window_bytes) const;
   std::byte* address(size_t chunk) const;
 
   const bool use_pinned_staging_;

@@ -90,12 +90,29 @@ void LeafTable::add_strided(const void* data, c10::ScalarType dtype, std::span<c
   for (const int64_t stride : source_strides_bytes) shapes_.push_back(stride);
 }
 
+std::vector<std::string> other_keys(const at::Tensor& tensor, c10::DispatchKeySet plain) {
+  const uint64_t others = tensor.key_set().raw_repr() & ~plain.raw_repr();
+  std::vector<std::string> names;
+  // The bits of backends come first. A key for all backends has one bit besides theirs, so
+  // DispatchKeySet's own iterator would skip it here, where the backend's bit is masked.
+  for (uint8_t bit = 0; bit < c10::num_backends; ++bit) {
+    if ((others >> bit & 1) == 0) continue;
+    names.emplace_back(c10::toString(static_cast<c10::BackendComponent>(bit + 1)));
+  }
+  for (uint8_t key = 1; key < static_cast<uint8_t>(c10::num_functionality_keys); ++key) {
+    if ((others >> (c10::num_backends + key - 1) & 1) == 0) continue;
+    names.emplace_back(c10::toString(static_cast<c10::DispatchKey>(key)));
+  }
+  return names;
+}
+
 PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   // The keys also tell that the tensor is strided and which device it is on.
-  if (has_more_than(impl->key_set(), plain) || has_names(tensor)) return {Packable::kNo};
+  if (has_more_than(impl->key_set(), plain)) return {Packable::kOtherKeys};
+  if (has_names(tensor)) return {Packable::kNamed};
   c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (storage == nullptr) return {Packable::kNo};
+  if (storage == nullptr) return {Packable::kNoStorage};
   const at::IntArrayRef sizes = impl->sizes();
   const at::IntArrayRef strides = impl->strides();
   const bool dense = impl->is_non_overlapping_and_dense();
@@ -112,7 +129,7 @@ PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   if (elements != 0 && begin + reach * element_bytes > storage->nbytes()) {
     return {Packable::kShortStorage};
   }
-  if (keeps_gradient(tensor)) return {Packable::kNo};
+  if (keeps_gradient(tensor)) return {Packable::kGradient};
   return {Packable::kYes, storage, begin, dense};
 }
 
@@ -129,10 +146,12 @@ Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
     add(data, dtype, sizes, strides);
     return Packable::kYes;
   }
-  if (static_cast<uint64_t>(impl->numel()) > kMaxLeafBytes / element_bytes) return Packable::kNo;
+  if (static_cast<uint64_t>(impl->numel()) > kMaxLeafBytes / element_bytes) {
+    return Packable::kTooLarge;
+  }
   // A device reads aligned elements only.
   const bool aligned = reinterpret_cast<uintptr_t>(data) % element_bytes == 0;
-  if (!device_.is_cpu() && !aligned) return Packable::kNo;
+  if (!device_.is_cpu() && !aligned) return Packable::kUnaligned;
   add_gapped(data, dtype, sizes, strides);
   return Packable::kYes;
 }

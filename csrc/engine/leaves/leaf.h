@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/pack_plan.h"
@@ -42,10 +43,17 @@ struct Leaf {
   bool is_rows() const { return row_layout != kNoRows; }
 };
 
-enum class Packable {
+enum class Packable : uint8_t {
   kYes,           // the engine copies it; `add_if_packable` has added it
-  kNo,            // it is left to `Tensor.to`
   kShortStorage,  // its elements reach beyond its storage, so no copy can read them
+  // All others: it is left to `Tensor.to`, because
+  kOtherKeys,  // it has dispatch keys that plain tensors lack, see other_keys()
+  kNamed,      // its dimensions have names
+  kNoStorage,  // it has no storage
+  kGradient,   // it has a gradient to keep, see keeps_gradient()
+  kTooLarge,   // it repeats its elements, and a copy would exceed kMaxLeafBytes
+  kUnaligned,  // it is strided, and a device cannot read its elements at their address
+  kNoRows,     // the engine cannot read rows of it
 };
 
 // Returns whether a copy of the bytes would lose a gradient.
@@ -54,6 +62,10 @@ bool keeps_gradient(const at::Tensor& tensor);
 // Returns all keys that a plain strided tensor of the device may have. For a tensor with any other
 // key, a copy of the bytes is not enough.
 c10::DispatchKeySet plain_tensor_keys(c10::Device device);
+
+// Returns the names of the tensor's keys that are not in `plain`, for example "Sparse",
+// "Conjugate".
+std::vector<std::string> other_keys(const at::Tensor& tensor, c10::DispatchKeySet plain);
 
 // The properties of a tensor that the engine needs to read or write it.
 struct PlainTensor {
@@ -102,9 +114,9 @@ class LeafTable {
   Packable add_if_packable(const at::Tensor& tensor);
 
   // Adds rows of a host tensor as a leaf that arrives contiguous. Its shape is the tensor's, with
-  // the index's shape in place of the first dimensions. Returns kNo and adds nothing if the engine
-  // cannot read the rows: the tensor is not packable, or its rows are not contiguous, or do not
-  // ascend in memory. With `adjoining`, one dimension must count the rows, and they must be
+  // the index's shape in place of the first dimensions. Returns kNoRows and adds nothing if the
+  // engine cannot read the rows: the tensor is not packable, or its rows are not contiguous, or do
+  // not ascend in memory. With `adjoining`, one dimension must count the rows, and they must be
   // adjacent. Requires: the rows exist; all such leaves of a table have the same index.
   Packable add_rows_if_packable(const at::Tensor& tensor,
                                 const std::shared_ptr<const RowIndex>& index, bool adjoining);

@@ -69,11 +69,12 @@ Packable LeafTable::add_rows_if_packable(const at::Tensor& tensor,
   if (plain.packable != Packable::kYes) return plain.packable;
   const size_t lead = index->lead;
   const std::optional<RowTable> table = look_at_rows(tensor, lead);
-  if (!table) return Packable::kNo;
+  if (!table) return Packable::kNoRows;
   const auto& [stride_bytes, row_bytes] = table->layout;
   if (adjoining) {
-    if (lead != 1 || tensor.numel() == 0) return Packable::kNo;
-    if (table->rows > 1 && stride_bytes != static_cast<int64_t>(row_bytes)) return Packable::kNo;
+    if (lead != 1 || tensor.numel() == 0) return Packable::kNoRows;
+    if (table->rows > 1 && stride_bytes != static_cast<int64_t>(row_bytes))
+      return Packable::kNoRows;
   }
   const at::IntArrayRef row = tensor.sizes().slice(lead);
   std::vector<int64_t> arrived(index->sizes);

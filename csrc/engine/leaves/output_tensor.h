@@ -38,8 +38,8 @@ class OutputTensor final : public c10::TensorImpl {
   // Moves the tensor to another place and restarts its version at 0, in a counter of its own: views
   // of the old place may share the old one. Finally it drops the old storage, which may run any
   // code.
-  void move_to(const c10::Storage& storage, uint64_t offset) {
-    const c10::Storage old = std::exchange(storage_, storage);
+  void move_to(c10::Storage storage, uint64_t offset) {
+    const c10::Storage old = std::exchange(storage_, std::move(storage));
     storage_offset_ = static_cast<int64_t>(offset);
     if (is_inference()) return;
     if (version_counter_.current_version() == 0 && version_counter_.unique()) return;

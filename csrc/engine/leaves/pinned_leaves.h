@@ -1,5 +1,5 @@
 // Finds host leaves that a device can read in place: large pinned ones, and series of small ones in
-// one pinned storage.
+// one pinned allocation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,12 +9,13 @@
 #include <cstdint>
 
 #include "engine/leaves/leaf.h"
+#include "engine/leaves/part_storage.h"
 
 namespace tdcopier {
 
 // torch takes a microsecond to tell whether memory is pinned. So only large leaves are checked, and
-// storages with a series of small leaves that is as large in total. Other small leaves are packed,
-// pinned or not.
+// allocations with a series of small leaves that is as large in total. Other small leaves are
+// packed, pinned or not.
 class PinnedLeaves {
  public:
   // Looks at the last leaf of the table, which is this host tensor. Requires: its storage and those
@@ -23,9 +24,9 @@ class PinnedLeaves {
     const Leaf& leaf = leaves[leaves.size() - 1];
     if (leaf.bytes == 0) return;
     if (leaf.strided || leaf.bytes > kMaxPackedLeafBytes) return end_series(leaves, tensor);
-    const c10::StorageImpl* const storage = storage_of(tensor);
-    if (storage != storage_) {
-      storage_ = storage;
+    const void* const allocation = allocation_of(tensor);
+    if (allocation != allocation_) {
+      allocation_ = allocation;
       first_ = static_cast<uint32_t>(leaves.size() - 1);
       bytes_ = 0;
     }
@@ -34,26 +35,27 @@ class PinnedLeaves {
   }
 
  private:
-  static const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-    return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  static const void* allocation_of(const at::Tensor& tensor) {
+    return PartStorage::allocation_of(
+        *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   }
   void end_series(LeafTable& leaves, const at::Tensor& tensor) {
-    storage_ = nullptr;
+    allocation_ = nullptr;
     if (!leaves[leaves.size() - 1].strided && is_pinned(tensor)) leaves.note_pinned();
   }
   bool is_pinned(const at::Tensor& tensor) {
-    const c10::StorageImpl* const storage = storage_of(tensor);
-    if (storage != asked_) {
+    const void* const allocation = allocation_of(tensor);
+    if (allocation != asked_) {
       answer_ = tensor.is_pinned();
-      asked_ = storage;
+      asked_ = allocation;
     }
     return answer_;
   }
 
-  const c10::StorageImpl* storage_ = nullptr;  // of the series that the last leaf belongs to
-  uint32_t first_ = 0;                         // the first leaf of the series
-  uint64_t bytes_ = 0;                         // of the series
-  const c10::StorageImpl* asked_ = nullptr;    // the storage that was checked last
+  const void* allocation_ = nullptr;  // of the series that the last leaf belongs to
+  uint32_t first_ = 0;                // the first leaf of the series
+  uint64_t bytes_ = 0;                // of the series
+  const void* asked_ = nullptr;       // the allocation that was checked last
   bool answer_ = false;
 };
 

@@ -18,6 +18,7 @@
 #include "engine/device/byte_tensor.h"
 #include "engine/leaves/output_tensor.h"
 #include "engine/leaves/own_chunks.h"
+#include "engine/leaves/part_storage.h"
 
 namespace tdcopier {
 namespace {
@@ -154,7 +155,7 @@ RecycledVector<at::Tensor> Result::take_made_outputs() {
   return std::exchange(made_, {});
 }
 
-bool Result::reuse_output(const at::Tensor& earlier, size_t leaf_index,
+bool Result::reuse_output(const at::Tensor& earlier, uint32_t leaf_index,
                           c10::DispatchKeySet keys) const {
   const Leaf& leaf = (*leaves_)[leaf_index];
   if (leaf.bytes == 0) return false;  // it has a storage of its own, which may have grown
@@ -166,21 +167,29 @@ bool Result::reuse_output(const at::Tensor& earlier, size_t leaf_index,
       output->sizes() != leaves_->sizes(leaf) || output->strides() != leaves_->strides(leaf)) {
     return false;
   }
-  const Slot& slot = plan_->slots[leaf_index];
-  const Chunk& chunk = chunks_[slot.chunk];
-  output->move_to(chunk.storage, (chunk.shift + slot.offset) / output->itemsize());
+  auto [storage, begin] = place(leaf_index);
+  output->move_to(std::move(storage), begin / output->itemsize());
   return true;
+}
+
+// Returns the storage of a leaf's output, and where the leaf begins in it.
+std::pair<c10::Storage, uint64_t> Result::place(uint32_t leaf) const {
+  const uint64_t bytes = (*leaves_)[leaf].bytes;
+  // An empty leaf has a storage of its own: `out=` and `resize_` often grow one, and would write
+  // over its neighbours.
+  if (bytes == 0) return {empty_storage(memory_.device), 0};
+  const Slot& slot = plan_->slots[leaf];
+  const Chunk& chunk = chunks_[slot.chunk];
+  const uint64_t begin = chunk.shift + slot.offset;
+  const bool shared = plan_->chunks[slot.chunk].last - plan_->chunks[slot.chunk].first > 1;
+  if (!shared || !memory_.device.is_cpu()) return {chunk.storage, begin};
+  return {PartStorage::make(chunk.storage, begin, bytes), 0};
 }
 
 at::Tensor Result::output(uint32_t leaf_index) const {
   const Leaf& leaf = (*leaves_)[leaf_index];
-  const Slot& slot = plan_->slots[leaf_index];
-  const Chunk& chunk = chunks_[slot.chunk];
   const caffe2::TypeMeta dtype = c10::scalarTypeToTypeMeta(leaf.dtype);
-  // An empty leaf has a storage of its own: `out=` and `resize_` often grow one, and would write
-  // over its neighbours.
-  c10::Storage storage = leaf.bytes != 0 ? chunk.storage : empty_storage(memory_.device);
-  const uint64_t begin = leaf.bytes != 0 ? chunk.shift + slot.offset : 0;
+  auto [storage, begin] = place(leaf_index);
   at::Tensor output =
       at::detail::make_tensor<OutputTensor>(std::move(storage), output_keys_, dtype);
   output.unsafeGetTensorImpl()->set_sizes_and_strides(

@@ -12,6 +12,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/monitor.h"
@@ -32,7 +33,8 @@ struct MemoryOf {
   c10::Allocator* host_allocator = nullptr;
 };
 
-// The new memory of one job, and its outputs. The job that fills it and the handle that hands it
+// The new memory of one job, and its outputs. Leaves of a chunk on a device share its storage;
+// leaves on the host have one each. The job that fills it and the handle that hands it
 // out share it. Thread: any.
 class Result {
  public:
@@ -75,7 +77,7 @@ class Result {
   // Turns `earlier`, an output of this leaf in an earlier copy with the same plan, into an output
   // of this copy. Returns false if it was changed, or if `earlier` is not its only reference.
   // `keys` are those that outputs get.
-  [[nodiscard]] bool reuse_output(const at::Tensor& earlier, size_t leaf,
+  [[nodiscard]] bool reuse_output(const at::Tensor& earlier, uint32_t leaf,
                                   c10::DispatchKeySet keys) const;
 
  private:
@@ -88,6 +90,7 @@ class Result {
   Chunk allocate(const ChunkPlan& plan) const;
   void wait_allocated();
   at::Tensor output(uint32_t leaf) const;
+  std::pair<c10::Storage, uint64_t> place(uint32_t leaf) const;
 
   const MemoryOf memory_;
   const std::shared_ptr<const LeafTable> leaves_;

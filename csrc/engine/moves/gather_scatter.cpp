@@ -110,12 +110,24 @@ size_t move(const c10::Stream& stream, Move direction, const PackPlan& plan,
       }
     }
   }
-  const size_t launches = segments.move(stream, direction);
+  segments.move(stream, direction);
   copies.enqueue();
-  return launches;
+  return segments.launches();
 }
 
 }  // namespace
+
+size_t gather_launches(const PackPlan& plan, const LeafTable& leaves, size_t first, size_t last) {
+  Segments segments(leaves.size());
+  for (size_t i = first; i < last; ++i) {
+    segments.begin_chunk(nullptr);
+    for (uint32_t l = plan.chunks[i].first; l < plan.chunks[i].last; ++l) {
+      const Leaf& leaf = leaves[plan.order[l]];
+      if (!leaf.strided) segments.add(leaf.data, plan.slots[plan.order[l]].offset, leaf.bytes);
+    }
+  }
+  return segments.launches();
+}
 
 size_t gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
               const ChunkMemory& chunks) {

@@ -28,6 +28,10 @@ struct ChunkMemory {
 size_t gather(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
               const ChunkMemory& chunks);
 
+// Returns what gather() would return for chunks [first, last) on a device that has the kernel. Does
+// nothing else.
+size_t gather_launches(const PackPlan& plan, const LeafTable& leaves, size_t first, size_t last);
+
 // Copies each leaf of the chunks from its slot to its destination, on the same device.
 void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& leaves,
              const DestinationTable& destinations, const ChunkMemory& chunks);

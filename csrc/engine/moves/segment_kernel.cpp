@@ -22,6 +22,7 @@ namespace {
 // Longer leaves are cut.
 constexpr uint32_t kMaxSegmentBytes = 16 * 1024;
 constexpr unsigned kThreadsOfBlock = 128;
+constexpr size_t kMostSegmentsOfLaunch = 2042;
 
 constexpr uint32_t kBytesBits = 24;
 
@@ -32,7 +33,8 @@ struct Parameters {
   uint32_t unused = 0;
   Segment each[kMost];
 };
-static_assert(sizeof(Parameters<2042>) <= 32764, "what a kernel's parameters may hold");
+static_assert(sizeof(Parameters<kMostSegmentsOfLaunch>) <= 32764,
+              "what a kernel's parameters may hold");
 
 struct Kernel {
   void* context = nullptr;  // the device's primary one
@@ -136,31 +138,40 @@ void Segments::add(const void* address, uint64_t offset, uint64_t bytes) {
   }
 }
 
-size_t Segments::move(const c10::Stream& stream, Move direction) const {
+std::span<const Segment> Segments::segments_of(size_t group) const {
+  const size_t last = group + 1 < groups_.size() ? groups_[group + 1].first : segments_.size();
+  return {segments_.data() + groups_[group].first, last - groups_[group].first};
+}
+
+size_t Segments::launches() const {
   size_t launches = 0;
-  if (segments_.empty()) return launches;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    launches += (segments_of(i).size() + kMostSegmentsOfLaunch - 1) / kMostSegmentsOfLaunch;
+  }
+  return launches;
+}
+
+void Segments::move(const c10::Stream& stream, Move direction) const {
+  if (segments_.empty()) return;
   const Kernel& kernel = kernel_of(stream.device());
   check_invariant(kernel.lack.empty(), "segments are moved where there is a kernel for them");
   const CurrentContext here(*cuda_driver(), kernel.context);
   void* const handle = native_handle(stream);
   for (size_t i = 0; i < groups_.size(); ++i) {
-    const size_t last = i + 1 < groups_.size() ? groups_[i + 1].first : segments_.size();
-    std::span<const Segment> segments(segments_.data() + groups_[i].first, last - groups_[i].first);
+    std::span<const Segment> segments = segments_of(i);
     const uint64_t* const chunks = groups_[i].chunks.data();
     while (!segments.empty()) {
-      const auto part = segments.first(std::min<size_t>(segments.size(), 2042));
+      const auto part = segments.first(std::min(segments.size(), kMostSegmentsOfLaunch));
       if (part.size() <= 254) {
         launch<254>(kernel.few, handle, direction, chunks, part);
       } else if (part.size() <= 766) {
         launch<766>(kernel.some, handle, direction, chunks, part);
       } else {
-        launch<2042>(kernel.many, handle, direction, chunks, part);
+        launch<kMostSegmentsOfLaunch>(kernel.many, handle, direction, chunks, part);
       }
       segments = segments.subspan(part.size());
-      ++launches;
     }
   }
-  return launches;
 }
 
 const std::string& why_no_segment_kernel(c10::Device device) {

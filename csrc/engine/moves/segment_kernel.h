@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -38,10 +39,12 @@ class Segments {
   // Adds a leaf. Requires: offset + bytes fits in 32 bits.
   void add(const void* address, uint64_t offset, uint64_t bytes);
 
-  // Enqueues the moves of all segments on `stream`. Never blocks. Returns the number of kernels
-  // that were launched, 0 without segments. Requires: the stream's device has the kernel, and the
-  // bytes that are written do not overlap. Throws: c10::Error, if the device refuses work.
-  size_t move(const c10::Stream& stream, Move direction) const;
+  // Returns the number of kernels that move() launches, 0 without segments.
+  size_t launches() const;
+  // Enqueues the moves of all segments on `stream`. Never blocks. Requires: the stream's
+  // device has the kernel, and the bytes that are written do not overlap. Throws: c10::Error, if
+  // the device refuses work.
+  void move(const c10::Stream& stream, Move direction) const;
 
  private:
   // The chunks that a launch can refer to, and its segments: from `first` to the next group's
@@ -51,6 +54,8 @@ class Segments {
     size_t count = 0;
     size_t first = 0;
   };
+
+  std::span<const Segment> segments_of(size_t group) const;
 
   RecycledVector<Segment> segments_;
   std::vector<Group> groups_;

@@ -1,0 +1,241 @@
+"""Rules for subclasses of `list`, `tuple` and `dict`, for `deque`, `UserDict` and dataclasses."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import types
+from typing import Any
+
+from tdcopier._containers.rule import Flat, Refused, Rule
+
+_NOT_INSTANTIABLE = 1 << 7  # flags of the interpreter's types
+_HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
+
+
+def rule_by_bases(cls: type) -> Rule | None:
+    """Return the rule of a class for what it inherits from, or None if its values are opaque."""
+    if cls in _EXACT_MAPPINGS:
+        return _EXACT_MAPPINGS[cls]
+    bases: set[type] = set(cls.__mro__)
+    if bases & {dict, collections.UserDict}:
+        return _MAPPINGS
+    if tuple in bases:
+        return _tuple_rule(cls)
+    if bases & {list, collections.deque}:
+        return _SEQUENCES
+    if dataclasses.is_dataclass(cls) and _is_plain_object(cls):
+        return _DATACLASSES
+    return None
+
+
+def _is_plain_object(cls: type) -> bool:
+    """Return whether values of the class have attributes only, unlike for example exceptions."""
+    return not _builtin_bases(cls)
+
+
+def _builtin_bases(cls: type) -> set[type]:
+    """Return the base classes that are written in C, except `object`."""
+    return {base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE} - {object}
+
+
+# ---- mappings ------------------------------------------------------------------------------------
+
+
+def _flatten_ordered(value: collections.OrderedDict[Any, Any]) -> Flat:
+    """Flatten an `OrderedDict`, which may have attributes: a state dict has `_metadata`."""
+    keys = list(value)
+    return list(value.values()), (keys, dict(vars(value))), keys
+
+
+def _unflatten_ordered(children: list[Any], context: tuple[list[Any], dict[str, Any]]) -> Any:
+    keys, attributes = context
+    rebuilt = collections.OrderedDict(zip(keys, children, strict=True))
+    vars(rebuilt).update(attributes)
+    return rebuilt
+
+
+def _flatten_default(value: collections.defaultdict[Any, Any]) -> Flat:
+    keys = list(value)
+    return list(value.values()), (value.default_factory, keys), keys
+
+
+def _unflatten_default(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
+    factory, keys = context
+    return collections.defaultdict(factory, zip(keys, children, strict=True))
+
+
+def _flatten_mapping(value: Any) -> Flat:
+    """Flatten any other mapping; a shallow copy without the children is the context."""
+    items = _stored(value)
+    keys = list(items)
+    shell = _shell_of(value, "mapping")
+    if list(_stored(shell)) != keys:
+        raise _not_rebuildable(value, "mapping", "its copy has other keys")
+    for key in keys:
+        try:
+            shell[key] = None  # drops the child, and tests whether it can be replaced
+        except Exception as error:
+            raise _not_rebuildable(value, "mapping", f"{type(error).__name__}: {error}") from error
+    return list(items.values()), (shell, keys), keys
+
+
+def _stored(value: Any) -> dict[Any, Any]:
+    """Return the stored items of a mapping, without calling methods that a subclass overrides."""
+    if isinstance(value, dict):
+        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        return dict(base.items(value))
+    stored: dict[Any, Any] = dict(value.data)
+    return stored
+
+
+def _unflatten_mapping(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
+    shell, keys = context
+    rebuilt = _shallow_copy(shell)
+    for key, child in zip(keys, children, strict=True):
+        rebuilt[key] = child
+    return rebuilt
+
+
+_MAPPINGS = Rule(_flatten_mapping, _unflatten_mapping, "key")
+_EXACT_MAPPINGS: dict[type, Rule] = {
+    collections.OrderedDict: Rule(_flatten_ordered, _unflatten_ordered, "key"),
+    collections.defaultdict: Rule(_flatten_default, _unflatten_default, "key"),
+}
+
+
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+def _flatten_sequence(value: Any) -> Flat:
+    base: Any = list if isinstance(value, list) else collections.deque
+    children = list(base.__iter__(value))  # the stored items: a subclass may override __iter__
+    shell = _shell_of(value, "sequence")
+    if len(shell) != len(children):
+        raise _not_rebuildable(value, "sequence", "its copy has another length")
+    for index in range(len(children)):
+        try:
+            shell[index] = None
+        except Exception as error:
+            raise _not_rebuildable(value, "sequence", f"{type(error).__name__}: {error}") from error
+    return children, shell, None
+
+
+def _unflatten_sequence(children: list[Any], shell: Any) -> Any:
+    rebuilt = _shallow_copy(shell)
+    for index, child in enumerate(children):
+        rebuilt[index] = child
+    return rebuilt
+
+
+_SEQUENCES = Rule(_flatten_sequence, _unflatten_sequence)
+
+
+# ---- tuples --------------------------------------------------------------------------------------
+
+
+def _tuple_rule(cls: type) -> Rule | None:
+    if hasattr(cls, "n_sequence_fields"):  # for example torch.return_types.max
+        no_more_of_them = bool(cls.__flags__ & _NOT_INSTANTIABLE)  # for example sys.version_info
+        return None if no_more_of_them else _STRUCTS
+    if _builtin_bases(cls) != {tuple}:
+        return None  # for example torch.Size, which contains no tensors
+    named = isinstance(getattr(cls, "_fields", None), tuple)
+    return _NAMED_TUPLES if named else _TUPLES
+
+
+def _flatten_tuple(value: tuple[Any, ...]) -> Flat:
+    children = list(tuple.__iter__(value))  # the stored items: a subclass may override __iter__
+    return children, (type(value), dict(getattr(value, "__dict__", {}))), None
+
+
+def _flatten_named_tuple(value: Any) -> Flat:
+    children, context, _ = _flatten_tuple(value)
+    return children, context, list(value._fields) if len(value._fields) == len(children) else None
+
+
+def _unflatten_tuple(children: list[Any], context: tuple[type, dict[str, Any]]) -> Any:
+    cls, attributes = context
+    rebuilt: Any = tuple.__new__(cls, children)  # the class's own __new__ may take other arguments
+    if attributes:
+        rebuilt.__dict__.update(attributes)
+    return rebuilt
+
+
+def _flatten_struct(value: Any) -> Flat:
+    _, (_, hidden) = value.__reduce__()
+    return list(value), (type(value), hidden), None
+
+
+def _unflatten_struct(children: list[Any], context: tuple[Any, dict[str, Any]]) -> Any:
+    cls, hidden = context
+    return cls(children, hidden)
+
+
+_STRUCTS = Rule(_flatten_struct, _unflatten_struct)
+_TUPLES = Rule(_flatten_tuple, _unflatten_tuple)
+_NAMED_TUPLES = Rule(_flatten_named_tuple, _unflatten_tuple, "attribute")
+
+
+# ---- dataclasses ---------------------------------------------------------------------------------
+
+
+def _flatten_dataclass(value: Any) -> Flat:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    slots = [name for base in type(value).__mro__ for name in vars(base) if _is_slot(base, name)]
+    attributes = [
+        name for name in [*slots, *getattr(value, "__dict__", {})] if hasattr(value, name)
+    ]
+    others = {name: getattr(value, name) for name in attributes if name not in set(names)}
+    return [getattr(value, name) for name in names], (type(value), names, others), names
+
+
+def _unflatten_dataclass(
+    children: list[Any], context: tuple[type, list[str], dict[str, Any]]
+) -> Any:
+    """Rebuild without `__init__`, which may take other arguments and has run once already."""
+    cls, names, others = context
+    rebuilt: Any = object.__new__(cls)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(rebuilt, name, child)  # works for frozen dataclasses too
+    for name, other in others.items():
+        object.__setattr__(rebuilt, name, other)
+    return rebuilt
+
+
+def _is_slot(cls: type, name: str) -> bool:
+    return isinstance(vars(cls)[name], types.MemberDescriptorType)
+
+
+_DATACLASSES = Rule(_flatten_dataclass, _unflatten_dataclass, "attribute")
+
+
+# ---- shallow copies ------------------------------------------------------------------------------
+
+
+def _shell_of(value: Any, kind: str) -> Any:
+    try:
+        shell = _shallow_copy(value)
+    except Exception as error:
+        raise _not_rebuildable(value, kind, f"{type(error).__name__}: {error}") from error
+    if type(shell) is not type(value) or shell is value:
+        raise _not_rebuildable(value, kind, f"copy.copy gave a {type(shell).__name__}")
+    return shell
+
+
+def _shallow_copy(value: Any) -> Any:
+    made = copy.copy(value)
+    attributes = getattr(value, "__dict__", None)
+    if attributes is value:  # a dict that is its own __dict__
+        made.__dict__ = made
+    elif attributes and not made.__dict__:  # copying a deque loses them
+        made.__dict__.update(attributes)
+    return made
+
+
+def _not_rebuildable(value: Any, kind: str, reason: str) -> Refused:
+    return Refused(
+        f"is a {type(value).__name__}, a {kind} that cannot be rebuilt ({reason}): "
+        "register it with tdcopier.register_container"
+    )

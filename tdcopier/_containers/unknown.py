@@ -1,0 +1,156 @@
+"""The option `on_unknown`: which opaque values are plain data, and reports of those that are not.
+
+`csrc/python/unknown_values.cpp` finds the opaque values of a copy and asks here about each class.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import pathlib
+import random
+import re
+import sys
+import types
+import uuid
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_PACKAGE = str(Path(__file__).parent.parent) + "/"
+
+_PLAIN: tuple[Any, ...] = (
+    # numbers, text, time and names
+    type(None), int, float, complex, str, bytes, bytearray, memoryview, decimal.Decimal,
+    fractions.Fraction, enum.Enum, datetime.date, datetime.time, datetime.timedelta,
+    datetime.tzinfo, pathlib.PurePath, uuid.UUID, re.Pattern, range, slice, random.Random,
+    type(...), type(NotImplemented),
+    # code
+    type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+    types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc,
+    # arrays that torch cannot take: objects, text, dates, records, masked
+    np.ndarray, np.generic, np.dtype, np.random.Generator, np.random.RandomState,
+    np.random.BitGenerator,
+    torch.device, torch.dtype, torch.layout, torch.memory_format, torch.Size, torch.Generator,
+    torch.Stream, torch.Event, torch.finfo, torch.iinfo,
+    torch.SymInt, torch.SymFloat, torch.SymBool,
+)  # fmt: skip
+"""Classes whose values, and those of their subclasses, contain no tensors that could be missed."""
+
+_PLAIN_IDS = frozenset(map(id, _PLAIN))  # a class's metaclass may forbid to hash or compare it
+
+_ACCEPTED = (
+    "Accepted are tensors, numpy arrays, TensorDicts, lists, tuples, dicts and their subclasses, "
+    "dataclasses, objects with a .to for devices, and registered classes."
+)
+
+
+class UnknownTypeWarning(UserWarning):
+    """A copy passed a value through unchanged whose class tdcopier does not know.
+
+    Only with `on_unknown="warn"`, and once for each class.
+    """
+
+
+def is_plain(cls: type) -> bool:
+    """Return whether opaque values of the class are known to be plain data."""
+    if any(id(base) in _PLAIN_IDS for base in cls.__mro__):
+        return True
+    if hasattr(cls, "n_sequence_fields"):
+        return True  # one of the interpreter's own, such as sys.flags: others are containers
+    # A non-tensor value of a TensorDict; its module is loaded if there is one.
+    nodes = sys.modules.get("tdcopier.tensordict._nodes")
+    return nodes is not None and cls is nodes.Data
+
+
+def is_to_be_told(cls: type, only_once: bool) -> bool:
+    """Return whether a value of the class is to be reported: it is unknown, and news."""
+    return not (is_plain(cls) or (only_once and id(cls) in _told))
+
+
+def warn(path: str, value: Any) -> None:
+    """Warn of the value at this path, and not again of its class."""
+    warnings.warn(
+        f"{path} is {found(value)}: the result has the same object, and tensors in it stay on "
+        f"their device. {_remedy(value)}",
+        UnknownTypeWarning,
+        stacklevel=_levels_to_caller(),
+    )
+    _note_told(type(value))  # after the warning, which a filter may turn into an error
+
+
+def refuse(path: str, value: Any) -> None:
+    """Raise a TypeError that names the value."""
+    loss = "nothing would be copied" if path == "data" else "tensors in it would not be copied"
+    raise TypeError(
+        f'{path} is {found(value)}: {loss}. {_remedy(value)} With on_unknown="ignore" it is '
+        "passed through unchanged; tdcopier.explain() lists what a copy does with each value"
+    )
+
+
+def found(value: Any) -> str:
+    """Return what an unknown value is, in words."""
+    name = class_name(type(value))
+    if isinstance(value, (set, frozenset)):
+        return f"a {name}, whose values have no order"
+    if isinstance(value, _VIEWS):
+        return f"a view of a dict ({name})"
+    if _is_iterator(value):
+        return f"an iterator ({name}), which can be read only once"
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"{article} {name}, a class that tdcopier does not know"
+
+
+def _remedy(value: Any) -> str:
+    if isinstance(value, (set, frozenset, *_VIEWS)) or _is_iterator(value):
+        return f"Pass list(...) of it. {_ACCEPTED}"
+    return f"{_ACCEPTED} Register the class with tdcopier.register_container."
+
+
+def _is_iterator(value: Any) -> bool:
+    return hasattr(type(value), "__next__")  # isinstance(_, Iterator) would hash the class
+
+
+_VIEWS: tuple[type, ...] = (type({}.values()), type({}.keys()), type({}.items()))
+
+
+def class_name(cls: type) -> str:
+    """Return `set`, `collections.ChainMap`, `torch.nn.Linear` and so on."""
+    if cls.__module__ in ("builtins", "__main__"):
+        return cls.__qualname__
+    if cls is torch.nn.Parameter:  # it is defined in torch.nn.parameter
+        return "torch.nn.Parameter"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# ---- once for each class -------------------------------------------------------------------------
+
+_told: dict[int, weakref.ref[type]] = {}
+"""By id of the class, because a class may have no hash; without classes that have been dropped."""
+
+
+def _note_told(cls: type) -> None:
+    key = id(cls)
+    _told[key] = weakref.ref(cls, functools.partial(_forget, key))
+
+
+def _forget(key: int, reference: weakref.ref[type]) -> None:
+    if _told.get(key) is reference:
+        del _told[key]
+
+
+def _levels_to_caller() -> int:
+    """Return the level of the innermost frame outside this package, for `warnings.warn`."""
+    levels = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        levels += 1
+    return levels

@@ -1,0 +1,378 @@
+"""`explain`: lists what a copy does with each value of a tree, and why. Copies nothing."""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from tdcopier import _C, _copy
+from tdcopier._containers import unknown
+from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
+from tdcopier._copy import Device
+
+__all__ = ["ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"]
+
+Treatment: TypeAlias = Literal["packed", "alone", "delegated", "reused", "opaque"]
+
+_MOST_ROWS_SHOWN = 60
+
+
+class ExplainedLeaf(NamedTuple):
+    """A leaf or an opaque value of a tree, and what a copy does with it."""
+
+    path: str
+    """Its place, for example `data['boxes'][3]`."""
+    kind: str
+    """The name of its class."""
+    dtype: str | None
+    """For example `float32`; None if it is no tensor or array."""
+    shape: tuple[int | str, ...] | None
+    """Its shape, with names of sizes that are no numbers (`j1` of a jagged tensor); the batch size
+    of a TensorDict; None if it has none."""
+    bytes: int
+    """Size of its elements, 0 for an opaque value that is no array. A sparse tensor counts its
+    indices too."""
+    device: str | None
+    """Its device; None if it has none, or several."""
+    treatment: Treatment
+    """The glossary and `CopyStats` describe the treatments."""
+    chunk: int | None
+    """The chunk on the target that it arrives in, counted from 0; None if it has none."""
+    offset_bytes: int | None
+    """Its place in that chunk."""
+    in_place: bool
+    """Whether the device reads it where it is, because it is pinned, and no thread stages it."""
+    reason: str
+    """Why it is treated like this, in words."""
+
+
+class ExplainedCounts(NamedTuple):
+    """Counts of a copy, with the names and in the order of the first fields of `CopyStats`."""
+
+    packed_leaves: int
+    alone_leaves: int
+    delegated_leaves: int
+    reused_leaves: int
+    opaque_leaves: int
+    chunks: int
+    transfers: int
+    transfer_bytes: int
+
+
+class Total(NamedTuple):
+    """Values of one treatment together."""
+
+    leaves: int
+    bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What a copy does with each value of a tree; made by `explain`.
+
+    Print it for a table. Iterating over it gives its rows.
+    """
+
+    device: torch.device
+    """The target."""
+    rows: tuple[ExplainedLeaf, ...]
+    """Every leaf and every opaque value, in the order of the tree."""
+    counts: ExplainedCounts
+    """The numbers that `handle.stats` of the copy will contain."""
+
+    @property
+    def totals(self) -> dict[Treatment, Total]:
+        """The number of leaves and their bytes, by treatment."""
+        leaves: Counter[Treatment] = Counter()
+        sizes: Counter[Treatment] = Counter()
+        for row in self.rows:
+            leaves[row.treatment] += 1
+            sizes[row.treatment] += row.bytes
+        return {each: Total(leaves[each], sizes[each]) for each in _TREATMENTS}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as dicts, lists, numbers and text, for example for JSON."""
+        rows = [row._asdict() | {"shape": row.shape and list(row.shape)} for row in self.rows]
+        totals = {name: total._asdict() for name, total in self.totals.items()}
+        counts = self.counts._asdict()
+        return {"device": str(self.device), "counts": counts, "totals": totals, "rows": rows}
+
+    def __iter__(self) -> Iterator[ExplainedLeaf]:
+        """Iterate over the rows."""
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        """Return a table of up to 60 rows, packed leaves last to be chosen."""
+        rows = [_HEADING, *map(_cells, self._shown())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([self._summary(), *lines, *self._rest()])
+
+    def _repr_html_(self) -> str:
+        """Return the same table for notebooks."""
+
+        def line(cells: Sequence[str], tag: str) -> str:
+            inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+            return f"<tr>{inside}</tr>"
+
+        body = "".join(line(_cells(row), "td") for row in self._shown())
+        notes = "".join(f"<p>{html.escape(text)}</p>" for text in self._rest())
+        table = f"<table><thead>{line(_HEADING, 'th')}</thead><tbody>{body}</tbody></table>"
+        return f"<p>{html.escape(self._summary())}</p>{table}{notes}"
+
+    def __repr__(self) -> str:
+        """Return `<Explanation of a copy to cuda:0: 528 packed; 3 chunks, ...>`, for example."""
+        return f"<Explanation of {self._summary()}>"
+
+    def _summary(self) -> str:
+        parts = [f"{total.leaves} {name}" for name, total in self.totals.items() if total.leaves]
+        counts = self.counts
+        return (
+            f"a copy to {self.device}: {', '.join(parts) or 'no leaves'}; "
+            f"{counts.chunks} chunks, {counts.transfers} transfers of {counts.transfer_bytes} bytes"
+        )
+
+    def _shown(self) -> list[ExplainedLeaf]:
+        if len(self.rows) <= _MOST_ROWS_SHOWN:
+            return list(self.rows)
+        order = sorted(range(len(self.rows)), key=lambda i: self.rows[i].treatment == "packed")
+        return [self.rows[i] for i in sorted(order[:_MOST_ROWS_SHOWN])]
+
+    def _rest(self) -> list[str]:
+        more = len(self.rows) - _MOST_ROWS_SHOWN
+        return [f"and {more} more in .rows"] if more > 0 else []
+
+
+_TREATMENTS: tuple[Treatment, ...] = ("packed", "alone", "delegated", "reused", "opaque")
+_HEADING = ("path", "kind", "dtype", "shape", "bytes", "from", "treatment", "chunk", "reason")
+
+
+def _cells(row: ExplainedLeaf) -> tuple[str, ...]:
+    shape = "" if row.shape is None else f"({', '.join(map(str, row.shape))})"
+    chunk = "" if row.chunk is None else str(row.chunk)
+    treatment = row.treatment + ", in place" * row.in_place
+    return (
+        row.path, row.kind, row.dtype or "", shape, str(row.bytes), row.device or "", treatment,
+        chunk, row.reason,
+    )  # fmt: skip
+
+
+def explain(
+    data: Any,
+    device: Device,
+    *,
+    use_pinned_staging: bool = True,
+    pack_cpu_tensors: bool = True,
+    min_packed_alignment_bytes: int = 16,
+    max_packed_chunk_bytes: int = 32 * 1024 * 1024,
+) -> Explanation:
+    """List what `start_copy` does with each leaf and opaque value of `data`, and why.
+
+    For example::
+
+        print(tdcopier.explain(batch, "cuda"))
+
+    Nothing is copied, and no ``.to`` is called. The decisions are those of the copy itself, so
+    `Explanation.counts` equals the first fields of `handle.stats` of a copy that is started next,
+    unless:
+
+    - an object of a class with code of its own returns something else from ``.to`` than torch
+      would: if it returns itself, the copy counts it as reused and `explain` as delegated;
+    - the copy has to use pageable memory because no more can be pinned, or `prefetch` defers its
+      transfers, which changes the number of transfers.
+
+    A leaf in two places of the tree has two rows, as it is copied twice. `PreparedCopy.why_not`
+    tells how a batch differs from the example of a prepared copy.
+
+    Args:
+        data: a leaf, or any nesting of containers and leaves, as for `start_copy`. Unknown values
+            are listed, even as the root.
+        device: the target, as for `start_copy`.
+        use_pinned_staging: as for `start_copy`, like the next three. The other options of
+            `start_copy` change no treatment.
+        pack_cpu_tensors: see `CopyOptions`.
+        min_packed_alignment_bytes: see `CopyOptions`.
+        max_packed_chunk_bytes: see `CopyOptions`.
+
+    Raises:
+        Exception: an error in the call or in the data, as `start_copy`.
+    """
+    options = _copy.checked_options(
+        use_pinned_staging,
+        pack_cpu_tensors,
+        min_packed_alignment_bytes,
+        max_packed_chunk_bytes,
+        True,  # staging by workers or by the call: the same treatments and transfers
+    )
+    target, found, totals = _C.explain(data, device, options)
+    with torch._C.DisableTorchFunction():  # attributes of a subclass may run its code
+        rows = _Rows(target).of([_Found(*each) for each in found])
+    counted = Counter(row.treatment for row in rows)
+    treated = [counted[each] for each in _TREATMENTS]
+    counts = ExplainedCounts._make([*treated, *totals])
+    return Explanation(target, tuple(rows), counts)
+
+
+class _Found(NamedTuple):
+    """What the engine found out about one value."""
+
+    path: str
+    value: Any
+    treatment: Any
+    why: str
+    """A code of `csrc/python/explain.cpp`; see `_WORDS`."""
+    chunk: int | None
+    offset_bytes: int | None
+    in_place: bool
+
+
+class _Rows:
+    """Describes values for one target."""
+
+    def __init__(self, target: torch.device) -> None:
+        self._target = target
+        self._sharing: Counter[int | None] = Counter()
+
+    def of(self, found: Sequence[_Found]) -> list[ExplainedLeaf]:
+        self._sharing = Counter(each.chunk for each in found)
+        return [self._row(each) for each in found]
+
+    def _row(self, found: _Found) -> ExplainedLeaf:
+        value: Any = found.value
+        treatment = found.treatment
+        if treatment == "delegated" and found.why != "object" and stays(value, self._target):
+            treatment = "reused"
+        while isinstance(value, DelegatedPart):
+            value = value.value
+        is_array = isinstance(value, np.ndarray)
+        is_leaf = treatment != "opaque"
+        has_dtype = isinstance(value, torch.Tensor) or is_array
+        dtype = str(value.dtype).removeprefix("torch.") if has_dtype else None
+        return ExplainedLeaf(
+            found.path,
+            _kind(value),
+            dtype,
+            _shape(value) if is_leaf or is_array else None,
+            value.nbytes if is_array else _size_bytes(value) if is_leaf else 0,
+            "cpu" if is_array else _device(value) if is_leaf else None,
+            treatment,
+            found.chunk,
+            found.offset_bytes,
+            found.in_place,
+            self._reason(found, treatment, value, dtype),
+        )
+
+    def _reason(self, found: _Found, treatment: Treatment, value: Any, dtype: str | None) -> str:
+        if treatment == "opaque":
+            if unknown.is_plain(type(value)):
+                return "plain data: the same object"
+            return f"not looked into, the same object: {unknown.found(value)}"
+        if treatment == "reused":
+            is_array = isinstance(value, np.ndarray)
+            return "on the host already: becomes a tensor" if is_array else "on the target already"
+        if treatment == "delegated":
+            return _why_delegated(found.why, value, self._target)
+        if treatment == "alone":
+            pinned = ", and pinned: the device reads it in place" if found.in_place else ""
+            return _WORDS[found.why] + pinned
+        if found.in_place:
+            return f"pinned and adjacent: the device reads chunk {found.chunk} in place"
+        sharing = self._sharing[found.chunk]
+        if sharing == 1:
+            return f"at most 256 KiB: in the chunk for {dtype}"
+        return f"at most 256 KiB: {sharing} leaves of {dtype} share chunk {found.chunk}"
+
+
+_WORDS = {
+    "packing is off": "pack_cpu_tensors is False",
+    "large": "larger than 256 KiB",
+    "larger than a chunk": "larger than max_packed_chunk_bytes",
+    "mode": "a torch mode or transform is active, so torch moves every leaf",
+    "named": "its dimensions have names",
+    "no storage": "has no storage of its own",
+    "gradient": (
+        "requires a gradient and grad mode is on: within torch.no_grad(), or after .detach(), it "
+        "is packed"
+    ),
+    "forward gradient": "carries a forward gradient",
+    "too large": "repeats its elements, and a copy of them would exceed 1 TiB",
+    "unaligned": "strided, at an address that a device cannot read its elements from",
+}
+
+_KEYS = {
+    "Conjugate": "a conjugate view",
+    "Negative": "a negative view",
+    "ZeroTensor": "a zero tensor of autograd, without memory",
+    "Sparse": "sparse layout",
+    "SparseCsr": "sparse compressed layout",
+    "Quantized": "quantized",
+    "NestedTensor": "nested, in strided layout",
+}
+
+
+def _why_delegated(why: str, value: Any, target: torch.device) -> str:
+    if why.startswith("keys "):
+        names = why.removeprefix("keys ")
+        known = [_KEYS[name] for name in names.split(", ") if name in _KEYS]
+        return ", ".join(known) or f"not a plain strided tensor: dispatch keys {names}"
+    if why == "device":
+        return f"the engine does not copy from {_device(value) or 'cpu'} to {target}"
+    if why not in ("class", "object"):
+        return _WORDS[why]
+    name = unknown.class_name(type(value))
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.jagged and value.requires_grad:
+            return "jagged, and requires a gradient"
+        return f"torch.Tensor subclass {name}: its own .to keeps what it adds"
+    if hasattr(value, "batch_size"):
+        return f"a {name} that cannot be taken apart into plain tensors: its own .to moves it"
+    return f"{name} has a .to of its own"
+
+
+def _kind(value: Any) -> str:
+    nodes = sys.modules.get("tdcopier.tensordict._nodes")
+    if nodes is not None and isinstance(value, nodes.Data):
+        return unknown.class_name(value._cls)
+    return unknown.class_name(type(value))
+
+
+def _shape(value: Any) -> tuple[int | str, ...] | None:
+    try:
+        shape = tuple(value.shape)
+    except (AttributeError, RuntimeError):  # a strided nested tensor has none
+        return None
+    return tuple(size if type(size) is int else str(size) for size in shape)
+
+
+def _device(value: Any) -> str | None:
+    device = getattr(value, "device", None)
+    return None if device is None else str(device)
+
+
+def _size_bytes(value: Any) -> int:
+    tensors = [part for each in plain_parts(value) for part in _components(each)]
+    return sum(int(tensor.numel()) * tensor.element_size() for tensor in tensors)
+
+
+def _components(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
