@@ -120,15 +120,15 @@ def earlier_calls(device: torch.device) -> dict[str, dict[str, Call]]:
             lambda: on_device.to("cpu", non_blocking=True),
         ),
         "copy_into() host memory": (
-            lambda: tdcopier.copy_into(on_device, to_host),
+            lambda: tdcopier.start_copy_into(on_device, to_host),
             lambda: to_pinned.copy_(on_device, non_blocking=True),
         ),
         "copy_into() device memory": (
-            lambda: tdcopier.copy_into(on_host, on_device),
+            lambda: tdcopier.start_copy_into(on_host, on_device),
             lambda: on_device.copy_(pinned, non_blocking=True),
         ),
         "a copy within the device": (
-            lambda: tdcopier.copy_into(on_device, other_on_device),
+            lambda: tdcopier.start_copy_into(on_device, other_on_device),
             lambda: other_on_device.copy_(on_device, non_blocking=True),
         ),
         "a scatter of rows": (

@@ -119,7 +119,7 @@ def cases(device: torch.device) -> list[Case]:
         return lambda: tdcopier.start_copy(source, target)
 
     def into(source: torch.Tensor, destination: torch.Tensor) -> Callable[[], Any]:
-        return lambda: tdcopier.copy_into(source, destination)
+        return lambda: tdcopier.start_copy_into(source, destination)
 
     to_device, at_limit = to(device, on_host), into(long_on_host, long_in_device)
     staged = "wait_staged() of copy_into() device memory, at the staging limit"

@@ -70,7 +70,7 @@ def run(bench: Bench, direction: Direction) -> dict[str, Any]:
 
 def _counts(case: Filling, place: str, direction: Direction) -> dict[str, Any]:
     destination = case.destinations[place]
-    stats, counted = count_of(lambda: tdcopier.copy_into(case.source, destination), direction)
+    stats, counted = count_of(lambda: tdcopier.start_copy_into(case.source, destination), direction)
     return {"stats": stats, "memcpys": counted.memcpys}
 
 
@@ -116,7 +116,7 @@ def wrong_leaves(way: Contender, case: Filling, direction: Direction) -> int:
 
 
 def _copy_into(place: str) -> Callable[[Filling], Any]:
-    return lambda case: tdcopier.copy_into(case.source, case.destinations[place]).get()
+    return lambda case: tdcopier.start_copy_into(case.source, case.destinations[place]).get()
 
 
 def _copy_per_leaf(place: str) -> Callable[[Filling], Any]:

@@ -1,25 +1,82 @@
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
 from tdcopier._rows.request import RowIndex, RowReaders
 from tdcopier._stats import CopyStats
 
+_T_co = TypeVar("_T_co", covariant=True)
+_T = TypeVar("_T")
+
 MAX_INLINE_BYTES: int
 STAGING_BUFFER_BYTES: int
 DEFAULT_STAGING_LIMIT_BYTES: int
 
-class InternalError(RuntimeError): ...
+class InternalError(RuntimeError):
+    """An invariant of the engine does not hold. This is a bug in tdcopier: please report it."""
 
-class AsyncCopyHandle:
+class AsyncCopyHandle(Generic[_T_co]):
+    """The handle of a copy, as `start_copy` and the other `start_` functions return it.
+
+    You may drop it at any time: the copy goes on, and nothing blocks or leaks. Any thread may use
+    it. Its methods release the GIL while they wait.
+    """
+
     @property
-    def stats(self) -> CopyStats: ...
-    def ready(self) -> bool: ...
-    def get(self) -> Any: ...
-    def wait(self, stream: torch.Stream | None = None) -> Any: ...
-    def wait_staged(self) -> None: ...
-    def wait_gathered(self) -> None: ...
+    def stats(self) -> CopyStats:
+        """Counts of this copy, a `CopyStats`; complete once `ready()` returns True."""
+    def ready(self) -> bool:
+        """Return whether the copy has ended, with a result or an error. Never blocks."""
+    def get(self) -> _T_co:
+        """Block until the copy has arrived, and return the result, the same object at each call.
+
+        The result is safe on the calling thread's current stream of the target device: its memory
+        is not reused while that stream can still read it. Another stream that reads it needs
+        `wait(stream)`, a `get()` while it is current, or `record_stream`.
+
+        Raises:
+            Exception: the error of a copy that failed, for example `torch.OutOfMemoryError`; every
+                time.
+            RuntimeError: the current stream is capturing a CUDA graph.
+        """
+    def wait(self, stream: torch.Stream | None = None) -> _T_co:
+        """Make a stream wait for the copy, and return the result, the same object as `get()`.
+
+        Work that is enqueued on the stream after this call sees the result. The host blocks only
+        until host sources have been read, so you may then write to them, pinned ones included:
+        until the last byte is in a staging buffer, which is already so for small copies, or until
+        the device has read large pinned leaves in place. The calling thread's current stream of
+        each device with sources waits until they have been read, so work that is enqueued there
+        after this call may overwrite them. If the target is the host, this is `get()`.
+
+        Args:
+            stream: a `torch.Stream` of the target device; None means the calling thread's current
+                one.
+
+        Raises:
+            Exception: the error of a copy that is known to have failed; every time. If the device
+                fails later, the stream does too.
+            TypeError: `stream` is not a stream.
+            ValueError: `stream` is on another device.
+            RuntimeError: the stream, or the current stream of a source's device, is capturing a
+                CUDA graph.
+        """
+    def wait_staged(self) -> None:
+        """Block until you may write to the sources again, which is before the copy is done.
+
+        When it returns, host sources have been read: they are in staging buffers, or the device has
+        read large pinned leaves in place. Sources on a device are read in the order of streams: it
+        returns when their reads are enqueued, and the calling thread's current stream of that
+        device waits for them, so work that is enqueued there after this call may overwrite them. A
+        copy that has failed reads nothing any more, and this returns: `get` and `wait` raise its
+        error.
+
+        Raises:
+            RuntimeError: a source is on a device whose current stream is capturing a CUDA graph.
+        """
+    def wait_gathered(self) -> None:
+        """Block until every row has been read: `wait_staged`, under the name that fits a gather."""
     def _send_if_staged(self) -> bool: ...
     @property
     def _reuses_leaves(self) -> bool: ...
@@ -74,7 +131,7 @@ class PreparedCopy:
         reuse_outputs: bool,
         /,
     ) -> None: ...
-    def start_copy(self, data: Any, /) -> AsyncCopyHandle: ...
+    def start_copy(self, data: _T, /) -> AsyncCopyHandle[_T]: ...
     def layout_of(
         self, data: Any, /
     ) -> tuple[
@@ -95,11 +152,11 @@ class PreparedCopy:
     def keeps_outputs(self) -> bool: ...
 
 def start_copy(
-    data: Any,
+    data: _T,
     device: str | torch.device | int,
     options: CopyOptions,
     /,
-) -> AsyncCopyHandle: ...
+) -> AsyncCopyHandle[_T]: ...
 def explain(
     data: Any,
     device: str | torch.device | int,
@@ -110,28 +167,28 @@ def explain(
     list[tuple[str, Any, str, str, int | None, int | None, bool]],
     tuple[int, int, int],
 ]: ...
-def copy_into(
+def start_copy_into(
     source: Any,
-    destination: Any,
+    destination: _T,
     options: CopyOptions,
     /,
-) -> AsyncCopyHandle: ...
+) -> AsyncCopyHandle[_T]: ...
 def start_gather(
-    storage: Any,
+    storage: _T,
     rows: RowIndex,
     readers: RowReaders,
     device: str | torch.device | int,
     options: CopyOptions,
     /,
-) -> AsyncCopyHandle: ...
+) -> AsyncCopyHandle[_T]: ...
 def start_scatter(
     batch: Any,
-    storage: Any,
+    storage: _T,
     rows: RowIndex,
     fill: Callable[[Any, Any], None],
     options: CopyOptions,
     /,
-) -> AsyncCopyHandle: ...
+) -> AsyncCopyHandle[_T]: ...
 def pairs_with_paths(source: Any, destination: Any, /) -> list[tuple[str, Any, Any]]: ...
 def is_dict_of_tensors(value: Any, /) -> bool: ...
 def leaves_with_paths(data: Any, device: str | torch.device | int, /) -> list[tuple[str, Any]]: ...

@@ -1,9 +1,11 @@
 """Packed asynchronous copies of nested tensors between devices.
 
-`start_copy` starts a copy and returns a handle; `copy` blocks until the copy is done. `async_to`
-and `to` do the same under the names that TensorDict users expect. `copy_into` copies into an
-existing tree. `start_gather` and `start_scatter` read and write rows of a storage. `prefetch` reads
-batches and copies them ahead of a loop. `explain` lists what a copy does with each value.
+Calls whose names begin with `start_` return a handle at once; without it, they block until the work
+is done. `start_copy` and `copy` copy to new memory, and `async_to` and `to` are the same under the
+names that TensorDict users expect. `start_copy_into` and `copy_into` copy into an existing tree.
+`start_gather` and `gather` read rows of a storage; `start_scatter` and `scatter` write them.
+`prefetch` reads batches and copies them ahead of a loop. `explain` lists what a copy does with each
+value.
 """
 
 import importlib
@@ -18,6 +20,7 @@ except ImportError as error:
 
     raise not_loaded(error) from None
 
+from tdcopier._C import AsyncCopyHandle, InternalError
 from tdcopier._checking import SourceModifiedError
 from tdcopier._collate import collate
 from tdcopier._containers.registry import (
@@ -26,28 +29,20 @@ from tdcopier._containers.registry import (
     unregister_class,
 )
 from tdcopier._containers.unknown import UnknownTypeWarning
-from tdcopier._copy import (
-    AsyncCopyHandle,
-    CopyOptions,
-    InternalError,
-    async_to,
-    copy,
-    copy_into,
-    set_run_ahead_limit,
-    set_staging_limit_bytes,
-    staging_bytes,
-    start_copy,
-    to,
-)
+from tdcopier._copy import async_to, copy, start_copy, to
 from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
+from tdcopier._into import copy_into, start_copy_into
+from tdcopier._limits import set_run_ahead_limit, set_staging_limit_bytes, staging_bytes
+from tdcopier._options import CopyOptions
 from tdcopier._prefetch.prefetcher import Prefetcher, PrefetchStats, prefetch
 from tdcopier._prepared import PreparedCopy, prepare
-from tdcopier._rows.gather import start_gather
-from tdcopier._rows.scatter import start_scatter
+from tdcopier._rows.gather import gather, start_gather
+from tdcopier._rows.scatter import scatter, start_scatter
 from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
 
 if TYPE_CHECKING:
+    from tdcopier import distributed, sim
     from tdcopier._commands.info_facts import info
     from tdcopier.tensordict._backend import (
         install_tensordict_backend,
@@ -73,7 +68,9 @@ __all__ = [
     "collate",
     "copy",
     "copy_into",
+    "distributed",
     "explain",
+    "gather",
     "info",
     "install_tensordict_backend",
     "prefetch",
@@ -81,10 +78,13 @@ __all__ = [
     "register_container",
     "register_tensor_subclass",
     "remove_tensordict_backend",
+    "scatter",
     "set_run_ahead_limit",
     "set_staging_limit_bytes",
+    "sim",
     "staging_bytes",
     "start_copy",
+    "start_copy_into",
     "start_gather",
     "start_scatter",
     "tensordict_backend",
@@ -102,11 +102,21 @@ _WHEN_ASKED_FOR = {
 }
 
 
+_MODULES_WHEN_ASKED_FOR = ("distributed", "sim")
+
+
 def __getattr__(name: str) -> Any:
     """Import the modules of some names on first access."""
+    if name in _MODULES_WHEN_ASKED_FOR:
+        return importlib.import_module(f"tdcopier.{name}")
     if name not in _WHEN_ASKED_FOR:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_WHEN_ASKED_FOR[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, also of modules that are not imported yet."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 __version__ = "0.1.0"

@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._containers.registry import is_wrapped
 from tdcopier._stats import CopyStats
+
+T = TypeVar("T")
 
 _VARIABLE = "TDCOPIER_CHECK"
 _MOST_BYTES = 1 << 40  # a larger leaf must repeat its elements, and copying it would fail
@@ -26,7 +28,7 @@ class SourceModifiedError(RuntimeError):
     """A source was modified before its copy was done. Raised only with `TDCOPIER_CHECK=1`."""
 
 
-def checking_from_environment() -> bool:
+def _enabled_by_environment() -> bool:
     """Return whether copies are checked.
 
     Raises:
@@ -36,6 +38,10 @@ def checking_from_environment() -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"{_VARIABLE} must be 0 or 1; got {text!r}")
     return text == "1"
+
+
+enabled = _enabled_by_environment()
+"""Whether copies are checked; each call asks."""
 
 
 class _HostLeaf:
@@ -168,7 +174,7 @@ class CheckedHandle:
 
     __slots__ = ("__weakref__", "_check", "_handle")
 
-    def __init__(self, handle: AsyncCopyHandle, check: SourceCheck) -> None:
+    def __init__(self, handle: AsyncCopyHandle[Any], check: SourceCheck) -> None:
         self._handle = handle
         self._check = check
 
@@ -228,9 +234,9 @@ class CheckedHandle:
         self._check.raise_failure_once()
 
 
-def checked(handle: AsyncCopyHandle, check: SourceCheck) -> AsyncCopyHandle:
+def checked(handle: AsyncCopyHandle[T], check: SourceCheck) -> AsyncCopyHandle[T]:
     """Return a handle that also checks the sources."""
-    return cast("AsyncCopyHandle", CheckedHandle(handle, check))
+    return cast("AsyncCopyHandle[T]", CheckedHandle(handle, check))
 
 
 def _is_altered() -> bool:

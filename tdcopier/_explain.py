@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from tdcopier import _C, _copy
+from tdcopier import _C, _options
 from tdcopier._containers import unknown
 from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
-from tdcopier._copy import Device
+from tdcopier._options import Device
 
 __all__ = ["ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"]
 
@@ -211,7 +211,7 @@ def explain(
     Raises:
         Exception: an error in the call or in the data, as `start_copy`.
     """
-    options = _copy.checked_options(
+    options = _options.checked_options(
         use_pinned_staging,
         pack_cpu_tensors,
         min_packed_alignment_bytes,

@@ -1,15 +1,123 @@
-"""Leaves that `copy_into` delegates to torch or numpy: checks that a pair fits, and copies it."""
+"""Copies into existing memory, and the leaves of them that are delegated to torch or numpy."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+import time
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from tdcopier import _C, _checking
+from tdcopier._C import AsyncCopyHandle
 from tdcopier._containers.arrays import as_tensor
 from tdcopier._containers.registry import is_wrapped
+from tdcopier._options import options_for_filling
+
+__all__ = ["copy_into", "start_copy_into"]
+
+T = TypeVar("T")
+
+
+def start_copy_into(
+    source: Any,
+    destination: T,
+    *,
+    use_pinned_staging: bool = True,
+    use_background_thread: bool = True,
+) -> AsyncCopyHandle[T]:
+    """Start to copy the values of one tree into an existing one, and return a handle at once.
+
+    Each leaf of `source` is copied into the leaf of `destination` at the same place. Both are
+    tensors or numpy arrays, on the host (pageable, pinned or memory-mapped) or on devices, strided
+    or not, in any combination. `get()` and `wait()` return `destination` itself. No memory is
+    allocated for the result, so tensors keep their addresses, as CUDA graphs require. If the
+    destination is a result that `start_copy` delivered to a device, each of its chunks is filled by
+    one transfer.
+
+    The trees must have the same structure: containers have the same keys, the same attributes or
+    the same number of children (their classes may differ), and leaves have the same shape and
+    dtype. Opaque values must be at the same places; they are not changed. A leaf that is the same
+    memory as its destination counts as reused and is not written. The version counters of written
+    tensors increase.
+
+    **Order.** Sources on a device are read after all work that is on the current stream of that
+    device at the call. Destinations on a device are written after all work that is on the current
+    stream of that device at the call. Work that is enqueued on a stream after `get()`, or after a
+    `wait()` for that stream, sees the new values. In between, do not read or write the
+    destinations. Copies into memory of one device run in the order of their calls, independently of
+    copies to new memory there. Destinations on the host are written at any time from the call until
+    `get()` or `wait()` returns or `ready()` is true. If a stream is still reading a pinned
+    destination, synchronise that stream before the call. The rules of `start_copy` for sources
+    apply here too. You may drop both trees: the copy keeps the leaves that it needs.
+
+    Leaves that cannot be copied as plain bytes (a source that needs a gradient, sparse tensors,
+    subclasses, conjugate views, any leaf under a torch mode) are delegated to `copy_`, inside this
+    call and before the other leaves are written, and counted as delegated. Leaves of up to 256 KiB
+    count as packed, larger ones as alone.
+
+    Args:
+        source: a leaf, or any nesting of containers and leaves.
+        destination: a tree of the same structure, to copy into.
+        use_pinned_staging: stage through pinned memory; see `CopyOptions`.
+        use_background_thread: leave large copies, and all copies that arrive in host memory, to
+            worker threads and return at once.
+
+    Raises:
+        ValueError: the trees differ in structure, or a leaf in shape or dtype; a destination
+            requires a gradient while gradients are enabled, is a read-only array, shares memory
+            between its elements, or shares memory with another leaf that is read or written (leaves
+            with gaps are compared up to a million rows); a tensor reaches beyond its storage.
+            Messages name the first such leaf by its path, and nothing has been written.
+        TypeError: an array has a number type that torch does not support; a container is of a kind
+            that cannot be taken apart.
+        RecursionError: containers are nested more than 1000 deep, or contain themselves.
+        RuntimeError: the current stream of a device involved is capturing a CUDA graph; a
+            destination was made in inference mode, and the call is not in inference mode; a
+            container changed during the walk.
+        Exception: an error from the `flatten` function of a registered container.
+
+    If the copy itself fails, `get` and `wait` raise the error, every time. The values of the
+    destinations are then undefined. They are also undefined if Ctrl-C interrupts this call, which
+    raises once nothing writes to the destinations any more.
+    """
+    check = _checking.SourceCheck.of_filling(source, destination) if _checking.enabled else None
+    options = options_for_filling(use_pinned_staging, use_background_thread)
+    handle = _C.start_copy_into(source, destination, options)
+    return handle if check is None else _checking.checked(handle, check)
+
+
+def copy_into(
+    source: Any,
+    destination: T,
+    *,
+    use_pinned_staging: bool = True,
+    use_background_thread: bool = True,
+) -> T:
+    """Copy the values of one tree into an existing one, block until they are there, and return it.
+
+    This is `start_copy_into(...).get()`, which describes the arguments and the errors. `source` is
+    read, and `destination` written, only within this call: Ctrl-C raises after the last write, and
+    at once when pressed again.
+    """
+    handle = start_copy_into(
+        source,
+        destination,
+        use_pinned_staging=use_pinned_staging,
+        use_background_thread=use_background_thread,
+    )
+    return finished(handle)
+
+
+def finished(handle: AsyncCopyHandle[T]) -> T:
+    """Return what `get()` returns; an interrupt raises once nothing is written any more."""
+    try:
+        return handle.get()
+    except BaseException:
+        while not handle.ready():
+            time.sleep(0.001)
+        raise
 
 
 def is_plain_class(cls: type) -> bool:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcopier._containers.delegated_parts import _is_tensor_collection
-from tdcopier._copy import copy_into, start_copy
-from tdcopier._into import is_mapped_class
+from tdcopier._copy import start_copy
+from tdcopier._into import is_mapped_class, start_copy_into
 from tdcopier._slots import ALIGNMENT_BYTES, Slots, light_tensor, new_tensor
 
 _PROTOCOL = 5
@@ -77,7 +77,7 @@ def pack(tree: Any, device: torch.device) -> Parcel:
     body = torch.empty(chunk_bytes + len(spec), dtype=torch.uint8, device=device)
     slots = layout.tensors(body, take_apart=False)
     filled = [(leaf, slot) for leaf, slot in zip(leaves, slots, strict=True) if leaf.numel()]
-    copy_into([leaf for leaf, _ in filled], [slot for _, slot in filled]).wait()
+    start_copy_into([leaf for leaf, _ in filled], [slot for _, slot in filled]).wait()
     body[chunk_bytes:].copy_(torch.frombuffer(bytearray(spec), dtype=torch.uint8))
     return Parcel(moved, body, chunk_bytes, len(spec))
 

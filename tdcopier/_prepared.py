@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tdcopier import _C, _copy
+from tdcopier import _C, _checking, _options
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._checking import SourceCheck, checked
-from tdcopier._copy import Device, OnUnknown
+from tdcopier._options import Device, OnUnknown
 
 __all__ = ["PreparedCopy", "prepare"]
+
+T = TypeVar("T")
 
 
 class LeafLayout(NamedTuple):
@@ -119,13 +121,13 @@ class PreparedCopy:
         self._native = native
         self._example = example
 
-    def start_copy(self, batch: Any) -> AsyncCopyHandle:
+    def start_copy(self, batch: T) -> AsyncCopyHandle[T]:
         """Start to copy a batch, like `tdcopier.start_copy` with the options given to `prepare`.
 
         Raises:
             Exception: as `tdcopier.start_copy`.
         """
-        if _copy._CHECKING:
+        if _checking.enabled:
             check = SourceCheck.of_copy(batch, self.device)
             return checked(self._native.start_copy(batch), check)
         return self._native.start_copy(batch)
@@ -216,13 +218,13 @@ def prepare(
     Raises:
         Exception: as `start_copy`.
     """
-    options = _copy.checked_options(
+    options = _options.checked_options(
         use_pinned_staging,
         pack_cpu_tensors,
         min_packed_alignment_bytes,
         max_packed_chunk_bytes,
         use_background_thread,
     )
-    options = _copy.options_for_unknown(options, on_unknown)
+    options = _options.options_for_unknown(options, on_unknown)
     native = _C.PreparedCopy(example, device, options, bool(reuse_outputs))
     return PreparedCopy(native, BatchLayout.of(native, example))

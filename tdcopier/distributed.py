@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from tdcopier._copy import Device, start_copy
+from tdcopier._copy import start_copy
+from tdcopier._options import Device
 from tdcopier._parcel import Parcel, pack, unpack
 
 __all__ = ["broadcast", "scatter"]

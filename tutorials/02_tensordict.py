@@ -264,8 +264,7 @@ assert handle.stats.packed_leaves == 3
 
 speeds = TensorDict({"speed": replayed["motion", "velocity"].norm(dim=1)}, [8], device=device)
 on_disk = speeds.memmap_like(prefix=Path(folder.name, "speeds"))
-handle = tdcopier.copy_into(speeds, on_disk)
-assert handle.get() is on_disk
+assert tdcopier.copy_into(speeds, on_disk) is on_disk
 show(Path(folder.name, "speeds"))
 read_again = TensorDict.load_memmap(Path(folder.name, "speeds"))
 torch.testing.assert_close(read_again["speed"], motion["motion", "velocity"].norm(dim=1))
@@ -274,7 +273,7 @@ torch.testing.assert_close(read_again["speed"], motion["motion", "velocity"].nor
 # A batch with fixed addresses
 # ----------------------------
 # A CUDA graph reads the addresses that it was captured with.
-# So you allocate its batch once, and refresh it with ``copy_into``:
+# So you allocate its batch once, and refresh it with :func:`tdcopier.start_copy_into`:
 # a replay in progress reads the previous batch, and the next replay reads the new one.
 # The host does not wait in between.
 # The simulated device has no graphs.
@@ -305,7 +304,7 @@ before = addresses(static)
 drives, replayed = [make_drive(seed) for seed in (4, 5, 6)], []
 with contextlib.nullcontext() if device.type == "cuda" else sim.hold(torch.sim.current_stream()):
     for each in drives:
-        handle = tdcopier.copy_into(each, static)
+        handle = tdcopier.start_copy_into(each, static)
         handle.wait()
         replay()
         replayed.append(seen.clone())

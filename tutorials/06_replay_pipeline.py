@@ -186,7 +186,7 @@ class Learner:
         self.updates = 0
 
     def send_weights(self):
-        tdcopier.copy_into(self.values.state_dict(), self.actor.state_dict()).get()
+        tdcopier.copy_into(self.values.state_dict(), self.actor.state_dict())
 
     def step(self, batch):
         worth = self.slower(batch["next_observation"]).amax(1)

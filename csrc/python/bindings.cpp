@@ -129,57 +129,60 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_collectable<Handle>),
                             R"(
-A copy at work, as `start_copy` returns it.
+The handle of a copy, as `start_copy` and the other `start_` functions return it.
 
-May be dropped at any time: the copy ends by itself, nothing blocks, nothing leaks. Any thread may use
-it. The calls give up the GIL while they wait.)");
+You may drop it at any time: the copy goes on, and nothing blocks or leaks. Any thread may use it.
+Its methods release the GIL while they wait.)");
   handle.attr("__module__") = "tdcopier";
+  handle.attr("__class_getitem__") = py::module_::import("builtins")
+                                         .attr("classmethod")(
+                                             py::module_::import("types").attr("GenericAlias"));
   handle
       .def("ready", guarded(&Handle::ready), R"(
-Whether the copy has ended: the result has arrived, or the copy has failed. Never blocks.)")
+Return whether the copy has ended, with a result or an error. Never blocks.)")
       .def("get", guarded(&Handle::get), R"(
-Wait on the host until the copy has arrived; return the tree, the same object at each call.
+Block until the copy has arrived, and return the result, the same object at each call.
 
 The result is safe on the calling thread's current stream of the target device: its memory is not
 reused while that stream can still read it. Another stream that reads it needs `wait(stream)`, a
 `get()` while it is current, or `record_stream`.
 
 Raises:
-    Exception: what made the copy fail, such as `torch.OutOfMemoryError`; every time.
+    Exception: the error of a copy that failed, for example `torch.OutOfMemoryError`; every time.
     RuntimeError: the current stream is capturing a CUDA graph.)")
       .def("wait", guarded(&Handle::wait), py::arg("stream") = py::none(), R"(
-Make a stream wait for the copy; return the tree, the same object as `get()`.
+Make a stream wait for the copy, and return the result, the same object as `get()`.
 
-Work that is enqueued on the stream from now on sees the result. The host is held only until host
-sources have been read, so they may be written again, pinned ones too: until the last byte is in a
-staging buffer, which has happened already for small copies, or until the device has read large
-pinned leaves in place. The calling thread's current stream of each device with sources waits for
-their reads, so work that is enqueued there from now on may overwrite them. For a CPU target this
-is `get()`.
+Work that is enqueued on the stream after this call sees the result. The host blocks only until host
+sources have been read, so you may then write to them, pinned ones included: until the last byte is
+in a staging buffer, which is already so for small copies, or until the device has read large pinned
+leaves in place. The calling thread's current stream of each device with sources waits until they
+have been read, so work that is enqueued there after this call may overwrite them. If the target is
+the host, this is `get()`.
 
 Args:
-    stream: a `torch.Stream` of the target device; None is the calling thread's current one.
+    stream: a `torch.Stream` of the target device; None means the calling thread's current one.
 
 Raises:
-    Exception: what made the copy fail, as far as that is known when it is called; every time. If the
-        device fails later, so does the stream.
-    TypeError: not a stream.
-    ValueError: a stream of another device.
+    Exception: the error of a copy that is known to have failed; every time. If the device fails
+        later, the stream does too.
+    TypeError: `stream` is not a stream.
+    ValueError: `stream` is on another device.
     RuntimeError: the stream, or the current stream of a source's device, is capturing a CUDA
         graph.)")
       .def("wait_staged", guarded(&Handle::wait_staged), R"(
-Wait until the sources may be written again, which is earlier than done.
+Block until you may write to the sources again, which is before the copy is done.
 
-Host sources have been read when it returns: they are in staging buffers, or the device has read
+When it returns, host sources have been read: they are in staging buffers, or the device has read
 large pinned leaves in place. Sources on a device are read in the order of streams: it returns when
 their reads are enqueued, and the calling thread's current stream of that device waits for them, so
-work that is enqueued there from now on may overwrite them. A copy that failed reads nothing any
-more: `get` and `wait` raise its error.
+work that is enqueued there after this call may overwrite them. A copy that has failed reads nothing
+any more, and this returns: `get` and `wait` raise its error.
 
 Raises:
     RuntimeError: a source is on a device whose current stream is capturing a CUDA graph.)")
       .def("wait_gathered", guarded(&Handle::wait_staged), R"(
-Wait until every row has been read, so that a writer may go on: `wait_staged`, for a gather.)")
+Block until every row has been read: `wait_staged`, under the name that fits a gather.)")
       .def("_send_if_staged", &Handle::send_if_staged)
       .def_property_readonly("_reuses_leaves",
                              [](Handle& self) { return self.counts().reused != 0; })
@@ -188,7 +191,7 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
           [](const Handle& self) {
             return py::module_::import("tdcopier._stats").attr("stats_of")(*self.stats());
           },
-          "The counts of this copy, a `CopyStats`; complete once `ready()`.");
+          "Counts of this copy, a `CopyStats`; complete once `ready()` returns True.");
 
   py::enum_<OnUnknown>(m, "OnUnknown")
       .value("REFUSE_ROOT", OnUnknown::kRefuseRoot)
@@ -209,7 +212,7 @@ Wait until every row has been read, so that a writer may go on: `wait_staged`, f
       });
   m.def("start_copy", guarded(&tdcopier::start_copy));
   m.def("explain", guarded(&tdcopier::explain));
-  m.def("copy_into", guarded(&tdcopier::copy_into));
+  m.def("start_copy_into", guarded(&tdcopier::start_copy_into));
   m.def("start_gather", guarded(&tdcopier::start_gather));
   m.def("start_scatter", guarded(&tdcopier::start_scatter));
 

@@ -11,7 +11,7 @@
 #include "engine/jobs/device_to_host_job.h"
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
-#include "engine/leaves/fill_plan.h"
+#include "engine/leaves/into_plan.h"
 #include "python/cache_prefetch.h"
 #include "python/delegated_outputs.h"
 #include "python/device_argument.h"
@@ -28,7 +28,6 @@ namespace {
 
 // The differences between copy_into() and start_scatter().
 struct FillCall {
-  const char* name;  // for messages
   PairNames names;
   RowLeaves* rows;  // null: whole leaves are filled
   py::object fill;  // fill(destination, source), for delegated leaves
@@ -42,8 +41,8 @@ class GroupFill {
         source_(group.pairs.leaves.device()),
         target_(group.destination),
         options_(options) {
-    FillPlan plan = target_.is_cpu() ? plan_on_host(group.pairs.leaves)
-                                     : make_fill_plan(group.pairs, kMaxGatheredBytes);
+    IntoPlan plan = target_.is_cpu() ? plan_on_host(group.pairs.leaves)
+                                     : make_into_plan(group.pairs, kMaxGatheredBytes);
     work_ = {std::make_shared<const LeafTable>(std::move(group.pairs.leaves)),
              std::make_shared<const PackPlan>(std::move(plan.pack)), std::move(group.sources)};
     work_.destinations = std::move(group.pairs.destinations);
@@ -72,7 +71,7 @@ class GroupFill {
   }
 
  private:
-  static FillPlan plan_on_host(const LeafTable& leaves) {
+  static IntoPlan plan_on_host(const LeafTable& leaves) {
     PackOptions options;
     options.max_chunk_bytes = kStagingBufferBytes;
     options.by_kind = false;
@@ -201,7 +200,7 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
   for (const c10::Device device : sorted.readers.devices()) used.add(device);
   for (const IntoGroup& group : sorted.groups) used.add(group.pairs.leaves.device());
   for (const c10::Device device : used.devices()) {
-    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device), call.name);
+    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
   }
 
   LeafCounts counts;
@@ -230,17 +229,17 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
 
 }  // namespace
 
-std::unique_ptr<Handle> copy_into(py::handle source, py::handle destination,
+std::unique_ptr<Handle> start_copy_into(py::handle source, py::handle destination,
                                   const CopyOptions& options) {
   const py::object fill = py::module_::import("tdcopier._into").attr("fill");
-  return fill_tree(source, destination, {"copy_into()", {}, nullptr, fill}, options);
+  return fill_tree(source, destination, {{}, nullptr, fill}, options);
 }
 
 std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, py::handle index,
                                       py::object fill, const CopyOptions& options) {
   RowLeaves rows(row_request_of(index));
   const PairNames names{"batch", "storage"};
-  return fill_tree(batch, storage, {"start_scatter()", names, &rows, std::move(fill)}, options);
+  return fill_tree(batch, storage, {names, &rows, std::move(fill)}, options);
 }
 
 }  // namespace tdcopier

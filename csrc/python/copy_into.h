@@ -13,7 +13,7 @@ namespace tdcopier {
 // Fills a tree from one of the same structure. Throws if the call itself is wrong, before anything
 // is written; a failure of the copy is reported by the handle. Ignores `options.pack`, which is for
 // new memory only.
-std::unique_ptr<Handle> copy_into(pybind11::handle source, pybind11::handle destination,
+std::unique_ptr<Handle> start_copy_into(pybind11::handle source, pybind11::handle destination,
                                   const CopyOptions& options);
 
 // Like copy_into(), but writes rows of the destination that are selected by index.

@@ -112,11 +112,10 @@ c10::Stream parse_stream(py::handle stream, c10::Device device) {
   return parsed;
 }
 
-void refuse_capture(const c10::Stream& stream, const char* call) {
+void refuse_capture(const c10::Stream& stream) {
   if (!is_capturing(stream)) return;
   throw std::runtime_error(
-      std::string(call) +
-      " was called while its stream is capturing a CUDA graph. A graph would "
+      "tdcopier was called while its stream is capturing a CUDA graph. A graph would "
       "replay the transfer from staging memory that has other contents by then: "
       "copy before the capture begins");
 }

@@ -97,7 +97,7 @@ bool Handle::ready() {
   return true;
 }
 
-std::vector<c10::Stream> Handle::consumers(py::handle given, const char* call) const {
+std::vector<c10::Stream> Handle::consumers(py::handle given) const {
   std::vector<c10::Device> devices;
   for (const c10::Device target : targets_) {
     if (has_engine_transfers(target)) devices.push_back(target);
@@ -110,12 +110,12 @@ std::vector<c10::Stream> Handle::consumers(py::handle given, const char* call) c
     const auto which = at != devices.end() ? at - devices.begin() : 0;
     streams[which] = parse_stream(given, devices[which]);
   }
-  for (const c10::Stream& stream : streams) refuse_capture(stream, call);
+  for (const c10::Stream& stream : streams) refuse_capture(stream);
   return streams;
 }
 
 py::object Handle::get() {
-  const std::vector<c10::Stream> streams = consumers(py::none(), "get()");
+  const std::vector<c10::Stream> streams = consumers(py::none());
   wait_enqueued();
   wait_stopped_if_failed();
   raise_if_failed();
@@ -126,12 +126,12 @@ py::object Handle::get() {
 }
 
 py::object Handle::wait(py::handle stream_or_none) {
-  const std::vector<c10::Stream> streams = consumers(stream_or_none, "wait()");
+  const std::vector<c10::Stream> streams = consumers(stream_or_none);
   if (streams.empty()) {
     check_is_stream(stream_or_none, targets_.empty() ? c10::Device(c10::kCPU) : targets_.front());
     return get();  // the host has waited, so any stream has
   }
-  const std::vector<c10::Stream> producing = producers("wait()");
+  const std::vector<c10::Stream> producing = producers();
   wait_enqueued();
   wait_stopped_if_failed();
   raise_if_failed();
@@ -144,12 +144,12 @@ py::object Handle::wait(py::handle stream_or_none) {
 }
 
 // Returns the streams in the order of the jobs whose sources are on a device.
-std::vector<c10::Stream> Handle::producers(const char* call) const {
+std::vector<c10::Stream> Handle::producers() const {
   std::vector<c10::Stream> streams;
   for (const auto& job : jobs_) {
     if (job->source_device().is_cpu()) continue;
     streams.push_back(parse_stream(py::none(), job->source_device()));
-    refuse_capture(streams.back(), call);
+    refuse_capture(streams.back());
   }
   return streams;
 }
@@ -175,7 +175,7 @@ void Handle::wait_host_sources_read() {
 }
 
 void Handle::wait_staged() {
-  const std::vector<c10::Stream> producing = producers("wait_staged()");
+  const std::vector<c10::Stream> producing = producers();
   const auto enqueued = [](const auto& job) { return job->are_sources_free(); };
   if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
     refuse_in_child();

@@ -83,14 +83,14 @@ class Handle {
   // Blocks: until every host source has been read, after which the caller may write to it.
   void wait_host_sources_read();
   // Returns the current stream of the source device of each job that reads from a device.
-  std::vector<c10::Stream> producers(const char* call) const;
+  std::vector<c10::Stream> producers() const;
   void order_after_reads(const std::vector<c10::Stream>& producers);
   void wait_stopped_if_failed();  // does nothing unless the copy fills existing memory
   // Waits until everything, or only the jobs that target the host, is done, and returns the
   // device's first error. Blocks. GIL: either way. Throws: Interrupted.
   std::exception_ptr synchronize(bool on_host_only = false) const;
   // Returns one stream for each target that has streams: the given one or the current one.
-  std::vector<c10::Stream> consumers(pybind11::handle stream, const char* call) const;
+  std::vector<c10::Stream> consumers(pybind11::handle stream) const;
   void release_kept();
   void raise_if_failed();
   void build_once();

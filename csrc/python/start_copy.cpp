@@ -316,7 +316,7 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
                                       const CopyOptions& options, PreparedCopy* prepared,
                                       RowLeaves* rows) {
   if (has_engine_transfers(target))
-    refuse_capture(parse_stream(py::none(), target), "start_copy()");
+    refuse_capture(parse_stream(py::none(), target));
 
   PhaseTimes phases;  // until there is a handle
   FlatTree flat = [&] {
@@ -326,7 +326,7 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
   check_unknown(flat, data, target, options.on_unknown);
   for (const SourceGroup& group : flat.groups) {
     const c10::Device source = group.leaves.device();
-    if (!source.is_cpu()) refuse_capture(parse_stream(py::none(), source), "start_copy()");
+    if (!source.is_cpu()) refuse_capture(parse_stream(py::none(), source));
   }
   const bool fits = prepared != nullptr && prepared->note_fit(flat);
   LeafCounts counts;

@@ -20,7 +20,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 import tdcopier
-from tdcopier import _C, _copy
+from tdcopier import _C, _checking, _limits
 
 _Answer = TypeVar("_Answer")
 
@@ -165,9 +165,9 @@ def info(*, make_contexts: bool = False) -> Info:
         "devices": devices,
         "missing_devices": missing_devices,
         "limits": {
-            "staging_limit_bytes": _copy.limits_in_force.staging_limit_bytes,
+            "staging_limit_bytes": _limits.limits_in_force.staging_limit_bytes,
             "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
-            "run_ahead_batches": _copy.limits_in_force.run_ahead_batches,
+            "run_ahead_batches": _limits.limits_in_force.run_ahead_batches,
             "inline_bytes": _C.MAX_INLINE_BYTES,
             "straight_bytes": _C.MAX_STRAIGHT_BYTES,
         },
@@ -392,7 +392,7 @@ def _switches() -> Switches:
     backend = sys.modules.get("tdcopier.tensordict._backend")
     installed, here = (False, False) if backend is None else backend.switches_on()
     return {
-        "check_mode": _copy._CHECKING,
+        "check_mode": _checking.enabled,
         "tensordict_backend_installed": installed,
         "tensordict_backend_here": here,
         "steps_timed": _C.are_steps_timed(),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tdcopier import _C
-from tdcopier._copy import AsyncCopyHandle
+from tdcopier._C import AsyncCopyHandle
 from tdcopier._prefetch.queue import BatchQueue
 from tdcopier._prefetch.source import Batch, EndOfPass, PrefetchCounters, Source
 
@@ -13,7 +15,8 @@ class LoopPass(BatchQueue):
 
     def __init__(self, depth: int, counters: PrefetchCounters, source: Source) -> None:
         super().__init__(depth, counters, source)
-        self._unread: AsyncCopyHandle | None = None  # newest copy; its sources may still be read
+        # The newest copy, whose sources may still be read.
+        self._unread: AsyncCopyHandle[Any] | None = None
 
     def start(self) -> None:
         """Do nothing: the first batch is read when a consumer asks for it."""

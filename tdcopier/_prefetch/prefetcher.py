@@ -13,17 +13,22 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from typing_extensions import Self, Unpack
 
-from tdcopier._copy import CopyOptions, Device, start_copy
+from tdcopier._C import AsyncCopyHandle
+from tdcopier._copy import start_copy
+from tdcopier._options import CopyOptions, Device
 from tdcopier._prefetch.in_loop import LoopPass
 from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
 from tdcopier._prefetch.reader import ReaderPass
 from tdcopier._prefetch.source import PrefetchCounters, Source
 
 __all__ = ["PrefetchStats", "Prefetcher", "prefetch"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class PrefetchStats:
     """Time that the reader waited for room, because `depth` batches were in flight."""
 
 
-class Prefetcher:
+class Prefetcher(Generic[T_co]):
     """Yields the batches of a source on a device, in order; made by `prefetch`.
 
     `for` starts a pass. If an earlier pass is unfinished, the type of the source decides. A source
@@ -93,7 +98,7 @@ class Prefetcher:
         self._is_closed = False
         self._forks = forks()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T_co]:
         """Start a pass or continue one, as described for the class.
 
         Raises:
@@ -103,7 +108,7 @@ class Prefetcher:
         """
         return _Pass(self, self._pass(is_wanted_anew=True))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T_co:
         """Return the next batch on the device, ordered on the current stream.
 
         Raises:
@@ -111,7 +116,8 @@ class Prefetcher:
             RuntimeError: as for `iter()`; or another thread closed the pass.
             BaseException: an error from the source, or from the copy of this batch.
         """
-        return self._pass(is_wanted_anew=False).take()
+        batch: T_co = self._pass(is_wanted_anew=False).take()
+        return batch
 
     def __len__(self) -> int:
         """Return the length of the source.
@@ -212,22 +218,41 @@ class Prefetcher:
         return make(self._depth, self._counters, source)
 
 
-class _Pass:
+class _Pass(Generic[T_co]):
     """The iterator of a `for` loop over a prefetcher; it keeps the prefetcher alive."""
 
     __slots__ = ("_prefetcher", "_queue")
 
-    def __init__(self, prefetcher: Prefetcher, queue: BatchQueue) -> None:
+    def __init__(self, prefetcher: Prefetcher[T_co], queue: BatchQueue) -> None:
         self._prefetcher = prefetcher
         self._queue = queue
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
-        return self._queue.take()
+    def __next__(self) -> T_co:
+        batch: T_co = self._queue.take()
+        return batch
 
 
+@overload
+def prefetch(
+    source: Iterable[AsyncCopyHandle[T]] | Callable[[], AsyncCopyHandle[T]],
+    device: Device,
+    *,
+    depth: int = 2,
+    threaded: bool = True,
+    **options: Unpack[CopyOptions],
+) -> Prefetcher[T]: ...
+@overload
+def prefetch(
+    source: Iterable[T] | Callable[[], T],
+    device: Device,
+    *,
+    depth: int = 2,
+    threaded: bool = True,
+    **options: Unpack[CopyOptions],
+) -> Prefetcher[T]: ...
 def prefetch(
     source: Iterable[Any] | Callable[[], Any],
     device: Device,
@@ -235,7 +260,7 @@ def prefetch(
     depth: int = 2,
     threaded: bool = True,
     **options: Unpack[CopyOptions],
-) -> Prefetcher:
+) -> Prefetcher[Any]:
     """Read batches of a source and start their copies ahead of the loop that uses them.
 
     For example::

@@ -36,7 +36,8 @@ class BatchQueue(ABC):
         self._forks = forks()
         self._turn = threading.RLock()  # held by one consumer at a time
         self._items: deque[Item] = deque()
-        self._unsent: deque[_C.AsyncCopyHandle] = deque()  # copies that consumers may have to send
+        # Copies that consumers may have to send.
+        self._unsent: deque[_C.AsyncCopyHandle[Any]] = deque()
 
     @abstractmethod
     def start(self) -> None:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from tdcopier import _C
-from tdcopier._copy import AsyncCopyHandle, CopyOptions, Device, start_copy
+from tdcopier._C import AsyncCopyHandle
+from tdcopier._copy import start_copy
+from tdcopier._options import CopyOptions, Device
 from tdcopier._prefetch.stream_position import StreamPosition
 
 
@@ -38,7 +40,7 @@ class PrefetchCounters:
 class Batch(NamedTuple):
     """A batch that was read, and whose copy was started."""
 
-    handle: AsyncCopyHandle
+    handle: AsyncCopyHandle[Any]
     made_at: StreamPosition | None
     """Position of the reader's stream, if the batch has leaves that were on the device already."""
 

@@ -1,24 +1,27 @@
-"""`start_gather`: gathers rows of a storage into packed chunks on their way to a device."""
+"""Gathers rows of a storage into packed chunks on their way to a device."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from typing_extensions import Unpack
 
-from tdcopier import _C, _copy
+from tdcopier import _C, _copy, _options
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._containers.delegated_parts import DelegatedPart
-from tdcopier._copy import Device, OnUnknown
+from tdcopier._options import CopyOptions, Device, OnUnknown
 from tdcopier._rows.request import RowIndex, RowReaders
 from tdcopier._rows.row_numbers import read_rows, row_index
 
-__all__ = ["start_gather"]
+__all__ = ["gather", "start_gather"]
+
+T = TypeVar("T")
 
 
 def start_gather(
-    storage: Any,
+    storage: T,
     index: Any,
     device: Device,
     *,
@@ -28,7 +31,7 @@ def start_gather(
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
     on_unknown: OnUnknown = None,
-) -> AsyncCopyHandle:
+) -> AsyncCopyHandle[T]:
     """Start to copy rows of every leaf of `storage` to `device`, and return a handle at once.
 
     The result equals `storage[index].to(device)` for a TensorDict. For other containers, each leaf
@@ -70,7 +73,7 @@ def start_gather(
         TypeError: `index` is not an index of rows; and as `start_copy`.
         Exception: as `start_copy`.
     """
-    options = _copy.checked_options(
+    options = _options.checked_options(
         use_pinned_staging,
         pack_cpu_tensors,
         min_packed_alignment_bytes,
@@ -78,12 +81,22 @@ def start_gather(
         use_background_thread,
     )
     if on_unknown is not None:
-        options = _copy.options_for_unknown(options, on_unknown)
+        options = _options.options_for_unknown(options, on_unknown)
     if str(device) == "meta":  # has no memory to gather into
         rows_on_host = start_gather(storage, index, "cpu", on_unknown=on_unknown).get()
         return _copy.start_copy(rows_on_host, device, on_unknown="ignore")  # checked by the gather
     rows = row_index(index, storage)
     return _C.start_gather(storage, rows, _readers(rows, device), device, options)
+
+
+def gather(storage: T, index: Any, device: Device, **options: Unpack[CopyOptions]) -> T:
+    """Return rows of every leaf of `storage` on `device`, and block until they have arrived.
+
+    This is `start_gather(...).get()`, which describes the arguments and the errors.
+    """
+    if options:
+        _options.refuse_unknown_options("gather", options)
+    return start_gather(storage, index, device, **options).get()
 
 
 class Whole(DelegatedPart):

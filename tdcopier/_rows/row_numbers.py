@@ -10,7 +10,7 @@ import torch
 
 from tdcopier import _C
 from tdcopier._containers.delegated_parts import plain_parts
-from tdcopier._copy import Device
+from tdcopier._options import Device
 from tdcopier._rows.request import RowIndex
 
 

@@ -1,8 +1,8 @@
-"""`start_scatter`: writes a batch into rows of a storage."""
+"""Writes a batch into rows of a storage."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,27 +10,30 @@ import torch
 from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._containers import arrays
-from tdcopier._copy import options_for_filling
+from tdcopier._into import finished
+from tdcopier._options import options_for_filling
 from tdcopier._rows.row_numbers import row_index
 
-__all__ = ["start_scatter"]
+__all__ = ["scatter", "start_scatter"]
+
+T = TypeVar("T")
 
 
 def start_scatter(
     batch: Any,
-    storage: Any,
+    storage: T,
     index: Any,
     *,
     use_pinned_staging: bool = True,
     use_background_thread: bool = True,
-) -> AsyncCopyHandle:
+) -> AsyncCopyHandle[T]:
     """Start to write a batch into rows of `storage`, and return a handle at once.
 
     Has the effect of `storage[index] = batch`, leaf by leaf. The leaves of a batch on a device are
     gathered there, sent in one transfer per staging buffer, and written to their rows by native
     threads. `get()` and `wait()` return `storage` itself once every row is written; until then, do
-    not read or write those rows. The rules of `copy_into` for order, sources and version counters
-    apply here too.
+    not read or write those rows. The rules of `start_copy_into` for order, sources and version
+    counters apply here too.
 
     Leaves that cannot be written as rows of plain memory (a storage on a device or with rows that
     are not contiguous; leaves of the batch with gaps, or that need gradients) are delegated to
@@ -42,8 +45,8 @@ def start_scatter(
             the same.
         storage: as for `start_gather`, on the host: in RAM, pinned or memory-mapped.
         index: as for `start_gather`, without repeated rows.
-        use_pinned_staging: as for `copy_into`.
-        use_background_thread: as for `copy_into`.
+        use_pinned_staging: as for `start_copy_into`.
+        use_background_thread: as for `start_copy_into`.
 
     Raises:
         IndexError: a row is out of range, or a mask has the wrong shape.
@@ -51,7 +54,7 @@ def start_scatter(
             the shape or dtype of its rows; leaves share memory. Messages name the leaf by its path,
             and nothing has been written.
         TypeError: `index` is not an index of rows.
-        Exception: as `copy_into`.
+        Exception: as `start_copy_into`.
     """
     rows = row_index(index, storage)
 
@@ -65,6 +68,29 @@ def start_scatter(
         fill,
         options_for_filling(use_pinned_staging, use_background_thread),
     )
+
+
+def scatter(
+    batch: Any,
+    storage: T,
+    index: Any,
+    *,
+    use_pinned_staging: bool = True,
+    use_background_thread: bool = True,
+) -> T:
+    """Write a batch into rows of `storage`, block until they are written, and return `storage`.
+
+    This is `start_scatter(...).get()`, which describes the arguments and the errors. Ctrl-C raises
+    after the last write, and at once when pressed again.
+    """
+    handle = start_scatter(
+        batch,
+        storage,
+        index,
+        use_pinned_staging=use_pinned_staging,
+        use_background_thread=use_background_thread,
+    )
+    return finished(handle)
 
 
 def as_tensor(leaf: Any, written: bool) -> torch.Tensor | str:

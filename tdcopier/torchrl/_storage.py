@@ -14,7 +14,7 @@ from tensordict import is_tensor_collection
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
 
 from tdcopier import _copy
-from tdcopier._copy import Device
+from tdcopier._options import Device
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.request import RowIndex
 from tdcopier.torchrl._sampling import current, untraced
@@ -110,7 +110,7 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         now.devices.add(self.sample_device)
         request = self._request(index) if rows is None else None
         if request is not None:
-            beside = {key: Whole(tensor) for key, tensor in now.tensors().items()}
+            beside: dict[Any, Any] = {key: Whole(tensor) for key, tensor in now.tensors().items()}
             handle = start_gather((request.rows, beside), request.numbers, self.sample_device)
             rows, now.moved = handle.wait()  # the rows have been read; the transfer is in flight
             self._reads.add(gathered=1)

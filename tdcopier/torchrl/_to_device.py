@@ -11,7 +11,7 @@ from torchrl.envs.transforms import Transform
 from typing_extensions import Unpack
 
 from tdcopier import _copy
-from tdcopier._copy import CopyOptions, Device
+from tdcopier._options import CopyOptions, Device
 from tdcopier.torchrl._sampling import current
 
 

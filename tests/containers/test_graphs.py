@@ -201,7 +201,7 @@ def test_existing_graphs_are_filled(device, pyg):
     static = moved_by_to(graph_on(pyg, "cpu"), device)
     static.x.zero_()
     address = static.x.data_ptr()
-    handle = tdcopier.copy_into(graph_on(pyg, "cpu"), static)
+    handle = tdcopier.start_copy_into(graph_on(pyg, "cpu"), static)
     assert handle.get() is static
     assert static.x.data_ptr() == address
     assert static.x.tolist() == [[0, 1], [2, 3], [4, 5]]
@@ -219,7 +219,7 @@ def test_prepared_and_prefetched_graphs_arrive(device, pyg):
 
 
 def test_a_modified_attribute_is_found_in_check_mode(sim, device, pyg, monkeypatch, copy_stream):
-    monkeypatch.setattr("tdcopier._copy._CHECKING", True)
+    monkeypatch.setattr("tdcopier._checking.enabled", True)
     graph = graph_on(pyg, "cpu")
     with sim.hold(copy_stream):
         handle = tdcopier.start_copy([graph], device)

@@ -296,14 +296,14 @@ def test_existing_memory_inside_an_object_is_not_filled(device):
     destination = [torch.zeros(2, device=device), Sample(x=torch.zeros(3, device=device))]
     message = r"^destination\[1\] is a Sample, which cannot be filled: give the tensors in it$"
     with pytest.raises(ValueError, match=message):
-        tdcopier.copy_into(source, destination)
+        tdcopier.start_copy_into(source, destination)
     assert destination[0].tolist() == [0, 0]
 
 
 def test_an_object_that_both_trees_share_is_left_as_it_is(device):
     module = torch.nn.Linear(1, 1)
     static = [torch.zeros(2, device=device), module]
-    handle = tdcopier.copy_into([ramp("cpu", 2), module], static)
+    handle = tdcopier.start_copy_into([ramp("cpu", 2), module], static)
     assert handle.get()[0].tolist() == [0, 1]
     assert module.weight.device.type == "cpu"
     assert handle.stats[:5] == (1, 0, 0, 0, 1)
@@ -318,6 +318,6 @@ def test_in_a_storage_of_rows_an_object_is_opaque(device):
 
 
 def test_check_mode_takes_objects(device, monkeypatch):
-    monkeypatch.setattr("tdcopier._copy._CHECKING", True)
+    monkeypatch.setattr("tdcopier._checking.enabled", True)
     moved = tdcopier.copy([Sample(x=ramp("cpu", 3)), ramp("cpu", 2)], device)
     assert moved[0].fields["x"].tolist() == [0, 1, 2]

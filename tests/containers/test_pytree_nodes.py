@@ -109,7 +109,7 @@ def test_existing_nodes_are_filled_whatever_they_know(device):
     cls = cache_class(to=lambda self, device: pytest.fail("called"))
     register(cls)
     static = cls([torch.zeros(3, device=device)], torch.device(device))
-    handle = tdcopier.copy_into(cls([ramp("cpu", 3)], torch.device("cpu")), static)
+    handle = tdcopier.start_copy_into(cls([ramp("cpu", 3)], torch.device("cpu")), static)
     assert handle.get() is static
     assert static.keys[0].tolist() == [0, 1, 2]
 

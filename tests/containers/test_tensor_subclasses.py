@@ -15,7 +15,7 @@ from sim_support import becomes
 from support import assert_same, raises_exactly
 
 import tdcopier
-from tdcopier import _checking, _copy
+from tdcopier import _checking
 
 
 @pytest.fixture(params=LIBRARY_OR_STAND_IN)
@@ -45,7 +45,7 @@ def assert_as_by_to(got: dict[str, Any], source: dict[str, Any], target: str) ->
 
 @pytest.fixture
 def checking(monkeypatch) -> None:
-    monkeypatch.setattr(_copy, "_CHECKING", True)
+    monkeypatch.setattr(_checking, "enabled", True)
 
 
 # ---- torchvision.tv_tensors ----------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_existing_memory_is_filled_and_keeps_its_metadata(ends, tv):
     static = {key: leaf.to(target) for key, leaf in sample(tv, "cpu").items()}
     static["boxes"].canvas_size = (1, 1)
     addresses = [leaf.data_ptr() for leaf in static.values()]
-    handle = tdcopier.copy_into(batch, static)
+    handle = tdcopier.start_copy_into(batch, static)
     assert handle.get() is static
     assert [leaf.data_ptr() for leaf in static.values()] == addresses
     for key, leaf in static.items():

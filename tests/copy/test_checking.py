@@ -16,7 +16,7 @@ from tdcopier._checking import CheckedHandle, SourceCheck
 
 @pytest.fixture
 def checking(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("tdcopier._copy._CHECKING", True)
+    monkeypatch.setattr("tdcopier._checking.enabled", True)
 
 
 def sentence(path: str) -> str:

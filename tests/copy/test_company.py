@@ -26,22 +26,22 @@ def _to_host(device: str) -> Callable[[], Any]:
 
 def _into_device(device: str) -> Callable[[], Any]:
     source, destination = torch.ones(LARGE), torch.zeros(LARGE, device=device)
-    return lambda: tdcopier.copy_into([source], [destination])
+    return lambda: tdcopier.start_copy_into([source], [destination])
 
 
 def _into_device_scattered(device: str) -> Callable[[], Any]:
     source, destination = torch.ones(40, 50), torch.zeros(40, 100, device=device)[:, ::2]
-    return lambda: tdcopier.copy_into([source], [destination])
+    return lambda: tdcopier.start_copy_into([source], [destination])
 
 
 def _into_host(device: str) -> Callable[[], Any]:
     source, destination = torch.ones(LARGE, device=device), torch.zeros(LARGE)
-    return lambda: tdcopier.copy_into([source], [destination])
+    return lambda: tdcopier.start_copy_into([source], [destination])
 
 
 def _within(device: str) -> Callable[[], Any]:
     source, destination = torch.ones(SMALL, device=device), torch.zeros(SMALL, device=device)
-    return lambda: tdcopier.copy_into([source], [destination])
+    return lambda: tdcopier.start_copy_into([source], [destination])
 
 
 def _scatter(device: str) -> Callable[[], Any]:
@@ -106,7 +106,7 @@ def test_workers_are_free_while_a_large_fill_waits_for_kernels(stall, device, ac
         accelerator.synchronize()
         with stall(stream):
             with accelerator.stream(stream):
-                late = tdcopier.copy_into([source], [destination])
+                late = tdcopier.start_copy_into([source], [destination])
             handle = tdcopier.start_copy([other], device)
             assert becomes(handle.ready)
             assert not late.ready()
@@ -175,7 +175,7 @@ def test_staging_that_cannot_be_pinned_is_done_without_and_counted(sim, device, 
             handle = tdcopier.start_copy(source, device)
         else:
             target = "cpu" if call == "to host memory" else device
-            handle = tdcopier.copy_into(
+            handle = tdcopier.start_copy_into(
                 source, [torch.zeros_like(leaf, device=target) for leaf in source]
             )
         result = handle.get()

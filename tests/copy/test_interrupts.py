@@ -14,7 +14,7 @@ from tensordict_backend_support import methods
 from tensordict_kinds_of_leaves import flat
 
 import tdcopier
-from tdcopier import _checking, _copy
+from tdcopier import _checking
 from tdcopier._parcel import pack, unpack
 from tdcopier.tensordict import _backend
 
@@ -187,7 +187,7 @@ def test_a_tree_whose_packing_into_a_parcel_was_interrupted_can_be_packed_again(
 def test_what_was_modified_is_named_after_an_interrupted_call_too(
     device, accelerator, monkeypatch, ask, kind
 ):
-    monkeypatch.setattr(_copy, "_CHECKING", True)
+    monkeypatch.setattr(_checking, "enabled", True)
 
     def scene(interrupter: Interrupter) -> None:
         source: dict[str, Any] = {"x": torch.ones(5), "y": torch.ones(5)}

@@ -331,11 +331,11 @@ def test_what_has_arrived_may_be_filled_by_another_copy(device):
     moved = handle.get()
     assert handle.stats.transfers == 1
     fresh = [torch.full((ROW + 1,), float(i)) for i in range(ROWS)]
-    filling = tdcopier.copy_into(fresh, moved)
+    filling = tdcopier.start_copy_into(fresh, moved)
     filling.get()
     assert_same(moved, oracle(fresh, device))
     assert filling.stats.transfers == 1
-    part = tdcopier.copy_into([leaf[:5] * 0 for leaf in fresh], [leaf[:5] for leaf in moved])
+    part = tdcopier.start_copy_into([leaf[:5] * 0 for leaf in fresh], [leaf[:5] for leaf in moved])
     part.get()
     assert all(leaf[:5].eq(0).all() and leaf[5:].eq(i).all() for i, leaf in enumerate(moved))
 

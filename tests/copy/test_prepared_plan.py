@@ -77,7 +77,7 @@ def test_many_threads_share_a_plan(device, reuse_outputs):
 def test_a_checked_copy_names_a_source_that_is_modified_too_early(
     device, stall, copy_stream, monkeypatch
 ):
-    monkeypatch.setattr("tdcopier._copy._CHECKING", True)
+    monkeypatch.setattr("tdcopier._checking.enabled", True)
     batch = {"a": torch.ones(3)}
     plan = tdcopier.prepare(batch, device)
     with stall(copy_stream):

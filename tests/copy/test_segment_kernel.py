@@ -86,14 +86,14 @@ def test_leaves_of_every_width_are_scattered(device, kind, shift):
         lengths = [max(1, n // max(t.itemsize for t in dtypes)) for n in LENGTHS[kind]]
         source = leaves_of(lengths, dtypes, "cpu")
         destination = leaves_of(lengths, dtypes, device, shift)
-        tdcopier.copy_into(source, destination).get()
+        tdcopier.start_copy_into(source, destination).get()
         assert_equal_bytes(destination, source)
 
 
 def test_what_lies_around_destinations_stays(device):
     rows = torch.zeros(100, 3, 7, dtype=torch.uint8, device=device)
     source = [torch.full((7,), 9, dtype=torch.uint8) for _ in range(100)]
-    tdcopier.copy_into(source, [row[1] for row in rows]).get()
+    tdcopier.start_copy_into(source, [row[1] for row in rows]).get()
     assert rows[:, 1].eq(9).all()
     assert rows[:, ::2].eq(0).all()
 
@@ -110,7 +110,7 @@ def test_between_devices(device, other_device):
     source = leaves_of(LENGTHS["small"], WIDTHS, other_device)
     assert_equal_bytes(tdcopier.copy(source, device), source)
     destination = leaves_of(LENGTHS["small"], WIDTHS, device)
-    tdcopier.copy_into(source, destination).get()
+    tdcopier.start_copy_into(source, destination).get()
     assert_equal_bytes(destination, source)
 
 
@@ -156,7 +156,7 @@ def test_copies_without_it_count_what_torch_did_instead(device, straight):
 
     def fallbacks() -> list[int]:
         gathered = tdcopier.start_copy(batch, "cpu")
-        scattered = tdcopier.copy_into(host, destination)
+        scattered = tdcopier.start_copy_into(host, destination)
         for handle in (gathered, scattered):
             handle.get()
         return [gathered.stats.fallbacks, scattered.stats.fallbacks]

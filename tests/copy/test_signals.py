@@ -52,17 +52,17 @@ def _to_host(device: str) -> Callable[[], Any]:
 
 def _into_host(device: str) -> Callable[[], Any]:
     source, destination = torch.ones(10, device=device), torch.zeros(10)
-    return lambda: tdcopier.copy_into([source], [destination])
+    return lambda: tdcopier.start_copy_into([source], [destination])
 
 
 def _into_device(device: str) -> Callable[[], Any]:
     source, destination = torch.ones(10), torch.zeros(10, device=device)
-    return lambda: tdcopier.copy_into([source], [destination])
+    return lambda: tdcopier.start_copy_into([source], [destination])
 
 
 def _into_device_beyond_its_staging(device: str) -> Callable[[], Any]:
     source, destination = torch.ones(20_000_000), torch.zeros(20_000_000, device=device)
-    return lambda: tdcopier.copy_into([source], [destination])
+    return lambda: tdcopier.start_copy_into([source], [destination])
 
 
 COPIES = {
@@ -87,6 +87,31 @@ def test_a_signal_ends_a_wait_and_the_copy_goes_on(sim, device, press, copy):
         assert time.monotonic() - at < LIMIT_S
         assert not handle.ready()
     assert all(leaf.eq(1).all() for leaf in handle.get())
+
+
+FILLS = {
+    "copy_into": lambda source, table: tdcopier.copy_into(source, table),
+    "scatter": lambda source, table: tdcopier.scatter(source, table, torch.arange(4)),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_signal_ends_a_blocking_fill_after_its_last_write(sim, device, press, fill):
+    source, destination = torch.ones(4, 10, device=device), torch.zeros(4, 10)
+    stream = torch.sim.Stream(device=device)
+    torch.sim.synchronize()
+    held = sim.hold(stream)
+    held.__enter__()
+    release = threading.Timer(0.4, held.__exit__, (None, None, None))
+    release.start()
+    press()
+    with torch.sim.stream(stream), pytest.raises(Pressed):
+        FILLS[fill](source, destination)
+    assert destination.eq(1).all()
+    destination.fill_(3)
+    release.join()
+    torch.sim.synchronize()
+    assert destination.eq(3).all()
 
 
 def test_a_signal_ends_the_wait_for_consumers(sim, device, press):
@@ -164,7 +189,7 @@ def test_a_fill_that_a_signal_ends_between_its_waits_writes_no_more(sim, route, 
     handle = None
     try:
         signal.setitimer(signal.ITIMER_REAL, after_ms / 1000)
-        handle = tdcopier.copy_into(source, destination)
+        handle = tdcopier.start_copy_into(source, destination)
     except Pressed:
         destination[0].fill_(3)
     finally:
@@ -187,6 +212,6 @@ def test_a_second_signal_ends_the_wait_for_a_fill_that_the_first_has_ended(sim, 
         second = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGUSR1))
         second.start()
         with pytest.raises(Pressed):
-            tdcopier.copy_into([source], [destination], use_background_thread=False)
+            tdcopier.start_copy_into([source], [destination], use_background_thread=False)
         second.join()
     torch.sim.synchronize("sim:0")

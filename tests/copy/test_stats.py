@@ -134,6 +134,6 @@ def test_nothing_falls_back_to_torch_where_the_device_has_its_fast_way_or_none(
     moved = handle.get()
     assert handle.stats.transfers > 0
     assert handle.stats.fallbacks == 0
-    filling = tdcopier.copy_into(tree, moved, use_background_thread=False)
+    filling = tdcopier.start_copy_into(tree, moved, use_background_thread=False)
     filling.get()
     assert filling.stats.fallbacks == 0

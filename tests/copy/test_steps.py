@@ -53,7 +53,7 @@ def test_every_step_of_a_copy_takes_some_time_and_no_more_than_all(device, direc
 def test_copy_into_takes_them_too(device):
     source, destination = [torch.ones(20)] * 50, list(torch.zeros(50, 20, device=device))
     with tdcopier.time_steps():
-        handle = tdcopier.copy_into(source, destination)
+        handle = tdcopier.start_copy_into(source, destination)
         handle.get()
     steps = handle.stats.steps
     assert min(steps.flatten_us, steps.plan_us, steps.stage_us, steps.enqueue_us, steps.wait_us) > 0

@@ -48,9 +48,9 @@ def copies(device: str) -> list[Callable[[], Any]]:
         lambda: tdcopier.start_copy(host, device),
         lambda: tdcopier.start_copy(pinned, device),
         lambda: tdcopier.start_copy(here, "cpu"),
-        lambda: tdcopier.copy_into(host, here),
-        lambda: tdcopier.copy_into(here, host),
-        lambda: tdcopier.copy_into(here, there),
+        lambda: tdcopier.start_copy_into(host, here),
+        lambda: tdcopier.start_copy_into(here, host),
+        lambda: tdcopier.start_copy_into(here, there),
         lambda: tdcopier.start_gather(storage, index, device),
         lambda: tdcopier.start_scatter(batch, storage, index),
     ]

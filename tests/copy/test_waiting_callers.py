@@ -60,7 +60,7 @@ def test_sources_are_read_by_the_caller_that_wants_to_write_them(busy_workers, s
 
 def test_a_caller_fills_memory_that_exists(busy_workers, source):
     destination = torch.zeros(ELEMENTS, dtype=torch.int32, device="sim:1")
-    tdcopier.copy_into(source, destination).get()  # hangs if the caller does not help
+    tdcopier.start_copy_into(source, destination).get()  # hangs if the caller does not help
     assert torch.equal(destination.cpu(), source)
 
 
@@ -145,7 +145,7 @@ def test_reads_that_are_enqueued_are_not_waited_for_by_helping_to_deliver(sim):
     destination = torch.zeros(1 << 18)
     torch.sim.synchronize(0)
     with sim.hold(_C.copy_stream("sim:0")):
-        handle = tdcopier.copy_into(source, destination)
+        handle = tdcopier.start_copy_into(source, destination)
         handle.wait_staged()  # hangs if the caller does not help
     handle.get()
     assert destination.eq(3).all()

@@ -29,12 +29,12 @@ CALLS = {
     "prepare": 'same(tdcopier.prepare([large], "sim:0").start_copy([large]).get()[0], large)',
     "filling a device": """
 static = [torch.zeros_like(large, device="sim:0")]
-same(tdcopier.copy_into([large], static).get()[0], large)
+same(tdcopier.start_copy_into([large], static).get()[0], large)
 """,
     "filling the host": """
 static = [torch.zeros_like(large)]
-same(tdcopier.copy_into([large.to("sim:0")], static).get()[0], large)
-same(tdcopier.copy_into([large + 1], static).get()[0], large + 1)
+same(tdcopier.start_copy_into([large.to("sim:0")], static).get()[0], large)
+same(tdcopier.start_copy_into([large + 1], static).get()[0], large + 1)
 """,
     "gather": """
 rows = tdcopier.start_gather([large.view(512, -1)], index, "sim:0").get()[0]
@@ -81,11 +81,11 @@ same(rows, large.view(512, -1)[index])
 """,
     "filling a device": """
 static = [torch.zeros_like(large, device="sim:0")]
-same(tdcopier.copy_into([large], static, **inline).get()[0], large)
+same(tdcopier.start_copy_into([large], static, **inline).get()[0], large)
 """,
     "filling the host": """
 static = [torch.zeros_like(large)]
-same(tdcopier.copy_into([large], static, **inline).get()[0], large)
+same(tdcopier.start_copy_into([large], static, **inline).get()[0], large)
 """,
 }
 

@@ -57,7 +57,7 @@ def test_a_batch_fills_another_in_every_direction(way):
     source, destination = batch(way[0], seed=5), batch(way[1])
     leaves = workloads.leaves(destination)
     addresses = [leaf.data_ptr() for leaf in leaves]
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     assert handle.get() is destination
     assert handle.wait() is destination
     assert handle.ready()
@@ -71,7 +71,7 @@ def test_a_batch_fills_another_in_every_direction(way):
 def test_large_leaves_arrive_with_every_option(way, pinned, background):
     source = [torch.randn(1500, 1000).to(way[0]), torch.randn(70_000).to(way[0])]
     destination = [torch.zeros_like(leaf, device=way[1]) for leaf in source]
-    handle = tdcopier.copy_into(
+    handle = tdcopier.start_copy_into(
         source, destination, use_pinned_staging=pinned, use_background_thread=background
     )
     handle.get()
@@ -84,7 +84,7 @@ def test_views_with_gaps_are_filled_and_what_lies_between_is_left(way):
     destination = [whole[0, 3:20, 5:17], whole[1, ::2, ::3], whole[2].t()[:, 1:5]]
     shapes = [leaf.shape for leaf in destination]
     source = [torch.randn(shape).to(way[0]) for shape in shapes]
-    tdcopier.copy_into(source, destination).get()
+    tdcopier.start_copy_into(source, destination).get()
     expected = torch.full((3, 40, 50), 7.0)
     beside = [expected[0, 3:20, 5:17], expected[1, ::2, ::3], expected[2].t()[:, 1:5]]
     for leaf, values in zip(beside, source, strict=True):
@@ -95,7 +95,7 @@ def test_views_with_gaps_are_filled_and_what_lies_between_is_left(way):
 def test_large_views_with_gaps_are_filled(way):
     whole = torch.full((700, 302), 7.0, device=way[1])
     source = torch.randn(300, 700).to(way[0])
-    tdcopier.copy_into([source], [whole.t()[1:301]]).get()
+    tdcopier.start_copy_into([source], [whole.t()[1:301]]).get()
     assert same_bytes(whole[:, 1:301], source.t())
     assert whole[:, 0].cpu().tolist() == whole[:, 301].cpu().tolist() == [7.0] * 700
 
@@ -112,7 +112,7 @@ def test_sources_with_gaps_repeats_and_another_order_of_dimensions_arrive(way):
     destination.append(
         torch.zeros(8, 2, 3, 10, dtype=torch.int64, device=way[1]).permute(3, 2, 1, 0)
     )
-    tdcopier.copy_into(source, destination).get()
+    tdcopier.start_copy_into(source, destination).get()
     assert_filled(destination, source)
 
 
@@ -120,7 +120,7 @@ def test_one_call_fills_leaves_everywhere_from_everywhere(device, other_device):
     places = ["cpu", device, other_device]
     source = {(a, b): torch.randn(33).to(a) for a in places for b in places}
     destination = {(a, b): torch.zeros(33, device=b) for a in places for b in places}
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.wait()
     handle.get()
     for key, leaf in destination.items():
@@ -134,7 +134,7 @@ DTYPES = [torch.bool, torch.uint8, torch.bfloat16, torch.float64, torch.complex6
 def test_every_width_of_element_arrives(way):
     source = [torch.arange(13).to(dtype).to(way[0]) for dtype in DTYPES]
     destination = [torch.zeros(2, 13, dtype=dtype, device=way[1]) for dtype in DTYPES]
-    tdcopier.copy_into(source, [leaf[1] for leaf in destination]).get()
+    tdcopier.start_copy_into(source, [leaf[1] for leaf in destination]).get()
     assert_filled([leaf[1] for leaf in destination], source)
     for leaf in destination:
         assert not leaf[0].cpu().to(torch.complex128).any()
@@ -143,7 +143,7 @@ def test_every_width_of_element_arrives(way):
 def test_scalars_and_empty_leaves_count_and_fit(way):
     source = [torch.tensor(3.0).to(way[0]), torch.zeros(0, 4).to(way[0])]
     destination = [torch.tensor(1.0, device=way[1]), torch.zeros(0, 4, device=way[1])]
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.get()
     assert destination[0].item() == 3
     assert handle.stats.packed_leaves == total(handle.stats) == 2
@@ -152,7 +152,7 @@ def test_scalars_and_empty_leaves_count_and_fit(way):
 def test_many_leaves_that_lie_apart_arrive_by_one_transfer_and_a_scatter(device):
     source = [torch.full((n,), float(n)) for n in range(1, 100)]
     destination = [torch.zeros(n, device=device) for n in range(1, 100)]
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.get()
     assert_filled(destination, source)
     assert handle.stats.transfers == handle.stats.chunks == 1
@@ -164,7 +164,7 @@ def test_the_chunks_of_an_earlier_copy_are_filled_by_a_transfer_each(device, sim
     destination = tdcopier.copy(first, device)
     source = workloads.map_tensors(first, lambda leaf: changed(leaf, 1))
     before = sim.counts().h2d
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.get()
     after = sim.counts().h2d
     assert (handle.stats.packed_leaves, handle.stats.transfers, handle.stats.chunks) == (528, 3, 0)
@@ -184,7 +184,7 @@ def test_stats_are_what_the_device_counts(way, sim, lies):
     else:
         destination = [torch.zeros_like(leaf, device=way[1]) for leaf in source]
     before = sim.counts()
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.get()
     after = sim.counts()
     names = ["h2d", "d2h", "d2d"]
@@ -198,7 +198,7 @@ def test_stats_are_what_the_device_counts(way, sim, lies):
 def test_pinned_destinations_are_filled(device):
     source = [torch.randn(300_000).to(device), torch.randn(3).to(device)]
     destination = [torch.zeros(300_000).pin_memory(), torch.zeros(3).pin_memory()]
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.get()
     assert_filled(destination, source)
     assert handle.stats.transfers == 2
@@ -218,11 +218,11 @@ def test_arrays_are_filled_and_fill(request, origin):
         name: torch.arange(array.size).reshape(array.shape).to(_dtype_of(array)).to(place)
         for name, array in arrays.items()
     }
-    tdcopier.copy_into(tensors, arrays).get()
+    tdcopier.start_copy_into(tensors, arrays).get()
     for name, array in arrays.items():
         assert array.tolist() == tensors[name].cpu().tolist(), name
     back = {name: torch.zeros_like(leaf) for name, leaf in tensors.items()}
-    tdcopier.copy_into(arrays, back).get()
+    tdcopier.start_copy_into(arrays, back).get()
     for name, leaf in back.items():
         assert same_bytes(leaf, tensors[name]), name
 
@@ -244,7 +244,7 @@ def test_memory_mapped_destinations_are_on_the_disk(tmp_path, device, how):
 
         mapped = MemoryMappedTensor.zeros(100_000, dtype=torch.float32, filename=str(file))
     for source in (values, (values + 1).to(device)):
-        handle = tdcopier.copy_into([source], [mapped])
+        handle = tdcopier.start_copy_into([source], [mapped])
         handle.get()
         assert np.fromfile(file, np.float32).tolist() == source.cpu().tolist()
         assert handle.stats.alone_leaves == 1
@@ -261,7 +261,7 @@ def test_containers_fit_by_how_their_children_are_reached():
         (Pair(one, -one), Pair(zero.clone(), zero.clone())),
         ([one, "name", None], [zero.clone(), "other", 3]),
     ]:
-        handle = tdcopier.copy_into(source, destination)
+        handle = tdcopier.start_copy_into(source, destination)
         assert handle.get() is destination
         if isinstance(source, dict):
             assert all(torch.equal(destination[key], source[key]) for key in source)
@@ -273,7 +273,7 @@ def test_containers_fit_by_how_their_children_are_reached():
 
 def test_a_single_leaf_is_a_tree():
     destination = torch.zeros(3)
-    assert tdcopier.copy_into(torch.ones(3), destination).get() is destination
+    assert tdcopier.start_copy_into(torch.ones(3), destination).get() is destination
     assert destination.tolist() == [1, 1, 1]
 
 
@@ -286,7 +286,7 @@ def test_tensordicts_are_filled(way):
 
     source, destination = make(way[0], 3.0), make(way[1], 0.0)
     destination.lock_()
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     assert handle.get() is destination
     assert destination["a"].tolist() == [3.0] * 4
     assert destination["in", "x"].tolist() == [[3.0] * 2] * 4
@@ -298,7 +298,7 @@ def test_the_versions_of_what_is_written_move_and_no_others(way):
     destination = [torch.zeros(3, device=way[1]), torch.zeros(2, 2, device=way[1])]
     view = destination[1][0]
     versions = [leaf._version for leaf in (*destination, view, *source)]
-    tdcopier.copy_into(source, destination).get()
+    tdcopier.start_copy_into(source, destination).get()
     moved = [leaf._version for leaf in (*destination, view, *source)]
     assert moved == [versions[0] + 1, versions[1] + 1, versions[2] + 1, *versions[3:]]
 
@@ -307,7 +307,7 @@ def test_autograd_sees_that_a_saved_tensor_was_overwritten(device):
     weight = torch.ones(3, device=device, requires_grad=True)
     saved = torch.ones(3, device=device)
     loss = (weight * saved).sum()
-    tdcopier.copy_into([torch.zeros(3)], [saved]).get()
+    tdcopier.start_copy_into([torch.zeros(3)], [saved]).get()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -316,11 +316,13 @@ def test_a_leaf_that_is_its_own_destination_is_reused_and_not_touched(device):
     leaf, other = torch.ones(3, device=device), torch.zeros(3, device=device)
     array = np.ones(3)
     version = leaf._version
-    handle = tdcopier.copy_into([leaf, array, leaf.view(3)], [leaf, torch.from_numpy(array), leaf])
+    handle = tdcopier.start_copy_into(
+        [leaf, array, leaf.view(3)], [leaf, torch.from_numpy(array), leaf]
+    )
     handle.get()
     assert leaf._version == version
     assert (handle.stats.reused_leaves, handle.stats.transfers) == (3, 0)
-    assert tdcopier.copy_into([leaf], [other]).get()[0].tolist() == [1, 1, 1]
+    assert tdcopier.start_copy_into([leaf], [other]).get()[0].tolist() == [1, 1, 1]
 
 
 def test_what_is_not_plain_is_left_to_copy_(way):
@@ -336,7 +338,7 @@ def test_what_is_not_plain_is_left_to_copy_(way):
         torch.zeros(3, 3, dtype=torch.complex64, device=way[1]),
         TwoTensor(torch.zeros(2, device=way[1]), torch.zeros(2, device=way[1])),
     ]
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.get()
     assert handle.stats.delegated_leaves == total(handle.stats) == 3
     assert destination[0].requires_grad  # as after copy_: the gradient function is recorded
@@ -357,7 +359,7 @@ def test_under_a_torch_mode_every_leaf_is_left_to_copy_(device):
 
     destination = torch.zeros(3, device=device)
     with Watch():
-        handle = tdcopier.copy_into([torch.ones(3)], [destination])
+        handle = tdcopier.start_copy_into([torch.ones(3)], [destination])
     handle.get()
     assert handle.stats.delegated_leaves == 1
     assert "copy_.default" in seen
@@ -367,7 +369,7 @@ def test_under_a_torch_mode_every_leaf_is_left_to_copy_(device):
 def test_without_gradients_a_parameter_is_filled(device):
     parameter = torch.nn.Parameter(torch.zeros(3, device=device))
     with torch.no_grad():
-        handle = tdcopier.copy_into([torch.ones(3)], [parameter])
+        handle = tdcopier.start_copy_into([torch.ones(3)], [parameter])
     handle.get()
     assert parameter.tolist() == [1, 1, 1]
     assert handle.stats.packed_leaves == 1
@@ -379,8 +381,8 @@ def test_data_of_many_buffers_goes_through_one(device):
     source = torch.randn(5_000_000)
     there = torch.zeros(5_000_000, device=device)
     back = torch.zeros(5_000_000)
-    tdcopier.copy_into([source], [there]).get()
-    tdcopier.copy_into([there], [back]).get()
+    tdcopier.start_copy_into([source], [there]).get()
+    tdcopier.start_copy_into([there], [back]).get()
     assert torch.equal(source, back)
     assert _C.staging_bytes(device) <= _C.STAGING_BUFFER_BYTES
 
@@ -412,7 +414,7 @@ def test_versions_move_of_tensors_that_only_the_walk_has(registry):
     alive: list[bool] = []
     tdcopier.register_container(Shown, flatten, lambda children, _: Shown(children[0]))
     destination = [Shown(torch.zeros(4)), torch.zeros(3).as_subclass(Calls)]
-    tdcopier.copy_into([Shown(torch.ones(4)), torch.ones(3)], destination).get()
+    tdcopier.start_copy_into([Shown(torch.ones(4)), torch.ones(3)], destination).get()
     assert alive == [True]
     assert destination[0].tensor.tolist() == [1] * 4
     assert destination[0].tensor._version == 1

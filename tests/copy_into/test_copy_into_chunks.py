@@ -19,12 +19,12 @@ def test_padding_between_slots_is_crossed_and_what_was_cut_off_a_leaf_is_not(dev
     """A gap up to the next multiple of the alignment may be a part of a leaf."""
     delivered = tdcopier.copy([torch.full((7,), 1, dtype=torch.int32) for _ in range(3)], device)
     whole = [torch.full((7,), 2, dtype=torch.int32) for _ in range(3)]
-    assert tdcopier.copy_into(whole, delivered).get() is delivered
-    handle = tdcopier.copy_into(whole, delivered)
+    assert tdcopier.start_copy_into(whole, delivered).get() is delivered
+    handle = tdcopier.start_copy_into(whole, delivered)
     handle.get()
     assert handle.stats.transfers == 1
     cut = [delivered[0][:4], delivered[1][:6], delivered[2]]
-    handle = tdcopier.copy_into([torch.full_like(leaf, 3).cpu() for leaf in cut], cut)
+    handle = tdcopier.start_copy_into([torch.full_like(leaf, 3).cpu() for leaf in cut], cut)
     handle.get()
     assert handle.stats.transfers == 3
     assert [leaf.tolist() for leaf in delivered] == [[3] * 4 + [2] * 3, [3] * 6 + [2], [3] * 7]
@@ -37,14 +37,14 @@ def test_what_a_view_of_the_whole_chunk_has_put_between_slots_stays(device):
     view.set_(delivered[0].untyped_storage())
     view.fill_(7)
     source = [torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)]
-    tdcopier.copy_into(source, [view[12:13], view[15:16]]).get()
+    tdcopier.start_copy_into(source, [view[12:13], view[15:16]]).get()
     assert view[10:18].tolist() == [7, 7, 0, 7, 7, 0, 7, 7]
 
 
 def test_a_chunk_whose_storage_was_moved_is_like_any_other_memory(device):
     delivered = tdcopier.copy([torch.ones(3), torch.ones(3)], device)
     delivered[0].untyped_storage().resize_(4096)
-    handle = tdcopier.copy_into([torch.zeros(3), torch.zeros(3)], delivered)
+    handle = tdcopier.start_copy_into([torch.zeros(3), torch.zeros(3)], delivered)
     handle.get()
     assert handle.stats.transfers == 2
     assert [leaf.tolist() for leaf in delivered] == [[0] * 3] * 2
@@ -79,7 +79,7 @@ def test_leaves_and_parts_of_a_chunk_are_filled_and_nothing_else(
         expected[index][begin:end:step] = 2
     _C.set_max_window_bytes(data.draw(st.sampled_from([64, 2**40])))
     try:
-        tdcopier.copy_into(source, destination).get()
+        tdcopier.start_copy_into(source, destination).get()
     finally:
         _C.set_max_window_bytes(2**63)
     for leaf, wanted in zip(delivered, expected, strict=True):
@@ -92,7 +92,7 @@ def test_large_chunks_in_many_windows_are_filled(device):
     _C.set_max_window_bytes(4096)
     _C.set_max_inline_bytes(0)
     try:
-        handle = tdcopier.copy_into([leaf + 1 for leaf in batch], delivered)
+        handle = tdcopier.start_copy_into([leaf + 1 for leaf in batch], delivered)
         handle.get()
     finally:
         _C.set_max_window_bytes(2**63)

@@ -49,12 +49,12 @@ def trees(route: tuple[str, str], sizes: list[int], value: float) -> tuple[Any, 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_whatever_fails_is_told_each_time_and_the_next_copy_works(sim, route, sizes, fault):
     source, destination = trees(route, sizes, 1.0)
-    tdcopier.copy_into(source, destination).get()
+    tdcopier.start_copy_into(source, destination).get()
     for n in itertools.count(1):
         source, destination = trees(route, sizes, float(n))
         references = [weakref.ref(leaf) for leaf in (*source, *destination)]
         with armed(sim, fault, n) as arming:
-            handle = tdcopier.copy_into(source, destination)
+            handle = tdcopier.start_copy_into(source, destination)
             try:
                 handle.get()
             except FAULTS[fault] as error:
@@ -71,7 +71,7 @@ def test_whatever_fails_is_told_each_time_and_the_next_copy_works(sim, route, si
                 ask()
             assert str(again.value) == message
         again_source, again = trees(route, sizes, n + 0.5)
-        tdcopier.copy_into(again_source, again).get()
+        tdcopier.start_copy_into(again_source, again).get()
         assert all((leaf == n + 0.5).all() for leaf in again)
         del handle, ask, source, destination
         assert are_released(references)
@@ -94,7 +94,7 @@ def test_a_failed_copy_is_not_done_while_it_still_writes(sim, way):
         destination = [leaf.pin_memory() for leaf in destination]
     sim.synchronize()
     with sim.hold(writing_stream(way)), sim.fail_transfer(2):
-        handle = tdcopier.copy_into(source, destination, use_background_thread=False)
+        handle = tdcopier.start_copy_into(source, destination, use_background_thread=False)
         assert not handle.ready()
     for ask in (handle.get, handle.wait):
         with pytest.raises(torch.AcceleratorError):
@@ -115,7 +115,7 @@ def test_a_failed_copy_that_is_dropped_keeps_what_the_device_still_writes(sim, w
     sim.synchronize()
     with sim.hold(writing_stream(way)):
         with sim.fail_transfer(2):
-            handle = tdcopier.copy_into(source, destination, use_background_thread=False)
+            handle = tdcopier.start_copy_into(source, destination, use_background_thread=False)
         del handle, destination
         scratch = torch.zeros(10_000)
         for _ in range(200):  # long enough for a release in the background
@@ -135,7 +135,7 @@ def test_a_failure_is_told_when_the_other_leaves_have_arrived(sim, monkeypatch):
     monkeypatch.setattr("tdcopier._into.fill", refuse)
     sim.synchronize()
     with sim.pace("d2h", latency_us=200_000):
-        handle = tdcopier.copy_into(source, destination)
+        handle = tdcopier.start_copy_into(source, destination)
         with pytest.raises(KeyError, match="no"):
             handle.get()
         assert (destination["a"] == 1).all()
@@ -159,7 +159,7 @@ def test_an_interrupted_call_writes_nothing_afterwards(stall, device, ordered_st
     destination = [torch.zeros(300_000, device=device), Refusing(torch.ones(2), torch.ones(2))]
     with stall(ordered_stream):
         with pytest.raises(interrupt):
-            tdcopier.copy_into(source, destination)
+            tdcopier.start_copy_into(source, destination)
         destination[0].fill_(3)
     tdcopier.copy([torch.ones(3)], device)
     torch.get_device_module(device).synchronize(device)
@@ -177,7 +177,7 @@ def test_a_failure_of_copy_itself_is_told_each_time_with_the_path(device, monkey
         raise KeyError("no")
 
     monkeypatch.setattr("tdcopier._into.fill", refuse)
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     for _ in range(2):
         with pytest.raises(KeyError, match="no") as caught:
             handle.get()

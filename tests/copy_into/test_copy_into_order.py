@@ -36,7 +36,7 @@ def test_a_destination_is_written_after_the_reads_that_were_enqueued_before(
     accelerator.synchronize()
     with accelerator.stream(reader), stall(reader):
         before = late_copy(destination[0])
-        handle = tdcopier.copy_into(source, destination)
+        handle = tdcopier.start_copy_into(source, destination)
         assert not handle.ready()
         handle.wait()
         after = late_copy(destination[0])
@@ -53,7 +53,7 @@ def test_sources_on_a_device_are_read_after_what_was_enqueued_before(stall, devi
     with accelerator.stream(writer):
         with stall(writer):
             source.copy_(value, non_blocking=True)
-            handle = tdcopier.copy_into([source], [host])
+            handle = tdcopier.start_copy_into([source], [host])
             assert not handle.ready()
         handle.get()
     assert host.tolist() == [2.0] * 50
@@ -66,7 +66,7 @@ def test_wait_staged_lets_a_device_source_be_overwritten(stall, device, accelera
     accelerator.synchronize()
     with accelerator.stream(stream):
         with stall(stream):
-            handle = tdcopier.copy_into([source], [host])
+            handle = tdcopier.start_copy_into([source], [host])
             handle.wait_staged()  # hangs if it waits for the bytes to arrive
             source.copy_(value, non_blocking=True)
         handle.get()
@@ -93,7 +93,7 @@ def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator
                 for which in ("from_device", "ordered"):
                     held.enter_context(sim.hold(_C.copy_stream(place, which)))
         with accelerator.stream(accelerator.Stream(device=device)):
-            handle = tdcopier.copy_into(source, destination)
+            handle = tdcopier.start_copy_into(source, destination)
         assert (handle.stats.delegated_leaves == 3) == (kind == "delegated")
         with torch.no_grad(), accelerator.stream(accelerator.Stream(device=device)):
             handle.wait_staged()
@@ -107,7 +107,7 @@ def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator
 def test_wait_staged_lets_a_host_source_be_overwritten(stall, device, ordered_stream):
     source, destination = torch.full((50,), 1.0), torch.zeros(50, device=device)
     with stall(ordered_stream):
-        handle = tdcopier.copy_into([source], [destination])
+        handle = tdcopier.start_copy_into([source], [destination])
         handle.wait_staged()
         source.fill_(3)
     handle.get()
@@ -119,7 +119,7 @@ def test_a_given_stream_is_the_one_that_waits(stall, device, accelerator, ordere
     consumer = accelerator.Stream(device=device)
     accelerator.synchronize()
     with stall(ordered_stream):
-        handle = tdcopier.copy_into([torch.ones(50)], [destination])
+        handle = tdcopier.start_copy_into([torch.ones(50)], [destination])
         handle.wait(consumer)
         assert not consumer.query()
         accelerator.current_stream().synchronize()  # returns: it does not wait for the copy
@@ -134,7 +134,7 @@ def test_memory_that_is_dropped_is_not_given_out_before_it_was_written(
     sizes = range(50, 90) if scattered else [50]
     destination = [torch.zeros(n, device=device) for n in sizes]
     with stall(ordered_stream):
-        handle = tdcopier.copy_into([torch.full((n,), 9.0) for n in sizes], destination)
+        handle = tdcopier.start_copy_into([torch.full((n,), 9.0) for n in sizes], destination)
         del handle, destination
         others = [torch.full((n,), 1.0, device=device) for n in sizes for _ in range(3)]
     _settle(device)
@@ -155,7 +155,7 @@ def test_what_the_device_still_reads_or_writes_is_kept(request, stall, device, d
     read = [weakref.ref(leaf) for leaf in source] if come_from != "cpu" else []
     writing = ("from_device", device) if go_to == "cpu" else ("ordered", go_to)
     with stall(_C.copy_stream(writing[1], writing[0])):
-        handle = tdcopier.copy_into(source, destination)
+        handle = tdcopier.start_copy_into(source, destination)
         del source, destination
         if dropped:
             del handle
@@ -180,14 +180,14 @@ def _settle(device: str) -> None:
 def test_everything_may_be_dropped_at_once(device):
     host = torch.zeros(400_000)
     source = torch.full((400_000,), 3.0, device=device)
-    tdcopier.copy_into({"a": source}, {"a": host})
+    tdcopier.start_copy_into({"a": source}, {"a": host})
     del source
-    tdcopier.copy_into({"a": torch.full((400_000,), 4.0)}, {"a": torch.zeros(400_000)})
+    tdcopier.start_copy_into({"a": torch.full((400_000,), 4.0)}, {"a": torch.zeros(400_000)})
     gc.collect()
     _settle(device)
     # When this copy ends, so has the one before it on the same threads and streams.
     for _ in range(5):
-        tdcopier.copy_into([torch.ones(2, device=device)], [torch.zeros(2)]).get()
+        tdcopier.start_copy_into([torch.ones(2, device=device)], [torch.zeros(2)]).get()
 
 
 @pytest.mark.parametrize("direction", ["H2D", "D2H", "H2H", "within"])
@@ -198,7 +198,7 @@ def test_both_trees_are_let_go_when_the_copy_is_done(device, direction):
     source = [torch.ones(20).to(place[0]), torch.ones(300_000).to(place[0])]
     destination = [torch.zeros_like(leaf, device=place[1]) for leaf in source]
     references = [weakref.ref(leaf) for leaf in (*source, *destination)]
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.get()
     del source, destination
     assert are_released(references[:2])
@@ -213,8 +213,8 @@ def test_threads_fill_trees_of_their_own(device):
         for step in range(10):
             value = 100.0 * thread + step
             source = [torch.full_like(leaf, value) for leaf in back]
-            tdcopier.copy_into(source, there).wait()
-            tdcopier.copy_into(there, back).get()
+            tdcopier.start_copy_into(source, there).wait()
+            tdcopier.start_copy_into(there, back).get()
             assert all((leaf == value).all() for leaf in back)
 
     at_once(4, fill)
@@ -229,8 +229,8 @@ def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(
     accelerator.synchronize()
     with stall(stream):
         with accelerator.stream(stream):
-            handle = tdcopier.copy_into([source], [host])
-        staged = tdcopier.copy_into([torch.ones(5_000_000)], [torch.zeros(5_000_000)])
+            handle = tdcopier.start_copy_into([source], [host])
+        staged = tdcopier.start_copy_into([torch.ones(5_000_000)], [torch.zeros(5_000_000)])
         staged.get()  # large, so that workers stage it
         assert not handle.ready()
     handle.get()
@@ -243,7 +243,7 @@ def test_wait_holds_the_host_back_where_some_leaves_arrive_there(device, sim):
     source = [torch.ones(3), torch.ones(300_000, device=device)]
     destination = [torch.zeros(3, device=device), torch.zeros(300_000).pin_memory()]
     with sim.pace("d2h", latency_us=200_000):
-        tdcopier.copy_into(source, destination).wait()
+        tdcopier.start_copy_into(source, destination).wait()
         assert (destination[1] == 1).all()
     assert destination[0].tolist() == [1.0] * 3
 
@@ -257,9 +257,9 @@ def test_what_one_device_sends_does_not_wait_for_another(stall, device, other_de
         accelerator.synchronize(place)
     with stall(stream):
         with accelerator.stream(stream):
-            handles = [tdcopier.copy_into([leaf], [torch.zeros(20)]) for leaf in sources]
+            handles = [tdcopier.start_copy_into([leaf], [torch.zeros(20)]) for leaf in sources]
         host = torch.zeros(20)
-        tdcopier.copy_into([other], [host]).get()  # hangs if it waits for the other device
+        tdcopier.start_copy_into([other], [host]).get()  # hangs if it waits for the other device
         assert not any(handle.ready() for handle in handles)
     assert host.tolist() == [3.0] * 20
     for handle in handles:
@@ -273,7 +273,7 @@ def test_what_is_scattered_lies_on_the_device_where_it_goes(device, other_device
     for place in (device, other_device):
         accelerator.reset_peak_memory_stats(place)
         before[place] = accelerator.memory_allocated(place)
-    handle = tdcopier.copy_into(source, destination)
+    handle = tdcopier.start_copy_into(source, destination)
     handle.get()
     assert handle.stats.chunks == 1
     for place, bytes_before in before.items():
@@ -297,7 +297,7 @@ def test_a_graph_that_was_replayed_before_sees_the_old_values(device, stall, acc
         with stall(stream):
             graph.replay()
             before = late_copy(total)
-            tdcopier.copy_into([leaf + 1 for leaf in batch], static).wait()
+            tdcopier.start_copy_into([leaf + 1 for leaf in batch], static).wait()
             graph.replay()
             after = late_copy(total)
     stream.synchronize()
@@ -309,8 +309,8 @@ def test_a_call_during_the_callers_own_capture_is_refused(device):
     static = torch.zeros(3, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         static.add_(1)  # torch warns if a graph is empty
-        with pytest.raises(RuntimeError, match=r"copy_into\(\) was called while its stream is"):
-            tdcopier.copy_into([torch.ones(3)], [static])
+        with pytest.raises(RuntimeError, match="while its stream is capturing"):
+            tdcopier.start_copy_into([torch.ones(3)], [static])
 
 
 def test_a_modified_source_is_named_in_check_mode(device, stall, copy_stream):
@@ -321,8 +321,8 @@ def test_a_modified_source_is_named_in_check_mode(device, stall, copy_stream):
             sim.enable()
         source = {{"a": [torch.zeros(600_000)]}}
         destination = {{"a": [torch.ones(600_000, device={device!r})]}}
-        tdcopier.copy_into(source, destination).get()
-        handle = tdcopier.copy_into(source, destination)
+        tdcopier.start_copy_into(source, destination).get()
+        handle = tdcopier.start_copy_into(source, destination)
         source["a"][0].fill_(3)
         try:
             handle.get()
@@ -339,11 +339,11 @@ def test_a_forked_child_fills_memory_of_the_host():
         import os, warnings, numpy as np, tdcopier
         warnings.simplefilter("ignore")
         source, destination = np.ones(1_000_000), np.zeros(1_000_000)
-        assert tdcopier.copy_into([source], [destination]).stats.background
+        assert tdcopier.start_copy_into([source], [destination]).stats.background
         pid = os.fork()
         if pid == 0:
             destination[:] = 0
-            tdcopier.copy_into([source], [destination]).get()
+            tdcopier.start_copy_into([source], [destination]).get()
             os._exit(0 if (destination == 1).all() else 1)
         assert os.waitpid(pid, 0)[1] == 0
         """
@@ -353,5 +353,5 @@ def test_a_forked_child_fills_memory_of_the_host():
 def test_the_ring_is_not_exceeded_by_what_comes_back(device):
     tdcopier.set_staging_limit_bytes(2 * _C.STAGING_BUFFER_BYTES)
     sources = [torch.ones(n, device=device) for n in (10, 3_000_000, 4_000_000)]
-    tdcopier.copy_into(sources, [torch.zeros(leaf.numel()) for leaf in sources]).get()
+    tdcopier.start_copy_into(sources, [torch.zeros(leaf.numel()) for leaf in sources]).get()
     assert _C.staging_bytes(device) <= 2 * _C.STAGING_BUFFER_BYTES

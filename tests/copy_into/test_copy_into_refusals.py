@@ -241,7 +241,7 @@ def test_it_is_refused_by_its_path_and_nothing_is_written(name):
     source, destination = refused.make()
     first = torch.zeros(5)
     with raises_exactly(refused.error, refused.message):
-        tdcopier.copy_into(
+        tdcopier.start_copy_into(
             {"first": torch.ones(5), "x": source}, {"first": first, "x": destination}
         )
     assert first.tolist() == [0] * 5
@@ -260,20 +260,20 @@ def test_memory_is_looked_up_behind_all_code_of_classes():
     victim, first = torch.ones(50), torch.zeros(50)
     source = {"a": victim, "b": Shrinks(torch.ones(2), torch.ones(2))}
     with pytest.raises(ValueError, match=r"source\['a'\] reaches beyond its storage"):
-        tdcopier.copy_into(source, {"a": first, "b": torch.zeros(2)})
+        tdcopier.start_copy_into(source, {"a": first, "b": torch.zeros(2)})
     assert first._version == 0
 
 
 def test_columns_beside_one_another_are_no_overlap():
     whole = torch.zeros(6, 4)
     source = [torch.full((6,), float(i)) for i in range(4)]
-    tdcopier.copy_into(source, [whole[:, i] for i in range(4)]).get()
+    tdcopier.start_copy_into(source, [whole[:, i] for i in range(4)]).get()
     assert whole.tolist() == [[0, 1, 2, 3]] * 6
 
 
 def test_one_source_may_fill_several_destinations():
     source, left, right = torch.ones(3), torch.zeros(3), torch.zeros(3)
-    tdcopier.copy_into([source, source], [left, right]).get()
+    tdcopier.start_copy_into([source, source], [left, right]).get()
     assert left.tolist() == right.tolist() == [1, 1, 1]
 
 
@@ -283,7 +283,7 @@ def test_a_tree_that_contains_itself_is_refused():
     source.append(source)
     destination.append(destination)
     with pytest.raises(RecursionError, match="does it contain itself"):
-        tdcopier.copy_into(source, destination)
+        tdcopier.start_copy_into(source, destination)
     assert destination[0].tolist() == [0, 0]
 
 
@@ -292,11 +292,11 @@ def test_a_tensordict_of_foreign_memory_is_refused():
 
     part = TensorDict({"a": torch.zeros(4)}, [4])._get_sub_tensordict(slice(2))
     with pytest.raises(TypeError, match=r"destination is a _SubTensorDict, whose leaves"):
-        tdcopier.copy_into(TensorDict({"a": torch.zeros(2)}, [2]), part)
+        tdcopier.start_copy_into(TensorDict({"a": torch.zeros(2)}, [2]), part)
 
 
 def test_a_stream_of_a_device_that_is_not_filled_is_refused(device, other_device, accelerator):
-    handle = tdcopier.copy_into([torch.ones(3)], [torch.zeros(3, device=device)])
+    handle = tdcopier.start_copy_into([torch.ones(3)], [torch.zeros(3, device=device)])
     with pytest.raises(ValueError, match="give a stream of that device"):
         handle.wait(accelerator.Stream(device=other_device))
     with pytest.raises(TypeError, match="stream must be None or"):
@@ -306,12 +306,12 @@ def test_a_stream_of_a_device_that_is_not_filled_is_refused(device, other_device
 
 def test_options_are_keywords_only():
     with pytest.raises(TypeError):
-        tdcopier.copy_into([], [], True)  # type: ignore[misc]
+        tdcopier.start_copy_into([], [], True)  # type: ignore[misc]
 
 
 def test_destinations_that_overlap_are_refused_wherever_their_sources_are(device):
     host = torch.zeros(4)
     source = [torch.ones(2), torch.ones(2, device=device)]
     with pytest.raises(ValueError, match=r"destination\[0\] and destination\[1\] share memory"):
-        tdcopier.copy_into(source, [host[:2], host[1:3]])
+        tdcopier.start_copy_into(source, [host[:2], host[1:3]])
     assert host.tolist() == [0] * 4

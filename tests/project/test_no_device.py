@@ -102,7 +102,7 @@ def test_copies_gathers_and_prefetchers_on_the_host_work(begin, kind):
             tdcopier.start_scatter([rows[3:5]], [table], torch.tensor([1, 2])).get()
             assert torch.equal(table[1:3], rows[3:5])
             filled = torch.zeros_like(rows)
-            tdcopier.copy_into([rows], [filled]).wait()
+            tdcopier.start_copy_into([rows], [filled]).wait()
             assert torch.equal(filled, rows)
             assert tdcopier.copy([rows], "cpu")[0] is rows
             prepared = tdcopier.prepare([rows], "cpu")

@@ -35,7 +35,7 @@ def checked_copies(device: str) -> list[torch.Tensor]:
         for from_where, tree in (("host", source), ("device", on_device)):
             for to_where, target in (("host", "cpu"), ("device", device)):
                 destination = [torch.zeros_like(leaf, device=target) for leaf in source]
-                tdcopier.copy_into(tree, destination).get()
+                tdcopier.start_copy_into(tree, destination).get()
                 _check(f"{name} by copy_into(), {from_where} to {to_where}", destination, source)
         plan = tdcopier.prepare(source, device, reuse_outputs=True)
         for _ in range(2):

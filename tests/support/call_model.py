@@ -264,7 +264,7 @@ def _options_of_filling(plan: CopyPlan) -> dict[str, Any]:
 
 
 def _copy_into(world: World, copy: Copy) -> tdcopier.AsyncCopyHandle:
-    return tdcopier.copy_into(copy.tree, copy.destination, **_options_of_filling(copy.plan))
+    return tdcopier.start_copy_into(copy.tree, copy.destination, **_options_of_filling(copy.plan))
 
 
 def _start_gather(world: World, copy: Copy) -> tdcopier.AsyncCopyHandle:

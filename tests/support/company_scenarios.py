@@ -39,14 +39,14 @@ def a_copy_to_another_device(world: ScenarioWorld) -> Check:
 def filling_a_device(world: ScenarioWorld) -> Check:
     batch = world.batch()
     static = world.write(world.devices[0], world.batch())
-    handle = tdcopier.copy_into(batch, static)
+    handle = tdcopier.start_copy_into(batch, static)
     return lambda: world.expect(handle.get(), batch)
 
 
 def filling_the_host(world: ScenarioWorld) -> Check:
     batch = world.batch()
     static = [torch.zeros_like(leaf) for leaf in batch]
-    handle = tdcopier.copy_into(world.write(world.devices[0], batch), static)
+    handle = tdcopier.start_copy_into(world.write(world.devices[0], batch), static)
     return lambda: world.expect(handle.get(), batch)
 
 
@@ -54,7 +54,7 @@ def filling_another_device(world: ScenarioWorld) -> Check:
     near, far = world.devices
     batch = world.batch()
     static = world.write(far, world.batch())
-    handle = tdcopier.copy_into(world.write(near, batch), static)
+    handle = tdcopier.start_copy_into(world.write(near, batch), static)
     return lambda: world.expect(handle.get(), batch)
 
 
@@ -62,7 +62,7 @@ def filling_the_same_device(world: ScenarioWorld) -> Check:
     device = world.devices[0]
     batch = world.batch()
     static = world.write(device, world.batch())
-    handle = tdcopier.copy_into(world.write(device, batch), static)
+    handle = tdcopier.start_copy_into(world.write(device, batch), static)
     return lambda: world.expect(handle.get(), batch)
 
 
@@ -109,7 +109,7 @@ def within_the_device(world: ScenarioWorld) -> None:
     with world.on(world.stream(device)):
         batch = world.batch()
         static = world.write(device, world.batch())
-        world.expect(tdcopier.copy_into(world.write(device, batch), static).get(), batch)
+        world.expect(tdcopier.start_copy_into(world.write(device, batch), static).get(), batch)
 
 
 def beside(
@@ -167,7 +167,7 @@ def buffers_come_back_beside_one_that_waits_for_kernels(world: ScenarioWorld) ->
         with world.on(busy):
             static = world.write(device, world.batch((10,)))
             batch = world.batch((10,))
-            handle = tdcopier.copy_into(batch, static)
+            handle = tdcopier.start_copy_into(batch, static)
         with world.on(world.stream(device)):
             large = world.batch((100, 30))
             world.expect(tdcopier.start_copy(large, device).get(), large)
@@ -185,7 +185,7 @@ def staging_goes_on_when_all_buffers_wait_for_kernels(world: ScenarioWorld) -> N
             for _ in range(5):
                 static = world.write(device, world.batch((10,)))
                 batch = world.batch((10,))
-                waiting.append((tdcopier.copy_into(batch, static), batch))
+                waiting.append((tdcopier.start_copy_into(batch, static), batch))
         with world.on(world.stream(device)):
             batch = world.batch()
             world.expect(tdcopier.start_copy(batch, device).get(), batch)
@@ -204,7 +204,7 @@ def staging_is_bounded_beside_copies_that_wait_for_kernels(world: ScenarioWorld)
             for _ in range(2):
                 static = world.write(device, world.batch((10,)))
                 batch = world.batch((10,))
-                handle = tdcopier.copy_into(batch, static)
+                handle = tdcopier.start_copy_into(batch, static)
                 handle.wait_staged()
                 waiting.append((handle, batch))
         with world.on(world.stream(device)):

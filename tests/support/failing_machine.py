@@ -116,7 +116,7 @@ class FailingCopies(Copies):
             beyond = torch.zeros(3)
             source = [copy.tree, beyond.as_subclass(Interrupting)]
             with pytest.raises(KeyboardInterrupt):
-                tdcopier.copy_into(source, [copy.destination, beyond.clone()])
+                tdcopier.start_copy_into(source, [copy.destination, beyond.clone()])
             self.world.take_back(copy)
 
     @rule(copy=Copies.copies, lane=lanes)

@@ -39,7 +39,7 @@ def _interrupted(source: Tree, destination: Tree) -> None:
     beyond = torch.zeros(3, dtype=torch.int32)
     leaf = beyond.as_subclass(Interrupting)
     with small_limits(), pytest.raises(KeyboardInterrupt):
-        tdcopier.copy_into([*source, leaf], [*destination, beyond.clone()])
+        tdcopier.start_copy_into([*source, leaf], [*destination, beyond.clone()])
 
 
 def filling_a_device_is_interrupted(world: ScenarioWorld) -> None:
@@ -175,7 +175,7 @@ def queries_fail_when_filled_memory_is_dropped(world: ScenarioWorld) -> None:
     with world.on(world.stream(device)):
         for _ in _queries_fail(world):
             static = world.write(device, world.batch((64, 64)))
-            tdcopier.copy_into(world.batch((64, 64)), static)
+            tdcopier.start_copy_into(world.batch((64, 64)), static)
             del static
             batch = world.batch((64, 64))
             world.read_late(world.write(device, batch), batch)
@@ -236,7 +236,7 @@ def recordings_fail_while_a_device_is_filled(world: ScenarioWorld) -> None:
         static = world.write(device, world.batch((100, 30)))
         for n in range(1, 5):
             with _may_fail(world.sim.fail_event_record(n)):
-                tdcopier.copy_into(world.batch((100, 30)), static).get()
+                tdcopier.start_copy_into(world.batch((100, 30)), static).get()
             mine = world.batch((100, 30))
             world.fill(static, mine)
             world.read_late(static, mine)
@@ -307,7 +307,7 @@ def a_transfer_fails_beside_rows_that_are_gathered(world: ScenarioWorld) -> None
             gather.wait()
             static = world.write(device, world.batch((100, 30)))
             with world.sim.fail_transfer(n, direction="h2d"):
-                handle = tdcopier.copy_into(world.batch((100, 30)), static)
+                handle = tdcopier.start_copy_into(world.batch((100, 30)), static)
                 with pytest.raises(torch.AcceleratorError, match=MADE_TO_FAIL):
                     handle.get()
             mine = world.batch((100, 30))

@@ -66,7 +66,7 @@ def sources_of_copy_into_are_refilled_after_wait(world: ScenarioWorld) -> None:
     buffers = [*_pinned(READ_IN_PLACE, 20), torch.empty(61, dtype=torch.int32)]
     static = [torch.empty(buffer.numel(), dtype=torch.int32, device="sim:0") for buffer in buffers]
     torch.sim.synchronize()
-    _refill(world, buffers, lambda tree: tdcopier.copy_into(tree, static))
+    _refill(world, buffers, lambda tree: tdcopier.start_copy_into(tree, static))
 
 
 def pinned_sources_are_dropped_at_once(world: ScenarioWorld) -> None:
@@ -130,7 +130,7 @@ def device_sources_are_overwritten_after_wait(world: ScenarioWorld) -> None:
 
 def device_sources_of_copy_into_are_overwritten_after_wait(world: ScenarioWorld) -> None:
     """D2D into existing memory: `wait()` also orders the current stream of the source device."""
-    _overwrite_after_wait(world, tdcopier.copy_into)
+    _overwrite_after_wait(world, tdcopier.start_copy_into)
 
 
 def sources_on_the_same_device_are_overwritten_after_wait(world: ScenarioWorld) -> None:
@@ -141,7 +141,7 @@ def sources_on_the_same_device_are_overwritten_after_wait(world: ScenarioWorld) 
         static = world.write(device, world.batch((33, 60)))
         for batch in (world.batch((33, 60)), world.batch((33, 60))):
             source = world.write(device, batch)
-            tdcopier.copy_into(source, static).wait(reader)
+            tdcopier.start_copy_into(source, static).wait(reader)
             world.overwrite(source)
             with world.on(reader):
                 world.read_late(static, batch)
@@ -160,7 +160,7 @@ def a_static_batch_is_sent_back_and_filled_again(world: ScenarioWorld) -> None:
         for before, batch in pairwise(batches):
             back = tdcopier.start_copy(static, "cpu")
             back.wait_staged()
-            world.read_late(tdcopier.copy_into(batch, static).wait(), batch)
+            world.read_late(tdcopier.start_copy_into(batch, static).wait(), batch)
             world.expect(back.get(), before)
 
 
@@ -172,7 +172,7 @@ def what_copy_into_writes_is_sent_on_at_once(world: ScenarioWorld) -> None:
         pairs = []
         for _ in range(2):
             batch = world.batch((33, 60))
-            tdcopier.copy_into(batch, static).wait()
+            tdcopier.start_copy_into(batch, static).wait()
             back = tdcopier.start_copy(static, "cpu")
             world.read_late(tdcopier.start_copy(static, far).wait(), batch)
             back.wait_staged()
@@ -266,7 +266,7 @@ def one_destination_from_everywhere(world: ScenarioWorld) -> None:
                 *world.write(far, batch[2:3]),
                 *world.write(near, batch[3:]),
             ]
-            handle = tdcopier.copy_into(tree, static)
+            handle = tdcopier.start_copy_into(tree, static)
             handle.wait_staged()
             tree[0].fill_(-1)
             world.overwrite(tree[1:])

@@ -324,7 +324,7 @@ def filled_behind_the_reads_before(world: ScenarioWorld) -> None:
         static = world.write(device, batches[0])
         world.read_late(static, batches[0])
         for batch in batches[1:]:
-            handle = tdcopier.copy_into(batch, static)
+            handle = tdcopier.start_copy_into(batch, static)
             handle.wait()
             world.read_late(static, batch)
 
@@ -337,7 +337,7 @@ def a_chunk_is_filled_again(world: ScenarioWorld) -> None:
         batches = [world.batch((64, 64)) for _ in range(3)]
         static = tdcopier.start_copy(batches[0], device).wait()
         for batch in batches[1:]:
-            handle = tdcopier.copy_into(batch, static)
+            handle = tdcopier.start_copy_into(batch, static)
             assert handle.stats.transfers == 1
             world.read_late(handle.wait(), batch)
 
@@ -349,7 +349,7 @@ def destinations_are_dropped_at_once(world: ScenarioWorld) -> None:
     with world.on(stream):
         for _ in range(2):
             static = world.write(device, world.batch((64, 64)))
-            tdcopier.copy_into(world.batch((64, 64)), static)
+            tdcopier.start_copy_into(world.batch((64, 64)), static)
             del static
             batch = world.batch((64, 64))
             world.read_late(world.write(device, batch), batch)
@@ -365,7 +365,7 @@ def host_memory_is_filled_while_sources_are_overwritten(world: ScenarioWorld) ->
             for batch in (world.batch(), world.batch((90, 7))):
                 source = world.write(device, batch)
                 static = [torch.zeros_like(leaf) for leaf in batch]
-                handle = tdcopier.copy_into(source, static)
+                handle = tdcopier.start_copy_into(source, static)
                 handle.wait_staged()
                 world.overwrite(source)
                 del source
@@ -386,7 +386,7 @@ def between_devices_into_memory_that_exists(world: ScenarioWorld) -> None:
         for batch in (world.batch((33, 60)), world.batch((33, 60))):
             with world.on(producer):
                 source = world.write(near, batch)
-                handle = tdcopier.copy_into(source, static)
+                handle = tdcopier.start_copy_into(source, static)
                 handle.wait_staged()
                 world.overwrite(source)
             world.read_late(handle.wait(), batch)

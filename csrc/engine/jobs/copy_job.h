@@ -35,7 +35,7 @@ struct CopyWork {
   std::shared_ptr<Result> result = nullptr;
   // For a job without a result:
   DestinationTable destinations = {};                      // by leaf
-  std::vector<std::byte*> to = {};                         // by chunk, on a device; see FillPlan
+  std::vector<std::byte*> to = {};                         // by chunk, on a device; see IntoPlan
   std::shared_ptr<KeepAlive> kept_destinations = nullptr;  // not null
 };
 

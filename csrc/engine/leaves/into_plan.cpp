@@ -1,6 +1,6 @@
 // Sorts destinations by address, and joins those into runs that adjoin or have only padding between
 // them.
-#include "engine/leaves/fill_plan.h"
+#include "engine/leaves/into_plan.h"
 
 #include <algorithm>
 #include <numeric>
@@ -24,7 +24,7 @@ class Planner {
     plan_.pack.order.reserve(leaves_.size());
   }
 
-  FillPlan make() {
+  IntoPlan make() {
     sort_out();
     join();
     place_runs();
@@ -148,12 +148,12 @@ class Planner {
   std::vector<Joined> joined_;
   RecycledVector<uint32_t> scattered_;
   std::vector<uint32_t> large_;
-  FillPlan plan_;
+  IntoPlan plan_;
 };
 
 }  // namespace
 
-FillPlan make_fill_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes) {
+IntoPlan make_into_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes) {
   return Planner(pairs, max_chunk_bytes).make();
 }
 

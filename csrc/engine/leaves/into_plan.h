@@ -18,11 +18,11 @@ inline constexpr uint64_t kLargeRunBytes = 64 * 1024;
 
 // Chunks for existing memory. A chunk is a run, which has its slots at the offsets of adjoining
 // destinations. Or it is scattered, and its entry in `to` is null.
-struct FillPlan {
+struct IntoPlan {
   PackPlan pack;
   std::vector<std::byte*> to;  // by chunk
 };
 
-FillPlan make_fill_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes);
+IntoPlan make_into_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes);
 
 }  // namespace tdcopier

@@ -1,0 +1,107 @@
+"""Limits of the whole process, and the environment variables that set them at import."""
+
+from __future__ import annotations
+
+import operator
+import os
+
+from tdcopier import _C
+from tdcopier._options import LARGEST_CHUNK_BYTES, Device
+
+_STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
+_GATHER_VARIABLE = "TDCOPIER_GATHER"
+_WORKERS_VARIABLE = "TDCOPIER_WORKERS"
+_MOST_WORKERS = 256
+
+
+class _LimitsInForce:
+    """The limits last passed to the engine, which has no getters for them."""
+
+    staging_limit_bytes = _C.DEFAULT_STAGING_LIMIT_BYTES
+    run_ahead_batches = 4
+
+
+limits_in_force = _LimitsInForce()
+
+
+def set_staging_limit_bytes(limit_bytes: int) -> None:
+    """Set the limit on the pinned memory that stages copies to one device; default 64 MiB.
+
+    The limit applies to each device separately. A copy that finds every staging buffer (2 MiB each)
+    in use waits for one. Copies into existing memory of the device use at most half of the buffers,
+    and copies from the device into existing memory of the host at most a quarter, so that copies
+    that wait for no kernel can proceed. Each of the three uses may always have one buffer, so up to
+    6 MiB are used even if the limit is lower. A lower limit takes effect as buffers are returned.
+    Batches that `prefetch` stages ahead have pinned memory of their own, up to four times this
+    limit; batches that do not fit there are sent at once. The environment variable
+    `TDCOPIER_STAGING_LIMIT_BYTES` sets the limit at import.
+
+    Raises:
+        ValueError: the limit is less than one buffer.
+    """
+    limit = operator.index(limit_bytes)
+    if limit < _C.STAGING_BUFFER_BYTES:
+        raise ValueError(
+            f"limit_bytes must be at least {_C.STAGING_BUFFER_BYTES} (one buffer); got {limit}"
+        )
+    limit = min(limit, LARGEST_CHUNK_BYTES)
+    _C.set_staging_limit_bytes(limit)
+    limits_in_force.staging_limit_bytes = limit
+
+
+def staging_bytes(device: Device) -> int:
+    """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
+
+    Prefetched batches that wait to be sent have memory of their own, which is not counted here: see
+    `set_staging_limit_bytes`.
+    """
+    return _C.staging_bytes(device)
+
+
+def set_run_ahead_limit(batches: int) -> None:
+    """Set how many handed-over batches the host may be ahead of the device; default 4.
+
+    A dropped batch keeps its device memory until the device has read it, so without a bound a loop
+    that is limited by the device would accumulate memory. `start_copy` therefore waits until the
+    device has reached all but `batches - 1` of the earlier hand-overs (`get` or `wait`).
+
+    Raises:
+        ValueError: `batches` is less than 1.
+    """
+    limit = operator.index(batches)
+    if limit < 1:
+        raise ValueError(f"batches must be at least 1; got {limit}")
+    limit = min(limit, 0xFFFFFFFF)
+    _C.set_run_ahead_limit(limit)
+    limits_in_force.run_ahead_batches = limit
+
+
+def _limit_from_environment() -> None:
+    text = os.environ.get(_STAGING_LIMIT_VARIABLE)
+    if text is None:
+        return
+    try:
+        set_staging_limit_bytes(int(text))
+    except ValueError as error:
+        raise ValueError(f"{_STAGING_LIMIT_VARIABLE}={text!r}: {error}") from None
+
+
+def _workers_from_environment() -> None:
+    text = os.environ.get(_WORKERS_VARIABLE)
+    if text is None:
+        return
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_WORKERS:
+        raise ValueError(f"{_WORKERS_VARIABLE}={text!r}: give a number from 1 to {_MOST_WORKERS}")
+    _C.set_most_workers(int(text))
+
+
+def _gather_from_environment() -> None:
+    text = os.environ.get(_GATHER_VARIABLE, "kernel")
+    if text not in ("kernel", "portable"):
+        raise ValueError(f'{_GATHER_VARIABLE}={text!r}: give "kernel" or "portable"')
+    _C.use_segment_kernel(text == "kernel")
+
+
+_limit_from_environment()
+_gather_from_environment()
+_workers_from_environment()

@@ -1,0 +1,143 @@
+"""Options of copies: what they mean, and checks of what the caller gives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias, TypedDict
+
+import torch  # its libraries must be loaded before the native module
+
+from tdcopier import _C
+
+Device: TypeAlias = "str | torch.device | int"
+OnUnknown: TypeAlias = Literal["ignore", "warn", "raise"] | None
+
+_LARGEST_ALIGNMENT_BYTES = 1 << 30
+LARGEST_CHUNK_BYTES = 1 << 62
+
+
+class CopyOptions(TypedDict, total=False):
+    """Keyword options of `start_copy` and of every function that passes options on to it.
+
+    `copy`, `async_to`, `to`, `prepare`, `prefetch`, `start_gather`, `gather` and `torchrl.ToDevice`
+    take all of them. `start_copy_into` and `start_scatter`, and the same without `start_`, take
+    `use_pinned_staging` and `use_background_thread`.
+    A size of the wrong type raises a `TypeError`, and a size out of range a `ValueError`.
+    """
+
+    use_pinned_staging: bool
+    """Stage through pinned memory, so that transfers run in parallel with the host, and put results
+    on the host into pinned memory. If False, transfers read or write pageable memory and block the
+    thread that makes them. Copies within the host or between devices are never staged. Default:
+    True."""
+    pack_cpu_tensors: bool
+    """Let small leaves share chunks, whether they are on the host or on a device. If False, each
+    leaf has its own allocation and transfer. Default: True."""
+    min_packed_alignment_bytes: int
+    """Alignment of packed leaves, from 1 byte to 1 GiB. The offset of each packed leaf from the
+    beginning of its chunk is a multiple of the larger of this and its element size, rounded up to a
+    multiple of its element size. The address of the chunk is a multiple of the largest power of two
+    that divides this alignment. Default: 16."""
+    max_packed_chunk_bytes: int
+    """Maximum number of bytes that the leaves of one chunk span, padding included; at least 1. (The
+    allocation is larger if an alignment above 64 bytes requires it.) Default: 32 MiB."""
+    use_background_thread: bool
+    """Leave large copies to worker threads and return at once. Up to 512 KiB of host data are
+    staged in the call even so, because that is faster, unless they would have to wait for a staging
+    buffer. Gathers and transfers from a device are enqueued in the call too. (The first results of
+    a size that arrive on the host take as long as it takes to pin their memory.) If False, all
+    staging happens in the call. Default: True."""
+    on_unknown: OnUnknown
+    """What to do with opaque values whose class tdcopier does not know to be plain data: objects of
+    any other class, sets, iterators, views of dicts, modules. Tensors in them stay on their device.
+    None: raise a `TypeError` if the data itself is such a value, since nothing would be copied, and
+    pass those in a container through. "ignore": pass all of them through. "warn": also warn, with
+    an `UnknownTypeWarning` for each class once per process, with a path. "raise": raise a
+    `TypeError` for the first one, with its path. Plain data are numbers, text, bytes, None, dates,
+    paths, members of enumerations, functions, classes, Python modules, numpy scalars, arrays that
+    torch cannot take, and torch's own small values (`torch.Size`, devices, dtypes, generators,
+    streams). Default: None."""
+
+
+@lru_cache(maxsize=64, typed=True)
+def checked_options(
+    use_pinned_staging: bool,
+    pack_cpu_tensors: bool,
+    min_packed_alignment_bytes: int,
+    max_packed_chunk_bytes: int,
+    use_background_thread: bool,
+) -> _C.CopyOptions:
+    """Validate the options of a copy and return them as the native module takes them.
+
+    Raises:
+        TypeError, ValueError: as documented for `CopyOptions`.
+    """
+    return _C.CopyOptions(
+        bool(use_pinned_staging),
+        bool(pack_cpu_tensors),
+        _size_option(
+            "min_packed_alignment_bytes", min_packed_alignment_bytes, _LARGEST_ALIGNMENT_BYTES
+        ),
+        _size_option("max_packed_chunk_bytes", max_packed_chunk_bytes, LARGEST_CHUNK_BYTES),
+        bool(use_background_thread),
+    )
+
+
+def options_for_unknown(options: _C.CopyOptions, on_unknown: OnUnknown) -> _C.CopyOptions:
+    """Return the options with this `on_unknown`. Separate, so that the default costs nothing.
+
+    Raises:
+        TypeError, ValueError: as documented for `CopyOptions`.
+    """
+    message = f'on_unknown must be "ignore", "warn", "raise" or None; got {on_unknown!r}'
+    if on_unknown is not None and not isinstance(on_unknown, str):
+        raise TypeError(message)
+    if on_unknown not in _ON_UNKNOWN:
+        raise ValueError(message)
+    return options.with_on_unknown(_ON_UNKNOWN[on_unknown])
+
+
+@lru_cache(maxsize=16, typed=True)
+def options_for_filling(use_pinned_staging: bool, use_background_thread: bool) -> _C.CopyOptions:
+    """Return the options of a copy into existing memory, where the packing options do not apply."""
+    return checked_options(use_pinned_staging, True, 16, LARGEST_CHUNK_BYTES, use_background_thread)
+
+
+def refuse_unknown_options(function: str, options: Mapping[str, Any]) -> None:
+    """Raise a TypeError that names the function if it does not take one of these options."""
+    for name in options:
+        if name in CopyOptions.__annotations__:
+            continue
+        if name == "non_blocking":
+            waits = "start" not in function and not function.startswith("async")
+            raise TypeError(
+                f"{function}() takes no non_blocking: "
+                + (
+                    "it blocks until the data has arrived; async_to() and start_copy() do not"
+                    if waits
+                    else "it never blocks; get() and wait() of its handle do"
+                )
+            )
+        if name == "dtype":
+            raise TypeError(f"{function}() keeps dtypes: convert the result with .to(dtype)")
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def _size_option(name: str, value: int, largest: int) -> int:
+    if type(value) is not int:  # the common case costs one comparison
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be a positive int; got {value!r}")
+        value = operator.index(value)
+    if not 0 < value <= largest:
+        raise ValueError(f"{name} must be a positive int of at most {largest}; got {value}")
+    return value
+
+
+_ON_UNKNOWN: dict[OnUnknown, _C.OnUnknown] = {
+    None: _C.OnUnknown.REFUSE_ROOT,
+    "ignore": _C.OnUnknown.IGNORE,
+    "warn": _C.OnUnknown.WARN,
+    "raise": _C.OnUnknown.RAISE,
+}

@@ -1,0 +1,192 @@
+"""The public names: which calls block, what their errors say, their types and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tdcopier
+
+ROOT = Path(tdcopier.__file__).parent
+BLOCKING = ["copy", "copy_into", "gather", "scatter"]
+
+
+# ---- which calls block ---------------------------------------------------------------------------
+
+
+def test_copy_into_blocks_and_returns_the_destination(device):
+    for target in ("cpu", device):
+        source = {"a": torch.arange(6.0), "b": [np.ones(2, np.int64)]}
+        static = {"a": torch.zeros(6, device=target), "b": [torch.zeros(2, dtype=torch.int64)]}
+        assert tdcopier.copy_into(source, static) is static
+        source["a"].fill_(-1)  # the sources have been read
+        assert static["a"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert static["b"][0].tolist() == [1, 1]
+
+
+def test_gather_and_scatter_block(device):
+    storage = {"obs": torch.arange(12.0).reshape(6, 2)}
+    batch = tdcopier.gather(storage, [4, 1], device)
+    assert batch["obs"].device == torch.device(device)
+    assert batch["obs"].tolist() == [[8, 9], [2, 3]]
+    assert tdcopier.scatter(batch, storage, torch.tensor([0, 5])) is storage
+    assert storage["obs"][0].tolist() == [8, 9]
+    assert storage["obs"][5].tolist() == [2, 3]
+
+
+def test_the_blocking_calls_pass_every_option_on(device, monkeypatch):
+    seen = []
+    monkeypatch.setattr("tdcopier._into.start_copy_into", _noting(seen))
+    monkeypatch.setattr("tdcopier._rows.scatter.start_scatter", _noting(seen))
+    monkeypatch.setattr("tdcopier._rows.gather.start_gather", _noting(seen))
+    monkeypatch.setattr("tdcopier._copy.start_copy", _noting(seen))
+    options = {"use_pinned_staging": False, "use_background_thread": False}
+    tdcopier.copy_into([], [], **options)
+    tdcopier.scatter([], [], [0], **options)
+    tdcopier.gather([], [0], device, **options)
+    tdcopier.copy([], device, **options)
+    tdcopier.to([], device, **options)
+    assert seen == [options] * 5
+
+
+class _Done:
+    def get(self) -> None: ...
+
+    def ready(self) -> bool:
+        return True
+
+
+def _noting(seen):
+    def call(*args, **options):
+        seen.append(options)
+        return _Done()
+
+    return call
+
+
+@pytest.mark.parametrize("name", BLOCKING)
+def test_each_blocking_call_has_a_start_call_with_the_same_parameters(name):
+    def parameters(function):
+        found = inspect.signature(function).parameters.values()
+        return [each.name for each in found if each.kind is not each.VAR_KEYWORD]
+
+    blocking, start = (getattr(tdcopier, each) for each in (name, f"start_{name}"))
+    given = parameters(blocking)
+    assert parameters(start)[: len(given)] == given
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["to", "copy", "async_to"])
+def test_options_of_torch_that_a_copy_has_not_are_refused_with_a_sentence(device, name):
+    call = getattr(tdcopier, name)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) takes no non_blocking: it "):
+        call([], device, non_blocking=True)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) keeps dtypes: convert the result"):
+        call([], device, dtype=torch.float16)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'pin'"):
+        call([], device, pin=True)
+
+
+def test_gather_refuses_unknown_options_under_its_own_name(device):
+    with pytest.raises(TypeError, match=r"^gather\(\) got an unexpected keyword argument 'rows'"):
+        tdcopier.gather([torch.ones(2)], [0], device, rows=1)
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def test_dir_lists_every_public_name_and_each_can_be_reached():
+    assert set(tdcopier.__all__) <= set(dir(tdcopier))
+    assert not [name for name in dir(tdcopier) if name.startswith("_") and name[1] != "_"]
+    code = """
+import sys, tdcopier
+late = [name for name in ("tdcopier.sim", "tdcopier.distributed") if name in sys.modules]
+assert not late, late
+assert {"sim", "distributed"} <= set(dir(tdcopier))
+assert tdcopier.sim.enable and tdcopier.distributed.broadcast
+try:
+    tdcopier.nothing
+except AttributeError as error:
+    assert "nothing" in str(error)
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+# ---- types and docstrings ------------------------------------------------------------------------
+
+TYPED = """
+from typing import Iterator
+import numpy as np
+import torch
+import tdcopier
+from tdcopier import AsyncCopyHandle, Prefetcher
+
+Batch = dict[str, torch.Tensor]
+
+def check(batch: Batch, array: "np.ndarray[tuple[int], np.dtype[np.float32]]") -> None:
+    handle: AsyncCopyHandle[Batch] = tdcopier.start_copy(batch, "cuda")
+    one: Batch = handle.wait()
+    two: Batch = tdcopier.copy(batch, "cuda", use_pinned_staging=False)
+    three: torch.Tensor = tdcopier.copy(array, "cuda")
+    four: Batch = tdcopier.copy_into(batch, one)
+    five: AsyncCopyHandle[Batch] = tdcopier.start_copy_into(batch, four)
+    six: Batch = tdcopier.gather(batch, [1], "cuda")
+    seven: Batch = tdcopier.scatter(six, two, [1])
+    eight: Prefetcher[Batch] = tdcopier.prefetch([batch], "cuda")
+    nine: Prefetcher[Batch] = tdcopier.prefetch([handle], "cuda")
+    for each in eight:
+        same: Batch = each
+    ten: Batch = tdcopier.prepare(batch, "cuda").start_copy(batch).get()
+    tdcopier.sim.enable()
+    wrong: list[int] = tdcopier.to(batch, "cuda")  # error
+    also_wrong: list[int] = tdcopier.start_copy(array, "cuda").get()  # error
+    tdcopier.copy(batch, "cuda", non_blocking=True)  # error
+"""
+
+
+def test_results_have_the_type_of_their_source(tmp_path):
+    api = pytest.importorskip("mypy.api", exc_type=ImportError)
+    (tmp_path / "typed.py").write_text(TYPED)
+    settings = tmp_path / "mypy.ini"
+    settings.write_text("[mypy]\nstrict = True\nfollow_imports = silent\n")
+    said, problems, _ = api.run(
+        ["--config-file", str(settings), "--no-incremental", str(tmp_path / "typed.py")]
+    )
+    assert not problems
+    lines = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
+    wanted = {n for n, line in enumerate(TYPED.splitlines(), 1) if line.endswith("# error")}
+    assert lines == wanted, said
+
+
+def test_the_handle_can_be_subscripted_where_annotations_run():
+    assert tdcopier.AsyncCopyHandle[dict].__origin__ is tdcopier.AsyncCopyHandle
+    assert tdcopier.Prefetcher[dict].__origin__ is tdcopier.Prefetcher
+
+
+def test_the_stub_has_the_docstrings_of_the_module():
+    """An editor shows those of the stub, `help` those of the module."""
+    stub = ast.parse((ROOT / "_C.pyi").read_text())
+    (handle,) = (node for node in stub.body if getattr(node, "name", "") == "AsyncCopyHandle")
+    nodes = [handle, *(each for each in handle.body if isinstance(each, ast.FunctionDef))]
+    public = [node for node in nodes if not node.name.startswith("_")]
+    assert len(public) >= 7
+    for node in public:
+        of_module = (
+            tdcopier.AsyncCopyHandle if node is handle
+            else getattr(tdcopier.AsyncCopyHandle, node.name)
+        )  # fmt: skip
+        said = inspect.getdoc(of_module) or ""
+        if not isinstance(node, ast.ClassDef) and said.startswith(f"{node.name}("):
+            said = said.split("\n", 1)[1]  # pybind11's line with the signature
+        assert said.split() == (ast.get_docstring(node) or "").split(), node.name
