@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from types import GenericAlias
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -77,6 +78,7 @@ class AsyncCopyHandle(Generic[_T_co]):
         """
     def wait_gathered(self) -> None:
         """Block until every row has been read: `wait_staged`, under the name that fits a gather."""
+    def __class_getitem__(cls, item: Any, /) -> GenericAlias: ...
     def _send_if_staged(self) -> bool: ...
     @property
     def _reuses_leaves(self) -> bool: ...

@@ -134,9 +134,9 @@ The handle of a copy, as `start_copy` and the other `start_` functions return it
 You may drop it at any time: the copy goes on, and nothing blocks or leaks. Any thread may use it.
 Its methods release the GIL while they wait.)");
   handle.attr("__module__") = "tdcopier";
-  handle.attr("__class_getitem__") = py::module_::import("builtins")
-                                         .attr("classmethod")(
-                                             py::module_::import("types").attr("GenericAlias"));
+  handle.attr("__class_getitem__") =
+      py::module_::import("builtins")
+          .attr("classmethod")(py::module_::import("types").attr("GenericAlias"));
   handle
       .def("ready", guarded(&Handle::ready), R"(
 Return whether the copy has ended, with a result or an error. Never blocks.)")

@@ -230,7 +230,7 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
 }  // namespace
 
 std::unique_ptr<Handle> start_copy_into(py::handle source, py::handle destination,
-                                  const CopyOptions& options) {
+                                        const CopyOptions& options) {
   const py::object fill = py::module_::import("tdcopier._into").attr("fill");
   return fill_tree(source, destination, {{}, nullptr, fill}, options);
 }

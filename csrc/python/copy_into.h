@@ -14,7 +14,7 @@ namespace tdcopier {
 // is written; a failure of the copy is reported by the handle. Ignores `options.pack`, which is for
 // new memory only.
 std::unique_ptr<Handle> start_copy_into(pybind11::handle source, pybind11::handle destination,
-                                  const CopyOptions& options);
+                                        const CopyOptions& options);
 
 // Like copy_into(), but writes rows of the destination that are selected by index.
 // `fill(table, values)` writes the leaves that the engine does not. `rows` is as for

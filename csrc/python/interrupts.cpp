@@ -1,4 +1,5 @@
 // Stores the exception of a signal handler until it can be raised to the caller with the GIL held.
+// interrupts.h says what Ctrl-C does to a wait; docs/concepts/rules.md what it does to each call.
 #include "python/interrupts.h"
 
 #include <pythread.h>

@@ -1,6 +1,6 @@
 // Finds memory that a copy would write for one leaf, and read or write for another.
-// Sorts the memory of all leaves by address, and compares leaves whose bounds overlap row by row
-// (base/overlap.h).
+// sort_pairs.cpp refuses such a copy with a ValueError before anything is written. Sorts the memory
+// of all leaves by address, and compares leaves whose bounds overlap row by row (base/overlap.h).
 #pragma once
 
 #include <optional>

@@ -315,8 +315,7 @@ std::unique_ptr<Handle> start_gather(py::handle storage, py::handle index, py::h
 std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
                                       const CopyOptions& options, PreparedCopy* prepared,
                                       RowLeaves* rows) {
-  if (has_engine_transfers(target))
-    refuse_capture(parse_stream(py::none(), target));
+  if (has_engine_transfers(target)) refuse_capture(parse_stream(py::none(), target));
 
   PhaseTimes phases;  // until there is a handle
   FlatTree flat = [&] {

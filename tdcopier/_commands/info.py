@@ -1,6 +1,6 @@
 """`python -m tdcopier info`: prints what a bug report needs, as text or as JSON.
 
-`info_facts.py` finds the facts; this module prints them.
+`info_facts.py` finds the facts and lists the sections; this module prints them.
 By default it creates a context on every CUDA device, which takes device memory while it runs.
 """
 

@@ -248,6 +248,12 @@ def is_wrapped(cls: type) -> bool:
 
 
 def _find_rule(cls: type) -> Rule | str | None:
+    """Return how to treat instances of a class that is not registered; None: they are opaque.
+
+    In this order: jagged tensors, tensor subclasses, TensorDicts, packed sequences, enumerations,
+    modules, graphs, classes derived from known containers, nodes of torch's pytrees, objects with a
+    ``.to`` of their own.
+    """
     if _is_jagged(cls):
         from tdcopier._containers.jagged import (
             JAGGED,  # torch has imported its dependencies already

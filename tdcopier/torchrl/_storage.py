@@ -148,7 +148,7 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         if not initialized or not _is_on_the_host(self):
             return None
         in_use: torch.Size = self.shape
-        numbers = _row_index(index, in_use)
+        numbers = _rows_in_use(index, in_use)
         if numbers is None:
             return None
         rows = self._storage
@@ -237,8 +237,12 @@ def _is_view(index: Any) -> bool:
     )
 
 
-def _row_index(index: Any, in_use: torch.Size) -> RowIndex | None:
-    """Return the rows that an index selects among those in use; None for any other index."""
+def _rows_in_use(index: Any, in_use: torch.Size) -> RowIndex | None:
+    """Return the rows that an index selects among those in use; None for any other index.
+
+    `_rows/row_numbers.py` converts the indices of `start_gather`; this one leaves to torchrl what
+    torchrl's own samplers do not make, and counts from the end of what is in use.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if not 1 <= len(parts) <= min(2, len(in_use)):
         return None

@@ -8,9 +8,9 @@ ORDER: dict[str, Defect] = {
     "rows_given_back_early": Defect(
         "Order",
         "python/handle.cpp",
-        '  const std::vector<c10::Stream> producing = producers("wait_staged()");',
+        "  const auto enqueued = [](const auto& job) { return job->are_sources_free(); };",
         "  if ({defect}) return;\n"
-        '  const std::vector<c10::Stream> producing = producers("wait_staged()");',
+        "  const auto enqueued = [](const auto& job) { return job->are_sources_free(); };",
         "rows_are_overwritten_when_they_are_gathered",
         "AssertionError",
     ),

@@ -24,8 +24,8 @@ struct Pools {
   ThreadPool* reclaimer = nullptr;
 };
 
-// More workers would fill staging memory no faster than the link empties it, and would take
-// processors from the caller's threads.
+// The default limit on workers; the variable TDCOPIER_WORKERS sets another. More would fill staging
+// memory no faster than the link empties it, and would take processors from the caller's threads.
 constexpr size_t kMostWorkers = 12;
 std::atomic<size_t> g_most_workers = kMostWorkers;
 

@@ -1,5 +1,5 @@
 // The engine's thread pools, and their number of threads. The variable TDCOPIER_WORKERS limits it;
-// tdcopier/_copy.py reads the variable.
+// tdcopier/_limits.py reads the variable.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,5 +1,5 @@
-// Sorts destinations by address, and joins those into runs that adjoin or have only padding between
-// them.
+// For existing memory only: sorts destinations by address, and joins those into runs that adjoin or
+// have only padding between them.
 #include "engine/leaves/into_plan.h"
 
 #include <algorithm>

@@ -1,5 +1,6 @@
-// Decides how leaves reach existing memory on a device: straight, in runs, or through scratch
-// memory from which the device scatters them.
+// Decides how leaves reach existing memory on a device (start_copy_into() and start_scatter()):
+// straight, in runs, or through scratch memory from which the device scatters them.
+// base/pack_plan.h decides which leaves share a chunk of new memory.
 #pragma once
 
 #include <cstddef>
