@@ -116,7 +116,7 @@ def wrong_leaves(way: Contender, case: Filling, direction: Direction) -> int:
 
 
 def _copy_into(place: str) -> Callable[[Filling], Any]:
-    return lambda case: tdcopier.start_copy_into(case.source, case.destinations[place]).get()
+    return lambda case: tdcopier.copy_into(case.source, case.destinations[place])
 
 
 def _copy_per_leaf(place: str) -> Callable[[Filling], Any]:

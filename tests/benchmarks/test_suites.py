@@ -26,7 +26,7 @@ ELSEWHERE = re.compile(
     r"|^/workloads/.*(pin_memory|pinned)|/limits/memcpy$"  # ways that need CUDA
 )
 """Keys of committed results that the test's results may lack."""
-REBUILD, CHUNK = "tdcopier, rebuilding alone", "tdcopier.start_copy_into(), one earlier chunk"
+REBUILD, CHUNK = "tdcopier, rebuilding alone", "tdcopier.copy_into(), one earlier chunk"
 
 
 @pytest.fixture

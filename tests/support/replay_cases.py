@@ -248,7 +248,7 @@ class Outcome(NamedTuple):
     step: str
     value: Any
     error: type | None
-    warned: list[type]
+    warned: list[str]
     text: str
 
 
@@ -261,11 +261,13 @@ class Notes(list[Outcome]):
         torch.default_generator.manual_seed(0)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
+            # Python 3.12 says so where garbage with semaphores is collected, at any time.
+            warnings.filterwarnings("ignore", "ResourceTracker called reentrantly", UserWarning)
             try:
                 value = action(*given, **options)
             except Exception as raised:
                 error, text = type(raised), str(raised)
-        self.append(Outcome(name, value, error, [each.category for each in seen], text))
+        self.append(Outcome(name, value, error, [str(each.message) for each in seen], text))
         return value
 
 

@@ -109,7 +109,9 @@ std::vector<std::string> other_keys(const at::Tensor& tensor, c10::DispatchKeySe
 PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   // The keys also tell that the tensor is strided and which device it is on.
-  if (has_more_than(impl->key_set(), plain)) return {Packable::kOtherKeys};
+  if (has_more_than(impl->key_set(), plain)) {
+    return {has_names(tensor) ? Packable::kNamed : Packable::kOtherKeys};  // names have a key too
+  }
   if (has_names(tensor)) return {Packable::kNamed};
   c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   if (storage == nullptr) return {Packable::kNoStorage};
