@@ -173,6 +173,7 @@ def start_copy_into(
     source: Any,
     destination: _T,
     options: CopyOptions,
+    copy_opaque: bool,
     /,
 ) -> AsyncCopyHandle[_T]: ...
 def start_gather(

@@ -26,6 +26,7 @@ def start_copy_into(
     *,
     use_pinned_staging: bool = True,
     use_background_thread: bool = True,
+    copy_opaque: bool = False,
 ) -> AsyncCopyHandle[T]:
     """Start to copy the values of one tree into an existing one, and return a handle at once.
 
@@ -38,9 +39,15 @@ def start_copy_into(
 
     The trees must have the same structure: containers have the same keys, the same attributes or
     the same number of children (their classes may differ), and leaves have the same shape and
-    dtype. Opaque values must be at the same places; they are not changed. A leaf that is the same
-    memory as its destination counts as reused and is not written. The version counters of written
-    tensors increase.
+    dtype. A leaf that is the same memory as its destination counts as reused and is not written.
+    The version counters of written tensors increase.
+
+    **Opaque values**, such as the learning rate in an optimizer's state, must be at the same
+    places. By default they are not changed, and `stats.opaque_differences` counts those that
+    differ. Plain data (see `on_unknown` of `CopyOptions`) differ if their classes do, or if ``==``
+    says so; NaN equals NaN. Other values differ unless they are the same object. With
+    `copy_opaque`, the destination gets the source's objects where they differ. Attributes of
+    containers, such as the `_metadata` of a state dict, are neither compared nor copied.
 
     **Order.** Sources on a device are read after all work that is on the current stream of that
     device at the call. Destinations on a device are written after all work that is on the current
@@ -63,12 +70,19 @@ def start_copy_into(
         use_pinned_staging: stage through pinned memory; see `CopyOptions`.
         use_background_thread: leave large copies, and all copies that arrive in host memory, to
             worker threads and return at once.
+        copy_opaque: replace opaque values of the destination that differ: items of dicts and lists,
+            fields of dataclasses, non-tensor data of TensorDicts. A tuple of opaque values only,
+            such as `betas`, is replaced as a whole. Opaque values are new when the call returns,
+            leaves only after `get()` or `wait()`. If the call refuses one, it changes none.
 
     Raises:
         ValueError: the trees differ in structure, or a leaf in shape or dtype; a destination
             requires a gradient while gradients are enabled, is a read-only array, shares memory
             between its elements, or shares memory with another leaf that is read or written (leaves
-            with gaps are compared up to a million rows); a tensor reaches beyond its storage.
+            with gaps are compared up to a million rows); a tensor reaches beyond its storage. With
+            `copy_opaque`: a value that differs is in a container that cannot be changed (a tuple
+            with leaves or containers in it, a frozen dataclass, a locked TensorDict, a registered
+            class), or one place in the destination stands for values of the source that differ.
             Messages name the first such leaf by its path, and nothing has been written.
         TypeError: an array has a number type that torch does not support; a container is of a kind
             that cannot be taken apart.
@@ -84,7 +98,7 @@ def start_copy_into(
     """
     check = _checking.SourceCheck.of_filling(source, destination) if _checking.enabled else None
     options = options_for_filling(use_pinned_staging, use_background_thread)
-    handle = _C.start_copy_into(source, destination, options)
+    handle = _C.start_copy_into(source, destination, options, copy_opaque)
     return handle if check is None else _checking.checked(handle, check)
 
 
@@ -94,6 +108,7 @@ def copy_into(
     *,
     use_pinned_staging: bool = True,
     use_background_thread: bool = True,
+    copy_opaque: bool = False,
 ) -> T:
     """Copy the values of one tree into an existing one, block until they are there, and return it.
 
@@ -106,6 +121,7 @@ def copy_into(
         destination,
         use_pinned_staging=use_pinned_staging,
         use_background_thread=use_background_thread,
+        copy_opaque=copy_opaque,
     )
     return finished(handle)
 

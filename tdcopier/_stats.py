@@ -67,6 +67,9 @@ class CopyStats(NamedTuple):
     scatters and transfers by torch's own calls. On any device: memory that could not be pinned, an
     event that could not be recorded, tables whose rows were read by their own code. Delegated
     leaves are not included."""
+    opaque_differences: int
+    """Opaque values of the source that differ from those at the same place in a destination that
+    exists, and were not copied: see `copy_opaque` of `copy_into`. 0 for copies to new memory."""
     steps: StepTimes | None = None
     """Time spent in each phase so far; None unless `time_steps` was on at the call."""
 

@@ -1,5 +1,5 @@
-// The steps of one call: pair and check all leaves, refuse captures, run delegated leaves, plan and
-// start one job per group, bump versions.
+// The steps of one call: pair and check all leaves, refuse captures, replace opaque values, run
+// delegated leaves, plan and start one job per group, bump versions.
 #include "python/copy_into.h"
 
 #include <string>
@@ -31,6 +31,7 @@ struct FillCall {
   PairNames names;
   RowLeaves* rows;  // null: whole leaves are filled
   py::object fill;  // fill(destination, source), for delegated leaves
+  bool copy_opaque;
 };
 
 // Makes the job of one group of pairs, and decides where it should run.
@@ -185,28 +186,61 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
   }
 }
 
+// Sorts the pairs, and refuses captures by streams that the copy needs.
+SortedPairs sort_and_check(py::handle source, py::handle destination, const FillCall& call,
+                           bool list_opaque) {
+  SortedPairs sorted = sort_pairs(source, destination, call.names, call.rows, list_opaque);
+  LeafDevices used = sorted.writers;
+  for (const c10::Device device : sorted.readers.devices()) used.add(device);
+  for (const IntoGroup& group : sorted.groups) {
+    used.add(group.destination);
+    used.add(group.pairs.leaves.device());
+  }
+  for (const c10::Device device : used.devices()) {
+    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
+  }
+  return sorted;
+}
+
+// Replaces the opaque values of the destination that differ. Returns an object that keeps the old
+// ones alive, whose code is not to run before the leaves have been read.
+py::object replace_opaque(SortedPairs& sorted, py::handle source, py::handle destination,
+                          const FillCall& call) {
+  if (sorted.opaque_differences == 0) return py::none();
+  const py::object replacements =
+      py::module_::import("tdcopier._opaque").attr("Replacements")(sorted.opaque_pairs);
+  sorted.opaque_differences = 0;
+  if (!replacements.attr("write")().cast<bool>()) return replacements;
+  // The code of containers may have moved the memory of leaves, and changed the values.
+  try {
+    sorted = sort_and_check(source, destination, call, /*list_opaque=*/false);
+  } catch (...) {
+    replacements.attr("undo")();
+    throw;
+  }
+  return replacements;
+}
+
 std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, const FillCall& call,
                                   const CopyOptions& options) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   PhaseTimes phases;  // until there is a handle
+  py::object replaced;
   SortedPairs sorted = [&] {
     const PhaseRange range(phases, Phase::kFlatten);
-    return sort_pairs(source, destination, call.names, call.rows);
+    SortedPairs found = sort_and_check(source, destination, call, call.copy_opaque);
+    if (call.copy_opaque) replaced = replace_opaque(found, source, destination, call);
+    return found;
   }();
   LeafDevices targets = sorted.writers;
   for (const IntoGroup& group : sorted.groups) targets.add(group.destination);
-  LeafDevices used = targets;
-  for (const c10::Device device : sorted.readers.devices()) used.add(device);
-  for (const IntoGroup& group : sorted.groups) used.add(group.pairs.leaves.device());
-  for (const c10::Device device : used.devices()) {
-    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
-  }
 
   LeafCounts counts;
   counts.packed = sorted.empty;
   counts.reused = static_cast<uint32_t>(sorted.reused.size());
   counts.opaque = sorted.opaque;
+  counts.opaque_differences = sorted.opaque_differences;
   auto handle = std::make_unique<Handle>(targets.devices(),
                                          py::reinterpret_borrow<py::object>(destination), counts);
   handle->phases().add(Phase::kFlatten, phases.ns(Phase::kFlatten));
@@ -230,16 +264,16 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
 }  // namespace
 
 std::unique_ptr<Handle> start_copy_into(py::handle source, py::handle destination,
-                                        const CopyOptions& options) {
+                                        const CopyOptions& options, bool copy_opaque) {
   const py::object fill = py::module_::import("tdcopier._into").attr("fill");
-  return fill_tree(source, destination, {{}, nullptr, fill}, options);
+  return fill_tree(source, destination, {{}, nullptr, fill, copy_opaque}, options);
 }
 
 std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, py::handle index,
                                       py::object fill, const CopyOptions& options) {
   RowLeaves rows(row_request_of(index));
   const PairNames names{"batch", "storage"};
-  return fill_tree(batch, storage, {names, &rows, std::move(fill)}, options);
+  return fill_tree(batch, storage, {names, &rows, std::move(fill), /*copy_opaque=*/false}, options);
 }
 
 }  // namespace tdcopier

@@ -347,7 +347,7 @@ py::tuple Handle::stats() const {
   }
   return py::make_tuple(counts_.packed, counts_.alone, counts_.delegated, counts_.reused,
                         counts_.opaque, chunks, moved.transfers, moved.bytes, background_,
-                        moved.fallbacks, times());
+                        moved.fallbacks, counts_.opaque_differences, times());
 }
 
 py::object Handle::times() const {

@@ -23,6 +23,7 @@ struct LeafCounts {
   uint32_t delegated = 0;
   uint32_t reused = 0;
   uint32_t opaque = 0;
+  uint32_t opaque_differences = 0;
   uint32_t left = 0;  // tables whose rows were read by their own code
 };
 

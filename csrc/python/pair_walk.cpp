@@ -4,6 +4,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,21 @@ namespace {
 
 bool is_sequence(const PyTypeObject* type) {
   return type == &PyList_Type || type == &PyTuple_Type;
+}
+
+// Returns whether two values of the commonest opaque classes differ: by class, or by `==`, except
+// that NaN equals NaN. Most are the same object.
+bool plain_values_differ(PyObject* source, PyObject* destination) {
+  if (source == destination) return false;
+  if (Py_TYPE(source) != Py_TYPE(destination)) return true;
+  if (PyFloat_CheckExact(source)) {
+    const double from = PyFloat_AS_DOUBLE(source);
+    const double to = PyFloat_AS_DOUBLE(destination);
+    return from != to && !(std::isnan(from) && std::isnan(to));
+  }
+  const int equal = PyObject_RichCompareBool(source, destination, Py_EQ);
+  if (equal < 0) throw py::error_already_set();
+  return equal == 0;
 }
 
 // Describes one value of a pair whose two values are not both of the commonest classes. Owns its
@@ -35,8 +51,10 @@ struct Half {
 class PairWalk {
  public:
   // `paths`, if given, receives the path of every pair.
-  explicit PairWalk(std::vector<std::string>* paths, PairNames names = {})
-      : names_(names), paths_(paths), looks_({.target = {}, .named = true, .left = false}) {}
+  explicit PairWalk(std::vector<std::string>* paths, PairNames names = {}, bool list_opaque = false)
+      : names_(names), paths_(paths), looks_({.target = {}, .named = true, .left = false}) {
+    if (list_opaque) found_.opaque_pairs = py::list();
+  }
 
   PairedTrees run(PyObject* source, PyObject* destination) {
     visit(source, destination, 0);
@@ -51,11 +69,13 @@ class PairWalk {
         THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(to))) {
       add(source, destination, depth);
     } else if (from == &PyDict_Type && to == &PyDict_Type) {
+      enter(destination, depth);
       visit_dicts(source, destination, PathStep::Kind::kKey, depth);
     } else if (is_sequence(from) && is_sequence(to)) {
+      enter(destination, depth);
       visit_sequences(source, destination, depth);
     } else if (ValueLooks::is_plain_opaque(from) && ValueLooks::is_plain_opaque(to)) {
-      ++found_.opaque;
+      add_opaque(source, destination, plain_values_differ(source, destination), depth);
     } else {
       visit_rare(source, destination, depth);
     }
@@ -64,6 +84,39 @@ class PairWalk {
   void add(PyObject* source, PyObject* destination, int depth) {
     if (paths_ != nullptr) paths_->push_back(path_.text(depth));
     found_.leaves.push_back({Py_NewRef(source), Py_NewRef(destination)});
+  }
+
+  // Lists the pair without its path, because the repr of a key may be expensive or raise.
+  void add_opaque(PyObject* source, PyObject* destination, bool differ, int depth) {
+    ++found_.opaque;
+    found_.opaque_differences += static_cast<uint32_t>(differ);
+    if (!found_.opaque_pairs) return;
+    py::list holders;
+    for (int i = depth - 1; i >= 0; --i) {
+      const auto& [container, number] = holders_[i];
+      const PathStep& step = path_[i];
+      const py::object name =
+          step.name != nullptr ? py::reinterpret_borrow<py::object>(step.name)
+                               : py::reinterpret_steal<py::object>(PyLong_FromSsize_t(step.index));
+      holders.append(
+          py::make_tuple(number, py::handle(container), name, static_cast<int>(step.kind)));
+    }
+    py::reinterpret_borrow<py::list>(found_.opaque_pairs)
+        .append(py::make_tuple(py::handle(source), py::handle(destination), differ, holders));
+  }
+
+  // Notes that the walk visits the children of a container of the destination.
+  void enter(PyObject* container, int depth) {
+    if (!found_.opaque_pairs) return;
+    holders_.resize(depth);
+    holders_.push_back({container, entered_++});
+  }
+
+  // Asks tdcopier._opaque whether two opaque values of any classes differ.
+  bool differ(PyObject* source, PyObject* destination) {
+    if (source == destination) return false;
+    if (!differ_) differ_ = py::module_::import("tdcopier._opaque").attr("differ");
+    return differ_(py::handle(source), py::handle(destination)).cast<bool>();
   }
 
   // Visits a pair and keeps references to it meanwhile, except for two tensors, which run no code.
@@ -146,8 +199,7 @@ class PairWalk {
     const Half from = look(source, names_.source, depth);
     const Half to = look(destination, names_.destination, depth);
     if (from.is_object && source == destination) {  // both trees refer to it: nothing to fill
-      ++found_.opaque;
-      return;
+      return add_opaque(source, destination, /*differ=*/false, depth);
     }
     if (from.kind != to.kind) {
       refuse(
@@ -160,12 +212,13 @@ class PairWalk {
       case Half::Kind::kLeaf:
         return add(source, destination, depth);
       case Half::Kind::kOpaque:
-        ++found_.opaque;
-        return;
+        return add_opaque(source, destination, differ(source, destination), depth);
       case Half::Kind::kByIndex:
+        enter(destination, depth);
         return visit_sequences(from.children.ptr(), to.children.ptr(), depth);
       case Half::Kind::kByKey:
       case Half::Kind::kByAttribute:
+        enter(destination, depth);
         return visit_dicts(from.children.ptr(), to.children.ptr(), from.step, depth);
     }
   }
@@ -224,6 +277,11 @@ class PairWalk {
   PairedTrees found_;
   ValueLooks looks_;
   Path path_;
+  py::object differ_{};
+  // By depth, only if opaque pairs are listed: the container of the destination that the walk is
+  // in, which the visit keeps alive, and its number.
+  std::vector<std::pair<PyObject*, uint64_t>> holders_;
+  uint64_t entered_ = 0;
 };
 
 }  // namespace
@@ -235,8 +293,9 @@ PairedTrees::~PairedTrees() {
   }
 }
 
-PairedTrees pair_trees(py::handle source, py::handle destination, PairNames names) {
-  return PairWalk(nullptr, names).run(source.ptr(), destination.ptr());
+PairedTrees pair_trees(py::handle source, py::handle destination, PairNames names,
+                       bool list_opaque) {
+  return PairWalk(nullptr, names, list_opaque).run(source.ptr(), destination.ptr());
 }
 
 std::optional<std::string> path_of_pair(py::handle source, py::handle destination, size_t pair) {

@@ -23,6 +23,8 @@ struct PairedTrees {
   ~PairedTrees();
   RecycledVector<LeafPair> leaves;  // in the order of the walk
   uint32_t opaque = 0;
+  uint32_t opaque_differences = 0;  // pairs of opaque values of which one would change the other
+  pybind11::object opaque_pairs{};  // null unless listed: see tdcopier._opaque.Pair
 };
 
 // The names of the two trees in error messages.
@@ -36,7 +38,9 @@ struct PairNames {
 // and dict are flattened by Python code.
 // Throws: ValueError, with the path, where the trees differ; RecursionError; TypeError for values
 // that start_copy() refuses too; any error of that code.
-PairedTrees pair_trees(pybind11::handle source, pybind11::handle destination, PairNames names = {});
+// `list_opaque`: also list the pairs of opaque values.
+PairedTrees pair_trees(pybind11::handle source, pybind11::handle destination, PairNames names,
+                       bool list_opaque);
 
 // Returns the path of a pair of leaves, for example "['boxes'][3]". Repeats the walk, so only for
 // messages. Returns nullopt if a container's own code raises in this walk.

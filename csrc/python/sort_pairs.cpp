@@ -52,11 +52,13 @@ struct LastPlainPair {
 
 class Sorter {
  public:
-  Sorter(py::handle source, py::handle destination, PairNames names, RowLeaves* rows)
+  Sorter(py::handle source, py::handle destination, PairNames names, RowLeaves* rows,
+         bool list_opaque)
       : source_(source),
         destination_(destination),
         names_(names),
         rows_(rows),
+        list_opaque_(list_opaque),
         altered_(is_mode_active()),
         leaf_reader_(rows, [this](bool written) { return path(number_, written); }) {}
 
@@ -100,9 +102,11 @@ class Sorter {
   void sort_all() {
     sorted_ = {};
     last_plain_.reset();
-    PairedTrees trees = pair_trees(source_, destination_, names_);
+    PairedTrees trees = pair_trees(source_, destination_, names_, list_opaque_);
     leaves_ = trees.leaves.size();
     sorted_.opaque = trees.opaque;
+    sorted_.opaque_differences = trees.opaque_differences;
+    sorted_.opaque_pairs = std::move(trees.opaque_pairs);
     for (number_ = 0; number_ < leaves_; ++number_) {
       prefetch_ahead(trees);
       LeafPair& pair = trees.leaves[number_];
@@ -340,6 +344,7 @@ class Sorter {
   const py::handle destination_;
   const PairNames names_;
   RowLeaves* const rows_;
+  const bool list_opaque_;
   const bool altered_;
   size_t leaves_ = 0;
   size_t number_ = 0;  // of the current pair
@@ -353,9 +358,9 @@ class Sorter {
 
 }  // namespace
 
-SortedPairs sort_pairs(py::handle source, py::handle destination, PairNames names,
-                       RowLeaves* rows) {
-  return Sorter(source, destination, names, rows).run();
+SortedPairs sort_pairs(py::handle source, py::handle destination, PairNames names, RowLeaves* rows,
+                       bool list_opaque) {
+  return Sorter(source, destination, names, rows, list_opaque).run();
 }
 
 }  // namespace tdcopier

@@ -60,16 +60,18 @@ struct SortedPairs {
   LeafDevices writers;
   uint32_t empty = 0;
   uint32_t opaque = 0;
+  uint32_t opaque_differences = 0;
+  pybind11::object opaque_pairs{};  // null unless listed: see PairedTrees
 };
 
 class RowLeaves;
 
 // Pairs and sorts the leaves of two trees. `rows`: null, or the rows to write, and then every
-// destination is a table. GIL: held.
+// destination is a table. `list_opaque`: as for pair_trees(). GIL: held.
 // Throws: as pair_trees(); ValueError, with the path, for a destination that cannot be written or
 // does not fit; RuntimeError, as torch does, for a destination made in inference mode if the call
 // is outside of it; IndexError if a row is out of range.
 SortedPairs sort_pairs(pybind11::handle source, pybind11::handle destination, PairNames names,
-                       RowLeaves* rows);
+                       RowLeaves* rows, bool list_opaque);
 
 }  // namespace tdcopier

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import operator
 import types
+from functools import partial
 from typing import Any
 
-from tdcopier._containers.rule import Flat, Refused, Rule
+from tdcopier._containers.rule import Flat, Place, Refused, Rule
 
 _NOT_INSTANTIABLE = 1 << 7  # flags of the interpreter's types
 _HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
@@ -38,6 +40,11 @@ def _is_plain_object(cls: type) -> bool:
 def _builtin_bases(cls: type) -> set[type]:
     """Return the base classes that are written in C, except `object`."""
     return {base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE} - {object}
+
+
+def place_of_item(container: Any, name: Any) -> Place:
+    """Return the place of an item of a mapping, or of a list or deque."""
+    return Place(container, name, partial(operator.setitem, container, name))
 
 
 # ---- mappings ------------------------------------------------------------------------------------
@@ -98,10 +105,10 @@ def _unflatten_mapping(children: list[Any], context: tuple[Any, list[Any]]) -> A
     return rebuilt
 
 
-_MAPPINGS = Rule(_flatten_mapping, _unflatten_mapping, "key")
+_MAPPINGS = Rule(_flatten_mapping, _unflatten_mapping, "key", place=place_of_item)
 _EXACT_MAPPINGS: dict[type, Rule] = {
-    collections.OrderedDict: Rule(_flatten_ordered, _unflatten_ordered, "key"),
-    collections.defaultdict: Rule(_flatten_default, _unflatten_default, "key"),
+    collections.OrderedDict: Rule(_flatten_ordered, _unflatten_ordered, "key", place=place_of_item),
+    collections.defaultdict: Rule(_flatten_default, _unflatten_default, "key", place=place_of_item),
 }
 
 
@@ -129,7 +136,7 @@ def _unflatten_sequence(children: list[Any], shell: Any) -> Any:
     return rebuilt
 
 
-_SEQUENCES = Rule(_flatten_sequence, _unflatten_sequence)
+_SEQUENCES = Rule(_flatten_sequence, _unflatten_sequence, place=place_of_item)
 
 
 # ---- tuples --------------------------------------------------------------------------------------
@@ -177,6 +184,9 @@ _STRUCTS = Rule(_flatten_struct, _unflatten_struct)
 _TUPLES = Rule(_flatten_tuple, _unflatten_tuple)
 _NAMED_TUPLES = Rule(_flatten_named_tuple, _unflatten_tuple, "attribute")
 
+TUPLE_RULES = (_TUPLES, _NAMED_TUPLES)
+"""Those of tuples that can be made of any children."""
+
 
 # ---- dataclasses ---------------------------------------------------------------------------------
 
@@ -204,11 +214,17 @@ def _unflatten_dataclass(
     return rebuilt
 
 
+def _place_of_field(value: Any, name: str) -> Place:
+    if type(value).__dataclass_params__.frozen:
+        raise Refused(f"it is in a frozen dataclass ({type(value).__qualname__})")
+    return Place(value, name, partial(setattr, value, name))
+
+
 def _is_slot(cls: type, name: str) -> bool:
     return isinstance(vars(cls)[name], types.MemberDescriptorType)
 
 
-_DATACLASSES = Rule(_flatten_dataclass, _unflatten_dataclass, "attribute")
+_DATACLASSES = Rule(_flatten_dataclass, _unflatten_dataclass, "attribute", place=_place_of_field)
 
 
 # ---- shallow copies ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from tdcopier._containers.own_to import has_own_to
-from tdcopier._containers.rule import Flat, Rule
+from tdcopier._containers.rule import Carrier, Flat, Rule
 
 _LIBRARY = "torch_geometric"
 _METHODS = ("to", "apply", "__copy__", "stores")
@@ -39,7 +39,7 @@ def _is_of_library(method: Any) -> bool:
     return str(getattr(function, "__module__", "")).split(".")[0] == _LIBRARY
 
 
-class _Kept:
+class _Kept(Carrier):
     """A value that ``Data.to`` leaves alone inside a list or a mapping, such as a numpy array."""
 
     __slots__ = ("value",)

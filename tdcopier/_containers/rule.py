@@ -13,6 +13,25 @@ class Refused(TypeError):
     """A container cannot be copied; the walk puts its path before the message."""
 
 
+class Carrier:
+    """An object in which the walk carries an opaque value that is not a child as it is."""
+
+    __slots__ = ()
+
+    value: Any
+
+
+class Place(NamedTuple):
+    """Where a container keeps an opaque child."""
+
+    owner: Any
+    """The object that has the child: the container, or one that the container consists of."""
+    name: Any
+    """Key, index or attribute of the child in the owner."""
+    put: Callable[[Any], object]
+    """Replaces the child."""
+
+
 class Rule(NamedTuple):
     """How values of a class are taken apart and rebuilt."""
 
@@ -30,3 +49,6 @@ class Rule(NamedTuple):
     wraps: bool = False
     """Whether the class is a tensor subclass over plain memory. Then the value itself is the only
     child, moved as a plain tensor, and `flatten` returns only the context."""
+    place: Callable[[Any, Any], Place] | None = None
+    """Returns the place of the opaque child with this name, or raises `Refused` if the child cannot
+    be replaced. None: children of such containers cannot be replaced."""

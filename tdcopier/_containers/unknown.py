@@ -47,6 +47,11 @@ _PLAIN: tuple[Any, ...] = (
 
 _PLAIN_IDS = frozenset(map(id, _PLAIN))  # a class's metaclass may forbid to hash or compare it
 
+_COMPARED_BY_IDENTITY = frozenset(map(id, (torch.SymInt, torch.SymFloat, torch.SymBool)))
+"""A comparison of these adds a guard to the graph that is being traced."""
+
+_HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
+
 _ACCEPTED = (
     "Accepted are tensors, numpy arrays, TensorDicts, lists, tuples, dicts and their subclasses, "
     "dataclasses, objects with a .to for devices, and registered classes."
@@ -69,6 +74,17 @@ def is_plain(cls: type) -> bool:
     # A non-tensor value of a TensorDict; its module is loaded if there is one.
     nodes = sys.modules.get("tdcopier.tensordict._nodes")
     return nodes is not None and cls is nodes.Data
+
+
+def compares_as_plain_data(cls: type) -> bool:
+    """Return whether ``==`` of the class, known to be plain data, is that of such a class.
+
+    It is not if a subclass overrides it in Python.
+    """
+    if any(id(base) in _COMPARED_BY_IDENTITY for base in cls.__mro__) or not is_plain(cls):
+        return False
+    definer = next(base for base in cls.__mro__ if "__eq__" in vars(base))
+    return id(definer) in _PLAIN_IDS or not definer.__flags__ & _HEAP_TYPE
 
 
 def is_to_be_told(cls: type, only_once: bool) -> bool:

@@ -14,6 +14,8 @@ import tensordict
 import torch
 from tensordict import NonTensorData, TensorDict
 
+from tdcopier._containers.rule import Carrier
+
 Leaves = Iterator[Any]
 
 
@@ -143,16 +145,16 @@ class Typed:
         return made
 
 
-class Data:
+class Data(Carrier):
     """A non-tensor value in its wrapper; it travels as an opaque value, by identity."""
 
-    __slots__ = ("_batch_size", "_cls", "_data", "_names")
+    __slots__ = ("_batch_size", "_cls", "_names", "value")
 
     def __init__(
         self, cls: Any, data: Any, batch_size: torch.Size, names: list[str | None] | None
     ) -> None:
         self._cls = cls
-        self._data = data
+        self.value = data
         self._batch_size = batch_size
         self._names = names
 
@@ -163,7 +165,7 @@ class Data:
         state = made.__dict__
         state.update(_DATA_STATE)
         state["_tensordict"] = make_tensordict({}, self._batch_size, device, names)
-        state["_non_tensordict"] = {**_DATA_FIELDS, "data": self._data}
+        state["_non_tensordict"] = {**_DATA_FIELDS, "data": self.value}
         return made
 
 

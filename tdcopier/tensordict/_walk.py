@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
+from tensordict import NonTensorData, TensorDict, TensorDictBase, UnbatchedTensor
 
 from tdcopier import _C
 from tdcopier._containers.delegated_parts import DelegatedPart
-from tdcopier._containers.rule import Refused, Rule
+from tdcopier._containers.rule import Place, Refused, Rule
 from tdcopier.tensordict import _kinds, _nodes
 from tdcopier.tensordict._nodes import Node
 
@@ -117,7 +117,52 @@ def _inside(value: Any) -> Any:
     return inside
 
 
-COLLECTION = Rule(flatten, unflatten, "key", by_target=True)
+def _place_of_data(collection: Any, name: str | Key) -> Place:
+    """Return the place of non-tensor data in a TensorDict, or in a member of a lazy stack."""
+    keys = (name,) if isinstance(name, str) else name
+    if not keys:
+        raise Refused("it is the destination itself: give a TensorDict that holds it")
+    holder = _content(collection)
+    for key in keys[:-1]:
+        holder = _content(_entry(holder, key))
+    if holder.is_locked:
+        raise Refused(f"it is in a locked {type(holder).__qualname__}: call unlock_() first")
+    last = keys[-1]
+    data = _entry(holder, last)
+
+    def put(value: Any) -> None:
+        if type(data) is NonTensorData and type(holder) not in _kinds.LAZY_STACKS:
+            holder.set_non_tensor(last, value)
+            return
+        made = type(data)(data=value, batch_size=data.batch_size, device=data.device)
+        if type(holder) in _kinds.LAZY_STACKS:
+            holder.tensordicts[int(last)] = made
+        else:
+            holder.set(last, made)
+
+    return Place(holder, last, put)
+
+
+def _entry(holder: Any, key: str) -> Any:
+    return (
+        holder.tensordicts[int(key)]
+        if type(holder) in _kinds.LAZY_STACKS
+        else holder._tensordict[key]
+    )
+
+
+def _content(value: Any) -> Any:
+    """Return the TensorDict or lazy stack that a tensorclass or a typed TensorDict wraps."""
+    while True:
+        if _kinds.TypedTensorDict is not None and isinstance(value, _kinds.TypedTensorDict):
+            value = value._source
+        elif getattr(type(value), "_is_tensorclass", False):
+            value = _state_of(value)["_tensordict"]
+        else:
+            return value
+
+
+COLLECTION = Rule(flatten, unflatten, "key", by_target=True, place=_place_of_data)
 """The walk's rule for every TensorDict and tensorclass."""
 
 

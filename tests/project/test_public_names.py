@@ -48,12 +48,12 @@ def test_the_blocking_calls_pass_every_option_on(device, monkeypatch):
     monkeypatch.setattr("tdcopier._rows.gather.start_gather", _noting(seen))
     monkeypatch.setattr("tdcopier._copy.start_copy", _noting(seen))
     options = {"use_pinned_staging": False, "use_background_thread": False}
-    tdcopier.copy_into([], [], **options)
+    tdcopier.copy_into([], [], **options, copy_opaque=True)
     tdcopier.scatter([], [], [0], **options)
     tdcopier.gather([], [0], device, **options)
     tdcopier.copy([], device, **options)
     tdcopier.to([], device, **options)
-    assert seen == [options] * 5
+    assert seen == [{**options, "copy_opaque": True}, *[options] * 4]
 
 
 class _Done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import random
 from collections.abc import Callable
@@ -292,3 +293,62 @@ def test_accelerate_is_told_to_leave_batches_where_they_are(device):
     accelerator = Accelerator(device)
     recipe("accelerate_loop").train(accelerator, *regression(device))
     assert accelerator.places_batches == [False]
+
+
+# ---- the state of an optimizer -------------------------------------------------------------------
+
+
+def trained(device: str, kind: str) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    """Returns an optimizer, and a function that takes a step and changes the learning rate."""
+    model = torch.nn.Linear(3, 2).to(device)
+    if kind == "SGD":
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    else:  # its scheduler changes betas too
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=20)
+
+    def step() -> None:
+        model(torch.randn(2, 3).to(device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+    return optimizer, step
+
+
+def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    values = [value for each in state["state"].values() for value in each.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def assert_same_state(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert got["param_groups"] == wanted["param_groups"]
+    assert got["state"].keys() == wanted["state"].keys()
+    for one, other in zip(tensors_of(got), tensors_of(wanted), strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_the_state_of_an_optimizer_is_refreshed_and_restored(seeded, device, kind):
+    optimizer, step = trained(device, kind)
+    step()
+    host = recipe("optimizer_state").HostState(optimizer)
+    assert_same_state(host.state, optimizer.state_dict())
+    addresses = [leaf.data_ptr() for leaf in tensors_of(host.state)]
+    for _ in range(3):
+        step()
+        wanted = copy.deepcopy(optimizer.state_dict())
+        assert host.state["param_groups"] != wanted["param_groups"]
+        handle = host.refresh()
+        step()  # at once
+        assert handle.get() is host.state
+        assert (handle.stats.reused_leaves, handle.stats.opaque_differences) == (0, 0)
+        assert_same_state(host.state, wanted)
+        assert [leaf.data_ptr() for leaf in tensors_of(host.state)] == addresses
+        assert not any(leaf.device.type != "cpu" for leaf in tensors_of(host.state))
+        host.restore()
+        assert_same_state(optimizer.state_dict(), wanted)
+        step()
+        assert_same_state(host.state, wanted)
+        host.restore()

@@ -1,0 +1,27 @@
+"""An optimizer's state in host memory: refreshed again and again, and restored from there."""
+
+import copy
+
+import tdcopier
+
+
+class HostState:
+    """A copy of the state in host memory that is allocated once."""
+
+    def __init__(self, optimizer):
+        """Copy the state; call this after the first step, which makes the optimizer's tensors."""
+        self.optimizer = optimizer
+        # deepcopy, because copy() reuses tensors that are on the host already, such as Adam's step.
+        self.state = copy.deepcopy(tdcopier.copy(optimizer.state_dict(), "cpu"))
+
+    def refresh(self):
+        """Start to copy the state as it is now; read `self.state` after `get()` of the handle."""
+        state = self.optimizer.state_dict()
+        handle = tdcopier.start_copy_into(state, self.state, copy_opaque=True)
+        handle.wait_staged()  # the optimizer may change its tensors from now on
+        return handle
+
+    def restore(self):
+        """Give the optimizer the copied state."""
+        # deepcopy, because the optimizer keeps tensors that it need not move.
+        self.optimizer.load_state_dict(copy.deepcopy(self.state))
