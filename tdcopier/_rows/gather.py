@@ -46,7 +46,8 @@ def start_gather(
     Leaves and parts that the engine cannot read as rows of plain memory are delegated to their own
     indexing, inside this call, and counted in `stats.fallbacks`: leaves on a device, leaves that
     need gradients, leaves whose rows are not contiguous or that repeat memory, and parts of a
-    TensorDict such as lazy stacks.
+    TensorDict such as lazy stacks. An `UnbatchedTensor` in a TensorDict belongs to all rows and is
+    copied whole.
 
     Args:
         storage: a TensorDict or a tensorclass, or any nesting of containers. The leading dimension

@@ -52,7 +52,9 @@ def read_rows(value: Any, rows: RowIndex, device: Device) -> Any:
     if isinstance(read, torch.Tensor):
         return read
     target = torch.empty(0, device=device).device  # with its index
-    return read.clone() if any(part.device == target for part in plain_parts(read)) else read
+    places = [getattr(read, "device", None), *(part.device for part in plain_parts(read))]
+    stays = any(isinstance(place, torch.device) and place == target for place in places)
+    return read.clone() if stays else read
 
 
 def _is_numbers(index: Any) -> bool:

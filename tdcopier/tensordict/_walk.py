@@ -31,13 +31,15 @@ class Rows(Protocol):
 class _Taking:
     """The state of one walk: the leaves found so far."""
 
-    __slots__ = ("device", "keys", "leaves", "prefix", "rows")
+    __slots__ = ("device", "devices", "keys", "leaves", "prefix", "rows")
 
     def __init__(self, device: torch.device | None, named: bool, rows: Rows | None) -> None:
         self.device = device
         """The target; None to take the leaves wherever they are."""
         self.rows = rows
         """None to take all rows."""
+        self.devices: set[torch.device | None] = set()
+        """Of the nodes, if rows are taken."""
         self.leaves: list[Any] = []
         self.keys: list[Key] | None = [] if named else None
         """Keys of the leaves; None if they are not wanted."""
@@ -88,6 +90,8 @@ def flatten_rows(value: Any, device: torch.device, rows: Rows) -> Taken | None:
         return None
     walk = _Taking(device, False, rows)
     node = _take(value, walk)
+    if _inside(value).device == device and walk.devices != {device}:
+        return None  # `.to` then leaves nodes without a device as they are
     return None if node is None else (walk.leaves, (node, device, False), None)
 
 
@@ -236,6 +240,7 @@ def _take_dense(value: Any, walk: _Taking) -> _nodes.Flat | _nodes.Dense:
     names, batch_size = value._td_dim_names, value._batch_size
     if walk.rows is not None:
         batch_size, names = walk.rows.shape_of(value)
+        walk.devices.add(value._device)
     if walk.device is not None and _C.is_dict_of_tensors(entries):
         walk.add(entries)  # the walk takes and rebuilds the whole dict in one step
         return _nodes.Flat(batch_size, names)
@@ -267,7 +272,9 @@ def _take_leaves(keys: tuple[str, ...], values: list[Any], walk: _Taking) -> lis
 
 def _leave(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
     """Delegate a nested value to its own ``.to``, or to its own indexing of rows."""
-    if walk.rows is not None:
+    if walk.rows is not None and isinstance(value, UnbatchedTensor):
+        value = _unbatched_for_rows(value, walk, batch_size)
+    elif walk.rows is not None:
         value = walk.rows.read(value)
         batch_size = _inside(value).batch_size
     if walk.device is None:
@@ -277,6 +284,14 @@ def _leave(value: Any, walk: _Taking, batch_size: torch.Size) -> Node:
         )
     walk.add(DelegatedCollection(value, batch_size))
     return _nodes.WHOLE
+
+
+def _unbatched_for_rows(value: Any, walk: _Taking, batch_size: torch.Size) -> Any:
+    """Return a tensor that belongs to the whole batch, so to any rows of it; in new memory."""
+    whole = value._base_tensor()
+    made = type(value)(whole.clone() if whole.device == walk.device else whole)
+    made.batch_size = batch_size
+    return made
 
 
 def _take_subclass(value: Any, walk: _Taking) -> Node:
@@ -331,6 +346,7 @@ def _take_data(value: Any, walk: _Taking) -> Node | None:
     names, batch_size = inner._td_dim_names, inner._batch_size
     if walk.rows is not None:
         batch_size, names = walk.rows.shape_of(inner)
+        walk.devices.add(inner._device)
     node = _nodes.Data(type(value), fields["data"], batch_size, names)
     walk.add(node)  # opaque to the walk, and counted as such
     return node

@@ -14,6 +14,7 @@ from tensordict import (
     NonTensorData,
     NonTensorStack,
     TensorDict,
+    UnbatchedTensor,
     lazy_stack,
     tensorclass,
 )
@@ -74,8 +75,23 @@ def stacked() -> LazyStackedTensorDict:
     return lazy_stack([TensorDict({"x": torch.randn(3)}, []) for _ in range(ROWS)])
 
 
+def with_a_table() -> TensorDict:
+    """Has tensors that belong to all rows together, one of them with as many rows."""
+    td = plain()
+    td["table"] = UnbatchedTensor(torch.randn(7, 2))
+    td["next", "table"] = UnbatchedTensor(torch.randn(ROWS))
+    return td
+
+
 def on_cpu() -> TensorDict:
     return plain().to("cpu")
+
+
+def without_a_device_within() -> TensorDict:
+    td = on_cpu()
+    td["text"] = NonTensorData("one for all", batch_size=[ROWS])
+    td["next"].clear_device_()
+    return td
 
 
 def locked() -> TensorDict:
@@ -97,9 +113,11 @@ def two_dimensions() -> TensorDict:
 
 
 STORAGES = [
-    plain, named, with_data, classed, with_class, with_stack, stacked, on_cpu, locked, strided,
-    empty, two_dimensions,
+    plain, named, with_data, classed, with_class, with_stack, stacked, with_a_table, on_cpu,
+    without_a_device_within, locked, strided, empty, two_dimensions,
 ]  # fmt: skip
+NOT_BY_ENGINE = (with_data, with_stack, stacked, with_a_table, without_a_device_within, strided)
+"""Storages with a part that is left to its own indexing, at least on the host."""
 INDICES = {
     "tensor": torch.tensor([3, 0, -1, 3]),
     "list": [1, 2],
@@ -121,7 +139,7 @@ def test_it_equals_indexing_and_moving(device, make, index, on):
     handle = tdcopier.start_gather(storage, index, target)
     got = handle.get()
     assert_same_tensordict(got, moved_rows(storage, index, target))
-    assert handle.stats.fallbacks == 0 or make in (with_data, with_stack, stacked, strided)
+    assert handle.stats.fallbacks == 0 or make in NOT_BY_ENGINE
 
 
 def moved_rows(storage: Any, index: Any, target: str) -> Any:
@@ -210,6 +228,20 @@ def test_rows_of_a_lazy_stack_have_memory_of_their_own(device, on, index, within
         member["a"].fill_(-1)
     got = rows["x"] if "x" in set(rows.keys()) else rows
     assert torch.equal(got["a"], want)
+
+
+def test_a_tensor_that_belongs_to_all_rows_is_copied_to_memory_of_its_own():
+    storage = with_a_table()
+    got = tdcopier.start_gather(storage, [1], "cpu").get()
+    got.get("table").zero_()
+    assert storage.get("table").any()
+
+
+def test_a_member_without_leaves_is_another_node(device):
+    storage = lazy_stack([TensorDict({}, [2], device="cpu") for _ in range(3)])
+    got = tdcopier.start_gather(storage, torch.tensor([1, 0]), "cpu").get()
+    got.tensordicts[0]["later"] = torch.ones(2)
+    assert storage.tensordicts[1].is_empty()
 
 
 def test_a_lazy_stack_that_is_the_first_leaf_tells_how_many_rows_there_are(device):
