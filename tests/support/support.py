@@ -87,7 +87,7 @@ def _assert_same_tensor(got: torch.Tensor, expected: torch.Tensor, path: str) ->
     elif isinstance(expected, torch._subclasses.FakeTensor):
         assert got.stride() == expected.stride(), path
     elif expected.is_nested:
-        for i, (a, b) in enumerate(zip(got.unbind(), expected.unbind(), strict=True)):
+        for i, (a, b) in enumerate(zip(got.unbind(0), expected.unbind(0), strict=True)):
             assert_same(a, b, f"{path}.unbind()[{i}]")
     elif expected.layout != torch.strided:
         assert torch.equal(got.cpu().to_dense(), expected.cpu().to_dense()), path

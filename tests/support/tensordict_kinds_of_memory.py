@@ -17,7 +17,7 @@ from tensordict_kinds_of_leaves import flat
 def folder() -> str:
     """Returns a new folder that is deleted when the process ends."""
     made = tempfile.mkdtemp(prefix="tdcopier-test-")
-    atexit.register(shutil.rmtree, made)
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
 
 
