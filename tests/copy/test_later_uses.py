@@ -221,6 +221,15 @@ def test_a_storage_has_the_bytes_of_its_leaf(device, way):
         assert leaf.storage_offset() == 0
 
 
+@pytest.mark.parametrize("alignment", [16, 64, 4096])
+def test_a_storage_has_no_gap_of_a_large_alignment(device, alignment):
+    for sizes in ([3], [5, 1 << 17], [2, 7]):
+        source = [torch.ones(size, device=device) for size in sizes]
+        for leaf in tdcopier.copy(source, "cpu", min_packed_alignment_bytes=alignment):
+            assert leaf.untyped_storage().nbytes() - leaf.nbytes in range(16)
+            assert leaf.storage_offset() == 0
+
+
 GROWN: dict[str, Callable[[torch.Tensor], Any]] = {
     "resize_": lambda leaf: leaf.resize_(4 * leaf.numel() + 4).fill_(1),
     "out=": lambda leaf: torch.ones(4 * leaf.numel() + 4, out=leaf.resize_(0)),

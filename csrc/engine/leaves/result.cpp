@@ -181,7 +181,9 @@ std::pair<c10::Storage, uint64_t> Result::place(uint32_t leaf) const {
   const Slot& slot = plan_->slots[leaf];
   const Chunk& chunk = chunks_[slot.chunk];
   const uint64_t begin = chunk.shift + slot.offset;
-  const bool shared = plan_->chunks[slot.chunk].last - plan_->chunks[slot.chunk].first > 1;
+  // Or with the gap of a large alignment, which would be saved with the leaf.
+  const bool shared = plan_->chunks[slot.chunk].last - plan_->chunks[slot.chunk].first > 1 ||
+                      chunk.storage.nbytes() >= bytes + 16;
   if (!shared || !memory_.device.is_cpu()) return {chunk.storage, begin};
   return {PartStorage::make(chunk.storage, begin, bytes), 0};
 }
