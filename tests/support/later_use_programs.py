@@ -132,7 +132,8 @@ def _expected(entry: str, data: Any, source: str, target: str) -> Any:
     """Returns what the same entry gives without tdcopier."""
     if entry == "start_gather":
         rows = data[_rows(data)]
-        return (rows.clone() if target == source else rows).to(target)  # always new memory
+        stays = target in (source, *(str(leaf.device) for leaf in tensors_in(rows)))
+        return (rows.clone() if stays else rows).to(target)  # always new memory
     if entry == "copy_into":
         with torch.no_grad():
             place = _cleared(data, target)
@@ -297,7 +298,9 @@ def _outcome(use: str, side: Side, rng: Random) -> Any:
         torch.accelerator.synchronize()  # raises the error of an operation on a device
         return made
     except Exception as error:
-        return error
+        # Its frames would keep nodes alive, which count as parents of those that they lock.
+        error.__context__ = error.__cause__ = None
+        return error.with_traceback(None)
 
 
 def _used(use: str, side: Side, value: Any, rng: Random) -> Any:
@@ -356,8 +359,9 @@ def _compare_outcomes(ours: Any, theirs: Any, where: str) -> None:
 
 
 def _is_kept(outcome: Any, side: Side) -> bool:
-    is_value = isinstance(outcome, (torch.Tensor, list, tuple, dict)) or is_collection(outcome)
-    return is_value and 0 < len(tensors_in([*side.values, outcome])) <= MOST_LEAVES
+    """Whether later uses may have it. An array is not kept: sharing a leaf's memory frees it."""
+    is_value = is_collection(outcome) or len(tensors_in(outcome)) > 0
+    return is_value and len(tensors_in([*side.values, outcome])) <= MOST_LEAVES
 
 
 @contextlib.contextmanager

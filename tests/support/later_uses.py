@@ -170,6 +170,8 @@ def _grown(leaf: torch.Tensor, rng: Random) -> Any:
     if not _to_host(leaf):
         # On a device the leaves of a chunk share its storage: a leaf that grows overwrites others.
         return None
+    if leaf.is_shared():
+        return None  # torch crashes if memory that other processes share grows
     if not leaf.untyped_storage().resizable():
         return "refused"  # torch changes the shape before it refuses
     return leaf.resize_(rng.choice([0, leaf.numel(), 4 * leaf.numel() + 4])).fill_(1) and None

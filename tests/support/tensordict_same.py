@@ -38,6 +38,8 @@ _STATE = (
 )
 _WITHOUT_COPY = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}
 """Dtypes that torch can neither copy on the host nor print."""
+_ALIGNMENT = 16
+"""A leaf's storage in host memory may have so many bytes more, less one."""
 _OWN_FILES = "._metadata"
 """Where a value was memory-mapped; the place of a value decides whether its `.to` keeps this."""
 _QUESTIONS = ("is_memmap", "is_shared", "is_consolidated", "is_empty")
@@ -51,6 +53,7 @@ class Twins:
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[int, bool], tuple[Any, Any]] = {}
+        self._storages: dict[tuple[int, bool], tuple[int, int]] = {}
 
     def pair(self, got: Any, expected: Any, path: str) -> None:
         if isinstance(expected, UnbatchedTensor):
@@ -59,6 +62,21 @@ class Twins:
             mine, other = self._pairs.setdefault(key, (got, expected))
             assert mine is got, f"{path}: not the object that it is in the other"
             assert other is expected, f"{path}: an object that is another in the other"
+
+    def pair_storages(self, got: torch.Tensor, expected: torch.Tensor, path: str) -> None:
+        """Asserts storages of the same size for the same leaves, on the host.
+
+        On a device the leaves of a chunk share its storage.
+        """
+        if expected.device.type != "cpu" or expected.layout != torch.strided or expected.is_nested:
+            return
+        mine, other = got.untyped_storage(), expected.untyped_storage()
+        assert abs(mine.nbytes() - other.nbytes()) < _ALIGNMENT, (
+            f"{path}: a storage of {mine.nbytes()} bytes, not {other.nbytes()}"
+        )
+        for key in ((mine._cdata, False), (other._cdata, True)):
+            found = self._storages.setdefault(key, (mine._cdata, other._cdata))
+            assert found == (mine._cdata, other._cdata), f"{path}: shares another's storage"
 
     def assert_equal(self, got: Any, expected: Any, path: str) -> None:
         if isinstance(expected, np.ndarray):
@@ -83,6 +101,8 @@ def assert_same_tensordict(
         twins.pair(got, expected, path)
     if isinstance(expected, torch.Tensor):
         _assert_same_leaf(got, expected, path)
+        if twins is not None:
+            twins.pair_storages(got, expected, path)
     elif is_collection(expected):
         _assert_same_node(got, expected, path, twins)
     elif isinstance(expected, (list, tuple)):
