@@ -39,7 +39,7 @@ _STATE = (
 _WITHOUT_COPY = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}
 """Dtypes that torch can neither copy on the host nor print."""
 _ALIGNMENT = 16
-"""A leaf's storage in host memory may have so many bytes more, less one."""
+"""A leaf's storage in host memory is longer than the leaf by fewer bytes."""
 _OWN_FILES = "._metadata"
 """Where a value was memory-mapped; the place of a value decides whether its `.to` keeps this."""
 _QUESTIONS = ("is_memmap", "is_shared", "is_consolidated", "is_empty")
