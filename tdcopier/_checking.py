@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tdcopier import _C
+from tdcopier._asyncio import arrived
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._containers.registry import is_wrapped
 from tdcopier._stats import CopyStats
@@ -211,8 +212,17 @@ class CheckedHandle:
 
     wait_gathered = wait_staged
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        return arrived(cast("AsyncCopyHandle", self))
+
     def _send_if_staged(self) -> bool:
         return self._handle._send_if_staged()
+
+    def _is_wait_instant(self) -> bool:
+        return self._handle._is_wait_instant()
+
+    def _refuse_in_child(self) -> None:
+        self._handle._refuse_in_child()
 
     @property
     def _reuses_leaves(self) -> bool:

@@ -183,7 +183,24 @@ Raises:
     RuntimeError: a source is on a device whose current stream is capturing a CUDA graph.)")
       .def("wait_gathered", guarded(&Handle::wait_staged), R"(
 Block until every row has been read: `wait_staged`, under the name that fits a gather.)")
+      .def(
+          "__await__",
+          [](const py::object& self) {
+            return py::module_::import("tdcopier._asyncio").attr("arrived")(self);
+          },
+          R"(
+Return what `get` returns, and let the asyncio event loop run until the copy has arrived.
+
+No thread is used: the task asks `ready` and sleeps, 1 ms at first, then a tenth of the time waited so
+far, at most 20 ms. The result is safe on the stream that is current when the task goes on. Any task
+may await, several times. If a task is cancelled, the copy continues.
+
+Raises:
+    Exception: as `get`.
+    RuntimeError: no event loop is running.)")
       .def("_send_if_staged", &Handle::send_if_staged)
+      .def("_is_wait_instant", &Handle::is_wait_instant)
+      .def("_refuse_in_child", &Handle::refuse_in_child)
       .def_property_readonly("_reuses_leaves",
                              [](Handle& self) { return self.counts().reused != 0; })
       .def_property_readonly(

@@ -193,6 +193,13 @@ bool Handle::send_if_staged() {
   return is_enqueued();
 }
 
+bool Handle::is_wait_instant() {
+  if (std::ranges::any_of(targets_, &c10::Device::is_cpu)) return ready();
+  if (!send_if_staged()) return false;
+  if (fills_ && (python_failure_ || device_failure_ || has_failed())) return ready();
+  return std::ranges::all_of(jobs_, [](const auto& job) { return job->are_sources_free(); });
+}
+
 void Handle::refuse_in_child() const {
   if (generation_ == fork_generation()) return;
   throw std::runtime_error(

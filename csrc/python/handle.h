@@ -65,6 +65,9 @@ class Handle {
   // Sends a deferred copy if it is completely staged. Returns whether all of it is now enqueued.
   // Never blocks.
   bool send_if_staged();
+  // Returns whether wait() would return, or throw, without waiting for the copy. Never blocks.
+  bool is_wait_instant();
+  void refuse_in_child() const;   // throws in a forked child: the parent's threads work on the copy
   pybind11::tuple stats() const;  // in the order of CopyStats' fields
 
   // Blocks: until the copy writes nothing any more. Cannot be interrupted.
@@ -75,8 +78,7 @@ class Handle {
 
  private:
   bool is_enqueued() const;
-  bool has_failed() const;       // Requires: is_enqueued()
-  void refuse_in_child() const;  // throws in a forked child: the parent's threads work on the copy
+  bool has_failed() const;  // Requires: is_enqueued()
   // Participates in the jobs, or only in those with host sources. GIL: must not be held.
   void help(bool host_sources_only) const;
   void wait_enqueued();
