@@ -9,11 +9,11 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
 from typing_extensions import Self, Unpack
 
@@ -70,8 +70,10 @@ class Prefetcher(Generic[T_co]):
     Any thread may use a prefetcher, and several threads may share one iterator, `iter(prefetcher)`:
     each batch goes to one of them.
 
-    A `with` block closes the prefetcher at its end. If the prefetcher is dropped instead, its
-    reader also ends, after the batch that it is reading.
+    `async for` in an asyncio event loop takes the batches without blocking the loop.
+
+    A `with` or `async with` block closes the prefetcher at its end. If the prefetcher is dropped
+    instead, its reader also ends, after the batch that it is reading.
     """
 
     def __init__(
@@ -119,6 +121,37 @@ class Prefetcher(Generic[T_co]):
         batch: T_co = self._pass(is_wanted_anew=False).take()
         return batch
 
+    def __aiter__(self) -> AsyncIterator[T_co]:
+        """Return an iterator for `async for` in an asyncio event loop.
+
+        The task that asks for its first batch starts a pass or continues one, as described for the
+        class; `iter(source)` is called there. While a batch is read and copied, and also between
+        two batches, the event loop runs.
+
+        Raises:
+            TypeError: without a reader thread, the event loop would have to read the source.
+        """
+        if not self._is_threaded:
+            raise TypeError(
+                "`async for` needs a reader thread: with threaded=False the event loop would have "
+                "to read the source, and stop meanwhile; make the prefetcher with threaded=True"
+            )
+        return _AsyncPass(self)
+
+    async def __anext__(self) -> T_co:
+        """Return what `next()` returns, without blocking the event loop.
+
+        Raises:
+            StopAsyncIteration: the pass has ended.
+            TypeError: there is no reader thread.
+            RuntimeError: as for `next()`; or no event loop is running in this thread.
+            BaseException: an error from the source, or from the copy of this batch.
+        """
+        aiter(self)  # refuses a prefetcher without a reader
+        await self._earlier_reader_ended(is_wanted_anew=False)
+        batch: T_co = await self._reader_pass(is_wanted_anew=False).take_in_event_loop()
+        return batch
+
     def __len__(self) -> int:
         """Return the length of the source.
 
@@ -145,6 +178,19 @@ class Prefetcher(Generic[T_co]):
             if self._queue is not None:
                 self._queue.end("so was its prefetcher")
 
+    async def aclose(self) -> None:
+        """Do what `close` does, and let the event loop run until the reader has ended.
+
+        Without a reader thread, this is `close`.
+        """
+        queue = self._queue
+        if isinstance(queue, ReaderPass):
+            with self._starting:
+                self._is_closed = True
+                queue.tell_to_end("so was its prefetcher")
+            await queue.reader_ended()
+        self.close()
+
     def __del__(self) -> None:
         """End the reader too. (If `__init__` raised, there is no queue.)"""
         queue = getattr(self, "_queue", None)
@@ -161,6 +207,17 @@ class Prefetcher(Generic[T_co]):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
 
     @property
     def stats(self) -> PrefetchStats:
@@ -190,6 +247,16 @@ class Prefetcher(Generic[T_co]):
                 self._queue = queue = self._new_queue()
             queue.start()
             return queue
+
+    def _reader_pass(self, *, is_wanted_anew: bool) -> ReaderPass:
+        return cast("ReaderPass", self._pass(is_wanted_anew=is_wanted_anew))
+
+    async def _earlier_reader_ended(self, *, is_wanted_anew: bool) -> None:
+        """End a pass that `_pass` would end, and let the event loop run until it has ended."""
+        queue = self._queue
+        if isinstance(queue, ReaderPass) and self._is_to_end(queue, is_wanted_anew=is_wanted_anew):
+            queue.tell_to_end("another one over the source has begun")
+            await queue.reader_ended()
 
     def _is_to_end(self, queue: BatchQueue, *, is_wanted_anew: bool) -> bool:
         if queue.is_ending:  # and an interrupt stopped the call that was ending it
@@ -232,6 +299,27 @@ class _Pass(Generic[T_co]):
 
     def __next__(self) -> T_co:
         batch: T_co = self._queue.take()
+        return batch
+
+
+class _AsyncPass(Generic[T_co]):
+    """The iterator of an `async for` loop over a prefetcher; it keeps the prefetcher alive."""
+
+    __slots__ = ("_prefetcher", "_queue")
+
+    def __init__(self, prefetcher: Prefetcher[T_co]) -> None:
+        self._prefetcher = prefetcher
+        self._queue: ReaderPass | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T_co:
+        if self._queue is None:
+            await self._prefetcher._earlier_reader_ended(is_wanted_anew=True)
+        if self._queue is None:  # no other task has started it meanwhile
+            self._queue = self._prefetcher._reader_pass(is_wanted_anew=True)
+        batch: T_co = await self._queue.take_in_event_loop()
         return batch
 
 
@@ -301,10 +389,11 @@ def prefetch(
             returns one, `depth` more batches are in flight or wait to be sent. Their sources may
             still be in use: if the loop itself writes to memory that the source reads, the source
             should first call `wait_staged()` on its handle. No other thread competes with the loop
-            for the GIL. This suits a source that takes little time and a loop that keeps the host
-            busy, for example one that samples rows with `start_gather` for a learner of many small
-            kernels. The source then sees the state of the loop's thread. If it raises an error that
-            is not an `Exception`, for example KeyboardInterrupt, the error is raised at once.
+            for the GIL. `async for` is refused. This suits a source that takes little time and a
+            loop that keeps the host busy, for example one that samples rows with `start_gather` for
+            a learner of many small kernels. The source then sees the state of the loop's thread. If
+            it raises an error that is not an `Exception`, for example KeyboardInterrupt, the error
+            is raised at once.
         **options: see `CopyOptions`.
 
     Raises:

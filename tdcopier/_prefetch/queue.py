@@ -73,14 +73,18 @@ class BatchQueue(ABC):
     def join(self) -> None:
         """Wait until no thread reads the source, except the calling one. Blocks."""
 
+    def tell_to_end(self, why: str) -> None:
+        """Close the pass as `end` does, but do not wait. `end` must follow."""
+        self.is_ending = True
+        self.close(why)
+
     def end(self, why: str) -> None:
         """Close the pass, and wait until no thread reads the source. Blocks.
 
         Raises:
             BaseException: an error that a generator raised when it was closed.
         """
-        self.is_ending = True
-        self.close(why)
+        self.tell_to_end(why)
         self.join()
         failure, self._failure_of_close = self._failure_of_close, None
         if failure is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
@@ -10,11 +11,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 
 from tdcopier import _C
-from tdcopier._prefetch.queue import BatchQueue
+from tdcopier._asyncio import Pauses
+from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
 from tdcopier._prefetch.source import EndOfPass, Item, PrefetchCounters, Source
 
 # How long the interpreter's exit waits for a reader that is in its source, and for one that is in
@@ -133,6 +136,52 @@ class ReaderPass(BatchQueue):
         self._source = None
 
     # ---- the consumers' side ----
+
+    async def take_in_event_loop(self) -> Any:
+        """Return the next batch as `take` does, and let the event loop run until it is there.
+
+        Raises:
+            StopAsyncIteration: the pass has ended.
+            RuntimeError: as for `take`; no event loop is running.
+            BaseException: an error from the source or the copy.
+        """
+        if self._forks != forks():
+            refuse_in_child()
+        pauses = Pauses("`for`")
+        began = time.perf_counter_ns()
+        is_late = not self._items
+        await asyncio.sleep(0)  # other tasks run between two batches, however early
+        while True:
+            try:
+                if self._is_first_instant():
+                    with self._turn:  # held by a thread for a moment only: an item is there
+                        if self._is_first_instant():
+                            batch = self._hand_over_first()
+                            self._counters.count_batch(is_late, began)
+                            return batch
+            except StopIteration:
+                raise StopAsyncIteration from None
+            except StopAsyncIteration as error:  # would look like the end of the pass
+                raise RuntimeError("the source raised StopAsyncIteration") from error
+            await pauses.pause()
+
+    async def reader_ended(self) -> None:
+        """Let the event loop run until `join` would not block.
+
+        Raises:
+            RuntimeError: no event loop is running.
+        """
+        pauses = Pauses("close()")
+        while any(map(threading.Thread.is_alive, self._threads)):
+            await pauses.pause()
+
+    def _is_first_instant(self) -> bool:
+        """Return whether the first item can be handed over, or is missing for good."""
+        self._room.set()  # in case an interrupt came before the reader was woken
+        try:
+            return self._items[0].is_hand_over_instant()
+        except IndexError:
+            return self.why_closed is not None
 
     def _bring_first(self) -> None:
         self._room.set()  # in case an interrupt came before the reader was woken

@@ -44,6 +44,10 @@ class Batch(NamedTuple):
     made_at: StreamPosition | None
     """Position of the reader's stream, if the batch has leaves that were on the device already."""
 
+    def is_hand_over_instant(self) -> bool:
+        """Return whether `hand_over` would return, or raise, without waiting for the copy."""
+        return self.handle._is_wait_instant()
+
     def hand_over(self) -> Any:
         """Return the tree, ordered on the current stream. May block.
 
@@ -61,6 +65,9 @@ class Failure:
     """An item in place of a batch whose copy could not be started."""
 
     error: BaseException | None
+
+    def is_hand_over_instant(self) -> bool:
+        return True
 
     def hand_over(self) -> Any:
         """Raise the error."""
