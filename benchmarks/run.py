@@ -47,6 +47,7 @@ MODULES = {
     "sizes": "sizes",
     "structure": "structure",
     "company": "company",
+    "asyncio": "event_loop",
     "tensordict": "tensordicts",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and

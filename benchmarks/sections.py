@@ -338,6 +338,29 @@ def refill_table(found: Found) -> str:
     return table([*header, "a round, us", "quartiles, us"], rows)
 
 
+# ---- an event loop -------------------------------------------------------------------------------
+
+
+def event_loop(result: Found) -> list[str]:
+    """Return a table of ways: lateness of the loop's heartbeat, and the copies meanwhile."""
+
+    def percentiles(times: Found | None) -> list[str]:
+        return [number(times[key]) if times else "" for key in ("p50_us", "p99_us", "max_us")]
+
+    rows = [
+        [
+            way_cell(way, result["wrong"][way]),
+            *percentiles(found["late"]),
+            number(found["copies_per_s"]) if found["copy"] else "",
+            *percentiles(found["copy"])[:2],
+            str(found["late"]["repeats"]),
+        ]
+        for way, found in result["times"].items()
+    ]
+    header = [leaves_and_bytes(result), "heartbeat late, median, us", "99th percentile", "most"]
+    return [table([*header, "copies/s", "a copy, median, us", "99th percentile", "beats"], rows)]
+
+
 TABLES: dict[str, Callable[[Found], list[str]]] = {
     **dict.fromkeys(DIRECTIONS, copies),
     "loop": loop,
@@ -347,6 +370,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "structure": structure,
     "tensordict": tensordict,
     "company": company,
+    "asyncio": event_loop,
     "wait": lambda result: [],
     "memory": lambda result: [],
 }
