@@ -9,6 +9,7 @@ value.
 """
 
 import importlib
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch as _torch  # noqa: F401 - its libraries must be loaded before the native module
@@ -23,6 +24,7 @@ except ImportError as error:
 from tdcopier._C import AsyncCopyHandle, InternalError
 from tdcopier._checking import SourceModifiedError
 from tdcopier._collate import collate
+from tdcopier._compile import keep_out_of_graphs as _keep_out_of_graphs
 from tdcopier._containers.registry import (
     register_container,
     register_tensor_subclass,
@@ -101,6 +103,12 @@ _WHEN_ASKED_FOR = {
     "tensordict_backend": _BACKEND,
 }
 
+
+_keep_out_of_graphs(
+    value
+    for name, value in globals().items()
+    if name in __all__ and isinstance(value, FunctionType)
+)
 
 _MODULES_WHEN_ASKED_FOR = ("distributed", "sim")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeVar
 
 from tdcopier import _C
+
+T = TypeVar("T")
 
 _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.020
@@ -42,7 +44,7 @@ class Pauses:
         )
 
 
-def arrived(handle: _C.AsyncCopyHandle) -> Generator[Any, None, Any]:
+def arrived(handle: _C.AsyncCopyHandle[T]) -> Generator[Any, None, T]:
     """Return the iterator of `await handle`.
 
     Raises:

@@ -213,7 +213,7 @@ class CheckedHandle:
     wait_gathered = wait_staged
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return arrived(cast("AsyncCopyHandle", self))
+        return arrived(cast("AsyncCopyHandle[Any]", self))
 
     def _send_if_staged(self) -> bool:
         return self._handle._send_if_staged()
