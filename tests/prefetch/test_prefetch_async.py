@@ -125,6 +125,29 @@ def test_other_tasks_run_until_a_batch_has_arrived_on_the_host(
     assert run(scene()) == [[0], [1], [2]]
 
 
+def test_other_tasks_run_until_a_copy_that_the_source_has_started_is_on_the_host(
+    device, stall, reading_stream
+):
+    """Whatever the device of the prefetcher."""
+    on_device, filled = torch.full((10,), 7.0, device=device), torch.zeros(10)
+
+    async def scene() -> torch.Tensor:
+        with stall(reading_stream):
+            source = [tdcopier.copy_into(on_device, filled)]
+            batches = tdcopier.prefetch(source, device)
+            waiting = asyncio.create_task(next_of(batches))
+            await happens(lambda: batches._queue is not None and bool(batches._queue._items))
+            await briefly()
+            assert not waiting.done()
+        result = await waiting
+        await batches.aclose()
+        return result
+
+    result = run(scene())
+    assert result is filled
+    assert result.tolist() == [7] * 10
+
+
 def test_a_batch_is_handed_over_before_it_has_arrived_on_the_device(device, stall, copy_stream):
     async def scene() -> list[int]:
         async with tdcopier.prefetch(SOURCES["list"](), device, depth=1) as batches:
