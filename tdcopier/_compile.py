@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo import eval_frame
 
 from tdcopier import _C
 from tdcopier._checking import CheckedHandle
@@ -52,8 +52,11 @@ def _mark(function: Any, call: str, result: str) -> None:
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = _REASON.format(call=call, result=result)
     # At a graph break torch calls the function, and would compile it and the functions it calls.
-    skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skipped)
+    # (Not public: a torch that has another way for this compiles them, which takes time only.)
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        skipped = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, skipped)
 
 
 # The compiler finds marks on Python functions only, so these two replace the native methods.
@@ -61,9 +64,9 @@ _native_get: Any = _C.AsyncCopyHandle.get
 _native_wait: Any = _C.AsyncCopyHandle.wait
 
 
-def _get(self: _C.AsyncCopyHandle) -> Any:
+def _get(self: _C.AsyncCopyHandle[Any]) -> Any:
     return _native_get(self)
 
 
-def _wait(self: _C.AsyncCopyHandle, stream: torch.Stream | None = None) -> Any:
+def _wait(self: _C.AsyncCopyHandle[Any], stream: torch.Stream | None = None) -> Any:
     return _native_wait(self, stream)

@@ -102,14 +102,14 @@ def _on_device_already(device: str) -> tuple[tdcopier.AsyncCopyHandle, Any]:
 def _into_device(device: str) -> tuple[tdcopier.AsyncCopyHandle, Any]:
     source = [torch.rand(LARGE), torch.rand(3)]
     filled = [torch.zeros(LARGE, device=device), torch.zeros(3, device=device)]
-    return tdcopier.copy_into(source, filled), oracle(source, device)
+    return tdcopier.start_copy_into(source, filled), oracle(source, device)
 
 
 def _into_host(**options: Any) -> Start:
     def start(device: str) -> tuple[tdcopier.AsyncCopyHandle, Any]:
         source = [torch.rand(LARGE), torch.rand(3)]
         filled = [torch.zeros(LARGE), torch.zeros(3)]
-        handle = tdcopier.copy_into(oracle(source, device), filled, **options)
+        handle = tdcopier.start_copy_into(oracle(source, device), filled, **options)
         return handle, source
 
     return start
@@ -414,7 +414,7 @@ def test_an_error_of_the_device_is_raised_each_time(sim, device, copy_stream, el
 
 
 def test_checked_handles_are_awaited_and_name_a_modified_source(device, monkeypatch):
-    monkeypatch.setattr("tdcopier._copy._CHECKING", True)
+    monkeypatch.setattr("tdcopier._checking.enabled", True)
     source = {"good": torch.ones(3), "bad": torch.ones(4)}
     kept = awaited(tdcopier.start_copy(source, device))
     assert_same(kept, oracle(source, device))

@@ -271,7 +271,7 @@ def test_a_loop_over_a_prefetcher_gives_right_values_and_with_fullgraph_the_erro
 
 def test_a_prepared_and_a_checked_copy_say_the_same(device, monkeypatch):
     plan = tdcopier.prepare(tree(), device)
-    monkeypatch.setattr("tdcopier._copy._CHECKING", True)
+    monkeypatch.setattr("tdcopier._checking.enabled", True)
     checked = tdcopier.start_copy(tree(), device)
     for call in (lambda batch: plan.start_copy(batch), lambda batch: checked.wait()):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="tdcopier works between graphs"):

@@ -133,7 +133,7 @@ def test_other_tasks_run_until_a_copy_that_the_source_has_started_is_on_the_host
 
     async def scene() -> torch.Tensor:
         with stall(reading_stream):
-            source = [tdcopier.copy_into(on_device, filled)]
+            source = [tdcopier.start_copy_into(on_device, filled)]
             batches = tdcopier.prefetch(source, device)
             waiting = asyncio.create_task(next_of(batches))
             await happens(lambda: batches._queue is not None and bool(batches._queue._items))

@@ -102,7 +102,7 @@ def _cleared(source: Any, target: str) -> Any:
 def _copied_into(source: Any, target: str, options: dict[str, Any]) -> Any:
     place = _cleared(source, target)
     taken = {name: each for name, each in options.items() if name in _OF_COPY_INTO}
-    tdcopier.copy_into(source, place, **taken).get()
+    tdcopier.copy_into(source, place, **taken)
     return place
 
 
