@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import cloudpickle
+import tensordict
 import torch
 from echo_process import echo
 from support import is_collection, oracle
@@ -107,15 +108,26 @@ def _saved(value: Any) -> Any:
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-def _has_keys_without_fields(value: Any) -> bool:
-    """Whether a tensorclass has been given other keys, with which its `.to` does not rebuild it."""
-    classes = [node for node in collections_in(value) if is_tensorclass(node)]
-    return any(set(node._tensordict.keys()) - node.__expected_keys__ for node in classes)
+def _has_other_keys_than_fields(value: Any) -> bool:
+    """Whether a tensorclass has been given other keys, with which its `.to` does not rebuild it.
+
+    Before tensordict 0.15 `.to` also sets fields to None that have been removed.
+    """
+    for node in collections_in(value):
+        if is_tensorclass(node):
+            fields, keys = node.__expected_keys__, set(node._tensordict.keys())
+            held = keys | set(node.__dict__["_non_tensordict"])
+            if keys - fields or (_SETS_REMOVED_FIELDS and fields - held):
+                return True
+    return False
+
+
+_SETS_REMOVED_FIELDS = tensordict.__version__.startswith("0.14")
 
 
 def _moved_again(side: Side, value: Any, rng: Random) -> Any:
     device = rng.choice(side.devices)
-    if _has_keys_without_fields(value):
+    if _has_other_keys_than_fields(value):
         return None
     if side.by_engine:
         return tdcopier.copy(value, device)
