@@ -130,6 +130,7 @@ check-tools:
 	@echo "setting up .venv (torch and the development tools; a few minutes the first time)"
 	@.venv/bin/python -m pip install -q --upgrade 'pip>=25.1'
 	@.venv/bin/python -m pip install -q --group dev
+	@.venv/bin/python -m pip install -q --no-deps --upgrade --target .venv/torchvision --group torchvision
 	@touch $@
 
 build/.system-checked: | check-tools

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ import tdcopier
 class Buffer:
     """A ring of transitions on the host, locked: another thread samples."""
 
-    def __init__(self, capacity, observed, batch_size):
+    def __init__(self, capacity: int, observed: int, batch_size: int) -> None:
         self.rows = {
             "observation": torch.zeros(capacity, observed),
             "action": torch.zeros(capacity, 1, dtype=torch.int64),
@@ -23,33 +24,33 @@ class Buffer:
         self.capacity, self.batch_size, self.written = capacity, batch_size, 0
         self.lock = threading.Lock()
 
-    def add(self, **transition):
+    def add(self, **transition: Any) -> None:
         with self.lock:
             row = self.written % self.capacity
             for name, value in transition.items():
                 self.rows[name][row] = torch.as_tensor(value)
             self.written += 1
 
-    def sample(self):
+    def sample(self) -> dict[str, torch.Tensor]:
         with self.lock:
             filled = min(self.written, self.capacity)
             index = torch.randint(filled, (self.batch_size,))
             return {name: leaf[index] for name, leaf in self.rows.items()}
 
 
-def network(observed, actions):
+def network(observed: int, actions: int) -> nn.Module:
     hidden = nn.Linear(observed, 120)
     return nn.Sequential(hidden, nn.ReLU(), nn.Linear(120, actions))
 
 
 def train(
-    env,
-    device,
-    steps=50_000,
-    learning_starts=1_000,
-    train_every=4,
-    batch_size=128,
-):
+    env: Any,
+    device: str,
+    steps: int = 50_000,
+    learning_starts: int = 1_000,
+    train_every: int = 4,
+    batch_size: int = 128,
+) -> nn.Module:
     """Learn a gymnasium environment; return the Q-network."""
     observed, actions = env.observation_space.shape[0], int(env.action_space.n)
     values = network(observed, actions).to(device)
@@ -95,3 +96,22 @@ def train(
             if step % (50 * train_every) == 0:
                 target.load_state_dict(values.state_dict())
     return values
+
+
+def main() -> None:
+    import gymnasium
+
+    device = "cuda"
+    if not torch.cuda.is_available():
+        from tdcopier import sim
+
+        sim.enable()
+        device = "sim"
+    env = gymnasium.make("CartPole-v1")
+    values = train(env, device, steps=600, learning_starts=100)
+    start = torch.as_tensor(env.reset()[0], device=device)
+    print(f"{device}: value of the start {values(start).max().item():.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,9 @@
 """A stable-baselines3 replay buffer that tdcopier gathers and sends."""
 
+from typing import Any
+
 import numpy as np
+import torch
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
@@ -10,7 +13,7 @@ import tdcopier
 class GatheredReplayBuffer(ReplayBuffer):
     """Pass it as `replay_buffer_class=` to DQN, SAC, TD3 and the like."""
 
-    def _get_samples(self, batch_inds, env=None):
+    def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> ReplayBufferSamples:
         if env is not None:  # VecNormalize works on host arrays
             return super()._get_samples(batch_inds, env)
         count = len(batch_inds)
@@ -26,7 +29,7 @@ class GatheredReplayBuffer(ReplayBuffer):
             index = ((batch_inds + 1) % self.buffer_size, environments)
             handles.append(tdcopier.start_gather(rows, index, self.device))
 
-        batch = {}
+        batch: dict[str, torch.Tensor] = {}
         for handle in handles:
             handle.wait_gathered()  # from here on, add() may overwrite the rows
             batch |= handle.wait()
@@ -37,3 +40,25 @@ class GatheredReplayBuffer(ReplayBuffer):
             dones=(batch["dones"] * (1 - batch["timeouts"])).reshape(-1, 1),
             rewards=batch["rewards"].reshape(-1, 1),
         )
+
+
+def main() -> None:
+    from gymnasium import spaces
+
+    device = "cuda"
+    if not torch.cuda.is_available():
+        from tdcopier import sim
+
+        sim.enable()
+        device = "sim"
+    images = spaces.Box(0, 255, (3, 64, 64), np.uint8)
+    buffer = GatheredReplayBuffer(200, images, spaces.Discrete(6), device)
+    for number in range(200):
+        image, action = images.sample(), np.array([number % 6])
+        buffer.add(image, image, action, np.ones(1), np.zeros(1), [{}])
+    batch = buffer.sample(64)
+    print(f"{batch.observations.device}: {len(batch.observations)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from catalogue import ramp
+from libraries import library
 from support import assert_same
 
 import tdcopier
@@ -152,7 +153,7 @@ def test_a_class_that_only_the_cpp_registry_knows_is_taken_apart(device, monkeyp
     cls = cache_class()
     cache = cls([ramp("cpu", 3)], seen=5)
     if which == "library":
-        pytest.importorskip("optree")
+        library("optree")
         import torch.utils._cxx_pytree as cxx
 
         assert tdcopier.copy(cache, device, on_unknown="ignore") is cache

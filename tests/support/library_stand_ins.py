@@ -7,9 +7,7 @@ machine.
 from __future__ import annotations
 
 import copy
-import importlib
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from types import ModuleType, SimpleNamespace
@@ -17,19 +15,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from libraries import library
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.utils.rnn import PackedSequence
 
 LIBRARY_OR_STAND_IN = ("library", "stand-in")
-
-
-def _library(name: str) -> ModuleType:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about features of torch that the library uses
-            return importlib.import_module(name)
-    except (ImportError, RuntimeError) as error:  # the latter if its operators cannot be loaded
-        pytest.skip(f"{name} cannot be imported: {error}")
 
 
 # ---- torchvision.tv_tensors ----------------------------------------------------------------------
@@ -94,7 +84,7 @@ class BoundingBoxes(TVTensor):
 def tv_tensors(which: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns `torchvision.tv_tensors`, or the stand-in for it, which is then imported."""
     if which == "library":
-        return _library("torchvision.tv_tensors")
+        return library("torchvision.tv_tensors")
     module = ModuleType("torchvision.tv_tensors")
     for cls in (TVTensor, Image, Mask, Video, BoundingBoxes):
         setattr(module, cls.__name__, cls)
@@ -239,7 +229,7 @@ for _class in (BaseData, Data, HeteroData):
 def geometric(which: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns `torch_geometric.data`, or the stand-in for it, which is then imported."""
     if which == "library":
-        return _library("torch_geometric.data")
+        return library("torch_geometric.data")
     base = ModuleType("torch_geometric.data.data")
     base.BaseData = BaseData
     monkeypatch.setitem(sys.modules, base.__name__, base)

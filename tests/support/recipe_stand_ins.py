@@ -125,6 +125,13 @@ class Accelerator:
         loss.backward()
 
 
+def stand_in_for_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes imports of accelerate find the class above."""
+    module = ModuleType("accelerate")
+    module.Accelerator = Accelerator
+    monkeypatch.setitem(sys.modules, "accelerate", module)
+
+
 class Signs:
     """An environment: it shows 1 or -1, and rewards naming the sign with 1; five steps each."""
 

@@ -1,0 +1,55 @@
+"""Recipes for graphs and detection samples give what `.to` gives, packed."""
+
+from __future__ import annotations
+
+import torch
+from recipe_support import assert_all_packed, recipe
+from support import assert_same
+
+# ---- torch_geometric -----------------------------------------------------------------------------
+
+
+def test_the_loop_over_graphs_trains_as_the_same_loop_by_hand(device, prefetched):
+    module = recipe("geometric_graphs")
+    torch.manual_seed(0)
+    graphs = [module.random_graph(3 + number % 5) for number in range(40)]
+    network = module.Network()
+    start = {name: value.clone() for name, value in network.state_dict().items()}
+    ours, plain = (module.Network().to(device) for _ in range(2))
+    ours.load_state_dict(start)
+    plain.load_state_dict(start)
+
+    means = module.train(ours, graphs, device, epochs=2)
+    assert_all_packed(prefetched, [5] * 6)  # x, edge_index, y, batch, ptr
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for mean in means:
+        losses = []
+        for batch in module.DataLoader(graphs, batch_size=16):
+            graph = batch.to(device)
+            loss = (plain(graph) - graph.y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert mean == torch.stack(losses).mean().item()
+    assert means[1] < means[0]
+    assert_same(ours.state_dict(), plain.state_dict())
+
+
+# ---- torchvision ---------------------------------------------------------------------------------
+
+
+def test_detection_samples_are_those_of_to_and_of_the_same_transform(device, prefetched):
+    module = recipe("torchvision_detection")
+    shapes = module.Shapes(20)
+    dataset = [shapes[index] for index in range(20)]
+    got = [sample for batch in module.batches(dataset, device) for sample in batch]
+    assert_all_packed(prefetched, [4 * 8, 4 * 8, 4 * 4])
+    for index, (sample, on_host) in enumerate(zip(got, dataset, strict=True)):
+        assert on_host["image"].dtype == torch.uint8
+        wanted = module.ON_DEVICE({key: leaf.to(device) for key, leaf in on_host.items()})
+        assert_same(sample, wanted, str(index))
+        assert sample["boxes"].canvas_size == on_host["boxes"].canvas_size == (64, 96)
+        assert sample["image"].is_floating_point()
+    assert [len(sample["boxes"]) for sample in got[:9]] == [1, 2, 3, 4, 5, 6, 7, 8, 1]
