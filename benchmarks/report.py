@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plots import as_svg, plot_of
-from sections import DIRECTIONS, TABLES
-from tables import OURS, leaves_and_bytes, table
+from sections import DIRECTIONS, TABLES, title
+from tables import LIMIT_PREFIX, OURS, leaves_and_bytes, table
 
 from tdcopier._commands.tables import number
 
@@ -93,6 +93,42 @@ def page(results: Sequence[dict[str, Any]], plots: str) -> str:
         parts += TABLES[result["name"]](result)
         parts.append(targets_table(result))
     return "\n\n".join(parts) + "\n"
+
+
+def ways_of_torch(results: Sequence[dict[str, Any]]) -> str:
+    """Return tables of how long torch's own ways take, as multiples of tdcopier's time.
+
+    Where torch's way is the faster one, its cell is bold. The result is empty without results.
+    """
+    parts = []
+    for result in results:
+        if result["name"] in DIRECTIONS and result["name"] != "d2d":
+            parts.append(_against(heading(result).partition(":")[0], result["workloads"]))
+        elif result["name"] == "tensordict":
+            for direction, batches in result["copies"].items():
+                parts.append(_against(f"TensorDicts, {DIRECTIONS[direction].lower()}", batches))
+    return "\n\n".join(parts) + "\n"
+
+
+def _against(header: str, batches: Mapping[str, dict[str, Any]]) -> str:
+    skipped = (OURS, LIMIT_PREFIX)
+    columns = [way for way in _first(batches)["ratios"] if not way.startswith(skipped)]
+    rows = [
+        [title(name, found), *(_multiple(found["ratios"].get(way)) for way in columns)]
+        for name, found in batches.items()
+    ]
+    return table([header, *(f"`{way}`" for way in columns)], rows)
+
+
+def _first(batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return next(iter(batches.values()))
+
+
+def _multiple(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    text = f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.2g} x"
+    return f"**{text}**" if ratio < 0.95 else text
 
 
 def readme_part(results: Sequence[dict[str, Any]]) -> str:

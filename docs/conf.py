@@ -60,6 +60,7 @@ GENERATED.mkdir(parents=True, exist_ok=True)
 _results = report.load(report.RESULTS)
 report.write_plots(_results, GENERATED)
 (GENERATED / "benchmarks.md").write_text(report.page(_results, "/_build/generated"))
+(GENERATED / "ways_of_torch.md").write_text(report.ways_of_torch(_results))
 with (GENERATED / "info.txt").open("wb") as file:
     command = [sys.executable, "-m", "tdcopier.info"]
     subprocess.run(command, stdout=file, check=True, cwd=GENERATED)

@@ -164,3 +164,17 @@ def test_the_same_plot_is_the_same_text() -> None:
     for plot in (plots.Bars("a", {"b": 1.0}), plots.Curves("a", {"b": [(10, 1.0), (20, 2.0)]})):
         assert plots.as_svg(plot) == plots.as_svg(plot)
         assert "<dc:date>" not in plots.as_svg(plot)
+
+
+def test_the_ways_of_torch_have_a_cell_for_each_ratio_and_the_faster_ones_are_bold() -> None:
+    text = report.ways_of_torch(report.load(report.RESULTS))
+    h2d = RESULTS["h2d"]["workloads"]
+    assert f"{h2d['detection_batch']['ratios']['.to() per leaf']:.0f} x |" in text
+    assert (
+        f"**{h2d['many_large']['ratios']['pinned beforehand, non_blocking .to()']:.2g} x**" in text
+    )
+    assert "tdcopier, prepared" not in text
+    assert "limit" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| ") and " x" in line]
+    assert len(rows) >= 2 * len(h2d) + len(RESULTS["tensordict"]["copies"]["h2d"])
+    assert report.ways_of_torch([]).strip() == ""
