@@ -14,7 +14,7 @@ import torch
 from directions import synchroniser
 from measure import Bench, summaries
 from tables import OURS
-from targets import Target, at_most, none
+from target_forms import Target, at_most, none
 
 import tdcopier
 from tdcopier._commands.measure import Contender, collector_paused, interleave

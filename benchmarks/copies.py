@@ -10,7 +10,7 @@ from baselines import PER_LEAF_TO, contenders, differences
 from directions import DMA, MEMCPY, Count, Direction, count_transfers, synchroniser
 from measure import BURST, MIN_ROUNDS, Bench, steps, summaries
 from tables import OURS
-from targets import Target, at_least, at_most, counts, none
+from target_forms import Target, at_least, at_most, counts, none
 
 import tdcopier
 from tdcopier._commands.measure import LIMIT, WAY, Contender, compared, interleave

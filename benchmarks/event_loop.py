@@ -13,7 +13,7 @@ import torch
 from baselines import PER_LEAF_TO, differences
 from measure import Bench, shuffled
 from tables import OURS
-from targets import Target, at_least, at_most, none
+from target_forms import Target, at_least, at_most, none
 
 import tdcopier
 from tdcopier._commands.measure import collector_paused

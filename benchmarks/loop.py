@@ -20,7 +20,7 @@ from learner import STEPS, Work, block
 from limits import flat_bytes
 from measure import Bench, shuffled, summaries
 from tables import OURS, RESIDENT
-from targets import Target, at_most, count_wrong, none
+from target_forms import Target, at_most, count_wrong, none
 
 import tdcopier
 from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes

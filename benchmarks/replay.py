@@ -20,7 +20,7 @@ from learner import SMALL_KERNELS, STEPS, Block, RowReader, SmallKernels, Work, 
 from measure import Bench, shuffled, summaries
 from storages import ROW, Replay, Storage, drawn, rows_of, with_each
 from tables import OURS, RESIDENT
-from targets import Target, at_most, count_wrong, none
+from target_forms import Target, at_most, count_wrong, none
 
 import tdcopier
 from tdcopier._commands.measure import collector_paused

@@ -11,7 +11,7 @@ from directions import synchroniser
 from measure import Bench
 from storages import Replay, Storage, drawn, rows_of, with_each
 from tables import OURS
-from targets import Target, at_least, count_wrong, none
+from target_forms import Target, at_least, count_wrong, none
 
 import tdcopier
 from tdcopier._commands.measure import Contender, collector_paused, compared, interleave

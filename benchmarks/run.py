@@ -27,7 +27,7 @@ import streams
 import torch
 from measure import Bench
 from sections import TABLES
-from targets import Target
+from target_forms import Target
 
 from tdcopier._commands.progress import progress
 from tdcopier.workloads import WORKLOADS

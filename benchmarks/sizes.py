@@ -11,7 +11,7 @@ from directions import synchroniser
 from limits import flat_bytes
 from measure import MIN_ROUNDS, Bench, summaries
 from tables import OURS
-from targets import Target, at_most, count_wrong, none
+from target_forms import Target, at_most, count_wrong, none
 
 import tdcopier
 from tdcopier._commands.measure import Contender

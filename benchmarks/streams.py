@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from learner import Sleeper
 from measure import Bench, QuietProcessor
-from targets import at_most, none
+from target_forms import at_most, none
 
 import tdcopier
 from tdcopier._commands.measure import summarise

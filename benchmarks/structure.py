@@ -13,7 +13,7 @@ from baselines import multi_tensor_copier
 from directions import synchroniser
 from measure import BURST, Bench
 from tables import OURS
-from targets import Target, at_most, none
+from target_forms import Target, at_most, none
 from torch.utils import _pytree as pytree
 
 import tdcopier

@@ -15,7 +15,7 @@ from copies import timed
 from directions import HOST, Direction, d2h, h2d, synchroniser
 from measure import BURST, MIN_ROUNDS, Bench, summaries
 from tables import OURS
-from targets import Target, at_least, at_most, counts, none
+from target_forms import Target, at_least, at_most, counts, none
 from td_batches import BATCHES, Batch, count_leaves, differences, total_bytes
 from tensordict import TensorDict, tensorclass
 

@@ -1,4 +1,7 @@
-"""A pass whose source is read by a reader thread, which starts copies ahead of the loop."""
+"""A pass whose source is read by a reader thread, which starts copies ahead of the loop.
+
+The thread waits for room in the queue; without a thread, `in_loop.py` decides how far to read.
+"""
 
 from __future__ import annotations
 

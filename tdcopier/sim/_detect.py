@@ -1,4 +1,8 @@
-"""Detection of hazards: accesses to memory that no synchronisation makes safe, and leaks."""
+"""Detection of hazards: accesses to memory that no synchronisation makes safe, and leaks.
+
+This module switches the detector on and raises what it found. The detector itself is
+`csrc/sim/tracker.cpp`, with the accesses in `csrc/sim/history.h`.
+"""
 
 from __future__ import annotations
 

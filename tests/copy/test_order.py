@@ -1,4 +1,7 @@
-"""Ordering of copies, consumers' streams, and the reuse of memory."""
+"""Ordering of copies, consumers' streams, and the reuse of memory.
+
+`tests/support/defects_of_order.py` has engines in which streams do not wait for each other.
+"""
 
 from __future__ import annotations
 

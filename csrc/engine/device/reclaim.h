@@ -1,4 +1,6 @@
-// Keeps resources, for example sources on a device, until the device has finished using them.
+// Keeps resources, for example sources on a device, until the device has finished using them. The
+// memory of a dropped result belongs to torch's allocator, which engine/leaves/result.h tells of
+// its uses.
 #pragma once
 
 #include <list>

@@ -1,5 +1,7 @@
-// The engine's thread pools, and their number of threads. The variable TDCOPIER_WORKERS limits it;
-// tdcopier/_limits.py reads the variable.
+// The engine's thread pools, and their number of threads: default_worker_count() for staging and
+// for each device that is copied into, at most 4 of those for each device that is copied from, and
+// one that reclaims. The variable TDCOPIER_WORKERS limits it; tdcopier/_limits.py reads the
+// variable.
 #pragma once
 
 #include <c10/core/Device.h>

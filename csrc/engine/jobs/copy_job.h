@@ -1,5 +1,7 @@
 // The base class of all copy jobs: one copy in progress, in any direction, with its participants,
-// its milestones and its keep-alives.
+// its milestones and its keep-alives. The order with the caller's streams is made here: each job's
+// constructor records the caller's work, hand_over_to() makes a consumer's stream wait for the
+// copy, and order_after_reads() a producer's stream for the reads.
 #pragma once
 
 #include <c10/core/Device.h>

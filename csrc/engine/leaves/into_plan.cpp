@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "engine/leaves/own_chunks.h"
+#include "engine/leaves/chunk_padding.h"
 
 namespace tdcopier {
 namespace {

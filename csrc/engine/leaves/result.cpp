@@ -16,8 +16,8 @@
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/device/byte_tensor.h"
+#include "engine/leaves/chunk_padding.h"
 #include "engine/leaves/output_tensor.h"
-#include "engine/leaves/own_chunks.h"
 #include "engine/leaves/part_storage.h"
 
 namespace tdcopier {

@@ -1,4 +1,5 @@
-// The memory that a copy allocates on its target, and the tensors over it.
+// The memory that a copy allocates on its target, and the tensors over it. Tells the allocator
+// which streams use the memory, so that it is not reused too early once the result is dropped.
 #pragma once
 
 #include <ATen/core/Tensor.h>

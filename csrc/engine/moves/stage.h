@@ -1,4 +1,5 @@
-// Cuts the chunks of a pack plan into windows, and fills staging memory with them.
+// Cuts the chunks of a pack plan into windows, and fills staging memory with them. Whether the call
+// or workers do that is decided in python/start_copy.cpp and python/copy_into.cpp (`at_once`).
 #pragma once
 
 #include <algorithm>

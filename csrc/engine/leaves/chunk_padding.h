@@ -1,5 +1,6 @@
 // Remembers which storages are the engine's own chunks, and where their slots are. Bytes between
-// slots are padding, which a copy into the chunk may overwrite.
+// slots are padding, which a copy into the chunk may overwrite. base/pack_plan.h decides which
+// leaves share a chunk, and up to which size.
 #pragma once
 
 #include <c10/core/Storage.h>

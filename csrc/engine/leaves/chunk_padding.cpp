@@ -1,5 +1,5 @@
 // A map by storage. A weak reference in each entry tells whether its storage is still alive.
-#include "engine/leaves/own_chunks.h"
+#include "engine/leaves/chunk_padding.h"
 
 #include <c10/util/intrusive_ptr.h>
 

@@ -1,4 +1,8 @@
-"""The forms of targets in result files: each says what is wanted and whether it is hit."""
+"""The forms of targets in result files: each says what is wanted and whether it is hit.
+
+The pass marks are constants of each benchmark's own module, for example `MAX_GROWTH` in sizes.py
+and `WANTED` in replay.py; those of copies are fields of the directions in directions.py.
+"""
 
 from __future__ import annotations
 
