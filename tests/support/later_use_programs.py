@@ -29,6 +29,7 @@ from later_uses import (
     WHOLE,
     Side,
     collections_in,
+    leaves_for,
     moves_too_early,
     tensors_in,
     without_addresses,
@@ -305,6 +306,8 @@ def _outcome(use: str, side: Side, rng: Random) -> Any:
         made = _used(use, side, value, rng)
         torch.accelerator.synchronize()  # raises the error of an operation on a device
         return made
+    except NameError:
+        raise  # in the use itself
     except Exception as error:
         # Its frames would keep nodes alive, which count as parents of those that they lock.
         error.__context__ = error.__cause__ = None
@@ -315,7 +318,7 @@ def _used(use: str, side: Side, value: Any, rng: Random) -> Any:
     if use in WHOLE:
         return WHOLE[use](side, value, rng)
     if use in LEAF:
-        leaves = tensors_in(value)
+        leaves = leaves_for(use, value)
         return LEAF[use](rng.choice(leaves), rng) if leaves else None
     nodes = collections_in(value)
     node = rng.choice([*nodes[:1] * 2, *nodes]) if nodes else None

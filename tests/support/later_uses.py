@@ -20,7 +20,7 @@ import tensordict
 import torch
 from echo_process import echo
 from support import is_collection, oracle
-from tensordict import is_tensorclass
+from tensordict import UnbatchedTensor, is_tensorclass
 from tensordict_classes import OwnSet
 from tensordict_same import leaves_of, nodes_of
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -196,7 +196,8 @@ def _grown(leaf: torch.Tensor, rng: Random) -> Any:
     if not leaf.untyped_storage().resizable():
         return "refused"  # torch changes the shape before it refuses
     leaf.resize_(rng.choice([0, leaf.numel(), 4 * leaf.numel() + 4]))
-    leaf.view(torch.uint8).fill_(1)  # bytes, because torch cannot fill every dtype
+    every_byte = torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage())
+    every_byte.fill_(1)  # torch cannot fill every dtype
     return None
 
 
@@ -247,3 +248,21 @@ LEAF: dict[str, Callable[[torch.Tensor, Random], Any]] = {
     "require grad of a leaf": lambda leaf, rng: leaf.requires_grad_(rng.random() < 0.7) and None,
     "name a leaf": lambda leaf, _rng: setattr(leaf, "note", "mine"),
 }
+
+CHANGING_THE_OBJECT = (
+    "grow a leaf",
+    "set the data of a leaf",
+    "squeeze a leaf in place",
+    "require grad of a leaf",
+    "name a leaf",
+)
+"""Not for unbatched tensors: `.to` wraps the same tensor anew, or not, depending on the device."""
+
+
+def leaves_for(use: str, value: Any) -> list[torch.Tensor]:
+    """Returns the leaves of a value that this use is for."""
+    return [
+        leaf
+        for leaf in tensors_in(value)
+        if not (use in CHANGING_THE_OBJECT and isinstance(leaf, UnbatchedTensor))
+    ]

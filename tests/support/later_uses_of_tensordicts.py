@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from later_uses import crashes_torch, tensors_in
-from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
+from tensordict import LazyStackedTensorDict, TensorDict, UnbatchedTensor, lazy_stack
 
 
 def _folder() -> str:
@@ -239,7 +239,7 @@ def _with_other_state(td: Any, rng: Random) -> Any:
         td.clear_device_()
     elif how == "auto device":
         td.auto_device_()
-    elif how == "rg":
+    elif how == "rg" and not any(isinstance(leaf, UnbatchedTensor) for leaf in tensors_in(td)):
         td.requires_grad_(rng.random() < 0.5)
     return None
 
