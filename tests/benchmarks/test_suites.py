@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_support import NOT_RUN_YET, load
+from benchmark_support import load
 
 report, run, storages = load("report"), load("run"), load("storages")
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
-ON_SIM = [*(name for name in RESULTS if name not in ("wait", "memory")), *NOT_RUN_YET]
+ON_SIM = [name for name in RESULTS if name not in ("wait", "memory")]
 DIRECTIONS = ("h2d", "d2h", "d2d")
 ELSEWHERE = re.compile(
     r"^/machine|limit: memcpy|torchrl|multi_tensor_copier"  # other processors and packages

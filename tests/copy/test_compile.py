@@ -17,6 +17,11 @@ from support import oracle, run_python
 
 import tdcopier
 
+# What torch 2.11 warns of when it imports its compiler.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
+
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 VALUES = (0.0, 1.0, 2.0, 3.0)
 Tree = dict[str, Any]

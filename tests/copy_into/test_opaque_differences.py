@@ -106,7 +106,7 @@ SAME: dict[str, Callable[[], Any]] = {
     "a numpy NaN": lambda: np.float32("nan"),
     "a numpy complex NaN": lambda: np.complex64(complex(1, float("nan"))),
     "a numpy date": lambda: np.datetime64("2026-01-02"),
-    "no date": lambda: np.datetime64("NaT"),
+    "no date": lambda: np.datetime64("NaT", "D"),
     "a record": lambda: record(1.0),
     "a record with a NaN": lambda: record(float("nan")),
     "an array of text": lambda: np.array(["ab", "c"]),

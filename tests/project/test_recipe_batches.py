@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from recipe_support import assert_all_packed, recipe
 from support import assert_same
@@ -32,9 +33,10 @@ def test_the_loop_over_graphs_trains_as_the_same_loop_by_hand(device, prefetched
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        assert mean == torch.stack(losses).mean().item()
+        assert mean == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
     assert means[1] < means[0]
-    assert_same(ours.state_dict(), plain.state_dict())
+    # A little apart, because torch_geometric adds up messages in any order on CUDA.
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict())
 
 
 # ---- torchvision ---------------------------------------------------------------------------------

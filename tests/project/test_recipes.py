@@ -36,6 +36,8 @@ def test_a_recipe_runs_and_prints_one_line(
     seeded, device, monkeypatch, capsys, prefetchers, gathers, copies, name
 ):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)  # what the recipe sets is undone
+    if name == "cleanrl_dqn":
+        library("gymnasium")
     module = recipe(name)
     module.main()
     (line,) = capsys.readouterr().out.splitlines()

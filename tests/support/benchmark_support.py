@@ -8,8 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NOT_RUN_YET = ("asyncio",)
-"""Benchmarks without a committed result: they have not been run on a GPU."""
 
 
 def load(name: str) -> ModuleType:

@@ -248,8 +248,9 @@ class Outcome(NamedTuple):
     step: str
     value: Any
     error: type | None
-    warned: list[str]
+    warned: list[type]
     text: str
+    """Of the error and the warnings, for messages."""
 
 
 class Notes(list[Outcome]):
@@ -267,7 +268,8 @@ class Notes(list[Outcome]):
                 value = action(*given, **options)
             except Exception as raised:
                 error, text = type(raised), str(raised)
-        self.append(Outcome(name, value, error, [str(each.message) for each in seen], text))
+        text = "; ".join([text, *(str(each.message) for each in seen)])
+        self.append(Outcome(name, value, error, [each.category for each in seen], text))
         return value
 
 
@@ -278,7 +280,7 @@ def assert_same_outcomes(got: Notes, expected: Notes, where: str) -> int:
         path = f"{where}: {theirs.step}"
         texts = f"ours: {ours.text!r}; torchrl's: {theirs.text!r}"
         assert ours.error is theirs.error, f"{path}: {ours.error} for {theirs.error}; {texts}"
-        assert ours.warned == theirs.warned, f"{path}: warned {ours.warned}, not {theirs.warned}"
+        assert ours.warned == theirs.warned, f"{path}: warned {ours.warned}; {texts}"
         assert_same_value(ours.value, theirs.value, path)
     return sum(each.error is None for each in expected)
 
