@@ -135,7 +135,7 @@ async def _beats(end: float) -> list[float]:
 
 
 async def _paced(copy: Copy, end: float) -> tuple[list[float], Any]:
-    """Begin a copy whenever one is due, until ``end``.
+    """Begin a copy whenever one is due, until ``end`` and until one is done.
 
     Returns the time of each in microseconds, and the last result.
     """
@@ -151,7 +151,7 @@ async def _paced(copy: Copy, end: float) -> tuple[list[float], Any]:
         last = result
 
     due = loop.time()
-    while due < end:
+    while due < end or last is None:
         if len(in_flight) < MOST_IN_FLIGHT:
             task = asyncio.create_task(timed())
             in_flight.add(task)

@@ -196,6 +196,8 @@ def _grown(leaf: torch.Tensor, rng: Random) -> Any:
     if not leaf.untyped_storage().resizable():
         return "refused"  # torch changes the shape before it refuses
     leaf.resize_(rng.choice([0, leaf.numel(), 4 * leaf.numel() + 4]))
+    if crashes_torch(leaf):
+        return None
     every_byte = torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage())
     every_byte.fill_(1)  # torch cannot fill every dtype
     return None
