@@ -135,7 +135,7 @@ async def _beats(end: float) -> list[float]:
 
 
 async def _paced(copy: Copy, end: float) -> tuple[list[float], Any]:
-    """Begin a copy whenever one is due, until ``end`` and until one is done.
+    """Begin a copy whenever one is due, until ``end``; at least one.
 
     Returns the time of each in microseconds, and the last result.
     """
@@ -150,9 +150,10 @@ async def _paced(copy: Copy, end: float) -> tuple[list[float], Any]:
         copy_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
         last = result
 
-    due = loop.time()
-    while due < end or last is None:
+    has_begun, due = False, loop.time()
+    while due < end or not has_begun:
         if len(in_flight) < MOST_IN_FLIGHT:
+            has_begun = True
             task = asyncio.create_task(timed())
             in_flight.add(task)
             task.add_done_callback(in_flight.discard)
