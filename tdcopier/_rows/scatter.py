@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,12 +52,17 @@ def start_scatter(
     Raises:
         IndexError: a row is out of range, or a mask has the wrong shape.
         ValueError: a row is in the index twice; the trees differ in structure; a leaf does not have
-            the shape or dtype of its rows; leaves share memory. Messages name the leaf by its path,
+            the shape or dtype of its rows; leaves share memory; a TensorDict in the storage has an
+            `UnbatchedTensor`, which belongs to all rows. Messages name the leaf by its path,
             and nothing has been written.
         TypeError: `index` is not an index of rows.
         Exception: as `start_copy_into`.
     """
     rows = row_index(index, storage)
+    if "tensordict" in sys.modules:
+        from tdcopier.tensordict._rows import refuse_unbatched
+
+        refuse_unbatched(storage)
 
     def fill(table: torch.Tensor, values: torch.Tensor) -> None:
         table[rows.key] = values.to(table.device)

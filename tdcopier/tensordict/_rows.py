@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tensordict import UnbatchedTensor, is_tensor_collection
 
 from tdcopier._rows.request import RowIndex
 from tdcopier._rows.row_numbers import read_rows
@@ -14,6 +15,30 @@ from tdcopier.tensordict import _walk
 def flatten(value: Any, device: torch.device, rows: RowIndex) -> _walk.Taken | None:
     """Return tables and the context of the result; None if the value is indexed as a whole."""
     return _walk.flatten_rows(value, device, _Rows(rows, device))
+
+
+def refuse_unbatched(storage: Any) -> None:
+    """Raise a ValueError that names an `UnbatchedTensor` in a storage, if there is one.
+
+    It belongs to all rows, so tensordict replaces it as a whole where some rows are written.
+    """
+    left = [(storage, "storage")]
+    seen: set[int] = set()
+    while left:
+        value, path = left.pop()
+        if isinstance(value, UnbatchedTensor):
+            raise ValueError(
+                f"{path} is an UnbatchedTensor, which belongs to all rows: write it by itself, and "
+                "exclude it from the batch and the storage"
+            )
+        if is_tensor_collection(value):
+            while hasattr(value, "_tensordict"):
+                value = value._tensordict  # of a tensorclass a TensorDict, of that a dict
+        if not isinstance(value, (dict, list, tuple)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        left += [(v, f"{path}[{key!r}]") for key, v in items if type(v) is not torch.Tensor]
 
 
 class _Rows:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from catalogue import ramp
 from support import are_released, assert_same, raises_exactly
-from tensordict import TensorDict
+from tensordict import TensorDict, UnbatchedTensor
 from torch.utils._pytree import tree_map
 
 import tdcopier
@@ -304,3 +304,17 @@ def test_a_table_of_the_wrong_kind_is_named(device):
     ):
         tdcopier.start_scatter(torch.ones(1), torch.zeros(5, requires_grad=True), [1])
     assert_same(tdcopier.copy(torch.ones(2), device), torch.ones(2, device=device))
+
+
+@pytest.mark.parametrize("wrap", [lambda td: td, lambda td: {"data": [td]}], ids=["root", "within"])
+def test_a_tensor_that_belongs_to_all_rows_is_refused_and_named(device, wrap):
+    def made(value: float) -> TensorDict:
+        shared = UnbatchedTensor(torch.full((3, 2), value))
+        return TensorDict({"x": torch.full((3, 2), value), "deep": {"shared": shared}}, [3])
+
+    storage = wrap(made(0.0))
+    with pytest.raises(ValueError, match=r"\['deep'\]\['shared'\] is an UnbatchedTensor, which "):
+        tdcopier.start_scatter(wrap(made(1.0).to(device)), storage, [2, 0, 1])
+    leaf = storage if isinstance(storage, TensorDict) else storage["data"][0]
+    assert not leaf["x"].any()
+    assert not leaf["deep", "shared"].any()
