@@ -191,8 +191,8 @@ def _grown(leaf: torch.Tensor, rng: Random) -> Any:
     if not _to_host(leaf):
         # On a device the leaves of a chunk share its storage: a leaf that grows overwrites others.
         return None
-    if leaf.is_shared():
-        return None  # torch crashes if memory that other processes share grows
+    if leaf.is_shared() or torch._C._is_cow_tensor(leaf):
+        return None  # torch crashes if memory that other processes share grows, or copied-on-write
     if not leaf.untyped_storage().resizable():
         return "refused"  # torch changes the shape before it refuses
     leaf.resize_(rng.choice([0, leaf.numel(), 4 * leaf.numel() + 4]))
