@@ -193,6 +193,10 @@ def _grown(leaf: torch.Tensor, rng: Random) -> Any:
         return None
     if leaf.is_shared() or torch._C._is_cow_tensor(leaf):
         return None  # torch crashes if memory that other processes share grows, or copied-on-write
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        return (
+            None  # torch changes the size before it refuses, and leaves the new bytes as they are
+        )
     if not leaf.untyped_storage().resizable():
         return "refused"  # torch changes the shape before it refuses
     leaf.resize_(rng.choice([0, leaf.numel(), 4 * leaf.numel() + 4]))
