@@ -17,7 +17,7 @@ from support import oracle, run_python
 
 import tdcopier
 
-# What torch 2.11 warns of when it imports its compiler.
+# Torch 2.11 warns when it imports its compiler.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )
