@@ -172,14 +172,12 @@ void CopyJob::note_sources_free(EventRef read) noexcept {
     const std::lock_guard lock(mutex_);
     if (sources_free_) return;
     last_read_ = std::move(read);
+    // First, so that who sees that the sources are free can also drop them.
+    if (!last_read_) work_.sources->release();
     sources_free_.store(true, std::memory_order_release);
   }
   milestone_.notify_all();
-  if (last_read_) {
-    Reclaimer::get().release_after(last_read_, work_.sources);
-  } else {
-    work_.sources->release();
-  }
+  if (last_read_) Reclaimer::get().release_after(last_read_, work_.sources);
 }
 
 void CopyJob::wait_enqueued() {
