@@ -194,13 +194,12 @@ def _grown(leaf: torch.Tensor, rng: Random) -> Any:
     if leaf.is_shared() or torch._C._is_cow_tensor(leaf):
         return None  # torch crashes if memory that other processes share grows, or copied-on-write
     if leaf.is_inference() and not torch.is_inference_mode_enabled():
-        return (
-            None  # torch changes the size before it refuses, and leaves the new bytes as they are
-        )
+        return None  # torch changes the size before it refuses, and leaves new bytes as they are
     if not leaf.untyped_storage().resizable():
         return "refused"  # torch changes the shape before it refuses
     leaf.resize_(rng.choice([0, leaf.numel(), 4 * leaf.numel() + 4]))
     if crashes_torch(leaf):
+        leaf.fill_(1)  # values: torch leaves new ones as the memory was
         return None
     every_byte = torch.empty(0, dtype=torch.uint8).set_(leaf.untyped_storage())
     every_byte.fill_(1)  # torch cannot fill every dtype
