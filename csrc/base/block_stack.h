@@ -5,6 +5,8 @@
 #include <new>
 #include <utility>
 
+#include "base/cache_line.h"
+
 namespace tdcopier {
 
 // A stack of free blocks for each thread. The next batch takes the blocks that the last one freed,
@@ -59,13 +61,7 @@ class BlockStack {
   };
 
   static constexpr size_t kAhead = 8;
-  static constexpr size_t kLineBytes = 64;
-
-  static void prefetch(void* block) {
-    for (size_t line = 0; line < Bytes; line += kLineBytes) {
-      __builtin_prefetch(static_cast<char*>(block) + line, /*write=*/1);
-    }
-  }
+  static void prefetch(void* block) { prefetch_lines<Use::kWrite>(block, Bytes); }
 
   // Returns false if there is no memory.
   static bool open(Stack& mine) noexcept {

@@ -5,12 +5,11 @@
 #include <algorithm>
 #include <array>
 
+#include "base/cache_line.h"
 #include "base/internal_error.h"
 
 namespace tdcopier {
 namespace {
-
-constexpr uint64_t kLineBytes = 64;
 
 uint64_t align_up(uint64_t value, uint64_t alignment) {
   // std::has_single_bit compiles to a function call if no target processor is given.

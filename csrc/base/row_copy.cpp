@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/cache_line.h"
 #include "base/streaming_copy.h"
 
 namespace tdcopier {
@@ -12,18 +13,15 @@ namespace {
 
 // Rows are scattered in memory, so this many are prefetched at a time.
 constexpr size_t kRowsAhead = 12;
-constexpr uint64_t kLineBytes = 64;
 
 // Once a longer row has begun, the processor's own prefetching reads the rest.
-constexpr uint64_t kFetchedBytes = 4 * kLineBytes;
+constexpr size_t kFetchedBytes = 4 * kLineBytes;
 
 // For shorter rows, streaming stores cost more than they save.
 constexpr uint64_t kStreamedRowBytes = 8 * 1024;
 
 inline void fetch(const std::byte* row, uint64_t bytes) {
-  for (uint64_t at = 0; at < std::min(bytes, kFetchedBytes); at += kLineBytes) {
-    __builtin_prefetch(row + at);
-  }
+  prefetch_lines(row, std::min(bytes, kFetchedBytes));
 }
 
 template <typename Table>

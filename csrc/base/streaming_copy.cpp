@@ -9,13 +9,14 @@
 #include <emmintrin.h>
 #endif
 
+#include "base/cache_line.h"
+
 namespace tdcopier {
 
 #ifdef __SSE2__
 
 namespace {
 
-constexpr size_t kLineBytes = 64;
 constexpr size_t kPageBytes = 4096;
 
 // Copies one cache line; `to` is aligned to it. Writes the line as a whole, because the memory

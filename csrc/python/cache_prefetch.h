@@ -4,9 +4,11 @@
 
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <cstddef>
+
+#include "base/cache_line.h"
+#include "python/torch_tensor.h"
 
 namespace tdcopier {
 
@@ -22,14 +24,12 @@ inline void prefetch_each(PyObject* const* children, Py_ssize_t count) {
 
 // Requires, like the next: `object` is a tensor.
 inline void prefetch_tensor(PyObject* object) {
-  const auto* impl =
-      reinterpret_cast<const char*>(THPVariable_Unpack(object).unsafeGetTensorImpl());
-  constexpr size_t kLine = 64;
-  for (size_t at = 0; at < sizeof(c10::TensorImpl); at += kLine) __builtin_prefetch(impl + at);
+  const auto* impl = reinterpret_cast<const char*>(tensor_in(object).unsafeGetTensorImpl());
+  prefetch_lines(impl, sizeof(c10::TensorImpl));
 }
 
 inline void prefetch_storage(PyObject* object) {
-  const c10::TensorImpl* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+  const c10::TensorImpl* impl = tensor_in(object).unsafeGetTensorImpl();
   const auto* storage =
       reinterpret_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl());
   __builtin_prefetch(storage);

@@ -2,23 +2,23 @@
 #include "python/delegated_outputs.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 
 #include "engine/device/accelerator.h"
 #include "python/device_argument.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 
 std::vector<at::Tensor> plain_parts(const py::object& value) {
-  if (THPVariable_CheckExact(value.ptr())) return {THPVariable_Unpack(value.ptr())};
+  if (is_plain_tensor_class(Py_TYPE(value.ptr()))) return {tensor_in(value.ptr())};
   std::vector<at::Tensor> parts;
   const py::list found =
       py::module_::import("tdcopier._containers.delegated_parts").attr("plain_parts")(value);
-  for (const py::handle part : found) parts.push_back(THPVariable_Unpack(part.ptr()));
+  for (const py::handle part : found) parts.push_back(tensor_in(part.ptr()));
   return parts;
 }
 

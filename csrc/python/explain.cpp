@@ -3,7 +3,6 @@
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
 #include <stdexcept>
@@ -17,6 +16,7 @@
 #include "python/device_argument.h"
 #include "python/flatten.h"
 #include "python/sources.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 
@@ -69,7 +69,7 @@ std::string why(const Delegated& leaf, PyObject* value) {
     case WhyDelegated::kDevice:
       return "device";
     case WhyDelegated::kNotPlain:
-      return why_not_plain(leaf.packable, THPVariable_Unpack(value));
+      return why_not_plain(leaf.packable, tensor_in(value));
   }
   Py_UNREACHABLE();
 }
@@ -162,8 +162,8 @@ py::tuple explain(py::handle data, py::handle device, const CopyOptions& options
       PyObject* const moved = flat.spec.value(node.number);
       rows.append(without_chunk(path, value, "delegated", why(*delegated[i], moved)));
     } else {
-      const bool is_tensor = THPVariable_Check(flat.spec.value(node.number));
-      rows.append(without_chunk(path, value, is_tensor ? "reused" : "opaque", ""));
+      const bool is_reused = is_tensor(flat.spec.value(node.number));
+      rows.append(without_chunk(path, value, is_reused ? "reused" : "opaque", ""));
     }
   }
   return py::make_tuple(py::reinterpret_steal<py::object>(THPDevice_New(target)), rows,

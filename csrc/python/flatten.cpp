@@ -2,8 +2,6 @@
 // else by its class. It runs for a copy, for the rows of tables, and for messages.
 #include "python/flatten.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -16,6 +14,7 @@
 #include "python/path.h"
 #include "python/row_leaves.h"
 #include "python/torch_state.h"
+#include "python/torch_tensor.h"
 #include "python/value_kind.h"
 
 namespace py = pybind11;
@@ -71,7 +70,7 @@ class Flattener {
   void visit(PyObject* object, int depth) {
     const PyTypeObject* type = Py_TYPE(object);
     if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
-    if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) {
+    if (is_plain_tensor_class(type)) {
       add_tensor(object);
     } else if (type == &PyDict_Type) {
       visit_dict(object, depth);
@@ -130,7 +129,7 @@ class Flattener {
   }
 
   void visit_kept(PyObject* object, int depth) {
-    if (paths_ == nullptr && THPVariable_CheckTypeExact(Py_TYPE(object))) return add_tensor(object);
+    if (paths_ == nullptr && is_plain_tensor_class(Py_TYPE(object))) return add_tensor(object);
     const auto kept = py::reinterpret_borrow<py::object>(object);
     visit(object, depth);
   }
@@ -179,7 +178,7 @@ class Flattener {
   // Reads the rows of a leaf for which only its own code can do so.
   void add_rows_of(PyObject* object) {
     py::object rows = rows_->read(object);
-    if (!THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()))) {
+    if (!is_plain_tensor_class(Py_TYPE(rows.ptr()))) {
       return add_delegated(rows.ptr(), why_of_class());
     }
     keep_tensor(rows.release().ptr(), /*is_table=*/false);
@@ -231,7 +230,7 @@ class Flattener {
   // reference.
   void sort_out_table(PyObject* object, size_t node, bool is_mapped) {
     auto owned = py::reinterpret_steal<py::object>(object);
-    const at::Tensor& table = THPVariable_Unpack(object);
+    const at::Tensor& table = tensor_in(object);
     if (const std::optional<std::string> mistake = rows_->mistake_in(table)) {
       refuse(node, *mistake);
     }
@@ -246,7 +245,7 @@ class Flattener {
       if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
     }
     py::object rows = rows_->read(object);  // through a torch mode, if one is active
-    const bool is_plain_class = THPVariable_CheckTypeExact(Py_TYPE(rows.ptr()));
+    const bool is_plain_class = is_plain_tensor_class(Py_TYPE(rows.ptr()));
     if (!is_plain_class) return delegate(rows.release().ptr(), {0, node, why_of_class()});
     sort_out(rows.release().ptr(), node);
   }
@@ -254,7 +253,7 @@ class Flattener {
   // Decides how to treat a tensor of torch's own class. Takes over a reference.
   void sort_out(PyObject* object, size_t node) {
     auto owned = py::reinterpret_steal<py::object>(object);
-    const at::Tensor& tensor = THPVariable_Unpack(object);
+    const at::Tensor& tensor = tensor_in(object);
     const c10::Device device = tensor.device();
     if (delegates_all_) {
       return delegate(owned.release().ptr(), {0, node, WhyDelegated::kTorchMode});
@@ -391,7 +390,7 @@ bool is_dict_of_tensors(py::handle object) {
   Py_ssize_t position = 0;
   PyObject* value = nullptr;
   while (PyDict_Next(object.ptr(), &position, nullptr, &value) != 0) {
-    if (!THPVariable_CheckTypeExact(Py_TYPE(value))) return false;
+    if (!is_plain_tensor_class(Py_TYPE(value))) return false;
   }
   return true;
 }

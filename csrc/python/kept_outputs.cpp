@@ -1,12 +1,11 @@
 // Reuses tensors: checks their Python references here, and their C++ references in the engine.
 #include "python/kept_outputs.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "python/cache_prefetch.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 
@@ -18,7 +17,7 @@ namespace {
 bool is_ours_alone(PyObject* object) {
   if (Py_REFCNT(object) != 1) return false;
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return false;
-  const auto* tensor = reinterpret_cast<THPVariable*>(object);
+  const auto* tensor = reinterpret_cast<const PyTensor*>(object);
   if (tensor->backward_hooks != nullptr || tensor->post_accumulate_grad_hooks != nullptr)
     return false;
   if (*PyObject_GET_WEAKREFS_LISTPTR(object) != nullptr) return false;
@@ -51,20 +50,19 @@ PyObject* KeptSet::reuse(const Result& result, size_t group, size_t leaf) const 
   if (PyObject* const object = ahead(2 * kTensorsAhead)) __builtin_prefetch(object, /*write=*/1);
   if (PyObject* const object = ahead(kTensorsAhead)) prefetch_tensor(object);
   if (PyObject* const object = ahead(kTensorsAhead / 2))
-    prefetch_version(THPVariable_Unpack(object).unsafeGetTensorImpl());
+    prefetch_version(tensor_in(object).unsafeGetTensorImpl());
   PyObject* const tensor = tensors[leaf];
   if (tensor == nullptr || !is_ours_alone(tensor)) return nullptr;
   // Takes the reference first: reuse_output() drops the old memory, which may run any Python code
   // and let other threads in.
   Py_INCREF(tensor);
-  if (result.reuse_output(THPVariable_Unpack(tensor), static_cast<uint32_t>(leaf), *keys_))
-    return tensor;
+  if (result.reuse_output(tensor_in(tensor), static_cast<uint32_t>(leaf), *keys_)) return tensor;
   Py_DECREF(tensor);
   return nullptr;
 }
 
 void KeptSet::keep(size_t group, size_t leaf, PyObject* tensor) {
-  if (!keys_) keys_ = THPVariable_Unpack(tensor).key_set();
+  if (!keys_) keys_ = tensor_in(tensor).key_set();
   Py_INCREF(tensor);
   Py_XDECREF(std::exchange(tensors_[group][leaf], tensor));
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <memory>
@@ -14,6 +13,7 @@
 #include "engine/device/phases.h"
 #include "engine/jobs/copy_job.h"
 #include "python/kept_outputs.h"
+#include "python/torch_tensor.h"
 #include "python/tree.h"
 
 namespace tdcopier {
@@ -33,10 +33,10 @@ class Outputs final : public LeafTensors {
   }
 
   PyObject* take(uint32_t group, uint32_t leaf) override {
-    if (kept_ == nullptr) return THPVariable_Wrap(make(group, leaf, kAhead));
+    if (kept_ == nullptr) return wrap_tensor(make(group, leaf, kAhead));
     if (PyObject* reused = kept_->reuse(*jobs_[group]->result(), group, leaf)) return reused;
     const bool is_first = !kept_->has(group, leaf);
-    PyObject* made = THPVariable_Wrap(make(group, leaf, is_first ? kAhead : 1));
+    PyObject* made = wrap_tensor(make(group, leaf, is_first ? kAhead : 1));
     if (made != nullptr) kept_->keep(group, leaf, made);
     return made;
   }

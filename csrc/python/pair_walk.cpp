@@ -2,14 +2,13 @@
 // how their children are reached.
 #include "python/pair_walk.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <cmath>
 #include <utility>
 #include <vector>
 
 #include "python/cache_prefetch.h"
 #include "python/path.h"
+#include "python/torch_tensor.h"
 #include "python/value_kind.h"
 
 namespace py = pybind11;
@@ -65,8 +64,7 @@ class PairWalk {
   void visit(PyObject* source, PyObject* destination, int depth) {
     const PyTypeObject* from = Py_TYPE(source);
     const PyTypeObject* to = Py_TYPE(destination);
-    if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(from)) &&
-        THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(to))) {
+    if (is_plain_tensor_class(from) && is_plain_tensor_class(to)) {
       add(source, destination, depth);
     } else if (from == &PyDict_Type && to == &PyDict_Type) {
       enter(destination, depth);
@@ -121,8 +119,7 @@ class PairWalk {
 
   // Visits a pair and keeps references to it meanwhile, except for two tensors, which run no code.
   void visit_kept(PyObject* source, PyObject* destination, int depth) {
-    if (THPVariable_CheckTypeExact(Py_TYPE(source)) &&
-        THPVariable_CheckTypeExact(Py_TYPE(destination))) {
+    if (is_plain_tensor_class(Py_TYPE(source)) && is_plain_tensor_class(Py_TYPE(destination))) {
       return add(source, destination, depth);
     }
     const auto from = py::reinterpret_borrow<py::object>(source);
@@ -227,7 +224,7 @@ class PairWalk {
     using enum Half::Kind;
     const auto value = py::reinterpret_borrow<py::object>(object);
     const PyTypeObject* type = Py_TYPE(object);
-    if (THPVariable_CheckTypeExact(const_cast<PyTypeObject*>(type))) return {kLeaf};
+    if (is_plain_tensor_class(type)) return {kLeaf};
     if (is_sequence(type)) return {kByIndex, PathStep::Kind::kIndex, value};
     if (type == &PyDict_Type) return {kByKey, PathStep::Kind::kKey, value};
     if (ValueLooks::is_plain_opaque(type)) return {kOpaque};

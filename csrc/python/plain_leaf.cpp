@@ -2,12 +2,12 @@
 #include "python/plain_leaf.h"
 
 #include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <stdexcept>
 
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 
@@ -32,7 +32,7 @@ std::optional<PlainLeaf> read_array(PyObject* array, bool written) {
 std::optional<PlainLeaf> PlainLeafReader::read(PyObject* leaf, bool written) {
   if (is_array_type(Py_TYPE(leaf))) return read_array(leaf, written);
   if (rows_ == nullptr && !is_plain_class(leaf)) return std::nullopt;
-  return read_tensor(THPVariable_Unpack(leaf), written);
+  return read_tensor(tensor_in(leaf), written);
 }
 
 std::optional<PlainLeaf> PlainLeafReader::read_tensor(const at::Tensor& tensor, bool written) {
@@ -69,8 +69,8 @@ std::optional<PlainLeaf> PlainLeafReader::read_tensor(const at::Tensor& tensor, 
 // of a plain tensor.
 bool PlainLeafReader::is_plain_class(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
-  if (THPVariable_CheckTypeExact(type)) return true;
-  if (!THPVariable_Check(object)) return false;
+  if (is_plain_tensor_class(type)) return true;
+  if (!is_tensor(object)) return false;
   for (const auto& [known, plain] : classes_) {
     if (known == type) return plain;
   }

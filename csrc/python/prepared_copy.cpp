@@ -2,7 +2,6 @@
 #include "python/prepared_copy.h"
 
 #include <c10/core/ScalarType.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <string>
@@ -10,6 +9,7 @@
 
 #include "python/device_argument.h"
 #include "python/torch_state.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 
@@ -21,7 +21,7 @@ namespace {
 constexpr uint64_t kMostKeptBytes = 4 * 1024 * 1024;
 
 bool is_on(PyObject* value, c10::Device device) {
-  return THPVariable_CheckTypeExact(Py_TYPE(value)) && THPVariable_Unpack(value).device() == device;
+  return is_plain_tensor_class(Py_TYPE(value)) && tensor_in(value).device() == device;
 }
 
 py::tuple as_tuple(at::IntArrayRef numbers) {

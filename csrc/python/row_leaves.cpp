@@ -2,13 +2,13 @@
 #include "python/row_leaves.h"
 
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <array>
 #include <utility>
 
 #include "base/internal_error.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 
@@ -22,8 +22,8 @@ std::string joined(at::IntArrayRef sizes) {
 }
 
 RowIndex index_of(py::handle numbers, size_t lead) {
-  check_invariant(THPVariable_Check(numbers.ptr()), "rows are numbered by a tensor");
-  const at::Tensor& tensor = THPVariable_Unpack(numbers.ptr());
+  check_invariant(is_tensor(numbers.ptr()), "rows are numbered by a tensor");
+  const at::Tensor& tensor = tensor_in(numbers.ptr());
   check_invariant(tensor.scalar_type() == at::kLong && tensor.device().is_cpu() &&
                       tensor.is_contiguous() && lead >= 1,
                   "rows are numbered by int64 that lie together on the host");

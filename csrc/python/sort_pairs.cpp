@@ -4,7 +4,6 @@
 #include <ATen/ExpandUtils.h>
 #include <c10/util/DimVector.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -20,6 +19,7 @@
 #include "python/plain_leaf.h"
 #include "python/row_leaves.h"
 #include "python/torch_state.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 
@@ -120,8 +120,8 @@ class Sorter {
     const auto each = [&](size_t number, auto prefetch) {
       if (number >= leaves_) return;
       const LeafPair& pair = trees.leaves[number];
-      if (THPVariable_CheckTypeExact(Py_TYPE(pair.source))) prefetch(pair.source);
-      if (THPVariable_CheckTypeExact(Py_TYPE(pair.destination))) prefetch(pair.destination);
+      if (is_plain_tensor_class(Py_TYPE(pair.source))) prefetch(pair.source);
+      if (is_plain_tensor_class(Py_TYPE(pair.destination))) prefetch(pair.destination);
     };
     each(number_ + kTensorsAhead, prefetch_tensor);
     each(number_ + kStoragesAhead, prefetch_storage);
@@ -133,8 +133,8 @@ class Sorter {
     for (const DelegatedPair& pair : sorted_.delegated) {
       py::object shape = py::none();
       if (rows_ != nullptr) {
-        shape = py::cast(
-            at::IntArrayRef(shape_for(THPVariable_Unpack(pair.destination.ptr()).sizes())).vec());
+        shape =
+            py::cast(at::IntArrayRef(shape_for(tensor_in(pair.destination.ptr()).sizes())).vec());
       }
       const py::object wrong = mismatch(pair.source, pair.destination, shape);
       if (wrong.is_none()) continue;
@@ -148,7 +148,7 @@ class Sorter {
     if (rows_ != nullptr) {
       from = as_tensor(std::move(from), /*written=*/false);
       to = as_tensor(std::move(to), /*written=*/true);
-      const auto mistake = rows_->mistake_in(THPVariable_Unpack(to.ptr()));
+      const auto mistake = rows_->mistake_in(tensor_in(to.ptr()));
       if (mistake) refuse(/*written=*/true, *mistake);
     }
     if (altered_ || !(add_like_last(from, to) || add(from, to))) {
@@ -158,7 +158,7 @@ class Sorter {
 
   // Returns the leaf if it is a tensor, or makes a tensor of an array: only tensors have rows.
   py::object as_tensor(py::object leaf, bool written) const {
-    if (THPVariable_Check(leaf.ptr())) return leaf;
+    if (is_tensor(leaf.ptr())) return leaf;
     py::object made =
         py::module_::import("tdcopier._rows.scatter").attr("as_tensor")(leaf, written);
     if (PyUnicode_Check(made.ptr())) refuse(written, made.cast<std::string>());
@@ -178,12 +178,12 @@ class Sorter {
   // add() took, of which only memory and shape remain to be checked. Returns false if add() must
   // look at it.
   bool add_like_last(py::object& from, py::object& to) {
-    if (!last_plain_ || !THPVariable_CheckTypeExact(Py_TYPE(from.ptr())) ||
-        !THPVariable_CheckTypeExact(Py_TYPE(to.ptr()))) {
+    if (!last_plain_ || !is_plain_tensor_class(Py_TYPE(from.ptr())) ||
+        !is_plain_tensor_class(Py_TYPE(to.ptr()))) {
       return false;
     }
-    const at::Tensor& source_tensor = THPVariable_Unpack(from.ptr());
-    const at::Tensor& target_tensor = THPVariable_Unpack(to.ptr());
+    const at::Tensor& source_tensor = tensor_in(from.ptr());
+    const at::Tensor& target_tensor = tensor_in(to.ptr());
     const c10::TensorImpl* source = source_tensor.unsafeGetTensorImpl();
     c10::TensorImpl* target = target_tensor.unsafeGetTensorImpl();
     if (source->key_set() != last_plain_->source || target->key_set() != last_plain_->target ||
@@ -228,7 +228,7 @@ class Sorter {
     if (source->sizes != shape_for(target->sizes) || source->dtype != target->dtype) return false;
     const bool is_tensor = target->storage != nullptr;
     c10::TensorImpl* const written =  // its version is bumped
-        is_tensor ? THPVariable_Unpack(to.ptr()).unsafeGetTensorImpl() : nullptr;
+        is_tensor ? tensor_in(to.ptr()).unsafeGetTensorImpl() : nullptr;
     if (source->bytes() == 0) {
       sorted_.written.push_back(written);
       sorted_.kept.push_back(std::move(to));
@@ -250,10 +250,10 @@ class Sorter {
     } else if (alike && source->dense && target->dense) {
       add_bytes(group, *source);
       const bool pinned = source->bytes() > kMaxPackedLeafBytes && !source->device.is_cpu() &&
-                          is_tensor && THPVariable_Unpack(to.ptr()).is_pinned();
+                          is_tensor && tensor_in(to.ptr()).is_pinned();
       destinations.add(target->data, target->storage, pinned);
       if (is_tensor && source->storage != nullptr) {
-        last_plain_ = {THPVariable_Unpack(from.ptr()).key_set(), written->key_set(), source->device,
+        last_plain_ = {tensor_in(from.ptr()).key_set(), written->key_set(), source->device,
                        target->device, static_cast<size_t>(&group - sorted_.groups.data())};
       }
     } else {

@@ -5,7 +5,6 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <torch/csrc/Device.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <atomic>
@@ -26,6 +25,7 @@
 #include "python/prepared_copy.h"
 #include "python/row_leaves.h"
 #include "python/torch_state.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 

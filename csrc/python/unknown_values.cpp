@@ -2,13 +2,12 @@
 // again for the paths of those that it reports.
 #include "python/unknown_values.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "python/torch_tensor.h"
 #include "python/value_kind.h"
 
 namespace py = pybind11;
@@ -24,7 +23,7 @@ std::vector<bool> opaque_values(const FlatTree& flat) {
     if (node.kind != NodeKind::kReady) continue;
     opaque.resize(std::max<size_t>(opaque.size(), node.number + 1));
     // A ready tensor is reused or delegated.
-    opaque[node.number] = !THPVariable_Check(flat.spec.value(node.number));
+    opaque[node.number] = !is_tensor(flat.spec.value(node.number));
   }
   for (const Delegated& leaf : flat.delegated) opaque[leaf.value] = false;
   return opaque;

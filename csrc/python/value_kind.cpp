@@ -2,13 +2,13 @@
 #include "python/value_kind.h"
 
 #include <torch/csrc/Device.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
 #include <utility>
 
 #include "base/internal_error.h"
 #include "python/array_leaf.h"
+#include "python/torch_tensor.h"
 
 namespace py = pybind11;
 

@@ -14,19 +14,19 @@ using torch::autograd::Engine;
 using torch::autograd::ReadyQueue;
 
 // Gives access to the protected members of any engine.
-struct Access : Engine {
+struct EngineAccess : Engine {
   static bool has_started(const Engine& engine) {
-    return engine.*&Access::thread_pool_shared_ != nullptr;
+    return engine.*&EngineAccess::thread_pool_shared_ != nullptr;
   }
-  static auto& queues(Engine& engine) { return engine.*&Access::device_ready_queues_; }
+  static auto& queues(Engine& engine) { return engine.*&EngineAccess::device_ready_queues_; }
 };
 
 }  // namespace
 
 void start_missing_autograd_threads(int devices) {
   auto& engine = Engine::get_default_engine();
-  if (!Access::has_started(engine)) return;
-  auto& queues = Access::queues(engine);
+  if (!EngineAccess::has_started(engine)) return;
+  auto& queues = EngineAccess::queues(engine);
   for (auto index = static_cast<int>(queues.size()); index < devices; ++index) {
     auto queue = std::make_shared<ReadyQueue>();
     // Ends when the engine does, which tells all of its queues.

@@ -15,7 +15,7 @@ namespace {
 constexpr std::int32_t kMemoryAllocation = 2;  // as in CUDA
 constexpr std::int32_t kUnknown = 999;         // as in CUDA
 
-std::mutex mutex;
+std::mutex faults_mutex;
 std::vector<std::shared_ptr<Fault>> armed;  // guarded by mutex
 std::atomic<bool> any_armed{false};         // read without the lock
 
@@ -38,7 +38,7 @@ class DueFaults {
   template <typename Passes>
   static std::optional<Strike> count(FaultKind kind, const std::string& what, Passes passes) {
     std::optional<Strike> strike;
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(faults_mutex);
     for (const auto& fault : armed) {
       const FaultPlan& plan = fault->plan_;
       if (plan.kind != kind || !passes(plan)) continue;
@@ -70,7 +70,7 @@ class DueFaults {
 
 std::shared_ptr<Fault> Fault::arm(const FaultPlan& plan) {
   std::shared_ptr<Fault> fault(new Fault(plan));
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(faults_mutex);
   armed.push_back(fault);
   any_armed.store(true, std::memory_order_release);
   return fault;
@@ -79,7 +79,7 @@ std::shared_ptr<Fault> Fault::arm(const FaultPlan& plan) {
 void Fault::disarm() {
   std::shared_ptr<LastingFailure> lasting;
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(faults_mutex);
     std::erase_if(armed, [this](const auto& fault) { return fault.get() == this; });
     any_armed.store(!armed.empty(), std::memory_order_release);
     lasting = lasting_;
@@ -88,7 +88,7 @@ void Fault::disarm() {
 }
 
 std::string Fault::struck() const {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(faults_mutex);
   return struck_;
 }
 

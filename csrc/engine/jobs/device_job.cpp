@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/cache_line.h"
 #include "engine/device/event_pool.h"
 #include "engine/moves/gather_scatter.h"
 #include "engine/moves/segment_kernel.h"
@@ -15,8 +16,6 @@
 
 namespace tdcopier {
 namespace {
-
-constexpr uint64_t kLineBytes = 64;
 
 std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "base/cache_line.h"
 #include "base/row_copy.h"
 #include "base/streaming_copy.h"
 #include "base/strided_copy.h"
@@ -17,7 +18,6 @@ namespace {
 std::atomic<uint64_t> g_max_window_bytes = std::numeric_limits<uint64_t>::max();
 
 constexpr uint64_t kPageBytes = 4096;
-constexpr uint64_t kLineBytes = 64;
 
 // Contiguous pieces from this size on are written past the caches. Otherwise the first bytes would
 // be evicted before the device reads the last ones, or the device would have to fetch all of them
@@ -37,11 +37,7 @@ uint64_t even_step(uint64_t bytes, uint64_t most) {
 }
 
 void prefetch_beginning(const Leaf& leaf) {
-  constexpr uint64_t kLine = 64;
-  const auto* bytes = static_cast<const std::byte*>(leaf.data);
-  for (uint64_t at = 0; at < std::min<uint64_t>(leaf.bytes, 4 * kLine); at += kLine) {
-    __builtin_prefetch(bytes + at);
-  }
+  prefetch_lines(leaf.data, std::min<uint64_t>(leaf.bytes, 4 * kLineBytes));
 }
 
 // Reads a strided leaf in the order in which its output is stored. Windows and slots begin at

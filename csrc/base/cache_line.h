@@ -1,0 +1,20 @@
+// The processor's cache lines, and how to fetch them ahead of their use.
+#pragma once
+
+#include <cstddef>
+
+namespace tdcopier {
+
+inline constexpr size_t kLineBytes = 64;
+
+enum class Use : int { kRead = 0, kWrite = 1 };
+
+// Fetches the lines that hold `bytes` bytes from `begin` on. May be given any address.
+template <Use kUse = Use::kRead>
+void prefetch_lines(const void* begin, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += kLineBytes) {
+    __builtin_prefetch(static_cast<const char*>(begin) + at, static_cast<int>(kUse));
+  }
+}
+
+}  // namespace tdcopier
