@@ -12,7 +12,7 @@ from directions import Direction
 from tables import OURS
 
 import tdcopier
-from tdcopier._commands.measure import PREPARED, Contender
+from tdcopier._commands.interleave import PREPARED, Contender
 from tdcopier.workloads import leaves_with_paths, map_tensors
 
 PER_LEAF_TO = ".to() per leaf"

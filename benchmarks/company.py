@@ -17,7 +17,7 @@ from tables import OURS
 from target_forms import Target, at_most, none
 
 import tdcopier
-from tdcopier._commands.measure import Contender, collector_paused, interleave
+from tdcopier._commands.interleave import Contender, collector_paused, interleave
 
 MAX_WITH_METRICS = 1.02
 MAX_BESIDE_KERNELS_US = 1000.0

@@ -14,7 +14,7 @@ from measure import Bench, shuffled
 from tables import OURS
 
 import tdcopier
-from tdcopier._commands.measure import summarise
+from tdcopier._commands.interleave import summarise
 
 SIZES_BYTES = (1 << 16, 1 << 22)  # one that is packed, and one that is sent alone
 DECOY_BYTES = 16 << 20  # a pinned transfer before every second copy, which delays the copy

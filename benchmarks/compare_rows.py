@@ -19,7 +19,7 @@ from measure import BURST, QuietProcessor, shuffled
 from storages import REPLAYS, drawn
 from tables import OURS
 
-from tdcopier._commands.measure import Contender, collector_paused, interleave
+from tdcopier._commands.interleave import Contender, collector_paused, interleave
 from tdcopier.workloads import WORKLOADS
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 200

@@ -13,7 +13,7 @@ from tables import OURS
 from target_forms import Target, at_least, at_most, counts, none
 
 import tdcopier
-from tdcopier._commands.measure import LIMIT, WAY, Contender, compared, interleave
+from tdcopier._commands.interleave import LIMIT, WAY, Contender, compared, interleave
 from tdcopier.workloads import WORKLOADS, Workload, leaves, map_tensors, total_bytes
 
 LIMIT_WORDS = {DMA: "one DMA of the same bytes", MEMCPY: "the best memcpy of them"}

@@ -16,7 +16,7 @@ from tables import OURS
 from target_forms import Target, at_least, at_most, none
 
 import tdcopier
-from tdcopier._commands.measure import collector_paused
+from tdcopier._commands.interleave import collector_paused
 from tdcopier.workloads import detection_batch, leaves, map_tensors, total_bytes
 
 COPIES_PER_S = 200

@@ -17,7 +17,7 @@ from tables import OURS
 from tensordict import MemoryMappedTensor
 
 import tdcopier
-from tdcopier._commands.measure import Contender, compared
+from tdcopier._commands.interleave import Contender, compared
 from tdcopier.workloads import detection_batch, leaves, map_tensors, total_bytes
 
 POOL = 2

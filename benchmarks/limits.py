@@ -15,7 +15,7 @@ import torch
 from directions import DMA, HOST, MEMCPY, Direction
 from tables import LIMIT_PREFIX
 
-from tdcopier._commands.measure import LIMIT, Contender
+from tdcopier._commands.interleave import LIMIT, Contender
 from tdcopier.workloads import leaves
 
 LARGE_BYTES = 1_000_000  # from here on, a memcpy takes longer than passing it to another thread

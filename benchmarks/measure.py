@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tdcopier._commands.measure import Contender, collector_paused, interleave, summarise
+from tdcopier._commands.interleave import Contender, collector_paused, interleave, summarise
 
 BURST = 5  # consecutive calls of one contender
 MIN_ROUNDS = 3

@@ -23,7 +23,7 @@ from tables import OURS, RESIDENT
 from target_forms import Target, at_most, count_wrong, none
 
 import tdcopier
-from tdcopier._commands.measure import collector_paused
+from tdcopier._commands.interleave import collector_paused
 from tdcopier.workloads import map_tensors
 
 STEP_MS = 4.0  # duration of a step of the learner with large kernels

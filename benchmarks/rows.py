@@ -14,7 +14,7 @@ from tables import OURS
 from target_forms import Target, at_least, count_wrong, none
 
 import tdcopier
-from tdcopier._commands.measure import Contender, collector_paused, compared, interleave
+from tdcopier._commands.interleave import Contender, collector_paused, compared, interleave
 
 OURS_ALONE = f"{OURS}, one thread"
 THREADS = (1, 4)

@@ -14,7 +14,7 @@ from tables import OURS
 from target_forms import Target, at_most, count_wrong, none
 
 import tdcopier
-from tdcopier._commands.measure import Contender
+from tdcopier._commands.interleave import Contender
 from tdcopier.workloads import flat_dict, total_bytes
 
 COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)

@@ -12,7 +12,7 @@ from measure import Bench, QuietProcessor
 from target_forms import at_most, none
 
 import tdcopier
-from tdcopier._commands.measure import summarise
+from tdcopier._commands.interleave import summarise
 from tdcopier.workloads import WORKLOADS, detection_batch, leaves, map_tensors, total_bytes
 
 LONG_SLEEP_MS = 20.0  # queued on the current stream while wait() is timed

@@ -17,7 +17,7 @@ from target_forms import Target, at_most, none
 from torch.utils import _pytree as pytree
 
 import tdcopier
-from tdcopier._commands.measure import Contender, Summary, ratio_of_medians, summarise
+from tdcopier._commands.interleave import Contender, Summary, ratio_of_medians, summarise
 
 OPAQUE_VALUES = 1000
 CONTAINERS = 200

@@ -20,7 +20,7 @@ from td_batches import BATCHES, Batch, count_leaves, differences, total_bytes
 from tensordict import TensorDict, tensorclass
 
 import tdcopier
-from tdcopier._commands.measure import Contender
+from tdcopier._commands.interleave import Contender
 from tdcopier._containers.registry import Rule, rule_of
 
 TO = "td.to()"

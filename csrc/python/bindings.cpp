@@ -15,7 +15,7 @@
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
-#include "engine/jobs/device_job.h"
+#include "engine/jobs/from_device_job.h"
 #include "engine/moves/segment_kernel.h"
 #include "engine/moves/stage.h"
 #include "python/copy_into.h"

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "engine/device/thread_pools.h"
-#include "engine/jobs/device_job.h"
-#include "engine/jobs/device_to_host_job.h"
+#include "engine/jobs/from_device_job.h"
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
+#include "engine/jobs/into_host_job.h"
 #include "engine/leaves/into_plan.h"
 #include "python/cache_prefetch.h"
 #include "python/delegated_outputs.h"
@@ -60,8 +60,8 @@ class GroupFill {
     if (source_.is_cpu()) {
       return std::make_shared<HostJob>(std::move(work_), WindowBytes::all(kHostWindowBytes));
     }
-    return std::make_shared<DeviceToHostJob>(Accelerator::of(source_), std::move(work_),
-                                             options_.use_pinned_staging);
+    return std::make_shared<IntoHostJob>(Accelerator::of(source_), std::move(work_),
+                                         options_.use_pinned_staging);
   }
 
   // Returns whether to run the job in the call: it is small and does not have to wait.
@@ -93,8 +93,8 @@ class GroupFill {
 
   std::shared_ptr<CopyJob> make_from_device() {
     at_once_ = true;
-    return std::make_shared<DeviceJob>(Accelerator::of(source_), target_, std::move(work_),
-                                       options_.use_pinned_staging);
+    return std::make_shared<FromDeviceJob>(Accelerator::of(source_), target_, std::move(work_),
+                                           options_.use_pinned_staging);
   }
 
   const MappedLeaves mapped_;

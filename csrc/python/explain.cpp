@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/internal_error.h"
-#include "engine/jobs/device_job.h"
+#include "engine/jobs/from_device_job.h"
 #include "engine/jobs/host_to_device_job.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"

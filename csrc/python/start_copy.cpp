@@ -14,7 +14,7 @@
 
 #include "base/fork_generation.h"
 #include "engine/device/thread_pools.h"
-#include "engine/jobs/device_job.h"
+#include "engine/jobs/from_device_job.h"
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
 #include "python/array_leaf.h"
@@ -157,7 +157,8 @@ class GroupStart {
     } else {
       make_result({target_, &Accelerator::of(target_).ordered_stream()});
     }
-    return std::make_shared<DeviceJob>(Accelerator::of(source_), target_, std::move(work_), pinned);
+    return std::make_shared<FromDeviceJob>(Accelerator::of(source_), target_, std::move(work_),
+                                           pinned);
   }
 
   void make_result(const MemoryOf& memory) {

@@ -12,7 +12,7 @@ import torch
 
 import tdcopier
 from tdcopier import workloads
-from tdcopier._commands.measure import Contender, collector_paused, compared, interleave
+from tdcopier._commands.interleave import Contender, collector_paused, compared, interleave
 from tdcopier.workloads import leaves_with_paths, map_tensors
 
 OURS = "tdcopier.copy()"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmark_support import Clock, load
 
-from tdcopier._commands.measure import Contender, compared, interleave, summarise
+from tdcopier._commands.interleave import Contender, compared, interleave, summarise
 
 measure, learner, loop = (load(name) for name in ("measure", "learner", "loop"))
 

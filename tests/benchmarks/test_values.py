@@ -12,7 +12,7 @@ import torch
 from benchmark_support import load
 
 from tdcopier import workloads
-from tdcopier._commands.measure import Contender
+from tdcopier._commands.interleave import Contender
 
 baselines, copies, directions, limits = (
     load(name) for name in ("baselines", "copies", "directions", "limits")

@@ -34,7 +34,7 @@ ORDER: dict[str, Defect] = {
     ),
     "source_not_waited_for": Defect(
         "Order",
-        "engine/jobs/device_job.cpp",
+        "engine/jobs/from_device_job.cpp",
         "  sources_ready_->block(*read_stream_);",
         "  if (!{defect}) sources_ready_->block(*read_stream_);",
         "device_sources_are_overwritten_behind_wait_staged",
@@ -107,7 +107,7 @@ ORDER: dict[str, Defect] = {
     ),
     "destination_on_other_device_not_waited_for": Defect(
         "Order",
-        "engine/jobs/device_job.cpp",
+        "engine/jobs/from_device_job.cpp",
         "  if (destinations_ready_) destinations_ready_->block(stream_);",
         "  if (destinations_ready_ && !{defect}) destinations_ready_->block(stream_);",
         "between_devices_into_memory_that_exists",
@@ -116,7 +116,7 @@ ORDER: dict[str, Defect] = {
     ),
     "source_for_the_host_not_waited_for": Defect(
         "Order",
-        "engine/jobs/device_to_host_job.cpp",
+        "engine/jobs/into_host_job.cpp",
         "  sources_ready_->block(stream_);",
         "  if (!{defect}) sources_ready_->block(stream_);",
         "host_memory_is_filled_while_sources_are_overwritten",
@@ -181,7 +181,7 @@ ORDER: dict[str, Defect] = {
     ),
     "scratch_belongs_to_the_default_stream": Defect(
         "Order",
-        "engine/jobs/device_job.cpp",
+        "engine/jobs/from_device_job.cpp",
         "    const c10::Storage scratch =\n"
         "        allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);\n",
         "    std::optional<c10::StreamGuard> on_default;\n"

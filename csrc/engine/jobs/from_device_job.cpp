@@ -1,5 +1,5 @@
 // Gathers the chunks of a group on the source device, then enqueues one transfer for each chunk.
-#include "engine/jobs/device_job.h"
+#include "engine/jobs/from_device_job.h"
 
 #include <c10/core/StreamGuard.h>
 
@@ -86,7 +86,7 @@ void set_max_straight_bytes(uint64_t bytes) {
   g_max_straight_bytes = bytes;
 }
 
-DeviceJob::DeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned)
+FromDeviceJob::FromDeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned)
     : CopyJob(
           arrival_accelerator(source, target), arrival_stream(source, target),
           is_within(source, target, work) ? &source.ordered_stream() : &source.from_device_stream(),
@@ -97,14 +97,14 @@ DeviceJob::DeviceJob(Accelerator& source, c10::Device target, CopyWork work, boo
       sources_ready_(source.record_current()),
       destinations_ready_(work_.result ? nullptr : accelerator_.record_current()) {}
 
-size_t DeviceJob::chunks() const {
+size_t FromDeviceJob::chunks() const {
   if (work_.result) return work_.result->chunks();
   if (within_) return 0;
   return static_cast<size_t>(std::count_if(plan_.chunks.begin(), plan_.chunks.end(),
                                            [](const ChunkPlan& chunk) { return chunk.scattered; }));
 }
 
-void DeviceJob::transfer_all() {
+void FromDeviceJob::transfer_all() {
   // Wait here, because a transfer to pageable memory cannot be interrupted.
   if (target_.is_cpu() && !pinned_) wait_until_ended(*sources_ready_);
   const c10::StreamGuard on_target_stream(stream_);
@@ -131,7 +131,7 @@ void DeviceJob::transfer_all() {
 }
 
 // Moves one group of chunks. Returns the index of the first chunk after the group.
-size_t DeviceJob::gather_and_transfer(size_t first) {
+size_t FromDeviceJob::gather_and_transfer(size_t first) {
   const size_t last = end_of_group(leaves_, plan_, first);
   if (can_gather_straight(leaves_, plan_, target_, pinned_, first, last)) {
     gather_straight(first, last);
@@ -161,7 +161,7 @@ size_t DeviceJob::gather_and_transfer(size_t first) {
   return last;
 }
 
-void DeviceJob::gather_straight(size_t first, size_t last) {
+void FromDeviceJob::gather_straight(size_t first, size_t last) {
   const PhaseRange range(phases_, Phase::kStage);
   std::vector<std::byte*> at;
   for (size_t i = first; i < last; ++i) at.push_back(work_.result->address(i));
@@ -181,7 +181,7 @@ void DeviceJob::gather_straight(size_t first, size_t last) {
 
 // Tells the allocator that the stream writes these chunks. If that fails, waits for the stream: the
 // memory must not be freed before it is written.
-void DeviceJob::note_written(size_t first, size_t last) {
+void FromDeviceJob::note_written(size_t first, size_t last) {
   try {
     for (size_t i = first; i < last; ++i) work_.result->note_written(i, *read_stream_);
   } catch (...) {
@@ -190,7 +190,7 @@ void DeviceJob::note_written(size_t first, size_t last) {
   }
 }
 
-void DeviceJob::transfer(size_t index, const std::byte* from) {
+void FromDeviceJob::transfer(size_t index, const std::byte* from) {
   const PhaseRange range(phases_, Phase::kEnqueue);
   const ChunkPlan& chunk = plan_.chunks[index];
   if (target_.is_cpu()) {

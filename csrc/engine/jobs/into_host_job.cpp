@@ -1,5 +1,5 @@
 // Moves each window: a gather if necessary, one transfer, then the writes to its destinations.
-#include "engine/jobs/device_to_host_job.h"
+#include "engine/jobs/into_host_job.h"
 
 #include <c10/core/StreamGuard.h>
 
@@ -15,7 +15,7 @@
 
 namespace tdcopier {
 
-DeviceToHostJob::DeviceToHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging)
+IntoHostJob::IntoHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging)
     : CopyJob(source, source.from_device_stream(), &source.from_device_stream(),
               c10::Device(c10::kCPU), std::move(work)),
       use_pinned_staging_(use_pinned_staging),
@@ -34,18 +34,18 @@ DeviceToHostJob::DeviceToHostJob(Accelerator& source, CopyWork work, bool use_pi
   }
 }
 
-bool DeviceToHostJob::goes_straight(const ChunkPlan& chunk) const {
+bool IntoHostJob::goes_straight(const ChunkPlan& chunk) const {
   if (chunk.last - chunk.first != 1) return false;
   const uint32_t leaf = plan_.order[chunk.first];
   const Destination& to = work_.destinations[leaf];
   return !leaves_[leaf].strided && !to.strided && (to.pinned || !use_pinned_staging_);
 }
 
-bool DeviceToHostJob::is_gathered(const ChunkPlan& chunk) const {
+bool IntoHostJob::is_gathered(const ChunkPlan& chunk) const {
   return chunk.last - chunk.first != 1 || leaves_[plan_.order[chunk.first]].strided;
 }
 
-std::vector<Window> DeviceToHostJob::windows_of_plan() const {
+std::vector<Window> IntoHostJob::windows_of_plan() const {
   std::vector<Window> windows;
   for (const ChunkPlan& only : plan_.chunks) {
     if (only.bytes == 0) continue;
@@ -61,7 +61,7 @@ std::vector<Window> DeviceToHostJob::windows_of_plan() const {
 }
 
 // Waits with the caller's streams current, because signal handlers may run meanwhile.
-void DeviceToHostJob::transfer_all() {
+void IntoHostJob::transfer_all() {
   while (!is_failing()) {
     interleave();
     const size_t claimed = claim();
@@ -70,7 +70,7 @@ void DeviceToHostJob::transfer_all() {
   }
 }
 
-void DeviceToHostJob::transfer(const Window& window) {
+void IntoHostJob::transfer(const Window& window) {
   for_each_chunk_in_window(plan_, window, [&](size_t chunk, uint64_t, uint64_t, uint64_t) {
     if (goes_straight(plan_.chunks[chunk])) {
       transfer_straight(window, chunk);
@@ -82,7 +82,7 @@ void DeviceToHostJob::transfer(const Window& window) {
   });
 }
 
-void DeviceToHostJob::transfer_straight(const Window& window, size_t chunk) {
+void IntoHostJob::transfer_straight(const Window& window, size_t chunk) {
   const uint32_t leaf = plan_.order[plan_.chunks[chunk].first];
   std::byte* const to = work_.destinations[leaf].data;
   if (!use_pinned_staging_)
@@ -97,7 +97,7 @@ void DeviceToHostJob::transfer_straight(const Window& window, size_t chunk) {
   note_read(window);
 }
 
-void DeviceToHostJob::transfer_staged(const Window& window, size_t chunk) {
+void IntoHostJob::transfer_staged(const Window& window, size_t chunk) {
   // Acquired before the gather, because it may take a while.
   std::optional<StagingLease> lease = accelerator_.staging().acquire(StagingUse::kFromDevice);
   if (!lease) {
@@ -125,7 +125,7 @@ void DeviceToHostJob::transfer_staged(const Window& window, size_t chunk) {
   deliver(window, lease->data());
 }
 
-void DeviceToHostJob::transfer_pageable(const Window& window, size_t chunk) {
+void IntoHostJob::transfer_pageable(const Window& window, size_t chunk) {
   const auto staged = std::make_unique_for_overwrite<std::byte[]>(window.bytes());
   wait_until_ended(*sources_ready_);
   {
@@ -139,12 +139,12 @@ void DeviceToHostJob::transfer_pageable(const Window& window, size_t chunk) {
   deliver(window, staged.get());
 }
 
-void DeviceToHostJob::deliver(const Window& window, const std::byte* staged) {
+void IntoHostJob::deliver(const Window& window, const std::byte* staged) {
   const PhaseRange range(phases_, Phase::kStage);
   deliver_window(plan_, leaves_, work_.destinations, window, staged);
 }
 
-const std::byte* DeviceToHostJob::image_of(const Window& window, size_t index, c10::Storage& here) {
+const std::byte* IntoHostJob::image_of(const Window& window, size_t index, c10::Storage& here) {
   const ChunkPlan& chunk = plan_.chunks[index];
   const uint64_t offset = window.begin - chunk.begin;
   if (!is_gathered(chunk)) {
@@ -155,7 +155,7 @@ const std::byte* DeviceToHostJob::image_of(const Window& window, size_t index, c
   return static_cast<const std::byte*>(image.data()) + offset;
 }
 
-c10::Storage DeviceToHostJob::gather_chunk(size_t index) {
+c10::Storage IntoHostJob::gather_chunk(size_t index) {
   c10::Storage gathered = allocate_on_device(accelerator_.device(), plan_.chunks[index].bytes);
   const PhaseRange range(phases_, Phase::kStage);
   std::byte* const at[] = {static_cast<std::byte*>(gathered.mutable_data())};
@@ -163,12 +163,12 @@ c10::Storage DeviceToHostJob::gather_chunk(size_t index) {
   return gathered;
 }
 
-void DeviceToHostJob::note_read(const Window& window) {
+void IntoHostJob::note_read(const Window& window) {
   count_transfer(window.bytes());
   if (--unread_windows_ == 0) note_sources_free(accelerator_.events().record_or_wait(stream_));
 }
 
-void DeviceToHostJob::finish() noexcept {
+void IntoHostJob::finish() noexcept {
   gathered_.clear();
   finish_enqueued();
 }

@@ -1,5 +1,5 @@
 // Asks Python about each class, and the engine about each device, once.
-#include "python/plain_leaf.h"
+#include "python/pair_leaf.h"
 
 #include <c10/core/InferenceMode.h>
 

@@ -14,11 +14,11 @@ namespace tdcopier {
 // A copy from a device into existing host memory. It is enqueued when the participants have written
 // their last byte. They wait for the device, so they have a pool of their own, where no staging
 // waits for them. A window covers at most one chunk, and a chunk of several leaves is one window.
-class DeviceToHostJob final : public CopyJob {
+class IntoHostJob final : public CopyJob {
  public:
   // Requires: packed chunks fit in a staging buffer. Thread: the caller's, because its current
   // stream of the sources' device is used.
-  DeviceToHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging);
+  IntoHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging);
 
  private:
   size_t most_participants() const override { return windows_.size(); }

@@ -25,11 +25,11 @@ TransferCounts transfers_from_device(const LeafTable& leaves, const PackPlan& pl
 // A copy from a device. It reads the sources after the work that their device's current stream has
 // when the job is created, and writes destinations after the work that their device's has. A copy
 // within one device makes no transfers.
-class DeviceJob final : public CopyJob {
+class FromDeviceJob final : public CopyJob {
  public:
   // `pinned`: results on the host are in pinned memory. Thread: the caller's, because its current
   // streams are used.
-  DeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned);
+  FromDeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned);
 
   uint64_t host_bytes() const override { return 0; }
   size_t chunks() const override;
