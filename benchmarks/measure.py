@@ -1,4 +1,7 @@
-"""Timing for the benchmarks: rounds, steps of a copy, and a quiet processor for both."""
+"""Timing for the benchmarks: rounds, steps of a copy, and a quiet processor for both.
+
+`tdcopier/_commands/interleave.py` takes turns between the ways.
+"""
 
 from __future__ import annotations
 

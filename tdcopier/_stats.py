@@ -1,4 +1,7 @@
-"""Statistics of one copy: counts, and the time of each phase."""
+"""Statistics of one copy: counts, and the time of each phase.
+
+`Handle::stats()` in `csrc/python/handle.cpp` adds up what the copy's jobs have counted.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/device/graph_capture.h"
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/from_device_job.h"
 #include "engine/jobs/host_job.h"

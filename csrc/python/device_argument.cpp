@@ -8,10 +8,7 @@
 #include <torch/csrc/Stream.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 
-#include <stdexcept>
 #include <string>
-
-#include "engine/device/graph_capture.h"
 
 namespace py = pybind11;
 
@@ -110,14 +107,6 @@ c10::Stream parse_stream(py::handle stream, c10::Device device) {
                           device.str() + ": give a stream of that device");
   }
   return parsed;
-}
-
-void refuse_capture(const c10::Stream& stream) {
-  if (!is_capturing(stream)) return;
-  throw std::runtime_error(
-      "tdcopier was called while its stream is capturing a CUDA graph. A graph would "
-      "replay the transfer from staging memory that has other contents by then: "
-      "copy before the capture begins");
 }
 
 }  // namespace tdcopier

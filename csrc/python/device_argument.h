@@ -29,7 +29,4 @@ std::optional<c10::Device> device_of_stream(pybind11::handle stream);
 // Throws TypeError unless `stream` is None or a torch.Stream of any device.
 void check_is_stream(pybind11::handle stream, c10::Device device);
 
-// Throws RuntimeError if `stream` is capturing a graph, because a graph cannot replay a copy.
-void refuse_capture(const c10::Stream& stream);
-
 }  // namespace tdcopier

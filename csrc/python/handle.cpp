@@ -11,6 +11,7 @@
 #include "base/fork_generation.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
+#include "engine/device/graph_capture.h"
 #include "python/device_argument.h"
 #include "python/interrupts.h"
 #include "python/outputs.h"

@@ -1,5 +1,6 @@
 // Stores the exception of a signal handler until it can be raised to the caller with the GIL held.
-// interrupts.h says what Ctrl-C does to a wait; docs/concepts/rules.md what it does to each call.
+// After Ctrl-C the copy goes on: CopyJob::help() gives the waiting thread's place to a worker.
+// docs/concepts/rules.md says what Ctrl-C does to each call.
 #include "python/interrupts.h"
 
 #include <pythread.h>

@@ -1,5 +1,5 @@
 // Compares, for each destination device, the memory written there with all memory that is read or
-// must keep its values.
+// must keep its values. (sort_pairs.cpp refuses a destination that overlaps itself.)
 #include "python/pair_overlap.h"
 
 #include <algorithm>

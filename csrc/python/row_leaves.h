@@ -27,7 +27,7 @@ struct RowRequest {
   pybind11::object unflatten{};
 };
 
-// Converts a RowIndex of tdcopier/_row_request.py; the Python functions stay unset. Copies the row
+// Converts a RowIndex of tdcopier/_rows/request.py; the Python functions stay unset. Copies the row
 // numbers.
 RowRequest row_request_of(pybind11::handle rows);
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/fork_generation.h"
+#include "engine/device/graph_capture.h"
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/from_device_job.h"
 #include "engine/jobs/host_job.h"

@@ -46,8 +46,8 @@ std::unique_ptr<Handle> start_copy(pybind11::handle data, pybind11::handle devic
                                    const CopyOptions& options);
 
 // Like start_copy(), but copies rows that are selected by index. `rows` is a RowIndex and `readers`
-// a RowReaders of tdcopier/_row_request.py. Throws IndexError too, if a row is out of range, before
-// any row is read.
+// a RowReaders of tdcopier/_rows/request.py. Throws IndexError too, if a row is out of range,
+// before any row is read.
 std::unique_ptr<Handle> start_gather(pybind11::handle storage, pybind11::handle rows,
                                      pybind11::handle readers, pybind11::handle device,
                                      const CopyOptions& options);

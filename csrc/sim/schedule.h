@@ -1,5 +1,5 @@
 // Runs the streams, the engine's workers and the participating threads one step at a time, in an
-// order that a seed picks.
+// order that a seed picks (turns.cpp).
 #pragma once
 
 #include <atomic>

@@ -1,4 +1,7 @@
-"""Rules for all classes but `list`, `tuple`, `dict` and plain tensors, built in or registered."""
+"""Rules for all classes but `list`, `tuple`, `dict` and plain tensors, built in or registered.
+
+`by_bases.py` has those of dataclasses, named tuples and derived containers.
+"""
 
 from __future__ import annotations
 
@@ -251,8 +254,8 @@ def _find_rule(cls: type) -> Rule | str | None:
     """Return how to treat instances of a class that is not registered; None: they are opaque.
 
     In this order: jagged tensors, tensor subclasses, TensorDicts, packed sequences, enumerations,
-    modules, graphs, classes derived from known containers, nodes of torch's pytrees, objects with a
-    ``.to`` of their own.
+    modules, graphs, dataclasses and classes derived from known containers (`by_bases.py`), nodes of
+    torch's pytrees, objects with a ``.to`` of their own.
     """
     if _is_jagged(cls):
         from tdcopier._containers.jagged import (

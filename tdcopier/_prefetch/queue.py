@@ -1,4 +1,7 @@
-"""The queue of a pass: batches in flight, and the consumers that take them in order."""
+"""The queue of a pass: batches in flight, and the consumers that take them in order.
+
+`reader.py` (a thread) and `in_loop.py` begin copies as long as fewer than `depth` are in flight.
+"""
 
 from __future__ import annotations
 

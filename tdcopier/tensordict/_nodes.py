@@ -1,7 +1,8 @@
 """Nodes: rebuild the parts of a TensorDict from its leaves, which come in order.
 
-A node gets device, batch size and names when it is made. Locks come last, when all nodes exist:
-`_walk.py` locks the root of what was locked.
+`_walk.py` takes TensorDicts apart and chooses the node of each. A node gets device, batch size and
+names when it is made. Locks come last, when all nodes exist: `_walk.py` locks the root of what was
+locked.
 """
 
 from __future__ import annotations

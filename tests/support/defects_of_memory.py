@@ -124,11 +124,19 @@ MEMORY: dict[str, Defect] = {
     "source_in_place_released_early": Defect(
         "Lifetime",
         "engine/jobs/copy_job.cpp",
-        "  if (last_read_) {\n    Reclaimer::get()",
-        "  if (last_read_ && !({defect} && source_device().is_cpu())) {\n    Reclaimer::get()",
+        "    if (!last_read_) work_.sources->release();",
+        "    if (!last_read_ || ({defect} && source_device().is_cpu())) work_.sources->release();",
         "pinned_sources_are_dropped_at_once",
         "AssertionError",
         "reused",
+    ),
+    "source_given_back_late": Defect(
+        "Lifetime",
+        "engine/jobs/copy_job.cpp",
+        "work_.sources->release();\n    sources_free_.store",
+        "if (!{defect}) work_.sources->release();\n    sources_free_.store",
+        "sources_are_dropped_at_once",
+        "AssertionError",
     ),
     "source_in_place_given_back_early": Defect(
         "Lifetime",

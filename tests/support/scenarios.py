@@ -5,6 +5,8 @@ Each takes a :class:`ScenarioWorld`, checks all values itself, and is determinis
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from scenario_world import ScenarioWorld, small_limits
@@ -54,20 +56,24 @@ def workers_share_two_buffers(world: ScenarioWorld) -> None:
 
 
 def sources_are_dropped_at_once(world: ScenarioWorld) -> None:
-    """H2D: only the copy keeps the host memory that workers read, so it must not be reused."""
+    """H2D: only the copy keeps the host memory that workers read, until they have read it."""
     device = world.devices[0]
     with small_limits():
         pairs = []
+        sources = []
         for _ in range(2):
             batch = world.batch((100, 30))
             expected = [leaf.clone() for leaf in batch]
             pairs.append((tdcopier.start_copy(batch, device), expected))
             sizes = [leaf.numel() for leaf in batch]
+            sources.append([weakref.ref(leaf) for leaf in batch])
             del batch
             for _ in range(3):
                 world.schedule.point()
                 junk = [torch.full((size,), -1, dtype=torch.int32) for size in sizes]
-        for handle, expected in pairs:
+        for (handle, expected), kept in zip(pairs, sources, strict=True):
+            handle.wait_staged()
+            assert [source() for source in kept] == [None] * len(kept)
             world.expect(handle.get(), expected)
         del junk
 

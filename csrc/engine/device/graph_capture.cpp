@@ -1,6 +1,8 @@
 // Asks the CUDA driver. Does nothing on other devices.
 #include "engine/device/graph_capture.h"
 
+#include <stdexcept>
+
 #include "engine/device/cuda_driver.h"
 
 namespace tdcopier {
@@ -20,6 +22,14 @@ bool is_capturing(const c10::Stream& stream) {
   int status = kNotCapturing;
   const int result = cuda_driver()->stream_is_capturing(handle, &status);
   return result == 0 && status != kNotCapturing;
+}
+
+void refuse_capture(const c10::Stream& stream) {
+  if (!is_capturing(stream)) return;
+  throw std::runtime_error(
+      "tdcopier was called while its stream is capturing a CUDA graph. A graph would "
+      "replay the transfer from staging memory that has other contents by then: "
+      "copy before the capture begins");
 }
 
 RelaxedCapture::RelaxedCapture(c10::DeviceType type) {

@@ -1,4 +1,5 @@
-// Detects graph captures, and keeps the engine's calls from breaking those of other threads.
+// Detects and refuses graph captures, and keeps the engine's calls from breaking those of other
+// threads. (torch.compile: tdcopier/_compile.py.)
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -8,6 +9,9 @@ namespace tdcopier {
 
 // Returns whether `stream` records its work into a graph instead of running it. CUDA only.
 bool is_capturing(const c10::Stream& stream);
+
+// Throws std::runtime_error if `stream` is capturing, because a graph cannot replay a copy.
+void refuse_capture(const c10::Stream& stream);
 
 // While it exists, this thread's calls do not break captures of other threads, as for example an
 // event query would otherwise. CUDA only; for other devices it does nothing.

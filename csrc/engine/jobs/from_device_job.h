@@ -1,5 +1,5 @@
 // D2H to new memory, and D2D to new or existing memory, on another device or the same. Reads after
-// the caller's work on the sources' device; copy_job.h says how streams are ordered in general.
+// the caller's work on the sources' device; engine/device/accelerator.h chooses the streams.
 #pragma once
 
 #include <cstddef>

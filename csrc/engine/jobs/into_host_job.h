@@ -1,5 +1,5 @@
 // D2H into existing memory: the device writes large pinned destinations itself, and participants
-// write the others from staging buffers.
+// write the others from staging buffers. Their bytes may be read after CopyJob::wait_done().
 #pragma once
 
 #include <atomic>

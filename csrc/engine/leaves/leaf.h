@@ -1,4 +1,5 @@
 // The leaves that the engine moves itself: where their bytes are, and which tensors they become.
+// look_at() decides which tensors those are; all others are left to `.to`.
 #pragma once
 
 #include <ATen/core/Tensor.h>

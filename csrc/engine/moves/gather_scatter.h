@@ -1,4 +1,5 @@
-// Gathers leaves of a device into chunks, and scatters chunks to the leaves' destinations.
+// Gathers leaves of a device into chunks, and scatters chunks to the leaves' destinations. (Rows of
+// tables on the host: base/row_copy.h.)
 #pragma once
 
 #include <c10/core/Stream.h>
