@@ -22,13 +22,14 @@ endif
 
 ifeq ($(MODE),venv)
   PY := .venv/bin/python
-  READY := .venv/.ready
+  # What a target needs (a dependency group of pyproject.toml) is installed when it is first made.
+  HAS := .venv/.has-
   INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.TDCOPIER_WERROR=ON
   RUN := PATH="$(CURDIR)/.venv/bin:$$PATH"
   PYTEST := $(RUN) $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal
 else
   PY := $(SYSTEM_PYTHON)
-  READY := build/.system-checked
+  HAS := build/.system-has-
   INSTALL := $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade --target build/site . -C cmake.define.TDCOPIER_WERROR=ON
   RUN := PYTHONPATH="$(CURDIR)/build/site$${PYTHONPATH:+:$$PYTHONPATH}"
   # Not from here: python would find the package without its native module first.
@@ -44,13 +45,13 @@ demo: build
 
 test: test-cpp test-py
 
-test-py: build broken-engines
+test-py: build broken-engines $(HAS)test
 	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
 
 # Tests with the oldest tensordict that is supported, and the torchrl that goes with it, ahead of
 # the installed ones on the path.
 OLDEST := $(CURDIR)/build/oldest
-test-oldest: build broken-engines
+test-oldest: build broken-engines $(HAS)test
 	@test -d $(OLDEST)/torchrl || \
 	  $(PY) -m pip install -q --no-deps --upgrade --target $(OLDEST) 'tensordict>=0.14.3,<0.15' 'torchrl>=0.14.1,<0.15'
 	export TDCOPIER_TEST_TENSORDICT=0.14 TDCOPIER_TEST_DEVICE=sim \
@@ -60,24 +61,24 @@ test-oldest: build broken-engines
 # TESTS="tests/rows tests/copy". The first time takes 4 GB and a complete build.
 TORCH ?= 2.12.1
 TESTS ?=
-test-torch: $(READY)
+test-torch: $(HAS)build $(HAS)test
 	export TEST_PROCESSES=$(TEST_PROCESSES); $(RUN) $(PY) tests/other_torch/run.py $(TORCH) $(TESTS)
 
-test-gpu: build broken-engines
+test-gpu: build broken-engines $(HAS)test
 	export FAIL_WITHOUT_CUDA=1 TDCOPIER_TEST_DEVICE=cuda; $(PYTEST)
 	export TDCOPIER_TEST_DEVICE=sim TDCOPIER_TEST_SCHEDULES=2000; $(PYTEST)
 
 # Builds engines whose defects are chosen at run time, for tests/schedules/test_broken_engines.py.
-broken-engines: $(READY)
+broken-engines: $(HAS)build
 	@$(RUN) $(PY) tests/support/build_broken_engines.py
 
-bench: build
+bench: build $(HAS)test
 	FAIL_WITHOUT_CUDA=1 $(RUN) $(PY) benchmarks/run.py
 
 # Tests the layer without torch three times: under the address and undefined-behaviour sanitizers,
 # under the thread sanitizer, and as it is shipped.
 SANITIZED := address,undefined thread none
-test-cpp: $(READY)
+test-cpp: $(HAS)build
 	@set -e; for kind in $(SANITIZED); do \
 	  flags="$$kind"; [ "$$kind" != none ] || flags=""; \
 	  $(RUN) cmake -S . -B build/cpp-$$kind -G Ninja -DTDCOPIER_CPP_TESTS=ON -DTDCOPIER_WERROR=ON \
@@ -90,7 +91,7 @@ test-cpp: $(READY)
 # Tests everything on the simulated device, with the modules under the thread sanitizer and then
 # under the address and undefined-behaviour sanitizers, which also find leaks. Each has a build of
 # its own.
-test-sanitized: $(READY)
+test-sanitized: $(HAS)build $(HAS)test
 	@set -e; for kind in thread address; do \
 	  name=tsan; flags=thread; [ $$kind = thread ] || { name=asan; flags=address,undefined; }; \
 	  $(RUN) $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade \
@@ -100,7 +101,7 @@ test-sanitized: $(READY)
 	  $(RUN) $(PY) tests/sanitizers/run.py $$kind build/$$name/site; \
 	done
 
-lint: build
+lint: build $(HAS)test $(HAS)lint
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(PY) tools/check_layers.py
@@ -110,30 +111,34 @@ lint: build
 	$(RUN) clang-tidy --quiet csrc/base/*.cpp -- -std=c++20 -Icsrc
 	$(RUN) clang-format --dry-run --Werror $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 
-format: $(READY)
+format: $(HAS)lint
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .
 	$(RUN) clang-format -i $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 
-docs: build
+docs: build $(HAS)test $(HAS)docs
 	$(RUN) $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
-build: $(READY)
+build: $(HAS)build
 	@$(INSTALL)
 
 # ---- set-up -------------------------------------------------------------------------------------
 check-tools:
 	@$(SYSTEM_PYTHON) tools/check_tools.py
 
-.venv/.ready: pyproject.toml | check-tools
-	@test -x .venv/bin/python || $(SYSTEM_PYTHON) -m venv .venv
-	@echo "setting up .venv (torch and the development tools; a few minutes the first time)"
-	@.venv/bin/python -m pip install -q --upgrade 'pip>=25.1'
-	@.venv/bin/python -m pip install -q --group dev
-	@.venv/bin/python -m pip install -q --no-deps --upgrade --target .venv/torchvision --group torchvision
+.venv/bin/python: | check-tools
+	@test -x $@ || $(SYSTEM_PYTHON) -m venv .venv
+	@$@ -m pip install -q --upgrade 'pip>=25.1'
+
+.venv/.has-%: pyproject.toml | .venv/bin/python
+	@echo "setting up .venv for: $* (the first time this may take minutes)"
+	@.venv/bin/python -m pip install -q --group build --group $*
+	@if [ $* = test ]; then .venv/bin/python -m pip install -q --no-deps --upgrade \
+	  --target .venv/torchvision --group torchvision; fi
 	@touch $@
 
-build/.system-checked: | check-tools
+# Without a network, tests and benchmarks say themselves what they lack.
+build/.system-has-%: | check-tools
 	@$(PY) -c 'import torch, numpy, pybind11, scikit_build_core' || { \
 	  echo "this python has torch but not all that the build needs: numpy, pybind11, scikit-build-core" >&2; exit 1; }
 	@mkdir -p build && touch $@

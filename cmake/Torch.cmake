@@ -1,48 +1,42 @@
-# Asks the interpreter where torch is installed, so that one recipe serves CPU-only and CUDA builds.
+# Finds the torch that tdcopier is compiled against, so that one recipe serves CPU and CUDA builds,
+# and isolated builds, which hide the installed packages.
 #
-# `find_package(Torch)` is not used: with a CUDA build of torch it requires a full CUDA toolkit,
+# TDCOPIER_TORCH may name the folder of a torch package, also of another Python: the headers are the
+# same. `find_package(Torch)` is not used: with a CUDA build of torch it requires a CUDA toolkit,
 # although nothing here compiles device code.
-execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c "
-import torch
-from torch.utils import cpp_extension
-print(torch.__version__)
-print(';'.join(cpp_extension.include_paths()))
-print(';'.join(cpp_extension.library_paths()))
-print(int(torch._C._GLIBCXX_USE_CXX11_ABI))
-"
-  OUTPUT_VARIABLE torch_facts
-  ERROR_VARIABLE torch_error
-  RESULT_VARIABLE torch_status
-  OUTPUT_STRIP_TRAILING_WHITESPACE)
-if(NOT torch_status EQUAL 0)
-  message(FATAL_ERROR
-    "tdcopier is compiled against the torch that it will run with, and ${Python_EXECUTABLE} has none.\n"
-    "Install torch first, then build without isolation:\n"
-    "  pip install torch && pip install --no-build-isolation tdcopier\n"
-    "The interpreter said: ${torch_error}")
+set(TDCOPIER_TORCH "" CACHE PATH "The folder of the torch package to compile against")
+set(torch_folder "${TDCOPIER_TORCH}")
+if(NOT torch_folder)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/tools/find_torch.py"
+    OUTPUT_VARIABLE torch_folder
+    OUTPUT_STRIP_TRAILING_WHITESPACE
+    COMMAND_ERROR_IS_FATAL ANY)
 endif()
-
-string(REGEX REPLACE "\n" "|" torch_facts "${torch_facts}")
-string(REPLACE ";" "@" torch_facts "${torch_facts}")
-string(REPLACE "|" ";" torch_facts "${torch_facts}")
-list(GET torch_facts 0 torch_version)
-list(GET torch_facts 1 torch_include_dirs)
-list(GET torch_facts 2 torch_library_dirs)
-list(GET torch_facts 3 torch_cxx11_abi)
-string(REPLACE "@" ";" torch_include_dirs "${torch_include_dirs}")
-string(REPLACE "@" ";" torch_library_dirs "${torch_library_dirs}")
-message(STATUS "torch ${torch_version}: ${torch_include_dirs}")
+set(torch_include_dirs "${torch_folder}/include" "${torch_folder}/include/torch/csrc/api/include")
+set(torch_version_file "${torch_folder}/version.py")
+if(NOT EXISTS "${torch_version_file}")
+  message(FATAL_ERROR
+    "tdcopier is compiled against the torch that it will run with, and ${Python_EXECUTABLE} has "
+    "none: run `pip install torch` first, or name its folder with "
+    "`-C cmake.define.TDCOPIER_TORCH=FOLDER`.")
+endif()
+file(STRINGS "${torch_version_file}" torch_version REGEX "^__version__")
+string(REGEX MATCH "[0-9]+\\.[0-9]+[^']*" torch_version "${torch_version}")
+if(torch_version VERSION_LESS 2.11)
+  message(FATAL_ERROR "tdcopier needs torch 2.11 or newer, but ${torch_folder} is ${torch_version}: "
+    "run `pip install --upgrade torch` first.")
+endif()
+message(STATUS "torch ${torch_version}: ${torch_folder}")
 
 # Adds one target per set of libraries that a layer may use. SYSTEM silences warnings in torch's
 # headers.
 function(tdcopier_torch_target name)
   add_library(${name} INTERFACE)
   target_include_directories(${name} SYSTEM INTERFACE ${torch_include_dirs})
-  target_compile_definitions(${name} INTERFACE _GLIBCXX_USE_CXX11_ABI=${torch_cxx11_abi})
   foreach(library IN LISTS ARGN)
     # NO_CACHE: a build folder that is used again may find another torch.
-    find_library(found_${library} ${library} PATHS ${torch_library_dirs} NO_DEFAULT_PATH NO_CACHE REQUIRED)
+    find_library(found_${library} ${library} PATHS "${torch_folder}/lib" NO_DEFAULT_PATH NO_CACHE REQUIRED)
     target_link_libraries(${name} INTERFACE "${found_${library}}")
   endforeach()
 endfunction()

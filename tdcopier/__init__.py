@@ -12,14 +12,7 @@ import importlib
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import torch as _torch  # noqa: F401 - its libraries must be loaded before the native module
-
-try:
-    importlib.import_module("tdcopier._C")
-except ImportError as error:
-    from tdcopier._native import not_loaded
-
-    raise not_loaded(error) from None
+from tdcopier import _native as _native  # isort: skip - loads the native module, or says why not
 
 from tdcopier._C import AsyncCopyHandle, InternalError
 from tdcopier._checking import SourceModifiedError

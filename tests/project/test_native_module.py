@@ -17,7 +17,7 @@ from tdcopier import _C
 PACKAGE = Path(tdcopier.__file__).parent
 MODULE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 MINOR = ".".join(torch.__version__.split(".")[:2])
-BUILD = "run `pip install --no-build-isolation .` in its source folder"
+BUILD = "run `pip install .` in its source folder"
 
 
 def imports(versions: list[str], folder: Path | None = None) -> list[str]:
@@ -106,3 +106,47 @@ def test_a_checkout_without_a_build_says_how_to_build_it(checkout, other):
         f"tdcopier has no native module {MODULE} in {folder}{only}: {BUILD}, or start Python in "
         "another folder if tdcopier is installed already"
     ]
+
+
+def test_the_module_of_a_wheel_that_fits_the_torch_is_taken(checkout):
+    for minor in ("1.9", MINOR):
+        (checkout / "tdcopier" / f"for_torch_{minor}").mkdir()
+    shutil.copy(_C.__file__, checkout / "tdcopier" / f"for_torch_{MINOR}")
+    assert imports([torch.__version__], checkout) == ["imported"]
+
+
+def test_a_wheel_without_a_module_for_the_torch_says_which_ones_it_has(checkout):
+    for minor in ("1.10", "1.9"):
+        folder = checkout / "tdcopier" / f"for_torch_{minor}"
+        folder.mkdir()
+        (folder / MODULE).touch()
+    assert imports([torch.__version__], checkout) == [
+        f"tdcopier was built for torch 1.9, 1.10, but torch {torch.__version__} is installed: "
+        f"install one of these, or build tdcopier for this one: {BUILD}"
+    ]
+
+
+def test_a_wheel_for_another_python_says_so(checkout):
+    folder = checkout / "tdcopier" / f"for_torch_{MINOR}"
+    folder.mkdir()
+    (folder / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    [said] = imports([torch.__version__], checkout)
+    assert "(only _C.cpython-39-x86_64-linux-gnu.so)" in said
+
+
+def test_a_missing_torch_is_named_in_one_sentence(checkout):
+    run_python(f"""
+        import sys
+        sys.modules["torch"] = None  # its import raises ModuleNotFoundError
+        sys.meta_path[:] = [each for each in sys.meta_path if isinstance(each, type)]
+        sys.path.insert(0, {str(checkout)!r})
+        try:
+            import tdcopier
+        except ImportError as error:
+            assert error.__suppress_context__
+            assert str(error) == (
+                "tdcopier needs torch 2.11 or newer, and there is none: run `pip install torch`"
+            ), error
+        else:
+            raise AssertionError("imported")
+    """)

@@ -65,7 +65,7 @@ def build() -> None:
     source = BUILD / "source"
     changed = broken_sources()
     wanted = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "csrc", "cmake", "tdcopier"],
+        ["git", "ls-files", "-co", "--exclude-standard", "csrc", "cmake", "tdcopier", "tools"],
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 # `make` has set up this environment, so no library may be missing. (One needs Python 3.11.)
-IS_COMPLETE = (Path(sys.prefix) / ".ready").exists() and sys.version_info >= (3, 11)
+IS_COMPLETE = (Path(sys.prefix) / ".has-test").exists() and sys.version_info >= (3, 11)
 TORCHVISION = Path(sys.prefix) / "torchvision"  # the folder that `make` installs it into
 
 
