@@ -1,4 +1,5 @@
-# make demo | test | test-oldest | test-torch | lint | docs | test-gpu | test-sanitized | bench | clean
+# make demo | test | test-oldest | test-torch | lint | docs | test-gpu | test-sanitized | bench |
+#      wheels | test-wheels | clean
 # (see CONTRIBUTING.md)
 #
 # An existing .venv is used. Without one, if the python on PATH has torch (for example on a GPU
@@ -36,7 +37,7 @@ else
   PYTEST := cd build/site && $(RUN) $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
-.PHONY: demo test test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs build check-tools clean
+.PHONY: demo test test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs wheels test-wheels build check-tools clean
 
 demo: build
 	$(RUN) $(PY) tutorials/01_first_copy.py
@@ -119,6 +120,16 @@ format: $(HAS)lint
 docs: build $(HAS)test $(HAS)docs
 	$(RUN) $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
+# Wheels in dist/, with modules for these versions of torch, for the Pythons that are found; and a
+# run of each pair without a compiler (4 GB for each torch, then 1 GB for each pair, while it runs).
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+PYTHONS ?= 3.10 3.11 3.12 3.13
+wheels: $(HAS)build
+	$(PY) tools/build_wheels.py --torch $(TORCHES) --python $(PYTHONS) --out dist
+
+test-wheels: $(HAS)build
+	$(PY) tests/other_torch/pairs.py --dist dist --torch $(TORCHES) --python $(PYTHONS) --json docs/design/wheels.json
+
 build: $(HAS)build
 	@$(INSTALL)
 
@@ -144,4 +155,4 @@ build/.system-has-%: | check-tools
 	@mkdir -p build && touch $@
 
 clean:
-	rm -rf build docs/_build docs/tutorials .venv
+	rm -rf build dist docs/_build docs/tutorials .venv

@@ -34,6 +34,7 @@ message(STATUS "torch ${torch_version}: ${torch_folder}")
 function(tdcopier_torch_target name)
   add_library(${name} INTERFACE)
   target_include_directories(${name} SYSTEM INTERFACE ${torch_include_dirs})
+  target_compile_options(${name} INTERFACE "-ffile-prefix-map=${torch_folder}/=torch/")
   foreach(library IN LISTS ARGN)
     # NO_CACHE: a build folder that is used again may find another torch.
     find_library(found_${library} ${library} PATHS "${torch_folder}/lib" NO_DEFAULT_PATH NO_CACHE REQUIRED)

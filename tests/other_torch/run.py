@@ -45,18 +45,15 @@ TESTS = [
 ]
 
 
-def install(site: Path, *requirements: str) -> None:
+def install(site: Path, *requirements: str, python: str = sys.executable) -> None:
     """Installs packages into the folder, without what they require."""
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
+    pip = [python, "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
     subprocess.run([*pip, "--target", str(site), *requirements], check=True)
 
 
-def install_torch(version: str, site: Path) -> None:
-    """Installs torch and the CUDA libraries that it loads, but not the compiler triton."""
-    if (site / "torchrl").is_dir():  # the last one below
-        return
-    install(site, f"torch=={version}")
-    [torch] = metadata.distributions(name="torch", path=[str(site)])
+def install_cuda_libraries(site: Path, torch_in: Path) -> None:
+    """Installs the CUDA libraries that the torch in a folder loads, but not the compiler triton."""
+    [torch] = metadata.distributions(name="torch", path=[str(torch_in)])
     libraries = [
         required.partition(";")[0].strip()
         for required in torch.requires or []
@@ -64,6 +61,13 @@ def install_torch(version: str, site: Path) -> None:
     ]
     pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(site)]
     subprocess.run([*pip, *libraries], check=True)
+
+
+def install_torch(version: str, site: Path) -> None:
+    if (site / "torchrl").is_dir():  # the last one below
+        return
+    install(site, f"torch=={version}")
+    install_cuda_libraries(site, site)
     install(site, TORCHRL)
 
 
