@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -124,6 +123,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """Return the same table for notebooks."""
+        import html  # the import of tdcopier does without it
 
         def line(cells: Sequence[str], tag: str) -> str:
             inside = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import re
-import sysconfig
 from pathlib import Path
 
 import tdcopier
@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 _MODULE = "tdcopier._C"
-_FILE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+_FILE = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 _FOLDER = Path(__file__).parent
 _BUILD = "run `pip install .` in its source folder"
 _BUILT_FOR = re.compile(rb"tdcopier is built for torch (\d+\.\d+)")  # csrc/python/torch_version.cpp

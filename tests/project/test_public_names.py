@@ -123,6 +123,32 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
+def test_the_import_loads_little_beside_torch():
+    """In milliseconds it varies with the machine; the modules do not."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import tdcopier
+print(*sorted(set(sys.modules) - before))
+"""
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout
+    others = {name for name in loaded.split() if name.partition(".")[0] != "tdcopier"}
+    of_numpy_random = {"_cython", "cython_runtime", "hmac", "numpy.random", "secrets"}
+    allowed = ("_editable_", "_decimal", "decimal", "fractions", *of_numpy_random)
+    assert not [name for name in others if not name.startswith(allowed)]
+    ours = {name.removeprefix("tdcopier.") for name in loaded.split()}
+    assert not ours & {
+        "_commands",
+        "_sim",
+        "distributed",
+        "sim",
+        "tensordict",
+        "torchrl",
+        "workloads",
+    }
+
+
 # ---- types and docstrings ------------------------------------------------------------------------
 
 TYPED = """
