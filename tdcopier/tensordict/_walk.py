@@ -354,7 +354,8 @@ def _take_data(value: Any, walk: _Taking) -> Node | None:
 
 def _take_unbatched(value: Any, walk: _Taking) -> Node | None:
     inner = value._base_tensor()
-    if type(inner) is not torch.Tensor or inner.requires_grad:
+    # From torch 2.15 on, the wrapper requires a gradient even where the tensor in it has lost it.
+    if type(inner) is not torch.Tensor or inner.requires_grad or value.requires_grad:
         return None
     walk.add(inner)
     return _nodes.Unbatched(type(value), getattr(value, "_batch_size", None))

@@ -91,7 +91,6 @@ def test_a_leaf_whose_own_to_fails_fails_the_copy_as_to_does(device, registered_
 # ---- dtypes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_arrives_bit_for_bit(device, dtype, direction):

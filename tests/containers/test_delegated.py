@@ -72,9 +72,7 @@ def test_what_another_leaf_needs_does_not_change_what_happens_to_this_one(ends):
     assert handle.stats[:5] == (2, 0, 1, 0, 0)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script:DeprecationWarning"
-)  # torch's own decompositions
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own decompositions
 def test_a_forward_gradient_is_kept(ends):
     import torch.autograd.forward_ad as fwad
 

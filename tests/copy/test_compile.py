@@ -18,9 +18,7 @@ from support import oracle, run_python
 import tdcopier
 
 # Torch 2.11 warns when it imports its compiler.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 VALUES = (0.0, 1.0, 2.0, 3.0)

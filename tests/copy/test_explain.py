@@ -134,7 +134,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_the_reason_names_the_property(device, name):
     kind, source, target = kind_and_ends(name, "H2D", device)
     with kind.within():

@@ -299,7 +299,6 @@ def test_changes_in_place_stay_in_one_leaf(device, way):
     assert_same(result, before)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 @pytest.mark.parametrize("to_host", [False, True])
 def test_two_leaves_of_any_dtypes_are_saved_together_and_alone(device, to_host):
     dtypes = [dtype for dtype in DTYPES.values() if torch_saves(dtype)]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from container_classes import (
     Box,
@@ -167,7 +166,6 @@ trees = st.recursive(
 )
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @given(
     tree=trees,
     target=st.sampled_from(PLACES),

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 _WARNINGS = [
-    "ignore:.*torch.jit.script:DeprecationWarning",  # forward gradients
+    "ignore:.*torch.jit.script",  # forward gradients
     "ignore:Sparse CSR tensor support is in beta state:UserWarning",
     "ignore:Named tensors and all their associated APIs:UserWarning",
 ]

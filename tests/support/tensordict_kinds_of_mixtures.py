@@ -154,7 +154,9 @@ _ODD = {
     "an attribute of its own": anywhere(_tagged, packed(2)),
     "unbatched tensors in a lazy stack": anywhere(_unbatched_stack, packed(4)),
     "unbatched tensor that requires grad": anywhere(
-        lambda d: _with(UnbatchedTensor(ramp(d, 7).requires_grad_()), d), packed(2)
+        lambda d: _with(UnbatchedTensor(ramp(d, 7).requires_grad_()), d),
+        packed(1, delegated=1) if UnbatchedTensor(ramp("cpu").requires_grad_()).requires_grad
+        else packed(2),  # before torch 2.15 the wrapper loses the gradient
     ),
     "tensorclass of parameters": anywhere(
         lambda d: Frames._from_tensordict(

@@ -25,7 +25,6 @@ from thread_support import at_once, in_a_thread
 import tdcopier
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
 ]
 

@@ -242,7 +242,7 @@ def test_under_a_function_mode_every_leaf_goes_through_it(device):
     assert use.by_engine == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")  # the compiler's
 def test_compiled_code_is_traced_as_without_the_switch(device):
     """Tensordict 0.14 cannot be traced there in one piece, with or without the switch."""
 

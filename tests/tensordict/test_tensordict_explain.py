@@ -10,7 +10,6 @@ from tensordict_cases import COPIED, kind_and_ends
 import tdcopier
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
 ]
 

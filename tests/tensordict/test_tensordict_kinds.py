@@ -27,7 +27,6 @@ from tensordict_same import assert_same_tensordict, leaves_of, nodes_of
 import tdcopier
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
 ]
 

@@ -174,7 +174,6 @@ def test_what_differs_is_found_and_its_path_is_said(what):
         assert_same_tensordict(changed, expected)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize("name", sorted(BEGINNINGS))
 def test_every_kind_is_the_same_as_itself_and_as_what_to_makes_of_it_twice(sim, name):

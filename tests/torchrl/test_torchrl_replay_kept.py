@@ -176,7 +176,7 @@ def test_a_compilable_storage_does_what_torchrls_does(case):
     assert assert_same_outcomes(notes[1], notes[0], str(case)) >= 12
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("container", ["TensorDict", "dict"])
 def test_a_compiled_loop_gathers_and_gives_the_samples_of_an_eager_one(container):
     case = Case("tensor", 1, container, container == "TensorDict")
