@@ -98,7 +98,7 @@ test-sanitized: $(HAS)build $(HAS)test
 	  $(RUN) $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade \
 	    --target build/$$name/site . -C build-dir=build/$$name/{wheel_tag} \
 	    -C cmake.build-type=RelWithDebInfo -C cmake.define.TDCOPIER_WERROR=ON \
-	    -C cmake.define.TDCOPIER_SANITIZE="$$flags"; \
+	    -C cmake.define.TDCOPIER_SANITIZE="$$flags" -C cmake.define.CMAKE_UNITY_BUILD=OFF; \
 	  $(RUN) $(PY) tests/sanitizers/run.py $$kind build/$$name/site; \
 	done
 
