@@ -1,5 +1,5 @@
 # make demo | test | test-oldest | test-torch | lint | docs | test-gpu | test-sanitized | bench |
-#      wheels | test-wheels | clean
+#      wheels | test-wheels | release-check | clean
 # (see CONTRIBUTING.md)
 #
 # An existing .venv is used. Without one, if the python on PATH has torch (for example on a GPU
@@ -37,7 +37,7 @@ else
   PYTEST := cd build/site && $(RUN) $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
-.PHONY: demo test test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs wheels test-wheels build check-tools clean
+.PHONY: demo test test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs wheels test-wheels release-check build check-tools clean
 
 demo: build
 	$(RUN) $(PY) tutorials/01_first_copy.py
@@ -129,6 +129,10 @@ wheels: $(HAS)build
 
 test-wheels: $(HAS)build
 	$(PY) tests/other_torch/pairs.py --dist dist --torch $(TORCHES) --python $(PYTHONS) --json docs/design/wheels.json
+
+# What a release still lacks.
+release-check: $(HAS)release
+	$(PY) tools/release_check.py
 
 build: $(HAS)build
 	@$(INSTALL)

@@ -1,0 +1,80 @@
+"""What keeps a commit from being a release is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import tdcopier
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def release_check(monkeypatch) -> ModuleType:
+    path = ROOT / "tools" / "release_check.py"
+    spec = importlib.util.spec_from_file_location("release_check", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "release_check", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_version_is_that_of_the_package(release_check):
+    assert release_check.version() == tdcopier.__version__
+
+
+def test_the_notes_of_a_version_are_its_section(release_check):
+    changelog = """# Changelog
+
+## Unreleased
+
+- later
+
+## 0.2.0 - 2026-12-01
+
+### Added
+
+- this
+
+## 0.2.0rc1
+
+- before
+"""
+    assert release_check.notes(changelog, "0.2.0") == "### Added\n\n- this"
+    assert release_check.notes(changelog, "0.2") == ""
+    assert release_check.notes(changelog, "0.2.0rc1") == "- before"
+
+
+def test_links_that_lead_nowhere_are_found(release_check, tmp_path):
+    (tmp_path / "there.md").touch()
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](there.md#part) [b](gone.md) [c](https://example.org/gone) [d](#part) ![e](gone.svg)"
+    )
+    assert release_check.dead_links(page) == ["gone.md", "gone.svg"]
+
+
+def test_everything_that_is_missing_is_told(release_check, monkeypatch, tmp_path):
+    monkeypatch.setattr(release_check, "DIST", tmp_path)
+    monkeypatch.setattr(release_check, "version", lambda: "9.9.9")
+    found = " ".join(release_check.missing())
+    for each in ("no tag v9.9.9", "no section", "CITATION.cff", "no wheel", "no sdist"):
+        assert each in found
+    (tmp_path / "tdcopier-9.9.9-cp311-cp311-linux_x86_64.whl").touch()
+    found = " ".join(release_check.missing())
+    assert "not for all of Linux" in found
+    assert "no wheel" not in found
+    assert "twine" in found  # it refuses an empty file, or is not installed
+
+
+def test_the_citation_names_the_version(release_check):
+    assert not [each for each in release_check.missing() if "CITATION" in each]
+
+
+def test_no_page_of_the_repository_has_a_dead_link(release_check):
+    assert not [each for each in release_check.missing() if "links to" in each]
