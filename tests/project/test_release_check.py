@@ -1,4 +1,4 @@
-"""What keeps a commit from being a release is named."""
+"""The check of a release names each thing that is missing."""
 
 from __future__ import annotations
 
