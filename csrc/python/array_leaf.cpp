@@ -1,5 +1,4 @@
 // Reads numpy arrays through pybind11's view of their memory layout: no numpy header, no import.
-// tdcopier/_containers/arrays.py takes what torch cannot: read-only and byte-swapped arrays.
 #include "python/array_leaf.h"
 
 #include <ATen/ExpandUtils.h>

@@ -1,5 +1,6 @@
 // Classifies numpy arrays for the walk, and adds plain ones to a leaf table without making a
-// tensor.
+// tensor, also read-only ones. tdcopier/_containers/arrays.py converts others, such as byte-swapped
+// ones.
 #pragma once
 
 #include <c10/util/DimVector.h>

@@ -1,6 +1,6 @@
 """The queue of a pass: batches in flight, and the consumers that take them in order.
 
-`reader.py` (a thread) and `in_loop.py` begin copies as long as fewer than `depth` are in flight.
+`depth` bounds how many copies are begun ahead, in `reader.py` (a thread) and in `in_loop.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 // D2H to new memory, and D2D to new or existing memory, on another device or the same. Reads after
 // the caller's work on the sources' device; engine/device/accelerator.h chooses the streams.
+// Bytes on the host may be read after CopyJob::wait_done().
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,7 @@
-// H2D, to new or existing memory: through pinned staging buffers, or straight from pinned sources.
-// Sources may be written again when they have been staged, or, if the device reads pinned ones in
-// place, when the event after its last read has ended (are_sources_free() in copy_job.h).
+// H2D, to new or existing memory: through pinned staging buffers, or straight from pinned sources,
+// on to_device_stream() or ordered_stream() of engine/device/accelerator.h. Sources may be written
+// again when they have been staged, or, if the device reads pinned ones in place, when the event
+// after its last read has ended (are_sources_free() in copy_job.h).
 #pragma once
 
 #include <cstddef>
