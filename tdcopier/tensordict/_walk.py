@@ -354,7 +354,7 @@ def _take_data(value: Any, walk: _Taking) -> Node | None:
 
 def _take_unbatched(value: Any, walk: _Taking) -> Node | None:
     inner = value._base_tensor()
-    # From torch 2.15 on, the wrapper requires a gradient even where the tensor in it has lost it.
+    # From torch 2.14 on, the wrapper requires a gradient even where the tensor in it has lost it.
     if type(inner) is not torch.Tensor or inner.requires_grad or value.requires_grad:
         return None
     walk.add(inner)

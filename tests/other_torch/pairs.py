@@ -26,7 +26,8 @@ import build_wheels  # noqa: E402
 from run import TUTORIALS, install, install_cuda_libraries  # noqa: E402
 
 WORK = ROOT / "build" / "pairs"
-BESIDE = ["numpy", "tensordict", "filelock", "sympy", "networkx", "jinja2", "fsspec", "setuptools"]
+BESIDE = ["numpy", "tensordict", "typing-extensions", "filelock", "sympy", "networkx", "jinja2"]
+BESIDE += ["fsspec", "setuptools"]
 TO_TEST = ["pytest", "pytest-timeout", "hypothesis", "ml-dtypes", "h5py", "safetensors", "tqdm"]
 TESTS = ["tests/copy/test_oracle.py", "tests/rows", "tests/tensordict/test_tensordict_kinds.py"]
 

@@ -156,7 +156,7 @@ _ODD = {
     "unbatched tensor that requires grad": anywhere(
         lambda d: _with(UnbatchedTensor(ramp(d, 7).requires_grad_()), d),
         packed(1, delegated=1) if UnbatchedTensor(ramp("cpu").requires_grad_()).requires_grad
-        else packed(2),  # before torch 2.15 the wrapper loses the gradient
+        else packed(2),  # before torch 2.14 the wrapper loses the gradient
     ),
     "tensorclass of parameters": anywhere(
         lambda d: Frames._from_tensordict(
