@@ -9,15 +9,12 @@ value.
 """
 
 import importlib
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from tdcopier import _native as _native  # isort: skip - loads the native module, or says why not
 
 from tdcopier._C import AsyncCopyHandle, InternalError
 from tdcopier._checking import SourceModifiedError
-from tdcopier._collate import collate
-from tdcopier._compile import keep_out_of_graphs as _keep_out_of_graphs
 from tdcopier._containers.registry import (
     register_container,
     register_tensor_subclass,
@@ -25,20 +22,21 @@ from tdcopier._containers.registry import (
 )
 from tdcopier._containers.unknown import UnknownTypeWarning
 from tdcopier._copy import async_to, copy, start_copy, to
-from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
 from tdcopier._into import copy_into, start_copy_into
 from tdcopier._limits import set_run_ahead_limit, set_staging_limit_bytes, staging_bytes
 from tdcopier._options import CopyOptions
-from tdcopier._prefetch.prefetcher import Prefetcher, PrefetchStats, prefetch
-from tdcopier._prepared import PreparedCopy, prepare
-from tdcopier._rows.gather import gather, start_gather
-from tdcopier._rows.scatter import scatter, start_scatter
 from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
 
 if TYPE_CHECKING:
     from tdcopier import distributed, sim
+    from tdcopier._collate import collate
     from tdcopier._commands.info_facts import info
+    from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
+    from tdcopier._prefetch.prefetcher import Prefetcher, PrefetchStats, prefetch
+    from tdcopier._prepared import PreparedCopy, prepare
+    from tdcopier._rows.gather import gather, start_gather
+    from tdcopier._rows.scatter import scatter, start_scatter
     from tdcopier.tensordict._backend import (
         install_tensordict_backend,
         remove_tensordict_backend,
@@ -88,31 +86,33 @@ __all__ = [
     "unregister_class",
 ]
 
-_BACKEND = "tdcopier.tensordict._backend"  # imports tensordict, which takes a second
 _WHEN_ASKED_FOR = {
-    "info": "tdcopier._commands.info_facts",
-    "install_tensordict_backend": _BACKEND,
-    "remove_tensordict_backend": _BACKEND,
-    "tensordict_backend": _BACKEND,
+    "tdcopier._collate": ("collate",),
+    "tdcopier._commands.info_facts": ("info",),
+    "tdcopier._explain": ("ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"),
+    "tdcopier._prefetch.prefetcher": ("PrefetchStats", "Prefetcher", "prefetch"),
+    "tdcopier._prepared": ("PreparedCopy", "prepare"),
+    "tdcopier._rows.gather": ("gather", "start_gather"),
+    "tdcopier._rows.scatter": ("scatter", "start_scatter"),
+    "tdcopier.tensordict._backend": (  # imports tensordict, which takes a second
+        "install_tensordict_backend",
+        "remove_tensordict_backend",
+        "tensordict_backend",
+    ),
 }
-
-
-_keep_out_of_graphs(
-    value
-    for name, value in globals().items()
-    if name in __all__ and isinstance(value, FunctionType)
-)
-
-_MODULES_WHEN_ASKED_FOR = ("distributed", "sim")
+"""Modules that are imported when one of their names is first asked for."""
+_MODULE_OF = {name: module for module, names in _WHEN_ASKED_FOR.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the modules of some names on first access."""
-    if name in _MODULES_WHEN_ASKED_FOR:
+    """Import what a name needs on first access."""
+    if name in ("distributed", "sim"):
         return importlib.import_module(f"tdcopier.{name}")
-    if name not in _WHEN_ASKED_FOR:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHEN_ASKED_FOR[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

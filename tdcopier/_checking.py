@@ -15,6 +15,7 @@ import torch
 from tdcopier import _C
 from tdcopier._asyncio import arrived
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.registry import is_wrapped
 from tdcopier._stats import CopyStats
 
@@ -193,12 +194,14 @@ class CheckedHandle:
             self._check.look()
         return is_ready
 
+    @keep_out_of_graphs("get()", "the tree")
     def get(self) -> Any:
         result = self._asked(self._handle.get)
         self._check.look()
         self._check.raise_failure()
         return result
 
+    @keep_out_of_graphs("wait()", "the tree")
     def wait(self, stream: torch.Stream | None = None) -> Any:
         result = self._asked(self._handle.wait, stream)
         self._check.look(is_done=False)

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as _torch
 
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused
 from tdcopier._slots import Slots, light_tensor, new_tensor
@@ -28,6 +29,7 @@ _Chunks = dict[torch.dtype, torch.UntypedStorage] | None
 """Shared memory by dtype; None for leaves with memory of their own."""
 
 
+@keep_out_of_graphs("collate()")
 def collate(samples: Sequence[Any]) -> Any:
     """Stack samples into a batch, like `torch.utils.data.default_collate`, for cheap transport.
 

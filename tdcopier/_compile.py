@@ -6,57 +6,50 @@ it is ordered on the stream that is current at the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
 
 from tdcopier import _C
-from tdcopier._checking import CheckedHandle
-from tdcopier._prefetch.prefetcher import Prefetcher, _Pass
-from tdcopier._prepared import PreparedCopy
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _REASON = (
     "tdcopier works between graphs: call {call} before the compiled function and pass in {result}, "
     "or, without fullgraph=True, accept a graph break here"
 )
-_TREE = "the tree that wait() returns"
 
 
-def keep_out_of_graphs(functions: Iterable[Any]) -> None:
-    """Mark the public functions, and the methods that move or hand over batches.
+def keep_out_of_graphs(call: str, result: str = "the tree that wait() returns") -> Callable[[F], F]:
+    """Mark a public function, or a method that moves or hands over batches: a decorator.
 
-    Called once, at import.
+    Does what `torch.compiler.disable` does, without a wrapper. The wrapper would slow down each
+    eager call, and the import of the compiler takes longer than that of torch. Nothing but the
+    compiler reads these marks.
+
+    Args:
+        call: the call, for the reason that the compiler gives.
+        result: what the caller is to pass into the compiled function instead.
     """
-    for function in functions:
-        _mark(function, f"{function.__name__}()", _TREE)
-    _mark(PreparedCopy.start_copy, "start_copy()", _TREE)
-    for method in (Prefetcher.__iter__, Prefetcher.__next__, _Pass.__next__):
-        _mark(method, "next() on the prefetcher", "the batch")
-    for native, replacement in ((_native_get, _get), (_native_wait, _wait)):
-        replacement.__name__, replacement.__doc__ = native.__name__, native.__doc__
-        replacement.__qualname__ = f"AsyncCopyHandle.{native.__name__}"
-        setattr(_C.AsyncCopyHandle, native.__name__, replacement)
-    for kind in (_C.AsyncCopyHandle, CheckedHandle):
-        _mark(kind.get, "get()", "the tree")
-        _mark(kind.wait, "wait()", "the tree")
 
+    def mark(function: F) -> F:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = _REASON.format(  # type: ignore[attr-defined]
+            call=call, result=result
+        )
+        # At a graph break torch calls the function, and would compile it and those that it calls.
+        # (Not public: a torch that has another way for this compiles them, which only takes time.)
+        if hasattr(eval_frame, "set_code_exec_strategy"):
+            skip = eval_frame._FrameAction.SKIP
+            skipped = eval_frame._FrameExecStrategy(skip, skip)
+            code = inspect.unwrap(function).__code__
+            eval_frame.set_code_exec_strategy(code, skipped)
+        return function
 
-def _mark(function: Any, call: str, result: str) -> None:
-    """Do what `torch.compiler.disable` does, without a wrapper.
-
-    The wrapper would slow down each eager call, and the import of the compiler takes longer than
-    that of torch. Nothing but the compiler reads these marks.
-    """
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = _REASON.format(call=call, result=result)
-    # At a graph break torch calls the function, and would compile it and the functions it calls.
-    # (Not public: a torch that has another way for this compiles them, which takes time only.)
-    if hasattr(eval_frame, "set_code_exec_strategy"):
-        skip = eval_frame._FrameAction.SKIP
-        skipped = eval_frame._FrameExecStrategy(skip, skip)
-        eval_frame.set_code_exec_strategy(function.__code__, skipped)
+    return mark
 
 
 # The compiler finds marks on Python functions only, so these two replace the native methods.
@@ -64,9 +57,17 @@ _native_get: Any = _C.AsyncCopyHandle.get
 _native_wait: Any = _C.AsyncCopyHandle.wait
 
 
+@keep_out_of_graphs("get()", "the tree")
 def _get(self: _C.AsyncCopyHandle[Any]) -> Any:
     return _native_get(self)
 
 
+@keep_out_of_graphs("wait()", "the tree")
 def _wait(self: _C.AsyncCopyHandle[Any], stream: torch.Stream | None = None) -> Any:
     return _native_wait(self, stream)
+
+
+for _native, _replacement in ((_native_get, _get), (_native_wait, _wait)):
+    _replacement.__name__, _replacement.__doc__ = _native.__name__, _native.__doc__
+    _replacement.__qualname__ = f"AsyncCopyHandle.{_native.__name__}"
+    setattr(_C.AsyncCopyHandle, _native.__name__, _replacement)

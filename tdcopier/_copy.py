@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from tdcopier import _C, _checking
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._options import (
     CopyOptions,
     Device,
@@ -34,6 +35,7 @@ def start_copy(
 ) -> AsyncCopyHandle[torch.Tensor]: ...
 @overload
 def start_copy(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle[T]: ...
+@keep_out_of_graphs("start_copy()")
 def start_copy(
     data: Any,
     device: Device,
@@ -143,6 +145,7 @@ def copy(
 ) -> torch.Tensor: ...
 @overload
 def copy(data: T, device: Device, **options: Unpack[CopyOptions]) -> T: ...
+@keep_out_of_graphs("copy()")
 def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     """Return `data` with every leaf on `device`, and block until it has arrived.
 
@@ -162,6 +165,7 @@ def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     return start_copy(data, device, **options).get()
 
 
+@keep_out_of_graphs("async_to()")
 def async_to(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle[T]:
     """Start to move a TensorDict to `device`, and return a handle at once.
 
@@ -191,6 +195,7 @@ def async_to(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCo
     return start_copy(data, device, **options)
 
 
+@keep_out_of_graphs("to()")
 def to(data: T, device: Device, **options: Unpack[CopyOptions]) -> T:
     """Move a TensorDict to `device` and block until it has arrived: `async_to(...).get()`.
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tdcopier import _C, _options
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import unknown
 from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
 from tdcopier._options import Device
@@ -171,6 +172,7 @@ def _cells(row: ExplainedLeaf) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@keep_out_of_graphs("explain()")
 def explain(
     data: Any,
     device: Device,

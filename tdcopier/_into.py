@@ -11,6 +11,7 @@ import torch
 
 from tdcopier import _C, _checking
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.arrays import as_tensor
 from tdcopier._containers.registry import is_wrapped
 from tdcopier._options import options_for_filling
@@ -20,6 +21,7 @@ __all__ = ["copy_into", "start_copy_into"]
 T = TypeVar("T")
 
 
+@keep_out_of_graphs("start_copy_into()")
 def start_copy_into(
     source: Any,
     destination: T,
@@ -102,6 +104,7 @@ def start_copy_into(
     return handle if check is None else _checking.checked(handle, check)
 
 
+@keep_out_of_graphs("copy_into()")
 def copy_into(
     source: Any,
     destination: T,

@@ -6,6 +6,7 @@ import operator
 import os
 
 from tdcopier import _C
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._options import LARGEST_CHUNK_BYTES, Device
 
 _STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
@@ -24,6 +25,7 @@ class _LimitsInForce:
 limits_in_force = _LimitsInForce()
 
 
+@keep_out_of_graphs("set_staging_limit_bytes()")
 def set_staging_limit_bytes(limit_bytes: int) -> None:
     """Set the limit on the pinned memory that stages copies to one device; default 64 MiB.
 
@@ -49,6 +51,7 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
     limits_in_force.staging_limit_bytes = limit
 
 
+@keep_out_of_graphs("staging_bytes()")
 def staging_bytes(device: Device) -> int:
     """Return the number of bytes of pinned memory that currently stage copies to and from `device`.
 
@@ -58,6 +61,7 @@ def staging_bytes(device: Device) -> int:
     return _C.staging_bytes(device)
 
 
+@keep_out_of_graphs("set_run_ahead_limit()")
 def set_run_ahead_limit(batches: int) -> None:
     """Set how many handed-over batches the host may be ahead of the device; default 4.
 

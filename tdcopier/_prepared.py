@@ -10,6 +10,7 @@ import torch
 from tdcopier import _C, _checking, _options
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._checking import SourceCheck, checked
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._options import Device, OnUnknown
 
 __all__ = ["PreparedCopy", "prepare"]
@@ -121,6 +122,7 @@ class PreparedCopy:
         self._native = native
         self._example = example
 
+    @keep_out_of_graphs("start_copy()")
     def start_copy(self, batch: T) -> AsyncCopyHandle[T]:
         """Start to copy a batch, like `tdcopier.start_copy` with the options given to `prepare`.
 
@@ -171,6 +173,7 @@ class PreparedCopy:
         )
 
 
+@keep_out_of_graphs("prepare()")
 def prepare(
     example: Any,
     device: Device,

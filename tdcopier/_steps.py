@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tdcopier import _C
+from tdcopier._compile import keep_out_of_graphs
 
 _VARIABLE = "TDCOPIER_TIME_STEPS"
 
@@ -15,6 +16,7 @@ _lock = threading.Lock()
 _wanted = 0  # number of open blocks; guarded by _lock
 
 
+@keep_out_of_graphs("time_steps()")
 @contextmanager
 def time_steps() -> Iterator[None]:
     """Time the phases of each copy that starts within the block, for `handle.stats.steps`.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import graphs, pytree, wrapped
 from tdcopier._containers.by_bases import rule_by_bases
 from tdcopier._containers.delegated_parts import DelegatedPart, _is_tensor_collection
@@ -66,6 +67,7 @@ _found: weakref.WeakKeyDictionary[type, tuple[Rule | str | None, int]] = weakref
 """Rules with the mark of the class in torch's pytrees when the rule was found."""
 
 
+@keep_out_of_graphs("register_container()")
 def register_container(
     cls: type[T],
     flatten: Callable[[T], tuple[Iterable[Any], Any]],
@@ -115,6 +117,7 @@ def register_container(
     _register(cls, Rule(flatten_checked, unflatten), subclasses)
 
 
+@keep_out_of_graphs("register_tensor_subclass()")
 def register_tensor_subclass(
     cls: type[torch.Tensor],
     wrap: Callable[[torch.Tensor, Any], Any] = wrapped.as_subclass,
@@ -171,6 +174,7 @@ def register_tensor_subclass(
     _register(cls, wrapped.rule_with(wrap), subclasses)
 
 
+@keep_out_of_graphs("unregister_class()")
 def unregister_class(cls: type) -> None:
     """Undo `register_container` or `register_tensor_subclass`.
 

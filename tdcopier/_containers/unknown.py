@@ -7,9 +7,7 @@ Unknown tensor subclasses do not come here: they are delegated (`csrc/python/val
 from __future__ import annotations
 
 import datetime
-import decimal
 import enum
-import fractions
 import functools
 import pathlib
 import random
@@ -29,21 +27,26 @@ _PACKAGE = str(Path(__file__).parent.parent) + "/"
 
 _PLAIN: tuple[Any, ...] = (
     # numbers, text, time and names
-    type(None), int, float, complex, str, bytes, bytearray, memoryview, decimal.Decimal,
-    fractions.Fraction, enum.Enum, datetime.date, datetime.time, datetime.timedelta,
-    datetime.tzinfo, pathlib.PurePath, uuid.UUID, re.Pattern, range, slice, random.Random,
-    type(...), type(NotImplemented),
+    type(None), int, float, complex, str, bytes, bytearray, memoryview, enum.Enum, datetime.date,
+    datetime.time, datetime.timedelta, datetime.tzinfo, pathlib.PurePath, uuid.UUID, re.Pattern,
+    range, slice, random.Random, type(...), type(NotImplemented),
     # code
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
     types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc,
     # arrays that torch cannot take: objects, text, dates, records, masked
-    np.ndarray, np.generic, np.dtype, np.random.Generator, np.random.RandomState,
-    np.random.BitGenerator,
+    np.ndarray, np.generic, np.dtype,
     torch.device, torch.dtype, torch.layout, torch.memory_format, torch.Size, torch.Generator,
     torch.Stream, torch.Event, torch.finfo, torch.iinfo,
     torch.SymInt, torch.SymFloat, torch.SymBool,
 )  # fmt: skip
 """Classes whose values, and those of their subclasses, contain no tensors that could be missed."""
+
+_PLAIN_IF_LOADED = {
+    "decimal": ("Decimal",),
+    "fractions": ("Fraction",),
+    "numpy.random": ("BitGenerator", "Generator", "RandomState"),
+}
+"""More of these. Their modules take 6 ms to import; without the module there is no such value."""
 
 _PLAIN_IDS = frozenset(map(id, _PLAIN))  # a class's metaclass may forbid to hash or compare it
 
@@ -67,7 +70,7 @@ class UnknownTypeWarning(UserWarning):
 
 def is_plain(cls: type) -> bool:
     """Return whether opaque values of the class are known to be plain data."""
-    if any(id(base) in _PLAIN_IDS for base in cls.__mro__):
+    if any(_is_listed(base) for base in cls.__mro__):
         return True
     if hasattr(cls, "n_sequence_fields"):
         return True  # one of the interpreter's own, such as sys.flags: others are containers
@@ -84,7 +87,17 @@ def compares_as_plain_data(cls: type) -> bool:
     if any(id(base) in _COMPARED_BY_IDENTITY for base in cls.__mro__) or not is_plain(cls):
         return False
     definer = next(base for base in cls.__mro__ if "__eq__" in vars(base))
-    return id(definer) in _PLAIN_IDS or not definer.__flags__ & _HEAP_TYPE
+    return _is_listed(definer) or not definer.__flags__ & _HEAP_TYPE
+
+
+def _is_listed(cls: type) -> bool:
+    if id(cls) in _PLAIN_IDS:
+        return True
+    return any(
+        cls is getattr(sys.modules.get(module), name, None)
+        for module, names in _PLAIN_IF_LOADED.items()
+        for name in names
+    )
 
 
 def is_to_be_told(cls: type, only_once: bool) -> bool:

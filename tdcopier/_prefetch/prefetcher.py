@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 from typing_extensions import Self, Unpack
 
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._copy import start_copy
 from tdcopier._options import CopyOptions, Device
 from tdcopier._prefetch.in_loop import LoopPass
@@ -100,6 +101,7 @@ class Prefetcher(Generic[T_co]):
         self._is_closed = False
         self._forks = forks()
 
+    @keep_out_of_graphs("next() on the prefetcher", "the batch")
     def __iter__(self) -> Iterator[T_co]:
         """Start a pass or continue one, as described for the class.
 
@@ -110,6 +112,7 @@ class Prefetcher(Generic[T_co]):
         """
         return _Pass(self, self._pass(is_wanted_anew=True))
 
+    @keep_out_of_graphs("next() on the prefetcher", "the batch")
     def __next__(self) -> T_co:
         """Return the next batch on the device, ordered on the current stream.
 
@@ -297,6 +300,7 @@ class _Pass(Generic[T_co]):
     def __iter__(self) -> Self:
         return self
 
+    @keep_out_of_graphs("next() on the prefetcher", "the batch")
     def __next__(self) -> T_co:
         batch: T_co = self._queue.take()
         return batch
@@ -341,6 +345,7 @@ def prefetch(
     threaded: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[T]: ...
+@keep_out_of_graphs("prefetch()")
 def prefetch(
     source: Iterable[Any] | Callable[[], Any],
     device: Device,

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from tdcopier import _C, _copy, _options
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import DelegatedPart
 from tdcopier._options import CopyOptions, Device, OnUnknown
 from tdcopier._rows.request import RowIndex, RowReaders
@@ -24,6 +25,7 @@ __all__ = ["gather", "start_gather"]
 T = TypeVar("T")
 
 
+@keep_out_of_graphs("start_gather()")
 def start_gather(
     storage: T,
     index: Any,
@@ -94,6 +96,7 @@ def start_gather(
     return _C.start_gather(storage, rows, _readers(rows, device), device, options)
 
 
+@keep_out_of_graphs("gather()")
 def gather(storage: T, index: Any, device: Device, **options: Unpack[CopyOptions]) -> T:
     """Return rows of every leaf of `storage` on `device`, and block until they have arrived.
 

@@ -10,6 +10,7 @@ import torch
 
 from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import arrays
 from tdcopier._into import finished
 from tdcopier._options import options_for_filling
@@ -20,6 +21,7 @@ __all__ = ["scatter", "start_scatter"]
 T = TypeVar("T")
 
 
+@keep_out_of_graphs("start_scatter()")
 def start_scatter(
     batch: Any,
     storage: T,
@@ -76,6 +78,7 @@ def start_scatter(
     )
 
 
+@keep_out_of_graphs("scatter()")
 def scatter(
     batch: Any,
     storage: T,
