@@ -13,6 +13,7 @@
 #include "python/device_argument.h"
 #include "python/path.h"
 #include "python/row_leaves.h"
+#include "python/tensordict_node.h"
 #include "python/torch_state.h"
 #include "python/torch_tensor.h"
 #include "python/value_kind.h"
@@ -60,6 +61,9 @@ class Flattener {
  private:
   static constexpr size_t kFewNodes = 32;  // room for up to 32 nodes costs one allocation
 
+  // Whether a value is part of a TensorDict or another collection of tensordict.
+  enum class Place : uint8_t { kFree, kInTensorDict };
+
   struct Found {
     PyObject* object;  // owned until it is sorted out: a class's own code may drop other references
     size_t node;
@@ -79,6 +83,8 @@ class Flattener {
       flat_.spec.add(type == &PyList_Type ? NodeKind::kList : NodeKind::kTuple, count);
       prefetch_each(PySequence_Fast_ITEMS(object), count);
       visit_children(object, nullptr, PathStep::Kind::kIndex, depth);
+    } else if (type == tensordict_) {
+      visit_tensordict(object, depth, Place::kFree);
     } else if (ValueLooks::is_plain_opaque(type)) {
       add_opaque(object);
     } else {
@@ -88,21 +94,28 @@ class Flattener {
 
   // `children` is a list or a tuple. The code of a class further down may change it during the
   // walk.
-  void visit_children(PyObject* children, PyObject* names, PathStep::Kind step, int depth) {
+  void visit_children(PyObject* children, PyObject* names, PathStep::Kind step, int depth,
+                      Place place = Place::kFree) {
     path_.check_depth(depth, "data");
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(children);
     for (Py_ssize_t i = 0; i < count; ++i) {
       check_unchanged(i < PySequence_Fast_GET_SIZE(children), depth);
       path_[depth] = {step, names != nullptr ? PySequence_Fast_GET_ITEM(names, i) : nullptr, i};
-      visit_kept(PySequence_Fast_GET_ITEM(children, i), depth + 1);
+      visit_kept(PySequence_Fast_GET_ITEM(children, i), depth + 1, place);
     }
     check_unchanged(count == PySequence_Fast_GET_SIZE(children), depth);
   }
 
   void visit_dict(PyObject* dict, int depth) {
+    flat_.spec.add(NodeKind::kDict, PyDict_GET_SIZE(dict));
+    visit_items(dict, depth, [&](PyObject* value) { visit_kept(value, depth + 1); });
+  }
+
+  // Calls `visit` for each value, after the node of the dict was added.
+  template <typename Visit>
+  void visit_items(PyObject* dict, int depth, Visit visit) {
     path_.check_depth(depth, "data");
     const Py_ssize_t count = PyDict_GET_SIZE(dict);
-    flat_.spec.add(NodeKind::kDict, count);
     Py_ssize_t position = 0;
     PyObject* key = nullptr;
     PyObject* value = nullptr;
@@ -113,9 +126,49 @@ class Flattener {
       check_unchanged(++seen <= count, depth);
       flat_.spec.add_key(key);
       path_[depth] = {PathStep::Kind::kKey, key, 0};
-      visit_kept(value, depth + 1);
+      visit(value);
     }
     check_unchanged(seen == count, depth);
+  }
+
+  // A TensorDict that is not an entry of another one is left to its own `.to` if that would return
+  // it as it is, or copy its one consolidated storage; otherwise it decides whether to lock the
+  // result.
+  void visit_tensordict(PyObject* object, int depth, Place place) {
+    const std::optional<TensorDictNode> node = read_tensordict(object);
+    if (!node) return add_seen(object, looks_.look_at_collection(object), depth);
+    const bool is_root = place == Place::kFree;
+    if (is_root && (node->is_consolidated || node->device == target_)) {
+      return add_delegated(object, WhyDelegated::kClass);
+    }
+    flat_.spec.add(NodeKind::kTensorDict, PyDict_GET_SIZE(node->entries.ptr()));
+    flat_.spec.add_key(reinterpret_cast<PyObject*>(tensordict_));
+    flat_.spec.add_key(node->batch_size.ptr());
+    flat_.spec.add_key(node->names.ptr());
+    flat_.spec.add_key(looks_.target().ptr());
+    flat_.spec.add_key(is_root && node->is_locked ? Py_True : Py_False);
+    visit_items(node->entries.ptr(), depth, [&](PyObject* value) {
+      const PyTypeObject* type = Py_TYPE(value);
+      if (is_plain_tensor_class(type) || type == tensordict_) {
+        visit_kept(value, depth + 1, Place::kInTensorDict);
+      } else {
+        visit_entry(py::reinterpret_borrow<py::object>(value), depth + 1, node->batch_size);
+      }
+    });
+  }
+
+  // Visits an entry that only its own class's code can take apart, or a tensor of a subclass.
+  void visit_entry(const py::object& value, int depth, py::handle batch_size) {
+    const py::type type = py::type::of(value);
+    if (!type.is(entry_class_of_tensors_)) {
+      const Seen seen = looks_.look_into(tensordict_, value.ptr(), batch_size);
+      if (seen.kind == ValueKind::kCollection) {
+        if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
+        return add_seen(value.ptr(), seen, depth);
+      }
+      entry_class_of_tensors_ = type;
+    }
+    visit(value.ptr(), depth);
   }
 
   void add_tensor(PyObject* object) {
@@ -128,14 +181,25 @@ class Flattener {
     flat_.spec.add(NodeKind::kLeaf, 0);
   }
 
-  void visit_kept(PyObject* object, int depth) {
+  void visit_kept(PyObject* object, int depth, Place place = Place::kFree) {
     if (paths_ == nullptr && is_plain_tensor_class(Py_TYPE(object))) return add_tensor(object);
     const auto kept = py::reinterpret_borrow<py::object>(object);
-    visit(object, depth);
+    if (place == Place::kFree || !is_tensordict(object)) return visit(object, depth);
+    if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
+    visit_tensordict(object, depth, place);
+  }
+
+  bool is_tensordict(PyObject* object) {
+    PyTypeObject* const type = Py_TYPE(object);
+    if (tensordict_ == nullptr && looks_.takes_apart_itself(type)) tensordict_ = type;
+    return type == tensordict_;
   }
 
   void visit_rare(PyObject* object, int depth) {
-    const Seen seen = looks_.look(object, path_, depth, "data");
+    add_seen(object, looks_.look(object, path_, depth, "data"), depth);
+  }
+
+  void add_seen(PyObject* object, const Seen& seen, int depth) {
     switch (seen.kind) {
       case ValueKind::kOpaque:
         return add_opaque(object);
@@ -149,12 +213,17 @@ class Flattener {
         return rows_ != nullptr ? add_table_of(object) : add_array(object);
       case ValueKind::kMapped:
         return add_mapped(object);
+      case ValueKind::kTensorDict:
+        tensordict_ = Py_TYPE(object);
+        return visit_tensordict(object, depth, Place::kFree);
       case ValueKind::kContainer:
       case ValueKind::kCollection:
         flat_.spec.add(NodeKind::kCustom, PyList_GET_SIZE(seen.children.ptr()));
         flat_.spec.add_key(seen.unflatten.ptr());
         flat_.spec.add_key(seen.context.ptr());
-        visit_children(seen.children.ptr(), seen.names.ptr(), seen.step, depth);
+        const bool of_tensors = seen.kind == ValueKind::kCollection;
+        visit_children(seen.children.ptr(), seen.names.ptr(), seen.step, depth,
+                       of_tensors ? Place::kInTensorDict : Place::kFree);
     }
   }
 
@@ -351,7 +420,9 @@ class Flattener {
   const bool altered_;
   const bool delegates_all_;
   std::vector<std::string>* const paths_;
-  PyObject* data_ = nullptr;  // borrowed
+  PyObject* data_ = nullptr;             // borrowed
+  PyTypeObject* tensordict_ = nullptr;   // the class, once the walk has met it, if it knows it
+  py::object entry_class_of_tensors_{};  // the class of the last tensor of a subclass
   FlatTree flat_;
   ValueLooks looks_;
   MappedFiles mapped_files_;

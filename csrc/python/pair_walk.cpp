@@ -231,7 +231,7 @@ class PairWalk {
     const Seen seen = looks_.look(object, path_, depth, tree);
     if (seen.kind == ValueKind::kOpaque) return {kOpaque};
     if (seen.kind == ValueKind::kObject) return {.kind = kLeaf, .is_object = true};
-    if (seen.kind != ValueKind::kContainer) return {kLeaf};
+    if (seen.kind != ValueKind::kContainer && seen.kind != ValueKind::kCollection) return {kLeaf};
     if (!seen.names) return {kByIndex, seen.step, seen.children};
     py::dict by_name;
     const auto count = static_cast<Py_ssize_t>(py::len(seen.names));

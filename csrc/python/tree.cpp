@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "python/tensordict_node.h"
+
 namespace py = pybind11;
 
 namespace tdcopier {
@@ -38,20 +40,30 @@ class Builder {
         const py::object children = build_list(node.number);
         return checked(PyObject_CallFunctionObjArgs(unflatten, children.ptr(), context, nullptr));
       }
-      case NodeKind::kDict: {
-        py::object dict = checked(PyDict_New());
-        for (uint32_t i = 0; i < node.number; ++i) {
-          PyObject* key = *key_++;
-          const py::object value = build();
-          if (PyDict_SetItem(dict.ptr(), key, value.ptr()) != 0) throw py::error_already_set();
-        }
-        return dict;
+      case NodeKind::kDict:
+        return build_dict(node.number);
+      case NodeKind::kTensorDict: {
+        PyObject* const* const state = std::exchange(key_, key_ + 5);
+        py::object made =
+            make_tensordict(state[0], build_dict(node.number), state[1], state[2], state[3]);
+        if (state[4] == Py_True) made.attr("lock_")();
+        return made;
       }
     }
     Py_UNREACHABLE();
   }
 
  private:
+  py::object build_dict(uint32_t children) {
+    py::object dict = checked(PyDict_New());
+    for (uint32_t i = 0; i < children; ++i) {
+      PyObject* key = *key_++;
+      const py::object value = build();
+      if (PyDict_SetItem(dict.ptr(), key, value.ptr()) != 0) throw py::error_already_set();
+    }
+    return dict;
+  }
+
   py::object build_list(uint32_t children) {
     py::object list = checked(PyList_New(children));
     for (uint32_t i = 0; i < children; ++i) {

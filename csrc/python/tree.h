@@ -16,8 +16,11 @@ enum class NodeKind : uint8_t {
   kTuple,   // number = children
   kDict,    // number = children; the spec has a key for each, before the keys of that child
   kCustom,  // number = children; the spec's next two keys are its unflatten and its context
-  kLeaf,    // number = index in the leaf table of its group
-  kReady,   // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
+  // number = entries; the spec's next keys are class, batch size, names, device and whether to lock
+  // it, and a key for each entry as in kDict
+  kTensorDict,
+  kLeaf,   // number = index in the leaf table of its group
+  kReady,  // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
 };
 
 // Supplies the tensors of all leaves. Each is taken once, roughly in the order of their indices.

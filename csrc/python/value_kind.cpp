@@ -27,6 +27,10 @@ bool is_class(const py::object& type, const char* module_name, const char* name)
   return module != nullptr && py::getattr(module, name, py::none()).is(type);
 }
 
+py::object none_as_null(py::object object) {
+  return object.is_none() ? py::object() : object;
+}
+
 KnownType look_up(py::object type) {
   const bool is_tensor = PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()),
                                           reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
@@ -57,7 +61,8 @@ KnownType look_up(py::object type) {
           flatten,
           unflatten,
           step_kind(rule.attr("names").cast<std::string>(), /*nested=*/by_target),
-          is_object ? ValueKind::kObject : ValueKind::kDelegated};
+          is_object ? ValueKind::kObject : ValueKind::kDelegated,
+          none_as_null(rule.attr("flatten_entry"))};
 }
 
 }  // namespace
@@ -84,8 +89,11 @@ Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char*
       throw py::type_error(root + path.text(depth) + " is a numpy array of dtype " + dtype +
                            ", which torch cannot take: convert it with .astype(...) first");
     }
-    case ValueKind::kContainer:
     case ValueKind::kCollection:
+      if (takes_apart_itself(type)) return {ValueKind::kTensorDict};
+      break;
+    case ValueKind::kContainer:
+    case ValueKind::kTensorDict:  // no class's kind
       break;
   }
   try {
@@ -104,15 +112,34 @@ Seen ValueLooks::take_apart(const KnownType& known, PyObject* object) {
   if (collection && rules_.left) return {left_as};
   const bool ruled = collection && rules_.flatten && left_as == ValueKind::kDelegated;
   const py::object flatten = ruled ? rules_.flatten : known.flatten;
-  Seen seen{ValueKind::kContainer, known.step};
+  const bool of_tensors = collection && left_as == ValueKind::kDelegated;
+  Seen seen{of_tensors ? ValueKind::kCollection : ValueKind::kContainer, known.step};
   seen.unflatten = ruled ? rules_.unflatten : known.unflatten;
-  if (collection && !target_) {
+  const py::object parts = collection ? flatten(py::handle(object), target(), rules_.named)
+                                      : flatten(py::handle(object));
+  if (collection && parts.is_none()) return {left_as};
+  return with_parts(std::move(seen), parts);
+}
+
+Seen ValueLooks::look_into(PyTypeObject* tensordict, PyObject* entry, py::handle batch_size) {
+  const KnownType& known = this->known(tensordict);
+  const py::object flatten = known.flatten_entry;
+  Seen seen{ValueKind::kCollection, known.step};
+  seen.unflatten = known.unflatten;
+  const py::object parts = flatten(py::handle(entry), target(), rules_.named, batch_size);
+  if (parts.is_none()) return {ValueKind::kDelegated};
+  return with_parts(std::move(seen), parts);
+}
+
+const py::object& ValueLooks::target() {
+  if (!target_) {
     target_ = rules_.target ? py::reinterpret_steal<py::object>(THPDevice_New(*rules_.target))
                             : py::none();
   }
-  const py::object parts =
-      collection ? flatten(py::handle(object), target_, rules_.named) : flatten(py::handle(object));
-  if (collection && parts.is_none()) return {left_as};
+  return target_;
+}
+
+Seen ValueLooks::with_parts(Seen seen, const py::object& parts) {
   check_invariant(PyTuple_Check(parts.ptr()) && PyTuple_GET_SIZE(parts.ptr()) == 3 &&
                       PyList_Check(PyTuple_GET_ITEM(parts.ptr(), 0)),
                   "a container is taken apart into a list, a context and names");

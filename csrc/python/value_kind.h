@@ -21,7 +21,8 @@ enum class ValueKind : uint8_t {
   kObject,     // not a leaf, but has its own `.to`, which may change the object itself
   kMapped,     // a tensor subclass over a mapped file, which `.to` another device makes plain
   kContainer,
-  kCollection,  // only for classes: has its own `.to`; a container or left to it, by target
+  kCollection,  // has its own `.to`; a container or left to it, by target
+  kTensorDict,  // a collection of exactly this class, which the walk takes apart itself
 };
 
 // The result of looking up a class.
@@ -35,6 +36,9 @@ struct KnownType {
   pybind11::object unflatten{};
   PathStep::Kind step = PathStep::Kind::kIndex;
   ValueKind left_as = ValueKind::kDelegated;  // collections: what they are if left to their `.to`
+  // TensorDicts that the walk takes apart: flatten_entry(entry, target, named, batch_size) -> as
+  // flatten, for entries that are no tensors; None for tensors. Else null.
+  pybind11::object flatten_entry{};
 };
 
 // How a walk flattens collections.
@@ -46,9 +50,9 @@ struct CollectionRules {
   pybind11::object unflatten{};
 };
 
-// The result of looking at a value. `kind` is never kCollection, and kArray only if a tensor can
-// hold the array. Owns references to the parts of a container; a wrapped tensor has a context and
-// `unflatten`.
+// The result of looking at a value. `kind` is kCollection only for the tensor collections of
+// tensordict, and kArray only if a tensor can hold the array. Owns references to the parts of a
+// container; a wrapped tensor has a context and `unflatten`.
 struct Seen {
   ValueKind kind;
   PathStep::Kind step = PathStep::Kind::kIndex;
@@ -75,14 +79,32 @@ class ValueLooks {
   // rebuilt and for number types that torch lacks; any error of the class's code.
   Seen look(PyObject* object, const Path& path, int depth, const char* root);
 
+  // Returns whether look() returns kTensorDict for values of this class.
+  bool takes_apart_itself(PyTypeObject* type) { return takes_apart_itself(known(type)); }
+  // Takes apart an entry, not of class TensorDict itself, of a TensorDict with this batch size.
+  // Returns kDelegated without parts for a tensor. Runs Python code, and throws its errors.
+  // Requires: look() has returned kTensorDict for a value of class `tensordict`.
+  Seen look_into(PyTypeObject* tensordict, PyObject* entry, pybind11::handle batch_size);
+  // Takes a TensorDict apart like any other collection.
+  Seen look_at_collection(PyObject* tensordict) {
+    return take_apart(known(Py_TYPE(tensordict)), tensordict);
+  }
+
+  // The target as a torch.device, or None.
+  const pybind11::object& target();
+
  private:
   // The reference is valid until the next call.
   const KnownType& known(PyTypeObject* type);
+  bool takes_apart_itself(const KnownType& type) const {
+    return type.flatten_entry && rules_.target && !rules_.left && !rules_.flatten;
+  }
   Seen take_apart(const KnownType& known, PyObject* object);
+  static Seen with_parts(Seen seen, const pybind11::object& parts);
   Seen unwrap(const KnownType& known, PyObject* object) const;
 
   const CollectionRules rules_;
-  pybind11::object target_;       // a torch.device or None; made when a collection asks for it
+  pybind11::object target_;       // made when it is asked for
   std::vector<KnownType> types_;  // the few classes that the walk has met
 };
 

@@ -270,9 +270,9 @@ def _find_rule(cls: type) -> Rule | str | None:
     if issubclass(cls, torch.Tensor):
         return wrapped.TV_TENSOR if wrapped.is_tv_tensor(cls) else DELEGATED
     if _is_tensor_collection(cls):
-        from tdcopier.tensordict._walk import COLLECTION  # tensordict is imported already
+        from tdcopier.tensordict import _walk  # tensordict is imported already
 
-        return COLLECTION
+        return _walk.rule_of(cls)
     if issubclass(cls, (PackedSequence, DelegatedPart)):
         return DELEGATED
     if issubclass(cls, enum.Enum):

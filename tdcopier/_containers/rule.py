@@ -49,6 +49,10 @@ class Rule(NamedTuple):
     wraps: bool = False
     """Whether the class is a tensor subclass over plain memory. Then the value itself is the only
     child, moved as a plain tensor, and `flatten` returns only the context."""
+    flatten_entry: Callable[..., Any] | None = None
+    """For `TensorDict` itself, which the walk takes apart without `flatten` if this is given. Takes
+    an entry that is neither a plain tensor nor such a TensorDict, the target, whether names are
+    wanted, and the batch size of the TensorDict. Returns a `Flat`, or None for a tensor."""
     place: Callable[[Any, Any], Place] | None = None
     """Returns the place of the opaque child with this name, or raises `Refused` if the child cannot
     be replaced. None: children of such containers cannot be replaced."""

@@ -164,12 +164,11 @@ def _switched_to(self: Any, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or not (uses := _uses()):
         return _raw_to(self, *args, **kwargs)
     device = _plain_device(args, kwargs)
-    parts = None if device is None else _walk.flatten(self, device, False)
-    _count(uses, by_engine=parts is not None)
-    if device is None or parts is None:
+    is_taken = device is not None and _walk.is_taken_apart(self, device)
+    _count(uses, by_engine=is_taken)
+    if device is None or not is_taken:
         return _raw_to(self, *args, **kwargs)
-    leaves, context, _ = parts
-    return _walk.unflatten(_moved(leaves, device, kwargs.get("non_blocking")), context)
+    return _moved(self, device, kwargs.get("non_blocking"))
 
 
 # As in tensordict: allows the result to be used in a `with` statement.
@@ -202,9 +201,9 @@ def _parsed(asked: str | torch.device | int) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def _moved(leaves: list[Any], device: torch.device, non_blocking: bool | None) -> Any:
-    """Return the leaves on the device, as ``.to`` would; the sources may then be overwritten."""
-    handle = start_copy(leaves, device)
+def _moved(data: Any, device: torch.device, non_blocking: bool | None) -> Any:
+    """Return the data on the device, as ``.to`` would; the sources may then be overwritten."""
+    handle = start_copy(data, device)
     if non_blocking is not None and not non_blocking:
         return handle.get()  # arrived, for every stream
     handle.wait_staged()

@@ -69,7 +69,7 @@ def flatten(value: Any, device: torch.device | None, named: bool) -> Taken | Non
         Refused: it is of such a kind, and no device is given.
     """
     inside = _inside(value)
-    if device is not None and (inside.device == device or hasattr(inside, "_consolidated")):
+    if device is not None and _is_left(inside, device):
         return None
     walk = _Taking(device, named, None)
     node = _take(value, walk)
@@ -80,8 +80,25 @@ def flatten(value: Any, device: torch.device | None, named: bool) -> Taken | Non
                 "make it a TensorDict with to_tensordict()"
             )
         return None
-    keys = None if walk.keys is None else [key[0] if len(key) == 1 else key for key in walk.keys]
-    return walk.leaves, (node, device, inside.is_locked), keys
+    return walk.leaves, (node, device, inside.is_locked), _names_of(walk)
+
+
+def is_taken_apart(value: Any, device: torch.device) -> bool:
+    """Return whether a copy takes a collection apart, rather than to delegate it."""
+    if type(value) is TensorDict:
+        return not _is_left(value, device)
+    return flatten(value, device, False) is not None
+
+
+def _is_left(inside: Any, device: torch.device) -> bool:
+    """Return whether ``.to`` returns the value itself, or copies its one consolidated storage."""
+    return inside.device == device or hasattr(inside, "_consolidated")
+
+
+def _names_of(walk: _Taking) -> list[Any] | None:
+    if walk.keys is None:
+        return None
+    return [key[0] if len(key) == 1 else key for key in walk.keys]
 
 
 def flatten_rows(value: Any, device: torch.device, rows: Rows) -> Taken | None:
@@ -166,8 +183,30 @@ def _content(value: Any) -> Any:
             return value
 
 
-COLLECTION = Rule(flatten, unflatten, "key", by_target=True, place=_place_of_data)
-"""The walk's rule for every TensorDict and tensorclass."""
+def flatten_entry(
+    value: Any, device: torch.device, named: bool, batch_size: torch.Size
+) -> Taken | None:
+    """Take apart an entry of a TensorDict; return None for a tensor.
+
+    For entries that are neither plain tensors nor instances of TensorDict itself. What cannot be
+    taken apart becomes a `DelegatedCollection`.
+    """
+    if _kinds.is_leaf(type(value)):
+        return None
+    walk = _Taking(device, named, None)
+    node = _take(value, walk)
+    if node is None:
+        node = _leave(value, walk, batch_size)
+    return walk.leaves, (node, device, False), _names_of(walk)
+
+
+def rule_of(cls: type) -> Rule:
+    """Return the walk's rule for a class of TensorDicts or a tensorclass."""
+    is_dense = cls is TensorDict and _nodes.IS_KNOWN_LAYOUT
+    entry = flatten_entry if is_dense else None
+    return Rule(
+        flatten, unflatten, "key", by_target=True, flatten_entry=entry, place=_place_of_data
+    )
 
 
 class DelegatedCollection(DelegatedPart):
@@ -197,7 +236,7 @@ def _take(value: Any, walk: _Taking) -> Node | None:
 
 def _taker_for(cls: type, walk: _Taking) -> Taker:
     if cls is TensorDict:
-        return _take_dense
+        return _take_exact
     taker = _takers.get(cls) or _find_taker(cls)
     return taker if walk.rows is None or taker in _TAKERS_OF_ROWS else _take_nothing
 
@@ -230,6 +269,14 @@ def _take_nothing(value: Any, walk: _Taking) -> None:
 
 
 def _take_leaf(value: Any, walk: _Taking) -> Node:
+    walk.add(value)
+    return _nodes.WHOLE
+
+
+def _take_exact(value: Any, walk: _Taking) -> Node:
+    """Leave a TensorDict in a collection of another class to the walk, if that knows it."""
+    if walk.rows is not None or walk.device is None or not _nodes.IS_KNOWN_LAYOUT:
+        return _take_dense(value, walk)
     walk.add(value)
     return _nodes.WHOLE
 
@@ -361,5 +408,5 @@ def _take_unbatched(value: Any, walk: _Taking) -> Node | None:
     return _nodes.Unbatched(type(value), getattr(value, "_batch_size", None))
 
 
-_TAKERS_OF_ROWS = frozenset({_take_leaf, _take_dense, _take_data, _take_tensorclass})
+_TAKERS_OF_ROWS = frozenset({_take_leaf, _take_exact, _take_data, _take_tensorclass})
 """For parts whose rows are the rows of their leaves."""

@@ -21,6 +21,7 @@ from tensordict import (
     UnbatchedTensor,
     is_tensorclass,
 )
+from tensordict import utils as tensordict_utils
 
 _STATE = (
     "device",
@@ -146,6 +147,14 @@ def leaves_of(node: Any, path: str = "data") -> list[tuple[str, torch.Tensor]]:
         elif is_collection(child):
             found += leaves_of(child, path + name)
     return found
+
+
+def assert_invariants(made: Any) -> None:
+    """Asserts what tensordict does with TD_CHECK_INVARIANTS=1 of each TensorDict that it makes."""
+    check: Any = getattr(tensordict_utils, "_check_invariants", None)  # since 0.15
+    for _, node in nodes_of(made) if check is not None else ():
+        if type(node) is TensorDict:
+            check(node)
 
 
 def nodes_of(node: Any, path: str = "data") -> list[tuple[str, Any]]:

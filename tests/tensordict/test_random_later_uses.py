@@ -36,6 +36,7 @@ def test_a_seed_is_one_program():
     assert {use for program in programs for use, _ in program.uses} == set(USES)
 
 
+@pytest.mark.usefixtures("python_nodes")
 def test_names_that_are_dropped_are_found_and_shrunk_to_the_copy_alone(sim, monkeypatch):
     make = _nodes.make_tensordict
     monkeypatch.setattr(

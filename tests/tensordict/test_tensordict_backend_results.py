@@ -237,7 +237,7 @@ def test_the_error_of_a_delegated_part_names_its_path_in_the_tree(device):
     for _ in range(2):
         with pytest.raises(OSError, match="cannot move") as caught:
             handle.get()
-    assert any("data['batch'][0][('x', 'leaf')]" in note for note in caught.value.__notes__)
+    assert any("data['batch'][0]['x']['leaf']" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("where", ["inner", "stack"])

@@ -22,7 +22,7 @@ from tensordict_cases import (
     state_of,
 )
 from tensordict_kinds import NOT_MADE, TD_KINDS
-from tensordict_same import assert_same_tensordict, leaves_of, nodes_of
+from tensordict_same import assert_invariants, assert_same_tensordict, leaves_of, nodes_of
 
 import tdcopier
 
@@ -57,12 +57,25 @@ def test_a_tensordict_arrives_as_through_its_own_to_and_is_counted(device, name,
             expected = moved_by_itself(td, target)
             try:
                 assert_same_tensordict(got, expected)
+                assert_invariants(got)
                 if direction == TO_META:
                     assert handle.stats[:2] == (0, 0)  # there is nothing to pack for meta
                 else:
                     assert handle.stats[:5] == kind.counts(direction)
             except AssertionError as error:
                 raise AssertionError(f"through {entry}: {error}") from error
+
+
+@pytest.mark.parametrize(("name", "direction"), CASES)
+@pytest.mark.usefixtures("python_nodes")
+def test_python_builds_the_same_for_another_layout_of_tensordicts(device, name, direction):
+    kind, source, target = kind_and_ends(name, direction, device)
+    with kind.within():
+        td = kind.make(target if kind.on_target else source)
+        handle = tdcopier.start_copy([td], target)
+        assert_same_tensordict(handle.get()[0], moved_by_itself(td, target))
+        if direction != TO_META:
+            assert handle.stats[:5] == kind.counts(direction)
 
 
 @pytest.mark.parametrize(("name", "direction"), CASES)
