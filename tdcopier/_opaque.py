@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import decimal
 import itertools
 from typing import Any, NamedTuple, cast
@@ -45,12 +46,25 @@ def _are_equal(source: Any, destination: Any) -> bool:
         return _are_equal_arrays(source, destination)
     if isinstance(source, decimal.Decimal) and (source.is_nan() or destination.is_nan()):
         return source.is_nan() and destination.is_nan()  # comparing a signalling NaN raises
+    if isinstance(source, slice):
+        parts = ((each.start, each.stop, each.step) for each in (source, destination))
+        return not any(map(differ, *parts))
+    if isinstance(source, (datetime.datetime, datetime.time)) and not _are_comparable(
+        source.tzinfo, destination.tzinfo
+    ):
+        return False
     if isinstance(source, complex):
         return _are_equal(source.real, destination.real) and _are_equal(
             source.imag, destination.imag
         )
     both_nan = isinstance(source, float) and source != source and destination != destination
     return bool(both_nan or source == destination)
+
+
+def _are_comparable(zone: Any, other: Any) -> bool:
+    """Return whether a comparison of times in these zones runs no code but Python's own."""
+    known = (type(None), datetime.timezone)
+    return zone is other or (type(zone) in known and type(other) in known)
 
 
 def _are_equal_arrays(source: Any, destination: Any) -> bool:

@@ -28,7 +28,8 @@ _Settings = Mapping[str, "str | list[str]"]
 
 
 def _check_torch(settings: _Settings | None) -> None:
-    if torch_folder() is not None or "TDCOPIER_TORCH" in str(settings):
+    asked = f"{settings} {os.environ.get('CMAKE_ARGS')}"
+    if torch_folder() is not None or "TDCOPIER_TORCH" in asked:
         return
     if "UV" in os.environ:  # it hides the environment from the build
         then = f"run `uv pip install torch {_TOOLS}`, then `uv pip install --no-build-isolation .`"

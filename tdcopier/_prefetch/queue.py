@@ -115,6 +115,11 @@ class BatchQueue(ABC):
             raise RuntimeError(f"this pass was closed: {self.why_closed}") from None
         try:
             batch = item.hand_over()
+        except StopIteration as error:
+            self._take_out(item)
+            if isinstance(item, EndOfPass):
+                raise
+            raise RuntimeError("the copy of this batch raised StopIteration") from error
         except BaseException as error:
             # Any other error is an interrupt: the item stays in the queue for the next call.
             if isinstance(error, Exception) or error is getattr(item, "error", None):

@@ -35,7 +35,7 @@ def row_index(index: Any, storage: Any) -> RowIndex:
         return RowIndex(_numbers_of_slice(index, size), 1, True, (size,), index, True)
     part = _as_part(index)
     if isinstance(part, int):
-        return RowIndex(torch.tensor(part), 1, False, (), part, True)
+        return RowIndex(torch.tensor(part, device="cpu"), 1, False, (), part, True)
     if part.dtype == torch.bool:
         return _of_mask(part, storage)
     return RowIndex(part, 1, False, (), part, False)
@@ -122,7 +122,7 @@ def _numbers_of(part: Any, size: int) -> torch.Tensor:
     if isinstance(part, slice):
         return _numbers_of_slice(part, size)
     if not isinstance(part, torch.Tensor):
-        return _wrap(torch.as_tensor(part), size)
+        return _wrap(torch.as_tensor(part, device="cpu"), size)
     if part.dtype != torch.bool:
         return _wrap(part, size)
     if part.shape != (size,):
@@ -134,7 +134,7 @@ def _numbers_of(part: Any, size: int) -> torch.Tensor:
 
 def _numbers_of_slice(index: slice, size: int) -> torch.Tensor:
     first, last, step = index.indices(size)
-    return torch.arange(first, max(first, last), step)
+    return torch.arange(first, max(first, last), step, device="cpu")
 
 
 def _wrap(numbers: torch.Tensor, size: int) -> torch.Tensor:
@@ -194,12 +194,13 @@ def _of_array(index: np.ndarray[Any, Any]) -> torch.Tensor:
     torch accepts arrays that are writable, in native byte order and without negative strides.
     """
     takes = index.flags.writeable and index.dtype.isnative and min(index.strides, default=0) >= 0
-    return torch.as_tensor(index if takes else index.astype(index.dtype.newbyteorder("=")))
+    readable = index if takes else index.astype(index.dtype.newbyteorder("="))
+    return torch.as_tensor(readable, device="cpu")
 
 
 def _of_list(index: list[Any]) -> torch.Tensor:
     try:
-        numbers = torch.as_tensor(index)
+        numbers = torch.as_tensor(index, device="cpu")
     except (RuntimeError, TypeError, ValueError) as error:
         if any(isinstance(row, int) and not _INT64.min <= row <= _INT64.max for row in index):
             raise IndexError(

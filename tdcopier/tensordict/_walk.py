@@ -186,10 +186,10 @@ def _content(value: Any) -> Any:
 def flatten_entry(
     value: Any, device: torch.device, named: bool, batch_size: torch.Size
 ) -> Taken | None:
-    """Take apart an entry of a TensorDict; return None for a tensor.
+    """Take apart an entry that is neither a plain tensor nor an instance of TensorDict itself.
 
-    For entries that are neither plain tensors nor instances of TensorDict itself. What cannot be
-    taken apart becomes a `DelegatedCollection`.
+    Returns:
+        None for a tensor. An entry that cannot be taken apart becomes a `DelegatedCollection`.
     """
     if _kinds.is_leaf(type(value)):
         return None

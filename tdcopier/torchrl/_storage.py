@@ -266,7 +266,7 @@ def _wrapped(part: Any, size: int) -> torch.Tensor | None:
     if isinstance(part, (list, range)):
         if not all(type(number) is int for number in part):
             return None
-        part = torch.tensor(list(part), dtype=torch.int64)
+        part = torch.tensor(list(part), dtype=torch.int64, device="cpu")
     elif isinstance(part, np.ndarray) and part.dtype in (np.int64, np.int32):
         part = torch.from_numpy(part.copy())
     if not isinstance(part, torch.Tensor) or part.dtype not in (torch.int64, torch.int32):
@@ -327,8 +327,7 @@ class _LastRead:
 
     def keep(self, index: Any, rows: Any, changes: tuple[int, Any]) -> None:
         self._local.read = None
-        is_tuple = isinstance(index, tuple) and all(isinstance(p, torch.Tensor) for p in index)
-        if is_tuple and is_tensor_collection(rows):
+        if isinstance(index, tuple) and _have_versions(index) and is_tensor_collection(rows):
             self._local.read = _Read(index, _versions(index), rows, changes)
 
     def take(self, index: Any, changes: tuple[int, Any]) -> Any:
@@ -356,6 +355,10 @@ def _shared_keys(rows: Any) -> list[Any]:
 
 
 _ONLY_THE_ROWS = 4  # references: the entry, the pair in the list, the variable, the argument
+
+
+def _have_versions(index: tuple[Any, ...]) -> bool:
+    return all(isinstance(part, torch.Tensor) and not part.is_inference() for part in index)
 
 
 def _versions(index: tuple[torch.Tensor, ...]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -314,6 +315,20 @@ def test_two_leaves_of_any_dtypes_are_saved_together_and_alone(device, to_host):
                 mine, theirs = again[key].cpu(), leaf.cpu()
                 assert mine.dtype == theirs.dtype
                 assert mine.view(torch.uint8).equal(theirs.view(torch.uint8))
+
+
+@on_host
+@pytest.mark.parametrize("key", ["reward", "done", "last"])
+def test_a_lazy_clone_keeps_its_values_when_all_else_is_dropped(device, way, key):
+    result = TO_HOST[way](device)
+    expected = result[key].clone()
+    with suppress(RuntimeError):  # torch makes lazy clones of its own allocators' memory only
+        expected = torch._lazy_clone(result[key])
+    values = expected.tolist()
+    del result
+    overwriting = [torch.full((1000,), 7.0) for _ in range(50)]
+    assert expected.tolist() == values
+    del overwriting
 
 
 @pytest.mark.sim

@@ -38,6 +38,17 @@ class Silent:
     __hash__ = None  # type: ignore[assignment]
 
 
+class SilentZone(datetime.tzinfo):
+    """A time zone whose code must not run."""
+
+    def utcoffset(self, when: Any) -> Any:
+        raise AssertionError("compared")
+
+
+UTC = datetime.timezone.utc
+ZONE = SilentZone()
+
+
 class SilentText(str):
     """Plain data, except that the class compares in its own way."""
 
@@ -97,6 +108,9 @@ SAME: dict[str, Callable[[], Any]] = {
     "a decimal": lambda: decimal.Decimal("1.5"),
     "a signalling NaN": lambda: decimal.Decimal("sNaN"),
     "a date": lambda: datetime.datetime(2026, 1, 2, 3),
+    "a time in a zone": lambda: datetime.datetime(2026, 1, 2, 3, tzinfo=UTC),
+    "a time in a zone of a user's class": lambda: datetime.datetime(2026, 1, 2, 3, tzinfo=ZONE),
+    "a slice": lambda: slice(1000, int("2000"), None),
     "a path": lambda: pathlib.Path("/data") / "x",
     "a range": lambda: range(1000, 2000),
     "a size": lambda: torch.Size([1000, 2000]),
@@ -142,6 +156,16 @@ OTHER: dict[str, tuple[Any, Any]] = {
     "members that are numbers": (Level.LOW, Level.HIGH),
     "a member and its number": (Level.LOW, 1),
     "dates": (datetime.date(2026, 1, 2), datetime.date(2026, 1, 3)),
+    "times in zones of a user's class": tuple(
+        datetime.datetime(2026, 1, 2, tzinfo=SilentZone()) for _ in range(2)
+    ),
+    "a time with a zone and one without": (
+        datetime.datetime(2026, 1, 2, tzinfo=ZONE),
+        datetime.datetime(2026, 1, 2),
+    ),
+    "slices": (slice(1), slice(2)),
+    "slices of tensors": (slice(torch.zeros(2)), slice(torch.zeros(2))),
+    "slices of objects": (slice(Silent()), slice(Silent())),
     "paths": (pathlib.Path("a"), pathlib.Path("b")),
     "sizes": (torch.Size([1]), torch.Size([2])),
     "dtypes": (torch.float32, torch.float64),

@@ -92,6 +92,30 @@ def test_what_cannot_be_copied_fails_in_its_place_and_later_batches_come(prefetc
     assert prefetcher.stats.batches == 3
 
 
+class Searching:
+    """Raises StopIteration where it is moved: a `next()` without a default is a common mistake."""
+
+    def to(self, device: Any) -> Any:
+        return next(iter(()))
+
+
+class Rebuilt:
+    """A registered class."""
+
+
+@pytest.mark.parametrize("where", ["to", "flatten", "unflatten"])
+def test_a_copy_that_raises_stop_iteration_does_not_end_the_pass(prefetch, registry, where):
+    lost = {"flatten": lambda _: next(iter(())), "unflatten": lambda *_: next(iter(()))}
+    tdcopier.register_container(
+        Rebuilt,
+        lost["flatten"] if where == "flatten" else lambda _: ([torch.ones(2)], None),
+        lost["unflatten"],
+    )
+    failing = {"x": Searching() if where == "to" else Rebuilt()}
+    prefetcher = prefetch([batch(0), failing, batch(2)])
+    assert outcomes(prefetcher, 4) == [0, RuntimeError, 2, StopIteration]
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("elements", [3, 1 << 20], ids=["inline", "background"])
 def test_a_copy_that_finds_no_memory_fails_in_its_place_and_later_batches_come(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
+import site
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -132,6 +135,27 @@ def test_a_wheel_for_another_python_says_so(checkout):
     (folder / "_C.cpython-39-x86_64-linux-gnu.so").touch()
     [said] = imports([torch.__version__], checkout)
     assert "(only _C.cpython-39-x86_64-linux-gnu.so)" in said
+
+
+@pytest.mark.parametrize("sees_the_system", [True, False])
+def test_a_build_finds_the_torch_that_its_environment_imports(
+    tmp_path, monkeypatch, sees_the_system
+):
+    environment, system = tmp_path / "environment", tmp_path / "system"
+    environment.mkdir()
+    setting = f"include-system-site-packages = {str(sees_the_system).lower()}"
+    (environment / "pyvenv.cfg").write_text(f"home = /usr/bin\n{setting}\n")
+    [packages] = site.getsitepackages([str(system)])[:1]
+    torch_there = Path(packages) / "torch"
+    torch_there.mkdir(parents=True)
+    (torch_there / "__init__.py").touch()
+    monkeypatch.setenv("VIRTUAL_ENV", str(environment))
+    monkeypatch.setattr(sys, "base_prefix", str(system))
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(environment))
+    monkeypatch.setattr(site, "getusersitepackages", lambda: str(environment))
+    found = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "find_torch.py"))
+    assert found["torch_folder"]() == (torch_there if sees_the_system else None)
 
 
 def test_a_missing_torch_is_named_in_one_sentence(checkout):

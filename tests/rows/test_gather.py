@@ -81,6 +81,14 @@ def test_it_equals_indexing_and_moving_each_leaf(device, index, on):
     assert_same(handle.get(), rows_of(tree, index, target))
 
 
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
+def test_an_index_is_read_on_the_host_whatever_the_default_device(device, index):
+    tree = storage()
+    with torch.device(device):
+        got = tdcopier.gather(tree, index, device)
+    assert_same(got, rows_of(tree, index, device))
+
+
 @pytest.mark.parametrize("index", ["tensor", "mask", "many", "slice"])
 def test_rows_of_plain_memory_are_packed_and_nothing_is_left_to_torch(device, index):
     tree = {f"{i}": torch.randn(ROWS, 1 + i % 7) for i in range(200)}

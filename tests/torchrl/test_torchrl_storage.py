@@ -136,6 +136,19 @@ def test_samples_lie_in_pinned_memory_that_is_sent_as_it_is(device):
     assert all(leaf.is_pinned() for leaf in rows.values(True, True))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_slices_are_sampled_in_every_mode(device, mode):
+    buffers = two_buffers(device, "host", "tensor", lambda: SliceSampler(num_slices=4))
+    fill(buffers, 44)
+    with mode():
+        sampled = []
+        for buffer in buffers:
+            torch.manual_seed(0)
+            sampled.append(buffer.sample())
+    expected, got = (rows.get("observation").cpu() for rows in sampled)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("make", [dict, tuple, list, "tensor"], ids=str)
 def test_trees_of_tensors_are_gathered_too(gathers, make):
     leaves = {"a": torch.randn(10, 3), "b": torch.arange(10)}

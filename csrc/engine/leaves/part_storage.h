@@ -18,7 +18,9 @@ namespace tdcopier {
 //
 // Its memory has the context of the chunk's memory: by that, torch's pinned allocator finds the
 // block that a transfer uses. A device's allocator would need the block's address instead, so
-// leaves on a device share the storage of their chunk.
+// leaves on a device share the storage of their chunk. The context of pageable memory is its
+// address; a part has another one, or torch would take the first part for an allocation of its own,
+// and keep its address without the part when it makes a lazy clone.
 class PartStorage final : public c10::StorageImpl {
  public:
   // Returns a storage over the bytes [begin, begin + bytes) of the chunk.
@@ -28,7 +30,7 @@ class PartStorage final : public c10::StorageImpl {
   PartStorage(const c10::Storage& chunk, uint64_t begin, uint64_t bytes)
       : StorageImpl(use_byte_size_t(), static_cast<int64_t>(bytes),
                     c10::DataPtr(static_cast<std::byte*>(chunk.mutable_data()) + begin,
-                                 chunk.data_ptr().get_context(), &free_nothing, chunk.device()),
+                                 context_of(chunk), &free_nothing, chunk.device()),
                     chunk.allocator(), /*resizable=*/true),
         chunk_(chunk) {}
 
@@ -49,6 +51,10 @@ class PartStorage final : public c10::StorageImpl {
 
  private:
   static void free_nothing(void* /*context*/) {}
+  static void* context_of(const c10::Storage& chunk) {
+    void* const context = chunk.data_ptr().get_context();
+    return context != chunk.data() ? context : chunk.unsafeGetStorageImpl();
+  }
 
   static constexpr size_t kMostKept = 4096;  // under 1 MiB
   using Blocks = BlockStack<sizeof(c10::StorageImpl) + sizeof(c10::Storage), kMostKept>;
