@@ -48,6 +48,7 @@ MODULES = {
     "structure": "structure",
     "company": "company",
     "asyncio": "event_loop",
+    "cold": "cold",
     "tensordict": "tensordicts",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and

@@ -104,6 +104,16 @@ def limits_table(workloads: dict[str, Found]) -> str:
     return grouped(header, ((name, rows(found)) for name, found in workloads.items()))
 
 
+def cold(result: Found) -> list[str]:
+    copies = {
+        f"{title(name, found)} {ENDS[direction]}": ways(found)
+        for direction, batches in result["copies"].items()
+        for name, found in batches.items()
+    }
+    header = ["batch", "way", *TIMES, "over tdcopier", "calls"]
+    return [grouped(header, copies.items())]
+
+
 # ---- loops ---------------------------------------------------------------------------------------
 
 
@@ -363,6 +373,7 @@ def event_loop(result: Found) -> list[str]:
 
 TABLES: dict[str, Callable[[Found], list[str]]] = {
     **dict.fromkeys(DIRECTIONS, copies),
+    "cold": cold,
     "loop": loop,
     "replay": replay,
     "gather": gather,

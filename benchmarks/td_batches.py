@@ -15,12 +15,13 @@ from tensordict import (
     tensorclass,
 )
 
-from tdcopier.workloads import flat_dict
+from tdcopier.workloads import WORKLOADS, flat_dict
 
 ROWS = 256  # in a replay batch
 OBSERVED, CONTROLLED = 17, 6  # sizes of a walking robot's observations and actions
 FRAMES = 64
 MEMBERS = 32
+AGENTS = 64
 
 
 class Batch(NamedTuple):
@@ -62,6 +63,39 @@ class Frames:
 def flat(seed: int) -> TensorDict:
     """Return 1000 leaves of 64 floats in one node: 256,000 bytes."""
     return TensorDict(flat_dict(seed=seed), [])
+
+
+def nested(seed: int) -> TensorDict:
+    """Return 1000 leaves of 64 floats in 111 nodes, three deep: 256,000 bytes."""
+    values = iter(torch.randn(1000, 64, generator=torch.Generator().manual_seed(seed)))
+
+    def node(depth: int) -> TensorDict:
+        below = (next(values).clone() if depth == 0 else node(depth - 1) for _ in range(10))
+        return TensorDict({f"key_{i}": child for i, child in enumerate(below)}, [])
+
+    return node(2)
+
+
+def agents(seed: int) -> TensorDict:
+    """Return steps of 64 agents in 8 rows: 640 leaves in 193 nodes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moment(**more: int) -> TensorDict:
+        sizes = {"position": 3, "velocity": 3, "lidar": 32, "mask": 8, **more}
+        entries = {k: torch.randn(8, size, generator=generator) for k, size in sizes.items()}
+        return TensorDict(entries, [8])
+
+    def agent() -> TensorDict:
+        action = torch.randn(8, 2, generator=generator)
+        both = {"observation": moment(), "next": moment(reward=1)}
+        return TensorDict({**both, "action": action}, [8])
+
+    return TensorDict({f"agent_{i}": agent() for i in range(AGENTS)}, [8])
+
+
+def atari(seed: int) -> TensorDict:
+    """Return 256 rows of an Atari replay buffer: 11 leaves, of which two have 7 MB each."""
+    return TensorDict.from_dict(WORKLOADS["atari_replay"].make(seed), batch_size=[ROWS])
 
 
 def control(seed: int) -> TensorDict:

@@ -21,7 +21,6 @@ from tensordict import TensorDict, tensorclass
 
 import tdcopier
 from tdcopier._commands.interleave import Contender
-from tdcopier._containers.registry import Rule, rule_of
 
 TO = "td.to()"
 CONSOLIDATED = "td.consolidate().to()"
@@ -29,11 +28,9 @@ PINNED = "td.pin_memory().to(non_blocking=True)"
 NODES = 200
 NODES_REPEAT_SHARE = 0.2
 FLAT, NESTED, CLASSES = "side by side", "TensorDict", "tensorclass"
-WHOLE, APART, REBUILD = OURS, f"{OURS}, taking apart alone", f"{OURS}, rebuilding alone"
-WAYS = (WHOLE, APART, REBUILD, TO)
 MIN_SPEEDUPS = {("flat", TO): 15.0, ("flat", CONSOLIDATED): 25.0, ("control", TO): 2.5}
 """Host to device, by batch and other way: the target for its time over ours."""
-MAX_REBUILD_US = {NESTED: 3.0, CLASSES: 10.0}
+MAX_NODE_US = {NESTED: 3.0, CLASSES: 10.0}
 MAX_INTO_SHARE = 0.5  # target for the time over that of a copy that allocates
 
 
@@ -67,10 +64,9 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
         batch = result["copies"]["h2d"][name]
         ratio = batch["failed"][way] if way in batch["failed"] else batch["ratios"][way]
         yield at_least(f"{name}, host to device, {way} over tdcopier", ratio, least)
-    for kind, most_us in MAX_REBUILD_US.items():
-        rebuild_us = result["nodes"]["us_per_node"][kind][REBUILD]
-        what = f"putting one {kind} node together, of {result['nodes']['nodes']}"
-        yield at_most(what, rebuild_us, most_us, "us")
+    for kind, most_us in MAX_NODE_US.items():
+        what = f"one {kind} node, of {result['nodes']['nodes']}"
+        yield at_most(what, result["nodes"]["us_per_node"][kind][OURS], most_us, "us")
     share = result["into"]["h2d"]["ratios"][into.into(into.CHUNK)]
     yield at_most(f"detection batch into {into.CHUNK}, over {into.FRESH}", share, MAX_INTO_SHARE)
 
@@ -173,10 +169,7 @@ def _nodes(bench: Bench, direction: Direction) -> dict[str, Any]:
     made = trees()
     found = {(tree, way.name): way for tree in made for way in node_ways(tree, direction)}
     wrong = {
-        tree: sum(
-            len(differences(way.run(way.prepare(made)), td.to(direction.target)))
-            for way in (found[tree, WHOLE], found[tree, REBUILD])
-        )
+        tree: len(differences(found[tree, OURS].run(made), td.to(direction.target)))
         for tree, td in made.items()
     }
     times_us, processor = bench.interleaved(
@@ -187,14 +180,14 @@ def _nodes(bench: Bench, direction: Direction) -> dict[str, Any]:
         rounds=bench.rounds(NODES_REPEAT_SHARE / BURST, MIN_ROUNDS),
     )
     by_name = summaries(times_us)
-    times = {tree: {way: by_name[f"{way}: {tree}"] for way in WAYS} for tree in made}
-    medians = {tree: {way: times[tree][way]["median_us"] for way in WAYS} for tree in made}
+    times = {tree: {way: by_name[f"{way}: {tree}"] for way in (OURS, TO)} for tree in made}
+    medians = {tree: {way: times[tree][way]["median_us"] for way in (OURS, TO)} for tree in made}
     return {
         "nodes": NODES,
         "leaves": len(made[FLAT].keys()),
         "times": times,
         "us_per_node": {
-            tree: {way: (medians[tree][way] - medians[FLAT][way]) / NODES for way in WAYS}
+            tree: {way: (medians[tree][way] - medians[FLAT][way]) / NODES for way in (OURS, TO)}
             for tree in (NESTED, CLASSES)
         },
         "wrong": wrong,
@@ -202,36 +195,10 @@ def _nodes(bench: Bench, direction: Direction) -> dict[str, Any]:
     }
 
 
-def _anew(leaf: Any) -> Any:
-    """Do as the walk, which makes a new dict for each node whose flatten() returned one."""
-    return leaf.copy() if type(leaf) is dict else leaf
-
-
 def node_ways(tree: str, direction: Direction) -> list[Contender]:
-    """Return the whole copy, two parts of it, and the reference; each receives all trees.
-
-    A copy builds its result as early as it can, often within the call, so the time of `get` would
-    not show the cost of rebuilding. Instead, the two calls that the walk makes to a container's
-    class are timed alone: flattening, and unflattening with leaves on the target.
-    """
+    """Return ways to copy one of the trees; each receives all of them."""
     target = direction.target
-
-    def rebuild(parts: tuple[Rule, list[Any], Any]) -> Any:
-        rule, leaves, context = parts
-        return rule.unflatten([_anew(leaf) for leaf in leaves], context)
-
-    def parts_on_target(made: dict[str, TensorDict]) -> tuple[Rule, list[Any], Any]:
-        rule = rule_of(type(made[tree]))
-        leaves, context, _ = rule.flatten(made[tree], target, False)
-        return rule, tdcopier.copy(leaves, target), context
-
     return [
-        Contender(WHOLE, lambda made: tdcopier.async_to(made[tree], target).get()),
-        Contender(
-            APART,
-            lambda asked: asked[0].flatten(asked[1], target, False),
-            prepare=lambda made: (rule_of(type(made[tree])), made[tree]),
-        ),
-        Contender(REBUILD, rebuild, prepare=parts_on_target),
+        Contender(OURS, lambda made: tdcopier.async_to(made[tree], target).get()),
         Contender(TO, lambda made: made[tree].to(target)),
     ]

@@ -107,6 +107,7 @@ def interleave(
     clock_ns: Callable[[], int] = time.perf_counter_ns,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
     before_round: Callable[[], None] = lambda: None,
+    before_call: Callable[[], object] = lambda: None,
     burst: int = 1,
 ) -> dict[str, list[float]]:
     """Time every contender in every round, so that drift of the machine affects all of them alike.
@@ -129,6 +130,7 @@ def interleave(
         clock_ns: the clock.
         progress: wraps the rounds, to show progress.
         before_round: called at the beginning of every round, outside the timed region.
+        before_call: called before every call, outside the timed region.
         burst: consecutive calls of one contender.
 
     Returns:
@@ -145,6 +147,7 @@ def interleave(
             source = prepared[contender.name][index % len(sources)]
             with contender.around():
                 for _ in range(burst):
+                    before_call()
                     synchronise()
                     start = clock_ns()
                     result = contender.run(source)

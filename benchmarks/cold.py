@@ -1,0 +1,148 @@
+"""Times copies as loops make them: the caches are full of something else, the collector is on.
+
+Before each call the timed thread writes other memory, so that neither the leaves nor their Python
+objects are in a cache, nor the code and tables of the way that is timed. Torch's own threads do not
+write it: they spin for a while afterwards, and would be a load beside the call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from baselines import PREPARED, contenders
+from copies import best_other, wrong_leaves
+from directions import Direction, d2h, h2d, synchroniser
+from measure import Bench
+from tables import OURS
+from target_forms import Target, at_least, count_wrong, none
+
+from tdcopier._commands.interleave import Contender, compared, interleave
+from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
+
+OTHER_BYTES = 96 << 20
+SHARE = 0.12  # of the repeats: a call takes ms with what is between two of them
+DETECTION, FLAT, NESTED = "detection batch", "flat TensorDict", "nested TensorDict, 10 x 10 x 10"
+AGENTS, CONTROL, ATARI = "64 agents, TensorDict", "control TensorDict", "Atari TensorDict"
+WANTED = {
+    "h2d": {DETECTION: 6.0, FLAT: 9.0, NESTED: 9.0, AGENTS: 8.0, CONTROL: 2.5, ATARI: 2.3},
+    "d2h": {DETECTION: 12.0, FLAT: 10.0, CONTROL: 2.5, ATARI: 1.0},
+}
+"""By direction and batch: the target for the time of the best other way over ours."""
+
+
+class Batch(NamedTuple):
+    """A batch, and everything that depends on whether it is a TensorDict."""
+
+    make: Callable[[int], Any]
+    move: Callable[[Any, torch.device], Any]
+    ways: Callable[[Direction], list[Contender]]
+    count_wrong: Callable[[Contender, Any, Direction], int]
+    count_leaves: Callable[[Any], int]
+    total_bytes: Callable[[Any], int]
+
+
+def run(bench: Bench) -> dict[str, Any]:
+    bench = bench._replace(keep_gc=True)
+    both = {direction.name: direction for direction in (h2d(bench.device), d2h(bench.device))}
+    batches = batches_here()
+    return {
+        "what": "Cold caches: time from the call to the tree on the target",
+        "settings": {"other bytes written before a call": OTHER_BYTES, **bench.settings(burst=1)},
+        "copies": {
+            name: {batch: _timed(bench, direction, batch, kind) for batch, kind in batches.items()}
+            for name, direction in both.items()
+        },
+    }
+
+
+def value_targets(result: dict[str, Any]) -> Iterator[Target]:
+    found = [copy for copies in result["copies"].values() for copy in copies.values()]
+    yield none("cold: leaves that differ from .to(), all batches and ways", count_wrong(found))
+
+
+def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
+    for name, wanted in WANTED.items():
+        for batch, least in wanted.items():
+            if batch in result["copies"][name]:
+                way, ratio = best_other(result["copies"][name][batch])
+                what = (
+                    f"{batch}, {name.upper()}, cold: best of the other ways ({way}) over tdcopier"
+                )
+                yield at_least(what, ratio, least)
+
+
+def batches_here() -> dict[str, Batch]:
+    """Return the batches by name; those of TensorDicts only where that package is installed."""
+    found = {
+        DETECTION: Batch(
+            lambda seed: WORKLOADS["detection_batch"].make(seed),
+            lambda tree, device: map_tensors(tree, lambda leaf: leaf.to(device)),
+            _ways_of_trees,
+            lambda way, source, direction: len(wrong_leaves(way, source, direction)),
+            lambda tree: len(leaves(tree)),
+            total_bytes,
+        )
+    }
+    if importlib.util.find_spec("tensordict") is None:
+        return found
+    import td_batches
+    import tensordicts
+
+    def wrong(way: Contender, source: Any, direction: Direction) -> int:
+        return len(tensordicts.tried(way, source, source.to(direction.target), direction))
+
+    made = {
+        FLAT: td_batches.flat,
+        NESTED: td_batches.nested,
+        AGENTS: td_batches.agents,
+        CONTROL: td_batches.control,
+        ATARI: td_batches.atari,
+    }
+    return found | {
+        name: Batch(
+            make,
+            lambda td, device: td.to(device),
+            tensordicts.contenders,
+            wrong,
+            td_batches.count_leaves,
+            td_batches.total_bytes,
+        )
+        for name, make in made.items()
+    }
+
+
+def _ways_of_trees(direction: Direction) -> list[Contender]:
+    """Return the ways that receive the batch as it is, without variants of ours."""
+    ways = [way for way in contenders(direction) if way.kind != PREPARED]
+    return [way for way in ways if way.name == OURS or not way.name.startswith(OURS)]
+
+
+def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
+    sources = [batch.move(batch.make(seed), direction.source) for seed in range(2)]
+    ways = batch.ways(direction)
+    wrong = {way.name: batch.count_wrong(way, sources[0], direction) for way in ways}
+    other = np.zeros(OTHER_BYTES // 8)
+    with bench.quiet() as quiet:
+        times = interleave(
+            ways,
+            sources,
+            synchroniser(direction.devices),
+            rounds=bench.rounds(SHARE),
+            progress=bench.progress(f"cold, {direction.name}, {name}"),
+            before_round=quiet.seek,
+            before_call=lambda: other.fill(1.0),
+        )
+    found = compared(times, OURS, burst=1)
+    return {
+        "leaves": batch.count_leaves(sources[0]),
+        "bytes": batch.total_bytes(sources[0]),
+        "contenders": found["contenders"],
+        "ratios": found["ratios"],
+        "kinds": {way.name: way.kind for way in ways},
+        "wrong": wrong,
+        "processor": quiet.described(),
+    }
