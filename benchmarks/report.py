@@ -132,29 +132,34 @@ def _multiple(ratio: float | None) -> str:
 
 
 def readme_part(results: Sequence[dict[str, Any]]) -> str:
-    """Return the text between the marks in README.md: two sentences, the plot and the machine.
+    """Return the text between the marks in README.md: the sentences, the plot and the machine.
 
     Raises:
-        KeyError: There is no result of the copies or of the training loop.
+        KeyError: There is no result of the copies, of cold caches or of the training loop.
 
     """
     named = {result["name"]: result for result in reversed(results)}  # the first of each name
     h2d, loop = named["h2d"], named["loop"]
     plot = f"![copy times, host to device](benchmarks/results/{plot_name(h2d)})"
     source = "Medians; drawn from the files in `benchmarks/results`."
-    return f"{headline(h2d, loop)}\n\n{plot}\n\n{machine_line(h2d)} {source}"
+    text = headline(h2d, named["cold"], loop)
+    return f"{text}\n\n{plot}\n\n{machine_line(h2d)} {source}"
 
 
-def headline(h2d: dict[str, Any], loop: dict[str, Any]) -> str:
+def headline(h2d: dict[str, Any], cold: dict[str, Any], loop: dict[str, Any]) -> str:
     """Return the README's sentences on how much faster than `.to()` tdcopier is."""
     found = h2d["workloads"][HEADLINE_WORKLOAD]
     ours_us, theirs_us = (found["contenders"][way]["median_us"] for way in (OURS, PER_LEAF))
+    in_cold = cold["copies"]["h2d"]["detection batch"]
+    cold_us, cold_ratio = in_cold["contenders"][OURS]["median_us"], in_cold["ratios"][PER_LEAF]
     ratios = loop["loops"][HEADLINE_WORKLOAD]["ratios"]
     return (
         f"{leaves_and_bytes(found)} reach an {h2d['machine']['gpu']} in "
         f"**{number(ours_us / 1000)} ms**; with "
         f"`.to()` per leaf they take {number(theirs_us / 1000)} ms, "
         f"**{theirs_us / ours_us:.0f} times** as long.\n"
+        f"Between other work, which fills the caches, it is {number(cold_us / 1000)} ms "
+        f"and {cold_ratio:.0f} times.\n"
         f"A training step with them takes {ratios[OURS]:.2f} times as long as one whose "
         f"batch is already on the GPU; with `.to()` per leaf, {ratios[PER_LEAF]:.1f} times."
     )

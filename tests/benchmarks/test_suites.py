@@ -23,7 +23,7 @@ DIRECTIONS = ("h2d", "d2h", "d2d")
 ELSEWHERE = re.compile(
     r"^/machine|limit: memcpy|torchrl|multi_tensor_copier"  # other processors and packages
     r"|^/(workloads|loops|replays|gathers|sizes)/[^/]*$"  # batches that are left out here
-    r"|^/workloads/.*(pin_memory|pinned)|/limits/memcpy$"  # ways that need CUDA
+    r"|^/(workloads|copies)/.*(pin_memory|pinned)|/limits/memcpy$"  # ways that need CUDA
 )
 """Keys of committed results that the test's results may lack."""
 CHUNK = "tdcopier.copy_into(), one earlier chunk"
@@ -185,6 +185,10 @@ OFF = {
         ("changed_values", 1, "came back as another type or object"),
         ("us_per_opaque_value/tdcopier", 0.11, "one opaque value"),
         ("cases/integers in a dict of lists/contenders/tdcopier/median_us", 101.0, "960 integers"),
+    ],
+    "cold": [
+        ("copies/h2d/detection batch/wrong/.to() per leaf", 1, "leaves that differ from .to()"),
+        ("copies/d2h/Atari TensorDict/ratios/td.to()", 0.9, "Atari TensorDict, D2H", 1.1),
     ],
     "tensordict": [
         ("copies/h2d/flat/ratios/td.to()", 14.9, "flat, host to device, td.to() over"),

@@ -48,10 +48,8 @@ MEMORY: dict[str, Defect] = {
     "host_leaf_hides_its_allocation": Defect(
         "Lifetime",
         "engine/leaves/part_storage.h",
-        "                                 chunk.data_ptr().get_context(), &free_nothing, "
-        "chunk.device()),",
-        "                                 {defect} ? nullptr : chunk.data_ptr().get_context(),\n"
-        "                                 &free_nothing, chunk.device()),",
+        "    void* const context = chunk.data_ptr().get_context();\n",
+        "    void* const context = {defect} ? nullptr : chunk.data_ptr().get_context();\n",
         "a_leaf_of_a_host_result_is_sent_by_torch",
         "AssertionError",
         "reused",
