@@ -73,7 +73,7 @@ class Flattener {
 
   void visit(PyObject* object, int depth) {
     const PyTypeObject* type = Py_TYPE(object);
-    if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
+    note_path(depth);
     if (is_plain_tensor_class(type)) {
       add_tensor(object);
     } else if (type == &PyDict_Type) {
@@ -138,9 +138,7 @@ class Flattener {
     const std::optional<TensorDictNode> node = read_tensordict(object);
     if (!node) return add_seen(object, looks_.look_at_collection(object), depth);
     const bool is_root = place == Place::kFree;
-    if (is_root && (node->is_consolidated || node->device == target_)) {
-      return add_delegated(object, WhyDelegated::kClass);
-    }
+    if (is_root && is_left(*node)) return add_delegated(object, WhyDelegated::kClass);
     flat_.spec.add(NodeKind::kTensorDict, PyDict_GET_SIZE(node->entries.ptr()));
     flat_.spec.add_key(reinterpret_cast<PyObject*>(tensordict_));
     flat_.spec.add_key(node->batch_size.ptr());
@@ -157,18 +155,53 @@ class Flattener {
     });
   }
 
-  // Visits an entry that only its own class's code can take apart, or a tensor of a subclass.
+  bool is_left(const TensorDictNode& root) const {
+    return root.is_consolidated || root.device == target_;
+  }
+
+  // Visits an entry that is neither a plain tensor nor of class TensorDict itself.
   void visit_entry(const py::object& value, int depth, py::handle batch_size) {
     const py::type type = py::type::of(value);
-    if (!type.is(entry_class_of_tensors_)) {
-      const Seen seen = looks_.look_into(tensordict_, value.ptr(), batch_size);
-      if (seen.kind == ValueKind::kCollection) {
-        if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
-        return add_seen(value.ptr(), seen, depth);
-      }
-      entry_class_of_tensors_ = type;
+    if (type.is(entry_class_of_tensors_)) return visit(value.ptr(), depth);
+    if (const std::optional<TensorClassNode> node = tensorclass_in(value.ptr())) {
+      note_path(depth);
+      return add_tensorclass(value.ptr(), *node, depth, Place::kInTensorDict);
     }
+    const Seen seen = looks_.look_into(tensordict_, value.ptr(), batch_size);
+    if (seen.kind == ValueKind::kCollection) {
+      note_path(depth);
+      return add_seen(value.ptr(), seen, depth);
+    }
+    entry_class_of_tensors_ = type;
     visit(value.ptr(), depth);
+  }
+
+  // Returns nullopt if this is no tensorclass that the walk takes apart itself.
+  std::optional<TensorClassNode> tensorclass_in(PyObject* object) {
+    const std::optional<bool> keeps_none = looks_.is_tensorclass(Py_TYPE(object));
+    if (!keeps_none) return std::nullopt;
+    std::optional<TensorClassNode> node = read_tensorclass(object, *keeps_none);
+    if (!node || !is_tensordict(node->tensordict.ptr())) return std::nullopt;
+    return read_tensordict(node->tensordict.ptr()) ? std::move(node) : std::nullopt;
+  }
+
+  // Its TensorDict has the same path.
+  void add_tensorclass(PyObject* object, const TensorClassNode& node, int depth, Place place) {
+    if (place == Place::kFree && is_left(*read_tensordict(node.tensordict.ptr()))) {
+      return add_delegated(object, WhyDelegated::kClass);
+    }
+    flat_.spec.add(NodeKind::kTensorClass, 1);
+    flat_.spec.add_key(reinterpret_cast<PyObject*>(Py_TYPE(object)));
+    flat_.spec.add_key(node.others.ptr());
+    path_.check_depth(depth, "data");
+    static PyObject* const no_keys = PyTuple_New(0);
+    path_[depth] = {PathStep::Kind::kNestedKey, no_keys, 0};
+    note_path(depth + 1);
+    visit_tensordict(node.tensordict.ptr(), depth + 1, place);
+  }
+
+  void note_path(int depth) {
+    if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
   }
 
   void add_tensor(PyObject* object) {
@@ -185,13 +218,13 @@ class Flattener {
     if (paths_ == nullptr && is_plain_tensor_class(Py_TYPE(object))) return add_tensor(object);
     const auto kept = py::reinterpret_borrow<py::object>(object);
     if (place == Place::kFree || !is_tensordict(object)) return visit(object, depth);
-    if (paths_ != nullptr) paths_->push_back("data" + path_.text(depth));
+    note_path(depth);
     visit_tensordict(object, depth, place);
   }
 
   bool is_tensordict(PyObject* object) {
     PyTypeObject* const type = Py_TYPE(object);
-    if (tensordict_ == nullptr && looks_.takes_apart_itself(type)) tensordict_ = type;
+    if (tensordict_ == nullptr && looks_.is_tensordict(type)) tensordict_ = type;
     return type == tensordict_;
   }
 
@@ -216,6 +249,11 @@ class Flattener {
       case ValueKind::kTensorDict:
         tensordict_ = Py_TYPE(object);
         return visit_tensordict(object, depth, Place::kFree);
+      case ValueKind::kTensorClass:
+        if (const std::optional<TensorClassNode> node = tensorclass_in(object)) {
+          return add_tensorclass(object, *node, depth, Place::kFree);
+        }
+        return add_seen(object, looks_.look_at_collection(object), depth);
       case ValueKind::kContainer:
       case ValueKind::kCollection:
         flat_.spec.add(NodeKind::kCustom, PyList_GET_SIZE(seen.children.ptr()));
@@ -233,7 +271,7 @@ class Flattener {
     flat_.spec.add_key(seen.unflatten.ptr());
     flat_.spec.add_key(seen.context.ptr());
     if (paths_ == nullptr) return add_tensor(object);
-    paths_->push_back("data" + path_.text(depth));
+    note_path(depth);
     add_delegated(object, why_of_class());
   }
 

@@ -18,6 +18,7 @@ struct Names {
   PyObject* device = PyUnicode_InternFromString("_device");
   PyObject* is_locked = PyUnicode_InternFromString("_is_locked");
   PyObject* consolidated = PyUnicode_InternFromString("_consolidated");
+  PyObject* others = PyUnicode_InternFromString("_non_tensordict");
 };
 
 const Names& names() {
@@ -35,11 +36,26 @@ void set_item(PyObject* dict, PyObject* name, PyObject* value) {
   if (PyDict_SetItem(dict, name, value) != 0) throw py::error_already_set();
 }
 
+py::object checked(PyObject* made) {
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+py::object state_of(PyObject* value) {
+  return checked(PyObject_GenericGetDict(value, nullptr));
+}
+
+// Makes an instance without calling its `__init__`.
+py::object new_instance(py::handle type) {
+  static PyObject* const no_arguments = PyTuple_New(0);
+  auto* const class_ = reinterpret_cast<PyTypeObject*>(type.ptr());
+  return checked(class_->tp_new(class_, no_arguments, nullptr));
+}
+
 }  // namespace
 
 std::optional<TensorDictNode> read_tensordict(PyObject* value) {
-  const auto state = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(value, nullptr));
-  if (!state) throw py::error_already_set();
+  const py::object state = state_of(value);
   TensorDictNode node;
   node.entries = item(state.ptr(), names().tensordict);
   node.batch_size = item(state.ptr(), names().batch_size);
@@ -63,22 +79,42 @@ std::optional<TensorDictNode> read_tensordict(PyObject* value) {
 
 py::object make_tensordict(py::handle type, py::object entries, py::handle batch_size,
                            py::handle dim_names, py::handle device) {
-  static PyObject* const no_arguments = PyTuple_New(0);
-  auto* const class_ = reinterpret_cast<PyTypeObject*>(type.ptr());
-  auto made = py::reinterpret_steal<py::object>(class_->tp_new(class_, no_arguments, nullptr));
-  auto state = py::reinterpret_steal<py::object>(PyDict_New());
-  if (!made || !state) throw py::error_already_set();
+  py::object made = new_instance(type);
+  const py::object state = checked(PyDict_New());
   set_item(state.ptr(), names().device, device.ptr());
   set_item(state.ptr(), names().tensordict, entries.ptr());
   set_item(state.ptr(), names().batch_size, batch_size.ptr());
   if (dim_names.is_none()) {
     set_item(state.ptr(), names().names, Py_None);
   } else {
-    const auto copied = py::reinterpret_steal<py::object>(PySequence_List(dim_names.ptr()));
-    if (!copied) throw py::error_already_set();
+    const py::object copied = checked(PySequence_List(dim_names.ptr()));
     set_item(state.ptr(), names().names, copied.ptr());
   }
   if (PyObject_GenericSetDict(made.ptr(), state.ptr(), nullptr) != 0) throw py::error_already_set();
+  return made;
+}
+
+std::optional<TensorClassNode> read_tensorclass(PyObject* value, bool with_none) {
+  const py::object state = state_of(value);
+  TensorClassNode node{item(state.ptr(), names().tensordict), item(state.ptr(), names().others)};
+  if (!node.tensordict || !node.others || !PyDict_CheckExact(node.others.ptr())) {
+    return std::nullopt;
+  }
+  const py::object fields = std::exchange(node.others, checked(PyDict_New()));
+  Py_ssize_t position = 0;
+  PyObject* name = nullptr;
+  PyObject* field = nullptr;
+  while (PyDict_Next(fields.ptr(), &position, &name, &field) != 0) {
+    if (with_none || field != Py_None) set_item(node.others.ptr(), name, field);
+  }
+  return node;
+}
+
+py::object make_tensorclass(py::handle type, py::handle tensordict, py::handle others) {
+  py::object made = new_instance(type);
+  const py::object state = state_of(made.ptr());
+  set_item(state.ptr(), names().tensordict, tensordict.ptr());
+  set_item(state.ptr(), names().others, checked(PyDict_Copy(others.ptr())).ptr());
   return made;
 }
 

@@ -49,6 +49,10 @@ class Builder {
         if (state[4] == Py_True) made.attr("lock_")();
         return made;
       }
+      case NodeKind::kTensorClass: {
+        PyObject* const* const state = std::exchange(key_, key_ + 2);
+        return make_tensorclass(state[0], build(), state[1]);
+      }
     }
     Py_UNREACHABLE();
   }

@@ -19,8 +19,9 @@ enum class NodeKind : uint8_t {
   // number = entries; the spec's next keys are class, batch size, names, device and whether to lock
   // it, and a key for each entry as in kDict
   kTensorDict,
-  kLeaf,   // number = index in the leaf table of its group
-  kReady,  // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
+  kTensorClass,  // number = 1, its TensorDict; the next two keys are its class and other fields
+  kLeaf,         // number = index in the leaf table of its group
+  kReady,        // number = index of the value itself: opaque, reused, or what `Tensor.to` returned
 };
 
 // Supplies the tensors of all leaves. Each is taken once, roughly in the order of their indices.

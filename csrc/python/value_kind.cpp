@@ -62,7 +62,9 @@ KnownType look_up(py::object type) {
           unflatten,
           step_kind(rule.attr("names").cast<std::string>(), /*nested=*/by_target),
           is_object ? ValueKind::kObject : ValueKind::kDelegated,
-          none_as_null(rule.attr("flatten_entry"))};
+          none_as_null(rule.attr("flatten_entry")),
+          !rule.attr("tensorclass").is_none(),
+          py::str("keeps None").equal(rule.attr("tensorclass"))};
 }
 
 }  // namespace
@@ -73,27 +75,27 @@ ValueLooks::ValueLooks(CollectionRules rules) : rules_(std::move(rules)) {
 
 Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char* root) {
   const KnownType& type = known(Py_TYPE(object));
-  switch (type.kind) {
+  const ValueKind kind = kind_of(type);
+  switch (kind) {
     case ValueKind::kOpaque:
     case ValueKind::kDelegated:
     case ValueKind::kMapped:
     case ValueKind::kObject:
-      return {type.kind};
+    case ValueKind::kTensorDict:
+    case ValueKind::kTensorClass:
+      return {kind};
     case ValueKind::kWrapped:
       return unwrap(type, object);
     case ValueKind::kArray: {
-      const ArrayKind kind = classify_array(object);
-      if (kind == ArrayKind::kOpaque) return {ValueKind::kOpaque};
-      if (kind == ArrayKind::kConvertible) return {ValueKind::kArray};
+      const ArrayKind array = classify_array(object);
+      if (array == ArrayKind::kOpaque) return {ValueKind::kOpaque};
+      if (array == ArrayKind::kConvertible) return {ValueKind::kArray};
       const std::string dtype = array_dtype_name(object);  // before Python code can run
       throw py::type_error(root + path.text(depth) + " is a numpy array of dtype " + dtype +
                            ", which torch cannot take: convert it with .astype(...) first");
     }
     case ValueKind::kCollection:
-      if (takes_apart_itself(type)) return {ValueKind::kTensorDict};
-      break;
     case ValueKind::kContainer:
-    case ValueKind::kTensorDict:  // no class's kind
       break;
   }
   try {

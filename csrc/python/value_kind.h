@@ -21,8 +21,9 @@ enum class ValueKind : uint8_t {
   kObject,     // not a leaf, but has its own `.to`, which may change the object itself
   kMapped,     // a tensor subclass over a mapped file, which `.to` another device makes plain
   kContainer,
-  kCollection,  // has its own `.to`; a container or left to it, by target
-  kTensorDict,  // a collection of exactly this class, which the walk takes apart itself
+  kCollection,   // has its own `.to`; a container or left to it, by target
+  kTensorDict,   // a collection of exactly this class, which the walk takes apart itself
+  kTensorClass,  // the same, if its TensorDict is of exactly that class
 };
 
 // The result of looking up a class.
@@ -39,6 +40,8 @@ struct KnownType {
   // TensorDicts that the walk takes apart: flatten_entry(entry, target, named, batch_size) -> as
   // flatten, for entries that are no tensors; None for tensors. Else null.
   pybind11::object flatten_entry{};
+  bool is_tensorclass = false;  // and no code of its own has to run for a copy
+  bool keeps_none = false;      // tensorclasses: whether fields that are None stay
 };
 
 // How a walk flattens collections.
@@ -80,7 +83,12 @@ class ValueLooks {
   Seen look(PyObject* object, const Path& path, int depth, const char* root);
 
   // Returns whether look() returns kTensorDict for values of this class.
-  bool takes_apart_itself(PyTypeObject* type) { return takes_apart_itself(known(type)); }
+  bool is_tensordict(PyTypeObject* type) { return kind_of(known(type)) == ValueKind::kTensorDict; }
+  // The same for kTensorClass. Returns nullopt, or whether fields that are None stay.
+  std::optional<bool> is_tensorclass(PyTypeObject* type) {
+    const KnownType& its = known(type);
+    return kind_of(its) == ValueKind::kTensorClass ? std::optional(its.keeps_none) : std::nullopt;
+  }
   // Takes apart an entry, not of class TensorDict itself, of a TensorDict with this batch size.
   // Returns kDelegated without parts for a tensor. Runs Python code, and throws its errors.
   // Requires: look() has returned kTensorDict for a value of class `tensordict`.
@@ -96,8 +104,11 @@ class ValueLooks {
  private:
   // The reference is valid until the next call.
   const KnownType& known(PyTypeObject* type);
-  bool takes_apart_itself(const KnownType& type) const {
-    return type.flatten_entry && rules_.target && !rules_.left && !rules_.flatten;
+  // Differs from the kind of the class for the collections that this walk takes apart itself.
+  ValueKind kind_of(const KnownType& type) const {
+    if (!rules_.target || rules_.left || rules_.flatten) return type.kind;
+    if (type.flatten_entry) return ValueKind::kTensorDict;
+    return type.is_tensorclass ? ValueKind::kTensorClass : type.kind;
   }
   Seen take_apart(const KnownType& known, PyObject* object);
   static Seen with_parts(Seen seen, const pybind11::object& parts);

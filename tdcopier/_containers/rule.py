@@ -53,6 +53,9 @@ class Rule(NamedTuple):
     """For `TensorDict` itself, which the walk takes apart without `flatten` if this is given. Takes
     an entry that is neither a plain tensor nor such a TensorDict, the target, whether names are
     wanted, and the batch size of the TensorDict. Returns a `Flat`, or None for a tensor."""
+    tensorclass: Literal["keeps None", "drops None"] | None = None
+    """For a tensorclass that the walk takes apart without `flatten` if the TensorDict in it is of
+    exactly that class: what a copy does with fields that are None."""
     place: Callable[[Any, Any], Place] | None = None
     """Returns the place of the opaque child with this name, or raises `Refused` if the child cannot
     be replaced. None: children of such containers cannot be replaced."""

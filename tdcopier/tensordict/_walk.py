@@ -202,11 +202,14 @@ def flatten_entry(
 
 def rule_of(cls: type) -> Rule:
     """Return the walk's rule for a class of TensorDicts or a tensorclass."""
-    is_dense = cls is TensorDict and _nodes.IS_KNOWN_LAYOUT
-    entry = flatten_entry if is_dense else None
-    return Rule(
-        flatten, unflatten, "key", by_target=True, flatten_entry=entry, place=_place_of_data
-    )
+    rule = Rule(flatten, unflatten, "key", by_target=True, place=_place_of_data)
+    if not _nodes.IS_KNOWN_LAYOUT:
+        return rule
+    if cls is TensorDict:
+        return rule._replace(flatten_entry=flatten_entry)
+    if _kinds.is_plain_tensorclass(cls):
+        return rule._replace(tensorclass="keeps None" if _nodes.KEEPS_NONE_FIELDS else "drops None")
+    return rule
 
 
 class DelegatedCollection(DelegatedPart):
