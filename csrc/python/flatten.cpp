@@ -1,5 +1,6 @@
 // The walk: tests for tensors and plain containers by exact type first, and looks up everything
-// else by its class. It runs for a copy, for the rows of tables, and for messages.
+// else by its class. It runs for a copy, for the rows of tables, and for messages. sort_leaves.cpp
+// decides how each tensor is treated.
 #include "python/flatten.h"
 
 #include <algorithm>
@@ -7,12 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "engine/leaves/pinned_leaves.h"
 #include "python/array_leaf.h"
 #include "python/cache_prefetch.h"
 #include "python/device_argument.h"
 #include "python/path.h"
 #include "python/row_leaves.h"
+#include "python/sort_leaves.h"
 #include "python/tensordict_node.h"
 #include "python/torch_state.h"
 #include "python/torch_tensor.h"
@@ -32,29 +33,23 @@ class Flattener {
   Flattener(c10::Device target, std::vector<std::string>* paths, RowLeaves* rows = nullptr)
       : target_(target),
         rows_(rows),
-        moves_from_host_(has_engine_transfers(target)),
         altered_(is_mode_active()),
         delegates_all_(altered_ || paths != nullptr),
         paths_(paths),
+        found_(target, altered_, delegates_all_, rows),
         looks_({.target = target,
                 .named = paths != nullptr,
                 .left = altered_,
                 .flatten = rows != nullptr ? rows->flatten() : py::object(),
                 .unflatten = rows != nullptr ? rows->unflatten() : py::object()}) {
     flat_.spec.reserve(kFewNodes);
-    tensors_.reserve(kFewNodes);
-  }
-  ~Flattener() {
-    for (const Found& found : tensors_) Py_XDECREF(found.object);
-    for (const Found& found : arrays_) Py_XDECREF(found.object);
   }
   Flattener(const Flattener&) = delete;
   Flattener& operator=(const Flattener&) = delete;
 
   FlatTree run(PyObject* data) {
-    data_ = data;
     visit(data, 0);
-    sort_out_leaves();
+    found_.sort(flat_, data);
     return std::move(flat_);
   }
 
@@ -63,13 +58,6 @@ class Flattener {
 
   // Whether a value is part of a TensorDict or another collection of tensordict.
   enum class Place : uint8_t { kFree, kInTensorDict };
-
-  struct Found {
-    PyObject* object;  // owned until it is sorted out: a class's own code may drop other references
-    size_t node;
-    bool is_table;           // its rows have not been read yet
-    bool is_mapped = false;  // a tensor that was made from a np.memmap
-  };
 
   void visit(PyObject* object, int depth) {
     const PyTypeObject* type = Py_TYPE(object);
@@ -210,7 +198,7 @@ class Flattener {
 
   // Takes over a reference.
   void keep_tensor(PyObject* object, bool is_table, bool is_mapped = false) {
-    tensors_.push_back({object, flat_.spec.nodes(), is_table, is_mapped});
+    found_.add_tensor(object, flat_.spec.nodes(), is_table, is_mapped);
     flat_.spec.add(NodeKind::kLeaf, 0);
   }
 
@@ -298,142 +286,17 @@ class Flattener {
 
   void add_array(PyObject* array) {
     if (delegates_all_) return add_delegated(array, WhyDelegated::kTorchMode);
-    if (!moves_from_host_) return add_delegated(array, WhyDelegated::kDevice);
+    if (!found_.moves_from_host()) return add_delegated(array, WhyDelegated::kDevice);
     if (!is_readable_array(array)) {  // for example another byte order: numpy makes a copy
       return keep_tensor(tensor_from_array(array).release().ptr(), /*is_table=*/false);
     }
-    arrays_.push_back({Py_NewRef(array), flat_.spec.nodes(), /*is_table=*/false});
+    found_.add_array(Py_NewRef(array), flat_.spec.nodes());
     flat_.spec.add(NodeKind::kLeaf, 0);
-  }
-
-  // Looks up the addresses of leaves after the last foreign code has run, which might resize them.
-  void sort_out_leaves() {
-    for (Found& found : arrays_) {
-      const size_t group = group_of(c10::Device(c10::kCPU));
-      add_array_leaf(found.object, flat_.groups[group].leaves);
-      if (is_mapped_array(found.object)) flat_.groups[group].note_mapped();
-      set_leaf(std::exchange(found.object, nullptr), found.node, group);
-    }
-    sort_out_tensors();
-  }
-
-  // Reads three places per tensor that are rarely in the cache after a training step; prefetching
-  // hides most of the misses.
-  void sort_out_tensors() {
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      if (i + kTensorsAhead < tensors_.size()) prefetch_tensor(tensors_[i + kTensorsAhead].object);
-      if (i + kStoragesAhead < tensors_.size())
-        prefetch_storage(tensors_[i + kStoragesAhead].object);
-      PyObject* const object = std::exchange(tensors_[i].object, nullptr);
-      if (tensors_[i].is_table) {
-        sort_out_table(object, tensors_[i].node, tensors_[i].is_mapped);
-      } else {
-        sort_out(object, tensors_[i].node);
-      }
-    }
-  }
-
-  // Adds the rows of a table, or reads them with torch if the engine cannot. Takes over a
-  // reference.
-  void sort_out_table(PyObject* object, size_t node, bool is_mapped) {
-    auto owned = py::reinterpret_steal<py::object>(object);
-    const at::Tensor& table = tensor_in(object);
-    if (const std::optional<std::string> mistake = rows_->mistake_in(table)) {
-      refuse(node, *mistake);
-    }
-    if (!altered_ && table.device().is_cpu()) {
-      const size_t group = group_of(c10::Device(c10::kCPU));
-      const Packable packable = rows_->add(flat_.groups[group].leaves, table);
-      if (packable == Packable::kShortStorage) refuse_short_storage(table, node);
-      if (packable == Packable::kYes) {
-        if (is_mapped || mapped_files_.has(table)) rows_->note_mapped(flat_.groups[group]);
-        return set_leaf(owned.release().ptr(), node, group);
-      }
-      if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
-    }
-    py::object rows = rows_->read(object);  // through a torch mode, if one is active
-    const bool is_plain_class = is_plain_tensor_class(Py_TYPE(rows.ptr()));
-    if (!is_plain_class) return delegate(rows.release().ptr(), {0, node, why_of_class()});
-    sort_out(rows.release().ptr(), node);
-  }
-
-  // Decides how to treat a tensor of torch's own class. Takes over a reference.
-  void sort_out(PyObject* object, size_t node) {
-    auto owned = py::reinterpret_steal<py::object>(object);
-    const at::Tensor& tensor = tensor_in(object);
-    const c10::Device device = tensor.device();
-    if (delegates_all_) {
-      return delegate(owned.release().ptr(), {0, node, WhyDelegated::kTorchMode});
-    }
-    if (device == target_) {
-      flat_.spec.set_ready(node, owned.release().ptr());
-      ++flat_.reused;
-      return;
-    }
-    if (!is_moved_from(device)) {
-      return delegate(owned.release().ptr(), {0, node, WhyDelegated::kDevice});
-    }
-    const size_t group = group_of(device);
-    const Packable packable = flat_.groups[group].leaves.add_if_packable(tensor);
-    switch (packable) {
-      case Packable::kYes:
-        if (device.is_cpu() && mapped_files_.has(tensor)) flat_.groups[group].note_mapped();
-        // Not for tables: leaves made of their rows may come between the leaves of a series.
-        if (device.is_cpu() && rows_ == nullptr) pinned_.note(flat_.groups[group].leaves, tensor);
-        return set_leaf(owned.release().ptr(), node, group);
-      case Packable::kShortStorage:
-        refuse_short_storage(tensor, node);
-      default:
-        // No job for a group without leaves. Only the group that was just made can be empty.
-        if (flat_.groups[group].leaves.size() == 0) flat_.groups.pop_back();
-        return delegate(owned.release().ptr(), {0, node, WhyDelegated::kNotPlain, packable});
-    }
-  }
-
-  [[noreturn]] void refuse_short_storage(const at::Tensor& tensor, size_t node) const {
-    refuse(node,
-           " reaches beyond its storage, which has only " +
-               std::to_string(tensor.storage().nbytes()) +
-               " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
-  }
-
-  [[noreturn]] void refuse(size_t node, const std::string& why) const {
-    throw py::value_error(path_of(data_, node, target_).value_or("a tensor in data") + why);
-  }
-
-  bool is_moved_from(c10::Device device) const {
-    if (device.is_cpu()) return moves_from_host_;
-    return has_engine_transfers(device) && (target_.is_cpu() || target_.type() == device.type());
-  }
-
-  size_t group_of(c10::Device device) {
-    if (last_group_ < flat_.groups.size() && flat_.groups[last_group_].leaves.device() == device) {
-      return last_group_;
-    }
-    for (last_group_ = 0; last_group_ < flat_.groups.size(); ++last_group_) {
-      if (flat_.groups[last_group_].leaves.device() == device) return last_group_;
-    }
-    flat_.groups.push_back({LeafTable(device), std::make_shared<PySources>(), {}});
-    flat_.groups.back().leaves.reserve(tensors_.size());
-    flat_.groups.back().sources->reserve(tensors_.size());
-    return last_group_;
-  }
-
-  // Points the node at the last leaf of the group's table. Takes over a reference.
-  void set_leaf(PyObject* object, size_t node, size_t group) {
-    flat_.spec.set_leaf(node, group, flat_.groups[group].leaves.size() - 1);
-    flat_.groups[group].sources->keep(object);
-  }
-
-  // Takes over a reference. Sets the leaf's `value`.
-  void delegate(PyObject* object, Delegated leaf) {
-    leaf.value = flat_.spec.set_ready(leaf.node, object);
-    flat_.delegated.push_back(leaf);
   }
 
   void add_delegated(PyObject* object, WhyDelegated why) {
     flat_.spec.add(NodeKind::kReady, 0);
-    delegate(Py_NewRef(object), {0, flat_.spec.nodes() - 1, why});
+    flat_.delegate(Py_NewRef(object), {0, flat_.spec.nodes() - 1, why});
   }
 
   WhyDelegated why_of_class() const {
@@ -454,20 +317,14 @@ class Flattener {
 
   const c10::Device target_;
   RowLeaves* const rows_;
-  const bool moves_from_host_;
   const bool altered_;
   const bool delegates_all_;
   std::vector<std::string>* const paths_;
-  PyObject* data_ = nullptr;             // borrowed
   PyTypeObject* tensordict_ = nullptr;   // the class, once the walk has met it, if it knows it
   py::object entry_class_of_tensors_{};  // the class of the last tensor of a subclass
   FlatTree flat_;
+  LeafSorter found_;
   ValueLooks looks_;
-  MappedFiles mapped_files_;
-  PinnedLeaves pinned_;
-  size_t last_group_ = 0;
-  RecycledVector<Found> tensors_;  // in the order of the walk
-  RecycledVector<Found> arrays_;
   Path path_;
 };
 

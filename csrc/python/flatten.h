@@ -48,6 +48,12 @@ struct FlatTree {
   std::vector<Delegated> delegated;
   uint32_t reused = 0;
   uint32_t opaque = 0;
+
+  // Takes over a reference. Sets the leaf's `value`.
+  void delegate(PyObject* object, Delegated leaf) {
+    leaf.value = spec.set_ready(leaf.node, object);
+    delegated.push_back(leaf);
+  }
 };
 
 // Flattens `data`. GIL: held; containers other than list, tuple and dict are flattened by Python

@@ -1,6 +1,6 @@
 """Gathers rows of a storage into packed chunks on their way to a device.
 
-`csrc/python/flatten.cpp` chooses how each leaf is read: the engine gathers plain rows of host
+`csrc/python/sort_leaves.cpp` chooses how each leaf is read: the engine gathers plain rows of host
 memory (`csrc/base/row_copy.cpp`), and `row_numbers.py` indexes all others.
 """
 

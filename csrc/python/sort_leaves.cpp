@@ -1,0 +1,153 @@
+// Looks up the addresses of leaves after the last foreign code has run, which might resize them.
+#include "python/sort_leaves.h"
+
+#include <string>
+#include <utility>
+
+#include "python/array_leaf.h"
+#include "python/cache_prefetch.h"
+#include "python/device_argument.h"
+#include "python/row_leaves.h"
+#include "python/torch_tensor.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+
+LeafSorter::LeafSorter(c10::Device target, bool altered, bool delegates_all, RowLeaves* rows)
+    : target_(target),
+      altered_(altered),
+      delegates_all_(delegates_all),
+      moves_from_host_(has_engine_transfers(target)),
+      rows_(rows) {
+  constexpr size_t kFewLeaves = 32;  // room for 32 leaves costs one allocation
+  tensors_.reserve(kFewLeaves);
+}
+
+LeafSorter::~LeafSorter() {
+  for (const Found& found : tensors_) Py_XDECREF(found.object);
+  for (const Found& found : arrays_) Py_XDECREF(found.object);
+}
+
+void LeafSorter::sort(FlatTree& flat, PyObject* data) {
+  flat_ = &flat;
+  data_ = data;
+
+  for (Found& found : arrays_) {
+    const size_t group = group_of(c10::Device(c10::kCPU));
+    add_array_leaf(found.object, flat_->groups[group].leaves);
+    if (is_mapped_array(found.object)) flat_->groups[group].note_mapped();
+    set_leaf(std::exchange(found.object, nullptr), found.node, group);
+  }
+  sort_tensors();
+}
+
+// Reads three places per tensor that are rarely in the cache after a training step; prefetching
+// hides most of the misses.
+void LeafSorter::sort_tensors() {
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (i + kTensorsAhead < tensors_.size()) prefetch_tensor(tensors_[i + kTensorsAhead].object);
+    if (i + kStoragesAhead < tensors_.size()) prefetch_storage(tensors_[i + kStoragesAhead].object);
+    PyObject* const object = std::exchange(tensors_[i].object, nullptr);
+    if (tensors_[i].is_table) {
+      sort_table(object, tensors_[i].node, tensors_[i].is_mapped);
+    } else {
+      sort_tensor(object, tensors_[i].node);
+    }
+  }
+}
+
+// Adds the rows of a table, or reads them with torch if the engine cannot. Takes over a
+// reference.
+void LeafSorter::sort_table(PyObject* object, size_t node, bool is_mapped) {
+  auto owned = py::reinterpret_steal<py::object>(object);
+  const at::Tensor& table = tensor_in(object);
+  if (const std::optional<std::string> mistake = rows_->mistake_in(table)) {
+    refuse(node, *mistake);
+  }
+  if (!altered_ && table.device().is_cpu()) {
+    const size_t group = group_of(c10::Device(c10::kCPU));
+    const Packable packable = rows_->add(flat_->groups[group].leaves, table);
+    if (packable == Packable::kShortStorage) refuse_short_storage(table, node);
+    if (packable == Packable::kYes) {
+      if (is_mapped || mapped_files_.has(table)) rows_->note_mapped(flat_->groups[group]);
+      return set_leaf(owned.release().ptr(), node, group);
+    }
+    if (flat_->groups[group].leaves.size() == 0) flat_->groups.pop_back();
+  }
+  py::object rows = rows_->read(object);  // through a torch mode, if one is active
+  const bool is_plain_class = is_plain_tensor_class(Py_TYPE(rows.ptr()));
+  if (!is_plain_class)
+    return flat_->delegate(rows.release().ptr(),
+                           {0, node, altered_ ? WhyDelegated::kTorchMode : WhyDelegated::kClass});
+  sort_tensor(rows.release().ptr(), node);
+}
+
+// Decides how to treat a tensor of torch's own class. Takes over a reference.
+void LeafSorter::sort_tensor(PyObject* object, size_t node) {
+  auto owned = py::reinterpret_steal<py::object>(object);
+  const at::Tensor& tensor = tensor_in(object);
+  const c10::Device device = tensor.device();
+  if (delegates_all_) {
+    return flat_->delegate(owned.release().ptr(), {0, node, WhyDelegated::kTorchMode});
+  }
+  if (device == target_) {
+    flat_->spec.set_ready(node, owned.release().ptr());
+    ++flat_->reused;
+    return;
+  }
+  if (!is_moved_from(device)) {
+    return flat_->delegate(owned.release().ptr(), {0, node, WhyDelegated::kDevice});
+  }
+  const size_t group = group_of(device);
+  const Packable packable = flat_->groups[group].leaves.add_if_packable(tensor);
+  switch (packable) {
+    case Packable::kYes:
+      if (device.is_cpu() && mapped_files_.has(tensor)) flat_->groups[group].note_mapped();
+      // Not for tables: leaves made of their rows may come between the leaves of a series.
+      if (device.is_cpu() && rows_ == nullptr) pinned_.note(flat_->groups[group].leaves, tensor);
+      return set_leaf(owned.release().ptr(), node, group);
+    case Packable::kShortStorage:
+      refuse_short_storage(tensor, node);
+    default:
+      // No job for a group without leaves. Only the group that was just made can be empty.
+      if (flat_->groups[group].leaves.size() == 0) flat_->groups.pop_back();
+      return flat_->delegate(owned.release().ptr(), {0, node, WhyDelegated::kNotPlain, packable});
+  }
+}
+
+void LeafSorter::refuse_short_storage(const at::Tensor& tensor, size_t node) const {
+  refuse(node, " reaches beyond its storage, which has only " +
+                   std::to_string(tensor.storage().nbytes()) +
+                   " bytes (was it shrunk with untyped_storage().resize_()?): nothing can read it");
+}
+
+void LeafSorter::refuse(size_t node, const std::string& why) const {
+  throw py::value_error(path_of(data_, node, target_).value_or("a tensor in data") + why);
+}
+
+bool LeafSorter::is_moved_from(c10::Device device) const {
+  if (device.is_cpu()) return moves_from_host_;
+  return has_engine_transfers(device) && (target_.is_cpu() || target_.type() == device.type());
+}
+
+size_t LeafSorter::group_of(c10::Device device) {
+  if (last_group_ < flat_->groups.size() && flat_->groups[last_group_].leaves.device() == device) {
+    return last_group_;
+  }
+  for (last_group_ = 0; last_group_ < flat_->groups.size(); ++last_group_) {
+    if (flat_->groups[last_group_].leaves.device() == device) return last_group_;
+  }
+  flat_->groups.push_back({LeafTable(device), std::make_shared<PySources>(), {}});
+  flat_->groups.back().leaves.reserve(tensors_.size());
+  flat_->groups.back().sources->reserve(tensors_.size());
+  return last_group_;
+}
+
+// Points the node at the last leaf of the group's table. Takes over a reference.
+void LeafSorter::set_leaf(PyObject* object, size_t node, size_t group) {
+  flat_->spec.set_leaf(node, group, flat_->groups[group].leaves.size() - 1);
+  flat_->groups[group].sources->keep(object);
+}
+
+}  // namespace tdcopier
