@@ -1,4 +1,4 @@
-// Counts the transfers of the process.
+// Counts the transfers and the event calls of the process.
 #include "sim/counters.h"
 
 #include <mutex>
@@ -7,8 +7,9 @@ namespace tdcopier::sim {
 
 namespace {
 
-std::mutex counts_mutex;  // guards both numbers of a transfer, so that they always agree
+std::mutex counts_mutex;  // guards all: both numbers of a transfer always agree
 Counts totals;
+std::array<std::int64_t, kEventCalls> event_calls{};
 thread_local const char* uncounted = nullptr;
 
 }  // namespace
@@ -28,6 +29,17 @@ Counts counts() {
 void reset_counts() {
   const std::lock_guard lock(counts_mutex);
   totals = {};
+  event_calls = {};
+}
+
+void count_event_call(EventCall call) {
+  const std::lock_guard lock(counts_mutex);
+  ++event_calls[static_cast<std::size_t>(call)];
+}
+
+std::array<std::int64_t, kEventCalls> event_counts() {
+  const std::lock_guard lock(counts_mutex);
+  return event_calls;
 }
 
 Uncounted::Uncounted(const char* operator_name) : outer_(uncounted) {

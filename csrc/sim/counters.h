@@ -1,4 +1,5 @@
-// Counts the transfers between host and devices, between devices, and within one.
+// Counts the transfers between host and devices, between devices, and within one; and the calls
+// about events.
 #pragma once
 
 #include <array>
@@ -26,7 +27,13 @@ using Counts = std::array<Count, kDirections>;  // indexed by Direction
 void count_transfer(Direction direction, std::size_t bytes);
 
 Counts counts();
-void reset_counts();
+
+enum class EventCall : std::uint8_t { kRecord, kStreamWait, kQuery, kHostWait };
+inline constexpr std::size_t kEventCalls = 4;
+void count_event_call(EventCall call);
+std::array<std::int64_t, kEventCalls> event_counts();  // indexed by EventCall
+
+void reset_counts();  // of both
 
 // While an object of this class lives, transfers of the calling thread are not counted: they only
 // stand in for kernels that the simulation does not have. If nested, the outermost is in force.

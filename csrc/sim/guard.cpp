@@ -4,6 +4,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 
+#include "sim/counters.h"
 #include "sim/device_allocator.h"
 #include "sim/event.h"
 #include "sim/faults.h"
@@ -79,6 +80,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(device == -1 || device == stream.device_index(), "an event of sim:", int{device},
                 " cannot be recorded on a stream of sim:", int{stream.device_index()});
     auto& queue = queue_of(stream);
+    count_event_call(EventCall::kRecord);
     strike_event_record(stream.device_index());
     if (*event == nullptr) *event = new Event(flag == c10::EventFlag::BACKEND_DEFAULT);
     static_cast<Event*>(*event)->record(queue);
@@ -86,14 +88,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void block(void* event, const c10::Stream& stream) const override {
     auto& queue = queue_of(stream);
+    count_event_call(EventCall::kStreamWait);
     if (event != nullptr) static_cast<Event*>(event)->block(queue);
   }
 
   bool queryEvent(void* event) const override {
+    count_event_call(EventCall::kQuery);
     return event == nullptr || static_cast<Event*>(event)->query();
   }
 
   void synchronizeEvent(void* event) const override {
+    count_event_call(EventCall::kHostWait);
     if (event != nullptr) static_cast<Event*>(event)->synchronize();
   }
 

@@ -158,6 +158,7 @@ PYBIND11_MODULE(_sim, m) {
       py::arg("device"), Release());
 
   m.def("transfer_counts", &transfer_counts);
+  m.def("event_counts", &event_counts);
   m.def("reset_counts", &reset_counts);
   m.def("memory_stats", &memory_stats, py::arg("device"));
   m.def(

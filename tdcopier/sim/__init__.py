@@ -30,6 +30,7 @@ Importing this module changes nothing; :func:`enable` registers the device, once
 from tdcopier._sim import Gate
 from tdcopier.sim._control import (
     Counts,
+    EventCounts,
     Hold,
     MemoryStats,
     PinnedBytes,
@@ -37,6 +38,7 @@ from tdcopier.sim._control import (
     busy,
     counts,
     empty_pinned_cache,
+    event_counts,
     hold,
     memory_stats,
     pinned_bytes,
@@ -64,6 +66,7 @@ __all__ = [
     "Counts",
     "DeadlockError",
     "Detector",
+    "EventCounts",
     "Fault",
     "Gate",
     "Hazard",
@@ -81,6 +84,7 @@ __all__ = [
     "detect",
     "empty_pinned_cache",
     "enable",
+    "event_counts",
     "fail_device_allocation",
     "fail_event_query",
     "fail_event_record",

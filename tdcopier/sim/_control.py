@@ -99,8 +99,25 @@ def counts() -> Counts:
     return Counts(*(Transfers(*pair) for pair in _sim.transfer_counts()))
 
 
+class EventCounts(NamedTuple):
+    """Calls about events; on CUDA each is a call of the driver."""
+
+    records: int  #: of an event on a stream
+    stream_waits: int  #: of a stream for an event
+    queries: int  #: whether an event has been reached
+    host_waits: int  #: of the calling thread for an event
+
+
+def event_counts() -> EventCounts:
+    """Return the event calls of all threads since the last :func:`reset_counts`.
+
+    Those of memory allocators, which CUDA's make too, are not counted.
+    """
+    return EventCounts(*_sim.event_counts())
+
+
 def reset_counts() -> None:
-    """Start counting transfers from zero."""
+    """Start counting transfers and event calls from zero."""
     _sim.reset_counts()
 
 

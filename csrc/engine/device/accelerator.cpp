@@ -76,7 +76,7 @@ void Accelerator::poll_all() {
   for (const auto& [key, accelerator] : accelerators) {
     accelerator->staging().pinned_bytes();
     accelerator->deferred().pinned_bytes();
-    accelerator->run_ahead().has_room();
+    accelerator->run_ahead().collect();
   }
 }
 

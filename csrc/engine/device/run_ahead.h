@@ -34,15 +34,24 @@ class RunAhead {
   // must not be held.
   void wait_for_room();
   bool has_room();
+  // Forgets hand-overs that have ended.
+  void collect();
 
   // Sets the limit for all devices, at least 1. Thread: any.
   static void set_limit(uint32_t batches);
   static uint32_t limit();
 
  private:
+  struct HandOver {
+    EventRef event;
+    c10::Stream stream;
+  };
+
+  void collect_ended();  // requires: mutex_ is held
+
   EventPool& events_;
   Mutex mutex_;
-  std::deque<EventRef> ahead_;  // oldest first, guarded by mutex_
+  std::deque<HandOver> ahead_;  // oldest first, guarded by mutex_
 };
 
 }  // namespace tdcopier
