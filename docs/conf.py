@@ -1,5 +1,6 @@
 """Sphinx settings. The build runs the tutorials and draws the benchmark page from result files."""
 
+import json
 import os
 import subprocess
 import sys
@@ -54,6 +55,29 @@ sphinx_gallery_conf = {
 }
 
 
+def wheels_table() -> str:
+    """Return the pairs of Python and torch whose wheel was installed and tested, with the dates."""
+    pairs = json.loads((DOCS / "design" / "wheels.json").read_text())
+    found = {tuple(pair.replace(",", "").split()[1::2]): told for pair, told in pairs.items()}
+
+    def oldest_first(version: str) -> list[int]:
+        return [int(part) for part in version.split(".")]
+
+    pythons = sorted({python for python, _ in found}, key=oldest_first)
+    torches = sorted({torch for _, torch in found}, key=oldest_first)
+
+    def cell(told: dict[str, str] | None) -> str:
+        if told is None:
+            return ""
+        return told["date"] if told["import"] and told["demo"] and told["tests"] else "fails"
+
+    rows = [["torch", *(f"Python {python}" for python in pythons)], ["---"] * (len(pythons) + 1)]
+    rows += [
+        [torch, *(cell(found.get((python, torch))) for python in pythons)] for torch in torches
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
 # Written beside the output, never by hand: the figures of the benchmark page, an example.
 GENERATED = DOCS / "_build" / "generated"
 GENERATED.mkdir(parents=True, exist_ok=True)
@@ -61,6 +85,7 @@ _results = report.load(report.RESULTS)
 report.write_plots(_results, GENERATED)
 (GENERATED / "benchmarks.md").write_text(report.page(_results, "/_build/generated"))
 (GENERATED / "ways_of_torch.md").write_text(report.ways_of_torch(_results))
+(GENERATED / "wheels.md").write_text(wheels_table())
 with (GENERATED / "info.txt").open("wb") as file:
     command = [sys.executable, "-m", "tdcopier.info"]
     subprocess.run(command, stdout=file, check=True, cwd=GENERATED)

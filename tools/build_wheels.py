@@ -168,8 +168,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     arguments = parser.parse_args()
 
-    asked = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
-    os.environ.setdefault("SOURCE_DATE_EPOCH", subprocess.check_output(asked, text=True).strip())
+    if "SOURCE_DATE_EPOCH" not in os.environ:  # set it to build from a source archive
+        asked = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
+        os.environ["SOURCE_DATE_EPOCH"] = subprocess.check_output(asked, text=True).strip()
     WORK.mkdir(parents=True, exist_ok=True)
     finishing = WORK / "finishing" / "bin" / "python"
     if not finishing.exists():
