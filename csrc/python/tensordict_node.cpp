@@ -80,7 +80,8 @@ std::optional<TensorDictNode> read_tensordict(PyObject* value) {
 py::object make_tensordict(py::handle type, py::object entries, py::handle batch_size,
                            py::handle dim_names, py::handle device) {
   py::object made = new_instance(type);
-  const py::object state = checked(PyDict_New());
+  // Not a new dict: PyObject_GenericSetDict has no effect on the attributes in Python 3.13.0.
+  const py::object state = state_of(made.ptr());
   set_item(state.ptr(), names().device, device.ptr());
   set_item(state.ptr(), names().tensordict, entries.ptr());
   set_item(state.ptr(), names().batch_size, batch_size.ptr());
@@ -90,7 +91,6 @@ py::object make_tensordict(py::handle type, py::object entries, py::handle batch
     const py::object copied = checked(PySequence_List(dim_names.ptr()));
     set_item(state.ptr(), names().names, copied.ptr());
   }
-  if (PyObject_GenericSetDict(made.ptr(), state.ptr(), nullptr) != 0) throw py::error_already_set();
   return made;
 }
 

@@ -55,7 +55,7 @@ class Cast(TensorClass["autocast"]):
     pixels: torch.Tensor
     scale: float
     name: str
-    array: np.ndarray  # with parameters, autocast fails on Python 3.10
+    array: np.ndarray[Any, Any]
 
 
 class Uncast(TensorClass["nocast"]):
