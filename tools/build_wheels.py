@@ -202,6 +202,8 @@ def main() -> None:
                 continue
             wheels[version] = wheel_for(python, torch, base)
             tell(f"Python {python_minor(python)}, torch {version}")
+        if not wheels:
+            continue
         made = merge(wheels, finishing, arguments.out)
         tell(f"{made.name}: {made.stat().st_size / 1e6:.1f} MB")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
@@ -55,7 +54,7 @@ class Cast(TensorClass["autocast"]):
     pixels: torch.Tensor
     scale: float
     name: str
-    array: np.ndarray[Any, Any]
+    array: Any
 
 
 class Uncast(TensorClass["nocast"]):
