@@ -1,6 +1,7 @@
 """Timing for the benchmarks: rounds, steps of a copy, and a quiet processor for both.
 
-`tdcopier/_commands/interleave.py` takes turns between the ways.
+`tdcopier/_commands/interleave.py` takes turns between the ways and summarises; `run.py` has the
+number of repeats, and `compare.py` judges a change between two builds.
 """
 
 from __future__ import annotations

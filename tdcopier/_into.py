@@ -1,4 +1,4 @@
-"""Copies into existing memory, and the leaves of them that are delegated to torch or numpy."""
+"""Copies into existing memory: the calls, which pairs are refused, and the delegated leaves."""
 
 from __future__ import annotations
 

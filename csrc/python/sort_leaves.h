@@ -1,5 +1,6 @@
 // Decides how to treat each tensor and array that a walk has found: a leaf of its device's table,
-// delegated, or reused.
+// delegated, or reused. A tensor that is in the tree twice is two leaves, as are two views of one
+// storage: both are copied, and the results share no elements.
 #pragma once
 
 #include <c10/core/Device.h>

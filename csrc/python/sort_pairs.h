@@ -1,5 +1,6 @@
 // Sorts pairs of leaves and destinations: those that the engine copies, by devices, and those that
-// are delegated to torch. Throws for pairs that cannot be copied.
+// are delegated to torch. Throws for pairs that cannot be copied: nothing is converted or
+// broadcast; mismatch() in tdcopier/_into.py says why another shape or dtype is refused.
 #pragma once
 
 #include <c10/core/TensorImpl.h>

@@ -1,5 +1,5 @@
 // A stream of the simulated device: a FIFO of operations that its own thread runs in order, or that
-// a schedule runs one by one.
+// a schedule runs one by one. Only waits for events (event.h) order one stream after another.
 #pragma once
 
 #include <c10/core/Device.h>

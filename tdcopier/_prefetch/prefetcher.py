@@ -1,7 +1,8 @@
 """`prefetch`: reads the batches of a source and copies them ahead of the loop that uses them.
 
 At most `depth` batches are ahead. `reader.py` has the thread that reads, which waits while that
-many are ready or in flight; `in_loop.py` reads in the loop's thread when it takes a batch.
+many are ready or in flight; `in_loop.py` reads in the loop's thread when it takes a batch. Each
+decides which batches are sent at once, and which stay staged on the host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-// The bounded set of pinned buffers for the transfers to and from one device.
+// The bounded set of pinned buffers for the transfers to and from one device, and the share of each
+// use. Batches that are sent later have memory of their own (deferred_batch_memory.h).
 #pragma once
 
 #include <c10/core/Allocator.h>

@@ -1,4 +1,5 @@
-// Thread pools, made when they are needed and never destroyed.
+// Thread pools, made when they are needed and never destroyed. base/processors.h counts the
+// processors: affinity, quota, and the part of each process of a launcher.
 #include "engine/device/thread_pools.h"
 
 #include <ATen/DeviceAccelerator.h>

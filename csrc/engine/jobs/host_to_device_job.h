@@ -1,7 +1,8 @@
 // H2D, to new or existing memory: through pinned staging buffers, or straight from pinned sources,
 // on to_device_stream() or ordered_stream() of engine/device/accelerator.h. Sources may be written
 // again when they have been staged, or, if the device reads pinned ones in place, when the event
-// after its last read has ended (are_sources_free() in copy_job.h).
+// after its last read has ended (are_sources_free() in copy_job.h). engine/leaves/pinned_leaves.h
+// decides which leaves count as pinned: large ones, and long series of small ones.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // The leaves that the engine moves itself: where their bytes are, and which tensors they become.
-// look_at() decides which plain tensors those are. python/flatten.cpp decides before it (torch
+// look_at() decides which plain tensors those are. python/sort_leaves.cpp decides before it (torch
 // modes, devices, tensors that are reused), and python/value_kind.h by class. All others are left
 // to `.to`.
 #pragma once

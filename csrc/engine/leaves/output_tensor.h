@@ -1,4 +1,5 @@
-// The class of the tensors that a copy makes.
+// The class of the tensors that a copy makes. None requires a gradient: look_at() in leaf.h leaves
+// those that do to `.to`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
