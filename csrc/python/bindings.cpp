@@ -31,6 +31,7 @@
 #include "python/start_copy.h"
 #include "python/torch_state.h"
 #include "python/torch_version.h"
+#include "python/value_kind.h"
 
 namespace {
 
@@ -259,6 +260,7 @@ Raises:
       .def_property_readonly("keeps_outputs", &PreparedCopy::keeps_outputs);
 
   m.def("pairs_with_paths", guarded(&tdcopier::pairs_with_paths));
+  m.def("forget_rules", &tdcopier::forget_rules);
   m.def("is_dict_of_tensors", &tdcopier::is_dict_of_tensors);
   m.def("leaves_with_paths", [](py::handle data, py::handle device) {
     return with_torch_errors(

@@ -67,16 +67,16 @@ c10::Device parse_device(py::handle argument) {
   const c10::Device device = to_c10(argument);
   if (device.is_cpu()) return c10::Device(c10::kCPU);
   if (!has_engine_transfers(device)) return device;
-  const std::string kind = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+  const auto kind = [&] { return c10::DeviceTypeName(device.type(), /*lower_case=*/true); };
   if (!c10::impl::hasDeviceGuardImpl(device.type())) {
     throw py::value_error("device " + device.str() +
-                          " is not available: this torch was built without " + kind);
+                          " is not available: this torch was built without " + kind());
   }
   const c10::impl::VirtualGuardImpl backend(device.type());
   const int count = backend.deviceCount();
   if (count == 0 || device.index() >= count) {
     throw py::value_error("device " + device.str() + " does not exist: this machine has " +
-                          std::to_string(count) + " " + kind + " device(s)");
+                          std::to_string(count) + " " + kind() + " device(s)");
   }
   torch::utils::device_lazy_init(device.type());
   return device.has_index() ? device : backend.getDevice();

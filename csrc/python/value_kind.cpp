@@ -1,4 +1,4 @@
-// Looks up each class in `tdcopier._containers.registry`, once per walk.
+// Looks up each class in `tdcopier._containers.registry` once per walk; those of tensordict, once.
 #include "python/value_kind.h"
 
 #include <torch/csrc/Device.h>
@@ -31,7 +31,35 @@ py::object none_as_null(py::object object) {
   return object.is_none() ? py::object() : object;
 }
 
+// The rules of tensordict's own classes, which a program meets in nearly every walk: asking Python
+// for one costs as much as a small copy when the caches are cold. (Tensordict keeps these classes
+// alive too.)
+struct KeptRules {
+  static constexpr size_t kMost = 8;
+  std::vector<KnownType> types;
+  size_t oldest = 0;
+  uint64_t generation = 0;  // increases when rules change
+};
+
+// Never freed: the rules may outlive the interpreter. GIL: held.
+KeptRules& kept_rules() {
+  static auto& kept = *new KeptRules;
+  return kept;
+}
+
+// `generation`: when the look-up began, which lets other threads in.
+void keep_rule(KnownType known, uint64_t generation) {
+  KeptRules& kept = kept_rules();
+  if ((!known.flatten_entry && !known.is_tensorclass) || kept.generation != generation) return;
+  if (kept.types.size() < KeptRules::kMost) {
+    kept.types.push_back(std::move(known));
+  } else {
+    std::swap(kept.types[kept.oldest++ % KeptRules::kMost], known);
+  }
+}
+
 KnownType look_up(py::object type) {
+  load_numpy_types();
   const bool is_tensor = PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(type.ptr()),
                                           reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
   if (is_tensor && is_class(type, "tensordict.memmap", "MemoryMappedTensor")) {
@@ -69,9 +97,13 @@ KnownType look_up(py::object type) {
 
 }  // namespace
 
-ValueLooks::ValueLooks(CollectionRules rules) : rules_(std::move(rules)) {
-  load_numpy_types();
+void forget_rules() {
+  KeptRules& kept = kept_rules();
+  ++kept.generation;
+  const std::vector<KnownType> freed = std::exchange(kept.types, {});
 }
+
+ValueLooks::ValueLooks(CollectionRules rules) : rules_(std::move(rules)) {}
 
 Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char* root) {
   const KnownType& type = known(Py_TYPE(object));
@@ -173,7 +205,12 @@ const KnownType& ValueLooks::known(PyTypeObject* type) {
   for (const KnownType& each : types_) {
     if (each.type.is(wanted)) return each;
   }
+  for (const KnownType& each : kept_rules().types) {
+    if (each.type.is(wanted)) return types_.emplace_back(each);
+  }
+  const uint64_t generation = kept_rules().generation;
   types_.push_back(look_up(py::reinterpret_borrow<py::object>(wanted)));
+  keep_rule(types_.back(), generation);
   return types_.back();
 }
 

@@ -65,6 +65,9 @@ struct Seen {
   pybind11::object unflatten{};
 };
 
+// Must be called when a class is registered or unregistered. GIL: held.
+void forget_rules();
+
 // Classifies the values of one walk other than lists, tuples, dicts and tensors. GIL: held.
 class ValueLooks {
  public:

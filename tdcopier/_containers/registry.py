@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import graphs, pytree, wrapped
 from tdcopier._containers.by_bases import rule_by_bases
@@ -186,7 +187,7 @@ def unregister_class(cls: type) -> None:
     with _lock:
         if not isinstance(cls, type) or _registration_of(cls) is None:
             raise ValueError(f"{getattr(cls, '__qualname__', cls)!s} is not registered")
-        _found.clear()
+        _forget_rules()
         del _registered[cls]
 
 
@@ -195,8 +196,13 @@ def _register(cls: type, rule: Rule, subclasses: bool) -> None:
     with _lock:
         if _registration_of(cls) is not None:
             raise ValueError(f"{cls.__qualname__} is registered already")
-        _found.clear()  # cleared first, so that an interrupt in between changes nothing
+        _forget_rules()  # first, so that an interrupt in between changes nothing
         _registered[cls] = _kept_by(cls, registration)
+
+
+def _forget_rules() -> None:
+    _found.clear()
+    _C.forget_rules()
 
 
 def _kept_by(cls: type, registration: _Registration) -> Callable[[], _Registration | None]:

@@ -14,6 +14,6 @@ def python_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has Python take apart and build every TensorDict, as for one of an unknown layout."""
     nodes = pytest.importorskip("tdcopier.tensordict._nodes")
     monkeypatch.setattr(nodes, "IS_KNOWN_LAYOUT", False)
-    registry._found.clear()
+    registry._forget_rules()
     yield
-    registry._found.clear()
+    registry._forget_rules()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import tdcopier
 from tdcopier._containers.delegated_parts import plain_parts
 
 tensordict = pytest.importorskip("tensordict")
-from tensordict import TensorClass, TensorDict, lazy_stack  # noqa: E402
+from tensordict import TensorClass, TensorDict, lazy_stack, tensorclass  # noqa: E402
 
 from tdcopier.tensordict import _nodes  # noqa: E402
 
@@ -205,3 +206,31 @@ def test_a_result_has_names_of_its_own(device):
     moved.names = ["other"]
     assert source.names == ["rows"]
     assert moved._td_dim_names is not source._td_dim_names
+
+
+def test_rules_that_the_walk_keeps_change_with_a_registration(sim, device):
+    """The walk asks Python for the rule of a class of tensordict once in a program."""
+    data = TensorDict({"a": torch.ones(2)})
+    assert tdcopier.copy(data, device).device == torch.device(device)
+
+    def flatten(value: TensorDict) -> tuple[list[torch.Tensor], list[str]]:
+        return list(value.values()), list(value.keys())
+
+    def unflatten(children: list[torch.Tensor], keys: list[str]) -> dict[str, torch.Tensor]:
+        return dict(zip(keys, children, strict=True))
+
+    tdcopier.register_container(TensorDict, flatten, unflatten)
+    try:
+        assert type(tdcopier.copy(data, device)) is dict
+    finally:
+        tdcopier.unregister_class(TensorDict)
+    assert type(tdcopier.copy(data, device)) is TensorDict
+
+
+def test_the_walk_meets_more_classes_than_it_keeps_rules_of(sim, device):
+    def named(number: int) -> type:
+        return make_dataclass(f"Local{number}", [("a", torch.Tensor)])
+
+    classes = [tensorclass(named(number)) for number in range(20)]
+    for cls in classes * 2:
+        assert type(tdcopier.copy(cls(torch.ones(2), batch_size=[]), device)) is cls
