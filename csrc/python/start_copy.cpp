@@ -95,8 +95,6 @@ class GroupStart {
 
   // Makes the job. Its result has no memory yet.
   std::shared_ptr<CopyJob> make() {
-    const c10::Device accelerator = target_.is_cpu() ? source_ : target_;
-    const RelaxedCapture relaxed(accelerator.type());
     if (source_.is_cpu()) return target_.is_cpu() ? make_on_host() : make_to_device();
     return make_from_device();
   }
@@ -112,12 +110,6 @@ class GroupStart {
   ThreadPool& pool() const {
     const bool waits = target_.is_cpu() && !source_.is_cpu() && !options_.use_pinned_staging;
     return waits ? from_device_workers(source_) : staging_workers();
-  }
-
-  // Allocates the result. GIL: must not be held, because an allocation may wait for the device.
-  void allocate(const CopyJob& job) const {
-    const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
-    job.result()->allocate();
   }
 
  private:
@@ -180,13 +172,15 @@ class GroupStart {
 // Starts the copy of the leaves of one device. `plan`: null, or a pack plan for such leaves.
 void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPlan> plan,
                  c10::Device target, const CopyOptions& options) {
+  const c10::Device source = group.leaves.device();
+  const RelaxedCapture relaxed(target.is_cpu() ? source.type() : target.type());
   std::shared_ptr<CopyJob> job;
   bool background = false;
   try {
     const PhaseRange range(handle.phases(), Phase::kPlan);
     plan = plan_of(group.leaves, options.pack, std::move(plan));
     GroupStart start(group, std::move(plan), target, options);
-    const py::gil_scoped_release no_gil;
+    const py::gil_scoped_release no_gil;  // an allocation may wait for the device
     job = start.make();
     // Runs in the call if it is small and does not have to wait. Enqueueing a device's gather takes
     // the same time for any number of bytes.
@@ -194,11 +188,11 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
     const bool for_workers = options.use_background_thread && !at_once;
     // Allocates while the workers wake up: they need the memory only after staging.
     const bool allocate_late = for_workers && start.needs_memory_late();
-    if (!allocate_late) start.allocate(*job);
+    if (!allocate_late) job->result()->allocate();
     if (for_workers) background = job->run_in_background(start.pool());
     if (allocate_late) {
       try {
-        start.allocate(*job);
+        job->result()->allocate();
       } catch (...) {
         if (!background) throw;  // otherwise the job reports the error
       }

@@ -33,13 +33,17 @@ void refuse_capture(const c10::Stream& stream) {
 }
 
 RelaxedCapture::RelaxedCapture(c10::DeviceType type) {
-  if (type != c10::DeviceType::CUDA || cuda_driver() == nullptr) return;
+  if (is_relaxed_ || type != c10::DeviceType::CUDA || cuda_driver() == nullptr) return;
   int mode = kRelaxed;
-  if (cuda_driver()->exchange_capture_mode(&mode) == 0) previous_mode_ = mode;
+  if (cuda_driver()->exchange_capture_mode(&mode) != 0) return;
+  previous_mode_ = mode;
+  is_relaxed_ = true;
 }
 
 RelaxedCapture::~RelaxedCapture() {
-  if (previous_mode_ >= 0) cuda_driver()->exchange_capture_mode(&previous_mode_);
+  if (previous_mode_ < 0) return;
+  is_relaxed_ = false;
+  cuda_driver()->exchange_capture_mode(&previous_mode_);
 }
 
 }  // namespace tdcopier

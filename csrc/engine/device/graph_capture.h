@@ -14,7 +14,8 @@ bool is_capturing(const c10::Stream& stream);
 void refuse_capture(const c10::Stream& stream);
 
 // While it exists, this thread's calls do not break captures of other threads, as for example an
-// event query would otherwise. CUDA only; for other devices it does nothing.
+// event query would otherwise. CUDA only; for other devices it does nothing. Inside another one it
+// makes no call.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(c10::DeviceType type);
@@ -23,6 +24,7 @@ class RelaxedCapture {
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
+  static inline constinit thread_local bool is_relaxed_ = false;
   int previous_mode_ = -1;  // -1: nothing to restore
 };
 
