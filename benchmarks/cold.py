@@ -2,7 +2,11 @@
 
 Before each call the timed thread writes other memory, so that neither the leaves nor their Python
 objects are in a cache, nor the code and tables of the way that is timed. Torch's own threads do not
-write it: they spin for a while afterwards, and would be a load beside the call.
+write it: they spin for a while afterwards, and would be a load beside the call. The pinned memory
+that the way before has dropped is taken back too: torch asks the device about each block of it in
+the next allocation, which would be a part of the call.
+
+Some batches are timed again beside other work of the host.
 """
 
 from __future__ import annotations
@@ -11,14 +15,16 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import limits
+import loads
 import numpy as np
 import torch
 from baselines import PREPARED, contenders
 from copies import best_other, wrong_leaves
-from directions import Direction, d2h, h2d, synchroniser
+from directions import DMA, Direction, d2h, h2d, synchroniser
 from measure import Bench
 from tables import OURS
-from target_forms import Target, at_least, count_wrong, none
+from target_forms import Target, at_least, at_most, count_wrong, none
 
 from tdcopier._commands.interleave import Contender, compared, interleave
 from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
@@ -27,11 +33,16 @@ OTHER_BYTES = 96 << 20
 SHARE = 0.12  # of the repeats: a call takes ms with what is between two of them
 DETECTION, FLAT, NESTED = "detection batch", "flat TensorDict", "nested TensorDict, 10 x 10 x 10"
 AGENTS, CONTROL, ATARI = "64 agents, TensorDict", "control TensorDict", "Atari TensorDict"
+IMAGES = "detection batch with images"
+BESIDE = (DETECTION, FLAT, IMAGES)
+"""Batches that are timed beside a load, host to device."""
 WANTED = {
     "h2d": {DETECTION: 6.0, FLAT: 9.0, NESTED: 9.0, AGENTS: 8.0, CONTROL: 2.5, ATARI: 2.3},
     "d2h": {DETECTION: 12.0, FLAT: 10.0, CONTROL: 2.5, ATARI: 1.0},
 }
 """By direction and batch: the target for the time of the best other way over ours."""
+OVER_DMA, OVER_DMA_BESIDE = 1.4, 1.8
+"""Targets for the time of the batch with images over that of one transfer of its bytes."""
 
 
 class Batch(NamedTuple):
@@ -56,11 +67,16 @@ def run(bench: Bench) -> dict[str, Any]:
             name: {batch: _timed(bench, direction, batch, kind) for batch, kind in batches.items()}
             for name, direction in both.items()
         },
+        "beside": {
+            load: _beside(bench, both["h2d"], load, kind, batches)
+            for load, kind in loads.KINDS.items()
+        },
     }
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
-    found = [copy for copies in result["copies"].values() for copy in copies.values()]
+    parts = [*result["copies"].values(), *result["beside"].values()]
+    found = [copy for copies in parts for copy in copies.values()]
     yield none("cold: leaves that differ from .to(), all batches and ways", count_wrong(found))
 
 
@@ -73,18 +89,30 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
                     f"{batch}, {name.upper()}, cold: best of the other ways ({way}) over tdcopier"
                 )
                 yield at_least(what, ratio, least)
+    places = {"alone": (result["copies"]["h2d"], OVER_DMA)}
+    places |= {
+        f"beside {load}": (there, OVER_DMA_BESIDE) for load, there in result["beside"].items()
+    }
+    for place, (copies, most) in places.items():
+        if IMAGES in copies:
+            over = copies[IMAGES]["limits"][DMA]["ours_over"]
+            yield at_most(f"{IMAGES}, H2D, cold, {place}: over one DMA", over, most)
 
 
 def batches_here() -> dict[str, Batch]:
     """Return the batches by name; those of TensorDicts only where that package is installed."""
     found = {
-        DETECTION: Batch(
-            lambda seed: WORKLOADS["detection_batch"].make(seed),
+        name: Batch(
+            WORKLOADS[workload].make,
             lambda tree, device: map_tensors(tree, lambda leaf: leaf.to(device)),
-            _ways_of_trees,
+            ways,
             lambda way, source, direction: len(wrong_leaves(way, source, direction)),
             lambda tree: len(leaves(tree)),
             total_bytes,
+        )
+        for name, workload, ways in (
+            (DETECTION, "detection_batch", _ways_of_trees),
+            (IMAGES, "detection_batch_with_images", _ways_and_limit),
         )
     }
     if importlib.util.find_spec("tensordict") is None:
@@ -115,10 +143,26 @@ def batches_here() -> dict[str, Batch]:
     }
 
 
+def _beside(
+    bench: Bench, direction: Direction, load: str, kind: str, batches: dict[str, Batch]
+) -> dict[str, Any]:
+    with loads.running(kind):
+        return {
+            name: _timed(bench, direction, f"{name}, beside {load}", batches[name])
+            for name in BESIDE
+            if name in batches
+        }
+
+
 def _ways_of_trees(direction: Direction) -> list[Contender]:
     """Return the ways that receive the batch as it is, without variants of ours."""
     ways = [way for way in contenders(direction) if way.kind != PREPARED]
     return [way for way in ways if way.name == OURS or not way.name.startswith(OURS)]
+
+
+def _ways_and_limit(direction: Direction) -> list[Contender]:
+    size_bytes = total_bytes(WORKLOADS["detection_batch_with_images"].make(0))
+    return _ways_of_trees(direction) + limits.contenders(direction, size_bytes, [])
 
 
 def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
@@ -126,6 +170,11 @@ def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[
     ways = batch.ways(direction)
     wrong = {way.name: batch.count_wrong(way, sources[0], direction) for way in ways}
     other = np.zeros(OTHER_BYTES // 8)
+
+    def settle() -> None:
+        other.fill(1.0)
+        torch.empty(1, pin_memory=bench.is_real)
+
     with bench.quiet() as quiet:
         times = interleave(
             ways,
@@ -134,15 +183,21 @@ def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[
             rounds=bench.rounds(SHARE),
             progress=bench.progress(f"cold, {direction.name}, {name}"),
             before_round=quiet.seek,
-            before_call=lambda: other.fill(1.0),
+            before_call=settle,
         )
     found = compared(times, OURS, burst=1)
+    medians_us = {way: times["median_us"] for way, times in found["contenders"].items()}
+    has_limit = limits.name_of_transfer(direction) in medians_us
+    size_bytes = batch.total_bytes(sources[0])
     return {
         "leaves": batch.count_leaves(sources[0]),
-        "bytes": batch.total_bytes(sources[0]),
+        "bytes": size_bytes,
         "contenders": found["contenders"],
         "ratios": found["ratios"],
         "kinds": {way.name: way.kind for way in ways},
         "wrong": wrong,
+        "limits": limits.found_limits(direction, size_bytes, (), medians_us, OURS)
+        if has_limit
+        else {},
         "processor": quiet.described(),
     }

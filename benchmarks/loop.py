@@ -1,11 +1,14 @@
 """Times a training loop that is fed by copies, against one with batches that are on the device.
 
 For a loop, the duration of a copy matters less than the delay of the step and the time for which
-the host is busy with the copy.
+the host is busy with the copy. Some loops enqueue few large kernels; in the others the host is as
+busy with many small ones as the device, so that each microsecond of a copy delays the step.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -16,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from baselines import PER_LEAF_TO, PINNED, multi_tensor_copier
 from directions import synchroniser
-from learner import STEPS, Work, block
+from learner import SMALL_KERNELS, STEPS, SmallKernels, Work, block
 from limits import flat_bytes
 from measure import Bench, shuffled, summaries
 from tables import OURS, RESIDENT
@@ -44,29 +47,38 @@ class Wanted(NamedTuple):
     """Time of the host in the copy calls of a step."""
     pool: int
     """Number of batches with different values to cycle through."""
+    is_large_work: bool = True
+    """Whether the kernels of a step are large."""
 
 
 WANTED = {
-    "detection_batch": Wanted(1.02, 150.0, pool=8),
+    "detection_batch": Wanted(1.01, 150.0, pool=8),
     "detection_batch_with_images": Wanted(1.05, 500.0, pool=4),
     "atari_replay": Wanted(1.02, 300.0, pool=6),
+    "control": Wanted(1.03, 100.0, pool=8, is_large_work=False),
+    "agents": Wanted(1.03, 500.0, pool=4, is_large_work=False),
 }
 """Targets by the batch that feeds the loop."""
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    work = Work(bench.device, STEP_MS)
+    work, small = Work(bench.device, STEP_MS), SmallKernels(bench.device)
     return {
         "what": "A training loop: time of a step, and of the host in the calls that copy",
         "settings": {
             **bench.settings(),
             "work": f"{work.count} multiplications of matrices, {tuple(work.factor.shape)}, "
             f"{work.factor.dtype}, for about {STEP_MS:g} ms a step",
+            "small kernels": f"{SMALL_KERNELS} a step, for the TensorDicts",
             "order": f"blocks of {STEPS} steps, shuffled per round",
             "ahead": "start_copy() of the next batch before the step, wait() at its beginning; the "
             "host begins a step when the one before the last is done",
         },
-        "loops": {name: _loop(bench, name, work) for name in WANTED},
+        "loops": {
+            name: _loop(bench, name, work if wanted.is_large_work else small)
+            for name, wanted in WANTED.items()
+            if name in WORKLOADS or importlib.util.find_spec("tensordict")
+        },
         "beside_host_work": beside_host_work(bench),
     }
 
@@ -77,8 +89,8 @@ def value_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
-    for name, wanted in WANTED.items():
-        loop = result["loops"][name]
+    for name, loop in result["loops"].items():
+        wanted = WANTED[name]
         ratio, host_us = loop["ratios"][OURS], loop["copy_calls"][OURS]["median_us"]
         calls = f"{name}, host in the copy calls of a step"
         yield at_most(f"{name}, step over that {RESIDENT}", ratio, wanted.over_resident)
@@ -89,11 +101,11 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     yield at_most(what, together_us, MAX_TOGETHER_US, "us")
 
 
-def _loop(bench: Bench, name: str, work: Work) -> dict[str, Any]:
+def _loop(bench: Bench, name: str, work: Work | SmallKernels) -> dict[str, Any]:
     device, rounds = bench.device, bench.rounds(0.03)
     sources = sources_of(name)
     reader = Reader(sources, device)
-    ways = feeds(device)
+    ways = feeds(device) if name in WORKLOADS else feeds_of_tensordicts(device)
     prepared = {feed.name: [feed.prepare(source) for source in sources] for feed in ways}
     step_us: dict[str, list[float]] = {feed.name: [] for feed in ways}
     copy_calls_us: dict[str, list[float]] = {feed.name: [] for feed in ways}
@@ -111,8 +123,8 @@ def _loop(bench: Bench, name: str, work: Work) -> dict[str, Any]:
     steps = summaries(step_us)
     resident_us = steps[RESIDENT]["median_us"]
     return {
-        "leaves": len(leaves(sources[0])),
-        "bytes": total_bytes(sources[0]),
+        "leaves": len(leaves(as_plain(sources[0]))),
+        "bytes": total_bytes(as_plain(sources[0])),
         "sources": len(sources),
         "steps_per_block": STEPS,
         "step": steps,
@@ -126,7 +138,16 @@ def _loop(bench: Bench, name: str, work: Work) -> dict[str, Any]:
 
 
 def sources_of(name: str) -> list[Any]:
-    return [WORKLOADS[name].make(seed) for seed in range(WANTED[name].pool)]
+    if name in WORKLOADS:
+        make = WORKLOADS[name].make
+    else:
+        make = getattr(importlib.import_module("td_batches"), name)
+    return [make(seed) for seed in range(WANTED[name].pool)]
+
+
+def as_plain(tree: Any) -> Any:
+    """Return a TensorDict as nested dicts of the same leaves."""
+    return tree.to_dict() if hasattr(tree, "to_dict") else tree
 
 
 # ---- how a loop is fed, and what a step reads ----------------------------------------------------
@@ -183,6 +204,19 @@ def feeds(device: torch.device) -> list[Feed]:
     return found
 
 
+def feeds_of_tensordicts(device: torch.device) -> list[Feed]:
+    """Return the same for TensorDicts."""
+
+    def to(td: Any, non_blocking: bool = False) -> Any:
+        return td.to(device, non_blocking=non_blocking)
+
+    return [
+        Feed(RESIDENT, lambda td: td, lambda td: td, to),
+        Feed(OURS, lambda td: tdcopier.async_to(td, device), lambda handle: handle.wait()),
+        Feed("td.to()", lambda td: td, to),
+    ]
+
+
 class Batches:
     """Iterates over the batches of a feed; each call starts the copy for the next step.
 
@@ -216,10 +250,10 @@ class Reader:
     """
 
     def __init__(self, sources: list[Any], device: torch.device) -> None:
-        everywhere = routes(sources[0])
+        everywhere = routes(as_plain(sources[0]))
         self.routes = [everywhere[0], everywhere[len(everywhere) // 2], everywhere[-1]]
         self.sums_expected = [self._sums(source) for source in sources]
-        self.bytes_expected = [flat_bytes(source).to(device) for source in sources]
+        self.bytes_expected = [flat_bytes(as_plain(source)).to(device) for source in sources]
         self.sums = torch.zeros(STEPS, len(self.routes), dtype=torch.int64, device=device)
         self.kept: list[tuple[int, Any]] = []
         """Numbers of steps, with the batches that they had."""
@@ -241,7 +275,9 @@ class Reader:
             for step, sums in enumerate(self.sums.tolist())
         )
         batches = sum(
-            not torch.equal(flat_bytes(batch), self.bytes_expected[(first + step) % count])
+            not torch.equal(
+                flat_bytes(as_plain(batch)), self.bytes_expected[(first + step) % count]
+            )
             for step, batch in self.kept
         )
         self.sums.fill_(-1)

@@ -110,6 +110,11 @@ def cold(result: Found) -> list[str]:
         for direction, batches in result["copies"].items()
         for name, found in batches.items()
     }
+    copies |= {
+        f"{title(name, found)} {ENDS['h2d']}, beside {load}": ways(found)
+        for load, batches in result["beside"].items()
+        for name, found in batches.items()
+    }
     header = ["batch", "way", *TIMES, "over tdcopier", "calls"]
     return [grouped(header, copies.items())]
 

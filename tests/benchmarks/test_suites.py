@@ -24,6 +24,7 @@ ELSEWHERE = re.compile(
     r"^/machine|limit: memcpy|torchrl|multi_tensor_copier"  # other processors and packages
     r"|^/(workloads|loops|replays|gathers|sizes)/[^/]*$"  # batches that are left out here
     r"|^/(workloads|copies)/.*(pin_memory|pinned)|/limits/memcpy$"  # ways that need CUDA
+    r"|^/beside/"  # loads, which would disturb other tests
 )
 """Keys of committed results that the test's results may lack."""
 CHUNK = "tdcopier.copy_into(), one earlier chunk"
@@ -42,6 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
             load(module)
     if importlib.util.find_spec("tensordict"):
         monkeypatch.setattr(load("tensordicts"), "NODES", 5)
+    monkeypatch.setattr(load("loads"), "KINDS", {})
     loop = load("loop")
     monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
     monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
