@@ -195,6 +195,32 @@ def start_scatter(
     options: CopyOptions,
     /,
 ) -> AsyncCopyHandle[_T]: ...
+
+class PinnedMemory:
+    """Memory that `pin_memory_` has pinned.
+
+    It stays pinned, and alive, until `close`, the end of a `with` block, or the end of this object.
+    """
+
+    def __init__(self, data: Any, device: str | torch.device | int, /) -> None: ...
+    def close(self) -> None:
+        """Unpin the memory, after all work that is enqueued on any device. Blocks for that long.
+
+        Memory that another `PinnedMemory` names too stays pinned. A second call does nothing.
+
+        Raises:
+            Exception: the error of a device that cannot be waited for, for example while a stream
+                is capturing a CUDA graph. The memory stays pinned then.
+        """
+    def __enter__(self) -> PinnedMemory: ...
+    def __exit__(self, *_: object) -> None: ...
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory that this keeps pinned; 0 when it is closed."""
+    @property
+    def closed(self) -> bool: ...
+
+def set_pinning_calls(calls: object, /) -> None: ...
 def pairs_with_paths(source: Any, destination: Any, /) -> list[tuple[str, Any, Any]]: ...
 def is_dict_of_tensors(value: Any, /) -> bool: ...
 def forget_rules() -> None: ...

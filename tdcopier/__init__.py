@@ -4,8 +4,8 @@ Calls whose names begin with `start_` return a handle at once; without it, they 
 is done. `start_copy` and `copy` copy to new memory, and `async_to` and `to` are the same under the
 names that TensorDict users expect. `start_copy_into` and `copy_into` copy into an existing tree.
 `start_gather` and `gather` read rows of a storage; `start_scatter` and `scatter` write them.
-`prefetch` reads batches and copies them ahead of a loop. `explain` lists what a copy does with each
-value.
+`prefetch` reads batches and copies them ahead of a loop. `pin_memory_` pins memory that exists.
+`explain` lists what a copy does with each value.
 """
 
 import importlib
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tdcopier._collate import collate
     from tdcopier._commands.info_facts import info
     from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
+    from tdcopier._pin_memory import PinnedMemory, pin_memory_
     from tdcopier._prefetch.prefetcher import Prefetcher, PrefetchStats, prefetch
     from tdcopier._prepared import PreparedCopy, prepare
     from tdcopier._rows.gather import gather, start_gather
@@ -51,6 +52,7 @@ __all__ = [
     "ExplainedLeaf",
     "Explanation",
     "InternalError",
+    "PinnedMemory",
     "PrefetchStats",
     "Prefetcher",
     "PreparedCopy",
@@ -66,6 +68,7 @@ __all__ = [
     "gather",
     "info",
     "install_tensordict_backend",
+    "pin_memory_",
     "prefetch",
     "prepare",
     "register_container",
@@ -90,6 +93,7 @@ _WHEN_ASKED_FOR = {
     "tdcopier._collate": ("collate",),
     "tdcopier._commands.info_facts": ("info",),
     "tdcopier._explain": ("ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"),
+    "tdcopier._pin_memory": ("PinnedMemory", "pin_memory_"),
     "tdcopier._prefetch.prefetcher": ("PrefetchStats", "Prefetcher", "prefetch"),
     "tdcopier._prepared": ("PreparedCopy", "prepare"),
     "tdcopier._rows.gather": ("gather", "start_gather"),

@@ -84,6 +84,10 @@ class DeadlockError(RuntimeError): ...
 def stream_maker() -> object:
     """Return the maker of the engine's own streams; for ``tdcopier._C.set_stream_maker``."""
 
+def pinning_calls() -> object:
+    """Return the calls that pin memory in place; for ``tdcopier._C.set_pinning_calls``."""
+
+def unpin(address: int) -> int: ...
 def interleaver() -> object:
     """Return the hook that controls the engine's threads; for ``tdcopier._C.set_interleaver``."""
 

@@ -191,7 +191,7 @@ def registry() -> Iterator[None]:
     yield
     container_registry._registered.clear()
     container_registry._registered.update(before)
-    container_registry._found.clear()
+    container_registry._forget_rules()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/device/phases.h"
+#include "engine/device/pinned_ranges.h"
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
@@ -25,6 +26,7 @@
 #include "python/handle.h"
 #include "python/interrupts.h"
 #include "python/pair_walk.h"
+#include "python/pin_memory.h"
 #include "python/prepared_copy.h"
 #include "python/row_leaves.h"
 #include "python/sources.h"
@@ -38,6 +40,7 @@ namespace {
 using tdcopier::CopyOptions;
 using tdcopier::Handle;
 using tdcopier::OnUnknown;
+using tdcopier::PinnedMemory;
 using tdcopier::PreparedCopy;
 using tdcopier::Sending;
 
@@ -259,6 +262,29 @@ Raises:
       .def_property_readonly("bytes", &PreparedCopy::bytes)
       .def_property_readonly("keeps_outputs", &PreparedCopy::keeps_outputs);
 
+  py::class_<PinnedMemory> pinned_memory(m, "PinnedMemory", R"(
+Memory that `pin_memory_` has pinned. It stays pinned, and alive, until `close`, the end of a `with`
+block, or the end of this object.)");
+  pinned_memory.attr("__module__") = "tdcopier";
+  pinned_memory
+      .def(py::init([](py::handle data, py::handle device) {
+        return with_torch_errors([&] { return std::make_unique<PinnedMemory>(data, device); });
+      }))
+      .def("close", guarded(&PinnedMemory::close), R"(
+Unpin the memory, after all work that is enqueued on any device. Blocks for that long.
+
+Memory that another `PinnedMemory` names too stays pinned. A second call does nothing.
+
+Raises:
+    Exception: the error of a device that cannot be waited for, for example while a stream is
+        capturing a CUDA graph. The memory stays pinned then.)")
+      .def("__enter__", [](py::object self) { return self; })
+      .def("__exit__",
+           [](PinnedMemory& self, const py::args&) { with_torch_errors([&] { self.close(); }); })
+      .def_property_readonly("bytes", &PinnedMemory::bytes,
+                             "Bytes of memory that this keeps pinned; 0 when it is closed.")
+      .def_property_readonly("closed", &PinnedMemory::is_closed);
+
   m.def("pairs_with_paths", guarded(&tdcopier::pairs_with_paths));
   m.def("forget_rules", &tdcopier::forget_rules);
   m.def("is_dict_of_tensors", &tdcopier::is_dict_of_tensors);
@@ -281,6 +307,11 @@ Raises:
   m.def("set_stream_maker", [](const py::capsule& maker) {
     tdcopier::set_stream_maker(c10::DeviceType::PrivateUse1,
                                *maker.get_pointer<tdcopier::StreamMaker>());
+  });
+  // For the simulation, see engine/device/pinned_ranges.h.
+  m.def("set_pinning_calls", [](const py::capsule& calls) {
+    tdcopier::set_pinning_calls(c10::DeviceType::PrivateUse1,
+                                *calls.get_pointer<tdcopier::PinningCalls>());
   });
   // For the simulation, see base/interleaver.h. Called whenever a schedule or a thread fault
   // begins.

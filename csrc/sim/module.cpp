@@ -50,6 +50,16 @@ void enable(int devices) {
   at::globalContext().lazyInitDevice(kDeviceType);
 }
 
+// Pins memory in place for the engine, through `tdcopier._C.set_pinning_calls`, whose
+// tdcopier::PinningCalls this repeats.
+struct {
+  int (*pin)(void* begin, size_t bytes);
+  int (*unpin)(void* begin);
+} g_pinning_calls{
+    [](void* begin, size_t bytes) { return PinnedAllocator::get().pin(begin, bytes); },
+    [](void* begin) { return PinnedAllocator::get().unpin(begin); },
+};
+
 // Creates streams for the engine, through `tdcopier._C.set_stream_maker`.
 c10::Stream (*g_stream_maker)(c10::Device) = private_stream;
 
@@ -135,6 +145,10 @@ PYBIND11_MODULE(_sim, m) {
 
   m.def("enable", &enable, py::arg("devices"));
   m.def("stream_maker", [] { return py::capsule(&g_stream_maker, "tdcopier.StreamMaker"); });
+  m.def("pinning_calls", [] { return py::capsule(&g_pinning_calls, "tdcopier.PinningCalls"); });
+  m.def("unpin", [](std::uintptr_t address) {  // for tests of the detector
+    return PinnedAllocator::get().unpin(reinterpret_cast<void*>(address));
+  });
   m.def("shut_down", &shut_down, Release());
   m.def("in_forked_child", &in_forked_child);
 

@@ -93,14 +93,50 @@ PinnedBytes PinnedAllocator::bytes() const {
   return bytes_;
 }
 
+int PinnedAllocator::pin(void* begin, std::size_t bytes) noexcept {
+  constexpr int kOutOfMemory = 2;  // as CUDA's
+  constexpr int kAlreadyPinned = 712;
+  try {
+    strike_pinned_allocation(bytes);
+  } catch (...) {
+    return kOutOfMemory;
+  }
+  const auto first = reinterpret_cast<std::uintptr_t>(begin);
+  const std::lock_guard lock(mutex_);
+  const auto next = in_place_.upper_bound(first + bytes - 1);
+  if (next != in_place_.begin() && std::prev(next)->first + std::prev(next)->second > first) {
+    return kAlreadyPinned;
+  }
+  in_place_.emplace(first, bytes);
+  return 0;
+}
+
+int PinnedAllocator::unpin(void* begin) {
+  constexpr int kNotPinned = 713;
+  const std::lock_guard lock(mutex_);
+  if (in_place_.erase(reinterpret_cast<std::uintptr_t>(begin)) == 0) return kNotPinned;
+  if (Tracker::is_on()) Tracker::get().unpinned(begin);
+  return 0;
+}
+
 bool PinnedAllocator::is_pinned(const void* data) const {
   const std::lock_guard lock(mutex_);
-  return cache_.containing(data) != nullptr;
+  return cache_.containing(data) != nullptr || pinned_in_place(data);
 }
 
 std::optional<Place> PinnedAllocator::place_of(const void* data) const {
   const std::lock_guard lock(mutex_);
-  return cache_.place_of(data);
+  const auto block = cache_.place_of(data);
+  return block ? block : pinned_in_place(data);
+}
+
+std::optional<Place> PinnedAllocator::pinned_in_place(const void* data) const {
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  auto next = in_place_.upper_bound(address);
+  if (next == in_place_.begin()) return std::nullopt;
+  const auto& [begin, size] = *--next;
+  if (address >= begin + size) return std::nullopt;
+  return Place{begin, size, /*in_use=*/true};
 }
 
 void PinnedAllocator::free_block(void* context) {

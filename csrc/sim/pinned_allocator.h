@@ -5,6 +5,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <optional>
 
@@ -38,16 +39,23 @@ class PinnedAllocator final : public at::HostAllocator {
 
   PinnedBytes bytes() const;
 
-  // Returns whether an address is in a block that was ever handed out and has not been given back
-  // to the system.
+  // Pins memory of other owners in place, and undoes it. Work that may still access the memory then
+  // is a hazard. Each returns 0, or a driver's error code.
+  int pin(void* begin, std::size_t bytes) noexcept;
+  int unpin(void* begin);
+
+  // Returns whether an address is in memory that is pinned in place, or in a block that was ever
+  // handed out and has not been given back to the system.
   bool is_pinned(const void* data) const;
   std::optional<Place> place_of(const void* data) const;
 
  private:
   static void free_block(void* context);
+  std::optional<Place> pinned_in_place(const void* data) const;
 
   mutable std::mutex mutex_;
   BlockCache cache_;
+  std::map<std::uintptr_t, std::size_t> in_place_;  // sizes by beginning; they do not overlap
   PinnedBytes bytes_;
 };
 

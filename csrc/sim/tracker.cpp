@@ -174,6 +174,19 @@ void Tracker::given_back(const Block& block) {
   if (!is_known && block.owner == nullptr) ++older_given_back_[block.size];
 }
 
+void Tracker::unpinned(const void* begin) {
+  const std::lock_guard lock(mutex_);
+  if (!is_on()) return;
+  const auto block = reinterpret_cast<std::uintptr_t>(begin);
+  const auto safe = [&](const PastAccess& past) { return past.is_before(host_); };
+  history_.hand_out(block, safe, nullptr, [&](const PastAccess& past) {
+    report("unpinned", past.note->label,
+           c10::str(kind_of_memory(*past.access), " that ", who(past), verb(*past.access),
+                    " is unpinned before that is done"));
+  });
+  history_.forget(block);
+}
+
 void Tracker::forgotten(const Block& block) {
   const std::lock_guard lock(mutex_);
   history_.forget(reinterpret_cast<std::uintptr_t>(block.data));

@@ -67,6 +67,7 @@ class Tracker {
   void handed_out(Block& block, std::optional<int> device, const StreamQueue* stream);
   void given_back(const Block& block);
   void forgotten(const Block& block);
+  void unpinned(const void* begin);  // memory of another owner
   // Returns all work that has happened when these streams have done what they have now.
   std::shared_ptr<const Clock> end_of_all(const std::vector<StreamQueue*>& streams) const;
   std::vector<LiveBlock> in_use() const;  // pinned blocks first, then by number

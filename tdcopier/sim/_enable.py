@@ -56,6 +56,7 @@ def enable(devices: int = 2) -> None:
             )
         _sim.enable(devices)
         _C.set_stream_maker(_sim.stream_maker())
+        _C.set_pinning_calls(_sim.pinning_calls())
         atexit.register(_sim.shut_down)
 
         from tdcopier.sim import device_module

@@ -28,6 +28,9 @@ const CudaDriver* load() {
       look_up(library, "cuCtxPushCurrent_v2", driver.push_context) &&
       look_up(library, "cuCtxPopCurrent_v2", driver.pop_context) &&
       look_up(library, "cuStreamCreateWithPriority", driver.create_stream);
+  const bool registers = look_up(library, "cuMemHostRegister_v2", driver.register_host) &&
+                         look_up(library, "cuMemHostUnregister", driver.unregister_host);
+  if (!registers) driver.register_host = nullptr;
   const bool launches = look_up(library, "cuModuleLoadData", driver.load_module) &&
                         look_up(library, "cuModuleGetFunction", driver.get_function) &&
                         look_up(library, "cuLaunchKernel", driver.launch);

@@ -26,6 +26,10 @@ struct CudaDriver {
   int (*create_stream)(void** stream, unsigned flags,
                        int priority);  // cuStreamCreateWithPriority
 
+  // Null if the driver lacks either.
+  int (*register_host)(void* begin, size_t bytes, unsigned flags);  // cuMemHostRegister_v2
+  int (*unregister_host)(void* begin);                              // cuMemHostUnregister
+
   // For kernels. If one of them is missing, `launch` is null.
   int (*load_module)(void** module, const void* image);                  // cuModuleLoadData
   int (*get_function)(void** function, void* module, const char* name);  // cuModuleGetFunction
