@@ -1,6 +1,7 @@
-"""Compiles csrc/kernels/move_segments.cu to the PTX that the engine passes to CUDA's driver.
+"""Compiles the kernels in csrc/kernels to the PTX that the engine passes to CUDA's driver.
 
-``python tools/make_ptx.py`` writes csrc/kernels/move_segments_ptx.h; ``--check`` only compares it.
+``python tools/make_ptx.py`` writes a header for each, for example move_segments_ptx.h for
+move_segments.cu; ``--check`` only compares them.
 It needs no GPU and no toolkit, only NVRTC in one exact version, since each version writes other
 PTX: ``pip install nvidia-cuda-nvrtc-cu12==12.1.105``. Its PTX version, 8.1, is the oldest that
 allows 32 KiB of kernel parameters, so every driver that supports these (530 and later) accepts it.
@@ -15,16 +16,16 @@ from importlib import metadata
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[1] / "csrc/kernels"
-SOURCE, HEADER = KERNELS / "move_segments.cu", KERNELS / "move_segments_ptx.h"
+NAMES = ("move_segments", "read_rows")
 PACKAGE, VERSION = "nvidia-cuda-nvrtc-cu12", "12.1.105"
 OPTIONS = ["--gpu-architecture=compute_70", "--std=c++17"]
 
-PREAMBLE = """// Written by tools/make_ptx.py from move_segments.cu: not to be edited.
+PREAMBLE = """// Written by tools/make_ptx.py from {name}.cu: not to be edited.
 #pragma once
 
-namespace tdcopier {
+namespace tdcopier {{
 
-inline constexpr char kMoveSegmentsPtx[] = R"ptx("""
+inline constexpr char k{constant}Ptx[] = R"ptx("""
 END = """)ptx";
 
 }  // namespace tdcopier
@@ -35,8 +36,12 @@ class WrongCompiler(RuntimeError):
     """NVRTC is missing, or its version is not the one that the header is made with."""
 
 
-def compiled() -> str:
-    """Returns the header's text for the present source.
+def header_of(name: str) -> Path:
+    return KERNELS / f"{name}_ptx.h"
+
+
+def compiled(name: str) -> str:
+    """Returns the text of a kernel's header for its present source.
 
     Raises:
         WrongCompiler: NVRTC is missing or has another version.
@@ -45,7 +50,7 @@ def compiled() -> str:
     """
     nvrtc = _load()
     program = ctypes.c_void_p()
-    source = SOURCE.read_bytes()
+    source = (KERNELS / f"{name}.cu").read_bytes()
     _check(nvrtc, nvrtc.nvrtcCreateProgram, ctypes.byref(program), source, b"", 0, None, None)
     options = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
     if nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options) != 0:
@@ -53,7 +58,8 @@ def compiled() -> str:
     # Drop constants of NVRTC's own headers, which nothing uses.
     lines = _text(nvrtc, program, "PTX").strip().splitlines()
     kept = [line for line in lines if not (line.startswith(".global") and "nv6target" in line)]
-    return "\n".join([PREAMBLE + kept[0], *kept[1:], END])
+    constant = name.title().replace("_", "")
+    return "\n".join([PREAMBLE.format(name=name, constant=constant) + kept[0], *kept[1:], END])
 
 
 def _load() -> ctypes.CDLL:
@@ -89,17 +95,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     options = parser.parse_args(arguments)
     try:
-        header = compiled()
+        headers = {header_of(name): compiled(name) for name in NAMES}
     except WrongCompiler as error:
         print(error, file=sys.stderr)
         return 2
     if not options.check:
-        HEADER.write_text(header)
+        for file, header in headers.items():
+            file.write_text(header)
         return 0
-    if HEADER.read_text() == header:
-        return 0
-    print(f"{HEADER.name} is not what {SOURCE.name} compiles to: run {sys.argv[0]}.")
-    return 1
+    stale = [file.name for file, header in headers.items() if file.read_text() != header]
+    if stale:
+        print(f"{', '.join(stale)}: not what the source compiles to: run {sys.argv[0]}.")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

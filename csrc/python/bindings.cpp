@@ -17,6 +17,7 @@
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/from_device_job.h"
+#include "engine/moves/row_kernel.h"
 #include "engine/moves/segment_kernel.h"
 #include "engine/moves/stage.h"
 #include "python/copy_into.h"
@@ -321,6 +322,7 @@ Raises:
   m.def("wake_workers", &tdcopier::wake_workers);
   m.def("why_no_segment_kernel", of_device(&tdcopier::why_no_segment_kernel));
   m.def("use_segment_kernel", &tdcopier::use_segment_kernel);
+  m.def("use_row_kernel", &tdcopier::use_row_kernel);
   m.attr("MAX_STRAIGHT_BYTES") = tdcopier::kMaxStraightBytes;
   m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);
   m.def("default_worker_count", &tdcopier::default_worker_count);

@@ -51,6 +51,7 @@ Handle::~Handle() {
 void Handle::attach(std::shared_ptr<CopyJob> job, bool background) {
   counts_.packed += job->plan().packed_leaves;
   counts_.alone += static_cast<uint32_t>(job->plan().order.size()) - job->plan().packed_leaves;
+  counts_.read_as_rows += job->leaves_read_as_rows();
   jobs_.push_back(std::move(job));
   background_ |= background;
 }
@@ -355,7 +356,7 @@ py::tuple Handle::stats() const {
   }
   return py::make_tuple(counts_.packed, counts_.alone, counts_.delegated, counts_.reused,
                         counts_.opaque, chunks, moved.transfers, moved.bytes, background_,
-                        moved.fallbacks, counts_.opaque_differences, times());
+                        moved.fallbacks, counts_.opaque_differences, counts_.read_as_rows, times());
 }
 
 py::object Handle::times() const {

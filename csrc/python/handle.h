@@ -24,7 +24,8 @@ struct LeafCounts {
   uint32_t reused = 0;
   uint32_t opaque = 0;
   uint32_t opaque_differences = 0;
-  uint32_t left = 0;  // tables whose rows were read by their own code
+  uint32_t read_as_rows = 0;  // tables whose rows a device reads
+  uint32_t left = 0;          // tables whose rows were read by their own code
 };
 
 // The class tdcopier.AsyncCopyHandle. Thread: any that holds the GIL. GIL: held for every member;

@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "engine/device/pinned_ranges.h"
+#include "engine/moves/row_kernel.h"
 #include "python/array_leaf.h"
 #include "python/cache_prefetch.h"
 #include "python/device_argument.h"
@@ -19,6 +21,7 @@ LeafSorter::LeafSorter(c10::Device target, bool altered, bool delegates_all, Row
       altered_(altered),
       delegates_all_(delegates_all),
       moves_from_host_(has_engine_transfers(target)),
+      are_rows_read_there_(rows != nullptr && moves_from_host_ && reads_rows(target)),
       rows_(rows) {
   constexpr size_t kFewLeaves = 32;  // room for 32 leaves costs one allocation
   tensors_.reserve(kFewLeaves);
@@ -70,6 +73,7 @@ void LeafSorter::sort_table(PyObject* object, size_t node, bool is_mapped) {
     const Packable packable = rows_->add(flat_->groups[group].leaves, table);
     if (packable == Packable::kShortStorage) refuse_short_storage(table, node);
     if (packable == Packable::kYes) {
+      if (are_rows_read_there_ && is_pinned_table(table)) flat_->groups[group].leaves.note_pinned();
       if (is_mapped || mapped_files_.has(table)) rows_->note_mapped(flat_->groups[group]);
       return set_leaf(owned.release().ptr(), node, group);
     }
@@ -81,6 +85,17 @@ void LeafSorter::sort_table(PyObject* object, size_t node, bool is_mapped) {
     return flat_->delegate(rows.release().ptr(),
                            {0, node, altered_ ? WhyDelegated::kTorchMode : WhyDelegated::kClass});
   sort_tensor(rows.release().ptr(), node);
+}
+
+// Torch takes a microsecond to tell whether memory is pinned, so it is asked about the first table,
+// and about others only if that one is pinned.
+bool LeafSorter::is_pinned_table(const at::Tensor& table) {
+  const c10::Storage& storage = table.storage();
+  if (PinnedRanges::has({static_cast<const std::byte*>(storage.data()), storage.nbytes()})) {
+    return true;
+  }
+  if (is_table_pinned_by_torch_.value_or(true)) is_table_pinned_by_torch_ = table.is_pinned();
+  return *is_table_pinned_by_torch_;
 }
 
 // Decides how to treat a tensor of torch's own class. Takes over a reference.

@@ -70,7 +70,7 @@ std::optional<DeferredLease> deferred_memory(Accelerator& accelerator, const Cop
   if (t_sending == Sending::kAtOnce || plan.total_bytes == 0) return std::nullopt;
   if (!options.use_background_thread || !options.use_pinned_staging) return std::nullopt;
   const auto straight = [&](const ChunkPlan& chunk) {
-    return is_straight(chunk, plan, *work.leaves);
+    return is_straight(chunk, plan, *work.leaves) || is_of_pinned_rows(chunk, plan, *work.leaves);
   };
   if (std::any_of(plan.chunks.begin(), plan.chunks.end(), straight)) return std::nullopt;
   return accelerator.deferred().lease(plan.chunks.back().end());

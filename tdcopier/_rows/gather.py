@@ -42,8 +42,9 @@ def start_gather(
 
     The result equals `storage[index].to(device)` for a TensorDict. For other containers, each leaf
     equals `leaf[index].to(device)`. It is always new memory, even if the index would give a view.
-    Native threads read the rows directly from the storage into the pinned memory that the transfers
-    read. A storage in memory-mapped files is read in place. A storage on a device is indexed there.
+    From pinned leaves (see `pin_memory_`) a CUDA device reads the rows itself. From others, native
+    threads read them directly into the pinned memory that the transfers read. A storage in
+    memory-mapped files is read in place. A storage on a device is indexed there.
 
     The call copies the index. **Until `wait_gathered` has returned** rows may still be read: do not
     write to the rows that the index names, and do not resize the storage. After it returns you may

@@ -17,17 +17,18 @@ def load_tool():
     return module
 
 
-def test_the_header_is_what_the_source_compiles_to(monkeypatch, tmp_path):
+def test_the_headers_are_what_the_sources_compile_to(monkeypatch, tmp_path):
     tool = load_tool()
     try:
-        header = tool.compiled()
+        headers = {name: tool.compiled(name) for name in tool.NAMES}
     except tool.WrongCompiler as error:
         pytest.skip(str(error))
-    assert tool.HEADER.read_text() == header
+    for name, header in headers.items():
+        assert tool.header_of(name).read_text() == header
     assert tool.main(["--check"]) == 0
-    changed = tmp_path / "move_segments.cu"
-    changed.write_text(tool.SOURCE.read_text().replace("blockDim.x", "32"))
-    monkeypatch.setattr(tool, "SOURCE", changed)
+    for file in (*tool.KERNELS.glob("*.cu"), *tool.KERNELS.glob("*_ptx.h")):
+        (tmp_path / file.name).write_text(file.read_text().replace("blockDim.x", "32"))
+    monkeypatch.setattr(tool, "KERNELS", tmp_path)
     assert tool.main(["--check"]) == 1
 
 

@@ -64,6 +64,17 @@ MEMORY: dict[str, Defect] = {
         "AssertionError",
         "changed",
     ),
+    "row_numbers_overwritten_early": Defect(
+        "Lifetime",
+        "engine/jobs/host_to_device_job.cpp",
+        "    if (lease) lease->in_flight_until(accelerator_.events().record_or_wait(stream_));",
+        "    if (lease && !{defect}) {\n"
+        "      lease->in_flight_until(accelerator_.events().record_or_wait(stream_));\n"
+        "    }",
+        "the_device_reads_pinned_rows",
+        "HazardError",
+        "changed",
+    ),
     "held_memory_reused_early": Defect(
         "Lifetime",
         "engine/device/deferred_batch_memory.cpp",

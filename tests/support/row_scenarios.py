@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from scenario_world import ScenarioWorld, small_limits
 
 import tdcopier
+from tdcopier import _C
 
 
 def rows_are_overwritten_when_they_are_gathered(world: ScenarioWorld) -> None:
@@ -21,6 +25,30 @@ def rows_are_overwritten_when_they_are_gathered(world: ScenarioWorld) -> None:
         for table in tables:
             table.fill_(-1)
         world.read_late(handle.wait(), expected)
+
+
+@contextmanager
+def read_by_the_device() -> Iterator[None]:
+    _C.use_row_kernel(True)
+    try:
+        yield
+    finally:
+        _C.use_row_kernel(False)
+
+
+def the_device_reads_pinned_rows(world: ScenarioWorld) -> None:
+    """H2D: two gathers in turn; rows are overwritten when they have been read, and unpinned."""
+    device = world.devices[0]
+    table = world.batch((400,))[0].view(20, 20)
+    with small_limits(), read_by_the_device(), tdcopier.pin_memory_([table], device):
+        indices = [torch.tensor([1, 2, 3, 18]), torch.tensor([5, 5, 0])]
+        expected = [[table[index]] for index in indices]
+        handles = [tdcopier.start_gather([table], index, device) for index in indices]
+        for handle in handles:
+            handle.wait_gathered()
+        table.fill_(-1)
+        for handle, rows in zip(handles, expected, strict=True):
+            world.read_late(handle.wait(), rows)
 
 
 def rows_for_the_host_and_a_device(world: ScenarioWorld) -> None:
@@ -57,5 +85,6 @@ def rows_are_scattered_while_the_batch_is_overwritten(world: ScenarioWorld) -> N
 ROWS = (
     rows_are_overwritten_when_they_are_gathered,
     rows_for_the_host_and_a_device,
+    the_device_reads_pinned_rows,
     rows_are_scattered_while_the_batch_is_overwritten,
 )

@@ -132,6 +132,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   PhaseTimes& phases() { return phases_; }
   // The number of bytes that the enqueuing thread must move, or wait for.
   virtual uint64_t host_bytes() const { return plan_.total_bytes; }
+  // The number of leaves that are rows of tables, and that the device reads there.
+  virtual uint32_t leaves_read_as_rows() const { return 0; }
   TransferCounts counts() const { return {transfers_, transfer_bytes_, fallbacks_}; }
   const PackPlan& plan() const { return plan_; }
   // The number of allocations on the target.

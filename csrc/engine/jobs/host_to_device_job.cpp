@@ -17,10 +17,20 @@
 namespace tdcopier {
 namespace {
 
-bool any_straight(const CopyWork& work, bool use_pinned_staging) {
+bool any_read_in_place(const CopyWork& work, bool use_pinned_staging) {
   return use_pinned_staging && work.result &&
-         std::any_of(work.plan->chunks.begin(), work.plan->chunks.end(),
-                     [&](const ChunkPlan& c) { return is_straight(c, *work.plan, *work.leaves); });
+         std::any_of(work.plan->chunks.begin(), work.plan->chunks.end(), [&](const ChunkPlan& c) {
+           return is_straight(c, *work.plan, *work.leaves) ||
+                  is_of_pinned_rows(c, *work.plan, *work.leaves);
+         });
+}
+
+std::vector<size_t> chunks_of_rows(const LeafTable& leaves, const PackPlan& plan, bool in_place) {
+  std::vector<size_t> chunks;
+  for (size_t i = 0; in_place && i < plan.chunks.size(); ++i) {
+    if (is_of_pinned_rows(plan.chunks[i], plan, leaves)) chunks.push_back(i);
+  }
+  return chunks;
 }
 
 // Returns the chunks that the device reads in place.
@@ -39,7 +49,8 @@ std::vector<Window> make_windows(const LeafTable& leaves, const PackPlan& plan,
                                  const HostToDeviceOptions& options, bool straight) {
   if (options.use_pinned_staging) {
     return cut_windows(plan, leaves, options.window_bytes, [&](const ChunkPlan& chunk) {
-      return !straight || !is_straight(chunk, plan, leaves);
+      return !straight ||
+             !(is_straight(chunk, plan, leaves) || is_of_pinned_rows(chunk, plan, leaves));
     });
   }
   std::vector<Window> windows;
@@ -57,7 +68,18 @@ const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
 
 bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves) {
   return chunk.as_source ||
-         (chunk.last - chunk.first == 1 && leaves[plan.order[chunk.first]].pinned);
+         (chunk.last - chunk.first == 1 && leaves[plan.order[chunk.first]].pinned &&
+          !leaves[plan.order[chunk.first]].is_rows());
+}
+
+bool is_of_pinned_rows(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves) {
+  const auto is_read = [&](uint32_t index) {
+    const Leaf& leaf = leaves[index];
+    return leaf.bytes == 0 || (leaf.is_rows() && leaf.pinned && leaf.bytes <= kMostRowBytes);
+  };
+  return chunk.bytes != 0 &&
+         std::all_of(plan.order.begin() + chunk.first, plan.order.begin() + chunk.last, is_read) &&
+         leaves.rows().size() <= kMostRowsRead;
 }
 
 TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan,
@@ -80,17 +102,19 @@ TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan
 HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
                                  const HostToDeviceOptions& options,
                                  std::optional<DeferredLease> batch)
-    : CopyJob(target, stream_of(target, work),
-              any_straight(work, options.use_pinned_staging) ? &stream_of(target, work) : nullptr,
-              target.device(), std::move(work)),
+    : CopyJob(
+          target, stream_of(target, work),
+          any_read_in_place(work, options.use_pinned_staging) ? &stream_of(target, work) : nullptr,
+          target.device(), std::move(work)),
       use_pinned_staging_(options.use_pinned_staging),
       generation_(fork_generation()),
       destinations_ready_(work_.result ? nullptr : target.record_current()),
       straight_(straight_chunks(leaves_, plan_, /*straight=*/read_stream_ != nullptr)),
+      of_rows_(chunks_of_rows(leaves_, plan_, /*in_place=*/read_stream_ != nullptr)),
       windows_(make_windows(leaves_, plan_, options, /*straight=*/read_stream_ != nullptr)),
       host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
                                   [this](uint64_t sum, const ChunkPlan& chunk) {
-                                    return goes_straight(chunk) ? sum : sum + chunk.bytes;
+                                    return is_read_in_place(chunk) ? sum : sum + chunk.bytes;
                                   })),
       batch_(std::move(batch)) {
   if (destinations_ready_) destinations_ready_->block(stream_);
@@ -109,8 +133,15 @@ size_t HostToDeviceJob::chunks() const {
                                            [](const ChunkPlan& chunk) { return chunk.scattered; }));
 }
 
-bool HostToDeviceJob::goes_straight(const ChunkPlan& chunk) const {
-  return read_stream_ != nullptr && is_straight(chunk, plan_, leaves_);
+uint32_t HostToDeviceJob::leaves_read_as_rows() const {
+  uint32_t count = 0;
+  for (const size_t i : of_rows_) count += plan_.chunks[i].last - plan_.chunks[i].first;
+  return count;
+}
+
+bool HostToDeviceJob::is_read_in_place(const ChunkPlan& chunk) const {
+  return read_stream_ != nullptr &&
+         (is_straight(chunk, plan_, leaves_) || is_of_pinned_rows(chunk, plan_, leaves_));
 }
 
 std::byte* HostToDeviceJob::address(size_t chunk) const {
@@ -130,6 +161,7 @@ void HostToDeviceJob::transfer_all() {
     if (next >= straight_.size()) break;
     transfer_straight(straight_[next]);
   }
+  if (!of_rows_.empty() && !is_failing() && !rows_claimed_.exchange(true)) read_rows();
   while (!is_failing() && next_part() < windows_.size()) {
     interleave();
     transfer_window();
@@ -171,13 +203,63 @@ void HostToDeviceJob::transfer_straight(size_t chunk) {
   count_transfer(plan.bytes);
 }
 
+void HostToDeviceJob::read_rows() {
+  const PhaseRange range(phases_, Phase::kEnqueue);
+  RowReads reads(leaves_.rows());
+  for (const size_t i : of_rows_) {
+    const ChunkPlan& chunk = plan_.chunks[i];
+    for (uint32_t l = chunk.first; l < chunk.last; ++l) {
+      const uint32_t index = plan_.order[l];
+      const Leaf& leaf = leaves_[index];
+      if (leaf.bytes == 0) continue;
+      const auto add = [&] {
+        return reads.add(static_cast<const std::byte*>(leaf.data), leaves_.row_layout(leaf),
+                         address(i) + plan_.slots[index].offset, kStagingBufferBytes);
+      };
+      if (add()) continue;
+      enqueue(std::exchange(reads, RowReads(leaves_.rows())));
+      add();
+    }
+  }
+  enqueue(reads);
+}
+
+// Sends the row numbers first: in host memory the kernel would read each of them many times.
+void HostToDeviceJob::enqueue(const RowReads& reads) {
+  std::optional<StagingLease> lease = accelerator_.staging().acquire(StagingUse::kToDevice);
+  const c10::StreamGuard on_stream(stream_);
+  const c10::Storage request = allocate_on_device(target_, reads.request_bytes());
+  auto* const on_device = static_cast<std::byte*>(request.mutable_data());
+  if (lease) {
+    reads.write(lease->data());
+    enqueue_to_device(stream_, on_device, lease->data(), reads.request_bytes());
+  } else {
+    note_fallback();
+    const auto here = std::make_unique_for_overwrite<std::byte[]>(reads.request_bytes());
+    reads.write(here.get());
+    copy_from_pageable(stream_, on_device, here.get(), reads.request_bytes());
+  }
+  count_transfer(reads.request_bytes());
+  const auto leave_to_device = [&] {
+    if (lease) lease->in_flight_until(accelerator_.events().record_or_wait(stream_));
+  };
+  try {
+    reads.enqueue(stream_, on_device);
+  } catch (...) {
+    leave_to_device();
+    throw;
+  }
+  count_transfer(reads.bytes());
+  leave_to_device();
+}
+
 void HostToDeviceJob::enqueue(StagedWindow staged) {
   const PhaseRange range(phases_, Phase::kEnqueue);
   const c10::StreamGuard on_stream(stream_);
   const auto leave_to_device = [&] {
     EventRef read = accelerator_.events().record_or_wait(stream_);
     // If this is the only window and nothing follows it, the event also marks the arrival.
-    const bool is_last = windows_.size() == 1 && straight_.empty() && scratch_.empty();
+    const bool is_last = windows_.size() == 1 && read_stream_ == nullptr && scratch_.empty();
     if (is_last && !is_failing()) arrived_ = read;
     staged.lease.in_flight_until(std::move(read));
   };
