@@ -171,7 +171,11 @@ def replay(result: Found) -> list[str]:
 def gather(result: Found) -> list[str]:
     header = ["rows", "way", *TIMES, "over tdcopier", "calls"]
     gathers = result["gathers"].values()
-    return [grouped(header, ((title(each["title"], each), ways(each)) for each in gathers))]
+    pinned = ((name, ways(found)) for name, found in result["from_pinned"].items())
+    return [
+        grouped(header, ((title(each["title"], each), ways(each)) for each in gathers)),
+        grouped(["rows of a pinned storage, to the device", *header[1:]], pinned),
+    ]
 
 
 # ---- leaves, containers and opaque values --------------------------------------------------------

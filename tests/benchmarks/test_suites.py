@@ -22,7 +22,7 @@ ON_SIM = [name for name in RESULTS if name not in ("wait", "memory")]
 DIRECTIONS = ("h2d", "d2h", "d2d")
 ELSEWHERE = re.compile(
     r"^/machine|limit: memcpy|torchrl|multi_tensor_copier"  # other processors and packages
-    r"|^/(workloads|loops|replays|gathers|sizes)/[^/]*$"  # batches that are left out here
+    r"|^/(workloads|loops|replays|gathers|from_pinned|sizes)/[^/]*$"  # left out here
     r"|^/(workloads|copies)/.*(pin_memory|pinned)|/limits/memcpy$"  # ways that need CUDA
     r"|^/beside/"  # loads, which would disturb other tests
 )
@@ -44,6 +44,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("tensordict"):
         monkeypatch.setattr(load("tensordicts"), "NODES", 5)
     monkeypatch.setattr(load("loads"), "KINDS", {})
+    tables = dict(list(load("rows").TABLES.items())[3:4])
+    monkeypatch.setattr(load("rows"), "TABLES", tables)
     loop = load("loop")
     monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
     monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
