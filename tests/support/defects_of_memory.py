@@ -67,10 +67,8 @@ MEMORY: dict[str, Defect] = {
     "row_numbers_overwritten_early": Defect(
         "Lifetime",
         "engine/jobs/host_to_device_job.cpp",
-        "    if (lease) lease->in_flight_until(accelerator_.events().record_or_wait(stream_));",
-        "    if (lease && !{defect}) {\n"
-        "      lease->in_flight_until(accelerator_.events().record_or_wait(stream_));\n"
-        "    }",
+        "    lease->in_flight_until(std::move(read));",
+        "    if (!{defect}) lease->in_flight_until(std::move(read));",
         "the_device_reads_pinned_rows",
         "HazardError",
         "changed",

@@ -241,7 +241,10 @@ void HostToDeviceJob::enqueue(const RowReads& reads) {
   }
   count_transfer(reads.request_bytes());
   const auto leave_to_device = [&] {
-    if (lease) lease->in_flight_until(accelerator_.events().record_or_wait(stream_));
+    if (!lease) return;
+    EventRef read = accelerator_.events().record_or_wait(stream_);
+    if (windows_.empty() && straight_.empty()) arrived_ = read;  // nothing else has to arrive
+    lease->in_flight_until(std::move(read));
   };
   try {
     reads.enqueue(stream_, on_device);
