@@ -15,6 +15,7 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Ten
 
 from tdcopier import _copy
 from tdcopier._options import Device
+from tdcopier._pin_memory import PinnedMemory, pin_memory_
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.request import RowIndex
 from tdcopier.torchrl._sampling import current, untraced
@@ -161,8 +162,40 @@ class PackedLazyTensorStorage(_Packed, LazyTensorStorage):  # type: ignore[misc]
     """torchrl's `LazyTensorStorage`, whose samples native threads gather into packed memory.
 
     The rows are the same as torchrl's. They are in pinned host memory, which `ToDevice` sends
-    without packing it again. With `sample_device` they go directly to that device.
+    without packing it again. With `sample_device` they go directly to that device. If the storage
+    is pinned too, a CUDA device reads them itself, and no thread gathers.
     """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        sample_device: Device | None = None,
+        pinned: bool = False,
+        **options: Any,
+    ) -> None:
+        """Args:
+        max_size: number of rows.
+        sample_device: gather samples directly to this device; needs a
+            `PackedTensorDictReplayBuffer`.
+        pinned: pin the storage in place, at the first sample: see `pin_memory_`. The system never
+            swaps it out then. Needs `sample_device`.
+        **options: those of torchrl's storage.
+
+        Raises:
+            ValueError: `pinned` without `sample_device`.
+        """
+        if pinned and sample_device is None:
+            raise ValueError("pinned=True needs sample_device=, for which the storage is pinned")
+        self.pinned = pinned
+        self._pin = _Pin()
+        super().__init__(max_size, sample_device=sample_device, **options)
+
+    def _request(self, index: Any) -> _Request | None:
+        request = super()._request(index)
+        if request is not None and self.pinned:
+            self._pin.keep(self._storage, self.sample_device)
+        return request
 
 
 class PackedLazyMemmapStorage(_Packed, LazyMemmapStorage):  # type: ignore[misc]
@@ -301,6 +334,31 @@ class _ReadCounts:
 
     def stats(self) -> ReadStats:
         return self._stats
+
+
+class _Pin:
+    """Keeps the present memory of a storage pinned. A copy of the storage pins its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: Any = None
+        self._memory: PinnedMemory | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Pin, ()
+
+    def keep(self, rows: Any, device: Device | None) -> None:
+        """Pin the rows, unless that was done; torchrl replaces them when it loads a storage."""
+        if self._of is rows:
+            return
+        with self._lock:
+            if self._of is rows:
+                return
+            if self._memory is not None:
+                self._memory.close()
+            self._of, self._memory = None, None
+            self._memory = pin_memory_(rows, device)
+            self._of = rows
 
 
 class _Read(NamedTuple):
