@@ -46,6 +46,10 @@ void unfix(c10::StorageImpl& storage) {
   fixed_storages().erase(found);
 }
 
+c10::StorageImpl& storage_of(const at::Tensor& tensor) {
+  return *tensor.storage().unsafeGetStorageImpl();
+}
+
 // The whole storage, even of a view: torch asks only whether its first byte is pinned.
 PinnedRanges::Range memory_of(const at::Tensor& tensor) {
   return {static_cast<const std::byte*>(tensor.storage().data()), tensor.storage().nbytes()};
@@ -84,7 +88,7 @@ at::Tensor host_tensor(py::handle leaf, size_t number) {
   if (tensor.layout() != c10::kStrided || !tensor.has_storage() || tensor.is_nested()) {
     throw PinningError(number, "is no strided tensor, whose memory lies in one piece");
   }
-  if (is_mapped_file(*tensor.storage().unsafeGetStorageImpl())) throw PinningError(number, kMapped);
+  if (is_mapped_file(storage_of(tensor))) throw PinningError(number, kMapped);
   return tensor;
 }
 
@@ -117,9 +121,11 @@ PinnedMemory::PinnedMemory(py::handle data, py::handle device) : device_(parse_d
   }
 }
 
+// Keeps torch from resizing the storages first: other threads run while memory is pinned.
 void PinnedMemory::pin(const std::vector<at::Tensor>& tensors) {
+  for (const at::Tensor& tensor : tensors) fix(storage_of(tensor));
   std::vector<PinnedRanges::Range> ranges;
-  {
+  try {
     const py::gil_scoped_release no_gil;
     for (const at::Tensor& tensor : tensors) {
       const PinnedRanges::Range memory = memory_of(tensor);
@@ -129,11 +135,16 @@ void PinnedMemory::pin(const std::vector<at::Tensor>& tensors) {
       ranges.push_back(is_pinned ? PinnedRanges::Range() : memory);
     }
     ranges_ = std::make_unique<PinnedRanges>(device_, ranges);
+  } catch (...) {
+    for (const at::Tensor& tensor : tensors) unfix(storage_of(tensor));
+    throw;
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (ranges[i].empty()) continue;
-    fix(*tensors[i].storage().unsafeGetStorageImpl());
-    kept_.push_back(tensors[i]);
+    if (ranges[i].empty()) {
+      unfix(storage_of(tensors[i]));
+    } else {
+      kept_.push_back(tensors[i]);
+    }
   }
 }
 
@@ -145,8 +156,11 @@ void PinnedMemory::close() {
   }
   std::unique_ptr<PinnedRanges> ranges = std::move(ranges_);
   if (!ranges) return;  // another thread was faster
-  for (const at::Tensor& tensor : kept_) unfix(*tensor.storage().unsafeGetStorageImpl());
-  ranges.reset();
+  {
+    const py::gil_scoped_release no_gil;
+    ranges.reset();
+  }
+  for (const at::Tensor& tensor : kept_) unfix(storage_of(tensor));
   kept_.clear();
 }
 
