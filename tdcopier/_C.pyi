@@ -206,7 +206,8 @@ class PinnedMemory:
     def close(self) -> None:
         """Unpin the memory, after all work that is enqueued on any device. Blocks for that long.
 
-        Memory that another `PinnedMemory` names too stays pinned. A second call does nothing.
+        Memory that another `PinnedMemory` names too stays pinned. A second call does nothing. No
+        other thread may start a copy or a gather from the memory meanwhile.
 
         Raises:
             Exception: the error of a device that cannot be waited for, for example while a stream
