@@ -86,7 +86,7 @@ at::Tensor host_tensor(py::handle leaf, size_t number) {
     throw PinningError(number, "is on " + tensor.device().str() + ": only host memory is pinned");
   }
   if (tensor.layout() != c10::kStrided || !tensor.has_storage() || tensor.is_nested()) {
-    throw PinningError(number, "is no strided tensor, whose memory lies in one piece");
+    throw PinningError(number, "is not a strided tensor, so its memory is not one piece");
   }
   if (is_mapped_file(storage_of(tensor))) throw PinningError(number, kMapped);
   return tensor;

@@ -197,7 +197,7 @@ def test_leaves_without_host_memory_are_refused_with_their_path(device, tmp_path
         (on_device, "only host memory"),
         (mapped, "mapped from a file"),
         (file, "mapped from a file"),
-        (sparse, "no strided tensor"),
+        (sparse, "not a strided tensor"),
         (torch.empty(3, device="meta"), "only host memory"),
         (np.arange(4, dtype=">i4"), "cannot read in place"),
     ):

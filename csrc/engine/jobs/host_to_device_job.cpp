@@ -241,6 +241,7 @@ void HostToDeviceJob::enqueue(const RowReads& reads) {
   }
   count_transfer(reads.request_bytes());
   const auto leave_to_device = [&] {
+    arrived_ = nullptr;  // an event of earlier reads does not mark the arrival of these
     if (!lease) return;
     EventRef read = accelerator_.events().record_or_wait(stream_);
     if (windows_.empty() && straight_.empty()) arrived_ = read;  // nothing else has to arrive
