@@ -187,11 +187,11 @@ def to_device(
 
     @contextmanager
     def kernel(use: bool) -> Iterator[None]:
-        _C.use_row_kernel(use)
+        _C.use_row_kernels(use)
         try:
             yield
         finally:
-            _C.use_row_kernel(device.type == "cuda")
+            _C.use_row_kernels(device.type == "cuda")
 
     def in_turn(run: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
         turn = cycle(indices)

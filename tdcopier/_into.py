@@ -150,13 +150,16 @@ def is_mapped_class(cls: type) -> bool:
     return mapped is not None and cls is mapped
 
 
-def mismatch(source: Any, destination: Any, rows: list[int] | None) -> str | None:
+def mismatch(
+    source: Any, destination: Any, rows: list[int] | None, are_read: bool = False
+) -> str | None:
     """Return why the source cannot be copied into the destination, or None if it can.
 
     Args:
         source: a leaf.
         destination: the leaf that the source is copied into.
-        rows: the shape of the rows if rows of the destination are written, else None.
+        rows: the shape of the selected rows if one of the two is a table, else None.
+        are_read: the table is the source.
 
     Returns:
         The reason, with `{source}` and `{destination}` as placeholders for their paths.
@@ -178,8 +181,11 @@ def mismatch(source: Any, destination: Any, rows: list[int] | None) -> str | Non
         name = type(source).__qualname__
         target = type(destination).__qualname__
         return f"{{source}} is a {name}, but {{destination}} is a {target}: give the tensors in it"
-    have, want = _shape(source), _shape(destination) if rows is None else tuple(rows)
+    want = _shape(destination) if rows is None else tuple(rows)
+    have = _shape(destination if are_read else source)
     if have is not None and want is not None and have != want:
+        if are_read:
+            return f"{{destination}} has shape {have}, and the rows of {{source}} have {want}"
         if rows is not None:
             return f"{{source}} has shape {have}, and the rows that it is for have {want} together"
         return (

@@ -74,9 +74,9 @@ class CopyStats(NamedTuple):
     opaque_differences: int
     """Opaque values of the source that differ from those at the same place in a destination that
     exists, and were not copied: see `copy_opaque` of `copy_into`. 0 for copies to new memory."""
-    rows_read_in_place: int = 0
-    """Leaves of a gather whose rows the device reads from a pinned storage; no host thread reads
-    them."""
+    rows_in_place: int = 0
+    """Leaves whose rows the device itself reads from a pinned storage, or writes to it; no host
+    thread does."""
     steps: StepTimes | None = None
     """Time spent in each phase so far; None unless `time_steps` was on at the call."""
 

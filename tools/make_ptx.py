@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[1] / "csrc/kernels"
-NAMES = ("move_segments", "read_rows")
+NAMES = ("move_segments", "move_rows")
 PACKAGE, VERSION = "nvidia-cuda-nvrtc-cu12", "12.1.105"
 OPTIONS = ["--gpu-architecture=compute_70", "--std=c++17"]
 

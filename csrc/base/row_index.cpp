@@ -5,16 +5,17 @@
 
 namespace tdcopier {
 
-std::optional<int64_t> wrap_rows(std::span<int64_t> rows, int64_t size) noexcept {
-  bool out_of_range = false;
-  for (const int64_t row : rows) out_of_range |= row < -size || row >= size;
-  if (out_of_range) {
-    for (const int64_t row : rows) {
-      if (row < -size || row >= size) return row;
-    }
+std::optional<int64_t> wrap_rows(std::span<const int64_t> numbers, int64_t size,
+                                 std::span<int64_t> rows) noexcept {
+  int64_t outside = 0;  // negative if a row is out of range
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const int64_t row = numbers[i] + (size & (numbers[i] >> 63));
+    outside |= row | (size - 1 - row);
+    rows[i] = row;
   }
-  for (int64_t& row : rows) row += row < 0 ? size : 0;
-  return std::nullopt;
+  if (outside >= 0) return std::nullopt;
+  return *std::ranges::find_if(numbers,
+                               [size](int64_t number) { return number < -size || number >= size; });
 }
 
 std::optional<int64_t> repeated_row(std::span<const int64_t> rows) {

@@ -1,9 +1,11 @@
 // Defines the native module: names, argument conversion and exception translation; no logic.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Stream.h>
+#include <stdexcept>
 
 #include <exception>
 #include <utility>
@@ -61,6 +63,8 @@ auto with_torch_errors(Function&& function) {
   } catch (tdcopier::Interrupted&) {
     tdcopier::raise_if_interrupted();
     throw;
+  } catch (std::out_of_range& error) {  // of BadRowWatch
+    throw py::index_error(error.what());
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     throw py::error_already_set();
@@ -104,6 +108,10 @@ void make_collectable(PyHeapTypeObject* heap_type) {
     if (py::detail::is_holder_constructed(self)) py::cast<Held&>(py::handle(self)).clear();
     return 0;
   };
+}
+
+py::list pairs_with_paths(py::handle source, py::handle destination) {
+  return tdcopier::pairs_with_paths(source, destination);
 }
 
 py::object copy_stream(py::handle device, const std::string& which) {
@@ -236,6 +244,7 @@ Raises:
   m.def("explain", guarded(&tdcopier::explain));
   m.def("start_copy_into", guarded(&tdcopier::start_copy_into));
   m.def("start_gather", guarded(&tdcopier::start_gather));
+  m.def("start_gather_into", guarded(&tdcopier::start_gather_into));
   m.def("start_scatter", guarded(&tdcopier::start_scatter));
 
   py::enum_<Sending>(m, "Sending")
@@ -287,7 +296,7 @@ Raises:
                              "Bytes of memory that this keeps pinned; 0 when it is closed.")
       .def_property_readonly("closed", &PinnedMemory::is_closed);
 
-  m.def("pairs_with_paths", guarded(&tdcopier::pairs_with_paths));
+  m.def("pairs_with_paths", guarded(&pairs_with_paths));
   m.def("forget_rules", &tdcopier::forget_rules);
   m.def("is_dict_of_tensors", &tdcopier::is_dict_of_tensors);
   m.def("leaves_with_paths", [](py::handle data, py::handle device) {
@@ -323,7 +332,15 @@ Raises:
   m.def("wake_workers", &tdcopier::wake_workers);
   m.def("why_no_segment_kernel", of_device(&tdcopier::why_no_segment_kernel));
   m.def("use_segment_kernel", &tdcopier::use_segment_kernel);
-  m.def("use_row_kernel", &tdcopier::use_row_kernel);
+  m.def("use_row_kernels", &tdcopier::use_row_kernels);
+  m.def("has_row_kernels", of_device([](c10::Device device) {
+          return tdcopier::has_engine_transfers(device) && tdcopier::row_kernels(device) != nullptr;
+        }));
+  // For the simulation, see engine/moves/row_kernel.h.
+  m.def("set_row_kernels", [](const py::capsule& kernels) {
+    tdcopier::set_row_kernels(c10::DeviceType::PrivateUse1,
+                              *kernels.get_pointer<tdcopier::RowKernels>());
+  });
   m.attr("MAX_STRAIGHT_BYTES") = tdcopier::kMaxStraightBytes;
   m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);
   m.def("default_worker_count", &tdcopier::default_worker_count);

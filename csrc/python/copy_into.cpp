@@ -2,6 +2,8 @@
 // delegated leaves, plan and start one job per group, bump versions.
 #include "python/copy_into.h"
 
+#include <algorithm>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
 #include "engine/jobs/into_host_job.h"
+#include "engine/jobs/rows_job.h"
 #include "engine/leaves/into_plan.h"
 #include "python/cache_prefetch.h"
 #include "python/delegated_outputs.h"
@@ -27,10 +30,10 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// The differences between copy_into() and start_scatter().
+// The differences between the three calls.
 struct FillCall {
   PairNames names;
-  RowLeaves* rows;  // null: whole leaves are filled
+  TablesOfPairs tables;
   py::object fill;  // fill(destination, source), for delegated leaves
   bool copy_opaque;
 };
@@ -42,14 +45,33 @@ class GroupFill {
       : mapped_(group.mapped),
         source_(group.pairs.leaves.device()),
         target_(group.destination),
+        in_place_(std::move(group.in_place)),
         options_(options) {
-    IntoPlan plan = target_.is_cpu() ? plan_on_host(group.pairs.leaves)
-                                     : make_into_plan(group.pairs, kMaxGatheredBytes);
+    IntoPlan plan = target_.is_cpu() || in_place_ ? plan_on_host(group.pairs.leaves)
+                                                  : make_into_plan(group.pairs, kMaxGatheredBytes);
     work_ = {std::make_shared<const LeafTable>(std::move(group.pairs.leaves)),
              std::make_shared<const PackPlan>(std::move(plan.pack)), std::move(group.sources)};
     work_.destinations = std::move(group.pairs.destinations);
     work_.to = std::move(plan.to);
     work_.kept_destinations = std::move(group.destinations);
+  }
+
+  // Makes the job of rows that a device moves in place, to be run during `access`. Returns null if
+  // there are none. Throws: std::runtime_error if a table is no longer pinned.
+  std::shared_ptr<CopyJob> make_in_place(std::optional<PinnedRanges::Access>& access) {
+    if (!in_place_) return nullptr;
+    const RelaxedCapture relaxed(mover().type());
+    require_pinned(access.emplace());
+    return std::make_shared<RowsJob>(Accelerator::of(mover()), target_, std::move(work_));
+  }
+
+  // Adds the rows to the graph that the caller's stream is capturing. Throws as make_in_place().
+  CapturedRows capture() {
+    const RelaxedCapture relaxed(mover().type());
+    const PinnedRanges::Access access;
+    require_pinned(access);
+    const CopyWork work = std::move(work_);
+    return {RowsJob::capture(mover(), work), work.sources, work.kept_destinations};
   }
 
   // GIL: must not be held, because an allocation may wait for the device.
@@ -73,6 +95,13 @@ class GroupFill {
   }
 
  private:
+  c10::Device mover() const { return target_.is_cpu() ? source_ : target_; }
+
+  void require_pinned(const PinnedRanges::Access& access) const {
+    if (in_place_->are_pinned(access)) return;
+    throw std::runtime_error("a storage was unpinned while its rows were to be moved");
+  }
+
   static IntoPlan plan_on_host(const LeafTable& leaves) {
     PackOptions options;
     options.max_chunk_bytes = kStagingBufferBytes;
@@ -101,26 +130,34 @@ class GroupFill {
   const MappedLeaves mapped_;
   const c10::Device source_;
   const c10::Device target_;
+  const std::optional<PinnedTables> in_place_;
   const CopyOptions& options_;
   CopyWork work_;
   bool at_once_ = false;
 };
 
-void start_group(Handle& handle, IntoGroup group, const CopyOptions& options) {
+void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bool captures) {
   std::shared_ptr<CopyJob> job;
+  std::optional<PinnedRanges::Access> access;
   bool background = false;
   try {
     const PhaseRange range(handle.phases(), Phase::kPlan);
     GroupFill fill(group, options);
+    if (captures) return handle.attach(fill.capture());
     const py::gil_scoped_release no_gil;
-    job = fill.make();
-    if (options.use_background_thread && !fill.at_once()) {
+    job = fill.make_in_place(access);
+    if (!job) job = fill.make();
+    if (!access && options.use_background_thread && !fill.at_once()) {
       background = job->run_in_background(fill.pool());
     }
   } catch (...) {
     return handle.fail_with(std::current_exception());
   }
-  if (!background) {
+  if (access) {
+    const py::gil_scoped_release no_gil;
+    job->run();
+    access.reset();
+  } else if (!background) {
     const WaitWithoutGil waiting;
     job->run();
   }
@@ -187,16 +224,28 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
   }
 }
 
+// Returns whether the rows of all pairs are moved in place by a device whose current stream is
+// capturing a graph.
+bool is_captured(const SortedPairs& sorted) {
+  if (sorted.groups.empty() || !sorted.delegated.empty()) return false;
+  return std::ranges::all_of(sorted.groups, [](const IntoGroup& group) {
+    const c10::Device source = group.pairs.leaves.device();
+    const c10::Device mover = source.is_cpu() ? group.destination : source;
+    return group.in_place && is_capturing(parse_stream(py::none(), mover));
+  });
+}
+
 // Sorts the pairs, and refuses captures by streams that the copy needs.
 SortedPairs sort_and_check(py::handle source, py::handle destination, const FillCall& call,
                            bool list_opaque) {
-  SortedPairs sorted = sort_pairs(source, destination, call.names, call.rows, list_opaque);
+  SortedPairs sorted = sort_pairs(source, destination, call.names, call.tables, list_opaque);
   LeafDevices used = sorted.writers;
   for (const c10::Device device : sorted.readers.devices()) used.add(device);
   for (const IntoGroup& group : sorted.groups) {
     used.add(group.destination);
     used.add(group.pairs.leaves.device());
   }
+  if (is_captured(sorted)) return sorted;
   for (const c10::Device device : used.devices()) {
     if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
   }
@@ -246,6 +295,7 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
                                          py::reinterpret_borrow<py::object>(destination), counts);
   handle->phases().add(Phase::kFlatten, phases.ns(Phase::kFlatten));
   const BumpAtEnd bump(sorted);
+  const bool captures = is_captured(sorted);
   // Delegated leaves may be interrupted, so they run before any job writes. Later failures are
   // stored in the handle, which owns the jobs that were started before.
   if (!sorted.delegated.empty()) {
@@ -253,7 +303,7 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
   }
   for (IntoGroup& group : sorted.groups) {
     if (run_signal_handlers()) break;
-    start_group(*handle, std::move(group), options);
+    start_group(*handle, std::move(group), options, captures);
   }
   if (run_signal_handlers()) {
     handle->wait_stopped();  // the caller gets no handle to wait with
@@ -262,19 +312,33 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
   return handle;
 }
 
+RowRequest request_for(py::handle index, const CopyOptions& options) {
+  BadRowWatch::raise_of_dropped();
+  RowRequest request = row_request_of(index);
+  request.may_be_in_place = options.use_pinned_staging;
+  return request;
+}
+
 }  // namespace
 
 std::unique_ptr<Handle> start_copy_into(py::handle source, py::handle destination,
                                         const CopyOptions& options, bool copy_opaque) {
   const py::object fill = py::module_::import("tdcopier._into").attr("fill");
-  return fill_tree(source, destination, {{}, nullptr, fill, copy_opaque}, options);
+  return fill_tree(source, destination, {{}, {}, fill, copy_opaque}, options);
 }
 
 std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, py::handle index,
                                       py::object fill, const CopyOptions& options) {
-  RowLeaves rows(row_request_of(index));
-  const PairNames names{"batch", "storage"};
-  return fill_tree(batch, storage, {names, &rows, std::move(fill), /*copy_opaque=*/false}, options);
+  RowLeaves rows(request_for(index, options));
+  const TablesOfPairs tables{&rows, /*are_sources=*/false};
+  return fill_tree(batch, storage, {{"batch", "storage"}, tables, std::move(fill), false}, options);
+}
+
+std::unique_ptr<Handle> start_gather_into(py::handle storage, py::handle out, py::handle index,
+                                          py::object fill, const CopyOptions& options) {
+  RowLeaves rows(request_for(index, options));
+  const TablesOfPairs tables{&rows, /*are_sources=*/true};
+  return fill_tree(storage, out, {{"storage", "out"}, tables, std::move(fill), false}, options);
 }
 
 }  // namespace tdcopier

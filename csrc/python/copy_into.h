@@ -19,8 +19,14 @@ std::unique_ptr<Handle> start_copy_into(pybind11::handle source, pybind11::handl
 // Like copy_into(), but writes rows of the destination that are selected by index.
 // `fill(table, values)` writes the leaves that the engine does not. `rows` is as for
 // start_gather(). Throws: IndexError if a row is out of range; ValueError if a row is named twice.
+// Works in a graph capture too, if the device of the batch moves all rows in place.
 std::unique_ptr<Handle> start_scatter(pybind11::handle batch, pybind11::handle storage,
                                       pybind11::handle rows, pybind11::object fill,
                                       const CopyOptions& options);
+
+// The reverse: reads rows of the storage into existing memory.
+std::unique_ptr<Handle> start_gather_into(pybind11::handle storage, pybind11::handle out,
+                                          pybind11::handle rows, pybind11::object fill,
+                                          const CopyOptions& options);
 
 }  // namespace tdcopier

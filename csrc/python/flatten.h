@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/device/pinned_ranges.h"
 #include "engine/leaves/leaf.h"
 #include "engine/leaves/mapped_leaves.h"
 #include "python/sources.h"
@@ -21,6 +22,8 @@ struct SourceGroup {
   LeafTable leaves;
   std::shared_ptr<PySources> sources;  // keeps the memory of the leaves alive
   MappedLeaves mapped;                 // empty for leaves on a device
+  // Set if the leaves are rows of pinned tables, which the target reads itself.
+  std::optional<PinnedTables> in_place{};
 
   // Marks the leaf added last as memory-mapped.
   void note_mapped() { mapped.note(leaves.reach(leaves[leaves.size() - 1])); }

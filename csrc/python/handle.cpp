@@ -51,7 +51,7 @@ Handle::~Handle() {
 void Handle::attach(std::shared_ptr<CopyJob> job, bool background) {
   counts_.packed += job->plan().packed_leaves;
   counts_.alone += static_cast<uint32_t>(job->plan().order.size()) - job->plan().packed_leaves;
-  counts_.read_as_rows += job->leaves_read_as_rows();
+  counts_.rows_in_place += job->rows_in_place();
   jobs_.push_back(std::move(job));
   background_ |= background;
 }
@@ -116,7 +116,29 @@ std::vector<c10::Stream> Handle::consumers(py::handle given) const {
   return streams;
 }
 
+void Handle::check_numbers() const {
+  for (const auto& job : jobs_) job->check_numbers();
+  for (const CapturedRows& captured : captured_) {
+    if (captured.watch) captured.watch->raise_if_bad();
+  }
+}
+
+// The graph's own stream orders what is captured after the call. Requires: captured_ is not empty.
+py::object Handle::result_of_capture(py::handle given) {
+  raise_if_failed();
+  check_numbers();
+  for (const c10::Device target : targets_) {
+    if (given.is_none() || !has_engine_transfers(target)) continue;
+    if (parse_stream(given, target) == parse_stream(py::none(), target)) continue;
+    throw py::value_error(
+        "rows that are captured in a graph are handed over to the stream that is "
+        "capturing: leave `stream` out");
+  }
+  return result_;
+}
+
 py::object Handle::get() {
+  if (!captured_.empty()) return result_of_capture(py::none());
   const std::vector<c10::Stream> streams = consumers(py::none());
   wait_enqueued();
   wait_stopped_if_failed();
@@ -128,6 +150,7 @@ py::object Handle::get() {
 }
 
 py::object Handle::wait(py::handle stream_or_none) {
+  if (!captured_.empty()) return result_of_capture(stream_or_none);
   const std::vector<c10::Stream> streams = consumers(stream_or_none);
   if (streams.empty()) {
     check_is_stream(stream_or_none, targets_.empty() ? c10::Device(c10::kCPU) : targets_.front());
@@ -166,13 +189,14 @@ void Handle::order_after_reads(const std::vector<c10::Stream>& producers) {
 
 void Handle::wait_host_sources_read() {
   const auto is_read = [](const auto& job) {
-    return !job->source_device().is_cpu() || job->are_sources_free();
+    return !job->source_device().is_cpu() || !job->waits_hold_for_reads() ||
+           job->are_sources_free();
   };
   if (std::all_of(jobs_.begin(), jobs_.end(), is_read)) return;
   const PhaseRange range(phases_, Phase::kWait);
   const WaitWithoutGil waiting;
   for (const auto& job : jobs_) {
-    if (job->source_device().is_cpu()) job->wait_sources_free();
+    if (!is_read(job)) job->wait_sources_free();
   }
 }
 
@@ -186,6 +210,7 @@ void Handle::wait_staged() {
     help(/*host_sources_only=*/true);
     for (const auto& job : jobs_) job->wait_sources_free();
   }
+  check_numbers();
   release_returned_sources();
   order_after_reads(producing);
 }
@@ -199,7 +224,9 @@ bool Handle::is_wait_instant() {
   if (std::ranges::any_of(targets_, &c10::Device::is_cpu)) return ready();
   if (!send_if_staged()) return false;
   if (fills_ && (python_failure_ || device_failure_ || has_failed())) return ready();
-  return std::ranges::all_of(jobs_, [](const auto& job) { return job->are_sources_free(); });
+  return std::ranges::all_of(jobs_, [](const auto& job) {
+    return !job->waits_hold_for_reads() || job->are_sources_free();
+  });
 }
 
 void Handle::refuse_in_child() const {
@@ -356,7 +383,8 @@ py::tuple Handle::stats() const {
   }
   return py::make_tuple(counts_.packed, counts_.alone, counts_.delegated, counts_.reused,
                         counts_.opaque, chunks, moved.transfers, moved.bytes, background_,
-                        moved.fallbacks, counts_.opaque_differences, counts_.read_as_rows, times());
+                        moved.fallbacks, counts_.opaque_differences, counts_.rows_in_place,
+                        times());
 }
 
 py::object Handle::times() const {

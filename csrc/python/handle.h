@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/device/bad_rows.h"
 #include "engine/jobs/copy_job.h"
 #include "python/delegated_outputs.h"
 #include "python/kept_outputs.h"
@@ -24,8 +25,15 @@ struct LeafCounts {
   uint32_t reused = 0;
   uint32_t opaque = 0;
   uint32_t opaque_differences = 0;
-  uint32_t read_as_rows = 0;  // tables whose rows a device reads
-  uint32_t left = 0;          // tables whose rows were read by their own code
+  uint32_t rows_in_place = 0;  // tables whose rows a device reads or writes
+  uint32_t left = 0;           // tables whose rows were read by their own code
+};
+
+// Rows that a graph moves in each replay, and what it accesses then.
+struct CapturedRows {
+  std::shared_ptr<BadRowWatch> watch;  // null: their numbers are not on the device
+  std::shared_ptr<KeepAlive> sources;
+  std::shared_ptr<KeepAlive> destinations;
 };
 
 // The class tdcopier.AsyncCopyHandle. Thread: any that holds the GIL. GIL: held for every member;
@@ -43,6 +51,7 @@ class Handle {
   // Adds the job of the tree's next group.
   void attach(std::shared_ptr<CopyJob> job, bool background);
   void attach(DelegatedOutputs delegated) { delegated_.push_back(std::move(delegated)); }
+  void attach(CapturedRows captured) { captured_.push_back(std::move(captured)); }
   void fail_with(pybind11::object exception);
   void fail_with(std::exception_ptr failure) { device_failure_ = std::move(failure); }
   // Makes the result reuse tensors of `kept`, and leave its own there for later results. `owner`
@@ -78,6 +87,8 @@ class Handle {
   void clear();
 
  private:
+  pybind11::object result_of_capture(pybind11::handle stream);
+  void check_numbers() const;  // throws if a device has found one out of range
   bool is_enqueued() const;
   bool has_failed() const;  // Requires: is_enqueued()
   // Participates in the jobs, or only in those with host sources. GIL: must not be held.
@@ -114,6 +125,7 @@ class Handle {
   PhaseTimes phases_;                           // of the caller's threads; the jobs have their own
   std::vector<std::shared_ptr<CopyJob>> jobs_;  // empty if the engine itself moves nothing
   bool background_ = false;
+  std::vector<CapturedRows> captured_;  // then there is nothing else, and the caller has the result
   std::vector<DelegatedOutputs> delegated_;  // by target
   pybind11::object python_failure_;          // raised by a delegated leaf or a container
   pybind11::object failure_traceback_;       // its traceback at that time

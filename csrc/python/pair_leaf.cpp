@@ -31,7 +31,7 @@ std::optional<PlainLeaf> read_array(PyObject* array, bool written) {
 
 std::optional<PlainLeaf> PlainLeafReader::read(PyObject* leaf, bool written) {
   if (is_array_type(Py_TYPE(leaf))) return read_array(leaf, written);
-  if (rows_ == nullptr && !is_plain_class(leaf)) return std::nullopt;
+  if (tables_.rows == nullptr && !is_plain_class(leaf)) return std::nullopt;
   return read_tensor(tensor_in(leaf), written);
 }
 
@@ -59,9 +59,12 @@ std::optional<PlainLeaf> PlainLeafReader::read_tensor(const at::Tensor& tensor, 
                  c10::DimVector(tensor.strides()),
                  plain.dense};
   for (int64_t& stride : leaf.strides_bytes) stride *= static_cast<int64_t>(tensor.itemsize());
-  if (rows_ == nullptr) return leaf;
-  if (written && leaf.device.is_cpu()) leaf.table = look_at_rows(tensor, rows_->index()->lead);
-  const bool possible = written ? leaf.table.has_value() : tensor.is_contiguous();
+  if (tables_.rows == nullptr) return leaf;
+  const bool is_table = written != tables_.are_sources;
+  if (is_table && leaf.device.is_cpu()) {
+    leaf.table = look_at_rows(tensor, tables_.rows->index()->lead);
+  }
+  const bool possible = is_table ? leaf.table.has_value() : tensor.is_contiguous();
   return possible ? std::optional(std::move(leaf)) : std::nullopt;
 }
 

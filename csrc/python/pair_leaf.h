@@ -17,6 +17,7 @@
 
 #include "engine/leaves/destination.h"
 #include "python/row_leaves.h"
+#include "python/sort_pairs.h"
 
 namespace tdcopier {
 
@@ -29,7 +30,7 @@ struct PlainLeaf {
   c10::DimVector sizes;
   c10::DimVector strides_bytes;
   bool dense;                       // no gaps and no repeats, in any order of dimensions
-  std::optional<RowTable> table{};  // set if only rows are written
+  std::optional<RowTable> table{};  // set if only rows are moved
 
   uint64_t element_bytes() const { return c10::elementSize(dtype); }
   uint64_t bytes() const {
@@ -47,8 +48,7 @@ class PlainLeafReader {
   // Returns the path of the leaf that is being read, for messages.
   using Path = std::function<std::string(bool written)>;
 
-  // `rows`: null, or the rows that are written.
-  PlainLeafReader(RowLeaves* rows, Path path) : rows_(rows), path_(std::move(path)) {}
+  PlainLeafReader(TablesOfPairs tables, Path path) : tables_(tables), path_(std::move(path)) {}
 
   // Returns nullopt for a leaf that is not plain, which is then delegated to torch. GIL: held.
   // Throws: as sort_pairs().
@@ -59,7 +59,7 @@ class PlainLeafReader {
   bool is_plain_class(PyObject* object);
   std::optional<c10::DispatchKeySet> keys_of(c10::Device device);
 
-  RowLeaves* const rows_;
+  const TablesOfPairs tables_;
   const Path path_;
   std::vector<std::pair<PyTypeObject*, bool>> classes_;
   std::vector<std::pair<c10::Device, std::optional<c10::DispatchKeySet>>> keys_;

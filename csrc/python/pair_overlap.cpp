@@ -47,7 +47,11 @@ Area destination_area(const IntoGroup& group, size_t i) {
 Area source_area(const LeafTable& leaves, const Leaf& leaf) {
   const auto* data = static_cast<const std::byte*>(leaf.data);
   Area area{data, leaf.strided ? c10::elementSize(leaf.dtype) : leaf.bytes, false, {}};
-  if (leaf.strided) {
+  if (leaf.is_rows()) {  // may be any rows
+    const RowLayout layout = leaves.row_layout(leaf);
+    area.bytes = layout.row_bytes;
+    area.dims = {{leaves.row_index()->table_rows, layout.stride_bytes}};
+  } else if (leaf.strided) {
     area.dims = dims_as_they_arrive(leaves, leaf, leaves.source_strides_bytes(leaf));
   }
   return area;

@@ -306,7 +306,7 @@ std::optional<std::string> path_of_pair(py::handle source, py::handle destinatio
   return paths[pair];
 }
 
-py::list pairs_with_paths(py::handle source, py::handle destination) {
+py::list pairs_with_paths(py::handle source, py::handle destination, PairNames names) {
   std::vector<std::string> paths;
   const PairedTrees trees = PairWalk(&paths).run(source.ptr(), destination.ptr());
   py::list pairs;

@@ -48,6 +48,7 @@ std::optional<std::string> path_of_pair(pybind11::handle source, pybind11::handl
                                         size_t pair);
 
 // Returns a list of (path, leaf, destination) for every pair, in the order of the walk.
-pybind11::list pairs_with_paths(pybind11::handle source, pybind11::handle destination);
+pybind11::list pairs_with_paths(pybind11::handle source, pybind11::handle destination,
+                                PairNames names = {});
 
 }  // namespace tdcopier

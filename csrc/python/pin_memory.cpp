@@ -1,15 +1,21 @@
-// Refuses leaves that cannot be pinned, and counts for each storage how often it is pinned.
+// Refuses leaves that cannot be pinned, and shares the ownership of their memory.
 #include "python/pin_memory.h"
 
 #include <ATen/Context.h>
+#include <ATen/MapAllocator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <utility>
 
+#include "base/fork_generation.h"
+#include "base/residency.h"
 #include "engine/leaves/mapped_leaves.h"
+#include "engine/leaves/part_storage.h"
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
 #include "python/pair_walk.h"
@@ -20,67 +26,89 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-struct Fixed {
-  size_t holders = 0;
-  bool was_resizable = false;
+constexpr const char* kMapped = "is mapped from a file, which the system may write back and move";
+constexpr const char* kUnknown = "has no memory that is known";
+
+// Memory, and what owns it.
+struct Owned {
+  PinnedRanges::Range memory;
+  std::shared_ptr<const void> owner;  // null: the memory is pinned already, and not by us
 };
 
-// GIL: held.
-std::unordered_map<const c10::StorageImpl*, Fixed>& fixed_storages() {
-  static auto& all = *new std::unordered_map<const c10::StorageImpl*, Fixed>;
-  return all;
+void drop_share(void* share) {
+  delete static_cast<std::shared_ptr<c10::DataPtr>*>(share);
 }
 
-void fix(c10::StorageImpl& storage) {
-  Fixed& fixed = fixed_storages()[&storage];
-  if (fixed.holders++ != 0) return;
-  // Shared memory has no allocator: torch cannot resize it, whatever it says.
-  fixed.was_resizable = storage.resizable() && storage.allocator() != nullptr;
-  if (fixed.was_resizable) storage.set_resizable(false);
+// Makes the storage one of several owners of its memory, and returns another. A storage may get
+// other memory: torch does so when it is resized, moved to shared memory, or written as a lazy
+// clone.
+std::shared_ptr<const void> share_memory_of(const c10::Storage& storage) {
+  // These own shared memory for good, and are recognised by their deleter.
+  if (at::MapAllocator::fromDataPtr(storage.data_ptr()) != nullptr) {
+    return std::make_shared<c10::Storage>(storage);
+  }
+  c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
+  const c10::DataPtr& memory = impl.data_ptr();
+  if (memory.get_deleter() == &drop_share) {
+    return *static_cast<std::shared_ptr<c10::DataPtr>*>(memory.get_context());
+  }
+  auto owner = std::make_shared<c10::DataPtr>();
+  auto share = std::make_unique<std::shared_ptr<c10::DataPtr>>(owner);
+  c10::DataPtr shared(memory.get(), share.release(), &drop_share, memory.device());
+  *owner = impl.set_data_ptr(std::move(shared));
+  return owner;
 }
 
-void unfix(c10::StorageImpl& storage) {
-  const auto found = fixed_storages().find(&storage);
-  if (--found->second.holders != 0) return;
-  if (found->second.was_resizable) storage.set_resizable(true);
-  fixed_storages().erase(found);
+// The whole storage, even of a view: torch asks only whether its first byte is pinned. Of a packed
+// result on the host the whole chunk, which one transfer may read.
+Owned memory_of(const c10::Storage& storage, size_t number, const FileMappings& files) {
+  const c10::Storage chunk = PartStorage::chunk_of(*storage.unsafeGetStorageImpl());
+  const c10::Storage& whole = chunk ? chunk : storage;
+  // Makes a lazy clone a real one.
+  const PinnedRanges::Range memory{static_cast<const std::byte*>(whole.mutable_data()),
+                                   whole.nbytes()};
+  if (memory.empty()) return {};
+  if (memory.data() == nullptr) throw PinningError(number, kUnknown);
+  if (is_mapped_file(*whole.unsafeGetStorageImpl()) || files.has(memory.data())) {
+    throw PinningError(number, kMapped);
+  }
+  const auto found = PinnedRanges::find(memory.first(1));
+  if (found == PinnedRanges::Found::kNowhere && is_pinned(memory.first(1))) return {};
+  if (chunk) return {memory, std::make_shared<c10::Storage>(chunk)};
+  return {memory, share_memory_of(storage)};
 }
 
-c10::StorageImpl& storage_of(const at::Tensor& tensor) {
-  return *tensor.storage().unsafeGetStorageImpl();
-}
-
-// The whole storage, even of a view: torch asks only whether its first byte is pinned.
-PinnedRanges::Range memory_of(const at::Tensor& tensor) {
-  return {static_cast<const std::byte*>(tensor.storage().data()), tensor.storage().nbytes()};
-}
-
-// Returns the array that has the memory of this one, and that of all other views of it.
+// Returns the object that has the memory of an array, and that of all other views of it: an array,
+// or a tensor.
 py::object owner_of(py::handle array) {
   auto owner = py::reinterpret_borrow<py::object>(array);
-  for (py::object base = owner.attr("base"); is_array_type(Py_TYPE(base.ptr()));) {
-    owner = std::exchange(base, base.attr("base"));
+  while (is_array_type(Py_TYPE(owner.ptr()))) {
+    py::object base = owner.attr("base");
+    if (!is_array_type(Py_TYPE(base.ptr())) && !is_tensor(base.ptr())) break;
+    owner = std::move(base);
   }
   return owner;
 }
 
-// Returns a tensor with the storage of the leaf, or of the array that it is a view of.
-at::Tensor host_tensor(py::handle leaf, size_t number) {
-  constexpr const char* kMapped = "is mapped from a file, which the system may write back and move";
-  const bool is_array = is_array_type(Py_TYPE(leaf.ptr()));
-  auto owner = py::reinterpret_borrow<py::object>(leaf);
-  if (is_array) {
-    owner = owner_of(leaf);
-    if (is_mapped_array(owner.ptr())) throw PinningError(number, kMapped);
-    const bool is_readable =
-        classify_array(owner.ptr()) == ArrayKind::kConvertible && is_readable_array(owner.ptr());
-    const auto* memory = is_readable ? memory_of_array(owner.ptr()).data : nullptr;
-    if (is_readable) owner = tensor_from_array(owner.ptr());
-    if (!is_readable || tensor_in(owner.ptr()).const_data_ptr() != memory) {
-      throw PinningError(number, "is an array that torch cannot read in place");
-    }
+// Returns the memory of an array that no other array or tensor owns.
+Owned memory_of_array_leaf(py::handle array, size_t number, const FileMappings& files) {
+  if (is_mapped_array(array.ptr())) throw PinningError(number, kMapped);
+  const bool is_readable =
+      classify_array(array.ptr()) == ArrayKind::kConvertible && is_readable_array(array.ptr());
+  const std::byte* const first = is_readable ? memory_of_array(array.ptr()).data : nullptr;
+  const py::object made = is_readable ? tensor_from_array(array.ptr()) : py::object();
+  if (!is_readable || tensor_in(made.ptr()).const_data_ptr() != first) {
+    throw PinningError(number, "is an array that torch cannot read in place, or a view of one");
   }
-  if (!is_tensor(owner.ptr())) throw PinningError(number, "has no memory that is known");
+  return memory_of(tensor_in(made.ptr()).storage(), number, files);
+}
+
+Owned memory_of_leaf(py::handle leaf, size_t number, const FileMappings& files) {
+  const bool is_array = is_array_type(Py_TYPE(leaf.ptr()));
+  if (is_array && leaf.attr("size").cast<size_t>() == 0) return {};
+  const py::object owner = is_array ? owner_of(leaf) : py::reinterpret_borrow<py::object>(leaf);
+  if (is_array_type(Py_TYPE(owner.ptr()))) return memory_of_array_leaf(owner, number, files);
+  if (!is_tensor(owner.ptr())) throw PinningError(number, kUnknown);
   const at::Tensor& tensor = tensor_in(owner.ptr());
   if (!tensor.device().is_cpu()) {
     throw PinningError(number, "is on " + tensor.device().str() + ": only host memory is pinned");
@@ -88,8 +116,7 @@ at::Tensor host_tensor(py::handle leaf, size_t number) {
   if (tensor.layout() != c10::kStrided || !tensor.has_storage() || tensor.is_nested()) {
     throw PinningError(number, "is not a strided tensor, so its memory is not one piece");
   }
-  if (is_mapped_file(storage_of(tensor))) throw PinningError(number, kMapped);
-  return tensor;
+  return memory_of(tensor.storage(), number, files);
 }
 
 void synchronise_all(c10::DeviceType type) {
@@ -106,62 +133,50 @@ PinnedMemory::PinnedMemory(py::handle data, py::handle device) : device_(parse_d
   if (!has_engine_transfers(device_)) {
     throw py::value_error("memory is pinned for a device; got " + device_.str());
   }
+  if (fork_generation() != 0) {
+    throw std::runtime_error("a forked child cannot use a device, nor pin memory for it");
+  }
   load_numpy_types();
-  const py::list leaves = pairs_with_paths(data, data);
-  std::vector<at::Tensor> tensors;
+  const py::list leaves = pairs_with_paths(data, data, {"data", "data"});
+  if (leaves.empty() && !py::isinstance<py::list>(data) && !py::isinstance<py::tuple>(data) &&
+      !py::isinstance<py::dict>(data)) {
+    throw py::value_error("data has no tensor or array: of a module, give list(parameters())");
+  }
+  const FileMappings files;
+  std::vector<PinnedRanges::Range> ranges;
   try {
     for (size_t i = 0; i < leaves.size(); ++i) {
       const py::tuple path_and_leaf = leaves[i];
-      tensors.push_back(host_tensor(path_and_leaf[1], i));
+      Owned found = memory_of_leaf(path_and_leaf[1], i, files);
+      ranges.push_back(found.memory);
+      if (found.owner) kept_.push_back(std::move(found.owner));
     }
-    pin(tensors);
+    const py::gil_scoped_release no_gil;
+    ranges_ = std::make_unique<PinnedRanges>(device_, ranges);
   } catch (const PinningError& error) {
     const py::tuple path_and_leaf = leaves[error.range()];
     throw py::value_error("data" + path_and_leaf[0].cast<std::string>() + " " + error.what());
   }
 }
 
-// Keeps torch from resizing the storages first: other threads run while memory is pinned.
-void PinnedMemory::pin(const std::vector<at::Tensor>& tensors) {
-  for (const at::Tensor& tensor : tensors) fix(storage_of(tensor));
-  std::vector<PinnedRanges::Range> ranges;
-  try {
-    const py::gil_scoped_release no_gil;
-    for (const at::Tensor& tensor : tensors) {
-      const PinnedRanges::Range memory = memory_of(tensor);
-      // By torch's own allocator of pinned memory, or by other code.
-      const bool is_pinned =
-          !memory.empty() && !PinnedRanges::has(memory.first(1)) && tensor.is_pinned();
-      ranges.push_back(is_pinned ? PinnedRanges::Range() : memory);
-    }
-    ranges_ = std::make_unique<PinnedRanges>(device_, ranges);
-  } catch (...) {
-    for (const at::Tensor& tensor : tensors) unfix(storage_of(tensor));
-    throw;
-  }
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (ranges[i].empty()) {
-      unfix(storage_of(tensors[i]));
-    } else {
-      kept_.push_back(tensors[i]);
-    }
-  }
-}
-
 void PinnedMemory::close() {
-  if (!ranges_) return;
-  if (ranges_->is_of_this_process()) {
-    const py::gil_scoped_release no_gil;
-    synchronise_all(device_.type());
-  }
-  std::unique_ptr<PinnedRanges> ranges = std::move(ranges_);
-  if (!ranges) return;  // another thread was faster
+  std::vector<std::shared_ptr<const void>> kept;  // dropped last: that may run Python code
   {
     const py::gil_scoped_release no_gil;
-    ranges.reset();
+    const std::lock_guard lock(closing_);
+    if (!ranges_) return;
+    if (ranges_->is_of_this_process()) {
+      ranges_->end_use();
+      try {
+        synchronise_all(device_.type());
+      } catch (...) {
+        ranges_->resume_use();
+        throw;
+      }
+    }
+    ranges_.reset();
+    kept = std::move(kept_);
   }
-  for (const at::Tensor& tensor : kept_) unfix(storage_of(tensor));
-  kept_.clear();
 }
 
 // If a device cannot be asked whether it is done, the memory stays pinned for good.
@@ -169,7 +184,7 @@ PinnedMemory::~PinnedMemory() {
   try {
     close();
   } catch (...) {
-    new std::vector<at::Tensor>(std::move(kept_));
+    new std::vector<std::shared_ptr<const void>>(std::move(kept_));
     static_cast<void>(ranges_.release());
   }
 }

@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "base/internal_error.h"
+#include "engine/device/pinned_ranges.h"
+#include "engine/moves/row_kernel.h"
 #include "python/torch_tensor.h"
 
 namespace py = pybind11;
@@ -21,25 +23,35 @@ std::string joined(at::IntArrayRef sizes) {
   return text;
 }
 
-RowIndex index_of(py::handle numbers, size_t lead) {
-  check_invariant(is_tensor(numbers.ptr()), "rows are numbered by a tensor");
-  const at::Tensor& tensor = tensor_in(numbers.ptr());
-  check_invariant(tensor.scalar_type() == at::kLong && tensor.device().is_cpu() &&
-                      tensor.is_contiguous() && lead >= 1,
-                  "rows are numbered by int64 that lie together on the host");
-  const auto* first = static_cast<const int64_t*>(tensor.const_data_ptr());
-  return {{first, first + tensor.numel()}, tensor.sizes().vec(), lead};
+// Reads no numbers yet.
+RowIndex index_of(const at::Tensor& tensor, size_t lead) {
+  check_invariant(tensor.is_contiguous() && lead >= 1, "the numbers of rows lie together");
+  RowIndex index{{}, tensor.sizes().vec(), lead};
+  if (tensor.device().is_cpu()) {
+    check_invariant(tensor.scalar_type() == at::kLong, "rows are numbered by int64 on the host");
+  } else {
+    index.on_device =
+        NumbersOnDevice{tensor.const_data_ptr(), static_cast<uint32_t>(tensor.element_size()),
+                        static_cast<size_t>(tensor.numel())};
+  }
+  return index;
 }
 
 }  // namespace
 
 RowRequest row_request_of(py::handle rows) {
   RowRequest request;
-  request.index = index_of(rows.attr("numbers"), rows.attr("lead").cast<size_t>());
+  request.numbers = rows.attr("numbers");
+  check_invariant(is_tensor(request.numbers.ptr()), "rows are numbered by a tensor");
+  request.index = index_of(tensor_in(request.numbers.ptr()), rows.attr("lead").cast<size_t>());
   request.counted = rows.attr("counted").cast<bool>();
   request.lead = rows.attr("sizes").cast<std::vector<int64_t>>();
   request.adjoining = rows.attr("is_view").cast<bool>();
   return request;
+}
+
+c10::Device RowRequest::numbers_device() const {
+  return tensor_in(numbers.ptr()).device();
 }
 
 RowLeaves::RowLeaves(RowRequest request) : request_(std::move(request)) {
@@ -47,15 +59,21 @@ RowLeaves::RowLeaves(RowRequest request) : request_(std::move(request)) {
 }
 
 void RowLeaves::count_rows() {
-  if (!request_.counted) {
-    const int64_t size = request_.lead.front();
-    const std::optional<int64_t> wrong = wrap_rows(request_.index.rows, size);
-    if (wrong) {
+  RowIndex& index = request_.index;
+  index.table_rows = c10::multiply_integers(request_.lead);
+  if (!index.on_device) {
+    const at::Tensor& numbers = tensor_in(request_.numbers.ptr());
+    const auto* const first = static_cast<const int64_t*>(numbers.const_data_ptr());
+    const std::span<const int64_t> given(first, static_cast<size_t>(numbers.numel()));
+    // The numbers of a pair of indices have been checked, and count the rows of both dimensions.
+    const int64_t size = request_.counted ? index.table_rows : request_.lead.front();
+    index.rows.resize(given.size());
+    if (const std::optional<int64_t> wrong = wrap_rows(given, size, index.rows)) {
       throw py::index_error("index " + std::to_string(*wrong) + " is out of bounds: there are " +
                             std::to_string(size) + " rows");
     }
   }
-  index_ = std::make_shared<const RowIndex>(std::move(request_.index));
+  index_ = std::make_shared<const RowIndex>(std::move(index));
 }
 
 std::optional<std::string> RowLeaves::mistake_in(const at::Tensor& table) {
@@ -83,19 +101,47 @@ std::string RowLeaves::named(int64_t row) const {
   return request_.lead.size() == 1 ? text : "(" + text + ")";
 }
 
+InPlace RowLeaves::in_place(const at::Tensor& table, c10::Device device) {
+  if (!mover_ || mover_->first != device) {
+    const bool can_move = request_.may_be_in_place && index_->table_rows <= kMostTableRows &&
+                          row_kernels(device) != nullptr;
+    mover_ = {device, can_move};
+  }
+  if (!mover_->second) return InPlace::kNo;
+  if (!table.device().is_cpu() || table.layout() != c10::kStrided || !table.has_storage()) {
+    return InPlace::kNo;
+  }
+  const auto rows = static_cast<uint64_t>(std::max<int64_t>(index_->table_rows, 1));
+  if (table.nbytes() / rows * index_->count() > kMostRowBytes) return InPlace::kNo;
+  const c10::Storage& storage = table.storage();
+  const PinnedRanges::Range memory{static_cast<const std::byte*>(storage.data()), storage.nbytes()};
+  using Found = PinnedRanges::Found;
+  const Found found = PinnedRanges::find(memory);
+  if (found == Found::kPinned) return InPlace::kRegistered;
+  if (found == Found::kNot) return InPlace::kNo;
+  return is_pinned_by_torch(table) ? InPlace::kPinnedByTorch : InPlace::kNo;
+}
+
+// Torch takes a microsecond to tell whether memory is pinned, so it is asked about the first table,
+// and about others only if that one is pinned.
+bool RowLeaves::is_pinned_by_torch(const at::Tensor& table) {
+  if (is_pinned_by_torch_.value_or(true))
+    is_pinned_by_torch_ = is_pinned({static_cast<const std::byte*>(table.data_ptr()), 1});
+  return *is_pinned_by_torch_;
+}
+
 Packable RowLeaves::add(LeafTable& leaves, const at::Tensor& table) {
   return leaves.add_rows_if_packable(table, index_, request_.adjoining);
 }
 
-void RowLeaves::note_mapped(SourceGroup& group) const {
-  const LeafTable& leaves = group.leaves;
+void RowLeaves::note_mapped(const LeafTable& leaves, MappedLeaves& mapped) const {
   const Leaf& leaf = leaves[leaves.size() - 1];
   const RowLayout layout = leaves.row_layout(leaf);
   const auto* table = static_cast<const std::byte*>(leaf.data);
   const size_t count = index_->rows.size();
   if (leaf.bytes == 0 || count == 0) return;
   for (const size_t i : std::array{size_t{0}, count / 2, count - 1}) {
-    group.mapped.note({table + index_->rows[i] * layout.stride_bytes, layout.row_bytes});
+    mapped.note({table + index_->rows[i] * layout.stride_bytes, layout.row_bytes});
   }
 }
 

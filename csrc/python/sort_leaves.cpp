@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "engine/device/pinned_ranges.h"
-#include "engine/moves/row_kernel.h"
 #include "python/array_leaf.h"
 #include "python/cache_prefetch.h"
 #include "python/device_argument.h"
@@ -21,7 +20,6 @@ LeafSorter::LeafSorter(c10::Device target, bool altered, bool delegates_all, Row
       altered_(altered),
       delegates_all_(delegates_all),
       moves_from_host_(has_engine_transfers(target)),
-      are_rows_read_there_(rows != nullptr && moves_from_host_ && reads_rows(target)),
       rows_(rows) {
   constexpr size_t kFewLeaves = 32;  // room for 32 leaves costs one allocation
   tensors_.reserve(kFewLeaves);
@@ -38,7 +36,13 @@ void LeafSorter::sort(FlatTree& flat, PyObject* data) {
 
   for (Found& found : arrays_) {
     const size_t group = group_of(c10::Device(c10::kCPU));
-    add_array_leaf(found.object, flat_->groups[group].leaves);
+    LeafTable& leaves = flat_->groups[group].leaves;
+    add_array_leaf(found.object, leaves);
+    const Leaf& leaf = leaves[leaves.size() - 1];
+    if (moves_from_host_ && !leaf.strided && leaf.bytes > kMaxPackedLeafBytes &&
+        is_pinned({static_cast<const std::byte*>(leaf.data), leaf.bytes})) {
+      leaves.note_pinned();
+    }
     if (is_mapped_array(found.object)) flat_->groups[group].note_mapped();
     set_leaf(std::exchange(found.object, nullptr), found.node, group);
   }
@@ -69,15 +73,23 @@ void LeafSorter::sort_table(PyObject* object, size_t node, bool is_mapped) {
     refuse(node, *mistake);
   }
   if (!altered_ && table.device().is_cpu()) {
-    const size_t group = group_of(c10::Device(c10::kCPU));
-    const Packable packable = rows_->add(flat_->groups[group].leaves, table);
+    const InPlace in_place = moves_from_host_ ? rows_->in_place(table, target_) : InPlace::kNo;
+    const size_t group = group_of(c10::Device(c10::kCPU), in_place != InPlace::kNo);
+    SourceGroup& those = flat_->groups[group];
+    const bool is_read = in_place != InPlace::kNo || !rows_->are_numbers_on_device();
+    const Packable packable = is_read ? rows_->add(those.leaves, table) : Packable::kNoRows;
     if (packable == Packable::kShortStorage) refuse_short_storage(table, node);
     if (packable == Packable::kYes) {
-      if (are_rows_read_there_ && is_pinned_table(table)) flat_->groups[group].leaves.note_pinned();
-      if (is_mapped || mapped_files_.has(table)) rows_->note_mapped(flat_->groups[group]);
+      if (in_place == InPlace::kRegistered) those.in_place->registered.push_back(table.data_ptr());
+      if (is_mapped || mapped_files_.has(table)) rows_->note_mapped(those.leaves, those.mapped);
       return set_leaf(owned.release().ptr(), node, group);
     }
-    if (flat_->groups[group].leaves.size() == 0) flat_->groups.pop_back();
+    if (those.leaves.size() == 0) flat_->groups.pop_back();
+    if (rows_->are_numbers_on_device()) {
+      refuse(node,
+             " cannot be read by the device that has the index: it is not in pinned memory, or its "
+             "rows are not contiguous. Pin it with pin_memory_(), or give index.cpu()");
+    }
   }
   py::object rows = rows_->read(object);  // through a torch mode, if one is active
   const bool is_plain_class = is_plain_tensor_class(Py_TYPE(rows.ptr()));
@@ -85,17 +97,6 @@ void LeafSorter::sort_table(PyObject* object, size_t node, bool is_mapped) {
     return flat_->delegate(rows.release().ptr(),
                            {0, node, altered_ ? WhyDelegated::kTorchMode : WhyDelegated::kClass});
   sort_tensor(rows.release().ptr(), node);
-}
-
-// Torch takes a microsecond to tell whether memory is pinned, so it is asked about the first table,
-// and about others only if that one is pinned.
-bool LeafSorter::is_pinned_table(const at::Tensor& table) {
-  const c10::Storage& storage = table.storage();
-  if (PinnedRanges::has({static_cast<const std::byte*>(storage.data()), storage.nbytes()})) {
-    return true;
-  }
-  if (is_table_pinned_by_torch_.value_or(true)) is_table_pinned_by_torch_ = table.is_pinned();
-  return *is_table_pinned_by_torch_;
 }
 
 // Decides how to treat a tensor of torch's own class. Takes over a reference.
@@ -146,16 +147,22 @@ bool LeafSorter::is_moved_from(c10::Device device) const {
   return has_engine_transfers(device) && (target_.is_cpu() || target_.type() == device.type());
 }
 
-size_t LeafSorter::group_of(c10::Device device) {
-  if (last_group_ < flat_->groups.size() && flat_->groups[last_group_].leaves.device() == device) {
-    return last_group_;
-  }
+size_t LeafSorter::group_of(c10::Device device, bool in_place) {
+  const auto is_it = [&](const SourceGroup& group) {
+    return group.leaves.device() == device && group.in_place.has_value() == in_place;
+  };
+  if (last_group_ < flat_->groups.size() && is_it(flat_->groups[last_group_])) return last_group_;
   for (last_group_ = 0; last_group_ < flat_->groups.size(); ++last_group_) {
-    if (flat_->groups[last_group_].leaves.device() == device) return last_group_;
+    if (is_it(flat_->groups[last_group_])) return last_group_;
   }
   flat_->groups.push_back({LeafTable(device), std::make_shared<PySources>(), {}});
-  flat_->groups.back().leaves.reserve(tensors_.size());
-  flat_->groups.back().sources->reserve(tensors_.size());
+  SourceGroup& made = flat_->groups.back();
+  made.leaves.reserve(tensors_.size());
+  made.sources->reserve(tensors_.size() + 1);
+  if (in_place) {
+    made.in_place.emplace();
+    if (rows_->are_numbers_on_device()) made.sources->keep(rows_->numbers().inc_ref().ptr());
+  }
   return last_group_;
 }
 

@@ -6,7 +6,6 @@
 #include <c10/core/Device.h>
 #include <pybind11/pybind11.h>
 
-#include <optional>
 #include <string>
 
 #include "base/recycled.h"
@@ -53,25 +52,22 @@ class LeafSorter {
 
   void sort_tensors();
   void sort_table(PyObject* object, size_t node, bool is_mapped);
-  bool is_pinned_table(const at::Tensor& table);
   void sort_tensor(PyObject* object, size_t node);
   [[noreturn]] void refuse_short_storage(const at::Tensor& tensor, size_t node) const;
   [[noreturn]] void refuse(size_t node, const std::string& why) const;
   bool is_moved_from(c10::Device device) const;
-  size_t group_of(c10::Device device);
+  size_t group_of(c10::Device device, bool in_place = false);
   void set_leaf(PyObject* object, size_t node, size_t group);
 
   const c10::Device target_;
   const bool altered_;
   const bool delegates_all_;
   const bool moves_from_host_;
-  const bool are_rows_read_there_;  // by the target, from pinned tables
   RowLeaves* const rows_;
   FlatTree* flat_ = nullptr;  // set by sort()
   PyObject* data_ = nullptr;  // borrowed
   MappedFiles mapped_files_;
   PinnedLeaves pinned_;
-  std::optional<bool> is_table_pinned_by_torch_;
   size_t last_group_ = 0;
   RecycledVector<Found> tensors_;  // in the order of the walk
   RecycledVector<Found> arrays_;

@@ -52,15 +52,16 @@ struct LastPlainPair {
 
 class Sorter {
  public:
-  Sorter(py::handle source, py::handle destination, PairNames names, RowLeaves* rows,
+  Sorter(py::handle source, py::handle destination, PairNames names, TablesOfPairs tables,
          bool list_opaque)
       : source_(source),
         destination_(destination),
         names_(names),
-        rows_(rows),
+        tables_(tables),
+        rows_(tables.rows),
         list_opaque_(list_opaque),
         altered_(is_mode_active()),
-        leaf_reader_(rows, [this](bool written) { return path(number_, written); }) {}
+        leaf_reader_(tables, [this](bool written) { return path(number_, written); }) {}
 
   SortedPairs run() {
     try {
@@ -86,8 +87,8 @@ class Sorter {
                             " share memory: the memory of a destination must not belong to "
                             "another leaf too; give a clone() of one");
     }
-    const auto twice =
-        rows_ != nullptr && rows_->index() ? repeated_row(rows_->index()->rows) : std::nullopt;
+    const bool may_repeat = rows_ == nullptr || tables_.are_sources || !rows_->index();
+    const auto twice = may_repeat ? std::nullopt : repeated_row(rows_->index()->rows);
     if (twice) {
       throw py::value_error(
           "row " + rows_->named(*twice) +
@@ -133,10 +134,10 @@ class Sorter {
     for (const DelegatedPair& pair : sorted_.delegated) {
       py::object shape = py::none();
       if (rows_ != nullptr) {
-        shape =
-            py::cast(at::IntArrayRef(shape_for(tensor_in(pair.destination.ptr()).sizes())).vec());
+        const py::object& table = tables_.are_sources ? pair.source : pair.destination;
+        shape = py::cast(at::IntArrayRef(shape_of_rows(tensor_in(table.ptr()).sizes())).vec());
       }
-      const py::object wrong = mismatch(pair.source, pair.destination, shape);
+      const py::object wrong = mismatch(pair.source, pair.destination, shape, tables_.are_sources);
       if (wrong.is_none()) continue;
       throw py::value_error(py::str(
           wrong.attr("format")(py::arg("source") = path(pair.number, /*written=*/false),
@@ -148,8 +149,9 @@ class Sorter {
     if (rows_ != nullptr) {
       from = as_tensor(std::move(from), /*written=*/false);
       to = as_tensor(std::move(to), /*written=*/true);
-      const auto mistake = rows_->mistake_in(tensor_in(to.ptr()));
-      if (mistake) refuse(/*written=*/true, *mistake);
+      const py::object& table = tables_.are_sources ? from : to;
+      const auto mistake = rows_->mistake_in(tensor_in(table.ptr()));
+      if (mistake) refuse(/*written=*/!tables_.are_sources, *mistake);
     }
     if (altered_ || !(add_like_last(from, to) || add(from, to))) {
       sorted_.delegated.push_back({std::move(from), std::move(to), number_});
@@ -165,13 +167,18 @@ class Sorter {
     return made;
   }
 
-  // Returns the shape that the source of a destination must have.
-  c10::DimVector shape_for(at::IntArrayRef sizes) const {
-    if (rows_ == nullptr) return c10::DimVector(sizes);
+  // Returns the shape of the selected rows of a table with these sizes.
+  c10::DimVector shape_of_rows(at::IntArrayRef sizes) const {
     const RowIndex& index = *rows_->index();
     c10::DimVector shape(index.sizes.begin(), index.sizes.end());
     shape.append(sizes.begin() + index.lead, sizes.end());
     return shape;
+  }
+
+  bool have_same_shape(const PlainLeaf& source, const PlainLeaf& target) const {
+    if (source.table) return shape_of_rows(source.sizes) == target.sizes;
+    if (target.table) return shape_of_rows(target.sizes) == source.sizes;
+    return source.sizes == target.sizes;
   }
 
   // Fast path of nearly every leaf: adds a pair with the same key sets and devices as one that
@@ -225,32 +232,31 @@ class Sorter {
     const std::optional<PlainLeaf> source = leaf_reader_.read(from.ptr(), /*written=*/false);
     const std::optional<PlainLeaf> target = leaf_reader_.read(to.ptr(), /*written=*/true);
     if (!source || !target || !is_moved(source->device, target->device)) return false;
-    if (source->sizes != shape_for(target->sizes) || source->dtype != target->dtype) return false;
+    if (rows_ != nullptr && !source->table && !target->table) return false;
+    if (!have_same_shape(*source, *target) || source->dtype != target->dtype) return false;
     const bool is_tensor = target->storage != nullptr;
     c10::TensorImpl* const written =  // its version is bumped
         is_tensor ? tensor_in(to.ptr()).unsafeGetTensorImpl() : nullptr;
-    if (source->bytes() == 0) {
+    if ((source->table ? *target : *source).bytes() == 0) {
       sorted_.written.push_back(written);
       sorted_.kept.push_back(std::move(to));
       ++sorted_.empty;
       return true;
     }
     const bool alike =
-        !target->table && same_steps(target->sizes, source->strides_bytes, target->strides_bytes);
+        rows_ == nullptr && same_steps(target->sizes, source->strides_bytes, target->strides_bytes);
     if (alike && source->data == target->data && source->device == target->device) {
       note_reused(*target);
       return true;
     }
     if (!source->is_aligned() || !target->is_aligned()) return false;
+    if (rows_ != nullptr) return add_rows(*source, *target, from, to);
     IntoGroup& group = group_of(source->device, target->device);
     DestinationTable& destinations = group.pairs.destinations;
-    if (target->table) {
-      add_bytes(group, *source);
-      destinations.add_rows(target->data, target->storage, *target->table, rows_->index());
-    } else if (alike && source->dense && target->dense) {
+    if (alike && source->dense && target->dense) {
       add_bytes(group, *source);
       const bool pinned = source->bytes() > kMaxPackedLeafBytes && !source->device.is_cpu() &&
-                          is_tensor && tensor_in(to.ptr()).is_pinned();
+                          target->device.is_cpu() && is_pinned({target->data, source->bytes()});
       destinations.add(target->data, target->storage, pinned);
       if (is_tensor && source->storage != nullptr) {
         last_plain_ = {tensor_in(from.ptr()).key_set(), written->key_set(), source->device,
@@ -264,6 +270,39 @@ class Sorter {
                             : source->device.is_cpu() && mapped_files_.has(*source->storage);
     if (mapped) group.note_mapped();
     if (is_tensor) sorted_.written.push_back(written);
+    group.keep(number_, std::move(from), std::move(to));
+    return true;
+  }
+
+  // Adds a pair of which one end is a table.
+  bool add_rows(const PlainLeaf& source, const PlainLeaf& target, py::object& from,
+                py::object& to) {
+    const at::Tensor& table = tensor_in((source.table ? from : to).ptr());
+    const c10::Device mover = source.table ? target.device : source.device;
+    const InPlace in_place = mover.is_cpu() ? InPlace::kNo : rows_->in_place(table, mover);
+    if (rows_->are_numbers_on_device() &&
+        (in_place == InPlace::kNo || mover != rows_->numbers_device())) {
+      refuse(/*written=*/target.table.has_value(),
+             " cannot be accessed by the device that has the index: it is not in pinned memory, or "
+             "its rows go to or come from another device. Pin it with pin_memory_(), or give "
+             "index.cpu()");
+    }
+    IntoGroup& group = group_of(source.device, target.device, in_place != InPlace::kNo);
+    if (source.table) {
+      if (rows_->add(group.pairs.leaves, table) != Packable::kYes) {
+        if (group.pairs.leaves.size() == 0) sorted_.groups.pop_back();
+        return false;
+      }
+      group.pairs.destinations.add(target.data, target.storage, /*pinned=*/false);
+      if (mapped_files_.has(*source.storage)) {
+        rows_->note_mapped(group.pairs.leaves, group.mapped);
+      }
+    } else {
+      add_bytes(group, source);
+      group.pairs.destinations.add_rows(target.data, target.storage, *target.table, rows_->index());
+    }
+    if (in_place == InPlace::kRegistered) group.in_place->registered.push_back(table.data_ptr());
+    sorted_.written.push_back(tensor_in(to.ptr()).unsafeGetTensorImpl());
     group.keep(number_, std::move(from), std::move(to));
     return true;
   }
@@ -314,17 +353,24 @@ class Sorter {
     sorted_.reused.push_back({end.device, std::move(area), number_});
   }
 
-  IntoGroup& group_of(c10::Device from, c10::Device to) {
+  IntoGroup& group_of(c10::Device from, c10::Device to, bool in_place = false) {
     for (IntoGroup& group : sorted_.groups) {
-      if (group.pairs.leaves.device() == from && group.destination == to) return group;
+      if (group.pairs.leaves.device() == from && group.destination == to &&
+          group.in_place.has_value() == in_place) {
+        return group;
+      }
     }
     sorted_.groups.push_back({to, {LeafTable(from), {}}});
     IntoGroup& made = sorted_.groups.back();
     made.pairs.leaves.reserve(leaves_);
     made.pairs.destinations.reserve(leaves_);
-    made.sources->reserve(leaves_);
+    made.sources->reserve(leaves_ + 1);
     made.destinations->reserve(leaves_);
     made.numbers.reserve(leaves_);
+    if (in_place) {
+      made.in_place.emplace();
+      if (rows_->are_numbers_on_device()) made.sources->keep(rows_->numbers().inc_ref().ptr());
+    }
     return made;
   }
 
@@ -343,6 +389,7 @@ class Sorter {
   const py::handle source_;
   const py::handle destination_;
   const PairNames names_;
+  const TablesOfPairs tables_;
   RowLeaves* const rows_;
   const bool list_opaque_;
   const bool altered_;
@@ -358,9 +405,9 @@ class Sorter {
 
 }  // namespace
 
-SortedPairs sort_pairs(py::handle source, py::handle destination, PairNames names, RowLeaves* rows,
-                       bool list_opaque) {
-  return Sorter(source, destination, names, rows, list_opaque).run();
+SortedPairs sort_pairs(py::handle source, py::handle destination, PairNames names,
+                       TablesOfPairs tables, bool list_opaque) {
+  return Sorter(source, destination, names, tables, list_opaque).run();
 }
 
 }  // namespace tdcopier

@@ -7,13 +7,16 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/overlap.h"
+#include "engine/device/pinned_ranges.h"
 #include "engine/leaves/destination.h"
 #include "engine/leaves/mapped_leaves.h"
 #include "python/delegated_outputs.h"
 #include "python/pair_walk.h"
+#include "python/row_leaves.h"
 #include "python/sources.h"
 
 namespace tdcopier {
@@ -26,6 +29,8 @@ struct IntoGroup {
   std::shared_ptr<PySources> destinations = std::make_shared<PySources>();
   RecycledVector<uint32_t> numbers{};  // by leaf: number of its pair in the walk
   MappedLeaves mapped{};               // among the sources
+  // Set if one end of each pair is rows of a pinned table, which the other end's device moves.
+  std::optional<PinnedTables> in_place{};
 
   // Keeps alive the objects of the pair that was added to the tables last.
   void keep(size_t number, pybind11::object from, pybind11::object to) {
@@ -33,7 +38,7 @@ struct IntoGroup {
     destinations->keep(to.release().ptr());
     numbers.push_back(static_cast<uint32_t>(number));
   }
-  // Marks the source added last as memory-mapped.
+  // Marks the source added last as memory-mapped. Requires: it is not rows.
   void note_mapped() { mapped.note(pairs.leaves.reach(pairs.leaves[pairs.leaves.size() - 1])); }
 };
 
@@ -65,14 +70,17 @@ struct SortedPairs {
   pybind11::object opaque_pairs{};  // null unless listed: see PairedTrees
 };
 
-class RowLeaves;
+// Which end of each pair is a table, of which rows are selected.
+struct TablesOfPairs {
+  RowLeaves* rows = nullptr;  // null: neither
+  bool are_sources = false;
+};
 
-// Pairs and sorts the leaves of two trees. `rows`: null, or the rows to write, and then every
-// destination is a table. `list_opaque`: as for pair_trees(). GIL: held.
+// Pairs and sorts the leaves of two trees. `list_opaque`: as for pair_trees(). GIL: held.
 // Throws: as pair_trees(); ValueError, with the path, for a destination that cannot be written or
 // does not fit; RuntimeError, as torch does, for a destination made in inference mode if the call
 // is outside of it; IndexError if a row is out of range.
 SortedPairs sort_pairs(pybind11::handle source, pybind11::handle destination, PairNames names,
-                       RowLeaves* rows, bool list_opaque);
+                       TablesOfPairs tables, bool list_opaque);
 
 }  // namespace tdcopier

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "engine/jobs/from_device_job.h"
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
+#include "engine/jobs/rows_job.h"
 #include "python/array_leaf.h"
 #include "python/delegated_outputs.h"
 #include "python/device_argument.h"
@@ -70,7 +72,7 @@ std::optional<DeferredLease> deferred_memory(Accelerator& accelerator, const Cop
   if (t_sending == Sending::kAtOnce || plan.total_bytes == 0) return std::nullopt;
   if (!options.use_background_thread || !options.use_pinned_staging) return std::nullopt;
   const auto straight = [&](const ChunkPlan& chunk) {
-    return is_straight(chunk, plan, *work.leaves) || is_of_pinned_rows(chunk, plan, *work.leaves);
+    return is_straight(chunk, plan, *work.leaves);
   };
   if (std::any_of(plan.chunks.begin(), plan.chunks.end(), straight)) return std::nullopt;
   return accelerator.deferred().lease(plan.chunks.back().end());
@@ -82,6 +84,7 @@ class GroupStart {
   GroupStart(SourceGroup& group, std::shared_ptr<const PackPlan> plan, c10::Device target,
              const CopyOptions& options)
       : mapped_(group.mapped),
+        in_place_(std::move(group.in_place)),
         source_(group.leaves.device()),
         target_(target),
         options_(options),
@@ -91,6 +94,22 @@ class GroupStart {
     if (source_.is_cpu() && target.is_cpu() && options.use_pinned_staging) {
       pinned_ = pinned_allocator();
     }
+  }
+
+  // Makes the job of rows that the target reads itself, with memory, to be run during `access`.
+  // Returns null if there are none, or if they are no longer pinned.
+  std::shared_ptr<CopyJob> make_in_place(std::optional<PinnedRanges::Access>& access) {
+    if (!in_place_) return nullptr;
+    Accelerator& accelerator = Accelerator::of(target_);
+    const bool waits = rows_of(work_).on_device.has_value();
+    make_result({target_, waits ? &accelerator.ordered_stream() : &accelerator.to_device_stream()});
+    work_.result->allocate();
+    if (in_place_->are_pinned(access.emplace())) {
+      return std::make_shared<RowsJob>(accelerator, target_, std::move(work_));
+    }
+    if (waits) throw std::runtime_error("a storage was unpinned while its rows were to be read");
+    access.reset();
+    return nullptr;
   }
 
   // Makes the job. Its result has no memory yet.
@@ -159,6 +178,7 @@ class GroupStart {
   }
 
   const MappedLeaves mapped_;
+  const std::optional<PinnedTables> in_place_;
   const c10::Device source_;
   const c10::Device target_;
   const CopyOptions& options_;
@@ -169,38 +189,51 @@ class GroupStart {
   bool is_deferred_ = false;
 };
 
+// Makes a job, and gives it to workers if it should run there. Returns whether it did.
+bool prepare(std::shared_ptr<CopyJob>& job, GroupStart& start, const CopyOptions& options) {
+  job = start.make();
+  // Runs in the call if it is small and does not have to wait. Enqueueing a device's gather takes
+  // the same time for any number of bytes.
+  const bool at_once = job->host_bytes() <= g_max_inline_bytes && !start.may_block();
+  const bool for_workers = options.use_background_thread && !at_once;
+  // Allocates while the workers wake up: they need the memory only after staging.
+  const bool allocate_late = for_workers && start.needs_memory_late();
+  if (!allocate_late) job->result()->allocate();
+  bool background = false;
+  if (for_workers) background = job->run_in_background(start.pool());
+  if (allocate_late) {
+    try {
+      job->result()->allocate();
+    } catch (...) {
+      if (!background) throw;  // otherwise the job reports the error
+    }
+  }
+  return background;
+}
+
 // Starts the copy of the leaves of one device. `plan`: null, or a pack plan for such leaves.
 void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPlan> plan,
                  c10::Device target, const CopyOptions& options) {
   const c10::Device source = group.leaves.device();
   const RelaxedCapture relaxed(target.is_cpu() ? source.type() : target.type());
   std::shared_ptr<CopyJob> job;
+  std::optional<PinnedRanges::Access> access;
   bool background = false;
   try {
     const PhaseRange range(handle.phases(), Phase::kPlan);
     plan = plan_of(group.leaves, options.pack, std::move(plan));
     GroupStart start(group, std::move(plan), target, options);
     const py::gil_scoped_release no_gil;  // an allocation may wait for the device
-    job = start.make();
-    // Runs in the call if it is small and does not have to wait. Enqueueing a device's gather takes
-    // the same time for any number of bytes.
-    const bool at_once = job->host_bytes() <= g_max_inline_bytes && !start.may_block();
-    const bool for_workers = options.use_background_thread && !at_once;
-    // Allocates while the workers wake up: they need the memory only after staging.
-    const bool allocate_late = for_workers && start.needs_memory_late();
-    if (!allocate_late) job->result()->allocate();
-    if (for_workers) background = job->run_in_background(start.pool());
-    if (allocate_late) {
-      try {
-        job->result()->allocate();
-      } catch (...) {
-        if (!background) throw;  // otherwise the job reports the error
-      }
-    }
+    job = start.make_in_place(access);
+    if (!job) background = prepare(job, start, options);
   } catch (...) {
     return handle.fail_with(std::current_exception());
   }
-  if (!background) {
+  if (access) {
+    const py::gil_scoped_release no_gil;
+    job->run();
+    access.reset();
+  } else if (!background) {
     const WaitWithoutGil waiting;
     job->run();
   }
@@ -301,6 +334,14 @@ std::unique_ptr<Handle> start_gather(py::handle storage, py::handle index, py::h
   const ReleaseAtEnd release_at_end;
   const c10::Device target = parse_device(device);
   RowRequest request = row_request_of(index);
+  request.may_be_in_place = options.use_pinned_staging;
+  if (!request.numbers_device().is_cpu()) {
+    BadRowWatch::raise_of_dropped();
+    if (request.numbers_device() != target) {
+      throw py::value_error("the index is on " + request.numbers_device().str() +
+                            ", and the rows go to " + target.str() + ": give index.cpu()");
+    }
+  }
   request.read = readers.attr("read");
   request.flatten = readers.attr("flatten");
   request.unflatten = readers.attr("unflatten");

@@ -6,6 +6,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -18,6 +19,8 @@
 namespace tdcopier::sim {
 
 namespace {
+
+std::atomic<std::int64_t> g_pinned_queries = 0;
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
@@ -43,6 +46,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 
   bool isPinnedPtr(const void* data) const override {
+    ++g_pinned_queries;
     return PinnedAllocator::get().is_pinned(data);
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &PinnedAllocator::get(); }
@@ -69,6 +73,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 void register_hooks() {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
+}
+
+std::int64_t pinned_queries() {
+  return g_pinned_queries;
 }
 
 void resize_storage(const c10::Storage& storage, std::size_t bytes) {

@@ -21,6 +21,7 @@
 #include "sim/hooks.h"
 #include "sim/pinned_allocator.h"
 #include "sim/registrations.h"
+#include "sim/row_kernels.h"
 #include "sim/runtime.h"
 
 namespace py = pybind11;
@@ -59,6 +60,13 @@ struct {
     [](void* begin, size_t bytes) { return PinnedAllocator::get().pin(begin, bytes); },
     [](void* begin) { return PinnedAllocator::get().unpin(begin); },
 };
+
+// Moves rows for the engine, through `tdcopier._C.set_row_kernels`, whose tdcopier::RowKernels this
+// repeats.
+struct {
+  void (*move)(const c10::Stream& stream, const RowMove& move);
+  void (*number)(const c10::Stream& stream, const RowNumbering& numbering);
+} g_row_kernels{move_rows, number_rows};
 
 // Creates streams for the engine, through `tdcopier._C.set_stream_maker`.
 c10::Stream (*g_stream_maker)(c10::Device) = private_stream;
@@ -145,6 +153,7 @@ PYBIND11_MODULE(_sim, m) {
 
   m.def("enable", &enable, py::arg("devices"));
   m.def("stream_maker", [] { return py::capsule(&g_stream_maker, "tdcopier.StreamMaker"); });
+  m.def("row_kernels", [] { return py::capsule(&g_row_kernels, "tdcopier.RowKernels"); });
   m.def("pinning_calls", [] { return py::capsule(&g_pinning_calls, "tdcopier.PinningCalls"); });
   m.def("unpin", [](std::uintptr_t address) {  // for tests of the detector
     return PinnedAllocator::get().unpin(reinterpret_cast<void*>(address));
@@ -173,6 +182,7 @@ PYBIND11_MODULE(_sim, m) {
 
   m.def("transfer_counts", &transfer_counts);
   m.def("event_counts", &event_counts);
+  m.def("pinned_queries", &pinned_queries);
   m.def("reset_counts", &reset_counts);
   m.def("memory_stats", &memory_stats, py::arg("device"));
   m.def(

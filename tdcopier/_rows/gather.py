@@ -1,7 +1,9 @@
 """Gathers rows of a storage into packed chunks on their way to a device.
 
-`csrc/python/sort_leaves.cpp` chooses how each leaf is read: the engine gathers plain rows of host
-memory (`csrc/base/row_copy.cpp`), and `row_numbers.py` indexes all others.
+`csrc/python/sort_leaves.cpp` chooses how each leaf is read: the device reads rows of pinned memory
+(`csrc/kernels/move_rows.cu`), host threads gather those of other host memory
+(`csrc/base/row_copy.cpp`), and `row_numbers.py` indexes all others. With `out`, that is
+`csrc/python/sort_pairs.cpp`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from tdcopier import _C, _copy, _options
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import DelegatedPart
+from tdcopier._into import finished
 from tdcopier._options import CopyOptions, Device, OnUnknown
 from tdcopier._rows.request import RowIndex, RowReaders
 from tdcopier._rows.row_numbers import read_rows, row_index
@@ -29,8 +32,9 @@ T = TypeVar("T")
 def start_gather(
     storage: T,
     index: Any,
-    device: Device,
+    device: Device | None = None,
     *,
+    out: T | None = None,
     use_pinned_staging: bool = True,
     pack_cpu_tensors: bool = True,
     min_packed_alignment_bytes: int = 16,
@@ -41,14 +45,26 @@ def start_gather(
     """Start to copy rows of every leaf of `storage` to `device`, and return a handle at once.
 
     The result equals `storage[index].to(device)` for a TensorDict. For other containers, each leaf
-    equals `leaf[index].to(device)`. It is always new memory, even if the index would give a view.
-    From pinned leaves (see `pin_memory_`) a CUDA device reads the rows itself. From others, native
-    threads read them directly into the pinned memory that the transfers read. A storage in
-    memory-mapped files is read in place. A storage on a device is indexed there.
+    equals `leaf[index].to(device)`. It is new memory, even if the index would give a view; or it is
+    `out`, whose leaves are filled. From pinned leaves (see `pin_memory_`) a CUDA device reads the
+    rows itself. From others, native threads read them directly into the pinned memory that the
+    transfers read. A storage in memory-mapped files is read in place. A storage on a device is
+    indexed there.
 
     The call copies the index. **Until `wait_gathered` has returned** rows may still be read: do not
     write to the rows that the index names, and do not resize the storage. After it returns you may
     write, even while the transfer is still in flight. (`TDCOPIER_CHECK=1` does not check storages.)
+
+    **An index on the device** is read there, in the order of the current stream: the host does not
+    wait for it, and neither does `wait`. Every leaf on the host must then be pinned. The device
+    checks the numbers: a row that is out of range is not read, and its place in the result has any
+    value. `get` and `wait_gathered` raise the `IndexError` then; if neither is called, a later
+    call that moves rows does.
+
+    **In a CUDA graph**, give `out`: the call adds the reads to the graph that the current stream is
+    capturing, and each replay reads the rows that the index names by then, if it is on the device.
+    `wait()` returns `out`. Keep the handle as long as the graph: it keeps the memory alive, and its
+    `get` raises the `IndexError` of a replay. The storage must stay pinned.
 
     Leaves and parts that the engine cannot read as rows of plain memory are delegated to their own
     indexing, inside this call, and counted in `stats.fallbacks`: leaves on a device, leaves that
@@ -64,10 +80,15 @@ def start_gather(
             range, a slice with a positive step, one row, or a mask of one or two dimensions; for
             two leading dimensions, a pair of these (each with at most one mask or list of numbers).
             Negative numbers count from the end; rows may repeat.
-        device: the target, as for `start_copy`. On "cpu" the rows arrive in chunks by dtype, which
-            a later copy can send without packing them again. They are pinned if this process has
-            initialised the accelerator already; a process that only samples never initialises it.
-        use_pinned_staging: see `CopyOptions`, as for the next five.
+        device: the target, as for `start_copy`; None is where the leaves of `out` are. On "cpu" the
+            rows arrive in chunks by dtype, which a later copy can send without packing them again.
+            They are pinned if this process has initialised the accelerator already; a process that
+            only samples never initialises it.
+        out: an existing tree with the shapes and dtypes of the result, filled as by
+            `start_copy_into`, which has the rules for order and version counters. The options for
+            packing do not apply. Opaque values are left as they are.
+        use_pinned_staging: see `CopyOptions`, as for the next five. False also keeps a device from
+            reading the rows itself.
         pack_cpu_tensors: see `CopyOptions`.
         min_packed_alignment_bytes: see `CopyOptions`.
         max_packed_chunk_bytes: see `CopyOptions`.
@@ -77,8 +98,10 @@ def start_gather(
     Raises:
         IndexError: a row is out of range, or a mask has the wrong shape; nothing has been read.
         ValueError: leaves differ in their number of rows (the message names the path); the index is
-            not on the host; and as `start_copy`.
-        TypeError: `index` is not an index of rows; and as `start_copy`.
+            on a device that cannot read a leaf, or is a mask there; a leaf of `out` does not have
+            the shape or dtype of its rows, or is not on `device`; and as `start_copy`.
+        TypeError: `index` is not an index of rows; neither `device` nor `out` is given; and as
+            `start_copy`.
         Exception: as `start_copy`.
     """
     options = _options.checked_options(
@@ -90,7 +113,11 @@ def start_gather(
     )
     if on_unknown is not None:
         options = _options.options_for_unknown(options, on_unknown)
-    if str(device) == "meta":  # has no memory to gather into
+    if out is not None:
+        return _start_into(storage, index, device, out, options)
+    if device is None:
+        raise TypeError("start_gather() needs a device, or existing memory as out=")
+    if device == "meta" or getattr(device, "type", None) == "meta":  # has no memory to gather into
         rows_on_host = start_gather(storage, index, "cpu", on_unknown=on_unknown).get()
         return _copy.start_copy(rows_on_host, device, on_unknown="ignore")  # checked by the gather
     rows = row_index(index, storage)
@@ -98,14 +125,46 @@ def start_gather(
 
 
 @keep_out_of_graphs("gather()")
-def gather(storage: T, index: Any, device: Device, **options: Unpack[CopyOptions]) -> T:
+def gather(
+    storage: T,
+    index: Any,
+    device: Device | None = None,
+    *,
+    out: T | None = None,
+    **options: Unpack[CopyOptions],
+) -> T:
     """Return rows of every leaf of `storage` on `device`, and block until they have arrived.
 
     This is `start_gather(...).get()`, which describes the arguments and the errors.
     """
     if options:
         _options.refuse_unknown_options("gather", options)
-    return start_gather(storage, index, device, **options).get()
+    handle = start_gather(storage, index, device, out=out, **options)
+    return handle.get() if out is None else finished(handle)
+
+
+def _start_into(
+    storage: Any, index: Any, device: Device | None, out: T, options: _C.CopyOptions
+) -> AsyncCopyHandle[T]:
+    rows = row_index(index, storage)
+    if "tensordict" in sys.modules:
+        from tdcopier.tensordict._rows import refuse_unbatched
+
+        refuse_unbatched(storage)
+    if device is not None:
+        _check_devices(out, torch.empty(0, device=device).device)
+
+    def fill(leaf: torch.Tensor, table: torch.Tensor) -> None:
+        leaf.copy_(read_rows(table, rows, leaf.device))
+
+    return _C.start_gather_into(storage, out, rows, fill, options)
+
+
+def _check_devices(out: Any, device: torch.device) -> None:
+    for path, leaf in _C.leaves_with_paths(out, device):
+        place = getattr(leaf, "device", torch.device("cpu"))
+        if isinstance(place, torch.device) and place != device:
+            raise ValueError(f"out{path.removeprefix('data')} is on {place}, and not on {device}")
 
 
 class Whole(DelegatedPart):

@@ -12,8 +12,8 @@ class RowIndex(NamedTuple):
     """An index of rows in the engine's form."""
 
     numbers: torch.Tensor
-    """Rows: int64, on the host, contiguous. Their shape replaces the leading dimensions in the
-    result."""
+    """Rows: int64 on the host, or signed integers of 2 to 8 bytes on a device; contiguous. Their
+    shape replaces the leading dimensions in the result."""
     lead: int
     """Number of leading dimensions of a leaf that count rows."""
     counted: bool

@@ -93,6 +93,12 @@ def _of_pair(index: tuple[Any, ...], storage: Any) -> RowIndex:
             f"index must be of one leading dimension, or a pair of indices of two; got a tuple of "
             f"{len(index)}"
         )
+    for each in index:
+        if isinstance(each, torch.Tensor) and each.device.type != "cpu":
+            raise ValueError(
+                f"a pair of indices must be on the host; one is on {each.device}: give each.cpu(), "
+                "or flatten the leading dimensions of the storage and give one index"
+            )
     key = tuple(each if isinstance(each, slice) else _as_part(each) for each in index)
     for each in key:
         if isinstance(each, slice):
@@ -161,10 +167,7 @@ def _as_part(index: Any) -> torch.Tensor | int:
         index = _of_list(list(index))
     if isinstance(index, torch.Tensor):
         if index.device.type != "cpu":
-            raise ValueError(
-                f"index must be on the host, where rows are gathered; it is on {index.device}: "
-                "give index.cpu()"
-            )
+            return _of_device(index)
         if index.dtype == torch.bool:
             return index
         if index.dtype in (torch.int64, torch.int32, torch.int16):
@@ -186,6 +189,25 @@ def _as_part(index: Any) -> torch.Tensor | int:
 
 
 _INT64 = torch.iinfo(torch.int64)
+
+
+def _of_device(index: torch.Tensor) -> torch.Tensor:
+    """Return row numbers that the engine leaves on their device."""
+    if not _C.has_row_kernels(index.device):
+        raise ValueError(
+            f"index must be on the host, where rows are gathered; it is on {index.device}: "
+            "give index.cpu()"
+        )
+    if index.dtype == torch.bool:
+        raise ValueError(
+            f"index is a mask on {index.device}, so the host does not know how many rows it "
+            "selects: give mask.nonzero().flatten(), or mask.cpu()"
+        )
+    if index.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise TypeError(
+            f"index must be of integers (int64, int32 or int16) or booleans; it is of {index.dtype}"
+        )
+    return index.detach().contiguous()
 
 
 def _of_array(index: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -32,11 +32,16 @@ def start_scatter(
 ) -> AsyncCopyHandle[T]:
     """Start to write a batch into rows of `storage`, and return a handle at once.
 
-    Has the effect of `storage[index] = batch`, leaf by leaf. The leaves of a batch on a device are
-    gathered there, sent in one transfer per staging buffer, and written to their rows by native
-    threads. `get()` and `wait()` return `storage` itself once every row is written; until then, do
-    not read or write those rows. The rules of `start_copy_into` for order, sources and version
-    counters apply here too.
+    Has the effect of `storage[index] = batch`, leaf by leaf. To pinned leaves (see `pin_memory_`) a
+    CUDA device that has the batch writes the rows itself. To others, the leaves of a batch on a
+    device are gathered there, sent in one transfer per staging buffer, and written to their rows by
+    native threads. `get()` and `wait()` return `storage` itself once every row is written; until
+    then, do not read or write those rows. The rules of `start_copy_into` for order, sources and
+    version counters apply here too.
+
+    The index may be on the device of the batch, as for `start_gather`, which also says how to use
+    both in a CUDA graph. Then the device checks it: a row out of range is not written, and of a row
+    that is in the index twice, the last one is kept.
 
     Leaves that cannot be written as rows of plain memory (a storage on a device or with rows that
     are not contiguous; leaves of the batch with gaps, or that need gradients) are delegated to
@@ -47,7 +52,7 @@ def start_scatter(
             of its leaves, the index's shape replaces the dimensions that count rows. The dtypes are
             the same.
         storage: as for `start_gather`, on the host: in RAM, pinned or memory-mapped.
-        index: as for `start_gather`, without repeated rows.
+        index: as for `start_gather`. Without repeated rows, if it is on the host.
         use_pinned_staging: as for `start_copy_into`.
         use_background_thread: as for `start_copy_into`.
 

@@ -2,7 +2,9 @@
 #include "base/row_copy.h"
 
 #include <cstring>
+#include <limits>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "base/row_index.h"
@@ -80,14 +82,19 @@ void test_scatter(std::mt19937& random) {
 }
 
 void test_wrapping() {
-  std::vector<int64_t> rows{0, 9, -1, -10};
-  CHECK(!tdcopier::wrap_rows(rows, 10));
+  const std::vector<int64_t> given{0, 9, -1, -10};
+  std::vector<int64_t> rows(given.size());
+  CHECK(!tdcopier::wrap_rows(given, 10, rows));
   CHECK((rows == std::vector<int64_t>{0, 9, 9, 0}));
-  for (const int64_t wrong : {10L, -11L}) {
-    std::vector<int64_t> with_wrong{3, wrong, 99};
-    CHECK(tdcopier::wrap_rows(with_wrong, 10) == wrong);
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  for (const int64_t wrong : {int64_t{10}, int64_t{-11}, kLeast, kMost}) {
+    const std::vector<int64_t> with_wrong{3, wrong, 99};
+    rows.resize(with_wrong.size());
+    CHECK(tdcopier::wrap_rows(with_wrong, 10, rows) == wrong);
+    CHECK(tdcopier::wrap_rows(std::span(with_wrong).first(2), 0, rows) == 3);
   }
-  CHECK(!tdcopier::wrap_rows({}, 0));
+  CHECK(!tdcopier::wrap_rows({}, 0, {}));
 }
 
 }  // namespace

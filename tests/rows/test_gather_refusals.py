@@ -58,10 +58,34 @@ def test_what_is_no_index_of_rows_is_refused(device, index, error, message):
         tdcopier.start_gather({"a": torch.randn(ROWS, 2)}, index, device)
 
 
-def test_an_index_on_a_device_is_refused(device):
+def test_an_index_on_a_device_needs_pinned_leaves(device):
     index = torch.tensor([1]).to(device)
-    with pytest.raises(ValueError, match=f"it is on {device}: give index.cpu"):
-        tdcopier.start_gather({"a": torch.randn(ROWS, 2)}, index, device)
+    pinned, pageable = torch.randn(ROWS, 4).pin_memory(), torch.randn(ROWS, 2)
+    for call in (
+        lambda: tdcopier.start_gather({"a": pinned, "b": [pageable]}, index, device),
+        lambda: tdcopier.start_gather({"a": pinned, "b": [pinned[:, ::2]]}, index, device),
+        lambda: tdcopier.start_gather(
+            {"a": pinned, "b": [pinned]}, index, device, use_pinned_staging=False
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"cannot be read by the device that has the index"):
+            call()
+
+
+def test_an_index_on_a_device_is_of_integers(device):
+    pinned = torch.randn(ROWS, 2).pin_memory()
+    for index, error, message in (
+        (torch.ones(ROWS, dtype=torch.bool), ValueError, "give mask.nonzero"),
+        (torch.ones(3), TypeError, "of integers"),
+        ((torch.tensor([0]), torch.tensor([1])), ValueError, "a pair of indices must be on"),
+    ):
+        on_device = (
+            tuple(i.to(device) for i in index) if isinstance(index, tuple) else index.to(device)
+        )
+        with pytest.raises(error, match=message):
+            tdcopier.start_gather({"a": pinned}, on_device, device)
+    with pytest.raises(ValueError, match=r"the rows go to cpu: give index\.cpu"):
+        tdcopier.start_gather({"a": pinned}, torch.tensor([1]).to(device), "cpu")
 
 
 @pytest.mark.parametrize(

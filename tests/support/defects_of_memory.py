@@ -64,14 +64,24 @@ MEMORY: dict[str, Defect] = {
         "AssertionError",
         "changed",
     ),
-    "row_numbers_overwritten_early": Defect(
-        "Lifetime",
-        "engine/jobs/host_to_device_job.cpp",
-        "    lease->in_flight_until(std::move(read));",
-        "    if (!{defect}) lease->in_flight_until(std::move(read));",
-        "the_device_reads_pinned_rows",
+    "rows_read_before_they_are_numbered": Defect(
+        "Order",
+        "engine/jobs/rows_job.cpp",
+        "  if (stream_ != device.to_device_stream()) device.record_current()->block(stream_);",
+        "  if (stream_ != device.to_device_stream() && !{defect}) {\n"
+        "    device.record_current()->block(stream_);\n  }",
+        "the_device_numbers_the_rows_that_it_reads",
         "HazardError",
-        "changed",
+        "unordered",
+    ),
+    "rows_unpinned_early": Defect(
+        "Lifetime",
+        "engine/device/pinned_ranges.cpp",
+        "  all.access_ended.wait(lock, [&] { return all.accesses[last] == 0; });",
+        "  if (!{defect}) all.access_ended.wait(lock, [&] { return all.accesses[last] == 0; });",
+        "rows_are_read_while_another_thread_unpins_them",
+        "HazardError",
+        "freed",
     ),
     "held_memory_reused_early": Defect(
         "Lifetime",

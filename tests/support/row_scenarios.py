@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from scenario_world import ScenarioWorld, small_limits
 
 import tdcopier
-from tdcopier import _C
 
 
 def rows_are_overwritten_when_they_are_gathered(world: ScenarioWorld) -> None:
@@ -27,20 +23,11 @@ def rows_are_overwritten_when_they_are_gathered(world: ScenarioWorld) -> None:
         world.read_late(handle.wait(), expected)
 
 
-@contextmanager
-def read_by_the_device() -> Iterator[None]:
-    _C.use_row_kernel(True)
-    try:
-        yield
-    finally:
-        _C.use_row_kernel(False)
-
-
 def the_device_reads_pinned_rows(world: ScenarioWorld) -> None:
     """H2D: two gathers in turn; rows are overwritten when they have been read, and unpinned."""
     device = world.devices[0]
     table = world.batch((400,))[0].view(20, 20)
-    with small_limits(), read_by_the_device(), tdcopier.pin_memory_([table], device):
+    with small_limits(), tdcopier.pin_memory_([table], device):
         indices = [torch.tensor([1, 2, 3, 18]), torch.tensor([5, 5, 0])]
         expected = [[table[index]] for index in indices]
         handles = [tdcopier.start_gather([table], index, device) for index in indices]
@@ -49,6 +36,66 @@ def the_device_reads_pinned_rows(world: ScenarioWorld) -> None:
         table.fill_(-1)
         for handle, rows in zip(handles, expected, strict=True):
             world.read_late(handle.wait(), rows)
+
+
+def the_device_numbers_the_rows_that_it_reads(world: ScenarioWorld) -> None:
+    """H2D: an index on the device is overwritten, and each batch is dropped, at once."""
+    device = world.devices[0]
+    table = world.batch((400,))[0].view(20, 20)
+    numbers = [torch.tensor([1, 2, 3, 18]), torch.tensor([5, 5, 0, -1])]
+    expected = [[table[index]] for index in numbers]
+    with world.on(world.stream(device)), tdcopier.pin_memory_([table], device):
+        index = torch.empty(4, dtype=torch.int64, device=device)
+        for each, rows in zip(numbers, expected, strict=True):
+            index.copy_(each.pin_memory(), non_blocking=True)
+            handle = tdcopier.start_gather([table], index, device)
+            index.copy_(torch.full((4,), 10**6).pin_memory(), non_blocking=True)
+            world.churn(device, [torch.empty(4)])
+            world.read_late(handle.wait(), rows)
+            handle.wait_gathered()
+
+
+def rows_are_read_into_a_batch_that_is_in_use(world: ScenarioWorld) -> None:
+    """H2D: one batch is filled again and again, after the work that reads it."""
+    device = world.devices[0]
+    table = world.batch((400,))[0].view(20, 20)
+    with world.on(world.stream(device)), tdcopier.pin_memory_([table], device):
+        out = [torch.zeros(3, 20, dtype=torch.int32, device=device)]
+        for index in ([1, 2, 3], [7, 7, 0], [19, 1, 5]):
+            numbers = torch.tensor(index)
+            handle = tdcopier.start_gather([table], numbers, out=out)
+            world.read_late(handle.wait(), [table[numbers]])
+
+
+def the_device_writes_rows(world: ScenarioWorld) -> None:
+    """D2H: a stream overwrites the batch after `wait_staged()`; then the rows are read back."""
+    device = world.devices[0]
+    table = torch.full((90,), -5, dtype=torch.int32)
+    index = torch.arange(80, 20, -2)
+    with world.on(world.stream(device)), tdcopier.pin_memory_(table, device):
+        batch = world.batch((len(index),))
+        written = world.write(device, batch)
+        handle = tdcopier.start_scatter(written, [table], index)
+        handle.wait_staged()
+        world.overwrite(written)
+        del written
+        world.expect(handle.get(), [table])
+        assert torch.equal(table[index], batch[0])
+        world.read_late(tdcopier.start_gather([table], index, device).wait(), batch)
+
+
+def rows_are_read_while_another_thread_unpins_them(world: ScenarioWorld) -> None:
+    """H2D: each gather reads in place, or by host threads, and is right."""
+    device = world.devices[0]
+    table = world.batch((400,))[0].view(20, 20)
+    index = torch.tensor([1, 2, 3, 18])
+    expected = [table[index]]
+    with small_limits():
+        pinned = tdcopier.pin_memory_([table], device)
+        thread = world.schedule.thread(pinned.close)
+        for _ in range(2):
+            world.read_late(tdcopier.start_gather([table], index, device).wait(), expected)
+        thread.join()
 
 
 def rows_for_the_host_and_a_device(world: ScenarioWorld) -> None:
@@ -86,5 +133,9 @@ ROWS = (
     rows_are_overwritten_when_they_are_gathered,
     rows_for_the_host_and_a_device,
     the_device_reads_pinned_rows,
+    the_device_numbers_the_rows_that_it_reads,
+    rows_are_read_into_a_batch_that_is_in_use,
+    the_device_writes_rows,
+    rows_are_read_while_another_thread_unpins_them,
     rows_are_scattered_while_the_batch_is_overwritten,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,19 +12,11 @@ pytest.importorskip("torchrl")
 
 from torchrl_support import BATCH, CAPACITY, data, fill
 
-from tdcopier import _C
 from tdcopier.torchrl import PackedLazyTensorStorage, PackedTensorDictReplayBuffer
 
 
-@pytest.fixture
-def device_reads_rows(device: str) -> Iterator[None]:
-    _C.use_row_kernel(True)
-    yield
-    _C.use_row_kernel(device.startswith("cuda"))
-
-
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_the_device_reads_rows_of_a_pinned_storage(device, device_reads_rows, prefetch):
+def test_the_device_reads_rows_of_a_pinned_storage(device, prefetch):
     storage = PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True)
     buffer = PackedTensorDictReplayBuffer(storage=storage, batch_size=BATCH, prefetch=prefetch)
     fill((buffer,), 44)
@@ -40,7 +31,7 @@ def test_the_device_reads_rows_of_a_pinned_storage(device, device_reads_rows, pr
     assert buffer.sample().device == torch.device(device)
 
 
-def test_a_pinned_storage_is_pinned_again_when_it_is_loaded(device, device_reads_rows, tmp_path):
+def test_a_pinned_storage_is_pinned_again_when_it_is_loaded(device, tmp_path):
     def make() -> PackedLazyTensorStorage:
         return PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True)
 

@@ -1,12 +1,17 @@
 // Counts the holders of each registration, since the driver refuses to register a byte twice.
 #include "engine/device/pinned_ranges.h"
 
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+
 #include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "base/fork_generation.h"
+#include "base/monitor.h"
 #include "engine/device/cuda_driver.h"
 
 namespace tdcopier {
@@ -15,12 +20,27 @@ namespace {
 struct Registration {
   uintptr_t end;
   size_t holders;
+  const PinnedRanges* ended_by = nullptr;  // who will unpin it, if there are no holders
+};
+
+// The same, for accesses.
+struct Usable {
+  uintptr_t end;
+  bool is_pinned;  // false: not yet, or not much longer
 };
 
 struct Registry {
-  std::mutex mutex;
+  std::mutex mutex;  // held during the driver's calls, which are slow
   std::map<uintptr_t, Registration> registrations;  // by beginning; they do not overlap
   std::array<PinningCalls, c10::COMPILE_TIME_MAX_DEVICE_TYPES> calls{};
+
+  // For accesses. Each counts in the epoch in which it began. Who ends the use of memory begins the
+  // next epoch, and waits for the accesses of the last one.
+  Mutex usable_mutex;  // guards all below
+  std::map<uintptr_t, Usable> usable;
+  size_t epoch = 0;
+  std::array<size_t, 2> accesses{};
+  Condition access_ended;
 };
 
 // Never destroyed: memory may be unpinned at any time.
@@ -29,19 +49,22 @@ Registry& registry() {
   return *made;
 }
 
-// The registration that contains an address, or the first one after it.
-auto at_or_after(uintptr_t address) {
-  auto& all = registry().registrations;
-  auto found = all.upper_bound(address);
-  if (found != all.begin() && std::prev(found)->second.end > address) --found;
+// Returns the entry that contains an address, or the first one after it.
+template <typename Entries>
+auto at_or_after(Entries& entries, uintptr_t address) {
+  auto found = entries.upper_bound(address);
+  if (found != entries.begin() && std::prev(found)->second.end > address) --found;
   return found;
 }
 
-bool is_in_one(PinnedRanges::Range range) {
-  const auto begin = reinterpret_cast<uintptr_t>(range.data());
-  const auto found = at_or_after(begin);
-  return found != registry().registrations.end() && found->first <= begin &&
-         begin + range.size() <= found->second.end;
+void set_usable(uintptr_t begin, Usable usable) {
+  const std::lock_guard lock(registry().usable_mutex);
+  registry().usable[begin] = usable;
+}
+
+void erase_usable(uintptr_t begin) {
+  const std::lock_guard lock(registry().usable_mutex);
+  registry().usable.erase(begin);
 }
 
 constexpr int kNoSuchCall = -1;
@@ -104,8 +127,8 @@ PinnedRanges::PinnedRanges(c10::Device device, std::span<const Range> ranges)
     wanted.push_back({begin, begin + ranges[i].size(), i});
   }
   std::ranges::sort(wanted, {}, &Wanted::begin);
-  const std::lock_guard lock(registry().mutex);
   try {
+    const std::lock_guard lock(registry().mutex);
     for (size_t i = 0; i < wanted.size();) {
       Wanted all = wanted[i++];
       for (; i < wanted.size() && wanted[i].begin < all.end; ++i) {
@@ -114,19 +137,24 @@ PinnedRanges::PinnedRanges(c10::Device device, std::span<const Range> ranges)
       hold(all);
     }
   } catch (...) {
-    release();
+    end_use();
+    unpin_ended();
     throw;
   }
 }
 
+// Requires: the registry is locked. An address is usable before the driver pins it, though not
+// pinned yet: who finds that it is pinned must not take that for the work of other code.
 void PinnedRanges::hold(const Wanted& wanted) {
   held_.reserve(held_.size() + 1);
   auto& all = registry().registrations;
-  auto found = at_or_after(wanted.begin);
+  auto found = at_or_after(all, wanted.begin);
   if (found == all.end() || found->first >= wanted.end) {
     found = all.emplace(wanted.begin, Registration{wanted.end, 0}).first;
+    set_usable(wanted.begin, {wanted.end, /*is_pinned=*/false});
     const auto bytes = wanted.end - wanted.begin;
     if (const int result = pin(device_, reinterpret_cast<void*>(wanted.begin), bytes)) {
+      erase_usable(wanted.begin);
       all.erase(found);
       throw PinningError(wanted.range,
                          "cannot be pinned for " + device_.str() + ": " + reason_of(result));
@@ -136,19 +164,39 @@ void PinnedRanges::hold(const Wanted& wanted) {
                        "is pinned in part, by another call: close that one, or pin both in one");
   }
   ++found->second.holders;
+  found->second.ended_by = nullptr;
   held_.push_back(found->first);
+  set_usable(found->first, {found->second.end, /*is_pinned=*/true});
   bytes_ += wanted.end - wanted.begin;
 }
 
-// Requires: the registry is locked.
-void PinnedRanges::release() noexcept {
-  for (const uintptr_t begin : held_) {
-    const auto found = registry().registrations.find(begin);
-    if (--found->second.holders != 0) continue;
-    unpin(device_, reinterpret_cast<void*>(begin));
-    registry().registrations.erase(found);
+void PinnedRanges::end_use() {
+  Registry& all = registry();
+  {
+    const std::lock_guard lock(all.mutex);
+    for (const uintptr_t begin : held_) {
+      Registration& registration = all.registrations.at(begin);
+      if (--registration.holders != 0) continue;
+      registration.ended_by = this;
+      set_usable(begin, {registration.end, /*is_pinned=*/false});
+    }
   }
-  held_.clear();
+  std::unique_lock lock(all.usable_mutex);
+  // Another thread may still wait for the epoch before.
+  all.access_ended.wait(lock, [&] { return all.accesses[all.epoch ^ 1] == 0; });
+  const size_t last = std::exchange(all.epoch, all.epoch ^ 1);
+  all.access_ended.wait(lock, [&] { return all.accesses[last] == 0; });
+}
+
+void PinnedRanges::resume_use() {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  for (const uintptr_t begin : held_) {
+    Registration& registration = all.registrations.at(begin);
+    ++registration.holders;
+    registration.ended_by = nullptr;
+    set_usable(begin, {registration.end, /*is_pinned=*/true});
+  }
 }
 
 bool PinnedRanges::is_of_this_process() const {
@@ -156,14 +204,69 @@ bool PinnedRanges::is_of_this_process() const {
 }
 
 PinnedRanges::~PinnedRanges() {
-  if (!is_of_this_process()) return;
-  const std::lock_guard lock(registry().mutex);
-  release();
+  if (is_of_this_process()) unpin_ended();
 }
 
-bool PinnedRanges::has(Range range) {
+void PinnedRanges::unpin_ended() noexcept {
+  auto& all = registry().registrations;
   const std::lock_guard lock(registry().mutex);
-  return is_in_one(range);
+  for (const uintptr_t begin : held_) {
+    const auto found = all.find(begin);
+    // Another one may hold it again, and then that one unpins it.
+    if (found == all.end() || found->second.ended_by != this) continue;
+    unpin(device_, reinterpret_cast<void*>(begin));
+    erase_usable(begin);
+    all.erase(found);
+  }
+}
+
+PinnedRanges::Access::Access()
+    : epoch_([] {
+        const std::lock_guard lock(registry().usable_mutex);
+        ++registry().accesses[registry().epoch];
+        return registry().epoch;
+      }()) {}
+
+PinnedRanges::Access::~Access() {
+  {
+    const std::lock_guard lock(registry().usable_mutex);
+    if (--registry().accesses[epoch_] != 0 || epoch_ == registry().epoch) return;
+  }
+  registry().access_ended.notify_all();
+}
+
+namespace {
+
+// Requires: the entries are locked.
+PinnedRanges::Found found_in(const std::map<uintptr_t, Usable>& entries,
+                             PinnedRanges::Range range) {
+  const auto begin = reinterpret_cast<uintptr_t>(range.data());
+  const auto found = at_or_after(entries, begin);
+  if (found == entries.end() || found->first > begin) return PinnedRanges::Found::kNowhere;
+  const auto [end, is_pinned] = found->second;
+  const bool has_all = is_pinned && begin + range.size() <= end;
+  return has_all ? PinnedRanges::Found::kPinned : PinnedRanges::Found::kNot;
+}
+
+}  // namespace
+
+PinnedRanges::Found PinnedRanges::find(Range range) {
+  const std::lock_guard lock(registry().usable_mutex);
+  return found_in(registry().usable, range);
+}
+
+bool is_pinned(PinnedRanges::Range range) {
+  // Torch is asked first: what a PinnedRanges pins meanwhile is then found below.
+  if (!at::globalContext().isPinnedPtr(range.data())) return false;
+  return PinnedRanges::find(range) != PinnedRanges::Found::kNot;
+}
+
+bool PinnedTables::are_pinned(const PinnedRanges::Access& /*access*/) const {
+  const std::lock_guard lock(registry().usable_mutex);
+  return std::ranges::all_of(registered, [](const void* table) {
+    const auto* const first = static_cast<const std::byte*>(table);
+    return found_in(registry().usable, {first, 1}) == PinnedRanges::Found::kPinned;
+  });
 }
 
 }  // namespace tdcopier

@@ -33,7 +33,7 @@ class PinningError : public std::runtime_error {
 };
 
 // Host memory that is pinned as long as this exists. Memory that several of these name is pinned
-// once, and until the last of them is gone. Thread: any.
+// once, and until the last of them is gone. Thread: any, but one at a time for each object.
 //
 // Exactly the ranges are registered, though the system pins their pages: the driver refuses a
 // transfer that begins in registered memory and ends outside of it, or in another registration. So
@@ -46,7 +46,8 @@ class PinnedRanges {
   // Blocks: for 50 ms per gigabyte.
   // Requires: the device's type is initialised; the memory outlives this. Throws: PinningError.
   PinnedRanges(c10::Device device, std::span<const Range> ranges);
-  // Requires: no device accesses the memory any more.
+  // Unpins. Requires: end_use() was called, and no device accesses the memory any more; or this is
+  // a forked child, which leaves the memory to its parent.
   ~PinnedRanges();
   PinnedRanges(const PinnedRanges&) = delete;
   PinnedRanges& operator=(const PinnedRanges&) = delete;
@@ -56,8 +57,32 @@ class PinnedRanges {
 
   bool is_of_this_process() const;
 
-  // Returns whether the range is in memory that one of these pins.
-  static bool has(Range range);
+  // Ends the use of what no other one holds: no Access finds it any more. Blocks: until all that
+  // began before have ended. The work that they have enqueued may still be under way.
+  void end_use();
+  // Takes that back.
+  void resume_use();
+
+  enum class Found : uint8_t {
+    kNowhere,  // no PinnedRanges has its first byte
+    kPinned,   // one has all of it
+    kNot,      // one has a part, or is about to unpin it, or has not yet pinned it
+  };
+  // Thread: any.
+  static Found find(Range range);
+
+  // A period in which memory that is found to be pinned stays so, for work that a device does in
+  // place: enqueue the work within it. Short: end_use() waits for its end. Thread: any.
+  class Access {
+   public:
+    Access();
+    ~Access();
+    Access(const Access&) = delete;
+    Access& operator=(const Access&) = delete;
+
+   private:
+    const size_t epoch_;
+  };
 
  private:
   struct Wanted {
@@ -66,12 +91,24 @@ class PinnedRanges {
     size_t range;  // the first of those in this memory
   };
   void hold(const Wanted& wanted);
-  void release() noexcept;
+  void unpin_ended() noexcept;
 
   const c10::Device device_;
-  const uint32_t generation_;    // of the process that pinned them: a forked child unpins none
-  std::vector<uintptr_t> held_;  // beginnings of registrations
+  const uint32_t generation_;    // of the process that pinned them
+  std::vector<uintptr_t> held_;  // beginnings of registrations; one may be there several times
   uint64_t bytes_ = 0;
+};
+
+// Returns whether the devices of the accelerator's type can access the range in one transfer: torch
+// has allocated it as pinned memory, or a PinnedRanges or other code has pinned it.
+bool is_pinned(PinnedRanges::Range range);
+
+// Tables that a device accesses in place.
+struct PinnedTables {
+  std::vector<const void*> registered;  // those that PinnedRanges pins; torch pins the others
+
+  // The answer holds until the access ends.
+  bool are_pinned(const PinnedRanges::Access& access) const;
 };
 
 }  // namespace tdcopier

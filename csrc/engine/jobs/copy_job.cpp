@@ -221,7 +221,7 @@ void CopyJob::wait_done() {
   if (arrived_) {
     wait_for(*arrived_);
     host_knows_arrival_ = true;
-    return;
+    return check_numbers();
   }
   if (!work_.result && last_write_) wait_until_ended(*last_write_);
 }

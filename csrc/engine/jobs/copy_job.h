@@ -115,6 +115,9 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // Requires: is_enqueued().
   bool has_failed() const { return failure_ != nullptr; }
+  // Throws std::out_of_range, on every call, if the device has found a row number to be out of
+  // range. Call it when the host has waited for the device.
+  virtual void check_numbers() const {}
   // Throws the failure of a job that has failed, on every call. Requires: is_enqueued().
   void rethrow_failure() const;
 
@@ -132,8 +135,10 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   PhaseTimes& phases() { return phases_; }
   // The number of bytes that the enqueuing thread must move, or wait for.
   virtual uint64_t host_bytes() const { return plan_.total_bytes; }
-  // The number of leaves that are rows of tables, and that the device reads there.
-  virtual uint32_t leaves_read_as_rows() const { return 0; }
+  // The number of leaves whose rows the device itself reads or writes in pinned tables.
+  virtual uint32_t rows_in_place() const { return 0; }
+  // Whether a caller that waits for the result waits until its host sources are free, too.
+  virtual bool waits_hold_for_reads() const { return true; }
   TransferCounts counts() const { return {transfers_, transfer_bytes_, fallbacks_}; }
   const PackPlan& plan() const { return plan_; }
   // The number of allocations on the target.

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/fork_generation.h"
+#include "engine/device/pinned_ranges.h"
 #include "engine/moves/gather_scatter.h"
 #include "engine/moves/transport.h"
 
@@ -19,18 +20,8 @@ namespace {
 
 bool any_read_in_place(const CopyWork& work, bool use_pinned_staging) {
   return use_pinned_staging && work.result &&
-         std::any_of(work.plan->chunks.begin(), work.plan->chunks.end(), [&](const ChunkPlan& c) {
-           return is_straight(c, *work.plan, *work.leaves) ||
-                  is_of_pinned_rows(c, *work.plan, *work.leaves);
-         });
-}
-
-std::vector<size_t> chunks_of_rows(const LeafTable& leaves, const PackPlan& plan, bool in_place) {
-  std::vector<size_t> chunks;
-  for (size_t i = 0; in_place && i < plan.chunks.size(); ++i) {
-    if (is_of_pinned_rows(plan.chunks[i], plan, leaves)) chunks.push_back(i);
-  }
-  return chunks;
+         std::any_of(work.plan->chunks.begin(), work.plan->chunks.end(),
+                     [&](const ChunkPlan& c) { return is_straight(c, *work.plan, *work.leaves); });
 }
 
 // Returns the chunks that the device reads in place.
@@ -49,8 +40,7 @@ std::vector<Window> make_windows(const LeafTable& leaves, const PackPlan& plan,
                                  const HostToDeviceOptions& options, bool straight) {
   if (options.use_pinned_staging) {
     return cut_windows(plan, leaves, options.window_bytes, [&](const ChunkPlan& chunk) {
-      return !straight ||
-             !(is_straight(chunk, plan, leaves) || is_of_pinned_rows(chunk, plan, leaves));
+      return !straight || !is_straight(chunk, plan, leaves);
     });
   }
   std::vector<Window> windows;
@@ -68,18 +58,7 @@ const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
 
 bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves) {
   return chunk.as_source ||
-         (chunk.last - chunk.first == 1 && leaves[plan.order[chunk.first]].pinned &&
-          !leaves[plan.order[chunk.first]].is_rows());
-}
-
-bool is_of_pinned_rows(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves) {
-  const auto is_read = [&](uint32_t index) {
-    const Leaf& leaf = leaves[index];
-    return leaf.bytes == 0 || (leaf.is_rows() && leaf.pinned && leaf.bytes <= kMostRowBytes);
-  };
-  return chunk.bytes != 0 &&
-         std::all_of(plan.order.begin() + chunk.first, plan.order.begin() + chunk.last, is_read) &&
-         leaves.rows().size() <= kMostRowsRead;
+         (chunk.last - chunk.first == 1 && leaves[plan.order[chunk.first]].pinned);
 }
 
 TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan,
@@ -110,7 +89,6 @@ HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
       generation_(fork_generation()),
       destinations_ready_(work_.result ? nullptr : target.record_current()),
       straight_(straight_chunks(leaves_, plan_, /*straight=*/read_stream_ != nullptr)),
-      of_rows_(chunks_of_rows(leaves_, plan_, /*in_place=*/read_stream_ != nullptr)),
       windows_(make_windows(leaves_, plan_, options, /*straight=*/read_stream_ != nullptr)),
       host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
                                   [this](uint64_t sum, const ChunkPlan& chunk) {
@@ -133,15 +111,8 @@ size_t HostToDeviceJob::chunks() const {
                                            [](const ChunkPlan& chunk) { return chunk.scattered; }));
 }
 
-uint32_t HostToDeviceJob::leaves_read_as_rows() const {
-  uint32_t count = 0;
-  for (const size_t i : of_rows_) count += plan_.chunks[i].last - plan_.chunks[i].first;
-  return count;
-}
-
 bool HostToDeviceJob::is_read_in_place(const ChunkPlan& chunk) const {
-  return read_stream_ != nullptr &&
-         (is_straight(chunk, plan_, leaves_) || is_of_pinned_rows(chunk, plan_, leaves_));
+  return read_stream_ != nullptr && is_straight(chunk, plan_, leaves_);
 }
 
 std::byte* HostToDeviceJob::address(size_t chunk) const {
@@ -161,7 +132,6 @@ void HostToDeviceJob::transfer_all() {
     if (next >= straight_.size()) break;
     transfer_straight(straight_[next]);
   }
-  if (!of_rows_.empty() && !is_failing() && !rows_claimed_.exchange(true)) read_rows();
   while (!is_failing() && next_part() < windows_.size()) {
     interleave();
     transfer_window();
@@ -199,62 +169,15 @@ void HostToDeviceJob::transfer_straight(size_t chunk) {
   const PhaseRange range(phases_, Phase::kEnqueue);
   const c10::StreamGuard on_stream(stream_);
   const ChunkPlan& plan = plan_.chunks[chunk];
-  enqueue_to_device(stream_, address(chunk), leaves_[plan_.order[plan.first]].data, plan.bytes);
-  count_transfer(plan.bytes);
-}
-
-void HostToDeviceJob::read_rows() {
-  const PhaseRange range(phases_, Phase::kEnqueue);
-  RowReads reads(leaves_.rows());
-  for (const size_t i : of_rows_) {
-    const ChunkPlan& chunk = plan_.chunks[i];
-    for (uint32_t l = chunk.first; l < chunk.last; ++l) {
-      const uint32_t index = plan_.order[l];
-      const Leaf& leaf = leaves_[index];
-      if (leaf.bytes == 0) continue;
-      const auto add = [&] {
-        return reads.add(static_cast<const std::byte*>(leaf.data), leaves_.row_layout(leaf),
-                         address(i) + plan_.slots[index].offset, kStagingBufferBytes);
-      };
-      if (add()) continue;
-      enqueue(std::exchange(reads, RowReads(leaves_.rows())));
-      add();
-    }
-  }
-  enqueue(reads);
-}
-
-// Sends the row numbers first: in host memory the kernel would read each of them many times.
-void HostToDeviceJob::enqueue(const RowReads& reads) {
-  std::optional<StagingLease> lease = accelerator_.staging().acquire(StagingUse::kToDevice);
-  const c10::StreamGuard on_stream(stream_);
-  const c10::Storage request = allocate_on_device(target_, reads.request_bytes());
-  auto* const on_device = static_cast<std::byte*>(request.mutable_data());
-  if (lease) {
-    reads.write(lease->data());
-    enqueue_to_device(stream_, on_device, lease->data(), reads.request_bytes());
-  } else {
+  const auto* const from = static_cast<const std::byte*>(leaves_[plan_.order[plan.first]].data);
+  const PinnedRanges::Access access;
+  if (PinnedRanges::find({from, plan.bytes}) != PinnedRanges::Found::kNot) {
+    enqueue_to_device(stream_, address(chunk), from, plan.bytes);
+  } else {  // it is about to be unpinned
     note_fallback();
-    const auto here = std::make_unique_for_overwrite<std::byte[]>(reads.request_bytes());
-    reads.write(here.get());
-    copy_from_pageable(stream_, on_device, here.get(), reads.request_bytes());
+    copy_from_pageable(stream_, address(chunk), from, plan.bytes);
   }
-  count_transfer(reads.request_bytes());
-  const auto leave_to_device = [&] {
-    arrived_ = nullptr;  // an event of earlier reads does not mark the arrival of these
-    if (!lease) return;
-    EventRef read = accelerator_.events().record_or_wait(stream_);
-    if (windows_.empty() && straight_.empty()) arrived_ = read;  // nothing else has to arrive
-    lease->in_flight_until(std::move(read));
-  };
-  try {
-    reads.enqueue(stream_, on_device);
-  } catch (...) {
-    leave_to_device();
-    throw;
-  }
-  count_transfer(reads.bytes());
-  leave_to_device();
+  count_transfer(plan.bytes);
 }
 
 void HostToDeviceJob::enqueue(StagedWindow staged) {

@@ -14,7 +14,6 @@
 #include "engine/device/deferred_batch_memory.h"
 #include "engine/device/staging_ring.h"
 #include "engine/jobs/copy_job.h"
-#include "engine/moves/row_kernel.h"
 #include "engine/moves/stage.h"
 
 namespace tdcopier {
@@ -26,9 +25,6 @@ inline constexpr size_t kMostDeferredParticipants = 4;
 
 // Returns whether the device can read the whole chunk from the sources' memory.
 bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves);
-
-// Returns whether the chunk consists of rows that the device can read from their tables.
-bool is_of_pinned_rows(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves);
 
 struct HostToDeviceOptions {
   bool use_pinned_staging;
@@ -58,7 +54,6 @@ class HostToDeviceJob final : public CopyJob {
 
   uint64_t host_bytes() const override { return host_bytes_; }
   size_t chunks() const override;
-  uint32_t leaves_read_as_rows() const override;
   void send() noexcept override;
 
  private:
@@ -74,8 +69,6 @@ class HostToDeviceJob final : public CopyJob {
   void finish() noexcept override;
   void transfer_window();
   void transfer_straight(size_t chunk);
-  void read_rows();
-  void enqueue(const RowReads& reads);
   void transfer_pageable(const Window& window);
   void stage(const Window& window, std::byte* to);
   void enqueue(StagedWindow staged);
@@ -91,8 +84,6 @@ class HostToDeviceJob final : public CopyJob {
   std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none
   const std::vector<size_t> straight_;  // chunks that are read in place, claimed one by one
   std::atomic<size_t> next_straight_ = 0;
-  const std::vector<size_t> of_rows_;  // chunks whose rows the device reads, all at once
-  std::atomic<bool> rows_claimed_ = false;
   const std::vector<Window> windows_;  // claimed one by one
   const uint64_t host_bytes_;
   Combiner<StagedWindow> staged_;       // the driver admits one thread at a time

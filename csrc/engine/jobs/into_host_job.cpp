@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "engine/device/event_pool.h"
+#include "engine/device/pinned_ranges.h"
 #include "engine/device/staging_ring.h"
 #include "engine/moves/deliver.h"
 #include "engine/moves/gather_scatter.h"
@@ -89,9 +90,12 @@ void IntoHostJob::transfer_straight(const Window& window, size_t chunk) {
     wait_until_ended(*sources_ready_);  // the transfer cannot be interrupted
   const PhaseRange range(phases_, Phase::kEnqueue);
   const c10::StreamGuard on_stream(stream_);
-  if (use_pinned_staging_) {
+  const PinnedRanges::Access access;
+  const bool is_unpinned = PinnedRanges::find({to, window.bytes()}) == PinnedRanges::Found::kNot;
+  if (use_pinned_staging_ && !is_unpinned) {
     enqueue_to_host(stream_, to, leaves_[leaf].data, window.bytes());
   } else {
+    if (is_unpinned) note_fallback();
     copy_to_pageable(stream_, to, leaves_[leaf].data, window.bytes());
   }
   note_read(window);

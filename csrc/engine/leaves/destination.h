@@ -50,6 +50,7 @@ class DestinationTable {
     return row_tables_[destination.row_table];
   }
   std::span<const int64_t> rows() const { return row_index_->rows; }
+  const std::shared_ptr<const RowIndex>& row_index() const { return row_index_; }  // null: no rows
   // (dims,). Requires: the destination is strided, and not rows.
   std::span<const int64_t> strides_bytes(const Destination& destination, size_t dims) const {
     return {strides_bytes_.data() + destination.first_stride, dims};

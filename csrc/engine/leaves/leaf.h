@@ -126,6 +126,7 @@ class LeafTable {
   // Requires: leaf.is_rows().
   RowLayout row_layout(const Leaf& leaf) const { return row_layouts_[leaf.row_layout]; }
   std::span<const int64_t> rows() const { return row_index_->rows; }
+  const std::shared_ptr<const RowIndex>& row_index() const { return row_index_; }  // null: no rows
 
   // Marks the leaf that was added last as pinned.
   void note_pinned() { leaves_.back().pinned = true; }

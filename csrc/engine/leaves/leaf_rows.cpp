@@ -1,9 +1,9 @@
 // Leaves that are rows of a table, selected by number.
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/DimVector.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "engine/leaves/leaf.h"
 
@@ -34,8 +34,8 @@ std::optional<int64_t> row_stride(size_t lead, at::IntArrayRef sizes, at::IntArr
   return stride.value_or(0);  // there is only one row
 }
 
-std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size());
+c10::DimVector contiguous_strides(at::IntArrayRef sizes) {
+  c10::DimVector strides(sizes.size());
   int64_t next = 1;
   for (size_t d = sizes.size(); d-- > 0;) {
     strides[d] = next;
@@ -77,8 +77,8 @@ Packable LeafTable::add_rows_if_packable(const at::Tensor& tensor,
       return Packable::kNoRows;
   }
   const at::IntArrayRef row = tensor.sizes().slice(lead);
-  std::vector<int64_t> arrived(index->sizes);
-  arrived.insert(arrived.end(), row.begin(), row.end());
+  c10::DimVector arrived(index->sizes.begin(), index->sizes.end());
+  arrived.append(row.begin(), row.end());
   const std::byte* data = static_cast<const std::byte*>(plain.storage->data()) + plain.begin;
   const c10::ScalarType dtype = c10::typeMetaToScalarType(tensor.dtype());
   add(data, dtype, arrived, contiguous_strides(arrived));

@@ -41,6 +41,12 @@ class PartStorage final : public c10::StorageImpl {
     return memory.get_deleter() == &free_nothing ? memory.get_context() : &storage;
   }
 
+  // Returns the chunk that a storage is a part of; none if it is no part, or has been resized.
+  static c10::Storage chunk_of(const c10::StorageImpl& storage) {
+    if (storage.data_ptr().get_deleter() != &free_nothing) return {};
+    return static_cast<const PartStorage&>(storage).chunk_;
+  }
+
   void release_resources() override {
     StorageImpl::release_resources();
     chunk_ = {};

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "engine/device/pinned_ranges.h"
 #include "engine/leaves/leaf.h"
 #include "engine/leaves/part_storage.h"
 
@@ -31,7 +32,9 @@ class PinnedLeaves {
       bytes_ = 0;
     }
     bytes_ += leaf.bytes;
-    if (bytes_ > kMaxPackedLeafBytes && is_pinned(tensor)) leaves.note_pinned_series(first_);
+    if (bytes_ > kMaxPackedLeafBytes && is_leaf_pinned(leaf, tensor)) {
+      leaves.note_pinned_series(first_);
+    }
   }
 
  private:
@@ -41,12 +44,14 @@ class PinnedLeaves {
   }
   void end_series(LeafTable& leaves, const at::Tensor& tensor) {
     allocation_ = nullptr;
-    if (!leaves[leaves.size() - 1].strided && is_pinned(tensor)) leaves.note_pinned();
+    const Leaf& leaf = leaves[leaves.size() - 1];
+    if (!leaf.strided && is_leaf_pinned(leaf, tensor)) leaves.note_pinned();
   }
-  bool is_pinned(const at::Tensor& tensor) {
+  // An allocation is pinned as a whole, or not at all.
+  bool is_leaf_pinned(const Leaf& leaf, const at::Tensor& tensor) {
     const void* const allocation = allocation_of(tensor);
     if (allocation != asked_) {
-      answer_ = tensor.is_pinned();
+      answer_ = is_pinned({static_cast<const std::byte*>(leaf.data), leaf.bytes});
       asked_ = allocation;
     }
     return answer_;

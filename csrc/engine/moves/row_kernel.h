@@ -1,5 +1,6 @@
-// Reads selected rows of tables in pinned host memory from a device, with one kernel and no host
-// thread. (Rows that host threads read: base/row_copy.h.)
+// Moves selected rows between tables, usually in pinned host memory, and memory of a device, by the
+// device itself: with one kernel and no host thread. (Rows that host threads move:
+// base/row_copy.h.)
 #pragma once
 
 #include <c10/core/Device.h>
@@ -11,60 +12,57 @@
 
 #include "base/recycled.h"
 #include "base/row_copy.h"
+#include "base/row_moves.h"
 
 namespace tdcopier {
 
-// The rows of one table. The same as in kernels/read_rows.cu.
-struct RowTableRead {
-  uint64_t rows;  // address of row 0
-  uint64_t to;    // on the device
-  int64_t stride_bytes;
-  uint32_t first_unit;  // units of all tables are numbered one after the other
-  uint32_t units_of_row;
-  uint32_t unit_bytes;  // 1, 2, 4, 8 or 16
-  uint32_t unused = 0;
+// What a device moves of one table, and how many rows a table may have: kernels count them in 32
+// bits.
+inline constexpr uint64_t kMostRowBytes = uint64_t{1} << 31;
+inline constexpr int64_t kMostTableRows = kNoRow - 1;
+
+// The kernels of a device type. Both enqueue work on a stream, and never block. They throw
+// c10::Error if the device refuses it.
+struct RowKernels {
+  void (*move)(const c10::Stream& stream, const RowMove& move);
+  void (*number)(const c10::Stream& stream, const RowNumbering& numbering);
 };
 
-// What a device reads of one table, and how many rows. Their numbers fit in a staging buffer.
-inline constexpr uint64_t kMostRowBytes = uint64_t{1} << 31;
-inline constexpr size_t kMostRowsRead = 128 * 1024;
+// Sets the kernels of a device type: for the simulation. They live as long as the process.
+void set_row_kernels(c10::DeviceType type, const RowKernels& kernels);
 
-// The rows of several tables that one kernel reads.
-class RowReads {
+// Returns the kernels of a device; null if it has none, or they are turned off. The first call for
+// a CUDA device compiles them.
+const RowKernels* row_kernels(c10::Device device);
+
+// Turns them off, or on again, for tests and comparisons.
+void use_row_kernels(bool use);
+
+// The rows of several tables, all with the same numbers.
+class RowMoves {
  public:
-  explicit RowReads(std::span<const int64_t> numbers) : numbers_(numbers) {}
+  // On the host: in [0, number of rows).
+  explicit RowMoves(std::span<const int64_t> numbers)
+      : numbers_(numbers.data()), count_(numbers.size()) {}
+  // On the device: made by a RowNumbering.
+  RowMoves(const uint32_t* numbers, size_t count) : on_device_(numbers), count_(count) {}
 
-  // Adds rows that go to `to` one after the other. Returns false, and adds nothing, if these are
-  // more than one kernel reads, or if the request would be longer. A first table fits. Requires:
-  // at most kMostRowsRead rows, of at most kMostRowBytes.
-  bool add(const std::byte* table, RowLayout layout, std::byte* to, uint64_t most_request_bytes);
+  // Adds rows, of at most kMostRowBytes in all, whose values are contiguous at `values`.
+  void add(const std::byte* table, RowLayout layout, const std::byte* values);
 
-  // Returns the bytes of what the kernel has to know, which write() writes.
-  uint64_t request_bytes() const {
-    return tables_.size() * sizeof(RowTableRead) + numbers_.size_bytes();
-  }
-  void write(std::byte* request) const;
+  // Enqueues the moves; `scatter`: from the values to the tables. Returns the number of kernels.
+  // Requires: the stream is the current one of its device.
+  size_t enqueue(const RowKernels& kernels, const c10::Stream& stream, bool scatter) const;
 
   // Returns the bytes of all rows.
   uint64_t bytes() const { return bytes_; }
 
-  // Enqueues the reads. `request`: what write() wrote, in the device's memory. Never blocks.
-  // Requires: reads_rows() of the device; the stream is the current one. Throws: c10::Error, if the
-  // device refuses work.
-  void enqueue(const c10::Stream& stream, const std::byte* request) const;
-
  private:
-  std::span<const int64_t> numbers_;
-  RecycledVector<RowTableRead> tables_;
-  uint32_t units_ = 0;
+  const int64_t* numbers_ = nullptr;
+  const uint32_t* on_device_ = nullptr;
+  const size_t count_;
+  RecycledVector<RowTableMove> tables_;  // first_unit is not set yet
   uint64_t bytes_ = 0;
 };
-
-// Returns whether the device reads rows itself. The first call for a device compiles the kernel.
-bool reads_rows(c10::Device device);
-
-// Turns the kernel off, or on again. On devices that have no kernel, and in tests, one transfer for
-// each row stands in for it as long as this is on; it is off for them at first.
-void use_row_kernel(bool use);
 
 }  // namespace tdcopier

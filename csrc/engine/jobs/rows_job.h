@@ -1,0 +1,46 @@
+// Rows of pinned tables that a device reads or writes itself: a gather into its memory, new or
+// existing, or a scatter from there. python/sort_leaves.cpp and python/sort_pairs.cpp decide which
+// leaves are moved so. Rows that host threads move are leaves of the other jobs.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include <memory>
+#include <optional>
+
+#include "engine/device/bad_rows.h"
+#include "engine/jobs/copy_job.h"
+#include "engine/moves/row_kernel.h"
+
+namespace tdcopier {
+
+// Returns the selected rows of the work: of its leaves, or of its destinations.
+const RowIndex& rows_of(const CopyWork& work);
+
+// One launch of the kernel moves all rows. Copies to new memory whose numbers are on the host wait
+// for no caller's stream. All others wait for the work that the caller's current stream of the
+// device has when the job is created. Numbers that are on the device are copied there, in the order
+// of that stream; the host does not wait for them.
+class RowsJob final : public CopyJob {
+ public:
+  // Requires: row_kernels() of the device. A PinnedRanges::Access protects the tables until run()
+  // has returned.
+  RowsJob(Accelerator& device, c10::Device target, CopyWork work);
+
+  uint64_t host_bytes() const override { return 0; }
+  uint32_t rows_in_place() const override;
+  bool waits_hold_for_reads() const override { return !rows_of(work_).on_device; }
+  void check_numbers() const override;
+
+  // Enqueues the moves on the current stream of the device, which is capturing a graph. Every
+  // replay numbers and moves rows anew, at the same addresses. Requires: existing memory.
+  static std::shared_ptr<BadRowWatch> capture(c10::Device device, const CopyWork& work);
+
+ private:
+  void transfer_all() override;
+
+  const std::shared_ptr<BadRowWatch> watch_;  // null: the numbers are on the host
+  c10::Storage numbers_;                      // none: they are on the host
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,174 @@
+"""Indices that are on the device: values, order with streams, rows that are out of range."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from support import assert_same
+
+import tdcopier
+
+ROWS = 50
+
+
+def storage() -> dict[str, Any]:
+    return {
+        "pixels": torch.randint(0, 255, (ROWS, 30, 40), dtype=torch.uint8),
+        "nested": [torch.randn(ROWS, 17), torch.rand(ROWS, 1) < 0.5],
+        "name": "cart pole",
+    }
+
+
+def rows_of(tables: Any, index: torch.Tensor, device: str) -> Any:
+    if isinstance(tables, dict):
+        return {name: rows_of(table, index, device) for name, table in tables.items()}
+    if isinstance(tables, list):
+        return [rows_of(table, index, device) for table in tables]
+    return tables[index].to(device) if isinstance(tables, torch.Tensor) else tables
+
+
+INDICES = {
+    "int64": torch.tensor([3, 3, 0, 49, -1, -50, 17]),
+    "int32": torch.tensor([3, -3, 0], dtype=torch.int32),
+    "int16": torch.tensor([49, -50], dtype=torch.int16),
+    "none": torch.tensor([], dtype=torch.int64),
+    "of two dimensions": torch.tensor([[1, 2, 3], [4, -5, 6]]),
+    "with gaps": torch.arange(40)[::3],
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=list(INDICES))
+def test_rows_are_those_of_the_storage(device, index):
+    tables = storage()
+    with tdcopier.pin_memory_(tables, device):
+        handle = tdcopier.start_gather(tables, index.to(device), device)
+        assert_same(handle.get(), rows_of(tables, index.long(), device))
+        assert handle.stats.rows_in_place == (3 if index.numel() else 0)
+        assert handle.stats.fallbacks == 0
+
+
+def test_more_numbers_than_one_kernel_takes_from_the_host(device):
+    tables = [torch.arange(ROWS * 3).view(ROWS, 3) + i for i in range(20)]
+    index = torch.randint(-ROWS, ROWS, (20_000,))
+    with tdcopier.pin_memory_(tables, device):
+        handle = tdcopier.start_gather(tables, index.to(device), device)
+        assert_same(handle.get(), [table[index].to(device) for table in tables])
+        assert handle.stats.transfers == 1
+
+
+def test_tensordicts(device):
+    tensordict = pytest.importorskip("tensordict")
+    data = tensordict.TensorDict(
+        {"a": torch.randn(ROWS, 4), "next": {"b": torch.arange(ROWS)}}, [ROWS]
+    )
+    index = torch.tensor([1, -1, 40])
+    with tdcopier.pin_memory_(data, device):
+        assert_same(tdcopier.gather(data, index.to(device), device), data[index].to(device))
+
+
+def test_the_host_waits_for_nothing(stall, device):
+    """Neither in the call nor in `wait()`, though the index is not known yet."""
+    tables = storage()
+    index = torch.tensor([7, 8, 9])
+    on_device = torch.zeros(3, dtype=torch.int64, device=device)
+    staged, other = index.pin_memory(), torch.full((3,), 10**6).pin_memory()
+    with tdcopier.pin_memory_(tables, device):
+        stream = torch.accelerator.current_stream()
+        with stall(stream):
+            on_device.copy_(staged, non_blocking=True)
+            handle = tdcopier.start_gather(tables, on_device, device)
+            rows = handle.wait()
+            assert not handle.ready()
+            # The call has copied it, in the order of the stream.
+            on_device.copy_(other, non_blocking=True)
+        doubled = rows["nested"][0] * 2
+        assert torch.equal(doubled.cpu(), tables["nested"][0][index] * 2)
+        assert_same(handle.get(), rows_of(tables, index, device))
+
+
+def test_rows_out_of_range_are_reported_and_not_read(device):
+    tables = storage()
+    with tdcopier.pin_memory_(tables, device):
+        for bad in (ROWS, -ROWS - 1, 2**40):
+            index = torch.tensor([4, bad, 7, 10**6]).to(device)
+            handle = tdcopier.start_gather(tables, index, device)
+            rows = handle.wait()["nested"][0]
+            message = rf"index {bad} is out of bounds: there are {ROWS} rows .* at place 1 of"
+            for report in (handle.get, handle.get, handle.wait_gathered):
+                with pytest.raises(IndexError, match=message):
+                    report()
+            assert torch.equal(rows[[0, 2]].cpu(), tables["nested"][0][[4, 7]])
+        index = torch.tensor([1, 2]).to(device)
+        assert_same(tdcopier.gather(tables, index, device), rows_of(tables, index.cpu(), device))
+
+
+def test_an_error_that_nobody_asked_for_is_raised_by_the_next_call(device):
+    tables = storage()
+    with tdcopier.pin_memory_(tables, device):
+        handle = tdcopier.start_gather(tables, torch.tensor([ROWS + 5]).to(device), device)
+        handle.wait()
+        torch.accelerator.synchronize()
+        del handle
+        gc.collect()
+        index = torch.tensor([1]).to(device)
+        with pytest.raises(IndexError, match=f"index {ROWS + 5} is out of bounds"):
+            tdcopier.start_gather(tables, index, device)
+        assert_same(tdcopier.gather(tables, index, device), rows_of(tables, index.cpu(), device))
+
+
+def test_many_reports_are_in_use_at_once(device):
+    table = torch.arange(ROWS)
+    with tdcopier.pin_memory_(table, device):
+        handles = [
+            tdcopier.start_gather([table], torch.tensor([0, n]).to(device), device)
+            for n in range(600)
+        ]
+        for n, handle in enumerate(handles):
+            if n < ROWS:
+                assert handle.get()[0].tolist() == [0, n]
+            else:
+                with pytest.raises(IndexError, match=f"index {n} is"):
+                    handle.get()
+
+
+@pytest.mark.sim
+def test_failures_leave_the_device_usable(sim, device):
+    tables = storage()
+    index = torch.tensor([3, 3, -1]).to(device)
+    faults = (sim.fail_device_allocation, sim.fail_transfer, sim.fail_event_record)
+    with tdcopier.pin_memory_(tables, device):
+        expected = rows_of(tables, index.cpu(), device)
+        struck = 0
+        for fail in faults:
+            for n in range(1, 8):
+                with fail(n) as fault:
+                    handle = tdcopier.start_gather(tables, index, device)
+                    try:
+                        assert_same(handle.get(), expected)
+                    except RuntimeError:
+                        struck += bool(fault.struck)
+                handle.wait_gathered()
+                assert_same(tdcopier.gather(tables, index, device), expected)
+        assert struck >= 5
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_the_streams_gives_other_rows(sim, device, seed):
+    table = torch.arange(400.0).view(50, 8)
+    with tdcopier.pin_memory_(table, device), sim.detect(), sim.schedule(seed):
+        index = torch.zeros(4, dtype=torch.int64, device=device)
+        results = []
+        for step in range(3):
+            index.copy_(torch.tensor([step, 3 * step, 40, -1]).pin_memory(), non_blocking=True)
+            handle = tdcopier.start_gather([table], index, device)
+            index.fill_(10**6)
+            results.append(handle.wait()[0] + 0)
+            handle.wait_gathered()
+            table.add_(1)
+        for step, rows in enumerate(results):
+            first = torch.tensor([step, 3 * step, 40, 49]) * 8.0 + step
+            assert torch.equal(rows[:, 0].cpu(), first)
