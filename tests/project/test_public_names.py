@@ -53,7 +53,12 @@ def test_the_blocking_calls_pass_every_option_on(device, monkeypatch):
     tdcopier.gather([], [0], device, **options)
     tdcopier.copy([], device, **options)
     tdcopier.to([], device, **options)
-    assert seen == [{**options, "copy_opaque": True}, *[options] * 4]
+    assert seen == [
+        {**options, "copy_opaque": True},
+        options,
+        {**options, "out": None},
+        *[options] * 2,
+    ]
 
 
 class _Done:
