@@ -29,10 +29,11 @@ def pin_memory_(data: Any, device: Device | None = None) -> PinnedMemory:
     The system never swaps pinned memory out, and other programs cannot have it, so pin what is
     copied again and again: a storage, a dataset in RAM, parameters.
 
-    Memory that several handles name stays pinned until the last one is closed. While a leaf is
-    pinned, torch refuses to resize its storage, and the handle keeps the memory alive. Leaves in
-    pinned memory of torch's own are left as they are, and so are empty ones. Shared memory can be
-    pinned; each process pins it for itself. A forked child does not inherit the pinning.
+    Memory that several handles name stays pinned until the last one is closed. The handle keeps the
+    memory alive, and a tensor may get other memory meanwhile: one that is resized, converted or
+    sent to another process leaves the pinned memory behind. Leaves in pinned memory of torch's own
+    are left as they are, and so are empty ones. Shared memory can be pinned; each process pins it
+    for itself, and a forked child cannot.
 
     Args:
         data: any tree of tensors and arrays on the host, also of TensorDicts. Opaque values are
@@ -46,8 +47,9 @@ def pin_memory_(data: Any, device: Device | None = None) -> PinnedMemory:
     Raises:
         ValueError: a leaf cannot be pinned, and then none is; the message names its path and the
             reason: it is on a device, it is mapped from a file, it is sparse, the system refuses to
-            lock the memory, or another call has pinned a part of it. Or the device is the host.
-        RuntimeError: there is no accelerator.
+            lock the memory, or another call has pinned a part of it. Or the device is the host, or
+            `data` is no container and has no leaf, for example a module.
+        RuntimeError: there is no accelerator, or this is a forked child.
         Exception: an error from the `flatten` function of a registered container.
     """
     if device is None:
