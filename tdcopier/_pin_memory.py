@@ -30,9 +30,9 @@ def pin_memory_(data: Any, device: Device | None = None) -> PinnedMemory:
     copied again and again: a storage, a dataset in RAM, parameters.
 
     Memory that several handles name stays pinned until the last one is closed. The handle keeps the
-    memory alive, and a tensor may get other memory meanwhile: one that is resized, converted or
-    sent to another process leaves the pinned memory behind. Leaves in pinned memory of torch's own
-    are left as they are, and so are empty ones. Shared memory can be pinned; each process pins it
+    memory alive. A tensor may get other memory meanwhile, which is not pinned: when it is resized,
+    converted, or sent to another process. Leaves in pinned memory of torch's own are left as they
+    are, and so are empty ones. Shared memory can be pinned; each process pins it
     for itself, and a forked child cannot.
 
     Args:
