@@ -47,8 +47,9 @@ class AsyncCopyHandle(Generic[_T_co]):
         Work that is enqueued on the stream after this call sees the result. The host blocks only
         until host sources have been read, so you may then write to them, pinned ones included:
         until the last byte is in a staging buffer, which is already so for small copies, or until
-        the device has read large pinned leaves in place. The calling thread's current stream of
-        each device with sources waits until they have been read, so work that is enqueued there
+        the device has read large pinned leaves in place. It does not wait for rows that an index on
+        the device selects: for those there is `wait_gathered`. The calling thread's current stream
+        of each device with sources waits until they have been read, so work that is enqueued there
         after this call may overwrite them. If the target is the host, this is `get()`.
 
         Args:
@@ -77,7 +78,11 @@ class AsyncCopyHandle(Generic[_T_co]):
             RuntimeError: a source is on a device whose current stream is capturing a CUDA graph.
         """
     def wait_gathered(self) -> None:
-        """Block until every row has been read: `wait_staged`, under the name that fits a gather."""
+        """Block until every row has been read: `wait_staged`, under the name that fits a gather.
+
+        Raises:
+            IndexError: a row of an index on the device is out of range.
+        """
     def __class_getitem__(cls, item: Any, /) -> GenericAlias: ...
     def __await__(self) -> Generator[Any, None, _T_co]: ...
     def _send_if_staged(self) -> bool: ...
