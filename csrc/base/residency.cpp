@@ -5,10 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cstdint>
-#include <cstdio>
 #include <fstream>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <vector>
 
 namespace tdcopier {
@@ -25,17 +28,20 @@ bool is_resident(const void* data, size_t bytes) {
 }
 
 FileMappings::FileMappings() {
+  constexpr std::array<std::string_view, 3> kInMemory{"/dev/", "/memfd:", "/SYSV"};
   std::ifstream lines("/proc/self/maps");
+  // "7f5c4000-7f5c5000 r--p 00000000 08:01 42  /path"
   for (std::string line; std::getline(lines, line);) {
+    const size_t begins = line.find('/');
+    if (begins == std::string::npos) continue;
+    const std::string_view path = std::string_view(line).substr(begins);
+    if (std::ranges::any_of(kInMemory, [&](auto name) { return path.starts_with(name); })) continue;
     uintptr_t begin = 0;
     uintptr_t end = 0;
-    const size_t path = line.find('/');
-    if (path == std::string::npos) continue;
-    const auto is_at = [&](const char* name) {
-      return line.compare(path, std::string(name).size(), name) == 0;
-    };
-    if (is_at("/dev/") || is_at("/memfd:") || is_at("/SYSV")) continue;
-    if (std::sscanf(line.c_str(), "%zx-%zx", &begin, &end) == 2) ends_[begin] = end;
+    const char* const last = line.data() + line.size();
+    const auto first = std::from_chars(line.data(), last, begin, 16);
+    if (first.ptr == last || *first.ptr != '-') continue;
+    if (std::from_chars(first.ptr + 1, last, end, 16).ec == std::errc()) ends_[begin] = end;
   }
 }
 

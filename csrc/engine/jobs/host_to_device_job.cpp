@@ -6,6 +6,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <utility>
@@ -173,9 +175,15 @@ void HostToDeviceJob::transfer_straight(size_t chunk) {
   const PinnedRanges::Access access;
   if (PinnedRanges::find({from, plan.bytes}) != PinnedRanges::Found::kNot) {
     enqueue_to_device(stream_, address(chunk), from, plan.bytes);
-  } else {  // it is about to be unpinned
+  } else {  // it is about to be unpinned, so the device must not read it
     note_fallback();
-    copy_from_pageable(stream_, address(chunk), from, plan.bytes);
+    const auto staged =
+        std::make_unique_for_overwrite<std::byte[]>(std::min(plan.bytes, kStagingBufferBytes));
+    for (uint64_t begin = 0; begin < plan.bytes; begin += kStagingBufferBytes) {
+      const uint64_t bytes = std::min(plan.bytes - begin, kStagingBufferBytes);
+      std::memcpy(staged.get(), from + begin, bytes);
+      copy_from_pageable(stream_, address(chunk) + begin, staged.get(), bytes);
+    }
   }
   count_transfer(plan.bytes);
 }
@@ -213,8 +221,11 @@ void HostToDeviceJob::transfer_pageable(const Window& window) {
   const auto send = [&](size_t index, uint64_t begin, uint64_t end, uint64_t at) {
     const ChunkPlan& chunk = plan_.chunks[index];
     const Leaf& first = leaves_[plan_.order[chunk.first]];
-    const bool is_in_place = chunk.as_source || (chunk.last - chunk.first == 1 && !first.strided);
     const std::byte* from = static_cast<const std::byte*>(first.data) + begin;
+    const PinnedRanges::Access access;  // the device may read it directly
+    const bool is_in_place =
+        (chunk.as_source || (chunk.last - chunk.first == 1 && !first.strided)) &&
+        PinnedRanges::find({from, end - begin}) != PinnedRanges::Found::kNot;
     if (!is_in_place) {
       if (!staged) {
         staged = std::make_unique_for_overwrite<std::byte[]>(window.bytes());

@@ -3,6 +3,8 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -91,12 +93,20 @@ void IntoHostJob::transfer_straight(const Window& window, size_t chunk) {
   const PhaseRange range(phases_, Phase::kEnqueue);
   const c10::StreamGuard on_stream(stream_);
   const PinnedRanges::Access access;
-  const bool is_unpinned = PinnedRanges::find({to, window.bytes()}) == PinnedRanges::Found::kNot;
-  if (use_pinned_staging_ && !is_unpinned) {
-    enqueue_to_host(stream_, to, leaves_[leaf].data, window.bytes());
+  const auto* const from = static_cast<const std::byte*>(leaves_[leaf].data);
+  if (PinnedRanges::find({to, window.bytes()}) == PinnedRanges::Found::kNot) {
+    note_fallback();  // it is about to be unpinned, so the device must not write it
+    const auto staged = std::make_unique_for_overwrite<std::byte[]>(
+        std::min<uint64_t>(window.bytes(), kStagingBufferBytes));
+    for (uint64_t begin = 0; begin < window.bytes(); begin += kStagingBufferBytes) {
+      const uint64_t bytes = std::min<uint64_t>(window.bytes() - begin, kStagingBufferBytes);
+      copy_to_pageable(stream_, staged.get(), from + begin, bytes);
+      std::memcpy(to + begin, staged.get(), bytes);
+    }
+  } else if (use_pinned_staging_) {
+    enqueue_to_host(stream_, to, from, window.bytes());
   } else {
-    if (is_unpinned) note_fallback();
-    copy_to_pageable(stream_, to, leaves_[leaf].data, window.bytes());
+    copy_to_pageable(stream_, to, from, window.bytes());
   }
   note_read(window);
 }
