@@ -25,7 +25,7 @@ std::string joined(at::IntArrayRef sizes) {
 
 // Reads no numbers yet.
 RowIndex index_of(const at::Tensor& tensor, size_t lead) {
-  check_invariant(tensor.is_contiguous() && lead >= 1, "the numbers of rows lie together");
+  check_invariant(tensor.is_contiguous() && lead >= 1, "the tensor of row numbers is contiguous");
   RowIndex index{{}, tensor.sizes().vec(), lead};
   if (tensor.device().is_cpu()) {
     check_invariant(tensor.scalar_type() == at::kLong, "rows are numbered by int64 on the host");

@@ -278,3 +278,20 @@ def test_a_forked_child_leaves_the_parents_memory_pinned(device):
     data.fill_(3)  # the device sees the parent's pages, not the child's
     assert tdcopier.copy(data, device).cpu().eq(3).all()
     pinned.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_child_cannot_pin(device):
+    parents = large()
+    with tdcopier.pin_memory_(parents, device):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                tdcopier.pin_memory_(torch.zeros(3), device)
+            except RuntimeError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert parents.is_pinned()
