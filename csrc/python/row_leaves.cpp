@@ -40,13 +40,17 @@ RowIndex index_of(const at::Tensor& tensor, size_t lead) {
 }  // namespace
 
 RowRequest row_request_of(py::handle rows) {
+  // By place, in the order of the fields there: names would take longer than the walk of a table.
+  const auto field = [&](Py_ssize_t i) { return py::handle(PyTuple_GetItem(rows.ptr(), i)); };
+  check_invariant(PyTuple_Check(rows.ptr()) && PyTuple_GET_SIZE(rows.ptr()) == 6,
+                  "an index of rows has six fields");
   RowRequest request;
-  request.numbers = rows.attr("numbers");
+  request.numbers = py::reinterpret_borrow<py::object>(field(0));
   check_invariant(is_tensor(request.numbers.ptr()), "rows are numbered by a tensor");
-  request.index = index_of(tensor_in(request.numbers.ptr()), rows.attr("lead").cast<size_t>());
-  request.counted = rows.attr("counted").cast<bool>();
-  request.lead = rows.attr("sizes").cast<std::vector<int64_t>>();
-  request.adjoining = rows.attr("is_view").cast<bool>();
+  request.index = index_of(tensor_in(request.numbers.ptr()), field(1).cast<size_t>());
+  request.counted = field(2).cast<bool>();
+  request.lead = field(3).cast<std::vector<int64_t>>();
+  request.adjoining = field(5).cast<bool>();
   return request;
 }
 
@@ -116,7 +120,8 @@ InPlace RowLeaves::in_place(const at::Tensor& table, c10::Device device) {
   const c10::Storage& storage = table.storage();
   const PinnedRanges::Range memory{static_cast<const std::byte*>(storage.data()), storage.nbytes()};
   using Found = PinnedRanges::Found;
-  const Found found = PinnedRanges::find(memory);
+  if (!pinned_) pinned_.emplace();
+  const Found found = pinned_->find(memory);
   if (found == Found::kPinned) return InPlace::kRegistered;
   if (found == Found::kNot) return InPlace::kNo;
   return is_pinned_by_torch(table) ? InPlace::kPinnedByTorch : InPlace::kNo;
@@ -125,8 +130,12 @@ InPlace RowLeaves::in_place(const at::Tensor& table, c10::Device device) {
 // Torch takes a microsecond to tell whether memory is pinned, so it is asked about the first table,
 // and about others only if that one is pinned.
 bool RowLeaves::is_pinned_by_torch(const at::Tensor& table) {
-  if (is_pinned_by_torch_.value_or(true))
-    is_pinned_by_torch_ = is_pinned({static_cast<const std::byte*>(table.data_ptr()), 1});
+  if (is_pinned_by_torch_.value_or(true)) {
+    const PinnedRanges::Range first{static_cast<const std::byte*>(table.const_data_ptr()), 1};
+    // The second question, because a PinnedRanges may have pinned it since the view was taken.
+    is_pinned_by_torch_ =
+        is_pinned(first) && PinnedRanges::find(first) == PinnedRanges::Found::kNowhere;
+  }
   return *is_pinned_by_torch_;
 }
 

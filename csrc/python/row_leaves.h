@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/row_index.h"
+#include "engine/device/pinned_ranges.h"
 #include "engine/leaves/leaf.h"
 #include "engine/leaves/mapped_leaves.h"
 
@@ -57,6 +58,8 @@ class RowLeaves {
   // Returns whether the device can move the rows of a table in place. Requires: mistake_in() has
   // found none.
   InPlace in_place(const at::Tensor& table, c10::Device device);
+  // No tables yet. Requires: in_place() has found one.
+  PinnedTables pinned_tables() const { return {*pinned_}; }
   // The tensor of the numbers. If it is on a device, it must be kept alive for it.
   const pybind11::object& numbers() const { return request_.numbers; }
   c10::Device numbers_device() const { return request_.numbers_device(); }
@@ -79,6 +82,7 @@ class RowLeaves {
 
   RowRequest request_;
   std::shared_ptr<const RowIndex> index_;
+  std::optional<PinnedRanges::View> pinned_;             // from the first question on
   std::optional<bool> is_pinned_by_torch_;               // the first table
   std::optional<std::pair<c10::Device, bool>> mover_{};  // whether that device can move rows
   uint32_t left_ = 0;

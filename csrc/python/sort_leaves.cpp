@@ -160,7 +160,7 @@ size_t LeafSorter::group_of(c10::Device device, bool in_place) {
   made.leaves.reserve(tensors_.size());
   made.sources->reserve(tensors_.size() + 1);
   if (in_place) {
-    made.in_place.emplace();
+    made.in_place = rows_->pinned_tables();
     if (rows_->are_numbers_on_device()) made.sources->keep(rows_->numbers().inc_ref().ptr());
   }
   return last_group_;

@@ -368,7 +368,7 @@ class Sorter {
     made.destinations->reserve(leaves_);
     made.numbers.reserve(leaves_);
     if (in_place) {
-      made.in_place.emplace();
+      made.in_place = rows_->pinned_tables();
       if (rows_->are_numbers_on_device()) made.sources->keep(rows_->numbers().inc_ref().ptr());
     }
     return made;

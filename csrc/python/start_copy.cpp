@@ -342,9 +342,10 @@ std::unique_ptr<Handle> start_gather(py::handle storage, py::handle index, py::h
                             ", and the rows go to " + target.str() + ": give index.cpu()");
     }
   }
-  request.read = readers.attr("read");
-  request.flatten = readers.attr("flatten");
-  request.unflatten = readers.attr("unflatten");
+  const auto functions = py::reinterpret_borrow<py::tuple>(readers);  // by place: that is quicker
+  request.read = functions[0];
+  request.flatten = functions[1];
+  request.unflatten = functions[2];
   RowLeaves rows(std::move(request));
   return start_copy_to(target, storage, options, nullptr, &rows);
 }

@@ -17,16 +17,14 @@
 namespace tdcopier {
 namespace {
 
+using Usable = PinnedRanges::Usable;
+using AllUsable = std::shared_ptr<const std::vector<Usable>>;
+
 struct Registration {
   uintptr_t end;
-  size_t holders;
+  bool is_pinned = false;  // false: not yet, or not much longer
+  size_t holders = 0;
   const PinnedRanges* ended_by = nullptr;  // who will unpin it, if there are no holders
-};
-
-// The same, for accesses.
-struct Usable {
-  uintptr_t end;
-  bool is_pinned;  // false: not yet, or not much longer
 };
 
 struct Registry {
@@ -37,7 +35,7 @@ struct Registry {
   // For accesses. Each counts in the epoch in which it began. Who ends the use of memory begins the
   // next epoch, and waits for the accesses of the last one.
   Mutex usable_mutex;  // guards all below
-  std::map<uintptr_t, Usable> usable;
+  AllUsable usable = std::make_shared<const std::vector<Usable>>();
   size_t epoch = 0;
   std::array<size_t, 2> accesses{};
   Condition access_ended;
@@ -49,22 +47,16 @@ Registry& registry() {
   return *made;
 }
 
-// Returns the entry that contains an address, or the first one after it.
-template <typename Entries>
-auto at_or_after(Entries& entries, uintptr_t address) {
-  auto found = entries.upper_bound(address);
-  if (found != entries.begin() && std::prev(found)->second.end > address) --found;
-  return found;
-}
-
-void set_usable(uintptr_t begin, Usable usable) {
+// Shows accesses the registrations as they are now. Requires: the registry is locked.
+void publish() {
+  std::vector<Usable> now;
+  now.reserve(registry().registrations.size());
+  for (const auto& [begin, it] : registry().registrations) {
+    now.push_back({begin, it.end, it.is_pinned});
+  }
+  AllUsable shown = std::make_shared<const std::vector<Usable>>(std::move(now));
   const std::lock_guard lock(registry().usable_mutex);
-  registry().usable[begin] = usable;
-}
-
-void erase_usable(uintptr_t begin) {
-  const std::lock_guard lock(registry().usable_mutex);
-  registry().usable.erase(begin);
+  registry().usable.swap(shown);
 }
 
 constexpr int kNoSuchCall = -1;
@@ -127,15 +119,17 @@ PinnedRanges::PinnedRanges(c10::Device device, std::span<const Range> ranges)
     wanted.push_back({begin, begin + ranges[i].size(), i});
   }
   std::ranges::sort(wanted, {}, &Wanted::begin);
-  try {
-    const std::lock_guard lock(registry().mutex);
-    for (size_t i = 0; i < wanted.size();) {
-      Wanted all = wanted[i++];
-      for (; i < wanted.size() && wanted[i].begin < all.end; ++i) {
-        all.end = std::max(all.end, wanted[i].end);
-      }
-      hold(all);
+  size_t joined = 0;
+  for (const Wanted& next : wanted) {
+    if (joined != 0 && next.begin < wanted[joined - 1].end) {
+      wanted[joined - 1].end = std::max(wanted[joined - 1].end, next.end);
+    } else {
+      wanted[joined++] = next;
     }
+  }
+  wanted.resize(joined);
+  try {
+    hold_all(wanted);
   } catch (...) {
     end_use();
     unpin_ended();
@@ -143,30 +137,54 @@ PinnedRanges::PinnedRanges(c10::Device device, std::span<const Range> ranges)
   }
 }
 
-// Requires: the registry is locked. An address is usable before the driver pins it, though not
-// pinned yet: who finds that it is pinned must not take that for the work of other code.
-void PinnedRanges::hold(const Wanted& wanted) {
-  held_.reserve(held_.size() + 1);
+// Shows addresses before the driver pins them, though not as pinned: who finds that they are must
+// not take that for the work of other code.
+void PinnedRanges::hold_all(std::span<const Wanted> wanted) {
+  const std::lock_guard lock(registry().mutex);
   auto& all = registry().registrations;
-  auto found = at_or_after(all, wanted.begin);
-  if (found == all.end() || found->first >= wanted.end) {
-    found = all.emplace(wanted.begin, Registration{wanted.end, 0}).first;
-    set_usable(wanted.begin, {wanted.end, /*is_pinned=*/false});
-    const auto bytes = wanted.end - wanted.begin;
-    if (const int result = pin(device_, reinterpret_cast<void*>(wanted.begin), bytes)) {
-      erase_usable(wanted.begin);
-      all.erase(found);
+  std::vector<uintptr_t> added;
+  added.reserve(wanted.size());
+  held_.reserve(wanted.size());
+  try {
+    for (const Wanted& each : wanted) {
+      auto found = all.upper_bound(each.begin);
+      if (found != all.begin() && std::prev(found)->second.end > each.begin) --found;
+      if (found == all.end() || found->first >= each.end) {
+        all.emplace_hint(found, each.begin, Registration{each.end});
+        added.push_back(each.begin);
+      } else if (found->first > each.begin || found->second.end < each.end) {
+        throw PinningError(each.range,
+                           "is pinned in part, by another call: close that one, or pin both in one");
+      }
+    }
+    publish();
+    for (const Wanted& each : wanted) hold(each);
+  } catch (...) {
+    for (const uintptr_t begin : added) {
+      const auto found = all.find(begin);
+      if (found->second.holders == 0) all.erase(found);
+    }
+    publish();
+    throw;
+  }
+  publish();
+}
+
+// Requires: it is within a registration.
+void PinnedRanges::hold(const Wanted& wanted) {
+  const auto found = std::prev(registry().registrations.upper_bound(wanted.begin));
+  auto& [begin, registration] = *found;
+  if (!registration.is_pinned && registration.ended_by == nullptr) {
+    void* const first = reinterpret_cast<void*>(begin);
+    if (const int result = pin(device_, first, registration.end - begin)) {
       throw PinningError(wanted.range,
                          "cannot be pinned for " + device_.str() + ": " + reason_of(result));
     }
-  } else if (found->first > wanted.begin || found->second.end < wanted.end) {
-    throw PinningError(wanted.range,
-                       "is pinned in part, by another call: close that one, or pin both in one");
   }
-  ++found->second.holders;
-  found->second.ended_by = nullptr;
-  held_.push_back(found->first);
-  set_usable(found->first, {found->second.end, /*is_pinned=*/true});
+  ++registration.holders;
+  registration.is_pinned = true;
+  registration.ended_by = nullptr;
+  held_.push_back(begin);
   bytes_ += wanted.end - wanted.begin;
 }
 
@@ -178,8 +196,9 @@ void PinnedRanges::end_use() {
       Registration& registration = all.registrations.at(begin);
       if (--registration.holders != 0) continue;
       registration.ended_by = this;
-      set_usable(begin, {registration.end, /*is_pinned=*/false});
+      registration.is_pinned = false;
     }
+    publish();
   }
   std::unique_lock lock(all.usable_mutex);
   // Another thread may still wait for the epoch before.
@@ -195,8 +214,9 @@ void PinnedRanges::resume_use() {
     Registration& registration = all.registrations.at(begin);
     ++registration.holders;
     registration.ended_by = nullptr;
-    set_usable(begin, {registration.end, /*is_pinned=*/true});
+    registration.is_pinned = true;
   }
+  publish();
 }
 
 bool PinnedRanges::is_of_this_process() const {
@@ -215,9 +235,9 @@ void PinnedRanges::unpin_ended() noexcept {
     // Another one may hold it again, and then that one unpins it.
     if (found == all.end() || found->second.ended_by != this) continue;
     unpin(device_, reinterpret_cast<void*>(begin));
-    erase_usable(begin);
     all.erase(found);
   }
+  publish();
 }
 
 PinnedRanges::Access::Access()
@@ -235,24 +255,27 @@ PinnedRanges::Access::~Access() {
   registry().access_ended.notify_all();
 }
 
-namespace {
-
-// Requires: the entries are locked.
-PinnedRanges::Found found_in(const std::map<uintptr_t, Usable>& entries,
-                             PinnedRanges::Range range) {
-  const auto begin = reinterpret_cast<uintptr_t>(range.data());
-  const auto found = at_or_after(entries, begin);
-  if (found == entries.end() || found->first > begin) return PinnedRanges::Found::kNowhere;
-  const auto [end, is_pinned] = found->second;
-  const bool has_all = is_pinned && begin + range.size() <= end;
-  return has_all ? PinnedRanges::Found::kPinned : PinnedRanges::Found::kNot;
+PinnedRanges::View::View() {
+  const std::lock_guard lock(registry().usable_mutex);
+  all_ = registry().usable;
 }
 
-}  // namespace
+PinnedRanges::Found PinnedRanges::View::find(Range range) {
+  const auto begin = reinterpret_cast<uintptr_t>(range.data());
+  const auto has_begin = [&](size_t i) {
+    return i < all_->size() && (*all_)[i].begin <= begin && begin < (*all_)[i].end;
+  };
+  if (!has_begin(next_)) {
+    const auto after = std::ranges::upper_bound(*all_, begin, {}, &Usable::begin);
+    if (after == all_->begin() || std::prev(after)->end <= begin) return Found::kNowhere;
+    next_ = static_cast<size_t>(after - all_->begin()) - 1;
+  }
+  const Usable& found = (*all_)[next_++];
+  return found.is_pinned && begin + range.size() <= found.end ? Found::kPinned : Found::kNot;
+}
 
 PinnedRanges::Found PinnedRanges::find(Range range) {
-  const std::lock_guard lock(registry().usable_mutex);
-  return found_in(registry().usable, range);
+  return View().find(range);
 }
 
 bool is_pinned(PinnedRanges::Range range) {
@@ -262,10 +285,10 @@ bool is_pinned(PinnedRanges::Range range) {
 }
 
 bool PinnedTables::are_pinned(const PinnedRanges::Access& /*access*/) const {
-  const std::lock_guard lock(registry().usable_mutex);
-  return std::ranges::all_of(registered, [](const void* table) {
+  PinnedRanges::View now;
+  return now.all_ == seen.all_ || std::ranges::all_of(registered, [&](const void* table) {
     const auto* const first = static_cast<const std::byte*>(table);
-    return found_in(registry().usable, {first, 1}) == PinnedRanges::Found::kPinned;
+    return now.find({first, 1}) == PinnedRanges::Found::kPinned;
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -71,6 +72,25 @@ class PinnedRanges {
   // Thread: any.
   static Found find(Range range);
 
+  struct Usable {
+    uintptr_t begin;
+    uintptr_t end;
+    bool is_pinned;  // false: not yet, or not much longer
+  };
+
+  // The state at one time, for many questions. Thread: any, but one at a time for each object.
+  class View {
+   public:
+    View();
+    // Quick if the ranges that are asked for ascend.
+    Found find(Range range);
+
+   private:
+    friend struct PinnedTables;
+    std::shared_ptr<const std::vector<Usable>> all_;  // by beginning; they do not overlap
+    size_t next_ = 0;                                 // after the one that was found last
+  };
+
   // A period in which memory that is found to be pinned stays so, for work that a device does in
   // place: enqueue the work within it. Short: end_use() waits for its end. Thread: any.
   class Access {
@@ -90,6 +110,7 @@ class PinnedRanges {
     uintptr_t end;
     size_t range;  // the first of those in this memory
   };
+  void hold_all(std::span<const Wanted> wanted);
   void hold(const Wanted& wanted);
   void unpin_ended() noexcept;
 
@@ -105,7 +126,8 @@ bool is_pinned(PinnedRanges::Range range);
 
 // Tables that a device accesses in place.
 struct PinnedTables {
-  std::vector<const void*> registered;  // those that PinnedRanges pins; torch pins the others
+  PinnedRanges::View seen;                 // in which they were found
+  std::vector<const void*> registered{};  // those that PinnedRanges pins; torch pins the others
 
   // The answer holds until the access ends.
   bool are_pinned(const PinnedRanges::Access& access) const;
