@@ -291,6 +291,8 @@ class _Rows:
         if treatment == "alone":
             pinned = ", and pinned: the device reads it in place" if found.in_place else ""
             return _WORDS[found.why] + pinned
+        if found.why == "kernel":
+            return f"pinned: a kernel of the device reads it in place, into chunk {found.chunk}"
         if found.in_place:
             return f"pinned and adjacent: the device reads chunk {found.chunk} in place"
         sharing = self._sharing[found.chunk]

@@ -75,8 +75,9 @@ class CopyStats(NamedTuple):
     """Opaque values of the source that differ from those at the same place in a destination that
     exists, and were not copied: see `copy_opaque` of `copy_into`. 0 for copies to new memory."""
     rows_in_place: int = 0
-    """Leaves whose rows the device itself reads from a pinned storage, or writes to it; no host
-    thread does."""
+    """Leaves that a kernel of the device reads from pinned memory, or writes there: rows of a
+    storage, and in a copy the small leaves that are pinned each for itself. No host thread stages
+    them."""
     steps: StepTimes | None = None
     """Time spent in each phase so far; None unless `time_steps` was on at the call."""
 

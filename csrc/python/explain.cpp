@@ -13,6 +13,7 @@
 #include "base/internal_error.h"
 #include "engine/jobs/from_device_job.h"
 #include "engine/jobs/host_to_device_job.h"
+#include "engine/jobs/rows_job.h"
 #include "python/device_argument.h"
 #include "python/flatten.h"
 #include "python/sources.h"
@@ -29,6 +30,7 @@ struct PlannedGroup {
   std::shared_ptr<const PackPlan> plan;
   size_t first_chunk;  // of all chunks of the copy
   bool reads_in_place;
+  bool by_kernel;
 };
 
 std::string joined(const std::vector<std::string>& words) {
@@ -88,22 +90,27 @@ class Explainer {
     const size_t first_chunk = chunks_;
     chunks_ += plan->chunks.size();
     const c10::Device source = group.leaves.device();
-    const TransferCounts counts = transfers_of(group, *plan);
+    const bool by_kernel = group.in_place.has_value() && options_.use_pinned_staging;
+    const TransferCounts counts =
+        by_kernel ? transfers_of_rows_job(group.leaves) : transfers_of(group, *plan);
     transfers_ += counts.transfers;
     bytes_ += counts.bytes;
     const bool reads_in_place = source.is_cpu() && !target_.is_cpu() && options_.use_pinned_staging;
-    groups_.push_back({std::move(group.leaves), std::move(plan), first_chunk, reads_in_place});
+    groups_.push_back(
+        {std::move(group.leaves), std::move(plan), first_chunk, reads_in_place, by_kernel});
   }
 
   py::tuple leaf(const std::string& path, PyObject* value, const TreeSpec::Node& node) const {
-    const auto& [leaves, plan, first_chunk, reads_in_place] = groups_[node.group];
+    const auto& [leaves, plan, first_chunk, reads_in_place, by_kernel] = groups_[node.group];
     const Slot& slot = plan->slots[node.number];
     const ChunkPlan& chunk = plan->chunks[slot.chunk];
     const LeafExtent& extent = leaves.extents()[node.number];
-    const bool in_place = reads_in_place && extent.bytes != 0 && is_straight(chunk, *plan, leaves);
-    return py::make_tuple(path, py::handle(value), chunk.packed ? "packed" : "alone",
-                          chunk.packed ? "" : why_alone(extent, options_.pack),
-                          first_chunk + slot.chunk, slot.offset, in_place);
+    const bool in_place =
+        by_kernel || (reads_in_place && extent.bytes != 0 && is_straight(chunk, *plan, leaves));
+    return py::make_tuple(
+        path, py::handle(value), chunk.packed ? "packed" : "alone",
+        chunk.packed ? (by_kernel ? "kernel" : "") : why_alone(extent, options_.pack),
+        first_chunk + slot.chunk, slot.offset, in_place);
   }
 
   py::tuple totals() const { return py::make_tuple(chunks_, transfers_, bytes_); }

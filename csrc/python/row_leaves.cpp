@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/internal_error.h"
-#include "engine/device/pinned_ranges.h"
 #include "engine/moves/row_kernel.h"
 #include "python/torch_tensor.h"
 
@@ -118,25 +117,7 @@ InPlace RowLeaves::in_place(const at::Tensor& table, c10::Device device) {
   const auto rows = static_cast<uint64_t>(std::max<int64_t>(index_->table_rows, 1));
   if (table.nbytes() / rows * index_->count() > kMostRowBytes) return InPlace::kNo;
   const c10::Storage& storage = table.storage();
-  const PinnedRanges::Range memory{static_cast<const std::byte*>(storage.data()), storage.nbytes()};
-  using Found = PinnedRanges::Found;
-  if (!pinned_) pinned_.emplace();
-  const Found found = pinned_->find(memory);
-  if (found == Found::kPinned) return InPlace::kRegistered;
-  if (found == Found::kNot) return InPlace::kNo;
-  return is_pinned_by_torch(table) ? InPlace::kPinnedByTorch : InPlace::kNo;
-}
-
-// Torch takes a microsecond to tell whether memory is pinned, so it is asked about the first table,
-// and about others only if that one is pinned.
-bool RowLeaves::is_pinned_by_torch(const at::Tensor& table) {
-  if (is_pinned_by_torch_.value_or(true)) {
-    const PinnedRanges::Range first{static_cast<const std::byte*>(table.const_data_ptr()), 1};
-    // The second question, because a PinnedRanges may have pinned it since the view was taken.
-    is_pinned_by_torch_ =
-        is_pinned(first) && PinnedRanges::find(first) == PinnedRanges::Found::kNowhere;
-  }
-  return *is_pinned_by_torch_;
+  return pinned_.find({static_cast<const std::byte*>(storage.data()), storage.nbytes()});
 }
 
 Packable RowLeaves::add(LeafTable& leaves, const at::Tensor& table) {

@@ -36,9 +36,6 @@ struct RowRequest {
 // Converts a RowIndex of tdcopier/_rows/request.py; the Python functions stay unset.
 RowRequest row_request_of(pybind11::handle rows);
 
-// Whether a device may access a table in place, and who has pinned it.
-enum class InPlace : uint8_t { kNo, kPinnedByTorch, kRegistered };
-
 // Adds the selected rows of tables to leaf tables. GIL: held for every member.
 class RowLeaves {
  public:
@@ -59,7 +56,7 @@ class RowLeaves {
   // found none.
   InPlace in_place(const at::Tensor& table, c10::Device device);
   // No tables yet. Requires: in_place() has found one.
-  PinnedTables pinned_tables() const { return {*pinned_}; }
+  PinnedTables pinned_tables() const { return pinned_.tables(); }
   // The tensor of the numbers. If it is on a device, it must be kept alive for it.
   const pybind11::object& numbers() const { return request_.numbers; }
   c10::Device numbers_device() const { return request_.numbers_device(); }
@@ -78,12 +75,10 @@ class RowLeaves {
 
  private:
   void count_rows();  // checks the row numbers and sets index_. Requires: request_.lead is known.
-  bool is_pinned_by_torch(const at::Tensor& table);
 
   RowRequest request_;
   std::shared_ptr<const RowIndex> index_;
-  std::optional<PinnedRanges::View> pinned_;             // from the first question on
-  std::optional<bool> is_pinned_by_torch_;               // the first table
+  PinnedLookup pinned_;
   std::optional<std::pair<c10::Device, bool>> mover_{};  // whether that device can move rows
   uint32_t left_ = 0;
 };

@@ -20,7 +20,8 @@ LeafSorter::LeafSorter(c10::Device target, bool altered, bool delegates_all, Row
       altered_(altered),
       delegates_all_(delegates_all),
       moves_from_host_(has_engine_transfers(target)),
-      rows_(rows) {
+      rows_(rows),
+      for_kernel_(target) {
   constexpr size_t kFewLeaves = 32;  // room for 32 leaves costs one allocation
   tensors_.reserve(kFewLeaves);
 }
@@ -28,6 +29,7 @@ LeafSorter::LeafSorter(c10::Device target, bool altered, bool delegates_all, Row
 LeafSorter::~LeafSorter() {
   for (const Found& found : tensors_) Py_XDECREF(found.object);
   for (const Found& found : arrays_) Py_XDECREF(found.object);
+  for (const Found& found : taken_) Py_XDECREF(found.object);
 }
 
 void LeafSorter::sort(FlatTree& flat, PyObject* data) {
@@ -47,6 +49,7 @@ void LeafSorter::sort(FlatTree& flat, PyObject* data) {
     set_leaf(std::exchange(found.object, nullptr), found.node, group);
   }
   sort_tensors();
+  sort_for_kernel();
 }
 
 // Reads three places per tensor that are rarely in the cache after a training step; prefetching
@@ -115,7 +118,29 @@ void LeafSorter::sort_tensor(PyObject* object, size_t node) {
   if (!is_moved_from(device)) {
     return flat_->delegate(owned.release().ptr(), {0, node, WhyDelegated::kDevice});
   }
-  const size_t group = group_of(device);
+  // Rows that were read by their own code are staged with those that threads read.
+  if (device.is_cpu() && rows_ == nullptr && for_kernel_.take(tensor)) {
+    taken_.push_back({object, node, false, false});
+    owned.release();
+    return;
+  }
+  add_leaf(owned.release().ptr(), node, group_of(device));
+}
+
+// Sorts the leaves that a kernel may read, which are staged like others if there are too few.
+void LeafSorter::sort_for_kernel() {
+  const bool by_kernel = for_kernel_.are_enough();
+  for (Found& found : taken_) {
+    const size_t group = group_of(c10::Device(c10::kCPU), by_kernel);
+    add_leaf(std::exchange(found.object, nullptr), found.node, group);
+  }
+}
+
+// Adds a tensor to the leaves of a group, or delegates it. Takes over a reference.
+void LeafSorter::add_leaf(PyObject* object, size_t node, size_t group) {
+  auto owned = py::reinterpret_steal<py::object>(object);
+  const at::Tensor& tensor = tensor_in(object);
+  const c10::Device device = tensor.device();
   const Packable packable = flat_->groups[group].leaves.add_if_packable(tensor);
   switch (packable) {
     case Packable::kYes:
@@ -160,8 +185,9 @@ size_t LeafSorter::group_of(c10::Device device, bool in_place) {
   made.leaves.reserve(tensors_.size());
   made.sources->reserve(tensors_.size() + 1);
   if (in_place) {
-    made.in_place = rows_->pinned_tables();
-    if (rows_->are_numbers_on_device()) made.sources->keep(rows_->numbers().inc_ref().ptr());
+    made.in_place = rows_ != nullptr ? rows_->pinned_tables() : for_kernel_.take_tables();
+    if (rows_ != nullptr && rows_->are_numbers_on_device())
+      made.sources->keep(rows_->numbers().inc_ref().ptr());
   }
   return last_group_;
 }

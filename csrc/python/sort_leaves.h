@@ -7,11 +7,13 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <vector>
 
 #include "base/recycled.h"
 #include "engine/leaves/mapped_leaves.h"
 #include "engine/leaves/pinned_leaves.h"
 #include "python/flatten.h"
+#include "python/leaves_for_kernel.h"
 
 namespace tdcopier {
 
@@ -53,6 +55,8 @@ class LeafSorter {
   void sort_tensors();
   void sort_table(PyObject* object, size_t node, bool is_mapped);
   void sort_tensor(PyObject* object, size_t node);
+  void sort_for_kernel();
+  void add_leaf(PyObject* object, size_t node, size_t group);
   [[noreturn]] void refuse_short_storage(const at::Tensor& tensor, size_t node) const;
   [[noreturn]] void refuse(size_t node, const std::string& why) const;
   bool is_moved_from(c10::Device device) const;
@@ -68,9 +72,11 @@ class LeafSorter {
   PyObject* data_ = nullptr;  // borrowed
   MappedFiles mapped_files_;
   PinnedLeaves pinned_;
+  LeavesForKernel for_kernel_;
   size_t last_group_ = 0;
   RecycledVector<Found> tensors_;  // in the order of the walk
   RecycledVector<Found> arrays_;
+  std::vector<Found> taken_;  // by for_kernel_
 };
 
 }  // namespace tdcopier

@@ -96,10 +96,10 @@ class GroupStart {
     }
   }
 
-  // Makes the job of rows that the target reads itself, with memory, to be run during `access`.
+  // Makes the job of memory that the target reads itself, with a result, to be run during `access`.
   // Returns null if there are none, or if they are no longer pinned.
   std::shared_ptr<CopyJob> make_in_place(std::optional<PinnedRanges::Access>& access) {
-    if (!in_place_) return nullptr;
+    if (!in_place_ || !options_.use_pinned_staging) return nullptr;
     Accelerator& accelerator = Accelerator::of(target_);
     const bool waits = rows_of(work_).on_device.has_value();
     make_result({target_, waits ? &accelerator.ordered_stream() : &accelerator.to_device_stream()});

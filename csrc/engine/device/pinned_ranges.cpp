@@ -153,8 +153,8 @@ void PinnedRanges::hold_all(std::span<const Wanted> wanted) {
         all.emplace_hint(found, each.begin, Registration{each.end});
         added.push_back(each.begin);
       } else if (found->first > each.begin || found->second.end < each.end) {
-        throw PinningError(each.range,
-                           "is pinned in part, by another call: close that one, or pin both in one");
+        throw PinningError(
+            each.range, "is pinned in part, by another call: close that one, or pin both in one");
       }
     }
     publish();
@@ -284,12 +284,24 @@ bool is_pinned(PinnedRanges::Range range) {
   return PinnedRanges::find(range) != PinnedRanges::Found::kNot;
 }
 
+InPlace PinnedLookup::find(PinnedRanges::Range memory, bool asks_torch) {
+  using Found = PinnedRanges::Found;
+  if (!view_) view_.emplace();
+  const Found found = view_->find(memory);
+  if (found == Found::kPinned) return InPlace::kRegistered;
+  if (found == Found::kNot || !asks_torch || !asks_torch_) return InPlace::kNo;
+  const PinnedRanges::Range first = memory.first(std::min<size_t>(memory.size(), 1));
+  // The second question, because a PinnedRanges may have pinned it since the view was taken.
+  asks_torch_ = is_pinned(first) && PinnedRanges::find(first) == Found::kNowhere;
+  return asks_torch_ ? InPlace::kPinnedByTorch : InPlace::kNo;
+}
+
 bool PinnedTables::are_pinned(const PinnedRanges::Access& /*access*/) const {
   PinnedRanges::View now;
   return now.all_ == seen.all_ || std::ranges::all_of(registered, [&](const void* table) {
-    const auto* const first = static_cast<const std::byte*>(table);
-    return now.find({first, 1}) == PinnedRanges::Found::kPinned;
-  });
+           const auto* const first = static_cast<const std::byte*>(table);
+           return now.find({first, 1}) == PinnedRanges::Found::kPinned;
+         });
 }
 
 }  // namespace tdcopier

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -124,13 +125,30 @@ class PinnedRanges {
 // has allocated it as pinned memory, or a PinnedRanges or other code has pinned it.
 bool is_pinned(PinnedRanges::Range range);
 
-// Tables that a device accesses in place.
+// Memory that a device accesses in place: tables, or whole leaves.
 struct PinnedTables {
-  PinnedRanges::View seen;                 // in which they were found
+  PinnedRanges::View seen;                // in which they were found
   std::vector<const void*> registered{};  // those that PinnedRanges pins; torch pins the others
 
   // The answer holds until the access ends.
   bool are_pinned(const PinnedRanges::Access& access) const;
+};
+
+// Whether a device may access memory in place, and who has pinned it.
+enum class InPlace : uint8_t { kNo, kPinnedByTorch, kRegistered };
+
+// Finds pinned memory for one call. Torch takes a microsecond to tell whether memory is pinned, so
+// it is not asked any more after the first answer that it is not.
+class PinnedLookup {
+ public:
+  // `asks_torch`: false takes memory that torch may have pinned for pageable.
+  InPlace find(PinnedRanges::Range memory, bool asks_torch = true);
+  // No tables yet. Requires: find() was called.
+  PinnedTables tables() const { return {*view_}; }
+
+ private:
+  std::optional<PinnedRanges::View> view_;  // from the first question on
+  bool asks_torch_ = true;
 };
 
 }  // namespace tdcopier

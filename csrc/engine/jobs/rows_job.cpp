@@ -4,7 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <algorithm>
+#include <array>
 #include <bit>
 #include <utility>
 
@@ -14,6 +14,9 @@
 
 namespace tdcopier {
 namespace {
+
+// A leaf that is no rows is read as row 0 of a table.
+constexpr std::array<int64_t, 1> kWholeLeaf{0};
 
 bool is_scatter(const CopyWork& work) {
   return work.destinations.size() != 0 && work.destinations[0].is_rows();
@@ -67,7 +70,8 @@ RowMoves moves_of(const CopyWork& work, const c10::Storage& numbers) {
       moves.add(table.data, work.destinations.row_table(table).layout, data);
     } else if (work.result) {
       const Slot& slot = work.plan->slots[i];
-      moves.add(data, leaves.row_layout(leaf), work.result->address(slot.chunk) + slot.offset);
+      const RowLayout layout = leaf.is_rows() ? leaves.row_layout(leaf) : RowLayout{0, leaf.bytes};
+      moves.add(data, layout, work.result->address(slot.chunk) + slot.offset);
     } else {
       moves.add(data, leaves.row_layout(leaf), work.destinations[i].data);
     }
@@ -84,9 +88,17 @@ std::shared_ptr<BadRowWatch> watch_for(c10::Device device, const CopyWork& work)
 }  // namespace
 
 const RowIndex& rows_of(const CopyWork& work) {
+  static const RowIndex whole_leaves{{kWholeLeaf.begin(), kWholeLeaf.end()}, {}, 0};
   const auto& index = is_scatter(work) ? work.destinations.row_index() : work.leaves->row_index();
-  check_invariant(index != nullptr, "the leaves of a job of rows are rows");
-  return *index;
+  return index != nullptr ? *index : whole_leaves;
+}
+
+TransferCounts transfers_of_rows_job(const LeafTable& leaves) {
+  RowMoves moves(kWholeLeaf);
+  for (const Leaf& leaf : leaves.all()) {
+    if (leaf.bytes != 0) moves.add(nullptr, {0, leaf.bytes}, nullptr);
+  }
+  return {moves.launches(), moves.bytes(), 0};
 }
 
 RowsJob::RowsJob(Accelerator& device, c10::Device target, CopyWork work)

@@ -1,6 +1,7 @@
-// Rows of pinned tables that a device reads or writes itself: a gather into its memory, new or
-// existing, or a scatter from there. python/sort_leaves.cpp and python/sort_pairs.cpp decide which
-// leaves are moved so. Rows that host threads move are leaves of the other jobs.
+// Pinned host memory that a device reads or writes itself, with a kernel: rows of tables, in a
+// gather into its memory, new or existing, or in a scatter from there; or whole leaves of a copy,
+// small ones that are pinned each for itself. python/sort_leaves.cpp and python/sort_pairs.cpp
+// decide which leaves are moved so. The other jobs have the leaves that host threads move.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -14,8 +15,12 @@
 
 namespace tdcopier {
 
-// Returns the selected rows of the work: of its leaves, or of its destinations.
+// Returns the selected rows of the work: of its leaves, or of its destinations. Whole leaves are
+// tables of one row.
 const RowIndex& rows_of(const CopyWork& work);
+
+// Returns the counts of a job that reads whole leaves.
+TransferCounts transfers_of_rows_job(const LeafTable& leaves);
 
 // One launch of the kernel moves all rows. Copies to new memory whose numbers are on the host wait
 // for no caller's stream. All others wait for the work that the caller's current stream of the

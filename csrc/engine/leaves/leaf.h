@@ -145,6 +145,7 @@ class LeafTable {
   // All memory from the leaf's first byte to its last, with the gaps of a strided leaf. Requires:
   // it is not rows.
   std::span<const std::byte> reach(const Leaf& leaf) const;
+  std::span<const Leaf> all() const { return leaves_; }
   std::span<const LeafExtent> extents() const { return extents_; }
 
  private:

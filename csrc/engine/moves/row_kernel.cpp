@@ -145,10 +145,13 @@ void RowMoves::add(const std::byte* table, RowLayout layout, const std::byte* va
   bytes_ += layout.row_bytes * count_;
 }
 
-size_t RowMoves::enqueue(const RowKernels& kernels, const c10::Stream& stream, bool scatter) const {
+// Calls launch(tables, first number, count of numbers, units) for as many rows of tables at a time
+// as a kernel's parameters hold. Returns the number of calls.
+template <typename Launch>
+size_t RowMoves::for_each_launch(const Launch& launch) const {
   const size_t most_numbers = numbers_ != nullptr ? kMostHostNumbers : count_;
-  const size_t most_tables =
-      (kMostWords - (numbers_ != nullptr ? kMostHostNumbers / 2 : 0)) / kTableWords;
+  const size_t number_words = numbers_ != nullptr ? (std::min(count_, most_numbers) + 1) / 2 : 0;
+  const size_t most_tables = (kMostWords - number_words) / kTableWords;
   size_t launches = 0;
   RecycledVector<RowTableMove> tables;
   for (size_t first = 0; first < count_; first += most_numbers) {
@@ -164,12 +167,24 @@ size_t RowMoves::enqueue(const RowKernels& kernels, const c10::Stream& stream, b
         tables.back().values += first * tables_[next].row_bytes();
         units += of_table;
       }
-      kernels.move(stream, {tables.data(), tables.size(), numbers_ ? numbers_ + first : nullptr,
-                            on_device_, count, static_cast<uint32_t>(units), scatter});
+      launch(tables, first, count, static_cast<uint32_t>(units));
       ++launches;
     }
   }
   return launches;
+}
+
+size_t RowMoves::launches() const {
+  return for_each_launch([](const auto&...) {});
+}
+
+size_t RowMoves::enqueue(const RowKernels& kernels, const c10::Stream& stream, bool scatter) const {
+  return for_each_launch(
+      [&](const RecycledVector<RowTableMove>& tables, size_t first, size_t count, uint32_t units) {
+        const int64_t* const numbers = numbers_ != nullptr ? numbers_ + first : nullptr;
+        kernels.move(stream,
+                     {tables.data(), tables.size(), numbers, on_device_, count, units, scatter});
+      });
 }
 
 }  // namespace tdcopier

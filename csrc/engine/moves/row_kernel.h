@@ -54,10 +54,15 @@ class RowMoves {
   // Requires: the stream is the current one of its device.
   size_t enqueue(const RowKernels& kernels, const c10::Stream& stream, bool scatter) const;
 
+  // Returns the number of kernels that enqueue() needs.
+  size_t launches() const;
   // Returns the bytes of all rows.
   uint64_t bytes() const { return bytes_; }
 
  private:
+  template <typename Launch>
+  size_t for_each_launch(const Launch& launch) const;
+
   const int64_t* numbers_ = nullptr;
   const uint32_t* on_device_ = nullptr;
   const size_t count_;
