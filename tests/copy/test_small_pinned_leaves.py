@@ -125,16 +125,26 @@ def test_explain_tells_it(device):
     assert explanation.counts.chunks == handle.stats.chunks
 
 
-def test_they_may_be_overwritten_when_wait_has_returned(device):
+@pytest.mark.parametrize("call", ["wait", "wait_staged"])
+def test_they_may_be_overwritten_when_the_call_has_returned(stall, device, copy_stream, call):
     tree = batch()
-    expected = [on(device, {k: v + i for k, v in tree.items()}) for i in range(20)]
-    results = []
-    for _ in range(20):
-        results.append(tdcopier.start_copy(tree, device).wait())
-        for value in tree.values():
-            value.add_(1)
-    for result, wanted in zip(results, expected, strict=True):
-        assert_same(result, wanted)
+    expected = on(device, tree)
+    overwritten = threading.Event()
+    with stall(copy_stream):
+        handle = tdcopier.start_copy(tree, device)
+
+        def overwrite() -> None:
+            getattr(handle, call)()
+            for value in tree.values():
+                value.fill_(-1)
+            overwritten.set()
+
+        writer = threading.Thread(target=overwrite)
+        writer.start()
+        assert not overwritten.wait(0.05)  # it cannot end: the device has not begun
+    writer.join()
+    assert_same(handle.get(), expected)
+    assert handle.stats.rows_in_place == LEAVES
 
 
 @pytest.mark.sim
