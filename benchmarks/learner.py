@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from operator import itemgetter
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +69,29 @@ class SmallKernels:
             self._values.add_(1.0)
 
 
+class KernelClock:
+    """Enqueues the kernels of a step between two events: the device's own time in them.
+
+    What the stream waits for before the kernels, such as a batch, is not part of it.
+    """
+
+    def __init__(self, work: Any, device: torch.device) -> None:
+        self._work = work
+        self._module = torch.get_device_module(device)
+        self._events: list[tuple[Any, Any]] = []
+
+    def enqueue(self) -> None:
+        before, after = (self._module.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        self._work.enqueue()
+        after.record()
+        self._events.append((before, after))
+
+    def mean_us(self) -> float:
+        """Return the mean of the last block's steps. The device must have done them."""
+        return 1e3 * fmean(before.elapsed_time(after) for before, after in self._events[-STEPS:])
+
+
 def _ms(enqueue: Callable[[], None]) -> float:
     """Return the time that the current CUDA stream takes for the work of a call."""
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -87,6 +112,8 @@ class Block(NamedTuple):
     """Time of the whole block, including the device, per step."""
     batch_us: list[float]
     """Time of the host in getting the batch, by step."""
+    kernels_us: float | None = None
+    """The device's own time in the kernels of a step; None where it was not measured."""
 
 
 def block(
@@ -132,12 +159,19 @@ def block(
 
 
 class RowReader:
-    """Reads the row numbers of every batch, and keeps the last batch."""
+    """Reads a part of every batch, and keeps the last batch.
 
-    def __init__(self) -> None:
+    Args:
+        part: Returns the part: by default the row numbers.
+
+    """
+
+    def __init__(self, part: Callable[[Any], torch.Tensor] = itemgetter(ROW)) -> None:
+        self._part = part
         self.rows: list[torch.Tensor] = []
+        """The parts, by step."""
         self.last: Any = None
 
     def read(self, batch: Any, _: int) -> None:
-        self.rows.append(batch[ROW].clone())
+        self.rows.append(self._part(batch).clone())
         self.last = batch

@@ -7,11 +7,12 @@ kernels; the other keeps the host busy with 500 small kernels, and so competes f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
+from operator import attrgetter
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -98,31 +99,69 @@ def _compare(
     bench: Bench, label: str, storage: Storage, replay: Replay, work: Any
 ) -> dict[str, Any]:
     indices = drawn(replay, len(storage[ROW]), INDICES)
-    ways = feeds()
     rounds = bench.rounds(ROUNDS_PER_REPEAT)
-    rounds_us: list[dict[str, float]] = [{} for _ in range(rounds)]
-    batch_us: dict[str, list[float]] = {way.name: [] for way in ways}
-    wrong = {way.name: 0 for way in ways}
-    order = shuffled(ways, bench.progress(label), rounds=rounds, warm_up=WARM_UP)
-    with collector_paused(not bench.keep_gc):
-        for index, way in order:
-            if index >= 0 and index % way.every:
+
+    ways = {feed.name: feed for feed in feeds()}
+
+    def play(way: str) -> tuple[Block, int]:
+        return one_block(ways[way], storage, indices, work, bench.device)
+
+    every = {name: feed.every for name, feed in ways.items()}
+    return compare(bench, label, every, play, rounds=rounds)
+
+
+def compare(
+    bench: Bench,
+    label: str,
+    every: Mapping[str, int],
+    play: Callable[[str], tuple[Block, int]],
+    *,
+    rounds: int,
+    bound: bool = False,
+) -> dict[str, Any]:
+    """Run one block of each way in each round. Ratios to the resident batches are within a round.
+
+    Args:
+        bench: The device and the options.
+        label: For the progress.
+        every: The ways; each takes part in every so many rounds.
+        play: Runs a block of a way, and returns it and the number of wrong steps.
+        rounds: How many.
+        bound: Whether to keep the learner's thread on a quiet processor: only if it starts none.
+
+    """
+    blocks: list[dict[str, Block]] = [{} for _ in range(rounds)]
+    wrong = dict.fromkeys(every, 0)
+    with bench.quiet() if bound else collector_paused(not bench.keep_gc) as quiet:
+        seek = quiet.seek if quiet else lambda: None
+        how = {"rounds": rounds, "warm_up": WARM_UP, "before_round": seek}
+        for index, way in shuffled(every, bench.progress(label), **how):
+            if index >= 0 and index % every[way]:
                 continue
-            found, bad = one_block(way, storage, indices, work, bench.device)
-            wrong[way.name] += bad
+            found, bad = play(way)
+            wrong[way] += bad
             if index >= 0:
-                rounds_us[index][way.name] = found.step_us
-                batch_us[way.name].append(fmean(found.batch_us))
-    taken = {way.name: [us for us in rounds_us if way.name in us] for way in ways}
-    return {
+                blocks[index][way] = found
+
+    def taken(get: Callable[[Block], Any], over: Callable[[Any], Any]) -> dict[str, list[Any]]:
+        return {way: [get(f[way]) / over(f) for f in blocks if way in f] for way in every}
+
+    def both(get: Callable[[Block], Any]) -> tuple[dict[str, Any], dict[str, float]]:
+        """Return the summaries, and the medians of the ratios to the resident batches."""
+        ratios = taken(get, lambda found: get(found[RESIDENT]))
+        return summaries(taken(get, lambda _: 1)), {w: median(r) for w, r in ratios.items()}
+
+    step, ratios = both(attrgetter("step_us"))
+    result = {
         "steps_per_block": STEPS,
-        "step": summaries({way: [us[way] for us in found] for way, found in taken.items()}),
-        "ratios": {
-            way: median(us[way] / us[RESIDENT] for us in found) for way, found in taken.items()
-        },
-        "host": summaries(batch_us),
+        "step": step,
+        "ratios": ratios,
+        "host": summaries(taken(lambda found: fmean(found.batch_us), lambda _: 1)),
         "wrong": wrong,
     }
+    if blocks[0][RESIDENT].kernels_us is not None:
+        result["kernels"], result["kernels_over_resident"] = both(attrgetter("kernels_us"))
+    return result
 
 
 def one_block(

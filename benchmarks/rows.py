@@ -1,56 +1,35 @@
-"""Times gathers alone, against ``index_select``.
+"""Times gathers of rows of a storage to pinned host memory, against ``index_select``.
 
-Rows of a storage go to pinned host memory; rows of a pinned storage go to the device, read by it or
-by host threads.
+The result also has the rows of pinned storages that go to the device (`pinned_rows.py`), and the
+learners that get them (`pinned_learner.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
+import pinned_learner
+import pinned_rows
 import torch
 from directions import synchroniser
+from learner import SMALL_KERNELS, STEPS
 from measure import Bench
+from pinned_rows import BURST, BY_THREADS, INDICES
 from storages import Replay, Storage, drawn, rows_of, with_each
-from tables import OURS
+from tables import OURS, RESIDENT
 from target_forms import Target, at_least, at_most, count_wrong, none
 
 import tdcopier
-from tdcopier import _C
 from tdcopier._commands.interleave import Contender, collector_paused, compared, interleave
 
 OURS_ALONE = f"{OURS}, one thread"
 THREADS = (1, 4)
-BURST = 3
-INDICES = 64  # each call has other rows, because those of the last one are in the caches
 WANTED = {"atari_32": 2.0, "atari_256": 2.0, "rgb": 2.0, "agents": 3.0}
 """Targets for the speedup over ``index_select`` on one thread."""
-BY_THREADS, BY_TORCH = f"{OURS}, by host threads", "index_select, pin_memory() and .to() per leaf"
 MIN_OVER_THREADS = 1.5
-
-
-class Tables(NamedTuple):
-    """Leaves of a pinned storage, and the rows that go to the device."""
-
-    row_bytes: list[int]
-    rows: int
-    most_us: float
-    """Target for the time from the call to the rows on the device."""
-    tall: int = 100_000
-    """Rows in the storage."""
-
-
-TABLES = {
-    "2 leaves, 256 rows of 28 KB": Tables([4 * 84 * 84] * 2, 256, 330.0, 20_000),
-    "4 leaves, 4096 rows of 256 B": Tables([256] * 4, 4096, 140.0),
-    "13 leaves, 4096 rows of 64 B": Tables([64] * 13, 4096, 150.0),
-    "13 leaves, 256 rows of 64 B": Tables([64] * 13, 256, 55.0),
-    "200 leaves, 256 rows of 32 B": Tables([32] * 200, 256, 190.0),
-    "8 leaves, 4096 rows of 4 B": Tables([4] * 8, 4096, 85.0),
-}
+MAX_STEP_OVER_RESIDENT = 1.03
 
 
 def run(bench: Bench) -> dict[str, Any]:
@@ -65,9 +44,13 @@ def run(bench: Bench) -> dict[str, Any]:
             "rows": f"{rows:,} in host memory",
             "order": f"bursts of {BURST} calls, shuffled per round; other rows in each call",
             "collector": bench.settings()["collector"],
+            "small kernels": f"{SMALL_KERNELS} a step",
+            "large kernels": f"about {pinned_learner.STEP_MS:g} ms a step",
+            "steps": f"blocks of {STEPS}, shuffled per round; ratios are within a round; the next "
+            "gather starts before the kernels of a step are enqueued",
         },
         "gathers": with_each(rows, gather),
-        "from_pinned": {name: _from_pinned(bench, name, tables) for name, tables in TABLES.items()},
+        "from_pinned": _from_pinned(bench),
     }
 
 
@@ -91,7 +74,9 @@ def _gather(
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
-    wrong = count_wrong([*result["gathers"].values(), *result["from_pinned"].values()])
+    pinned = result["from_pinned"].values()
+    learners = [found for each in pinned for found in each.get("learners", {}).values()]
+    wrong = count_wrong([*result["gathers"].values(), *pinned, *learners])
     yield none("gathers with another value than the storage's, all contenders", wrong)
 
 
@@ -105,10 +90,14 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
             yield at_least(what, one / medians[OURS], wanted)
             yield at_least(f"{what} on one", one / medians[OURS_ALONE], 1.0)
     for name, found in result["from_pinned"].items():
-        us = found["contenders"][OURS]["median_us"]
-        yield at_most(f"{name}, read by the device", us, TABLES[name].most_us, "us")
+        us, most_us = found["contenders"][OURS]["median_us"], pinned_rows.TABLES[name].most_us
+        if most_us is not None:
+            yield at_most(f"{name}, read by the device", us, most_us, "us")
         ratio = found["ratios"][BY_THREADS]
         yield at_least(f"{name}, by host threads over the device", ratio, MIN_OVER_THREADS)
+        for learner, steps in found.get("learners", {}).items():
+            what = f"{name}, {learner}, step over that {RESIDENT}"
+            yield at_most(what, steps["ratios"][OURS], MAX_STEP_OVER_RESIDENT)
 
 
 def _by_torch(threads: int) -> str:
@@ -148,70 +137,15 @@ def contenders(storage: Storage, indices: list[torch.Tensor]) -> list[Contender]
     ]
 
 
-def _from_pinned(bench: Bench, name: str, tables: Tables) -> dict[str, Any]:
-    tall = tables.tall if bench.is_real else 100
-    storage = {
-        f"{i}": torch.randint(0, 256, (tall, row), dtype=torch.uint8)
-        for i, row in enumerate(tables.row_bytes)
-    }
-    generator = torch.Generator().manual_seed(0)
-    rows = tables.rows if bench.is_real else 5
-    indices = [torch.randint(0, tall, (rows,), generator=generator) for _ in range(INDICES)]
-    with tdcopier.pin_memory_(storage, bench.device):
-        ways = to_device(storage, indices, bench.device)
-        wrong = {}
-        for each in ways:
-            with each.around():
-                wrong[each.name] = _is_wrong(each, storage, indices)
-        times_us, processor = bench.interleaved(
-            f"rows, {name}",
-            ways,
-            [None],
-            synchroniser([bench.device]),
-            rounds=bench.rounds(0.04),
-            burst=BURST,
-        )
-    size_bytes = rows * sum(tables.row_bytes)
-    return {
-        "bytes": size_bytes,
-        "wrong": wrong,
-        "processor": processor,
-        **compared(times_us, OURS, BURST),
-    }
-
-
-def to_device(
-    storage: Storage, indices: list[torch.Tensor], device: torch.device
-) -> list[Contender]:
-    """Return the ways of gathering rows of a pinned storage; each takes the indices in turn."""
-
-    @contextmanager
-    def kernel(use: bool) -> Iterator[None]:
-        _C.use_row_kernels(use)
-        try:
-            yield
-        finally:
-            _C.use_row_kernels(True)
-
-    def in_turn(run: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
-        turn = cycle(indices)
-        return lambda _: run(next(turn))
-
-    def by_torch(index: torch.Tensor) -> Storage:
-        pinned = device.type == "cuda"
-        found = {}
-        for name, leaf in storage.items():
-            read = leaf.index_select(0, index)
-            found[name] = (read.pin_memory() if pinned else read).to(device, non_blocking=True)
-        return found
-
-    gather = in_turn(lambda index: tdcopier.gather(storage, index, device))
-    threads = in_turn(lambda index: tdcopier.gather(storage, index, device))
-    return [
-        Contender(OURS, gather, around=lambda: kernel(True)),
-        Contender(BY_THREADS, threads, around=lambda: kernel(False)),
-        Contender(BY_TORCH, in_turn(by_torch)),
-    ]
+def _from_pinned(bench: Bench) -> dict[str, Any]:
+    works, found = pinned_learner.learners(bench.device), {}
+    for name, tables in pinned_rows.TABLES.items():
+        samples = pinned_rows.Samples(bench, tables)
+        with tdcopier.pin_memory_(samples.storage, bench.device):
+            found[name] = pinned_rows.run(bench, name, samples)
+            if tables.feeds_a_learner:
+                found[name]["learners"] = pinned_learner.run(bench, name, samples, works)
+    return found
 
 
 def _is_wrong(contender: Contender, storage: Storage, indices: list[torch.Tensor]) -> bool:

@@ -83,6 +83,39 @@ def test_a_way_that_failed_has_a_row_with_its_error() -> None:
     assert "| td.other() | fails: TypeError: no |" in report.page([result], ".")
 
 
+def test_rows_of_pinned_storages_have_host_times_processor_times_and_steps() -> None:
+    result = a_copy("gather")
+    for found in result["from_pinned"].values():
+        for part in ("host", "host_in_call", "processor_time", "checks", "learners"):
+            found.pop(part, None)
+    assert "processor time" not in report.page([result], ".")  # an older result has none
+    times = {"median_us": 20.0, "q1_us": 10.0, "q3_us": 30.0, "repeats": 7}
+    slow = times | {"median_us": 4000.0}
+    for found in result["from_pinned"].values():
+        found["host"] = {"tdcopier": times, "by hand": slow}
+        found["host_in_call"] = {"tdcopier": times, "by hand": times | {"median_us": 99.0}}
+        found["processor_time"] = {"tdcopier": {"caller": slow, "others": times, "idle": times}}
+        found["checks"] = {"tdcopier": 200}
+    first, found = next(iter(result["from_pinned"].items()))
+    found["learners"] = {
+        "some kernels": {
+            "steps_per_block": 20,
+            "step": {"on the device already": times, "tdcopier": slow},
+            "ratios": {"on the device already": 1.0, "tdcopier": 1.2345},
+            "kernels_over_resident": {"on the device already": 1.0, "tdcopier": 1.011},
+            "host": {"on the device already": times, "tdcopier": times},
+            "wrong": {"on the device already": 0, "tdcopier": 3},
+        }
+    }
+    page = report.page([result], ".")
+    assert "|  | by hand | 99 | 10 - 30 | 4,000 | 10 - 30 | 7 |" in page
+    assert f"| {first} | **tdcopier** | 4,000 | 20 | 20 | 7 |" in page
+    assert f"| {first}, some kernels | on the device already | 20 | 10 - 30 |  |  | 20 |" in page
+    row = "|  | **tdcopier** (wrong: 3) | 4,000 | 10 - 30 | 1.234 x | 1.011 x | 20 | 140 |"
+    assert row in page
+    assert f"{200 * len(result['from_pinned']):,} batches were compared" in page
+
+
 def test_a_commit_is_named_only_where_the_working_tree_was_that_commit() -> None:
     result = a_copy("h2d")
     result["machine"].update(git_dirty=True, gpus=2)

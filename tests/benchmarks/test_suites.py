@@ -44,8 +44,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("tensordict"):
         monkeypatch.setattr(load("tensordicts"), "NODES", 5)
     monkeypatch.setattr(load("loads"), "KINDS", {})
-    tables = dict(list(load("rows").TABLES.items())[3:4])
-    monkeypatch.setattr(load("rows"), "TABLES", tables)
+    tables = dict(list(load("pinned_rows").TABLES.items())[3:4])
+    monkeypatch.setattr(load("pinned_rows"), "TABLES", tables)
     loop = load("loop")
     monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
     monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
@@ -155,6 +155,7 @@ def test_the_targets_of_a_committed_result_come_from_its_figures(name: str) -> N
     assert len(targets_of(RESULTS[name], speed=False)) < len(found)
 
 
+SMALL_ROWS = "from_pinned/13 leaves, 256 rows of 64 B"
 OFF = {
     "h2d": [
         ("workloads/detection_batch/wrong_leaves/tdcopier", 2, "tdcopier's result that differ"),
@@ -180,7 +181,12 @@ OFF = {
         ("beside_host_work/together/median_us", 80.1, "other work between", 80.0),
     ],
     "replay": [("replays/sac/learners/500 small kernels/wrong/tdcopier", 1, "other rows")],
-    "gather": [("gathers/sac/wrong/tdcopier", True, "another value than the storage's")],
+    "gather": [
+        ("gathers/sac/wrong/tdcopier", True, "another value than the storage's"),
+        (f"{SMALL_ROWS}/wrong/tdcopier", 1, "another value than the storage's"),
+        (f"{SMALL_ROWS}/contenders/tdcopier/median_us", 55.1, "64 B, read by the device", 55.0),
+        (f"{SMALL_ROWS}/ratios/tdcopier, by host threads", 1.49, "by host threads over", 1.5),
+    ],
     "sizes": [
         ("sizes/1000/wrong/.to() per leaf", 1, "differ from their source"),
         ("sizes/100000/us_per_leaf/tdcopier", 1e3, "cost of a leaf", 1e-3),
@@ -248,6 +254,24 @@ def test_an_event_loop_that_is_late_slow_or_wrong_misses_its_own_target_alone(pa
     reduce(dict.__getitem__, outer, result)[last] = value
     (found,) = [target for target in run.targets_of(module, result) if not target["hit"]]
     assert missed in found["what"]
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "missed"),
+    [
+        ("ratios", 1.031, "13 leaves, 256 rows of 64 B, 500 small kernels, step over that on the"),
+        ("wrong", 1, "another value than the storage's"),
+    ],
+)
+def test_a_learner_of_pinned_rows_that_is_slow_or_wrong_misses_a_target(part, value, missed):
+    result = deepcopy(RESULTS["gather"])
+    found = {"ratios": {"tdcopier": 1.03}, "wrong": {"tdcopier": 0}}
+    result["from_pinned"][SMALL_ROWS.split("/")[1]]["learners"] = {"500 small kernels": found}
+    before = {target["what"] for target in targets_of(result) if not target["hit"]}
+    found[part]["tdcopier"] = value
+    after = {target["what"] for target in targets_of(result) if not target["hit"]}
+    (what,) = after - before
+    assert missed in what
 
 
 def test_a_result_without_our_figure_has_no_targets_but_an_error() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from benchmark_support import load
 
-from tdcopier import workloads
+import tdcopier
+from tdcopier import _C, workloads
 from tdcopier._commands.interleave import Contender
 
 baselines, copies, directions, limits = (
@@ -19,6 +23,7 @@ baselines, copies, directions, limits = (
 )
 storages, streams, structure = load("storages"), load("streams"), load("structure")
 learner, loop, replay = (load(name) for name in ("learner", "loop", "replay"))
+pinned_rows, pinned_learner = load("pinned_rows"), load("pinned_learner")
 metrics, kernels, refill = load("company_loop"), load("company_kernels"), load("company_refill")
 
 CUDA = [torch.device("cuda", index) for index in range(2)]
@@ -192,6 +197,116 @@ def test_a_replay_feed_with_other_rows_or_values_is_wrong(device: torch.device) 
     for way, wrong in ((replay._plain, 0), (late, every), (torn, 1)):
         feed = replay.ReplayFeed("it", way)
         assert replay.one_block(feed, storage, indices, Idle(), device)[1] == wrong
+
+
+# ---- rows of pinned storages ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def samples(device: torch.device) -> Iterator[Any]:
+    bench = load("measure").Bench(device, 4, lambda label: iter)
+    samples = pinned_rows.Samples(bench, pinned_rows.Tables([64, 12, 8], 5))
+    with tdcopier.pin_memory_(samples.storage, device):
+        yield samples
+
+
+def test_the_ways_of_reading_pinned_rows_are_right_and_those_that_are_a_batch_late_are_not(
+    samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = pinned_rows.starts
+    for late in (0, 1):
+        monkeypatch.setattr(
+            pinned_rows,
+            "starts",
+            lambda samples, late=late: {
+                way: lambda number, start=start: start(number + 2 * late)
+                for way, start in own(samples).items()
+            },
+        )
+        for finish in (pinned_rows.get, pinned_rows.wait, lambda handle: handle):
+            wrong: dict[str, int] = {}
+            checks: dict[str, int] = {}
+            for way in pinned_rows.contenders(samples, finish, wrong, checks):
+                for _ in range(3):
+                    with way.around():
+                        way.run(None)
+            assert set(checks.values()) == {3}
+            assert wrong == {way: 3 * late * (way in own(samples)) for way in checks}
+
+
+def test_a_way_reads_by_the_device_or_by_threads_as_its_name_says(samples: Any) -> None:
+    for way, start in pinned_rows.starts(samples).items():
+        with pinned_rows.reading(way):
+            by_device = way != pinned_rows.BY_THREADS
+            handle = start(3)
+            assert handle.stats.rows_in_place == 3 * by_device
+            assert not samples.is_wrong(handle.get(), 3)
+
+
+def test_the_host_in_a_call_does_not_wait_for_the_device(sim: Any, samples: Any) -> None:
+    """Nor does wait(), except for rows whose numbers are on the host, until they are read."""
+    stream = _C.copy_stream("sim:0", "to_device")
+    for finish in (pinned_rows.wait, lambda handle: handle):
+        for way in pinned_rows.contenders(samples, finish, {}, {}):
+            waits = way.name in (pinned_rows.OURS, pinned_rows.BY_TORCH)
+            if finish is not pinned_rows.wait or not waits:
+                with way.around(), sim.hold(stream):
+                    way.run(None)  # blocks forever if it does
+
+
+def test_steps_of_a_learner_with_other_pinned_rows_are_wrong(
+    samples: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = learner.STEPS + replay.WARM_UP_STEPS
+    own = pinned_learner.batches
+    for way in pinned_learner.FEEDS:
+        assert pinned_learner.one_block(way, samples, Idle())[1] == 0, way
+    cases = {
+        "a step late": (lambda number, batch: samples.resident[number], steps + 1),
+        "torn": (lambda number, batch: {**batch, "0": batch["0"] + 1}, 1),
+    }
+    for change, wrong in cases.values():
+
+        def changed(way: str, samples: Any, change: Any = change) -> Iterator[Any]:
+            return (change(number, batch) for number, batch in enumerate(own(way, samples), 1))
+
+        monkeypatch.setattr(pinned_learner, "batches", changed)
+        assert pinned_learner.one_block("tdcopier", samples, Idle())[1] == wrong
+
+
+def test_processor_time_is_told_apart_by_thread() -> None:
+    spent_ns: list[int] = []
+
+    def work() -> None:
+        end = time.thread_time_ns() + 20_000_000
+        while time.thread_time_ns() < end:
+            sum(range(100))
+        spent_ns.append(time.thread_time_ns())
+
+    def by_another() -> None:
+        other = threading.Thread(target=work)
+        other.start()
+        other.join()
+
+    found = pinned_rows.processed(by_another)
+    assert found.others >= spent_ns[-1] > found.caller
+    found = pinned_rows.processed(work)
+    assert found.caller >= 20_000_000 > found.others
+    assert found.wall >= found.caller
+
+
+def test_the_time_of_kernels_is_without_what_their_stream_waits_for(
+    sim: Any, device: torch.device
+) -> None:
+    synchronise = torch.get_device_module(device).synchronize
+    waiting, busy = learner.KernelClock(Idle(), device), learner.KernelClock(Idle(), device)
+    busy._work = SimpleNamespace(enqueue=lambda: sim.busy(0.02))
+    for clock, least_us, most_us in ((waiting, 0, 0.02e6), (busy, 0.02e6, 1e6)):
+        for _ in range(learner.STEPS + 1):
+            sim.busy(0.02)
+            clock.enqueue()
+        synchronise(device)
+        assert least_us <= clock.mean_us() < most_us
 
 
 # ---- beside kernels and other copies -------------------------------------------------------------
