@@ -12,9 +12,7 @@
 namespace tdcopier {
 namespace {
 
-// A thread stages smaller leaves while they are asked about.
-constexpr uint64_t kLeastLeafBytes = 4 * 1024;
-constexpr uint64_t kLeastAskedOfTorchBytes = 16 * 1024;
+constexpr uint64_t kLeastLeafBytes = 4 * 1024;  // a thread stages smaller ones as quickly
 
 // Returns whether the leaf has most of its storage for itself. If not, it may make a series with
 // its neighbours.
@@ -30,12 +28,11 @@ bool LeavesForKernel::take(const at::Tensor& tensor) {
   if (bytes < kLeastLeafBytes || bytes > kMaxPackedLeafBytes || !impl.has_storage()) return false;
   const c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
   if (!impl.is_non_overlapping_and_dense() || !is_apart(storage, bytes)) return false;
-  const auto* const first = static_cast<const std::byte*>(storage.data());
-  const InPlace found = pinned_.find({first, storage.nbytes()}, bytes >= kLeastAskedOfTorchBytes);
+  const InPlace found = pinned_.find(storage, /*asks_driver=*/false);
   if (found == InPlace::kNo) return false;
   if (!has_kernel_) has_kernel_ = row_kernels(target_) != nullptr;
   if (!*has_kernel_) return false;
-  if (found == InPlace::kRegistered) registered_.push_back(first);
+  if (found == InPlace::kRegistered) registered_.push_back(storage.data());
   bytes_ += bytes;
   return true;
 }

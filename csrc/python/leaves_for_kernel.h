@@ -17,7 +17,8 @@ namespace tdcopier {
 // share an allocation are left to PinnedLeaves, and larger ones to transfers.
 class LeavesForKernel {
  public:
-  explicit LeavesForKernel(c10::Device target) : target_(target) {}
+  // `target`: any, also one without kernels.
+  explicit LeavesForKernel(c10::Device target) : target_(target), pinned_(target) {}
 
   // Returns whether this host tensor is such a leaf, and counts it if so. Requires: its storage
   // stays alive until the last call.

@@ -109,15 +109,17 @@ InPlace RowLeaves::in_place(const at::Tensor& table, c10::Device device) {
     const bool can_move = request_.may_be_in_place && index_->table_rows <= kMostTableRows &&
                           row_kernels(device) != nullptr;
     mover_ = {device, can_move};
+    pinned_.emplace(device);
   }
   if (!mover_->second) return InPlace::kNo;
   if (!table.device().is_cpu() || table.layout() != c10::kStrided || !table.has_storage()) {
     return InPlace::kNo;
   }
+  // Not with numbers on the host: beside pageable tables, it need not have a job of its own.
+  if (table.nbytes() == 0 && are_numbers_on_device()) return InPlace::kNoBytes;
   const auto rows = static_cast<uint64_t>(std::max<int64_t>(index_->table_rows, 1));
   if (table.nbytes() / rows * index_->count() > kMostRowBytes) return InPlace::kNo;
-  const c10::Storage& storage = table.storage();
-  return pinned_.find({static_cast<const std::byte*>(storage.data()), storage.nbytes()});
+  return pinned_->find(*table.storage().unsafeGetStorageImpl(), /*asks_driver=*/true);
 }
 
 Packable RowLeaves::add(LeafTable& leaves, const at::Tensor& table) {

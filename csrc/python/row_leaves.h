@@ -55,8 +55,8 @@ class RowLeaves {
   // Returns whether the device can move the rows of a table in place. Requires: mistake_in() has
   // found none.
   InPlace in_place(const at::Tensor& table, c10::Device device);
-  // No tables yet. Requires: in_place() has found one.
-  PinnedTables pinned_tables() const { return pinned_.tables(); }
+  // No tables yet. Requires: in_place() has been asked.
+  PinnedTables pinned_tables() { return pinned_->tables(); }
   // The tensor of the numbers. If it is on a device, it must be kept alive for it.
   const pybind11::object& numbers() const { return request_.numbers; }
   c10::Device numbers_device() const { return request_.numbers_device(); }
@@ -78,7 +78,7 @@ class RowLeaves {
 
   RowRequest request_;
   std::shared_ptr<const RowIndex> index_;
-  PinnedLookup pinned_;
+  std::optional<PinnedLookup> pinned_{};                 // for that device
   std::optional<std::pair<c10::Device, bool>> mover_{};  // whether that device can move rows
   uint32_t left_ = 0;
 };

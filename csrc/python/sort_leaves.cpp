@@ -83,7 +83,9 @@ void LeafSorter::sort_table(PyObject* object, size_t node, bool is_mapped) {
     const Packable packable = is_read ? rows_->add(those.leaves, table) : Packable::kNoRows;
     if (packable == Packable::kShortStorage) refuse_short_storage(table, node);
     if (packable == Packable::kYes) {
-      if (in_place == InPlace::kRegistered) those.in_place->registered.push_back(table.data_ptr());
+      if (in_place == InPlace::kRegistered) {
+        those.in_place->registered.push_back(table.storage().data());
+      }
       if (is_mapped || mapped_files_.has(table)) rows_->note_mapped(those.leaves, those.mapped);
       return set_leaf(owned.release().ptr(), node, group);
     }

@@ -301,7 +301,9 @@ class Sorter {
       add_bytes(group, source);
       group.pairs.destinations.add_rows(target.data, target.storage, *target.table, rows_->index());
     }
-    if (in_place == InPlace::kRegistered) group.in_place->registered.push_back(table.data_ptr());
+    if (in_place == InPlace::kRegistered) {
+      group.in_place->registered.push_back(table.storage().data());
+    }
     sorted_.written.push_back(tensor_in(to.ptr()).unsafeGetTensorImpl());
     group.keep(number_, std::move(from), std::move(to));
     return true;

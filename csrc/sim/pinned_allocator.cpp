@@ -36,7 +36,7 @@ PinnedAllocator& PinnedAllocator::get() {
 }
 
 c10::DataPtr PinnedAllocator::allocate(std::size_t bytes) {
-  if (bytes == 0) return {nullptr, c10::DeviceType::CPU};
+  if (bytes == 0) return {nullptr, nullptr, &free_block, c10::DeviceType::CPU};
   strike_pinned_allocation(bytes);
   const auto size = rounded_size(bytes);
   const auto signed_size = static_cast<std::int64_t>(size);

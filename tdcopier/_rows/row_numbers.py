@@ -46,7 +46,7 @@ def read_rows(value: Any, rows: RowIndex, device: Device) -> Any:
 
     A collection may return its own tensors even for row numbers: a lazy stack returns its members.
     """
-    read: Any = value[rows.key]
+    read: Any = value[key_for_torch(rows)]
     if rows.is_view:
         return read.clone()
     if isinstance(read, torch.Tensor):
@@ -55,6 +55,12 @@ def read_rows(value: Any, rows: RowIndex, device: Device) -> Any:
     places = [getattr(read, "device", None), *(part.device for part in plain_parts(read))]
     stays = any(isinstance(place, torch.device) and place == target for place in places)
     return read.clone() if stays else read
+
+
+def key_for_torch(rows: RowIndex) -> Any:
+    """Return the key of an index for torch's own indexing, which takes no tensor of int16."""
+    key = rows.key
+    return key.long() if isinstance(key, torch.Tensor) and key.dtype == torch.int16 else key
 
 
 def _is_numbers(index: Any) -> bool:

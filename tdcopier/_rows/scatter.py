@@ -14,7 +14,7 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import arrays
 from tdcopier._into import finished
 from tdcopier._options import options_for_filling
-from tdcopier._rows.row_numbers import row_index
+from tdcopier._rows.row_numbers import key_for_torch, row_index
 
 __all__ = ["scatter", "start_scatter"]
 
@@ -72,7 +72,7 @@ def start_scatter(
         refuse_unbatched(storage)
 
     def fill(table: torch.Tensor, values: torch.Tensor) -> None:
-        table[rows.key] = values.to(table.device)
+        table[key_for_torch(rows)] = values.to(table.device)
 
     return _C.start_scatter(
         batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import assert_same
@@ -48,6 +49,43 @@ def test_rows_are_those_of_the_storage(device, index):
         assert_same(handle.get(), rows_of(tables, index.long(), device))
         assert handle.stats.rows_in_place == (3 if index.numel() else 0)
         assert handle.stats.fallbacks == 0
+
+
+EMPTY = {
+    "of no memory": lambda: torch.empty(ROWS, 0),
+    "at the end of its memory": lambda: torch.zeros(1)[1:].view(ROWS, 0),
+    "array": lambda: np.empty((ROWS, 0)),
+    "of several dimensions": lambda: torch.empty(ROWS, 4, 0, 3),
+}
+
+
+@pytest.mark.parametrize("make", EMPTY.values(), ids=list(EMPTY))
+def test_rows_without_bytes_are_among_the_others(device, make):
+    tables = {"a": torch.randn(ROWS, 7), "b": make(), "c": torch.arange(ROWS)}
+    expected = {name: torch.as_tensor(table)[[3, -1]] for name, table in tables.items()}
+    index = torch.tensor([3, -1]).to(device)
+    out = {name: torch.zeros_like(rows, device=device) for name, rows in expected.items()}
+    expected = {name: rows.to(device) for name, rows in expected.items()}
+    with tdcopier.pin_memory_(tables, device):
+        for given in (index, index.cpu()):
+            assert_same(tdcopier.gather(tables, given, device), expected)
+            assert_same(tdcopier.gather(tables, given, device, out=out), expected)
+        tdcopier.scatter(expected, tables, torch.tensor([5, 6]).to(device))
+        assert torch.equal(tables["c"][5:7], torch.tensor([3, ROWS - 1]))
+
+
+def test_delegated_leaves_take_every_dtype_of_numbers(device):
+    """Leaves with gaps are filled by torch's own indexing, which takes no int16."""
+    table = torch.arange(ROWS * 3).view(ROWS, 3)
+    with tdcopier.pin_memory_(table, device):
+        for dtype in (torch.int16, torch.int32, torch.int64):
+            index = torch.tensor([3, -1], dtype=dtype).to(device)
+            out = torch.zeros(2, 6, dtype=torch.int64, device=device)[:, ::2]
+            tdcopier.gather([table], index, device, out=[out])
+            assert torch.equal(out.cpu(), table[[3, -1]])
+            out.add_(1)
+            tdcopier.scatter([out], [table], index)
+            assert torch.equal(out.cpu(), table[[3, -1]])
 
 
 def test_more_numbers_than_one_kernel_takes_from_the_host(device):

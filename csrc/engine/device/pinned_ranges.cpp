@@ -3,6 +3,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/core/CachingHostAllocator.h>
 
 #include <algorithm>
 #include <array>
@@ -284,16 +285,36 @@ bool is_pinned(PinnedRanges::Range range) {
   return PinnedRanges::find(range) != PinnedRanges::Found::kNot;
 }
 
-InPlace PinnedLookup::find(PinnedRanges::Range memory, bool asks_torch) {
+namespace {
+
+// Returns the function that frees memory which torch pins for a device type; null if it is not
+// known. Memory of no bytes has it too.
+c10::DeleterFnPtr deleter_of_torch(c10::DeviceType type) {
+  const c10::DeleterFnPtr found = at::getHostAllocator(type)->allocate(0).get_deleter();
+  return found == &c10::detail::deleteNothing ? nullptr : found;
+}
+
+}  // namespace
+
+InPlace PinnedLookup::find(const c10::StorageImpl& storage, bool asks_driver) {
   using Found = PinnedRanges::Found;
+  const PinnedRanges::Range memory{static_cast<const std::byte*>(storage.data()), storage.nbytes()};
+  if (memory.empty()) return InPlace::kNo;
+  if (!torch_deleter_) torch_deleter_ = deleter_of_torch(device_.type());
+  if (storage.data_ptr().get_deleter() == *torch_deleter_) return InPlace::kPinnedByTorch;
   if (!view_) view_.emplace();
   const Found found = view_->find(memory);
   if (found == Found::kPinned) return InPlace::kRegistered;
-  if (found == Found::kNot || !asks_torch || !asks_torch_) return InPlace::kNo;
-  const PinnedRanges::Range first = memory.first(std::min<size_t>(memory.size(), 1));
-  // The second question, because a PinnedRanges may have pinned it since the view was taken.
-  asks_torch_ = is_pinned(first) && PinnedRanges::find(first) == Found::kNowhere;
-  return asks_torch_ ? InPlace::kPinnedByTorch : InPlace::kNo;
+  if (found == Found::kNot || !asks_driver || !asks_driver_) return InPlace::kNo;
+  // The last question, because a PinnedRanges may have pinned it since the view was taken.
+  asks_driver_ = is_pinned(memory.first(1)) && is_pinned(memory.last(1)) &&
+                 PinnedRanges::find(memory) == Found::kNowhere;
+  return asks_driver_ ? InPlace::kPinnedByTorch : InPlace::kNo;
+}
+
+PinnedTables PinnedLookup::tables() {
+  if (!view_) view_.emplace();
+  return {*view_};
 }
 
 bool PinnedTables::are_pinned(const PinnedRanges::Access& /*access*/) const {

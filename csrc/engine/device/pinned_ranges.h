@@ -3,6 +3,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/StorageImpl.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -127,28 +128,37 @@ bool is_pinned(PinnedRanges::Range range);
 
 // Memory that a device accesses in place: tables, or whole leaves.
 struct PinnedTables {
-  PinnedRanges::View seen;                // in which they were found
-  std::vector<const void*> registered{};  // those that PinnedRanges pins; torch pins the others
+  PinnedRanges::View seen;  // in which they were found
+  // First bytes of the storages that PinnedRanges pins; torch pins the others. (The first byte of a
+  // table without bytes may be outside.)
+  std::vector<const void*> registered{};
 
   // The answer holds until the access ends.
   bool are_pinned(const PinnedRanges::Access& access) const;
 };
 
-// Whether a device may access memory in place, and who has pinned it.
-enum class InPlace : uint8_t { kNo, kPinnedByTorch, kRegistered };
+// Whether a device may access memory in place, and who has pinned it; nothing is accessed of a table
+// without bytes.
+enum class InPlace : uint8_t { kNo, kNoBytes, kPinnedByTorch, kRegistered };
 
-// Finds pinned memory for one call. Torch takes a microsecond to tell whether memory is pinned, so
-// it is not asked any more after the first answer that it is not.
+// Finds pinned storages for one call.
 class PinnedLookup {
  public:
-  // `asks_torch`: false takes memory that torch may have pinned for pageable.
-  InPlace find(PinnedRanges::Range memory, bool asks_torch = true);
-  // No tables yet. Requires: find() was called.
-  PinnedTables tables() const { return {*view_}; }
+  // Requires: the device's type is initialised.
+  explicit PinnedLookup(c10::Device device) : device_(device) {}
+
+  // Returns who has pinned all of the storage. `asks_driver`: false takes what other code has
+  // pinned for pageable, true asks two questions that take a microsecond each, until the first
+  // answer is no.
+  InPlace find(const c10::StorageImpl& storage, bool asks_driver);
+  // No tables yet.
+  PinnedTables tables();
 
  private:
-  std::optional<PinnedRanges::View> view_;  // from the first question on
-  bool asks_torch_ = true;
+  const c10::Device device_;
+  std::optional<PinnedRanges::View> view_{};          // from the first question on
+  std::optional<c10::DeleterFnPtr> torch_deleter_{};  // of all memory that torch pins
+  bool asks_driver_ = true;
 };
 
 }  // namespace tdcopier

@@ -49,17 +49,19 @@ c10::DimVector contiguous_strides(at::IntArrayRef sizes) {
 std::optional<RowTable> look_at_rows(const at::Tensor& tensor, size_t lead) {
   const at::IntArrayRef sizes = tensor.sizes();
   const at::IntArrayRef strides = tensor.strides();
-  if (sizes.size() < lead || !is_contiguous_from(lead, sizes, strides)) return std::nullopt;
-  const std::optional<int64_t> stride = row_stride(lead, sizes, strides);
-  if (!stride) return std::nullopt;
+  if (sizes.size() < lead) return std::nullopt;
   int64_t rows = 1;
   for (size_t d = 0; d < lead; ++d) rows *= sizes[d];
   int64_t row_elements = 1;
   for (size_t d = lead; d < sizes.size(); ++d) row_elements *= sizes[d];
+  if (row_elements == 0) return RowTable{{1, 1}, rows};  // never accessed: any strides will do
+  if (!is_contiguous_from(lead, sizes, strides)) return std::nullopt;
+  const std::optional<int64_t> stride = row_stride(lead, sizes, strides);
+  if (!stride) return std::nullopt;
   if (rows > 1 && *stride < row_elements) return std::nullopt;  // they overlap, or interleave
   const auto element_bytes = static_cast<int64_t>(tensor.itemsize());
   const auto row_bytes = static_cast<uint64_t>(row_elements * element_bytes);
-  return RowTable{{*stride * element_bytes, std::max<uint64_t>(row_bytes, 1)}, rows};
+  return RowTable{{*stride * element_bytes, row_bytes}, rows};
 }
 
 Packable LeafTable::add_rows_if_packable(const at::Tensor& tensor,
