@@ -178,7 +178,7 @@ def contenders(
 
     Args:
         samples: The batches.
-        finish: What our own ways do with the handle, while they are timed.
+        finish: Called with the handle of our own ways, while they are timed.
         wrong: Counts of other bytes than those of the rows.
         checks: Counts of comparisons.
 

@@ -124,7 +124,7 @@ def compare(
     Args:
         bench: The device and the options.
         label: For the progress.
-        every: The ways; each takes part in every so many rounds.
+        every: The ways; with 3, one takes part in every third round.
         play: Runs a block of a way, and returns it and the number of wrong steps.
         rounds: How many.
         bound: Whether to keep the learner's thread on a quiet processor: only if it starts none.
