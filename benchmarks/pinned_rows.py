@@ -154,9 +154,16 @@ def run(bench: Bench, name: str, samples: Samples) -> dict[str, Any]:
         return bench.interleaved(f"{label}, {name}", ways, [None], **how)
 
     arrived_us, processor = times("rows", get, synchronise=synchronise)
-    only_before = {"synchronise": lambda: None, "before_call": synchronise}
+    started: list[Any] = []  # threads may still be at work on it
+
+    def idle() -> None:
+        while started:
+            started.pop().get()
+        synchronise()
+
+    only_before = {"synchronise": lambda: None, "before_call": idle}
     host_us, _ = times("host until wait() has returned", wait, **only_before)
-    call_us, _ = times("host in start_gather()", lambda handle: handle, **only_before)
+    call_us, _ = times("host in start_gather()", started.append, **only_before)
     return {
         "bytes": sum(leaf.nbytes for leaf in samples.resident[0].values()),
         "processor": processor,

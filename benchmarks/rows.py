@@ -39,7 +39,7 @@ def run(bench: Bench) -> dict[str, Any]:
         return _gather(bench, name, storage, drawn(replay, rows, INDICES))
 
     return {
-        "what": "Rows of a storage to pinned host memory",
+        "what": "Rows of a storage: to pinned host memory, and of a pinned storage to the device",
         "settings": {
             "rows": f"{rows:,} in host memory",
             "order": f"bursts of {BURST} calls, shuffled per round; other rows in each call",

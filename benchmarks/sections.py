@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pinned_tables import pinned_tables
 from tables import (
     LIMIT_PREFIX,
     OURS,
-    RESIDENT,
+    TIMES,
+    feed_rows,
     grouped,
     leaves_and_bytes,
     ratio_cell,
@@ -33,7 +35,6 @@ WORKLOAD_NAMES = {
     "many_large": "many large tensors",
     "one_large": "one large tensor",
 }
-TIMES = ["median, us", "quartiles, us"]
 FIRST_CALLS = ["first call of a burst, us", "over tdcopier"]
 COUNTED = ["packed / alone / delegated", "transfers"]
 
@@ -126,21 +127,13 @@ def cold(result: Found) -> list[str]:
 def loop(result: Found) -> list[str]:
 
     def rows(found: Found) -> Iterator[list[str]]:
-        for row, calls in zip(_feeds(found), found["copy_calls"].values(), strict=True):
+        for row, calls in zip(feed_rows(found), found["copy_calls"].values(), strict=True):
             yield [*row[:-1], *times_cells(calls), row[-1]]
 
     header = ["batch", "feed", "step, us", "quartiles, us", "over one on the device"]
     header += ["host in copy calls, us", "quartiles, us", "steps"]
     loops = ((title(name, found), rows(found)) for name, found in result["loops"].items())
     return [grouped(header, loops), beside_table(result["beside_host_work"])]
-
-
-def _feeds(found: Found, digits: int | None = None) -> Iterator[list[str]]:
-    """Yield a row per feed; the first one is the reference of the ratios."""
-    for index, (feed, step) in enumerate(found["step"].items()):
-        ratio = ratio_cell(found["ratios"][feed] if index else None, digits)
-        steps = str(step["repeats"] * found["steps_per_block"])
-        yield [way_cell(feed, found["wrong"][feed]), *times_cells(step), ratio, steps]
 
 
 def beside_table(found: Found) -> str:
@@ -156,7 +149,7 @@ def replay(result: Found) -> list[str]:
     """Return a table of storages, learners and feeds: time of a step, and of getting a batch."""
 
     def rows(found: Found) -> Iterator[list[str]]:
-        for row, host in zip(_feeds(found, 3), found["host"].values(), strict=True):
+        for row, host in zip(feed_rows(found, 3), found["host"].values(), strict=True):
             yield [*row[:-1], number(host["median_us"]), row[-1]]
 
     groups = (
@@ -169,72 +162,11 @@ def replay(result: Found) -> list[str]:
     return [grouped(header, groups)]
 
 
-PINNED = "rows of a pinned storage, to the device"
-
-
 def gather(result: Found) -> list[str]:
     header = ["rows", "way", *TIMES, "over tdcopier", "calls"]
     gathers = result["gathers"].values()
-    pinned = result["from_pinned"]
-    tables = [
-        grouped(header, ((title(each["title"], each), ways(each)) for each in gathers)),
-        grouped([PINNED, *header[1:]], ((name, ways(found)) for name, found in pinned.items())),
-    ]
-    if all("host" in found for found in pinned.values()):  # older results have none
-        compared = sum(sum(found["checks"].values()) for found in pinned.values())
-        tables += [
-            host_table(pinned),
-            processors_table(pinned),
-            pinned_steps_table(pinned),
-            f"Of the rows of pinned storages, {compared:,} batches were compared after bursts, and "
-            "each step of the learners.",
-        ]
-    return tables
-
-
-def host_table(pinned: dict[str, Found]) -> str:
-    """Return a table of batches and ways: time of the host in the call, and with wait()."""
-
-    def rows(found: Found) -> Iterator[list[str]]:
-        for way, times in found["host"].items():
-            in_call = times_cells(found["host_in_call"][way])
-            yield [way_cell(way), *in_call, *times_cells(times), str(times["repeats"])]
-
-    header = [PINNED, "way", "host in the call, us", TIMES[1]]
-    header += ["host until wait() has returned too, us", TIMES[1], "calls"]
-    return grouped(header, ((name, rows(found)) for name, found in pinned.items()))
-
-
-def processors_table(pinned: dict[str, Found]) -> str:
-    """Return a table of batches and ways: processor time for a batch, by thread."""
-
-    def rows(found: Found) -> Iterator[list[str]]:
-        for way, times in found["processor_time"].items():
-            spent = (number(times[whose]["median_us"]) for whose in ("caller", "others", "idle"))
-            yield [way_cell(way), *spent, str(times["others"]["repeats"])]
-
-    header = [PINNED, "way", "processor time of the caller, us", "of other threads, us"]
-    header += ["of other threads for as long without batches, us", "rounds"]
-    return grouped(header, ((name, rows(found)) for name, found in pinned.items()))
-
-
-def pinned_steps_table(pinned: dict[str, Found]) -> str:
-    """Return a table of batches, learners and feeds: the step, its kernels, and the host."""
-
-    def rows(found: Found) -> Iterator[list[str]]:
-        for feed, row in zip(found["step"], _feeds(found, 3), strict=True):
-            kernels = found.get("kernels_over_resident", {}).get(feed)
-            over = ratio_cell(None if feed == RESIDENT else kernels, 3)
-            yield [*row[:-1], over, number(found["host"][feed]["median_us"]), row[-1]]
-
-    groups = (
-        (f"{name}, {learner}", rows(found))
-        for name, each in pinned.items()
-        for learner, found in each.get("learners", {}).items()
-    )
-    header = [f"{PINNED}, and learner", "feed", "step, us", "quartiles, us"]
-    header += ["over one on the device", "its kernels alone over those", "host for a batch, us"]
-    return grouped([*header, "steps"], groups)
+    on_host = grouped(header, ((title(each["title"], each), ways(each)) for each in gathers))
+    return [on_host, *pinned_tables(result["from_pinned"])]
 
 
 # ---- leaves, containers and opaque values --------------------------------------------------------

@@ -10,6 +10,7 @@ from tdcopier._commands.tables import number, size
 OURS = "tdcopier"
 RESIDENT = "on the device already"
 LIMIT_PREFIX = "limit: "  # marks contenders that are limits of the machine, not ways to copy
+TIMES = ["median, us", "quartiles, us"]
 
 Cells = Sequence[str]
 
@@ -57,3 +58,14 @@ def ways(found: Mapping[str, Any]) -> Iterable[list[str]]:
 def leaves_and_bytes(found: Mapping[str, Any]) -> str:
     leaves = "1 leaf" if found["leaves"] == 1 else f"{found['leaves']:,} leaves"
     return f"{leaves}, {size(found['bytes'])}"
+
+
+def feed_rows(found: Mapping[str, Any], digits: int | None = None) -> Iterable[list[str]]:
+    """Yield a row per feed of a loop: its name, the time of a step, the ratio, and the steps.
+
+    The first feed is the reference of the ratios.
+    """
+    for index, (feed, step) in enumerate(found["step"].items()):
+        ratio = ratio_cell(found["ratios"][feed] if index else None, digits)
+        steps = str(step["repeats"] * found["steps_per_block"])
+        yield [way_cell(feed, found["wrong"][feed]), *times_cells(step), ratio, steps]

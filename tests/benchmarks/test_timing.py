@@ -199,7 +199,7 @@ def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) 
     reader = learner.RowReader()
     batches = iter(lambda: batch, None)
     found = learner.block(batches, reader.read, Slow(), device, warm_up=4, clock_ns=clock)
-    assert found == (50 + 2 + 1 / learner.STEPS, [1] * learner.STEPS)
+    assert found == (50 + 2 + 1 / learner.STEPS, [1] * learner.STEPS, None)
     assert len(reader.rows) == 4 + learner.STEPS
     assert reader.last is batch
 
