@@ -170,7 +170,7 @@ def run(bench: Bench, name: str, samples: Samples) -> dict[str, Any]:
         **compared(arrived_us, OURS, BURST),
         "host": summaries(host_us),
         "host_in_call": summaries(call_us),
-        "processor_time": processor_time(bench, name, samples),
+        "processor_time": processor_time(bench, name, samples, wrong, checks),
         "wrong": wrong,
         "checks": checks,
     }
@@ -243,10 +243,13 @@ def processed(work: Callable[[], object]) -> Processed:
     return Processed(*(b - a for a, b in zip(before, Processed.now(), strict=True)))
 
 
-def processor_time(bench: Bench, name: str, samples: Samples) -> dict[str, Any]:
+def processor_time(
+    bench: Bench, name: str, samples: Samples, wrong: dict[str, int], checks: dict[str, int]
+) -> dict[str, Any]:
     """Return processor times per sample: of the caller, of other threads, and of these when idle.
 
     The idle time is that of other threads while the caller sleeps for as long as its samples took.
+    After each loop of samples, one more is compared, and counted as in :func:`contenders`.
     """
     count = SAMPLES if bench.is_real else SAMPLES_OF_SIM
     synchronise, start = synchroniser([bench.device]), starts(samples)
@@ -264,6 +267,8 @@ def processor_time(bench: Bench, name: str, samples: Samples) -> dict[str, Any]:
         for index, way in shuffled(PROCESSED, progress, rounds=bench.rounds(0.01), warm_up=1):
             with reading(way):
                 taken = processed(lambda way=way: take(way))
+                wrong[way] += samples.is_wrong(start[way](count).get(), count)
+                checks[way] += 1
             idle = processed(lambda taken=taken: time.sleep(taken.wall / 1e9))
             if index >= 0:
                 found = {"caller": taken.caller, "others": taken.others, "idle": idle.others}

@@ -275,13 +275,13 @@ def test_steps_of_a_learner_with_other_pinned_rows_are_wrong(
 
 
 def test_processor_time_is_told_apart_by_thread() -> None:
-    spent_ns: list[int] = []
+    spent_ns = 20_000_000
+    about_ns = 0.9 * spent_ns  # the clocks are read one after the other
 
     def work() -> None:
-        end = time.thread_time_ns() + 20_000_000
+        end = time.thread_time_ns() + spent_ns
         while time.thread_time_ns() < end:
             sum(range(100))
-        spent_ns.append(time.thread_time_ns())
 
     def by_another() -> None:
         other = threading.Thread(target=work)
@@ -289,10 +289,10 @@ def test_processor_time_is_told_apart_by_thread() -> None:
         other.join()
 
     found = pinned_rows.processed(by_another)
-    assert found.others >= spent_ns[-1] > found.caller
+    assert found.others >= about_ns > found.caller
     found = pinned_rows.processed(work)
-    assert found.caller >= 20_000_000 > found.others
-    assert found.wall >= found.caller
+    assert found.caller >= about_ns > found.others
+    assert found.wall >= about_ns
 
 
 def test_the_time_of_kernels_is_without_what_their_stream_waits_for(
