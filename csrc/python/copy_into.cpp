@@ -41,12 +41,16 @@ struct FillCall {
 // Makes the job of one group of pairs, and decides where it should run.
 class GroupFill {
  public:
-  GroupFill(IntoGroup& group, const CopyOptions& options)
+  // `access`: during which rows are moved in place by a device, or null if there are none. Throws:
+  // std::runtime_error if a table is no longer pinned, and no thread can move its rows instead.
+  GroupFill(IntoGroup& group, const CopyOptions& options,
+            std::optional<PinnedRanges::Access>& access)
       : mapped_(group.mapped),
         source_(group.pairs.leaves.device()),
         target_(group.destination),
-        in_place_(std::move(group.in_place)),
+        in_place_(group.in_place && group.in_place->are_pinned(access.emplace())),
         options_(options) {
+    if (!in_place_) access.reset();
     IntoPlan plan = target_.is_cpu() || in_place_ ? plan_on_host(group.pairs.leaves)
                                                   : make_into_plan(group.pairs, kMaxGatheredBytes);
     work_ = {std::make_shared<const LeafTable>(std::move(group.pairs.leaves)),
@@ -54,22 +58,22 @@ class GroupFill {
     work_.destinations = std::move(group.pairs.destinations);
     work_.to = std::move(plan.to);
     work_.kept_destinations = std::move(group.destinations);
+    if (group.in_place && !in_place_ && rows_of(work_).on_device) {
+      throw std::runtime_error("a storage was unpinned while a device was to access its rows");
+    }
   }
 
-  // Makes the job of rows that a device moves in place, to be run during `access`. Returns null if
-  // there are none. Throws: std::runtime_error if a table is no longer pinned.
-  std::shared_ptr<CopyJob> make_in_place(std::optional<PinnedRanges::Access>& access) {
+  // Returns null if no device moves rows in place.
+  std::shared_ptr<CopyJob> make_in_place() {
     if (!in_place_) return nullptr;
     const RelaxedCapture relaxed(mover().type());
-    require_pinned(access.emplace());
     return std::make_shared<RowsJob>(Accelerator::of(mover()), target_, std::move(work_));
   }
 
-  // Adds the rows to the graph that the caller's stream is capturing. Throws as make_in_place().
+  // Adds the rows to the graph that the caller's stream is capturing.
   CapturedRows capture() {
+    if (!in_place_) throw std::runtime_error("a storage was unpinned during the call");
     const RelaxedCapture relaxed(mover().type());
-    const PinnedRanges::Access access;
-    require_pinned(access);
     const CopyWork work = std::move(work_);
     return {RowsJob::capture(mover(), work), work.sources, work.kept_destinations};
   }
@@ -96,11 +100,6 @@ class GroupFill {
 
  private:
   c10::Device mover() const { return target_.is_cpu() ? source_ : target_; }
-
-  void require_pinned(const PinnedRanges::Access& access) const {
-    if (in_place_->are_pinned(access)) return;
-    throw std::runtime_error("a storage was unpinned while its rows were to be moved");
-  }
 
   static IntoPlan plan_on_host(const LeafTable& leaves) {
     PackOptions options;
@@ -130,7 +129,7 @@ class GroupFill {
   const MappedLeaves mapped_;
   const c10::Device source_;
   const c10::Device target_;
-  const std::optional<PinnedTables> in_place_;
+  const bool in_place_;  // rows
   const CopyOptions& options_;
   CopyWork work_;
   bool at_once_ = false;
@@ -142,10 +141,10 @@ void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bo
   bool background = false;
   try {
     const PhaseRange range(handle.phases(), Phase::kPlan);
-    GroupFill fill(group, options);
+    GroupFill fill(group, options, access);
     if (captures) return handle.attach(fill.capture());
     const py::gil_scoped_release no_gil;
-    job = fill.make_in_place(access);
+    job = fill.make_in_place();
     if (!job) job = fill.make();
     if (!access && options.use_background_thread && !fill.at_once()) {
       background = job->run_in_background(fill.pool());

@@ -43,6 +43,7 @@ Handle::~Handle() {
     // held during the fork.
     new std::vector<std::shared_ptr<CopyJob>>(std::move(jobs_));
     new std::vector<DelegatedOutputs>(std::move(delegated_));
+    new std::vector<CapturedRows>(std::move(captured_));
   }
   jobs_.clear();
   release_returned_sources();
@@ -139,6 +140,7 @@ py::object Handle::result_of_capture(py::handle given) {
 
 py::object Handle::get() {
   if (!captured_.empty()) return result_of_capture(py::none());
+  if (jobs_.empty()) raise_if_failed();  // a failed capture, for example
   const std::vector<c10::Stream> streams = consumers(py::none());
   wait_enqueued();
   wait_stopped_if_failed();
@@ -151,6 +153,7 @@ py::object Handle::get() {
 
 py::object Handle::wait(py::handle stream_or_none) {
   if (!captured_.empty()) return result_of_capture(stream_or_none);
+  if (jobs_.empty()) raise_if_failed();
   const std::vector<c10::Stream> streams = consumers(stream_or_none);
   if (streams.empty()) {
     check_is_stream(stream_or_none, targets_.empty() ? c10::Device(c10::kCPU) : targets_.front());

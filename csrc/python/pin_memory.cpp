@@ -14,6 +14,7 @@
 
 #include "base/fork_generation.h"
 #include "base/residency.h"
+#include "engine/device/graph_capture.h"
 #include "engine/leaves/mapped_leaves.h"
 #include "engine/leaves/part_storage.h"
 #include "python/array_leaf.h"
@@ -120,6 +121,7 @@ Owned memory_of_leaf(py::handle leaf, size_t number, const FileMappings& files) 
 }
 
 void synchronise_all(c10::DeviceType type) {
+  const RelaxedCapture relaxed(type);
   const c10::impl::VirtualGuardImpl backend(type);
   const auto& hooks = at::globalContext().getAcceleratorHooksInterface(type);
   for (c10::DeviceIndex i = 0; i < backend.deviceCount(); ++i) {

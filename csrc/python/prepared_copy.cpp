@@ -2,6 +2,7 @@
 #include "python/prepared_copy.h"
 
 #include <c10/core/ScalarType.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <string>

@@ -104,6 +104,11 @@ std::string RowLeaves::named(int64_t row) const {
   return request_.lead.size() == 1 ? text : "(" + text + ")";
 }
 
+std::string RowLeaves::needs_for_device() {
+  return "that takes a table in pinned memory (see pin_memory_) with contiguous rows and no "
+         "gradients, contiguous rows on that device, at most 2 GiB of them, and pinned staging";
+}
+
 InPlace RowLeaves::in_place(const at::Tensor& table, c10::Device device) {
   if (!mover_ || mover_->first != device) {
     const bool can_move = request_.may_be_in_place && index_->table_rows <= kMostTableRows &&

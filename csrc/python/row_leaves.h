@@ -55,6 +55,8 @@ class RowLeaves {
   // Returns whether the device can move the rows of a table in place. Requires: mistake_in() has
   // found none.
   InPlace in_place(const at::Tensor& table, c10::Device device);
+  // What a table needs, and the call, so that a device can use its own numbers: for messages.
+  static std::string needs_for_device();
   // No tables yet. Requires: in_place() has been asked.
   PinnedTables pinned_tables() { return pinned_->tables(); }
   // The tensor of the numbers. If it is on a device, it must be kept alive for it.

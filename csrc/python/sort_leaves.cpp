@@ -90,11 +90,10 @@ void LeafSorter::sort_table(PyObject* object, size_t node, bool is_mapped) {
       return set_leaf(owned.release().ptr(), node, group);
     }
     if (those.leaves.size() == 0) flat_->groups.pop_back();
-    if (rows_->are_numbers_on_device()) {
-      refuse(node,
-             " cannot be read by the device that has the index: it is not in pinned memory, or its "
-             "rows are not contiguous. Pin it with pin_memory_(), or give index.cpu()");
-    }
+  }
+  if (table.device().is_cpu() && rows_->are_numbers_on_device()) {
+    refuse(node, " cannot be read by the device that has the index: " +
+                     RowLeaves::needs_for_device() + ". Give index.cpu()");
   }
   py::object rows = rows_->read(object);  // through a torch mode, if one is active
   const bool is_plain_class = is_plain_tensor_class(Py_TYPE(rows.ptr()));

@@ -138,7 +138,10 @@ class Sorter {
         shape = py::cast(at::IntArrayRef(shape_of_rows(tensor_in(table.ptr()).sizes())).vec());
       }
       const py::object wrong = mismatch(pair.source, pair.destination, shape, tables_.are_sources);
-      if (wrong.is_none()) continue;
+      if (wrong.is_none()) {
+        if (rows_ != nullptr) refuse_numbers_on_device(pair);
+        continue;
+      }
       throw py::value_error(py::str(
           wrong.attr("format")(py::arg("source") = path(pair.number, /*written=*/false),
                                py::arg("destination") = path(pair.number, /*written=*/true))));
@@ -156,6 +159,15 @@ class Sorter {
     if (altered_ || !(add_like_last(from, to) || add(from, to))) {
       sorted_.delegated.push_back({std::move(from), std::move(to), number_});
     }
+  }
+
+  // Torch cannot move the rows of a host table by numbers that a device has.
+  void refuse_numbers_on_device(const DelegatedPair& pair) const {
+    const py::object& table = tables_.are_sources ? pair.source : pair.destination;
+    if (!rows_->are_numbers_on_device() || !tensor_in(table.ptr()).device().is_cpu()) return;
+    throw py::value_error(path(pair.number, /*written=*/!tables_.are_sources) +
+                          " cannot be accessed by the device that has the index: " +
+                          RowLeaves::needs_for_device() + ". Give index.cpu()");
   }
 
   // Returns the leaf if it is a tensor, or makes a tensor of an array: only tensors have rows.
@@ -280,13 +292,8 @@ class Sorter {
     const at::Tensor& table = tensor_in((source.table ? from : to).ptr());
     const c10::Device mover = source.table ? target.device : source.device;
     const InPlace in_place = mover.is_cpu() ? InPlace::kNo : rows_->in_place(table, mover);
-    if (rows_->are_numbers_on_device() &&
-        (in_place == InPlace::kNo || mover != rows_->numbers_device())) {
-      refuse(/*written=*/target.table.has_value(),
-             " cannot be accessed by the device that has the index: it is not in pinned memory, or "
-             "its rows go to or come from another device. Pin it with pin_memory_(), or give "
-             "index.cpu()");
-    }
+    const bool is_by_numbers = in_place != InPlace::kNo && mover == rows_->numbers_device();
+    if (rows_->are_numbers_on_device() && !is_by_numbers) return false;
     IntoGroup& group = group_of(source.device, target.device, in_place != InPlace::kNo);
     if (source.table) {
       if (rows_->add(group.pairs.leaves, table) != Packable::kYes) {

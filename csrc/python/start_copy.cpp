@@ -107,7 +107,8 @@ class GroupStart {
     if (in_place_->are_pinned(access.emplace())) {
       return std::make_shared<RowsJob>(accelerator, target_, std::move(work_));
     }
-    if (waits) throw std::runtime_error("a storage was unpinned while its rows were to be read");
+    if (waits)
+      throw std::runtime_error("a storage was unpinned while a device was to access its rows");
     access.reset();
     return nullptr;
   }
@@ -333,14 +334,12 @@ std::unique_ptr<Handle> start_gather(py::handle storage, py::handle index, py::h
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   const c10::Device target = parse_device(device);
+  BadRowWatch::raise_of_dropped();
   RowRequest request = row_request_of(index);
   request.may_be_in_place = options.use_pinned_staging;
-  if (!request.numbers_device().is_cpu()) {
-    BadRowWatch::raise_of_dropped();
-    if (request.numbers_device() != target) {
-      throw py::value_error("the index is on " + request.numbers_device().str() +
-                            ", and the rows go to " + target.str() + ": give index.cpu()");
-    }
+  if (!request.numbers_device().is_cpu() && request.numbers_device() != target) {
+    throw py::value_error("the index is on " + request.numbers_device().str() +
+                          ", and the rows go to " + target.str() + ": give index.cpu()");
   }
   const auto functions = py::reinterpret_borrow<py::tuple>(readers);  // by place: that is quicker
   request.read = functions[0];

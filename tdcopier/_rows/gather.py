@@ -56,15 +56,17 @@ def start_gather(
     write, even while the transfer is still in flight. (`TDCOPIER_CHECK=1` does not check storages.)
 
     **An index on the device** is read there, in the order of the current stream: the host does not
-    wait for it, and neither does `wait`. Every leaf on the host must then be pinned. The device
-    checks the numbers: a row that is out of range is not read, and its place in the result has any
+    wait for it, and neither does `wait`. Every leaf on the host must then be pinned, and its rows
+    and those of `out` contiguous, because torch indexes no host tensor so. The device checks the
+    numbers: a row that is out of range is not read, and its place in the result has any
     value. `get` and `wait_gathered` raise the `IndexError` then; if neither is called, a later
     call that moves rows does.
 
     **In a CUDA graph**, give `out`: the call adds the reads to the graph that the current stream is
     capturing, and each replay reads the rows that the index names by then, if it is on the device.
     `wait()` returns `out`. Keep the handle as long as the graph: it keeps the memory alive, and its
-    `get` raises the `IndexError` of a replay. The storage must stay pinned.
+    `get` raises the `IndexError` of a replay that is done: synchronise first. The storage must stay
+    pinned.
 
     Leaves and parts that the engine cannot read as rows of plain memory are delegated to their own
     indexing, inside this call, and counted in `stats.fallbacks`: leaves on a device, leaves that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -244,3 +245,69 @@ def test_a_failure_of_the_device_leaves_the_memory_pinned_and_in_use(sim, device
     assert handle.stats.rows_in_place == 1
     memory.close()
     assert not data.is_pinned()
+
+
+@pytest.mark.parametrize("call", ["gather", "scatter"])
+def test_rows_beyond_the_pinned_part_of_a_table_are_staged(device, call):
+    base = np.arange(400.0).reshape(100, 4)
+    table, index = torch.from_numpy(base)[10:], torch.tensor([0, 60])
+    with tdcopier.pin_memory_(torch.from_numpy(base[10:20]), device):
+        if call == "gather":
+            handle = tdcopier.start_gather([table], index, device)
+            assert_same(handle.get(), [table[index].to(device)])
+        else:
+            batch = torch.zeros(2, 4, dtype=torch.float64, device=device)
+            handle = tdcopier.start_scatter([batch], [table], index)
+            handle.get()
+            assert not base[[10, 70]].any()
+        assert handle.stats.rows_in_place == 0
+
+
+@pytest.mark.parametrize("call", ["new", "out", "scatter"])
+def test_rows_of_memory_that_is_unpinned_during_the_call_are_staged(device, call):
+    table, other = torch.arange(50.0), torch.zeros(3, 50).t()
+    pinned = tdcopier.pin_memory_(table, device)
+
+    class Closing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if "item" in getattr(function, "__name__", ""):
+                pinned.close()
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    storage = [table, other.as_subclass(Closing)]  # its rows have gaps, so its own code moves them
+    index = torch.tensor([1, 2])
+    batch = [torch.ones(2, device=device), torch.ones(2, 3, device=device)]
+    if call == "new":
+        result = tdcopier.gather(storage, index, device)
+    elif call == "out":
+        result = tdcopier.gather(storage, index, out=batch)
+    else:
+        tdcopier.scatter(batch, storage, index)
+        result = [batch[0], table[index].to(device)]
+    assert not table.is_pinned()
+    assert torch.equal(result[0].cpu(), table[index])
+
+
+@pytest.mark.sim
+def test_threads_that_close_beside_gathers_wait_for_no_one_that_is_gone(sim, device):
+    index = torch.tensor([1, 2])
+    for seed in range(100):
+        tables = [torch.arange(50) for _ in range(3)]
+        with tdcopier.pin_memory_(tables[2], device), sim.schedule(seed) as schedule:
+            handles = [tdcopier.pin_memory_(table, device) for table in tables[:2]]
+
+            def gather(storage: list[torch.Tensor]) -> None:
+                for _ in range(3):
+                    tdcopier.start_gather(storage, index, device).wait()
+
+            threads = [schedule.thread(functools.partial(gather, tables[2:])) for _ in range(2)]
+            threads += [schedule.thread(handle.close) for handle in handles]
+            for thread in threads:
+                thread.join()
+
+
+def test_a_lazy_clone_stays_lazy(device):
+    clone = torch._lazy_clone(torch.arange(150.0).view(50, 3))
+    tdcopier.gather([clone], torch.tensor([1]), device)
+    assert torch._C._is_cow_tensor(clone)

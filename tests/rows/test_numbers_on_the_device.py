@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import Any
 
 import numpy as np
@@ -74,18 +75,35 @@ def test_rows_without_bytes_are_among_the_others(device, make):
         assert torch.equal(tables["c"][5:7], torch.tensor([3, ROWS - 1]))
 
 
-def test_delegated_leaves_take_every_dtype_of_numbers(device):
-    """Leaves with gaps are filled by torch's own indexing, which takes no int16."""
+def test_delegated_tables_on_the_device_take_every_dtype_of_numbers(device):
+    """Torch's own indexing fills leaves from them, and takes no int16."""
     table = torch.arange(ROWS * 3).view(ROWS, 3)
-    with tdcopier.pin_memory_(table, device):
-        for dtype in (torch.int16, torch.int32, torch.int64):
-            index = torch.tensor([3, -1], dtype=dtype).to(device)
-            out = torch.zeros(2, 6, dtype=torch.int64, device=device)[:, ::2]
-            tdcopier.gather([table], index, device, out=[out])
-            assert torch.equal(out.cpu(), table[[3, -1]])
-            out.add_(1)
-            tdcopier.scatter([out], [table], index)
-            assert torch.equal(out.cpu(), table[[3, -1]])
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        index = torch.tensor([3, -1], dtype=dtype).to(device)
+        out = torch.zeros(2, 6, dtype=torch.int64, device=device)[:, ::2]
+        there = table.to(device)
+        tdcopier.gather([there], index, out=[out])
+        assert torch.equal(out.cpu(), table[[3, -1]])
+        tdcopier.scatter([out + 1], [there], index)
+        assert torch.equal(there.cpu()[[3, -1]], table[[3, -1]] + 1)
+
+
+@pytest.mark.parametrize("call", ["out", "scatter"])
+@pytest.mark.parametrize("gaps", ["in the batch", "between elements of a row"])
+def test_what_torch_would_have_to_index_on_the_host_is_refused(device, call, gaps):
+    table, batch = torch.arange(ROWS * 3.0).view(ROWS, 3), torch.zeros(2, 3, device=device)
+    if gaps == "in the batch":
+        batch = torch.zeros(2, 6, device=device)[:, ::2]
+    else:
+        table = torch.arange(ROWS * 3.0).view(3, ROWS).t()
+    index = torch.tensor([1, 2]).to(device)
+    calls = {
+        "out": lambda: tdcopier.start_gather({"t": table}, index, out={"t": batch}),
+        "scatter": lambda: tdcopier.start_scatter({"t": batch}, {"t": table}, index),
+    }
+    message = r"storage\['t'\] cannot be accessed by the device that has the index"
+    with tdcopier.pin_memory_(table, device), pytest.raises(ValueError, match=message):
+        calls[call]()
 
 
 def test_more_numbers_than_one_kernel_takes_from_the_host(device):
@@ -210,3 +228,63 @@ def test_no_order_of_the_streams_gives_other_rows(sim, device, seed):
         for step, rows in enumerate(results):
             first = torch.tensor([step, 3 * step, 40, 49]) * 8.0 + step
             assert torch.equal(rows[:, 0].cpu(), first)
+
+
+def test_a_call_with_numbers_on_the_host_raises_the_error_of_a_dropped_one(device):
+    table = torch.arange(ROWS)
+    with tdcopier.pin_memory_(table, device):
+        tdcopier.start_gather([table], torch.tensor([ROWS + 5]).to(device), device).wait()
+        torch.accelerator.synchronize()
+        gc.collect()
+        with pytest.raises(IndexError, match=f"index {ROWS + 5} is out of bounds"):
+            tdcopier.start_gather([table], torch.tensor([1]), device)
+        tdcopier.gather([table], torch.tensor([1]), device)
+
+
+@pytest.mark.sim
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_leaves_the_error_to_its_parent(sim, device):
+    table = torch.arange(ROWS)
+    with tdcopier.pin_memory_(table, device):
+        tdcopier.start_gather([table], torch.tensor([ROWS + 5]).to(device), device).wait()
+        torch.accelerator.synchronize()
+        gc.collect()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                tdcopier.scatter([torch.ones(1)], [torch.zeros(4)], [2])
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with pytest.raises(IndexError):
+            tdcopier.start_gather([table], torch.tensor([1]), device)
+
+
+@pytest.mark.sim
+def test_get_raises_the_error_though_no_event_can_be_recorded(sim, device):
+    table = torch.arange(ROWS)
+    index = torch.tensor([1, ROWS + 3]).to(device)
+    with tdcopier.pin_memory_(table, device):
+        with sim.fail_event_record(2), sim.fail_event_record(3):
+            handle = tdcopier.start_gather([table], index, device)
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                handle.get()
+        assert handle.stats.fallbacks > 0
+        del handle
+        tdcopier.gather([table], torch.tensor([1]).to(device), device)  # raises it no more
+
+
+@pytest.mark.sim
+def test_reports_of_failed_launches_are_used_again(sim, device):
+    table = torch.arange(ROWS)
+    index = torch.tensor([1]).to(device)
+    with tdcopier.pin_memory_(table, device):
+        tdcopier.gather([table], index, device)
+        before = sim.pinned_bytes().in_use
+        for _ in range(600):  # a page has 256
+            with sim.fail_transfer(), pytest.raises(RuntimeError):
+                tdcopier.gather([table], index, device)
+        assert sim.pinned_bytes().in_use == before

@@ -27,7 +27,12 @@ LIBRARIES = {
     "thread": ["libtsan.so"],
     "address": ["libasan.so", "libubsan.so", "libstdc++.so"],  # last: asan looks up its throw
 }
-TESTS = ["threads", "lifetime", "wait_staged", "order", "faults", "bounds", "device_sources"]
+TESTS = [
+    *(f"copy/test_{name}.py" for name in ("threads", "lifetime", "wait_staged", "order", "faults")),
+    *(f"copy/test_{name}.py" for name in ("bounds", "device_sources", "pin_memory", "prepared")),
+    *(f"copy/test_{name}.py" for name in ("pinned_memory_changes", "small_pinned_leaves")),
+    "rows",
+]
 FOUND = 66  # the exit code for a finding; pytest would swallow the output
 
 
@@ -63,7 +68,7 @@ def environment_of(kind: str, site: Path, leaks: bool) -> dict[str, str]:
 def main() -> None:
     kind, site = sys.argv[1], Path(sys.argv[2]).resolve()
     python = bare_python(site.with_name("python"))
-    tests = [str(ROOT / "tests/copy" / f"test_{name}.py") for name in TESTS]
+    tests = [str(ROOT / "tests" / name) for name in TESTS]
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     for arguments, leaks in (
         ([str(HERE / "stress.py"), "32", "100"], True),

@@ -126,7 +126,7 @@ class Game:
         expected = None if pick.bad else [table[pick.key].clone() for table in world.tables]
         out = how = None
         if dice.random() < 0.4 and (there or not pick.bad):
-            gaps = not pick.bad and dice.random() < 0.2
+            gaps = not (pick.bad or there) and dice.random() < 0.2
             leaves = [
                 filled((*shape, *table.shape[pick.lead :]), table.dtype, target, gaps)
                 for table in world.tables

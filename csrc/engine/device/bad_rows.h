@@ -24,19 +24,28 @@ class BadRowWatch {
 
   // What the device writes. It stays valid after the watch is gone.
   BadRow* report() { return report_; }
-  // Sets the event after which the device writes no more. Without, it may write at any time.
-  void ends_with(EventRef end) { end_ = std::move(end); }
+  // Sets the event after which the device writes no more; null: it does not already. Without this
+  // call, the report is kept for good.
+  void ends_with(EventRef end);
+  bool has_end() const { return use_ != Use::kUnknown; }
+  // Says that a graph has been captured, whose replays write at any time.
+  void is_replayed() { use_ = Use::kByGraph; }
+  // Says that the call has failed: no other one raises the error.
+  void is_of_failure() { raised_ = true; }
 
   // Throws std::out_of_range with the first number that was out of range, if the device has
   // reported one: every time, or once if it may write another one.
   void raise_if_bad();
 
-  // Throws the error of a watch that was dropped, once.
+  // Throws the error of a watch that was dropped, once. A forked child leaves that to its parent.
   static void raise_of_dropped();
 
  private:
+  enum class Use : uint8_t { kUnknown, kUntilEvent, kByGraph };
+
   BadRow* const report_;
   const int64_t rows_;
+  Use use_ = Use::kUnknown;
   EventRef end_;
   bool raised_ = false;
 };

@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <array>
@@ -39,6 +40,7 @@ struct Registry {
   AllUsable usable = std::make_shared<const std::vector<Usable>>();
   size_t epoch = 0;
   std::array<size_t, 2> accesses{};
+  bool is_epoch_ending = false;  // a thread waits for the accesses of the last one
   Condition access_ended;
 };
 
@@ -201,9 +203,14 @@ void PinnedRanges::end_use() {
     }
     publish();
   }
+  // One thread at a time: a second one would begin the epoch again that the first one waits for.
   std::unique_lock lock(all.usable_mutex);
-  // Another thread may still wait for the epoch before.
-  all.access_ended.wait(lock, [&] { return all.accesses[all.epoch ^ 1] == 0; });
+  all.access_ended.wait(lock, [&] { return !all.is_epoch_ending; });
+  all.is_epoch_ending = true;
+  const auto ended = c10::make_scope_exit([&] {
+    all.is_epoch_ending = false;
+    all.access_ended.notify_all();
+  });
   const size_t last = std::exchange(all.epoch, all.epoch ^ 1);
   all.access_ended.wait(lock, [&] { return all.accesses[last] == 0; });
 }

@@ -137,8 +137,8 @@ struct PinnedTables {
   bool are_pinned(const PinnedRanges::Access& access) const;
 };
 
-// Whether a device may access memory in place, and who has pinned it; nothing is accessed of a table
-// without bytes.
+// Whether a device may access memory in place, and who has pinned it; nothing is accessed of a
+// table without bytes.
 enum class InPlace : uint8_t { kNo, kNoBytes, kPinnedByTorch, kRegistered };
 
 // Finds pinned storages for one call.

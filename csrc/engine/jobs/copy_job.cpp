@@ -224,6 +224,7 @@ void CopyJob::wait_done() {
     return check_numbers();
   }
   if (!work_.result && last_write_) wait_until_ended(*last_write_);
+  if (!failure_) check_numbers();  // the host waited when no event could be recorded
 }
 
 void CopyJob::rethrow_failure() const {

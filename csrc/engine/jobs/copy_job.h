@@ -147,6 +147,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   const c10::Device& target() const { return target_; }
 
  protected:
+  // The event after the last write, of a failed job too. Null: the device has none to make.
+  const EventRef& last_write() const { return last_write_; }
   // Moves from `work` inside the constructor, so the other arguments may be computed from it.
   // `stream`, of the accelerator, gets the last transfer, or the wait for it. `read_stream` gets
   // the device's reads of the sources; null: no device reads them.

@@ -110,6 +110,12 @@ RowsJob::RowsJob(Accelerator& device, c10::Device target, CopyWork work)
   if (stream_ != device.to_device_stream()) device.record_current()->block(stream_);
 }
 
+RowsJob::~RowsJob() {
+  if (!watch_ || watch_->has_end()) return;
+  watch_->is_of_failure();
+  watch_->ends_with(last_write());
+}
+
 uint32_t RowsJob::rows_in_place() const {
   uint32_t count = 0;
   for (size_t i = 0; i < leaves_.size(); ++i) count += leaves_[i].bytes != 0;
@@ -137,6 +143,7 @@ std::shared_ptr<BadRowWatch> RowsJob::capture(c10::Device device, const CopyWork
   std::shared_ptr<BadRowWatch> watch = watch_for(device, work);
   const c10::Storage numbers = number_rows(device, work, watch.get());
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  if (watch) watch->is_replayed();
   moves_of(work, numbers).enqueue(*row_kernels(device), stream, is_scatter(work));
   return watch;
 }

@@ -31,6 +31,7 @@ class RowsJob final : public CopyJob {
   // Requires: row_kernels() of the device. A PinnedRanges::Access protects the tables until run()
   // has returned.
   RowsJob(Accelerator& device, c10::Device target, CopyWork work);
+  ~RowsJob() override;
 
   uint64_t host_bytes() const override { return 0; }
   uint32_t rows_in_place() const override;
