@@ -73,8 +73,7 @@ Owned memory_of(const c10::Storage& storage, size_t number, const FileMappings& 
   if (is_mapped_file(*whole.unsafeGetStorageImpl()) || files.has(memory.data())) {
     throw PinningError(number, kMapped);
   }
-  const auto found = PinnedRanges::find(memory.first(1));
-  if (found == PinnedRanges::Found::kNowhere && is_pinned(memory.first(1))) return {};
+  if (is_pinned_by_others(memory.first(1))) return {};
   if (chunk) return {memory, std::make_shared<c10::Storage>(chunk)};
   return {memory, share_memory_of(storage)};
 }

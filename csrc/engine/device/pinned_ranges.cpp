@@ -292,6 +292,17 @@ bool is_pinned(PinnedRanges::Range range) {
   return PinnedRanges::find(range) != PinnedRanges::Found::kNot;
 }
 
+// A PinnedRanges shows memory before it pins it, and until it has unpinned it. So what the driver
+// says is of others if all ranges were the same before and after the question.
+bool is_pinned_by_others(PinnedRanges::Range range) {
+  while (true) {
+    PinnedRanges::View before;
+    if (before.find(range) != PinnedRanges::Found::kNowhere) return false;
+    if (!at::globalContext().isPinnedPtr(range.data())) return false;
+    if (PinnedRanges::View() == before) return true;
+  }
+}
+
 namespace {
 
 // Returns the function that frees memory which torch pins for a device type; null if it is not
@@ -313,9 +324,7 @@ InPlace PinnedLookup::find(const c10::StorageImpl& storage, bool asks_driver) {
   const Found found = view_->find(memory);
   if (found == Found::kPinned) return InPlace::kRegistered;
   if (found == Found::kNot || !asks_driver || !asks_driver_) return InPlace::kNo;
-  // The last question, because a PinnedRanges may have pinned it since the view was taken.
-  asks_driver_ = is_pinned(memory.first(1)) && is_pinned(memory.last(1)) &&
-                 PinnedRanges::find(memory) == Found::kNowhere;
+  asks_driver_ = is_pinned_by_others(memory) && is_pinned_by_others(memory.last(1));
   return asks_driver_ ? InPlace::kPinnedByTorch : InPlace::kNo;
 }
 
@@ -326,7 +335,7 @@ PinnedTables PinnedLookup::tables() {
 
 bool PinnedTables::are_pinned(const PinnedRanges::Access& /*access*/) const {
   PinnedRanges::View now;
-  return now.all_ == seen.all_ || std::ranges::all_of(registered, [&](const void* table) {
+  return now == seen || std::ranges::all_of(registered, [&](const void* table) {
            const auto* const first = static_cast<const std::byte*>(table);
            return now.find({first, 1}) == PinnedRanges::Found::kPinned;
          });

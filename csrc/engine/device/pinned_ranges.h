@@ -87,8 +87,10 @@ class PinnedRanges {
     // Quick if the ranges that are asked for ascend.
     Found find(Range range);
 
+    // Whether nothing has been pinned or unpinned between the two.
+    bool operator==(const View& other) const { return all_ == other.all_; }
+
    private:
-    friend struct PinnedTables;
     std::shared_ptr<const std::vector<Usable>> all_;  // by beginning; they do not overlap
     size_t next_ = 0;                                 // after the one that was found last
   };
@@ -125,6 +127,10 @@ class PinnedRanges {
 // Returns whether the devices of the accelerator's type can access the range in one transfer: torch
 // has allocated it as pinned memory, or a PinnedRanges or other code has pinned it.
 bool is_pinned(PinnedRanges::Range range);
+
+// Returns whether torch or other code has pinned the first byte, and no PinnedRanges has any part
+// of the range.
+bool is_pinned_by_others(PinnedRanges::Range range);
 
 // Memory that a device accesses in place: tables, or whole leaves.
 struct PinnedTables {

@@ -30,7 +30,7 @@ void Reclaimer::release_after(EventRef event, std::shared_ptr<KeepAlive> kept) n
     const std::lock_guard lock(mutex_);
     pending_.splice(pending_.end(), added);
     if (thread_looks_) return;
-    thread_looks_ = reclaimer_thread().submit([this] { look_until_nothing_is_left(); });
+    thread_looks_ = reclaimer_thread().submit([this] { look_while_needed(); });
     if (thread_looks_) return;
     pending_.pop_back();
   } catch (...) {  // out of memory for the entry: wait below
@@ -53,23 +53,36 @@ bool Reclaimer::look() noexcept {
   return !pending_.empty();
 }
 
-EventRef Reclaimer::oldest() {
+EventRef Reclaimer::oldest(bool stays) {
   const std::lock_guard lock(mutex_);
-  if (pending_.empty()) thread_looks_ = false;
+  if (pending_.empty()) thread_looks_ = stays;
   return pending_.empty() ? nullptr : pending_.front().event;
 }
 
-void Reclaimer::look_until_nothing_is_left() noexcept {
+// To wake the thread for each copy of a loop would take microseconds of the caller and of the
+// thread, so it stays for a while when nothing is left.
+void Reclaimer::look_while_needed() noexcept {
   using namespace std::chrono_literals;
+  constexpr auto kLongestPause = 2000us;
+  constexpr auto kIdlePause = 5000us;
+  constexpr int kMostIdlePauses = 20;
   auto pause = 100us;
-  while (const EventRef next = oldest()) {
-    if (look()) {
-      if (is_interleaved()) {
-        wait_until_ended(*next);
-      } else {
-        std::this_thread::sleep_for(pause);
-        pause = std::min<std::chrono::microseconds>(2 * pause, 2000us);
-      }
+  for (int idle_pauses = 0; true;) {
+    const bool stays = idle_pauses < kMostIdlePauses && !is_interleaved();
+    const EventRef next = oldest(stays);
+    if (next == nullptr) {
+      if (!stays) return;
+      ++idle_pauses;
+      std::this_thread::sleep_for(kIdlePause);
+      continue;
+    }
+    idle_pauses = 0;
+    if (!look()) continue;
+    if (is_interleaved()) {
+      wait_until_ended(*next);
+    } else {
+      std::this_thread::sleep_for(pause);
+      pause = std::min<std::chrono::microseconds>(2 * pause, kLongestPause);
     }
   }
 }

@@ -39,8 +39,9 @@ class Reclaimer {
     std::shared_ptr<KeepAlive> kept;
   };
 
-  void look_until_nothing_is_left() noexcept;  // on the reclaimer's thread
-  EventRef oldest();
+  void look_while_needed() noexcept;  // on the reclaimer's thread
+  // Returns null if nothing is pending. `stays`: the thread looks again then.
+  EventRef oldest(bool stays);
 
   Mutex mutex_;
   std::list<Pending> pending_;  // guarded by mutex_
