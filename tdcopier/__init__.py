@@ -23,7 +23,12 @@ from tdcopier._containers.registry import (
 from tdcopier._containers.unknown import UnknownTypeWarning
 from tdcopier._copy import async_to, copy, start_copy, to
 from tdcopier._into import copy_into, start_copy_into
-from tdcopier._limits import set_run_ahead_limit, set_staging_limit_bytes, staging_bytes
+from tdcopier._limits import (
+    set_pinned_limit_bytes,
+    set_run_ahead_limit,
+    set_staging_limit_bytes,
+    staging_bytes,
+)
 from tdcopier._options import CopyOptions
 from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
@@ -34,6 +39,12 @@ if TYPE_CHECKING:
     from tdcopier._commands.info_facts import info
     from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
     from tdcopier._pin_memory import PinnedMemory, pin_memory_
+    from tdcopier._pinned_pool import (
+        PinnedMemoryUse,
+        pinned_memory,
+        reserve_pinned_memory,
+        trim_pinned_memory,
+    )
     from tdcopier._prefetch.prefetcher import Prefetcher, PrefetchStats, prefetch
     from tdcopier._prepared import PreparedCopy, prepare
     from tdcopier._rows.gather import gather, start_gather
@@ -53,6 +64,7 @@ __all__ = [
     "Explanation",
     "InternalError",
     "PinnedMemory",
+    "PinnedMemoryUse",
     "PrefetchStats",
     "Prefetcher",
     "PreparedCopy",
@@ -69,12 +81,15 @@ __all__ = [
     "info",
     "install_tensordict_backend",
     "pin_memory_",
+    "pinned_memory",
     "prefetch",
     "prepare",
     "register_container",
     "register_tensor_subclass",
     "remove_tensordict_backend",
+    "reserve_pinned_memory",
     "scatter",
+    "set_pinned_limit_bytes",
     "set_run_ahead_limit",
     "set_staging_limit_bytes",
     "sim",
@@ -86,6 +101,7 @@ __all__ = [
     "tensordict_backend",
     "time_steps",
     "to",
+    "trim_pinned_memory",
     "unregister_class",
 ]
 
@@ -94,6 +110,12 @@ _WHEN_ASKED_FOR = {
     "tdcopier._commands.info_facts": ("info",),
     "tdcopier._explain": ("ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"),
     "tdcopier._pin_memory": ("PinnedMemory", "pin_memory_"),
+    "tdcopier._pinned_pool": (
+        "PinnedMemoryUse",
+        "pinned_memory",
+        "reserve_pinned_memory",
+        "trim_pinned_memory",
+    ),
     "tdcopier._prefetch.prefetcher": ("PrefetchStats", "Prefetcher", "prefetch"),
     "tdcopier._prepared": ("PreparedCopy", "prepare"),
     "tdcopier._rows.gather": ("gather", "start_gather"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Callable
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._options import LARGEST_CHUNK_BYTES, Device
 
 _STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
+_PINNED_LIMIT_VARIABLE = "TDCOPIER_PINNED_LIMIT_BYTES"
 _GATHER_VARIABLE = "TDCOPIER_GATHER"
 _WORKERS_VARIABLE = "TDCOPIER_WORKERS"
 _MOST_WORKERS = 256
@@ -61,6 +63,26 @@ def staging_bytes(device: Device) -> int:
     return _C.staging_bytes(device)
 
 
+@keep_out_of_graphs("set_pinned_limit_bytes()")
+def set_pinned_limit_bytes(limit_bytes: int) -> None:
+    """Set the limit on the memory of the pool of pinned memory; default: half of the machine's.
+
+    It applies to the process, to leased and free memory together. A lease that would exceed it
+    first frees blocks that are not in use, then raises `MemoryError`. A lower limit takes effect at
+    the next lease or `trim_pinned_memory`. Several processes on one machine share its memory, and a
+    container may have less: set a lower limit there. The environment variable
+    `TDCOPIER_PINNED_LIMIT_BYTES` sets the limit at import. Staging has a limit of its own, see
+    `set_staging_limit_bytes`.
+
+    Raises:
+        ValueError: the limit is negative.
+    """
+    limit = operator.index(limit_bytes)
+    if limit < 0:
+        raise ValueError(f"limit_bytes must not be negative; got {limit}")
+    _C.set_pinned_limit_bytes(min(limit, LARGEST_CHUNK_BYTES))
+
+
 @keep_out_of_graphs("set_run_ahead_limit()")
 def set_run_ahead_limit(batches: int) -> None:
     """Set how many handed-over batches the host may be ahead of the device; default 4.
@@ -80,14 +102,14 @@ def set_run_ahead_limit(batches: int) -> None:
     limits_in_force.run_ahead_batches = limit
 
 
-def _limit_from_environment() -> None:
-    text = os.environ.get(_STAGING_LIMIT_VARIABLE)
+def _limit_from_environment(variable: str, set_limit: Callable[[int], None]) -> None:
+    text = os.environ.get(variable)
     if text is None:
         return
     try:
-        set_staging_limit_bytes(int(text))
+        set_limit(int(text))
     except ValueError as error:
-        raise ValueError(f"{_STAGING_LIMIT_VARIABLE}={text!r}: {error}") from None
+        raise ValueError(f"{variable}={text!r}: {error}") from None
 
 
 def _workers_from_environment() -> None:
@@ -106,6 +128,7 @@ def _gather_from_environment() -> None:
     _C.use_segment_kernel(text == "kernel")
 
 
-_limit_from_environment()
+_limit_from_environment(_STAGING_LIMIT_VARIABLE, set_staging_limit_bytes)
+_limit_from_environment(_PINNED_LIMIT_VARIABLE, set_pinned_limit_bytes)
 _gather_from_environment()
 _workers_from_environment()

@@ -14,6 +14,7 @@
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/device/phases.h"
+#include "engine/device/pinned_pool.h"
 #include "engine/device/pinned_ranges.h"
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
@@ -28,6 +29,7 @@
 #include "python/flatten.h"
 #include "python/handle.h"
 #include "python/interrupts.h"
+#include "python/leased_tensors.h"
 #include "python/pair_walk.h"
 #include "python/pin_memory.h"
 #include "python/prepared_copy.h"
@@ -42,6 +44,7 @@ namespace {
 
 using tdcopier::CopyOptions;
 using tdcopier::Handle;
+using tdcopier::LeasedTensors;
 using tdcopier::OnUnknown;
 using tdcopier::PinnedMemory;
 using tdcopier::PreparedCopy;
@@ -299,6 +302,17 @@ Raises:
       .def_property_readonly("bytes", &PinnedMemory::bytes,
                              "Bytes of memory that this keeps pinned; 0 when it is closed.")
       .def_property_readonly("closed", &PinnedMemory::is_closed);
+
+  py::class_<LeasedTensors>(m, "LeasedTensors")
+      .def(py::init([](const std::vector<uint64_t>& sizes, py::handle device) {
+        return with_torch_errors([&] { return std::make_unique<LeasedTensors>(sizes, device); });
+      }))
+      .def("__iter__", [](py::object self) { return self; })
+      .def("__next__", guarded(&LeasedTensors::next));
+  m.def("reserve_pinned", guarded(&tdcopier::reserve_pinned));
+  m.def("trim_pinned", guarded(&tdcopier::trim_pinned));
+  m.def("pinned_use", guarded(&tdcopier::pinned_use));
+  m.def("set_pinned_limit_bytes", &tdcopier::PinnedPool::set_limit_bytes);
 
   m.def("pairs_with_paths", guarded(&pairs_with_paths));
   m.def("forget_rules", &tdcopier::forget_rules);

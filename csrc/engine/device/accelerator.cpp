@@ -80,6 +80,16 @@ void Accelerator::poll_all() {
   }
 }
 
+uint64_t Accelerator::staging_bytes_of_all() {
+  auto& [mutex, accelerators] = registry();
+  const std::lock_guard lock(mutex);
+  uint64_t bytes = 0;
+  for (const auto& [key, accelerator] : accelerators) {
+    bytes += accelerator->staging().pinned_bytes() + accelerator->deferred().pinned_bytes();
+  }
+  return bytes;
+}
+
 void Accelerator::drop_staging() {
   auto& [mutex, accelerators] = registry();
   const std::lock_guard lock(mutex);

@@ -51,6 +51,8 @@ class Accelerator {
 
   // Updates, for all accelerators, which transfers and consumers have ended.
   static void poll_all();
+  // Returns the pinned memory of all accelerators that stages, deferred batches included.
+  static uint64_t staging_bytes_of_all();
   // Free the pinned memory of all accelerators that is not in use: staging buffers, and memory for
   // deferred batches.
   static void drop_staging();

@@ -20,6 +20,7 @@ namespace {
 
 struct Pools {
   ThreadPool* staging = nullptr;
+  ThreadPool* pinning = nullptr;
   std::map<c10::DeviceIndex, ThreadPool*> from_device;  // by the sources' device
   std::map<c10::DeviceIndex, ThreadPool*> into_device;  // by the target
   ThreadPool* reclaimer = nullptr;
@@ -58,7 +59,7 @@ ThreadPool& made(ThreadPool*& pool, const Threads& threads, const std::string& n
 }
 
 std::vector<ThreadPool*> pools_of(const Pools& pools) {
-  std::vector<ThreadPool*> all{pools.staging};
+  std::vector<ThreadPool*> all{pools.staging, pools.pinning};
   for (const auto& [device, pool] : pools.from_device) all.push_back(pool);
   for (const auto& [device, pool] : pools.into_device) all.push_back(pool);
   all.push_back(pools.reclaimer);  // the last, because the others give it work
@@ -71,6 +72,11 @@ std::vector<ThreadPool*> pools_of(const Pools& pools) {
 ThreadPool& staging_workers() {
   const std::lock_guard lock(g_mutex);
   return made(g_pools.staging, default_worker_count, "tdc-worker");
+}
+
+ThreadPool& pinning_workers() {
+  const std::lock_guard lock(g_mutex);
+  return made(g_pools.pinning, default_worker_count, "tdc-pin");
 }
 
 ThreadPool& from_device_workers(c10::Device source) {

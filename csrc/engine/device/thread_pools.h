@@ -1,7 +1,7 @@
-// The engine's thread pools, and their number of threads: default_worker_count() for staging and
-// for each device that is copied into, at most 4 of those for each device that is copied from, and
-// one that reclaims. The variable TDCOPIER_WORKERS limits it; tdcopier/_limits.py reads the
-// variable.
+// The engine's thread pools, and their number of threads: default_worker_count() for staging, for
+// pinning, and for each device that is copied into, at most 4 of those for each device that is
+// copied from, and one that reclaims. The variable TDCOPIER_WORKERS limits it; tdcopier/_limits.py
+// reads the variable.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,6 +15,9 @@ namespace tdcopier {
 // Threads that stage and enqueue large copies. Made at first use; a forked child has none of them
 // and makes its own. Thread: any.
 ThreadPool& staging_workers();
+
+// Threads that make pinned memory (see pinned_lease.h). No copy's staging waits for these.
+ThreadPool& pinning_workers();
 
 // Threads that wait for data that arrives on the host from `source`, and write it to its
 // destinations. Each device has a pool of its own, so that neither staging nor data from another

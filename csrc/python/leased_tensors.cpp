@@ -1,0 +1,105 @@
+// Releases the GIL around the pool's calls, and raises MemoryError for its limit.
+#include "python/leased_tensors.h"
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "base/fork_generation.h"
+#include "engine/device/accelerator.h"
+#include "engine/device/pinned_pool.h"
+#include "python/device_argument.h"
+#include "python/interrupts.h"
+#include "python/torch_tensor.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+// Runs a call that may wait.
+template <typename Call>
+auto without_gil(const Call& call) {
+  try {
+    const WaitWithoutGil waiting;
+    return call();
+  } catch (const PinnedMemoryError& error) {
+    py::set_error(PyExc_MemoryError, error.what());
+    throw py::error_already_set();
+  }
+}
+
+c10::Device device_to_pin_for(py::handle device) {
+  if (fork_generation() != 0) {
+    throw std::runtime_error("a forked child cannot use a device, nor pin memory for it");
+  }
+  const c10::Device parsed = parse_device(device);
+  if (parsed.is_cpu() || !has_engine_transfers(parsed)) {
+    throw py::value_error("memory is pinned for a device; got " + parsed.str());
+  }
+  return parsed;
+}
+
+// The fields' names differ between versions of torch.
+template <typename Stats>
+std::optional<int64_t> allocated_bytes(const Stats& stats) {
+  if constexpr (requires { stats.allocated_bytes.current; }) {
+    return stats.allocated_bytes.current;
+  } else {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+LeasedTensors::LeasedTensors(const std::vector<uint64_t>& sizes, py::handle device) {
+  const c10::Device pinned_for = device_to_pin_for(device);
+  without_gil([&] { lease_ = std::make_unique<PinnedLease>(pinned_for, sizes); });
+}
+
+LeasedTensors::~LeasedTensors() {
+  const py::gil_scoped_release no_gil;
+  lease_.reset();
+}
+
+py::object LeasedTensors::next() {
+  std::optional<at::Tensor> tensor = without_gil([&] { return lease_->next(); });
+  if (!tensor) throw py::stop_iteration();
+  return py::reinterpret_steal<py::object>(wrap_tensor(std::move(*tensor)));
+}
+
+uint64_t reserve_pinned(uint64_t bytes, py::handle device) {
+  const c10::Device pinned_for = device_to_pin_for(device);
+  return without_gil([&]() -> uint64_t {
+    if (PinnedPool::get().largest_free_bytes() >= in_whole_pages(bytes)) return 0;
+    PinnedLease({pinned_for, {bytes}}).make_free();
+    return in_whole_pages(bytes);
+  });
+}
+
+uint64_t trim_pinned() {
+  const py::gil_scoped_release no_gil;
+  return PinnedPool::get().trim();
+}
+
+py::tuple pinned_use() {
+  PinnedPool::Bytes pool{};
+  uint64_t staging = 0;
+  std::optional<int64_t> torchs = 0;
+  {
+    const py::gil_scoped_release no_gil;
+    pool = PinnedPool::get().bytes();
+    staging = Accelerator::staging_bytes_of_all();
+    if (const auto type = at::getAccelerator()) {
+      torchs = allocated_bytes(at::getHostAllocator(*type)->get_stats());
+    }
+  }
+  return py::make_tuple(pool.leased, pool.free, PinnedPool::limit_bytes(), staging, torchs);
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,109 @@
+"""A pool of pinned memory, which costs less than torch's, and calls that say and trim what it has.
+
+Its blocks are anonymous memory whose pages several threads make, in huge pages where the system has
+them, and which is then registered with the device's driver. torch's allocator takes memory of the
+next power of two, makes it in one thread, and keeps it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tdcopier import _C
+from tdcopier._compile import keep_out_of_graphs
+
+_MOST_BYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class PinnedMemoryUse:
+    """The pinned memory of this process, in bytes: see `pinned_memory`."""
+
+    leased_bytes: int
+    """Of the pool: in use by tensors, by a device that has not finished with memory that came back,
+    or not yet made."""
+    free_bytes: int
+    """Of the pool: pinned, and ready for the next lease."""
+    limit_bytes: int
+    """The limit on the two above together: see `set_pinned_limit_bytes`."""
+    staging_bytes: int
+    """Memory that stages copies to and from all devices, batches of `prefetch` included."""
+    torch_bytes: int | None
+    """Memory that torch's allocator has, in use or kept for reuse. None: this torch does not tell.
+    Results on the host are there."""
+
+
+@keep_out_of_graphs("lease()")
+def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
+    """Lease pinned memory from the pool: yield a uint8 tensor of each size, in order.
+
+    Each tensor is yielded as soon as it is ready, while threads make those that follow. Its bytes
+    are undefined. It is aligned to 64 bytes, and to 4 KiB from 16 MiB on. Sizes of less than 16 MiB
+    share pieces of 64 MiB or a little more, which come back to the pool as a whole.
+
+    A tensor's memory comes back when its last reference is gone. Copies of tdcopier keep it until
+    they are done. For `non_blocking` copies of torch, it is used again after the work on those
+    streams that are current in the thread which drops it; so keep a tensor that you copy on another
+    stream until that copy is done.
+
+    Drop the iterator, and what it has not yielded comes back.
+
+    Raises:
+        ValueError: a size is negative, or all are more than 2**60 together.
+        MemoryError: the memory would exceed the limit (see `set_pinned_limit_bytes`), and then
+            nothing is leased; or the system has not that much, and then this comes instead of the
+            first tensor that is missing.
+        RuntimeError: there is no accelerator, this is a forked child, or, instead of the first
+            tensor that is missing, the driver refuses to pin more.
+    """
+    sizes = [operator.index(size) for size in sizes_bytes]
+    if any(size < 0 for size in sizes) or sum(sizes) > _MOST_BYTES:
+        raise ValueError(f"sizes_bytes must not be negative, nor more than 2**60; got {sizes}")
+    return _C.LeasedTensors(sizes, _accelerator())
+
+
+@keep_out_of_graphs("pinned_memory()")
+def pinned_memory() -> PinnedMemoryUse:
+    """Return how much pinned memory the process has, and for what. Never blocks for long.
+
+    Memory that `pin_memory_` has pinned is not counted.
+    """
+    return PinnedMemoryUse(*_C.pinned_use())
+
+
+@keep_out_of_graphs("reserve_pinned_memory()")
+def reserve_pinned_memory(n_bytes: int) -> int:
+    """Pin `n_bytes` beforehand, in one piece, and return how many bytes were pinned.
+
+    If the pool has a free piece of that size, nothing is pinned and 0 is returned. Later leases take
+    their memory from there without a wait. Blocks until the memory is pinned.
+
+    Raises:
+        ValueError: `n_bytes` is negative, or more than 2**60.
+        MemoryError: the pool would exceed its limit, or the system has not that much memory.
+        RuntimeError: there is no accelerator, this is a forked child, or the driver refuses it.
+    """
+    wanted = operator.index(n_bytes)
+    if not 0 <= wanted <= _MOST_BYTES:
+        raise ValueError(f"n_bytes must be from 0 to 2**60; got {wanted}")
+    return _C.reserve_pinned(wanted, _accelerator())
+
+
+@keep_out_of_graphs("trim_pinned_memory()")
+def trim_pinned_memory() -> int:
+    """Return the pool's blocks that are wholly free to the system; return how many bytes they had.
+
+    Memory that is leased stays, and so does a block of which a part is leased.
+    """
+    return _C.trim_pinned()
+
+
+def _accelerator() -> torch.device:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        raise RuntimeError("there is no accelerator that could access pinned memory")
+    return device
