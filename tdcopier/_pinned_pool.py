@@ -79,8 +79,8 @@ def pinned_memory() -> PinnedMemoryUse:
 def reserve_pinned_memory(n_bytes: int) -> int:
     """Pin `n_bytes` beforehand, in one piece, and return how many bytes were pinned.
 
-    If the pool has a free piece of that size, nothing is pinned and 0 is returned. Later leases take
-    their memory from there without a wait. Blocks until the memory is pinned.
+    If the pool has a free piece of that size, nothing is pinned and 0 is returned. Later leases
+    take their memory from there without a wait. Blocks until the memory is pinned.
 
     Raises:
         ValueError: `n_bytes` is negative, or more than 2**60.

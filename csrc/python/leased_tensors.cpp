@@ -55,6 +55,17 @@ std::optional<int64_t> allocated_bytes(const Stats& stats) {
   }
 }
 
+// Returns the memory of torch's pinned allocator; nullopt if it does not tell.
+std::optional<int64_t> bytes_of_torch() {
+  const auto type = at::getAccelerator();
+  if (!type) return 0;
+  try {
+    return allocated_bytes(at::getHostAllocator(*type)->get_stats());
+  } catch (const c10::Error&) {  // a backend that has none
+    return 0;
+  }
+}
+
 }  // namespace
 
 LeasedTensors::LeasedTensors(const std::vector<uint64_t>& sizes, py::handle device) {
@@ -90,14 +101,12 @@ uint64_t trim_pinned() {
 py::tuple pinned_use() {
   PinnedPool::Bytes pool{};
   uint64_t staging = 0;
-  std::optional<int64_t> torchs = 0;
+  std::optional<int64_t> torchs;
   {
     const py::gil_scoped_release no_gil;
     pool = PinnedPool::get().bytes();
     staging = Accelerator::staging_bytes_of_all();
-    if (const auto type = at::getAccelerator()) {
-      torchs = allocated_bytes(at::getHostAllocator(*type)->get_stats());
-    }
+    torchs = bytes_of_torch();
   }
   return py::make_tuple(pool.leased, pool.free, PinnedPool::limit_bytes(), staging, torchs);
 }

@@ -15,7 +15,7 @@ namespace tdcopier {
 
 class LeaseWork;
 
-// Tensors of uint8 of given sizes, in memory of the PinnedPool. A tensor lies within one
+// Tensors of uint8 of given sizes, in memory of the PinnedPool. Each tensor is part of one
 // registration, as transfers demand, and has a storage of its own: it is saved, pickled and shared
 // alone, and moves to other memory when it grows. Its memory goes back to the pool with the last
 // reference. Thread: any.
@@ -26,7 +26,7 @@ class PinnedLease {
   // PinnedPool::take(). GIL: must not be held, as for all members. Throws: PinnedMemoryError;
   // Interrupted.
   PinnedLease(c10::Device device, const std::vector<uint64_t>& sizes);
-  // Gives back what next() has not returned. What workers are making is returned as they stop.
+  // Gives back what next() has not returned. Blocks in the making follow as workers stop.
   ~PinnedLease();
   PinnedLease(const PinnedLease&) = delete;
   PinnedLease& operator=(const PinnedLease&) = delete;

@@ -1,0 +1,528 @@
+"""Pinned memory from the pool: what is leased, when it comes back, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import run_python
+
+import tdcopier
+from tdcopier import _C
+from tdcopier._pinned_pool import lease
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MIB = 1 << 20
+LIMIT = tdcopier.pinned_memory().limit_bytes
+
+
+@pytest.fixture(autouse=True)
+def all_comes_back(device: str) -> Iterator[None]:
+    tdcopier.trim_pinned_memory()
+    yield
+    gc.collect()
+    tdcopier.set_pinned_limit_bytes(LIMIT)
+    torch.get_device_module(device).synchronize()
+    _C.settle()
+    assert tdcopier.pinned_memory().leased_bytes == 0
+    tdcopier.trim_pinned_memory()
+    assert tdcopier.pinned_memory().free_bytes == 0
+
+
+def used() -> tuple[int, int]:
+    now = tdcopier.pinned_memory()
+    return now.leased_bytes, now.free_bytes
+
+
+# ---- what is leased ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [],
+        [0],
+        [0, 0, 5, 0],
+        [1],
+        [PAGE, PAGE + 1, 3],
+        [7 * i for i in range(300)],
+        [16 * MIB, 3, 5, 17 * MIB + 1, 20 * MIB],
+        [8 * MIB] * 12,
+    ],
+    ids=lambda sizes: f"{len(sizes)} of {sum(sizes)}",
+)
+def test_a_lease_yields_pinned_bytes_of_each_size_in_order(device, sizes):
+    leased = list(lease(sizes))
+    assert [tensor.numel() for tensor in leased] == sizes
+    for number, tensor in enumerate(leased):
+        assert tensor.dtype == torch.uint8
+        assert tensor.untyped_storage().nbytes() == tensor.numel()
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.numel() < 16 * MIB or tensor.data_ptr() % PAGE == 0
+        assert tensor.numel() == 0 or tensor.is_pinned()
+        tensor.fill_(number % 256)
+    assert all(bool(tensor.eq(i % 256).all()) for i, tensor in enumerate(leased))
+
+
+def test_large_sizes_take_their_exact_size(device):
+    leased = list(lease([16 * MIB + 1, 33 * MIB]))
+    assert used() == (16 * MIB + PAGE + 33 * MIB, 0)
+    del leased
+
+
+def test_sizes_come_from_any_iterable_and_are_checked(device):
+    assert [t.numel() for t in lease(iter((3, 4)))] == [3, 4]
+    for bad in ([-1], [3, 1 << 61], [1 << 59] * 3):
+        with pytest.raises(ValueError, match="sizes_bytes must not be negative"):
+            lease(bad)
+    with pytest.raises(TypeError):
+        lease([1.5])
+
+
+def test_leased_tensors_are_plain_tensors_also_in_inference_mode(device):
+    with torch.inference_mode():
+        (leased,) = lease([100])
+    assert not leased.is_inference()
+    assert leased.view(torch.float32).shape == (25,)
+
+
+@pytest.mark.parametrize("size", [5 * MIB, 16 * MIB])
+def test_copies_read_and_write_leased_memory_in_one_transfer(device, size):
+    """Staged, they would take one for each staging buffer."""
+    (leased,) = lease([size])
+    leased.random_(0, 256)
+    sent = tdcopier.start_copy([leased], device)
+    assert sent.get()[0].cpu().equal(leased)
+    assert sent.stats.transfers == 1
+    (arrived,) = lease([size])
+    received = tdcopier.start_copy_into(sent.get(), [arrived])
+    received.get()
+    assert arrived.equal(leased)
+    assert received.stats.transfers == 1
+
+
+def test_a_lease_within_a_shared_piece_is_transferred_too(device):
+    leased = list(lease([3 * MIB + 5] * 10))
+    for number, tensor in enumerate(leased):
+        tensor.fill_(number)
+    for number, tensor in enumerate(tdcopier.copy(leased, device)):
+        assert tensor.cpu().eq(number).all()
+
+
+def test_a_leased_tensor_is_saved_pickled_shared_and_grown_alone(device):
+    first, second = lease([1000, 1000])
+    first.fill_(1)
+    second.fill_(2)
+    file = io.BytesIO()
+    torch.save(first, file)
+    assert len(file.getvalue()) < 4000
+    assert torch.load(io.BytesIO(file.getvalue())).equal(first)
+    assert pickle.loads(pickle.dumps(first)).equal(first)
+    first.resize_(5000)
+    assert first[:1000].eq(1).all()
+    assert not first.is_pinned()
+    assert second.eq(2).all()
+    second.share_memory_()
+    assert second.eq(2).all()
+    gc.collect()
+    assert used()[0] == 0
+
+
+# ---- when memory comes back ----------------------------------------------------------------------
+
+
+def test_a_dropped_tensors_memory_is_leased_again(device):
+    (tensor,) = lease([20 * MIB])
+    address = tensor.data_ptr()
+    del tensor
+    assert used() == (0, 20 * MIB)
+    (tensor,) = lease([20 * MIB - 5])
+    assert tensor.data_ptr() == address
+    assert used() == (20 * MIB, 0)
+
+
+def test_views_keep_the_memory(device):
+    (tensor,) = lease([20 * MIB])
+    view = tensor.view(torch.int64)[10:20]
+    del tensor
+    assert used() == (20 * MIB, 0)
+    del view
+    assert used() == (0, 20 * MIB)
+
+
+def test_sizes_that_share_a_piece_come_back_with_the_last_of_them(device):
+    leased = list(lease([100, 200, 300]))
+    del leased[0], leased[0]
+    assert used() == (PAGE, 0)
+    del leased[0]
+    assert used() == (0, PAGE)
+
+
+def test_the_same_sizes_again_need_no_new_memory(device):
+    sizes = [3 * MIB] * 30 + [16 * MIB, 40 * MIB, 16 * MIB, 5]
+    random.Random(3).shuffle(sizes)
+    list(lease(sizes))
+    _, free = used()
+    for _ in range(3):
+        leased = list(lease(sizes))
+        assert used() == (free, 0)
+        del leased
+
+
+def test_the_free_block_that_fits_best_is_taken(device):
+    leased = list(lease([64 * MIB, 17 * MIB, 32 * MIB]))
+    addresses = [tensor.data_ptr() for tensor in leased]
+    del leased
+    (fits_best,) = lease([30 * MIB])
+    assert fits_best.data_ptr() == addresses[2]
+    large, small = lease([60 * MIB, 2 * MIB])
+    assert large.data_ptr() == addresses[0]
+    assert small.data_ptr() == addresses[2] + 30 * MIB
+
+
+def test_an_iterator_that_is_dropped_gives_the_rest_back(device):
+    tensors = lease([MIB] * 70 + [20 * MIB] * 5)
+    first = next(tensors)
+    del tensors
+    _C.settle()  # workers have stopped
+    assert used()[0] < 90 * MIB  # the first's piece
+    first.fill_(3)
+    assert first.eq(3).all()
+    del first
+    assert used()[0] == 0
+
+
+def test_memory_is_not_leased_again_while_a_device_reads_it(device, accelerator, stall):
+    size = 2 * MIB
+    (tensor,) = lease([size])
+    address = tensor.data_ptr()
+    tensor.fill_(1)
+    with stall(accelerator.current_stream()):
+        copied = tensor.to(device, non_blocking=True)
+        del tensor
+        assert used() == (size, 0)
+        (other,) = lease([size])
+        assert other.data_ptr() != address
+        other.fill_(9)
+    accelerator.synchronize()
+    assert copied.cpu().eq(1).all()
+    assert used() == (size, size)
+
+
+def test_a_job_keeps_leased_sources_until_the_device_has_read_them(device, copy_stream, stall):
+    size = 2 * MIB
+    (tensor,) = lease([size])
+    tensor.fill_(1)
+    with stall(copy_stream):
+        handle = tdcopier.start_copy([tensor], device)
+        del tensor
+        (other,) = lease([size])
+        other.fill_(9)
+    assert handle.get()[0].cpu().eq(1).all()
+    assert other.eq(9).all()
+
+
+def test_a_job_keeps_leased_destinations_until_it_is_done(device, reading_stream, stall):
+    size = 2 * MIB
+    (tensor,) = lease([size])
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    with stall(reading_stream):
+        handle = tdcopier.start_copy_into([source], [tensor])
+        del tensor, handle
+        (other,) = lease([size])
+        other.fill_(9)
+    reading_stream.synchronize()
+    _C.settle()
+    assert other.eq(9).all()
+
+
+def test_pinning_leased_memory_in_place_keeps_it_leased(device):
+    (tensor,) = lease([5 * MIB])
+    with tdcopier.pin_memory_([tensor], device):
+        del tensor
+        gc.collect()
+        assert used() == (5 * MIB, 0)
+    gc.collect()
+    assert used() == (0, 5 * MIB)
+    (tensor,) = lease([5 * MIB])
+    assert tensor.is_pinned()
+
+
+@pytest.mark.sim
+@pytest.mark.hazardous  # detects by itself
+def test_memory_is_unpinned_after_all_copies(sim, device):
+    with sim.detect():
+        for size in (MIB, 3 * MIB):
+            (tensor,) = lease([size])
+            handle = tdcopier.start_copy([tensor.fill_(1)], device)
+            del tensor
+            tdcopier.trim_pinned_memory()
+            tdcopier.start_copy_into(handle.get(), list(lease([size])))
+            tdcopier.trim_pinned_memory()
+    assert handle.get()[0].cpu().eq(1).all()
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def test_a_lease_over_the_limit_is_refused_with_figures_and_leases_nothing(device):
+    tdcopier.set_pinned_limit_bytes(40 * MIB)
+    kept = list(lease([20 * MIB]))
+    with pytest.raises(MemoryError, match=f"{21 * MIB} bytes .* limit of {40 * MIB} bytes: ") as no:
+        lease([MIB, 20 * MIB])
+    assert f"{20 * MIB} are leased" in str(no.value)
+    assert used() == (20 * MIB, 0)
+    kept += lease([20 * MIB])
+    assert used() == (40 * MIB, 0)
+
+
+def test_free_blocks_make_room_for_a_lease_that_they_do_not_fit(device):
+    tdcopier.set_pinned_limit_bytes(60 * MIB)
+    list(lease([20 * MIB, 30 * MIB]))
+    assert used() == (0, 50 * MIB)
+    (tensor,) = lease([40 * MIB])
+    assert used() == (40 * MIB, 20 * MIB)
+    del tensor
+
+
+def test_at_the_limit_a_lease_waits_for_memory_that_a_device_still_reads(
+    device, accelerator, stall
+):
+    tdcopier.set_pinned_limit_bytes(20 * MIB)
+    (tensor,) = lease([20 * MIB])
+    got: list[Any] = []
+    taker = threading.Thread(target=lambda: got.extend(lease([20 * MIB])))
+    with stall(accelerator.current_stream()):
+        copied = tensor.fill_(1).to(device, non_blocking=True)
+        del tensor
+        taker.start()
+        assert got == []
+    taker.join()
+    got[0].fill_(2)
+    assert copied.cpu().eq(1).all()
+    got.clear()
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 61])
+def test_reserved_bytes_are_checked(device, bad):
+    with pytest.raises(ValueError, match=f"n_bytes must be from 0 .*{bad}"):
+        tdcopier.reserve_pinned_memory(bad)
+
+
+def test_a_negative_limit_is_refused(device):
+    with pytest.raises(ValueError, match="must not be negative; got -1"):
+        tdcopier.set_pinned_limit_bytes(-1)
+
+
+def test_reserved_memory_is_leased_first(device):
+    assert tdcopier.reserve_pinned_memory(50 * MIB - 5) == 50 * MIB
+    assert tdcopier.reserve_pinned_memory(50 * MIB) == 0
+    assert used() == (0, 50 * MIB)
+    leased = list(lease([20 * MIB, 5, 29 * MIB]))
+    assert used() == (49 * MIB + PAGE, MIB - PAGE)
+    del leased
+    assert used() == (0, 50 * MIB)
+    assert tdcopier.trim_pinned_memory() == 50 * MIB
+    tdcopier.set_pinned_limit_bytes(MIB)
+    with pytest.raises(MemoryError):
+        tdcopier.reserve_pinned_memory(2 * MIB)
+
+
+def test_trim_leaves_blocks_of_which_a_part_is_leased(device):
+    tdcopier.reserve_pinned_memory(50 * MIB)
+    (tensor,) = lease([20 * MIB])
+    tensor.fill_(1)
+    list(lease([40 * MIB]))
+    assert tdcopier.trim_pinned_memory() == 40 * MIB
+    assert used() == (20 * MIB, 30 * MIB)
+    assert tensor.is_pinned()
+    assert tdcopier.copy(tensor, device).cpu().eq(1).all()
+    del tensor
+    assert tdcopier.trim_pinned_memory() == 50 * MIB
+    assert tdcopier.trim_pinned_memory() == 0
+
+
+def test_the_use_includes_staging_and_torchs_memory(device):
+    tdcopier.copy(torch.zeros(3 * MIB), device)
+    kept = torch.zeros(5 * MIB, dtype=torch.uint8).pin_memory()
+    now = tdcopier.pinned_memory()
+    assert now.staging_bytes >= tdcopier.staging_bytes(device) > 0
+    assert now.torch_bytes is None or now.torch_bytes >= now.staging_bytes + kept.numel()
+    assert now.limit_bytes == LIMIT > 0
+
+
+def test_the_environment_sets_the_limit():
+    program = "import tdcopier; print(tdcopier.pinned_memory().limit_bytes)"
+    assert run_python(program, TDCOPIER_PINNED_LIMIT_BYTES="12345").split() == ["12345"]
+
+
+# ---- threads, forks, the end ---------------------------------------------------------------------
+
+
+def test_threads_lease_and_drop_at_the_same_time(device):
+    failures: list[object] = []
+
+    def work(number: int) -> None:
+        pick = random.Random(number)
+        kept: list[torch.Tensor] = []
+        for _ in range(30):
+            sizes = [pick.choice([1, PAGE, MIB, 17 * MIB]) for _ in range(pick.randrange(1, 4))]
+            for tensor in lease(sizes):
+                tensor[:1] = tensor[-1:] = number
+                kept.append(tensor)
+            if pick.random() < 0.3:
+                tdcopier.trim_pinned_memory()
+            pick.shuffle(kept)
+            failures.extend(t for t in kept if t[0] != number or t[-1] != number)
+            del kept[2:]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_threads_share_an_iterator(device):
+    tensors = lease([MIB] * 100)
+    got: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: got.extend(tensors)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({tensor.data_ptr() for tensor in got}) == 100
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_child_reads_leased_memory_and_leaves_it_to_its_parent(device):
+    (tensor,) = lease([2 * MIB])
+    unfinished = [lease([MIB] * 3)]
+    tensor.fill_(4)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert tensor[-1].item() == 4
+            for call in (lambda: lease([5]), lambda: next(unfinished[0])):
+                try:
+                    call()
+                except RuntimeError:
+                    continue
+                raise AssertionError
+            del tensor
+            unfinished.clear()
+            gc.collect()
+            assert used() == (0, 0)
+            assert tdcopier.trim_pinned_memory() == 0
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert used()[0] == 5 * MIB
+    assert tdcopier.copy(tensor, device).cpu().eq(4).all()
+    assert sum(t.numel() for t in unfinished[0]) == 3 * MIB
+
+
+PROGRAM = """
+import torch, tdcopier
+from tdcopier import _C, sim
+from tdcopier._pinned_pool import lease
+sim.enable(devices=2)
+"""
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "last",
+    [
+        "torch.kept = list(lease([1 << 20, 1 << 25]))",
+        "torch.kept = lease([1 << 25] * 3); next(torch.kept)",
+        "torch.kept = tdcopier.start_copy(list(lease([1 << 25])), 'sim:0')",
+        "import atexit; atexit.register(lambda: print(len(list(lease([1 << 20, 1 << 25])))))",
+    ],
+)
+def test_the_interpreter_ends_with_leases_alive(last):
+    assert run_python(PROGRAM + last).split() in ([], ["2"])
+
+
+@pytest.mark.sim
+def test_leases_work_where_no_thread_can_be_started():
+    run_python(
+        PROGRAM
+        + """
+faults = [sim.fail_thread(n) for n in range(1, 100)]
+leased = list(lease([5, 20 << 20, 100]))
+assert [tensor.numel() for tensor in leased] == [5, 20 << 20, 100]
+assert all(tensor.is_pinned() for tensor in leased)
+"""
+    )
+
+
+def test_without_an_accelerator_leases_are_refused_and_the_use_is_told():
+    run_python(
+        """
+import torch, tdcopier
+from tdcopier._pinned_pool import lease
+assert tdcopier.pinned_memory().leased_bytes == 0
+assert tdcopier.trim_pinned_memory() == 0
+for call in (lambda: lease([5]), lambda: tdcopier.reserve_pinned_memory(5)):
+    try:
+        call()
+    except RuntimeError as error:
+        assert "no accelerator" in str(error) or "CUDA" in str(error), error
+    else:
+        raise SystemExit("no error")
+""",
+        CUDA_VISIBLE_DEVICES="",
+    )
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_refusal_to_pin_a_block_leaves_earlier_leases_usable(sim, device, n):
+    got: list[torch.Tensor] = []
+    refused = rf"a block of {17 * MIB} bytes cannot be pinned for sim:0: the system cannot lock"
+    with sim.fail_pinned_allocation(n):
+        tensors = lease([17 * MIB] * 3)
+        with pytest.raises(RuntimeError, match=refused):
+            got.extend(tensors)
+    assert len(got) < 3
+    assert list(tensors) == []
+    for tensor in got:
+        assert tdcopier.copy(tensor.fill_(5), device).cpu().eq(5).all()
+    _C.settle()
+    assert used()[0] == len(got) * 17 * MIB
+    assert len(list(lease([17 * MIB] * 3))) == 3
+
+
+@pytest.mark.sim
+def test_a_failed_reservation_leaves_nothing(sim, device):
+    with sim.fail_pinned_allocation(1), pytest.raises(RuntimeError, match="cannot be pinned"):
+        tdcopier.reserve_pinned_memory(MIB)
+    _C.settle()
+    assert used() == (0, 0)
+
+
+@pytest.mark.sim
+def test_memory_that_no_event_guards_is_not_leased_again_until_one_does(sim, device, stall):
+    (tensor,) = lease([2 * MIB])
+    with stall(torch.sim.current_stream(device)):
+        copied = tensor.fill_(1).to(device, non_blocking=True)
+        with sim.fail_event_record(1):
+            del tensor
+        (other,) = lease([2 * MIB])
+        other.fill_(9)
+    assert copied.cpu().eq(1).all()
