@@ -98,17 +98,12 @@ class LeaseWork {
   }
 
   ~LeaseWork() {
+    give_back_ready();
     if (generation_ != fork_generation()) return;
-    PinnedPool& pool = PinnedPool::get();
-    for (size_t i = begun_; i < states_.size(); ++i) {
-      const size_t bytes = plan_.pieces[i].bytes;
-      if (bytes == 0) continue;
-      if (states_[i].address != 0) {
-        pool.give_back({states_[i].address, bytes});
-      } else {
-        states_[i].memory = {};
-        pool.cancel(bytes);
-      }
+    for (size_t i = 0; i < states_.size(); ++i) {
+      if (states_[i].is_ready) continue;
+      states_[i].memory = {};
+      PinnedPool::get().cancel(plan_.pieces[i].bytes);
     }
   }
   LeaseWork(const LeaseWork&) = delete;
@@ -124,6 +119,18 @@ class LeaseWork {
 
   // Claims no more slices; those that are claimed are made.
   void stop() noexcept { is_stopped_ = true; }
+
+  // Gives back the pieces that are ready and that next() has not begun. It returns none any more.
+  void give_back_ready() noexcept {
+    if (generation_ != fork_generation()) return;
+    const std::lock_guard lock(mutex_);
+    for (size_t i = begun_; i < states_.size(); ++i) {
+      const uintptr_t begin = std::exchange(states_[i].address, 0);
+      if (begin != 0) PinnedPool::get().give_back({begin, plan_.pieces[i].bytes});
+    }
+    next_ = sizes_.size();
+    current_ = nullptr;
+  }
 
   // Without workers, the thread that waits makes the memory.
   void set_has_workers() { has_workers_ = true; }
@@ -294,9 +301,13 @@ std::shared_ptr<LeaseWork> PinnedLease::work() {
 
 void PinnedLease::end() noexcept {
   std::shared_ptr<LeaseWork> ended;
-  const std::lock_guard lock(mutex_);
-  ended.swap(work_);
-  if (ended) ended->stop();
+  {
+    const std::lock_guard lock(mutex_);
+    ended.swap(work_);
+  }
+  if (!ended) return;
+  ended->stop();
+  ended->give_back_ready();
 }
 
 std::optional<at::Tensor> PinnedLease::next() {
