@@ -49,6 +49,7 @@ MODULES = {
     "company": "company",
     "asyncio": "event_loop",
     "cold": "cold",
+    "pinning": "pinning",
     "tensordict": "tensordicts",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and

@@ -121,6 +121,21 @@ def cold(result: Found) -> list[str]:
     return [grouped(header, copies.items())]
 
 
+def pinning(result: Found) -> list[str]:
+    """Return a table of requests and ways: time to the first and to the last tensor."""
+
+    def rows(found: Found) -> Iterator[list[str]]:
+        for way, states in found["times"].items():
+            held = size(found["held_bytes"][way])
+            for state, times in states.items():
+                figures = (number(times[key]) for key in ("first_ms", "all_ms", "slowest_ms"))
+                yield [f"{way_cell(way, found['wrong'][way])}, {state}", *figures, held]
+
+    header = ["request", "way", "first tensor, ms", "all, ms", "slowest, ms", "memory held"]
+    groups = ((name, rows(found)) for name, found in result["requests"].items())
+    return [grouped(header, groups)]
+
+
 # ---- loops ---------------------------------------------------------------------------------------
 
 
@@ -374,6 +389,7 @@ def event_loop(result: Found) -> list[str]:
 TABLES: dict[str, Callable[[Found], list[str]]] = {
     **dict.fromkeys(DIRECTIONS, copies),
     "cold": cold,
+    "pinning": pinning,
     "loop": loop,
     "replay": replay,
     "gather": gather,

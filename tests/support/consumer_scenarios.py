@@ -10,6 +10,7 @@ from scenario_world import ScenarioWorld, Tree, small_limits
 from scheduled_reader import scheduled_reader
 
 import tdcopier
+from tdcopier._pinned_pool import lease
 
 
 def one_result_for_three_streams(world: ScenarioWorld) -> None:
@@ -173,6 +174,39 @@ def a_leaf_of_a_host_result_is_sent_by_torch(world: ScenarioWorld) -> None:
             world.expect([moved.cpu()], [leaf])
 
 
+def leased_memory_is_sent_by_torch(world: ScenarioWorld) -> None:
+    """Torch's own H2D from the pool: memory is not leased again before it has been read."""
+    device = world.devices[0]
+    tdcopier.trim_pinned_memory()
+    sent = []
+    with world.on(world.stream(device)):
+        for _ in range(3):
+            batch = world.batch((40,))
+            (leased,) = lease([160])
+            leased = leased.view(torch.int32).copy_(batch[0])
+            sent.append((leased.to(device, non_blocking=True), batch[0]))
+            del leased
+        for moved, leaf in sent:
+            world.expect([moved], [leaf])
+
+
+def leased_memory_is_filled(world: ScenarioWorld) -> None:
+    """D2H into the pool: a job keeps leased memory until it has arrived, also if it is dropped."""
+    device = world.devices[0]
+    tdcopier.trim_pinned_memory()
+    with world.on(world.stream(device)):
+        for _ in range(2):
+            batch = world.batch((40, 70))
+            source = world.write(device, batch)
+            leased = [each.view(torch.int32) for each in lease([160, 280])]
+            tdcopier.start_copy_into(source, leased)
+            handle = tdcopier.start_copy_into(source, leased)
+            del leased
+            others = [each.view(torch.int32).fill_(7) for each in lease([160, 280])]
+            handle.get()
+            world.expect(others, [torch.full_like(leaf, 7) for leaf in batch])
+
+
 CONSUMERS = (
     one_result_for_three_streams,
     delegated_leaves_for_another_stream,
@@ -183,4 +217,6 @@ CONSUMERS = (
     an_empty_leaf_of_a_result_is_grown,
     a_leaf_on_the_host_is_grown,
     a_leaf_of_a_host_result_is_sent_by_torch,
+    leased_memory_is_sent_by_torch,
+    leased_memory_is_filled,
 )

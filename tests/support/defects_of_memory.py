@@ -54,6 +54,14 @@ MEMORY: dict[str, Defect] = {
         "AssertionError",
         "reused",
     ),
+    "leased_memory_reused_early": Defect(
+        "Lifetime",
+        "engine/device/pinned_pool.cpp",
+        "      if (stream.query()) continue;\n",
+        "      if ({defect} || stream.query()) continue;\n",
+        "leased_memory_is_sent_by_torch",
+        "AssertionError",
+    ),
     "staging_reused_early": Defect(
         "Lifetime",
         "engine/device/staging_ring.cpp",
