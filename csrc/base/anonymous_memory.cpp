@@ -66,7 +66,7 @@ AnonymousMemory::~AnonymousMemory() {
 void populate(std::span<std::byte> part, Advise advise) {
   while (advise(part.data(), part.size(), kPopulateWrite) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
-    if (errno != EINVAL && errno != ENOSYS) throw std::bad_alloc();
+    if (errno == ENOMEM || errno == EFAULT || errno == EHWPOISON) throw std::bad_alloc();
     for (size_t at = 0; at < part.size(); at += page_bytes()) {
       volatile std::byte& first = part[at];
       first = std::byte{first};

@@ -32,7 +32,7 @@ class AnonymousMemory {
 using Advise = int (*)(void*, size_t, int);
 
 // Makes the pages of a part, in whole pages, of an AnonymousMemory: by MADV_POPULATE_WRITE, or by
-// writing to each page if the kernel is older than that. The bytes of pages that exist stay.
+// writing to each page if the kernel does not know that. The bytes of pages that exist stay.
 // Thread: any, for different parts at the same time. Throws: std::bad_alloc if the system refuses
 // the pages. Without overcommit limits a system that has no more memory ends the process instead.
 void populate(std::span<std::byte> part, Advise advise = ::madvise);

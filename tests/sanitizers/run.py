@@ -30,7 +30,10 @@ LIBRARIES = {
 TESTS = [
     *(f"copy/test_{name}.py" for name in ("threads", "lifetime", "wait_staged", "order", "faults")),
     *(f"copy/test_{name}.py" for name in ("bounds", "device_sources", "pin_memory", "prepared")),
-    *(f"copy/test_{name}.py" for name in ("pinned_memory_changes", "small_pinned_leaves")),
+    *(
+        f"copy/test_{name}.py"
+        for name in ("pinned_memory_changes", "small_pinned_leaves", "pinned_pool")
+    ),
     "rows",
 ]
 FOUND = 66  # the exit code for a finding; pytest would swallow the output
