@@ -474,6 +474,10 @@ faults = [sim.fail_thread(n) for n in range(1, 100)]
 leased = list(lease([5, 20 << 20, 100]))
 assert [tensor.numel() for tensor in leased] == [5, 20 << 20, 100]
 assert all(tensor.is_pinned() for tensor in leased)
+others = lease([20 << 20] * 4)
+assert next(others).numel() == 20 << 20
+del leased, others
+assert tdcopier.pinned_memory().leased_bytes == 0
 """
     )
 

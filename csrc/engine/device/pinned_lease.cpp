@@ -194,7 +194,7 @@ class LeaseWork {
   }
 
   void wait(std::unique_lock<Mutex>& lock) {
-    if (has_workers_) return changed_.wait(lock);
+    if (has_workers_ || next_slice_ >= slices_.size()) return changed_.wait(lock);
     lock.unlock();
     make_one();
     lock.lock();
