@@ -18,6 +18,7 @@
 
 #include "base/anonymous_memory.h"
 #include "base/fork_generation.h"
+#include "base/interleaver.h"
 #include "base/monitor.h"
 #include "base/piece_plan.h"
 #include "engine/device/graph_capture.h"
@@ -281,7 +282,8 @@ class LeaseWork {
 
 PinnedLease::PinnedLease(c10::Device device, const std::vector<uint64_t>& sizes)
     : work_(std::make_shared<LeaseWork>(device, sizes)) {
-  if (work_->slices() == 0) return;
+  // A deterministic schedule has no threads for this: the thread that waits makes the memory.
+  if (work_->slices() == 0 || is_interleaved()) return;
   ThreadPool& workers = pinning_workers();
   const size_t count = std::min(workers.workers(), work_->slices());
   const auto make = [work = work_] { work->make_all(); };

@@ -118,7 +118,6 @@ void rest_workers() {
 
 size_t wake_workers() {
   staging_workers();
-  pinning_workers();
   reclaimer_thread();
   if (const auto type = at::getAccelerator()) {
     const c10::DeviceIndex devices = c10::impl::VirtualGuardImpl(*type).deviceCount();
