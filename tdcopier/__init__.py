@@ -5,7 +5,8 @@ is done. `start_copy` and `copy` copy to new memory, and `async_to` and `to` are
 names that TensorDict users expect. `start_copy_into` and `copy_into` copy into an existing tree.
 `start_gather` and `gather` read rows of a storage; `start_scatter` and `scatter` write them.
 `prefetch` reads batches and copies them ahead of a loop. `pin_memory_` pins memory that exists.
-`explain` lists what a copy does with each value.
+`park` moves the memory of a model or an optimizer to the host and back, in place, and `snapshot`
+copies it beside training. `explain` lists what a copy does with each value.
 """
 
 import importlib
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from tdcopier._collate import collate
     from tdcopier._commands.info_facts import info
     from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
+    from tdcopier._park.park import Parked, park, parked
+    from tdcopier._park.snapshot import Snapshot, snapshot
+    from tdcopier._park.stager import SnapshotStager
     from tdcopier._pin_memory import PinnedMemory, pin_memory_
     from tdcopier._pinned_pool import (
         PinnedMemoryUse,
@@ -63,11 +67,14 @@ __all__ = [
     "ExplainedLeaf",
     "Explanation",
     "InternalError",
+    "Parked",
     "PinnedMemory",
     "PinnedMemoryUse",
     "PrefetchStats",
     "Prefetcher",
     "PreparedCopy",
+    "Snapshot",
+    "SnapshotStager",
     "SourceModifiedError",
     "StepTimes",
     "UnknownTypeWarning",
@@ -80,6 +87,8 @@ __all__ = [
     "gather",
     "info",
     "install_tensordict_backend",
+    "park",
+    "parked",
     "pin_memory_",
     "pinned_memory",
     "prefetch",
@@ -93,6 +102,7 @@ __all__ = [
     "set_run_ahead_limit",
     "set_staging_limit_bytes",
     "sim",
+    "snapshot",
     "staging_bytes",
     "start_copy",
     "start_copy_into",
@@ -109,6 +119,9 @@ _WHEN_ASKED_FOR = {
     "tdcopier._collate": ("collate",),
     "tdcopier._commands.info_facts": ("info",),
     "tdcopier._explain": ("ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"),
+    "tdcopier._park.park": ("Parked", "park", "parked"),
+    "tdcopier._park.snapshot": ("Snapshot", "snapshot"),
+    "tdcopier._park.stager": ("SnapshotStager",),
     "tdcopier._pin_memory": ("PinnedMemory", "pin_memory_"),
     "tdcopier._pinned_pool": (
         "PinnedMemoryUse",

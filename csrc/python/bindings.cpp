@@ -36,6 +36,7 @@
 #include "python/row_leaves.h"
 #include "python/sources.h"
 #include "python/start_copy.h"
+#include "python/storage_memory.h"
 #include "python/torch_state.h"
 #include "python/torch_version.h"
 #include "python/value_kind.h"
@@ -49,6 +50,7 @@ using tdcopier::OnUnknown;
 using tdcopier::PinnedMemory;
 using tdcopier::PreparedCopy;
 using tdcopier::Sending;
+using tdcopier::StorageMemory;
 
 // Turns c10's errors into torch's own Python exceptions, for example torch.OutOfMemoryError.
 template <typename Function>
@@ -218,6 +220,7 @@ may await, several times. If a task is cancelled, the copy continues.
 Raises:
     Exception: as `get`.
     RuntimeError: no event loop is running.)")
+      .def("_enqueued", guarded(&Handle::enqueued))
       .def("_send_if_staged", &Handle::send_if_staged)
       .def("_is_wait_instant", &Handle::is_wait_instant)
       .def("_refuse_in_child", &Handle::refuse_in_child)
@@ -243,8 +246,13 @@ Raises:
                            {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
                            use_background_thread};
       }))
-      .def("with_on_unknown", [](CopyOptions options, OnUnknown on_unknown) {
-        options.on_unknown = on_unknown;
+      .def("with_on_unknown",
+           [](CopyOptions options, OnUnknown on_unknown) {
+             options.on_unknown = on_unknown;
+             return options;
+           })
+      .def("reading_pinned_in_place", [](CopyOptions options) {
+        options.reads_pinned_in_place = true;
         return options;
       });
   m.def("start_copy", guarded(&tdcopier::start_copy));
@@ -313,6 +321,22 @@ Raises:
   m.def("trim_pinned", guarded(&tdcopier::trim_pinned));
   m.def("pinned_use", guarded(&tdcopier::pinned_use));
   m.def("set_pinned_limit_bytes", &tdcopier::PinnedPool::set_limit_bytes);
+
+  py::class_<StorageMemory>(m, "StorageMemory")
+      .def(py::init([](const py::list& tensors) {
+        return with_torch_errors([&] { return std::make_unique<StorageMemory>(tensors); });
+      }))
+      .def_property_readonly("numbers", &StorageMemory::numbers)
+      .def_property_readonly("sizes_bytes", &StorageMemory::sizes_bytes)
+      .def("tensors",
+           [](const StorageMemory& self) {
+             return with_torch_errors([&] { return self.tensors(); });
+           })
+      .def("take_out", guarded(&StorageMemory::take_out))
+      .def("are_waiting", &StorageMemory::are_waiting)
+      .def("put_in", guarded(&StorageMemory::put_in))
+      .def("release_kept", &StorageMemory::release_kept)
+      .def_property_readonly("is_out", &StorageMemory::is_out);
 
   m.def("pairs_with_paths", guarded(&pairs_with_paths));
   m.def("forget_rules", &tdcopier::forget_rules);

@@ -53,6 +53,9 @@ class GroupFill {
     if (!in_place_) access.reset();
     IntoPlan plan = target_.is_cpu() || in_place_ ? plan_on_host(group.pairs.leaves)
                                                   : make_into_plan(group.pairs, kMaxGatheredBytes);
+    if (source_.is_cpu() && !target_.is_cpu() && options.reads_pinned_in_place) {
+      group.pairs.leaves.find_pinned();
+    }
     work_ = {std::make_shared<const LeafTable>(std::move(group.pairs.leaves)),
              std::make_shared<const PackPlan>(std::move(plan.pack)), std::move(group.sources)};
     work_.destinations = std::move(group.pairs.destinations);
@@ -117,7 +120,8 @@ class GroupFill {
     window_bytes.first = window_bytes.most;
     return std::make_shared<HostToDeviceJob>(
         accelerator, std::move(work_),
-        HostToDeviceOptions{options_.use_pinned_staging, window_bytes});
+        HostToDeviceOptions{options_.use_pinned_staging, window_bytes,
+                            options_.reads_pinned_in_place});
   }
 
   std::shared_ptr<CopyJob> make_from_device() {

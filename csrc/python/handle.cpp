@@ -171,6 +171,14 @@ py::object Handle::wait(py::handle stream_or_none) {
   return result_;
 }
 
+py::object Handle::enqueued() {
+  wait_enqueued();
+  wait_stopped_if_failed();
+  raise_if_failed();
+  build_once();
+  return result_;
+}
+
 // Returns the streams in the order of the jobs whose sources are on a device.
 std::vector<c10::Stream> Handle::producers() const {
   std::vector<c10::Stream> streams;

@@ -72,6 +72,9 @@ class Handle {
   pybind11::object get();
   pybind11::object wait(pybind11::handle stream);
   void wait_staged();
+  // Returns the result as soon as every transfer is enqueued, which is before its bytes arrive.
+  // Throws what made the copy fail until then. Blocks: until it is enqueued.
+  pybind11::object enqueued();
   // Sends a deferred copy if it is completely staged. Returns whether all of it is now enqueued.
   // Never blocks.
   bool send_if_staged();

@@ -38,6 +38,9 @@ struct CopyOptions {
   PackOptions pack;
   bool use_background_thread;
   OnUnknown on_unknown = OnUnknown::kRefuseRoot;
+  // For start_copy_into() only: the device reads large pinned sources in place. No wait() holds the
+  // host for that, so the caller must not write to them before the copy is done.
+  bool reads_pinned_in_place = false;
 };
 
 // Starts a copy. Throws if the call itself is wrong; a failure of the copy is reported by the

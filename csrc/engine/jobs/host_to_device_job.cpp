@@ -20,8 +20,8 @@
 namespace tdcopier {
 namespace {
 
-bool any_read_in_place(const CopyWork& work, bool use_pinned_staging) {
-  return use_pinned_staging && work.result &&
+bool any_read_in_place(const CopyWork& work, const HostToDeviceOptions& options) {
+  return options.use_pinned_staging && (work.result || options.fills_in_place) &&
          std::any_of(work.plan->chunks.begin(), work.plan->chunks.end(),
                      [&](const ChunkPlan& c) { return is_straight(c, *work.plan, *work.leaves); });
 }
@@ -83,11 +83,11 @@ TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan
 HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
                                  const HostToDeviceOptions& options,
                                  std::optional<DeferredLease> batch)
-    : CopyJob(
-          target, stream_of(target, work),
-          any_read_in_place(work, options.use_pinned_staging) ? &stream_of(target, work) : nullptr,
-          target.device(), std::move(work)),
+    : CopyJob(target, stream_of(target, work),
+              any_read_in_place(work, options) ? &stream_of(target, work) : nullptr,
+              target.device(), std::move(work)),
       use_pinned_staging_(options.use_pinned_staging),
+      fills_in_place_(options.fills_in_place),
       generation_(fork_generation()),
       destinations_ready_(work_.result ? nullptr : target.record_current()),
       straight_(straight_chunks(leaves_, plan_, /*straight=*/read_stream_ != nullptr)),

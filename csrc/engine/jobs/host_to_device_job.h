@@ -29,6 +29,9 @@ bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& 
 struct HostToDeviceOptions {
   bool use_pinned_staging;
   WindowBytes window_bytes;  // a window fits in a staging buffer
+  // Existing memory is filled from pinned sources in place too. The caller promises not to write to
+  // them before the copy is done, so wait() does not hold the host until they have been read.
+  bool fills_in_place = false;
 };
 
 // Returns the transfers of a copy to new memory that is not deferred, if every staging buffer that
@@ -53,6 +56,7 @@ class HostToDeviceJob final : public CopyJob {
                   std::optional<DeferredLease> batch = std::nullopt);
 
   uint64_t host_bytes() const override { return host_bytes_; }
+  bool waits_hold_for_reads() const override { return !fills_in_place_; }
   size_t chunks() const override;
   void send() noexcept override;
 
@@ -79,6 +83,7 @@ class HostToDeviceJob final : public CopyJob {
   std::byte* address(size_t chunk) const;
 
   const bool use_pinned_staging_;
+  const bool fills_in_place_;
   const uint32_t generation_;           // of the process that made it: a forked child sends nothing
   const EventRef destinations_ready_;   // after the work on the caller's stream; null: new memory
   std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/device/byte_tensor.h"
+#include "engine/device/pinned_ranges.h"
 
 namespace tdcopier {
 namespace {
@@ -166,6 +167,13 @@ void LeafTable::add_gapped(const void* data, c10::ScalarType dtype, at::IntArray
   // As `Tensor.to` does: dense, in the same order of dimensions.
   const std::vector<int64_t> dense = at::infer_dense_strides(sizes, strides);
   add_strided(data, dtype, sizes, dense, strides_bytes);
+}
+
+void LeafTable::find_pinned() {
+  for (Leaf& leaf : leaves_) {
+    if (leaf.strided || leaf.bytes <= kMaxPackedLeafBytes) continue;
+    leaf.pinned = is_pinned({static_cast<const std::byte*>(leaf.data), leaf.bytes});
+  }
 }
 
 void LeafTable::note_pinned_series(uint32_t first) {

@@ -130,6 +130,9 @@ class LeafTable {
 
   // Marks the leaf that was added last as pinned.
   void note_pinned() { leaves_.back().pinned = true; }
+  // Looks at all large leaves without gaps, and marks those that are pinned. Requires: they are on
+  // the host.
+  void find_pinned();
   // Marks the leaves from `first` on as a series in one pinned storage. Call it again when the
   // series has grown. Requires: none of them is strided.
   void note_pinned_series(uint32_t first);

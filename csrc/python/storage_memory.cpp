@@ -1,0 +1,183 @@
+// Prepares everything that may throw first, and then exchanges pointers.
+#include "python/storage_memory.h"
+
+#include <c10/core/Storage.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <unordered_map>
+#include <utility>
+
+#include "base/internal_error.h"
+#include "engine/device/byte_tensor.h"
+#include "python/device_argument.h"
+#include "python/torch_tensor.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
+
+// Torch 2.13 and newer can make a storage raise an error of ours when its memory is asked for.
+// Older ones raise one for most operations, because the storage has no bytes.
+template <typename Impl>
+constexpr bool kCanRaise = requires(Impl& impl) {
+  impl.get_extra_meta();
+  impl.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string());
+  impl.clear_data_ptr_access_error_msg_();
+};
+
+// Allocates what raise_on_access() needs.
+template <typename Impl>
+void prepare_to_raise(Impl& impl) {
+  if constexpr (kCanRaise<Impl>) impl.get_extra_meta();
+}
+
+template <typename Impl>
+void raise_on_access(Impl& impl, std::string message) noexcept {
+  if constexpr (kCanRaise<Impl>) {
+    impl.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
+  }
+}
+
+template <typename Impl>
+void allow_access(Impl& impl) noexcept {
+  if constexpr (kCanRaise<Impl>) impl.clear_data_ptr_access_error_msg_();
+}
+
+// Requires: the storage is no lazy clone.
+c10::DataPtr exchange(c10::StorageImpl& impl, c10::DataPtr memory, uint64_t bytes) noexcept {
+  c10::DataPtr old = impl.set_data_ptr(std::move(memory));
+  impl.set_nbytes(static_cast<size_t>(bytes));
+  return old;
+}
+
+// Makes the allocator of the memory wait for the streams of its device before it reuses the memory.
+// Returns false if the memory is not the allocator's.
+bool record_on(const c10::DataPtr& memory, const std::vector<c10::Stream>& streams) {
+  const c10::Device device = memory.device();
+  const c10::DeleterFnPtr deleter = c10::GetAllocator(device.type())->raw_deleter();
+  if (deleter == nullptr || memory.get_deleter() != deleter) return false;
+  const c10::impl::VirtualGuardImpl backend(device.type());
+  for (const c10::Stream& stream : streams) {
+    if (stream.device() == device) backend.recordDataPtrOnStream(memory, stream);
+  }
+  return true;
+}
+
+}  // namespace
+
+StorageMemory::StorageMemory(const py::list& tensors) {
+  std::unordered_map<const c10::StorageImpl*, int64_t> known;
+  numbers_.reserve(tensors.size());
+  for (const py::handle object : tensors) {
+    if (!is_tensor(object.ptr())) throw py::type_error("StorageMemory takes tensors");
+    const at::Tensor& tensor = tensor_in(object.ptr());
+    c10::StorageImpl* const impl = tensor.storage().unsafeGetStorageImpl();
+    const uint64_t bytes = impl->nbytes();
+    if (bytes == 0) {
+      numbers_.push_back(tensor.numel() == 0 ? kNothing : kMissing);
+      continue;
+    }
+    const auto [entry, is_new] = known.try_emplace(impl, static_cast<int64_t>(storages_.size()));
+    numbers_.push_back(entry->second);
+    if (!is_new) continue;
+    impl->mutable_data();
+    sizes_bytes_.push_back(bytes);
+    storages_.emplace_back(tensor.storage().getWeakStorageImpl());
+  }
+}
+
+py::list StorageMemory::tensors() const {
+  py::list made;
+  for (size_t i = 0; i < storages_.size(); ++i) {
+    StorageRef impl = storages_[i].lock();
+    check_invariant(impl && impl->nbytes() == sizes_bytes_[i], "a storage is as it was");
+    const c10::DispatchKeySet keys = plain_key_set(impl->device());
+    at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(impl)), keys, c10::scalarTypeToTypeMeta(c10::ScalarType::Byte));
+    tensor.unsafeGetTensorImpl()->set_sizes_contiguous(static_cast<int64_t>(sizes_bytes_[i]));
+    made.append(py::reinterpret_steal<py::object>(wrap_tensor(std::move(tensor))));
+  }
+  return made;
+}
+
+void StorageMemory::take_out(const std::vector<py::object>& readers, const std::string& message) {
+  if (is_out_) throw std::runtime_error("the memory of these storages is out already");
+  std::vector<c10::Stream> streams;
+  for (const py::object& reader : readers) {
+    streams.push_back(parse_stream(reader, device_of_stream(reader).value()));
+  }
+  std::vector<StorageRef> impls;
+  std::vector<std::string> messages(storages_.size(), message);
+  std::vector<c10::DataPtr> freed;
+  std::vector<c10::DataPtr> kept;
+  std::vector<bool> is_kept;
+  freed.reserve(storages_.size());
+  kept.reserve(storages_.size());
+  for (size_t i = 0; i < storages_.size(); ++i) {
+    StorageRef impl = storages_[i].lock();
+    if (impl) {
+      impl->mutable_data();
+      if (impl->nbytes() != sizes_bytes_[i]) {
+        throw std::runtime_error("a storage was resized while it was being parked");
+      }
+      prepare_to_raise(*impl);
+    }
+    is_kept.push_back(impl && !record_on(impl->data_ptr(), streams));
+    impls.push_back(std::move(impl));
+  }
+  // Nothing below throws.
+  for (size_t i = 0; i < impls.size(); ++i) {
+    if (!impls[i]) continue;
+    c10::DataPtr none(nullptr, impls[i]->device());
+    (is_kept[i] ? kept : freed).push_back(exchange(*impls[i], std::move(none), 0));
+    raise_on_access(*impls[i], std::move(messages[i]));
+  }
+  kept_ = std::move(kept);
+  is_out_ = true;
+}
+
+std::vector<bool> StorageMemory::are_waiting() const {
+  std::vector<bool> waiting;
+  for (const auto& storage : storages_) {
+    const StorageRef impl = is_out_ ? storage.lock() : StorageRef();
+    waiting.push_back(impl && impl->nbytes() == 0);
+  }
+  return waiting;
+}
+
+void StorageMemory::put_in(const std::vector<py::object>& memory) {
+  if (!is_out_ || memory.size() != storages_.size()) {
+    throw std::runtime_error("there is no memory to put in, or not for every storage");
+  }
+  std::vector<StorageRef> from;
+  std::vector<StorageRef> to;
+  for (size_t i = 0; i < memory.size(); ++i) {
+    StorageRef impl = memory[i].is_none() ? StorageRef() : storages_[i].lock();
+    if (impl) {
+      const c10::Storage& storage = tensor_in(memory[i].ptr()).storage();
+      if (impl->nbytes() != 0 || storage.nbytes() != sizes_bytes_[i] ||
+          storage.device() != impl->device()) {
+        throw std::runtime_error("memory does not fit the storage that it is for");
+      }
+      from.push_back(StorageRef::reclaim_copy(storage.unsafeGetStorageImpl()));
+    } else {
+      from.emplace_back();
+    }
+    to.push_back(std::move(impl));
+  }
+  // Nothing below throws.
+  for (size_t i = 0; i < to.size(); ++i) {
+    if (!to[i]) continue;
+    allow_access(*to[i]);
+    c10::DataPtr none(nullptr, to[i]->device());
+    exchange(*to[i], exchange(*from[i], std::move(none), 0), sizes_bytes_[i]);
+  }
+  is_out_ = false;
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,63 @@
+// Takes the device memory out of storages, and puts memory back, for `tdcopier.park()`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace tdcopier {
+
+// The distinct storages of a list of tensors. Does not keep them alive: a storage that nothing else
+// uses any more is gone. A change of all of them is one call that cannot be interrupted, and it is
+// complete or, if it throws, nothing has changed. GIL: held for every member.
+class StorageMemory {
+ public:
+  // Numbers of tensors without a storage in this object.
+  static constexpr int64_t kNothing = -1;  // no bytes are needed
+  static constexpr int64_t kMissing = -2;  // the storage has no memory, though the tensor needs it
+
+  // Makes lazy clones real ones. Throws: the allocator's error. Requires: each tensor has a
+  // storage, on a device.
+  explicit StorageMemory(const pybind11::list& tensors);
+
+  // By tensor: the number of its storage, kNothing or kMissing.
+  const std::vector<int64_t>& numbers() const { return numbers_; }
+  // By storage: its length when this object was made.
+  const std::vector<uint64_t>& sizes_bytes() const { return sizes_bytes_; }
+  // By storage: a new uint8 tensor of shape (bytes,) that shares it. Requires: every storage is
+  // alive, and none is empty.
+  pybind11::list tensors() const;
+
+  // Leaves all storages with 0 bytes. Their memory returns to the allocator, which reuses it only
+  // when what is enqueued now on `readers` has ended; other memory than the allocator's is kept
+  // until release_kept(). Where torch can do so, any access to the memory of an empty storage then
+  // raises a RuntimeError with `message`. Throws: RuntimeError if a storage was changed since.
+  void take_out(const std::vector<pybind11::object>& readers, const std::string& message);
+  // Returns, by storage, whether it is alive and still empty: it then has to get memory.
+  std::vector<bool> are_waiting() const;
+  // Moves the memory of `memory` into the storages: by storage, a uint8 tensor of the length and on
+  // the device of the storage, which is empty afterwards; or None, which leaves the storage as it
+  // is. Throws: RuntimeError if one does not fit.
+  void put_in(const std::vector<pybind11::object>& memory);
+  // Releases the memory that take_out() could not give to an allocator. Requires: it has been read.
+  void release_kept() noexcept { kept_.clear(); }
+
+  // Whether take_out() has been called, and put_in() has not.
+  bool is_out() const { return is_out_; }
+
+ private:
+  std::vector<int64_t> numbers_;
+  std::vector<uint64_t> sizes_bytes_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  std::vector<c10::DataPtr> kept_;
+  bool is_out_ = false;
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,191 @@
+"""Finds the tensors in a state, each with its path, and refuses those whose memory is not known."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tdcopier import _C
+
+_DICTS = (dict, OrderedDict, defaultdict)
+_ACCEPTED = (
+    "give modules, optimizers, state dicts, TensorDicts, or tensors, in any nesting of containers"
+)
+
+
+class FoundTensor(NamedTuple):
+    """A plain strided tensor, which may be a part of a tensor of another class."""
+
+    path: str
+    tensor: torch.Tensor
+
+
+def tensors_in(state: Any, *, gradients: bool) -> list[FoundTensor]:
+    """Return the tensors of a state that have memory, in the order of a walk through it.
+
+    Args:
+        state: modules (parameters and buffers), optimizers (their state, and tensors among their
+            options, but not the parameters), and any containers that `start_copy` knows.
+        gradients: also return the gradients of all leaf tensors.
+
+    Raises:
+        TypeError: the state has no tensors and is no container; or an object in it has a `.to` of
+            its own, so only it knows its tensors.
+        ValueError: the memory of a tensor is not one strided piece that a device can copy.
+        RecursionError: a container contains itself.
+    """
+    walk = _Walk(gradients)
+    walk.value(state, "state")
+    if not walk.found and not walk.containers:
+        name = type(state).__qualname__
+        raise TypeError(f"state is a {name}, in which no tensor was found: {_ACCEPTED}")
+    return walk.found
+
+
+def refuse_modes(call: str) -> None:
+    """Raise a RuntimeError if a torch mode would change what the engine's copies do."""
+    if not _C.engine_takes("cpu"):
+        raise RuntimeError(
+            f"a torch mode or transform is active, and {call} copies memory as it is: call it "
+            "outside of the mode"
+        )
+
+
+class _Walk:
+    def __init__(self, gradients: bool) -> None:
+        self.found: list[FoundTensor] = []
+        self.containers = 0
+        self._gradients = gradients
+        self._classes: dict[type, str] = {}
+        self._devices: dict[torch.device, bool] = {}
+
+    def value(self, value: Any, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(value, path)
+        elif type(value) in _DICTS:
+            self.containers += 1
+            for key, child in value.items():
+                self.value(child, f"{path}[{key!r}]")
+        elif type(value) in (list, tuple):
+            self.containers += 1
+            for number, child in enumerate(value):
+                self.value(child, f"{path}[{number}]")
+        elif isinstance(value, nn.Module):
+            self._module(value, path)
+        elif isinstance(value, Optimizer):
+            self._optimizer(value, path)
+        else:
+            self._other(value, path)
+
+    def _module(self, module: nn.Module, path: str) -> None:
+        self.containers += 1
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._tensor(parameter, f"{path}.{name}")
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            self._tensor(buffer, f"{path}.{name}")
+
+    def _optimizer(self, optimizer: Optimizer, path: str) -> None:
+        self.containers += 1
+        for number, values in enumerate(optimizer.state.values()):
+            self.value(values, f"{path}.state[{number}]")
+        for number, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if name != "params":
+                    self.value(value, f"{path}.param_groups[{number}][{name!r}]")
+
+    def _other(self, value: Any, path: str) -> None:
+        """Take apart what only the engine's walk knows; numbers and other plain data have none."""
+        if value is None or isinstance(value, int | float | complex | str | bytes):
+            return
+        leaves = _C.leaves_with_paths(value, torch.device("cpu"))
+        if leaves or _is_container(value):
+            self.containers += 1
+        for steps, leaf in leaves:
+            where = path + steps.removeprefix("data")
+            if isinstance(leaf, torch.Tensor):
+                self._tensor(leaf, where)
+            elif isinstance(leaf, nn.Module):
+                self._module(leaf, where)
+            elif not isinstance(leaf, np.ndarray):
+                name = type(leaf).__qualname__
+                raise TypeError(
+                    f"{where} is a {name}, and only its own `.to` knows its tensors: {_ACCEPTED}"
+                )
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
+        for part in self._parts(tensor, path):
+            if part.tensor.device.type != "meta":
+                self.found.append(part)
+        if self._gradients and tensor.is_leaf and tensor.grad is not None:
+            self._tensor(tensor.grad, f"{path}.grad")
+
+    def _parts(self, tensor: torch.Tensor, path: str) -> Iterator[FoundTensor]:
+        """Yield the tensors that own the memory: of a DTensor its local part, for example."""
+        cls = type(tensor)
+        kind = self._classes.get(cls)
+        if kind is None:
+            kind = self._classes[cls] = _kind_of(cls)
+        if kind == "wrapper":
+            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                yield from self._parts(getattr(tensor, name), f"{path}.{name}")
+            return
+        if kind == "unknown":
+            raise TypeError(
+                f"{path} is a {cls.__qualname__}, and only its own `.to` knows its memory: give "
+                "the plain tensors in it"
+            )
+        self._check(tensor, path)
+        yield FoundTensor(path, tensor)
+
+    def _check(self, tensor: torch.Tensor, path: str) -> None:
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{path} is not initialized: run the module on a batch first")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
+            raise ValueError(
+                f"{path} is {kind}, and only strided tensors have their memory in one piece: give "
+                "the tensors in it"
+            )
+        if not torch._C._has_storage(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(
+            tensor
+        ):
+            raise ValueError(f"{path} has no memory of its own: give the tensor that it stands for")
+        device = tensor.device
+        if device.type not in ("cpu", "meta") and not self._is_copied(device):
+            raise ValueError(
+                f"{path} is on {device}, which tdcopier has no transfers for: accepted are tensors "
+                "on CUDA and other accelerators of torch, and on the host"
+            )
+
+    def _is_copied(self, device: torch.device) -> bool:
+        if device not in self._devices:
+            try:
+                _C.copy_stream(device)
+            except ValueError:
+                self._devices[device] = False
+            else:
+                self._devices[device] = True
+        return self._devices[device]
+
+
+def _kind_of(cls: Any) -> str:
+    """Return "wrapper" for a class of tensors made of others, "plain", or "unknown"."""
+    if hasattr(cls, "__tensor_flatten__"):
+        return "wrapper"
+    if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return "plain"
+    return "unknown"
+
+
+def _is_container(value: Any) -> bool:
+    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
+    if base is not None and isinstance(value, base):
+        return True
+    return isinstance(value, tuple | list | dict)

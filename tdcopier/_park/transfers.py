@@ -1,0 +1,145 @@
+"""Copies whole storages between device memory and pinned host memory, all enqueued in the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tdcopier import _C
+from tdcopier._options import checked_options, options_for_filling
+from tdcopier._park import pinned
+
+PACKED_BYTES = 256 * 1024
+"""Storages up to this size are packed by the engine; larger ones are transferred from where they
+are. `kMaxPackedLeafBytes` of the engine."""
+GROUP_BYTES = 256 * 1024 * 1024
+"""Pinned memory is leased, and transfers are enqueued, in groups of about this size: while memory
+for a group is pinned for the first time, the groups before it are on their way."""
+_SCRATCH_BYTES = 32 * 1024 * 1024
+"""Small storages are scattered from device memory of at most this size."""
+
+
+class HostCopy:
+    """The bytes of storages, on their way to pinned memory.
+
+    Attributes:
+        parts: a uint8 tensor for each storage, in pinned memory.
+        handles: of the copies. Each fails at the call that makes it, or with the device.
+    """
+
+    def __init__(self, storages: list[torch.Tensor], small_first: bool) -> None:
+        """Enqueue copies of all storages, in their order, after the work on the current streams.
+
+        Args:
+            storages: a uint8 tensor over each.
+            small_first: enqueue the copies of all small storages before those of the large ones,
+                and let the current streams wait until the device has gathered them.
+
+        Raises:
+            Exception: what kept a copy from being enqueued. Nothing needs to be undone: the engine
+                keeps all memory that a device still reads or writes.
+        """
+        self.parts: list[torch.Tensor] = list(storages)
+        self.handles: list[_C.AsyncCopyHandle[Any]] = []
+        sizes = [len(storage) for storage in storages]
+        if small_first:
+            small = [i for i, size in enumerate(sizes) if size <= PACKED_BYTES]
+            self._start_small(storages, small)
+            for handle in self.handles:
+                handle.wait_staged()
+        for group in _groups(sizes, range(len(sizes)), GROUP_BYTES):
+            if not small_first:
+                self._start_small(storages, [i for i in group if sizes[i] <= PACKED_BYTES])
+            self._start_large(storages, [i for i in group if sizes[i] > PACKED_BYTES])
+
+    def _start_small(self, storages: list[torch.Tensor], which: list[int]) -> None:
+        if not which:
+            return
+        options = checked_options(True, True, 16, _SCRATCH_BYTES, True)
+        handle = _C.start_copy([storages[i] for i in which], "cpu", options)
+        self.handles.append(handle)
+        for i, part in zip(which, handle._enqueued(), strict=True):
+            self.parts[i] = part
+
+    def _start_large(self, storages: list[torch.Tensor], which: list[int]) -> None:
+        if not which:
+            return
+        leased = pinned.lease([len(storages[i]) for i in which])
+        options = options_for_filling(True, False)  # large ones are only enqueued in the call
+        handle = _C.start_copy_into([storages[i] for i in which], leased, options, False)
+        self.handles.append(handle)
+        handle._enqueued()
+        for i, part in zip(which, leased, strict=True):
+            self.parts[i] = part
+
+    def ready(self) -> bool:
+        """Return whether all bytes have arrived, or a copy has failed. Never blocks."""
+        return all(handle.ready() for handle in self.handles)
+
+    def wait(self) -> None:
+        """Block until all bytes have arrived.
+
+        Raises:
+            Exception: the device's error; every time.
+        """
+        for handle in self.handles:
+            handle.get()
+        self.handles = []  # they refer to the pinned memory
+
+    def before_overwriting(self) -> None:
+        """Make the current streams wait until the device has read all storages."""
+        for handle in list(self.handles):
+            handle.wait_staged()
+
+
+def copy_to_device(
+    parts: Sequence[torch.Tensor | None], devices: Sequence[torch.device], *, block: bool
+) -> list[torch.Tensor | None]:
+    """Copy bytes from pinned memory to new memory of the current streams.
+
+    Those streams wait for the copies. The engine keeps the pinned memory until it has been read.
+
+    Args:
+        parts: uint8 tensors; None is passed through.
+        devices: the device of each.
+        block: also wait on the host until the bytes have arrived.
+
+    Raises:
+        torch.OutOfMemoryError: the device has too little memory.
+        Exception: what kept a copy from being enqueued.
+    """
+    made: list[torch.Tensor | None] = [
+        None if part is None else torch.empty(len(part), dtype=torch.uint8, device=device)
+        for part, device in zip(parts, devices, strict=True)
+    ]
+    sizes = [0 if part is None else len(part) for part in parts]
+    large = [i for i, size in enumerate(sizes) if size > PACKED_BYTES]
+    small = [i for i, size in enumerate(sizes) if 0 < size <= PACKED_BYTES]
+    in_place = options_for_filling(True, False).reading_pinned_in_place()
+    staged = options_for_filling(True, True)
+    copies = [(large, in_place)] if large else []
+    copies += [(group, staged) for group in _groups(sizes, small, _SCRATCH_BYTES)]
+    for which, options in copies:
+        handle = _C.start_copy_into(
+            [parts[i] for i in which], [made[i] for i in which], options, False
+        )
+        handle.wait()  # for the staging of small ones, which then use the same scratch memory
+        if block:
+            handle.get()
+    return made
+
+
+def _groups(sizes: Sequence[int], which: Sequence[int], most_bytes: int) -> Iterator[list[int]]:
+    """Yield consecutive numbers of storages, each time at least one, and up to `most_bytes`."""
+    group: list[int] = []
+    total = 0
+    for i in which:
+        if group and total + sizes[i] > most_bytes:
+            yield group
+            group, total = [], 0
+        group.append(i)
+        total += sizes[i]
+    if group:
+        yield group
