@@ -338,6 +338,8 @@ Raises:
       .def("release_kept", &StorageMemory::release_kept)
       .def_property_readonly("is_out", &StorageMemory::is_out);
 
+  m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;
+
   m.def("pairs_with_paths", guarded(&pairs_with_paths));
   m.def("forget_rules", &tdcopier::forget_rules);
   m.def("is_dict_of_tensors", &tdcopier::is_dict_of_tensors);

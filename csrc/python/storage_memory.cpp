@@ -21,15 +21,6 @@ namespace {
 
 using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
 
-// Torch 2.13 and newer can make a storage raise an error of ours when its memory is asked for.
-// Older ones raise one for most operations, because the storage has no bytes.
-template <typename Impl>
-constexpr bool kCanRaise = requires(Impl& impl) {
-  impl.get_extra_meta();
-  impl.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string());
-  impl.clear_data_ptr_access_error_msg_();
-};
-
 // Allocates what raise_on_access() needs.
 template <typename Impl>
 void prepare_to_raise(Impl& impl) {

@@ -14,6 +14,16 @@
 
 namespace tdcopier {
 
+// Whether this torch can make a storage raise an error of ours when its memory is asked for.
+// Without it, torch itself raises one for most operations, because the storage has no bytes.
+template <typename Impl>
+constexpr bool kCanRaise = requires(Impl& impl) {
+  impl.get_extra_meta();
+  impl.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string());
+  impl.clear_data_ptr_access_error_msg_();
+};
+inline constexpr bool kEmptyStoragesRaise = kCanRaise<c10::StorageImpl>;
+
 // The distinct storages of a list of tensors. Does not keep them alive: a storage that nothing else
 // uses any more is gone. A change of all of them is one call that cannot be interrupted, and it is
 // complete or, if it throws, nothing has changed. GIL: held for every member.
@@ -37,7 +47,7 @@ class StorageMemory {
 
   // Leaves all storages with 0 bytes. Their memory returns to the allocator, which reuses it only
   // when what is enqueued now on `readers` has ended; other memory than the allocator's is kept
-  // until release_kept(). Where torch can do so, any access to the memory of an empty storage then
+  // until release_kept(). If kEmptyStoragesRaise, any access to the memory of an empty storage then
   // raises a RuntimeError with `message`. Throws: RuntimeError if a storage was changed since.
   void take_out(const std::vector<pybind11::object>& readers, const std::string& message);
   // Returns, by storage, whether it is alive and still empty: it then has to get memory.

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,37 +26,100 @@ _USED = (
 )
 
 
+class _Parking:
+    """What is parked: the storages, and their bytes on the host.
+
+    `_parkings` keeps it while the memory is out, so that no interrupt can lose the values.
+    """
+
+    def __init__(self, memory: _C.StorageMemory, copy: HostCopy) -> None:
+        self.memory = memory
+        self.handle: weakref.ref[Parked] | None = None
+        self._devices = [part.device for part in memory.tensors()]
+        self._copy: HostCopy | None = copy
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def take_out(self, readers: list[torch.Stream]) -> None:
+        _parkings.add(self)
+        self.memory.take_out(readers, _USED)
+
+    def ready(self) -> bool:
+        copy = self._copy
+        return copy is None or copy.ready()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._copy is not None:
+                self._copy.wait()
+                self.memory.release_kept()
+
+    def resume(self, *, block: bool) -> None:
+        """Put memory with the old values in. With `block`, wait on the host until it has them."""
+        with self._lock:
+            if self.memory.is_out:
+                if self._process != os.getpid():
+                    raise RuntimeError("only the process that parked the tensors can resume them")
+                refuse_modes("resume()")
+                self.wait()
+                self.memory.put_in(copy_to_device(self._parts(), self._devices, block=block))
+            self._copy = None
+            _parkings.discard(self)
+
+    def _parts(self) -> list[torch.Tensor | None]:
+        """Return the bytes of each storage that waits for them."""
+        parts: list[torch.Tensor] = [] if self._copy is None else self._copy.parts
+        waiting = self.memory.are_waiting()
+        return [part if waits else None for part, waits in zip(parts, waiting, strict=True)]
+
+    def resume_for_dropped_handle(self) -> None:
+        """Resume tensors that would be lost, and say so. Any thread may be the one that does."""
+        if sys.is_finalizing() or self._process != os.getpid() or not self.memory.is_out:
+            return
+        if not any(self.memory.are_waiting()):
+            _parkings.discard(self)
+            return
+        try:
+            self.resume(block=True)  # so all streams see the values
+        finally:
+            warnings.warn(
+                "the handle of tdcopier.park() was dropped while its tensors were parked, so they "
+                "are resumed, now or in the next call of park(): keep the handle and call resume()",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+_parkings: set[_Parking] = set()
+"""All that is parked. Those without a handle could not be resumed when it was dropped, for example
+for lack of memory, or because of Ctrl-C: the next call of `park` does it."""
+
+
 class Parked:
     """The handle of a state that `park` has moved to the host.
 
-    Keep it: it owns the values. If it is dropped while tensors are parked, it resumes them and
-    warns with a `RuntimeWarning`.
+    Keep it. If it is dropped while tensors are parked, they are resumed, with a `RuntimeWarning`.
+    Any thread may use it.
     """
 
-    def __init__(
-        self, memory: _C.StorageMemory, copy: HostCopy, devices: list[torch.device]
-    ) -> None:
-        """Take over what `park` has made, before the memory is taken out."""
-        self._memory = memory
-        self._copy: HostCopy | None = copy
-        self._devices = devices
-        self._lock = threading.RLock()
-        self._process = os.getpid()
+    def __init__(self, parking: _Parking) -> None:
+        """Become the handle of what `park` has made."""
+        self._parking = parking
+        parking.handle = weakref.ref(self)
 
     @property
     def bytes(self) -> int:
         """Bytes of the storages that this handle parks, resumed or not."""
-        return sum(self._memory.sizes_bytes)
+        return sum(self._parking.memory.sizes_bytes)
 
     @property
     def is_parked(self) -> bool:
         """Whether the tensors are parked; False once they have been resumed."""
-        return self._memory.is_out
+        return self._parking.memory.is_out
 
     def ready(self) -> bool:
         """Return whether all bytes have arrived on the host, or the device failed. Never blocks."""
-        copy = self._copy
-        return copy is None or copy.ready()
+        return self._parking.ready()
 
     @keep_out_of_graphs("wait()", "nothing parked")
     def wait(self) -> None:
@@ -66,10 +130,7 @@ class Parked:
         Raises:
             Exception: the error of a device that failed during the copy; every time.
         """
-        with self._lock:
-            if self._copy is not None:
-                self._copy.wait()
-                self._memory.release_kept()
+        self._parking.wait()
 
     @keep_out_of_graphs("resume()", "nothing parked")
     def resume(self) -> None:
@@ -79,63 +140,25 @@ class Parked:
         is enqueued there after this call sees the values; other streams must be made to wait for
         that stream. The host waits until the bytes have arrived there, usually not at all, and
         while small storages are staged. Tensors that are gone are left out, and so are those that
-        were given memory meanwhile. A second call does nothing.
+        were given other memory meanwhile. A second call does nothing.
 
         The pinned memory is released when the device has read it.
 
         Raises:
             torch.OutOfMemoryError: the device has too little memory. Everything is still parked:
                 free some and call again.
-            Exception: any other error, with which everything is still parked, too. The error of a
-                device that failed while the state was copied to the host is raised every time.
             RuntimeError: a current stream is capturing a CUDA graph; a torch mode is active; this
                 is a forked child.
+            Exception: any other error. With each of them, everything is still parked. The error of
+                a device that failed while the state was copied to the host is raised every time.
         """
-        self._resume(block=False)
-
-    def _resume(self, *, block: bool) -> None:
-        with self._lock:
-            if not self._memory.is_out:
-                self._copy = None
-                return
-            if self._process != os.getpid():
-                raise RuntimeError("only the process that parked the tensors can resume them")
-            refuse_modes("resume()")
-            self.wait()
-            assert self._copy is not None  # only dropped when nothing is out
-            waiting = self._memory.are_waiting()
-            parts = [
-                part if waits else None
-                for part, waits in zip(self._copy.parts, waiting, strict=True)
-            ]
-            self._memory.put_in(copy_to_device(parts, self._devices, block=block))
-            self._copy = None
+        self._parking.resume(block=False)
 
     def __del__(self) -> None:
         """Resume tensors that would be lost, and say so."""
-        memory = getattr(self, "_memory", None)
-        if memory is None or sys.is_finalizing() or self._process != os.getpid():
-            return
-        if not any(memory.are_waiting()):
-            return
-        try:
-            # Any thread may run this, so all streams must see the values.
-            self._resume(block=True)
-        except BaseException:
-            _dropped.append(self)  # park() tries again
-            raise
-        finally:
-            warnings.warn(
-                "the handle of tdcopier.park() was dropped while its tensors were parked. They are "
-                "being resumed, in whichever thread this is: keep the handle and call resume()",
-                RuntimeWarning,
-                source=self,
-                stacklevel=2,
-            )
-
-
-_dropped: list[Parked] = []
-"""Handles that were dropped, and could not resume their tensors, for example for lack of memory."""
+        parking = getattr(self, "_parking", None)
+        if parking is not None:
+            parking.resume_for_dropped_handle()
 
 
 @keep_out_of_graphs("park()", "nothing parked")
@@ -186,19 +209,18 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
             their values then.
     """
     refuse_modes("park()")
-    _resume_dropped()
+    _resume_without_handle()
     found = [each for each in tensors_in(state, gradients=gradients) if _is_on_device(each)]
     memory = storages_of(found)
-    storages = memory.tensors()
-    devices = [storage.device for storage in storages]
-    parked = Parked(memory, HostCopy(storages, small_first=False), devices)
-    del storages
-    readers = [_C.copy_stream(device, "from_device") for device in dict.fromkeys(devices)]
+    parking = _Parking(memory, HostCopy(memory.tensors(), small_first=False))
+    handle = Parked(parking)
+    devices = dict.fromkeys(each.tensor.device for each in found)
+    readers = [_C.copy_stream(device, "from_device") for device in devices]
     try:
-        memory.take_out(readers, _USED)
-        return parked
+        parking.take_out(readers)
+        return handle
     except BaseException:
-        parked.resume()
+        handle.resume()
         raise
 
 
@@ -249,7 +271,7 @@ def _is_on_device(each: FoundTensor) -> bool:
     return each.tensor.device.type != "cpu"
 
 
-def _resume_dropped() -> None:
-    while _dropped:
-        _dropped[-1].resume()
-        _dropped.pop()
+def _resume_without_handle() -> None:
+    for parking in list(_parkings):
+        if parking.handle is not None and parking.handle() is None:
+            parking.resume(block=True)

@@ -127,6 +127,7 @@ class _Data:
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
         self._buffers: set[int] = set()
+        self._clones: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: Any) -> Any:
         cls: Any = type(value)
@@ -143,12 +144,14 @@ class _Data:
         return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
     def stable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a clone of a large buffer, which the next forward may change."""
-        if not self._buffers or _storage_id(tensor) not in self._buffers:
+        """Return the tensor, or one over a clone of a large buffer: a forward may change it."""
+        number = _storage_id(tensor)
+        storage = tensor.untyped_storage()
+        if number not in self._buffers or storage.nbytes() <= PACKED_BYTES:
             return tensor
-        if tensor.untyped_storage().nbytes() <= PACKED_BYTES:
-            return tensor
-        return tensor.detach().clone()
+        if number not in self._clones:
+            self._clones[number] = storage.clone()
+        return _over(self._clones[number], 0, tensor)
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
@@ -167,13 +170,15 @@ def _refuse_quantized(found: list[FoundTensor]) -> None:
 
 def _on_host(tensor: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
     """Return a CPU tensor like this one over the bytes of its storage."""
-    made = torch.empty(0, dtype=tensor.dtype, device=_CPU)
     if part is None:
-        return made.reshape(tensor.shape)
-    skipped = part.storage_offset() // tensor.dtype.itemsize
-    made.set_(
-        part.untyped_storage(), skipped + tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
+    return _over(part.untyped_storage(), part.storage_offset() // tensor.dtype.itemsize, tensor)
+
+
+def _over(storage: torch.UntypedStorage, skipped: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like this one over another storage, `skipped` elements further on."""
+    made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    made.set_(storage, skipped + tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
         made = made.conj()
     return torch._neg_view(made) if tensor.is_neg() else made

@@ -1,0 +1,121 @@
+"""Parking beside kernels, other streams, other copies and other threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from park_support import LARGE, assert_values, trained, values_of
+
+import tdcopier
+
+
+def test_a_copy_reads_what_is_enqueued_before_the_call(device, accelerator, stall):
+    tensor = torch.zeros(LARGE, device=device)
+    small = torch.zeros(10, device=device)
+    accelerator.synchronize()
+    with stall(accelerator.current_stream()):
+        tensor.fill_(3)
+        small.fill_(4)
+        parked = tdcopier.park([tensor, small])
+        assert not parked.ready()
+    parked.resume()
+    assert tensor.eq(3).all()
+    assert small.eq(4).all()
+
+
+@pytest.mark.sim
+def test_the_host_does_not_wait_for_kernels_in_the_call(sim):
+    tensor, small = torch.zeros(LARGE, device="sim"), torch.zeros(10, device="sim")
+    tdcopier.park([tensor, small]).resume()  # pins memory
+    torch.sim.synchronize()
+    gate = sim.Gate()
+    sim.busy(gate)
+    parked = tdcopier.park([tensor, small])
+    assert not parked.ready()
+    gate.open()
+    parked.wait()
+    parked.resume()
+
+
+def test_work_after_a_resume_sees_the_values_on_the_stream_of_the_call(
+    device, accelerator, stall, ordered_stream
+):
+    tensor = torch.full((LARGE,), 3.0, device=device)
+    parked = tdcopier.park([tensor])
+    parked.wait()
+    with stall(ordered_stream):
+        parked.resume()
+        total = tensor.sum()
+    assert total.item() == 3 * LARGE
+
+
+def test_a_resumed_state_follows_the_stream_that_is_current(device, accelerator):
+    tensor = torch.full((LARGE,), 3.0, device=device)
+    side = accelerator.Stream(device)
+    parked = tdcopier.park([tensor])
+    with accelerator.stream(side):
+        parked.resume()
+        tensor.mul_(2)
+    accelerator.current_stream().wait_stream(side)
+    assert tensor.eq(6).all()
+
+
+def test_the_memory_can_be_used_at_once(device, accelerator):
+    for number in range(10):
+        state = [torch.full((LARGE,), float(number), device=device) for _ in range(4)]
+        parked = tdcopier.park(state)
+        other = [torch.full((LARGE,), -1.0, device=device) for _ in range(4)]
+        assert all(t.eq(-1).all() for t in other)
+        del other
+        parked.resume()
+        assert all(t.eq(number).all() for t in state)
+
+
+def test_a_copy_beside_a_parked_state_and_its_resume(device):
+    model, optimizer = trained(device)
+    expected = values_of(model, optimizer)
+    batch = [torch.full((n,), float(n)) for n in (3, 40_000, LARGE)]
+    first = tdcopier.start_copy(batch, device)
+    parked = tdcopier.park([model, optimizer])
+    second = tdcopier.start_copy(batch, device)
+    parked.resume()
+    third = tdcopier.start_copy(first.get(), "cpu")
+    for handle in (first, second, third):
+        assert [t.mean().item() for t in handle.get()] == [3, 40_000, LARGE]
+    assert_values(expected, model, optimizer)
+
+
+def test_threads_park_states_of_their_own(device):
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        try:
+            tensors = [torch.full((n,), float(number), device=device) for n in (5, LARGE)]
+            barrier.wait()
+            for _ in range(20):
+                with tdcopier.parked(tensors):
+                    pass
+                for tensor in tensors:
+                    tensor.add_(1)
+            assert all(t.eq(number + 20).all() for t in tensors)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_two_handles_of_parts_of_a_state_are_resumed_in_any_order(device):
+    model, optimizer = trained(device)
+    expected = values_of(model, optimizer)
+    of_model, of_optimizer = tdcopier.park(model), tdcopier.park(optimizer)
+    of_model.resume()
+    of_optimizer.resume()
+    assert_values(expected, model, optimizer)

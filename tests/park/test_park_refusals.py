@@ -1,0 +1,151 @@
+"""States that cannot be parked are refused with the path, and nothing has changed then."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from park_support import LARGE, is_resident, trained
+from support import run_python
+
+import tdcopier
+
+
+class OnlyItsOwnTo:
+    def to(self, device: Any) -> OnlyItsOwnTo:
+        return self
+
+
+class Dispatched(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def fake(device: str) -> torch.Tensor:
+    with torch._subclasses.FakeTensorMode():
+        return torch.ones(3)
+
+
+REFUSED = {
+    "opaque root": (lambda device: object(), TypeError, r"^state is a object, in which no tensor"),
+    "number": (lambda device: 3, TypeError, r"^state is a int, in which no tensor"),
+    "own .to": (
+        lambda device: {"a": OnlyItsOwnTo()},
+        TypeError,
+        r"^state\['a'\] is a OnlyItsOwnTo, and only its own `.to` knows its tensors: give modules",
+    ),
+    "subclass": (
+        lambda device: [torch.ones(3, device=device).as_subclass(Dispatched)],
+        TypeError,
+        r"^state\[0\] is a Dispatched, and only its own `.to` knows its memory: give the plain",
+    ),
+    "fake": (lambda device: [fake(device)], TypeError, r"^state\[0\] is a FakeTensor, and only"),
+    "sparse": (
+        lambda device: {"s": torch.eye(3).to_sparse()},
+        ValueError,
+        r"^state\['s'\] is of layout torch.sparse_coo, and only strided tensors",
+    ),
+    "lazy": (
+        lambda device: torch.nn.LazyLinear(3),
+        ValueError,
+        r"^state\.weight is not initialized: run the module on a batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_parked_is_refused_with_its_path(device, name):
+    make, error, message = REFUSED[name]
+    before = torch.ones(LARGE, device=device)
+    bad = make(device)
+    states = [bad] if message.startswith("^state is") else [bad, [before, bad]]
+    for state in states:
+        with pytest.raises(error, match=re.sub(r"^\^state", r"^state(\\[1\\])?", message)):
+            tdcopier.park(state)
+    assert before.eq(1).all()
+
+
+def test_a_tensor_that_is_parked_already_is_refused_in_any_tree(device):
+    model, optimizer = trained(device)
+    rows = model.table[3:5]
+    parked = tdcopier.park(model)
+    for state, path in (
+        (model, r"state\.embed\.weight"),
+        ({"x": [model.state_dict()]}, r"state\['x'\]\[0\]\['large'\]"),
+        ((optimizer, rows), r"state\[1\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{path} has no memory on \w+:0: it is parked"):
+            tdcopier.park(state)
+    assert is_resident(optimizer)
+    parked.resume()
+    assert is_resident(model, optimizer)
+
+
+def test_a_container_that_contains_itself_is_refused(device):
+    state: list[Any] = []
+    state.append(state)
+    with pytest.raises(RecursionError):
+        tdcopier.park(state)
+
+
+def test_a_torch_mode_is_refused_and_a_device_context_is_not(device):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(LARGE, device=device)
+    with Mode(), pytest.raises(RuntimeError, match=r"mode or transform is active, and park\(\)"):
+        tdcopier.park([tensor])
+    with torch.device("cpu"), tdcopier.parked(tensor):
+        assert tensor.untyped_storage().nbytes() == 0
+    with torch.inference_mode(), tdcopier.parked(tensor):
+        assert tensor.untyped_storage().nbytes() == 0
+    assert tensor.eq(1).all()
+    assert not tensor.is_inference()
+
+
+@pytest.mark.sim
+def test_a_forked_child_cannot_resume_and_leaves_the_parents_tensors_alone():
+    code = """
+        import os, torch, tdcopier
+        from tdcopier import sim
+        sim.enable()
+        tensor = torch.ones(100_000, device="sim")
+        parked = tdcopier.park([tensor])
+        parked.wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                parked.resume()
+            except RuntimeError as error:
+                assert "only the process that parked" in str(error)
+            else:
+                os._exit(1)
+            del parked
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        parked.resume()
+        assert tensor.eq(1).all()
+        print("resumed")
+    """
+    assert run_python(code, PYTHONWARNINGS="ignore").strip() == "resumed"
+
+
+@pytest.mark.sim
+def test_a_process_may_end_while_a_state_is_parked():
+    code = """
+        import torch, tdcopier
+        from tdcopier import sim
+        sim.enable()
+        tensor = torch.ones(100_000, device="sim")
+        parked = tdcopier.park([tensor])
+        print("parked")
+    """
+    assert run_python(code).strip() == "parked"
