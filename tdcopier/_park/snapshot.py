@@ -150,7 +150,7 @@ class _Data:
         if number not in self._buffers or storage.nbytes() <= PACKED_BYTES:
             return tensor
         if number not in self._clones:
-            self._clones[number] = storage.clone()
+            self._clones[number] = storage.clone()  # type: ignore[no-untyped-call]
         return _over(self._clones[number], 0, tensor)
 
 

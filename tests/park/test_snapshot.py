@@ -61,16 +61,16 @@ def test_a_snapshot_has_the_state_of_the_call_and_training_goes_on(device):
 
 
 class Overwriting(torch.optim.Optimizer):
-    """Overwrites its parameters without reading anything on the host."""
+    """Overwrites its parameters, on the device alone."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
+        self.sevens = [torch.full_like(each, 7) for each in self.param_groups[0]["params"]]
 
+    @torch.no_grad()
     def step(self):
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.fill_(7)
+        for parameter, new in zip(self.param_groups[0]["params"], self.sevens, strict=True):
+            parameter.copy_(new)
 
 
 @pytest.mark.parametrize("given", ["in the state", "as an argument"])
@@ -104,10 +104,11 @@ def test_work_before_the_step_does_not_wait(sim):
 
 def test_an_update_by_hand_waits_after_before_update(device, stall, reading_stream):
     tensor = torch.full((LARGE,), 3.0, device=device)
+    sevens = torch.full_like(tensor, 7)
     with stall(reading_stream):
         taken = tdcopier.snapshot({"ema": tensor})
         taken.before_update()
-        tensor.fill_(7)
+        tensor.copy_(sevens)
     assert taken.get()["ema"].eq(3).all()
 
 
@@ -115,11 +116,12 @@ def test_buffers_and_small_tensors_may_change_at_once(device, stall, reading_str
     model, _ = trained(device)
     small = torch.full((10,), 3.0, device=device)
     expected = {name: each.cpu() for name, each in model.state_dict().items()}
+    changed = [small, model.table, model.norm.running_mean]
+    sevens = [torch.full_like(each, 7) for each in changed]
     with stall(reading_stream):
         taken = tdcopier.snapshot([model, small])
-        small.fill_(7)
-        model.table.fill_(7)
-        model.norm.running_mean.fill_(7)
+        for each, new in zip(changed, sevens, strict=True):
+            each.copy_(new)
     got = taken.get()
     assert got[1].eq(3).all()
     assert_same_dict(dict(got[0]), expected)
@@ -235,9 +237,9 @@ def test_a_failed_snapshot_leaves_the_state_and_the_next_one_works(sim):
     model, optimizer = trained("sim")
     expected = on_host(model, optimizer)
     for n in itertools.count(1):
-        with sim.fail_transfer(n, direction="d2h") as fault:
-            with contextlib.suppress(torch.AcceleratorError):
-                tdcopier.snapshot([model, optimizer]).get()
+        fault = sim.fail_transfer(n, direction="d2h")
+        with fault, contextlib.suppress(torch.AcceleratorError):
+            tdcopier.snapshot([model, optimizer]).get()
         got = tdcopier.snapshot([model, optimizer]).get()
         assert_same_dict(got, [expected["model"], expected["optimizer"]])
         if not fault.fired:

@@ -22,6 +22,7 @@ def test_async_save_writes_the_state_of_the_call(
     device, tmp_path, with_optimizer, stall, reading_stream
 ):
     model, optimizer = trained(device)
+    sevens = torch.full_like(model.large, 7)
     stager = tdcopier.SnapshotStager(optimizer=optimizer if with_optimizer else None)
     assert isinstance(stager, AsyncStager)
     for number in range(3):
@@ -32,7 +33,7 @@ def test_async_save_writes_the_state_of_the_call(
                 state, checkpoint_id=tmp_path / str(number), async_stager=stager, no_dist=True
             )
             if not with_optimizer:
-                overwrite(model)
+                overwrite(model, sevens)
         step(model, optimizer, number)
         getattr(saved, "upload_completion", saved).result()
         stager.synchronize_staging()
@@ -44,9 +45,9 @@ def test_async_save_writes_the_state_of_the_call(
     stager.close()
 
 
-def overwrite(model):
-    with torch.no_grad():
-        model.large.fill_(1)
+@torch.no_grad()
+def overwrite(model, value):
+    model.large.copy_(value)
 
 
 def test_modules_and_optimizers_can_be_given_to_async_save(device, tmp_path):
