@@ -39,6 +39,11 @@ class _Parking:
         self._copy: HostCopy | None = copy
         self._lock = threading.RLock()
         self._process = os.getpid()
+        self._is_dropped = False
+
+    def is_lost(self) -> bool:
+        """Return whether only a call of `park` can resume this."""
+        return self._is_dropped or (self.handle is not None and self.handle() is None)
 
     def take_out(self, readers: list[torch.Stream]) -> None:
         _parkings.add(self)
@@ -79,6 +84,7 @@ class _Parking:
         if not any(self.memory.are_waiting()):
             _parkings.discard(self)
             return
+        self._is_dropped = True
         try:
             self.resume(block=True)  # so all streams see the values
         finally:
@@ -273,5 +279,5 @@ def _is_on_device(each: FoundTensor) -> bool:
 
 def _resume_without_handle() -> None:
     for parking in list(_parkings):
-        if parking.handle is not None and parking.handle() is None:
+        if parking.is_lost():
             parking.resume(block=True)

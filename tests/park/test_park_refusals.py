@@ -73,7 +73,7 @@ def test_a_tensor_that_is_parked_already_is_refused_in_any_tree(device):
     rows = model.table[3:5]
     parked = tdcopier.park(model)
     for state, path in (
-        (model, r"state\.embed\.weight"),
+        (model, r"state\.large"),
         ({"x": [model.state_dict()]}, r"state\['x'\]\[0\]\['large'\]"),
         ((optimizer, rows), r"state\[1\]"),
     ):
