@@ -254,6 +254,26 @@ def curves(title: str, runs: Mapping[str, Sequence[tuple[int, float]]], mean_of:
     _finish(figure, title)
 
 
+def memory(title: str, history: Sequence[tuple[str, int]]) -> None:
+    """Draw the memory that is in use after each event, as steps.
+
+    Args:
+        title: Printed above.
+        history: What happened, and the bytes in use afterwards, in the order of time.
+
+    """
+    figure, axes = plt.subplots(figsize=(9, 3.6))
+    used = [bytes_ / 2**20 for _, bytes_ in history]
+    places = range(len(history))
+    axes.step(places, used, where="post", color=COLOURS[1], linewidth=2)
+    axes.fill_between(places, used, step="post", color=COLOURS[1], alpha=0.15)
+    axes.set_xticks(places, [what for what, _ in history], rotation=35, ha="right")
+    axes.set_ylabel("MiB in use")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    _finish(figure, title)
+
+
 def _finish(figure: Any, title: str = "", name: str = "", below: float = 0.0) -> None:
     """Set the title, arrange the figure, and save it if a script draws it."""
     if title:
