@@ -50,6 +50,7 @@ MODULES = {
     "asyncio": "event_loop",
     "cold": "cold",
     "pinning": "pinning",
+    "park": "park",
     "tensordict": "tensordicts",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and

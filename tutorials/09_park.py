@@ -123,8 +123,8 @@ else:
 # A snapshot beside training
 # --------------------------
 # :func:`tdcopier.snapshot` copies the same state without emptying it.
-# Training goes on: only the next ``optimizer.step()`` waits, on the device, until what it overwrites
-# has been read.
+# Training goes on: only the next ``optimizer.step()`` waits, on the device, until the bytes that it
+# overwrites have been read.
 # Modules and optimizers become state dicts, so ``torch.save(taken.get(), path)`` is a checkpoint.
 
 taken = tdcopier.snapshot({"model": model, "optimizer": optimizer})

@@ -259,7 +259,7 @@ def memory(title: str, history: Sequence[tuple[str, int]]) -> None:
 
     Args:
         title: Printed above.
-        history: What happened, and the bytes in use afterwards, in the order of time.
+        history: Names of events, and the bytes in use after each, in the order of time.
 
     """
     figure, axes = plt.subplots(figsize=(9, 3.6))
