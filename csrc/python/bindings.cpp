@@ -38,6 +38,7 @@
 #include "python/start_copy.h"
 #include "python/storage_memory.h"
 #include "python/torch_state.h"
+#include "python/torch_tensor.h"
 #include "python/torch_version.h"
 #include "python/value_kind.h"
 
@@ -338,6 +339,17 @@ Raises:
       .def("release_kept", &StorageMemory::release_kept)
       .def_property_readonly("is_out", &StorageMemory::is_out);
 
+  m.def("place_of", [](py::handle tensor) {
+    if (!tdcopier::is_tensor(tensor.ptr())) throw py::type_error("place_of() takes a tensor");
+    return static_cast<int>(tdcopier::place_of(tdcopier::tensor_in(tensor.ptr())));
+  });
+  m.def("over_bytes", [](py::handle bytes, py::handle tensor) {
+    return with_torch_errors([&] {
+      at::Tensor made =
+          tdcopier::over_bytes(tdcopier::tensor_in(bytes.ptr()), tdcopier::tensor_in(tensor.ptr()));
+      return py::reinterpret_steal<py::object>(tdcopier::wrap_tensor(std::move(made)));
+    });
+  });
   m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;
 
   m.def("pairs_with_paths", guarded(&pairs_with_paths));

@@ -61,6 +61,31 @@ bool record_on(const c10::DataPtr& memory, const std::vector<c10::Stream>& strea
 
 }  // namespace
 
+MemoryPlace place_of(const at::Tensor& tensor) {
+  const c10::DispatchKeySet keys = tensor.key_set();
+  constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::FuncTorchBatched,
+                                           c10::DispatchKey::FuncTorchGradWrapper,
+                                           c10::DispatchKey::Functionalize});
+  if (tensor.layout() != c10::kStrided || tensor.is_nested() || keys.has_any(kWrappers) ||
+      !tensor.has_storage()) {
+    return MemoryPlace::kUnknown;
+  }
+  const c10::Device device = tensor.device();
+  if (device.is_cpu() || device.is_meta()) return MemoryPlace::kHost;
+  return has_engine_transfers(device) ? MemoryPlace::kDevice : MemoryPlace::kOtherDevice;
+}
+
+at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor) {
+  const auto skipped = bytes.storage_offset() / static_cast<int64_t>(tensor.itemsize());
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(bytes.storage()), plain_key_set(bytes.device()), tensor.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                    skipped + tensor.storage_offset());
+  if (tensor.is_conj()) made._set_conj(true);
+  if (tensor.is_neg()) made._set_neg(true);
+  return made;
+}
+
 StorageMemory::StorageMemory(const py::list& tensors) {
   std::unordered_map<const c10::StorageImpl*, int64_t> known;
   numbers_.reserve(tensors.size());

@@ -24,6 +24,20 @@ constexpr bool kCanRaise = requires(Impl& impl) {
 };
 inline constexpr bool kEmptyStoragesRaise = kCanRaise<c10::StorageImpl>;
 
+// Where a tensor's memory is, for a caller that moves it as bytes.
+enum class MemoryPlace : uint8_t {
+  kUnknown,      // it is not one strided piece, or not the tensor's own
+  kHost,         // the host, or nowhere (a meta tensor)
+  kDevice,       // a device that the engine has transfers for
+  kOtherDevice,  // any other device
+};
+MemoryPlace place_of(const at::Tensor& tensor);
+
+// Returns a plain tensor with the dtype, shape, strides and conj and neg bits of `tensor`, over the
+// memory of `bytes`, which is a copy of the storage of `tensor`. Requires: `bytes` is a uint8
+// tensor that begins at a multiple of the element size.
+at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor);
+
 // The distinct storages of a list of tensors. Does not keep them alive: a storage that nothing else
 // uses any more is gone. A change of all of them is one call that cannot be interrupted, and it is
 // complete or, if it throws, nothing has changed. GIL: held for every member.

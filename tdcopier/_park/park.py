@@ -32,10 +32,12 @@ class _Parking:
     `_parkings` keeps it while the memory is out, so that no interrupt can lose the values.
     """
 
-    def __init__(self, memory: _C.StorageMemory, copy: HostCopy) -> None:
+    def __init__(
+        self, memory: _C.StorageMemory, copy: HostCopy, devices: list[torch.device]
+    ) -> None:
         self.memory = memory
         self.handle: weakref.ref[Parked] | None = None
-        self._devices = [part.device for part in memory.tensors()]
+        self._devices = devices
         self._copy: HostCopy | None = copy
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -67,15 +69,16 @@ class _Parking:
                     raise RuntimeError("only the process that parked the tensors can resume them")
                 refuse_modes("resume()")
                 self.wait()
-                self.memory.put_in(copy_to_device(self._parts(), self._devices, block=block))
+                self.memory.put_in(self._on_device(block=block))
             self._copy = None
             _parkings.discard(self)
 
-    def _parts(self) -> list[torch.Tensor | None]:
-        """Return the bytes of each storage that waits for them."""
+    def _on_device(self, *, block: bool) -> list[torch.Tensor | None]:
+        """Return new memory with the bytes of each storage that waits for them."""
         parts: list[torch.Tensor] = [] if self._copy is None else self._copy.parts
         waiting = self.memory.are_waiting()
-        return [part if waits else None for part, waits in zip(parts, waiting, strict=True)]
+        wanted = [part if waits else None for part, waits in zip(parts, waiting, strict=True)]
+        return copy_to_device(wanted, self.memory.sizes_bytes, self._devices, block=block)
 
     def resume_for_dropped_handle(self) -> None:
         """Resume tensors that would be lost, and say so. Any thread may be the one that does."""
@@ -216,12 +219,15 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
     """
     refuse_modes("park()")
     _resume_without_handle()
-    found = [each for each in tensors_in(state, gradients=gradients) if _is_on_device(each)]
+    found = [each for each in tensors_in(state, gradients=gradients) if each.is_on_device]
     memory = storages_of(found)
-    parking = _Parking(memory, HostCopy(memory.tensors(), small_first=False))
+    storages = memory.tensors()
+    devices = [storage.device for storage in storages]
+    copy = HostCopy(storages, memory.sizes_bytes, small_first=False)
+    del storages
+    parking = _Parking(memory, copy, devices)
     handle = Parked(parking)
-    devices = dict.fromkeys(each.tensor.device for each in found)
-    readers = [_C.copy_stream(device, "from_device") for device in devices]
+    readers = [_C.copy_stream(device, "from_device") for device in dict.fromkeys(devices)]
     try:
         parking.take_out(readers)
         return handle
@@ -271,10 +277,6 @@ def storages_of(found: list[FoundTensor]) -> _C.StorageMemory:
 
 
 _MISSING = -2  # of csrc/python/storage_memory.h
-
-
-def _is_on_device(each: FoundTensor) -> bool:
-    return each.tensor.device.type != "cpu"
 
 
 def _resume_without_handle() -> None:

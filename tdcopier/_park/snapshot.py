@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._park.park import storages_of
@@ -101,21 +102,16 @@ def snapshot(state: Any, *, optimizer: Optimizer | None = None) -> Snapshot:
     found = tensors_in(tree, gradients=False)
     _refuse_quantized(found)
     on_device = [
-        FoundTensor(path, data.stable(tensor))
-        for path, tensor in found
-        if tensor.device.type != "cpu"
+        each._replace(tensor=data.stable(each.tensor)) for each in found if each.is_on_device
     ]
     memory = storages_of(on_device)
-    copied = HostCopy(memory.tensors(), small_first=True)
-    numbers = iter(memory.numbers)
-    replaced: dict[int, Any] = {}
-    for (_, tensor), stable in zip(
-        [each for each in found if each.tensor.device.type != "cpu"], on_device, strict=True
-    ):
-        number = next(numbers)
-        part = copied.parts[number] if number >= 0 else None
-        replaced[id(tensor)] = _on_host(stable.tensor, part)
-    taken = Snapshot(_Copier(replaced).copy(tree), copied)
+    copied = HostCopy(memory.tensors(), memory.sizes_bytes, small_first=True)
+    originals = [each.tensor for each in found if each.is_on_device]
+    replaced: dict[int, Any] = {
+        id(tensor): _on_host(stable.tensor, copied.parts[number] if number >= 0 else None)
+        for tensor, stable, number in zip(originals, on_device, memory.numbers, strict=True)
+    }
+    taken = Snapshot(_copy_of(tree, replaced), copied)
     for each in {id(o): o for o in [*data.optimizers, optimizer] if o is not None}.values():
         _wait_in_step(each, taken)
     return taken
@@ -145,13 +141,16 @@ class _Data:
 
     def stable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or one over a clone of a large buffer: a forward may change it."""
+        if not self._buffers:
+            return tensor
         number = _storage_id(tensor)
         storage = tensor.untyped_storage()
         if number not in self._buffers or storage.nbytes() <= PACKED_BYTES:
             return tensor
         if number not in self._clones:
             self._clones[number] = storage.clone()  # type: ignore[no-untyped-call]
-        return _over(self._clones[number], 0, tensor)
+        bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return _C.over_bytes(bytes_.set_(self._clones[number]), tensor)
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
@@ -161,7 +160,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def _refuse_quantized(found: list[FoundTensor]) -> None:
-    for path, tensor in found:
+    for path, tensor, _ in found:
         if tensor.is_quantized:
             raise ValueError(
                 f"{path} is quantized, and its scales are not in its memory: give int_repr()"
@@ -172,62 +171,70 @@ def _on_host(tensor: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
     """Return a CPU tensor like this one over the bytes of its storage."""
     if part is None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
-    return _over(part.untyped_storage(), part.storage_offset() // tensor.dtype.itemsize, tensor)
+    return _C.over_bytes(part, tensor)
 
 
-def _over(storage: torch.UntypedStorage, skipped: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like this one over another storage, `skipped` elements further on."""
-    made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    made.set_(storage, skipped + tensor.storage_offset(), tensor.size(), tensor.stride())
-    if tensor.is_conj():
-        made = made.conj()
-    return torch._neg_view(made) if tensor.is_neg() else made
+def _copy_of(tree: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a tree, by `copy.deepcopy` except for tensors and TensorDicts.
 
+    Args:
+        tree: any tree.
+        memo: copies that are known, by the id of the value. The values live as long as the tree.
+    """
+    kept: list[Any] = []  # so that their ids stay their own
 
-class _Copier:
-    """Copies a tree with other tensors in it, by `copy.deepcopy`."""
-
-    def __init__(self, replaced: dict[int, Any]) -> None:
-        self._memo: dict[int, Any] = replaced
-        self._kept: list[Any] = []
-
-    def copy(self, tree: Any) -> Any:
-        self._prepare(tree)
-        return copy.deepcopy(tree, self._memo)
-
-    def _prepare(self, value: Any) -> None:
-        """Note copies of values that `copy.deepcopy` would not copy as needed."""
-        cls = type(value)
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._memo:
-                self._memo[id(value)] = self._tensor(value)
-        elif cls in (dict, OrderedDict, defaultdict):
-            for child in value.values():
-                self._prepare(child)
-        elif cls in (list, tuple):
-            for child in value:
-                self._prepare(child)
-        elif _is_tensor_collection(cls):
-            self._memo[id(value)] = value.apply(self._tensor, device=_CPU)
-
-    def _tensor(self, tensor: torch.Tensor) -> Any:
-        """Return the copy of a tensor that is on the host, or a wrapper of others."""
-        known = self._memo.get(id(tensor))
+    def tensor(value: torch.Tensor) -> Any:
+        known = memo.get(id(value))
         if known is not None:
             return known
-        self._kept.append(tensor)  # its id stays its own
-        if hasattr(tensor, "__tensor_flatten__"):
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: self._tensor(getattr(tensor, name)) for name in names}
-            return type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
-                inner, context, tensor.size(), tensor.stride()
+        kept.append(value)
+        if hasattr(value, "__tensor_flatten__"):
+            names, context = value.__tensor_flatten__()
+            inner = {name: tensor(getattr(value, name)) for name in names}
+            made = type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
+                inner, context, value.size(), value.stride()
             )
-        if tensor.device.type == "meta":
-            return tensor.detach()
-        plain = tensor.detach()
-        if type(plain) is not torch.Tensor:
-            plain = plain.as_subclass(torch.Tensor)
-        return copy.deepcopy(plain, self._memo)  # which keeps shared storages shared
+        else:
+            plain = value.detach()
+            if type(plain) is not torch.Tensor:
+                plain = plain.as_subclass(torch.Tensor)
+            # Keeps shared storages shared.
+            made = plain if plain.is_meta else copy.deepcopy(plain, memo)
+        memo[id(value)] = made
+        return made
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tensor(value)
+        cls: Any = type(value)
+        if cls is tuple:
+            return tuple(of(child) for child in value)
+        if id(value) in memo:
+            return memo[id(value)]
+        if cls is list:
+            made: Any = []
+            memo[id(value)] = made
+            made.extend(of(child) for child in value)
+        elif cls in (dict, OrderedDict):
+            made = cls()
+            memo[id(value)] = made
+            made.update((copy.deepcopy(key, memo), of(child)) for key, child in value.items())
+            for name, attribute in getattr(value, "__dict__", {}).items():  # `_metadata`
+                setattr(made, name, copy.deepcopy(attribute, memo))
+        elif _is_tensor_collection(cls):
+            memo[id(value)] = value.apply(tensor, device=_CPU)
+        else:
+            for _, leaf in _C.leaves_with_paths(value, _CPU) if not _is_plain(value) else ():
+                if isinstance(leaf, torch.Tensor):
+                    tensor(leaf)
+            return copy.deepcopy(value, memo)
+        return memo[id(value)]
+
+    return of(tree)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float | complex | str | bytes)
 
 
 # ---- optimizers ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ class FoundTensor(NamedTuple):
 
     path: str
     tensor: torch.Tensor
+    is_on_device: bool
 
 
 def tensors_in(state: Any, *, gradients: bool) -> list[FoundTensor]:
@@ -64,7 +64,6 @@ class _Walk:
         self.containers = 0
         self._gradients = gradients
         self._classes: dict[type, str] = {}
-        self._devices: dict[torch.device, bool] = {}
 
     def value(self, value: Any, path: str) -> None:
         if isinstance(value, torch.Tensor):
@@ -120,63 +119,53 @@ class _Walk:
                 )
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> None:
-        for part in self._parts(tensor, path):
-            if part.tensor.device.type != "meta":
-                self.found.append(part)
-        if self._gradients and tensor.is_leaf and tensor.grad is not None:
-            self._tensor(tensor.grad, f"{path}.grad")
-
-    def _parts(self, tensor: torch.Tensor, path: str) -> Iterator[FoundTensor]:
-        """Yield the tensors that own the memory: of a DTensor its local part, for example."""
         cls = type(tensor)
         kind = self._classes.get(cls)
         if kind is None:
             kind = self._classes[cls] = _kind_of(cls)
-        if kind == "wrapper":
+        if kind == "plain":
+            place = _C.place_of(tensor)
+            if place not in (_HOST, _DEVICE):
+                raise ValueError(f"{path} {_why_not(tensor, place)}")
+            self.found.append(FoundTensor(path, tensor, place == _DEVICE))
+        elif kind == "wrapper":
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-                yield from self._parts(getattr(tensor, name), f"{path}.{name}")
-            return
-        if kind == "unknown":
+                self._tensor(getattr(tensor, name), f"{path}.{name}")
+        elif kind == "lazy":
+            raise ValueError(f"{path} is not initialized: run the module on a batch first")
+        else:
             raise TypeError(
                 f"{path} is a {cls.__qualname__}, and only its own `.to` knows its memory: give "
                 "the plain tensors in it"
             )
-        self._check(tensor, path)
-        yield FoundTensor(path, tensor)
+        if self._gradients and tensor.is_leaf and tensor.grad is not None:
+            self._tensor(tensor.grad, f"{path}.grad")
 
-    def _check(self, tensor: torch.Tensor, path: str) -> None:
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"{path} is not initialized: run the module on a batch first")
-        if tensor.layout != torch.strided or tensor.is_nested:
-            kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
-            raise ValueError(
-                f"{path} is {kind}, and only strided tensors have their memory in one piece: give "
-                "the tensors in it"
-            )
-        if not torch._C._has_storage(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(
-            tensor
-        ):
-            raise ValueError(f"{path} has no memory of its own: give the tensor that it stands for")
-        device = tensor.device
-        if device.type not in ("cpu", "meta") and not self._is_copied(device):
-            raise ValueError(
-                f"{path} is on {device}, which tdcopier has no transfers for: accepted are tensors "
-                "on CUDA and other accelerators of torch, and on the host"
-            )
 
-    def _is_copied(self, device: torch.device) -> bool:
-        if device not in self._devices:
-            try:
-                _C.copy_stream(device)
-            except ValueError:
-                self._devices[device] = False
-            else:
-                self._devices[device] = True
-        return self._devices[device]
+_HOST, _DEVICE, _OTHER_DEVICE = 1, 2, 3
+"""Of `MemoryPlace` in csrc/python/storage_memory.h."""
+
+
+def _why_not(tensor: torch.Tensor, place: int) -> str:
+    """Return what is wrong with a tensor that is not in a known place."""
+    if place == _OTHER_DEVICE:
+        return (
+            f"is on {tensor.device}, which tdcopier has no transfers for: accepted are tensors on "
+            "CUDA and other accelerators of torch, and on the host"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"of layout {tensor.layout}"
+        return (
+            f"is {kind}, and only strided tensors have their memory in one piece: give the "
+            "tensors in it"
+        )
+    return "has no memory of its own: give the tensor that it stands for"
 
 
 def _kind_of(cls: Any) -> str:
-    """Return "wrapper" for a class of tensors made of others, "plain", or "unknown"."""
+    """Return "wrapper" for a class of tensors made of others, "plain", "lazy", or "unknown"."""
+    if issubclass(cls, nn.UninitializedParameter | nn.UninitializedBuffer):
+        return "lazy"
     if hasattr(cls, "__tensor_flatten__"):
         return "wrapper"
     if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:

@@ -29,11 +29,14 @@ class HostCopy:
         handles: of the copies. Each fails at the call that makes it, or with the device.
     """
 
-    def __init__(self, storages: list[torch.Tensor], small_first: bool) -> None:
+    def __init__(
+        self, storages: list[torch.Tensor], sizes_bytes: list[int], *, small_first: bool
+    ) -> None:
         """Enqueue copies of all storages, in their order, after the work on the current streams.
 
         Args:
             storages: a uint8 tensor over each.
+            sizes_bytes: the length of each.
             small_first: enqueue the copies of all small storages before those of the large ones,
                 and let the current streams wait until the device has gathered them.
 
@@ -43,7 +46,7 @@ class HostCopy:
         """
         self.parts: list[torch.Tensor] = list(storages)
         self.handles: list[_C.AsyncCopyHandle[Any]] = []
-        sizes = [len(storage) for storage in storages]
+        sizes = sizes_bytes
         if small_first:
             small = [i for i, size in enumerate(sizes) if size <= PACKED_BYTES]
             self._start_small(storages, small)
@@ -52,7 +55,7 @@ class HostCopy:
         for group in _groups(sizes, range(len(sizes)), GROUP_BYTES):
             if not small_first:
                 self._start_small(storages, [i for i in group if sizes[i] <= PACKED_BYTES])
-            self._start_large(storages, [i for i in group if sizes[i] > PACKED_BYTES])
+            self._start_large(storages, sizes, [i for i in group if sizes[i] > PACKED_BYTES])
 
     def _start_small(self, storages: list[torch.Tensor], which: list[int]) -> None:
         if not which:
@@ -63,10 +66,12 @@ class HostCopy:
         for i, part in zip(which, handle._enqueued(), strict=True):
             self.parts[i] = part
 
-    def _start_large(self, storages: list[torch.Tensor], which: list[int]) -> None:
+    def _start_large(
+        self, storages: list[torch.Tensor], sizes: list[int], which: list[int]
+    ) -> None:
         if not which:
             return
-        leased = pinned.lease([len(storages[i]) for i in which])
+        leased = pinned.lease([sizes[i] for i in which])
         options = options_for_filling(True, False)  # large ones are only enqueued in the call
         handle = _C.start_copy_into([storages[i] for i in which], leased, options, False)
         self.handles.append(handle)
@@ -95,7 +100,11 @@ class HostCopy:
 
 
 def copy_to_device(
-    parts: Sequence[torch.Tensor | None], devices: Sequence[torch.device], *, block: bool
+    parts: Sequence[torch.Tensor | None],
+    sizes_bytes: Sequence[int],
+    devices: Sequence[torch.device],
+    *,
+    block: bool,
 ) -> list[torch.Tensor | None]:
     """Copy bytes from pinned memory to new memory of the current streams.
 
@@ -103,6 +112,7 @@ def copy_to_device(
 
     Args:
         parts: uint8 tensors; None is passed through.
+        sizes_bytes: the length of each.
         devices: the device of each.
         block: also wait on the host until the bytes have arrived.
 
@@ -111,10 +121,10 @@ def copy_to_device(
         Exception: what kept a copy from being enqueued.
     """
     made: list[torch.Tensor | None] = [
-        None if part is None else torch.empty(len(part), dtype=torch.uint8, device=device)
-        for part, device in zip(parts, devices, strict=True)
+        None if part is None else torch.empty(size, dtype=torch.uint8, device=device)
+        for part, size, device in zip(parts, sizes_bytes, devices, strict=True)
     ]
-    sizes = [0 if part is None else len(part) for part in parts]
+    sizes = [0 if part is None else size for part, size in zip(parts, sizes_bytes, strict=True)]
     large = [i for i, size in enumerate(sizes) if size > PACKED_BYTES]
     small = [i for i, size in enumerate(sizes) if 0 < size <= PACKED_BYTES]
     in_place = options_for_filling(True, False).reading_pinned_in_place()
