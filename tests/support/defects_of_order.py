@@ -23,6 +23,16 @@ ORDER: dict[str, Defect] = {
         "AssertionError",
         "reused",
     ),
+    "parked_memory_not_recorded": Defect(
+        "Order",
+        "python/storage_memory.cpp",
+        "    if (stream.device() == device) backend.recordDataPtrOnStream(memory, stream);",
+        "    if (stream.device() == device && !{defect})\n"
+        "      backend.recordDataPtrOnStream(memory, stream);",
+        "parked_memory_is_used_for_something_else",
+        "AssertionError",
+        "reused",
+    ),
     "consumer_does_not_wait": Defect(
         "Order",
         "engine/jobs/copy_job.cpp",

@@ -14,6 +14,7 @@ from deferred_scenarios import HELD
 from fault_scenarios import FAULTS
 from not_yet import NOT_YET
 from pair_scenarios import PAIRS
+from park_scenarios import PARK
 from row_scenarios import ROWS
 from scenario_world import ScenarioWorld
 from scenarios import ONE_TRANSFER_EACH, SEVERAL_TRANSFERS
@@ -28,7 +29,7 @@ SCENARIOS: dict[str, Scenario] = {
     **{run.__name__: Scenario(run, one_transfer_a_job=True) for run in ONE_TRANSFER_EACH},
     **{
         run.__name__: Scenario(run)
-        for run in (*SEVERAL_TRANSFERS, *ROWS, *HELD, *CONSUMERS, *PAIRS, *COMPANY, *FAULTS)
+        for run in (*SEVERAL_TRANSFERS, *ROWS, *HELD, *CONSUMERS, *PAIRS, *COMPANY, *FAULTS, *PARK)
     },
 }
 
