@@ -45,6 +45,8 @@ class _Parking:
 
     def is_lost(self) -> bool:
         """Return whether only a call of `park` can resume this."""
+        if self._process != os.getpid():
+            return False
         return self._is_dropped or (self.handle is not None and self.handle() is None)
 
     def take_out(self, readers: list[torch.Stream]) -> None:
@@ -82,9 +84,9 @@ class _Parking:
 
     def resume_for_dropped_handle(self) -> None:
         """Resume tensors that would be lost, and say so. Any thread may be the one that does."""
-        if sys.is_finalizing() or self._process != os.getpid() or not self.memory.is_out:
+        if sys.is_finalizing() or self._process != os.getpid():
             return
-        if not any(self.memory.are_waiting()):
+        if not any(self.memory.are_waiting()):  # resumed, or the tensors are gone
             _parkings.discard(self)
             return
         self._is_dropped = True

@@ -190,7 +190,11 @@ def _copy_of(tree: Any, memo: dict[int, Any]) -> Any:
         kept.append(value)
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
-            inner = {name: tensor(getattr(value, name)) for name in names}
+            parts = {name: getattr(value, name) for name in names}
+            inner = {
+                name: tensor(part) if isinstance(part, torch.Tensor) else part
+                for name, part in parts.items()
+            }
             made = type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
                 inner, context, value.size(), value.stride()
             )

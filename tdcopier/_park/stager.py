@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch.optim import Optimizer
 
-from tdcopier._park.snapshot import snapshot
+from tdcopier._park.snapshot import Snapshot, snapshot
 
 __all__ = ["SnapshotStager"]
 
@@ -25,9 +26,9 @@ class SnapshotStager:
 
     `async_save` turns modules and optimizers into state dicts before the stager sees them. With
     `optimizer`, its next `step` waits on the device until the state has been read; call
-    `before_update` before anything else that overwrites parameters or optimizer states. Without,
-    all later work on the stream that is current in `async_save` waits for that. It implements the
-    protocol `AsyncStager`.
+    `before_update` before anything else that overwrites tensors of the state of more than 256 KiB,
+    for example before a forward that updates large buffers. Without, all later work on the stream
+    that is current in `async_save` waits for that. It implements the protocol `AsyncStager`.
     """
 
     _synchronize_after_execute = False
@@ -41,6 +42,7 @@ class SnapshotStager:
         self._optimizer = optimizer
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tdcopier-stager")
         self._last: Future[Any] | None = None
+        self._taken: weakref.ref[Snapshot] | None = None
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -56,8 +58,15 @@ class SnapshotStager:
         taken = snapshot(state_dict, optimizer=self._optimizer)
         if self._optimizer is None:
             taken.before_update()
+        self._taken = weakref.ref(taken)
         self._last = self._executor.submit(taken.get)
         return self._last
+
+    def before_update(self) -> None:
+        """Make the current streams wait until the device has read the last state."""
+        taken = None if self._taken is None else self._taken()
+        if taken is not None:  # otherwise it has arrived
+            taken.before_update()
 
     def synchronize_staging(self) -> None:
         """Block until the last snapshot has arrived.

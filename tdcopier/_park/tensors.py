@@ -130,7 +130,9 @@ class _Walk:
             self.found.append(FoundTensor(path, tensor, place == _DEVICE))
         elif kind == "wrapper":
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-                self._tensor(getattr(tensor, name), f"{path}.{name}")
+                part = getattr(tensor, name)
+                if isinstance(part, torch.Tensor):  # a DTensor also names its mesh
+                    self._tensor(part, f"{path}.{name}")
         elif kind == "lazy":
             raise ValueError(f"{path} is not initialized: run the module on a batch first")
         else:

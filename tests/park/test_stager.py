@@ -50,6 +50,21 @@ def overwrite(model, value):
     model.large.copy_(value)
 
 
+def test_an_update_by_hand_waits_after_before_update(device, stall, reading_stream):
+    model, optimizer = trained(device)
+    expected = model.large.detach().cpu().clone()
+    sevens = torch.full_like(model.large, 7)
+    stager = tdcopier.SnapshotStager(optimizer=optimizer)
+    stager.before_update()  # there is no state yet
+    with stall(reading_stream):
+        staged = stager.stage(model.state_dict())
+        stager.before_update()
+        overwrite(model, sevens)
+    assert torch.equal(staged.result()["large"], expected)
+    stager.before_update()
+    stager.close()
+
+
 def test_modules_and_optimizers_can_be_given_to_async_save(device, tmp_path):
     model, optimizer = trained(device)
     expected = model.large.detach().cpu().clone()
