@@ -55,7 +55,10 @@ class _Parking:
 
     def ready(self) -> bool:
         copy = self._copy
-        return copy is None or copy.ready()
+        is_ready = copy is None or copy.ready()
+        if is_ready:
+            self.memory.release_kept()
+        return is_ready
 
     def wait(self) -> None:
         with self._lock:

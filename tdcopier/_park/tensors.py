@@ -50,11 +50,11 @@ def tensors_in(state: Any, *, gradients: bool) -> list[FoundTensor]:
 
 
 def refuse_modes(call: str) -> None:
-    """Raise a RuntimeError if a torch mode would change what the engine's copies do."""
+    """Raise a RuntimeError if a torch mode or a graph capture would change what copies do."""
     if not _C.engine_takes("cpu"):
         raise RuntimeError(
-            f"a torch mode or transform is active, and {call} copies memory as it is: call it "
-            "outside of the mode"
+            f"a torch mode or transform is active, or the current stream is capturing a graph: "
+            f"call {call} outside of it"
         )
 
 

@@ -260,6 +260,30 @@ def test_the_memory_returns_to_the_allocator_and_its_reuse_waits_for_the_copy(si
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("ask", ["wait", "ready", "resume"])
+def test_memory_of_another_owner_is_released_when_the_copy_is_known_to_have_arrived(sim, ask):
+    """Torch's allocator cannot be told of a use of memory that is not its own."""
+    owner = torch.full((LARGE,), 3.0, device="sim")
+    tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(owner))
+    del owner
+    allocated = sim.memory_stats().allocated_bytes
+    reading = _C.copy_stream("sim:0", "from_device")
+    with sim.hold(reading):
+        parked = tdcopier.park([tensor])
+        assert sim.memory_stats().allocated_bytes == allocated
+    sim.synchronize()
+    if ask == "resume":
+        parked.resume()
+        torch.sim.synchronize()
+        assert sim.memory_stats().allocated_bytes == allocated  # new memory, and not the old
+    else:
+        getattr(parked, ask)()
+        assert sim.memory_stats().allocated_bytes <= allocated - 4 * LARGE
+        parked.resume()
+    assert tensor.eq(3).all()
+
+
+@pytest.mark.sim
 def test_the_extra_device_memory_is_bounded(sim):
     state = [torch.zeros(60_000, device="sim") for _ in range(700)]  # 168 MB of packed storages
     torch.sim.synchronize()

@@ -43,7 +43,7 @@ def parked_memory_is_used_for_something_else(world: ScenarioWorld) -> None:
 
 
 def a_state_is_resumed_on_another_stream(world: ScenarioWorld) -> None:
-    """What reads a state after its resume is ordered on the stream of that call."""
+    """A read of a resumed state is ordered on the stream of that call."""
     device = world.devices[0]
     with world.on(world.stream(device)):
         state, expected = _state(world, device)
