@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -112,6 +113,24 @@ def test_threads_park_states_of_their_own(device):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.sim
+def test_every_stream_sees_what_a_handle_resumed_that_another_thread_dropped(sim):
+    tensor = torch.full((LARGE,), 3.0, device="sim")
+    handles = [tdcopier.park([tensor])]
+    handles[0].wait()
+
+    def drop() -> None:
+        with torch.sim.stream(torch.sim.Stream("sim:0")), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            handles.clear()
+
+    with sim.pace("h2d", latency_us=100_000):
+        thread = threading.Thread(target=drop)
+        thread.start()
+        thread.join()
+        assert tensor.eq(3).all()
 
 
 def test_two_handles_of_parts_of_a_state_are_resumed_in_any_order(device):
