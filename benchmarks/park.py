@@ -119,8 +119,9 @@ def _parked(bench: Bench, name: str, sizes: list[int]) -> dict[str, Any]:
     state = state_of(sizes, bench.device)
     names = [OURS, TO, PINNED] if name == MODEL else [OURS, TO]
     times: dict[str, dict[str, list[float]]] = {}
-    wrong, rounds = {}, bench.rounds(0.02, 3)
+    wrong = {}
     for way_name in names:
+        rounds = 3 if way_name == TO else bench.rounds(0.02, 3)
         way = _way(way_name, state, device)
         taken: dict[str, list[float]] = {"park": [], "resume": []}
         for _ in bench.progress(f"{name}, {way_name}")(range(rounds + 1)):

@@ -24,7 +24,7 @@ ORDER: dict[str, Defect] = {
         "reused",
     ),
     "parked_memory_not_recorded": Defect(
-        "Order",
+        "Parking",
         "python/storage_memory.cpp",
         "    if (stream.device() == device) backend.recordDataPtrOnStream(memory, stream);",
         "    if (stream.device() == device && !{defect})\n"
