@@ -23,19 +23,19 @@ using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
 
 // Allocates what raise_on_access() needs.
 template <typename Impl>
-void prepare_to_raise(Impl& impl) {
+void prepare_to_raise([[maybe_unused]] Impl& impl) {
   if constexpr (kCanRaise<Impl>) impl.get_extra_meta();
 }
 
 template <typename Impl>
-void raise_on_access(Impl& impl, std::string message) noexcept {
+void raise_on_access([[maybe_unused]] Impl& impl, [[maybe_unused]] std::string message) noexcept {
   if constexpr (kCanRaise<Impl>) {
     impl.release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
   }
 }
 
 template <typename Impl>
-void allow_access(Impl& impl) noexcept {
+void allow_access([[maybe_unused]] Impl& impl) noexcept {
   if constexpr (kCanRaise<Impl>) impl.clear_data_ptr_access_error_msg_();
 }
 
