@@ -259,6 +259,58 @@ def test_the_memory_returns_to_the_allocator_and_its_reuse_waits_for_the_copy(si
     assert sim.memory_stats().allocated_bytes == allocated
 
 
+def test_allocated_memory_falls_in_the_call_and_rises_with_the_resume(device, accelerator):
+    accelerator.synchronize()
+    before = accelerator.memory_allocated(device)
+    state = [torch.full((n,), 1.0, device=device) for n in (10, 5000, LARGE, 20 * LARGE)]
+    held = accelerator.memory_allocated(device) - before
+    for _ in range(3):
+        parked = tdcopier.park(state)
+        assert accelerator.memory_allocated(device) <= before + 2**21  # packed small ones
+        parked.wait()
+        assert accelerator.memory_allocated(device) == before
+        parked.resume()
+        accelerator.synchronize()
+        assert accelerator.memory_allocated(device) == before + held
+
+
+@pytest.mark.cuda
+def test_an_allocation_that_needs_the_memory_waits_for_the_copy(device, stall, reading_stream):
+    state = [torch.full((50 * LARGE,), float(n), device=device) for n in range(4)]
+    tdcopier.park(state).resume()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**22) / total)
+    try:
+        with stall(reading_stream):
+            parked = tdcopier.park(state)
+            other = [torch.full((50 * LARGE,), -1.0, device=device) for _ in range(4)]
+        assert all(t.eq(-1).all() for t in other)
+        with pytest.raises(torch.OutOfMemoryError):
+            parked.resume()
+        del other
+        parked.resume()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert [t.mean().item() for t in state] == [0, 1, 2, 3]
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_call_during_a_capture_is_refused(device):
+    tensor = torch.full((LARGE,), 3.0, device=device)
+    parked = tdcopier.park([torch.full((LARGE,), 4.0, device=device)])
+    for call in (lambda: tdcopier.park([tensor]), parked.resume):
+        with (
+            pytest.raises(RuntimeError, match="capturing"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            call()
+    parked.resume()
+    assert tensor.eq(3).all()
+
+
 @pytest.mark.sim
 @pytest.mark.parametrize("ask", ["wait", "ready", "resume"])
 def test_memory_of_another_owner_is_released_when_the_copy_is_known_to_have_arrived(sim, ask):
