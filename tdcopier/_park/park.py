@@ -218,8 +218,10 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
         ValueError: a tensor has no memory, for example because it is parked already; it is not
             strided; its device is of a type that tdcopier has no transfers for. The message names
             the path.
-        RuntimeError: a current stream is capturing a CUDA graph; a torch mode is active; the host
-            can pin no more memory.
+        MemoryError: the host can pin no more memory, or the limit of `set_pinned_limit_bytes` does
+            not allow it.
+        RuntimeError: a current stream is capturing a CUDA graph; a torch mode is active; the driver
+            refuses to pin memory.
         Exception: any other error, or Ctrl-C. Whatever it is, all tensors have their memory and
             their values then.
     """

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
 from tdcopier import _C
 from tdcopier._options import checked_options, options_for_filling
-from tdcopier._park import pinned
+from tdcopier._pinned_pool import lease
 
 PACKED_BYTES = 256 * 1024
 """Storages up to this size are packed by the engine; larger ones are transferred from where they
 are. `kMaxPackedLeafBytes` of the engine."""
 GROUP_BYTES = 256 * 1024 * 1024
-"""Pinned memory is leased, and transfers are enqueued, in groups of about this size: while memory
-for a group is pinned for the first time, the groups before it are on their way."""
+"""Transfers are enqueued in groups of about this size, each as soon as there is pinned memory for
+it: while memory for the others is pinned for the first time, the first ones are on their way."""
 _SCRATCH_BYTES = 32 * 1024 * 1024
 """Small storages are scattered from device memory of at most this size."""
 
@@ -52,10 +53,12 @@ class HostCopy:
             self._start_small(storages, small)
             for handle in self.handles:
                 handle.wait_staged()
+        large = [size for size in sizes if size > PACKED_BYTES]
+        memory = lease(large) if large else iter(())
         for group in _groups(sizes, range(len(sizes)), GROUP_BYTES):
             if not small_first:
                 self._start_small(storages, [i for i in group if sizes[i] <= PACKED_BYTES])
-            self._start_large(storages, sizes, [i for i in group if sizes[i] > PACKED_BYTES])
+            self._start_large(storages, [i for i in group if sizes[i] > PACKED_BYTES], memory)
 
     def _start_small(self, storages: list[torch.Tensor], which: list[int]) -> None:
         if not which:
@@ -67,11 +70,11 @@ class HostCopy:
             self.parts[i] = part
 
     def _start_large(
-        self, storages: list[torch.Tensor], sizes: list[int], which: list[int]
+        self, storages: list[torch.Tensor], which: list[int], memory: Iterator[torch.Tensor]
     ) -> None:
         if not which:
             return
-        leased = pinned.lease([sizes[i] for i in which])
+        leased = list(islice(memory, len(which)))
         options = options_for_filling(True, False)  # large ones are only enqueued in the call
         handle = _C.start_copy_into([storages[i] for i in which], leased, options, False)
         self.handles.append(handle)

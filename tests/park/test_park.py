@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictParams
 
 import tdcopier
 from tdcopier import _C
+from tdcopier import _pinned_pool as pool
 from tdcopier._park.tensors import tensors_in
 
 
@@ -382,11 +383,11 @@ def test_the_pinned_memory_is_released_once_it_has_been_read(device, monkeypatch
     leased = []
 
     def lease(sizes):
-        made = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
-        leased.extend(weakref.ref(each) for each in made)
-        return made
+        for made in pool.lease(sizes):
+            leased.append(weakref.ref(made))
+            yield made
 
-    monkeypatch.setattr("tdcopier._park.pinned.lease", lease)
+    monkeypatch.setattr("tdcopier._park.transfers.lease", lease)
     state = [torch.zeros(LARGE, device=device) for _ in range(3)]
     parked = tdcopier.park(state)
     assert len(leased) == 3
@@ -399,16 +400,49 @@ def test_the_pinned_memory_is_released_once_it_has_been_read(device, monkeypatch
 
 def test_memory_is_leased_in_groups(device, monkeypatch):
     monkeypatch.setattr("tdcopier._park.transfers.GROUP_BYTES", 10 * LARGE)
-    sizes = []
+    order: list[str] = []
 
-    def lease(wanted):
-        sizes.append(wanted)
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in wanted]
+    def lease(sizes):
+        for made in pool.lease(sizes):
+            order.append("memory")
+            yield made
 
-    monkeypatch.setattr("tdcopier._park.pinned.lease", lease)
+    def start_copy_into(*arguments):
+        order.append(f"{len(arguments[0])} copies")
+        return own(*arguments)
+
+    own = _C.start_copy_into
+    monkeypatch.setattr("tdcopier._park.transfers.lease", lease)
+    monkeypatch.setattr(_C, "start_copy_into", start_copy_into)
     state = [torch.full((LARGE,), float(n), device=device) for n in range(5)]
     with tdcopier.parked(state):
-        assert sizes == [[4 * LARGE] * 2, [4 * LARGE] * 2, [4 * LARGE]]
+        assert order == [*["memory", "memory", "2 copies"] * 2, "memory", "1 copies"]
+    assert [t[0].item() for t in state] == [0, 1, 2, 3, 4]
+
+
+def test_the_pool_has_room_for_the_next_time(device):
+    state = [torch.full((LARGE,), float(n), device=device) for n in range(5)]
+    held = []
+    for _ in range(4):
+        with tdcopier.parked(state):
+            pass
+        torch.get_device_module(device).synchronize()
+        tdcopier.copy(torch.zeros(1), device)  # calls release what the device has read
+        use = tdcopier.pinned_memory()
+        held.append(use.leased_bytes + use.free_bytes)
+    assert held[1:] == held[:1] * 3
+
+
+def test_without_memory_to_pin_everything_is_resident(device):
+    limit = tdcopier.pinned_memory().limit_bytes
+    state = [torch.full((LARGE,), float(n), device=device) for n in range(5)]
+    tdcopier.trim_pinned_memory()
+    tdcopier.set_pinned_limit_bytes(tdcopier.pinned_memory().leased_bytes + 6 * LARGE)
+    try:
+        with pytest.raises(MemoryError, match="limit"):
+            tdcopier.park(state)
+    finally:
+        tdcopier.set_pinned_limit_bytes(limit)
     assert [t[0].item() for t in state] == [0, 1, 2, 3, 4]
 
 
