@@ -28,6 +28,7 @@
 #include "python/explain.h"
 #include "python/flatten.h"
 #include "python/handle.h"
+#include "python/host_access.h"
 #include "python/interrupts.h"
 #include "python/leased_tensors.h"
 #include "python/pair_walk.h"
@@ -47,6 +48,7 @@ namespace {
 using tdcopier::CopyOptions;
 using tdcopier::Handle;
 using tdcopier::LeasedTensors;
+using tdcopier::HostAccess;
 using tdcopier::OnUnknown;
 using tdcopier::PinnedMemory;
 using tdcopier::PreparedCopy;
@@ -222,6 +224,8 @@ Raises:
     Exception: as `get`.
     RuntimeError: no event loop is running.)")
       .def("_enqueued", guarded(&Handle::enqueued))
+      .def("_hand_over", guarded(&Handle::hand_over), py::arg("stream") = py::none())
+      .def("_host_access", guarded(&Handle::host_access))
       .def("_send_if_staged", &Handle::send_if_staged)
       .def("_is_wait_instant", &Handle::is_wait_instant)
       .def("_refuse_in_child", &Handle::refuse_in_child)
@@ -351,6 +355,11 @@ Raises:
     });
   });
   m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;
+
+  py::class_<HostAccess>(m, "HostAccess")
+      .def("has_ended", guarded(&HostAccess::has_ended))
+      .def("wait", guarded(&HostAccess::wait))
+      .def("order", guarded(&HostAccess::order));
 
   m.def("pairs_with_paths", guarded(&pairs_with_paths));
   m.def("forget_rules", &tdcopier::forget_rules);

@@ -151,7 +151,7 @@ py::object Handle::get() {
   return result_;
 }
 
-py::object Handle::wait(py::handle stream_or_none) {
+py::object Handle::order(py::handle stream_or_none, bool for_reads) {
   if (!captured_.empty()) return result_of_capture(stream_or_none);
   if (jobs_.empty()) raise_if_failed();
   const std::vector<c10::Stream> streams = consumers(stream_or_none);
@@ -164,7 +164,7 @@ py::object Handle::wait(py::handle stream_or_none) {
   wait_stopped_if_failed();
   raise_if_failed();
   build_once();  // while the transfers run
-  wait_host_sources_read();
+  if (for_reads) wait_host_sources_read();
   if (std::ranges::any_of(targets_, &c10::Device::is_cpu)) wait_done(/*on_host_only=*/true);
   hand_over_to(streams);
   order_after_reads(producing);
@@ -177,6 +177,24 @@ py::object Handle::enqueued() {
   raise_if_failed();
   build_once();
   return result_;
+}
+
+std::unique_ptr<HostAccess> Handle::host_access() {
+  wait_enqueued();
+  wait_stopped_if_failed();
+  raise_if_failed();
+  std::vector<EventRef> ends;
+  c10::Device device = c10::kCPU;
+  for (const auto& job : jobs_) {
+    if (job->target().is_cpu() && job->rows_in_place() == 0) {
+      const WaitWithoutGil waiting;
+      job->wait_done();
+    }
+    if (!job->last_host_access()) continue;
+    ends.push_back(job->last_host_access());
+    device = job->target().is_cpu() ? job->source_device() : job->target();
+  }
+  return std::make_unique<HostAccess>(device, std::move(ends));
 }
 
 // Returns the streams in the order of the jobs whose sources are on a device.

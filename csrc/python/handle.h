@@ -12,6 +12,7 @@
 #include "engine/device/bad_rows.h"
 #include "engine/jobs/copy_job.h"
 #include "python/delegated_outputs.h"
+#include "python/host_access.h"
 #include "python/kept_outputs.h"
 #include "python/sources.h"
 #include "python/tree.h"
@@ -70,7 +71,13 @@ class Handle {
 
   bool ready();
   pybind11::object get();
-  pybind11::object wait(pybind11::handle stream);
+  pybind11::object wait(pybind11::handle stream) { return order(stream, /*for_reads=*/true); }
+  // As wait(), but the host does not wait until a device has read host sources: see host_access().
+  pybind11::object hand_over(pybind11::handle stream) { return order(stream, /*for_reads=*/false); }
+  // Returns the device's accesses to host memory that is not the result's, with those of host
+  // threads done. Blocks: until all transfers are enqueued, and host threads have written their
+  // part. Throws: as wait().
+  std::unique_ptr<HostAccess> host_access();
   void wait_staged();
   // Returns the result as soon as every transfer is enqueued, which is before its bytes arrive.
   // Throws what made the copy fail until then. Blocks: until it is enqueued.
@@ -90,6 +97,7 @@ class Handle {
   void clear();
 
  private:
+  pybind11::object order(pybind11::handle stream, bool for_reads);
   pybind11::object result_of_capture(pybind11::handle stream);
   void check_numbers() const;  // throws if a device has found one out of range
   bool is_enqueued() const;

@@ -21,7 +21,7 @@ def row_index(index: Any, storage: Any) -> RowIndex:
         TypeError: `index` is not an index of rows.
         IndexError: a row is out of range, as far as that is known without the leaves.
     """
-    if _is_numbers(index):
+    if is_numbers(index):
         return RowIndex(index, 1, False, (), index, False)
     if isinstance(index, RowIndex):
         return index
@@ -63,7 +63,7 @@ def key_for_torch(rows: RowIndex) -> Any:
     return key.long() if isinstance(key, torch.Tensor) and key.dtype == torch.int16 else key
 
 
-def _is_numbers(index: Any) -> bool:
+def is_numbers(index: Any) -> bool:
     """Return whether the engine can use the index as it is, which is nearly always the case.
 
     Fast path: loops for which microseconds count call this, and the other paths take ten times as

@@ -1,11 +1,8 @@
 """torchrl support: replay buffers whose batches reach the device packed. Imports torchrl."""
 
 from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
-from tdcopier.torchrl._storage import (
-    PackedLazyMemmapStorage,
-    PackedLazyTensorStorage,
-    ReadStats,
-)
+from tdcopier.torchrl._pinned import PackedLazyTensorStorage, WriteStats
+from tdcopier.torchrl._storage import PackedLazyMemmapStorage, ReadStats
 from tdcopier.torchrl._to_device import ToDevice
 
 __all__ = [
@@ -14,4 +11,5 @@ __all__ = [
     "PackedTensorDictReplayBuffer",
     "ReadStats",
     "ToDevice",
+    "WriteStats",
 ]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torchrl
 from tensordict import is_tensor_collection, is_tensorclass
 from tensordict.utils import expand_as_right
+from torch.utils._pytree import tree_map
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tdcopier import _copy
 from tdcopier._prefetch.stream_position import StreamPosition
-from tdcopier.torchrl._sampling import RecordingSampleUnit, Sampling, current, untraced
+from tdcopier.torchrl._pinned import PackedLazyTensorStorage
+from tdcopier.torchrl._sampling import (
+    IndexOnDevice,
+    RecordingSampleUnit,
+    Sampling,
+    current,
+    untraced,
+)
 
 _DRAWN = "tdcopier: a drawn sample"
 """Key in a sample's info; passes a `_Drawn` from the drawing thread to `sample`."""
@@ -60,34 +71,74 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
             warnings.warn(
                 "include_info is going to be deprecated soon. Samples have index and weights "
                 "without it; return_info=True also returns them apart.",
-                stacklevel=3,  # from its caller, across the wrapper of torch.compiler
+                stacklevel=2,
             )
-        batch, info = ReplayBuffer.sample(self, batch_size, return_info=True)
-        drawn = info.pop(_DRAWN, None)
+        if self._prefetch:
+            batch, box = ReplayBuffer.sample(self, batch_size, return_info=True)
+            drawn = box.pop(_DRAWN, None)
+        else:
+            current.drawn = None
+            batch = ReplayBuffer.sample(self, batch_size)
+            drawn, current.drawn = current.drawn, None
         if drawn is None:
             raise _unknown("sample() does not call _sample()")
         if include_info is None or include_info:
             _put_into(batch, drawn.tensors)
         for position in drawn.positions:
             position.hand_over(batch)
-        return (batch, info) if return_info else batch
+        return (batch, _as_torchrls(drawn.info, self.storage)) if return_info else batch
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Draw a sample in torchrl's way. No other internal method of torchrl is replaced."""
         before, now = current.sampling, Sampling()
+        now.keeps_index = not getattr(self._writer, "tracks_generations", False)
         try:
             current.sampling = now
-            drawn = super()._sample(batch_size)
-            if not isinstance(drawn, tuple) or len(drawn) != 2 or drawn[1] is not now.info:
+            sampled = super()._sample(batch_size)
+            if not isinstance(sampled, tuple) or len(sampled) != 2 or sampled[1] is not now.info:
                 raise _unknown("_sample() does not give a batch and the info of its sample unit")
-            batch, info = drawn
+            batch, info = sampled
             tensors = _for_batch(batch, now)
-            info[_DRAWN] = _Drawn(
-                tensors, [StreamPosition.current(device) for device in _devices(batch, now)]
-            )
+            if isinstance(info.get("index"), IndexOnDevice):
+                info["index"] = info["index"].numbers
+            positions = []
+            if self._prefetch:  # otherwise the caller's thread, with its current streams
+                positions = [StreamPosition.current(device) for device in _devices(batch, now)]
+            drawn = _Drawn(info, tensors, positions)
+            if not self._prefetch:
+                current.drawn = drawn
         finally:
             current.sampling = before  # not a call: no interrupt can come before it
-        return batch, info
+        return batch, {_DRAWN: drawn}
+
+    # torchrl writes through views in these.
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        with self._writing():
+            super().__setitem__(index, value)
+
+    def set_at_(self, key: Any, value: Any, index: Any) -> Any:
+        with self._writing():
+            return super().set_at_(key, value, index)
+
+    def set_(self, key: Any, value: Any) -> Any:
+        with self._writing():
+            return super().set_(key, value)
+
+    def update_(self, input_dict_or_td: Any, clone: bool = False, **options: Any) -> Any:
+        with self._writing():
+            return super().update_(input_dict_or_td, clone, **options)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep samples from starting, and wait until a device accesses no row of the storage."""
+        storage = self._storage
+        with self._replay_lock:
+            if isinstance(storage, PackedLazyTensorStorage):
+                with storage.writing():
+                    yield
+            else:
+                yield
 
 
 def _unknown(what: str) -> RuntimeError:
@@ -108,6 +159,15 @@ def _for_batch(batch: Any, now: Sampling) -> dict[Any, torch.Tensor]:
     if any(tensor.device != batch.device for tensor in tensors.values()):
         tensors = _copy.start_copy(tensors, batch.device).wait()
     return tensors
+
+
+def _as_torchrls(info: dict[Any, Any], storage: Any) -> dict[Any, Any]:
+    """Return the info as torchrl's `sample` does: on the device of the storage."""
+    device = getattr(storage, "device", None)
+    if device is None:
+        return info
+    moved: dict[Any, Any] = tree_map(lambda x: x.to(device) if hasattr(x, "to") else x, info)
+    return moved
 
 
 def _put_into(batch: Any, tensors: dict[Any, torch.Tensor]) -> None:
@@ -140,12 +200,18 @@ def _devices(batch: Any, now: Sampling) -> set[torch.device]:
 
 
 class _Drawn:
-    """A sample's info tensors where its batch is, and the stream positions at which both are made.
+    """A sample's info, its tensors where the batch is, and the stream positions of both.
 
     Copying and pickling wait for the positions, so a saved copy has none.
     """
 
-    def __init__(self, tensors: dict[Any, torch.Tensor], positions: list[StreamPosition]) -> None:
+    def __init__(
+        self,
+        info: dict[Any, Any],
+        tensors: dict[Any, torch.Tensor],
+        positions: list[StreamPosition],
+    ) -> None:
+        self.info = info
         self.tensors = tensors
         self.positions = positions
 
@@ -155,9 +221,10 @@ class _Drawn:
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._wait()
-        return _Drawn, (self.tensors, [])
+        return _Drawn, (self.info, self.tensors, [])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Drawn:
         """Copy the tensors alone; a deep copy of them would include all of the batch's chunk."""
         self._wait()
-        return _Drawn({key: tensor.clone() for key, tensor in self.tensors.items()}, [])
+        tensors = {key: tensor.clone() for key, tensor in self.tensors.items()}
+        return _Drawn(copy.deepcopy(self.info, memo), tensors, [])

@@ -9,17 +9,27 @@ from typing import Any, TypeVar
 import torch
 from torchrl.data.replay_buffers import SampleUnit
 
+from tdcopier._compile import keep_out_of_graphs
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def untraced(function: _F) -> _F:
-    """Make a compiled function call `function` between two of its graphs.
+untraced: Callable[[_F], _F] = keep_out_of_graphs("sample() or the storage", "the batch")
+"""Makes a compiled function call another between two of its graphs.
 
-    Native threads gather the rows, and streams order the samples: a compiler traces neither.
+Native threads gather the rows, and streams order the samples: a compiler traces neither.
+"""
+
+
+class IndexOnDevice:
+    """An index on the device, on its way from the sampler to the storage.
+
+    torchrl copies the tensors of an index to the storage's device, which waits for them, and leaves
+    other objects as they are.
     """
-    disable: Any = torch.compiler.disable
-    wrapped: _F = disable(function, reason="tdcopier gathers the rows between two graphs")
-    return wrapped
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
 
 
 class Sampling:
@@ -29,6 +39,8 @@ class Sampling:
     """
 
     def __init__(self) -> None:
+        self.keeps_index = True
+        """Whether an index on a device may stay there."""
         self.info: dict[Any, Any] | None = None
         """torchrl's info, once the sampler has chosen the rows; its index is added later."""
         self.moved: dict[Any, torch.Tensor] | None = None
@@ -48,6 +60,8 @@ class Sampling:
 
 
 def _as_tensor(key: Any, value: Any) -> torch.Tensor:
+    if isinstance(value, IndexOnDevice):
+        return value.numbers
     if key == "index" and isinstance(value, tuple):  # a tensor for each dimension of the storage
         return torch.stack(value, -1)
     return torch.as_tensor(value)
@@ -55,6 +69,8 @@ def _as_tensor(key: Any, value: Any) -> torch.Tensor:
 
 class _Current(threading.local):
     sampling: Sampling | None = None
+    drawn: Any = None
+    """What the last `_sample` of this thread has drawn, for the `sample` that called it."""
 
 
 current = _Current()
@@ -99,4 +115,8 @@ class RecordingSampleUnit(SampleUnit):  # type: ignore[misc]
         if now is not None:
             now.info = info
             now.storage = storage
+            if now.keeps_index and isinstance(index, torch.Tensor) and not index.is_cpu:
+                takes: Any = getattr(storage, "takes_index_on", None)
+                if index.dim() > 0 and takes is not None and takes(index.device):
+                    index = IndexOnDevice(index)
         return index, info

@@ -5,19 +5,18 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections import OrderedDict
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tensordict import is_tensor_collection
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorStorage
+from torchrl.data import LazyMemmapStorage, ReplayBuffer, TensorStorage
 
 from tdcopier import _copy
 from tdcopier._options import Device
-from tdcopier._pin_memory import PinnedMemory, pin_memory_
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.request import RowIndex
+from tdcopier._rows.row_numbers import is_numbers
+from tdcopier.torchrl._requests import Request, alike, gives_view, rows_in_use
 from tdcopier.torchrl._sampling import current, untraced
 from tdcopier.torchrl._to_device import with_index
 
@@ -35,9 +34,12 @@ class ReadStats(NamedTuple):
     """Reads that torchrl's own indexing copied, because the engine cannot: masks, indices of three
     dimensions or of several kinds, a storage on a device, trees with classes of their own, and
     leaves whose rows differ in number."""
+    moved_indices: int = 0
+    """Reads for which the host waited for an index on the device, because the device cannot read
+    the rows, for example of trees with classes of their own."""
 
 
-class _Packed(TensorStorage):  # type: ignore[misc]
+class Packed(TensorStorage):  # type: ignore[misc]
     """Reads rows for both storages. torchrl's code decides what is stored, and how."""
 
     def __init__(
@@ -102,28 +104,34 @@ class _Packed(TensorStorage):  # type: ignore[misc]
         torchrl reads; `read_stats` counts which of them were copied.
         """
         now = current.sampling
-        rows = self._last.take(index, self._changes())
-        if rows is not None:
-            self._reads.add(reused=1)
+        rows = None
+        if isinstance(index, tuple):  # as samplers of slices give it
+            rows = self._last.take(index, self._changes())
+            if rows is not None:
+                self._reads.add(reused=1)
         if self.sample_device is None or now is None or now.storage is not self or now.is_read:
             return self._read(index) if rows is None else rows
         now.is_read = True
         now.devices.add(self.sample_device)
         request = self._request(index) if rows is None else None
         if request is not None:
-            beside: dict[Any, Any] = {key: Whole(tensor) for key, tensor in now.tensors().items()}
-            handle = start_gather((request.rows, beside), request.numbers, self.sample_device)
-            rows, now.moved = handle.wait()  # the rows have been read; the transfer is in flight
+            rows, now.moved = self._gather(request, now.tensors())
             self._reads.add(gathered=1)
             return rows
-        is_view = rows is None
-        if is_view:
+        is_read_here = rows is None
+        if is_read_here:
             rows = self._read_by_torchrl(index)
         handle = _copy.start_copy((rows, now.tensors()), self.sample_device)
-        if is_view:
+        if is_read_here:
             handle.wait_staged()  # a device may read a pinned storage in place
         rows, now.moved = handle.wait()
         return rows
+
+    def _gather(self, request: Request, info: dict[Any, torch.Tensor]) -> Any:
+        """Return rows and info on `sample_device`, once the rows have been read."""
+        beside: dict[Any, Any] = {key: Whole(tensor) for key, tensor in info.items()}
+        handle = start_gather((request.rows, beside), request.numbers, self.sample_device)
+        return handle.wait()  # the transfer is in flight
 
     def _read(self, index: Any) -> Any:
         request = self._request(index)
@@ -137,68 +145,35 @@ class _Packed(TensorStorage):  # type: ignore[misc]
 
     def _read_by_torchrl(self, index: Any) -> Any:
         rows = super().get(index)
-        if _is_view(index):
+        if gives_view(index):
             self._reads.add(views=1)
         else:
             self._reads.add(fallbacks=1)
         return rows
 
-    def _request(self, index: Any) -> _Request | None:
+    def _request(self, index: Any) -> Request | None:
         """Return what the engine needs to read an index; None if torchrl reads it."""
         initialized: bool = self.initialized
-        if not initialized or not _is_on_the_host(self):
+        if not initialized or not is_on_the_host(self):
             return None
-        in_use: torch.Size = self.shape
-        numbers = _rows_in_use(index, in_use)
+        is_full: bool = self._is_full
+        if is_full and is_numbers(index):  # the engine checks them
+            numbers: RowIndex | None = RowIndex(index, 1, False, (), index, False)
+        else:
+            numbers = rows_in_use(index, self.shape)
         if numbers is None:
             return None
-        rows = self._storage
+        rows = self._tables()
         if not isinstance(rows, torch.Tensor) and not is_tensor_collection(rows):
-            rows = _alike(rows, in_use, bool(self._is_full))
-        return None if rows is None else _Request(rows, numbers)
+            rows = alike(rows, self.shape, is_full)
+        return None if rows is None else Request(rows, numbers)
+
+    def _tables(self) -> Any:
+        """Return the tree whose leaves have all rows."""
+        return self._storage
 
 
-class PackedLazyTensorStorage(_Packed, LazyTensorStorage):  # type: ignore[misc]
-    """torchrl's `LazyTensorStorage`, whose samples native threads gather into packed memory.
-
-    The rows are the same as torchrl's. They are in pinned host memory, which `ToDevice` sends
-    without packing it again. With `sample_device` they go directly to that device. If the storage
-    is pinned too, a CUDA device reads them itself, and no thread gathers.
-    """
-
-    def __init__(
-        self,
-        max_size: int,
-        *,
-        sample_device: Device | None = None,
-        pinned: bool = False,
-        **options: Any,
-    ) -> None:
-        """Args:
-        max_size: number of rows.
-        sample_device: gather samples directly to this device; needs a
-            `PackedTensorDictReplayBuffer`.
-        pinned: pin the storage in place, at the first sample: see `pin_memory_`. The system never
-            swaps it out then. Needs `sample_device`.
-        **options: those of torchrl's storage.
-
-        Raises:
-            ValueError: `pinned` without `sample_device`.
-        """
-        if pinned and sample_device is None:
-            raise ValueError("pinned=True needs sample_device=, for which the storage is pinned")
-        self.pinned = pinned
-        self._pin = _Pin()
-        super().__init__(max_size, sample_device=sample_device, **options)
-
-    def _request(self, index: Any) -> _Request | None:
-        request = super()._request(index)
-        if request is not None and self.pinned:
-            self._pin.keep(self._storage, self.sample_device)
-        return request
-
-
-class PackedLazyMemmapStorage(_Packed, LazyMemmapStorage):  # type: ignore[misc]
+class PackedLazyMemmapStorage(Packed, LazyMemmapStorage):  # type: ignore[misc]
     """torchrl's `LazyMemmapStorage`, read in place; otherwise like `PackedLazyTensorStorage`."""
 
 
@@ -209,110 +184,9 @@ def takes_samples_on_a_device(buffer: Any) -> bool:
     return isinstance(buffer, PackedTensorDictReplayBuffer)
 
 
-def _is_on_the_host(storage: Any) -> bool:
+def is_on_the_host(storage: Any) -> bool:
     device = storage.device
     return isinstance(device, torch.device) and device.type == "cpu"
-
-
-class _Request(NamedTuple):
-    rows: Any
-    """All rows that the engine may read; each leaf has the same number."""
-    numbers: RowIndex
-
-
-def _alike(tree: Any, in_use: torch.Size, is_full: bool) -> Any:
-    """Return a tree whose leaves all have the same rows; None if the engine cannot read it.
-
-    torchrl gives each leaf of a tree a capacity of its own if the storage has several dimensions,
-    and indexes the rows in use.
-    """
-    leaves = _leaves(tree)
-    if not leaves:
-        return None
-    lead = len(in_use)
-    sizes = {tuple(leaf.shape[:lead]) for leaf in leaves}
-    if len(sizes) == 1:
-        return tree
-    if is_full or any(size[1:] != in_use[1:] or size[0] < in_use[0] for size in sizes):
-        return None  # torchrl counts negative numbers from the end of each leaf
-    return _narrowed(tree, in_use[0])
-
-
-def _leaves(tree: Any) -> list[Any] | None:
-    """Return the leaves, if the engine takes the tree apart as torchrl does, otherwise None."""
-    if isinstance(tree, torch.Tensor) or is_tensor_collection(tree):
-        return [tree]
-    if type(tree) in (dict, OrderedDict):
-        tree = list(tree.values())
-    if type(tree) not in (list, tuple):
-        return None
-    parts = [_leaves(part) for part in tree]
-    return None if None in parts else [leaf for part in parts for leaf in part or ()]
-
-
-def _narrowed(tree: Any, rows: int) -> Any:
-    """Return the same containers with views of the first rows of each leaf."""
-    if isinstance(tree, dict):
-        return type(tree)((key, _narrowed(part, rows)) for key, part in tree.items())
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_narrowed(part, rows) for part in tree)
-    return tree[:rows]
-
-
-def _is_view(index: Any) -> bool:
-    """Return whether torch answers an index with a view."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(
-        part is None
-        or isinstance(part, (int, np.integer, slice, str, type(...)))
-        or (isinstance(part, torch.Tensor) and part.dim() == 0 and part.dtype != torch.bool)
-        for part in parts
-    )
-
-
-def _rows_in_use(index: Any, in_use: torch.Size) -> RowIndex | None:
-    """Return the rows that an index selects among those in use; None for any other index.
-
-    `_rows/row_numbers.py` converts the indices of `start_gather`; this one leaves to torchrl what
-    torchrl's own samplers do not make, and counts from the end of what is in use.
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    if not 1 <= len(parts) <= min(2, len(in_use)):
-        return None
-    found: list[torch.Tensor] = []
-    for part, size in zip(parts, in_use, strict=False):
-        numbers = _wrapped(part, size)
-        if numbers is None:
-            return None
-        found.append(numbers)
-    if len(found) == 1:
-        return RowIndex(found[0], 1, True, (), found[0], False)
-    try:
-        numbers = (found[0] * in_use[1] + found[1]).contiguous()
-    except RuntimeError:
-        return None  # torchrl says which shapes cannot be broadcast together
-    return RowIndex(numbers, 2, True, (), tuple(found), False)
-
-
-def _wrapped(part: Any, size: int) -> torch.Tensor | None:
-    """Return row numbers, of `size` in use, as the engine takes them; None for any other index."""
-    if isinstance(part, (list, range)):
-        if not all(type(number) is int for number in part):
-            return None
-        part = torch.tensor(list(part), dtype=torch.int64, device="cpu")
-    elif isinstance(part, np.ndarray) and part.dtype in (np.int64, np.int32):
-        part = torch.from_numpy(part.copy())
-    if not isinstance(part, torch.Tensor) or part.dtype not in (torch.int64, torch.int32):
-        return None
-    if part.dim() == 0 or part.device.type != "cpu":
-        return None
-    if part.numel() == 0:
-        return part.long()
-    low, high = (int(bound) for bound in part.aminmax())
-    if low < -size or high >= size:
-        return None  # torchrl says what is wrong
-    numbers = part.detach().long().contiguous()
-    return numbers if low >= 0 else torch.where(numbers < 0, numbers + size, numbers)
 
 
 class _ReadCounts:
@@ -320,45 +194,26 @@ class _ReadCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stats = ReadStats(0, 0, 0, 0)
+        self._stats = ReadStats(0, 0, 0, 0, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ReadCounts, ()
 
     def add(
-        self, *, gathered: int = 0, reused: int = 0, views: int = 0, fallbacks: int = 0
+        self,
+        *,
+        gathered: int = 0,
+        reused: int = 0,
+        views: int = 0,
+        fallbacks: int = 0,
+        moved_indices: int = 0,
     ) -> None:
-        more = (gathered, reused, views, fallbacks)
+        more = (gathered, reused, views, fallbacks, moved_indices)
         with self._lock:
             self._stats = ReadStats(*map(operator.add, self._stats, more))
 
     def stats(self) -> ReadStats:
         return self._stats
-
-
-class _Pin:
-    """Keeps the present memory of a storage pinned. A copy of the storage pins its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._of: Any = None
-        self._memory: PinnedMemory | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Pin, ()
-
-    def keep(self, rows: Any, device: Device | None) -> None:
-        """Pin the rows, unless that was done; torchrl replaces them when it loads a storage."""
-        if self._of is rows:
-            return
-        with self._lock:
-            if self._of is rows:
-                return
-            if self._memory is not None:
-                self._memory.close()
-            self._of, self._memory = None, None
-            self._memory = pin_memory_(rows, device)
-            self._of = rows
 
 
 class _Read(NamedTuple):

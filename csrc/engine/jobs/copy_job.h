@@ -107,6 +107,12 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   void wait_sources_free();  // Blocks. GIL: must not be held.
   // Makes `stream`, of the sources' device, wait for the reads. Requires: are_sources_free().
   void order_after_reads(const c10::Stream& stream) const;
+  // Returns an event after the device's accesses to the caller's host memory: its reads of host
+  // sources, or its writes to host destinations; null: it accesses none any more. Host threads may
+  // access host memory later. Requires: is_enqueued().
+  const EventRef& last_host_access() const {
+    return source_device().is_cpu() ? last_read_ : last_write_;
+  }
 
   // Milestone: the transfers have arrived, or the job has failed and no longer writes to the
   // caller's memory. A device error counts as the end.

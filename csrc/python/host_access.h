@@ -1,0 +1,37 @@
+// What a device still reads or writes in host memory in place, apart from the handle and its
+// result.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/device/event_pool.h"
+
+namespace tdcopier {
+
+// The accesses of a copy to host memory that its caller owns: the device's reads of the sources, or
+// its writes to the destinations. It keeps no memory alive. Thread: any. GIL: held for every
+// member; released inside while waiting.
+class HostAccess {
+ public:
+  // `ends`: events of `device` after the accesses.
+  HostAccess(c10::Device device, std::vector<EventRef> ends);
+  ~HostAccess();
+  HostAccess(const HostAccess&) = delete;
+  HostAccess& operator=(const HostAccess&) = delete;
+
+  // A device that has failed accesses nothing any more, and a forked child has no accesses.
+  bool has_ended();
+  void wait();  // Blocks. Throws: Interrupted.
+  // Makes the calling thread's current stream of the device wait.
+  void order();
+
+ private:
+  const c10::Device device_;
+  const uint32_t generation_;  // fork generation of the process that made it
+  std::vector<EventRef> ends_;
+};
+
+}  // namespace tdcopier

@@ -1,0 +1,94 @@
+"""What a device still reads and writes in the rows of a storage after a call has returned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tdcopier._C import HostAccess
+
+MOST_READS = 64
+"""Reads in flight of one storage; a further one waits for the oldest."""
+
+
+class InFlight:
+    """The accesses of a device to the rows of one storage. A copy of the storage has none.
+
+    Thread: any. Methods take `lock`; those that enqueue accesses or write rows hold it until these
+    are noted here, or done.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.reads: list[HostAccess] = []
+        self.writes: list[HostAccess] = []
+        self.waits = 0
+        """How often the host had to wait until the device had read rows, to write some."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InFlight, ()
+
+    def add_read(self, access: HostAccess) -> None:
+        with self.lock:
+            _drop_ended(self.reads)
+            if len(self.reads) == MOST_READS:
+                self.reads[0].wait()
+                del self.reads[0]
+            self.reads.append(access)
+
+    def add_write(self, access: HostAccess) -> None:
+        with self.lock:
+            _drop_ended(self.writes)
+            self.writes.append(access)
+
+    def has_writes(self) -> bool:
+        """Return whether the device may still write rows."""
+        if not self.writes:
+            return False
+        with self.lock:
+            _drop_ended(self.writes)
+            return bool(self.writes)
+
+    def order_after_writes(self) -> None:
+        """Make the current stream wait until the device has written rows."""
+        with self.lock:
+            for access in self.writes:
+                access.order()
+
+    def order_after_reads(self) -> None:
+        """Make the current stream wait until the device has read rows."""
+        with self.lock:
+            _drop_ended(self.reads)
+            for access in self.reads:
+                access.order()
+
+    def wait_writes(self) -> None:
+        """Block until the device writes no row."""
+        if not self.writes:
+            return
+        with self.lock:
+            _wait(self.writes)
+
+    @contextmanager
+    def host_writes(self) -> Iterator[None]:
+        """Block until the device accesses no row, and let no other access begin in the block."""
+        with self.lock:
+            _drop_ended(self.reads)
+            self.waits += bool(self.reads)
+            _wait(self.reads)
+            _wait(self.writes)
+            yield
+
+
+def _drop_ended(accesses: list[HostAccess]) -> None:
+    """Drop those at the beginning that have ended: they mostly end in this order."""
+    while accesses and accesses[0].has_ended():
+        del accesses[0]
+
+
+def _wait(accesses: list[HostAccess]) -> None:
+    while accesses:
+        accesses[0].wait()
+        del accesses[0]

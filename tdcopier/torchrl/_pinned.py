@@ -1,0 +1,365 @@
+"""The storage in RAM: if it is pinned, the device reads and writes its rows while the host goes on.
+
+Samples and batches from the device are enqueued, and `InFlight` keeps what the device still
+accesses. Host code reads rows once the device has written them, and writes rows once the device has
+read them. The device itself goes in the order of streams.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, is_tensor_collection
+from torchrl.data import LazyTensorStorage
+
+from tdcopier import _C, _copy
+from tdcopier._C import AsyncCopyHandle
+from tdcopier._options import Device
+from tdcopier._pin_memory import PinnedMemory, pin_memory_
+from tdcopier._rows.gather import Whole, start_gather
+from tdcopier._rows.row_numbers import row_index
+from tdcopier._rows.scatter import start_scatter
+from tdcopier.torchrl._in_flight import InFlight
+from tdcopier.torchrl._requests import Request, narrowed
+from tdcopier.torchrl._sampling import IndexOnDevice, current, untraced
+from tdcopier.torchrl._storage import Packed, is_on_the_host
+
+
+class WriteStats(NamedTuple):
+    """Counts of the writes to one pinned storage, in this process."""
+
+    by_device: int
+    """Batches on the device whose rows the device has written."""
+    by_host: int
+    """Batches that the host has written, those on the host included."""
+    waits: int
+    """Writes by the host that waited because the device was still reading rows."""
+
+
+class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
+    """torchrl's `LazyTensorStorage`, whose samples native threads gather into packed memory.
+
+    The rows are the same as torchrl's. They are in pinned host memory, which `ToDevice` sends
+    without packing it again. With `sample_device` they go directly to that device.
+
+    If the storage is pinned too, a CUDA device reads the rows itself, and no thread gathers. The
+    host waits for no row: `sample()` returns when the read is enqueued. The device writes batches
+    that are on it, too. Everything that reads or writes rows through this class or the buffer waits
+    for the device as far as it has to. Code that writes to the tensors themselves, for example
+    through a view that `storage[:]` has returned, does so within `writing()`.
+    """
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        sample_device: Device | None = None,
+        pinned: bool = False,
+        **options: Any,
+    ) -> None:
+        """Args:
+        max_size: number of rows.
+        sample_device: gather samples directly to this device; needs a
+            `PackedTensorDictReplayBuffer`.
+        pinned: pin the storage in place, at the first sample or the first write of a batch that is
+            on the device: see `pin_memory_`. The system never swaps it out then. Needs
+            `sample_device`.
+        **options: those of torchrl's storage.
+
+        Raises:
+            ValueError: `pinned` without `sample_device`.
+        """
+        if pinned and sample_device is None:
+            raise ValueError("pinned=True needs sample_device=, for which the storage is pinned")
+        self.pinned = pinned
+        self._pin = _Pin()
+        self._in_flight = InFlight()
+        self._late_cursor = _LateCursor()
+        self._written_by_device = 0
+        self._written_by_host = 0
+        super().__init__(max_size, sample_device=sample_device, **options)
+
+    # ---- the tensors -----------------------------------------------------------------------------
+
+    @property
+    def _storage(self) -> Any:
+        """The tree with all rows, for the host: torchrl's name. Waits for writes by the device."""
+        self._in_flight.wait_writes()
+        return self._rows
+
+    @_storage.setter
+    def _storage(self, rows: Any) -> None:
+        self._rows = rows
+
+    def _tables(self) -> Any:
+        return self._rows
+
+    def __getstate__(self) -> Any:
+        self._in_flight.wait_writes()
+        return super().__getstate__()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context in which code may write to the tensors of the storage itself.
+
+        On entry it blocks until the device neither reads nor writes rows. Until its end, other
+        threads that sample from the storage or write to it wait. Not needed for `set`, `extend`
+        and the other methods of storages and buffers.
+        """
+        return self._in_flight.host_writes()
+
+    @property
+    def write_stats(self) -> WriteStats:
+        """How the writes so far were done; of a storage that is not pinned, zeros."""
+        return WriteStats(self._written_by_device, self._written_by_host, self._in_flight.waits)
+
+    # ---- reads -----------------------------------------------------------------------------------
+
+    def takes_index_on(self, device: torch.device) -> bool:
+        """Return whether a sample's index may stay on a device."""
+        return self.pinned and device == self.sample_device and self.ndim == 1
+
+    @untraced
+    def get(self, index: Any) -> Any:
+        """Return rows, as torchrl's storage does: see `read_stats` for who reads them."""
+        if isinstance(index, IndexOnDevice):
+            rows = self._get_by_device(index.numbers)
+            if rows is not None:
+                return rows
+            self._reads.add(moved_indices=1)
+            index = index.numbers.cpu()
+        return super().get(index)
+
+    def _get_by_device(self, numbers: torch.Tensor) -> Any:
+        """Return the rows on the device; None if it cannot read them."""
+        now = current.sampling
+        if now is None or not self.initialized or not is_on_the_host(self):
+            return None
+        rows = self._pin.in_use(self._rows, len(self), bool(self._is_full))
+        try:
+            found, moved = self._gather(Request(rows, row_index(numbers, rows)), now.tensors())
+        except (ValueError, TypeError):
+            return None
+        now.is_read, now.moved = True, moved
+        now.devices.add(numbers.device)
+        self._reads.add(gathered=1)
+        return found
+
+    def _request(self, index: Any) -> Request | None:
+        request = super()._request(index)
+        if request is not None and self.pinned:
+            self._pin.keep(self._rows, self.sample_device)
+        return request
+
+    def _read(self, index: Any) -> Any:
+        if not self.pinned:
+            return super()._read(index)
+        with self._in_flight.lock:
+            self._in_flight.wait_writes()
+            return super()._read(index)
+
+    def _gather(self, request: Request, info: dict[Any, torch.Tensor]) -> Any:
+        if not self.pinned:
+            return super()._gather(request, info)
+        device: Any = self.sample_device
+        moved = {key: tensor for key, tensor in info.items() if tensor.device == device}
+        beside: Any = {key: Whole(info[key]) for key in info if key not in moved}
+        numbers = request.numbers
+        with self._in_flight.lock:
+            self._pin.keep(self._rows, device)
+            if self._in_flight.has_writes():
+                # The device reads its own index after the work of the current stream.
+                if numbers.lead == 1 and numbers.numbers.is_cpu:
+                    numbers = row_index(_copy.start_copy(numbers.numbers, device).wait(), None)
+                if numbers.numbers.is_cpu:
+                    self._in_flight.wait_writes()
+                else:
+                    self._in_flight.order_after_writes()
+            handle = start_gather((request.rows, beside), numbers, device)
+            rows, arrived = self._enqueued(handle)
+        return rows, moved | arrived
+
+    def _enqueued(self, handle: AsyncCopyHandle[Any]) -> Any:
+        """Return the result of a gather, ordered on the current stream, and note its reads."""
+        try:
+            result = handle._hand_over()
+            access = handle._host_access()
+        except BaseException:
+            handle.wait_staged()
+            raise
+        if self._pin.is_shared:  # other processes may write as soon as the buffer's lock is free
+            access.wait()
+        else:
+            self._in_flight.add_read(access)
+        return result
+
+    # ---- writes ----------------------------------------------------------------------------------
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Store rows, as torchrl does.
+
+        If the storage is pinned and the batch is on its device, the device writes the rows, and the
+        host waits for nothing. You may overwrite the batch by work on the current stream. Batches
+        on the host are written when the device has read the samples before.
+        """
+        if self.pinned:
+            self._set_pinned(cursor, data, set_cursor)
+        else:
+            super().set(cursor, data, set_cursor=set_cursor)
+
+    @untraced
+    def _set_pinned(self, cursor: Any, data: Any, set_cursor: bool) -> None:
+        with self._in_flight.lock:
+            if self._set_by_device(cursor, data, set_cursor):
+                self._written_by_device += 1
+                return
+            with self._in_flight.host_writes():
+                if is_on_the_host(self):
+                    cursor, data = _on_the_host(cursor), _on_the_host(data)
+                super().set(cursor, data, set_cursor=set_cursor)
+            self._written_by_host += 1
+
+    def _set_by_device(self, cursor: Any, data: Any, set_cursor: bool) -> bool:
+        """Let the device write the rows, if it can."""
+        places = _places(data)
+        device = self.sample_device
+        if not is_on_the_host(self) or device not in places or places - {device, _HOST}:
+            return False
+        is_one = isinstance(cursor, int)
+        if not is_one and not (isinstance(cursor, torch.Tensor) and cursor.dim() == 1):
+            return False
+        if not self.initialized:
+            if self.ndim > 1:  # torchrl changes the capacity after it has counted the rows
+                return False
+            self._init(data if is_one else data[0])
+        self._pin.keep(self._rows, device)
+        if self._pin.is_shared:
+            return False
+        if is_tensor_collection(self._rows) and self._rows.is_locked:
+            data = data.select(*self._storage_keys, strict=False)
+        self._in_flight.order_after_reads()
+        try:
+            if _HOST in places:  # of a TensorDict without a device, torchrl's index
+                data = _copy.start_copy(data, device).wait()
+            handle = start_scatter(data, self._rows, cursor)
+        except (ValueError, TypeError, IndexError):
+            return False  # torchrl casts, broadcasts, or says what is wrong
+        try:
+            handle.wait_staged()  # work on this stream may overwrite the batch
+            self._in_flight.add_write(handle._host_access())
+        except BaseException:
+            handle.get()
+            raise
+        self._writes += 1
+        if set_cursor:
+            self._set_last_cursor(cursor)
+            self._get_new_len(data, cursor)
+        self._bump_mutation_revision()
+        return True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with self.writing():
+            super().load_state_dict(state_dict)
+
+    def loads(self, path: Any) -> None:
+        with self.writing():
+            super().loads(path)
+
+    def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
+        with self.writing():
+            super()._apply_conditional_patch(index, patch)
+
+    def _set_last_cursor(self, cursor: Any) -> None:
+        self._late_cursor.last = None
+        if isinstance(cursor, torch.Tensor) and not cursor.is_cpu and cursor.numel():
+            self._last_cursor = cursor
+            self._late_cursor.last = _copy.start_copy(cursor.reshape(-1)[-1:].clone(), "cpu")
+        else:
+            super()._set_last_cursor(cursor)
+
+    @property
+    def _last_cursor_index(self) -> Any:
+        late, self._late_cursor.last = self._late_cursor.last, None
+        if late is not None:
+            cursor = self._last_cursor
+            super()._set_last_cursor(late.get())
+            self._last_cursor = cursor
+        return super()._last_cursor_index
+
+
+_HOST = torch.device("cpu")
+
+
+def _places(data: Any) -> set[torch.device]:
+    """Return the devices of a batch whose leaves a device can write to rows; otherwise none."""
+    if type(data) is torch.Tensor:
+        leaves: list[Any] = [data]
+    elif type(data) is TensorDict:
+        leaves = list(data.values(include_nested=True, leaves_only=True))
+    else:
+        return set()
+    if all(type(leaf) is torch.Tensor and not leaf.requires_grad for leaf in leaves):
+        return {leaf.device for leaf in leaves}
+    return set()
+
+
+def _on_the_host(value: Any) -> Any:
+    """Return a batch or an index on the host, if it is a tensor or a TensorDict."""
+    if not isinstance(value, torch.Tensor) and not is_tensor_collection(value):
+        return value
+    leaves = [leaf for _, leaf in _C.leaves_with_paths(value, "cpu")]
+    if all(leaf.device == _HOST for leaf in leaves if isinstance(leaf, torch.Tensor)):
+        return value
+    return _copy.copy(value, "cpu")
+
+
+class _LateCursor:
+    """The copy to the host of the last row written, if its number is on a device."""
+
+    def __init__(self) -> None:
+        self.last: AsyncCopyHandle[torch.Tensor] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _LateCursor, ()
+
+
+class _Pin:
+    """Keeps the present memory of a storage pinned. A copy of the storage pins its own."""
+
+    def __init__(self) -> None:
+        self.is_shared = False
+        """Whether other processes may write to the memory."""
+        self._lock = threading.Lock()
+        self._of: Any = None
+        self._memory: PinnedMemory | None = None
+        self._views: tuple[Any, int, Any] = (None, 0, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Pin, ()
+
+    def keep(self, rows: Any, device: Device | None) -> None:
+        """Pin the rows, unless that was done; torchrl replaces them when it loads a storage."""
+        if self._of is rows:
+            return
+        with self._lock:
+            if self._of is rows:
+                return
+            if self._memory is not None:
+                self._memory.close()
+            self._of, self._memory = None, None
+            self._memory = pin_memory_(rows, device)
+            leaves = (leaf for _, leaf in _C.leaves_with_paths(rows, "cpu"))
+            self.is_shared = any(leaf.is_shared() for leaf in leaves)
+            self._of = rows
+
+    def in_use(self, rows: Any, count: int, is_full: bool) -> Any:
+        """Return a tree with the first rows, of which a device finds out what is out of range."""
+        if is_full:
+            return rows
+        of, views, tree = self._views
+        if of is not rows or views != count:
+            tree = narrowed(rows, count)
+            self._views = rows, count, tree
+        return tree
