@@ -47,8 +47,7 @@ class MinTree(_Tree):
         return float(self.values[first:last].min())
 
 
-@pytest.fixture
-def priority_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_trees_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes torchrl's prioritized sampler use the trees of this module."""
     for dtype in ("Fp32", "Fp64"):
         monkeypatch.setattr(prioritized, f"SumSegmentTree{dtype}", SumTree)
