@@ -244,7 +244,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             if _HOST in places:  # of a TensorDict without a device, torchrl's index
                 data = _copy.start_copy(data, device).wait()
             handle = start_scatter(data, self._rows, cursor)
-        except (ValueError, TypeError, IndexError):
+        except (ValueError, TypeError):
             return False  # torchrl casts, broadcasts, or says what is wrong
         try:
             handle.wait_staged()  # work on this stream may overwrite the batch
