@@ -240,6 +240,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         if is_tensor_collection(self._rows) and self._rows.is_locked:
             data = data.select(*self._storage_keys, strict=False)
         self._in_flight.order_after_reads()
+        self._in_flight.order_after_writes()
         try:
             if _HOST in places:  # of a TensorDict without a device, torchrl's index
                 data = _copy.start_copy(data, device).wait()

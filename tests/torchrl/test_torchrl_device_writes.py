@@ -20,6 +20,7 @@ from torchrl.data import (
 )
 from torchrl_support import BATCH, CAPACITY, data
 
+from tdcopier import _C
 from tdcopier.torchrl import (
     DeviceRandomSampler,
     PackedLazyTensorStorage,
@@ -98,6 +99,60 @@ def test_extend_and_the_next_sample_do_not_wait_for_the_write(
     assert bool((batch["episode"] >= 100).all())
     assert bool((buffer.storage[:]["episode"] >= 100).all())
     assert bool((new["episode"] == -1).all())
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_sample_on_another_stream_has_the_rows_that_were_written(
+    stall, device, accelerator, on_device
+):
+    index = torch.arange(BATCH)
+    sampler = FixedSampler(index.to(device) if on_device else index)
+    buffer = pinned_buffer(device, sampler=sampler)
+    buffer.extend(data(CAPACITY))
+    buffer.sample()
+    every_row = torch.arange(CAPACITY).to(device)
+    new = on(device, data(CAPACITY, start=1000))
+    later = on(device, data(CAPACITY, start=2000))
+    new["index"] = later["index"] = every_row
+    side = accelerator.Stream(device)
+    accelerator.synchronize()
+    with accelerator.stream(side):
+        writing_stream = _C.copy_stream(device, "from_device")
+        buffer.storage.set(every_row, later)  # makes the stream
+    accelerator.synchronize()
+    with stall(writing_stream):
+        with accelerator.stream(side):
+            buffer.storage.set(every_row, new)
+        batch = buffer.sample()
+        assert not writing_stream.query()
+        buffer.storage.set(every_row, later)
+    assert bool((batch["episode"] >= 100).all())
+    assert bool((batch["episode"] < 200).all())
+    assert bool((buffer.storage[:]["episode"] >= 200).all())
+
+
+@pytest.mark.sim
+def test_the_context_for_writes_waits_until_the_device_has_written(sim, device, reading_stream):
+    buffer = pinned_buffer(device)
+    buffer.extend(data(CAPACITY))
+    view = buffer.storage[:]["episode"]
+    new = on(device, data(CAPACITY, start=1000))
+    torch.accelerator.synchronize()
+
+    def write() -> None:
+        with buffer.storage.writing():
+            view.fill_(-1)
+
+    with sim.detect():
+        with sim.hold(reading_stream):
+            buffer.extend(new)
+            writer = Call(write)
+            while not _is_held(buffer.storage._in_flight.lock):
+                assert writer.is_running()
+            assert bool((view < 100).all())
+        writer.join()
+        torch.accelerator.synchronize()
+    assert bool((view == -1).all())
 
 
 def test_samplers_that_read_rows_on_the_host_see_those_that_were_written(device):
