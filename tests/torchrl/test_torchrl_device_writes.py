@@ -27,6 +27,8 @@ from tdcopier.torchrl import (
     PackedTensorDictReplayBuffer,
 )
 
+pytestmark = pytest.mark.usefixtures("no_collections")
+
 
 def pinned_buffer(device: str, **options: Any) -> PackedTensorDictReplayBuffer:
     storage = PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True)
@@ -125,9 +127,26 @@ def test_a_sample_on_another_stream_has_the_rows_that_were_written(
             buffer.storage.set(every_row, new)
         batch = buffer.sample()
         assert not writing_stream.query()
-        buffer.storage.set(every_row, later)
     assert bool((batch["episode"] >= 100).all())
     assert bool((batch["episode"] < 200).all())
+
+
+def test_of_writes_on_two_streams_the_later_one_stays(stall, device, accelerator):
+    buffer = pinned_buffer(device)
+    buffer.extend(data(CAPACITY))
+    every_row = torch.arange(CAPACITY).to(device)
+    new, later = (on(device, data(CAPACITY, start=start)) for start in (1000, 2000))
+    new["index"] = later["index"] = every_row
+    side = accelerator.Stream(device)
+    with accelerator.stream(side):
+        writing_stream = _C.copy_stream(device, "from_device")
+        buffer.storage.set(every_row, later)  # makes the stream
+    accelerator.synchronize()
+    with stall(writing_stream):
+        with accelerator.stream(side):
+            buffer.storage.set(every_row, new)
+        buffer.storage.set(every_row, later)
+        assert not writing_stream.query()
     assert bool((buffer.storage[:]["episode"] >= 200).all())
 
 
@@ -203,6 +222,26 @@ def test_the_device_writes_after_it_has_read_for_earlier_samples(sim, device, co
         assert bool((batch["episode"] < 100).all())
         assert bool((buffer.sample()["episode"] >= 100).all())
     assert buffer.storage.write_stats.waits == 0
+
+
+@pytest.mark.sim
+def test_the_device_writes_after_it_has_read_for_samples_on_other_streams(
+    sim, device, accelerator, copy_stream
+):
+    buffer = pinned_buffer(device)
+    buffer.extend(data(CAPACITY))
+    new = on(device, data(CAPACITY, start=1000))
+    new["index"] = index = torch.arange(CAPACITY).to(device)
+    side = accelerator.Stream(device)
+    accelerator.synchronize()
+    with sim.detect():
+        with sim.hold(copy_stream):
+            with accelerator.stream(side):
+                batch = buffer.sample()
+            buffer.storage.set(index, new)
+        accelerator.synchronize()
+        assert bool((batch["episode"] < 100).all())
+    assert bool((buffer.storage[:]["episode"] >= 100).all())
 
 
 def test_no_leaf_is_sent_on_its_own(sim, device):

@@ -19,6 +19,8 @@ from torchrl_support import BATCH, CAPACITY, SAMPLERS, data, fill
 from tdcopier.torchrl import PackedLazyTensorStorage, PackedTensorDictReplayBuffer
 from tdcopier.torchrl._in_flight import MOST_READS
 
+pytestmark = pytest.mark.usefixtures("no_collections")
+
 
 def pinned_buffer(device: str, **options: Any) -> PackedTensorDictReplayBuffer:
     storage = PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True)

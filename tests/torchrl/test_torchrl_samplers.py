@@ -30,6 +30,8 @@ from tdcopier.torchrl import (
 )
 from tdcopier.torchrl._samplers import MOST_LATE
 
+pytestmark = pytest.mark.usefixtures("no_collections")
+
 
 def pinned_buffer(device: str, sampler: Any, **options: Any) -> PackedTensorDictReplayBuffer:
     storage = PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True)
