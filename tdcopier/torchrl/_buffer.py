@@ -17,7 +17,6 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tdcopier import _copy
 from tdcopier._prefetch.stream_position import StreamPosition
-from tdcopier.torchrl._pinned import PackedLazyTensorStorage
 from tdcopier.torchrl._sampling import (
     IndexOnDevice,
     RecordingSampleUnit,
@@ -132,13 +131,9 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Keep samples from starting, and wait until a device accesses no row of the storage."""
-        storage = self._storage
-        with self._replay_lock:
-            if isinstance(storage, PackedLazyTensorStorage):
-                with storage.writing():
-                    yield
-            else:
-                yield
+        writing = getattr(self._storage, "writing", contextlib.nullcontext)
+        with self._replay_lock, writing():
+            yield
 
 
 def _unknown(what: str) -> RuntimeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -239,6 +240,11 @@ def test_the_device_writes_after_it_has_read_for_samples_on_other_streams(
             with accelerator.stream(side):
                 batch = buffer.sample()
             buffer.storage.set(index, new)
+            written = threading.Thread(target=buffer.storage._in_flight.writes[0].wait)
+            written.start()
+            written.join(0.05)
+            assert written.is_alive()
+        written.join()
         accelerator.synchronize()
         assert bool((batch["episode"] < 100).all())
     assert bool((buffer.storage[:]["episode"] >= 100).all())

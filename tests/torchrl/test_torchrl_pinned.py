@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -231,16 +232,23 @@ def test_a_thread_writes_while_others_sample(request, device, detected):
         at_once(3, work)
 
 
+@pytest.mark.sim
 def test_rows_that_other_processes_may_write_have_been_read_when_sample_returns(
-    stall, device, copy_stream
+    sim, device, copy_stream
 ):
     buffer = pinned_buffer(device)
     fill((buffer,), CAPACITY)
     buffer.storage._storage.share_memory_()
-    batch = buffer.sample()
-    assert buffer.storage._pin.is_shared
+    assert_rows_of(buffer.sample(), buffer.storage[:])
+    with sim.hold(copy_stream):
+        drawn = threading.Thread(target=buffer.sample)
+        drawn.start()
+        drawn.join(0.05)
+        assert drawn.is_alive()
+    drawn.join()
     assert not buffer.storage._in_flight.reads
-    assert_rows_of(batch, buffer.storage[:])
+    buffer.extend(data(5).to(device))  # which the host writes, before it returns
+    assert buffer.storage.write_stats.by_device == 0
 
 
 def test_a_copy_of_a_storage_has_nothing_in_flight(device):
