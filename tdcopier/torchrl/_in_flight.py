@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from tdcopier._C import HostAccess
 
 MOST_READS = 64
@@ -24,11 +26,22 @@ class InFlight:
         self.lock = threading.RLock()
         self.reads: list[HostAccess] = []
         self.writes: list[HostAccess] = []
+        self.starting: torch.device | None = None
+        """Where accesses may be under way that are not noted: Ctrl-C came while they started."""
         self.waits = 0
         """How often the host had to wait until the device had read rows, to write some."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return InFlight, ()
+
+    @contextmanager
+    def start(self, device: torch.device) -> Iterator[None]:
+        """Hold the lock for a block that starts an access and notes it."""
+        with self.lock:
+            self._settle()
+            self.starting = device
+            yield
+            self.starting = None  # only without an error
 
     def add_read(self, access: HostAccess) -> None:
         with self.lock:
@@ -45,8 +58,6 @@ class InFlight:
 
     def has_writes(self) -> bool:
         """Return whether the device may still write rows."""
-        if not self.writes:
-            return False
         with self.lock:
             _drop_ended(self.writes)
             return bool(self.writes)
@@ -66,20 +77,27 @@ class InFlight:
 
     def wait_writes(self) -> None:
         """Block until the device writes no row."""
-        if not self.writes:
+        if not self.writes and self.starting is None:
             return
         with self.lock:
+            self._settle()
             _wait(self.writes)
 
     @contextmanager
     def host_writes(self) -> Iterator[None]:
         """Block until the device accesses no row, and let no other access begin in the block."""
         with self.lock:
+            self._settle()
             _drop_ended(self.reads)
             self.waits += bool(self.reads)
             _wait(self.reads)
             _wait(self.writes)
             yield
+
+    def _settle(self) -> None:
+        if self.starting is not None:
+            torch.accelerator.synchronize(self.starting)
+            self.starting = None
 
 
 def _drop_ended(accesses: list[HostAccess]) -> None:

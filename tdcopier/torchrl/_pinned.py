@@ -167,7 +167,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         moved = {key: tensor for key, tensor in info.items() if tensor.device == device}
         beside: Any = {key: Whole(info[key]) for key in info if key not in moved}
         numbers = request.numbers
-        with self._in_flight.lock:
+        with self._in_flight.start(device):
             self._pin.keep(self._rows, device)
             if self._in_flight.has_writes():
                 # The device reads its own index after the work of the current stream.
@@ -178,22 +178,13 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                 else:
                     self._in_flight.order_after_writes()
             handle = start_gather((request.rows, beside), numbers, device)
-            rows, arrived = self._enqueued(handle)
-        return rows, moved | arrived
-
-    def _enqueued(self, handle: AsyncCopyHandle[Any]) -> Any:
-        """Return the result of a gather, ordered on the current stream, and note its reads."""
-        try:
-            result = handle._hand_over()
+            rows, arrived = handle._hand_over()
             access = handle._host_access()
-        except BaseException:
-            handle.wait_staged()
-            raise
-        if self._pin.is_shared:  # other processes may write as soon as the buffer's lock is free
-            access.wait()
-        else:
-            self._in_flight.add_read(access)
-        return result
+            if self._pin.is_shared:  # other processes may write once the buffer's lock is free
+                access.wait()
+            else:
+                self._in_flight.add_read(access)
+        return rows, moved | arrived
 
     # ---- writes ----------------------------------------------------------------------------------
 
@@ -224,7 +215,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
     def _set_by_device(self, cursor: Any, data: Any, set_cursor: bool) -> bool:
         """Let the device write the rows, if it can."""
         places = _places(data)
-        device = self.sample_device
+        device: Any = self.sample_device
         if not is_on_the_host(self) or device not in places or places - {device, _HOST}:
             return False
         is_one = isinstance(cursor, int)
@@ -239,20 +230,17 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             return False
         if is_tensor_collection(self._rows) and self._rows.is_locked:
             data = data.select(*self._storage_keys, strict=False)
-        self._in_flight.order_after_reads()
-        self._in_flight.order_after_writes()
+        if _HOST in places:  # of a TensorDict without a device, torchrl's index
+            data = _copy.start_copy(data, device).wait()
         try:
-            if _HOST in places:  # of a TensorDict without a device, torchrl's index
-                data = _copy.start_copy(data, device).wait()
-            handle = start_scatter(data, self._rows, cursor)
+            with self._in_flight.start(device):
+                self._in_flight.order_after_reads()
+                self._in_flight.order_after_writes()
+                handle = start_scatter(data, self._rows, cursor)
+                handle.wait_staged()  # work on this stream may overwrite the batch
+                self._in_flight.add_write(handle._host_access())
         except (ValueError, TypeError):
             return False  # torchrl casts, broadcasts, or says what is wrong
-        try:
-            handle.wait_staged()  # work on this stream may overwrite the batch
-            self._in_flight.add_write(handle._host_access())
-        except BaseException:
-            handle.get()
-            raise
         self._writes += 1
         if set_cursor:
             self._set_last_cursor(cursor)
