@@ -116,6 +116,7 @@ WRITES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "storage.set": lambda buffer, new, _: buffer.storage.set(EVERY_ROW, new),
     "storage[...] =": lambda buffer, new, _: buffer.storage.__setitem__(EVERY_ROW, new),
     "buffer[...] =": lambda buffer, new, _: buffer.__setitem__(slice(None), new),
+    "buffer[..., :] =": lambda buffer, new, _: buffer.__setitem__((..., slice(None)), new),
     "set_at_": lambda buffer, new, _: buffer.set_at_("episode", new["episode"], EVERY_ROW),
     "set_": lambda buffer, new, _: buffer.set_("episode", new["episode"]),
     "update_": lambda buffer, new, _: buffer.update_({"episode": new["episode"]}),

@@ -261,6 +261,21 @@ def test_an_update_does_not_wait_for_its_priorities(stall, device):
     assert state[torch.arange(24, 36)].eq(1).all()
 
 
+@pytest.mark.sim
+@PRIORITIZED
+def test_the_stream_may_overwrite_priorities_after_an_update(sim, device):
+    buffer = prioritized(device, ours=True)
+    index, priority = torch.arange(12).to(device), torch.ones(12, device=device)
+    with sim.detect():
+        for step in range(4):
+            priority.fill_(step + 1.0)
+            buffer.update_priority(index, priority)
+            priority.fill_(-1.0)
+        torch.accelerator.synchronize()
+    state = buffer.sampler.state_dict()["_sum_tree"]
+    assert state[torch.arange(12)].allclose(torch.tensor(4.0**0.7))
+
+
 @PRIORITIZED
 @pytest.mark.parametrize("delay", [0, 1, 3])
 def test_a_sample_leaves_out_as_many_updates_as_it_may(stall, device, delay):
