@@ -166,8 +166,8 @@ MEMORY: dict[str, Defect] = {
     "source_in_place_given_back_early": Defect(
         "Lifetime",
         "python/handle.cpp",
-        "  wait_host_sources_read();\n  if (",
-        "  if (!{defect}) wait_host_sources_read();\n  if (",
+        "  if (for_reads) wait_host_sources_read();\n  if (",
+        "  if (for_reads && !{defect}) wait_host_sources_read();\n  if (",
         "a_large_pinned_source_is_refilled_after_wait",
         "AssertionError",
         "changed",
