@@ -47,8 +47,8 @@ namespace {
 
 using tdcopier::CopyOptions;
 using tdcopier::Handle;
-using tdcopier::LeasedTensors;
 using tdcopier::HostAccess;
+using tdcopier::LeasedTensors;
 using tdcopier::OnUnknown;
 using tdcopier::PinnedMemory;
 using tdcopier::PreparedCopy;
