@@ -9,7 +9,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "base/internal_error.h"
 #include "engine/device/byte_tensor.h"
 #include "python/device_argument.h"
 #include "python/torch_tensor.h"
@@ -18,6 +17,9 @@ namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
+
+constexpr const char* kChanged =
+    "another thread has changed the memory of a tensor, for example parked it, during this call";
 
 using StorageRef = c10::intrusive_ptr<c10::StorageImpl>;
 
@@ -111,7 +113,7 @@ py::list StorageMemory::tensors() const {
   py::list made;
   for (size_t i = 0; i < storages_.size(); ++i) {
     StorageRef impl = storages_[i].lock();
-    check_invariant(impl && impl->nbytes() == sizes_bytes_[i], "a storage is as it was");
+    if (!impl || impl->nbytes() != sizes_bytes_[i]) throw std::runtime_error(kChanged);
     const c10::DispatchKeySet keys = plain_key_set(impl->device());
     at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(std::move(impl)), keys, c10::scalarTypeToTypeMeta(c10::ScalarType::Byte));
@@ -137,10 +139,8 @@ void StorageMemory::take_out(const std::vector<py::object>& readers, const std::
   for (size_t i = 0; i < storages_.size(); ++i) {
     StorageRef impl = storages_[i].lock();
     if (impl) {
+      if (impl->nbytes() != sizes_bytes_[i]) throw std::runtime_error(kChanged);
       impl->mutable_data();
-      if (impl->nbytes() != sizes_bytes_[i]) {
-        throw std::runtime_error("a storage was resized while it was being parked");
-      }
       prepare_to_raise(*impl);
     }
     is_kept.push_back(impl && !record_on(impl->data_ptr(), streams));
@@ -192,6 +192,7 @@ void StorageMemory::put_in(const std::vector<py::object>& memory) {
     allow_access(*to[i]);
     c10::DataPtr none(nullptr, to[i]->device());
     exchange(*to[i], exchange(*from[i], std::move(none), 0), sizes_bytes_[i]);
+    to[i]->set_received_cuda(false);  // it may have been another process's memory before
   }
   is_out_ = false;
 }

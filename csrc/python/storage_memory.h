@@ -55,8 +55,8 @@ class StorageMemory {
   const std::vector<int64_t>& numbers() const { return numbers_; }
   // By storage: its length when this object was made.
   const std::vector<uint64_t>& sizes_bytes() const { return sizes_bytes_; }
-  // By storage: a new uint8 tensor of shape (bytes,) that shares it. Requires: every storage is
-  // alive, and none is empty.
+  // By storage: a new uint8 tensor of shape (bytes,) that shares it. Throws: RuntimeError if a
+  // storage was changed since.
   pybind11::list tensors() const;
 
   // Leaves all storages with 0 bytes. Their memory returns to the allocator, which reuses it only

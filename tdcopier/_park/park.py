@@ -221,7 +221,7 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
         MemoryError: the host can pin no more memory, or the limit of `set_pinned_limit_bytes` does
             not allow it.
         RuntimeError: a current stream is capturing a CUDA graph; a torch mode is active; the driver
-            refuses to pin memory.
+            refuses to pin memory; another thread parks the same tensors at the same time.
         Exception: any other error, or Ctrl-C. Whatever it is, all tensors have their memory and
             their values then.
     """

@@ -121,6 +121,24 @@ def test_an_error_of_the_device_while_it_reads_is_raised_by_every_wait(sim):
     _C.settle()
 
 
+@pytest.mark.hazardous  # the memory of a failed device is used again
+def test_an_error_of_the_device_while_it_writes_is_raised_by_its_streams(sim):
+    state = [torch.full((LARGE,), float(n), device="sim") for n in range(2)]
+    parked = tdcopier.park(state)
+    parked.wait()
+    with sim.fail_transfer(2, direction="h2d", when="execution"):
+        parked.resume()
+        assert is_resident(state)
+        assert not parked.is_parked
+        with pytest.raises(torch.AcceleratorError):
+            torch.sim.synchronize()
+    for tensor in state:  # the next use works
+        tensor.fill_(5)
+    with tdcopier.parked(state):
+        pass
+    assert all(t.eq(5).all() for t in state)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_dropped_handle_that_cannot_resume_keeps_the_values_for_the_next_call(sim):
     state = [torch.full((LARGE,), 4.0, device="sim")]

@@ -115,6 +115,29 @@ def test_threads_park_states_of_their_own(device):
     assert not failures
 
 
+def test_of_threads_that_park_the_same_state_one_succeeds(device):
+    tensors = [torch.full((n,), 3.0, device=device) for n in (5, LARGE, 7, LARGE)]
+    for _ in range(20):
+        handles, refused = [], []
+        barrier = threading.Barrier(3)
+
+        def work(barrier=barrier, handles=handles, refused=refused):
+            barrier.wait()
+            try:
+                handles.append(tdcopier.park(tensors))
+            except (RuntimeError, ValueError) as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(handles) == 1, refused
+        handles[0].resume()
+        assert all(t.eq(3).all() for t in tensors)
+
+
 @pytest.mark.sim
 def test_every_stream_sees_what_a_handle_resumed_that_another_thread_dropped(sim):
     tensor = torch.full((LARGE,), 3.0, device="sim")
