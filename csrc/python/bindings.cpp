@@ -419,6 +419,11 @@ Raises:
     tdcopier::Reclaimer::get().look();
     tdcopier::Accelerator::poll_all();
   });
+  // Releases the memory of finished copies now, for a caller that is about to allocate.
+  m.def("reclaim", [] {
+    tdcopier::Reclaimer::get().look();
+    tdcopier::release_returned_sources();
+  });
   // For leak checks: frees the memory of deferred batches that is cached for the next ones.
   m.def("drop_deferred_memory", &tdcopier::Accelerator::drop_deferred_memory);
   // For schedules: the number of device calls depends on the number of staging buffers.

@@ -48,6 +48,7 @@ class HostCopy:
         self.parts: list[torch.Tensor] = list(storages)
         self.handles: list[_C.AsyncCopyHandle[Any]] = []
         sizes = sizes_bytes
+        _C.reclaim()  # of the copy before, whose pinned memory can be leased again
         if small_first:
             small = [i for i, size in enumerate(sizes) if size <= PACKED_BYTES]
             self._start_small(storages, small)

@@ -405,6 +405,27 @@ def test_the_pinned_memory_is_released_once_it_has_been_read(device, monkeypatch
     assert not parked.is_parked
 
 
+def test_the_next_call_leases_the_memory_that_the_one_before_has_released(device, accelerator):
+    from tdcopier._park import pinned
+
+    state = [torch.zeros(LARGE, device=device)]
+    addresses = set()
+    of_torch = pinned.lease
+
+    def lease(sizes):
+        made = of_torch(sizes)
+        addresses.update(each.data_ptr() for each in made)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned, "lease", lease)
+        for _ in range(20):
+            with tdcopier.parked(state):
+                pass
+            accelerator.synchronize()
+    assert len(addresses) == 1
+
+
 def test_memory_is_leased_in_groups(device, monkeypatch):
     monkeypatch.setattr("tdcopier._park.transfers.GROUP_BYTES", 10 * LARGE)
     order: list[str] = []
