@@ -1,0 +1,155 @@
+"""The tensors of a state while it is parked, and the handle."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+from park_support import LARGE, Model, assert_values, trained, values_of
+
+import tdcopier
+from tdcopier import _C
+
+# ---- the tensors --------------------------------------------------------------------------------
+
+
+needs_raising_storages = pytest.mark.skipif(
+    not _C.EMPTY_STORAGES_RAISE, reason="this torch cannot make a storage raise"
+)
+
+
+@needs_raising_storages
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, optimizer: model.large + 1,
+        lambda model, optimizer: model.large.cpu(),
+        lambda model, optimizer: model.large.data_ptr(),
+        lambda model, optimizer: model.table.fill_(0),
+        lambda model, optimizer: optimizer.step(),
+        lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda model, optimizer: copy.deepcopy(model),
+        lambda model, optimizer: model.load_state_dict(Model().state_dict()),
+    ],
+)
+def test_the_use_of_a_parked_tensor_raises_and_says_why(device, use):
+    model, optimizer = trained(device)
+    expected = values_of(model)  # `optimizer.step` counts on the host before it raises
+    parked = tdcopier.park([model, optimizer])
+    with pytest.raises(RuntimeError, match=r"parked.*resume\(\)"):
+        use(model, optimizer)
+    parked.resume()
+    assert_values(expected, model)
+
+
+def test_a_copy_of_a_parked_tensor_is_refused_with_its_path(device):
+    state = {"a": torch.ones(5, device=device)}
+    with tdcopier.parked(state), pytest.raises((ValueError, RuntimeError), match=r"\['a'\]|parked"):
+        tdcopier.copy(state, "cpu")
+
+
+def test_what_changes_in_between_is_left_alone(device):
+    model, optimizer = trained(device)
+    expected = model.large.detach().cpu()
+    parked = tdcopier.park([model, optimizer])
+    optimizer.zero_grad(set_to_none=True)
+    model.norm.weight = torch.nn.Parameter(torch.full((6,), 5.0, device=device))
+    model.extra = torch.nn.Parameter(torch.ones(3, device=device))
+    parked.resume()
+    assert model.norm.weight.eq(5).all()
+    assert model.extra.eq(1).all()
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model.large.detach().cpu(), expected)
+
+
+def test_a_tensor_that_got_other_memory_meanwhile_keeps_it(device):
+    kept, other = (torch.ones(LARGE, device=device) for _ in range(2))
+    parked = tdcopier.park([kept, other])
+    kept.data = torch.full((LARGE,), 2.0, device=device)
+    parked.resume()
+    assert kept.eq(2).all()
+    assert other.eq(1).all()
+
+
+def test_tensors_that_are_gone_get_no_memory(device, monkeypatch):
+    state = [torch.ones(LARGE, device=device) for _ in range(3)]
+    parked = tdcopier.park(state)
+    parked.wait()
+    del state[0]
+    made = []
+    of_torch = torch.empty
+
+    def empty(*arguments, **options):
+        made.append(arguments)
+        return of_torch(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    _C.settle()
+    parked.resume()
+    assert len(made) == 2
+
+
+# ---- the handle ----------------------------------------------------------------------------------
+
+
+def test_resume_may_be_called_again_and_does_nothing(device):
+    tensor = torch.ones(LARGE, device=device)
+    parked = tdcopier.park([tensor])
+    parked.resume()
+    with torch.no_grad():
+        tensor.fill_(2)
+    parked.resume()
+    parked.wait()
+    assert parked.ready()
+    assert tensor.eq(2).all()
+
+
+def test_a_block_resumes_after_an_error_too(device):
+    tensor = torch.ones(LARGE, device=device)
+    with pytest.raises(KeyError), tdcopier.parked(tensor):
+        raise KeyError
+    assert tensor.eq(1).all()
+
+
+def test_a_dropped_handle_resumes_its_tensors_and_warns(device):
+    model, optimizer = trained(device)
+    expected = values_of(model, optimizer)
+    parked = tdcopier.park([model, optimizer])
+    with pytest.warns(RuntimeWarning, match=r"dropped while its tensors were parked"):
+        del parked
+    assert_values(expected, model, optimizer)
+
+
+def test_a_dropped_handle_of_tensors_that_are_gone_says_nothing(device):
+    state = [torch.ones(LARGE, device=device)]
+    parked = tdcopier.park(state)
+    parked.wait()
+    _C.settle()
+    del state
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del parked
+
+
+def test_a_handle_may_be_resumed_by_another_thread(device):
+    tensor = torch.ones(LARGE, device=device)
+    parked = tdcopier.park([tensor])
+    failures = []
+
+    def resume():
+        try:
+            parked.resume()
+            torch.get_device_module(device).synchronize()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=resume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert tensor.eq(1).all()
