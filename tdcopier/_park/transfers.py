@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
 
 from tdcopier import _C
+from tdcopier import _pinned_pool as pinned
 from tdcopier._options import checked_options, options_for_filling
-from tdcopier._pinned_pool import lease
 
 PACKED_BYTES = 256 * 1024
 """Storages up to this size are packed by the engine; larger ones are transferred from where they
 are. `kMaxPackedLeafBytes` of the engine."""
 GROUP_BYTES = 256 * 1024 * 1024
-"""Transfers are enqueued in groups of about this size, each as soon as there is pinned memory for
-it: while memory for the others is pinned for the first time, the first ones are on their way."""
+"""Transfers are enqueued in groups of about this size, as soon as a group has pinned memory: while
+memory is pinned for the first time, the groups before are on their way."""
 _SCRATCH_BYTES = 32 * 1024 * 1024
 """Small storages are scattered from device memory of at most this size."""
 
@@ -55,11 +55,11 @@ class HostCopy:
             for handle in self.handles:
                 handle.wait_staged()
         large = [size for size in sizes if size > PACKED_BYTES]
-        memory = lease(large) if large else iter(())
+        leased = pinned.lease(large) if large else iter(())
         for group in _groups(sizes, range(len(sizes)), GROUP_BYTES):
             if not small_first:
                 self._start_small(storages, [i for i in group if sizes[i] <= PACKED_BYTES])
-            self._start_large(storages, [i for i in group if sizes[i] > PACKED_BYTES], memory)
+            self._start_large(storages, [i for i in group if sizes[i] > PACKED_BYTES], leased)
 
     def _start_small(self, storages: list[torch.Tensor], which: list[int]) -> None:
         if not which:
@@ -71,16 +71,16 @@ class HostCopy:
             self.parts[i] = part
 
     def _start_large(
-        self, storages: list[torch.Tensor], which: list[int], memory: Iterator[torch.Tensor]
+        self, storages: list[torch.Tensor], which: list[int], leased: Iterator[torch.Tensor]
     ) -> None:
         if not which:
             return
-        leased = list(islice(memory, len(which)))
+        parts = list(itertools.islice(leased, len(which)))
         options = options_for_filling(True, False)  # large ones are only enqueued in the call
-        handle = _C.start_copy_into([storages[i] for i in which], leased, options, False)
+        handle = _C.start_copy_into([storages[i] for i in which], parts, options, False)
         self.handles.append(handle)
         handle._enqueued()
-        for i, part in zip(which, leased, strict=True):
+        for i, part in zip(which, parts, strict=True):
             self.parts[i] = part
 
     def ready(self) -> bool:

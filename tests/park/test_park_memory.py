@@ -11,7 +11,7 @@ from support import are_released
 
 import tdcopier
 from tdcopier import _C
-from tdcopier._park import pinned
+from tdcopier import _pinned_pool as pinned
 
 
 @pytest.mark.sim
@@ -61,7 +61,7 @@ def test_an_allocation_that_needs_the_memory_waits_for_the_copy(device, stall, r
         with stall(reading_stream):
             parked = tdcopier.park(state)
             other = [torch.full((50 * LARGE,), -1.0, device=device) for _ in range(4)]
-        assert all(t.eq(-1).all() for t in other)
+        assert all(t.min().item() == t.max().item() == -1 for t in other)
         with pytest.raises(torch.OutOfMemoryError):
             parked.resume()
         del other
@@ -161,7 +161,7 @@ def test_the_pinned_memory_is_released_once_it_has_been_read(device, monkeypatch
         leased.extend(weakref.ref(each) for each in made)
         return made
 
-    monkeypatch.setattr("tdcopier._park.pinned.lease", lease)
+    monkeypatch.setattr("tdcopier._pinned_pool.lease", lease)
     state = [torch.zeros(LARGE, device=device) for _ in range(3)]
     parked = tdcopier.park(state)
     assert len(leased) == 3
@@ -178,9 +178,9 @@ def test_the_next_call_leases_the_memory_that_the_one_before_has_released(device
     of_torch = pinned.lease
 
     def lease(sizes):
-        made = of_torch(sizes)
-        addresses.update(each.data_ptr() for each in made)
-        return made
+        for each in of_torch(sizes):
+            addresses.add(each.data_ptr())
+            yield each
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned, "lease", lease)
@@ -191,16 +191,22 @@ def test_the_next_call_leases_the_memory_that_the_one_before_has_released(device
     assert len(addresses) == 1
 
 
-def test_memory_is_leased_in_groups(device, monkeypatch):
+@pytest.mark.sim
+def test_transfers_begin_while_later_memory_is_leased(sim, monkeypatch):
     monkeypatch.setattr("tdcopier._park.transfers.GROUP_BYTES", 10 * LARGE)
-    sizes = []
+    of_pool = pinned.lease
+    begun = []
 
-    def lease(wanted):
-        sizes.append(wanted)
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in wanted]
+    def lease(sizes):
+        assert sizes == [4 * LARGE] * 5
+        for part in of_pool(sizes):
+            begun.append(sim.counts().d2h.transfers)
+            yield part
 
-    monkeypatch.setattr("tdcopier._park.pinned.lease", lease)
-    state = [torch.full((LARGE,), float(n), device=device) for n in range(5)]
+    monkeypatch.setattr(pinned, "lease", lease)
+    state = [torch.full((LARGE,), float(n), device="sim") for n in range(5)]
+    torch.sim.synchronize()
+    sim.reset_counts()
     with tdcopier.parked(state):
-        assert sizes == [[4 * LARGE] * 2, [4 * LARGE] * 2, [4 * LARGE]]
+        assert begun == [0, 0, 2, 2, 4]
     assert [t[0].item() for t in state] == [0, 1, 2, 3, 4]
