@@ -30,6 +30,13 @@ WANTED = 1.5
 """The target for the time of torch's allocator over ours, cold, for every request."""
 
 
+def _empty_cache_of_torch() -> None:
+    if hasattr(torch.accelerator, "empty_host_cache"):  # from torch 2.12 on
+        torch.accelerator.empty_host_cache()
+    else:
+        torch._C._host_emptyCache()
+
+
 class Way(NamedTuple):
     ask: Callable[[list[int]], Iterable[torch.Tensor]]
     give_back: Callable[[], object]
@@ -38,7 +45,7 @@ class Way(NamedTuple):
 WAYS = {
     TORCHS: Way(
         lambda sizes: (torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes),
-        torch.accelerator.empty_host_cache,
+        _empty_cache_of_torch,
     ),
     LEASES: Way(lease, tdcopier.trim_pinned_memory),
 }

@@ -103,7 +103,7 @@ def trim_pinned_memory() -> int:
 
 
 def _accelerator() -> torch.device:
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         raise RuntimeError("there is no accelerator that could access pinned memory")
     return device

@@ -244,6 +244,7 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
         raise
 
 
+@keep_out_of_graphs("parked()")
 @contextlib.contextmanager
 def parked(*states: Any, gradients: bool = True) -> Iterator[Parked]:
     """Park states in a ``with`` block, and resume them at its end, also after an error.

@@ -55,7 +55,7 @@ class HostCopy:
             for handle in self.handles:
                 handle.wait_staged()
         large = [size for size in sizes if size > PACKED_BYTES]
-        leased = pinned.lease(large) if large else iter(())
+        leased = iter(pinned.lease(large)) if large else iter(())
         for group in _groups(sizes, range(len(sizes)), GROUP_BYTES):
             if not small_first:
                 self._start_small(storages, [i for i in group if sizes[i] <= PACKED_BYTES])

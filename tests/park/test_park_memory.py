@@ -210,3 +210,16 @@ def test_transfers_begin_while_later_memory_is_leased(sim, monkeypatch):
     with tdcopier.parked(state):
         assert begun == [0, 0, 2, 2, 4]
     assert [t[0].item() for t in state] == [0, 1, 2, 3, 4]
+
+
+def test_without_memory_to_pin_everything_stays_resident(device):
+    limit = tdcopier.pinned_memory().limit_bytes
+    state = [torch.full((LARGE,), float(n), device=device) for n in range(5)]
+    tdcopier.trim_pinned_memory()
+    tdcopier.set_pinned_limit_bytes(tdcopier.pinned_memory().leased_bytes + 6 * LARGE)
+    try:
+        with pytest.raises(MemoryError, match="limit"):
+            tdcopier.park(state)
+    finally:
+        tdcopier.set_pinned_limit_bytes(limit)
+    assert [t[0].item() for t in state] == [0, 1, 2, 3, 4]
