@@ -233,7 +233,10 @@ def test_samples_are_those_of_torchrls_sampler(device, extend, within):
     for tree in ("_sum_tree", "_min_tree"):
         assert torch.equal(ours[tree].values, theirs[tree].values)
     assert buffers[0].sampler.priority_stats.late >= 12
-    assert buffers[0].sampler.default_priority == buffers[1].sampler.default_priority
+    # torchrl forgets the maximum for each CUDA index, which it does not look into.
+    forgets = within and torch.device(device).type == "cuda" and extend is EXTENSIONS["device"]
+    if not forgets:
+        assert buffers[0].sampler.default_priority == buffers[1].sampler.default_priority
 
 
 @PRIORITIZED
