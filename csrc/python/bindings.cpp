@@ -347,10 +347,16 @@ Raises:
     if (!tdcopier::is_tensor(tensor.ptr())) throw py::type_error("place_of() takes a tensor");
     return static_cast<int>(tdcopier::place_of(tdcopier::tensor_in(tensor.ptr())));
   });
-  m.def("over_bytes", [](py::handle bytes, py::handle tensor) {
+  m.def("over_bytes", [](py::handle bytes, py::handle tensor, int64_t begin) {
     return with_torch_errors([&] {
-      at::Tensor made =
-          tdcopier::over_bytes(tdcopier::tensor_in(bytes.ptr()), tdcopier::tensor_in(tensor.ptr()));
+      at::Tensor made = tdcopier::over_bytes(tdcopier::tensor_in(bytes.ptr()),
+                                             tdcopier::tensor_in(tensor.ptr()), begin);
+      return py::reinterpret_steal<py::object>(tdcopier::wrap_tensor(std::move(made)));
+    });
+  });
+  m.def("part_of_host_bytes", [](py::handle bytes, int64_t begin, int64_t size) {
+    return with_torch_errors([&] {
+      at::Tensor made = tdcopier::part_of_host_bytes(tdcopier::tensor_in(bytes.ptr()), begin, size);
       return py::reinterpret_steal<py::object>(tdcopier::wrap_tensor(std::move(made)));
     });
   });

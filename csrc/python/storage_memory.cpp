@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "engine/device/byte_tensor.h"
+#include "engine/leaves/part_storage.h"
 #include "python/device_argument.h"
 #include "python/torch_tensor.h"
 
@@ -77,14 +78,23 @@ MemoryPlace place_of(const at::Tensor& tensor) {
   return has_engine_transfers(device) ? MemoryPlace::kDevice : MemoryPlace::kOtherDevice;
 }
 
-at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor) {
-  const auto skipped = bytes.storage_offset() / static_cast<int64_t>(tensor.itemsize());
+at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor, int64_t begin) {
+  const auto skipped = (bytes.storage_offset() + begin) / static_cast<int64_t>(tensor.itemsize());
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(bytes.storage()), plain_key_set(bytes.device()), tensor.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
                                                     skipped + tensor.storage_offset());
   if (tensor.is_conj()) made._set_conj(true);
   if (tensor.is_neg()) made._set_neg(true);
+  return made;
+}
+
+at::Tensor part_of_host_bytes(const at::Tensor& bytes, int64_t begin, int64_t size) {
+  const auto first = static_cast<uint64_t>(bytes.storage_offset() + begin);
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      PartStorage::make(bytes.storage(), first, static_cast<uint64_t>(size)),
+      plain_key_set(c10::Device(c10::kCPU)), bytes.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   return made;
 }
 

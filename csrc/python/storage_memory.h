@@ -34,9 +34,13 @@ enum class MemoryPlace : uint8_t {
 MemoryPlace place_of(const at::Tensor& tensor);
 
 // Returns a plain tensor with the dtype, shape, strides and conj and neg bits of `tensor`, over the
-// memory of `bytes`, which is a copy of the storage of `tensor`. Requires: `bytes` is a uint8
-// tensor that begins at a multiple of the element size.
-at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor);
+// memory of `bytes`, which has a copy of the storage of `tensor` from `begin` on. Requires: `bytes`
+// is a uint8 tensor, and the copy begins at a multiple of the element size.
+at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor, int64_t begin);
+
+// Returns bytes [begin, begin + size) of a host tensor of bytes, with a storage of their own that
+// keeps its memory alive: saved alone, they are no larger.
+at::Tensor part_of_host_bytes(const at::Tensor& bytes, int64_t begin, int64_t size);
 
 // The distinct storages of a list of tensors. Does not keep them alive: a storage that nothing else
 // uses any more is gone. A change of all of them is one call that cannot be interrupted, and it is

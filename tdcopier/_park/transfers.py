@@ -18,6 +18,8 @@ are. `kMaxPackedLeafBytes` of the engine."""
 GROUP_BYTES = 256 * 1024 * 1024
 """Transfers are enqueued in groups of about this size, as soon as a group has pinned memory: while
 memory is pinned for the first time, the groups before are on their way."""
+_SLOT_BYTES = 64
+"""Alignment of the storages in a chunk."""
 _SCRATCH_BYTES = 32 * 1024 * 1024
 """Small storages are scattered from device memory of at most this size."""
 
@@ -101,6 +103,63 @@ class HostCopy:
         """Make the current streams wait until the device has read all storages."""
         for handle in list(self.handles):
             handle.wait_staged()
+
+
+class DeviceCopy:
+    """The bytes of storages, copied on their devices first, so that nothing waits for the link.
+
+    It has the methods of `HostCopy`.
+    """
+
+    def __init__(self, storages: list[torch.Tensor], sizes_bytes: list[int]) -> None:
+        """Enqueue copies of all storages after the work on the current streams, and let these wait.
+
+        Args:
+            storages: a uint8 tensor over each.
+            sizes_bytes: the length of each.
+
+        Raises:
+            torch.OutOfMemoryError: a device has no room for a copy of all storages.
+            Exception: what kept a copy from being enqueued.
+        """
+        places: list[tuple[int, int]] = [(0, 0)] * len(storages)
+        chunks: list[torch.Tensor] = []
+        which: list[int] = []
+        by_device: dict[torch.device, list[int]] = {}
+        for i, storage in enumerate(storages):
+            by_device.setdefault(storage.device, []).append(i)
+        for device, numbers in by_device.items():
+            for group in _groups(sizes_bytes, numbers, GROUP_BYTES):
+                begin = 0
+                for i in group:
+                    places[i] = (len(chunks), begin)
+                    begin += -(-sizes_bytes[i] // _SLOT_BYTES) * _SLOT_BYTES
+                chunks.append(torch.empty(begin, dtype=torch.uint8, device=device))
+                which += group
+        slots = [
+            _C.over_bytes(chunks[chunk], storages[i], begin)
+            for i in which
+            for chunk, begin in (places[i],)
+        ]
+        options = options_for_filling(True, False)
+        handle = _C.start_copy_into([storages[i] for i in which], slots, options, False)
+        handle.wait()
+        self._copy = HostCopy(chunks, [chunk.nbytes for chunk in chunks], small_first=False)
+        self.parts = [
+            _C.part_of_host_bytes(self._copy.parts[chunk], begin, size)
+            for (chunk, begin), size in zip(places, sizes_bytes, strict=True)
+        ]
+
+    def ready(self) -> bool:
+        """Return whether all bytes have arrived on the host, or a copy has failed."""
+        return self._copy.ready()
+
+    def wait(self) -> None:
+        """Block until all bytes have arrived on the host."""
+        self._copy.wait()
+
+    def before_overwriting(self) -> None:
+        """Do nothing: the current streams have waited for the copies on the devices."""
 
 
 def copy_to_device(

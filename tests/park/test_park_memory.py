@@ -213,13 +213,15 @@ def test_transfers_begin_while_later_memory_is_leased(sim, monkeypatch):
 
 
 def test_without_memory_to_pin_everything_stays_resident(device):
-    limit = tdcopier.pinned_memory().limit_bytes
-    state = [torch.full((LARGE,), float(n), device=device) for n in range(5)]
-    tdcopier.trim_pinned_memory()
-    tdcopier.set_pinned_limit_bytes(tdcopier.pinned_memory().leased_bytes + 6 * LARGE)
+    use = tdcopier.pinned_memory()
+    state = [torch.full((n,), 3.0, device=device) for n in (10, LARGE, 30_000_000)]
+    tdcopier.set_pinned_limit_bytes(use.leased_bytes + use.free_bytes + 2**24)
     try:
         with pytest.raises(MemoryError, match="limit"):
             tdcopier.park(state)
     finally:
-        tdcopier.set_pinned_limit_bytes(limit)
-    assert [t[0].item() for t in state] == [0, 1, 2, 3, 4]
+        tdcopier.set_pinned_limit_bytes(use.limit_bytes)
+    assert all(t.eq(3).all() for t in state)
+    with tdcopier.parked(state):
+        pass
+    assert all(t.eq(3).all() for t in state)

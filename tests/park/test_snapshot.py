@@ -127,6 +127,46 @@ def test_buffers_and_small_tensors_may_change_at_once(device, stall, reading_str
     assert_same_dict(dict(got[0]), expected)
 
 
+def everything(device: str) -> list[torch.Tensor]:
+    base = torch.arange(3.0 * LARGE, device=device)
+    return [base[7:], base.view(3, -1)[1], *(torch.full((n,), 3.0, device=device) for n in (1, 33))]
+
+
+def test_with_a_copy_on_the_device_anything_may_change_at_once(device, stall, reading_stream):
+    state = everything(device)
+    expected = [each.cpu() for each in state]
+    sevens = torch.full_like(state[0], 7)
+    tdcopier.snapshot(state, device_copy=True).get()
+    with stall(reading_stream):
+        taken = tdcopier.snapshot(state, device_copy=True)
+        for each in state:
+            each.copy_(sevens[: each.numel()].view(each.shape))
+        assert not taken.ready()
+    got = taken.get()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert got[0].untyped_storage().data_ptr() == got[1].untyped_storage().data_ptr()
+    assert [got[i].untyped_storage().nbytes() for i in (0, 2, 3)] == [12 * LARGE, 4, 132]
+
+
+def test_a_copy_on_the_device_registers_no_hook(device):
+    model, optimizer = trained(device)
+    expected = model.large.detach().cpu().clone()
+    taken = tdcopier.snapshot([model, optimizer], device_copy=True)
+    assert not optimizer._optimizer_step_pre_hooks
+    step(model, optimizer, 0)
+    assert torch.equal(taken.get()[0]["large"], expected)
+
+
+@pytest.mark.sim
+def test_a_copy_on_the_device_that_has_no_room_leaves_the_state(sim):
+    state = everything("sim")
+    expected = [each.cpu() for each in state]
+    with sim.fail_device_allocation(), pytest.raises(torch.OutOfMemoryError):
+        tdcopier.snapshot(state, device_copy=True)
+    got = tdcopier.snapshot(state, device_copy=True).get()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_the_hook_acts_once_and_holds_no_dropped_snapshot(device):
     model, optimizer = trained(device)
     for _ in range(3):
