@@ -1,4 +1,7 @@
-"""Check mode (`TDCOPIER_CHECK=1`): finds sources that were modified before their copy was done."""
+"""Check mode (`TDCOPIER_CHECK=1`): finds sources that were modified before their copy was done.
+
+`_rows/checking.py` has the rows of gathers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 import zlib
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from tdcopier._stats import CopyStats
 T = TypeVar("T")
 
 _VARIABLE = "TDCOPIER_CHECK"
-_MOST_BYTES = 1 << 40  # a larger leaf must repeat its elements, and copying it would fail
+MOST_BYTES = 1 << 40  # a larger leaf must repeat its elements, and copying it would fail
 _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
@@ -49,7 +52,7 @@ enabled = _enabled_by_environment()
 class _HostLeaf:
     """A source in host memory, checked by a checksum of its bytes."""
 
-    on_host = True
+    is_read_at_wait = True
 
     def __init__(self, path: str, leaf: torch.Tensor | np.ndarray[Any, Any]) -> None:
         self.path = path
@@ -63,19 +66,30 @@ class _HostLeaf:
 class _DeviceLeaf:
     """A source on a device, compared with a copy of it if its version counter has changed."""
 
-    on_host = False
+    is_read_at_wait = False
 
     def __init__(self, path: str, leaf: torch.Tensor) -> None:
         self.path = path
         self._leaf = leaf
-        self._version = _version(leaf)
+        self._version = version(leaf)
         self._before = leaf.detach().clone()
 
     def is_modified(self) -> bool:
-        if self._version is not None and _version(self._leaf) == self._version:
+        if self._version is not None and version(self._leaf) == self._version:
             return False
         # Views of one storage share a counter, so a write to a neighbour changes it too.
         return _checksum(self._leaf.cpu()) != _checksum(self._before.cpu())
+
+
+class WatchedLeaf(Protocol):
+    """The recorded state of one leaf."""
+
+    path: str
+    is_read_at_wait: bool
+    """Whether the leaf has been read when `wait()` has handed the copy over to a stream."""
+
+    def is_modified(self) -> bool:
+        """Return whether the leaf differs from its recorded state."""
 
 
 class SourceCheck:
@@ -84,7 +98,7 @@ class SourceCheck:
     def __init__(self) -> None:
         """Start without leaves."""
         self._started_at = _caller()
-        self._leaves: list[_HostLeaf | _DeviceLeaf] = []
+        self._leaves: list[WatchedLeaf] = []
         self._failure: SourceModifiedError | None = None
         self._told = False
         self._to_host = False
@@ -93,7 +107,7 @@ class SourceCheck:
     def of_copy(cls, data: Any, device: Any) -> SourceCheck:
         """Record every leaf that `start_copy` will read."""
         check = cls()
-        if _is_altered():
+        if is_altered():
             return check
         _C.staging_bytes(device)  # raises if the device is wrong, as the call itself would
         target = torch.empty(0, device=device).device
@@ -104,8 +118,8 @@ class SourceCheck:
             if isinstance(leaf, np.ndarray):
                 read = target.type != "cpu"
             else:
-                plain = _without_class(leaf)
-                read = _is_plain(plain) and plain.device != target
+                plain = without_class(leaf)
+                read = is_plain(plain) and plain.device != target
             if read:
                 check._watch(path, leaf)
         return check
@@ -114,18 +128,29 @@ class SourceCheck:
     def of_filling(cls, source: Any, destination: Any) -> SourceCheck:
         """Record every leaf that `copy_into` will read."""
         check = cls()
-        if not _is_altered():
+        if not is_altered():
             for steps, leaf, filled in _C.pairs_with_paths(source, destination):
                 if leaf is not filled:
                     check._watch(f"source{steps}", leaf)
         return check
 
+    @classmethod
+    def of_scatter(cls, batch: Any, storage: Any) -> SourceCheck:
+        """Record every leaf of the batch that `start_scatter` will read."""
+        check = cls()
+        check._to_host = True
+        if not is_altered():
+            for steps, leaf, filled in _C.pairs_with_paths(batch, storage, "batch", "storage"):
+                if not is_captured(leaf, filled):
+                    check._watch(f"batch{steps}", leaf)
+        return check
+
     def _watch(self, path: str, leaf: Any) -> None:
-        leaf = _without_class(leaf)
+        leaf = without_class(leaf)
         if isinstance(leaf, np.ndarray):
-            if leaf.dtype.kind in "biufc" and leaf.nbytes <= _MOST_BYTES:
+            if leaf.dtype.kind in "biufc" and leaf.nbytes <= MOST_BYTES:
                 self._leaves.append(_HostLeaf(path, leaf))
-        elif _is_plain(leaf):
+        elif is_plain(leaf) and leaf.nbytes <= MOST_BYTES:
             kind = _HostLeaf if leaf.device.type == "cpu" else _DeviceLeaf
             self._leaves.append(kind(path, leaf))
 
@@ -133,27 +158,30 @@ class SourceCheck:
         """Compare the sources with their recorded state, and forget those that have been read.
 
         Args:
-            is_done: False if the copy was only handed over to a stream; then only host sources have
-                been read.
+            is_done: False if the copy was only handed over to a stream; then sources on a device
+                may not have been read yet.
         """
-        host_only = not (is_done or self._to_host)
+        all_are_read = is_done or self._to_host
         every = self._leaves
         try:
-            self._leaves = [leaf for leaf in every if not leaf.on_host and host_only]
+            self._leaves = [leaf for leaf in every if not (all_are_read or leaf.is_read_at_wait)]
             for leaf in every:
-                if leaf.on_host or not host_only:
+                if all_are_read or leaf.is_read_at_wait:
                     self._compare(leaf)
         except BaseException:  # for example an interrupt: the next look compares all of them
             self._leaves = every
             raise
 
-    def _compare(self, leaf: _HostLeaf | _DeviceLeaf) -> None:
+    def _compare(self, leaf: WatchedLeaf) -> None:
         if self._failure is None and leaf.is_modified():
-            self._failure = SourceModifiedError(
-                f"{leaf.path} was modified before its copy was done. The copy was started at "
-                f"{self._started_at}. Before writing to a source, call wait_staged() or get() "
-                "on its handle."
-            )
+            self._failure = SourceModifiedError(self._report(leaf))
+
+    def _report(self, leaf: Any) -> str:
+        return (
+            f"{leaf.path} was modified before its copy was done. The copy was started at "
+            f"{self._started_at}. Before writing to a source, call wait_staged() or get() "
+            "on its handle."
+        )
 
     def forget(self) -> None:
         """Allow modifications of the sources from now on."""
@@ -209,7 +237,7 @@ class CheckedHandle:
         return result
 
     def wait_staged(self) -> None:
-        self._handle.wait_staged()
+        self._asked(self._handle.wait_staged)
         self._check.look()
         self._check.raise_failure()
 
@@ -217,6 +245,18 @@ class CheckedHandle:
 
     def __await__(self) -> Generator[Any, None, Any]:
         return arrived(cast("AsyncCopyHandle[Any]", self))
+
+    def _enqueued(self) -> Any:
+        return self._asked(self._handle._enqueued)
+
+    def _hand_over(self, stream: torch.Stream | None = None) -> Any:
+        return self._asked(self._handle._hand_over, stream)
+
+    def _host_access(self) -> _C.HostAccess:
+        access: _C.HostAccess = self._asked(self._handle._host_access)
+        self._check.look()  # the caller orders its later writes after this access
+        self._check.raise_failure()
+        return access
 
     def _send_if_staged(self) -> bool:
         return self._handle._send_if_staged()
@@ -252,20 +292,34 @@ def checked(handle: AsyncCopyHandle[T], check: SourceCheck) -> AsyncCopyHandle[T
     return cast("AsyncCopyHandle[T]", CheckedHandle(handle, check))
 
 
-def _is_altered() -> bool:
+def is_altered() -> bool:
     """Return whether a torch mode or transform is active, so that torch copies every leaf."""
     interpreters: Any = torch._C._functorch
     return bool(torch._C._len_torch_dispatch_stack() or interpreters.peek_interpreter_stack())
 
 
-def _without_class(leaf: Any) -> Any:
+def is_captured(*leaves: Any) -> bool:
+    """Return whether a CUDA graph is being captured on a device of these leaves.
+
+    Its replays read what the sources contain by then, so there is nothing to compare.
+    """
+    places = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    for place in places:
+        if place.type == "cuda":
+            with torch.cuda.device(place):
+                if torch.cuda.is_current_stream_capturing():
+                    return True
+    return False
+
+
+def without_class(leaf: Any) -> Any:
     """Return a tensor of a subclass over plain memory as a plain tensor; others as they are."""
     if isinstance(leaf, torch.Tensor) and is_wrapped(type(leaf)) and not leaf.requires_grad:
         return torch.Tensor.as_subclass(leaf, torch.Tensor)  # shares memory and version
     return leaf
 
 
-def _is_plain(leaf: Any) -> bool:
+def is_plain(leaf: Any) -> bool:
     return (
         type(leaf) in (torch.Tensor, torch.nn.Parameter)
         and leaf.layout is torch.strided
@@ -273,7 +327,6 @@ def _is_plain(leaf: Any) -> bool:
         and not leaf.is_meta
         and not leaf.is_nested
         and not getattr(leaf, "has_names", bool)()  # removed in torch 2.13
-        and leaf.nbytes <= _MOST_BYTES
         and not _reaches_beyond_its_storage(leaf)  # the call itself rejects such a leaf
     )
 
@@ -286,7 +339,7 @@ def _reaches_beyond_its_storage(leaf: torch.Tensor) -> bool:
     return end > leaf.untyped_storage().nbytes()
 
 
-def _version(leaf: torch.Tensor) -> int | None:
+def version(leaf: torch.Tensor) -> int | None:
     return None if leaf.is_inference() else leaf._version
 
 

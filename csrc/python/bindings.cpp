@@ -118,8 +118,18 @@ void make_collectable(PyHeapTypeObject* heap_type) {
   };
 }
 
-py::list pairs_with_paths(py::handle source, py::handle destination) {
-  return tdcopier::pairs_with_paths(source, destination);
+py::list pairs_with_paths(py::handle source, py::handle destination, const std::string& source_name,
+                          const std::string& destination_name) {
+  return tdcopier::pairs_with_paths(source, destination,
+                                    {source_name.c_str(), destination_name.c_str()});
+}
+
+py::list tables_with_paths(py::handle storage, py::handle rows, py::handle readers,
+                           py::handle device) {
+  tdcopier::RowRequest request = tdcopier::row_request_of(rows);
+  tdcopier::add_readers(request, readers);
+  tdcopier::RowLeaves leaves(std::move(request));
+  return tdcopier::tables_with_paths(storage, tdcopier::parse_device(device), leaves);
 }
 
 py::object copy_stream(py::handle device, const std::string& which) {
@@ -367,7 +377,9 @@ Raises:
       .def("wait", guarded(&HostAccess::wait))
       .def("order", guarded(&HostAccess::order));
 
-  m.def("pairs_with_paths", guarded(&pairs_with_paths));
+  m.def("pairs_with_paths", guarded(&pairs_with_paths), py::arg("source"), py::arg("destination"),
+        py::arg("source_name") = "source", py::arg("destination_name") = "destination");
+  m.def("tables_with_paths", guarded(&tables_with_paths));
   m.def("forget_rules", &tdcopier::forget_rules);
   m.def("is_dict_of_tensors", &tdcopier::is_dict_of_tensors);
   m.def("leaves_with_paths", [](py::handle data, py::handle device) {

@@ -29,7 +29,8 @@ class Flattener {
  public:
   // `paths`, if given, receives the path of every node, and every leaf is delegated: such a walk is
   // for messages rather than for a copy.
-  // `rows`, if given: every leaf is a table from which rows are read, see row_leaves.h.
+  // `rows`, if given: every leaf is a table from which rows are read, see row_leaves.h. With
+  // `paths` too, only what is left to its own indexing is read.
   Flattener(c10::Device target, std::vector<std::string>* paths, RowLeaves* rows = nullptr)
       : target_(target),
         rows_(rows),
@@ -193,7 +194,7 @@ class Flattener {
   }
 
   void add_tensor(PyObject* object) {
-    keep_tensor(Py_NewRef(object), /*is_table=*/rows_ != nullptr);
+    keep_tensor(Py_NewRef(object), /*is_table=*/rows_ != nullptr && paths_ == nullptr);
   }
 
   // Takes over a reference.
@@ -231,7 +232,7 @@ class Flattener {
       case ValueKind::kObject:  // not a table
         return rows_ != nullptr ? add_opaque(object) : add_delegated(object, WhyDelegated::kObject);
       case ValueKind::kArray:
-        return rows_ != nullptr ? add_table_of(object) : add_array(object);
+        return rows_ != nullptr && paths_ == nullptr ? add_table_of(object) : add_array(object);
       case ValueKind::kMapped:
         return add_mapped(object);
       case ValueKind::kTensorDict:
@@ -361,8 +362,9 @@ bool is_dict_of_tensors(py::handle object) {
   return true;
 }
 
-py::list leaves_with_paths(py::handle data, c10::Device target) {
-  NamedTree found = flatten_with_paths(data, target);
+namespace {
+
+py::list in_order(NamedTree found) {
   std::sort(found.tree.delegated.begin(), found.tree.delegated.end(),
             [](const Delegated& a, const Delegated& b) { return a.node < b.node; });
   py::list leaves;
@@ -371,6 +373,18 @@ py::list leaves_with_paths(py::handle data, c10::Device target) {
         py::make_tuple(found.paths[leaf.node], py::handle(found.tree.spec.value(leaf.value))));
   }
   return leaves;
+}
+
+}  // namespace
+
+py::list leaves_with_paths(py::handle data, c10::Device target) {
+  return in_order(flatten_with_paths(data, target));
+}
+
+py::list tables_with_paths(py::handle storage, c10::Device target, RowLeaves& rows) {
+  NamedTree found;
+  found.tree = Flattener(target, &found.paths, &rows).run(storage.ptr());
+  return in_order(std::move(found));
 }
 
 }  // namespace tdcopier

@@ -90,4 +90,8 @@ bool is_dict_of_tensors(pybind11::handle object);
 // A collection or an object that is delegated to its own `.to` counts as one leaf.
 pybind11::list leaves_with_paths(pybind11::handle data, c10::Device target);
 
+// Like leaves_with_paths(), for what flatten_tables() finds: tables, and the results of
+// `rows.read()` in the places of others.
+pybind11::list tables_with_paths(pybind11::handle storage, c10::Device target, RowLeaves& rows);
+
 }  // namespace tdcopier

@@ -308,7 +308,7 @@ std::optional<std::string> path_of_pair(py::handle source, py::handle destinatio
 
 py::list pairs_with_paths(py::handle source, py::handle destination, PairNames names) {
   std::vector<std::string> paths;
-  const PairedTrees trees = PairWalk(&paths).run(source.ptr(), destination.ptr());
+  const PairedTrees trees = PairWalk(&paths, names).run(source.ptr(), destination.ptr());
   py::list pairs;
   for (size_t i = 0; i < paths.size(); ++i) {
     pairs.append(py::make_tuple(paths[i], py::handle(trees.leaves[i].source),

@@ -35,6 +35,8 @@ struct RowRequest {
 
 // Converts a RowIndex of tdcopier/_rows/request.py; the Python functions stay unset.
 RowRequest row_request_of(pybind11::handle rows);
+// Sets the Python functions from a RowReaders of that file.
+void add_readers(RowRequest& request, pybind11::handle readers);
 
 // Adds the selected rows of tables to leaf tables. GIL: held for every member.
 class RowLeaves {

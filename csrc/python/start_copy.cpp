@@ -341,10 +341,7 @@ std::unique_ptr<Handle> start_gather(py::handle storage, py::handle index, py::h
     throw py::value_error("the index is on " + request.numbers_device().str() +
                           ", and the rows go to " + target.str() + ": give index.cpu()");
   }
-  const auto functions = py::reinterpret_borrow<py::tuple>(readers);  // by place: that is quicker
-  request.read = functions[0];
-  request.flatten = functions[1];
-  request.unflatten = functions[2];
+  add_readers(request, readers);
   RowLeaves rows(std::move(request));
   return start_copy_to(target, storage, options, nullptr, &rows);
 }

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Unpack
 
-from tdcopier import _C, _copy, _options
+from tdcopier import _C, _checking, _copy, _options
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import DelegatedPart
 from tdcopier._into import finished
 from tdcopier._options import CopyOptions, Device, OnUnknown
-from tdcopier._rows.request import RowIndex, RowReaders
+from tdcopier._rows.checking import GatherCheck
+from tdcopier._rows.request import RowIndex, RowReaders, leave
 from tdcopier._rows.row_numbers import read_rows, row_index
 
 __all__ = ["gather", "start_gather"]
@@ -53,7 +54,9 @@ def start_gather(
 
     The call copies the index. **Until `wait_gathered` has returned** rows may still be read: do not
     write to the rows that the index names, and do not resize the storage. After it returns you may
-    write, even while the transfer is still in flight. (`TDCOPIER_CHECK=1` does not check storages.)
+    write, even while the transfer is still in flight. With the environment variable
+    `TDCOPIER_CHECK=1` the handle detects rows that were modified too early, and the call waits for
+    an index on the device, except in a CUDA graph.
 
     **An index on the device** is read there, in the order of the current stream: the host does not
     wait for it, and neither does `wait`. Every leaf on the host must then be pinned, and its rows
@@ -123,7 +126,9 @@ def start_gather(
         rows_on_host = start_gather(storage, index, "cpu", on_unknown=on_unknown).get()
         return _copy.start_copy(rows_on_host, device, on_unknown="ignore")  # checked by the gather
     rows = row_index(index, storage)
-    return _C.start_gather(storage, rows, _readers(rows, device), device, options)
+    check = GatherCheck.of_gather(storage, rows, device) if _checking.enabled else None
+    handle = _C.start_gather(storage, rows, _readers(rows, device), device, options)
+    return handle if check is None else _checking.checked(handle, check)
 
 
 @keep_out_of_graphs("gather()")
@@ -159,7 +164,9 @@ def _start_into(
     def fill(leaf: torch.Tensor, table: torch.Tensor) -> None:
         leaf.copy_(read_rows(table, rows, leaf.device))
 
-    return _C.start_gather_into(storage, out, rows, fill, options)
+    check = GatherCheck.of_gather_into(storage, rows, out) if _checking.enabled else None
+    handle = _C.start_gather_into(storage, out, rows, fill, options)
+    return handle if check is None else _checking.checked(handle, check)
 
 
 def _check_devices(out: Any, device: torch.device) -> None:
@@ -182,7 +189,7 @@ def _readers(rows: RowIndex, device: Device) -> RowReaders:
         return read_rows(leaf, rows, device)
 
     if "tensordict" not in sys.modules:  # then the storage has no TensorDict
-        return RowReaders(read, _leave, None)
+        return RowReaders(read, leave, None)
     from tdcopier.tensordict._rows import flatten
     from tdcopier.tensordict._walk import unflatten
 
@@ -190,7 +197,3 @@ def _readers(rows: RowIndex, device: Device) -> RowReaders:
         return flatten(value, device, rows)
 
     return RowReaders(read, flatten_rows, unflatten)
-
-
-def _leave(value: Any, device: torch.device, named: bool) -> None:
-    """Leave a collection class of torch's own to its own indexing."""

@@ -35,3 +35,7 @@ class RowReaders(NamedTuple):
     """Takes a collection apart, like the rule of a container; None leaves it to `read`."""
     unflatten: Callable[[list[Any], Any], Any] | None
     """Rebuilds a collection from its parts."""
+
+
+def leave(value: Any, device: torch.device, named: bool) -> None:
+    """Leave a collection of a class of torch's own to its own indexing."""

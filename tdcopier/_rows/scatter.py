@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from tdcopier import _C
+from tdcopier import _C, _checking
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import arrays
@@ -74,13 +74,10 @@ def start_scatter(
     def fill(table: torch.Tensor, values: torch.Tensor) -> None:
         table[key_for_torch(rows)] = values.to(table.device)
 
-    return _C.start_scatter(
-        batch,
-        storage,
-        rows,
-        fill,
-        options_for_filling(use_pinned_staging, use_background_thread),
-    )
+    check = _checking.SourceCheck.of_scatter(batch, storage) if _checking.enabled else None
+    options = options_for_filling(use_pinned_staging, use_background_thread)
+    handle = _C.start_scatter(batch, storage, rows, fill, options)
+    return handle if check is None else _checking.checked(handle, check)
 
 
 @keep_out_of_graphs("scatter()")

@@ -12,9 +12,14 @@ from tdcopier._rows.row_numbers import read_rows
 from tdcopier.tensordict import _walk
 
 
-def flatten(value: Any, device: torch.device, rows: RowIndex) -> _walk.Taken | None:
-    """Return tables and the context of the result; None if the value is indexed as a whole."""
-    return _walk.flatten_rows(value, device, _Rows(rows, device))
+def flatten(
+    value: Any, device: torch.device, rows: RowIndex, named: bool = False
+) -> _walk.Taken | None:
+    """Return tables, the context of the result, and the keys of the tables if they are wanted.
+
+    None if the value is indexed as a whole.
+    """
+    return _walk.flatten_rows(value, device, _Rows(rows, device), named)
 
 
 def refuse_unbatched(storage: Any) -> None:

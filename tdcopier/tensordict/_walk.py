@@ -101,15 +101,15 @@ def _names_of(walk: _Taking) -> list[Any] | None:
     return [key[0] if len(key) == 1 else key for key in walk.keys]
 
 
-def flatten_rows(value: Any, device: torch.device, rows: Rows) -> Taken | None:
+def flatten_rows(value: Any, device: torch.device, rows: Rows, named: bool = False) -> Taken | None:
     """Take a collection apart to read rows; return None to leave it to its own indexing."""
     if type(value) is not TensorDict and not _kinds.is_plain_tensorclass(type(value)):
         return None
-    walk = _Taking(device, False, rows)
+    walk = _Taking(device, named, rows)
     node = _take(value, walk)
     if _inside(value).device == device and walk.devices != {device}:
         return None  # `.to` then leaves nodes without a device as they are
-    return None if node is None else (walk.leaves, (node, device, False), None)
+    return None if node is None else (walk.leaves, (node, device, False), _names_of(walk))
 
 
 def unflatten(leaves: list[Any], context: tuple[Node, torch.device, bool]) -> Any:

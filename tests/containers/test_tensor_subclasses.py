@@ -224,7 +224,7 @@ def test_check_mode_finds_one_that_is_modified(sim, device, tv, checking, copy_s
     with pytest.raises(tdcopier.SourceModifiedError, match=r"^data\[0\]\['masks'\] was modified"):
         handle.get()
     del handle
-    assert _checking._without_class(batch["masks"]).data_ptr() == batch["masks"].data_ptr()
+    assert _checking.without_class(batch["masks"]).data_ptr() == batch["masks"].data_ptr()
 
 
 def test_a_collated_batch_is_that_of_default_collate(tv):
