@@ -281,8 +281,8 @@ class CheckedHandle:
 
     def __del__(self) -> None:
         """Check once more when the handle is dropped; Python prints the error that this raises."""
-        if sys.is_finalizing():
-            return  # torch must not be called any more
+        if sys.is_finalizing() or not hasattr(self, "_check"):
+            return  # torch must not be called any more, or an interrupt ended `__init__`
         self._check.look()
         self._check.raise_failure_once()
 
