@@ -127,7 +127,8 @@ def test_an_error_of_the_device_while_it_writes_is_raised_by_its_streams(sim):
     parked = tdcopier.park(state)
     parked.wait()
     with sim.fail_transfer(2, direction="h2d", when="execution"):
-        parked.resume()
+        with sim.hold(_C.copy_stream("sim:0", "to_device")):
+            parked.resume()
         assert is_resident(state)
         assert not parked.is_parked
         with pytest.raises(torch.AcceleratorError):
@@ -139,13 +140,20 @@ def test_an_error_of_the_device_while_it_writes_is_raised_by_its_streams(sim):
     assert all(t.eq(5).all() for t in state)
 
 
+@pytest.mark.hazardous  # the memory of a failed device is used again
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_dropped_handle_that_cannot_resume_keeps_the_values_for_the_next_call(sim):
+@pytest.mark.parametrize("fault", ["device memory", "the device"])
+def test_a_dropped_handle_that_cannot_resume_keeps_the_values_for_the_next_call(sim, fault):
     state = [torch.full((LARGE,), 4.0, device="sim")]
     parked = tdcopier.park(state)
     parked.wait()
+    arming = (
+        sim.fail_device_allocation(1)
+        if fault == "device memory"
+        else sim.fail_transfer(1, direction="h2d", when="execution")
+    )
     with (
-        sim.fail_device_allocation(1),
+        arming,
         pytest.warns(RuntimeWarning, match="dropped while its tensors were parked"),
     ):
         del parked
