@@ -172,10 +172,10 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def _refuse_quantized(found: list[FoundTensor]) -> None:
-    for path, tensor, _ in found:
-        if tensor.is_quantized:
+    for each in found:
+        if each.tensor.is_quantized:
             raise ValueError(
-                f"{path} is quantized, and its scales are not in its memory: give int_repr()"
+                f"{each.path} is quantized, and its scales are not in its memory: give int_repr()"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,12 +19,29 @@ _ACCEPTED = (
 )
 
 
+Place: TypeAlias = "str | tuple[Place, str, Any]"
+"""Where a value is: the name of the state, or a place, a format, and what it is given. It becomes
+text for an error only: a state has thousands of tensors."""
+
+
 class FoundTensor(NamedTuple):
     """A plain strided tensor, which may be a part of a tensor of another class."""
 
-    path: str
+    place: Place
     tensor: torch.Tensor
     is_on_device: bool
+
+    @property
+    def path(self) -> str:
+        """Where the tensor is, for errors."""
+        return _text(self.place)
+
+
+def _text(place: Place) -> str:
+    if isinstance(place, str):
+        return place
+    parent, form, step = place
+    return _text(parent) + form.format(step)
 
 
 def tensors_in(state: Any, *, gradients: bool) -> list[FoundTensor]:
@@ -58,6 +75,9 @@ def refuse_modes(call: str) -> None:
         )
 
 
+_ITEM, _ATTRIBUTE = "[{!r}]", ".{}"
+
+
 class _Walk:
     def __init__(self, gradients: bool) -> None:
         self.found: list[FoundTensor] = []
@@ -65,41 +85,42 @@ class _Walk:
         self._gradients = gradients
         self._classes: dict[type, str] = {}
 
-    def value(self, value: Any, path: str) -> None:
+    def value(self, value: Any, at: Place) -> None:
         if isinstance(value, torch.Tensor):
-            self._tensor(value, path)
+            self._tensor(value, at)
         elif type(value) in _DICTS:
             self.containers += 1
             for key, child in value.items():
-                self.value(child, f"{path}[{key!r}]")
+                self.value(child, (at, _ITEM, key))
         elif type(value) in (list, tuple):
             self.containers += 1
             for number, child in enumerate(value):
-                self.value(child, f"{path}[{number}]")
+                self.value(child, (at, _ITEM, number))
         elif isinstance(value, nn.Module):
-            self._module(value, path)
+            self._module(value, at)
         elif isinstance(value, Optimizer):
-            self._optimizer(value, path)
+            self._optimizer(value, at)
         else:
-            self._other(value, path)
+            self._other(value, at)
 
-    def _module(self, module: nn.Module, path: str) -> None:
+    def _module(self, module: nn.Module, at: Place) -> None:
         self.containers += 1
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._tensor(parameter, f"{path}.{name}")
+            self._tensor(parameter, (at, _ATTRIBUTE, name))
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            self._tensor(buffer, f"{path}.{name}")
+            self._tensor(buffer, (at, _ATTRIBUTE, name))
 
-    def _optimizer(self, optimizer: Optimizer, path: str) -> None:
+    def _optimizer(self, optimizer: Optimizer, at: Place) -> None:
         self.containers += 1
         for number, values in enumerate(optimizer.state.values()):
-            self.value(values, f"{path}.state[{number}]")
+            self.value(values, (at, ".state[{}]", number))
         for number, group in enumerate(optimizer.param_groups):
+            options: Place = (at, ".param_groups[{}]", number)
             for name, value in group.items():
                 if name != "params":
-                    self.value(value, f"{path}.param_groups[{number}][{name!r}]")
+                    self.value(value, (options, _ITEM, name))
 
-    def _other(self, value: Any, path: str) -> None:
+    def _other(self, value: Any, at: Place) -> None:
         """Take apart what only the engine's walk knows; numbers and other plain data have none."""
         if value is None or isinstance(value, int | float | complex | str | bytes):
             return
@@ -107,7 +128,7 @@ class _Walk:
         if leaves or _is_container(value):
             self.containers += 1
         for steps, leaf in leaves:
-            where = path + steps.removeprefix("data")
+            where: Place = (at, "{}", steps.removeprefix("data"))
             if isinstance(leaf, torch.Tensor):
                 self._tensor(leaf, where)
             elif isinstance(leaf, nn.Module):
@@ -115,10 +136,11 @@ class _Walk:
             elif not isinstance(leaf, np.ndarray):
                 name = type(leaf).__qualname__
                 raise TypeError(
-                    f"{where} is a {name}, and only its own `.to` knows its tensors: {_ACCEPTED}"
+                    f"{_text(where)} is a {name}, and only its own `.to` knows its tensors: "
+                    f"{_ACCEPTED}"
                 )
 
-    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
+    def _tensor(self, tensor: torch.Tensor, at: Place) -> None:
         cls = type(tensor)
         kind = self._classes.get(cls)
         if kind is None:
@@ -126,22 +148,22 @@ class _Walk:
         if kind == "plain":
             place = _C.place_of(tensor)
             if place not in (_HOST, _DEVICE):
-                raise ValueError(f"{path} {_why_not(tensor, place)}")
-            self.found.append(FoundTensor(path, tensor, place == _DEVICE))
+                raise ValueError(f"{_text(at)} {_why_not(tensor, place)}")
+            self.found.append(FoundTensor(at, tensor, place == _DEVICE))
         elif kind == "wrapper":
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 part = getattr(tensor, name)
                 if isinstance(part, torch.Tensor):  # a DTensor also names its mesh
-                    self._tensor(part, f"{path}.{name}")
+                    self._tensor(part, (at, _ATTRIBUTE, name))
         elif kind == "lazy":
-            raise ValueError(f"{path} is not initialized: run the module on a batch first")
+            raise ValueError(f"{_text(at)} is not initialized: run the module on a batch first")
         else:
             raise TypeError(
-                f"{path} is a {cls.__qualname__}, and only its own `.to` knows its memory: give "
-                "the plain tensors in it"
+                f"{_text(at)} is a {cls.__qualname__}, and only its own `.to` knows its memory: "
+                "give the plain tensors in it"
             )
         if self._gradients and tensor.is_leaf and tensor.grad is not None:
-            self._tensor(tensor.grad, f"{path}.grad")
+            self._tensor(tensor.grad, (at, _ATTRIBUTE, "grad"))
 
 
 _HOST, _DEVICE, _OTHER_DEVICE = 1, 2, 3
