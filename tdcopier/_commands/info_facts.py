@@ -90,6 +90,8 @@ class Limits(TypedDict):
     """Per device; set by `set_staging_limit_bytes`."""
     staging_buffer_bytes: int
     """Size of a staging buffer, and so the maximum size of a staged transfer."""
+    pinned_limit_bytes: int
+    """Of the pool of pinned memory, in this process; set by `set_pinned_limit_bytes`."""
     run_ahead_batches: int
     """Set by `set_run_ahead_limit`."""
     inline_bytes: int
@@ -167,6 +169,7 @@ def info(*, make_contexts: bool = False) -> Info:
         "limits": {
             "staging_limit_bytes": _limits.limits_in_force.staging_limit_bytes,
             "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
+            "pinned_limit_bytes": tdcopier.pinned_memory().limit_bytes,
             "run_ahead_batches": _limits.limits_in_force.run_ahead_batches,
             "inline_bytes": _C.MAX_INLINE_BYTES,
             "straight_bytes": _C.MAX_STRAIGHT_BYTES,

@@ -51,15 +51,20 @@ def test_limits_are_those_in_force():
     assert limits == {
         "staging_limit_bytes": _C.DEFAULT_STAGING_LIMIT_BYTES,
         "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
+        "pinned_limit_bytes": tdcopier.pinned_memory().limit_bytes,
         "run_ahead_batches": 4,
         "inline_bytes": _C.MAX_INLINE_BYTES,
         "straight_bytes": _C.MAX_STRAIGHT_BYTES,
     }
     tdcopier.set_staging_limit_bytes(3 * _C.STAGING_BUFFER_BYTES)
     tdcopier.set_run_ahead_limit(7)
+    pinned_limit_bytes = limits["pinned_limit_bytes"]
+    tdcopier.set_pinned_limit_bytes(1 << 30)
     limits = tdcopier.info()["limits"]
+    tdcopier.set_pinned_limit_bytes(pinned_limit_bytes)
     assert limits["staging_limit_bytes"] == 3 * _C.STAGING_BUFFER_BYTES
     assert limits["run_ahead_batches"] == 7
+    assert limits["pinned_limit_bytes"] == 1 << 30
 
 
 def test_a_limit_that_is_refused_is_not_in_force():
