@@ -127,8 +127,10 @@ def test_an_error_of_the_device_while_it_writes_is_raised_by_its_streams(sim):
     parked = tdcopier.park(state)
     parked.wait()
     with sim.fail_transfer(2, direction="h2d", when="execution"):
-        with sim.hold(_C.copy_stream("sim:0", "to_device")):
+        writing = _C.copy_stream("sim:0", "ordered")
+        with sim.hold(writing):
             parked.resume()
+            assert not writing.query()
         assert is_resident(state)
         assert not parked.is_parked
         with pytest.raises(torch.AcceleratorError):
