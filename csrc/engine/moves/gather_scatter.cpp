@@ -29,7 +29,9 @@ struct End {
   std::span<const int64_t> strides_bytes = {};
 };
 
-// Enqueues copies through torch: one call for all that are contiguous.
+// Enqueues copies through torch: one call for all that are contiguous and aligned, and one for the
+// other contiguous ones. A thread of torch's kernel loads four elements at once, which are 32 bytes
+// of words, or only four.
 class TorchCopies {
  public:
   // `counted`: the copies count as fallbacks.
@@ -39,8 +41,11 @@ class TorchCopies {
   void add(const Leaf& leaf, const End& from, const End& to) {
     if (leaf.bytes == 0) return;
     if (!from.strided && !to.strided) {
-      from_.push_back(bytes_at(device_, from.data, leaf.bytes));
-      to_.push_back(bytes_at(device_, to.data, leaf.bytes));
+      const uint64_t aligned = reinterpret_cast<uintptr_t>(from.data) |
+                               reinterpret_cast<uintptr_t>(to.data) | leaf.bytes;
+      const bool in_words = aligned % kWordBytes == 0;
+      (in_words ? words_ : bytes_)
+          .add(device_, from.data, to.data, leaf.bytes, in_words ? kWordBytes : 1);
       return;
     }
     const auto element_bytes = static_cast<uint32_t>(c10::elementSize(leaf.dtype));
@@ -54,17 +59,34 @@ class TorchCopies {
   }
 
   void enqueue() const {
-    if (from_.empty()) return;
+    if (words_.from.empty() && bytes_.from.empty()) return;
     if (counted_) note_fallback(device_.type());
-    at::_foreach_copy_(to_, from_, /*non_blocking=*/true);
+    for (const Pairs* const pairs : {&words_, &bytes_}) {
+      if (!pairs->from.empty()) at::_foreach_copy_(pairs->to, pairs->from, /*non_blocking=*/true);
+    }
   }
 
  private:
+  static constexpr uint32_t kWordBytes = 8;
+
+  // Of one element size, since torch copies lists of several dtypes one tensor after the other.
+  struct Pairs {
+    std::vector<at::Tensor> from;
+    std::vector<at::Tensor> to;
+
+    void add(c10::Device device, const std::byte* source, const std::byte* target, uint64_t bytes,
+             uint32_t element_bytes) {
+      const auto elements = static_cast<int64_t>(bytes / element_bytes);
+      from.push_back(elements_at(device, source, element_bytes, elements, int64_t{1}));
+      to.push_back(elements_at(device, target, element_bytes, elements, int64_t{1}));
+    }
+  };
+
   const c10::Device device_;
   const LeafTable& leaves_;
   const bool counted_;
-  std::vector<at::Tensor> from_;
-  std::vector<at::Tensor> to_;
+  Pairs words_;
+  Pairs bytes_;
 };
 
 End source_of(const LeafTable& leaves, const Leaf& leaf) {
