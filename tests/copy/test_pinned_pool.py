@@ -1,4 +1,4 @@
-"""Pinned memory from the pool: what is leased, when it comes back, and what is refused."""
+"""Pinned memory from the pool: what is leased, and when it comes back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import pickle
 import random
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from pinned_pool_support import MIB, used, used_when_idle
+from pinned_pool_support import all_comes_back as all_comes_back
 from support import run_python
 
 import tdcopier
@@ -20,34 +20,8 @@ from tdcopier import _C
 from tdcopier._pinned_pool import lease
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-MIB = 1 << 20
-LIMIT = tdcopier.pinned_memory().limit_bytes
 
-
-@pytest.fixture(autouse=True)
-def all_comes_back(device: str) -> Iterator[None]:
-    used_when_idle()
-    tdcopier.trim_pinned_memory()
-    yield
-    gc.collect()
-    tdcopier.set_pinned_limit_bytes(LIMIT)
-    assert used_when_idle()[0] == 0
-    tdcopier.trim_pinned_memory()
-    assert used() == (0, 0)
-
-
-def used() -> tuple[int, int]:
-    """Returns the bytes that are leased, and that are free."""
-    now = tdcopier.pinned_memory()
-    return now.leased_bytes, now.free_bytes
-
-
-def used_when_idle() -> tuple[int, int]:
-    """Returns them once the devices have finished, and dropped sources are released."""
-    _C.settle()
-    for index in range(torch.accelerator.device_count()):
-        torch.accelerator.synchronize(index)
-    return used()
+pytestmark = pytest.mark.usefixtures("all_comes_back")
 
 
 # ---- what is leased ------------------------------------------------------------------------------
@@ -277,103 +251,6 @@ def test_memory_is_unpinned_after_all_copies(sim, device):
     assert handle.get()[0].cpu().eq(1).all()
 
 
-# ---- limits --------------------------------------------------------------------------------------
-
-
-def test_a_lease_over_the_limit_is_refused_with_figures_and_leases_nothing(device):
-    tdcopier.set_pinned_limit_bytes(40 * MIB)
-    kept = list(lease([20 * MIB]))
-    with pytest.raises(MemoryError, match=f"{21 * MIB} bytes .* limit of {40 * MIB} bytes: ") as no:
-        lease([MIB, 20 * MIB])
-    assert f"{20 * MIB} are leased" in str(no.value)
-    assert used_when_idle() == (20 * MIB, 0)
-    kept += lease([20 * MIB])
-    assert used_when_idle() == (40 * MIB, 0)
-
-
-def test_free_blocks_make_room_for_a_lease_that_they_do_not_fit(device):
-    tdcopier.set_pinned_limit_bytes(60 * MIB)
-    list(lease([20 * MIB, 30 * MIB]))
-    assert used_when_idle() == (0, 50 * MIB)
-    (tensor,) = lease([40 * MIB])
-    assert used_when_idle() == (40 * MIB, 20 * MIB)
-    del tensor
-
-
-def test_at_the_limit_a_lease_waits_for_memory_that_a_device_still_reads(
-    device, accelerator, stall
-):
-    tdcopier.set_pinned_limit_bytes(20 * MIB)
-    (tensor,) = lease([20 * MIB])
-    got: list[Any] = []
-    taker = threading.Thread(target=lambda: got.extend(lease([20 * MIB])))
-    with stall(accelerator.current_stream()):
-        copied = tensor.fill_(1).to(device, non_blocking=True)
-        del tensor
-        taker.start()
-        assert got == []
-    taker.join()
-    got[0].fill_(2)
-    assert copied.cpu().eq(1).all()
-
-
-@pytest.mark.parametrize("bad", [-1, 1 << 61])
-def test_reserved_bytes_are_checked(device, bad):
-    with pytest.raises(ValueError, match=f"n_bytes must be from 0 .*{bad}"):
-        tdcopier.reserve_pinned_memory(bad)
-
-
-def test_a_negative_limit_is_refused(device):
-    with pytest.raises(ValueError, match="must not be negative; got -1"):
-        tdcopier.set_pinned_limit_bytes(-1)
-
-
-def test_reserved_memory_is_leased_first(device):
-    assert tdcopier.reserve_pinned_memory(50 * MIB - 5) == 50 * MIB
-    assert tdcopier.reserve_pinned_memory(50 * MIB) == 0
-    assert used_when_idle() == (0, 50 * MIB)
-    leased = list(lease([20 * MIB, 5, 29 * MIB]))
-    assert used_when_idle() == (49 * MIB + PAGE, MIB - PAGE)
-    del leased
-    assert used_when_idle() == (0, 50 * MIB)
-    used_when_idle()
-    assert tdcopier.trim_pinned_memory() == 50 * MIB
-    tdcopier.set_pinned_limit_bytes(MIB)
-    with pytest.raises(MemoryError):
-        tdcopier.reserve_pinned_memory(2 * MIB)
-
-
-def test_trim_leaves_blocks_of_which_a_part_is_leased(device):
-    tdcopier.reserve_pinned_memory(50 * MIB)
-    (tensor,) = lease([20 * MIB])
-    tensor.fill_(1)
-    list(lease([40 * MIB]))
-    used_when_idle()
-    assert tdcopier.trim_pinned_memory() == 40 * MIB
-    assert used_when_idle() == (20 * MIB, 30 * MIB)
-    assert tensor.is_pinned()
-    assert tdcopier.copy(tensor, device).cpu().eq(1).all()
-    del tensor
-    used_when_idle()
-    assert tdcopier.trim_pinned_memory() == 50 * MIB
-    used_when_idle()
-    assert tdcopier.trim_pinned_memory() == 0
-
-
-def test_the_use_includes_staging_and_torchs_memory(device):
-    tdcopier.copy(torch.zeros(3 * MIB), device)
-    kept = torch.zeros(5 * MIB, dtype=torch.uint8).pin_memory()
-    now = tdcopier.pinned_memory()
-    assert now.staging_bytes >= tdcopier.staging_bytes(device) > 0
-    assert now.torch_bytes is None or now.torch_bytes >= now.staging_bytes + kept.numel()
-    assert now.limit_bytes == LIMIT > 0
-
-
-def test_the_environment_sets_the_limit():
-    program = "import tdcopier; print(tdcopier.pinned_memory().limit_bytes)"
-    assert run_python(program, TDCOPIER_PINNED_LIMIT_BYTES="12345").split() == ["12345"]
-
-
 # ---- threads, forks, the end ---------------------------------------------------------------------
 
 
@@ -499,44 +376,3 @@ for call in (lambda: lease([5]), lambda: tdcopier.reserve_pinned_memory(5)):
 """,
         CUDA_VISIBLE_DEVICES="",
     )
-
-
-# ---- faults --------------------------------------------------------------------------------------
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_refusal_to_pin_a_block_leaves_earlier_leases_usable(sim, device, n):
-    got: list[torch.Tensor] = []
-    refused = rf"a block of {17 * MIB} bytes cannot be pinned for sim:0: the system cannot lock"
-    with sim.fail_pinned_allocation(n):
-        tensors = lease([17 * MIB] * 3)
-        with pytest.raises(RuntimeError, match=refused):
-            got.extend(tensors)
-    assert len(got) < 3
-    assert list(tensors) == []
-    for tensor in got:
-        assert tdcopier.copy(tensor.fill_(5), device).cpu().eq(5).all()
-    _C.settle()
-    assert used_when_idle()[0] == len(got) * 17 * MIB
-    assert len(list(lease([17 * MIB] * 3))) == 3
-
-
-@pytest.mark.sim
-def test_a_failed_reservation_leaves_nothing(sim, device):
-    with sim.fail_pinned_allocation(1), pytest.raises(RuntimeError, match="cannot be pinned"):
-        tdcopier.reserve_pinned_memory(MIB)
-    _C.settle()
-    assert used_when_idle() == (0, 0)
-
-
-@pytest.mark.sim
-def test_memory_that_no_event_guards_is_not_leased_again_until_one_does(sim, device, stall):
-    (tensor,) = lease([2 * MIB])
-    with stall(torch.sim.current_stream(device)):
-        copied = tensor.fill_(1).to(device, non_blocking=True)
-        with sim.fail_event_record(1):
-            del tensor
-        (other,) = lease([2 * MIB])
-        other.fill_(9)
-    assert copied.cpu().eq(1).all()
