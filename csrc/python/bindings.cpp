@@ -1,13 +1,10 @@
-// Defines the native module: names, argument conversion and exception translation; no logic.
+// Defines the native module: names and argument conversion; no logic.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <torch/csrc/Device.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Stream.h>
-#include <stdexcept>
 
-#include <exception>
 #include <utility>
 
 #include "base/fork_generation.h"
@@ -27,9 +24,9 @@
 #include "python/device_argument.h"
 #include "python/explain.h"
 #include "python/flatten.h"
+#include "python/guarded.h"
 #include "python/handle.h"
 #include "python/host_access.h"
-#include "python/interrupts.h"
 #include "python/leased_tensors.h"
 #include "python/pair_walk.h"
 #include "python/pin_memory.h"
@@ -46,61 +43,17 @@
 namespace {
 
 using tdcopier::CopyOptions;
+using tdcopier::guarded;
 using tdcopier::Handle;
 using tdcopier::HostAccess;
 using tdcopier::LeasedTensors;
+using tdcopier::of_device;
 using tdcopier::OnUnknown;
 using tdcopier::PinnedMemory;
 using tdcopier::PreparedCopy;
 using tdcopier::Sending;
 using tdcopier::StorageMemory;
-
-// Turns c10's errors into torch's own Python exceptions, for example torch.OutOfMemoryError.
-template <typename Function>
-auto with_torch_errors(Function&& function) {
-  try {
-    return function();
-  } catch (py::error_already_set&) {
-    throw;
-  } catch (py::builtin_exception&) {
-    throw;
-  } catch (tdcopier::InternalError&) {
-    throw;
-  } catch (tdcopier::DeadlockError&) {
-    throw;
-  } catch (tdcopier::Interrupted&) {
-    tdcopier::raise_if_interrupted();
-    throw;
-  } catch (std::out_of_range& error) {  // of BadRowWatch
-    throw py::index_error(error.what());
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    throw py::error_already_set();
-  }
-}
-
-// Wraps a function or member function in with_torch_errors().
-template <typename Result, typename... Arguments>
-auto guarded(Result (*function)(Arguments...)) {
-  return [function](Arguments... arguments) {
-    return with_torch_errors([&] { return function(std::forward<Arguments>(arguments)...); });
-  };
-}
-template <typename Class, typename Result, typename... Arguments>
-auto guarded(Result (Class::*function)(Arguments...)) {
-  return [function](Class& self, Arguments... arguments) {
-    return with_torch_errors(
-        [&] { return (self.*function)(std::forward<Arguments>(arguments)...); });
-  };
-}
-
-// Wraps a function of a c10::Device so that it accepts any device argument.
-template <typename Function>
-auto of_device(Function function) {
-  return [function](py::handle device) {
-    return with_torch_errors([&] { return function(tdcopier::parse_device(device)); });
-  };
-}
+using tdcopier::with_torch_errors;
 
 // Makes the class visible to Python's garbage collector: its members may refer back to it.
 template <typename Held>
