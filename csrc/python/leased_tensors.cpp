@@ -60,7 +60,8 @@ std::optional<int64_t> bytes_of_torch() {
   const auto type = at::getAccelerator();
   if (!type) return 0;
   try {
-    return allocated_bytes(at::getHostAllocator(*type)->get_stats());
+    at::HostAllocator* const allocator = at::getHostAllocator(*type);
+    return allocator == nullptr ? 0 : allocated_bytes(allocator->get_stats());
   } catch (const c10::Error&) {  // a backend that has none
     return 0;
   }
