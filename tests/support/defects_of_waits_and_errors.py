@@ -50,7 +50,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "error_of_the_device_swallowed": Defect(
         "Errors",
-        "python/handle.cpp",
+        "python/handle_waits.cpp",
         "      if (!failure) failure = std::current_exception();",
         "      if (!failure && !{defect}) failure = std::current_exception();",
         "failures_are_told_each_time",
@@ -58,7 +58,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "failed_copy_still_writes": Defect(
         "Errors",
-        "python/handle.cpp",
+        "python/handle_waits.cpp",
         "  if (!fills_ || (!python_failure_",
         "  if ({defect} || !fills_ || (!python_failure_",
         "a_transfer_fails_beside_rows_that_are_gathered",
@@ -136,7 +136,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "gil_held_while_waiting": Defect(
         "Threads",
-        "python/handle.cpp",
+        "python/handle_waits.cpp",
         "    const WaitWithoutGil waiting;\n    failure = synchronize(on_host_only);",
         "    std::optional<WaitWithoutGil> waiting;\n"
         "    if (!{defect}) waiting.emplace();\n    failure = synchronize(on_host_only);",
