@@ -90,7 +90,6 @@ def build() -> None:
 
 def show(name: str, seeds: int) -> None:
     """Plays the defect's scenario until it fails, and prints how. Needs a process of its own."""
-    os.environ["TDCOPIER_DEFECT"] = name
     os.environ["TDCOPIER_PLAY_TIMEOUT_S"] = "1"
     # Use the test build even if an editable install of the real one would be found first.
     sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]
@@ -100,9 +99,12 @@ def show(name: str, seeds: int) -> None:
     assert Path(tdcopier.__file__).is_relative_to(SITE), tdcopier.__file__
     from play_schedules import prepare, run
 
-    from tdcopier import sim
+    from tdcopier import _C, sim
 
     prepare()
+    # Not before: without a schedule, a defect that makes a deadlock hangs.
+    _C.settle()
+    os.environ["TDCOPIER_DEFECT"] = name
     for seed in range(seeds):
         detector = sim.detect(leaks=True)
         try:
