@@ -6,6 +6,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <pybind11/stl.h>
 
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -30,6 +31,9 @@ auto without_gil(const Call& call) {
     return call();
   } catch (const PinnedMemoryError& error) {
     py::set_error(PyExc_MemoryError, error.what());
+    throw py::error_already_set();
+  } catch (const std::bad_alloc&) {
+    py::set_error(PyExc_MemoryError, "the system has not that much memory");
     throw py::error_already_set();
   }
 }

@@ -73,33 +73,50 @@ def test_a_negative_limit_is_refused(device):
 
 
 def test_reserved_memory_is_leased_first(device):
-    assert tdcopier.reserve_pinned_memory(50 * MIB - 5) == 50 * MIB
-    assert tdcopier.reserve_pinned_memory(50 * MIB) == 0
-    assert used_when_idle() == (0, 50 * MIB)
+    reserved = tdcopier.reserve_pinned_memory(50 * MIB - 5)
+    assert 50.04 * MIB < reserved < 50.06 * MIB
+    assert reserved % PAGE == 0
+    assert tdcopier.reserve_pinned_memory(50 * MIB - 5) == 0
+    assert used_when_idle() == (0, reserved)
     leased = list(lease([20 * MIB, 5, 29 * MIB]))
-    assert used_when_idle() == (49 * MIB + PAGE, MIB - PAGE)
+    assert used_when_idle() == (49 * MIB + PAGE, reserved - 49 * MIB - PAGE)
     del leased
-    assert used_when_idle() == (0, 50 * MIB)
-    used_when_idle()
-    assert tdcopier.trim_pinned_memory() == 50 * MIB
+    assert used_when_idle() == (0, reserved)
+    assert tdcopier.trim_pinned_memory() == reserved
     tdcopier.set_pinned_limit_bytes(MIB)
     with pytest.raises(MemoryError):
         tdcopier.reserve_pinned_memory(2 * MIB)
 
 
+def test_memory_that_is_reserved_for_odd_sizes_is_enough_for_them(device):
+    sizes = [16 * MIB + 1, 20 * MIB + 3, 17 * MIB + 5, 300_000]
+    reserved = tdcopier.reserve_pinned_memory(sum(sizes))
+    leased = list(lease(sizes))
+    assert sum(used_when_idle()) == reserved
+    del leased
+
+
+def test_a_lease_of_more_than_the_system_has_leaves_nothing(device):
+    tdcopier.set_pinned_limit_bytes(1 << 61)
+    for call in (lambda: tdcopier.reserve_pinned_memory(1 << 59), lambda: lease([1 << 59, 5])):
+        with pytest.raises(MemoryError):
+            call()
+        assert used_when_idle() == (0, 0)
+
+
 def test_trim_leaves_blocks_of_which_a_part_is_leased(device):
-    tdcopier.reserve_pinned_memory(50 * MIB)
+    reserved = tdcopier.reserve_pinned_memory(50 * MIB)
     (tensor,) = lease([20 * MIB])
     tensor.fill_(1)
     list(lease([40 * MIB]))
     used_when_idle()
     assert tdcopier.trim_pinned_memory() == 40 * MIB
-    assert used_when_idle() == (20 * MIB, 30 * MIB)
+    assert used_when_idle() == (20 * MIB, reserved - 20 * MIB)
     assert tensor.is_pinned()
     assert tdcopier.copy(tensor, device).cpu().eq(1).all()
     del tensor
     used_when_idle()
-    assert tdcopier.trim_pinned_memory() == 50 * MIB
+    assert tdcopier.trim_pinned_memory() == reserved
     used_when_idle()
     assert tdcopier.trim_pinned_memory() == 0
 

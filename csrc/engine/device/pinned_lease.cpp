@@ -87,6 +87,10 @@ class LeaseWork {
     std::vector<size_t> wanted;
     for (const Piece& piece : plan_.pieces) wanted.push_back(piece.bytes);
     states_ = std::vector<State>(wanted.size());
+    const auto slices_of = [](size_t bytes) { return (bytes + kSliceBytes - 1) / kSliceBytes; };
+    size_t most_slices = 0;
+    for (const size_t bytes : wanted) most_slices += slices_of(bytes);
+    slices_.reserve(most_slices);  // what throws comes first: only the destructor gives back
     const std::vector<uintptr_t> taken = PinnedPool::get().take(wanted);
     for (size_t i = 0; i < taken.size(); ++i) {
       State& state = states_[i];
@@ -94,7 +98,7 @@ class LeaseWork {
       state.is_ready = taken[i] != 0 || wanted[i] == 0;
       if (state.is_ready) continue;
       for (size_t at = 0; at < wanted[i]; at += kSliceBytes) slices_.push_back({i, at});
-      state.slices_left = (wanted[i] + kSliceBytes - 1) / kSliceBytes;
+      state.slices_left = slices_of(wanted[i]);
     }
   }
 
