@@ -205,7 +205,7 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_named_with_its_path(device,
     leaf.untyped_storage().resize_(storage_bytes)
     message = (
         f"data['a'][1] reaches beyond its storage, which has only {storage_bytes} bytes "
-        "(was it shrunk with untyped_storage().resize_()?): nothing can read it"
+        "(was it parked, or shrunk with untyped_storage().resize_()?): nothing can read it"
     )
     with raises_exactly(ValueError, message):
         tdcopier.start_copy({"a": [1, leaf]}, "cpu" if to_host else device)

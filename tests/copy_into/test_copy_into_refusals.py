@@ -204,13 +204,13 @@ REFUSED = {
     ),
     "a destination without memory": Refused(
         lambda: (two(), shrunk()),
-        "destination['x'] reaches beyond its storage, which has only 4 bytes (was it shrunk with "
-        "untyped_storage().resize_()?)",
+        "destination['x'] reaches beyond its storage, which has only 4 bytes (was it parked, or "
+        "shrunk with untyped_storage().resize_()?)",
     ),
     "a source without memory": Refused(
         lambda: (shrunk(), two()),
-        "source['x'] reaches beyond its storage, which has only 4 bytes (was it shrunk with "
-        "untyped_storage().resize_()?)",
+        "source['x'] reaches beyond its storage, which has only 4 bytes (was it parked, or "
+        "shrunk with untyped_storage().resize_()?)",
     ),
     "a packed sequence": Refused(
         lambda: tuple(torch.nn.utils.rnn.pack_sequence([two()]) for _ in range(2)),
