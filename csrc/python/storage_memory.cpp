@@ -133,11 +133,11 @@ py::list StorageMemory::tensors() const {
   return made;
 }
 
-void StorageMemory::take_out(const std::vector<py::object>& readers, const std::string& message) {
+void StorageMemory::take_out(const std::vector<py::object>& users, const std::string& message) {
   if (is_out_) throw std::runtime_error("the memory of these storages is out already");
   std::vector<c10::Stream> streams;
-  for (const py::object& reader : readers) {
-    streams.push_back(parse_stream(reader, device_of_stream(reader).value()));
+  for (const py::object& user : users) {
+    streams.push_back(parse_stream(user, device_of_stream(user).value()));
   }
   std::vector<StorageRef> impls;
   std::vector<std::string> messages(storages_.size(), message);
@@ -183,8 +183,8 @@ void StorageMemory::put_in(const std::vector<py::object>& memory) {
   std::vector<StorageRef> from;
   std::vector<StorageRef> to;
   for (size_t i = 0; i < memory.size(); ++i) {
-    StorageRef impl = memory[i].is_none() ? StorageRef() : storages_[i].lock();
-    if (impl) {
+    StorageRef impl = storages_[i].lock();
+    if (impl && !memory[i].is_none()) {
       const c10::Storage& storage = tensor_in(memory[i].ptr()).storage();
       if (impl->nbytes() != 0 || storage.nbytes() != sizes_bytes_[i] ||
           storage.device() != impl->device()) {
@@ -198,8 +198,9 @@ void StorageMemory::put_in(const std::vector<py::object>& memory) {
   }
   // Nothing below throws.
   for (size_t i = 0; i < to.size(); ++i) {
-    if (!to[i]) continue;
-    allow_access(*to[i]);
+    // A storage that was resized has memory again, and only this flag keeps it from being used.
+    if (to[i] && (from[i] || to[i]->nbytes() != 0)) allow_access(*to[i]);
+    if (!from[i]) continue;
     c10::DataPtr none(nullptr, to[i]->device());
     exchange(*to[i], exchange(*from[i], std::move(none), 0), sizes_bytes_[i]);
     to[i]->set_received_cuda(false);  // it may have been another process's memory before

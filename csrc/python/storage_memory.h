@@ -64,10 +64,10 @@ class StorageMemory {
   pybind11::list tensors() const;
 
   // Leaves all storages with 0 bytes. Their memory returns to the allocator, which reuses it only
-  // when what is enqueued now on `readers` has ended; other memory than the allocator's is kept
+  // when what is enqueued now on `users` has ended; other memory than the allocator's is kept
   // until release_kept(). If kEmptyStoragesRaise, any access to the memory of an empty storage then
   // raises a RuntimeError with `message`. Throws: RuntimeError if a storage was changed since.
-  void take_out(const std::vector<pybind11::object>& readers, const std::string& message);
+  void take_out(const std::vector<pybind11::object>& users, const std::string& message);
   // Returns, by storage, whether it is alive and still empty: it then has to get memory.
   std::vector<bool> are_waiting() const;
   // Moves the memory of `memory` into the storages: by storage, a uint8 tensor of the length and on

@@ -39,7 +39,6 @@ class _Parking:
         self.handle: weakref.ref[Parked] | None = None
         self._devices = devices
         self._copy: HostCopy | None = copy
-        self._lock = threading.RLock()
         self._process = os.getpid()
         self._is_dropped = False
 
@@ -49,9 +48,9 @@ class _Parking:
             return False
         return self._is_dropped or (self.handle is not None and self.handle() is None)
 
-    def take_out(self, readers: list[torch.Stream]) -> None:
+    def take_out(self, users: list[torch.Stream]) -> None:
         _parkings.add(self)
-        self.memory.take_out(readers, _USED)
+        self.memory.take_out(users, _USED)
 
     def ready(self) -> bool:
         copy = self._copy
@@ -61,17 +60,17 @@ class _Parking:
         return is_ready
 
     def wait(self) -> None:
-        with self._lock:
-            if self._copy is not None:
-                self._copy.wait()
-                self.memory.release_kept()
+        copy = self._copy
+        if copy is not None:
+            copy.wait()
+            self.memory.release_kept()
 
     def resume(self, *, block: bool) -> None:
         """Put memory with the old values in. With `block`, wait on the host until it has them."""
-        with self._lock:
+        if self._process != os.getpid() and self.memory.is_out:
+            raise RuntimeError("only the process that parked the tensors can resume them")
+        with _exchanging:
             if self.memory.is_out:
-                if self._process != os.getpid():
-                    raise RuntimeError("only the process that parked the tensors can resume them")
                 refuse_modes("resume()")
                 self.wait()
                 self.memory.put_in(self._on_device(block=block))
@@ -103,6 +102,20 @@ class _Parking:
                 stacklevel=3,
             )
 
+
+_exchanging = threading.RLock()
+"""Held by calls that take memory out of storages or put it in, so that those of several threads do
+not meet: one could park what another has emptied and filled again meanwhile. Reentrant, for handles
+that are dropped during a call."""
+
+
+def _renew_lock() -> None:
+    """In a forked child: a thread of the parent may hold the lock."""
+    global _exchanging
+    _exchanging = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 _parkings: set[_Parking] = set()
 """All that is parked. Those without a handle could not be resumed when it was dropped, for example
@@ -204,6 +217,10 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
     `torch.cuda.empty_cache()` does, too. As with any tensor that you drop, another stream that
     still uses the memory needs `record_stream`. You may resume at once.
 
+    **Other copies and threads.** A call of this changes the tensors like one that overwrites them:
+    before it, wait for copies of tdcopier that still read or fill them, and let no other thread use
+    them during it. The same applies to `resume`.
+
     Args:
         state: modules (their parameters and buffers), optimizers (their state, without the
             parameters), state dicts, TensorDicts, tensors, in any nesting of containers.
@@ -221,11 +238,16 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
         MemoryError: the host can pin no more memory, or the limit of `set_pinned_limit_bytes` does
             not allow it.
         RuntimeError: a current stream is capturing a CUDA graph; a torch mode is active; the driver
-            refuses to pin memory; another thread parks the same tensors at the same time.
+            refuses to pin memory; another thread gives the tensors other memory during the call.
         Exception: any other error, or Ctrl-C. Whatever it is, all tensors have their memory and
             their values then.
     """
     refuse_modes("park()")
+    with _exchanging:
+        return _park(state, gradients)
+
+
+def _park(state: Any, gradients: bool) -> Parked:
     _resume_without_handle()
     found = [each for each in tensors_in(state, gradients=gradients) if each.is_on_device]
     memory = storages_of(found)
@@ -235,9 +257,13 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
     del storages
     parking = _Parking(memory, copy, devices)
     handle = Parked(parking)
-    readers = [_C.copy_stream(device, "from_device") for device in dict.fromkeys(devices)]
+    users = [
+        _C.copy_stream(device, which)
+        for device in dict.fromkeys(devices)
+        for which in ("from_device", "to_device", "ordered")  # other copies may use the memory, too
+    ]
     try:
-        parking.take_out(readers)
+        parking.take_out(users)
         return handle
     except BaseException:
         handle.resume()

@@ -225,3 +225,14 @@ def test_without_memory_to_pin_everything_stays_resident(device):
     with tdcopier.parked(state):
         pass
     assert all(t.eq(3).all() for t in state)
+
+
+@pytest.mark.sim  # CUDA refuses to resize what has no memory
+@pytest.mark.parametrize("elements", [2 * LARGE, 10])
+def test_a_tensor_that_is_resized_while_it_is_parked_can_be_used_again(sim, elements):
+    tensor, other = (torch.full((LARGE,), value, device="sim") for value in (3.0, 4.0))
+    parked = tdcopier.park([tensor, other])
+    tensor.resize_(elements)
+    parked.resume()
+    assert tensor.fill_(5).eq(5).sum() == elements
+    assert other.eq(4).all()

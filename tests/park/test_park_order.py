@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 
@@ -163,3 +164,60 @@ def test_two_handles_of_parts_of_a_state_are_resumed_in_any_order(device):
     of_model.resume()
     of_optimizer.resume()
     assert_values(expected, model, optimizer)
+
+
+@pytest.mark.parametrize("direction", ["into the state", "out of it"])
+def test_memory_that_another_copy_still_uses_is_not_used_again(
+    device, ordered_stream, stall, direction
+):
+    """The copy should have been waited for: it gets or gives any values, and no one else does."""
+    tensor = torch.full((LARGE,), 3.0, device=device)
+    host = torch.full((LARGE,), 5.0).pin_memory()
+    other = torch.empty(LARGE, device=device)
+    tdcopier.park([tensor]).resume()  # pins memory
+    torch.accelerator.synchronize()
+    with stall(ordered_stream):
+        if direction == "into the state":
+            handle = tdcopier.start_copy_into([host], [tensor])
+        else:
+            handle = tdcopier.start_copy_into([tensor], [other])
+        parked = tdcopier.park([tensor])
+        eights = [torch.full((LARGE,), 8.0, device=device) for _ in range(4)]
+    handle.wait_staged()
+    torch.accelerator.synchronize()
+    assert all(t.eq(8).all() for t in eights)
+    assert direction == "into the state" or other.eq(3).all()
+    parked.resume()
+
+
+def test_threads_may_park_and_resume_what_they_share(device):
+    """One of them may find the state parked; no values are lost."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            tensors = [torch.full((500,), float(n), device=device) for n in range(8)]
+            torch.accelerator.synchronize()
+            barrier, failures = threading.Barrier(2), []
+
+            def work(state, barrier=barrier, failures=failures):
+                barrier.wait()
+                try:
+                    tdcopier.park(state).resume()
+                except ValueError:  # parked by the other one
+                    return
+                except BaseException as error:
+                    failures.append(error)
+
+            threads = [
+                threading.Thread(target=work, args=(part,)) for part in (tensors[:6], tensors[2:])
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not failures
+            torch.accelerator.synchronize()
+            assert [t.mean().item() for t in tensors] == list(range(8))
+    finally:
+        sys.setswitchinterval(interval)

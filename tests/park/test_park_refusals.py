@@ -142,6 +142,37 @@ def test_a_forked_child_cannot_resume_and_leaves_the_parents_tensors_alone():
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("call", ["wait", "resume"])
+def test_a_child_that_is_forked_while_another_thread_waits_does_not_hang(call):
+    code = f"""
+        import faulthandler, os, threading, time, torch, tdcopier
+        from tdcopier import _C, sim
+        sim.enable()
+        tensor = torch.ones(100_000, device="sim")
+        with sim.hold(_C.copy_stream("sim:0", "from_device")):
+            parked = tdcopier.park([tensor])
+            thread = threading.Thread(target=parked.{call})
+            thread.start()
+            time.sleep(0.2)  # it cannot be seen when the thread waits
+            child = os.fork()
+            if child == 0:
+                faulthandler.dump_traceback_later(20, exit=True)
+                try:
+                    parked.resume()
+                except RuntimeError as error:
+                    assert "only the process that parked" in str(error)
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+        thread.join()
+        parked.resume()
+        assert tensor.eq(1).all()
+        print("resumed")
+    """
+    assert run_python(code, PYTHONWARNINGS="ignore").strip() == "resumed"
+
+
+@pytest.mark.sim
 def test_a_process_may_end_while_a_state_is_parked():
     code = """
         import torch, tdcopier
