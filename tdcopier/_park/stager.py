@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from tdcopier._park.snapshot import Snapshot, snapshot
+from tdcopier._park.snapshot import Snapshot, check_optimizer, snapshot
 
 __all__ = ["SnapshotStager"]
 
@@ -38,7 +38,11 @@ class SnapshotStager:
 
         Args:
             optimizer: the optimizer that overwrites the state.
+
+        Raises:
+            TypeError: it is no optimizer.
         """
+        check_optimizer(optimizer)
         self._optimizer = optimizer
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tdcopier-stager")
         self._last: Future[Any] | None = None
@@ -55,12 +59,20 @@ class SnapshotStager:
         Raises:
             Exception: as `snapshot`.
         """
+        if self._last is None or self._last.done():
+            self._executor.submit(int).result()  # the thread has dropped the result before
         taken = snapshot(state_dict, optimizer=self._optimizer)
         if self._optimizer is None:
             taken.before_update()
         self._taken = weakref.ref(taken)
-        self._last = self._executor.submit(taken.get)
-        return self._last
+        self._last = future = self._executor.submit(taken.get)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        """Drop the result, so that its pinned memory can be leased for the next one."""
+        if self._last is future and (future.cancelled() or future.exception() is None):
+            self._last = None
 
     def before_update(self) -> None:
         """Make the current streams wait until the device has read the last state."""
@@ -74,8 +86,9 @@ class SnapshotStager:
         Raises:
             Exception: its error.
         """
-        if self._last is not None:
-            self._last.result()
+        last = self._last
+        if last is not None:
+            last.result()
 
     def close(self) -> None:
         """Wait for all snapshots, and end the thread."""

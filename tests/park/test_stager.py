@@ -9,6 +9,7 @@ from park_support import step, trained
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import tdcopier
+from tdcopier import _C
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -88,4 +89,38 @@ def test_a_state_that_cannot_be_staged_is_refused_in_the_call(device, tmp_path):
     with pytest.raises(ValueError, match="is of layout"):
         stager.stage({"s": torch.eye(3).to_sparse()})
     stager.synchronize_staging()
+    stager.close()
+
+
+@pytest.mark.parametrize("with_callers", [False, True])
+def test_a_stager_keeps_no_result_that_has_arrived(device, with_callers):
+    """A limit on pinned memory that is enough for one state is enough for all, one by one."""
+    state = {"x": torch.ones(20 << 18, device=device)}
+    tdcopier.snapshot(state).get()
+    _C.settle()
+    tdcopier.trim_pinned_memory()
+    before = tdcopier.pinned_memory()
+    tdcopier.set_pinned_limit_bytes(before.leased_bytes + before.free_bytes + (30 << 20))
+    stager = tdcopier.SnapshotStager()
+    try:
+        for _ in range(3):
+            staged = stager.stage(state)
+            if with_callers:
+                assert staged.result()["x"].eq(1).all()
+            del staged
+            stager.synchronize_staging()
+    finally:
+        stager.close()
+        tdcopier.set_pinned_limit_bytes(before.limit_bytes)
+
+
+@pytest.mark.sim
+def test_the_error_of_the_last_snapshot_is_raised_by_synchronize_staging(sim):
+    stager = tdcopier.SnapshotStager()
+    with sim.fail_transfer(direction="d2h", when="execution"):
+        with sim.hold(_C.copy_stream("sim:0", "from_device")):
+            stager.stage({"x": torch.ones(1 << 20, device="sim")})
+        for _ in range(2):
+            with pytest.raises(torch.AcceleratorError):
+                stager.synchronize_staging()
     stager.close()
