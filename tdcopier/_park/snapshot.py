@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import weakref
 from collections import OrderedDict
@@ -10,13 +11,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import _is_tensor_collection
+from tdcopier._containers.rule import Flat, Refused, Rule
 from tdcopier._park.park import storages_of
-from tdcopier._park.tensors import FoundTensor, refuse_modes, tensors_in
+from tdcopier._park.tensors import (
+    FoundTensor,
+    container_rule,
+    plain_parts,
+    refuse_modes,
+    tensors_in,
+)
 from tdcopier._park.transfers import PACKED_BYTES, DeviceCopy, HostCopy
 
 __all__ = ["Snapshot", "snapshot"]
@@ -34,7 +43,7 @@ class Snapshot:
         """Take over the tree, whose bytes may still be on their way."""
         self._tree = tree
         self._copy = copy
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call get(), too
 
     def ready(self) -> bool:
         """Return whether all bytes have arrived, or the device failed. Never blocks."""
@@ -78,9 +87,12 @@ def snapshot(
 
     **The result** has CPU tensors in pinned memory at the places of tensors. A module, an optimizer
     and any other object with `state_dict` is replaced by its state dict. All other values are
-    copied too (by `copy.deepcopy`), so later changes do not reach the snapshot. Tensors that share
-    a storage share one in the result, which is copied as a whole. The tensors have no gradients and
-    the class `torch.Tensor`; DTensors and other wrappers keep their class.
+    copied too (by `copy.deepcopy`), so later changes do not reach the snapshot; only the non-tensor
+    data of TensorDicts is the same. Tensors that share a storage share one in the result, which is
+    copied as a whole. The tensors have no gradients and the class `torch.Tensor`; DTensors and
+    other wrappers keep their class. Their memory is leased from the pool of pinned memory: if you
+    copy one with `non_blocking=True` on a stream that is not current when you drop it, keep it
+    until that copy is done.
 
     **What may be overwritten.** Parameters and optimizer states only after `before_update`, which
     the `step` of known optimizers calls. Small storages, of up to 256 KiB, and the buffers of
@@ -91,18 +103,21 @@ def snapshot(
         state: modules, optimizers, state dicts, TensorDicts, tensors, in any nesting of containers.
         optimizer: an optimizer that updates tensors of the state without being in it.
         device_copy: copy the state on its devices first. That takes as much device memory as the
-            state until the bytes have arrived on the host, and then no later work waits for the
-            link, whatever it overwrites. It also saves a transfer per tensor.
+            state until the bytes have arrived on the host, and then no later work of the current
+            streams waits, whatever it overwrites; that of other streams waits for the copies on the
+            devices only. It also saves a transfer per tensor.
 
     Returns:
         The handle.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `park`. Also a ValueError for quantized tensors.
+        TypeError, ValueError, RuntimeError: as `park`. Also a ValueError for quantized tensors, and
+            a TypeError for an `optimizer` that is none.
         torch.OutOfMemoryError: with `device_copy`, a device has too little memory.
         Exception: an error of `state_dict()` or `copy.deepcopy`, or from the copies.
     """
     refuse_modes("snapshot()")
+    check_optimizer(optimizer)
     data = _Data()
     tree = data.of(state)
     found = tensors_in(tree, gradients=False)
@@ -121,12 +136,19 @@ def snapshot(
         id(tensor): _on_host(stable.tensor, copied.parts[number] if number >= 0 else None)
         for tensor, stable, number in zip(originals, on_device, memory.numbers, strict=True)
     }
-    taken = Snapshot(_copy_of(tree, replaced), copied)
-    if device_copy:
-        return taken
+    taken = Snapshot(_TreeCopy(replaced).of(tree), copied)
     for each in {id(o): o for o in [*data.optimizers, optimizer] if o is not None}.values():
         _wait_in_step(each, taken)
     return taken
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise a TypeError for what is neither an optimizer nor None."""
+    if not isinstance(optimizer, Optimizer | None):
+        name = type(optimizer).__qualname__
+        raise TypeError(
+            f"optimizer must be an optimizer or None; got a {name}: put it in the state"
+        )
 
 
 class _Data:
@@ -139,17 +161,33 @@ class _Data:
 
     def of(self, value: Any) -> Any:
         cls: Any = type(value)
-        if cls in (dict, OrderedDict):
-            return cls((key, self.of(child)) for key, child in value.items())
+        if isinstance(value, torch.Tensor) or _is_plain(value) or _is_tensor_collection(cls):
+            return value
+        if cls is dict:
+            made = {key: self.of(child) for key, child in value.items()}
+            return value if all(map(operator.is_, made.values(), value.values())) else made
         if cls in (list, tuple):
-            return cls(self.of(child) for child in value)
+            children = [self.of(child) for child in value]
+            return value if all(map(operator.is_, children, value)) else cls(children)
         if isinstance(value, nn.Module):
-            self._buffers |= {_storage_id(each) for each in value.buffers()}
+            for buffer in value.buffers():
+                if not is_lazy(buffer):  # `tensors_in` says where
+                    self._buffers |= {_storage_id(part) for part in plain_parts(buffer)}
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
-        elif isinstance(value, torch.Tensor) or _is_tensor_collection(cls):
+        if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+            return value.state_dict()
+        rule = container_rule(cls)
+        return value if rule is None else self._in_container(value, rule)
+
+    def _in_container(self, value: Any, rule: Rule) -> Any:
+        try:
+            flat: Flat = rule.flatten(value)
+        except Refused:  # `tensors_in` says where
             return value
-        return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+        children, context, _ = flat
+        made = [self.of(child) for child in children]
+        return value if all(map(operator.is_, made, children)) else rule.unflatten(made, context)
 
     def stable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or one over a clone of a large buffer: a forward may change it."""
@@ -186,25 +224,61 @@ def _on_host(tensor: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
     return _C.over_bytes(part, tensor, 0)
 
 
-def _copy_of(tree: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a tree, by `copy.deepcopy` except for tensors and TensorDicts.
+class _TreeCopy:
+    """Copies trees by `copy.deepcopy`, except for tensors, TensorDicts and state dicts.
 
-    Args:
-        tree: any tree.
-        memo: copies that are known, by the id of the value. The values live as long as the tree.
+    An object, because functions that refer to each other would keep the copies until the garbage
+    collector runs, and with them pinned memory.
     """
-    kept: list[Any] = []  # so that their ids stay their own
 
-    def tensor(value: torch.Tensor) -> Any:
+    def __init__(self, memo: dict[int, Any]) -> None:
+        """Take copies that are known, by the id of the value. The values outlive this object."""
+        self._memo = memo
+        self._kept: list[Any] = []  # so that their ids stay their own
+
+    def of(self, value: Any) -> Any:
+        memo = self._memo
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        cls: Any = type(value)
+        if cls is tuple:
+            return tuple(self.of(child) for child in value)
+        if id(value) in memo:
+            return memo[id(value)]
+        if cls is list:
+            made: Any = []
+            memo[id(value)] = made
+            made.extend(self.of(child) for child in value)
+        elif cls in (dict, OrderedDict):
+            made = cls()
+            memo[id(value)] = made
+            made.update((copy.deepcopy(key, memo), self.of(child)) for key, child in value.items())
+            for name, attribute in getattr(value, "__dict__", {}).items():  # `_metadata`
+                setattr(made, name, copy.deepcopy(attribute, memo))
+        elif _is_tensor_collection(cls):
+            memo[id(value)] = self._collection(value)
+        else:
+            for _, leaf in _C.leaves_with_paths(value, _CPU) if not _is_plain(value) else ():
+                if isinstance(leaf, torch.Tensor):
+                    self._tensor(leaf)
+            return copy.deepcopy(value, memo)
+        return memo[id(value)]
+
+    def _collection(self, value: Any) -> Any:
+        made = value.apply(self._tensor, device=_CPU)
+        return made.lock_() if value.is_locked else made
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        memo = self._memo
         known = memo.get(id(value))
         if known is not None:
             return known
-        kept.append(value)
+        self._kept.append(value)
         if hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()
             parts = {name: getattr(value, name) for name in names}
             inner = {
-                name: tensor(part) if isinstance(part, torch.Tensor) else part
+                name: self._tensor(part) if isinstance(part, torch.Tensor) else part
                 for name, part in parts.items()
             }
             made = type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
@@ -218,35 +292,6 @@ def _copy_of(tree: Any, memo: dict[int, Any]) -> Any:
             made = plain if plain.is_meta else copy.deepcopy(plain, memo)
         memo[id(value)] = made
         return made
-
-    def of(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return tensor(value)
-        cls: Any = type(value)
-        if cls is tuple:
-            return tuple(of(child) for child in value)
-        if id(value) in memo:
-            return memo[id(value)]
-        if cls is list:
-            made: Any = []
-            memo[id(value)] = made
-            made.extend(of(child) for child in value)
-        elif cls in (dict, OrderedDict):
-            made = cls()
-            memo[id(value)] = made
-            made.update((copy.deepcopy(key, memo), of(child)) for key, child in value.items())
-            for name, attribute in getattr(value, "__dict__", {}).items():  # `_metadata`
-                setattr(made, name, copy.deepcopy(attribute, memo))
-        elif _is_tensor_collection(cls):
-            memo[id(value)] = value.apply(tensor, device=_CPU)
-        else:
-            for _, leaf in _C.leaves_with_paths(value, _CPU) if not _is_plain(value) else ():
-                if isinstance(leaf, torch.Tensor):
-                    tensor(leaf)
-            return copy.deepcopy(value, memo)
-        return memo[id(value)]
-
-    return of(tree)
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tdcopier import _C
+from tdcopier._containers.registry import rule_of
+from tdcopier._containers.rule import Flat, Refused, Rule
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _ACCEPTED = (
@@ -78,6 +81,29 @@ def refuse_modes(call: str) -> None:
 _ITEM, _ATTRIBUTE = "[{!r}]", ".{}"
 
 
+def container_rule(cls: type) -> Rule | None:
+    """Return how `start_copy` takes a container class apart and rebuilds it, whatever the device.
+
+    None for exact lists, tuples and dicts, for tensors and collections of them, and for no
+    containers.
+    """
+    rule = rule_of(cls)
+    if not isinstance(rule, Rule) or rule.by_target or rule.wraps or issubclass(cls, torch.Tensor):
+        return None
+    return rule
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensor, or the plain tensors in a wrapper."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):  # a DTensor also names its mesh
+            yield from plain_parts(part)
+
+
 class _Walk:
     def __init__(self, gradients: bool) -> None:
         self.found: list[FoundTensor] = []
@@ -124,6 +150,10 @@ class _Walk:
         """Take apart what only the engine's walk knows; numbers and other plain data have none."""
         if value is None or isinstance(value, int | float | complex | str | bytes):
             return
+        rule = container_rule(type(value))
+        if rule is not None:
+            self._children(value, rule, at)
+            return
         leaves = _C.leaves_with_paths(value, torch.device("cpu"))
         if leaves or _is_container(value):
             self.containers += 1
@@ -139,6 +169,17 @@ class _Walk:
                     f"{_text(where)} is a {name}, and only its own `.to` knows its tensors: "
                     f"{_ACCEPTED}"
                 )
+
+    def _children(self, value: Any, rule: Rule, at: Place) -> None:
+        try:
+            flat: Flat = rule.flatten(value)
+        except Refused as error:
+            raise TypeError(f"{_text(at)} {error}") from None
+        children, _, names = flat
+        self.containers += 1
+        form = _ATTRIBUTE if rule.names == "attribute" else _ITEM
+        for name, child in zip(names or range(len(children)), children, strict=True):
+            self.value(child, (at, form, name))
 
     def _tensor(self, tensor: torch.Tensor, at: Place) -> None:
         cls = type(tensor)

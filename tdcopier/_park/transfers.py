@@ -144,6 +144,7 @@ class DeviceCopy:
         options = options_for_filling(True, False)
         handle = _C.start_copy_into([storages[i] for i in which], slots, options, False)
         handle.wait()
+        self._are_made = [_event_on(device) for device in by_device]
         self._copy = HostCopy(chunks, [chunk.nbytes for chunk in chunks], small_first=False)
         self.parts = [
             _C.part_of_host_bytes(self._copy.parts[chunk], begin, size)
@@ -159,7 +160,19 @@ class DeviceCopy:
         self._copy.wait()
 
     def before_overwriting(self) -> None:
-        """Do nothing: the current streams have waited for the copies on the devices."""
+        """Make the current streams wait for the copies on the devices.
+
+        Those that were current in the call do so already.
+        """
+        for device, is_made in self._are_made:
+            torch.accelerator.current_stream(device).wait_event(is_made)
+
+
+def _event_on(device: torch.device) -> tuple[torch.device, torch.Event]:
+    """Return a device, and an event that its current stream reaches after its present work."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return device, event
 
 
 def copy_to_device(

@@ -11,7 +11,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from park_support import LARGE, Model, step, trained
+from park_support import LARGE, Model, Overwriting, step, trained
 from support import same_bytes
 from tensordict import TensorDict, TensorDictParams, lazy_stack
 
@@ -58,19 +58,6 @@ def test_a_snapshot_has_the_state_of_the_call_and_training_goes_on(device):
         assert_same_dict(got, expected)
         assert taken.get() is got
         assert taken.ready()
-
-
-class Overwriting(torch.optim.Optimizer):
-    """Overwrites its parameters, on the device alone."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-        self.sevens = [torch.full_like(each, 7) for each in self.param_groups[0]["params"]]
-
-    @torch.no_grad()
-    def step(self):
-        for parameter, new in zip(self.param_groups[0]["params"], self.sevens, strict=True):
-            parameter.copy_(new)
 
 
 @pytest.mark.parametrize("given", ["in the state", "as an argument"])
@@ -148,13 +135,29 @@ def test_with_a_copy_on_the_device_anything_may_change_at_once(device, stall, re
     assert [got[i].untyped_storage().nbytes() for i in (0, 2, 3)] == [12 * LARGE, 4, 132]
 
 
-def test_a_copy_on_the_device_registers_no_hook(device):
-    model, optimizer = trained(device)
-    expected = model.large.detach().cpu().clone()
-    taken = tdcopier.snapshot([model, optimizer], device_copy=True)
-    assert not optimizer._optimizer_step_pre_hooks
-    step(model, optimizer, 0)
-    assert torch.equal(taken.get()[0]["large"], expected)
+@pytest.mark.parametrize("device_copy", [False, True])
+@pytest.mark.parametrize("by", ["a step", "before_update"])
+def test_an_update_on_another_stream_waits_until_the_state_has_been_copied(
+    device, accelerator, stall, device_copy, by
+):
+    parameter = torch.nn.Parameter(torch.full((LARGE,), 3.0, device=device))
+    optimizer = Overwriting([parameter])
+    tdcopier.snapshot(parameter, device_copy=device_copy).get()  # pins memory
+    takes, updates = accelerator.Stream(device), accelerator.Stream(device)
+    accelerator.synchronize()
+    with stall(takes):
+        with accelerator.stream(takes):
+            taken = tdcopier.snapshot([parameter], optimizer=optimizer, device_copy=device_copy)
+        with accelerator.stream(updates):
+            if by == "before_update":
+                taken.before_update()
+                parameter.data.copy_(optimizer.sevens[0])
+            else:
+                optimizer.step()
+        assert not updates.query()
+    assert taken.get()[0].eq(3).all()
+    accelerator.synchronize()
+    assert parameter.eq(7).all()
 
 
 @pytest.mark.sim
