@@ -300,6 +300,10 @@ Raises:
            [](const StorageMemory& self) {
              return with_torch_errors([&] { return self.tensors(); });
            })
+      .def("like",
+           [](const StorageMemory& self, const py::list& tensors, const py::list& bytes) {
+             return with_torch_errors([&] { return self.like(tensors, bytes); });
+           })
       .def("take_out", guarded(&StorageMemory::take_out))
       .def("are_waiting", &StorageMemory::are_waiting)
       .def("put_in", guarded(&StorageMemory::put_in))
@@ -310,18 +314,17 @@ Raises:
     if (!tdcopier::is_tensor(tensor.ptr())) throw py::type_error("place_of() takes a tensor");
     return static_cast<int>(tdcopier::place_of(tdcopier::tensor_in(tensor.ptr())));
   });
-  m.def("over_bytes", [](py::handle bytes, py::handle tensor, int64_t begin) {
+  m.def("over_bytes", [](py::handle bytes, py::handle tensor) {
     return with_torch_errors([&] {
-      at::Tensor made = tdcopier::over_bytes(tdcopier::tensor_in(bytes.ptr()),
-                                             tdcopier::tensor_in(tensor.ptr()), begin);
+      at::Tensor made =
+          tdcopier::over_bytes(tdcopier::tensor_in(bytes.ptr()), tdcopier::tensor_in(tensor.ptr()));
       return py::reinterpret_steal<py::object>(tdcopier::wrap_tensor(std::move(made)));
     });
   });
-  m.def("part_of_host_bytes", [](py::handle bytes, int64_t begin, int64_t size) {
-    return with_torch_errors([&] {
-      at::Tensor made = tdcopier::part_of_host_bytes(tdcopier::tensor_in(bytes.ptr()), begin, size);
-      return py::reinterpret_steal<py::object>(tdcopier::wrap_tensor(std::move(made)));
-    });
+  m.def("parts_of_bytes", [](py::handle bytes, const std::vector<int64_t>& begins,
+                             const std::vector<int64_t>& sizes) {
+    return with_torch_errors(
+        [&] { return tdcopier::parts_of_bytes(tdcopier::tensor_in(bytes.ptr()), begins, sizes); });
   });
   m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;
 

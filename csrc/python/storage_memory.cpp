@@ -1,6 +1,7 @@
 // Prepares everything that may throw first, and then exchanges pointers.
 #include "python/storage_memory.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -42,6 +43,11 @@ void allow_access([[maybe_unused]] Impl& impl) noexcept {
   if constexpr (kCanRaise<Impl>) impl.clear_data_ptr_access_error_msg_();
 }
 
+// Fills an empty place of a new list.
+void set_item(const py::list& list, size_t i, at::Tensor tensor) {
+  PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), wrap_tensor(std::move(tensor)));
+}
+
 // Requires: the storage is no lazy clone.
 c10::DataPtr exchange(c10::StorageImpl& impl, c10::DataPtr memory, uint64_t bytes) noexcept {
   c10::DataPtr old = impl.set_data_ptr(std::move(memory));
@@ -78,8 +84,8 @@ MemoryPlace place_of(const at::Tensor& tensor) {
   return has_engine_transfers(device) ? MemoryPlace::kDevice : MemoryPlace::kOtherDevice;
 }
 
-at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor, int64_t begin) {
-  const auto skipped = (bytes.storage_offset() + begin) / static_cast<int64_t>(tensor.itemsize());
+at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor) {
+  const auto skipped = bytes.storage_offset() / static_cast<int64_t>(tensor.itemsize());
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(bytes.storage()), plain_key_set(bytes.device()), tensor.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
@@ -89,17 +95,29 @@ at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor, int64_t
   return made;
 }
 
-at::Tensor part_of_host_bytes(const at::Tensor& bytes, int64_t begin, int64_t size) {
-  const auto first = static_cast<uint64_t>(bytes.storage_offset() + begin);
-  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-      PartStorage::make(bytes.storage(), first, static_cast<uint64_t>(size)),
-      plain_key_set(c10::Device(c10::kCPU)), bytes.dtype());
-  made.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+py::list parts_of_bytes(const at::Tensor& bytes, const std::vector<int64_t>& begins,
+                        const std::vector<int64_t>& sizes) {
+  const c10::DispatchKeySet keys = plain_key_set(bytes.device());
+  py::list made(begins.size());
+  for (size_t i = 0; i < begins.size(); ++i) {
+    const int64_t size = sizes.at(i);
+    const int64_t first = bytes.storage_offset() + begins[i];
+    const bool is_own = bytes.is_cpu();
+    at::Tensor part = at::detail::make_tensor<c10::TensorImpl>(
+        is_own ? PartStorage::make(bytes.storage(), static_cast<uint64_t>(first),
+                                   static_cast<uint64_t>(size))
+               : c10::Storage(bytes.storage()),
+        keys, bytes.dtype());
+    part.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+    if (!is_own) part.unsafeGetTensorImpl()->set_storage_offset(first);
+    set_item(made, i, std::move(part));
+  }
   return made;
 }
 
 StorageMemory::StorageMemory(const py::list& tensors) {
   std::unordered_map<const c10::StorageImpl*, int64_t> known;
+  known.reserve(tensors.size());
   numbers_.reserve(tensors.size());
   for (const py::handle object : tensors) {
     if (!is_tensor(object.ptr())) throw py::type_error("StorageMemory takes tensors");
@@ -120,7 +138,7 @@ StorageMemory::StorageMemory(const py::list& tensors) {
 }
 
 py::list StorageMemory::tensors() const {
-  py::list made;
+  py::list made(storages_.size());
   for (size_t i = 0; i < storages_.size(); ++i) {
     StorageRef impl = storages_[i].lock();
     if (!impl || impl->nbytes() != sizes_bytes_[i]) throw std::runtime_error(kChanged);
@@ -128,7 +146,22 @@ py::list StorageMemory::tensors() const {
     at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(std::move(impl)), keys, c10::scalarTypeToTypeMeta(c10::ScalarType::Byte));
     tensor.unsafeGetTensorImpl()->set_sizes_contiguous(static_cast<int64_t>(sizes_bytes_[i]));
-    made.append(py::reinterpret_steal<py::object>(wrap_tensor(std::move(tensor))));
+    set_item(made, i, std::move(tensor));
+  }
+  return made;
+}
+
+py::list StorageMemory::like(const py::list& tensors, const py::list& bytes) const {
+  if (tensors.size() != numbers_.size() || bytes.size() != storages_.size()) {
+    throw std::runtime_error("these are not the tensors of this object, or not their bytes");
+  }
+  py::list made(tensors.size());
+  for (size_t i = 0; i < numbers_.size(); ++i) {
+    const at::Tensor& tensor = tensor_in(tensors[i].ptr());
+    set_item(made, i,
+             numbers_[i] < 0
+                 ? at::empty(tensor.sizes(), tensor.options().device(c10::kCPU))
+                 : over_bytes(tensor_in(bytes[static_cast<size_t>(numbers_[i])].ptr()), tensor));
   }
   return made;
 }

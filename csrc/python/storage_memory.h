@@ -34,13 +34,14 @@ enum class MemoryPlace : uint8_t {
 MemoryPlace place_of(const at::Tensor& tensor);
 
 // Returns a plain tensor with the dtype, shape, strides and conj and neg bits of `tensor`, over the
-// memory of `bytes`, which has a copy of the storage of `tensor` from `begin` on. Requires: `bytes`
-// is a uint8 tensor, and the copy begins at a multiple of the element size.
-at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor, int64_t begin);
+// memory of `bytes`, which has a copy of the storage of `tensor`. Requires: `bytes` is a uint8
+// tensor, and begins at a multiple of the element size in its storage.
+at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor);
 
-// Returns bytes [begin, begin + size) of a host tensor of bytes, with a storage of their own that
-// keeps its memory alive: saved alone, they are no larger.
-at::Tensor part_of_host_bytes(const at::Tensor& bytes, int64_t begin, int64_t size);
+// Returns bytes [begins[i], begins[i] + sizes[i]) of a uint8 tensor. On the host each has a storage
+// of its own, which keeps the memory alive: saved alone, a part is no larger.
+pybind11::list parts_of_bytes(const at::Tensor& bytes, const std::vector<int64_t>& begins,
+                              const std::vector<int64_t>& sizes);
 
 // The distinct storages of a list of tensors. Does not keep them alive: a storage that nothing else
 // uses any more is gone. A change of all of them is one call that cannot be interrupted, and it is
@@ -62,6 +63,9 @@ class StorageMemory {
   // By storage: a new uint8 tensor of shape (bytes,) that shares it. Throws: RuntimeError if a
   // storage was changed since.
   pybind11::list tensors() const;
+  // By tensor: one like it over the bytes of its storage (over_bytes()), or an empty one on the
+  // host if no bytes are needed. `bytes`: by storage. Requires: the list that this was made from.
+  pybind11::list like(const pybind11::list& tensors, const pybind11::list& bytes) const;
 
   // Leaves all storages with 0 bytes. Their memory returns to the allocator, which reuses it only
   // when what is enqueued now on `users` has ended; other memory than the allocator's is kept

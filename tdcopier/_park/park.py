@@ -15,7 +15,7 @@ import torch
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._park.tensors import FoundTensor, refuse_modes, tensors_in
+from tdcopier._park.tensors import FoundTensors, refuse_modes, tensors_in
 from tdcopier._park.transfers import HostCopy, copy_to_device
 
 __all__ = ["Parked", "park", "parked"]
@@ -249,8 +249,7 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
 
 def _park(state: Any, gradients: bool) -> Parked:
     _resume_without_handle()
-    found = [each for each in tensors_in(state, gradients=gradients) if each.is_on_device]
-    memory = storages_of(found)
+    memory = storages_of(tensors_in(state, gradients=gradients))
     storages = memory.tensors()
     devices = [storage.device for storage in storages]
     copy = HostCopy(storages, memory.sizes_bytes, small_first=False)
@@ -295,19 +294,20 @@ def parked(*states: Any, gradients: bool = True) -> Iterator[Parked]:
         handle.resume()
 
 
-def storages_of(found: list[FoundTensor]) -> _C.StorageMemory:
-    """Return the storages of tensors on devices.
+def storages_of(found: FoundTensors) -> _C.StorageMemory:
+    """Return the storages of tensors.
 
     Raises:
         ValueError: a tensor has no memory; the message names its path.
     """
-    memory = _C.StorageMemory([each.tensor for each in found])
-    for each, number in zip(found, memory.numbers, strict=True):
-        if number == _MISSING:
-            raise ValueError(
-                f"{each.path} has no memory on {each.tensor.device}: it is parked already, or its "
-                "storage was emptied; resume it first, or leave it out"
-            )
+    memory = _C.StorageMemory(found.tensors)
+    numbers = memory.numbers
+    if _MISSING in numbers:
+        missing = numbers.index(_MISSING)
+        raise ValueError(
+            f"{found.path(missing)} has no memory on {found.tensors[missing].device}: it is parked "
+            "already, or its storage was emptied; resume it first, or leave it out"
+        )
     return memory
 
 

@@ -20,7 +20,7 @@ from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused, Rule
 from tdcopier._park.park import storages_of
 from tdcopier._park.tensors import (
-    FoundTensor,
+    FoundTensors,
     container_rule,
     plain_parts,
     refuse_modes,
@@ -111,8 +111,8 @@ def snapshot(
         The handle.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `park`. Also a ValueError for quantized tensors, and
-            a TypeError for an `optimizer` that is none.
+        TypeError, ValueError, RuntimeError: as `park`. Also a ValueError for quantized tensors on a
+            device, and a TypeError for an `optimizer` that is none.
         torch.OutOfMemoryError: with `device_copy`, a device has too little memory.
         Exception: an error of `state_dict()` or `copy.deepcopy`, or from the copies.
     """
@@ -122,20 +122,15 @@ def snapshot(
     tree = data.of(state)
     found = tensors_in(tree, gradients=False)
     _refuse_quantized(found)
-    on_device = [each for each in found if each.is_on_device]
-    originals = [each.tensor for each in on_device]
-    if not device_copy:
-        on_device = [each._replace(tensor=data.stable(each.tensor)) for each in on_device]
-    memory = storages_of(on_device)
+    stable = found if device_copy else found._replace(tensors=data.stable(found.tensors))
+    memory = storages_of(stable)
     copied: HostCopy | DeviceCopy
     if device_copy:
         copied = DeviceCopy(memory.tensors(), memory.sizes_bytes)
     else:
         copied = HostCopy(memory.tensors(), memory.sizes_bytes, small_first=True)
-    replaced: dict[int, Any] = {
-        id(tensor): _on_host(stable.tensor, copied.parts[number] if number >= 0 else None)
-        for tensor, stable, number in zip(originals, on_device, memory.numbers, strict=True)
-    }
+    on_host = memory.like(stable.tensors, copied.parts)
+    replaced: dict[int, Any] = dict(zip(map(id, found.tensors), on_host, strict=True))
     taken = Snapshot(_TreeCopy(replaced).of(tree), copied)
     for each in {id(o): o for o in [*data.optimizers, optimizer] if o is not None}.values():
         _wait_in_step(each, taken)
@@ -189,10 +184,11 @@ class _Data:
         made = [self.of(child) for child in children]
         return value if all(map(operator.is_, made, children)) else rule.unflatten(made, context)
 
-    def stable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or one over a clone of a large buffer: a forward may change it."""
-        if not self._buffers:
-            return tensor
+    def stable(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors, or ones over clones of large buffers: a forward may change these."""
+        return [self._stable(each) for each in tensors] if self._buffers else tensors
+
+    def _stable(self, tensor: torch.Tensor) -> torch.Tensor:
         number = _storage_id(tensor)
         storage = tensor.untyped_storage()
         if number not in self._buffers or storage.nbytes() <= PACKED_BYTES:
@@ -200,7 +196,7 @@ class _Data:
         if number not in self._clones:
             self._clones[number] = storage.clone()  # type: ignore[no-untyped-call]
         bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return _C.over_bytes(bytes_.set_(self._clones[number]), tensor, 0)
+        return _C.over_bytes(bytes_.set_(self._clones[number]), tensor)
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
@@ -209,19 +205,13 @@ def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _refuse_quantized(found: list[FoundTensor]) -> None:
-    for each in found:
-        if each.tensor.is_quantized:
+def _refuse_quantized(found: FoundTensors) -> None:
+    for number, tensor in enumerate(found.tensors):
+        if tensor.is_quantized:
             raise ValueError(
-                f"{each.path} is quantized, and its scales are not in its memory: give int_repr()"
+                f"{found.path(number)} is quantized, and its scales are not in its memory: give "
+                "int_repr()"
             )
-
-
-def _on_host(tensor: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
-    """Return a CPU tensor like this one over the bytes of its storage."""
-    if part is None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
-    return _C.over_bytes(part, tensor, 0)
 
 
 class _TreeCopy:
@@ -238,13 +228,14 @@ class _TreeCopy:
 
     def of(self, value: Any) -> Any:
         memo = self._memo
+        known = memo.get(id(value))
+        if known is not None:
+            return known
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         cls: Any = type(value)
         if cls is tuple:
             return tuple(self.of(child) for child in value)
-        if id(value) in memo:
-            return memo[id(value)]
         if cls is list:
             made: Any = []
             memo[id(value)] = made

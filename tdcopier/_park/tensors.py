@@ -27,17 +27,18 @@ Place: TypeAlias = "str | tuple[Place, str, Any]"
 text for an error only: a state has thousands of tensors."""
 
 
-class FoundTensor(NamedTuple):
-    """A plain strided tensor, which may be a part of a tensor of another class."""
+class FoundTensors(NamedTuple):
+    """The plain strided tensors of a state, which may be parts of tensors of other classes."""
 
-    place: Place
-    tensor: torch.Tensor
-    is_on_device: bool
+    tensors: list[torch.Tensor]
+    """Those on devices."""
+    places: list[Place]
+    """Of each of these."""
+    on_host: list[torch.Tensor]
 
-    @property
-    def path(self) -> str:
-        """Where the tensor is, for errors."""
-        return _text(self.place)
+    def path(self, number: int) -> str:
+        """Return where a tensor is, for errors."""
+        return _text(self.places[number])
 
 
 def _text(place: Place) -> str:
@@ -47,7 +48,7 @@ def _text(place: Place) -> str:
     return _text(parent) + form.format(step)
 
 
-def tensors_in(state: Any, *, gradients: bool) -> list[FoundTensor]:
+def tensors_in(state: Any, *, gradients: bool) -> FoundTensors:
     """Return the tensors of a state that have memory, in the order of a walk through it.
 
     Args:
@@ -63,7 +64,7 @@ def tensors_in(state: Any, *, gradients: bool) -> list[FoundTensor]:
     """
     walk = _Walk(gradients)
     walk.value(state, "state")
-    if not walk.found and not walk.containers:
+    if not walk.found.tensors and not walk.found.on_host and not walk.containers:
         name = type(state).__qualname__
         raise TypeError(f"state is a {name}, in which no tensor was found: {_ACCEPTED}")
     return walk.found
@@ -106,7 +107,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 class _Walk:
     def __init__(self, gradients: bool) -> None:
-        self.found: list[FoundTensor] = []
+        self.found = FoundTensors([], [], [])
         self.containers = 0
         self._gradients = gradients
         self._classes: dict[type, str] = {}
@@ -188,9 +189,13 @@ class _Walk:
             kind = self._classes[cls] = _kind_of(cls)
         if kind == "plain":
             place = _C.place_of(tensor)
-            if place not in (_HOST, _DEVICE):
+            if place == _DEVICE:
+                self.found.tensors.append(tensor)
+                self.found.places.append(at)
+            elif place == _HOST:
+                self.found.on_host.append(tensor)
+            else:
                 raise ValueError(f"{_text(at)} {_why_not(tensor, place)}")
-            self.found.append(FoundTensor(at, tensor, place == _DEVICE))
         elif kind == "wrapper":
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 part = getattr(tensor, name)

@@ -122,34 +122,32 @@ class DeviceCopy:
             torch.OutOfMemoryError: a device has no room for a copy of all storages.
             Exception: what kept a copy from being enqueued.
         """
-        places: list[tuple[int, int]] = [(0, 0)] * len(storages)
-        chunks: list[torch.Tensor] = []
-        which: list[int] = []
         by_device: dict[torch.device, list[int]] = {}
         for i, storage in enumerate(storages):
             by_device.setdefault(storage.device, []).append(i)
+        groups: list[list[int]] = []
+        places: list[tuple[list[int], list[int]]] = []  # in its chunk: begins and sizes
+        chunks: list[torch.Tensor] = []
+        slots: list[torch.Tensor] = []
         for device, numbers in by_device.items():
             for group in _groups(sizes_bytes, numbers, GROUP_BYTES):
-                begin = 0
-                for i in group:
-                    places[i] = (len(chunks), begin)
-                    begin += -(-sizes_bytes[i] // _SLOT_BYTES) * _SLOT_BYTES
-                chunks.append(torch.empty(begin, dtype=torch.uint8, device=device))
-                which += group
-        slots = [
-            _C.over_bytes(chunks[chunk], storages[i], begin)
-            for i in which
-            for chunk, begin in (places[i],)
-        ]
+                sizes = [sizes_bytes[i] for i in group]
+                steps = (-(-size // _SLOT_BYTES) * _SLOT_BYTES for size in sizes)
+                *begins, end = itertools.accumulate(steps, initial=0)
+                chunks.append(torch.empty(end, dtype=torch.uint8, device=device))
+                slots += _C.parts_of_bytes(chunks[-1], begins, sizes)
+                places.append((begins, sizes))
+                groups.append(group)
         options = options_for_filling(True, False)
-        handle = _C.start_copy_into([storages[i] for i in which], slots, options, False)
+        sources = [storages[i] for group in groups for i in group]
+        handle = _C.start_copy_into(sources, slots, options, False)
         handle.wait()
         self._are_made = [_event_on(device) for device in by_device]
         self._copy = HostCopy(chunks, [chunk.nbytes for chunk in chunks], small_first=False)
-        self.parts = [
-            _C.part_of_host_bytes(self._copy.parts[chunk], begin, size)
-            for (chunk, begin), size in zip(places, sizes_bytes, strict=True)
-        ]
+        self.parts = list(storages)
+        for on_host, group, (begins, sizes) in zip(self._copy.parts, groups, places, strict=True):
+            for i, part in zip(group, _C.parts_of_bytes(on_host, begins, sizes), strict=True):
+                self.parts[i] = part
 
     def ready(self) -> bool:
         """Return whether all bytes have arrived on the host, or a copy has failed."""

@@ -269,10 +269,21 @@ def test_wrapper_subclasses_keep_their_class(device):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-def test_a_quantized_tensor_is_refused_with_its_path(device):
-    state = [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)]
+@pytest.mark.cuda  # the simulated device has no such tensors
+def test_a_quantized_tensor_on_a_device_is_refused_with_its_path(device):
+    state = [torch.quantize_per_tensor(torch.ones(3, device=device), 0.1, 0, torch.qint8)]
     with pytest.raises(ValueError, match=r"^state\[0\] is quantized"):
         tdcopier.snapshot(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")  # by torch's own deepcopy
+def test_a_quantized_tensor_on_the_host_is_copied(device):
+    state = [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)]
+    got = tdcopier.snapshot([torch.ones(2, device=device), *state]).get()[1]
+    assert got.int_repr().eq(10).all()
+    assert got.q_scale() == 0.1
+    assert got.data_ptr() != state[0].data_ptr()
 
 
 @pytest.mark.sim

@@ -68,9 +68,15 @@ def step(model: Model, optimizer: torch.optim.Optimizer, number: int) -> float:
     return float(loss.detach())
 
 
+def all_tensors(*states: Any) -> list[torch.Tensor]:
+    """Returns the tensors, gradients included: first those on devices."""
+    found = tensors_in(states, gradients=True)
+    return [*found.tensors, *found.on_host]
+
+
 def values_of(*states: Any) -> list[torch.Tensor]:
     """Returns copies on the host of all tensors, gradients included."""
-    return [each.tensor.detach().cpu().clone() for each in tensors_in(states, gradients=True)]
+    return [each.detach().cpu().clone() for each in all_tensors(*states)]
 
 
 def assert_values(expected: list[torch.Tensor], *states: Any) -> None:
@@ -82,9 +88,9 @@ def assert_values(expected: list[torch.Tensor], *states: Any) -> None:
 def is_resident(*states: Any) -> bool:
     """Whether all tensors have memory; fails if only some have."""
     lengths = [
-        each.tensor.untyped_storage().nbytes() != 0
-        for each in tensors_in(states, gradients=True)
-        if each.tensor.numel() != 0 and each.tensor.device.type != "cpu"
+        each.untyped_storage().nbytes() != 0
+        for each in tensors_in(states, gradients=True).tensors
+        if each.numel() != 0
     ]
     assert all(lengths) or not any(lengths), lengths
     return all(lengths)
