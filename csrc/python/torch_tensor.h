@@ -10,6 +10,8 @@
 
 #include <utility>
 
+#include "python/collector.h"
+
 extern TORCH_PYTHON_API PyObject* THPVariableClass;
 extern TORCH_PYTHON_API PyObject* ParameterClass;
 TORCH_PYTHON_API PyObject* THPVariable_Wrap(at::TensorBase&& tensor);
@@ -39,7 +41,7 @@ inline const at::Tensor& tensor_in(PyObject* object) {
 
 // Returns a new reference.
 inline PyObject* wrap_tensor(at::Tensor tensor) {
-  return THPVariable_Wrap(std::move(tensor));
+  return uncollected([&] { return THPVariable_Wrap(std::move(tensor)); });
 }
 
 }  // namespace tdcopier

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "python/collector.h"
 #include "python/tensordict_node.h"
 
 namespace py = pybind11;
@@ -28,7 +29,7 @@ class Builder {
       case NodeKind::kList:
         return build_list(node.number);
       case NodeKind::kTuple: {
-        py::object tuple = checked(PyTuple_New(node.number));
+        py::object tuple = checked(uncollected([&] { return PyTuple_New(node.number); }));
         for (uint32_t i = 0; i < node.number; ++i) {
           PyTuple_SET_ITEM(tuple.ptr(), i, build().release().ptr());
         }
@@ -59,7 +60,7 @@ class Builder {
 
  private:
   py::object build_dict(uint32_t children) {
-    py::object dict = checked(PyDict_New());
+    py::object dict = checked(uncollected(PyDict_New));
     for (uint32_t i = 0; i < children; ++i) {
       PyObject* key = *key_++;
       const py::object value = build();
@@ -69,7 +70,7 @@ class Builder {
   }
 
   py::object build_list(uint32_t children) {
-    py::object list = checked(PyList_New(children));
+    py::object list = checked(uncollected([&] { return PyList_New(children); }));
     for (uint32_t i = 0; i < children; ++i) {
       PyList_SET_ITEM(list.ptr(), i, build().release().ptr());
     }

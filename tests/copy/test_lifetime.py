@@ -146,3 +146,29 @@ def test_sources_are_let_go_when_the_call_is_refused(device):
         tdcopier.start_copy([array, np.zeros(2, np.longdouble)], device)
     del array
     assert alive() is None
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_large_result_is_made_without_collections_and_the_collector_stays_as_it_was(
+    device, is_on
+):
+    leaf = torch.ones(1)
+    batch = {"a": [leaf] * 5000, "b": dict.fromkeys(range(5000), leaf)}
+    runs = []
+
+    def note(phase, info):
+        if phase == "start":
+            runs.append(info["generation"])
+
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    gc.callbacks.append(note)
+    try:
+        result = tdcopier.copy(batch, device)
+        still_on = gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+        (gc.enable if was_on else gc.disable)()
+    assert len(runs) <= 2 * is_on  # 14, if each allocation may run it
+    assert still_on == is_on
+    assert result["b"][4999].item() == 1
