@@ -104,7 +104,7 @@ class _Selected:
 class GatherCheck(SourceCheck):
     """The state of the rows of one gather when it was started.
 
-    Waits for the device if the index is there: its numbers are read on the host.
+    Waits for the device if the index or the storage is there: the host reads the numbers and rows.
     """
 
     @classmethod
@@ -113,8 +113,10 @@ class GatherCheck(SourceCheck):
         check = cls()
         if not (_checking.is_altered() or _checking.is_captured(rows.numbers)):
             selected = _Selected(rows)
-            for path, leaf in _C.tables_with_paths(storage, rows, _parts(rows), device):
-                check._watch_rows(f"storage{path.removeprefix('data')}", leaf, selected)
+            tables = _C.tables_with_paths(storage, rows, _parts(rows), device)
+            if not _checking.is_captured(*(leaf for _, leaf in tables)):
+                for path, leaf in tables:
+                    check._watch_rows(f"storage{path.removeprefix('data')}", leaf, selected)
         return check
 
     @classmethod

@@ -63,16 +63,18 @@ EventRef Reclaimer::oldest(bool stays) {
 // thread, so it stays for a while when nothing is left.
 void Reclaimer::look_while_needed() noexcept {
   using namespace std::chrono_literals;
-  constexpr auto kLongestPause = 2000us;
+  constexpr std::chrono::microseconds kShortestPause = 100us;
+  constexpr std::chrono::microseconds kLongestPause = 2000us;
   constexpr auto kIdlePause = 5000us;
   constexpr int kMostIdlePauses = 20;
-  auto pause = 100us;
+  auto pause = kShortestPause;
   for (int idle_pauses = 0; true;) {
     const bool stays = idle_pauses < kMostIdlePauses && !is_interleaved();
     const EventRef next = oldest(stays);
     if (next == nullptr) {
       if (!stays) return;
       ++idle_pauses;
+      pause = kShortestPause;
       std::this_thread::sleep_for(kIdlePause);
       continue;
     }
@@ -82,7 +84,7 @@ void Reclaimer::look_while_needed() noexcept {
       wait_until_ended(*next);
     } else {
       std::this_thread::sleep_for(pause);
-      pause = std::min<std::chrono::microseconds>(2 * pause, kLongestPause);
+      pause = std::min(2 * pause, kLongestPause);
     }
   }
 }
