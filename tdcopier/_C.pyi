@@ -229,6 +229,7 @@ def start_scatter(
     options: CopyOptions,
     /,
 ) -> AsyncCopyHandle[_T]: ...
+def raise_bad_rows() -> None: ...
 
 class PinnedMemory:
     """Memory that `pin_memory_` has pinned.

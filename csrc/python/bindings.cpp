@@ -10,6 +10,7 @@
 #include "base/fork_generation.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
+#include "engine/device/bad_rows.h"
 #include "engine/device/phases.h"
 #include "engine/device/pinned_pool.h"
 #include "engine/device/pinned_ranges.h"
@@ -229,6 +230,7 @@ Raises:
   m.def("start_gather", guarded(&tdcopier::start_gather));
   m.def("start_gather_into", guarded(&tdcopier::start_gather_into));
   m.def("start_scatter", guarded(&tdcopier::start_scatter));
+  m.def("raise_bad_rows", guarded(&tdcopier::BadRowWatch::raise_of_dropped));
 
   py::enum_<Sending>(m, "Sending")
       .value("AT_ONCE", Sending::kAtOnce)

@@ -316,7 +316,6 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
 }
 
 RowRequest request_for(py::handle index, const CopyOptions& options) {
-  BadRowWatch::raise_of_dropped();
   RowRequest request = row_request_of(index);
   request.may_be_in_place = options.use_pinned_staging;
   return request;
@@ -339,6 +338,7 @@ std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, py::
 
 std::unique_ptr<Handle> start_gather_into(py::handle storage, py::handle out, py::handle index,
                                           py::object fill, const CopyOptions& options) {
+  BadRowWatch::raise_of_dropped();
   RowLeaves rows(request_for(index, options));
   const TablesOfPairs tables{&rows, /*are_sources=*/true};
   return fill_tree(storage, out, {{"storage", "out"}, tables, std::move(fill), false}, options);

@@ -65,6 +65,25 @@ def start_scatter(
         TypeError: `index` is not an index of rows.
         Exception: as `start_copy_into`.
     """
+    _C.raise_bad_rows()  # of a handle that was dropped; reads do so in C++
+    return enqueue_scatter(
+        batch,
+        storage,
+        index,
+        use_pinned_staging=use_pinned_staging,
+        use_background_thread=use_background_thread,
+    )
+
+
+def enqueue_scatter(
+    batch: Any,
+    storage: T,
+    index: Any,
+    *,
+    use_pinned_staging: bool = True,
+    use_background_thread: bool = True,
+) -> AsyncCopyHandle[T]:
+    """Do what `start_scatter` does, but do not raise errors of earlier calls."""
     rows = row_index(index, storage)
     if "tensordict" in sys.modules:
         from tdcopier.tensordict._rows import refuse_unbatched

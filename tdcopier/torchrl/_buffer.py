@@ -64,7 +64,8 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
                 deprecated it, so a value other than None gives a `UserWarning`.
 
         Raises:
-            RuntimeError: the batch cannot hold the info.
+            RuntimeError: the batch cannot hold the info; or the buffer has `prefetch=`, and this
+                thread is in the storage's `writing`.
         """
         if include_info is not None:
             warnings.warn(
@@ -73,6 +74,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
                 stacklevel=2,
             )
         if self._prefetch:
+            self._refuse_within_writing()
             batch, box = ReplayBuffer.sample(self, batch_size, return_info=True)
             drawn = box.pop(_DRAWN, None)
         else:
@@ -88,7 +90,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         return (batch, _as_torchrls(drawn.info, self.storage)) if return_info else batch
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
-        """Draw a sample in torchrl's way. No other internal method of torchrl is replaced."""
+        """Draw a sample in torchrl's way. No other result of an internal method is replaced."""
         before, now = current.sampling, Sampling()
         now.keeps_index = not getattr(self._writer, "tracks_generations", False)
         try:
@@ -109,6 +111,18 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         finally:
             current.sampling = before  # not a call: no interrupt can come before it
         return batch, {_DRAWN: drawn}
+
+    def _synchronize_futures_locked(self) -> None:
+        if self._prefetch:
+            self._refuse_within_writing()
+        super()._synchronize_futures_locked()
+
+    def _refuse_within_writing(self) -> None:
+        if getattr(self._storage, "is_being_written_here", False):
+            raise RuntimeError(
+                "within storage.writing(), a buffer with prefetch= would wait for ever for its "
+                "prefetched samples: call it before or after"
+            )
 
     # torchrl writes through views in these.
 
@@ -131,7 +145,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Keep samples from starting, and wait until a device accesses no row of the storage."""
-        writing = getattr(self._storage, "writing", contextlib.nullcontext)
+        writing = getattr(self._storage, "host_writes", contextlib.nullcontext)
         with self._replay_lock, writing():
             yield
 

@@ -28,6 +28,8 @@ class InFlight:
         self.writes: list[HostAccess] = []
         self.starting: torch.device | None = None
         """Where accesses may be under way that are not noted: Ctrl-C came while they started."""
+        self.host_writer: int | None = None
+        """The thread that is in `host_writes`."""
         self.waits = 0
         """How often the host had to wait until the device had read rows, to write some."""
 
@@ -40,8 +42,12 @@ class InFlight:
         with self.lock:
             self._settle()
             self.starting = device
-            yield
-            self.starting = None  # only without an error
+            try:
+                yield
+            except (IndexError, TypeError, ValueError):  # refused before anything was enqueued
+                self.starting = None
+                raise
+            self.starting = None  # not after any other error
 
     def add_read(self, access: HostAccess) -> None:
         with self.lock:
@@ -92,7 +98,11 @@ class InFlight:
             self.waits += bool(self.reads)
             _wait(self.reads)
             _wait(self.writes)
-            yield
+            before, self.host_writer = self.host_writer, threading.get_ident()
+            try:
+                yield
+            finally:
+                self.host_writer = before
 
     def _settle(self) -> None:
         if self.starting is not None:

@@ -8,7 +8,8 @@ read them. The device itself goes in the order of streams.
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from tdcopier._options import Device
 from tdcopier._pin_memory import PinnedMemory, pin_memory_
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.row_numbers import row_index
-from tdcopier._rows.scatter import start_scatter
+from tdcopier._rows.scatter import enqueue_scatter
 from tdcopier.torchrl._in_flight import InFlight
 from tdcopier.torchrl._requests import Request, narrowed
 from tdcopier.torchrl._sampling import IndexOnDevice, current, untraced
@@ -70,10 +71,15 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         **options: those of torchrl's storage.
 
         Raises:
-            ValueError: `pinned` without `sample_device`.
+            ValueError: `pinned` without `sample_device`, or with `shared_init`.
         """
         if pinned and sample_device is None:
             raise ValueError("pinned=True needs sample_device=, for which the storage is pinned")
+        if pinned and options.get("shared_init"):
+            raise ValueError(
+                "pinned=True and shared_init=True exclude each other: the shared memory is mapped "
+                "from a file, which cannot be pinned"
+            )
         self.pinned = pinned
         self._pin = _Pin()
         self._in_flight = InFlight()
@@ -99,16 +105,42 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
 
     def __getstate__(self) -> Any:
         self._in_flight.wait_writes()
+        self._pin.look_again()  # sending it to a process moves tensors to shared memory
         return super().__getstate__()
 
-    def writing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def writing(self) -> Iterator[None]:
         """Return a context in which code may write to the tensors of the storage itself.
 
-        On entry it blocks until the device neither reads nor writes rows. Until its end, other
-        threads that sample from the storage or write to it wait. Not needed for `set`, `extend`
-        and the other methods of storages and buffers.
+        It may also replace them. On entry it blocks until the device neither reads nor writes rows.
+        Until its end, other threads that use the storage or its buffers wait. Not needed for `set`,
+        `extend` and the other methods of storages and buffers.
+
+        Methods of a buffer with `prefetch=` that take prefetched samples, such as `sample` and
+        `state_dict`, raise a `RuntimeError` in the context: they would wait for a thread that waits
+        for its end.
         """
-        return self._in_flight.host_writes()
+        locks = [getattr(each, "_replay_lock", None) for each in self._attached_entities]
+        with ExitStack() as stack:
+            # The buffers' locks first, as in the buffers' methods.
+            for lock in sorted((lock for lock in locks if lock is not None), key=id):
+                stack.enter_context(lock)
+            stack.enter_context(self.host_writes())
+            yield
+
+    @contextmanager
+    def host_writes(self) -> Iterator[None]:
+        """Do what `writing` does for code that has the buffer's lock, or calls no buffer."""
+        with self._in_flight.host_writes():
+            try:
+                yield
+            finally:
+                self._pin.look_again()
+
+    @property
+    def is_being_written_here(self) -> bool:
+        """Whether this thread is in the context of `writing`."""
+        return self._in_flight.host_writer == threading.get_ident()
 
     @property
     def write_stats(self) -> WriteStats:
@@ -137,10 +169,12 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         now = current.sampling
         if now is None or not self.initialized or not is_on_the_host(self):
             return None
-        rows = self._pin.in_use(self._rows, len(self), bool(self._is_full))
         try:
+            self._pin.keep(self._rows, self.sample_device)
+            rows = self._pin.in_use(self._rows, len(self), bool(self._is_full))
             found, moved = self._gather(Request(rows, row_index(numbers, rows)), now.tensors())
         except (ValueError, TypeError):
+            self._pin.look_again()  # the next time
             return None
         now.is_read, now.moved = True, moved
         now.devices.add(numbers.device)
@@ -206,7 +240,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             if self._set_by_device(cursor, data, set_cursor):
                 self._written_by_device += 1
                 return
-            with self._in_flight.host_writes():
+            with self.host_writes():
                 if is_on_the_host(self):
                     cursor, data = _on_the_host(cursor), _on_the_host(data)
                 super().set(cursor, data, set_cursor=set_cursor)
@@ -236,7 +270,9 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             with self._in_flight.start(device):
                 self._in_flight.order_after_reads()
                 self._in_flight.order_after_writes()
-                handle = start_scatter(data, self._rows, cursor)
+                # Not start_scatter(), which may raise what the index of a sample was: torchrl's
+                # writer counts these rows already. The next sample raises it.
+                handle = enqueue_scatter(data, self._rows, cursor)
                 handle.wait_staged()  # work on this stream may overwrite the batch
                 self._in_flight.add_write(handle._host_access())
         except (ValueError, TypeError):
@@ -249,15 +285,15 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with self.writing():
+        with self.host_writes():
             super().load_state_dict(state_dict)
 
     def loads(self, path: Any) -> None:
-        with self.writing():
+        with self.host_writes():
             super().loads(path)
 
     def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
-        with self.writing():
+        with self.host_writes():
             super()._apply_conditional_patch(index, patch)
 
     def _set_last_cursor(self, cursor: Any) -> None:
@@ -270,11 +306,12 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
 
     @property
     def _last_cursor_index(self) -> Any:
-        late, self._late_cursor.last = self._late_cursor.last, None
+        late = self._late_cursor.last
         if late is not None:
             cursor = self._last_cursor
             super()._set_last_cursor(late.get())
             self._last_cursor = cursor
+            self._late_cursor.last = None  # not before: Ctrl-C would lose it
         return super()._last_cursor_index
 
 
@@ -321,27 +358,46 @@ class _Pin:
         self.is_shared = False
         """Whether other processes may write to the memory."""
         self._lock = threading.Lock()
-        self._of: Any = None
+        self._of: Any = None  # None: the memory may have changed
         self._memory: PinnedMemory | None = None
+        self._places: list[int] | None = None
         self._views: tuple[Any, int, Any] = (None, 0, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Pin, ()
 
     def keep(self, rows: Any, device: Device | None) -> None:
-        """Pin the rows, unless that was done; torchrl replaces them when it loads a storage."""
+        """Pin the rows, unless that was done.
+
+        torchrl replaces them when it loads a storage, and `writing` is for code that may.
+        """
         if self._of is rows:
             return
         with self._lock:
             if self._of is rows:
                 return
-            if self._memory is not None:
-                self._memory.close()
-            self._of, self._memory = None, None
-            self._memory = pin_memory_(rows, device)
-            leaves = (leaf for _, leaf in _C.leaves_with_paths(rows, "cpu"))
-            self.is_shared = any(leaf.is_shared() for leaf in leaves)
-            self._of = rows
+            self._of = rows  # first: look_again() may be called meanwhile
+            try:
+                self._pin_rows(rows, device)
+            except BaseException:
+                self._of = None
+                raise
+
+    def look_again(self) -> None:
+        """Find out at the next use whether the memory is still the same."""
+        self._of = None
+
+    def _pin_rows(self, rows: Any, device: Device | None) -> None:
+        if self._memory is not None:
+            if _places_of(_leaves(rows, device)) == self._places:
+                return  # the old memory has not become that of others: it is pinned, thus alive
+            memory, self._memory = self._memory, None
+            memory.close()
+        self._views = (None, 0, None)
+        self._memory = pin_memory_(rows, device)
+        leaves = _leaves(rows, device)
+        self._places = _places_of(leaves)
+        self.is_shared = any(leaf.is_shared() for leaf in leaves)  # type: ignore[no-untyped-call]
 
     def in_use(self, rows: Any, count: int, is_full: bool) -> Any:
         """Return a tree with the first rows, of which a device finds out what is out of range."""
@@ -352,3 +408,16 @@ class _Pin:
             tree = narrowed(rows, count)
             self._views = rows, count, tree
         return tree
+
+
+def _leaves(rows: Any, device: Device | None) -> list[torch.Tensor]:
+    found = _C.leaves_with_paths(rows, "cpu" if device is None else device)
+    return [leaf for _, leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _places_of(leaves: list[torch.Tensor]) -> list[int] | None:
+    """Return the addresses of tensors; None if one has none, as pin_memory_() will say."""
+    try:
+        return [leaf.data_ptr() for leaf in leaves]
+    except (NotImplementedError, RuntimeError):
+        return None

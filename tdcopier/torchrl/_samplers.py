@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torchrl.data import PrioritizedSampler, RandomSampler
 
@@ -14,7 +15,7 @@ from tdcopier._options import Device
 from tdcopier.torchrl._to_device import with_index
 
 MOST_LATE = 64
-"""Priority updates that are not applied yet; a further one waits for the oldest."""
+"""Calls that are not applied yet; a further one waits for the oldest."""
 
 
 class DeviceRandomSampler(RandomSampler):  # type: ignore[misc]
@@ -137,32 +138,36 @@ class PackedPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]
             if late.is_applying or self.device.type != "cpu" or (is_on_host and not late.calls):
                 getattr(super(), name)(*arguments, **options)
                 return
-            if is_on_host:  # it waits for those before, and the caller may change it meanwhile
-                arguments = tuple(_own(argument) for argument in arguments)
+            # The call is applied later, and the caller may change them meanwhile.
+            arguments = tuple(_own(argument) for argument in arguments)
             handle = _copy.start_copy(arguments, "cpu")
             handle.wait_staged()  # work on this stream may overwrite the sources
             late.append(_LateCall(name, handle, options, is_update))
-            self._apply(leave=MOST_LATE)
+            while len(late.calls) > MOST_LATE:
+                self._apply_first()
 
     def _apply(self, leave: int = 0) -> None:
         """Apply late calls in their order, except for the latest updates and what follows them."""
         late = self._late
         with late.lock:
-            if late.is_applying:
-                return
-            while (call := late.next(leave)) is not None:
-                late.waits += not call.handle.ready()
-                try:
-                    arguments = call.handle.get()
-                except Exception:  # the copy has failed, and would at each call
-                    late.remove_first()
-                    raise
-                late.remove_first()
-                late.is_applying = True
-                try:
-                    getattr(super(), call.name)(*arguments, **call.options)
-                finally:
-                    late.is_applying = False
+            while not late.is_applying and late.is_due(leave):
+                self._apply_first()
+
+    def _apply_first(self) -> None:
+        late = self._late
+        call = late.calls[0]
+        late.waits += not call.handle.ready()
+        try:
+            arguments = call.handle.get()
+        except Exception:  # the copy has failed, and would at each call
+            late.remove_first()
+            raise
+        late.remove_first()
+        late.is_applying = True
+        try:
+            getattr(super(), call.name)(*arguments, **call.options)
+        finally:
+            late.is_applying = False
 
     # ---- calls that depend on priorities ---------------------------------------------------------
 
@@ -243,11 +248,9 @@ class _LateCalls:
         self._updates += call.is_update
         self.count += 1
 
-    def next(self, leave: int) -> _LateCall | None:
-        """Return the first call, unless it is one of the latest `leave` updates."""
-        if not self.calls or (self.calls[0].is_update and self._updates <= leave):
-            return None
-        return self.calls[0]
+    def is_due(self, leave: int) -> bool:
+        """Return whether there is a first call that is not one of the latest `leave` updates."""
+        return bool(self.calls) and not (self.calls[0].is_update and self._updates <= leave)
 
     def remove_first(self) -> None:
         self._updates -= self.calls.pop(0).is_update
@@ -258,4 +261,7 @@ def _is_on_host(arguments: tuple[Any, ...]) -> bool:
 
 
 def _own(argument: Any) -> Any:
-    return argument.clone() if isinstance(argument, torch.Tensor) else argument
+    """Return a copy of what is in the caller's host memory."""
+    if isinstance(argument, np.ndarray):
+        return argument.copy()
+    return argument.clone() if isinstance(argument, torch.Tensor) and argument.is_cpu else argument

@@ -22,7 +22,10 @@ from tdcopier.torchrl._to_device import with_index
 
 
 class ReadStats(NamedTuple):
-    """Counts of the reads of one packed storage, in this process. Each read is counted once."""
+    """Counts of the reads of one packed storage, in this process.
+
+    Each read is counted once in the first four; `moved_indices` is of all of them.
+    """
 
     gathered: int
     """Reads by native threads, into packed memory."""

@@ -342,3 +342,57 @@ def test_a_storage_that_is_not_pinned_is_written_as_ever(device):
     buffer.extend(on(device, data(20)))
     assert storage.write_stats == (0, 0, 0)
     assert torch.equal(storage[:]["episode"], data(20)["episode"])
+
+
+def test_a_write_is_complete_although_the_index_of_a_sample_was_out_of_range(device):
+    """A writer of torchrl counts rows before they are stored: the next sample raises the error."""
+    bad = pinned_buffer(device, sampler=FixedSampler(torch.tensor([0, 50]).to(device)))
+    bad.extend(data(30))
+    buffer = pinned_buffer(device, sampler=FixedSampler(torch.arange(30, 38)))
+    buffer.extend(data(30))
+    bad.sample()
+    torch.accelerator.synchronize()
+    new = data(8)
+    buffer.extend(on(device, new))
+    assert buffer.storage.write_stats.by_device == 1
+    with pytest.raises(IndexError, match="index 50 is out of bounds"):
+        buffer.sample()
+    assert len(buffer) == 38
+    assert torch.equal(buffer.sample()["observation"].cpu(), new["observation"])
+
+
+@pytest.mark.parametrize("access", ["write", "read"])
+def test_what_the_device_cannot_do_does_not_make_the_host_wait_for_all_its_work(
+    device, monkeypatch, access
+):
+    buffer = pinned_buffer(device, sampler=FixedSampler(torch.arange(8).to(device)))
+    buffer.extend(data(CAPACITY))
+    buffer.sample()
+    waits = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
+    for _ in range(3):
+        if access == "write":  # the storage gets a leaf more
+            buffer.extend(on(device, data(5).set("more", torch.zeros(5))))
+        else:
+            buffer.storage._storage["observation"].requires_grad_()
+            buffer.sample()
+    assert not waits
+    assert buffer.storage.write_stats.by_host == 1 + (access == "write")
+    assert buffer.storage.read_stats.moved_indices == 3 * (access == "read")
+
+
+def test_an_interrupt_does_not_lose_the_last_row_written(device):
+    buffer = pinned_buffer(device)
+    buffer.extend(data(20))
+    buffer.storage.set(torch.arange(20, 24).to(device), on(device, data(4)))
+    late = buffer.storage._late_cursor.last
+
+    class Interrupted:
+        def get(self) -> None:
+            raise KeyboardInterrupt
+
+    buffer.storage._late_cursor.last = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        _ = buffer.storage._last_cursor_index
+    buffer.storage._late_cursor.last = late
+    assert buffer.storage._last_cursor_index == 23

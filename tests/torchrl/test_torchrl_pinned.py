@@ -259,3 +259,80 @@ def test_a_copy_of_a_storage_has_nothing_in_flight(device):
     again = pickle.loads(pickle.dumps(buffer.storage))
     assert not again._in_flight.reads
     assert_same_tensordict(again[:], buffer.storage[:])
+
+
+# ---- code that writes to the tensors itself ------------------------------------------------------
+
+
+def test_within_writing_the_buffer_can_be_used_and_other_threads_wait(device):
+    """`writing` takes the locks in the buffer's order: the buffer's own, then the storage's."""
+    buffer = pinned_buffer(device)
+    buffer.extend(data(CAPACITY))
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.is_set():
+            buffer.sample()
+
+    sampling = Call(sample)
+    for _ in range(100):
+        with buffer.storage.writing():
+            assert len(buffer) == CAPACITY
+            assert buffer[:].shape == (CAPACITY,)
+            buffer.sample()
+            buffer.state_dict()
+    stop.set()
+    sampling.join()
+
+
+@pytest.mark.parametrize("call", ["sample", "state_dict", "synchronize"])
+def test_within_writing_prefetched_samples_are_refused(device, call):
+    buffer = pinned_buffer(device, prefetch=2)
+    buffer.extend(data(CAPACITY))
+    buffer.sample()
+    if not hasattr(buffer, call):
+        pytest.skip(f"this torchrl has no {call}()")
+    with buffer.storage.writing(), pytest.raises(RuntimeError, match=r"within storage\.writing"):
+        getattr(buffer, call)()
+    buffer.sample()
+
+
+@pytest.mark.parametrize("rows", [44, CAPACITY])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_leaves_that_are_added_or_replaced_are_pinned_and_sampled(device, rows, is_replaced):
+    from tdcopier.torchrl import DeviceRandomSampler
+
+    buffer = pinned_buffer(device, sampler=DeviceRandomSampler(device))
+    buffer.extend(data(rows))
+    buffer.sample()
+    if is_replaced:
+        with buffer.storage.writing():
+            buffer.storage._storage["observation"] = buffer.storage._storage["observation"] + 500
+    else:
+        changed = buffer[:].clone()
+        changed["advantage"] = torch.arange(rows)
+        buffer.write_all(changed)
+    before = buffer.storage.read_stats
+    for _ in range(3):
+        batch = buffer.sample()
+        assert_rows_of(batch, buffer.storage[:])
+        assert is_replaced or torch.equal(batch["advantage"].cpu(), batch["index"].cpu())
+    assert buffer.storage.read_stats.moved_indices == before.moved_indices
+    leaves = buffer.storage._storage.values(include_nested=True, leaves_only=True)
+    assert all(leaf.is_pinned() for leaf in leaves)
+
+
+def test_rows_that_torch_moves_to_shared_memory_are_pinned_again(device):
+    buffer = pinned_buffer(device)
+    buffer.extend(data(CAPACITY))
+    buffer.sample()
+    pickle.dumps(buffer.storage)  # as sending it to a process does first
+    buffer.storage._storage.apply(lambda leaf: leaf.share_memory_())
+    assert_rows_of(buffer.sample(), buffer.storage[:])
+    assert buffer.storage._pin.is_shared
+    assert buffer.storage._storage["observation"].is_pinned()
+
+
+def test_pinned_and_shared_from_the_beginning_are_refused_together(device):
+    with pytest.raises(ValueError, match="exclude each other"):
+        PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True, shared_init=True)

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict_same import assert_same_tensordict
@@ -332,6 +333,32 @@ def test_priorities_on_the_host_are_applied_at_once_and_after_those_before(devic
     assert buffer.sampler.priority_stats.late == 2
     buffer.sample()
     assert buffer.sampler._sum_tree[torch.tensor([1])].allclose(torch.tensor([7.0**0.7]))
+
+
+@PRIORITIZED
+def test_arrays_of_a_late_call_may_be_changed_at_once(device):
+    buffer = prioritized(device, ours=True)
+    buffer.update_priority(torch.tensor([1]).to(device), torch.tensor([5.0]).to(device))
+    index, priority = np.array([2]), np.array([7.0], np.float32)
+    buffer.sampler.update_priority(index, priority)
+    index[:], priority[:] = 3, 1
+    buffer.sample()
+    assert buffer.sampler._sum_tree[torch.tensor([2])].allclose(torch.tensor([7.0**0.7]))
+
+
+@PRIORITIZED
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_batch_on_the_device_is_stored_without_a_wait(stall, device, reading_stream, delay):
+    sampler = PackedPrioritizedSampler(CAPACITY, 0.7, 0.5, priority_delay=delay)
+    buffer = pinned_buffer(device, sampler)
+    buffer.extend(data(CAPACITY))
+    buffer.sample()
+    new = data(8).to(device)
+    torch.accelerator.synchronize()
+    with stall(reading_stream):
+        buffer.extend(new)  # hangs if the host waits for its row numbers
+    assert sampler.priority_stats.waits == 0
+    buffer.sample()
 
 
 @PRIORITIZED
