@@ -356,7 +356,7 @@ Taken = tuple[Callable[[], None], Callable[[], list[torch.Tensor]]]
 
 def _take_ours(state: list[torch.Tensor], device: Any) -> Callable[[], Taken]:
     def take() -> Taken:
-        taken = tdcopier.snapshot(state)
+        taken = tdcopier.snapshot(state, defer_wait=True)
         return taken.before_update, taken.get
 
     return take

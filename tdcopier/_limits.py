@@ -68,8 +68,9 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     """Set the limit on the memory of the pool of pinned memory; default: half of the machine's.
 
     It applies to the process, to leased and free memory together. A lease that would exceed it
-    first frees blocks that are not in use, then raises `MemoryError`. A lower limit takes effect at
-    the next lease or `trim_pinned_memory`. Several processes on one machine share its memory, and a
+    first frees blocks that are not in use, then waits for copies in flight, then raises
+    `MemoryError`. A limit below what the pool has frees the blocks that are not in use; what is
+    leased stays. Several processes on one machine share its memory, and a
     container may have less: set a lower limit there. The environment variable
     `TDCOPIER_PINNED_LIMIT_BYTES` sets the limit at import. Staging has a limit of its own, see
     `set_staging_limit_bytes`.
@@ -81,6 +82,9 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     if limit < 0:
         raise ValueError(f"limit_bytes must not be negative; got {limit}")
     _C.set_pinned_limit_bytes(min(limit, LARGEST_CHUNK_BYTES))
+    leased_bytes, free_bytes, *_ = _C.pinned_use()
+    if leased_bytes + free_bytes > limit:
+        _C.trim_pinned()
 
 
 @keep_out_of_graphs("set_run_ahead_limit()")

@@ -63,7 +63,14 @@ def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
     sizes = [operator.index(size) for size in sizes_bytes]
     if any(size < 0 for size in sizes) or sum(sizes) > _MOST_BYTES:
         raise ValueError(f"sizes_bytes must not be negative, nor more than 2**60; got {sizes}")
-    return _C.LeasedTensors(sizes, _accelerator())
+    device = _accelerator()
+    is_last = False
+    while not is_last:
+        try:
+            return _C.LeasedTensors(sizes, device)
+        except MemoryError:  # copies in flight may have the memory
+            is_last = not _C.wait_for_release()
+    return _C.LeasedTensors(sizes, device)
 
 
 @keep_out_of_graphs("pinned_memory()")

@@ -400,6 +400,7 @@ Raises:
     tdcopier::Reclaimer::get().look();
     tdcopier::release_returned_sources();
   });
+  m.def("wait_for_release", guarded(&tdcopier::wait_for_release));
   // For leak checks: frees the memory of deferred batches that is cached for the next ones.
   m.def("drop_deferred_memory", &tdcopier::Accelerator::drop_deferred_memory);
   // For schedules: the number of device calls depends on the number of staging buffers.

@@ -14,8 +14,10 @@
 #include "base/fork_generation.h"
 #include "engine/device/accelerator.h"
 #include "engine/device/pinned_pool.h"
+#include "engine/device/reclaim.h"
 #include "python/device_argument.h"
 #include "python/interrupts.h"
+#include "python/sources.h"
 #include "python/torch_tensor.h"
 
 namespace py = pybind11;
@@ -87,6 +89,12 @@ py::object LeasedTensors::next() {
   std::optional<at::Tensor> tensor = without_gil([&] { return lease_->next(); });
   if (!tensor) throw py::stop_iteration();
   return py::reinterpret_steal<py::object>(wrap_tensor(std::move(*tensor)));
+}
+
+bool wait_for_release() {
+  const bool has_waited = without_gil([] { return Reclaimer::get().wait_for_oldest(); });
+  release_returned_sources();
+  return has_waited;
 }
 
 uint64_t reserve_pinned(uint64_t bytes, py::handle device) {

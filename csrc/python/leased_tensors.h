@@ -27,6 +27,10 @@ class LeasedTensors {
   std::unique_ptr<PinnedLease> lease_;
 };
 
+// Waits for the oldest copy whose memory a device still uses, and releases that memory: a lease may
+// then have it. Returns false if there is none. Blocks: for that, interruptibly.
+bool wait_for_release();
+
 // Makes sure that the pool has a free piece of this size. Returns the bytes pinned for it. Throws:
 // as LeasedTensors.
 uint64_t reserve_pinned(uint64_t bytes, pybind11::handle device);

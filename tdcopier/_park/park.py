@@ -126,7 +126,7 @@ class Parked:
     """The handle of a state that `park` has moved to the host.
 
     Keep it. If it is dropped while tensors are parked, they are resumed, with a `RuntimeWarning`.
-    Any thread may use it.
+    In a `with` statement, the end of the block resumes them. Any thread may use it.
     """
 
     def __init__(self, parking: _Parking) -> None:
@@ -181,6 +181,27 @@ class Parked:
                 a device that failed while the state was copied to the host is raised every time.
         """
         self._parking.resume(block=False)
+
+    def __enter__(self) -> Parked:
+        """Return the handle."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Resume, also after an error. Ctrl-C raises after that; a second one ends it."""
+        try:
+            self.resume()
+        except KeyboardInterrupt:
+            self.resume()
+            raise
+
+    def __repr__(self) -> str:
+        """Return the number of bytes, and whether they are parked."""
+        state = "parked" if self.is_parked else "resumed"
+        return f"<tdcopier.Parked: {self.bytes} bytes, {state}>"
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be copied or pickled: dropping the copy would resume the state."""
+        raise TypeError("a handle of park() cannot be copied or pickled: resume() first")
 
     def __del__(self) -> None:
         """Resume tensors that would be lost, and say so."""
@@ -280,18 +301,18 @@ def parked(*states: Any, gradients: bool = True) -> Iterator[Parked]:
             generate(rollout_engine)
 
     Args:
-        states: as the `state` of `park`, which describes the arguments and the errors.
+        states: as the `state` of `park`, which describes the arguments and the errors. At least
+            one.
         gradients: also park gradients.
 
     Raises:
         Exception: as `park` at the beginning of the block, and as `Parked.resume` at its end. The
             handle, which is the target of ``as``, can then still be resumed.
     """
-    handle = park(states[0] if len(states) == 1 else states, gradients=gradients)
-    try:
+    if not states:
+        raise TypeError("parked() needs a state")
+    with park(states[0] if len(states) == 1 else states, gradients=gradients) as handle:
         yield handle
-    finally:
-        handle.resume()
 
 
 def storages_of(found: FoundTensors) -> _C.StorageMemory:
@@ -316,5 +337,14 @@ _MISSING = -2  # of csrc/python/storage_memory.h
 
 def _resume_without_handle() -> None:
     for parking in list(_parkings):
-        if parking.is_lost():
+        if not parking.is_lost():
+            continue
+        try:
             parking.resume(block=True)
+        except Exception as error:
+            warnings.warn(
+                "tensors whose handle was dropped while they were parked are still parked, and the "
+                f"next call of park() tries again to resume them: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )

@@ -49,6 +49,14 @@ class Snapshot:
         """Return whether all bytes have arrived, or the device failed. Never blocks."""
         return self._copy.ready()
 
+    def __repr__(self) -> str:
+        """Return whether the bytes have arrived."""
+        return f"<tdcopier.Snapshot: {'arrived' if self.ready() else 'on its way'}>"
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be copied or pickled."""
+        raise TypeError("a handle of snapshot() cannot be copied or pickled: take its get()")
+
     @keep_out_of_graphs("get()")
     def get(self) -> Any:
         """Block until all bytes have arrived, and return the tree, the same object at each call.
@@ -73,7 +81,11 @@ class Snapshot:
 
 @keep_out_of_graphs("snapshot()")
 def snapshot(
-    state: Any, *, optimizer: Optimizer | None = None, device_copy: bool = False
+    state: Any,
+    *,
+    optimizer: Optimizer | None = None,
+    device_copy: bool = False,
+    defer_wait: bool | None = None,
 ) -> Snapshot:
     """Start to copy a state to pinned host memory, beside training, and return a handle.
 
@@ -88,14 +100,17 @@ def snapshot(
     **The result** has CPU tensors in pinned memory at the places of tensors. A module, an optimizer
     and any other object with `state_dict` is replaced by its state dict. All other values are
     copied too (by `copy.deepcopy`), so later changes do not reach the snapshot; only the non-tensor
-    data of TensorDicts is the same. Tensors that share a storage share one in the result, which is
-    copied as a whole. The tensors have no gradients and the class `torch.Tensor`; DTensors and
-    other wrappers keep their class. Their memory is leased from the pool of pinned memory: if you
-    copy one with `non_blocking=True` on a stream that is not current when you drop it, keep it
-    until that copy is done.
+    data of TensorDicts is the same. Tensors inside objects that tdcopier does not know are copied
+    where they are: give such an object's state dict. Tensors that share a storage share one in the
+    result, which is copied as a whole. The tensors have no gradients and the class `torch.Tensor`;
+    DTensors and other wrappers keep their class. Their memory is leased from the pool of pinned
+    memory: if you copy one with `non_blocking=True` on a stream that is not current when you drop
+    it, keep it until that copy is done.
 
-    **What may be overwritten.** Parameters and optimizer states only after `before_update`, which
-    the `step` of known optimizers calls. Small storages, of up to 256 KiB, and the buffers of
+    **What may be overwritten.** By later work on the current streams, everything: if no optimizer
+    is known, all that work waits until the state has been read. With an optimizer, or with
+    `defer_wait=True`, parameters and optimizer states only after `before_update`, which the `step`
+    of known optimizers calls. Small storages, of up to 256 KiB, and the buffers of
     modules at any time: the current streams wait until the device has put them aside (large
     buffers are cloned on the device, which takes memory). Tensors on the host at any time.
 
@@ -106,6 +121,9 @@ def snapshot(
             state until the bytes have arrived on the host, and then no later work of the current
             streams waits, whatever it overwrites; that of other streams waits for the copies on the
             devices only. It also saves a transfer per tensor.
+        defer_wait: let later work run beside the copies until `before_update`. By default, if an
+            optimizer is in the state or given: state dicts and wrappers of optimizers are none.
+            With True and no optimizer, call `before_update` yourself.
 
     Returns:
         The handle.
@@ -132,8 +150,11 @@ def snapshot(
     on_host = memory.like(stable.tensors, copied.parts)
     replaced: dict[int, Any] = dict(zip(map(id, found.tensors), on_host, strict=True))
     taken = Snapshot(_TreeCopy(replaced).of(tree), copied)
-    for each in {id(o): o for o in [*data.optimizers, optimizer] if o is not None}.values():
+    optimizers = {id(each): each for each in [*data.optimizers, optimizer] if each is not None}
+    for each in optimizers.values():
         _wait_in_step(each, taken)
+    if not (bool(optimizers) if defer_wait is None else defer_wait):
+        taken.before_update()
     return taken
 
 

@@ -24,11 +24,12 @@ class SnapshotStager:
         saved.upload_completion.result()
         stager.close()
 
-    `async_save` turns modules and optimizers into state dicts before the stager sees them. With
-    `optimizer`, its next `step` waits on the device until the state has been read; call
-    `before_update` before anything else that overwrites tensors of the state of more than 256 KiB,
-    for example before a forward that updates large buffers. Without, all later work on the stream
-    that is current in `async_save` waits for that. It implements the protocol `AsyncStager`.
+    Or use it in a `with` statement. `async_save` turns modules and optimizers into state dicts
+    before the stager sees them. With `optimizer`, its next `step` waits on the device until the
+    state has been read; call `before_update` before anything else that overwrites tensors of the
+    state of more than 256 KiB, for example before a forward that updates large buffers. Without,
+    all later work on the stream that is current in `async_save` waits for that. It implements the
+    protocol `AsyncStager`.
     """
 
     _synchronize_after_execute = False
@@ -45,8 +46,17 @@ class SnapshotStager:
         check_optimizer(optimizer)
         self._optimizer = optimizer
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tdcopier-stager")
+        self._is_closed = False
         self._last: Future[Any] | None = None
         self._taken: weakref.ref[Snapshot] | None = None
+
+    def __enter__(self) -> SnapshotStager:
+        """Return the stager."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -57,13 +67,14 @@ class SnapshotStager:
         """Start a snapshot, and return a future of its result.
 
         Raises:
+            RuntimeError: the stager is closed.
             Exception: as `snapshot`.
         """
+        if self._is_closed:
+            raise RuntimeError("the stager is closed: make another one")
         if self._last is None or self._last.done():
             self._executor.submit(int).result()  # the thread has dropped the result before
         taken = snapshot(state_dict, optimizer=self._optimizer)
-        if self._optimizer is None:
-            taken.before_update()
         self._taken = weakref.ref(taken)
         self._last = future = self._executor.submit(taken.get)
         future.add_done_callback(self._forget)
@@ -91,5 +102,6 @@ class SnapshotStager:
             last.result()
 
     def close(self) -> None:
-        """Wait for all snapshots, and end the thread."""
+        """Wait for all snapshots, and end the thread. A second call does nothing."""
+        self._is_closed = True
         self._executor.shutdown(wait=True)

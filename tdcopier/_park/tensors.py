@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set, ValuesView
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -155,6 +155,7 @@ class _Walk:
         if rule is not None:
             self._children(value, rule, at)
             return
+        _refuse_unread(value, at)
         leaves = _C.leaves_with_paths(value, torch.device("cpu"))
         if leaves or _is_container(value):
             self.containers += 1
@@ -166,6 +167,11 @@ class _Walk:
                 self._module(leaf, where)
             elif not isinstance(leaf, np.ndarray):
                 name = type(leaf).__qualname__
+                if isinstance(leaf, _collection_class() or ()):
+                    raise TypeError(
+                        f"{_text(where)} is a {name} whose tensors are not its own, for example "
+                        "because it is consolidated: give its .clone()"
+                    )
                 raise TypeError(
                     f"{_text(where)} is a {name}, and only its own `.to` knows its tensors: "
                     f"{_ACCEPTED}"
@@ -243,8 +249,25 @@ def _kind_of(cls: Any) -> str:
     return "unknown"
 
 
+def _collection_class() -> Any:
+    return getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
+
+
 def _is_container(value: Any) -> bool:
-    base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
+    base = _collection_class()
     if base is not None and isinstance(value, base):
         return True
     return isinstance(value, tuple | list | dict)
+
+
+def _refuse_unread(value: Any, at: Place) -> None:
+    """Raise a TypeError for iterators, and sets and views of dicts with tensors or modules.
+
+    Their tensors would be left where they are, without a word.
+    """
+    if isinstance(value, Iterator) or (
+        isinstance(value, Set | ValuesView)
+        and any(isinstance(each, torch.Tensor | nn.Module | Optimizer) for each in value)
+    ):
+        name = type(value).__qualname__
+        raise TypeError(f"{_text(at)} is a {name}, whose tensors would be left: give a list of it")

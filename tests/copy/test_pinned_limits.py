@@ -174,3 +174,28 @@ def test_memory_that_no_event_guards_is_not_leased_again_until_one_does(sim, dev
         (other,) = lease([2 * MIB])
         other.fill_(9)
     assert copied.cpu().eq(1).all()
+
+
+@pytest.mark.parametrize("use", ["turns", "dropped snapshots"])
+def test_at_the_limit_a_lease_waits_for_copies_whose_handles_are_gone(device, use):
+    """There is room for one state and a half, so each turn has the memory of the one before."""
+    states = [torch.full((MIB,), float(i), device=device) for i in range(2)]  # 4 MiB
+    tdcopier.set_pinned_limit_bytes(6 * MIB)
+    for _ in range(20):
+        for state in states:
+            if use == "turns":
+                tdcopier.park([state]).resume()
+            else:
+                tdcopier.snapshot([state])
+    torch.accelerator.synchronize()
+    assert [state.mean().item() for state in states] == [0, 1]
+
+
+def test_a_lower_limit_returns_memory_that_is_not_in_use(device):
+    reserved = tdcopier.reserve_pinned_memory(10 * MIB)
+    tdcopier.set_pinned_limit_bytes(reserved)
+    assert used_when_idle() == (0, reserved)
+    tdcopier.set_pinned_limit_bytes(MIB)
+    assert used_when_idle() == (0, 0)
+    with pytest.raises(MemoryError):
+        lease([2 * MIB])

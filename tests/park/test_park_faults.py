@@ -164,6 +164,29 @@ def test_a_dropped_handle_that_cannot_resume_keeps_the_values_for_the_next_call(
     assert state[0].eq(4).all()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_state_that_cannot_be_resumed_does_not_keep_another_from_being_parked(sim):
+    sim.set_memory_limit_bytes("sim", 8 << 20)
+    try:
+        lost = torch.full((1 << 20,), 3.0, device="sim")
+        handle = tdcopier.park([lost])
+        handle.wait()
+        large = torch.full((3 << 19,), 4.0, device="sim")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the handle is dropped
+            del handle
+        with pytest.warns(RuntimeWarning, match="still parked.*out of memory"):
+            parked = tdcopier.park([large])
+        parked.wait()
+        torch.sim.empty_cache()
+        tdcopier.park([torch.ones(3, device="sim")]).resume()  # resumes what was lost
+        assert lost.eq(3).all()
+    finally:
+        sim.set_memory_limit_bytes("sim", None)
+    parked.resume()
+    assert large.eq(4).all()
+
+
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 
 # An interrupt may strike in `__del__`, which cannot pass it on.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from park_support import LARGE, is_resident, trained
 from support import run_python
+from tensordict import TensorDict
 
 import tdcopier
 
@@ -183,3 +184,41 @@ def test_a_process_may_end_while_a_state_is_parked():
         print("parked")
     """
     assert run_python(code).strip() == "parked"
+
+
+@pytest.mark.parametrize("call", [tdcopier.park, tdcopier.snapshot])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: model.parameters(),
+        lambda model: set(model.parameters()),
+        lambda model: model.state_dict().values(),
+        lambda model: iter([1]),
+    ],
+    ids=["generator", "set", "dict_values", "iterator"],
+)
+def test_tensors_that_would_be_left_without_a_word_are_refused(device, call, make):
+    model, optimizer = trained(device)
+    with pytest.raises(TypeError, match=r"^state\['m'\] is a .*: give a list of it"):
+        call({"m": make(model), "o": optimizer})
+    assert is_resident(model, optimizer)
+
+
+def test_sets_and_views_of_other_values_are_left(device):
+    state = [{"a", "b"}, {"k": 1}.values(), torch.full((3,), 2.0, device=device)]
+    with tdcopier.parked(state):
+        pass
+    assert state[2].eq(2).all()
+
+
+def test_a_block_without_a_state_is_refused():
+    with pytest.raises(TypeError, match="needs a state"), tdcopier.parked():
+        pass
+
+
+def test_a_consolidated_tensordict_is_refused_with_a_remedy(device):
+    state = TensorDict({"a": torch.ones(3, 3)}, [3]).to(device).consolidate()
+    with pytest.raises(TypeError, match=r"^state\['t'\] is a TensorDict .*give its \.clone\(\)"):
+        tdcopier.park({"t": state})
+    with tdcopier.parked({"t": state.clone()}):
+        pass

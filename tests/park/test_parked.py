@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 import warnings
 
@@ -153,3 +154,45 @@ def test_a_handle_may_be_resumed_by_another_thread(device):
         thread.join()
     assert not failures
     assert tensor.eq(1).all()
+
+
+def test_the_handle_is_a_context_too(device):
+    tensor = torch.full((LARGE,), 3.0, device=device)
+    parked = tdcopier.park([tensor])
+    assert repr(parked) == f"<tdcopier.Parked: {4 * LARGE} bytes, parked>"
+    with pytest.raises(ZeroDivisionError), parked:
+        _ = 1 / 0
+    assert tensor.eq(3).all()
+    assert repr(parked) == f"<tdcopier.Parked: {4 * LARGE} bytes, resumed>"
+
+
+def test_an_interrupt_at_the_end_of_a_block_is_raised_once_the_state_is_resumed(
+    device, monkeypatch
+):
+    tensor = torch.full((LARGE,), 3.0, device=device)
+    resume, calls = tdcopier.Parked.resume, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        resume(self)
+
+    monkeypatch.setattr(tdcopier.Parked, "resume", interrupted)
+    with pytest.raises(KeyboardInterrupt), tdcopier.parked([tensor]):
+        pass
+    assert tensor.eq(3).all()
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("call", [tdcopier.park, tdcopier.snapshot])
+def test_a_handle_cannot_be_copied(device, make, call):
+    handle = call([torch.full((LARGE,), 3.0, device=device)])
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        make(handle)
+    if call is tdcopier.park:
+        assert handle.is_parked
+        handle.resume()
+    else:
+        assert handle.get()[0].eq(3).all()
+        assert repr(handle) == "<tdcopier.Snapshot: arrived>"

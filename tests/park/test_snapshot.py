@@ -310,3 +310,36 @@ def test_a_snapshot_may_be_dropped_or_read_by_another_thread(device):
     thread.start()
     thread.join()
     assert torch.equal(got[0]["large"], model.large.detach().cpu())
+
+
+@pytest.mark.parametrize("state", ["model", "state dicts", "wrapped optimizer"])
+def test_without_a_known_optimizer_later_work_waits_for_the_snapshot(
+    device, stall, reading_stream, state
+):
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.state_dict = optimizer.state_dict
+
+    model, _ = trained(device)
+    optimizer = Overwriting(model.parameters())
+    expected = model.large.detach().cpu().clone()
+    states = {
+        "model": {"m": model},
+        "state dicts": {"m": model.state_dict(), "o": optimizer.state_dict()},
+        "wrapped optimizer": {"m": model, "o": Wrapper(optimizer)},
+    }
+    tdcopier.snapshot(states[state]).get()  # pins memory
+    with stall(reading_stream):
+        taken = tdcopier.snapshot(states[state])
+        optimizer.step()
+    assert torch.equal(taken.get()["m"]["large"], expected)
+
+
+@pytest.mark.sim
+def test_later_work_does_not_wait_if_that_is_deferred(sim):
+    tensor = torch.full((LARGE,), 3.0, device="sim")
+    with sim.hold(_C.copy_stream("sim:0", "from_device")):
+        taken = tdcopier.snapshot([tensor], defer_wait=True)
+        tensor.clone()
+        torch.sim.current_stream().synchronize()  # hangs if the work waits
+    assert taken.get()[0].eq(3).all()

@@ -124,3 +124,12 @@ def test_the_error_of_the_last_snapshot_is_raised_by_synchronize_staging(sim):
             with pytest.raises(torch.AcceleratorError):
                 stager.synchronize_staging()
     stager.close()
+
+
+def test_a_stager_is_closed_by_its_context(device):
+    with tdcopier.SnapshotStager() as stager:
+        staged = stager.stage({"x": torch.ones(3, device=device)})
+    assert staged.result()["x"].eq(1).all()
+    with pytest.raises(RuntimeError, match="the stager is closed"):
+        stager.stage({"x": torch.ones(3, device=device)})
+    stager.close()

@@ -53,6 +53,18 @@ bool Reclaimer::look() noexcept {
   return !pending_.empty();
 }
 
+bool Reclaimer::wait_for_oldest() {
+  EventRef event;
+  {
+    const std::lock_guard lock(mutex_);
+    if (pending_.empty()) return false;
+    event = pending_.front().event;
+  }
+  wait_until_ended(*event);
+  look();
+  return true;
+}
+
 EventRef Reclaimer::oldest(bool stays) {
   const std::lock_guard lock(mutex_);
   if (pending_.empty()) thread_looks_ = stays;

@@ -32,6 +32,9 @@ class Reclaimer {
 
   // Releases what devices have finished with. Returns whether anything is still pending.
   bool look() noexcept;
+  // Waits until a device has finished with the oldest keep-alive, and releases it. Returns false if
+  // nothing is pending. Blocks: for that. GIL: must not be held. Throws: Interrupted.
+  bool wait_for_oldest();
 
  private:
   struct Pending {
