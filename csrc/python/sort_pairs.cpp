@@ -165,6 +165,15 @@ class Sorter {
   void refuse_numbers_on_device(const DelegatedPair& pair) const {
     const py::object& table = tables_.are_sources ? pair.source : pair.destination;
     if (!rows_->are_numbers_on_device() || !tensor_in(table.ptr()).device().is_cpu()) return;
+    const py::object& other = tables_.are_sources ? pair.destination : pair.source;
+    const at::Tensor& values = tensor_in(other.ptr());
+    const c10::Device device = rows_->numbers_device();
+    if (values.device() != device || values.requires_grad() || !values.is_contiguous()) {
+      throw py::value_error(path(pair.number, /*written=*/tables_.are_sources) +
+                            " is no contiguous tensor on " + device.str() +
+                            " without gradients, which an index there needs. Give one, or "
+                            "index.cpu()");
+    }
     throw py::value_error(path(pair.number, /*written=*/!tables_.are_sources) +
                           " cannot be accessed by the device that has the index: " +
                           RowLeaves::needs_for_device() + ". Give index.cpu()");

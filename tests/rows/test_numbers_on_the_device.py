@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from typing import Any
 
@@ -88,12 +89,23 @@ def test_delegated_tables_on_the_device_take_every_dtype_of_numbers(device):
         assert torch.equal(there.cpu()[[3, -1]], table[[3, -1]] + 1)
 
 
-@pytest.mark.parametrize("call", ["out", "scatter"])
-@pytest.mark.parametrize("gaps", ["in the batch", "between elements of a row"])
-def test_what_torch_would_have_to_index_on_the_host_is_refused(device, call, gaps):
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        *itertools.product(
+            ["out", "scatter"], ["gaps in the batch", "on the host", "gaps in rows"]
+        ),
+        ("scatter", "gradient"),
+    ],
+)
+def test_what_torch_would_have_to_index_on_the_host_is_refused(device, call, why):
     table, batch = torch.arange(ROWS * 3.0).view(ROWS, 3), torch.zeros(2, 3, device=device)
-    if gaps == "in the batch":
+    if why == "gaps in the batch":
         batch = torch.zeros(2, 6, device=device)[:, ::2]
+    elif why == "on the host":
+        batch = torch.zeros(2, 3)
+    elif why == "gradient":
+        batch.requires_grad_()
     else:
         table = torch.arange(ROWS * 3.0).view(3, ROWS).t()
     index = torch.tensor([1, 2]).to(device)
@@ -102,6 +114,9 @@ def test_what_torch_would_have_to_index_on_the_host_is_refused(device, call, gap
         "scatter": lambda: tdcopier.start_scatter({"t": batch}, {"t": table}, index),
     }
     message = r"storage\['t'\] cannot be accessed by the device that has the index"
+    if why != "gaps in rows":
+        leaf = "out" if call == "out" else "batch"
+        message = rf"^{leaf}\['t'\] is no contiguous tensor on {device} without gradients"
     with tdcopier.pin_memory_(table, device), pytest.raises(ValueError, match=message):
         calls[call]()
 
