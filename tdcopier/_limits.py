@@ -82,9 +82,6 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     if limit < 0:
         raise ValueError(f"limit_bytes must not be negative; got {limit}")
     _C.set_pinned_limit_bytes(min(limit, LARGEST_CHUNK_BYTES))
-    leased_bytes, free_bytes, *_ = _C.pinned_use()
-    if leased_bytes + free_bytes > limit:
-        _C.trim_pinned()
 
 
 @keep_out_of_graphs("set_run_ahead_limit()")

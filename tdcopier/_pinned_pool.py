@@ -17,6 +17,8 @@ from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 
 _MOST_BYTES = 1 << 60
+_MOST_WAITS = 32
+"""Copies in flight that a lease waits for: other threads may start more all the time."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,12 @@ def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
     if any(size < 0 for size in sizes) or sum(sizes) > _MOST_BYTES:
         raise ValueError(f"sizes_bytes must not be negative, nor more than 2**60; got {sizes}")
     device = _accelerator()
-    is_last = False
-    while not is_last:
+    for _ in range(_MOST_WAITS):
         try:
             return _C.LeasedTensors(sizes, device)
         except MemoryError:  # copies in flight may have the memory
-            is_last = not _C.wait_for_release()
+            if not _C.wait_for_release():
+                break
     return _C.LeasedTensors(sizes, device)
 
 

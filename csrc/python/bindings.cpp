@@ -290,7 +290,7 @@ Raises:
   m.def("reserve_pinned", guarded(&tdcopier::reserve_pinned));
   m.def("trim_pinned", guarded(&tdcopier::trim_pinned));
   m.def("pinned_use", guarded(&tdcopier::pinned_use));
-  m.def("set_pinned_limit_bytes", &tdcopier::PinnedPool::set_limit_bytes);
+  m.def("set_pinned_limit_bytes", &tdcopier::set_pinned_limit);
 
   py::class_<StorageMemory>(m, "StorageMemory")
       .def(py::init([](const py::list& tensors) {

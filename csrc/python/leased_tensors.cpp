@@ -111,6 +111,13 @@ uint64_t trim_pinned() {
   return PinnedPool::get().trim();
 }
 
+void set_pinned_limit(uint64_t bytes) {
+  const py::gil_scoped_release no_gil;
+  PinnedPool::set_limit_bytes(bytes);
+  const PinnedPool::Bytes has = PinnedPool::get().bytes();
+  if (has.leased + has.free > bytes) PinnedPool::get().trim();
+}
+
 py::tuple pinned_use() {
   PinnedPool::Bytes pool{};
   uint64_t staging = 0;

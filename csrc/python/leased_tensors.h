@@ -37,6 +37,10 @@ uint64_t reserve_pinned(uint64_t bytes, pybind11::handle device);
 
 uint64_t trim_pinned();
 
+// Sets the limit on the pool, and returns blocks to the system if it has more. Asks no device, so
+// it may be called at import.
+void set_pinned_limit(uint64_t bytes);
+
 // Returns the bytes that are leased, that are free, and the limit; the bytes that stage; and those
 // of torch's allocator, or None if it does not tell.
 pybind11::tuple pinned_use();

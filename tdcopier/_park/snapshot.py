@@ -270,11 +270,22 @@ class _TreeCopy:
         elif _is_tensor_collection(cls):
             memo[id(value)] = self._collection(value)
         else:
-            for _, leaf in _C.leaves_with_paths(value, _CPU) if not _is_plain(value) else ():
-                if isinstance(leaf, torch.Tensor):
-                    self._tensor(leaf)
+            if not _is_plain(value):
+                self._note(value)
             return copy.deepcopy(value, memo)
         return memo[id(value)]
+
+    def _note(self, value: Any) -> None:
+        """Copy the tensors and TensorDicts in any other container, for `copy.deepcopy` to find."""
+        for _, leaf in _C.leaves_with_paths(value, _CPU):
+            if isinstance(leaf, torch.Tensor):
+                self._tensor(leaf)
+        rule = container_rule(type(value))
+        if rule is not None:
+            for child in rule.flatten(value)[0]:
+                if not isinstance(child, torch.Tensor):
+                    self._kept.append(child)
+                    self.of(child)
 
     def _collection(self, value: Any) -> Any:
         made = value.apply(self._tensor, device=_CPU)
@@ -329,7 +340,8 @@ def _wait_in_step(optimizer: Optimizer, taken: Snapshot) -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     waiting = _waiting.get(optimizer, [])
     while waiting:
-        taken = waiting[-1]()
+        last = waiting[-1]
+        taken = last()
         if taken is not None:
             taken.before_update()
-        waiting.pop()
+        waiting.remove(last)  # a signal handler may have added another one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -45,7 +46,8 @@ class SnapshotStager:
         """
         check_optimizer(optimizer)
         self._optimizer = optimizer
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tdcopier-stager")
+        self._thread: int | None = None
+        self._executor = ThreadPoolExecutor(1, "tdcopier-stager", self._note_thread)
         self._is_closed = False
         self._last: Future[Any] | None = None
         self._taken: weakref.ref[Snapshot] | None = None
@@ -72,13 +74,17 @@ class SnapshotStager:
         """
         if self._is_closed:
             raise RuntimeError("the stager is closed: make another one")
-        if self._last is None or self._last.done():
+        is_own = threading.get_ident() == self._thread  # in a callback of a future
+        if not is_own and (self._last is None or self._last.done()):
             self._executor.submit(int).result()  # the thread has dropped the result before
         taken = snapshot(state_dict, optimizer=self._optimizer)
         self._taken = weakref.ref(taken)
         self._last = future = self._executor.submit(taken.get)
         future.add_done_callback(self._forget)
         return future
+
+    def _note_thread(self) -> None:
+        self._thread = threading.get_ident()
 
     def _forget(self, future: Future[Any]) -> None:
         """Drop the result, so that its pinned memory can be leased for the next one."""

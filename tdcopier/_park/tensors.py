@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Set, ValuesView
+from collections.abc import ItemsView, Iterator, Set, ValuesView
+from types import GeneratorType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -260,14 +262,23 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, tuple | list | dict)
 
 
+_ITERATORS: Any = (type(iter([])), type(iter(())))
+_GENERATORS: Any = (GeneratorType, map, filter, zip, itertools.chain, *_ITERATORS)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_has_tensors, value))
+    return isinstance(value, (torch.Tensor, nn.Module, Optimizer, _collection_class() or ()))
+
+
 def _refuse_unread(value: Any, at: Place) -> None:
-    """Raise a TypeError for iterators, and sets and views of dicts with tensors or modules.
+    """Raise a TypeError for generators and the like, and for sets and views of dicts with tensors.
 
     Their tensors would be left where they are, without a word.
     """
-    if isinstance(value, Iterator) or (
-        isinstance(value, Set | ValuesView)
-        and any(isinstance(each, torch.Tensor | nn.Module | Optimizer) for each in value)
+    if isinstance(value, _GENERATORS) or (
+        isinstance(value, Set | ValuesView | ItemsView) and any(map(_has_tensors, value))
     ):
         name = type(value).__qualname__
         raise TypeError(f"{_text(at)} is a {name}, whose tensors would be left: give a list of it")

@@ -73,8 +73,8 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
                 "without it; return_info=True also returns them apart.",
                 stacklevel=2,
             )
+        self._refuse_within_writing()
         if self._prefetch:
-            self._refuse_within_writing()
             batch, box = ReplayBuffer.sample(self, batch_size, return_info=True)
             drawn = box.pop(_DRAWN, None)
         else:
@@ -112,13 +112,24 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
             current.sampling = before  # not a call: no interrupt can come before it
         return batch, {_DRAWN: drawn}
 
-    def _synchronize_futures_locked(self) -> None:
-        if self._prefetch:
-            self._refuse_within_writing()
-        super()._synchronize_futures_locked()
+    # These wait for prefetched samples, with a lock that another thread may hold while it waits for
+    # one: refuse before they take it.
+
+    def synchronize(self) -> None:
+        """Wait for prefetched samples and asynchronous updates, as torchrl does.
+
+        Raises:
+            RuntimeError: the buffer has `prefetch=`, and this thread is in the storage's `writing`.
+        """
+        self._refuse_within_writing()
+        super().synchronize()
+
+    def _capture_prefetch_state(self, *arguments: Any, **options: Any) -> Any:
+        self._refuse_within_writing()
+        return super()._capture_prefetch_state(*arguments, **options)
 
     def _refuse_within_writing(self) -> None:
-        if getattr(self._storage, "is_being_written_here", False):
+        if self._prefetch and getattr(self._storage, "is_being_written_here", False):
             raise RuntimeError(
                 "within storage.writing(), a buffer with prefetch= would wait for ever for its "
                 "prefetched samples: call it before or after"

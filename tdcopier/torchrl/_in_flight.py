@@ -44,7 +44,7 @@ class InFlight:
             self.starting = device
             try:
                 yield
-            except (IndexError, TypeError, ValueError):  # refused before anything was enqueued
+            except (TypeError, ValueError):  # refused before anything was enqueued
                 self.starting = None
                 raise
             self.starting = None  # not after any other error

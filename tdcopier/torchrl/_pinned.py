@@ -308,10 +308,13 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
     def _last_cursor_index(self) -> Any:
         late = self._late_cursor.last
         if late is not None:
-            cursor = self._last_cursor
-            super()._set_last_cursor(late.get())
-            self._last_cursor = cursor
-            self._late_cursor.last = None  # not before: Ctrl-C would lose it
+            last = late.get()
+            with self._in_flight.lock:
+                if self._late_cursor.last is late:  # otherwise there was a write meanwhile
+                    cursor = self._last_cursor
+                    super()._set_last_cursor(last)
+                    self._last_cursor = cursor
+                    self._late_cursor.last = None  # not before: Ctrl-C would lose it
         return super()._last_cursor_index
 
 
@@ -359,6 +362,7 @@ class _Pin:
         """Whether other processes may write to the memory."""
         self._lock = threading.Lock()
         self._of: Any = None  # None: the memory may have changed
+        self._looks = 0
         self._memory: PinnedMemory | None = None
         self._places: list[int] | None = None
         self._views: tuple[Any, int, Any] = (None, 0, None)
@@ -376,16 +380,16 @@ class _Pin:
         with self._lock:
             if self._of is rows:
                 return
-            self._of = rows  # first: look_again() may be called meanwhile
-            try:
-                self._pin_rows(rows, device)
-            except BaseException:
-                self._of = None
-                raise
+            looks = self._looks
+            self._pin_rows(rows, device)
+            if looks == self._looks:
+                self._of = rows
 
     def look_again(self) -> None:
-        """Find out at the next use whether the memory is still the same."""
+        """Find out at the next use whether the tensors and their memory are still the same."""
+        self._looks += 1
         self._of = None
+        self._views = (None, 0, None)
 
     def _pin_rows(self, rows: Any, device: Device | None) -> None:
         if self._memory is not None:
@@ -393,7 +397,6 @@ class _Pin:
                 return  # the old memory has not become that of others: it is pinned, thus alive
             memory, self._memory = self._memory, None
             memory.close()
-        self._views = (None, 0, None)
         self._memory = pin_memory_(rows, device)
         leaves = _leaves(rows, device)
         self._places = _places_of(leaves)

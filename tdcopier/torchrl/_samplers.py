@@ -14,8 +14,9 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._options import Device
 from tdcopier.torchrl._to_device import with_index
 
-MOST_LATE = 64
-"""Calls that are not applied yet; a further one waits for the oldest."""
+MOST_LATE, MOST_CALLS = 64, 1024
+"""Updates, and calls after the first update, that are not applied yet; a further one waits for the
+oldest."""
 
 
 class DeviceRandomSampler(RandomSampler):  # type: ignore[misc]
@@ -78,7 +79,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]
     With `priority_delay=n` a sample leaves the latest n updates, and what follows the first of
     them, to later samples. Which ones depends on the order of the calls, never on time. With 0,
     `sample` waits for the kernels that compute the latest priorities; with 1 the host enqueues a
-    step while the device still works at the one before.
+    step while the device still works at the one before. At most 64 updates and 1,024 calls in all
+    are left.
 
     You may overwrite index and priorities by work on the current stream. An update with priorities
     of the wrong shape raises torchrl's error when it is applied. Where torchrl keeps the priorities
@@ -143,7 +145,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):  # type: ignore[misc]
             handle = _copy.start_copy(arguments, "cpu")
             handle.wait_staged()  # work on this stream may overwrite the sources
             late.append(_LateCall(name, handle, options, is_update))
-            while len(late.calls) > MOST_LATE:
+            while late.are_too_many():
                 self._apply_first()
 
     def _apply(self, leave: int = 0) -> None:
@@ -252,6 +254,11 @@ class _LateCalls:
         """Return whether there is a first call that is not one of the latest `leave` updates."""
         return bool(self.calls) and not (self.calls[0].is_update and self._updates <= leave)
 
+    def are_too_many(self) -> bool:
+        """Return whether the first call must be applied before a sample needs it."""
+        most = MOST_CALLS if self.calls[0].is_update else MOST_LATE
+        return self._updates > MOST_LATE or len(self.calls) > most
+
     def remove_first(self) -> None:
         self._updates -= self.calls.pop(0).is_update
 
@@ -262,6 +269,8 @@ def _is_on_host(arguments: tuple[Any, ...]) -> bool:
 
 def _own(argument: Any) -> Any:
     """Return a copy of what is in the caller's host memory."""
+    if isinstance(argument, (tuple, list)):
+        return type(argument)(map(_own, argument))
     if isinstance(argument, np.ndarray):
         return argument.copy()
     return argument.clone() if isinstance(argument, torch.Tensor) and argument.is_cpu else argument

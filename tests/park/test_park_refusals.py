@@ -193,9 +193,11 @@ def test_a_process_may_end_while_a_state_is_parked():
         lambda model: model.parameters(),
         lambda model: set(model.parameters()),
         lambda model: model.state_dict().values(),
-        lambda model: iter([1]),
+        lambda model: {"n": dict(model.state_dict()).items()}["n"],
+        lambda model: {(1, each) for each in model.parameters()},
+        lambda model: iter(list(model.parameters())),
     ],
-    ids=["generator", "set", "dict_values", "iterator"],
+    ids=["generator", "set", "dict_values", "dict_items", "set of tuples", "iterator"],
 )
 def test_tensors_that_would_be_left_without_a_word_are_refused(device, call, make):
     model, optimizer = trained(device)
@@ -205,10 +207,10 @@ def test_tensors_that_would_be_left_without_a_word_are_refused(device, call, mak
 
 
 def test_sets_and_views_of_other_values_are_left(device):
-    state = [{"a", "b"}, {"k": 1}.values(), torch.full((3,), 2.0, device=device)]
+    state = [{"a", "b"}, {"k": 1}.values(), enumerate([]), torch.full((3,), 2.0, device=device)]
     with tdcopier.parked(state):
         pass
-    assert state[2].eq(2).all()
+    assert state[3].eq(2).all()
 
 
 def test_a_block_without_a_state_is_refused():

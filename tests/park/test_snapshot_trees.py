@@ -173,3 +173,37 @@ def test_a_signal_handler_may_call_get_while_get_waits(sim):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert seen[0] is taken.get()
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("with_device", [False, True])
+def test_tensordicts_in_any_container_arrive_on_the_host(device, name, with_device):
+    td = TensorDict({"a": torch.full((LARGE,), 3.0, device=device)})
+    td = td.to(device) if with_device else td
+    state = CONTAINERS[name](td, {"b": [td]})
+    got, beside = in_container(tdcopier.snapshot(state).get())
+    assert got["a"].device.type == "cpu"
+    assert got["a"].eq(3).all()
+    assert beside["b"][0] is got
+    assert got.device == torch.device("cpu")  # as `.to("cpu")` has it
+
+
+def test_a_handler_that_takes_a_snapshot_during_a_step_gets_its_own_wait(device, monkeypatch):
+    parameter = torch.nn.Parameter(torch.full((LARGE,), 3.0, device=device))
+    optimizer = Overwriting([parameter])
+    before_update, taken = tdcopier.Snapshot.before_update, []
+
+    def interrupted(self):
+        before_update(self)
+        if not taken:
+            taken.append(None)
+            taken[0] = tdcopier.snapshot([parameter], optimizer=optimizer)
+
+    first = tdcopier.snapshot([parameter], optimizer=optimizer)
+    waited = []
+    monkeypatch.setattr(
+        tdcopier.Snapshot, "before_update", lambda self: (interrupted(self), waited.append(self))
+    )
+    optimizer.step()
+    assert waited == [first, taken[0]]
+    assert taken[0].get()[0].eq(3).all()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -133,3 +136,16 @@ def test_a_stager_is_closed_by_its_context(device):
     with pytest.raises(RuntimeError, match="the stager is closed"):
         stager.stage({"x": torch.ones(3, device=device)})
     stager.close()
+
+
+def test_a_callback_of_a_staged_result_may_stage_the_next_state(device):
+    with tdcopier.SnapshotStager() as stager:
+        chained, done = [], threading.Event()
+
+        def again(_: Any) -> None:
+            chained.append(stager.stage({"x": torch.full((3,), 2.0, device=device)}))
+            done.set()
+
+        stager.stage({"x": torch.ones(3, device=device)}).add_done_callback(again)
+        assert done.wait(30)
+        assert chained[0].result()["x"].eq(2).all()

@@ -336,3 +336,42 @@ def test_rows_that_torch_moves_to_shared_memory_are_pinned_again(device):
 def test_pinned_and_shared_from_the_beginning_are_refused_together(device):
     with pytest.raises(ValueError, match="exclude each other"):
         PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True, shared_init=True)
+
+
+def test_a_leaf_that_is_replaced_by_another_dtype_is_sampled_so(device):
+    from tdcopier.torchrl import DeviceRandomSampler
+
+    buffer = pinned_buffer(device, sampler=DeviceRandomSampler(device))
+    buffer.extend(data(44).set("number", torch.arange(44)))
+    buffer.sample()
+    with buffer.storage.writing():
+        rows = buffer.storage._storage
+        rows["number"] = rows["number"].view(torch.float64)
+    assert buffer.sample()["number"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("call", ["state_dict", "synchronize"])
+def test_within_writing_prefetched_samples_are_refused_beside_a_thread_that_samples(device, call):
+    """Not only after the lock that the other thread holds while it waits for its sample."""
+    buffer = pinned_buffer(device, prefetch=1)
+    if not hasattr(type(buffer).__mro__[1], call):
+        pytest.skip(f"this torchrl has no {call}()")
+    buffer.extend(data(CAPACITY))
+    buffer.sample()
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.is_set():
+            buffer.sample()
+
+    def write() -> None:
+        for _ in range(30):
+            with buffer.storage.writing(), pytest.raises(RuntimeError, match="within storage"):
+                getattr(buffer, call)()
+
+    sampling = Call(sample)
+    try:
+        Call(write).join()
+    finally:
+        stop.set()
+    sampling.join()

@@ -336,6 +336,30 @@ def test_priorities_on_the_host_are_applied_at_once_and_after_those_before(devic
 
 
 @PRIORITIZED
+@pytest.mark.parametrize(("delay", "updates", "adds"), [(40, 40, 1), (1, 1, 200)])
+def test_other_calls_between_do_not_apply_updates_early(device, delay, updates, adds):
+    buffer = prioritized(device, ours=True, priority_delay=delay)
+    buffer.sample()
+    for step in range(updates):
+        index = torch.tensor([step % 50]).to(device)
+        buffer.update_priority(index, torch.tensor([50.0]).to(device))
+        for _ in range(adds):
+            buffer.sampler.extend(torch.tensor([55]).to(device))
+    buffer.sample()
+    assert buffer.sampler._sum_tree[torch.arange(50)].le(1).all()
+
+
+@PRIORITIZED
+def test_calls_after_an_update_are_bounded_too(device, monkeypatch):
+    monkeypatch.setattr("tdcopier.torchrl._samplers.MOST_CALLS", 100)
+    buffer = prioritized(device, ours=True, priority_delay=1)
+    buffer.update_priority(torch.tensor([1]).to(device), torch.ones(1).to(device))
+    for _ in range(300):
+        buffer.sampler.extend(torch.tensor([55]).to(device))
+        assert len(buffer.sampler._late.calls) <= 100
+
+
+@PRIORITIZED
 def test_arrays_of_a_late_call_may_be_changed_at_once(device):
     buffer = prioritized(device, ours=True)
     buffer.update_priority(torch.tensor([1]).to(device), torch.tensor([5.0]).to(device))
