@@ -66,22 +66,12 @@ def start_scatter(
         Exception: as `start_copy_into`.
     """
     _C.raise_bad_rows()  # of a handle that was dropped; reads do so in C++
-    return enqueue_scatter(
-        batch,
-        storage,
-        index,
-        use_pinned_staging=use_pinned_staging,
-        use_background_thread=use_background_thread,
-    )
+    options = options_for_filling(use_pinned_staging, use_background_thread)
+    return enqueue_scatter(batch, storage, index, options)
 
 
 def enqueue_scatter(
-    batch: Any,
-    storage: T,
-    index: Any,
-    *,
-    use_pinned_staging: bool = True,
-    use_background_thread: bool = True,
+    batch: Any, storage: T, index: Any, options: _C.CopyOptions
 ) -> AsyncCopyHandle[T]:
     """Do what `start_scatter` does, but do not raise errors of earlier calls."""
     rows = row_index(index, storage)
@@ -94,7 +84,6 @@ def enqueue_scatter(
         table[key_for_torch(rows)] = values.to(table.device)
 
     check = _checking.SourceCheck.of_scatter(batch, storage) if _checking.enabled else None
-    options = options_for_filling(use_pinned_staging, use_background_thread)
     handle = _C.start_scatter(batch, storage, rows, fill, options)
     return handle if check is None else _checking.checked(handle, check)
 

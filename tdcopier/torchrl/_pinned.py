@@ -18,7 +18,7 @@ from torchrl.data import LazyTensorStorage
 
 from tdcopier import _C, _copy
 from tdcopier._C import AsyncCopyHandle
-from tdcopier._options import Device
+from tdcopier._options import Device, options_for_filling
 from tdcopier._pin_memory import PinnedMemory, pin_memory_
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.row_numbers import row_index
@@ -272,7 +272,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                 self._in_flight.order_after_writes()
                 # Not start_scatter(), which may raise what the index of a sample was: torchrl's
                 # writer counts these rows already. The next sample raises it.
-                handle = enqueue_scatter(data, self._rows, cursor)
+                handle = enqueue_scatter(data, self._rows, cursor, options_for_filling(True, True))
                 handle.wait_staged()  # work on this stream may overwrite the batch
                 self._in_flight.add_write(handle._host_access())
         except (ValueError, TypeError):

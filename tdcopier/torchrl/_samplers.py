@@ -269,7 +269,7 @@ def _is_on_host(arguments: tuple[Any, ...]) -> bool:
 
 def _own(argument: Any) -> Any:
     """Return a copy of what is in the caller's host memory."""
-    if isinstance(argument, (tuple, list)):
+    if type(argument) in (tuple, list):  # an index of several dimensions
         return type(argument)(map(_own, argument))
     if isinstance(argument, np.ndarray):
         return argument.copy()

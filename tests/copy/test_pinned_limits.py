@@ -191,6 +191,15 @@ def test_at_the_limit_a_lease_waits_for_copies_whose_handles_are_gone(device, us
     assert [state.mean().item() for state in states] == [0, 1]
 
 
+def test_a_lease_that_cannot_fit_ends_although_others_copy_all_the_time(device, monkeypatch):
+    tdcopier.set_pinned_limit_bytes(MIB)
+    waits = []
+    monkeypatch.setattr(_C, "wait_for_release", lambda: waits.append(None) is None)
+    with pytest.raises(MemoryError):
+        lease([2 * MIB])
+    assert 1 < len(waits) < 100
+
+
 def test_a_lower_limit_returns_memory_that_is_not_in_use(device):
     reserved = tdcopier.reserve_pinned_memory(10 * MIB)
     tdcopier.set_pinned_limit_bytes(reserved)

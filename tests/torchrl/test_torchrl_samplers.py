@@ -29,7 +29,7 @@ from tdcopier.torchrl import (
     PackedPrioritizedSampler,
     PackedTensorDictReplayBuffer,
 )
-from tdcopier.torchrl._samplers import MOST_LATE
+from tdcopier.torchrl._samplers import MOST_LATE, _own
 
 pytestmark = pytest.mark.usefixtures("no_collections")
 
@@ -368,6 +368,15 @@ def test_arrays_of_a_late_call_may_be_changed_at_once(device):
     index[:], priority[:] = 3, 1
     buffer.sample()
     assert buffer.sampler._sum_tree[torch.tensor([2])].allclose(torch.tensor([7.0**0.7]))
+
+
+def test_all_parts_of_a_late_index_are_copied():
+    parts = torch.tensor([1, 2]), np.array([3, 4])
+    index, priority = _own((parts, 2.0))
+    parts[0].zero_()
+    parts[1][:] = 0
+    assert [part.tolist() for part in index] == [[1, 2], [3, 4]]
+    assert priority == 2.0
 
 
 @PRIORITIZED
