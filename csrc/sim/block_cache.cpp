@@ -1,6 +1,9 @@
 // Reuses memory blocks in the order of the streams' work.
 #include "sim/block_cache.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +21,29 @@ constexpr int kFreedByte = 0xDD;
 
 std::atomic<bool> poison_at_allocation{true};
 std::atomic<bool> poison_at_free{false};
+
+// Blocks of whole pages often stand side by side, as those of a driver do: code that takes two
+// neighbours for one allocation is found.
+bool is_whole_pages(std::size_t size) {
+  static const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return size % page == 0;
+}
+
+// Returns null if the system has none.
+void* system_memory(std::size_t size) {
+  if (!is_whole_pages(size)) return std::aligned_alloc(kBlockBytes, size);
+  void* const mapped =
+      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return mapped == MAP_FAILED ? nullptr : mapped;
+}
+
+void free_system_memory(void* data, std::size_t size) {
+  if (is_whole_pages(size)) {
+    ::munmap(data, size);
+  } else {
+    std::free(data);
+  }
+}
 
 }  // namespace
 
@@ -44,7 +70,7 @@ Block* BlockCache::allocate(std::int64_t pool, std::size_t size) {
   // A system that overcommits memory would kill the process when it writes to the block.
   constexpr std::size_t kMoreThanAnyDeviceHas = std::size_t{1} << 40;
   if (size > kMoreThanAnyDeviceHas) return nullptr;
-  void* const data = std::aligned_alloc(kBlockBytes, size);
+  void* const data = system_memory(size);
   if (data == nullptr) return nullptr;
   if (poison_at_allocation.load(std::memory_order_relaxed)) std::memset(data, kFreshByte, size);
   auto block = std::make_unique<Block>();
@@ -118,7 +144,7 @@ void BlockCache::poison(Block* block) {
 
 void BlockCache::forget(Block* block) {
   if (Tracker::is_on()) Tracker::get().forgotten(*block);
-  std::free(block->data);
+  free_system_memory(block->data, block->size);
   blocks_.erase(reinterpret_cast<std::uintptr_t>(block->data));
 }
 

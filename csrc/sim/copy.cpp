@@ -11,7 +11,9 @@
 #include <optional>
 #include <utility>
 
+#include "sim/device_allocator.h"
 #include "sim/event.h"
+#include "sim/extent.h"
 #include "sim/note.h"
 #include "sim/pinned_allocator.h"
 #include "sim/runtime.h"
@@ -64,11 +66,29 @@ std::function<void()> copy_operation(const at::Tensor& source, const at::Tensor&
   };
 }
 
+// Refuses memory that begins in an allocation of the device, or in pinned memory, and goes on after
+// its end, as CUDA does even if other such memory follows. A detection reports it itself.
+void require_one_allocation(const at::Tensor& tensor) {
+  const auto* const data = tensor.const_data_ptr();
+  const auto place = is_sim(tensor) ? DeviceAllocator::get().place_of(data)
+                                    : PinnedAllocator::get().place_of(data);
+  if (!place) return;
+  const Extent extent(tensor);
+  TORCH_CHECK(extent.end() <= place->begin + place->size,
+              "simulated: invalid argument: ", extent.end() - extent.begin(),
+              " bytes of a copy begin in an allocation of ", place->size,
+              " bytes, and go on after its end");
+}
+
 // Returns the copy as an operation to enqueue on `queue`.
 Operation begin_copy(const Transfer& transfer, const at::Tensor& source, const at::Tensor& target,
                      const StreamQueue& queue) {
   auto move = copy_operation(source, target);
-  if (!Tracker::is_on()) return begin_transfer(transfer, std::move(move));
+  if (!Tracker::is_on()) {
+    require_one_allocation(source);
+    require_one_allocation(target);
+    return begin_transfer(transfer, std::move(move));
+  }
   auto note = note_of(describe(transfer), access_to(source, /*writes=*/false),
                       access_to(target, /*writes=*/true));
   for (const auto& access : note->accesses) {

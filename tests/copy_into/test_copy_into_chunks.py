@@ -1,4 +1,4 @@
-"""Destinations in a chunk that others share: only their own bytes are written."""
+"""Destinations beside others, in a chunk and in memory: only their own bytes are written."""
 
 from __future__ import annotations
 
@@ -48,6 +48,18 @@ def test_a_chunk_whose_storage_was_moved_is_like_any_other_memory(device):
     handle.get()
     assert handle.stats.transfers == 2
     assert [leaf.tolist() for leaf in delivered] == [[0] * 3] * 2
+
+
+@pytest.mark.parametrize("count", [8, 300])
+def test_neighbours_that_were_allocated_apart_arrive(device, count):
+    """CUDA refuses a transfer that goes on from one of its allocations into the next."""
+    source = [torch.full((4096,), float(i)) for i in range(count)]
+    there = [torch.empty(4096, device=device) for _ in range(count)]
+    pinned = [torch.empty(4096, pin_memory=True) for _ in range(count)]
+    tdcopier.start_copy_into(source, there).get()
+    tdcopier.start_copy_into(there, pinned).get()
+    assert all(map(same_bytes, pinned, source))
+    assert all(map(same_bytes, tdcopier.copy(pinned, device), source))
 
 
 @pytest.mark.parametrize("source_on", ["host", "same device", "other device"])

@@ -1,5 +1,5 @@
-// For existing memory only: sorts destinations by address, and joins those into runs that adjoin or
-// have only padding between them.
+// For existing memory only: sorts destinations by address, and joins those of one storage into runs
+// that adjoin or have only padding between them.
 #include "engine/leaves/into_plan.h"
 
 #include <algorithm>
@@ -68,11 +68,11 @@ class Planner {
   }
 
   bool adjoin(uint32_t before, uint32_t after, Padding& padding) const {
-    const std::byte* const end = to_[before].data + leaves_[before].bytes;
-    if (end == to_[after].data) return true;
+    // Memory of several storages may be of several allocations, which no transfer spans.
     const c10::StorageImpl* const storage = to_[before].storage;
-    return storage != nullptr && storage == to_[after].storage &&
-           padding.has(storage, end, to_[after].data);
+    if (storage == nullptr || storage != to_[after].storage) return false;
+    const std::byte* const end = to_[before].data + leaves_[before].bytes;
+    return end == to_[after].data || padding.has(storage, end, to_[after].data);
   }
 
   uint64_t bytes_of(const Joined& joined) const {
