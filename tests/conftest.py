@@ -139,9 +139,13 @@ def loaded_kernels() -> None:
     for source in places:
         leaves = [torch.full((n,), 1.0, device=source) for n in (10, 20)]
         for target in places:
-            for leaf in tdcopier.copy([*leaves, leaves[0].clone().requires_grad_()], target):
+            copied = tdcopier.copy([*leaves, leaves[0].clone().requires_grad_()], target)
+            for leaf in copied:
                 leaf.detach().fill_(2).sum().item()
                 torch.empty_like(leaf).copy_(leaf)
+            # Of whole words, and of single bytes.
+            into = [torch.empty_like(leaf) for leaf in leaves]
+            tdcopier.copy_into([leaves[0], leaves[1].char()], [into[0], into[1].char()])
 
 
 @pytest.fixture

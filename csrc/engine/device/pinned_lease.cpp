@@ -87,18 +87,11 @@ class LeaseWork {
     std::vector<size_t> wanted;
     for (const Piece& piece : plan_.pieces) wanted.push_back(piece.bytes);
     states_ = std::vector<State>(wanted.size());
-    const auto slices_of = [](size_t bytes) { return (bytes + kSliceBytes - 1) / kSliceBytes; };
-    size_t most_slices = 0;
-    for (const size_t bytes : wanted) most_slices += slices_of(bytes);
-    slices_.reserve(most_slices);  // what throws comes first: only the destructor gives back
     const std::vector<uintptr_t> taken = PinnedPool::get().take(wanted);
+    // Nothing throws from here on: only the destructor gives back.
     for (size_t i = 0; i < taken.size(); ++i) {
-      State& state = states_[i];
-      state.address = taken[i];
-      state.is_ready = taken[i] != 0 || wanted[i] == 0;
-      if (state.is_ready) continue;
-      for (size_t at = 0; at < wanted[i]; at += kSliceBytes) slices_.push_back({i, at});
-      state.slices_left = slices_of(wanted[i]);
+      states_[i].address = taken[i];
+      states_[i].is_ready = taken[i] != 0 || wanted[i] == 0;
     }
   }
 
@@ -113,6 +106,19 @@ class LeaseWork {
   }
   LeaseWork(const LeaseWork&) = delete;
   LeaseWork& operator=(const LeaseWork&) = delete;
+
+  // Called once, before all below. Throws: std::bad_alloc if the system has not the addresses; one
+  // that overcommits memory refuses nothing else.
+  void map_new_pieces() {
+    for (size_t i = 0; i < states_.size(); ++i) {
+      State& state = states_[i];
+      if (state.is_ready) continue;
+      const size_t bytes = plan_.pieces[i].bytes;
+      state.memory = AnonymousMemory(bytes);
+      for (size_t at = 0; at < bytes; at += kSliceBytes) slices_.push_back({i, at});
+      state.slices_left = (bytes + kSliceBytes - 1) / kSliceBytes;
+    }
+  }
 
   size_t slices() const { return slices_.size(); }
 
@@ -169,7 +175,6 @@ class LeaseWork {
   struct State {
     uintptr_t address = 0;   // once it is ready
     AnonymousMemory memory;  // in the making
-    std::once_flag mapped;
     std::atomic<size_t> slices_left = 0;
     bool is_ready = false;  // guarded by mutex_, as the failure
     std::exception_ptr failure;
@@ -211,8 +216,6 @@ class LeaseWork {
     const auto [index, begin] = slices_[claimed];
     State& state = states_[index];
     try {
-      std::call_once(state.mapped,
-                     [&] { state.memory = AnonymousMemory(plan_.pieces[index].bytes); });
       const std::span<std::byte> all = state.memory.bytes();
       populate(all.subspan(begin, std::min(kSliceBytes, all.size() - begin)));
     } catch (...) {
@@ -286,6 +289,7 @@ class LeaseWork {
 
 PinnedLease::PinnedLease(c10::Device device, const std::vector<uint64_t>& sizes)
     : work_(std::make_shared<LeaseWork>(device, sizes)) {
+  work_->map_new_pieces();
   // A deterministic schedule has no threads for this: the thread that waits makes the memory.
   if (work_->slices() == 0 || is_interleaved()) return;
   ThreadPool& workers = pinning_workers();
