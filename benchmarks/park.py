@@ -334,15 +334,17 @@ class _Loop:
 
         The host runs ahead of the device, as in a loop that does not look at each step's loss.
         """
-        host_us = []
+        host_us: list[float] = []
+        before_update = finish = None
         ends = [self._device.Event(enable_timing=True) for _ in range(steps + 1)]
         self._device.synchronize()
         ends[0].record()
         for number, end in enumerate(ends[1:]):
             before_update = None
             if number % period == period - 1:
+                del finish  # an earlier snapshot is there until the next
                 begin = time.perf_counter_ns()
-                before_update, _ = self._take()
+                before_update, finish = self._take()
                 host_us.append((time.perf_counter_ns() - begin) / 1e3)
             self._step(before_update)
             end.record()

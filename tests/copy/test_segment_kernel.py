@@ -59,6 +59,7 @@ LENGTHS = {
     "more than one launch holds": [3] * 5_000,
     "exactly what the parameters hold": [5] * 254 + [6] * 512 + [7] * 1280,
     "large": [260_000, 7, 130_001, 65_536],
+    "more than 32 MiB": [3_000_001, 65_536, 7, 65_537, *[400_000] * 90],
 }
 
 
@@ -79,12 +80,13 @@ def test_leaves_of_every_width_arrive_on_the_host(device, kind, shift, straight)
         assert_equal_bytes(unaligned, source)
 
 
+@pytest.mark.parametrize("source_on", ["cpu", "cuda"])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", LENGTHS)
-def test_leaves_of_every_width_are_scattered(device, kind, shift):
+def test_existing_leaves_of_every_width_are_filled(device, kind, shift, source_on):
     for dtypes in ([torch.uint8], WIDTHS):
         lengths = [max(1, n // max(t.itemsize for t in dtypes)) for n in LENGTHS[kind]]
-        source = leaves_of(lengths, dtypes, "cpu")
+        source = leaves_of(lengths, dtypes, source_on)
         destination = leaves_of(lengths, dtypes, device, shift)
         tdcopier.start_copy_into(source, destination).get()
         assert_equal_bytes(destination, source)
@@ -112,6 +114,35 @@ def test_between_devices(device, other_device):
     destination = leaves_of(LENGTHS["small"], WIDTHS, device)
     tdcopier.start_copy_into(source, destination).get()
     assert_equal_bytes(destination, source)
+
+
+def test_destinations_far_apart_on_the_device_are_filled(device):
+    """They lie in more parts of 2 GiB than a launch knows."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("it needs 20 GiB of device memory")
+    apart = [torch.empty(2 << 30, dtype=torch.uint8, device=device) for _ in range(10)]
+    destination = [piece[at : at + 70_001] for at in (5, (2 << 30) - 70_001) for piece in apart]
+    source = leaves_of([70_001] * len(destination), [torch.uint8], device)
+    tdcopier.start_copy_into(source, destination).get()
+    assert_equal_bytes(destination, source)
+
+
+def test_leaves_with_gaps_within_a_device_go_beside_it(device):
+    base = torch.arange(4_000.0, device=device).reshape(40, 100)
+    there = torch.zeros(40, 100, device=device)
+    tdcopier.start_copy_into(
+        [base[:, ::2], base[0, 1::2], base[:0]], [there[:, ::2], there[0, 1::2], there[:0]]
+    ).get()
+    assert torch.equal(there[:, ::2], base[:, ::2])
+    assert torch.equal(there[0], base[0])
+    assert there[1:, 1::2].eq(0).all()
+
+
+def test_a_copy_within_a_device_is_one_kernel_and_nothing_else(device):
+    source = [torch.ones(20, device=device) for _ in range(500)]
+    there = [torch.empty_like(each) for each in source]
+    seen = kernels_during(lambda: tdcopier.start_copy_into(source, there).get())
+    assert seen == Counter({"move_segments_766": 1})
 
 
 def kernels_during(copy) -> Counter[str]:

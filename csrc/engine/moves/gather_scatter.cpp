@@ -89,6 +89,10 @@ class TorchCopies {
   Pairs bytes_;
 };
 
+// Copies of more bytes have larger segments: fewer launches, each of which fills the device.
+constexpr uint64_t kFewBytesWithin = uint64_t{32} << 20;
+constexpr uint32_t kLargeSegmentBytes = 64 * 1024;
+
 End source_of(const LeafTable& leaves, const Leaf& leaf) {
   const auto* const data = static_cast<const std::byte*>(leaf.data);
   if (!leaf.strided) return {data};
@@ -166,10 +170,24 @@ void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& l
 void copy_within(const c10::Stream& stream, const LeafTable& leaves,
                  const DestinationTable& destinations) {
   const c10::InferenceMode no_autograd;
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < leaves.size(); ++i) bytes += leaves[i].bytes;
+  const bool by_kernel = has_segment_kernel(stream.device(), Segments::kMostBytesAnywhere);
+  Segments segments(by_kernel ? leaves.size() : 0,
+                    bytes <= kFewBytesWithin ? kSegmentBytes : kLargeSegmentBytes);
   TorchCopies copies(stream.device(), leaves, /*counted=*/false);
   for (uint32_t i = 0; i < leaves.size(); ++i) {
-    copies.add(leaves[i], source_of(leaves, leaves[i]), destination_of(destinations, i, leaves[i]));
+    const Leaf& leaf = leaves[i];
+    if (leaf.bytes == 0) continue;
+    const End from = source_of(leaves, leaf);
+    const End to = destination_of(destinations, i, leaf);
+    if (by_kernel && !from.strided && !to.strided && leaf.bytes <= Segments::kMostBytesAnywhere) {
+      segments.add_anywhere(from.data, const_cast<std::byte*>(to.data), leaf.bytes);
+    } else {
+      copies.add(leaf, from, to);
+    }
   }
+  segments.move(stream, Move::kGather);
   copies.enqueue();
 }
 

@@ -17,8 +17,6 @@
 namespace tdcopier {
 namespace {
 
-// Longer leaves are cut.
-constexpr uint32_t kMaxSegmentBytes = 16 * 1024;
 constexpr unsigned kSegmentThreads = 128;
 constexpr size_t kMostSegmentsOfLaunch = 2042;
 
@@ -70,11 +68,29 @@ void Segments::begin_chunk(std::byte* memory) {
 }
 
 void Segments::add(const void* address, uint64_t offset, uint64_t bytes) {
-  const auto chunk = static_cast<uint32_t>(groups_.back().count - 1) << kBytesBits;
-  for (uint64_t at = 0; at < bytes; at += kMaxSegmentBytes) {
-    const auto part = static_cast<uint32_t>(std::min<uint64_t>(bytes - at, kMaxSegmentBytes));
+  add(address, groups_.back().count - 1, offset, bytes);
+}
+
+// All memory from one multiple of kMostBytesAnywhere to the second next is a chunk.
+void Segments::add_anywhere(const void* address, std::byte* slot, uint64_t bytes) {
+  const auto to = reinterpret_cast<uint64_t>(slot);
+  const uint64_t begin = to / kMostBytesAnywhere * kMostBytesAnywhere;
+  const auto chunk_of = [&](const Group& group) {
+    const auto end = group.chunks.begin() + static_cast<ptrdiff_t>(group.count);
+    return static_cast<size_t>(std::find(group.chunks.begin(), end, begin) - group.chunks.begin());
+  };
+  if (groups_.empty() || chunk_of(groups_.back()) == groups_.back().count) {
+    begin_chunk(reinterpret_cast<std::byte*>(begin));
+  }
+  add(address, chunk_of(groups_.back()), to - begin, bytes);
+}
+
+void Segments::add(const void* address, size_t chunk, uint64_t offset, uint64_t bytes) {
+  const auto upper = static_cast<uint32_t>(chunk) << kBytesBits;
+  for (uint64_t at = 0; at < bytes; at += most_segment_bytes_) {
+    const auto part = static_cast<uint32_t>(std::min<uint64_t>(bytes - at, most_segment_bytes_));
     segments_.push_back({reinterpret_cast<uint64_t>(address) + at,
-                         static_cast<uint32_t>(offset + at), chunk | part});
+                         static_cast<uint32_t>(offset + at), upper | part});
   }
 }
 

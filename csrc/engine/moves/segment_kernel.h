@@ -19,10 +19,12 @@ namespace tdcopier {
 // A part of a leaf, and its place in a chunk. The same as in kernels/move_segments.cu.
 struct Segment {
   uint64_t address;          // on the device
-  uint32_t offset;           // in the chunk
+  uint32_t offset;           // in the chunk, which may be any memory that the device can access
   uint32_t chunk_and_bytes;  // chunk's index in the launch (upper 8 bits), and bytes
 };
 inline constexpr size_t kMostChunksOfLaunch = 8;
+// Longer leaves are cut.
+inline constexpr uint32_t kSegmentBytes = 16 * 1024;
 
 enum class Move : uint32_t {
   kGather = 0,   // from the addresses to the slots
@@ -32,12 +34,19 @@ enum class Move : uint32_t {
 // Leaves and their slots, cut into segments. One block of threads moves each segment.
 class Segments {
  public:
-  explicit Segments(size_t leaves) { segments_.reserve(leaves); }
+  explicit Segments(size_t leaves, uint32_t most_segment_bytes = kSegmentBytes)
+      : most_segment_bytes_(most_segment_bytes) {
+    segments_.reserve(leaves);
+  }
 
   // Starts a chunk: the leaves added from here on have their slots in it.
   void begin_chunk(std::byte* memory);
   // Adds a leaf. Requires: offset + bytes fits in 32 bits.
   void add(const void* address, uint64_t offset, uint64_t bytes);
+  // Adds a leaf that has its slot anywhere. Requires: all are added so, and none is larger than
+  // kMostBytesAnywhere.
+  void add_anywhere(const void* address, std::byte* slot, uint64_t bytes);
+  static constexpr uint64_t kMostBytesAnywhere = uint64_t{1} << 31;
 
   // Returns the number of kernels that move() launches, 0 without segments.
   size_t launches() const;
@@ -56,7 +65,9 @@ class Segments {
   };
 
   std::span<const Segment> segments_of(size_t group) const;
+  void add(const void* address, size_t chunk, uint64_t offset, uint64_t bytes);
 
+  const uint32_t most_segment_bytes_;
   RecycledVector<Segment> segments_;
   std::vector<Group> groups_;
 };
