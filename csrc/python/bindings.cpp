@@ -328,6 +328,11 @@ Raises:
     return with_torch_errors(
         [&] { return tdcopier::parts_of_bytes(tdcopier::tensor_in(bytes.ptr()), begins, sizes); });
   });
+  m.def("pack_bytes",
+        [](const py::list& parts, py::handle chunk, const std::vector<int64_t>& begins) {
+          with_torch_errors(
+              [&] { tdcopier::pack_bytes(parts, tdcopier::tensor_in(chunk.ptr()), begins); });
+        });
   m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;
 
   py::class_<HostAccess>(m, "HostAccess")

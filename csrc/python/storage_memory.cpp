@@ -2,6 +2,7 @@
 #include "python/storage_memory.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -12,6 +13,7 @@
 
 #include "engine/device/byte_tensor.h"
 #include "engine/leaves/part_storage.h"
+#include "engine/moves/gather_scatter.h"
 #include "python/device_argument.h"
 #include "python/torch_tensor.h"
 
@@ -113,6 +115,27 @@ py::list parts_of_bytes(const at::Tensor& bytes, const std::vector<int64_t>& beg
     set_item(made, i, std::move(part));
   }
   return made;
+}
+
+void pack_bytes(const py::list& parts, const at::Tensor& chunk,
+                const std::vector<int64_t>& begins) {
+  std::vector<ByteCopy> copies;
+  copies.reserve(begins.size());
+  auto* const memory = static_cast<std::byte*>(chunk.mutable_data_ptr());
+  for (size_t i = 0; i < begins.size(); ++i) {
+    const at::Tensor& part = tensor_in(parts[i].ptr());
+    const bool fits = part.device() == chunk.device() && part.is_contiguous() && begins[i] >= 0 &&
+                      begins[i] + part.numel() <= chunk.numel();
+    if (!fits || part.scalar_type() != c10::kByte) {
+      throw py::value_error("a part of a chunk is too large, or not of bytes on its device");
+    }
+    copies.push_back({static_cast<const std::byte*>(part.const_data_ptr()), memory + begins[i],
+                      static_cast<uint64_t>(part.numel())});
+  }
+  const py::gil_scoped_release no_gil;
+  const c10::DeviceGuard on_device(chunk.device());
+  const c10::impl::VirtualGuardImpl backend(chunk.device().type());
+  copy_within(backend.getStream(chunk.device()), copies);
 }
 
 StorageMemory::StorageMemory(const py::list& tensors) {

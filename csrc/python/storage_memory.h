@@ -43,6 +43,12 @@ at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor);
 pybind11::list parts_of_bytes(const at::Tensor& bytes, const std::vector<int64_t>& begins,
                               const std::vector<int64_t>& sizes);
 
+// Copies uint8 tensors of a device into `chunk`, another one there: each to the byte in `begins`.
+// Enqueues it on the device's current stream, and keeps nothing alive. Throws: ValueError if a part
+// does not fit, before anything is enqueued; c10::Error, if the device refuses work.
+void pack_bytes(const pybind11::list& parts, const at::Tensor& chunk,
+                const std::vector<int64_t>& begins);
+
 // The distinct storages of a list of tensors. Does not keep them alive: a storage that nothing else
 // uses any more is gone. A change of all of them is one call that cannot be interrupted, and it is
 // complete or, if it throws, nothing has changed. GIL: held for every member.

@@ -127,21 +127,19 @@ class DeviceCopy:
             by_device.setdefault(storage.device, []).append(i)
         groups: list[list[int]] = []
         places: list[tuple[list[int], list[int]]] = []  # in its chunk: begins and sizes
-        chunks: list[torch.Tensor] = []
-        slots: list[torch.Tensor] = []
+        chunks: list[Any] = []
         for device, numbers in by_device.items():
             for group in _groups(sizes_bytes, numbers, GROUP_BYTES):
                 sizes = [sizes_bytes[i] for i in group]
                 steps = (-(-size // _SLOT_BYTES) * _SLOT_BYTES for size in sizes)
                 *begins, end = itertools.accumulate(steps, initial=0)
-                chunks.append(torch.empty(end, dtype=torch.uint8, device=device))
-                slots += _C.parts_of_bytes(chunks[-1], begins, sizes)
+                chunk: Any = torch.empty(end, dtype=torch.uint8, device=device)
+                # The engine keeps the chunk until it has been read, and the chunk what it is of.
+                chunk.parts = [storages[i] for i in group]
+                _C.pack_bytes(chunk.parts, chunk, begins)
+                chunks.append(chunk)
                 places.append((begins, sizes))
                 groups.append(group)
-        options = options_for_filling(True, False)
-        sources = [storages[i] for group in groups for i in group]
-        handle = _C.start_copy_into(sources, slots, options, False)
-        handle.wait()
         self._are_made = [_event_on(device) for device in by_device]
         self._copy = HostCopy(chunks, [chunk.nbytes for chunk in chunks], small_first=False)
         self.parts = list(storages)

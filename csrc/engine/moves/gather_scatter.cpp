@@ -29,25 +29,56 @@ struct End {
   std::span<const int64_t> strides_bytes = {};
 };
 
-// Enqueues copies through torch: one call for all that are contiguous and aligned, and one for the
-// other contiguous ones. A thread of torch's kernel loads four elements at once, which are 32 bytes
-// of words, or only four.
+// Enqueues copies of contiguous memory through torch: one call for all that are aligned, and one
+// for the others. A thread of torch's kernel loads four elements at once, which are 32 bytes of
+// words, or only four.
+class TorchPairs {
+ public:
+  explicit TorchPairs(c10::Device device) : device_(device) {}
+
+  void add(const std::byte* from, const std::byte* to, uint64_t bytes) {
+    const uint64_t aligned =
+        reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) | bytes;
+    const bool in_words = aligned % kWordBytes == 0;
+    Lists& lists = in_words ? words_ : bytes_;
+    const uint32_t element_bytes = in_words ? kWordBytes : 1;
+    const auto elements = static_cast<int64_t>(bytes / element_bytes);
+    lists.from.push_back(elements_at(device_, from, element_bytes, elements, int64_t{1}));
+    lists.to.push_back(elements_at(device_, to, element_bytes, elements, int64_t{1}));
+  }
+
+  bool empty() const { return words_.from.empty() && bytes_.from.empty(); }
+
+  void enqueue() const {
+    for (const Lists* const lists : {&words_, &bytes_}) {
+      if (!lists->from.empty()) at::_foreach_copy_(lists->to, lists->from, /*non_blocking=*/true);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kWordBytes = 8;
+
+  // Of one element size, since torch copies lists of several dtypes one tensor after the other.
+  struct Lists {
+    std::vector<at::Tensor> from;
+    std::vector<at::Tensor> to;
+  };
+
+  const c10::Device device_;
+  Lists words_;
+  Lists bytes_;
+};
+
+// Enqueues copies of leaves through torch.
 class TorchCopies {
  public:
   // `counted`: the copies count as fallbacks.
   TorchCopies(c10::Device device, const LeafTable& leaves, bool counted)
-      : device_(device), leaves_(leaves), counted_(counted) {}
+      : device_(device), leaves_(leaves), counted_(counted), pairs_(device) {}
 
   void add(const Leaf& leaf, const End& from, const End& to) {
     if (leaf.bytes == 0) return;
-    if (!from.strided && !to.strided) {
-      const uint64_t aligned = reinterpret_cast<uintptr_t>(from.data) |
-                               reinterpret_cast<uintptr_t>(to.data) | leaf.bytes;
-      const bool in_words = aligned % kWordBytes == 0;
-      (in_words ? words_ : bytes_)
-          .add(device_, from.data, to.data, leaf.bytes, in_words ? kWordBytes : 1);
-      return;
-    }
+    if (!from.strided && !to.strided) return pairs_.add(from.data, to.data, leaf.bytes);
     const auto element_bytes = static_cast<uint32_t>(c10::elementSize(leaf.dtype));
     const auto view = [&](const End& end) {
       const std::vector<int64_t> strides =
@@ -59,34 +90,16 @@ class TorchCopies {
   }
 
   void enqueue() const {
-    if (words_.from.empty() && bytes_.from.empty()) return;
+    if (pairs_.empty()) return;
     if (counted_) note_fallback(device_.type());
-    for (const Pairs* const pairs : {&words_, &bytes_}) {
-      if (!pairs->from.empty()) at::_foreach_copy_(pairs->to, pairs->from, /*non_blocking=*/true);
-    }
+    pairs_.enqueue();
   }
 
  private:
-  static constexpr uint32_t kWordBytes = 8;
-
-  // Of one element size, since torch copies lists of several dtypes one tensor after the other.
-  struct Pairs {
-    std::vector<at::Tensor> from;
-    std::vector<at::Tensor> to;
-
-    void add(c10::Device device, const std::byte* source, const std::byte* target, uint64_t bytes,
-             uint32_t element_bytes) {
-      const auto elements = static_cast<int64_t>(bytes / element_bytes);
-      from.push_back(elements_at(device, source, element_bytes, elements, int64_t{1}));
-      to.push_back(elements_at(device, target, element_bytes, elements, int64_t{1}));
-    }
-  };
-
   const c10::Device device_;
   const LeafTable& leaves_;
   const bool counted_;
-  Pairs words_;
-  Pairs bytes_;
+  TorchPairs pairs_;
 };
 
 // Copies of more bytes have larger segments: fewer launches, each of which fills the device.
@@ -170,25 +183,40 @@ void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& l
 void copy_within(const c10::Stream& stream, const LeafTable& leaves,
                  const DestinationTable& destinations) {
   const c10::InferenceMode no_autograd;
-  uint64_t bytes = 0;
-  for (uint32_t i = 0; i < leaves.size(); ++i) bytes += leaves[i].bytes;
-  const bool by_kernel = has_segment_kernel(stream.device(), Segments::kMostBytesAnywhere);
-  Segments segments(by_kernel ? leaves.size() : 0,
-                    bytes <= kFewBytesWithin ? kSegmentBytes : kLargeSegmentBytes);
-  TorchCopies copies(stream.device(), leaves, /*counted=*/false);
+  TorchCopies strided(stream.device(), leaves, /*counted=*/false);
+  RecycledVector<ByteCopy> copies;
+  copies.reserve(leaves.size());
   for (uint32_t i = 0; i < leaves.size(); ++i) {
     const Leaf& leaf = leaves[i];
-    if (leaf.bytes == 0) continue;
     const End from = source_of(leaves, leaf);
     const End to = destination_of(destinations, i, leaf);
-    if (by_kernel && !from.strided && !to.strided && leaf.bytes <= Segments::kMostBytesAnywhere) {
-      segments.add_anywhere(from.data, const_cast<std::byte*>(to.data), leaf.bytes);
+    if (from.strided || to.strided) {
+      strided.add(leaf, from, to);
     } else {
-      copies.add(leaf, from, to);
+      copies.push_back({from.data, const_cast<std::byte*>(to.data), leaf.bytes});
+    }
+  }
+  copy_within(stream, {copies.data(), copies.size()});
+}
+
+void copy_within(const c10::Stream& stream, std::span<const ByteCopy> copies) {
+  const c10::InferenceMode no_autograd;
+  uint64_t bytes = 0;
+  for (const ByteCopy& each : copies) bytes += each.bytes;
+  const bool by_kernel = has_segment_kernel(stream.device(), Segments::kMostBytesAnywhere);
+  Segments segments(by_kernel ? copies.size() : 0,
+                    bytes <= kFewBytesWithin ? kSegmentBytes : kLargeSegmentBytes);
+  TorchPairs others(stream.device());
+  for (const ByteCopy& each : copies) {
+    if (each.bytes == 0) continue;
+    if (by_kernel && each.bytes <= Segments::kMostBytesAnywhere) {
+      segments.add_anywhere(each.from, each.to, each.bytes);
+    } else {
+      others.add(each.from, each.to, each.bytes);
     }
   }
   segments.move(stream, Move::kGather);
-  copies.enqueue();
+  others.enqueue();
 }
 
 }  // namespace tdcopier

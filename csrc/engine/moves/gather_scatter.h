@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "base/pack_plan.h"
@@ -40,5 +41,13 @@ void scatter(const c10::Stream& stream, const PackPlan& plan, const LeafTable& l
 // Copies every leaf to its destination, both on the stream's device.
 void copy_within(const c10::Stream& stream, const LeafTable& leaves,
                  const DestinationTable& destinations);
+
+// The same for memory of any kind of object. Requires: what is written does not overlap anything.
+struct ByteCopy {
+  const std::byte* from;
+  std::byte* to;
+  uint64_t bytes;
+};
+void copy_within(const c10::Stream& stream, std::span<const ByteCopy> copies);
 
 }  // namespace tdcopier
