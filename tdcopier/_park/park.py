@@ -273,7 +273,7 @@ def _park(state: Any, gradients: bool) -> Parked:
     memory = storages_of(tensors_in(state, gradients=gradients))
     storages = memory.tensors()
     devices = [storage.device for storage in storages]
-    copy = HostCopy(storages, memory.sizes_bytes, small_first=False)
+    copy = HostCopy(storages, memory.sizes_bytes)
     del storages
     parking = _Parking(memory, copy, devices)
     handle = Parked(parking)

@@ -26,7 +26,7 @@ from tdcopier._park.tensors import (
     refuse_modes,
     tensors_in,
 )
-from tdcopier._park.transfers import PACKED_BYTES, DeviceCopy, HostCopy
+from tdcopier._park.transfers import PACKED_BYTES, DeviceCopy, ScratchCopy
 
 __all__ = ["Snapshot", "snapshot"]
 
@@ -39,7 +39,7 @@ class Snapshot:
     You may drop it at any time. Any thread may use it.
     """
 
-    def __init__(self, tree: Any, copy: HostCopy | DeviceCopy) -> None:
+    def __init__(self, tree: Any, copy: ScratchCopy | DeviceCopy) -> None:
         """Take over the tree, whose bytes may still be on their way."""
         self._tree = tree
         self._copy = copy
@@ -142,11 +142,11 @@ def snapshot(
     _refuse_quantized(found)
     stable = found if device_copy else found._replace(tensors=data.stable(found.tensors))
     memory = storages_of(stable)
-    copied: HostCopy | DeviceCopy
+    copied: ScratchCopy | DeviceCopy
     if device_copy:
         copied = DeviceCopy(memory.tensors(), memory.sizes_bytes)
     else:
-        copied = HostCopy(memory.tensors(), memory.sizes_bytes, small_first=True)
+        copied = ScratchCopy(memory.tensors(), memory.sizes_bytes)
     on_host = memory.like(stable.tensors, copied.parts)
     replaced: dict[int, Any] = dict(zip(map(id, found.tensors), on_host, strict=True))
     taken = Snapshot(_TreeCopy(replaced).of(tree), copied)
