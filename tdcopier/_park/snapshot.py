@@ -120,7 +120,8 @@ def snapshot(
         device_copy: copy the state on its devices first. That takes as much device memory as the
             state until the bytes have arrived on the host, and then no later work of the current
             streams waits, whatever it overwrites; that of other streams waits for the copies on the
-            devices only. It also saves a transfer per tensor.
+            devices only. Without it, the device memory for scratch chunks is at most 64 MiB, and
+            what storages of up to 256 KiB take together.
         defer_wait: let later work run beside the copies until `before_update`. By default, if an
             optimizer is in the state or given: state dicts and wrappers of optimizers are none.
             With True and no optimizer, call `before_update` yourself.

@@ -130,7 +130,8 @@ class ScratchCopy:
             medium = [i for i in numbers if PACKED_BYTES < sizes_bytes[i] <= _GATHERED_BYTES]
             large += [i for i in numbers if sizes_bytes[i] > _GATHERED_BYTES]
             current = torch.accelerator.current_stream(device)
-            # It also sends what it has gathered, and its order is all that scratch memory needs.
+            # The stream of the transfers that are started while `current` is current: its order is
+            # all that scratch memory needs.
             reading = _C.copy_stream(device, "from_device")
             reading.wait_stream(current)
             try:
@@ -139,9 +140,9 @@ class ScratchCopy:
                     if aside:
                         self._are_gathered.append(_event_on(device))
                         current.wait_event(self._are_gathered[-1][1])
-                    for chunk in aside:
-                        self._send(chunk)
-                    self._send_in_turns(storages, sizes_bytes, medium)
+                for chunk in aside:
+                    self._send(chunk)
+                self._send_in_turns(storages, sizes_bytes, medium, reading)
             except BaseException:
                 current.wait_stream(reading)  # nothing keeps what it may still gather
                 raise
@@ -150,23 +151,26 @@ class ScratchCopy:
             self.parts[i] = part
 
     def _send_in_turns(
-        self, storages: list[torch.Tensor], sizes_bytes: list[int], numbers: list[int]
+        self,
+        storages: list[torch.Tensor],
+        sizes_bytes: list[int],
+        numbers: list[int],
+        reading: torch.Stream,
     ) -> None:
         """Gather chunks ahead of their transfers, two at a time in the same scratch memory."""
-        if not numbers:
-            return
-        device = storages[numbers[0]].device
         padding = _SCRATCH_BYTES // PACKED_BYTES * _SLOT_BYTES
         ahead: collections.deque[_Chunk] = collections.deque()
         for group in _groups(sizes_bytes, numbers, _SCRATCH_BYTES - padding):
-            if len(ahead) < _CHUNKS_AHEAD:
-                scratch = torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
-            else:
+            free = None
+            if len(ahead) == _CHUNKS_AHEAD:
                 oldest = ahead.popleft()
                 self._send(oldest)
-                scratch = oldest.scratch
-            ahead.append(_Chunk(storages, sizes_bytes, group, scratch))
-        self._are_gathered.append(_event_on(device))
+                free = oldest.scratch
+            with reading:
+                ahead.append(_Chunk(storages, sizes_bytes, group, free, _SCRATCH_BYTES))
+        if ahead:
+            with reading:
+                self._are_gathered.append(_event_on(reading.device))
         for chunk in ahead:
             self._send(chunk)
 
@@ -251,15 +255,20 @@ class _Chunk:
         sizes_bytes: list[int],
         group: list[int],
         scratch: torch.Tensor | None = None,
+        least_bytes: int = 0,
     ) -> None:
-        """Enqueue the gather of a group, by number, into memory that is large enough, or new."""
+        """Enqueue the gather of a group, by number, into memory that is large enough.
+
+        Without `scratch`, that is new memory, of `least_bytes` or more.
+        """
         self._group = group
         self._sizes = [sizes_bytes[i] for i in group]
         steps = (-(-size // _SLOT_BYTES) * _SLOT_BYTES for size in self._sizes)
         *self._begins, end = itertools.accumulate(steps, initial=0)
         sources = [storages[i] for i in group]
         if scratch is None:
-            scratch = torch.empty(end, dtype=torch.uint8, device=sources[0].device)
+            n_bytes = max(end, least_bytes)
+            scratch = torch.empty(n_bytes, dtype=torch.uint8, device=sources[0].device)
         self.scratch = scratch
         self.memory = scratch[:end]
         self.memory.gathered_from = sources  # type: ignore[attr-defined]

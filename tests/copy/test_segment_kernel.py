@@ -117,7 +117,7 @@ def test_between_devices(device, other_device):
 
 
 def test_destinations_far_apart_on_the_device_are_filled(device):
-    """They lie in more parts of 2 GiB than a launch knows."""
+    """In more parts of 2 GiB than a launch knows."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("it needs 20 GiB of device memory")
     apart = [torch.empty(2 << 30, dtype=torch.uint8, device=device) for _ in range(10)]

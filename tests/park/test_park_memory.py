@@ -213,6 +213,7 @@ def test_transfers_begin_while_later_memory_is_leased(sim, monkeypatch):
 
 
 def test_without_memory_to_pin_everything_stays_resident(device):
+    tdcopier.trim_pinned_memory()  # of what other tests have returned
     use = tdcopier.pinned_memory()
     state = [torch.full((n,), 3.0, device=device) for n in (10, LARGE, 30_000_000)]
     tdcopier.set_pinned_limit_bytes(use.leased_bytes + use.free_bytes + 2**24)

@@ -9,6 +9,7 @@ import torch
 from support import same_bytes
 
 import tdcopier
+from tdcopier import _C
 from tdcopier._park import transfers
 
 KIB = 1024
@@ -31,8 +32,9 @@ def bytes_on(device: str, sizes: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_storages_of_all_sizes_arrive_and_may_be_overwritten_after_before_update(
-    device, stall, reading_stream, seed
+    device, accelerator, stall, seed
 ):
+    """Under streams for which the engine reads on different ones."""
     dice = random.Random(seed)
     sizes = [
         dice.choice([1, 63, 64, 65, 5000, 250 * KIB, MEDIUM, MEDIUM + 1, 699 * KIB, 900 * KIB])
@@ -42,7 +44,9 @@ def test_storages_of_all_sizes_arrive_and_may_be_overwritten_after_before_update
     expected = [each.cpu() for each in state]
     new = [torch.full_like(each, 254) for each in state]
     tdcopier.snapshot(state).get()
-    with stall(reading_stream):
+    stream = accelerator.Stream(device)
+    stream.wait_stream(accelerator.current_stream(device))
+    with accelerator.stream(stream), stall(_C.copy_stream(device, "from_device")):
         taken = tdcopier.snapshot(state, defer_wait=True)
         for each, its in zip(state, new, strict=True):
             if each.numel() <= transfers.PACKED_BYTES:
@@ -51,6 +55,7 @@ def test_storages_of_all_sizes_arrive_and_may_be_overwritten_after_before_update
         for each, its in zip(state, new, strict=True):
             each.copy_(its)
     assert all(map(same_bytes, taken.get(), expected))
+    accelerator.synchronize()
     assert all(bool(each.eq(254).all()) for each in state)
 
 
