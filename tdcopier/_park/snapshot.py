@@ -120,8 +120,8 @@ def snapshot(
         device_copy: copy the state on its devices first. That takes as much device memory as the
             state until the bytes have arrived on the host, and then no later work of the current
             streams waits, whatever it overwrites; that of other streams waits for the copies on the
-            devices only. Without it, the device memory for scratch chunks is at most 64 MiB, and
-            what storages of up to 256 KiB take together.
+            devices only. Without it, scratch chunks on a device take up to 64 MiB, and what
+            storages of up to 256 KiB take together, until the bytes have arrived.
         defer_wait: let later work run beside the copies until `before_update`. By default, if an
             optimizer is in the state or given: state dicts and wrappers of optimizers are none.
             With True and no optimizer, call `before_update` yourself.
@@ -132,7 +132,7 @@ def snapshot(
     Raises:
         TypeError, ValueError, RuntimeError: as `park`. Also a ValueError for quantized tensors on a
             device, and a TypeError for an `optimizer` that is none.
-        torch.OutOfMemoryError: with `device_copy`, a device has too little memory.
+        torch.OutOfMemoryError: a device has too little memory for the copy or the scratch chunks.
         Exception: an error of `state_dict()` or `copy.deepcopy`, or from the copies.
     """
     refuse_modes("snapshot()")
