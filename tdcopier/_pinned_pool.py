@@ -57,8 +57,8 @@ def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
     Raises:
         ValueError: a size is negative, or all are more than 2**60 together.
         MemoryError: the memory would exceed the limit (see `set_pinned_limit_bytes`), and then
-            nothing is leased; or the system has not that much, and then this comes instead of the
-            first tensor that is missing.
+            nothing is leased, as if the system has not that many addresses; or it has no such
+            memory, and then this comes instead of the first tensor that is missing.
         RuntimeError: there is no accelerator, this is a forked child, or, instead of the first
             tensor that is missing, the driver refuses to pin more.
     """

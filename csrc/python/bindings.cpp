@@ -328,11 +328,18 @@ Raises:
     return with_torch_errors(
         [&] { return tdcopier::parts_of_bytes(tdcopier::tensor_in(bytes.ptr()), begins, sizes); });
   });
-  m.def("pack_bytes",
-        [](const py::list& parts, py::handle chunk, const std::vector<int64_t>& begins) {
-          with_torch_errors(
-              [&] { tdcopier::pack_bytes(parts, tdcopier::tensor_in(chunk.ptr()), begins); });
-        });
+  m.def("empty_bytes", [](int64_t bytes, py::handle stream) {
+    return with_torch_errors([&] {
+      return py::reinterpret_steal<py::object>(
+          tdcopier::wrap_tensor(tdcopier::empty_bytes(bytes, stream)));
+    });
+  });
+  m.def("pack_bytes", [](const py::list& parts, py::handle chunk,
+                         const std::vector<int64_t>& begins, py::handle stream, bool record) {
+    return with_torch_errors([&] {
+      return tdcopier::pack_bytes(parts, tdcopier::tensor_in(chunk.ptr()), begins, stream, record);
+    });
+  });
   m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;
 
   py::class_<HostAccess>(m, "HostAccess")

@@ -2,8 +2,8 @@
 #include "python/storage_memory.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/Storage.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <optional>
@@ -117,8 +117,15 @@ py::list parts_of_bytes(const at::Tensor& bytes, const std::vector<int64_t>& beg
   return made;
 }
 
-void pack_bytes(const py::list& parts, const at::Tensor& chunk,
-                const std::vector<int64_t>& begins) {
+at::Tensor empty_bytes(int64_t bytes, py::handle stream) {
+  const c10::Stream its = parse_stream(stream, device_of_stream(stream).value());
+  const c10::StreamGuard on_stream(its);
+  return at::empty({bytes}, at::TensorOptions().dtype(c10::kByte).device(its.device()));
+}
+
+bool pack_bytes(const py::list& parts, const at::Tensor& chunk, const std::vector<int64_t>& begins,
+                py::handle stream, bool record) {
+  const c10::Stream its = parse_stream(stream, chunk.device());
   std::vector<ByteCopy> copies;
   copies.reserve(begins.size());
   auto* const memory = static_cast<std::byte*>(chunk.mutable_data_ptr());
@@ -132,10 +139,14 @@ void pack_bytes(const py::list& parts, const at::Tensor& chunk,
     copies.push_back({static_cast<const std::byte*>(part.const_data_ptr()), memory + begins[i],
                       static_cast<uint64_t>(part.numel())});
   }
+  bool are_recorded = record;
+  for (size_t i = 0; record && i < begins.size(); ++i) {
+    are_recorded &= record_on(tensor_in(parts[i].ptr()).storage().data_ptr(), {its});
+  }
   const py::gil_scoped_release no_gil;
-  const c10::DeviceGuard on_device(chunk.device());
-  const c10::impl::VirtualGuardImpl backend(chunk.device().type());
-  copy_within(backend.getStream(chunk.device()), copies);
+  const c10::StreamGuard on_stream(its);
+  copy_within(its, copies);
+  return are_recorded;
 }
 
 StorageMemory::StorageMemory(const py::list& tensors) {

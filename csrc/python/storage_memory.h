@@ -43,11 +43,17 @@ at::Tensor over_bytes(const at::Tensor& bytes, const at::Tensor& tensor);
 pybind11::list parts_of_bytes(const at::Tensor& bytes, const std::vector<int64_t>& begins,
                               const std::vector<int64_t>& sizes);
 
+// Returns a new uint8 tensor of shape (bytes,) that is allocated on `stream`, a torch.Stream. No
+// Python code runs while that stream is current. Throws: the allocator's error.
+at::Tensor empty_bytes(int64_t bytes, pybind11::handle stream);
+
 // Copies uint8 tensors of a device into `chunk`, another one there: each to the byte in `begins`.
-// Enqueues it on the device's current stream, and keeps nothing alive. Throws: ValueError if a part
-// does not fit, before anything is enqueued; c10::Error, if the device refuses work.
-void pack_bytes(const pybind11::list& parts, const at::Tensor& chunk,
-                const std::vector<int64_t>& begins);
+// Enqueues it on `stream`, a torch.Stream. With `record`, the allocator waits for that stream
+// before it reuses the memory of the parts. Returns whether it does for all of them. Throws:
+// ValueError if a part does not fit, before anything is enqueued; c10::Error, if the device refuses
+// work.
+bool pack_bytes(const pybind11::list& parts, const at::Tensor& chunk,
+                const std::vector<int64_t>& begins, pybind11::handle stream, bool record);
 
 // The distinct storages of a list of tensors. Does not keep them alive: a storage that nothing else
 // uses any more is gone. A change of all of them is one call that cannot be interrupted, and it is

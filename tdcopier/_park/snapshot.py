@@ -18,6 +18,7 @@ from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused, Rule
+from tdcopier._park.gathered import DeviceCopy, ScratchCopy
 from tdcopier._park.park import storages_of
 from tdcopier._park.tensors import (
     FoundTensors,
@@ -26,7 +27,7 @@ from tdcopier._park.tensors import (
     refuse_modes,
     tensors_in,
 )
-from tdcopier._park.transfers import PACKED_BYTES, DeviceCopy, ScratchCopy
+from tdcopier._park.transfers import PACKED_BYTES
 
 __all__ = ["Snapshot", "snapshot"]
 

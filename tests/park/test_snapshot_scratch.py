@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support import same_bytes
 
 import tdcopier
 from tdcopier import _C
-from tdcopier._park import transfers
+from tdcopier._park import gathered
 
 KIB = 1024
 MEDIUM = 300 * KIB
@@ -20,8 +21,8 @@ SCRATCH = 1024 * KIB
 @pytest.fixture(autouse=True)
 def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes many chunks of a small state."""
-    monkeypatch.setattr(transfers, "_SCRATCH_BYTES", SCRATCH)
-    monkeypatch.setattr(transfers, "_GATHERED_BYTES", 700 * KIB)
+    monkeypatch.setattr(gathered, "SCRATCH_BYTES", SCRATCH)
+    monkeypatch.setattr(gathered, "_GATHERED_BYTES", 700 * KIB)
 
 
 def bytes_on(device: str, sizes: list[int]) -> list[torch.Tensor]:
@@ -49,7 +50,7 @@ def test_storages_of_all_sizes_arrive_and_may_be_overwritten_after_before_update
     with accelerator.stream(stream), stall(_C.copy_stream(device, "from_device")):
         taken = tdcopier.snapshot(state, defer_wait=True)
         for each, its in zip(state, new, strict=True):
-            if each.numel() <= transfers.PACKED_BYTES:
+            if each.numel() <= gathered.PACKED_BYTES:
                 each.copy_(its)
         taken.before_update()
         for each, its in zip(state, new, strict=True):
@@ -116,6 +117,66 @@ def test_two_scratch_chunks_are_all_the_device_memory_that_it_takes(device, acce
     tdcopier.snapshot(state).get()
     assert accelerator.max_memory_allocated(device) - before <= 2 * SCRATCH
     assert accelerator.memory_allocated(device) == before
+
+
+def test_a_small_state_takes_little_scratch_memory(device, accelerator):
+    state = bytes_on(device, [MEDIUM])
+    tdcopier.snapshot(state).get()
+    before = accelerator.memory_allocated(device)
+    accelerator.reset_peak_memory_stats(device)
+    tdcopier.snapshot(state).get()
+    assert accelerator.max_memory_allocated(device) - before <= 2 * MEDIUM
+
+
+def test_a_copy_on_the_device_does_not_keep_the_state(device, accelerator, stall, reading_stream):
+    tdcopier.snapshot(bytes_on(device, [MEDIUM] * 40), device_copy=True).get()
+    state = bytes_on(device, [MEDIUM] * 40)
+    accelerator.synchronize()
+    before = accelerator.memory_allocated(device)
+    with stall(reading_stream):
+        taken = tdcopier.snapshot(state, device_copy=True)
+        del state
+        assert accelerator.memory_allocated(device) <= before + 41 * 64
+    assert [int(each[-1]) for each in taken.get()] == list(range(40))
+
+
+@pytest.mark.parametrize("at", range(1, 14))
+def test_a_signal_handler_runs_with_the_streams_of_the_program(
+    device, accelerator, stall, reading_stream, monkeypatch, at
+):
+    """It may take a snapshot itself, which holds back later work of the current stream."""
+    state = bytes_on(device, [100, *[MEDIUM] * 30])
+    others = bytes_on(device, [900 * KIB])
+    new = torch.full_like(others[0], 254)
+    tdcopier.snapshot([state, others]).get()
+    current = accelerator.current_stream(device)
+    inner: list[tdcopier.Snapshot] = []
+    calls = 0
+
+    def handler(*_: object) -> None:
+        assert accelerator.current_stream(device) == current
+        inner.append(tdcopier.snapshot(others))
+
+    def gathering(*arguments: object) -> bool:
+        nonlocal calls
+        calls += 1
+        done = pack_bytes(*arguments)
+        if calls == at:
+            signal.raise_signal(signal.SIGUSR1)
+        return done
+
+    pack_bytes = _C.pack_bytes
+    monkeypatch.setattr(gathered._C, "pack_bytes", gathering)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with stall(reading_stream):
+            taken = tdcopier.snapshot(state, defer_wait=True)
+            others[0].copy_(new)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(inner) == (at <= 11)
+    assert all(bool(each.get()[0].eq(0).all()) for each in inner)
+    assert [int(each[-1]) for each in taken.get()] == [*range(31)]
 
 
 @pytest.mark.sim

@@ -60,6 +60,11 @@ void drop_reference(void* piece) {
   delete static_cast<std::shared_ptr<LeasedPiece>*>(piece);
 }
 
+PinnedMemoryError no_memory_for(size_t bytes) {
+  return PinnedMemoryError("the system has no memory for a pinned block of " +
+                           std::to_string(bytes) + " bytes");
+}
+
 at::Tensor tensor_over(const std::shared_ptr<LeasedPiece>& piece, size_t offset, uint64_t bytes) {
   c10::DataPtr memory(nullptr, c10::kCPU);
   if (bytes != 0) {
@@ -107,14 +112,18 @@ class LeaseWork {
   LeaseWork(const LeaseWork&) = delete;
   LeaseWork& operator=(const LeaseWork&) = delete;
 
-  // Called once, before all below. Throws: std::bad_alloc if the system has not the addresses; one
-  // that overcommits memory refuses nothing else.
+  // Called once, before all below. Throws: PinnedMemoryError if the system has not the addresses;
+  // one that overcommits memory refuses nothing else.
   void map_new_pieces() {
     for (size_t i = 0; i < states_.size(); ++i) {
       State& state = states_[i];
       if (state.is_ready) continue;
       const size_t bytes = plan_.pieces[i].bytes;
-      state.memory = AnonymousMemory(bytes);
+      try {
+        state.memory = AnonymousMemory(bytes);
+      } catch (const std::bad_alloc&) {
+        throw no_memory_for(bytes);
+      }
       for (size_t at = 0; at < bytes; at += kSliceBytes) slices_.push_back({i, at});
       state.slices_left = (bytes + kSliceBytes - 1) / kSliceBytes;
     }
@@ -258,8 +267,7 @@ class LeaseWork {
       failure = std::make_exception_ptr(
           std::runtime_error("a block of " + bytes + " bytes " + error.what()));
     } catch (const std::bad_alloc&) {
-      failure = std::make_exception_ptr(
-          PinnedMemoryError("the system has no memory for a pinned block of " + bytes + " bytes"));
+      failure = std::make_exception_ptr(no_memory_for(plan_.pieces[index].bytes));
     } catch (...) {
     }
     {
