@@ -185,7 +185,7 @@ class _Layout(NamedTuple):
 
 
 def _layouts(sizes_bytes: list[int], numbers: list[int], most_bytes: int) -> list[_Layout]:
-    """Return chunks for storages, each of at most so many bytes, without the alignment."""
+    """Return chunks of at most `most_bytes` for storages, not counting the alignment."""
     made = []
     for group in groups_of(sizes_bytes, numbers, most_bytes):
         sizes = [sizes_bytes[i] for i in group]

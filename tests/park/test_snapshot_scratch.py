@@ -136,7 +136,7 @@ def test_a_copy_on_the_device_does_not_keep_the_state(device, accelerator, stall
     with stall(reading_stream):
         taken = tdcopier.snapshot(state, device_copy=True)
         del state
-        assert accelerator.memory_allocated(device) <= before + 41 * 64
+        assert accelerator.memory_allocated(device) <= before + 20 * MEDIUM  # it rounds up
     assert [int(each[-1]) for each in taken.get()] == list(range(40))
 
 
