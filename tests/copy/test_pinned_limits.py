@@ -99,7 +99,7 @@ def test_memory_that_is_reserved_for_odd_sizes_is_enough_for_them(device):
 def test_a_lease_of_more_than_the_system_has_leaves_nothing(device):
     tdcopier.set_pinned_limit_bytes(1 << 61)
     for call in (lambda: tdcopier.reserve_pinned_memory(1 << 59), lambda: lease([1 << 59, 5])):
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError, match="no memory for a pinned block"):
             call()
         assert used_when_idle() == (0, 0)
 

@@ -145,6 +145,17 @@ def test_a_copy_within_a_device_is_one_kernel_and_nothing_else(device):
     assert seen == Counter({"move_segments_766": 1})
 
 
+def test_without_the_kernel_a_copy_within_a_device_is_a_fallback(device):
+    source = [torch.ones(20, device=device) for _ in range(5)]
+    there = [torch.zeros_like(each) for each in source]
+    for use, fallbacks in ((True, 0), (False, 1)):
+        _C.use_segment_kernel(use)
+        handle = tdcopier.start_copy_into(source, there)
+        handle.get()
+        assert handle.stats.fallbacks == fallbacks
+    assert_equal_bytes(there, source)
+
+
 def kernels_during(copy) -> Counter[str]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

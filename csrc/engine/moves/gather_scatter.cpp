@@ -216,6 +216,7 @@ void copy_within(const c10::Stream& stream, std::span<const ByteCopy> copies) {
     }
   }
   segments.move(stream, Move::kGather);
+  if (!by_kernel && !others.empty()) note_fallback(stream.device_type());
   others.enqueue();
 }
 
