@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <mutex>
 #include <new>
@@ -21,6 +22,8 @@ struct Stack {
   std::array<void*, kKeptOfEach> blocks;
   size_t count = 0;
 };
+
+std::atomic<uint64_t> g_blocks_made = 0;
 
 struct Store {
   std::mutex mutex;
@@ -53,14 +56,22 @@ size_t index_of(size_t rounded_bytes) {
 }  // namespace
 
 void* allocate_block(size_t bytes) {
-  if (bytes > kLargestBytes) return ::operator new(bytes);
+  if (bytes > kLargestBytes) {
+    ++g_blocks_made;
+    return ::operator new(bytes);
+  }
   const size_t size = rounded(bytes);
   {
     const std::lock_guard lock(store().mutex);
     Stack& stack = store().stacks[index_of(size)];
     if (stack.count != 0) return stack.blocks[--stack.count];
   }
+  ++g_blocks_made;
   return ::operator new(size);
+}
+
+uint64_t blocks_made() {
+  return g_blocks_made;
 }
 
 void free_block(void* block, size_t bytes) noexcept {

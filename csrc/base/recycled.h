@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace tdcopier {
@@ -14,6 +15,9 @@ namespace tdcopier {
 // Thread: any. Larger blocks go to the C library.
 void* allocate_block(size_t bytes);
 void free_block(void* block, size_t bytes) noexcept;  // `bytes` as requested
+
+// Returns the number of blocks that came from the C library because none was free. For tests.
+uint64_t blocks_made();
 
 template <typename T>
 struct RecyclingAllocator {

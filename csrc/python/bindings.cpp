@@ -10,6 +10,7 @@
 #include "base/fork_generation.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
+#include "base/recycled.h"
 #include "engine/device/bad_rows.h"
 #include "engine/device/phases.h"
 #include "engine/device/pinned_pool.h"
@@ -413,6 +414,7 @@ Raises:
     tdcopier::release_returned_sources();
   });
   m.def("wait_for_release", guarded(&tdcopier::wait_for_release));
+  m.def("blocks_made", &tdcopier::blocks_made);
   // For leak checks: frees the memory of deferred batches that is cached for the next ones.
   m.def("drop_deferred_memory", &tdcopier::Accelerator::drop_deferred_memory);
   // For schedules: the number of device calls depends on the number of staging buffers.

@@ -4,6 +4,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <deque>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -21,8 +22,24 @@ struct Entry {
 
 struct OwnChunks {
   std::mutex mutex;
-  std::unordered_map<const c10::StorageImpl*, Entry> entries;  // guarded by mutex, like swept_at
-  size_t swept_at = 64;  // at this many entries, expired ones are removed
+  // Guarded by mutex. `to_check` has each entry once, the one that was checked last at its end.
+  std::unordered_map<const c10::StorageImpl*, Entry> entries;
+  std::deque<const c10::StorageImpl*> to_check;
+
+  // Removes entries whose storages are gone, so that the next chunks reuse their arrays. Checks two
+  // for each chunk that is added: there are never many more entries than live chunks.
+  void remove_expired() {
+    for (size_t i = std::min<size_t>(2, to_check.size()); i > 0; --i) {
+      const c10::StorageImpl* const oldest = to_check.front();
+      to_check.pop_front();
+      const auto found = entries.find(oldest);
+      if (found->second.storage.expired()) {
+        entries.erase(found);
+      } else {
+        to_check.push_back(oldest);
+      }
+    }
+  }
 };
 
 OwnChunks& own_chunks() {
@@ -43,6 +60,11 @@ Slots slots_of(const c10::StorageImpl* storage) {
 void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan& plan,
                     const ChunkPlan& chunk, const LeafTable& leaves) {
   const std::byte* const first = static_cast<const std::byte*>(storage.data()) + shift;
+  OwnChunks& chunks = own_chunks();
+  {
+    const std::lock_guard lock(chunks.mutex);
+    chunks.remove_expired();
+  }
   auto slots = std::make_shared<RecycledVector<SlotRange>>();
   slots->reserve(chunk.last - chunk.first);
   for (uint32_t i = chunk.first; i < chunk.last; ++i) {
@@ -50,14 +72,13 @@ void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan&
     const uint64_t bytes = leaves[plan.order[i]].bytes;
     if (bytes != 0) slots->push_back({begin, begin + bytes});
   }
-  auto& [mutex, entries, swept_at] = own_chunks();
-  const std::lock_guard lock(mutex);
-  if (entries.size() >= swept_at) {
-    std::erase_if(entries, [](const auto& entry) { return entry.second.storage.expired(); });
-    swept_at = std::max<size_t>(64, 2 * entries.size());
-  }
-  entries.insert_or_assign(storage.unsafeGetStorageImpl(),
-                           Entry{storage.getWeakStorageImpl(), storage.data(), std::move(slots)});
+  const std::lock_guard lock(chunks.mutex);
+  const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
+  const bool is_new = chunks.entries
+                          .insert_or_assign(key, Entry{storage.getWeakStorageImpl(), storage.data(),
+                                                       std::move(slots)})
+                          .second;
+  if (is_new) chunks.to_check.push_back(key);
 }
 
 bool Padding::has(const c10::StorageImpl* storage, const std::byte* from, const std::byte* to) {
