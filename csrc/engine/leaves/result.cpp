@@ -2,7 +2,9 @@
 #include "engine/leaves/result.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/TensorImpl.h>
@@ -32,7 +34,7 @@ c10::Storage empty_storage(c10::Device device) {
           c10::GetAllocator(device.type()), /*resizable=*/true};
 }
 
-c10::Storage allocate_on_host(c10::Allocator* allocator, uint64_t bytes) {
+c10::Storage allocate_with(c10::Allocator* allocator, uint64_t bytes) {
   return {c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), allocator->allocate(bytes),
           allocator, /*resizable=*/true};
 }
@@ -40,6 +42,13 @@ c10::Storage allocate_on_host(c10::Allocator* allocator, uint64_t bytes) {
 }  // namespace
 
 c10::Storage allocate_on_device(c10::Device device, uint64_t bytes) {
+  if (device.is_cuda()) {
+    // The allocator that torch's `empty` asks too, without its dispatcher and its tensor. It is
+    // looked up each time, because torch.cuda.memory.change_current_allocator() replaces it.
+    const c10::DeviceGuard on_device(device);
+    c10::Allocator* const allocator = at::detail::getCUDAHooks().getCUDADeviceAllocator();
+    return allocate_with(allocator, bytes);
+  }
   // The modes and transforms of this thread must not affect the allocation.
   const c10::impl::ForceDispatchKeyGuard plain(
       c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{}));
@@ -102,7 +111,7 @@ Result::Chunk Result::allocate(const ChunkPlan& plan) const {
     chunk.storage = allocate_on_device(memory_.device, total);
   } else {
     c10::Allocator* const allocator = memory_.host_allocator;
-    chunk.storage = allocate_on_host(allocator ? allocator : c10::GetAllocator(c10::kCPU), total);
+    chunk.storage = allocate_with(allocator ? allocator : c10::GetAllocator(c10::kCPU), total);
   }
   const auto address = reinterpret_cast<uintptr_t>(chunk.storage.data());
   chunk.shift = is_aligned ? 0 : (alignment - address % alignment) % alignment;
