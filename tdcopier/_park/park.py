@@ -277,17 +277,22 @@ def _park(state: Any, gradients: bool) -> Parked:
     del storages
     parking = _Parking(memory, copy, devices)
     handle = Parked(parking)
-    users = [
-        _C.copy_stream(device, which)
-        for device in dict.fromkeys(devices)
-        for which in ("from_device", "to_device", "ordered")  # other copies may use the memory, too
-    ]
     try:
-        parking.take_out(users)
+        parking.take_out([_last_user(device) for device in dict.fromkeys(devices)])
         return handle
     except BaseException:
         handle.resume()
         raise
+
+
+def _last_user(device: torch.device) -> torch.Stream:
+    """Return the stream that reads the memory, made to wait for copies that fill existing memory.
+
+    One stream is recorded for each storage: the allocator makes an event for each that is.
+    """
+    reading = _C.copy_stream(device, "from_device")
+    reading.wait_stream(_C.copy_stream(device, "ordered"))
+    return reading
 
 
 @keep_out_of_graphs("parked()")
