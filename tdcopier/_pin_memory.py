@@ -47,8 +47,9 @@ def pin_memory_(data: Any, device: Device | None = None) -> PinnedMemory:
     Raises:
         ValueError: a leaf cannot be pinned, and then none is; the message names its path and the
             reason: it is on a device, it is mapped from a file, it is sparse, the system refuses to
-            lock the memory, or another call has pinned a part of it. Or the device is the host, or
-            `data` is no container and has no leaf, for example a module.
+            lock the memory, or another call has pinned a part of it; or it is an object whose
+            tensors only its own `.to` knows, for example a module (give its parameters). Or the
+            device is the host, or `data` is no container and has no leaf.
         RuntimeError: there is no accelerator, or this is a forked child.
         Exception: an error from the `flatten` function of a registered container.
     """

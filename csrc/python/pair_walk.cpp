@@ -50,8 +50,12 @@ struct Half {
 class PairWalk {
  public:
   // `paths`, if given, receives the path of every pair.
-  explicit PairWalk(std::vector<std::string>* paths, PairNames names = {}, bool list_opaque = false)
-      : names_(names), paths_(paths), looks_({.target = {}, .named = true, .left = false}) {
+  explicit PairWalk(std::vector<std::string>* paths, PairNames names = {}, bool list_opaque = false,
+                    bool lists_objects = false)
+      : names_(names),
+        lists_objects_(lists_objects),
+        paths_(paths),
+        looks_({.target = {}, .named = true, .left = false}) {
     if (list_opaque) found_.opaque_pairs = py::list();
   }
 
@@ -195,7 +199,8 @@ class PairWalk {
   void visit_rare(PyObject* source, PyObject* destination, int depth) {
     const Half from = look(source, names_.source, depth);
     const Half to = look(destination, names_.destination, depth);
-    if (from.is_object && source == destination) {  // both trees refer to it: nothing to fill
+    // Both trees refer to it: nothing to fill.
+    if (from.is_object && source == destination && !lists_objects_) {
       return add_opaque(source, destination, /*differ=*/false, depth);
     }
     if (from.kind != to.kind) {
@@ -270,6 +275,7 @@ class PairWalk {
   std::string text(const char* tree, int depth) const { return tree + path_.text(depth); }
 
   const PairNames names_;
+  const bool lists_objects_;  // as leaves, where both trees are one
   std::vector<std::string>* const paths_;
   PairedTrees found_;
   ValueLooks looks_;
@@ -315,6 +321,18 @@ py::list pairs_with_paths(py::handle source, py::handle destination, PairNames n
                                 py::handle(trees.leaves[i].destination)));
   }
   return pairs;
+}
+
+py::list leaves_and_objects(py::handle tree, const char* name) {
+  std::vector<std::string> paths;
+  const PairedTrees pairs = PairWalk(&paths, {name, name}, /*list_opaque=*/false,
+                                     /*lists_objects=*/true)
+                                .run(tree.ptr(), tree.ptr());
+  py::list leaves;
+  for (size_t i = 0; i < paths.size(); ++i) {
+    leaves.append(py::make_tuple(paths[i], py::handle(pairs.leaves[i].source)));
+  }
+  return leaves;
 }
 
 }  // namespace tdcopier

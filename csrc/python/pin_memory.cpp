@@ -108,7 +108,12 @@ Owned memory_of_leaf(py::handle leaf, size_t number, const FileMappings& files) 
   if (is_array && leaf.attr("size").cast<size_t>() == 0) return {};
   const py::object owner = is_array ? owner_of(leaf) : py::reinterpret_borrow<py::object>(leaf);
   if (is_array_type(Py_TYPE(owner.ptr()))) return memory_of_array_leaf(owner, number, files);
-  if (!is_tensor(owner.ptr())) throw PinningError(number, kUnknown);
+  if (is_array && !is_tensor(owner.ptr())) throw PinningError(number, kUnknown);
+  if (!is_tensor(owner.ptr())) {
+    throw PinningError(number, std::string("is a ") + Py_TYPE(leaf.ptr())->tp_name +
+                                   ", and only its own `.to` knows its tensors: give them, of a "
+                                   "module list(module.parameters())");
+  }
   const at::Tensor& tensor = tensor_in(owner.ptr());
   if (!tensor.device().is_cpu()) {
     throw PinningError(number, "is on " + tensor.device().str() + ": only host memory is pinned");
@@ -138,10 +143,10 @@ PinnedMemory::PinnedMemory(py::handle data, py::handle device) : device_(parse_d
     throw std::runtime_error("a forked child cannot use a device, nor pin memory for it");
   }
   load_numpy_types();
-  const py::list leaves = pairs_with_paths(data, data, {"data", "data"});
+  const py::list leaves = leaves_and_objects(data, "data");
   if (leaves.empty() && !py::isinstance<py::list>(data) && !py::isinstance<py::tuple>(data) &&
       !py::isinstance<py::dict>(data)) {
-    throw py::value_error("data has no tensor or array: of a module, give list(parameters())");
+    throw py::value_error("data has no tensor or array");
   }
   const FileMappings files;
   std::vector<PinnedRanges::Range> ranges;

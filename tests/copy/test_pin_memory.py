@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_the_current_accelerator_is_the_default(device):
         assert data.is_pinned()
         assert isinstance(pinned, tdcopier.PinnedMemory)
     assert not data.is_pinned()
+
+
+@pytest.mark.parametrize("place", ["data", "data[1]['it']"])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.nn.Linear(2, 3), lambda: torch.nn.utils.rnn.pack_sequence([large()])]
+)
+def test_an_object_whose_tensors_are_out_of_sight_is_refused(device, make, place):
+    held = make()
+    beside = large()
+    data = held if place == "data" else [beside, {"it": held}]
+    with pytest.raises(ValueError, match=re.escape(f"{place} is a {type(held).__name__}, and only")):
+        tdcopier.pin_memory_(data, device)
+    assert not beside.is_pinned()
 
 
 def test_a_dropped_handle_unpins(device):
