@@ -64,7 +64,8 @@ def test_an_object_whose_tensors_are_out_of_sight_is_refused(device, make, place
     held = make()
     beside = large()
     data = held if place == "data" else [beside, {"it": held}]
-    with pytest.raises(ValueError, match=re.escape(f"{place} is a {type(held).__name__}, and only")):
+    words = re.escape(f"{place} is a {type(held).__name__}, and only")
+    with pytest.raises(ValueError, match=words):
         tdcopier.pin_memory_(data, device)
     assert not beside.is_pinned()
 
