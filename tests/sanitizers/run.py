@@ -61,6 +61,7 @@ def environment_of(kind: str, site: Path, leaks: bool) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",  # OpenMP's waits are invisible
         "CUDA_VISIBLE_DEVICES": "",
         "TDCOPIER_TEST_DEVICE": "sim",
+        "TDCOPIER_TEST_LONGEST_S": "600",  # interrupts at hundreds of places take minutes
         # A forked child ends by itself, and may start threads.
         "TSAN_OPTIONS": f"{log}:die_after_fork=0:suppressions={HERE / 'tsan.supp'}",
         "ASAN_OPTIONS": f"{log}:{leaking if leaks else 'detect_leaks=0'}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -18,6 +19,8 @@ import torch
 
 from tdcopier import _C
 from tdcopier.sim import Gate, Hazard, HazardError
+
+LONGEST_TEST_S = float(os.environ.get("TDCOPIER_TEST_LONGEST_S", "60"))
 
 BRIEFLY = 0.03
 
@@ -43,7 +46,7 @@ def fresh(sim: ModuleType) -> Iterator[None]:
         sim.reset_peak_pinned_bytes()
 
     # A thread that waits for a stream it holds itself hangs: end the process with a traceback.
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(LONGEST_TEST_S, exit=True)
     collecting = gc.isenabled()
     gc.disable()
     try:
