@@ -119,6 +119,15 @@ def test_two_scratch_chunks_are_all_the_device_memory_that_it_takes(device, acce
     assert accelerator.memory_allocated(device) == before
 
 
+def test_gathered_storages_share_transfers(sim):
+    """Three of 300 KiB fill a chunk of 1 MiB, all small ones another; large ones go alone."""
+    state = bytes_on("sim", [MEDIUM] * 10 + [10 * KIB] * 20 + [900 * KIB] * 2)
+    tdcopier.snapshot(state).get()
+    sim.reset_counts()
+    tdcopier.snapshot(state).get()
+    assert sim.counts().d2h.transfers == 4 + 1 + 2
+
+
 def test_a_small_state_takes_little_scratch_memory(device, accelerator):
     state = bytes_on(device, [MEDIUM])
     tdcopier.snapshot(state).get()
