@@ -16,7 +16,8 @@ namespace tdcopier {
 void* allocate_block(size_t bytes);
 void free_block(void* block, size_t bytes) noexcept;  // `bytes` as requested
 
-// Returns the number of blocks that came from the C library because none was free. For tests.
+// Returns the number of blocks that came from the C library, because none of theirs was free or
+// they are larger than all that are kept. For tests.
 uint64_t blocks_made();
 
 template <typename T>

@@ -3,8 +3,8 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include <algorithm>
-#include <deque>
+#include <cstdint>
+#include <list>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -18,27 +18,47 @@ struct Entry {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // so that its address is not reused
   const void* memory;                                 // changes when the storage is resized
   Slots slots;
+  uint32_t checks = 0;  // that found the storage alive, while the entry was young
 };
 
+// Removes entries whose storages are gone, so that the next chunks reuse their arrays. The chunks
+// of a loop are young when their storages go, and each new chunk checks two of the young. So they
+// are found soon, however many others the program keeps; of these, each new chunk checks one.
 struct OwnChunks {
-  std::mutex mutex;
-  // Guarded by mutex. `to_check` has each entry once, the one that was checked last at its end.
-  std::unordered_map<const c10::StorageImpl*, Entry> entries;
-  std::deque<const c10::StorageImpl*> to_check;
+  using Queue = std::list<const c10::StorageImpl*>;
 
-  // Removes entries whose storages are gone, so that the next chunks reuse their arrays. Checks two
-  // for each chunk that is added: there are never many more entries than live chunks.
+  std::mutex mutex;
+  // Guarded by mutex, as the queues. Each entry is in one of these, by its key.
+  std::unordered_map<const c10::StorageImpl*, Entry> entries;
+  Queue young;
+  Queue old;
+
   void remove_expired() {
-    for (size_t i = std::min<size_t>(2, to_check.size()); i > 0; --i) {
-      const c10::StorageImpl* const oldest = to_check.front();
-      to_check.pop_front();
-      const auto found = entries.find(oldest);
-      if (found->second.storage.expired()) {
-        entries.erase(found);
-      } else {
-        to_check.push_back(oldest);
-      }
+    check_first(young);
+    check_first(young);
+    check_first(old);
+  }
+
+  void check_first(Queue& queue) {
+    constexpr uint32_t kYoungChecks = 8;
+    if (queue.empty()) return;
+    const auto first = queue.begin();
+    const auto found = entries.find(*first);
+    if (found == entries.end() || found->second.storage.expired()) {
+      if (found != entries.end()) entries.erase(found);
+      queue.erase(first);
+    } else {
+      const bool stays_young = &queue == &young && ++found->second.checks < kYoungChecks;
+      Queue& next = stays_young ? young : old;
+      next.splice(next.end(), queue, first);
     }
+  }
+
+  void add(const c10::StorageImpl* key, Entry entry) {
+    constexpr size_t kMostYoung = 64;
+    young.push_back(key);  // first: if the next line throws, a check removes it
+    entries.insert_or_assign(key, std::move(entry));
+    if (young.size() > kMostYoung) old.splice(old.end(), young, young.begin());
   }
 };
 
@@ -73,12 +93,8 @@ void remember_chunk(const c10::Storage& storage, uint64_t shift, const PackPlan&
     if (bytes != 0) slots->push_back({begin, begin + bytes});
   }
   const std::lock_guard lock(chunks.mutex);
-  const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
-  const bool is_new = chunks.entries
-                          .insert_or_assign(key, Entry{storage.getWeakStorageImpl(), storage.data(),
-                                                       std::move(slots)})
-                          .second;
-  if (is_new) chunks.to_check.push_back(key);
+  chunks.add(storage.unsafeGetStorageImpl(),
+             Entry{storage.getWeakStorageImpl(), storage.data(), std::move(slots)});
 }
 
 bool Padding::has(const c10::StorageImpl* storage, const std::byte* from, const std::byte* to) {
