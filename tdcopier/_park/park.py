@@ -277,22 +277,19 @@ def _park(state: Any, gradients: bool) -> Parked:
     del storages
     parking = _Parking(memory, copy, devices)
     handle = Parked(parking)
+    # Each is an event for each storage, so the stream of copies to new memory is none: what it
+    # fills belongs to it, or was handed over to the caller's stream.
+    users = [
+        _C.copy_stream(device, which)
+        for device in dict.fromkeys(devices)
+        for which in ("from_device", "ordered")  # that read the memory, and that fill it
+    ]
     try:
-        parking.take_out([_last_user(device) for device in dict.fromkeys(devices)])
+        parking.take_out(users)
         return handle
     except BaseException:
         handle.resume()
         raise
-
-
-def _last_user(device: torch.device) -> torch.Stream:
-    """Return the stream that reads the memory, made to wait for copies that fill existing memory.
-
-    One stream is recorded for each storage: the allocator makes an event for each that is.
-    """
-    reading = _C.copy_stream(device, "from_device")
-    reading.wait_stream(_C.copy_stream(device, "ordered"))
-    return reading
 
 
 @keep_out_of_graphs("parked()")
