@@ -171,8 +171,8 @@ def test_files_are_refused_however_they_were_mapped(device, tmp_path):
 def test_leaves_that_need_no_pinning(device):
     with tdcopier.pin_memory_([np.empty((0, 3)), torch.empty(0), "text"], device) as pinned:
         assert pinned.bytes == 0
-    with pytest.raises(ValueError, match=r"no tensor or array: of a module"):
-        tdcopier.pin_memory_(torch.nn.Linear(2, 2), device)
+    with pytest.raises(ValueError, match="data has no tensor or array"):
+        tdcopier.pin_memory_("text", device)
 
 
 def test_the_last_of_several_holders_unpins(device):
