@@ -1,7 +1,6 @@
 // Makes one allocation for each chunk, and output tensors directly over them.
 #include "engine/leaves/result.h"
 
-#include <ATen/Context.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
@@ -40,20 +39,15 @@ c10::Storage allocate_with(c10::Allocator* allocator, uint64_t bytes) {
           allocator, /*resizable=*/true};
 }
 
-// Returns whether torch's `empty` fills what it allocates, so that padding is the same in each run.
-bool fills_new_memory() {
-  const at::Context& settings = at::globalContext();
-  return settings.deterministicAlgorithms() && settings.deterministicFillUninitializedMemory();
-}
-
 }  // namespace
 
 c10::Storage allocate_on_device(c10::Device device, uint64_t bytes) {
-  if (device.is_cuda() && !fills_new_memory()) {
+  if (device.is_cuda()) {
     // The allocator that torch's `empty` asks too, without its dispatcher and its tensor. It is
     // looked up each time, because torch.cuda.memory.change_current_allocator() replaces it.
     const c10::DeviceGuard on_device(device);
-    return allocate_with(at::detail::getCUDAHooks().getCUDADeviceAllocator(), bytes);
+    c10::Allocator* const allocator = at::detail::getCUDAHooks().getCUDADeviceAllocator();
+    return allocate_with(allocator, bytes);
   }
   // The modes and transforms of this thread must not affect the allocation.
   const c10::impl::ForceDispatchKeyGuard plain(
