@@ -312,27 +312,17 @@ std::optional<std::string> path_of_pair(py::handle source, py::handle destinatio
   return paths[pair];
 }
 
-py::list pairs_with_paths(py::handle source, py::handle destination, PairNames names) {
+py::list pairs_with_paths(py::handle source, py::handle destination, PairNames names,
+                          bool lists_objects) {
   std::vector<std::string> paths;
-  const PairedTrees trees = PairWalk(&paths, names).run(source.ptr(), destination.ptr());
+  const PairedTrees trees = PairWalk(&paths, names, /*list_opaque=*/false, lists_objects)
+                                .run(source.ptr(), destination.ptr());
   py::list pairs;
   for (size_t i = 0; i < paths.size(); ++i) {
     pairs.append(py::make_tuple(paths[i], py::handle(trees.leaves[i].source),
                                 py::handle(trees.leaves[i].destination)));
   }
   return pairs;
-}
-
-py::list leaves_and_objects(py::handle tree, const char* name) {
-  std::vector<std::string> paths;
-  const PairedTrees pairs = PairWalk(&paths, {name, name}, /*list_opaque=*/false,
-                                     /*lists_objects=*/true)
-                                .run(tree.ptr(), tree.ptr());
-  py::list leaves;
-  for (size_t i = 0; i < paths.size(); ++i) {
-    leaves.append(py::make_tuple(paths[i], py::handle(pairs.leaves[i].source)));
-  }
-  return leaves;
 }
 
 }  // namespace tdcopier

@@ -48,11 +48,8 @@ std::optional<std::string> path_of_pair(pybind11::handle source, pybind11::handl
                                         size_t pair);
 
 // Returns a list of (path, leaf, destination) for every pair, in the order of the walk.
+// `lists_objects`: also an object with a `.to` of its own that both trees refer to.
 pybind11::list pairs_with_paths(pybind11::handle source, pybind11::handle destination,
-                                PairNames names = {});
-
-// Returns a list of (path, leaf) for every leaf of one tree. Objects with a `.to` of their own,
-// whose tensors the walk does not see, are leaves.
-pybind11::list leaves_and_objects(pybind11::handle tree, const char* name);
+                                PairNames names = {}, bool lists_objects = false);
 
 }  // namespace tdcopier

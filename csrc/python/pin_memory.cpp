@@ -143,7 +143,7 @@ PinnedMemory::PinnedMemory(py::handle data, py::handle device) : device_(parse_d
     throw std::runtime_error("a forked child cannot use a device, nor pin memory for it");
   }
   load_numpy_types();
-  const py::list leaves = leaves_and_objects(data, "data");
+  const py::list leaves = pairs_with_paths(data, data, {"data", "data"}, /*lists_objects=*/true);
   if (leaves.empty() && !py::isinstance<py::list>(data) && !py::isinstance<py::tuple>(data) &&
       !py::isinstance<py::dict>(data)) {
     throw py::value_error("data has no tensor or array");

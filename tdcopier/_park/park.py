@@ -277,8 +277,8 @@ def _park(state: Any, gradients: bool) -> Parked:
     del storages
     parking = _Parking(memory, copy, devices)
     handle = Parked(parking)
-    # Each is an event for each storage, so the stream of copies to new memory is none: what it
-    # fills belongs to it, or was handed over to the caller's stream.
+    # The allocator makes an event for each storage and stream. The stream of copies to new memory
+    # needs none: its own memory is reused in its order.
     users = [
         _C.copy_stream(device, which)
         for device in dict.fromkeys(devices)
