@@ -1,15 +1,31 @@
-// Copies bytes with stores that bypass the processor's caches.
+// Copies bytes that a device reads next, with stores that keep them out of the core's own caches.
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 namespace tdcopier {
 
-// Like std::memcpy, but writes to memory instead of the caches of the core: a device that reads the
-// bytes next need not fetch them from there, and the other data in the caches stays. On processors
-// without such stores it is std::memcpy.
+// Where the bytes go. A device reads both faster than the caches of a core.
+enum class StoreTo {
+  kMemory,       // past all caches
+  kSharedCache,  // to the cache that all cores share; slower, but leaves memory to the device
+};
+
+// Like std::memcpy, but leaves the bytes where `store` says, and most of the other data in the
+// core's caches. A processor that cannot do so stores to memory, or like std::memcpy.
 //
 // Ends with a store fence: a release store after the call publishes the bytes.
-void copy_streaming(void* to, const void* from, size_t bytes) noexcept;
+void copy_streaming(void* to, const void* from, size_t bytes,
+                    StoreTo store = StoreTo::kMemory) noexcept;
+
+// One way to copy like that.
+struct StreamingCopy {
+  StoreTo store;
+  void (*copy)(void* to, const void* from, size_t bytes) noexcept;
+};
+
+// Returns the ways that this processor has, for each store the best one first. Never empty.
+std::vector<StreamingCopy> streaming_copies();
 
 }  // namespace tdcopier

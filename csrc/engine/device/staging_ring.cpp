@@ -24,6 +24,10 @@ StagingLease::~StagingLease() {
   if (buffer_) ring_->give_back(use_, std::move(buffer_));
 }
 
+size_t StagingLease::others_in_flight() const {
+  return ring_->in_flight(use_);
+}
+
 void StagingLease::in_flight_until(EventRef event) {
   ring_->give_back_after(use_, std::move(buffer_), std::move(event));
 }
@@ -40,6 +44,12 @@ bool StagingRing::is_exhausted(StagingUse use) noexcept {
   const std::lock_guard lock(mutex_);
   collect_if_needed(use);
   return !has_share_left(use) || (free_.empty() && !may_grow(use));
+}
+
+size_t StagingRing::in_flight(StagingUse use) {
+  const std::lock_guard lock(mutex_);
+  collect_done(use);
+  return share(use).in_flight.size();
 }
 
 uint64_t StagingRing::pinned_bytes() {
@@ -206,23 +216,28 @@ void StagingRing::collect_if_needed(StagingUse use) {
   drop_over_limit();
 }
 
+void StagingRing::collect_done() {
+  collect_done(StagingUse::kToDevice);
+  collect_done(StagingUse::kToDeviceOrdered);
+  collect_done(StagingUse::kFromDevice);
+}
+
 // Buffers of a device that has failed count as free, or the ring would be blocked forever.
 // Transfers of the first use end in order; those of the others are on several streams.
-void StagingRing::collect_done() {
+void StagingRing::collect_done(StagingUse use) {
+  const bool in_order = use == StagingUse::kToDevice;
   const uint64_t before = returns_;
-  for (Share& those : shares_) {
-    const bool in_order = &those == &share(StagingUse::kToDevice);
-    for (auto one = those.in_flight.begin(); one != those.in_flight.end();) {
-      if (!has_ended(*one->event)) {
-        if (in_order) break;
-        ++one;
-        continue;
-      }
-      free_.push_back(std::move(one->buffer));
-      one = those.in_flight.erase(one);
-      --those.buffers;
-      ++returns_;
+  Share& those = share(use);
+  for (auto one = those.in_flight.begin(); one != those.in_flight.end();) {
+    if (!has_ended(*one->event)) {
+      if (in_order) break;
+      ++one;
+      continue;
     }
+    free_.push_back(std::move(one->buffer));
+    one = those.in_flight.erase(one);
+    --those.buffers;
+    ++returns_;
   }
   if (returns_ != before) returned_.notify_all();
 }

@@ -46,6 +46,8 @@ class StagingLease {
   StagingLease& operator=(const StagingLease&) = delete;
 
   std::byte* data() const { return static_cast<std::byte*>(buffer_->memory.get()); }
+  // Returns how many other buffers the device uses for transfers of this use.
+  size_t others_in_flight() const;
   // Gives the buffer back when `event` is done: the device uses it until then. null: it no longer
   // does.
   void in_flight_until(EventRef event);
@@ -71,6 +73,9 @@ class StagingRing {
 
   // Returns whether acquire() would wait now. Other threads take buffers too, so that may change.
   bool is_exhausted(StagingUse use) noexcept;
+
+  // Returns how many buffers the device uses for transfers of this use. Asks it.
+  size_t in_flight(StagingUse use);
 
   uint64_t pinned_bytes();
   void drop_free();  // frees buffers that are not in use
@@ -109,6 +114,7 @@ class StagingRing {
   EventRef next_return(StagingUse use);  // null: a thread must give one back first
   void collect_if_needed(StagingUse use);
   void collect_done();
+  void collect_done(StagingUse use);
   void drop_over_limit();
 
   const c10::DeviceType type_;

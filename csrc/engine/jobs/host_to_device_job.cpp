@@ -20,6 +20,10 @@
 namespace tdcopier {
 namespace {
 
+// With this number of buffers in flight, the participants are far ahead of the device. They need
+// not be as fast as they can then, and leave the memory's bandwidth to it.
+constexpr size_t kFarAhead = 8;
+
 bool any_read_in_place(const CopyWork& work, const HostToDeviceOptions& options) {
   return options.use_pinned_staging && (work.result || options.fills_in_place) &&
          std::any_of(work.plan->chunks.begin(), work.plan->chunks.end(),
@@ -156,15 +160,16 @@ void HostToDeviceJob::transfer_window() {
   if (claimed >= windows_.size()) return;
   const Window& window = windows_[claimed];
   if (is_pageable) return transfer_pageable(window);
-  stage(window, batch_ ? batch_->data() + window.begin : lease->data());
-  if (batch_) return;
+  if (batch_) return stage(window, batch_->data() + window.begin, StoreTo::kMemory);
+  const bool is_far_ahead = windows_.size() > kFarAhead && lease->others_in_flight() >= kFarAhead;
+  stage(window, lease->data(), is_far_ahead ? StoreTo::kSharedCache : StoreTo::kMemory);
   staged_.add({window, std::move(*lease)},
               [this](StagedWindow staged) { enqueue(std::move(staged)); });
 }
 
-void HostToDeviceJob::stage(const Window& window, std::byte* to) {
+void HostToDeviceJob::stage(const Window& window, std::byte* to, StoreTo store) {
   const PhaseRange range(phases_, Phase::kStage);
-  stage_window(plan_, leaves_, window, to);
+  stage_window(plan_, leaves_, window, to, store);
 }
 
 void HostToDeviceJob::transfer_straight(size_t chunk) {
@@ -229,7 +234,7 @@ void HostToDeviceJob::transfer_pageable(const Window& window) {
     if (!is_in_place) {
       if (!staged) {
         staged = std::make_unique_for_overwrite<std::byte[]>(window.bytes());
-        stage(window, staged.get());
+        stage(window, staged.get(), StoreTo::kMemory);
       }
       from = staged.get() + at;
     }

@@ -9,7 +9,6 @@
 
 #include "base/cache_line.h"
 #include "base/row_copy.h"
-#include "base/streaming_copy.h"
 #include "base/strided_copy.h"
 
 namespace tdcopier {
@@ -128,7 +127,7 @@ std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
 }
 
 void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
-                  std::byte* staging) {
+                  std::byte* staging, StoreTo store) {
   constexpr uint32_t kAhead = 8;  // small leaves are far apart: prefetch their first bytes
   const auto stage_chunk = [&](size_t index, uint64_t from, uint64_t to, uint64_t place) {
     const ChunkPlan& chunk = plan.chunks[index];
@@ -148,7 +147,7 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
         stage_leaf(leaves, leaf, range, here + (begin - from));
       } else {
         copy_streaming(here + (begin - from),
-                       static_cast<const std::byte*>(leaf.data) + range.begin, end - begin);
+                       static_cast<const std::byte*>(leaf.data) + range.begin, end - begin, store);
       }
     }
   };

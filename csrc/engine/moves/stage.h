@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/pack_plan.h"
+#include "base/streaming_copy.h"
 #include "base/strided_copy.h"
 #include "engine/leaves/leaf.h"
 
@@ -41,8 +42,10 @@ struct WindowBytes {
   static WindowBytes all(uint64_t bytes) { return {bytes, bytes}; }
 };
 
-// Small, because the device is idle until the first window is staged.
+// Small, because the device is idle until the first window is staged. Larger where every
+// participant gets one nevertheless: each window costs the device 2.5 us beside its bytes.
 inline constexpr uint64_t kFirstWindowBytes = 256 * 1024;
+inline constexpr uint64_t kLargeFirstWindowBytes = 512 * 1024;
 
 // Bounds the size of all windows, for tests that need many windows for little data. Thread: any.
 void set_max_window_bytes(uint64_t bytes);
@@ -54,9 +57,9 @@ std::vector<Window> cut_windows(
     const std::function<bool(const ChunkPlan&)>& is_staged = [](const ChunkPlan&) { return true; });
 
 // Writes the window's part of each leaf to its place in `staging`, which holds the window's bytes.
-// Bytes between slots are not written.
+// Bytes between slots are not written. `store`: where large contiguous pieces go.
 void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& window,
-                  std::byte* staging);
+                  std::byte* staging, StoreTo store = StoreTo::kMemory);
 
 // Writes the bytes `range` of a leaf, as they arrive, to `to`.
 void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to);
