@@ -61,7 +61,7 @@ class BlockStack {
   };
 
   static constexpr size_t kAhead = 8;
-  static void prefetch(void* block) { prefetch_lines<Use::kWrite>(block, Bytes); }
+  TDCOPIER_PREFETCH static void prefetch(void* block) { prefetch_lines<Use::kWrite>(block, Bytes); }
 
   // Returns false if there is no memory.
   static bool open(Stack& mine) noexcept {

@@ -20,7 +20,7 @@ constexpr size_t kFetchedBytes = 4 * kLineBytes;
 // For shorter rows, streaming stores cost more than they save.
 constexpr uint64_t kStreamedRowBytes = 8 * 1024;
 
-inline void fetch(const std::byte* row, uint64_t bytes) {
+TDCOPIER_PREFETCH void fetch(const std::byte* row, uint64_t bytes) {
   prefetch_lines(row, std::min(bytes, kFetchedBytes));
 }
 

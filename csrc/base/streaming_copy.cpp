@@ -3,6 +3,7 @@
 #include "base/streaming_copy.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 
@@ -15,6 +16,8 @@
 
 namespace tdcopier {
 namespace {
+
+std::atomic<uint64_t> g_shared_cache_copies = 0;
 
 #ifdef __SSE2__
 
@@ -34,15 +37,21 @@ template <typename CopyLine>
   std::memcpy(write, read, head);
   size_t at = head;
   // The processor prefetches within each of the two pages, but not from one page to the next.
-  for (; at + kBlockBytes <= bytes; at += kBlockBytes) {
+  const auto copy_block = [&](bool is_last) __attribute__((always_inline)) {
     for (size_t line = at; line < at + kPageBytes; line += kLineBytes) {
-      _mm_prefetch(reinterpret_cast<const char*>(read + line + kBlockBytes), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(read + line + kBlockBytes + kPageBytes),
-                   _MM_HINT_T1);
-      copy_line(write + line, read + line);
-      copy_line(write + line + kPageBytes, read + line + kPageBytes);
+      const std::byte* const a = read + line;
+      const std::byte* const b = a + kPageBytes;
+      if (!is_last) {
+        _mm_prefetch(reinterpret_cast<const char*>(a + kBlockBytes), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(b + kBlockBytes), _MM_HINT_T1);
+      }
+      copy_line(write + line, a);
+      copy_line(write + line + kPageBytes, b);
     }
-  }
+    at += kBlockBytes;
+  };
+  while (at + 2 * kBlockBytes <= bytes) copy_block(/*is_last=*/false);
+  if (at + kBlockBytes <= bytes) copy_block(/*is_last=*/true);
   for (; at + kLineBytes <= bytes; at += kLineBytes) copy_line(write + at, read + at);
   std::memcpy(write + at, read + at, bytes - at);
   _mm_sfence();
@@ -86,12 +95,20 @@ void copy_by_16(void* to, const void* from, size_t bytes) noexcept {
 // stays in the core's caches, and the one before `to` may leave them.
 [[gnu::target("avx512f,cldemote")]] void copy_and_demote(void* to, const void* from,
                                                          size_t bytes) noexcept {
-  copy_lines(to, from, bytes,
-             [](std::byte* write, const std::byte* read)
-                 __attribute__((target("avx512f,cldemote"))) {
-                   _mm512_store_si512(write, _mm512_loadu_si512(read));
-                   _cldemote(write - kBlockBytes);
-                 });
+  copy_lines(
+      to, from, bytes,
+      [](std::byte* write, const std::byte* read) __attribute__((target("avx512f,cldemote"))) {
+        _mm512_store_si512(write, _mm512_loadu_si512(read));
+        _cldemote(reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(write) - kBlockBytes));
+      });
+}
+
+bool has_32() {
+  return __builtin_cpu_supports("avx");
+}
+
+bool has_64() {
+  return __builtin_cpu_supports("avx512f");
 }
 
 bool can_demote() {
@@ -101,44 +118,44 @@ bool can_demote() {
   return __get_cpuid_count(kFeatures, 0, &a, &b, &c, &d) != 0 && (c & kCldemote) != 0;
 }
 
+const StreamingCopy g_to_memory = has_64() ? copy_by_64 : has_32() ? copy_by_32 : copy_by_16;
+const StreamingCopy g_to_shared_cache = has_64() && can_demote() ? copy_and_demote : nullptr;
+
 #else
 
 void copy_plain(void* to, const void* from, size_t bytes) noexcept {
   std::memcpy(to, from, bytes);
 }
 
-#endif
+constexpr StreamingCopy g_to_memory = copy_plain;
+constexpr StreamingCopy g_to_shared_cache = nullptr;
 
-StreamingCopy best_copy(StoreTo store) {
-  const std::vector<StreamingCopy> all = streaming_copies();
-  for (const StreamingCopy& one : all) {
-    if (one.store == store) return one;
-  }
-  return all.front();
-}
+#endif
 
 }  // namespace
 
-std::vector<StreamingCopy> streaming_copies() {
-  std::vector<StreamingCopy> copies;
-#ifdef __SSE2__
-  const bool has_64 = __builtin_cpu_supports("avx512f");
-  if (has_64) copies.push_back({StoreTo::kMemory, copy_by_64});
-  if (__builtin_cpu_supports("avx")) copies.push_back({StoreTo::kMemory, copy_by_32});
-  copies.push_back({StoreTo::kMemory, copy_by_16});
-  if (has_64 && can_demote()) {
-    copies.push_back({StoreTo::kSharedCache, copy_and_demote});
-  }
-#else
-  copies.push_back({StoreTo::kMemory, copy_plain});
-#endif
-  return copies;
+bool has_shared_cache_store() {
+  return g_to_shared_cache != nullptr;
 }
 
 void copy_streaming(void* to, const void* from, size_t bytes, StoreTo store) noexcept {
-  static const StreamingCopy to_memory = best_copy(StoreTo::kMemory);
-  static const StreamingCopy to_shared_cache = best_copy(StoreTo::kSharedCache);
-  (store == StoreTo::kMemory ? to_memory : to_shared_cache).copy(to, from, bytes);
+  if (store == StoreTo::kMemory || !has_shared_cache_store()) return g_to_memory(to, from, bytes);
+  ++g_shared_cache_copies;
+  g_to_shared_cache(to, from, bytes);
+}
+
+uint64_t shared_cache_copies() {
+  return g_shared_cache_copies;
+}
+
+std::vector<StreamingCopy> streaming_copies() {
+  std::vector<StreamingCopy> copies{g_to_memory};
+#ifdef __SSE2__
+  copies.push_back(copy_by_16);
+  if (has_32()) copies.push_back(copy_by_32);
+  if (has_64()) copies.push_back(copy_and_demote);  // where it cannot demote, it only copies
+#endif
+  return copies;
 }
 
 }  // namespace tdcopier

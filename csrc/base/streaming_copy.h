@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace tdcopier {
@@ -12,6 +13,11 @@ enum class StoreTo {
   kSharedCache,  // to the cache that all cores share; slower, but leaves memory to the device
 };
 
+// Returns whether this processor can store to the shared cache. Thread: any.
+bool has_shared_cache_store();
+// Returns how many copies have gone there, for tests. Thread: any.
+uint64_t shared_cache_copies();
+
 // Like std::memcpy, but leaves the bytes where `store` says, and most of the other data in the
 // core's caches. A processor that cannot do so stores to memory, or like std::memcpy.
 //
@@ -19,13 +25,10 @@ enum class StoreTo {
 void copy_streaming(void* to, const void* from, size_t bytes,
                     StoreTo store = StoreTo::kMemory) noexcept;
 
-// One way to copy like that.
-struct StreamingCopy {
-  StoreTo store;
-  void (*copy)(void* to, const void* from, size_t bytes) noexcept;
-};
+using StreamingCopy = void (*)(void* to, const void* from, size_t bytes) noexcept;
 
-// Returns the ways that this processor has, for each store the best one first. Never empty.
+// Returns all ways to copy like that which run on this processor, for tests. The best one to memory
+// comes first.
 std::vector<StreamingCopy> streaming_copies();
 
 }  // namespace tdcopier

@@ -11,6 +11,7 @@
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "base/recycled.h"
+#include "base/streaming_copy.h"
 #include "engine/device/bad_rows.h"
 #include "engine/device/phases.h"
 #include "engine/device/pinned_pool.h"
@@ -415,6 +416,8 @@ Raises:
   });
   m.def("wait_for_release", guarded(&tdcopier::wait_for_release));
   m.def("blocks_made", &tdcopier::blocks_made);
+  m.def("has_shared_cache_store", &tdcopier::has_shared_cache_store);
+  m.def("shared_cache_copies", &tdcopier::shared_cache_copies);
   // For leak checks: frees the memory of deferred batches that is cached for the next ones.
   m.def("drop_deferred_memory", &tdcopier::Accelerator::drop_deferred_memory);
   // For schedules: the number of device calls depends on the number of staging buffers.

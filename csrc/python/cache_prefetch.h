@@ -18,17 +18,17 @@ inline constexpr size_t kTensorsAhead = 12;
 inline constexpr size_t kStoragesAhead = 6;
 inline constexpr size_t kVersionsAhead = 16;
 
-inline void prefetch_each(PyObject* const* children, Py_ssize_t count) {
+TDCOPIER_PREFETCH void prefetch_each(PyObject* const* children, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; ++i) __builtin_prefetch(children[i]);
 }
 
 // Requires, like the next: `object` is a tensor.
-inline void prefetch_tensor(PyObject* object) {
+TDCOPIER_PREFETCH void prefetch_tensor(PyObject* object) {
   const auto* impl = reinterpret_cast<const char*>(tensor_in(object).unsafeGetTensorImpl());
   prefetch_lines(impl, sizeof(c10::TensorImpl));
 }
 
-inline void prefetch_storage(PyObject* object) {
+TDCOPIER_PREFETCH void prefetch_storage(PyObject* object) {
   const c10::TensorImpl* impl = tensor_in(object).unsafeGetTensorImpl();
   const auto* storage =
       reinterpret_cast<const char*>(impl->unsafe_storage().unsafeGetStorageImpl());
@@ -37,7 +37,7 @@ inline void prefetch_storage(PyObject* object) {
 }
 
 // Prefetches a tensor's version counter for writing.
-inline void prefetch_version(const c10::TensorImpl* impl) {
+TDCOPIER_PREFETCH void prefetch_version(const c10::TensorImpl* impl) {
   const c10::VariableVersion& version = impl->version_counter();
   static_assert(sizeof(version) == sizeof(void*), "a version is a pointer to its counter");
   __builtin_prefetch(*reinterpret_cast<const void* const*>(&version), /*write=*/1);

@@ -117,7 +117,7 @@ class GroupFill {
                !accelerator.staging().is_exhausted(StagingUse::kToDeviceOrdered);
     WindowBytes window_bytes = best_window_bytes(*work_.plan, !mapped_.empty());
     // A window that waits for kernels occupies a whole buffer, so no small first windows.
-    window_bytes.first = window_bytes.most;
+    window_bytes.grow = false;
     return std::make_shared<HostToDeviceJob>(
         accelerator, std::move(work_),
         HostToDeviceOptions{options_.use_pinned_staging, window_bytes,

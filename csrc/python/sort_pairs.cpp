@@ -117,15 +117,17 @@ class Sorter {
     }
   }
 
-  void prefetch_ahead(const PairedTrees& trees) const {
-    const auto each = [&](size_t number, auto prefetch) {
-      if (number >= leaves_) return;
-      const LeafPair& pair = trees.leaves[number];
-      if (is_plain_tensor_class(Py_TYPE(pair.source))) prefetch(pair.source);
-      if (is_plain_tensor_class(Py_TYPE(pair.destination))) prefetch(pair.destination);
-    };
-    each(number_ + kTensorsAhead, prefetch_tensor);
-    each(number_ + kStoragesAhead, prefetch_storage);
+  TDCOPIER_PREFETCH void prefetch_ahead(const PairedTrees& trees) const {
+    if (number_ + kTensorsAhead < leaves_) {
+      const LeafPair& pair = trees.leaves[number_ + kTensorsAhead];
+      if (is_plain_tensor_class(Py_TYPE(pair.source))) prefetch_tensor(pair.source);
+      if (is_plain_tensor_class(Py_TYPE(pair.destination))) prefetch_tensor(pair.destination);
+    }
+    if (number_ + kStoragesAhead < leaves_) {
+      const LeafPair& pair = trees.leaves[number_ + kStoragesAhead];
+      if (is_plain_tensor_class(Py_TYPE(pair.source))) prefetch_storage(pair.source);
+      if (is_plain_tensor_class(Py_TYPE(pair.destination))) prefetch_storage(pair.destination);
+    }
   }
 
   void check_delegated() const {

@@ -307,8 +307,7 @@ void set_sending(Sending sending) {
 WindowBytes best_window_bytes(const PackPlan& plan, bool mapped) {
   if (mapped) return WindowBytes::all(kMappedWindowBytes);
   if (plan.total_bytes <= g_max_inline_bytes) return WindowBytes::all(kStagingBufferBytes);
-  const bool is_large = plan.total_bytes >= 16 * kLargeFirstWindowBytes;
-  return {is_large ? kLargeFirstWindowBytes : kFirstWindowBytes, kStagingBufferBytes};
+  return WindowBytes::growing(kStagingBufferBytes);
 }
 
 void set_max_inline_bytes(uint64_t bytes) {

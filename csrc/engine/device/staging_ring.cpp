@@ -24,10 +24,6 @@ StagingLease::~StagingLease() {
   if (buffer_) ring_->give_back(use_, std::move(buffer_));
 }
 
-size_t StagingLease::others_in_flight() const {
-  return ring_->in_flight(use_);
-}
-
 void StagingLease::in_flight_until(EventRef event) {
   ring_->give_back_after(use_, std::move(buffer_), std::move(event));
 }
@@ -46,10 +42,10 @@ bool StagingRing::is_exhausted(StagingUse use) noexcept {
   return !has_share_left(use) || (free_.empty() && !may_grow(use));
 }
 
-size_t StagingRing::in_flight(StagingUse use) {
+bool StagingRing::has_in_flight(StagingUse use, size_t least) {
   const std::lock_guard lock(mutex_);
-  collect_done(use);
-  return share(use).in_flight.size();
+  if (share(use).in_flight.size() >= least) collect_done(use);
+  return share(use).in_flight.size() >= least;
 }
 
 uint64_t StagingRing::pinned_bytes() {

@@ -46,8 +46,6 @@ class StagingLease {
   StagingLease& operator=(const StagingLease&) = delete;
 
   std::byte* data() const { return static_cast<std::byte*>(buffer_->memory.get()); }
-  // Returns how many other buffers the device uses for transfers of this use.
-  size_t others_in_flight() const;
   // Gives the buffer back when `event` is done: the device uses it until then. null: it no longer
   // does.
   void in_flight_until(EventRef event);
@@ -74,8 +72,8 @@ class StagingRing {
   // Returns whether acquire() would wait now. Other threads take buffers too, so that may change.
   bool is_exhausted(StagingUse use) noexcept;
 
-  // Returns how many buffers the device uses for transfers of this use. Asks it.
-  size_t in_flight(StagingUse use);
+  // Returns whether the device uses at least this number of buffers for transfers of this use.
+  bool has_in_flight(StagingUse use, size_t least);
 
   uint64_t pinned_bytes();
   void drop_free();  // frees buffers that are not in use

@@ -161,10 +161,16 @@ void HostToDeviceJob::transfer_window() {
   const Window& window = windows_[claimed];
   if (is_pageable) return transfer_pageable(window);
   if (batch_) return stage(window, batch_->data() + window.begin, StoreTo::kMemory);
-  const bool is_far_ahead = windows_.size() > kFarAhead && lease->others_in_flight() >= kFarAhead;
-  stage(window, lease->data(), is_far_ahead ? StoreTo::kSharedCache : StoreTo::kMemory);
+  stage(window, lease->data(), is_far_ahead() ? StoreTo::kSharedCache : StoreTo::kMemory);
   staged_.add({window, std::move(*lease)},
               [this](StagedWindow staged) { enqueue(std::move(staged)); });
+}
+
+// Small jobs, and processors that cannot make use of the answer, do not ask the device. Nor do
+// copies into existing memory: their transfers may wait for kernels, and then need no bandwidth.
+bool HostToDeviceJob::is_far_ahead() {
+  return work_.result && windows_.size() > kFarAhead && has_shared_cache_store() &&
+         accelerator_.staging().has_in_flight(StagingUse::kToDevice, kFarAhead);
 }
 
 void HostToDeviceJob::stage(const Window& window, std::byte* to, StoreTo store) {

@@ -35,7 +35,7 @@ uint64_t even_step(uint64_t bytes, uint64_t most) {
   return std::min(most, align_up((bytes + steps - 1) / steps, kPageBytes));
 }
 
-void prefetch_beginning(const Leaf& leaf) {
+TDCOPIER_PREFETCH void prefetch_beginning(const Leaf& leaf) {
   prefetch_lines(leaf.data, std::min<uint64_t>(leaf.bytes, 4 * kLineBytes));
 }
 
@@ -93,11 +93,17 @@ std::vector<Window> cut_windows(const PackPlan& plan, const LeafTable& leaves,
                                 const std::function<bool(const ChunkPlan&)>& is_staged) {
   constexpr size_t kWindowsOfRound = 8;
   std::vector<Window> windows;
+  uint64_t first_bytes = window_bytes.most;
+  if (window_bytes.grow) {
+    uint64_t staged_bytes = 0;
+    for (const ChunkPlan& chunk : plan.chunks) staged_bytes += is_staged(chunk) ? chunk.bytes : 0;
+    first_bytes = staged_bytes < kManyStagedBytes ? kFirstWindowBytes : kLargeFirstWindowBytes;
+  }
   const auto cut = [&](Window all, uint64_t most) {
     const uint64_t step = even_step(all.bytes(), most);
     while (all.begin < all.end) {
       const size_t round = std::min<size_t>(windows.size() / kWindowsOfRound, 32);
-      const uint64_t here = std::min(step, window_bytes.first << round);
+      const uint64_t here = std::min(step, first_bytes << round);
       // Windows end at cache lines. Chunks have the same offset in a line as on the target, so no
       // element is cut.
       const uint64_t line = (all.begin + here) / kLineBytes * kLineBytes;

@@ -33,19 +33,23 @@ struct LeafRange {
 // participants pay off.
 inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
 
-// The sizes of a job's windows. The first ones are small, so that the device starts early, and each
-// round of windows is twice as large as the one before, up to `most`.
+// The sizes of a job's windows: all have up to `most` bytes; or they grow: the first ones are
+// small, so that the device starts early, and each round of windows is twice as large as the one
+// before.
 struct WindowBytes {
-  uint64_t first;
   uint64_t most;
+  bool grow;
 
-  static WindowBytes all(uint64_t bytes) { return {bytes, bytes}; }
+  static WindowBytes all(uint64_t bytes) { return {bytes, false}; }
+  static WindowBytes growing(uint64_t most) { return {most, true}; }
 };
 
-// Small, because the device is idle until the first window is staged. Larger where every
-// participant gets one nevertheless: each window costs the device 2.5 us beside its bytes.
+// The first window of jobs that stage fewer bytes than kManyStagedBytes, and of the others. The
+// device is idle until it is staged, but each window costs the device 2.5 us beside its bytes. In
+// larger jobs every one of 12 workers gets a window nevertheless.
 inline constexpr uint64_t kFirstWindowBytes = 256 * 1024;
 inline constexpr uint64_t kLargeFirstWindowBytes = 512 * 1024;
+inline constexpr uint64_t kManyStagedBytes = 16 * kLargeFirstWindowBytes;
 
 // Bounds the size of all windows, for tests that need many windows for little data. Thread: any.
 void set_max_window_bytes(uint64_t bytes);

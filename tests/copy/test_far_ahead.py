@@ -1,0 +1,59 @@
+"""Workers far ahead of the device store to the cache that all cores share, and only then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tdcopier
+from tdcopier import _C
+
+pytestmark = pytest.mark.skipif(
+    not _C.has_shared_cache_store(), reason="this processor cannot store to the shared cache"
+)
+
+MANY_WINDOWS = 40 << 20
+"""Bytes that are cut into 30 windows, which fit in the staging buffers together."""
+EIGHT_WINDOWS = 2 << 20
+
+
+def bytes_of(count: int) -> torch.Tensor:
+    return torch.randint(0, 255, (count,), dtype=torch.uint8)
+
+
+def begun(source: torch.Tensor) -> tdcopier.AsyncCopyHandle:
+    """Returns a copy staged by one participant: each window is in flight before the next begins."""
+    handle = tdcopier.start_copy(source, "sim", use_background_thread=False)
+    handle.wait_staged()
+    return handle
+
+
+def test_the_windows_after_eight_that_the_device_has_not_read(sim):
+    source = bytes_of(MANY_WINDOWS)
+    before = _C.shared_cache_copies()
+    with sim.hold(_C.copy_stream("sim")):
+        handle = begun(source)
+    assert _C.shared_cache_copies() - before == 30 - 8
+    assert torch.equal(handle.get().cpu(), source)
+
+
+def test_none_while_the_device_keeps_up(sim):
+    source = bytes_of(MANY_WINDOWS)
+    tdcopier.set_staging_limit_bytes(4 * _C.STAGING_BUFFER_BYTES)
+    before = _C.shared_cache_copies()
+    assert torch.equal(begun(source).get().cpu(), source)
+    assert _C.shared_cache_copies() == before
+
+
+def test_none_of_other_copies_meanwhile(sim):
+    large, small = bytes_of(MANY_WINDOWS // 2), bytes_of(EIGHT_WINDOWS)
+    target = torch.empty(large.shape, dtype=torch.uint8, device="sim")
+    with sim.hold(_C.copy_stream("sim")):
+        first = begun(large)
+        before = _C.shared_cache_copies()
+        second = begun(small)
+        tdcopier.copy_into(large, target, use_background_thread=False)
+        assert _C.shared_cache_copies() == before
+    assert torch.equal(first.get().cpu(), large)
+    assert torch.equal(second.get().cpu(), small)
+    assert torch.equal(target.cpu(), large)
