@@ -21,7 +21,7 @@ WITHOUT_TREATMENT = {"use_background_thread"}
 
 def is_dense(leaf: Any) -> bool:
     """Returns whether it is a tensor whose elements fill its memory, in any order."""
-    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
         return False
     return leaf.numel() == 0 or torch.empty_like(leaf).stride() == leaf.stride()
 
