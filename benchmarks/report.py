@@ -135,11 +135,16 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
     """Return the text between the marks in README.md: the sentences, the plot and the machine.
 
     Raises:
-        KeyError: There is no result of the copies, of cold caches or of the training loop.
+        KeyError: There is no result of the copies, or of cold caches or the training loop on the
+            same machine.
 
     """
-    named = {result["name"]: result for result in reversed(results)}  # the first of each name
-    h2d, loop = named["h2d"], named["loop"]
+    h2d = next((result for result in results if result["name"] == "h2d"), None)
+    if h2d is None:
+        raise KeyError("h2d")
+    slug = h2d["machine"]["slug"]  # the sentences compare figures of one machine
+    named = {result["name"]: result for result in results if result["machine"]["slug"] == slug}
+    loop = named["loop"]
     plot = f"![copy times, host to device](benchmarks/results/{plot_name(h2d)})"
     source = "Medians; drawn from the files in `benchmarks/results`."
     text = headline(h2d, named["cold"], loop)

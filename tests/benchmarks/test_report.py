@@ -153,6 +153,16 @@ def test_the_readme_needs_the_results_that_it_shows(name: str) -> None:
         report.readme_part([result for result in RESULTS.values() if result["name"] != name])
 
 
+def test_the_readme_has_the_figures_of_one_machine() -> None:
+    elsewhere = a_copy("cold")
+    elsewhere["machine"]["slug"] = "another"
+    assert elsewhere["copies"]["h2d"]["detection batch"]["contenders"].pop(report.OURS)
+    results = list(RESULTS.values())
+    part = report.readme_part(results)
+    assert report.readme_part([elsewhere, *results]) == part
+    assert report.readme_part([*results, elsewhere]) == part
+
+
 def test_the_readme_has_the_figures_of_the_committed_results() -> None:
     readme = (BENCHMARKS.parent / "README.md").read_text()
     assert report.with_part(readme, report.readme_part(list(RESULTS.values()))) == readme
