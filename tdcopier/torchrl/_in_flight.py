@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +21,14 @@ class InFlight:
     """The accesses of a device to the rows of one storage. A copy of the storage has none.
 
     Thread: any. Methods take `lock`; those that enqueue accesses or write rows hold it until these
-    are noted here, or done.
+    are noted here, or done. A forked child has rows of its own, which no device accesses.
     """
 
     def __init__(self) -> None:
+        self._begin()
+        _all.add(self)
+
+    def _begin(self) -> None:
         self.lock = threading.RLock()
         self.reads: list[HostAccess] = []
         self.writes: list[HostAccess] = []
@@ -108,6 +114,21 @@ class InFlight:
         if self.starting is not None:
             torch.accelerator.synchronize(self.starting)
             self.starting = None
+
+
+_all: weakref.WeakSet[InFlight] = weakref.WeakSet()
+_parents: list[Any] = []
+"""Accesses of the process that this one was forked from: a child cannot free what they hold."""
+
+
+def _begin_in_child() -> None:
+    """Forget accesses, and locks that threads of the parent may have held."""
+    for each in _all:
+        _parents.extend((each.reads, each.writes))
+        each._begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def _drop_ended(accesses: list[HostAccess]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import run_python
 from tensordict import TensorDict
 from tensordict_same import assert_same_tensordict
 
@@ -264,25 +263,6 @@ def test_rows_that_were_updated_where_present_are_read_again(gathers):
 
     assert read_twice(storage, update)["observation"].count_nonzero() == 0
     assert gathers == ["cpu"] * 2
-
-
-def test_rows_that_another_process_wrote_are_read_again():
-    code = """
-    import os, torch
-    from tensordict import TensorDict
-    from tdcopier.torchrl import PackedLazyMemmapStorage
-
-    storage = PackedLazyMemmapStorage(10)
-    storage.set(range(10), TensorDict({"x": torch.zeros(10)}, [10]))
-    index = (torch.tensor([3, 7]),)
-    storage[index]
-    child = os.fork()
-    if child == 0:
-        storage.set(range(10), TensorDict({"x": torch.ones(10)}, [10]))
-        os._exit(0)
-    print(os.waitpid(child, 0)[1], storage.get(index)["x"].tolist())
-    """
-    assert run_python(code).splitlines()[-1] == "0 [1.0, 1.0]"
 
 
 def test_rows_of_a_storage_that_was_emptied_are_gone(filled):
