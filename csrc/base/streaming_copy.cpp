@@ -14,6 +14,13 @@
 
 #include "base/cache_line.h"
 
+// Some versions of clang want a second feature for registers of 64 bytes.
+#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ <= 21
+#define TDCOPIER_AVX512 "avx512f,evex512"
+#else
+#define TDCOPIER_AVX512 "avx512f"
+#endif
+
 namespace tdcopier {
 namespace {
 
@@ -84,23 +91,24 @@ void copy_by_16(void* to, const void* from, size_t bytes) noexcept {
              });
 }
 
-[[gnu::target("avx512f")]] void copy_by_64(void* to, const void* from, size_t bytes) noexcept {
+[[gnu::target(TDCOPIER_AVX512)]] void copy_by_64(void* to, const void* from,
+                                                 size_t bytes) noexcept {
   copy_lines(to, from, bytes,
-             [](std::byte* write, const std::byte* read) __attribute__((target("avx512f"))) {
+             [](std::byte* write, const std::byte* read) __attribute__((target(TDCOPIER_AVX512))) {
                _mm512_stream_si512(reinterpret_cast<__m512i*>(write), _mm512_loadu_si512(read));
              });
 }
 
 // Each line is demoted one block later, because demoting waits for the store. So the last block
 // stays in the core's caches, and the one before `to` may leave them.
-[[gnu::target("avx512f,cldemote")]] void copy_and_demote(void* to, const void* from,
-                                                         size_t bytes) noexcept {
-  copy_lines(
-      to, from, bytes,
-      [](std::byte* write, const std::byte* read) __attribute__((target("avx512f,cldemote"))) {
-        _mm512_store_si512(write, _mm512_loadu_si512(read));
-        _cldemote(reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(write) - kBlockBytes));
-      });
+[[gnu::target(TDCOPIER_AVX512 ",cldemote")]] void copy_and_demote(void* to, const void* from,
+                                                                  size_t bytes) noexcept {
+  copy_lines(to, from, bytes,
+             [](std::byte* write,
+                const std::byte* read) __attribute__((target(TDCOPIER_AVX512 ",cldemote"))) {
+               _mm512_store_si512(write, _mm512_loadu_si512(read));
+               _cldemote(reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(write) - kBlockBytes));
+             });
 }
 
 bool has_32() {
