@@ -139,9 +139,7 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
             same machine.
 
     """
-    h2d = next((result for result in results if result["name"] == "h2d"), None)
-    if h2d is None:
-        raise KeyError("h2d")
+    h2d = {result["name"]: result for result in reversed(results)}["h2d"]  # the first one
     slug = h2d["machine"]["slug"]  # the sentences compare figures of one machine
     named = {result["name"]: result for result in results if result["machine"]["slug"] == slug}
     loop = named["loop"]

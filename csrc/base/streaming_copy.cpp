@@ -14,19 +14,19 @@
 
 #include "base/cache_line.h"
 
-// Some versions of clang want a second feature for registers of 64 bytes.
-#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ <= 21
-#define TDCOPIER_AVX512 "avx512f,evex512"
-#else
-#define TDCOPIER_AVX512 "avx512f"
-#endif
-
 namespace tdcopier {
 namespace {
 
 std::atomic<uint64_t> g_shared_cache_copies = 0;
 
 #ifdef __SSE2__
+
+// Some versions of clang want a second feature for registers of 64 bytes.
+#if defined(__clang__) && __clang_major__ >= 18 && __clang_major__ <= 21
+#define TDCOPIER_AVX512 "avx512f,evex512"
+#else
+#define TDCOPIER_AVX512 "avx512f"
+#endif
 
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kBlockBytes = 2 * kPageBytes;
@@ -127,7 +127,7 @@ bool can_demote() {
 }
 
 const StreamingCopy g_to_memory = has_64() ? copy_by_64 : has_32() ? copy_by_32 : copy_by_16;
-const StreamingCopy g_to_shared_cache = has_64() && can_demote() ? copy_and_demote : nullptr;
+const StreamingCopy g_best_to_shared_cache = has_64() && can_demote() ? copy_and_demote : nullptr;
 
 #else
 
@@ -136,9 +136,11 @@ void copy_plain(void* to, const void* from, size_t bytes) noexcept {
 }
 
 constexpr StreamingCopy g_to_memory = copy_plain;
-constexpr StreamingCopy g_to_shared_cache = nullptr;
+constexpr StreamingCopy g_best_to_shared_cache = nullptr;
 
 #endif
+
+std::atomic<StreamingCopy> g_to_shared_cache = g_best_to_shared_cache;
 
 }  // namespace
 
@@ -146,10 +148,16 @@ bool has_shared_cache_store() {
   return g_to_shared_cache != nullptr;
 }
 
+void set_shared_cache_store(bool always) {
+  const bool is_missing = g_best_to_shared_cache == nullptr;
+  g_to_shared_cache = always && is_missing ? g_to_memory : g_best_to_shared_cache;
+}
+
 void copy_streaming(void* to, const void* from, size_t bytes, StoreTo store) noexcept {
-  if (store == StoreTo::kMemory || !has_shared_cache_store()) return g_to_memory(to, from, bytes);
+  const StreamingCopy to_shared_cache = g_to_shared_cache;
+  if (store == StoreTo::kMemory || !to_shared_cache) return g_to_memory(to, from, bytes);
   ++g_shared_cache_copies;
-  g_to_shared_cache(to, from, bytes);
+  to_shared_cache(to, from, bytes);
 }
 
 uint64_t shared_cache_copies() {

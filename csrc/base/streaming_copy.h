@@ -13,8 +13,12 @@ enum class StoreTo {
   kSharedCache,  // to the cache that all cores share; slower, but leaves memory to the device
 };
 
-// Returns whether this processor can store to the shared cache. Thread: any.
+// Returns whether copy_streaming() stores to the shared cache, because the processor can. Thread:
+// any.
 bool has_shared_cache_store();
+// For tests on processors that cannot: `always` makes copy_streaming() act as if it stored there.
+// Thread: any.
+void set_shared_cache_store(bool always);
 // Returns how many copies have gone there, for tests. Thread: any.
 uint64_t shared_cache_copies();
 

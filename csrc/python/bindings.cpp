@@ -416,7 +416,7 @@ Raises:
   });
   m.def("wait_for_release", guarded(&tdcopier::wait_for_release));
   m.def("blocks_made", &tdcopier::blocks_made);
-  m.def("has_shared_cache_store", &tdcopier::has_shared_cache_store);
+  m.def("set_shared_cache_store", &tdcopier::set_shared_cache_store);
   m.def("shared_cache_copies", &tdcopier::shared_cache_copies);
   // For leak checks: frees the memory of deferred batches that is cached for the next ones.
   m.def("drop_deferred_memory", &tdcopier::Accelerator::drop_deferred_memory);

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import tdcopier
 from tdcopier import _C
 
-pytestmark = pytest.mark.skipif(
-    not _C.has_shared_cache_store(), reason="this processor cannot store to the shared cache"
-)
+pytestmark = pytest.mark.usefixtures("any_processor")
 
 MANY_WINDOWS = 40 << 20
 """Bytes that are cut into 30 windows, which fit in the staging buffers together."""
 EIGHT_WINDOWS = 2 << 20
+
+
+@pytest.fixture
+def any_processor() -> Iterator[None]:
+    """Lets processors that cannot store to the shared cache act as if they did."""
+    _C.set_shared_cache_store(True)
+    yield
+    _C.set_shared_cache_store(False)
 
 
 def bytes_of(count: int) -> torch.Tensor:

@@ -95,6 +95,14 @@ def test_windows_grow_to_two_mebibytes(device, megabytes):
         assert handle.stats.transfers == windows_of(megabytes << 20)
 
 
+def test_the_first_windows_depend_on_the_bytes_that_are_staged(device):
+    pinned = torch.ones(16 << 18).pin_memory()  # read in place: one transfer
+    leaves = [pinned, torch.ones(3 << 18), torch.ones(5)]
+    handle = tdcopier.start_copy(leaves, device)
+    handle.get()
+    assert handle.stats.transfers == 1 + windows_of(3 << 20)
+
+
 def test_the_detection_batch_is_528_packed_leaves_and_a_transfer_for_each_dtype(device):
     handle = tdcopier.start_copy(detection_batch(), device)
     handle.get()

@@ -98,6 +98,15 @@ def test_leaves_and_parts_of_a_chunk_are_filled_and_nothing_else(
         assert same_bytes(leaf, wanted)
 
 
+def test_windows_are_large_from_the_beginning(device):
+    source = torch.randint(0, 255, (9 << 20,), dtype=torch.uint8)
+    target = torch.zeros_like(source, device=device)
+    handle = tdcopier.start_copy_into(source, target)
+    handle.get()
+    assert torch.equal(target.cpu(), source)
+    assert handle.stats.transfers == 5  # of up to 2 MiB
+
+
 def test_large_chunks_in_many_windows_are_filled(device):
     batch = [torch.full((n,), 1.0) for n in range(1, 700)]
     delivered = tdcopier.copy(batch, device)
