@@ -3,8 +3,9 @@
 ``python benchmarks/compare.py --old build/old_site --new build/site --json compare.json``
 
 In each round, one process per build imports tdcopier from the given folder and times the rows of
-the suites; which build goes first alternates. A ratio is that of the two medians of one round. Both
-builds use the scripts and batches of this checkout.
+the suites. The two take turns of a few milliseconds, on the same processor, so that a disturbance
+of the machine affects both (turns.py). A ratio is that of the two medians of one round. Both builds
+use the scripts and batches of this checkout.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from turns import Turns
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 1
@@ -58,31 +63,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def one_round(index: int, options: argparse.Namespace) -> dict[str, Measured] | None:
-    """Time both builds one after the other; return None if one of them failed."""
+    """Time both builds in turns; return None, and say why, if one of them failed."""
     order = [OLD, NEW] if index % 2 == 0 else [NEW, OLD]
-    found = {}
-    for build in order:
-        site = options.old if build == OLD else options.new
-        measured = in_a_process(site, options)
-        if measured is None:
-            return None
-        found[build] = measured
-    return found
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        ends = socket.socketpair()
+        children = []
+        for build, end in zip(order, ends, strict=True):
+            with end:
+                child = Child(build, Path(folder), end, options, leads=build == order[0])
+            children.append(stack.enter_context(child))
+        found = {child.build: child.measured() for child in children}
+    if None in found.values():
+        return None
+    return {build: measured for build, measured in found.items() if measured is not None}
 
 
-def in_a_process(site: Path, options: argparse.Namespace) -> Measured | None:
-    """Time the tdcopier of a folder in a new process; if that fails, say why and return None."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "found.json")
-        command = [sys.executable, __file__, "--child", str(site), "--json", str(path)]
+class Child:
+    """A process that times the tdcopier of one folder. It is killed at the end of the context."""
+
+    def __init__(
+        self,
+        build: str,
+        folder: Path,
+        end: socket.socket,
+        options: argparse.Namespace,
+        *,
+        leads: bool,
+    ) -> None:
+        self.build = build
+        self._site: Path = options.old if build == OLD else options.new
+        self._found, self._errors = folder / f"{build}.json", folder / f"{build}.log"
+        command = [sys.executable, __file__, "--child", str(self._site), "--json", str(self._found)]
         command += ["--device", options.device, "--seconds", str(options.seconds)]
         command += ["--suites", *options.suites, "--cases", *options.cases]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            print(f"{site} failed with {done.returncode}:\n{done.stderr[-3000:]}", file=sys.stderr)
+        command += ["--turns", str(end.fileno()), *(["--leads"] if leads else [])]
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[end.fileno()]
+            )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()  # nothing, if it has ended
+        self._process.wait()
+
+    def measured(self) -> Measured | None:
+        """Wait for the end of the process; if it failed, say why and return None."""
+        code = self._process.wait()
+        if code != 0:
+            errors = self._errors.read_text()[-3000:]
+            print(f"{self._site} failed with {code}:\n{errors}", file=sys.stderr)
             return None
-        found: Measured = json.loads(path.read_text())
-        return found
+        measured: Measured = json.loads(self._found.read_text())
+        return measured
 
 
 def time_rows(options: argparse.Namespace) -> int:
@@ -100,6 +135,7 @@ def time_rows(options: argparse.Namespace) -> int:
         options.suites,
         lambda case: not options.cases or any(part in case for part in options.cases),
         options.seconds,
+        Turns(socket.socket(fileno=options.turns), leads=options.leads).begin_round,
     )
     found = {
         "machine": machine.describe(device),
@@ -201,10 +237,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="no round begins that ends later"
     )
-    parser.add_argument("--seconds", type=float, default=0.4, help="for each case in a process")
+    parser.add_argument("--seconds", type=float, default=0.8, help="for each case in a round")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--leads", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child is None:
         for site in (options.old, options.new):

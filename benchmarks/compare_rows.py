@@ -37,14 +37,24 @@ class Case(NamedTuple):
 
 
 Cases = Iterator[Case]
+Seek = Callable[[], None]
+"""What is called at the beginning of each round, to find a quiet processor."""
+BeginRound = Callable[[], None]
 Wanted = Callable[[str], bool]
 """Returns whether the case of this name is timed; others are not even made."""
 
 
 def measured(
-    device: torch.device, suites: Sequence[str], wanted: Wanted, seconds: float
+    device: torch.device,
+    suites: Sequence[str],
+    wanted: Wanted,
+    seconds: float,
+    begin_round: Callable[[Seek], None] = lambda seek: seek(),
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Return medians in microseconds by row, and errors by the suite that they ended."""
+    """Return medians in microseconds by row, and errors by the suite that they ended.
+
+    ``begin_round`` is called with what moves this thread to a quiet processor.
+    """
     for direction in (h2d(device), d2h(device)):
         start_workers(direction)
     found: dict[str, float] = {}
@@ -52,7 +62,8 @@ def measured(
     quiet = QuietProcessor()
     for suite in suites:
         try:
-            for case in SUITES[suite](device, quiet.seek, wanted):
+            seek = _stay if suite in UNBOUND else quiet.seek
+            for case in SUITES[suite](device, partial(begin_round, seek), wanted):
                 with collector_paused(), quiet:
                     times = within(case.run, seconds)
                 for row, taken in times.items():
@@ -71,6 +82,10 @@ def within(run: Callable[[int], Times], seconds: float) -> Times:
     return run(max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / round_s))))
 
 
+def _stay() -> None:
+    """Leave the thread where it is."""
+
+
 def is_ours(way: str) -> bool:
     return way.startswith((OURS, "start_copy()"))
 
@@ -80,7 +95,7 @@ def _interleaved(
     contenders: list[Contender],
     sources: Sequence[Any],
     device: torch.device,
-    seek: Callable[[], None],
+    seek: Seek,
     burst: int = BURST,
 ) -> Case:
     ours = [way for way in contenders if is_ours(way.name)]
@@ -93,14 +108,14 @@ def _interleaved(
     )
 
 
-def _copies(name: str, device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
+def _copies(name: str, device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
     direction = possible(device)[name]
     for workload in filter(wanted, WORKLOADS):
         sources = copies.sources_of(direction, WORKLOADS[workload])
         yield _interleaved(workload, baselines.contenders(direction), sources, device, seek)
 
 
-def _tensordicts(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
+def _tensordicts(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
     import tensordicts  # needs tensordict, whose import takes seconds
 
     for direction in (h2d(device), d2h(device)):
@@ -111,7 +126,7 @@ def _tensordicts(device: torch.device, seek: Callable[[], None], wanted: Wanted)
                 yield _interleaved(name, tensordicts.contenders(direction), sources, device, seek)
 
 
-def _into(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
+def _into(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
     import into  # needs tensordict too
 
     for direction in (h2d(device), d2h(device)):
@@ -121,15 +136,15 @@ def _into(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cas
                 yield _interleaved(direction.name, ways, fillings, device, seek)
 
 
-def _gather(device: torch.device, _: Callable[[], None], wanted: Wanted) -> Cases:
+def _gather(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
     count = STORAGE_ROWS if device.type == "cuda" else STORAGE_ROWS_OF_SIM
     for name in filter(wanted, REPLAYS):
         indices = drawn(REPLAYS[name], count, rows.INDICES)
         ways = rows.contenders(REPLAYS[name].make(count), indices)
-        yield _interleaved(name, ways, [None], device, lambda: None, rows.BURST)
+        yield _interleaved(name, ways, [None], device, seek, rows.BURST)
 
 
-def _loops(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Cases:
+def _loops(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
     work = Work(device, loop.STEP_MS)
     feeds = [feed for feed in loop.feeds(device) if is_ours(feed.name)]
     for name in filter(wanted, loop.WANTED):
@@ -151,10 +166,12 @@ def _loops(device: torch.device, seek: Callable[[], None], wanted: Wanted) -> Ca
         yield Case(name, run)
 
 
-SUITES: dict[str, Callable[[torch.device, Callable[[], None], Wanted], Cases]] = {
+SUITES: dict[str, Callable[[torch.device, Seek, Wanted], Cases]] = {
     **{name: partial(_copies, name) for name in ("h2d", "d2h", "d2d")},
     "into": _into,
     "tensordict": _tensordicts,
     "gather": _gather,
     "loop": _loops,
 }
+UNBOUND = {"gather"}
+"""Suites whose threads are not bound to a processor: other ways start threads, which would be."""

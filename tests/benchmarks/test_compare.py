@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from benchmark_support import BENCHMARKS, load
 import tdcopier
 from tdcopier import _C
 
-compare, compare_rows = load("compare"), load("compare_rows")
+compare, compare_rows, turns = load("compare"), load("compare_rows"), load("turns")
 
 
 def a_site(folder: Path, version: str) -> Path:
@@ -34,6 +37,19 @@ def a_site(folder: Path, version: str) -> Path:
 def found(**rows_us: float) -> dict:
     """Returns made-up findings of one process."""
     return {"machine": {}, "site": "", "version": "", "failed": {}, "rows": rows_us}
+
+
+class MadeUpChild:
+    """Stands for the process of one build."""
+
+    def __init__(self, build: str, *_, leads: bool) -> None:
+        self.build = build
+
+    def __enter__(self) -> MadeUpChild:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
 
 
 @pytest.fixture
@@ -77,16 +93,20 @@ def test_each_build_times_its_own_package_with_the_batches_of_this_checkout(tmp_
 def test_the_build_that_goes_first_alternates_and_ratios_are_of_the_same_round(
     monkeypatch, options: list[str], tmp_path: Path
 ) -> None:
-    order: list[str] = []
+    leaders: list[str] = []
     times = {compare.OLD: iter([100.0, 200.0, 400.0]), compare.NEW: iter([50.0, 400.0, 600.0])}
 
-    def in_a_process(site: Path, _) -> dict:
-        order.append(site.name)
-        return found(copy=next(times[site.name]))
+    class Child(MadeUpChild):
+        def __init__(self, build: str, *_, leads: bool) -> None:
+            self.build = build
+            leaders.extend([build] * leads)
 
-    monkeypatch.setattr(compare, "in_a_process", in_a_process)
+        def measured(self) -> dict:
+            return found(copy=next(times[self.build]))
+
+    monkeypatch.setattr(compare, "Child", Child)
     assert compare.main([*options, "--rounds", "3"]) == 0
-    assert order == ["old", "new", "new", "old", "old", "new"]
+    assert leaders == ["old", "new", "old"]
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert row == {
         "row": "copy",
@@ -99,21 +119,26 @@ def test_the_build_that_goes_first_alternates_and_ratios_are_of_the_same_round(
 
 
 def test_a_round_in_which_a_build_fails_is_left_out(monkeypatch, options: list[str]) -> None:
-    answers = iter([found(copy=1.0), None, found(copy=1.0), found(copy=3.0)])
-    monkeypatch.setattr(compare, "in_a_process", lambda site, options: next(answers))
+    answers = iter([found(copy=1.0), None, found(copy=1.0), found(copy=3.0), None, None])
+
+    class Child(MadeUpChild):
+        def measured(self) -> dict | None:
+            return next(answers)
+
+    monkeypatch.setattr(compare, "Child", Child)
     assert compare.main([*options, "--rounds", "2"]) == 0
-    monkeypatch.setattr(compare, "in_a_process", lambda site, options: None)
-    assert compare.main([*options, "--rounds", "2"]) == 1
+    assert compare.main([*options, "--rounds", "1"]) == 1
 
 
 def test_no_round_begins_that_would_end_after_the_minutes(monkeypatch, options, capsys) -> None:
     now_s = [0.0]
 
-    def in_a_process(site: Path, _) -> dict:
-        now_s[0] += 50.0
-        return found(copy=1.0)
+    class Child(MadeUpChild):
+        def measured(self) -> dict:
+            now_s[0] += 50.0
+            return found(copy=1.0)
 
-    monkeypatch.setattr(compare, "in_a_process", in_a_process)
+    monkeypatch.setattr(compare, "Child", Child)
     monkeypatch.setattr(compare.time, "monotonic", lambda: now_s[0])
     assert compare.main([*options, "--rounds", "9", "--minutes", "5.5"]) == 0
     assert "stopped after 3 rounds: 5.5 minutes" in capsys.readouterr().out
@@ -135,3 +160,34 @@ def test_a_suite_that_fails_leaves_the_others_rows(monkeypatch, sim) -> None:
     rows, failed = compare_rows.measured(torch.device("sim", 0), ["a", "b"], bool, 0.0)
     assert rows == {"a: one, tdcopier": 2.0, "b: one, tdcopier": 2.0}
     assert failed == dict.fromkeys("ab", "AttributeError: no such call")
+
+
+def test_two_processes_take_turns_on_one_processor_until_one_of_them_ends() -> None:
+    seen: list[tuple[str, int]] = []
+    wanted = sorted(os.sched_getaffinity(0))
+    ends = socket.socketpair()
+
+    def play(name: str, end: socket.socket, rounds: int, seek, leads: bool) -> None:
+        with end:
+            here = turns.Turns(end, leads=leads)
+            for _ in range(rounds):
+                here.begin_round(seek)
+                (processor,) = os.sched_getaffinity(0)
+                seen.append((name, processor))
+                time.sleep(0.001)  # the other would get in between if it had not to wait
+                seen.append((name, processor))
+
+    chosen = iter([wanted[0], wanted[-1], wanted[0]])
+    played = [
+        ("leads", ends[0], 3, lambda: os.sched_setaffinity(0, {next(chosen)}), True),
+        ("follows", ends[1], 5, lambda: os.sched_setaffinity(0, {wanted[0]}), False),
+    ]
+    threads = [threading.Thread(target=play, args=each) for each in played]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    rounds = [("leads", wanted[0]), ("follows", wanted[0]), ("leads", wanted[-1])]
+    rounds += [("follows", wanted[-1]), ("leads", wanted[0]), ("follows", wanted[0])]
+    rounds += [("follows", wanted[0])] * 2
+    assert seen == [each for each in rounds for _ in range(2)]
