@@ -45,6 +45,16 @@ def test_the_windows_after_eight_that_the_device_has_not_read(sim):
     assert torch.equal(handle.get().cpu(), source)
 
 
+def test_the_windows_after_two_while_more_is_left_than_the_buffers_hold(sim):
+    source = bytes_of(72 << 20)
+    tdcopier.set_staging_limit_bytes(96 << 20)
+    before = _C.shared_cache_copies()
+    with sim.hold(_C.copy_stream("sim")):
+        handle = begun(source)
+    assert _C.shared_cache_copies() - before == handle.stats.transfers - 2
+    assert torch.equal(handle.get().cpu(), source)
+
+
 def test_none_while_the_device_keeps_up(sim):
     source = bytes_of(MANY_WINDOWS)
     tdcopier.set_staging_limit_bytes(4 * _C.STAGING_BUFFER_BYTES)

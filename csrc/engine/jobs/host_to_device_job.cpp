@@ -21,8 +21,12 @@ namespace tdcopier {
 namespace {
 
 // With this number of buffers in flight, the participants are far ahead of the device. They need
-// not be as fast as they can then, and leave the memory's bandwidth to it.
+// not be as fast as they can then, and leave the memory's bandwidth to it. Few suffice while more
+// bytes are left than the buffers hold: the device will read most of them during the staging. The
+// last ones are staged fast, because the device then reads alone.
 constexpr size_t kFarAhead = 8;
+constexpr size_t kFarAheadOfMany = 2;
+constexpr uint64_t kManyLeftBytes = kDefaultStagingLimitBytes;
 
 bool any_read_in_place(const CopyWork& work, const HostToDeviceOptions& options) {
   return options.use_pinned_staging && (work.result || options.fills_in_place) &&
@@ -161,16 +165,18 @@ void HostToDeviceJob::transfer_window() {
   const Window& window = windows_[claimed];
   if (is_pageable) return transfer_pageable(window);
   if (batch_) return stage(window, batch_->data() + window.begin, StoreTo::kMemory);
-  stage(window, lease->data(), is_far_ahead() ? StoreTo::kSharedCache : StoreTo::kMemory);
+  stage(window, lease->data(), is_far_ahead(window) ? StoreTo::kSharedCache : StoreTo::kMemory);
   staged_.add({window, std::move(*lease)},
               [this](StagedWindow staged) { enqueue(std::move(staged)); });
 }
 
 // Small jobs, and processors that cannot make use of the answer, do not ask the device. Nor do
 // copies into existing memory: their transfers may wait for kernels, and then need no bandwidth.
-bool HostToDeviceJob::is_far_ahead() {
-  return work_.result && windows_.size() > kFarAhead && has_shared_cache_store() &&
-         accelerator_.staging().has_in_flight(StagingUse::kToDevice, kFarAhead);
+bool HostToDeviceJob::is_far_ahead(const Window& next) {
+  if (!work_.result || windows_.size() <= kFarAhead || !has_shared_cache_store()) return false;
+  const uint64_t left = windows_.back().end - next.begin;
+  return accelerator_.staging().has_in_flight(StagingUse::kToDevice,
+                                              left > kManyLeftBytes ? kFarAheadOfMany : kFarAhead);
 }
 
 void HostToDeviceJob::stage(const Window& window, std::byte* to, StoreTo store) {

@@ -74,7 +74,7 @@ class HostToDeviceJob final : public CopyJob {
   void transfer_window();
   void transfer_straight(size_t chunk);
   void transfer_pageable(const Window& window);
-  bool is_far_ahead();
+  bool is_far_ahead(const Window& next);
   void stage(const Window& window, std::byte* to, StoreTo store);
   void enqueue(StagedWindow staged);
   void send_parts(const Window& window, const std::byte* staged);
