@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from not_yet import NOT_YET
 from play_schedules import Played, play
 from scenario_table import PASSING, SCENARIOS
+
+import tdcopier
 
 pytestmark = pytest.mark.sim
 
@@ -27,6 +30,16 @@ def test_every_order_of_events_is_right(sim, name):
         total.add(play(name, seed)[0])
     if SCENARIOS[name].one_transfer_a_job and name not in ONE_AFTER_THE_OTHER:
         assert len(total.fingerprints) >= SEEDS // 10
+
+
+def test_a_gather_dropped_before_leaves_the_order_as_it_is(sim):
+    name = "the_device_numbers_the_rows_that_it_reads"
+    index = torch.zeros(1, dtype=torch.int64, device="sim")
+    for seed in range(8):
+        tdcopier.gather([torch.zeros(1).pin_memory()], index, "sim")
+        _, first = play(name, seed)
+        _, again = play(name, seed)
+        assert again.steps == first.steps
 
 
 @pytest.mark.parametrize("name", NOT_YET)
