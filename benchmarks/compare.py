@@ -3,9 +3,9 @@
 ``python benchmarks/compare.py --old build/old_site --new build/site --json compare.json``
 
 In each round, one process per build imports tdcopier from the given folder and times the rows of
-the suites. The two take turns of a few milliseconds, on the same processor, so that a disturbance
-of the machine affects both (turns.py). A ratio is that of the two medians of one round. Both builds
-use the scripts and batches of this checkout.
+the suites. The two take turns at each case, on the same processor, so that a disturbance of the
+machine affects both (turns.py); which of them leads alternates. A ratio is that of the two medians
+of one round. Both builds use the scripts and batches of this checkout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     longest_s = 0.0
     for index in range(options.rounds):
         round_begin = time.monotonic()
-        if rounds and round_begin - begin + longest_s > 60 * options.minutes:
+        if index and round_begin - begin + longest_s > 60 * options.minutes:
             print(f"stopped after {index} rounds: {options.minutes:g} minutes", flush=True)
             break
         found = one_round(index, options)
@@ -72,10 +72,15 @@ def one_round(index: int, options: argparse.Namespace) -> dict[str, Measured] | 
             with end:
                 child = Child(build, Path(folder), end, options, leads=build == order[0])
             children.append(stack.enter_context(child))
-        found = {child.build: child.measured() for child in children}
-    if None in found.values():
-        return None
-    return {build: measured for build, measured in found.items() if measured is not None}
+        while not any(child.has_ended() for child in children):
+            time.sleep(0.05)
+        found = {}
+        for child in sorted(children, key=lambda child: not child.has_ended()):
+            measured = child.measured()
+            if measured is None:
+                return None
+            found[child.build] = measured
+        return found
 
 
 class Child:
@@ -109,6 +114,9 @@ class Child:
         self._process.kill()  # nothing, if it has ended
         self._process.wait()
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def measured(self) -> Measured | None:
         """Wait for the end of the process; if it failed, say why and return None."""
         code = self._process.wait()
@@ -130,13 +138,15 @@ def time_rows(options: argparse.Namespace) -> int:
     device = choose_device(options.device)
     if device is None:
         return 1
+    turns = Turns(socket.socket(fileno=options.turns), leads=options.leads)
     rows, failed = compare_rows.measured(
         device,
         options.suites,
         lambda case: not options.cases or any(part in case for part in options.cases),
         options.seconds,
-        Turns(socket.socket(fileno=options.turns), leads=options.leads).begin_round,
+        turns,
     )
+    turns.end()
     found = {
         "machine": machine.describe(device),
         "site": str(options.child),
@@ -237,7 +247,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="no round begins that ends later"
     )
-    parser.add_argument("--seconds", type=float, default=0.8, help="for each case in a round")
+    parser.add_argument(
+        "--seconds", type=float, default=0.8, help="for each case in a round, both builds"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

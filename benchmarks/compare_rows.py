@@ -18,6 +18,7 @@ from learner import Work, block
 from measure import BURST, QuietProcessor, shuffled
 from storages import REPLAYS, drawn
 from tables import OURS
+from turns import Turns
 
 from tdcopier._commands.interleave import Contender, collector_paused, interleave
 from tdcopier.workloads import WORKLOADS
@@ -37,11 +38,11 @@ class Case(NamedTuple):
 
 
 Cases = Iterator[Case]
-Seek = Callable[[], None]
-"""What is called at the beginning of each round, to find a quiet processor."""
 BeginRound = Callable[[], None]
+"""Waits for a turn, and finds a quiet processor."""
 Wanted = Callable[[str], bool]
 """Returns whether the case of this name is timed; others are not even made."""
+MOST_CASES = 1000  # of a suite
 
 
 def measured(
@@ -49,23 +50,25 @@ def measured(
     suites: Sequence[str],
     wanted: Wanted,
     seconds: float,
-    begin_round: Callable[[Seek], None] = lambda seek: seek(),
+    turns: Turns | None = None,
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Return medians in microseconds by row, and errors by the suite that they ended.
 
-    ``begin_round`` is called with what moves this thread to a quiet processor.
+    ``seconds`` are for each case, of both processes if there are two that take turns.
     """
+    turns = turns or Turns()
     for direction in (h2d(device), d2h(device)):
         start_workers(direction)
     found: dict[str, float] = {}
     failed: dict[str, str] = {}
     quiet = QuietProcessor()
-    for suite in suites:
+    for number, suite in enumerate(suites):
         try:
-            seek = _stay if suite in UNBOUND else quiet.seek
-            for case in SUITES[suite](device, partial(begin_round, seek), wanted):
+            cases = SUITES[suite](device, partial(turns.begin_round, quiet.seek), wanted)
+            for place, case in enumerate(cases):
+                turns.begin_case(number * MOST_CASES + place)
                 with collector_paused(), quiet:
-                    times = within(case.run, seconds)
+                    times = within(case.run, seconds, turns)
                 for row, taken in times.items():
                     found[f"{suite}: {case.name}, {row}"] = median(taken)
         except Exception as error:  # an older build may lack a function that a suite calls
@@ -73,17 +76,14 @@ def measured(
     return found, failed
 
 
-def within(run: Callable[[int], Times], seconds: float) -> Times:
-    """Return times of as many rounds as take about ``seconds``, after two that are discarded."""
+def within(run: Callable[[int], Times], seconds: float, turns: Turns) -> Times:
+    """Return times of as many rounds as fit into the seconds, after two that are discarded."""
     run(1)
-    begin = time.perf_counter()
+    begin, waited_s = time.perf_counter(), turns.waited_s
     run(1)
-    round_s = max(time.perf_counter() - begin, 1e-9)
-    return run(max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / round_s))))
-
-
-def _stay() -> None:
-    """Leave the thread where it is."""
+    round_s = time.perf_counter() - begin - (turns.waited_s - waited_s)
+    both_s = max(2 * turns.agree(round_s), 1e-9)
+    return run(max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / both_s))))
 
 
 def is_ours(way: str) -> bool:
@@ -95,7 +95,7 @@ def _interleaved(
     contenders: list[Contender],
     sources: Sequence[Any],
     device: torch.device,
-    seek: Seek,
+    begin_round: BeginRound,
     burst: int = BURST,
 ) -> Case:
     ours = [way for way in contenders if is_ours(way.name)]
@@ -103,19 +103,25 @@ def _interleaved(
     return Case(
         name,
         lambda rounds: interleave(
-            ours, sources, synchronise, rounds=rounds, warm_up=0, before_round=seek, burst=burst
+            ours,
+            sources,
+            synchronise,
+            rounds=rounds,
+            warm_up=0,
+            before_round=begin_round,
+            burst=burst,
         ),
     )
 
 
-def _copies(name: str, device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
+def _copies(name: str, device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     direction = possible(device)[name]
     for workload in filter(wanted, WORKLOADS):
         sources = copies.sources_of(direction, WORKLOADS[workload])
-        yield _interleaved(workload, baselines.contenders(direction), sources, device, seek)
+        yield _interleaved(workload, baselines.contenders(direction), sources, device, begin_round)
 
 
-def _tensordicts(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
+def _tensordicts(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     import tensordicts  # needs tensordict, whose import takes seconds
 
     for direction in (h2d(device), d2h(device)):
@@ -123,28 +129,30 @@ def _tensordicts(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
             name = f"{batch} {direction.name}"
             if wanted(name):
                 sources = tensordicts.sources_of(direction, made)
-                yield _interleaved(name, tensordicts.contenders(direction), sources, device, seek)
+                yield _interleaved(
+                    name, tensordicts.contenders(direction), sources, device, begin_round
+                )
 
 
-def _into(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
+def _into(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     import into  # needs tensordict too
 
     for direction in (h2d(device), d2h(device)):
         if wanted(direction.name):
             with into.fillings(direction) as fillings:
                 ways = into.contenders(direction, list(fillings[0].destinations))
-                yield _interleaved(direction.name, ways, fillings, device, seek)
+                yield _interleaved(direction.name, ways, fillings, device, begin_round)
 
 
-def _gather(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
+def _gather(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     count = STORAGE_ROWS if device.type == "cuda" else STORAGE_ROWS_OF_SIM
     for name in filter(wanted, REPLAYS):
         indices = drawn(REPLAYS[name], count, rows.INDICES)
         ways = rows.contenders(REPLAYS[name].make(count), indices)
-        yield _interleaved(name, ways, [None], device, seek, rows.BURST)
+        yield _interleaved(name, ways, [None], device, begin_round, rows.BURST)
 
 
-def _loops(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
+def _loops(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     work = Work(device, loop.STEP_MS)
     feeds = [feed for feed in loop.feeds(device) if is_ours(feed.name)]
     for name in filter(wanted, loop.WANTED):
@@ -154,7 +162,7 @@ def _loops(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
 
         def run(rounds: int, reader: Any = reader, prepared: Any = prepared) -> Times:
             times: Times = {}
-            for index, feed in shuffled(feeds, iter, rounds=rounds, before_round=seek):
+            for index, feed in shuffled(feeds, iter, rounds=rounds, before_round=begin_round):
                 found = block(
                     loop.Batches(feed, prepared[feed.name], index), reader.read, work, device
                 )
@@ -166,12 +174,10 @@ def _loops(device: torch.device, seek: Seek, wanted: Wanted) -> Cases:
         yield Case(name, run)
 
 
-SUITES: dict[str, Callable[[torch.device, Seek, Wanted], Cases]] = {
+SUITES: dict[str, Callable[[torch.device, BeginRound, Wanted], Cases]] = {
     **{name: partial(_copies, name) for name in ("h2d", "d2h", "d2d")},
     "into": _into,
     "tensordict": _tensordicts,
     "gather": _gather,
     "loop": _loops,
 }
-UNBOUND = {"gather"}
-"""Suites whose threads are not bound to a processor: other ways start threads, which would be."""

@@ -1,7 +1,7 @@
-"""Lets two processes time their rounds in turns, on the same processor; used by compare.py.
+"""Lets two processes time the same cases in turns of a round; used by compare.py.
 
-On a shared host a virtual processor can lose half its speed for seconds. With turns of a few
-milliseconds both processes lose the same.
+On a shared host a virtual processor can lose half its speed for seconds. In turns of milliseconds,
+on one processor, both processes lose the same.
 """
 
 from __future__ import annotations
@@ -9,24 +9,42 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 
-NUMBER = struct.Struct("i")
+MESSAGE = struct.Struct("iid")  # processor of the last round, case, seconds per round
 ANY_PROCESSOR = -1
+LAST_CASE = 2**31 - 1
 
 
 class Turns:
     """One end of a connection between two processes, of which one at a time is in a round.
 
-    The leader has the first turn, and chooses the processors. A process whose partner has ended
-    goes on alone.
+    The leader has the first turn, and chooses the processors. A process whose partner has ended,
+    or that has none, goes on alone.
     """
 
-    def __init__(self, end: socket.socket, *, leads: bool) -> None:
+    def __init__(self, end: socket.socket | None = None, *, leads: bool = True) -> None:
         self._end = end
         self._leads = leads
         self._has_turn = not leads  # passed on when both are ready
         self._processor = ANY_PROCESSOR  # of the last round
+        self._case, self._round_s = -1, 0.0
+        self._theirs = (ANY_PROCESSOR, -1, 0.0)
+        self.waited_s = 0.0
+
+    def begin_case(self, number: int) -> None:
+        """Wait until the partner is at this case or a later one. Numbers ascend."""
+        self._case = number
+        while self._end is not None and self._theirs[1] < number:
+            self._exchange()
+
+    def agree(self, round_s: float) -> float:
+        """Return the longer of both processes' seconds per round of this case."""
+        self._round_s = round_s
+        self._exchange()
+        _, case, theirs_s = self._theirs
+        return max(round_s, theirs_s) if self._end is not None and case == self._case else round_s
 
     def begin_round(self, seek: Callable[[], None]) -> None:
         """End the turn that this process has, and wait for the next.
@@ -34,23 +52,37 @@ class Turns:
         Then move this thread to the processor of the partner's round, or call ``seek``, which may
         move it to another one.
         """
-        theirs = self._exchange()
-        if theirs is None or self._leads:
+        self._exchange()
+        if self._end is None or self._leads or self._theirs[0] == ANY_PROCESSOR:
             seek()
-        elif theirs != ANY_PROCESSOR:
-            os.sched_setaffinity(0, {theirs})
+        else:
+            os.sched_setaffinity(0, {self._theirs[0]})
         self._processor = _bound_processor()
 
-    def _exchange(self) -> int | None:
-        """Return the processor of the partner's round, or None if the partner has ended."""
+    def end(self) -> None:
+        """Wait until the partner has timed its last case too."""
+        self.begin_case(LAST_CASE)
+        if self._end is not None:
+            self._end.close()
+
+    def _exchange(self) -> None:
+        """Pass the turn on, and wait until it comes back with the partner's message."""
+        if self._end is None:
+            return
+        begin = time.perf_counter()
         try:
             if self._has_turn:
-                self._end.sendall(NUMBER.pack(self._processor))
-            received = self._end.recv(NUMBER.size, socket.MSG_WAITALL)
+                self._end.sendall(MESSAGE.pack(self._processor, self._case, self._round_s))
+            received = self._end.recv(MESSAGE.size, socket.MSG_WAITALL)
         except (BrokenPipeError, ConnectionResetError):
             received = b""
+        self.waited_s += time.perf_counter() - begin
         self._has_turn = True
-        return NUMBER.unpack(received)[0] if len(received) == NUMBER.size else None
+        if len(received) == MESSAGE.size:
+            self._theirs = MESSAGE.unpack(received)
+        else:
+            self._end.close()
+            self._end = None
 
 
 def _bound_processor() -> int:

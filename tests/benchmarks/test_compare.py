@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,9 @@ class MadeUpChild:
 
     def __exit__(self, *_) -> None:
         pass
+
+    def has_ended(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -118,8 +121,10 @@ def test_the_build_that_goes_first_alternates_and_ratios_are_of_the_same_round(
     }
 
 
-def test_a_round_in_which_a_build_fails_is_left_out(monkeypatch, options: list[str]) -> None:
-    answers = iter([found(copy=1.0), None, found(copy=1.0), found(copy=3.0), None, None])
+def test_a_round_in_which_a_build_fails_is_left_out(
+    monkeypatch, options: list[str], tmp_path: Path
+) -> None:
+    answers = iter([found(copy=1.0), None, found(copy=1.0), found(copy=3.0), None])
 
     class Child(MadeUpChild):
         def measured(self) -> dict | None:
@@ -127,6 +132,9 @@ def test_a_round_in_which_a_build_fails_is_left_out(monkeypatch, options: list[s
 
     monkeypatch.setattr(compare, "Child", Child)
     assert compare.main([*options, "--rounds", "2"]) == 0
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert result["rounds"] == 1
+    assert [row["ratio"] for row in result["rows"]] == [1 / 3]  # the new build led in this round
     assert compare.main([*options, "--rounds", "1"]) == 1
 
 
@@ -162,32 +170,75 @@ def test_a_suite_that_fails_leaves_the_others_rows(monkeypatch, sim) -> None:
     assert failed == dict.fromkeys("ab", "AttributeError: no such call")
 
 
-def test_two_processes_take_turns_on_one_processor_until_one_of_them_ends() -> None:
-    seen: list[tuple[str, int]] = []
-    wanted = sorted(os.sched_getaffinity(0))
+def test_a_build_that_cannot_be_imported_ends_the_other_one_too(tmp_path: Path) -> None:
+    old, new = (a_site(tmp_path / version, version) for version in ("1.old", "2.new"))
+    (old / "tdcopier/__init__.py").write_text("raise RuntimeError('of the build')")
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), "--device", "sim", "--rounds", "1"]
+    command += ["--old", str(old), "--new", str(new), "--json", str(tmp_path / "found.json")]
+    command += ["--suites", "h2d", "--seconds", "3600"]
+    environment = {k: v for k, v in os.environ.items() if k != "FAIL_WITHOUT_CUDA"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: of the build" in done.stderr
+    assert "No round was completed." in done.stderr
+
+
+def both(play: Callable[[turns.Turns, bool], None]) -> None:
+    """Runs a function on both ends of a connection, each in a thread."""
     ends = socket.socketpair()
-
-    def play(name: str, end: socket.socket, rounds: int, seek, leads: bool) -> None:
-        with end:
-            here = turns.Turns(end, leads=leads)
-            for _ in range(rounds):
-                here.begin_round(seek)
-                (processor,) = os.sched_getaffinity(0)
-                seen.append((name, processor))
-                time.sleep(0.001)  # the other would get in between if it had not to wait
-                seen.append((name, processor))
-
-    chosen = iter([wanted[0], wanted[-1], wanted[0]])
-    played = [
-        ("leads", ends[0], 3, lambda: os.sched_setaffinity(0, {next(chosen)}), True),
-        ("follows", ends[1], 5, lambda: os.sched_setaffinity(0, {wanted[0]}), False),
+    plays = [
+        (turns.Turns(end, leads=leads), leads)
+        for end, leads in zip(ends, (True, False), strict=True)
     ]
-    threads = [threading.Thread(target=play, args=each) for each in played]
+    threads = [threading.Thread(target=play, args=each, daemon=True) for each in plays]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_two_processes_take_turns_on_one_processor_until_one_of_them_ends() -> None:
+    seen: list[tuple[str, int]] = []
+    wanted = sorted(os.sched_getaffinity(0))
+    chosen = iter([wanted[0], wanted[-1], wanted[0]])
+
+    def play(here: turns.Turns, leads: bool) -> None:
+        for _ in range(3 if leads else 5):
+            here.begin_round(lambda: os.sched_setaffinity(0, {next(chosen, wanted[0])}))
+            (processor,) = os.sched_getaffinity(0)
+            seen.extend([("leads" if leads else "follows", processor)])
+        if leads:
+            here._end.close()
+
+    both(play)
     rounds = [("leads", wanted[0]), ("follows", wanted[0]), ("leads", wanted[-1])]
     rounds += [("follows", wanted[-1]), ("leads", wanted[0]), ("follows", wanted[0])]
-    rounds += [("follows", wanted[0])] * 2
-    assert seen == [each for each in rounds for _ in range(2)]
+    assert seen == rounds + [("follows", wanted[0])] * 2
+
+
+def test_both_processes_time_a_case_as_often_and_at_the_same_time() -> None:
+    seen: list[tuple[bool, int]] = []
+    counts: dict[tuple[bool, int], int] = {}
+
+    def play(here: turns.Turns, leads: bool) -> None:
+        cases = (0, 1, 3, 4) if leads else (0, 1, 2, 4, 5)  # each lacks a suite
+        for number in cases:
+            here.begin_case(number)
+            round_s = 0.001 * (1 + (number + leads) % 3)
+            for _ in range(2):
+                here.begin_round(lambda: None)
+            counts[leads, number] = rounds = round(0.01 / here.agree(round_s))
+            for _ in range(rounds):
+                here.begin_round(lambda: None)
+                seen.append((leads, number))
+        here.end()
+
+    both(play)
+    for number in (0, 1, 4):
+        assert counts[True, number] == counts[False, number]
+        turn = [leads for leads, case in seen if case == number]
+        assert turn == [turn[0], not turn[0]] * counts[True, number]
+    assert [number for _, number in seen] == sorted(number for _, number in seen)
