@@ -402,13 +402,11 @@ Raises:
   m.def("set_most_workers", &tdcopier::set_most_workers);
   m.def("time_steps", &tdcopier::time_phases);
   m.def("are_steps_timed", &tdcopier::are_phases_timed);
-  // Processes completions since the last copy, so that the next copy does not have to. Raises the
-  // error of a dropped one.
+  // Processes completions since the last copy, so that the next copy does not have to.
   m.def("settle", [] {
     const py::gil_scoped_release no_gil;
     tdcopier::rest_workers();
     tdcopier::Reclaimer::get().look();
-    tdcopier::BadRowWatch::raise_of_dropped();
     tdcopier::Accelerator::poll_all();
   });
   // Releases the memory of finished copies now, for a caller that is about to allocate.

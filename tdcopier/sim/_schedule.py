@@ -99,6 +99,7 @@ class Schedule:
         # Completions of earlier copies would otherwise be processed within this schedule.
         _sim.run_dry()
         _C.settle()
+        _C.raise_bad_rows()  # asks the device about gathers that were dropped
         _C.drop_staging()
         _sim.schedule_begin(self.seed, self._timeout_s)
         try:
@@ -225,6 +226,7 @@ def schedule(seed: int, *, timeout_s: float = 30.0) -> Schedule:
         ValueError: the seed or the timeout is out of range.
         RuntimeError: the simulation is not enabled; at ``with``: a stream is held, or another
             schedule is active.
+        IndexError: at ``with``: a gather that was dropped had a row number out of range.
         DeadlockError: in or at the end of the ``with``, no thread or stream can continue.
 
     """
