@@ -45,7 +45,7 @@ def test_the_windows_after_eight_that_the_device_has_not_read(sim):
     assert torch.equal(handle.get().cpu(), source)
 
 
-def test_the_windows_after_two_while_more_is_left_than_the_buffers_hold(sim):
+def test_the_windows_after_two_while_more_than_64_mib_are_left(sim):
     source = bytes_of(72 << 20)
     tdcopier.set_staging_limit_bytes(96 << 20)
     before = _C.shared_cache_copies()

@@ -21,12 +21,12 @@ namespace tdcopier {
 namespace {
 
 // With this number of buffers in flight, the participants are far ahead of the device. They need
-// not be as fast as they can then, and leave the memory's bandwidth to it. Few suffice while more
-// bytes are left than the buffers hold: the device will read most of them during the staging. The
-// last ones are staged fast, because the device then reads alone.
+// not be as fast as they can then, and leave the memory's bandwidth to it. Two suffice while many
+// bytes are left, most of which the device will read during the staging. Towards the end it is
+// better to stage fast, because after the staging the device reads alone.
 constexpr size_t kFarAhead = 8;
 constexpr size_t kFarAheadOfMany = 2;
-constexpr uint64_t kManyLeftBytes = kDefaultStagingLimitBytes;
+constexpr uint64_t kManyLeftBytes = 64 * 1024 * 1024;
 
 bool any_read_in_place(const CopyWork& work, const HostToDeviceOptions& options) {
   return options.use_pinned_staging && (work.result || options.fills_in_place) &&
