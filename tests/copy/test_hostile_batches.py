@@ -112,6 +112,36 @@ def test_asking_about_a_class_makes_no_value_of_it(device):
     assert made == []
 
 
+class FailingKey:
+    """A key that fails when it is looked at for the second time: by the dict of the result."""
+
+    def __init__(self, fails: bool) -> None:
+        self.looks_until_failure = 1 if fails else -1
+
+    def __hash__(self) -> int:
+        if self.looks_until_failure == 0:
+            raise LookupError("no hash")
+        self.looks_until_failure -= 1
+        return id(self)
+
+
+@pytest.mark.parametrize("place", [0, 700, 2999])
+def test_a_key_that_fails_leaves_no_tensor_of_its_dict_alive(device, place):
+    keys = [FailingKey(i == place) for i in range(3000)]
+    tree: dict[Any, Any] = dict.fromkeys(keys, torch.ones(2))
+    tree[keys[1]] = {i: torch.ones(2) for i in range(1500)}
+    before = tensors_alive()
+    handle = tdcopier.start_copy(tree, device)
+    with pytest.raises(LookupError, match="no hash"):
+        handle.get()
+    del handle
+    assert tensors_alive() == before
+
+
+def tensors_alive() -> int:
+    return sum(type(value) is torch.Tensor for value in gc.get_objects())
+
+
 @pytest.mark.usefixtures("registry")
 def test_classes_are_looked_up_while_others_are_registered(device):
     stop = threading.Event()
