@@ -67,6 +67,7 @@ class Builder {
   py::object build_dict(uint32_t children) {
     constexpr size_t kMostItems = 256;
     py::object dict = checked(uncollected(PyDict_New));
+    if (items_.capacity() == 0) items_.reserve(kMostItems);
     const size_t first = items_.size();
     for (uint32_t i = 0; i < children; ++i) {
       PyObject* key = *key_++;
