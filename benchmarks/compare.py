@@ -3,9 +3,9 @@
 ``python benchmarks/compare.py --old build/old_site --new build/site --json compare.json``
 
 In each round, one process per build imports tdcopier from the given folder and times the rows of
-the suites. The two take turns at each case, on the same processor, so that a disturbance of the
-machine affects both (turns.py); which of them leads alternates. A ratio is that of the two medians
-of one round. Both builds use the scripts and batches of this checkout.
+the suites. They time each case together, in turns of a round, on the same processor, so that a
+disturbance of the machine affects both (turns.py); which of them leads alternates. A ratio is that
+of the two medians of one round. Both builds use the scripts and batches of this checkout.
 """
 
 from __future__ import annotations

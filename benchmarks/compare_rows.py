@@ -82,8 +82,8 @@ def within(run: Callable[[int], Times], seconds: float, turns: Turns) -> Times:
     begin, waited_s = time.perf_counter(), turns.waited_s
     run(1)
     round_s = time.perf_counter() - begin - (turns.waited_s - waited_s)
-    both_s = max(2 * turns.agree(round_s), 1e-9)
-    return run(max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / both_s))))
+    together_s = max(turns.agree(round_s), 1e-9)
+    return run(max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / together_s))))
 
 
 def is_ours(way: str) -> bool:
@@ -141,6 +141,8 @@ def _into(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Case
         if wanted(direction.name):
             with into.fillings(direction) as fillings:
                 ways = into.contenders(direction, list(fillings[0].destinations))
+                for way in ways:  # starts workers, before this thread is bound to a processor
+                    way.run(way.prepare(fillings[0]))
                 yield _interleaved(direction.name, ways, fillings, device, begin_round)
 
 

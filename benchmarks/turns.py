@@ -20,8 +20,8 @@ LAST_CASE = 2**31 - 1
 class Turns:
     """One end of a connection between two processes, of which one at a time is in a round.
 
-    The leader has the first turn, and chooses the processors. A process whose partner has ended,
-    or that has none, goes on alone.
+    The leader has the first turn of all, and chooses the processors. A process whose partner has
+    ended, or that has none, goes on alone.
     """
 
     def __init__(self, end: socket.socket | None = None, *, leads: bool = True) -> None:
@@ -40,11 +40,12 @@ class Turns:
             self._exchange()
 
     def agree(self, round_s: float) -> float:
-        """Return the longer of both processes' seconds per round of this case."""
+        """Return the seconds for a round of each process that times this case."""
         self._round_s = round_s
         self._exchange()
         _, case, theirs_s = self._theirs
-        return max(round_s, theirs_s) if self._end is not None and case == self._case else round_s
+        is_with_partner = self._end is not None and case == self._case
+        return 2 * max(round_s, theirs_s) if is_with_partner else round_s
 
     def begin_round(self, seek: Callable[[], None]) -> None:
         """End the turn that this process has, and wait for the next.

@@ -224,20 +224,22 @@ def test_both_processes_time_a_case_as_often_and_at_the_same_time() -> None:
     counts: dict[tuple[bool, int], int] = {}
 
     def play(here: turns.Turns, leads: bool) -> None:
-        cases = (0, 1, 3, 4) if leads else (0, 1, 2, 4, 5)  # each lacks a suite
+        cases = (0, 1, 2, 4, 5) if leads else (0, 1, 2, 3, 5)  # each lacks a suite
         for number in cases:
             here.begin_case(number)
             round_s = 0.001 * (1 + (number + leads) % 3)
-            for _ in range(2):
-                here.begin_round(lambda: None)
-            counts[leads, number] = rounds = round(0.01 / here.agree(round_s))
+            here.begin_round(lambda: None)
+            if leads and number == 1:
+                continue  # as when the case fails
+            here.begin_round(lambda: None)
+            counts[leads, number] = rounds = round(0.02 / here.agree(round_s))
             for _ in range(rounds):
                 here.begin_round(lambda: None)
                 seen.append((leads, number))
         here.end()
 
     both(play)
-    for number in (0, 1, 4):
+    for number in (0, 2, 5):
         assert counts[True, number] == counts[False, number]
         turn = [leads for leads, case in seen if case == number]
         assert turn == [turn[0], not turn[0]] * counts[True, number]
