@@ -29,6 +29,8 @@ def busy_workers(sim: Any) -> Iterator[Any]:
     large = torch.ones(2 * ELEMENTS)
     # One for each worker, all queued before any other copy.
     stuck = [tdcopier.start_copy(large, "sim:0") for _ in range(_C.default_worker_count())]
+    # Their only transfer is on its way, so it is not the next one, which a test lets fail.
+    assert becomes(lambda: sum(handle.stats.transfers for handle in stuck) == 1)
     try:
         yield hold
     finally:
