@@ -70,25 +70,6 @@ def test_a_source_that_the_host_changes_before_it_is_read_is_found(
     )
 
 
-def test_an_error_that_no_call_has_raised_yet_hides_no_hazard(sim: ModuleType) -> None:
-    source, table = pinned(*[1.0] * 1024), torch.zeros(3).pin_memory()
-    index = torch.tensor([7]).to("sim")
-
-    def program() -> None:
-        tdcopier.start_gather([table], index, "sim")
-        with sim.hold():
-            source.to("sim", non_blocking=True)
-            source.add_(1)
-
-    with pytest.raises(HazardError), sim.detect():
-        program()
-    torch.sim.synchronize()
-    with pytest.raises(IndexError, match="index 7 is out of bounds"), sim.schedule(0):
-        pass
-    with sim.schedule(0):  # it has been raised
-        pass
-
-
 def test_a_target_that_the_host_changes_before_it_is_written_is_found(
     sim: ModuleType, finds: Finds
 ) -> None:

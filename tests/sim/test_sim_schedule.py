@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from sim_support import fresh as fresh
+from sim_support import pinned
 from support import run_python
 
 import tdcopier
@@ -302,3 +303,23 @@ def test_a_schedule_cannot_be_entered_twice(sim):
         with pytest.raises(RuntimeError, match="this schedule is already active"), schedule:
             pass
         assert thread.join() == 7
+
+
+@pytest.mark.hazardous
+def test_the_error_of_a_dropped_gather_is_raised_by_a_schedule_and_hides_no_hazard(sim):
+    source, table = pinned(*[1.0] * 1024), torch.zeros(3).pin_memory()
+    index = torch.tensor([7]).to("sim")
+
+    def program() -> None:
+        tdcopier.start_gather([table], index, "sim")
+        with sim.hold():
+            source.to("sim", non_blocking=True)
+            source.add_(1)
+
+    with pytest.raises(sim.HazardError), sim.detect():
+        program()
+    torch.sim.synchronize()
+    with pytest.raises(IndexError, match="index 7 is out of bounds"), sim.schedule(0):
+        pass
+    with sim.schedule(0):  # it has been raised
+        pass
