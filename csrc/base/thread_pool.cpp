@@ -89,12 +89,11 @@ void ThreadPool::work() {
     }
     task();
     task = nullptr;  // releases what the task owns before it counts as done
-    {
-      const std::lock_guard lock(mutex_);
-      --running_;
-      if (running_ != 0 || !tasks_.empty()) continue;
-    }
-    idle_.notify_all();
+    // Notifies with the lock held: once wait_until_idle() has returned, no worker is at a point of
+    // the interleaver any more.
+    const std::lock_guard lock(mutex_);
+    --running_;
+    if (running_ == 0 && tasks_.empty()) idle_.notify_all();
   }
 }
 

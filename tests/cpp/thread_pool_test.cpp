@@ -3,8 +3,11 @@
 
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <latch>
+#include <thread>
 
+#include "base/interleaver.h"
 #include "check.h"
 
 using namespace tdcopier;
@@ -49,6 +52,42 @@ void idle_means_that_nothing_runs_and_nothing_waits() {
   }
 }
 
+// An interleaver that takes its time at the points of threads other than the one that made it.
+class SlowPoints final : public Interleaver {
+ public:
+  int others() const { return others_; }
+
+  bool is_active() const noexcept override { return false; }
+  void point() noexcept override {
+    if (std::this_thread::get_id() == maker_) return;
+    ++others_;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    --others_;
+  }
+  void enter_lock() noexcept override {}
+  void leave_lock() noexcept override {}
+  bool begin_wait(const void*) noexcept override { return false; }
+  void wait() override {}
+  void notify(const void*) noexcept override {}
+  void make_thread() override {}
+
+ private:
+  std::thread::id maker_ = std::this_thread::get_id();
+  std::atomic<int> others_ = 0;  // at a point now
+};
+
+// A schedule begins after it, and would take such a worker for one that has work to do.
+void idle_means_that_no_worker_is_at_a_point() {
+  static SlowPoints slow;
+  set_interleaver(slow);
+  ThreadPool pool(2);
+  for (int round = 0; round < 5; ++round) {
+    CHECK(pool.submit([] {}));
+    pool.wait_until_idle();
+    CHECK(slow.others() == 0);
+  }
+}
+
 void a_closed_pool_takes_nothing() {
   ThreadPool pool(2);
   pool.shut_down();
@@ -87,5 +126,7 @@ int main() {
       {"a closed pool takes nothing", a_closed_pool_takes_nothing},
       {"many threads may submit", many_threads_may_submit},
       {"there is at least one worker", there_is_at_least_one_worker},
+      {"idle means that no worker is at a point",  // sets the interleaver for good
+       idle_means_that_no_worker_is_at_a_point},
   });
 }
