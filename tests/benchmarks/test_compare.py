@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,6 +185,25 @@ def test_a_build_that_cannot_be_imported_ends_the_other_one_too(tmp_path: Path) 
     assert done.returncode == 1
     assert "RuntimeError: of the build" in done.stderr
     assert "No round was completed." in done.stderr
+
+
+def test_a_terminated_comparison_ends_both_processes(tmp_path: Path) -> None:
+    for build in ("1.old", "2.new"):
+        package = tmp_path / build / "tdcopier"
+        package.mkdir(parents=True)
+        begin = f"open(f'{tmp_path}/begun.{{os.getpid()}}', 'w').close()"
+        (package / "__init__.py").write_text(f"import os, time\n{begin}\ntime.sleep(3600)\n")
+    command = [sys.executable, str(BENCHMARKS / "compare.py"), "--json", str(tmp_path / "x.json")]
+    command += ["--old", str(tmp_path / "1.old"), "--new", str(tmp_path / "2.new")]
+    with subprocess.Popen(command) as process:
+        while len(begun := list(tmp_path.glob("begun.*"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    for file in begun:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.suffix[1:]), 0)
 
 
 def both(play: Callable[[turns.Turns, bool], None]) -> None:
