@@ -177,21 +177,13 @@ def feeds(device: torch.device) -> list[Feed]:
     def to(tree: Any, non_blocking: bool = False) -> Any:
         return map_tensors(tree, lambda leaf: leaf.to(device, non_blocking=non_blocking))
 
-    def planned(tree: Any) -> Any:
-        return tdcopier.prepare(tree, device, reuse_outputs=True), tree
-
     def pinned(tree: Any) -> Any:
         return map_tensors(tree, torch.Tensor.pin_memory)
 
     found = [
         Feed(RESIDENT, same, same, to),
         Feed(OURS, lambda tree: tdcopier.start_copy(tree, device), wait),
-        Feed(
-            f"{OURS}, prepared, outputs reused",
-            lambda plan_and_tree: plan_and_tree[0].start_copy(plan_and_tree[1]),
-            wait,
-            planned,
-        ),
+        prepared_feed(device),
         Feed(PER_LEAF_TO, same, to),
         Feed(PINNED, same, lambda tree: to(tree, non_blocking=True), pinned),
     ]
@@ -213,8 +205,28 @@ def feeds_of_tensordicts(device: torch.device) -> list[Feed]:
     return [
         Feed(RESIDENT, lambda td: td, lambda td: td, to),
         Feed(OURS, lambda td: tdcopier.async_to(td, device), lambda handle: handle.wait()),
+        prepared_feed(device),
         Feed("td.to()", lambda td: td, to),
     ]
+
+
+def prepared_feed(device: torch.device) -> Feed:
+    """Return a feed by one plan for all sources of the same layout."""
+    plans: list[tdcopier.PreparedCopy] = []
+
+    def planned(tree: Any) -> Any:
+        for plan in plans:
+            if plan.why_not(tree) is None:
+                return plan, tree
+        plans.append(tdcopier.prepare(tree, device, reuse_outputs=True))
+        return plans[-1], tree
+
+    return Feed(
+        f"{OURS}, prepared, outputs reused",
+        lambda plan_and_tree: plan_and_tree[0].start_copy(plan_and_tree[1]),
+        lambda handle: handle.wait(),
+        planned,
+    )
 
 
 class Batches:
