@@ -146,7 +146,8 @@ def set_memory_limit_bytes(device: DeviceLike, limit: int | None) -> None:
     """Let a device reserve no more than ``limit`` bytes; None removes the limit.
 
     An allocation that would exceed the limit first frees cached memory that no pending work can
-    touch, and raises ``torch.OutOfMemoryError`` if that is not enough.
+    touch. If that is not enough, it waits for the pending work of all streams, unless one is held,
+    and frees the memory of that, too, before it raises ``torch.OutOfMemoryError``.
 
     Raises:
         ValueError: the limit is negative, or the device is of another type.
