@@ -87,7 +87,8 @@ def start_copy_into(
             class), or one place in the destination stands for values of the source that differ.
             Messages name the first such leaf by its path, and nothing has been written.
         TypeError: an array has a number type that torch does not support; a container is of a kind
-            that cannot be taken apart.
+            that cannot be taken apart; both trees are objects of unknown classes, so that nothing
+            would be copied.
         RecursionError: containers are nested more than 1000 deep, or contain themselves.
         RuntimeError: the current stream of a device involved is capturing a CUDA graph; a
             destination was made in inference mode, and the call is not in inference mode; a
@@ -104,7 +105,7 @@ def start_copy_into(
     return handle if check is None else _checking.checked(handle, check)
 
 
-@keep_out_of_graphs("copy_into()")
+@keep_out_of_graphs("copy_into()", "the tree that it returns")
 def copy_into(
     source: Any,
     destination: T,

@@ -214,6 +214,7 @@ class PairWalk {
       case Half::Kind::kLeaf:
         return add(source, destination, depth);
       case Half::Kind::kOpaque:
+        if (depth == 0) refuse_unknown_root(source);
         return add_opaque(source, destination, differ(source, destination), depth);
       case Half::Kind::kByIndex:
         enter(destination, depth);
@@ -223,6 +224,12 @@ class PairWalk {
         enter(destination, depth);
         return visit_dicts(from.children.ptr(), to.children.ptr(), from.step, depth);
     }
+  }
+
+  // Throws TypeError if the class of the whole tree is unknown, so that nothing would be copied.
+  void refuse_unknown_root(PyObject* source) const {
+    py::module_::import("tdcopier._containers.unknown")
+        .attr("refuse_root")(names_.source, py::handle(source));
   }
 
   Half look(PyObject* object, const char* tree, int depth) {

@@ -148,7 +148,10 @@ def _children_of(value: Any) -> list[Any]:
 def _is_tensor_collection(cls: type) -> bool:
     """Return whether this is a TensorDict or a tensorclass, without importing tensordict.
 
-    tensordict's `is_tensor_collection` would keep a reference to every class passed to it.
+    tensordict's `is_tensor_collection` would keep a reference to every class passed to it, and
+    `issubclass` would hash the class, which its metaclass may forbid.
     """
     base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
-    return base is not None and (issubclass(cls, base) or getattr(cls, "_is_tensorclass", False))
+    return base is not None and (
+        any(each is base for each in cls.__mro__) or getattr(cls, "_is_tensorclass", False)
+    )

@@ -125,6 +125,12 @@ def refuse(path: str, value: Any) -> None:
     )
 
 
+def refuse_root(name: str, value: Any) -> None:
+    """Raise a TypeError if the value is all of a tree, by this name, and its class is unknown."""
+    if not is_plain(type(value)):
+        raise TypeError(f"{name} is {found(value)}: nothing would be copied. {_remedy(value)}")
+
+
 def found(value: Any) -> str:
     """Return what an unknown value is, in words."""
     name = class_name(type(value))

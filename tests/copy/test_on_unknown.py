@@ -124,6 +124,23 @@ def test_an_unknown_root_is_refused_because_nothing_would_be_copied(device, name
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_root_is_refused_by_calls_that_fill_memory_too(name):
+    make, found = UNKNOWN[name]
+    index = torch.zeros(1, dtype=torch.int64)
+    for call, root in (
+        (lambda one, other: tdcopier.copy_into(one, other), "source"),
+        (lambda one, other: tdcopier.copy_into(one, other, copy_opaque=True), "source"),
+        (lambda one, other: tdcopier.scatter(one, other, index), "batch"),
+    ):
+        with pytest.raises(TypeError, match="nothing would be copied") as caught:
+            call(make(leaf()), make(leaf()))
+        assert str(caught.value).startswith(f"{root} is ")
+        assert found in str(caught.value)
+        assert "on_unknown=" not in str(caught.value)  # not an option of theirs
+    assert tdcopier.copy_into(3, 4) == 4  # plain data
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_value_in_a_container_passes_by_default(device, name):
     value = UNKNOWN[name][0](leaf())
     for option in ({}, {"on_unknown": None}, {"on_unknown": "ignore"}):

@@ -191,7 +191,7 @@ OTHER: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", OTHER)
 def test_values_that_differ_are_counted_and_left(name):
     source, destination = OTHER[name]
-    assert differences(source, destination) == 1
+    assert differences([source], [destination]) == 1
     holder = [destination]
     tdcopier.start_copy_into([source], holder).get()
     assert holder[0] is destination
@@ -199,7 +199,7 @@ def test_values_that_differ_are_counted_and_left(name):
 
 @pytest.mark.parametrize("name", OTHER)
 def test_the_same_object_does_not_differ_from_itself(name):
-    assert [differences(value, value) for value in OTHER[name]] == [0, 0]
+    assert [differences([value], [value]) for value in OTHER[name]] == [0, 0]
 
 
 def test_the_count_is_of_all_places_beside_leaves(device):
