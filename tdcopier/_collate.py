@@ -106,7 +106,7 @@ def _slot(
 class _Leaf:
     """One leaf of the batch: its slot, and the samples that fill it."""
 
-    __slots__ = ("_dtype", "_offset_bytes", "_path", "_samples", "_shape")
+    __slots__ = ("_dtype", "_offset_bytes", "_path", "_samples", "_shape", "_strides")
 
     def __init__(self, samples: Sequence[torch.Tensor], slots: Slots, path: list[str]) -> None:
         """Take samples of one dtype; `torch.stack` checks later that their shapes agree."""
@@ -114,16 +114,33 @@ class _Leaf:
         self._samples = samples
         self._dtype = first.dtype
         self._shape = (len(samples), *first.shape)
+        self._strides = _strides_of_stack(samples)
         self._offset_bytes = slots.place(self._dtype, self._shape)
         self._path = tuple(path)
 
     def build(self, chunks: _Chunks) -> torch.Tensor:
-        slot = _slot(chunks, self._offset_bytes, self._dtype, self._shape)
+        slot = _slot(chunks, self._offset_bytes, self._dtype, self._shape, self._strides)
         try:
             return torch.stack(self._samples, 0, out=slot)  # type: ignore[arg-type]  # any sequence
         except Exception as error:
             _raise_with_path(error, self._path)
             raise
+
+
+def _strides_of_stack(samples: Sequence[torch.Tensor]) -> Sequence[int]:
+    """Return the strides of `torch.stack`, which keeps orders such as channels last; () if plain.
+
+    Nothing for samples of different shapes, which it refuses.
+    """
+    first = samples[0]
+    plain = torch.empty(first.shape, device="meta").stride()
+    if all(sample.stride() == plain for sample in samples):
+        return ()
+    if any(sample.shape != first.shape for sample in samples):
+        return ()
+    return torch.stack(
+        [torch.empty_strided(s.shape, s.stride(), device="meta") for s in samples]
+    ).stride()
 
 
 class _Made:

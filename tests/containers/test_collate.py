@@ -294,3 +294,21 @@ def test_under_fake_tensors_the_result_is_fake():
 def test_an_empty_sequence_of_samples_is_told():
     with raises_exactly(IndexError, "there are no samples to make a batch of: give at least one"):
         tdcopier.collate([])
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.rand(2, 2, 2).to(memory_format=torch.contiguous_format).permute(2, 0, 1),
+        torch.rand(3, 1, 2, 2).to(memory_format=torch.channels_last),
+        torch.rand(4, 5).t(),
+        torch.rand(2, 6)[:, ::2],
+    ],
+    ids=["channels last", "permuted", "one channel", "transposed", "with gaps"],
+)
+def test_strides_are_those_of_stack(sample):
+    made = tdcopier.collate([{"x": sample}, {"x": sample}])["x"]
+    expected = default_collate([{"x": sample}, {"x": sample}])["x"]
+    assert made.stride() == expected.stride()
+    assert made.equal(expected)
