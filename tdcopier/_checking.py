@@ -326,6 +326,7 @@ def is_plain(leaf: Any) -> bool:
         and not leaf.is_quantized
         and not leaf.is_meta
         and not leaf.is_nested
+        and not leaf._is_zerotensor()
         and not getattr(leaf, "has_names", bool)()  # removed in torch 2.13
         and not _reaches_beyond_its_storage(leaf)  # the call itself rejects such a leaf
     )

@@ -20,6 +20,8 @@ def as_tensor(array: np.ndarray[Any, Any], *, is_result: bool = False) -> torch.
         stride < 0 or stride % array.itemsize for stride in array.strides
     ):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    if array.dtype == np.ulonglong:  # of the same bytes, but torch takes `np.uint64` only
+        array = array.view(np.uint64)
     if is_result:
         return torch.from_numpy(array)
     with warnings.catch_warnings():

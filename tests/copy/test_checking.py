@@ -189,10 +189,11 @@ def test_inside_a_transform_nothing_is_watched_and_all_works(checking, device):
     [
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         lambda: torch.eye(3).to_sparse(),
+        lambda: torch._efficientzerotensor((3,)),
         lambda: torch.zeros(1).expand(10**13),
         lambda: np.broadcast_to(np.float32(1), (10**13,)),
     ],
-    ids=["nested", "sparse", "tensor beyond all memory", "array beyond all memory"],
+    ids=["nested", "sparse", "zero tensor", "tensor beyond all memory", "array beyond all memory"],
 )
 def test_a_leaf_of_which_no_checksum_can_be_taken_is_not_watched(checking, device, make):
     check = SourceCheck.of_copy({"a": make(), "b": (watched := torch.ones(2))}, device)

@@ -164,6 +164,16 @@ def test_a_structure_1000_deep_is_copied(device):
 # ---- leaves --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("order", "<>")
+def test_a_number_type_that_torch_takes_by_another_name_is_copied(device, order):
+    array = np.arange(3).astype(np.dtype(np.ulonglong).newbyteorder(order))
+    for target in (device, "cpu"):
+        moved = tdcopier.copy([array], target)[0]
+        assert (moved.dtype, moved.tolist()) == (torch.uint64, [0, 1, 2])
+    (row,) = tdcopier.gather([array], torch.tensor([1]), device)
+    assert (row.dtype, row.tolist()) == (torch.uint64, [1])
+
+
 @pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
 def test_a_number_type_that_torch_lacks_is_named_with_its_path(device, dtype):
     tree = {"a": [1, {"b": np.zeros(2, dtype)}]}
