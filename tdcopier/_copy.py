@@ -145,7 +145,7 @@ def copy(
 ) -> torch.Tensor: ...
 @overload
 def copy(data: T, device: Device, **options: Unpack[CopyOptions]) -> T: ...
-@keep_out_of_graphs("copy()")
+@keep_out_of_graphs("copy()", "the tree that it returns")
 def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     """Return `data` with every leaf on `device`, and block until it has arrived.
 
@@ -195,7 +195,7 @@ def async_to(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCo
     return start_copy(data, device, **options)
 
 
-@keep_out_of_graphs("to()")
+@keep_out_of_graphs("to()", "the tree that it returns")
 def to(data: T, device: Device, **options: Unpack[CopyOptions]) -> T:
     """Move a TensorDict to `device` and block until it has arrived: `async_to(...).get()`.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from tdcopier._containers.by_bases import TUPLE_RULES, place_of_item
+from tdcopier._containers.by_bases import place_of_item, rebuilds_any_tuple
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Carrier, Place, Refused, Rule
 from tdcopier._containers.unknown import class_name, compares_as_plain_data
@@ -140,9 +140,9 @@ class _Tuple:
             Refused: it has other children than opaque values, or cannot be rebuilt.
         """
         rule = rule_of(type(self.value))
-        if rule not in TUPLE_RULES:
+        if not isinstance(rule, Rule) or not rebuilds_any_tuple(rule):
             raise Refused(_unchangeable(self.value))
-        children, context, names = rule.flatten(self.value)
+        children, context, names = rule.flatten_anywhere(self.value)
         for index, name in enumerate(range(len(children)) if names is None else names):
             if name in self.found:
                 children[index] = self.found[name]
@@ -250,8 +250,7 @@ class Replacements:
                 continue
             self._ran_code = True
             rule = cast("Rule", rule_of(type(outer)))
-            flat = rule.flatten(outer, None, False) if rule.by_target else rule.flatten(outer)
-            if not any(each is inner for each in flat[0]):
+            if not any(each is inner for each in rule.flatten_anywhere(outer)[0]):
                 raise Refused(
                     f"the {class_name(type(outer))} makes the {type(inner).__name__} that holds it "
                     "anew for each walk"

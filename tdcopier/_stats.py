@@ -39,7 +39,9 @@ class CopyStats(NamedTuple):
 
     Every leaf is counted once: `packed_leaves + alone_leaves + delegated_leaves + reused_leaves` is
     the number of tensors and arrays in the tree. A TensorDict (or a part of one) that is delegated
-    to its own ``.to`` counts as one leaf, as does any other object with a ``.to``.
+    to its own ``.to`` counts as one leaf, as does any other object with a ``.to``; a jagged tensor
+    counts once for each tensor in it, arrays that torch cannot take count as opaque, and a leaf
+    whose own ``.to`` failed does not count.
 
     For `copy_into`, leaves of up to 256 KiB count as packed and larger ones as alone, even without
     a transfer, and `chunks` counts those on the target that are scattered to their destinations.

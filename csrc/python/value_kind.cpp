@@ -88,7 +88,7 @@ KnownType look_up(py::object type) {
           by_target ? ValueKind::kCollection : ValueKind::kContainer,
           flatten,
           unflatten,
-          step_kind(rule.attr("names").cast<std::string>(), /*nested=*/by_target),
+          step_kind(rule.attr("names").cast<std::string>(), /*nested=*/by_target && !is_object),
           is_object ? ValueKind::kObject : ValueKind::kDelegated,
           none_as_null(rule.attr("flatten_entry")),
           !rule.attr("tensorclass").is_none(),
@@ -143,14 +143,17 @@ Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char*
 Seen ValueLooks::take_apart(const KnownType& known, PyObject* object) {
   const bool collection = known.kind == ValueKind::kCollection;
   const ValueKind left_as = known.left_as;
-  if (collection && rules_.left) return {left_as};
-  const bool ruled = collection && rules_.flatten && left_as == ValueKind::kDelegated;
-  const py::object flatten = ruled ? rules_.flatten : known.flatten;
   const bool of_tensors = collection && left_as == ValueKind::kDelegated;
+  if (of_tensors && rules_.left) return {left_as};
+  const bool reads_rows = static_cast<bool>(rules_.flatten);
+  const bool ruled = of_tensors && reads_rows;
+  const py::object flatten = ruled ? rules_.flatten : known.flatten;
   Seen seen{of_tensors ? ValueKind::kCollection : ValueKind::kContainer, known.step};
   seen.unflatten = ruled ? rules_.unflatten : known.unflatten;
-  const py::object parts = collection ? flatten(py::handle(object), target(), rules_.named)
-                                      : flatten(py::handle(object));
+  const bool anywhere = reads_rows && !of_tensors;  // the `.to` of an object reads no rows
+  const py::object parts =
+      collection ? flatten(py::handle(object), anywhere ? py::none() : target(), rules_.named)
+                 : flatten(py::handle(object));
   if (collection && parts.is_none()) return {left_as};
   return with_parts(std::move(seen), parts);
 }

@@ -48,8 +48,8 @@ struct KnownType {
 struct CollectionRules {
   std::optional<c10::Device> target;  // nullopt: flatten them wherever their leaves are
   bool named;                         // whether the walk needs the names of their children
-  bool left;                          // leave all of them, and wrapped tensors, to their own `.to`
-  pybind11::object flatten{};         // replaces that of TensorDicts; null: does not
+  bool left;  // leave all that consist of tensors, and wrapped tensors, to their own `.to`
+  pybind11::object flatten{};  // replaces that of TensorDicts; null: does not
   pybind11::object unflatten{};
 };
 

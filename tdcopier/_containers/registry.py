@@ -22,7 +22,7 @@ from tdcopier._containers import graphs, pytree, wrapped
 from tdcopier._containers.by_bases import rule_by_bases
 from tdcopier._containers.delegated_parts import DelegatedPart, _is_tensor_collection
 from tdcopier._containers.own_to import OWN_TO, has_own_to
-from tdcopier._containers.rule import Flat, Refused, Rule
+from tdcopier._containers.rule import Flat, Refused, Rule, unless_placed
 
 T = TypeVar("T")
 
@@ -290,7 +290,7 @@ def _find_rule(cls: type) -> Rule | str | None:
         return graphs.GRAPH if graphs.is_plain_graph(cls) else own_to
     by_bases = rule_by_bases(cls)
     if by_bases is not None or issubclass(cls, tuple):  # a Size, for example, stays as it is
-        return by_bases
+        return by_bases if by_bases is None or own_to is None else unless_placed(by_bases)
     if pytree.is_node(cls):
         return pytree.PYTREE if own_to is None else pytree.PYTREE_WITH_TO
     return own_to

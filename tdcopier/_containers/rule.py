@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 Flat = tuple[list[Any], Any, "list[Any] | None"]
 """Children, the context needed to rebuild the container, and the children's names."""
 
@@ -59,3 +61,27 @@ class Rule(NamedTuple):
     place: Callable[[Any, Any], Place] | None = None
     """Returns the place of the opaque child with this name, or raises `Refused` if the child cannot
     be replaced. None: children of such containers cannot be replaced."""
+
+    def flatten_anywhere(self, value: Any) -> Flat:
+        """Take a value apart wherever its leaves are."""
+        flat: Flat = self.flatten(value, None, False) if self.by_target else self.flatten(value)
+        return flat
+
+
+def unless_placed(rule: Rule) -> Rule:
+    """Return the rule for classes that also have a ``.to``.
+
+    A value that names its device, in a child or an attribute, is delegated: taken apart, it would
+    still name the device that it came from.
+    """
+
+    def flatten(value: Any, device: torch.device | None, named: bool) -> Flat | None:
+        flat: Flat = rule.flatten(value)
+        children, _, names = flat
+        attributes = getattr(value, "__dict__", {})
+        is_placed = any(
+            type(each) is torch.device for each in (*children, *attributes.values())
+        ) or any(type(name) is str and name == "device" for name in (*(names or ()), *attributes))
+        return None if is_placed and device is not None else flat
+
+    return rule._replace(flatten=flatten, by_target=True, own_to=True)

@@ -91,9 +91,11 @@ def container_rule(cls: type) -> Rule | None:
     containers.
     """
     rule = rule_of(cls)
-    if not isinstance(rule, Rule) or rule.by_target or rule.wraps or issubclass(cls, torch.Tensor):
+    if not isinstance(rule, Rule) or rule.wraps or issubclass(cls, torch.Tensor):
         return None
-    return rule
+    if not rule.by_target:
+        return rule
+    return rule._replace(flatten=rule.flatten_anywhere) if rule.own_to else None
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

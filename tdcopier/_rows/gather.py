@@ -80,7 +80,8 @@ def start_gather(
     Args:
         storage: a TensorDict or a tensorclass, or any nesting of containers. The leading dimension
             of each leaf, or its two leading dimensions, count the rows. Leaves are tensors and
-            arrays in RAM, memory-mapped or pinned. Opaque values come back unchanged.
+            arrays in RAM, memory-mapped or pinned. Opaque values come back unchanged:
+            of an array of dates, text or objects, all rows.
         index: rows, as torch takes them: a tensor of integers of any shape, an array, a list, a
             range, a slice with a positive step, one row, or a mask of one or two dimensions; for
             two leading dimensions, a pair of these (each with at most one mask or list of numbers).
@@ -131,7 +132,7 @@ def start_gather(
     return handle if check is None else _checking.checked(handle, check)
 
 
-@keep_out_of_graphs("gather()")
+@keep_out_of_graphs("gather()", "the tree that it returns")
 def gather(
     storage: T,
     index: Any,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,6 +40,79 @@ class InPlace:
         self.calls.append((device, non_blocking, threading.get_ident()))
         self.x = self.x.to(device)
         return self
+
+
+HOST = torch.device("cpu")
+
+
+@dataclasses.dataclass
+class Placed:
+    obs: torch.Tensor
+    device: Any = HOST
+
+    def to(self, device: torch.device) -> Placed:
+        return type(self)(self.obs.to(device), torch.device(device))
+
+
+class PlacedTuple(NamedTuple):
+    obs: torch.Tensor
+    where: torch.device
+
+    def to(self, device: torch.device) -> PlacedTuple:
+        return type(self)(self.obs.to(device), torch.device(device))
+
+
+class PlacedDict(dict):
+    def __init__(self, obs: torch.Tensor, device: Any) -> None:
+        super().__init__(obs=obs)
+        self.device = device
+
+    def to(self, device: torch.device) -> PlacedDict:
+        return type(self)(self["obs"].to(device), torch.device(device))
+
+
+PLACED: dict[str, Any] = {
+    "a dataclass": lambda x: Placed(x),
+    "a dataclass with a name": lambda x: Placed(x, "cpu"),
+    "a named tuple": lambda x: PlacedTuple(x, torch.device("cpu")),
+    "a dict with an attribute": lambda x: PlacedDict(x, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_container_that_names_its_device_is_moved_by_its_own_to(device, name):
+    """Taken apart, it would still name the device that it came from."""
+    source = PLACED[name](ramp("cpu", 3))
+    handle = tdcopier.start_copy([source], device)
+    (moved,) = handle.get()
+    assert type(moved) is type(source)
+    assert torch.device(device) in (getattr(moved, "device", None), getattr(moved, "where", None))
+    obs = moved["obs"] if isinstance(moved, dict) else moved.obs
+    assert_same(obs, ramp("cpu", 3).to(device))
+    assert handle.stats[:5] == (0, 0, 1, 0, 0)
+    assert [row.treatment for row in tdcopier.explain([source], device)] == ["delegated"]
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_container_that_names_its_device_is_filled_parked_and_read_by_rows(device, name):
+    target = PLACED[name](torch.zeros(3, dtype=torch.float32, device=device))
+    tdcopier.copy_into(PLACED[name](torch.ones(3)), target)
+    obs = target["obs"] if isinstance(target, dict) else target.obs
+    assert obs.tolist() == [1, 1, 1]
+    with tdcopier.parked(target):
+        assert obs.untyped_storage().nbytes() == 0
+    rows = tdcopier.gather(PLACED[name](torch.arange(4.0)), torch.tensor([2]), device)
+    assert (rows["obs"] if isinstance(rows, dict) else rows.obs).tolist() == [2]
+
+
+def test_a_container_with_a_to_that_names_no_device_is_taken_apart(device):
+    class Plain(dict):
+        def to(self, device: torch.device) -> Any:
+            pytest.fail("called")
+
+    handle = tdcopier.start_copy(Plain(x=ramp("cpu", 3)), device)
+    assert_same(handle.get()["x"], ramp("cpu", 3).to(device))
+    assert handle.stats[:5] == (1, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("background", [False, True])
