@@ -39,7 +39,7 @@ bool LeavesForKernel::take(const at::Tensor& tensor) {
 
 PinnedTables LeavesForKernel::take_tables() {
   PinnedTables tables = pinned_.tables();
-  tables.registered = std::move(registered_);
+  tables.registered = registered_;  // a group that lost its only leaf is made again
   return tables;
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sim_support import becomes
 from support import assert_same
 
 import tdcopier
@@ -175,6 +176,32 @@ def test_when_they_are_unpinned_meanwhile_the_values_are_right(device):
     finally:
         stop.set()
         pinner.join()
+
+
+def test_when_they_are_unpinned_while_the_call_waits_they_are_staged(sim, device):
+    """The leaf before them is one that the kernel could read if it needed no gradient."""
+    registered = {f"{i}": leaf(i) for i in range(LEAVES)}
+    tree = {"first": pinned_leaf(0).requires_grad_(), **registered}
+    pinned = tdcopier.pin_memory_(registered, device)
+    moved: list[Any] = []
+    gate = sim.Gate()
+    with torch.sim.stream(torch.sim.Stream()):
+        sim.busy(gate)
+        for _ in range(4):  # until there is no room for more
+            tdcopier.start_copy(torch.zeros(4), device).wait()
+    caller = threading.Thread(target=lambda: moved.append(tdcopier.start_copy(tree, device)))
+    closer = threading.Thread(target=pinned.close)
+    try:
+        caller.start()
+        assert not becomes(lambda: bool(moved), within=0.2)
+        closer.start()
+        closer.join(0.2)  # it unpins at once, and waits for earlier work
+    finally:
+        gate.open()
+        caller.join()
+        closer.join()
+    assert moved[0].stats.rows_in_place == 0
+    assert_same(moved[0].get(), on(device, tree))
 
 
 def test_a_prepared_copy_plans_them_once(device):
