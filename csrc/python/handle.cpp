@@ -86,6 +86,7 @@ bool Handle::ready() {
     const py::gil_scoped_release no_gil;
     interleave();
   }
+  if (is_unknown_in_child()) return false;  // only the parent can ask the device
   Reclaimer::get().look();
   release_returned_sources();
   // Even after a failure, the sources of a job that is still running must not be modified.

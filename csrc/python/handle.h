@@ -87,6 +87,8 @@ class Handle {
   bool send_if_staged();
   // Returns whether wait() would return, or throw, without waiting for the copy. Never blocks.
   bool is_wait_instant();
+  // In a forked child: whether the copy may not be done, of which only the parent can ask.
+  bool is_unknown_in_child() const;
   void refuse_in_child() const;   // throws in a forked child: the parent's threads work on the copy
   pybind11::tuple stats() const;  // in the order of CopyStats' fields
 

@@ -67,7 +67,14 @@ void Handle::wait_stopped_if_failed() {
   synchronize();  // ignores the device's error: the first failure is raised
 }
 
+bool Handle::is_unknown_in_child() const {
+  if (generation_ == fork_generation()) return false;
+  const auto is_known = [](const auto& job) { return job->is_known_done(); };
+  return !std::all_of(jobs_.begin(), jobs_.end(), is_known);
+}
+
 void Handle::wait_done(bool on_host_only) {
+  if (is_unknown_in_child()) refuse_in_child();
   const PhaseRange range(phases_, Phase::kWait);
   std::exception_ptr failure;
   if (!on_host_only && ready()) {

@@ -155,6 +155,45 @@ def test_a_copy_works_after_the_workers_are_gone():
     assert out.split() == ["1000000.0"]
 
 
+def test_a_child_is_told_that_a_copy_was_not_done_at_the_fork():
+    """It would wait for a device that only the parent can ask."""
+    run_python(
+        ENABLE
+        + """
+    import signal, warnings
+    from tdcopier import sim
+    warnings.simplefilter("ignore")
+    source, filled, gate = torch.ones(8).to(device), torch.zeros(8).to(device), sim.Gate()
+    done = tdcopier.start_copy(source, "cpu")
+    done.get()
+    host = tdcopier.start_copy(torch.ones(3), "cpu")
+    sim.busy(gate)
+    pending = [
+        tdcopier.start_copy(source, "cpu"),
+        tdcopier.start_copy_into(torch.ones(8), filled),
+    ]
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        assert done.get().tolist() == [1] * 8 and host.get().tolist() == [1] * 3
+        assert done.ready() and host.ready()
+        for handle in pending:
+            assert not handle.ready()
+            for _ in range(2):
+                try:
+                    handle.get()
+                except RuntimeError as error:
+                    assert "before the process was forked" in str(error)
+                else:
+                    os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    gate.open()
+    assert pending[0].get().tolist() == [1] * 8
+    """
+    )
+
+
 def test_children_forked_while_copies_are_in_flight_run_and_end():
     """Workers may hold any lock during the fork; the child must not wait for one."""
     run_python(

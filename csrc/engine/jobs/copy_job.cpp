@@ -216,6 +216,11 @@ bool CopyJob::is_done() {
   return !still_writes || has_ended(*last_write_);
 }
 
+bool CopyJob::is_known_done() const {
+  if (!is_enqueued()) return false;
+  return host_knows_arrival_ || (!arrived_ && !last_write_);
+}
+
 void CopyJob::wait_done() {
   wait_enqueued();
   if (arrived_) {

@@ -117,6 +117,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // Milestone: the transfers have arrived, or the job has failed and no longer writes to the
   // caller's memory. A device error counts as the end.
   bool is_done();
+  // Returns whether the job is known to be done, without asking the device.
+  bool is_known_done() const;
   void wait_done();  // Blocks. GIL: must not be held. Throws the device's error.
 
   // Requires: is_enqueued().
