@@ -11,6 +11,8 @@ namespace tdcopier {
 struct StridedDim {
   int64_t size;          // at least 1
   int64_t stride_bytes;  // to the next element; 0 repeats, negative reverses
+
+  friend bool operator==(const StridedDim&, const StridedDim&) = default;
 };
 
 // Copies elements [first, last) of the array at `from` to contiguous bytes; element `first` goes to

@@ -171,12 +171,9 @@ void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bo
 // the transfers are running, so the bumps overlap with them.
 class BumpAtEnd {
  public:
-  // Keeps the destinations alive too: the handle may be queried or dropped, and so release them,
-  // before the versions are bumped.
+  // Keeps the tensors alive too: code that runs during the call may drop them.
   explicit BumpAtEnd(SortedPairs& sorted)
-      : written_tensors_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {
-    for (const IntoGroup& group : sorted.groups) kept_destinations_.push_back(group.destinations);
-  }
+      : written_tensors_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {}
   BumpAtEnd(const BumpAtEnd&) = delete;
   BumpAtEnd& operator=(const BumpAtEnd&) = delete;
   ~BumpAtEnd() {
@@ -190,8 +187,7 @@ class BumpAtEnd {
 
  private:
   const RecycledVector<c10::TensorImpl*> written_tensors_;
-  const std::vector<py::object> kept_;
-  std::vector<std::shared_ptr<PySources>> kept_destinations_;
+  const RecycledVector<py::object> kept_;
 };
 
 // Calls `copy_` for each delegated leaf, in this thread and under its torch state.
@@ -216,14 +212,18 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
     handle.fail_with(failure);
     return;
   }
-  DelegatedOutputs reads;
-  reads.read = sorted.readers.events();
-  handle.attach(std::move(reads));
-  for (const c10::Device device : sorted.writers.devices()) {
-    DelegatedOutputs writes;  // no storages: the caller owns the memory, so it is not recorded
-    writes.stream = parse_stream(py::none(), device);
-    writes.made = Accelerator::of(device).events().record(*writes.stream);
-    handle.attach(std::move(writes));
+  try {
+    DelegatedOutputs reads;
+    reads.read = sorted.readers.events();
+    handle.attach(std::move(reads));
+    for (const c10::Device device : sorted.writers.devices()) {
+      DelegatedOutputs writes;  // no storages: the caller owns the memory, so it is not recorded
+      writes.stream = parse_stream(py::none(), device);
+      writes.made = event_after(*writes.stream);
+      handle.attach(std::move(writes));
+    }
+  } catch (...) {  // the device has failed
+    handle.fail_with(std::current_exception());
   }
 }
 
@@ -291,7 +291,7 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
 
   LeafCounts counts;
   counts.packed = sorted.empty;
-  counts.reused = static_cast<uint32_t>(sorted.reused.size());
+  counts.reused = sorted.reused;
   counts.opaque = sorted.opaque;
   counts.opaque_differences = sorted.opaque_differences;
   auto handle = std::make_unique<Handle>(targets.devices(),

@@ -22,6 +22,11 @@ std::vector<at::Tensor> plain_parts(const py::object& value) {
   return parts;
 }
 
+EventRef event_after(const c10::Stream& stream) {
+  const py::gil_scoped_release no_gil;  // without an event it waits
+  return Accelerator::of(stream.device()).events().record_or_wait(stream);
+}
+
 void LeafDevices::note(const py::object& leaf) {
   for (const at::Tensor& part : plain_parts(leaf)) {
     if (has_engine_transfers(part.device())) add(part.device());
@@ -37,7 +42,8 @@ void LeafDevices::add(c10::Device device) {
 std::vector<EventRef> LeafDevices::events() const {
   std::vector<EventRef> events;
   for (const c10::Device device : devices_) {
-    events.push_back(Accelerator::of(device).record_current());
+    EventRef event = event_after(parse_stream(py::none(), device));
+    if (event) events.push_back(std::move(event));
   }
   return events;
 }
@@ -77,8 +83,8 @@ void DelegatedOutputs::wait_done() const {
 }
 
 void DelegatedOutputs::hand_over_to(const c10::Stream& consumer) const {
-  if (!made || stream->device() != consumer.device() || *stream == consumer) return;
-  made->block(consumer);
+  if (!stream || stream->device() != consumer.device() || *stream == consumer) return;
+  if (made) made->block(consumer);
   const c10::impl::VirtualGuardImpl backend(consumer.device_type());
   for (const c10::Storage& storage : storages) {
     // A part may stay on the host, such as the lengths of a packed sequence.

@@ -19,6 +19,10 @@ namespace tdcopier {
 // object, the tensors inside it.
 std::vector<at::Tensor> plain_parts(const pybind11::object& value);
 
+// Returns an event after the work of a stream; null if none could be recorded, so that the call
+// waited for the work. GIL: held. Throws: the device's error.
+EventRef event_after(const c10::Stream& stream);
+
 // The devices that read (or write) delegated leaves, on their current streams.
 class LeafDevices {
  public:

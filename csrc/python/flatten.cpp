@@ -347,7 +347,7 @@ std::optional<std::string> path_of(py::handle data, size_t node, c10::Device tar
   try {
     const NamedTree found = flatten_with_paths(data, target);
     if (node < found.paths.size()) return found.paths[node];
-  } catch (py::error_already_set&) {  // the error about the leaf matters more
+  } catch (const std::exception&) {  // the error about the leaf matters more
   }
   return std::nullopt;
 }

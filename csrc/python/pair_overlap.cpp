@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "engine/moves/stage.h"
 
@@ -14,8 +15,8 @@ namespace {
 // nothing is read there. This is common, for example when the chunks of an earlier copy are filled.
 bool are_in_order(const SortedPairs& pairs, c10::Device device) {
   const std::byte* end = nullptr;
-  for (const ReusedPair& reused : pairs.reused) {
-    if (reused.device == device) return false;
+  for (const OtherArea& other : pairs.others) {
+    if (other.device == device) return false;
   }
   for (const IntoGroup& group : pairs.groups) {
     if (group.pairs.leaves.device() == device) return false;
@@ -75,8 +76,8 @@ std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10
       if (sources.device() == device) add(source_area(sources, sources[i]), group.numbers[i]);
     }
   }
-  for (const ReusedPair& reused : pairs.reused) {
-    if (reused.device == device) add(reused.area, reused.number);
+  for (const OtherArea& other : pairs.others) {
+    if (other.device == device) add(other.area, other.number);
   }
   const auto found = find_overlap(areas);
   if (!found) return std::nullopt;
@@ -90,12 +91,16 @@ std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10
 
 std::optional<std::pair<PairEnd, PairEnd>> find_shared_memory(const SortedPairs& pairs,
                                                               size_t leaves) {
-  for (const IntoGroup& group : pairs.groups) {
-    const auto first = std::find_if(
-        pairs.groups.begin(), pairs.groups.end(),
-        [&](const IntoGroup& other) { return other.destination == group.destination; });
-    if (&*first != &group) continue;  // this device has been checked
-    if (const auto found = find_on(pairs, group.destination, leaves)) return found;
+  std::vector<c10::Device> written;
+  const auto note = [&](c10::Device device) {
+    if (std::ranges::find(written, device) == written.end()) written.push_back(device);
+  };
+  for (const IntoGroup& group : pairs.groups) note(group.destination);
+  for (const OtherArea& other : pairs.others) {
+    if (other.area.written) note(other.device);
+  }
+  for (const c10::Device device : written) {
+    if (const auto found = find_on(pairs, device, leaves)) return found;
   }
   return std::nullopt;
 }

@@ -16,8 +16,9 @@ struct PairEnd {
   bool written;   // the destination, else the source
 };
 
-// Returns two ends that share memory, in the order of the walk. Ignores delegated leaves. `leaves`:
-// an upper bound of the number of pairs.
+// Returns two ends that share memory, in the order of the walk. Of delegated leaves, only strided
+// tensors are compared, and none if rows are moved. `leaves`: an upper bound of the number of
+// pairs.
 std::optional<std::pair<PairEnd, PairEnd>> find_shared_memory(const SortedPairs& pairs,
                                                               size_t leaves);
 

@@ -312,8 +312,7 @@ std::optional<std::string> path_of_pair(py::handle source, py::handle destinatio
   std::vector<std::string> paths;
   try {
     PairWalk(&paths).run(source.ptr(), destination.ptr());
-  } catch (py::error_already_set&) {  // the error about the leaf matters more
-  } catch (py::builtin_exception&) {
+  } catch (const std::exception&) {  // the error about the leaf matters more
   }
   if (pair >= paths.size()) return std::nullopt;
   return paths[pair];

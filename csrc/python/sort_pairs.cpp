@@ -41,6 +41,10 @@ bool are_alike(const c10::TensorImpl& a, const c10::TensorImpl& b) {
   return a.is_non_overlapping_and_dense() && a.strides() == b.strides();
 }
 
+constexpr const char* kSharesItsMemory =
+    " has elements that share memory (was it made with expand() or as_strided()?): give one with "
+    "memory for each, such as a clone()";
+
 // Properties of the last pair of plain tensors, which most of the next pairs share.
 struct LastPlainPair {
   c10::DispatchKeySet source;
@@ -79,6 +83,7 @@ class Sorter {
       // The code of their classes may have moved the memory of other leaves. So all addresses are
       // looked up again, now that no such code runs any more.
       sort_all();
+      if (rows_ == nullptr) note_delegated_areas();
     }
     if (const auto shared = find_shared_memory(sorted_, leaves_)) {
       const auto& [first, second] = *shared;
@@ -105,6 +110,7 @@ class Sorter {
     last_plain_.reset();
     PairedTrees trees = pair_trees(source_, destination_, names_, list_opaque_);
     leaves_ = trees.leaves.size();
+    sorted_.kept.reserve(leaves_);
     sorted_.opaque = trees.opaque;
     sorted_.opaque_differences = trees.opaque_differences;
     sorted_.opaque_pairs = std::move(trees.opaque_pairs);
@@ -245,7 +251,7 @@ class Sorter {
     group.pairs.destinations.add(target_data, target_storage, /*pinned=*/false);
     if (last_plain_->from.is_cpu() && mapped_files_.has(*source_storage)) group.note_mapped();
     sorted_.written.push_back(target);
-    group.keep(number_, std::move(from), std::move(to));
+    keep(group, std::move(from), std::move(to));
     return true;
   }
 
@@ -293,7 +299,7 @@ class Sorter {
                             : source->device.is_cpu() && mapped_files_.has(*source->storage);
     if (mapped) group.note_mapped();
     if (is_tensor) sorted_.written.push_back(written);
-    group.keep(number_, std::move(from), std::move(to));
+    keep(group, std::move(from), std::move(to));
     return true;
   }
 
@@ -323,8 +329,18 @@ class Sorter {
       group.in_place->registered.push_back(table.storage().data());
     }
     sorted_.written.push_back(tensor_in(to.ptr()).unsafeGetTensorImpl());
-    group.keep(number_, std::move(from), std::move(to));
+    keep(group, std::move(from), std::move(to));
     return true;
+  }
+
+  // Keeps alive the pair that was added to the group's tables last: of a destination that is a
+  // tensor, its memory, and during the call the tensor.
+  void keep(IntoGroup& group, py::object from, py::object to) {
+    group.numbers.push_back(static_cast<uint32_t>(number_));
+    group.sources->keep(from.release().ptr());
+    if (!is_tensor(to.ptr())) return group.destinations->keep(to.release().ptr());
+    group.destinations->keep_memory(tensor_in(to.ptr()).storage());
+    sorted_.kept.push_back(std::move(to));
   }
 
   static bool is_moved(c10::Device from, c10::Device to) {
@@ -357,9 +373,7 @@ class Sorter {
     const Leaf& leaf = leaves[leaves.size() - 1];
     if (overlaps_itself(dims_as_they_arrive(leaves, leaf, target.strides_bytes),
                         target.element_bytes())) {
-      refuse(/*written=*/true,
-             " has elements that share memory (was it made with expand() or as_strided()?): give "
-             "one with memory for each, such as a clone()");
+      refuse(/*written=*/true, kSharesItsMemory);
     }
     destinations.add_strided(target.data, target.storage, target.strides_bytes);
   }
@@ -370,7 +384,48 @@ class Sorter {
     for (size_t d = 0; d < end.sizes.size(); ++d) {
       area.dims.push_back({end.sizes[d], end.strides_bytes[d]});
     }
-    sorted_.reused.push_back({end.device, std::move(area), number_});
+    sorted_.others.push_back({end.device, std::move(area), number_});
+    ++sorted_.reused;
+  }
+
+  // Notes the memory that delegated leaves read and write. A leaf may be filled from its own
+  // memory, as the conjugate of itself.
+  void note_delegated_areas() {
+    for (const DelegatedPair& pair : sorted_.delegated) {
+      number_ = pair.number;
+      const std::vector<OtherArea> written = areas_of(pair.destination, /*written=*/true);
+      for (const OtherArea& read : areas_of(pair.source, /*written=*/false)) {
+        const auto is_same = [&](const OtherArea& other) {
+          return other.area.begin == read.area.begin && other.area.dims == read.area.dims;
+        };
+        if (std::ranges::none_of(written, is_same)) sorted_.others.push_back(read);
+      }
+      for (const OtherArea& each : written) {
+        if (overlaps_itself(each.area.dims, each.area.bytes)) {
+          refuse(/*written=*/true, kSharesItsMemory);
+        }
+        sorted_.others.push_back(each);
+      }
+    }
+  }
+
+  std::vector<OtherArea> areas_of(const py::object& leaf, bool written) const {
+    std::vector<OtherArea> areas;
+    for (const at::Tensor& part : plain_parts(leaf)) {
+      if (part.layout() != c10::kStrided || !part.has_storage() || part.is_meta() ||
+          part.numel() == 0) {
+        continue;
+      }
+      const auto bytes = static_cast<uint64_t>(part.element_size());
+      const auto* const begin = static_cast<const std::byte*>(part.storage().data()) +
+                                static_cast<uint64_t>(part.storage_offset()) * bytes;
+      Area area{begin, bytes, written, {}};
+      for (int64_t d = 0; d < part.dim(); ++d) {
+        area.dims.push_back({part.size(d), part.stride(d) * static_cast<int64_t>(bytes)});
+      }
+      areas.push_back({part.device(), std::move(area), number_});
+    }
+    return areas;
   }
 
   IntoGroup& group_of(c10::Device from, c10::Device to, bool in_place = false) {
@@ -385,7 +440,6 @@ class Sorter {
     made.pairs.leaves.reserve(leaves_);
     made.pairs.destinations.reserve(leaves_);
     made.sources->reserve(leaves_ + 1);
-    made.destinations->reserve(leaves_);
     made.numbers.reserve(leaves_);
     if (in_place) {
       made.in_place = rows_->pinned_tables();

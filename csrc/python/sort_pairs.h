@@ -32,12 +32,6 @@ struct IntoGroup {
   // Set if one end of each pair is rows of a pinned table, which the other end's device moves.
   std::optional<PinnedTables> in_place{};
 
-  // Keeps alive the objects of the pair that was added to the tables last.
-  void keep(size_t number, pybind11::object from, pybind11::object to) {
-    sources->keep(from.release().ptr());
-    destinations->keep(to.release().ptr());
-    numbers.push_back(static_cast<uint32_t>(number));
-  }
   // Marks the source added last as memory-mapped. Requires: it is not rows.
   void note_mapped() { mapped.note(pairs.leaves.reach(pairs.leaves[pairs.leaves.size() - 1])); }
 };
@@ -49,8 +43,8 @@ struct DelegatedPair {
   size_t number;  // in the walk
 };
 
-// A leaf whose memory is that of its destination.
-struct ReusedPair {
+// Memory that no table has: of a leaf whose destination is the same memory, or of a delegated leaf.
+struct OtherArea {
   c10::Device device;
   Area area;
   size_t number;  // in the walk
@@ -59,9 +53,10 @@ struct ReusedPair {
 struct SortedPairs {
   std::vector<IntoGroup> groups;
   std::vector<DelegatedPair> delegated;
-  RecycledVector<c10::TensorImpl*> written;  // tensors to bump; kept alive by groups or `kept`
-  std::vector<pybind11::object> kept;
-  std::vector<ReusedPair> reused;
+  RecycledVector<c10::TensorImpl*> written;  // tensors to bump; kept alive by `kept`
+  RecycledVector<pybind11::object> kept;
+  std::vector<OtherArea> others;
+  uint32_t reused = 0;
   LeafDevices readers;  // of delegated leaves, as `writers`
   LeafDevices writers;
   uint32_t empty = 0;

@@ -8,16 +8,24 @@
 #include <utility>
 #include <vector>
 
+#include "python/torch_tensor.h"
+
 namespace tdcopier {
 namespace {
 
 struct Returned;
 Returned& returned();
 
+// The objects and the memory that one copy kept.
+struct Kept {
+  RecycledVector<PyObject*> objects;
+  RecycledVector<c10::Storage> memory;
+};
+
 struct Returned {
   std::mutex mutex;
-  std::vector<RecycledVector<PyObject*>> objects;  // guarded by mutex
-  std::atomic<bool> any = false;                   // for a check without the lock
+  std::vector<Kept> copies;       // guarded by mutex
+  std::atomic<bool> any = false;  // for a check without the lock
   std::atomic<bool> ending = false;
 };
 
@@ -40,12 +48,20 @@ int release_in_main_thread(void*) {
 
 }  // namespace
 
+void PySources::keep_memory_of_tensors() {
+  for (PyObject* object : objects_) {
+    if (!is_tensor(object)) continue;
+    const at::Tensor& tensor = tensor_in(object);
+    if (tensor.has_storage()) keep_memory(tensor.storage());
+  }
+}
+
 void PySources::release() noexcept {
-  if (given_back_.exchange(true) || objects_.empty()) return;
+  if (given_back_.exchange(true) || (objects_.empty() && memory_.empty())) return;
   Returned& list = returned();
   {
     const std::lock_guard lock(list.mutex);
-    list.objects.push_back(std::move(objects_));
+    list.copies.push_back({std::move(objects_), std::move(memory_)});
     list.any = true;
   }
   // A Python thread is inside a call of ours, which empties the list at its end. A worker schedules
@@ -58,14 +74,14 @@ void PySources::release() noexcept {
 void release_returned_sources() {
   Returned& list = returned();
   if (!list.any) return;
-  std::vector<RecycledVector<PyObject*>> objects;
+  std::vector<Kept> copies;
   {
     const std::lock_guard lock(list.mutex);
-    objects.swap(list.objects);
+    copies.swap(list.copies);
     list.any = false;
   }
-  for (const RecycledVector<PyObject*>& batch : objects) {
-    for (PyObject* object : batch) Py_DECREF(object);
+  for (const Kept& kept : copies) {
+    for (PyObject* object : kept.objects) Py_DECREF(object);
   }
 }
 

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/python_headers.h>
 
+#include <c10/core/Storage.h>
+
 #include <atomic>
 
 #include "base/recycled.h"
@@ -11,9 +13,9 @@
 namespace tdcopier {
 
 // A keep-alive for Python objects. Dropping the last reference to a tensor runs Python code and
-// needs the GIL; a worker that waited for the GIL could deadlock with a caller that waits for the
-// worker. So release() moves the objects to a list, which the next call, the handle's release or a
-// pending call of the interpreter empties.
+// needs the GIL, as the memory of an array does; a worker that waited for the GIL could deadlock
+// with a caller that waits for the worker. So release() moves the objects to a list, which the next
+// call, the handle's release or a pending call of the interpreter empties.
 class PySources final : public KeepAlive {
  public:
   PySources() = default;
@@ -22,6 +24,11 @@ class PySources final : public KeepAlive {
   void reserve(size_t count) { objects_.reserve(count); }
   // GIL: held. Takes over a reference.
   void keep(PyObject* object) { objects_.push_back(object); }
+  // Keeps memory, but not the tensor over it: the collector finds a cycle through the tensor, and
+  // code that gives the tensor other memory does not free this one.
+  void keep_memory(const c10::Storage& storage) { memory_.push_back(storage); }
+  // Keeps the memory of the tensors that it keeps. GIL: held.
+  void keep_memory_of_tensors();
 
   void release() noexcept override;
   bool is_released() const noexcept override { return given_back_; }
@@ -29,6 +36,7 @@ class PySources final : public KeepAlive {
  private:
   std::atomic<bool> given_back_ = false;
   RecycledVector<PyObject*> objects_;
+  RecycledVector<c10::Storage> memory_;
 };
 
 // Drops all objects on that list. GIL: held. May run any Python code (finalizers of the sources).

@@ -279,17 +279,21 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
       }
       handle.spec().replace_value(leaf.value, std::move(moved));
     }
-    outputs.read = readers.events();
-    if ((has_objects || !outputs.storages.empty()) && has_engine_transfers(target)) {
-      outputs.stream = parse_stream(py::none(), target);
-      outputs.made = Accelerator::of(target).events().record(*outputs.stream);
-    }
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not a failure of the copy
     const py::object failure = error.value();
     note_path(failure, data, node, target);
     handle.fail_with(failure);
     return;
+  }
+  try {
+    outputs.read = readers.events();
+    if ((has_objects || !outputs.storages.empty()) && has_engine_transfers(target)) {
+      outputs.stream = parse_stream(py::none(), target);
+      outputs.made = event_after(*outputs.stream);
+    }
+  } catch (...) {  // the device has failed
+    return handle.fail_with(std::current_exception());
   }
   handle.attach(std::move(outputs));
 }
@@ -376,6 +380,13 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
       const WaitWithoutGil waiting;
       run_ahead.wait_for_room();
     }
+  }
+  // The code of a delegated leaf may give other leaves new memory, before theirs has been read.
+  const auto runs_foreign_code = [](const Delegated& leaf) {
+    return leaf.why != WhyDelegated::kDevice && leaf.why != WhyDelegated::kNotPlain;
+  };
+  if (std::ranges::any_of(flat.delegated, runs_foreign_code)) {
+    for (const SourceGroup& group : flat.groups) group.sources->keep_memory_of_tensors();
   }
   for (size_t i = 0; i < flat.groups.size(); ++i) {
     start_group(*handle, std::move(flat.groups[i]), fits ? prepared->plan(i) : nullptr, target,

@@ -105,16 +105,6 @@ def test_a_container_that_names_its_device_is_filled_parked_and_read_by_rows(dev
     assert (rows["obs"] if isinstance(rows, dict) else rows.obs).tolist() == [2]
 
 
-def test_a_container_with_a_to_that_names_no_device_is_taken_apart(device):
-    class Plain(dict):
-        def to(self, device: torch.device) -> Any:
-            pytest.fail("called")
-
-    handle = tdcopier.start_copy(Plain(x=ramp("cpu", 3)), device)
-    assert_same(handle.get()["x"], ramp("cpu", 3).to(device))
-    assert handle.stats[:5] == (1, 0, 0, 0, 0)
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_an_object_is_moved_by_its_own_to(ends, background):
     source, target = ends
@@ -285,6 +275,23 @@ def test_an_error_of_to_is_raised_every_time_with_the_path(device):
     if sys.version_info >= (3, 11):
         assert error.__notes__ == ["tdcopier: raised by `.to` of the leaf data[1]['a'][1]"]
     assert becomes(handle.ready)
+
+
+def test_an_error_of_to_is_told_even_if_the_tree_cannot_be_walked_again_for_its_path(
+    device, registry
+):
+    class Once:
+        def __init__(self) -> None:
+            self.children: Any = [torch.ones(3)]
+
+    def take(once: Once) -> Any:
+        children, once.children = once.children, None
+        return None if children is None else (children, None)
+
+    tdcopier.register_container(Once, take, lambda children, _: children)
+    handle = tdcopier.start_copy([Failing(KeyError("no")), Once()], device)
+    with pytest.raises(KeyError, match="no"):
+        handle.get()
 
 
 def test_an_interrupt_in_to_is_raised_by_the_call(device):

@@ -172,3 +172,41 @@ def test_a_large_result_is_made_without_collections_and_the_collector_stays_as_i
     assert len(runs) <= 2 * is_on  # 14, if each allocation may run it
     assert still_on == is_on
     assert result["b"][4999].item() == 1
+
+
+@pytest.mark.parametrize("direction", ["H2D", "D2H"])
+def test_a_to_that_gives_a_leaf_other_memory_leaves_that_of_the_copy(sim, device, direction):
+    """As `torch.nn.Module.to` does with its parameters, while their bytes are still read."""
+    source, target = ("cpu", device) if direction == "H2D" else (device, "cpu")
+
+    class Model:
+        def __init__(self, parameter: torch.Tensor) -> None:
+            self.parameter = parameter
+
+        def to(self, place: torch.device) -> Model:
+            self.parameter.data = torch.empty(0, device=source)
+            return self
+
+    def filled(value: float) -> torch.Tensor:
+        return torch.full((1 << 20,), float(value), device=source)
+
+    with torch.no_grad(), sim.pace(direction.lower(), bandwidth_bytes_per_s=5e8):
+        parameter = torch.nn.Parameter(filled(7))
+        tree = {"before": filled(1).repeat(8), "x": parameter, "model": Model(parameter)}
+        handle = tdcopier.start_copy(tree, target)
+        others = [filled(9) for _ in range(3)]
+        assert handle.get()["x"].unique().tolist() == [7]
+    assert others[0][0].item() == 9
+
+
+def test_a_cycle_through_a_tensor_that_is_filled_is_collected(device):
+    """The handle was asked only before the copy was done, or not at all."""
+    source = torch.ones(1 << 20)
+    for target in (device, "cpu"):
+        destination = torch.zeros(1 << 20, device=target)
+        destination.pending = tdcopier.start_copy_into(source, destination)
+        destination.pending.wait()
+        alive = weakref.ref(destination)
+        del destination
+        gc.collect()
+        assert alive() is None

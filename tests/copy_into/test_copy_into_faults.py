@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sim_support import fresh as fresh
-from support import are_released
+from support import are_released, memory_reference
 
 import tdcopier
 from tdcopier import _C
@@ -111,7 +111,7 @@ def test_a_failed_copy_that_is_dropped_keeps_what_the_device_still_writes(sim, w
     source, destination = trees(route, [300_000] * 2, 1.0)
     if way == "D2H":
         destination = [leaf.pin_memory() for leaf in destination]
-    references = [weakref.ref(leaf) for leaf in destination]
+    references = [memory_reference(leaf) for leaf in destination]
     sim.synchronize()
     with sim.hold(writing_stream(way)):
         with sim.fail_transfer(2):

@@ -6,10 +6,11 @@ import contextlib
 import gc
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
-from support import are_released, run_python
+from support import are_released, memory_reference, run_python
 from thread_support import at_once
 
 import tdcopier
@@ -151,8 +152,8 @@ def test_what_the_device_still_reads_or_writes_is_kept(request, stall, device, d
     source = [torch.full((n,), 3.0).to(come_from) for n in sizes]
     destination = [torch.zeros(n, device=go_to) for n in sizes]
     _settle(device)
-    written = [weakref.ref(leaf) for leaf in destination]
-    read = [weakref.ref(leaf) for leaf in source] if come_from != "cpu" else []
+    written = [memory_reference(leaf) for leaf in destination]
+    read: list[Any] = [weakref.ref(leaf) for leaf in source] if come_from != "cpu" else []
     writing = ("from_device", device) if go_to == "cpu" else ("ordered", go_to)
     with stall(_C.copy_stream(writing[1], writing[0])):
         handle = tdcopier.start_copy_into(source, destination)

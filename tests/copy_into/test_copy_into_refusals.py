@@ -315,3 +315,30 @@ def test_destinations_that_overlap_are_refused_wherever_their_sources_are(device
     with pytest.raises(ValueError, match=r"destination\[0\] and destination\[1\] share memory"):
         tdcopier.start_copy_into(source, [host[:2], host[1:3]])
     assert host.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("places", [("cpu", "cpu"), ("cpu", "device"), ("device", "device")])
+def test_delegated_leaves_that_overlap_are_refused_too(device, places):
+    """Torch copies them leaf by leaf, so the result would depend on the order."""
+    source, target = (device if place == "device" else place for place in places)
+    tied = torch.zeros(4, device=target)
+    needing = [torch.full((4,), float(i), device=source, requires_grad=True) for i in range(2)]
+    with pytest.raises(ValueError, match=r"destination\[0\] and destination\[1\] share memory"):
+        tdcopier.start_copy_into(needing, [tied, tied])
+    conjugate = torch.ones(4, dtype=torch.complex64, device=source).conj()
+    read = torch.zeros(4, dtype=torch.complex64, device=target)
+    with pytest.raises(ValueError, match=r"source\[0\] and destination\[1\] share memory"):
+        tdcopier.start_copy_into([read, conjugate], [torch.ones_like(read), read])
+    repeated = torch.zeros(1, device=target).expand(4)
+    with pytest.raises(ValueError, match=r"destination\[1\] has elements that share memory"):
+        tdcopier.start_copy_into(needing, [tied, repeated])
+    assert tied.tolist() == [0] * 4
+    assert tied._version == 0
+
+
+def test_a_delegated_leaf_may_be_filled_from_its_own_memory(device):
+    value = torch.full((3,), 1 + 2j, device=device)
+    tdcopier.copy_into([value.conj()], [value])
+    assert value.tolist() == [1 - 2j] * 3
+    parameter = torch.nn.Parameter(torch.ones(3, device=device))
+    tdcopier.copy_into([parameter], [parameter.detach()])

@@ -10,9 +10,8 @@ import sys
 import textwrap
 import time
 import warnings
-import weakref
 from collections import UserDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 from container_classes import REBUILD, Box, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def oracle(tree: Any, device: str) -> Any:
@@ -138,7 +138,13 @@ def _flat_bytes(tensor: torch.Tensor) -> bytes:
     return dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
 
 
-def are_released(references: list[weakref.ref[Any]], within: float = 10.0) -> bool:
+def memory_reference(tensor: torch.Tensor) -> Callable[[], Any]:
+    """Returns a function that returns None once the tensor's memory was freed, like a `ref`."""
+    reference = StorageWeakRef(tensor.untyped_storage())
+    return lambda: None if reference.expired() else reference
+
+
+def are_released(references: list[Callable[[], Any]], within: float = 10.0) -> bool:
     """Whether all references die soon, without any further call to tdcopier.
 
     A pending call of the interpreter does this when the main thread next takes the GIL,
