@@ -153,5 +153,5 @@ def _is_tensor_collection(cls: type) -> bool:
     """
     base = getattr(sys.modules.get("tensordict"), "TensorDictBase", None)
     return base is not None and (
-        any(each is base for each in cls.__mro__) or getattr(cls, "_is_tensorclass", False)
+        id(base) in map(id, cls.__mro__) or getattr(cls, "_is_tensorclass", False)
     )

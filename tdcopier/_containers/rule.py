@@ -79,9 +79,17 @@ def unless_placed(rule: Rule) -> Rule:
         flat: Flat = rule.flatten(value)
         children, _, names = flat
         attributes = getattr(value, "__dict__", {})
-        is_placed = any(
-            type(each) is torch.device for each in (*children, *attributes.values())
-        ) or any(type(name) is str and name == "device" for name in (*(names or ()), *attributes))
+        is_placed = any(map(_is_device, [*children, *attributes.values()])) or any(
+            map(_is_named_device, [*(names or ()), *attributes])
+        )
         return None if is_placed and device is not None else flat
 
     return rule._replace(flatten=flatten, by_target=True, own_to=True)
+
+
+def _is_device(value: Any) -> bool:
+    return type(value) is torch.device
+
+
+def _is_named_device(name: Any) -> bool:
+    return type(name) is str and name == "device"
