@@ -106,7 +106,7 @@ def snapshot(
     result, which is copied as a whole. The tensors have no gradients and the class `torch.Tensor`;
     DTensors and other wrappers keep their class. Their memory is leased from the pool of pinned
     memory: if you copy one with `non_blocking=True` on a stream that is not current when you drop
-    it, keep it until that copy is done.
+    it, or while a copy of tdcopier still reads it too, keep it until that copy is done.
 
     **What may be overwritten.** By later work on the current streams, everything: if no optimizer
     is known, all that work waits until the state has been read. With an optimizer, or with

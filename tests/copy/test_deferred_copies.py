@@ -290,7 +290,8 @@ def test_failures_are_told_each_time_and_nothing_is_lost(sim, device, elements, 
                     continue
                 told.append(end)
         assert told in ([], [handle.get] * 2)
-        assert bool(told) == (fault.fired)
+        is_done_without = arm is FAULTS["pinned memory"][0]
+        assert bool(told) == (fault.fired and not is_done_without)
         handle = end = fault = None
         told.clear()
         gc.collect()

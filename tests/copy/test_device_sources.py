@@ -140,7 +140,8 @@ def no_memory(sim, device, other_device):
     """Makes a device refuse allocations beyond its present use and a few bytes more."""
 
     def limit(place: str, more_bytes: int = 0) -> None:
-        torch.sim.synchronize(place)
+        sim.synchronize()
+        _C.settle()  # what earlier copies have kept must not come back later
         torch.sim.empty_cache()
         sim.set_memory_limit_bytes(place, sim.memory_stats(place).reserved_bytes + more_bytes)
 

@@ -236,7 +236,6 @@ def test_a_child_that_is_the_first_to_use_the_device_gives_its_memory_back():
         os._exit(0 if ended else 1)
     assert os.waitpid(pid, 0)[1] == 0
     """,
-        timeout_s=60,
     )
 
 
@@ -257,7 +256,6 @@ def test_first_calls_under_a_function_mode_from_several_threads_end():
     for thread in threads: thread.start()
     for thread in threads: thread.join()
     """,
-        timeout_s=60,
     )
 
 

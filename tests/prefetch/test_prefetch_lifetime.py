@@ -235,7 +235,6 @@ def test_the_interpreter_exits_cleanly_with_a_pass_under_way(source, depth):
     prefetcher = tdcopier.prefetch({source}(), device, depth={depth})
     next(prefetcher)
     """,
-        timeout_s=60,
     )
 
 
@@ -266,5 +265,4 @@ def test_a_forked_child_is_told_that_the_pass_is_the_parents():
         assert os.waitpid(pid, 0)[1] == 0
     prefetcher.close()
     """,
-        timeout_s=60,
     )

@@ -20,7 +20,7 @@ import torch
 from tdcopier import _C
 from tdcopier.sim import Gate, Hazard, HazardError
 
-LONGEST_TEST_S = float(os.environ.get("TDCOPIER_TEST_LONGEST_S", "60"))
+LONGEST_TEST_S = float(os.environ.get("TDCOPIER_TEST_LONGEST_S", "110"))
 
 BRIEFLY = 0.03
 
@@ -37,6 +37,8 @@ def fresh(sim: ModuleType) -> Iterator[None]:
             torch.sim.set_stream(torch.sim.default_stream(index))  # device 0 is current at the end
             sim.set_memory_limit_bytes(index, None)
             sim.synchronize(index)
+        _C.settle()
+        _C.reclaim()
         torch.sim.empty_cache()
         _C.drop_deferred_memory()
         sim.empty_pinned_cache()
