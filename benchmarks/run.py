@@ -128,8 +128,8 @@ def choose_device(asked: str | None) -> torch.device | None:
         sim.enable()
     elif not torch.cuda.is_available():
         print(
-            "No CUDA device here, and times are what this is about. "
-            "`python benchmarks/run.py --device sim` tries the machinery without one.",
+            "There is no CUDA device here. `python benchmarks/run.py --device sim` runs without "
+            "one, but its times mean nothing.",
             file=sys.stderr,
         )
         return None

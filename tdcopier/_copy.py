@@ -165,8 +165,14 @@ def copy(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     return start_copy(data, device, **options).get()
 
 
+@overload
+def async_to(
+    data: np.ndarray[Any, Any], device: Device, **options: Unpack[CopyOptions]
+) -> AsyncCopyHandle[torch.Tensor]: ...
+@overload
+def async_to(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle[T]: ...
 @keep_out_of_graphs("async_to()")
-def async_to(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle[T]:
+def async_to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> AsyncCopyHandle[Any]:
     """Start to move a TensorDict to `device`, and return a handle at once.
 
     `get()` and `wait()` return what `data.to(device)` would return: a collection of the same class,
@@ -195,8 +201,14 @@ def async_to(data: T, device: Device, **options: Unpack[CopyOptions]) -> AsyncCo
     return start_copy(data, device, **options)
 
 
+@overload
+def to(
+    data: np.ndarray[Any, Any], device: Device, **options: Unpack[CopyOptions]
+) -> torch.Tensor: ...
+@overload
+def to(data: T, device: Device, **options: Unpack[CopyOptions]) -> T: ...
 @keep_out_of_graphs("to()", "the tree that it returns")
-def to(data: T, device: Device, **options: Unpack[CopyOptions]) -> T:
+def to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     """Move a TensorDict to `device` and block until it has arrived: `async_to(...).get()`.
 
     Takes the options in `CopyOptions`. There is no `non_blocking`, since `async_to` is that, and no

@@ -105,9 +105,11 @@ def set_run_ahead_limit(batches: int) -> None:
 
 def _limit_from_environment(variable: str, set_limit: Callable[[int], None]) -> None:
     text = os.environ.get(variable)
-    if text is None:
+    if not text:
         return
     try:
+        if not text.isdecimal():
+            raise ValueError("give a number of bytes")
         set_limit(int(text))
     except ValueError as error:
         raise ValueError(f"{variable}={text!r}: {error}") from None
@@ -115,7 +117,7 @@ def _limit_from_environment(variable: str, set_limit: Callable[[int], None]) -> 
 
 def _workers_from_environment() -> None:
     text = os.environ.get(_WORKERS_VARIABLE)
-    if text is None:
+    if not text:
         return
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_WORKERS:
         raise ValueError(f"{_WORKERS_VARIABLE}={text!r}: give a number from 1 to {_MOST_WORKERS}")
@@ -123,7 +125,7 @@ def _workers_from_environment() -> None:
 
 
 def _gather_from_environment() -> None:
-    text = os.environ.get(_GATHER_VARIABLE, "kernel")
+    text = os.environ.get(_GATHER_VARIABLE) or "kernel"
     if text not in ("kernel", "portable"):
         raise ValueError(f'{_GATHER_VARIABLE}={text!r}: give "kernel" or "portable"')
     _C.use_segment_kernel(text == "kernel")

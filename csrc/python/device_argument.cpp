@@ -42,8 +42,10 @@ c10::Device to_c10(py::handle device) {
   try {
     return c10::Device(device.cast<std::string>());
   } catch (const c10::Error& error) {
+    const bool is_sim = device.cast<std::string>().starts_with("sim");
     throw py::value_error("unknown device " + std::string(py::repr(device)) + ": " +
-                          error.what_without_backtrace());
+                          (is_sim ? "call tdcopier.sim.enable() before"
+                                  : std::string(error.what_without_backtrace())));
   }
 }
 
@@ -66,12 +68,12 @@ bool has_engine_transfers(c10::Device device) {
 c10::Device parse_device(py::handle argument) {
   const c10::Device device = to_c10(argument);
   if (device.is_cpu()) return c10::Device(c10::kCPU);
-  if (!has_engine_transfers(device)) return device;
   const auto kind = [&] { return c10::DeviceTypeName(device.type(), /*lower_case=*/true); };
   if (!c10::impl::hasDeviceGuardImpl(device.type())) {
     throw py::value_error("device " + device.str() +
                           " is not available: this torch was built without " + kind());
   }
+  if (!has_engine_transfers(device)) return device;
   const c10::impl::VirtualGuardImpl backend(device.type());
   const int count = backend.deviceCount();
   if (count == 0 || device.index() >= count) {

@@ -64,8 +64,8 @@ def chosen_device(asked: str) -> torch.device:
     kind = asked.partition(":")[0]
     if kind == "cuda" and not torch.cuda.is_available():
         raise CannotRunError(
-            "There is no CUDA device here, and times are what this is about. "
-            "`--device sim` tries the machinery without one; its figures say nothing on speed."
+            "There is no CUDA device here. `--device sim` runs the comparison without one, but its "
+            "times mean nothing."
         )
     try:
         if kind == "sim":

@@ -16,10 +16,16 @@ from tdcopier._commands.info_facts import Info, info
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the report and return the exit status, 0."""
-    parser = argparse.ArgumentParser(prog="python -m tdcopier info", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tdcopier info",
+        description="Print what a bug report needs: versions, devices, limits. By default it "
+        "creates a context on every CUDA device, which takes device memory while it runs.",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--no-contexts", action="store_true", help="make none, and leave open what takes one"
+        "--no-contexts",
+        action="store_true",
+        help="create no CUDA contexts; answers that need one are left out",
     )
     options = parser.parse_args(arguments)
     found = info(make_contexts=not options.no_contexts)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from support import assert_same, oracle, raises_exactly
+from support import assert_same, oracle, raises_exactly, run_python
 
 import tdcopier
 
@@ -27,6 +27,31 @@ def test_what_is_no_device_is_refused_with_what_torch_says_of_it(device, name):
         tdcopier.start_copy([torch.ones(2)], name)
     assert str(caught.value).startswith(f"unknown device {name!r}: ")
     assert_next_copy_works(device)
+
+
+@pytest.mark.parametrize("name", ["mps", "xla", "hpu", "mtia", "vulkan"])
+def test_a_device_that_torch_was_built_without_is_refused(device, name):
+    reason = f"device {name} is not available: this torch was built without {name}"
+    try:
+        with raises_exactly(ValueError, reason):
+            tdcopier.start_copy([torch.ones(2)], name)
+    except (AssertionError, pytest.fail.Exception):
+        if torch.zeros(0).to(name).device.type != name:  # it is here
+            raise
+    assert_next_copy_works(device)
+
+
+@pytest.mark.sim
+def test_the_simulated_device_is_named_before_it_is_enabled():
+    program = """
+    import torch, tdcopier
+    try:
+        tdcopier.copy([torch.ones(2)], "sim:1")
+    except ValueError as error:
+        print(error)
+    """
+    out = run_python(program)
+    assert out.strip() == "unknown device 'sim:1': call tdcopier.sim.enable() before"
 
 
 @pytest.mark.parametrize(("value", "kind"), [(3.5, "float"), (None, "NoneType"), (True, "bool")])
