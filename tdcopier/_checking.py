@@ -39,7 +39,7 @@ def _enabled_by_environment() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    text = os.environ.get(_VARIABLE, "0")
+    text = os.environ.get(_VARIABLE) or "0"
     if text not in ("0", "1"):
         raise ValueError(f"{_VARIABLE} must be 0 or 1; got {text!r}")
     return text == "1"

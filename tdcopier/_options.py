@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypedDict
 
+import numpy as np
 import torch  # its libraries must be loaded before the native module
 
 from tdcopier import _C
@@ -24,7 +25,7 @@ class CopyOptions(TypedDict, total=False):
     `copy`, `async_to`, `to`, `prepare`, `prefetch`, `start_gather`, `gather` and `torchrl.ToDevice`
     take all of them. `start_copy_into` and `start_scatter`, and the same without `start_`, take
     `use_pinned_staging` and `use_background_thread`.
-    A size of the wrong type raises a `TypeError`, and a size out of range a `ValueError`.
+    A value of the wrong type raises a `TypeError`, and a size out of range a `ValueError`.
     """
 
     use_pinned_staging: bool
@@ -75,13 +76,13 @@ def checked_options(
         TypeError, ValueError: as documented for `CopyOptions`.
     """
     return _C.CopyOptions(
-        bool(use_pinned_staging),
-        bool(pack_cpu_tensors),
+        bool_option("use_pinned_staging", use_pinned_staging),
+        bool_option("pack_cpu_tensors", pack_cpu_tensors),
         _size_option(
             "min_packed_alignment_bytes", min_packed_alignment_bytes, _LARGEST_ALIGNMENT_BYTES
         ),
         _size_option("max_packed_chunk_bytes", max_packed_chunk_bytes, LARGEST_CHUNK_BYTES),
-        bool(use_background_thread),
+        bool_option("use_background_thread", use_background_thread),
     )
 
 
@@ -123,6 +124,13 @@ def refuse_unknown_options(function: str, options: Mapping[str, Any]) -> None:
         if name == "dtype":
             raise TypeError(f"{function}() keeps dtypes: convert the result with .to(dtype)")
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def bool_option(name: str, value: Any) -> bool:
+    """Return the value of an option that is on or off; raise a TypeError for another one."""
+    if not isinstance(value, (int, np.bool_)):  # `"no"` would count as True
+        raise TypeError(f"{name} must be a bool; got {value!r}")
+    return bool(value)
 
 
 def _size_option(name: str, value: int, largest: int) -> int:

@@ -11,7 +11,7 @@ from tdcopier import _C, _checking, _options
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._checking import SourceCheck, checked
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._options import Device, OnUnknown
+from tdcopier._options import Device, OnUnknown, bool_option
 
 __all__ = ["PreparedCopy", "prepare"]
 
@@ -229,5 +229,5 @@ def prepare(
         use_background_thread,
     )
     options = _options.options_for_unknown(options, on_unknown)
-    native = _C.PreparedCopy(example, device, options, bool(reuse_outputs))
+    native = _C.PreparedCopy(example, device, options, bool_option("reuse_outputs", reuse_outputs))
     return PreparedCopy(native, BatchLayout.of(native, example))

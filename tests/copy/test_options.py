@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
-from support import assert_same, oracle, run_python
+from support import assert_same, oracle, raises_exactly, run_python
 
 import tdcopier
 
@@ -124,7 +127,7 @@ def test_options_are_keyword_only_with_the_documented_defaults():
     assert [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["data", "device"]
 
 
-@pytest.mark.parametrize("wrong", ["0", "-1", "many", "257", ""])
+@pytest.mark.parametrize("wrong", ["0", "-1", "many", "257"])
 def test_a_wrong_number_of_workers_is_an_error_of_the_import(wrong):
     code = """
     try:
@@ -134,6 +137,43 @@ def test_a_wrong_number_of_workers_is_an_error_of_the_import(wrong):
     """
     told = run_python(code, TDCOPIER_WORKERS=wrong)
     assert told.strip() == f"TDCOPIER_WORKERS={wrong!r}: give a number from 1 to 256"
+
+
+@pytest.mark.parametrize("wrong", ["64MiB", "-1", "1.5"])
+def test_a_wrong_limit_is_an_error_of_the_import(wrong):
+    code = """
+    try:
+        import tdcopier
+    except ValueError as error:
+        print(error)
+    """
+    told = run_python(code, TDCOPIER_STAGING_LIMIT_BYTES=wrong)
+    assert told.strip() == f"TDCOPIER_STAGING_LIMIT_BYTES={wrong!r}: give a number of bytes"
+
+
+def test_a_variable_that_is_empty_is_not_set():
+    names = ("STAGING_LIMIT_BYTES", "PINNED_LIMIT_BYTES", "WORKERS", "GATHER", "CHECK")
+    code = """
+    import tdcopier
+    from tdcopier import _C
+    print(tdcopier.info()["limits"]["staging_limit_bytes"] == _C.DEFAULT_STAGING_LIMIT_BYTES)
+    """
+    assert run_python(code, **{f"TDCOPIER_{name}": "" for name in names}).strip() == "True"
+
+
+@pytest.mark.parametrize(
+    "option", ["use_pinned_staging", "pack_cpu_tensors", "use_background_thread"]
+)
+def test_what_is_neither_true_nor_false_is_no_switch(device, option):
+    calls: list[Any] = [tdcopier.start_copy, tdcopier.prepare, tdcopier.copy]
+    for call in calls:
+        with raises_exactly(TypeError, f"{option} must be a bool; got 'no'"):
+            call([torch.ones(2)], device, **{option: "no"})
+    assert tdcopier.copy([torch.ones(2)], device, **{option: np.False_})[0].tolist() == [1, 1]
+    with raises_exactly(TypeError, "copy_opaque must be a bool; got 'no'"):
+        tdcopier.copy_into([torch.ones(2)], [torch.zeros(2)], copy_opaque="no")
+    with raises_exactly(TypeError, "reuse_outputs must be a bool; got 'no'"):
+        tdcopier.prepare([torch.ones(2)], device, reuse_outputs="no")
 
 
 def test_the_number_of_workers_is_bounded_as_asked():
