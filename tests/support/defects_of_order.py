@@ -90,8 +90,8 @@ ORDER: dict[str, Defect] = {
     "delegated_not_waited_for": Defect(
         "Order",
         "python/delegated_outputs.cpp",
-        "  made->block(consumer);",
-        "  if (!{defect}) made->block(consumer);",
+        "  if (made) made->block(consumer);",
+        "  if (made && !{defect}) made->block(consumer);",
         "delegated_leaves_for_another_stream",
         "AssertionError",
         "unordered",

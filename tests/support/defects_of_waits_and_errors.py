@@ -123,14 +123,14 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     "worker_drops_tensors": Defect(
         "Threads",
         "python/sources.cpp",
-        "    list.objects.push_back(std::move(objects_));",
+        "    list.copies.push_back({std::move(objects_), std::move(memory_)});",
         "    if ({defect} && PyGILState_GetThisThreadState() == nullptr) {\n"
         "      const PyGILState_STATE gil = PyGILState_Ensure();\n"
         "      for (PyObject* object : objects_) Py_DECREF(object);\n"
         "      PyGILState_Release(gil);\n"
         "      return;\n"
         "    }\n"
-        "    list.objects.push_back(std::move(objects_));",
+        "    list.copies.push_back({std::move(objects_), std::move(memory_)});",
         "polled_while_workers_stage",
         "DeadlockError",
     ),
