@@ -23,15 +23,6 @@ std::int64_t device_of_pool(std::int64_t pool) {
   return pool / kStreamsPerDevice;
 }
 
-// As CUDA's allocator does before it gives up. Does not wait if a stream is held, because the
-// caller may be the one to release it.
-void wait_for_pending_work() {
-  bool any_held = false;
-  for_all_streams([&](const StreamQueue& stream) { any_held = any_held || stream.is_held(); });
-  if (any_held) return;
-  for (const Point& point : all_pending_work()) point.stream->reach(point.position);
-}
-
 }  // namespace
 
 DeviceAllocator& DeviceAllocator::get() {
@@ -47,14 +38,9 @@ c10::DataPtr DeviceAllocator::allocate(std::size_t bytes) {
   const auto pool = pool_of(current_stream(index));
   strike_device_allocation(index, bytes);
 
-  std::unique_lock lock(mutex_);
+  const std::lock_guard lock(mutex_);
   auto* block = cache_.reuse(pool, size);
   if (block == nullptr) {
-    if (!make_room(index, size)) {
-      lock.unlock();
-      wait_for_pending_work();
-      lock.lock();
-    }
     block = allocate_block(index, pool, size);
     block->owner = &current_queue(index);
   }
@@ -168,19 +154,13 @@ void DeviceAllocator::trim(std::int64_t device) {
   device_at(device).stats.reserved -= static_cast<std::int64_t>(bytes);
 }
 
-bool DeviceAllocator::make_room(c10::DeviceIndex device, std::size_t size) {
-  const auto& state = device_at(device);
-  const auto wanted = static_cast<std::int64_t>(size);
-  const auto fits = [&] { return !state.limit || state.stats.reserved + wanted <= *state.limit; };
-  if (!fits()) trim(device);
-  return fits();
-}
-
 Block* DeviceAllocator::allocate_block(c10::DeviceIndex device, std::int64_t pool,
                                        std::size_t size) {
   auto& state = device_at(device);
   const auto wanted = static_cast<std::int64_t>(size);
-  auto* const block = make_room(device, size) ? cache_.allocate(pool, size) : nullptr;
+  const auto fits = [&] { return !state.limit || state.stats.reserved + wanted <= *state.limit; };
+  if (!fits()) trim(device);
+  auto* const block = fits() ? cache_.allocate(pool, size) : nullptr;
   TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "sim:", int{device},
                    " is out of memory: tried to allocate ", wanted, " bytes with ",
                    state.stats.reserved, " reserved, of which ", state.stats.allocated,

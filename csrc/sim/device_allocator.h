@@ -30,8 +30,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   static DeviceAllocator& get();
 
   // Throws c10::OutOfMemoryError if the device's limit would be exceeded even after unused blocks
-  // were given back. For zero bytes, returns a null pointer on the current device. Blocks: until
-  // all pending work has run, if only its blocks are left to give back.
+  // were given back. For zero bytes, returns a null pointer on the current device.
   c10::DataPtr allocate(std::size_t bytes) override;
   c10::DeleterFnPtr raw_deleter() const override;
   void copy_data(void* target, const void* source, std::size_t bytes) const override;
@@ -62,8 +61,6 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   static void free_data(void* data);
   Device& device_at(std::int64_t index) { return devices_[static_cast<std::size_t>(index)]; }
   void trim(std::int64_t device);
-  // Returns whether the limit leaves room for a block, after giving back unused ones if it must.
-  bool make_room(c10::DeviceIndex device, std::size_t size);
   Block* allocate_block(c10::DeviceIndex device, std::int64_t pool, std::size_t size);
 
   mutable std::mutex mutex_;

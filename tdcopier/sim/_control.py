@@ -146,8 +146,7 @@ def set_memory_limit_bytes(device: DeviceLike, limit: int | None) -> None:
     """Let a device reserve no more than ``limit`` bytes; None removes the limit.
 
     An allocation that would exceed the limit first frees cached memory that no pending work can
-    touch. If that is not enough, it waits for the pending work of all streams, unless one is held,
-    and frees the memory of that, too, before it raises ``torch.OutOfMemoryError``.
+    touch, and raises ``torch.OutOfMemoryError`` if that is not enough.
 
     Raises:
         ValueError: the limit is negative, or the device is of another type.

@@ -160,49 +160,6 @@ def test_beyond_the_limit_memory_is_out(sim: ModuleType) -> None:
     torch.empty(4096, dtype=torch.uint8, device="sim")
 
 
-def test_at_the_limit_an_allocation_waits_for_memory_that_work_still_uses(sim: ModuleType) -> None:
-    side = torch.sim.Stream()
-    block = torch.empty(1024, dtype=torch.uint8, device="sim")
-    sim.set_memory_limit_bytes("sim:0", torch.sim.memory_reserved())
-    sim.busy(0.05, side)
-    block.record_stream(side)
-    done = marker(side)
-    del block
-    assert not done.query()
-    torch.empty(512, dtype=torch.uint8, device="sim")
-    assert done.query()
-
-
-def test_at_the_limit_an_allocation_does_not_wait_for_a_stream_that_is_held(
-    sim: ModuleType,
-) -> None:
-    side = torch.sim.Stream()
-    block = torch.empty(1024, dtype=torch.uint8, device="sim")
-    sim.set_memory_limit_bytes("sim:0", torch.sim.memory_reserved())
-    with sim.hold(side):
-        block.record_stream(side)
-        marker(side)
-        del block
-        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-            torch.empty(512, dtype=torch.uint8, device="sim")
-    side.synchronize()
-    torch.empty(512, dtype=torch.uint8, device="sim")
-
-
-def test_at_the_limit_an_allocation_waits_in_a_schedule_too(sim: ModuleType) -> None:
-    for seed in range(20):
-        torch.sim.empty_cache()
-        with sim.schedule(seed):
-            side = torch.sim.Stream()
-            block = torch.empty(1024, dtype=torch.uint8, device="sim")
-            sim.set_memory_limit_bytes("sim:0", torch.sim.memory_reserved())
-            done = marker(side)
-            block.record_stream(side)
-            del block
-            torch.empty(512, dtype=torch.uint8, device="sim")
-            assert done.query()
-
-
 def test_a_negative_limit_is_rejected(sim: ModuleType) -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         sim.set_memory_limit_bytes(0, -1)
