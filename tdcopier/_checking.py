@@ -216,6 +216,9 @@ class CheckedHandle:
     def stats(self) -> CopyStats:
         return self._handle.stats
 
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
     def ready(self) -> bool:
         is_ready = self._handle.ready()
         if is_ready:

@@ -144,7 +144,8 @@ class Explanation:
         counts = self.counts
         return (
             f"a copy to {self.device}: {', '.join(parts) or 'no leaves'}; "
-            f"{counts.chunks} chunks, {counts.transfers} transfers of {counts.transfer_bytes} bytes"
+            f"{_number(counts.chunks, 'chunk')}, {_number(counts.transfers, 'transfer')} of "
+            f"{_number(counts.transfer_bytes, 'byte')}"
         )
 
     def _shown(self) -> list[ExplainedLeaf]:
@@ -326,6 +327,10 @@ _KEYS = {
     "Quantized": "quantized",
     "NestedTensor": "nested, in strided layout",
 }
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _why_delegated(why: str, value: Any, target: torch.device) -> str:

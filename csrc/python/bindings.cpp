@@ -124,7 +124,7 @@ Its methods release the GIL while they wait.)");
   handle.attr("__class_getitem__") =
       py::module_::import("builtins")
           .attr("classmethod")(py::module_::import("types").attr("GenericAlias"));
-  handle
+  handle.def("__repr__", guarded(&Handle::described))
       .def("ready", guarded(&Handle::ready), R"(
 Return whether the copy has ended, with a result or an error. Never blocks.)")
       .def("get", guarded(&Handle::get), R"(

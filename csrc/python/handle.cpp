@@ -97,8 +97,20 @@ bool Handle::ready() {
   for (const DelegatedOutputs& delegated : delegated_) {
     if (!delegated.is_done()) return false;
   }
+  is_known_done_ = true;
   release_kept();
   return true;
+}
+
+std::string Handle::described() {
+  const uint32_t leaves = counts_.packed + counts_.alone + counts_.delegated + counts_.reused;
+  std::string text = "<tdcopier.AsyncCopyHandle: " + std::to_string(leaves);
+  text += leaves == 1 ? " leaf" : " leaves";
+  for (const c10::Device target : targets_) {
+    text += (target == targets_.front() ? " to " : ", ") + target.str();
+  }
+  if (!ready()) return text + ", on the way>";
+  return text + (python_failure_ || device_failure_ || has_failed() ? ", failed>" : ", arrived>");
 }
 
 std::vector<c10::Stream> Handle::consumers(py::handle given) const {

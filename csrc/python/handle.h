@@ -70,6 +70,8 @@ class Handle {
   void build_early();
 
   bool ready();
+  // For `repr`: the number of leaves, where they go, and whether they have arrived.
+  std::string described();
   pybind11::object get();
   pybind11::object wait(pybind11::handle stream) { return order(stream, /*for_reads=*/true); }
   // As wait(), but the host does not wait until a device has read host sources: see host_access().
@@ -144,6 +146,7 @@ class Handle {
   pybind11::object failure_traceback_;       // its traceback at that time
   // The device's error, or the error that prevented a job from being made.
   std::exception_ptr device_failure_;
+  bool is_known_done_ = false;  // the host has seen the end of all work
   pybind11::object owner_of_kept_;
   KeptOutputs* kept_ = nullptr;  // null: no tensor is reused
   pybind11::object result_;

@@ -68,9 +68,10 @@ void Handle::wait_stopped_if_failed() {
 }
 
 bool Handle::is_unknown_in_child() const {
-  if (generation_ == fork_generation()) return false;
+  if (generation_ == fork_generation() || is_known_done_) return false;
   const auto is_known = [](const auto& job) { return job->is_known_done(); };
-  return !std::all_of(jobs_.begin(), jobs_.end(), is_known);
+  const auto is_in_flight = [](const DelegatedOutputs& each) { return each.made != nullptr; };
+  return !std::ranges::all_of(jobs_, is_known) || std::ranges::any_of(delegated_, is_in_flight);
 }
 
 void Handle::wait_done(bool on_host_only) {
@@ -87,6 +88,7 @@ void Handle::wait_done(bool on_host_only) {
   }
   // A device may report its error only once.
   if (!device_failure_) device_failure_ = failure;
+  is_known_done_ |= !on_host_only;
   raise_if_failed();
   if (!on_host_only) release_kept();
 }

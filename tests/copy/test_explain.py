@@ -326,7 +326,7 @@ def test_a_hundred_thousand_leaves_take_seconds_at_most(device):
 def test_it_prints_as_a_table(device):
     shown = str(tdcopier.explain({"boxes": ramp("cpu", 2, 4), "name": "<front>"}, device))
     assert shown.splitlines() == [
-        f"a copy to {device}: 1 packed, 1 opaque; 1 chunks, 1 transfers of 32 bytes",
+        f"a copy to {device}: 1 packed, 1 opaque; 1 chunk, 1 transfer of 32 bytes",
         "path           kind          dtype    shape   bytes  from  treatment  chunk  reason",
         "data['boxes']  torch.Tensor  float32  (2, 4)  32     cpu   packed     0      "
         "at most 256 KiB: in the chunk for float32",
@@ -357,8 +357,7 @@ def test_it_converts_to_json(device):
     assert read["rows"][0]["shape"] == [2, 3]
     assert read["totals"]["packed"] == {"leaves": 1, "bytes": 24}
     assert repr(explanation) == (
-        f"<Explanation of a copy to {device}: 1 packed, 1 opaque; 1 chunks, 1 transfers of 24 "
-        "bytes>"
+        f"<Explanation of a copy to {device}: 1 packed, 1 opaque; 1 chunk, 1 transfer of 24 bytes>"
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from support import are_released
 
 import tdcopier
+from tdcopier import _C
 
 
 @pytest.mark.parametrize("elements", [100, 1 << 20], ids=["inline", "background"])
@@ -206,3 +207,14 @@ def test_a_cycle_through_a_tensor_that_is_filled_is_collected(device):
         del destination
         gc.collect()
         assert alive() is None
+
+
+def test_a_handle_says_what_is_on_the_way(sim, device):
+    with sim.hold(_C.copy_stream(device, "to_device")):
+        handle = tdcopier.start_copy([torch.ones(2), {"x": torch.ones(3)}, "text"], device)
+        assert repr(handle) == f"<tdcopier.AsyncCopyHandle: 2 leaves to {device}, on the way>"
+    handle.get()
+    assert repr(handle) == f"<tdcopier.AsyncCopyHandle: 2 leaves to {device}, arrived>"
+    with sim.fail_transfer():
+        failed = tdcopier.start_copy(torch.ones(2), device)
+    assert repr(failed) == f"<tdcopier.AsyncCopyHandle: 1 leaf to {device}, failed>"

@@ -164,19 +164,24 @@ def test_a_child_is_told_that_a_copy_was_not_done_at_the_fork():
     from tdcopier import sim
     warnings.simplefilter("ignore")
     source, filled, gate = torch.ones(8).to(device), torch.zeros(8).to(device), sim.Gate()
+    needs_gradient = torch.ones(8).to(device).requires_grad_()
     done = tdcopier.start_copy(source, "cpu")
     done.get()
     host = tdcopier.start_copy(torch.ones(3), "cpu")
+    seen = tdcopier.start_copy(source, "cpu")
+    while not seen.ready():
+        pass
     sim.busy(gate)
     pending = [
         tdcopier.start_copy(source, "cpu"),
         tdcopier.start_copy_into(torch.ones(8), filled),
+        tdcopier.start_copy(needs_gradient, "sim:1"),
     ]
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
         assert done.get().tolist() == [1] * 8 and host.get().tolist() == [1] * 3
-        assert done.ready() and host.ready()
+        assert done.ready() and host.ready() and seen.ready() and seen.get().sum() == 8
         for handle in pending:
             assert not handle.ready()
             for _ in range(2):
