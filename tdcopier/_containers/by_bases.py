@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import operator
 import types
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -77,28 +76,25 @@ def _unflatten_default(children: list[Any], context: tuple[Any, list[Any]]) -> A
 def _flatten_mapping(value: Any) -> Flat:
     """Flatten any other mapping; a shallow copy without the children is the context."""
     items = _stored(value)
+    keys = list(items)
     shell = _shell_of(value, "mapping")
-    if _stored(shell).keys() != items.keys():
+    if list(_stored(shell)) != keys:
         raise _not_rebuildable(value, "mapping", "its copy has other keys")
-    if _sets_items_itself(value):
-        _try_to_set(shell, items.items(), "mapping")
-    _drop_attributes(shell, items.values())
-    stored: Any = shell if isinstance(shell, dict) else shell.data
-    for key in items:
-        _dict_base(stored).__setitem__(stored, key, None)
-    return list(items.values()), (shell, list(items)), list(items)
+    for key in keys:
+        try:
+            shell[key] = None  # drops the child, and tests whether it can be replaced
+        except Exception as error:
+            raise _not_rebuildable(value, "mapping", f"{type(error).__name__}: {error}") from error
+    return list(items.values()), (shell, keys), keys
 
 
 def _stored(value: Any) -> dict[Any, Any]:
     """Return the stored items of a mapping, without calling methods that a subclass overrides."""
     if isinstance(value, dict):
-        return dict(_dict_base(value).items(value))
+        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        return dict(base.items(value))
     stored: dict[Any, Any] = dict(value.data)
     return stored
-
-
-def _dict_base(value: Any) -> Any:
-    return collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
 
 
 def _unflatten_mapping(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
@@ -123,13 +119,13 @@ def _flatten_sequence(value: Any) -> Flat:
     base: Any = list if isinstance(value, list) else collections.deque
     children = list(base.__iter__(value))  # the stored items: a subclass may override __iter__
     shell = _shell_of(value, "sequence")
-    if base.__len__(shell) != len(children):
+    if len(shell) != len(children):
         raise _not_rebuildable(value, "sequence", "its copy has another length")
-    if _sets_items_itself(value):
-        _try_to_set(shell, enumerate(children), "sequence")
-    _drop_attributes(shell, children)
     for index in range(len(children)):
-        base.__setitem__(shell, index, None)
+        try:
+            shell[index] = None
+        except Exception as error:
+            raise _not_rebuildable(value, "sequence", f"{type(error).__name__}: {error}") from error
     return children, shell, None
 
 
@@ -247,89 +243,13 @@ def _shell_of(value: Any, kind: str) -> Any:
 
 
 def _shallow_copy(value: Any) -> Any:
-    made = _with_items(value) if _is_copied_by_setting_items(value) else copy.copy(value)
+    made = copy.copy(value)
     attributes = getattr(value, "__dict__", None)
     if attributes is value:  # a dict that is its own __dict__
         made.__dict__ = made
-        return made
-    if attributes and not made.__dict__:  # copying a deque loses them
+    elif attributes and not made.__dict__:  # copying a deque loses them
         made.__dict__.update(attributes)
-    if attributes and _sets_items_itself(value):
-        _copy_attributes(made, attributes)
     return made
-
-
-def _is_copied_by_setting_items(value: Any) -> bool:
-    """Return whether `copy.copy` would set the items of a copy that shares its attributes.
-
-    For classes other than dicts and lists, and with their own way to be copied, it decides itself.
-    """
-    cls: Any = type(value)
-    return (
-        _sets_items_itself(value)
-        and isinstance(value, (dict, list))
-        and cls.__reduce_ex__ is object.__reduce_ex__
-        and cls.__reduce__ is object.__reduce__
-        and cls.__new__ in (dict.__new__, list.__new__)
-        and getattr(cls, "__getstate__", None) is getattr(object, "__getstate__", None)
-        and not any(hasattr(cls, name) for name in _COPY_METHODS)
-        and not any(vars(base).get("__slots__") for base in cls.__mro__)
-    )
-
-
-_COPY_METHODS = ("__copy__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
-
-
-def _with_items(value: Any) -> Any:
-    """Return a copy of a dict or list without calling methods of its class, except `__new__`."""
-    cls: Any = type(value)
-    made = cls.__new__(cls)
-    if isinstance(value, list):
-        list.extend(made, list.__iter__(value))
-    else:
-        for key, item in dict.items(value):
-            dict.__setitem__(made, key, item)
-    getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
-    return made
-
-
-def _sets_items_itself(value: Any) -> bool:
-    """Return whether the class of a mapping or sequence has its own way to replace an item."""
-    return type(value).__setitem__ not in _KNOWN_WAYS
-
-
-_KNOWN_WAYS = [
-    cls.__setitem__
-    for cls in (dict, collections.OrderedDict, collections.UserDict, list, collections.deque)
-]
-
-
-def _copy_attributes(made: Any, attributes: dict[str, Any]) -> None:
-    """Give a copy its own containers, because to set items may change those of the source too."""
-    own: dict[int, Any] = {}
-    for name, value in attributes.items():
-        if type(value) in (dict, list, set, collections.deque) and made.__dict__[name] is value:
-            made.__dict__[name] = own.setdefault(id(value), copy.copy(value))
-
-
-def _try_to_set(shell: Any, items: Iterable[tuple[Any, Any]], kind: str) -> None:
-    """Set each item of a copy to the value that it has, as rebuilding does with the moved one."""
-    for key, child in items:
-        try:
-            shell[key] = child
-        except Exception as error:
-            raise _not_rebuildable(shell, kind, f"{type(error).__name__}: {error}") from error
-
-
-def _drop_attributes(shell: Any, children: Iterable[Any]) -> None:
-    """Drop children from the attributes of a copy, of which setting the items gives it new ones."""
-    attributes = getattr(shell, "__dict__", None)
-    if not attributes or attributes is shell or not _sets_items_itself(shell):
-        return
-    dropped = set(map(id, children))
-    for name, value in attributes.items():
-        if id(value) in dropped:
-            attributes[name] = None
 
 
 def _not_rebuildable(value: Any, kind: str, reason: str) -> Refused:
