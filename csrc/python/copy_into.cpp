@@ -171,7 +171,7 @@ void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bo
 // the transfers are running, so the bumps overlap with them.
 class BumpAtEnd {
  public:
-  // Keeps the tensors alive too: code that runs during the call may drop them.
+  // Keeps the tensors alive: code that runs during the call may drop them.
   explicit BumpAtEnd(SortedPairs& sorted)
       : written_tensors_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {}
   BumpAtEnd(const BumpAtEnd&) = delete;
@@ -193,6 +193,8 @@ class BumpAtEnd {
 // Calls `copy_` for each delegated leaf, in this thread and under its torch state.
 void run_delegated(Handle& handle, py::handle source, py::handle destination,
                    const SortedPairs& sorted, const py::object& fill) {
+  // Their code may give other leaves new memory.
+  for (const IntoGroup& group : sorted.groups) group.sources->keep_memory_of_tensors();
   size_t number = 0;
   try {
     for (const DelegatedPair& pair : sorted.delegated) {

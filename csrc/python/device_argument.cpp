@@ -42,7 +42,9 @@ c10::Device to_c10(py::handle device) {
   try {
     return c10::Device(device.cast<std::string>());
   } catch (const c10::Error& error) {
-    const bool is_sim = device.cast<std::string>().starts_with("sim");
+    const auto name = device.cast<std::string>();
+    const bool is_sim =
+        name.substr(0, name.find(':')) == "sim" && c10::get_privateuse1_backend() != "sim";
     throw py::value_error("unknown device " + std::string(py::repr(device)) + ": " +
                           (is_sim ? "call tdcopier.sim.enable() before"
                                   : std::string(error.what_without_backtrace())));

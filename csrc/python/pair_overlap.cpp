@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/moves/stage.h"
+#include "python/torch_tensor.h"
 
 namespace tdcopier {
 namespace {
@@ -58,6 +59,25 @@ Area source_area(const LeafTable& leaves, const Leaf& leaf) {
   return area;
 }
 
+// Returns nullopt for what is no plain strided tensor with memory.
+std::optional<OtherArea> area_of(const pybind11::object& leaf, size_t number, bool written) {
+  if (!is_plain_tensor_class(Py_TYPE(leaf.ptr()))) return std::nullopt;
+  const at::Tensor& tensor = tensor_in(leaf.ptr());
+  if (tensor.layout() != c10::kStrided || !tensor.has_storage() || tensor.numel() == 0 ||
+      tensor.storage().data() == nullptr) {
+    return std::nullopt;
+  }
+  const auto bytes = static_cast<uint64_t>(tensor.element_size());
+  const auto* const begin = static_cast<const std::byte*>(tensor.storage().data()) +
+                            static_cast<uint64_t>(tensor.storage_offset()) * bytes;
+  Area area{begin, bytes, written, {}};
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) == 1) continue;
+    area.dims.push_back({tensor.size(d), tensor.stride(d) * static_cast<int64_t>(bytes)});
+  }
+  return OtherArea{tensor.device(), std::move(area), number};
+}
+
 std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10::Device device,
                                                    size_t leaves) {
   if (are_in_order(pairs, device)) return std::nullopt;
@@ -88,6 +108,25 @@ std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10
 }
 
 }  // namespace
+
+std::vector<OtherArea> areas_of_delegated(const std::vector<DelegatedPair>& pairs) {
+  std::vector<OtherArea> areas;
+  for (const DelegatedPair& pair : pairs) {
+    std::optional<OtherArea> read = area_of(pair.source, pair.number, /*written=*/false);
+    std::optional<OtherArea> written = area_of(pair.destination, pair.number, /*written=*/true);
+    if (read && written && read->area.begin == written->area.begin &&
+        read->area.dims == written->area.dims) {
+      // It keeps its values, unless it is filled with the conjugate or the negative of itself.
+      const at::Tensor& from = tensor_in(pair.source.ptr());
+      const at::Tensor& to = tensor_in(pair.destination.ptr());
+      written->area.written = from.is_conj() != to.is_conj() || from.is_neg() != to.is_neg();
+      read.reset();
+    }
+    if (read) areas.push_back(std::move(*read));
+    if (written) areas.push_back(std::move(*written));
+  }
+  return areas;
+}
 
 std::optional<std::pair<PairEnd, PairEnd>> find_shared_memory(const SortedPairs& pairs,
                                                               size_t leaves) {

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "python/sort_pairs.h"
 
@@ -16,9 +17,17 @@ struct PairEnd {
   bool written;   // the destination, else the source
 };
 
-// Returns two ends that share memory, in the order of the walk. Of delegated leaves, only strided
-// tensors are compared, and none if rows are moved. `leaves`: an upper bound of the number of
-// pairs.
+// Why a destination that overlaps itself is refused.
+inline constexpr const char* kSharesItsMemory =
+    " has elements that share memory (was it made with expand() or as_strided()?): give one with "
+    "memory for each, such as a clone()";
+
+// Returns the memory that delegated leaves read and write, as far as they are plain strided
+// tensors: what a class writes, only its own code knows. GIL: held.
+std::vector<OtherArea> areas_of_delegated(const std::vector<DelegatedPair>& pairs);
+
+// Returns two ends that share memory, in the order of the walk. `leaves`: an upper bound of the
+// number of pairs.
 std::optional<std::pair<PairEnd, PairEnd>> find_shared_memory(const SortedPairs& pairs,
                                                               size_t leaves);
 

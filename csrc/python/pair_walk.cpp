@@ -214,7 +214,7 @@ class PairWalk {
       case Half::Kind::kLeaf:
         return add(source, destination, depth);
       case Half::Kind::kOpaque:
-        if (depth == 0) refuse_unknown_root(source);
+        if (depth == 0) refuse_unknown_root(source, destination);
         return add_opaque(source, destination, differ(source, destination), depth);
       case Half::Kind::kByIndex:
         enter(destination, depth);
@@ -226,10 +226,12 @@ class PairWalk {
     }
   }
 
-  // Throws TypeError if the class of the whole tree is unknown, so that nothing would be copied.
-  void refuse_unknown_root(PyObject* source) const {
-    py::module_::import("tdcopier._containers.unknown")
-        .attr("refuse_root")(names_.source, py::handle(source));
+  // Throws TypeError if the class of a whole tree is unknown, so that nothing would be copied.
+  void refuse_unknown_root(PyObject* source, PyObject* destination) const {
+    const py::object refuse =
+        py::module_::import("tdcopier._containers.unknown").attr("refuse_root");
+    refuse(names_.source, py::handle(source));
+    refuse(names_.destination, py::handle(destination));
   }
 
   Half look(PyObject* object, const char* tree, int depth) {

@@ -41,10 +41,6 @@ bool are_alike(const c10::TensorImpl& a, const c10::TensorImpl& b) {
   return a.is_non_overlapping_and_dense() && a.strides() == b.strides();
 }
 
-constexpr const char* kSharesItsMemory =
-    " has elements that share memory (was it made with expand() or as_strided()?): give one with "
-    "memory for each, such as a clone()";
-
 // Properties of the last pair of plain tensors, which most of the next pairs share.
 struct LastPlainPair {
   c10::DispatchKeySet source;
@@ -81,9 +77,16 @@ class Sorter {
         writers_.note(pair.destination);
       }
       // The code of their classes may have moved the memory of other leaves. So all addresses are
-      // looked up again, now that no such code runs any more.
+      // looked up again, and no such code runs any more.
       sort_all();
-      if (rows_ == nullptr) note_delegated_areas();
+      for (OtherArea& each : areas_of_delegated(sorted_.delegated)) {
+        if (rows_ != nullptr) break;  // only some rows of a table are read or written
+        number_ = each.number;
+        if (each.area.written && overlaps_itself(each.area.dims, each.area.bytes)) {
+          refuse(/*written=*/true, kSharesItsMemory);
+        }
+        sorted_.others.push_back(std::move(each));
+      }
     }
     if (const auto shared = find_shared_memory(sorted_, leaves_)) {
       const auto& [first, second] = *shared;
@@ -386,46 +389,6 @@ class Sorter {
     }
     sorted_.others.push_back({end.device, std::move(area), number_});
     ++sorted_.reused;
-  }
-
-  // Notes the memory that delegated leaves read and write. A leaf may be filled from its own
-  // memory, as the conjugate of itself.
-  void note_delegated_areas() {
-    for (const DelegatedPair& pair : sorted_.delegated) {
-      number_ = pair.number;
-      const std::vector<OtherArea> written = areas_of(pair.destination, /*written=*/true);
-      for (const OtherArea& read : areas_of(pair.source, /*written=*/false)) {
-        const auto is_same = [&](const OtherArea& other) {
-          return other.area.begin == read.area.begin && other.area.dims == read.area.dims;
-        };
-        if (std::ranges::none_of(written, is_same)) sorted_.others.push_back(read);
-      }
-      for (const OtherArea& each : written) {
-        if (overlaps_itself(each.area.dims, each.area.bytes)) {
-          refuse(/*written=*/true, kSharesItsMemory);
-        }
-        sorted_.others.push_back(each);
-      }
-    }
-  }
-
-  std::vector<OtherArea> areas_of(const py::object& leaf, bool written) const {
-    std::vector<OtherArea> areas;
-    for (const at::Tensor& part : plain_parts(leaf)) {
-      if (part.layout() != c10::kStrided || !part.has_storage() || part.is_meta() ||
-          part.numel() == 0) {
-        continue;
-      }
-      const auto bytes = static_cast<uint64_t>(part.element_size());
-      const auto* const begin = static_cast<const std::byte*>(part.storage().data()) +
-                                static_cast<uint64_t>(part.storage_offset()) * bytes;
-      Area area{begin, bytes, written, {}};
-      for (int64_t d = 0; d < part.dim(); ++d) {
-        area.dims.push_back({part.size(d), part.stride(d) * static_cast<int64_t>(bytes)});
-      }
-      areas.push_back({part.device(), std::move(area), number_});
-    }
-    return areas;
   }
 
   IntoGroup& group_of(c10::Device from, c10::Device to, bool in_place = false) {

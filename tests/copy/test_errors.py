@@ -52,6 +52,10 @@ def test_the_simulated_device_is_named_before_it_is_enabled():
     """
     out = run_python(program)
     assert out.strip() == "unknown device 'sim:1': call tdcopier.sim.enable() before"
+    for name in ("similar", "sim:abc"):  # enabled here
+        with pytest.raises(ValueError, match="unknown device") as caught:
+            tdcopier.copy([torch.ones(2)], name)
+        assert "enable" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(3.5, "float"), (None, "NoneType"), (True, "bool")])

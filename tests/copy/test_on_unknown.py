@@ -137,6 +137,8 @@ def test_an_unknown_root_is_refused_by_calls_that_fill_memory_too(name):
         assert str(caught.value).startswith(f"{root} is ")
         assert found in str(caught.value)
         assert "on_unknown=" not in str(caught.value)  # not an option of theirs
+    with pytest.raises(TypeError, match=r"^destination is .*: nothing would be copied"):
+        tdcopier.copy_into(None, make(leaf()))
     assert tdcopier.copy_into(3, 4) == 4  # plain data
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -340,5 +341,55 @@ def test_a_delegated_leaf_may_be_filled_from_its_own_memory(device):
     value = torch.full((3,), 1 + 2j, device=device)
     tdcopier.copy_into([value.conj()], [value])
     assert value.tolist() == [1 - 2j] * 3
-    parameter = torch.nn.Parameter(torch.ones(3, device=device))
-    tdcopier.copy_into([parameter], [parameter.detach()])
+    parameter = torch.nn.Parameter(torch.ones(3, 1, device=device))
+    other = torch.zeros(3, 1, device=device)
+    column = parameter.detach().as_strided((3, 1), (1, 5))
+    tdcopier.copy_into([parameter] * 3, [parameter.detach(), column, other])
+    assert other.tolist() == [[1]] * 3
+    with pytest.raises(ValueError, match="share memory"):
+        tdcopier.copy_into([value.conj(), value], [value, torch.zeros_like(value)])
+
+
+@pytest.mark.parametrize("is_altered", [False, True])
+def test_delegated_leaves_may_share_what_their_classes_only_read(is_altered):
+    from torch._subclasses import FakeTensorMode
+    from torch.overrides import TorchFunctionMode
+
+    offsets = torch.tensor([0, 2, 5])
+
+    def jagged(value: float) -> list[torch.Tensor]:
+        make = torch.nested.nested_tensor_from_jagged
+        return [make(torch.full((5, 3), value), offsets) for _ in range(2)]
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **kwargs or {})
+
+    source, destination = jagged(3), jagged(0)
+    x, y = torch.ones(3), torch.zeros(3)
+    with Mode() if is_altered else contextlib.nullcontext():
+        tdcopier.copy_into(source, destination)
+        tdcopier.copy_into([x, x], [x, y])
+    assert all((each.values() == 3).all() for each in destination)
+    assert y.tolist() == [1] * 3
+    with FakeTensorMode():
+        fake = [torch.empty(3) for _ in range(4)]
+        tdcopier.copy_into(fake[:2], fake[2:])
+
+
+def test_code_of_a_delegated_leaf_may_give_another_leaf_new_memory():
+    x, copied = torch.ones(65536), torch.zeros(65536)
+    kept: list[torch.Tensor] = []
+
+    class Hooked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.copy_:
+                x.data = torch.full((65536,), 5.0)
+                kept.extend(torch.full((65536,), 7.0) for _ in range(8))
+            return super().__torch_function__(function, types, args, kwargs)
+
+    first, second = (torch.zeros(2).as_subclass(Hooked) for _ in range(2))
+    tdcopier.copy_into([first, x], [second, copied])
+    assert kept
+    assert copied.unique().tolist() == [1]
