@@ -253,8 +253,7 @@ class Sorter {
     group.pairs.leaves.add_bytes(data, dtype, bytes, static_cast<uint32_t>(element_bytes));
     group.pairs.destinations.add(target_data, target_storage, /*pinned=*/false);
     if (last_plain_->from.is_cpu() && mapped_files_.has(*source_storage)) group.note_mapped();
-    sorted_.written.push_back(target);
-    keep(group, std::move(from), std::move(to));
+    keep(group, std::move(from), std::move(to), target);
     return true;
   }
 
@@ -301,8 +300,7 @@ class Sorter {
                             ? is_mapped_array(from.ptr())
                             : source->device.is_cpu() && mapped_files_.has(*source->storage);
     if (mapped) group.note_mapped();
-    if (is_tensor) sorted_.written.push_back(written);
-    keep(group, std::move(from), std::move(to));
+    keep(group, std::move(from), std::move(to), written);
     return true;
   }
 
@@ -331,18 +329,19 @@ class Sorter {
     if (in_place == InPlace::kRegistered) {
       group.in_place->registered.push_back(table.storage().data());
     }
-    sorted_.written.push_back(tensor_in(to.ptr()).unsafeGetTensorImpl());
-    keep(group, std::move(from), std::move(to));
+    c10::TensorImpl* const written = tensor_in(to.ptr()).unsafeGetTensorImpl();
+    keep(group, std::move(from), std::move(to), written);
     return true;
   }
 
   // Keeps alive the pair that was added to the group's tables last: of a destination that is a
-  // tensor, its memory, and during the call the tensor.
-  void keep(IntoGroup& group, py::object from, py::object to) {
+  // tensor, its memory, and during the call the tensor. `written`: that tensor; null for an array.
+  void keep(IntoGroup& group, py::object from, py::object to, c10::TensorImpl* written) {
     group.numbers.push_back(static_cast<uint32_t>(number_));
     group.sources->keep(from.release().ptr());
-    if (!is_tensor(to.ptr())) return group.destinations->keep(to.release().ptr());
-    group.destinations->keep_memory(tensor_in(to.ptr()).storage());
+    if (written == nullptr) return group.destinations->keep(to.release().ptr());
+    group.destinations->keep_memory(written->unsafe_storage());
+    sorted_.written.push_back(written);
     sorted_.kept.push_back(std::move(to));
   }
 

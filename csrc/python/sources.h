@@ -26,7 +26,11 @@ class PySources final : public KeepAlive {
   void keep(PyObject* object) { objects_.push_back(object); }
   // Keeps memory, but not the tensor over it: the collector finds a cycle through the tensor, and
   // code that gives the tensor other memory does not free this one.
-  void keep_memory(const c10::Storage& storage) { memory_.push_back(storage); }
+  void keep_memory(const c10::Storage& storage) {
+    const c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+    if (!memory_.empty() && memory_.back().unsafeGetStorageImpl() == impl) return;  // of a chunk
+    memory_.push_back(storage);
+  }
   // Keeps the memory of the tensors that it keeps. GIL: held.
   void keep_memory_of_tensors();
 
