@@ -215,6 +215,7 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
     return;
   }
   try {
+    const CountFallbacks counted(handle.fallbacks());
     DelegatedOutputs reads;
     reads.read = sorted.readers.events();
     handle.attach(std::move(reads));

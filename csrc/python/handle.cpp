@@ -324,6 +324,7 @@ void Handle::hand_over_to(const std::vector<c10::Stream>& streams) {
 
 py::tuple Handle::stats() const {
   TransferCounts moved{0, 0, counts_.left};
+  moved.fallbacks += fallbacks_;
   size_t chunks = 0;
   for (const auto& job : jobs_) {
     moved.transfers += job->counts().transfers;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/device/bad_rows.h"
+#include "engine/device/fallbacks.h"
 #include "engine/jobs/copy_job.h"
 #include "python/delegated_outputs.h"
 #include "python/host_access.h"
@@ -63,6 +64,7 @@ class Handle {
   }
   TreeSpec& spec() { return *spec_; }
   LeafCounts& counts() { return counts_; }
+  FallbackCount& fallbacks() { return fallbacks_; }  // of delegated leaves
   PhaseTimes& phases() { return phases_; }
 
   // Builds the result, while the transfer runs rather than at the hand-over, if every job is
@@ -146,6 +148,7 @@ class Handle {
   pybind11::object failure_traceback_;       // its traceback at that time
   // The device's error, or the error that prevented a job from being made.
   std::exception_ptr device_failure_;
+  FallbackCount fallbacks_ = 0;
   bool is_known_done_ = false;  // the host has seen the end of all work
   pybind11::object owner_of_kept_;
   KeptOutputs* kept_ = nullptr;  // null: no tensor is reused

@@ -287,6 +287,7 @@ void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>
     return;
   }
   try {
+    const CountFallbacks counted(handle.fallbacks());
     outputs.read = readers.events();
     if ((has_objects || !outputs.storages.empty()) && has_engine_transfers(target)) {
       outputs.stream = parse_stream(py::none(), target);

@@ -354,7 +354,7 @@ def test_without_an_event_after_delegated_leaves_the_values_are_right(sim, devic
         "into": lambda: tdcopier.start_copy_into([needs_gradient, torch.ones(3)], filled),
     }
     for name, call in calls.items():
-        with sim.fail_event_record(n):
+        with sim.fail_event_record(n) as fault:
             handle = call()
             try:
                 moved = handle.get()
@@ -362,6 +362,7 @@ def test_without_an_event_after_delegated_leaves_the_values_are_right(sim, devic
                 assert n == 1 or name == "into"  # an order that only an event can give
                 continue
         assert [leaf.tolist() for leaf in moved] == [[1] * 4, [1] * 3]
+        assert handle.stats.fallbacks == int(fault.fired)
 
 
 def test_a_failed_delegated_leaf_does_not_end_a_copy_that_still_reads_its_sources(
