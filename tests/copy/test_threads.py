@@ -155,6 +155,7 @@ def test_a_copy_works_after_the_workers_are_gone():
     assert out.split() == ["1000000.0"]
 
 
+@pytest.mark.sim
 def test_a_child_is_told_that_a_copy_was_not_done_at_the_fork():
     """It would wait for a device that only the parent can ask."""
     run_python(
