@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "base/brief_lock.h"
 #include "base/interleaver.h"
 
 namespace tdcopier {
@@ -23,7 +24,7 @@ class Combiner {
   template <typename Work>
   void add(Task task, const Work& work) {
     {
-      const std::lock_guard lock(mutex_);
+      const BriefLock lock(mutex_);
       tasks_.push_back(std::move(task));
       if (at_work_) return;
       at_work_ = true;
@@ -32,7 +33,7 @@ class Combiner {
       while (has_next()) work(take());
     } catch (...) {
       std::deque<Task> dropped;
-      const std::lock_guard lock(mutex_);
+      const BriefLock lock(mutex_);
       tasks_.swap(dropped);
       at_work_ = false;
       throw;
@@ -44,13 +45,13 @@ class Combiner {
   // runs tasks.
   bool has_next() {
     interleave();
-    const std::lock_guard lock(mutex_);
+    const BriefLock lock(mutex_);
     at_work_ = !tasks_.empty();
     return at_work_;
   }
 
   Task take() {
-    const std::lock_guard lock(mutex_);
+    const BriefLock lock(mutex_);
     Task task = std::move(tasks_.front());
     tasks_.pop_front();
     return task;

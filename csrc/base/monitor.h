@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 
+#include "base/brief_lock.h"
 #include "base/interleaver.h"
 #include "base/polling_wait.h"
 
@@ -15,7 +16,7 @@ namespace tdcopier {
 class Mutex {
  public:
   void lock() {
-    native_.lock();
+    lock_briefly(native_);
     if (Interleaver* const chosen = interleaver()) chosen->enter_lock();
   }
   void unlock() {

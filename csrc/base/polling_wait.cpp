@@ -1,4 +1,4 @@
-// Spins briefly, then sleeps for longer and longer.
+// Spins briefly, yields for a while, then sleeps for longer and longer.
 #include "base/polling_wait.h"
 
 #include <algorithm>
@@ -9,7 +9,8 @@
 namespace tdcopier {
 namespace {
 
-constexpr long long kSpinNs = 2'000'000;
+constexpr long long kSpinNs = 500'000;
+constexpr long long kYieldNs = 2'000'000;
 constexpr long long kLongestSleepNs = 1'000'000;
 constexpr long long kCheckNs = 20'000'000;
 
@@ -42,9 +43,17 @@ void PollingWait::pause() {
     checked_ns_ = now;
     t_check();
   }
+  if (spin()) return;
   const long long passed = now - begin_ns_;
-  if (passed < kSpinNs) return std::this_thread::yield();
+  if (passed < kYieldNs) return std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(passed / 64, kLongestSleepNs)));
+}
+
+bool PollingWait::spin() const noexcept {
+  constexpr int kTimes = 16;  // about a microsecond
+  if (now_ns() - begin_ns_ >= kSpinNs) return false;
+  for (int i = 0; i < kTimes; ++i) relax_processor();
+  return true;
 }
 
 }  // namespace tdcopier

@@ -45,6 +45,7 @@ Handle::~Handle() {
     new std::vector<DelegatedOutputs>(std::move(delegated_));
     new std::vector<CapturedRows>(std::move(captured_));
   }
+  for (const auto& job : jobs_) job->drop_result();
   jobs_.clear();
   release_returned_sources();
 }

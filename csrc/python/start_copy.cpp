@@ -123,9 +123,6 @@ class GroupStart {
   // transfer. Also true if workers must stage it (kDeferredStaged).
   bool may_block() const { return may_block_; }
 
-  // Returns whether the job may begin before its result has memory.
-  bool needs_memory_late() const { return bytes_ != 0 && !is_deferred_; }
-
   // A transfer to pageable memory occupies its thread while it waits for the caller's kernels.
   ThreadPool& pool() const {
     const bool waits = target_.is_cpu() && !source_.is_cpu() && !options_.use_pinned_staging;
@@ -146,7 +143,6 @@ class GroupStart {
     may_block_ = !options_.use_pinned_staging;
     may_block_ |= bytes_ <= g_max_inline_bytes && mapped_.would_wait_for_disk();
     std::optional<DeferredLease> deferred = deferred_memory(accelerator, work_, options_);
-    is_deferred_ = deferred.has_value();
     WindowBytes window_bytes{};
     if (deferred) {
       may_block_ |= t_sending == Sending::kDeferredStaged;
@@ -187,7 +183,6 @@ class GroupStart {
   CopyWork work_;
   const uint64_t bytes_;
   bool may_block_ = false;
-  bool is_deferred_ = false;
 };
 
 // Makes a job, and gives it to workers if it should run there. Returns whether it did.
@@ -196,20 +191,10 @@ bool prepare(std::shared_ptr<CopyJob>& job, GroupStart& start, const CopyOptions
   // Runs in the call if it is small and does not have to wait. Enqueueing a device's gather takes
   // the same time for any number of bytes.
   const bool at_once = job->host_bytes() <= g_max_inline_bytes && !start.may_block();
-  const bool for_workers = options.use_background_thread && !at_once;
-  // Allocates while the workers wake up: they need the memory only after staging.
-  const bool allocate_late = for_workers && start.needs_memory_late();
-  if (!allocate_late) job->result()->allocate();
-  bool background = false;
-  if (for_workers) background = job->run_in_background(start.pool());
-  if (allocate_late) {
-    try {
-      job->result()->allocate();
-    } catch (...) {
-      if (!background) throw;  // otherwise the job reports the error
-    }
-  }
-  return background;
+  // First, although workers need the memory only after staging: a thread that wakes others may lose
+  // its processor to them.
+  job->result()->allocate();
+  return options.use_background_thread && !at_once && job->run_in_background(start.pool());
 }
 
 // Starts the copy of the leaves of one device. `plan`: null, or a pack plan for such leaves.

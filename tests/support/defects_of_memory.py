@@ -122,8 +122,8 @@ MEMORY: dict[str, Defect] = {
     "destination_released_early": Defect(
         "Lifetime",
         "engine/jobs/copy_job.cpp",
-        "  if (work_.result || !last_write_ || has_ended(*last_write_)) return;",
-        "  if ({defect} || work_.result || !last_write_ || has_ended(*last_write_)) return;",
+        "  if (!fills_ || !last_write_ || has_ended(*last_write_)) return;",
+        "  if ({defect} || !fills_ || !last_write_ || has_ended(*last_write_)) return;",
         "destinations_are_dropped_at_once",
         "AssertionError",
         "reused",

@@ -134,6 +134,14 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
         "polled_while_workers_stage",
         "DeadlockError",
     ),
+    "worker_drops_results": Defect(
+        "Threads",
+        "python/handle.cpp",
+        "  for (const auto& job : jobs_) job->drop_result();",
+        "  for (const auto& job : jobs_) {{defect} ? void() : job->drop_result();}",
+        "results_that_python_has_seen_are_dropped",
+        "DeadlockError",
+    ),
     "gil_held_while_waiting": Defect(
         "Threads",
         "python/handle_waits.cpp",

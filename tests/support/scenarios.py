@@ -399,6 +399,21 @@ def between_devices_into_memory_that_exists(world: ScenarioWorld) -> None:
             del source
 
 
+def results_that_python_has_seen_are_dropped(world: ScenarioWorld) -> None:
+    """H2D: a worker may still wait for staging. It must need no GIL to drop what it holds."""
+    device = world.devices[0]
+    with small_limits(staging_buffers=1):
+        for _ in range(3):
+            batch = world.batch((30, 3))
+            result = tdcopier.start_copy(batch, device).wait()
+            world.read_late(result, batch)
+            for leaf in result:
+                leaf.untyped_storage()  # gets a Python object, which is destroyed with the GIL
+            del leaf, result
+            for _ in range(4):
+                world.schedule.point()
+
+
 ONE_TRANSFER_EACH = (
     two_batches_for_two_streams,
     sources_are_overwritten_at_once,
@@ -429,4 +444,5 @@ SEVERAL_TRANSFERS = (
     destinations_are_dropped_at_once,
     host_memory_is_filled_while_sources_are_overwritten,
     between_devices_into_memory_that_exists,
+    results_that_python_has_seen_are_dropped,
 )

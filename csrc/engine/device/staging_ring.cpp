@@ -62,7 +62,8 @@ void StagingRing::drop_free() {
   free_.clear();
 }
 
-std::optional<StagingLease> StagingRing::acquire(StagingUse use) {
+std::optional<StagingLease> StagingRing::acquire(StagingUse use,
+                                                 const std::function<bool()>& is_wanted) {
   bool grow = true;
   std::unique_ptr<StagingBuffer> buffer;
   std::unique_lock lock(mutex_);
@@ -73,6 +74,7 @@ std::optional<StagingLease> StagingRing::acquire(StagingUse use) {
       case Room::kNever:
         return std::nullopt;
       case Room::kNone:
+        if (!is_wanted()) return std::nullopt;
         wait_for_return(use, lock);
         break;
       case Room::kReserved:

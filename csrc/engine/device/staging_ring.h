@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -64,10 +65,12 @@ class StagingRing {
   StagingRing(const StagingRing&) = delete;
   StagingRing& operator=(const StagingRing&) = delete;
 
-  // Leases a buffer. Returns nullopt if no memory can be pinned, and no buffer will come back.
+  // Leases a buffer. Returns nullopt if no memory can be pinned, and no buffer will come back, or
+  // if is_wanted() returns false, which is called with a lock held whenever a wait would begin.
   // Blocks: while every buffer that the limit allows for this use is being filled or used by the
   // device. GIL: must not be held. Throws: Interrupted.
-  std::optional<StagingLease> acquire(StagingUse use);
+  std::optional<StagingLease> acquire(
+      StagingUse use, const std::function<bool()>& is_wanted = [] { return true; });
 
   // Returns whether acquire() would wait now. Other threads take buffers too, so that may change.
   bool is_exhausted(StagingUse use) noexcept;

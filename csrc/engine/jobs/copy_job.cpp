@@ -16,6 +16,7 @@ CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream,
       stream_(stream),
       read_stream_(read_stream),
       target_(target),
+      fills_(!work.result),
       work_(std::move(work)),
       leaves_(*work_.leaves),
       plan_(*work_.plan) {}
@@ -24,7 +25,7 @@ CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream,
 
 void CopyJob::run() noexcept {
   work();
-  end_participation();
+  leave();
 }
 
 bool CopyJob::run_in_background(ThreadPool& pool) {
@@ -48,7 +49,7 @@ void CopyJob::begin_on_worker() noexcept {
 }
 
 // Asks other workers to join. The job does not wait for a worker that arrives when nothing is left
-// to do. If the pool is closing, the present participants do all the work.
+// to claim. If the pool is closing, the present participants do all the work.
 void CopyJob::invite_workers(size_t workers) noexcept {
   const size_t others = std::min(workers, std::max<size_t>(most_participants(), 1) - 1);
   if (others == 0) return;
@@ -67,7 +68,7 @@ bool CopyJob::join() {
   interleave();
   const size_t most = most_participants();
   uint32_t present = participants_;
-  while (present != 0 && present < most) {
+  while (is_part_left() && present < most) {
     if (participants_.compare_exchange_weak(present, present + 1)) return true;
   }
   return false;
@@ -91,7 +92,10 @@ void CopyJob::help() {
       }
     });
   }
-  if (!interrupted) return end_participation();
+  if (!interrupted) {
+    leave();
+    return;
+  }
   replace_by_worker();
   throw Interrupted();
 }
@@ -110,18 +114,24 @@ void CopyJob::work() noexcept {
   if (!failed_) attempt([this] { transfer_all(); });
 }
 
-void CopyJob::end_participation() noexcept {
+// Finishes the job if this was the last participant with a part, and no part is left. Returns the
+// result then, which the caller of a finished job may drop. A thread that becomes a participant
+// later finds nothing to claim: it looks after it was counted, and this thread, which had failed or
+// claimed the last part before, saw no count.
+std::shared_ptr<Result> CopyJob::leave() noexcept {
   interleave();
-  if (--participants_ == 0) finish();
+  if (--participants_ != 0 || is_part_left() || finished_.exchange(true)) return nullptr;
+  std::shared_ptr<Result> result = work_.result;
+  finish();
+  return result;
 }
 
-// Runs on a worker. The last participant also makes outputs, while the caller does other things.
+// Runs on a worker. The one that finishes the job also makes outputs, while the caller does other
+// things.
 void CopyJob::work_on_worker() noexcept {
   work();
-  interleave();
-  if (--participants_ != 0) return;
-  finish();
-  if (!failed_ && work_.result) work_.result->make_outputs_ahead(phases_);
+  const std::shared_ptr<Result> result = leave();
+  if (result && !failed_) result->make_outputs_ahead(phases_);
 }
 
 void CopyJob::fail() noexcept {
@@ -180,14 +190,19 @@ void CopyJob::note_sources_free(EventRef read) noexcept {
   if (last_read_) Reclaimer::get().release_after(last_read_, work_.sources);
 }
 
-void CopyJob::wait_enqueued() {
-  {
-    std::unique_lock lock(mutex_);
-    milestone_.wait(lock, [this] { return sources_free_.load(); });
-  }
-  send();
+// Spins first: the last parts take a fraction of a millisecond, and a busy host may wake this
+// thread some milliseconds late.
+void CopyJob::wait_until_set(const std::atomic<bool>& milestone) {
+  const auto is_set = [&milestone] { return milestone.load(std::memory_order_acquire); };
+  if (PollingWait::spin_until(is_set)) return;
   std::unique_lock lock(mutex_);
-  milestone_.wait(lock, [this] { return is_enqueued(); });
+  milestone_.wait(lock, is_set);
+}
+
+void CopyJob::wait_enqueued() {
+  wait_until_set(sources_free_);
+  send();
+  wait_until_set(enqueued_);
 }
 
 bool CopyJob::are_sources_free() const {
@@ -196,10 +211,7 @@ bool CopyJob::are_sources_free() const {
 }
 
 void CopyJob::wait_sources_free() {
-  {
-    std::unique_lock lock(mutex_);
-    milestone_.wait(lock, [this] { return sources_free_.load(); });
-  }
+  wait_until_set(sources_free_);
   if (last_read_ && source_device().is_cpu()) wait_until_ended(*last_read_);
 }
 
@@ -212,7 +224,7 @@ void CopyJob::order_after_reads(const c10::Stream& stream) const {
 bool CopyJob::is_done() {
   send();
   if (!is_enqueued()) return false;
-  const bool still_writes = work_.result ? !failure_ && arrived_ : last_write_ != nullptr;
+  const bool still_writes = fills_ ? last_write_ != nullptr : !failure_ && arrived_;
   return !still_writes || has_ended(*last_write_);
 }
 
@@ -228,7 +240,7 @@ void CopyJob::wait_done() {
     host_knows_arrival_ = true;
     return check_numbers();
   }
-  if (!work_.result && last_write_) wait_until_ended(*last_write_);
+  if (fills_ && last_write_) wait_until_ended(*last_write_);
   if (!failure_) check_numbers();  // the host waited when no event could be recorded
 }
 
@@ -252,9 +264,13 @@ void CopyJob::release_kept() noexcept {
   if (work_.kept_destinations) work_.kept_destinations->release();
 }
 
+void CopyJob::drop_result() noexcept {
+  if (is_enqueued()) work_.result = nullptr;
+}
+
 // A job that is destroyed before its writes are done passes its destinations to the reclaimer.
 CopyJob::~CopyJob() {
-  if (work_.result || !last_write_ || has_ended(*last_write_)) return;
+  if (!fills_ || !last_write_ || has_ended(*last_write_)) return;
   Reclaimer::get().release_after(std::move(last_write_), work_.kept_destinations);
 }
 

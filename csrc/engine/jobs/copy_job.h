@@ -66,10 +66,11 @@ class JobTicket {
 
 // The life of a job:
 //
-//   created     it has recorded what it waits for; its memory is allocated now, or during staging
+//   created     it has recorded what it waits for; its result gets memory before it begins
 //   begun       by run(), or by the first worker that takes its ticket
 //   shared      participants claim parts concurrently; a caller that would only wait takes part too
-//   enqueued    the last participant to finish records the events, and releases what it can
+//   enqueued    the participant that finishes the last part records the events, and releases what
+//               it can; others may still wait for memory, and find that nothing is left for them
 //   done        the device has passed the last event
 //
 // A job may be dropped at any point: no memory is reused before its stream has passed its work.
@@ -136,6 +137,10 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // Releases the sources and destinations. Requires: the caller knows that the job is done.
   void release_kept() noexcept;
+  // Drops the result if the job is enqueued. A worker that still looks for a part would otherwise
+  // drop it: late, and without the GIL, which storages need that Python has seen. Requires: nothing
+  // uses the job any more, except its workers.
+  void drop_result() noexcept;
 
   // Null if the job fills existing destinations.
   const std::shared_ptr<Result>& result() const { return work_.result; }
@@ -163,17 +168,19 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   CopyJob(Accelerator& accelerator, const c10::Stream& stream, const c10::Stream* read_stream,
           c10::Device target, CopyWork&& work);
 
-  // The maximum number of threads in transfer_all(), concurrently or one after the other.
-  virtual size_t most_participants() const { return 1; }
+  // The number of parts that participants claim. 0: a single participant does everything.
+  virtual size_t parts() const { return 0; }
+  // The maximum number of participants, if there are parts.
+  virtual size_t most_participants() const { return parts(); }
   // Returns whether a caller may take part. transfer_all() must then wait, and so be interrupted,
   // only before it claims a part.
   virtual bool can_be_helped() const { return false; }
   // Claims parts and enqueues their transfers until none is left or the job has failed. May throw.
   virtual void transfer_all() = 0;
-  // Enqueues the work that follows all transfers on the stream. Called by the last participant,
+  // Enqueues the work that follows all transfers on the stream. Called once all parts are finished,
   // unless the job has failed. May throw.
   virtual void complete() {}
-  // Called by the last participant.
+  // Called when no participant holds a part, and none is left to claim.
   virtual void finish() noexcept { finish_enqueued(); }
 
   // Marks the job as enqueued, or failed. Call once, after all transfers.
@@ -198,18 +205,33 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   void count_transfer(uint64_t bytes);
   // Returns the index of the next part that no participant has claimed; it may be past the last.
   size_t claim() { return next_part_++; }
-  size_t next_part() const { return next_part_; }
+  // Returns whether participants may find a part to claim.
+  bool is_part_left() const { return !failed_ && next_part_ < parts(); }
+
+  // Scope in which the calling participant holds no part, for example because it waits for memory
+  // to put one in. The job does not wait for it: it may end meanwhile.
+  class WithoutPart {
+   public:
+    explicit WithoutPart(CopyJob& job) : job_(job) { job_.leave(); }
+    ~WithoutPart() { ++job_.participants_; }
+    WithoutPart(const WithoutPart&) = delete;
+    WithoutPart& operator=(const WithoutPart&) = delete;
+
+   private:
+    CopyJob& job_;
+  };
 
   Accelerator& accelerator_;
   const c10::Stream stream_;
   const c10::Stream* const read_stream_;
   const c10::Device target_;
-  const CopyWork work_;
+  const bool fills_;  // existing memory: there is no result
+  CopyWork work_;     // constant, see drop_result()
   const LeafTable& leaves_;
   const PackPlan& plan_;
   PhaseTimes phases_;
-  // An event after the last transfer, recorded by the only or the last participant. Constant once
-  // enqueued.
+  // An event after the last transfer, recorded by the participant that finishes the job. Constant
+  // once enqueued.
   EventRef arrived_;
 
  private:
@@ -217,14 +239,17 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   void invite_workers(size_t workers) noexcept;
   bool join();
   void work() noexcept;
-  void end_participation() noexcept;
+  std::shared_ptr<Result> leave() noexcept;
   void replace_by_worker() noexcept;
   void work_on_worker() noexcept;
   void record_end() noexcept;
+  void wait_until_set(const std::atomic<bool>& milestone);
 
-  ThreadPool* pool_ = nullptr;              // that the job was submitted to
-  std::shared_ptr<JobTicket> ticket_;       // null: not submitted to a pool
-  std::atomic<uint32_t> participants_ = 1;  // the thread that begins is counted already
+  ThreadPool* pool_ = nullptr;         // that the job was submitted to
+  std::shared_ptr<JobTicket> ticket_;  // null: not submitted to a pool
+  // Threads that may hold a part. The thread that begins is counted already.
+  std::atomic<uint32_t> participants_ = 1;
+  std::atomic<bool> finished_ = false;  // finish() has been called, or is about to be
   std::atomic<size_t> next_part_ = 0;
   std::atomic<uint64_t> transfers_ = 0;
   std::atomic<uint64_t> transfer_bytes_ = 0;

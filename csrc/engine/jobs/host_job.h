@@ -19,7 +19,7 @@ class HostJob final : public CopyJob {
   HostJob(CopyWork work, WindowBytes window_bytes);
 
  private:
-  size_t most_participants() const override { return windows_.size(); }
+  size_t parts() const override { return windows_.size(); }
   bool can_be_helped() const override { return true; }
   void transfer_all() override;
   void copy(const Window& window);

@@ -142,10 +142,17 @@ void HostToDeviceJob::transfer_all() {
     if (next >= straight_.size()) break;
     transfer_straight(straight_[next]);
   }
-  while (!is_failing() && next_part() < windows_.size()) {
+  while (is_part_left()) {
     interleave();
     transfer_window();
   }
+}
+
+// Leases a buffer for a window. Returns nullopt if none can be had, or if no window is left.
+std::optional<StagingLease> HostToDeviceJob::lease_buffer() {
+  const WithoutPart waiting(*this);
+  const StagingUse use = fills_ ? StagingUse::kToDeviceOrdered : StagingUse::kToDevice;
+  return accelerator_.staging().acquire(use, [this] { return is_part_left(); });
 }
 
 // Waits before it claims a window, so that an interrupted participant leaves none undone. Waits
@@ -153,8 +160,8 @@ void HostToDeviceJob::transfer_all() {
 void HostToDeviceJob::transfer_window() {
   std::optional<StagingLease> lease;
   if (use_pinned_staging_ && !batch_) {
-    lease = accelerator_.staging().acquire(work_.result ? StagingUse::kToDevice
-                                                        : StagingUse::kToDeviceOrdered);
+    lease = lease_buffer();
+    if (!is_part_left()) return;
     if (!lease) note_fallback();
   }
   const bool is_pageable = !batch_ && !lease;

@@ -66,12 +66,14 @@ class HostToDeviceJob final : public CopyJob {
     StagingLease lease;
   };
 
+  size_t parts() const override { return windows_.size(); }
   size_t most_participants() const override;
   bool can_be_helped() const override { return true; }
   void transfer_all() override;
   void complete() override;
   void finish() noexcept override;
   void transfer_window();
+  std::optional<StagingLease> lease_buffer();
   void transfer_straight(size_t chunk);
   void transfer_pageable(const Window& window);
   bool is_far_ahead(const Window& next);

@@ -21,7 +21,7 @@ class IntoHostJob final : public CopyJob {
   IntoHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging);
 
  private:
-  size_t most_participants() const override { return windows_.size(); }
+  size_t parts() const override { return windows_.size(); }
   void transfer_all() override;
   void finish() noexcept override;
   void transfer(const Window& window);

@@ -66,28 +66,6 @@ Result::Result(const MemoryOf& memory, std::shared_ptr<const LeafTable> leaves,
       inference_mode_(c10::InferenceMode::is_enabled()) {}
 
 void Result::allocate() {
-  try {
-    allocate_chunks();
-  } catch (...) {
-    chunks_.clear();  // a caller may keep the failed handle, and try again with less
-    const std::lock_guard lock(mutex_);
-    failure_ = std::current_exception();
-  }
-  if (!failure_) {
-    const std::lock_guard lock(mutex_);
-    is_allocated_.store(true, std::memory_order_release);
-  }
-  allocated_.notify_all();
-  if (failure_) std::rethrow_exception(failure_);
-}
-
-void Result::wait_allocated() {
-  std::unique_lock lock(mutex_);
-  allocated_.wait(lock, [this] { return is_allocated_ || failure_; });
-  if (failure_) std::rethrow_exception(failure_);
-}
-
-void Result::allocate_chunks() {
   std::optional<c10::StreamGuard> on_stream;
   if (memory_.stream != nullptr) on_stream.emplace(*memory_.stream);
   chunks_.reserve(plan_->chunks.size());

@@ -8,15 +8,12 @@
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
-#include <atomic>
 #include <cstddef>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
-#include "base/monitor.h"
 #include "base/pack_plan.h"
 #include "base/recycled.h"
 #include "engine/device/phases.h"
@@ -46,17 +43,14 @@ class Result {
   Result& operator=(const Result&) = delete;
 
   // Allocates a storage for each chunk, from the allocator that torch has in force for this thread.
-  // Call once; other threads may stage meanwhile. Throws what the allocator throws. GIL: need not
-  // be held.
+  // Call once, before the functions below. Throws what the allocator throws. GIL: need not be held.
   void allocate();
 
   const c10::Device& device() const { return memory_.device; }
   size_t leaves() const { return leaves_->size(); }
   size_t chunks() const { return plan_->chunks.size(); }
-  // Returns the address of the chunk's first slot. Blocks: until the memory is allocated. Throws
-  // what allocate() has thrown. All functions below require that the memory is allocated.
+  // Returns the address of the chunk's first slot.
   std::byte* address(size_t chunk) {
-    if (!is_allocated_.load(std::memory_order_acquire)) wait_allocated();
     return static_cast<std::byte*>(chunks_[chunk].storage.mutable_data()) + chunks_[chunk].shift;
   }
   const c10::Storage& storage(size_t chunk) const { return chunks_[chunk].storage; }
@@ -87,9 +81,7 @@ class Result {
     uint64_t shift = 0;  // in bytes: where the first slot begins
   };
 
-  void allocate_chunks();
   Chunk allocate(const ChunkPlan& plan) const;
-  void wait_allocated();
   at::Tensor output(uint32_t leaf) const;
   std::pair<c10::Storage, uint64_t> place(uint32_t leaf) const;
 
@@ -98,12 +90,7 @@ class Result {
   const std::shared_ptr<const PackPlan> plan_;
   const c10::DispatchKeySet output_keys_;
   const bool inference_mode_;  // whether the caller was in it
-  std::vector<Chunk> chunks_;  // constant once is_allocated_
-
-  Mutex mutex_;
-  Condition allocated_;
-  std::atomic<bool> is_allocated_ = false;  // written under mutex_
-  std::exception_ptr failure_;              // guarded by mutex_
+  std::vector<Chunk> chunks_;  // constant once allocated
 
   std::mutex made_mutex_;            // guards the two below
   RecycledVector<at::Tensor> made_;  // outputs, by leaf

@@ -1,0 +1,34 @@
+// Locks that are held for a few microseconds at most.
+#pragma once
+
+#include <mutex>
+
+#include "base/polling_wait.h"
+
+namespace tdcopier {
+
+// Locks the mutex. Spins for some 20 us before it sleeps: on a host whose processors are all busy,
+// a thread that sleeps waits for a processor up to a time slice, which is thousands of times longer
+// than the lock is held.
+inline void lock_briefly(std::mutex& mutex) {
+  constexpr int kTries = 500;
+  for (int i = 0; i < kTries; ++i) {
+    if (mutex.try_lock()) return;
+    relax_processor();
+  }
+  mutex.lock();
+}
+
+// A std::lock_guard that locks in this way.
+class BriefLock {
+ public:
+  explicit BriefLock(std::mutex& mutex) : mutex_(mutex) { lock_briefly(mutex_); }
+  ~BriefLock() { mutex_.unlock(); }
+  BriefLock(const BriefLock&) = delete;
+  BriefLock& operator=(const BriefLock&) = delete;
+
+ private:
+  std::mutex& mutex_;
+};
+
+}  // namespace tdcopier

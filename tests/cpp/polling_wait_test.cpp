@@ -1,0 +1,57 @@
+// Tests waits that poll: they end when the condition is met, spinning ends by itself, and a check
+// for interrupts ends a wait.
+#include "base/polling_wait.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "check.h"
+
+using namespace tdcopier;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void a_wait_ends_when_its_condition_is_met() {
+  for (const int delay_ms : {0, 1, 5}) {  // while it spins, yields and sleeps
+    std::atomic<bool> is_set = false;
+    std::thread other([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
+      is_set = true;
+    });
+    poll_until([&] { return is_set.load(); });
+    CHECK(is_set);
+    other.join();
+  }
+}
+
+void spinning_sees_the_condition_or_ends_by_itself() {
+  CHECK(PollingWait::spin_until([] { return true; }));
+  int looks = 0;
+  CHECK(PollingWait::spin_until([&] { return ++looks == 10; }));
+  CHECK(looks == 10);
+  const Clock::time_point begin = Clock::now();
+  CHECK(!PollingWait::spin_until([] { return false; }));
+  CHECK(Clock::now() - begin >= std::chrono::microseconds(400));
+}
+
+void an_interrupt_ends_a_wait() {
+  const InterruptibleWaits interruptible([] { throw Interrupted(); });
+  bool interrupted = false;
+  try {
+    poll_until([] { return false; });
+  } catch (const Interrupted&) {
+    interrupted = true;
+  }
+  CHECK(interrupted);
+}
+
+}  // namespace
+
+int main() {
+  a_wait_ends_when_its_condition_is_met();
+  spinning_sees_the_condition_or_ends_by_itself();
+  an_interrupt_ends_a_wait();
+}
