@@ -7,16 +7,21 @@
 
 namespace tdcopier {
 
-// Locks the mutex. Spins for some 20 us before it sleeps: on a host whose processors are all busy,
-// a thread that sleeps waits for a processor up to a time slice, which is thousands of times longer
-// than the lock is held.
-inline void lock_briefly(std::mutex& mutex) {
+// Tries to lock the mutex for some 20 us, without sleeping. Returns whether it did.
+inline bool try_lock_briefly(std::mutex& mutex) {
   constexpr int kTries = 500;
   for (int i = 0; i < kTries; ++i) {
-    if (mutex.try_lock()) return;
+    if (mutex.try_lock()) return true;
     relax_processor();
   }
-  mutex.lock();
+  return false;
+}
+
+// Locks the mutex. Spins before it sleeps: on a host whose processors are all busy, a thread that
+// sleeps waits for a processor up to a time slice, which is thousands of times longer than the lock
+// is held.
+inline void lock_briefly(std::mutex& mutex) {
+  if (!try_lock_briefly(mutex)) mutex.lock();
 }
 
 // A std::lock_guard that locks in this way.

@@ -15,6 +15,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/brief_lock.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/device/byte_tensor.h"
@@ -120,26 +121,29 @@ void Result::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>&
 void Result::make_outputs_ahead(PhaseTimes& times) noexcept {
   constexpr size_t kPart = 64;
   const c10::InferenceMode mode(inference_mode_);
-  for (size_t first = 0; first < leaves(); first += kPart) {
+  for (size_t first = 0; first < leaves() && !made_are_taken_; first += kPart) {
     interleave();
     const std::lock_guard lock(made_mutex_);
-    if (made_are_taken_) return;
+    if (made_are_taken_) break;
     try {
       const PhaseRange range(times, Phase::kOutputs);
       made_.resize(leaves());
       make_outputs(first, std::min(first + kPart, leaves()), made_);
     } catch (...) {  // out of memory: the thread that takes the outputs makes them all
       made_are_taken_ = true;
-      made_.clear();
-      return;
     }
   }
+  const std::lock_guard lock(made_mutex_);
+  if (made_are_taken_) made_.clear();
 }
 
+// Does not wait for a worker that has lost its processor while it makes some: they are dropped.
 RecycledVector<at::Tensor> Result::take_made_outputs() {
-  const std::lock_guard lock(made_mutex_);
   made_are_taken_ = true;
-  return std::exchange(made_, {});
+  if (!try_lock_briefly(made_mutex_)) return {};
+  RecycledVector<at::Tensor> made = std::exchange(made_, {});
+  made_mutex_.unlock();
+  return made;
 }
 
 bool Result::reuse_output(const at::Tensor& earlier, uint32_t leaf_index,

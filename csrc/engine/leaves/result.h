@@ -8,6 +8,7 @@
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -92,9 +93,9 @@ class Result {
   const bool inference_mode_;  // whether the caller was in it
   std::vector<Chunk> chunks_;  // constant once allocated
 
-  std::mutex made_mutex_;            // guards the two below
-  RecycledVector<at::Tensor> made_;  // outputs, by leaf
-  bool made_are_taken_ = false;
+  std::mutex made_mutex_;
+  RecycledVector<at::Tensor> made_;  // outputs, by leaf; guarded by made_mutex_
+  std::atomic<bool> made_are_taken_ = false;
 };
 
 // Allocates memory on the device, from torch's allocator in force. It belongs to the current
