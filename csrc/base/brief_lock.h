@@ -1,4 +1,4 @@
-// Locks that are held for a few microseconds at most.
+// Locks that are usually held for about a microsecond.
 #pragma once
 
 #include <mutex>
@@ -7,7 +7,8 @@
 
 namespace tdcopier {
 
-// Tries to lock the mutex for some 20 us, without sleeping. Returns whether it did.
+// Tries to lock the mutex some hundred times, which takes up to 20 us, without sleeping. Returns
+// whether it did.
 inline bool try_lock_briefly(std::mutex& mutex) {
   constexpr int kTries = 500;
   for (int i = 0; i < kTries; ++i) {

@@ -6,10 +6,11 @@
 #include <thread>
 #include <utility>
 
+#include "base/processors.h"
+
 namespace tdcopier {
 namespace {
 
-constexpr long long kSpinNs = 500'000;
 constexpr long long kYieldNs = 2'000'000;
 constexpr long long kLongestSleepNs = 1'000'000;
 constexpr long long kCheckNs = 20'000'000;
@@ -51,7 +52,9 @@ void PollingWait::pause() {
 
 bool PollingWait::spin() const noexcept {
   constexpr int kTimes = 16;  // about a microsecond
-  if (now_ns() - begin_ns_ >= kSpinNs) return false;
+  // Whom a thread on the only processor waits for needs that processor.
+  static const long long spin_ns = allowed_processors() == 1 ? 0 : 500'000;
+  if (now_ns() - begin_ns_ >= spin_ns) return false;
   for (int i = 0; i < kTimes; ++i) relax_processor();
   return true;
 }

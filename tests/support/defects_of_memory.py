@@ -122,8 +122,8 @@ MEMORY: dict[str, Defect] = {
     "destination_released_early": Defect(
         "Lifetime",
         "engine/jobs/copy_job.cpp",
-        "  if (!fills_ || !last_write_ || has_ended(*last_write_)) return;",
-        "  if ({defect} || !fills_ || !last_write_ || has_ended(*last_write_)) return;",
+        "  if (work_.result || !last_write_ || has_ended(*last_write_)) return;",
+        "  if ({defect} || work_.result || !last_write_ || has_ended(*last_write_)) return;",
         "destinations_are_dropped_at_once",
         "AssertionError",
         "reused",
@@ -132,7 +132,7 @@ MEMORY: dict[str, Defect] = {
         "Lifetime",
         "engine/jobs/copy_job.cpp",
         "  last_write_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
-        "  if (failed_ && {defect}) new std::shared_ptr<Result>(work_.result);\n"
+        "  if (failed_ && {defect}) new c10::Storage(work_.result->storage(0));\n"
         "  last_write_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
         "transfers_fail_when_they_are_enqueued",
         "HazardError",

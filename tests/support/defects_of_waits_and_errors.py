@@ -134,6 +134,17 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
         "polled_while_workers_stage",
         "DeadlockError",
     ),
+    "finished_while_a_part_is_held": Defect(
+        "Order",
+        "engine/jobs/copy_job.cpp",
+        "  if (is_part_left() || participants_ != 0 || finished_.exchange(true)) return false;",
+        "  if (is_part_left() || (participants_ != 0 && !{defect}) || finished_.exchange(true)) {\n"
+        "    return false;\n"
+        "  }",
+        "results_that_python_has_seen_are_dropped",
+        "HazardError",
+        "unordered",
+    ),
     "worker_drops_results": Defect(
         "Threads",
         "python/handle.cpp",

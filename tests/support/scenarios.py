@@ -403,7 +403,7 @@ def results_that_python_has_seen_are_dropped(world: ScenarioWorld) -> None:
     """H2D: a worker may still wait for staging. It must need no GIL to drop what it holds."""
     device = world.devices[0]
     with small_limits(staging_buffers=1):
-        for _ in range(3):
+        for _ in range(6):
             batch = world.batch((30, 3))
             result = tdcopier.start_copy(batch, device).wait()
             world.read_late(result, batch)

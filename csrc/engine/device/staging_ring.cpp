@@ -75,7 +75,7 @@ std::optional<StagingLease> StagingRing::acquire(StagingUse use,
         return std::nullopt;
       case Room::kNone:
         if (!is_wanted()) return std::nullopt;
-        wait_for_return(use, lock);
+        wait_for_return(use, lock, is_wanted);
         break;
       case Room::kReserved:
         lock.unlock();
@@ -136,7 +136,8 @@ StagingRing::Room StagingRing::look_for_room(StagingUse use, bool grow,
   return Room::kReserved;
 }
 
-void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock) {
+void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock,
+                                  const std::function<bool()>& is_wanted) {
   // One thread for each use polls the device, and wakes the others.
   bool& is_watched = share(use).is_watched;
   const EventRef next = next_return(use);
@@ -158,7 +159,7 @@ void StagingRing::wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock)
     }
   } stop{*this, lock, is_watched};
   if (is_interleaved()) return wait_until_ended(*next);
-  poll_until([&] { return returns_ != returns || has_ended_any(); });
+  poll_until([&] { return returns_ != returns || !is_wanted() || has_ended_any(); });
 }
 
 bool StagingRing::has_ended_any() {

@@ -66,9 +66,9 @@ class StagingRing {
   StagingRing& operator=(const StagingRing&) = delete;
 
   // Leases a buffer. Returns nullopt if no memory can be pinned, and no buffer will come back, or
-  // if is_wanted() returns false, which is called with a lock held whenever a wait would begin.
-  // Blocks: while every buffer that the limit allows for this use is being filled or used by the
-  // device. GIL: must not be held. Throws: Interrupted.
+  // if is_wanted() returns false, which is called before and during a wait, perhaps with a lock
+  // held. Blocks: while every buffer that the limit allows for this use is being filled or used by
+  // the device. GIL: must not be held. Throws: Interrupted.
   std::optional<StagingLease> acquire(
       StagingUse use, const std::function<bool()>& is_wanted = [] { return true; });
 
@@ -104,7 +104,8 @@ class StagingRing {
   // wait. kNever: none will come back. `grow`: whether more memory may be pinned.
   Room look_for_room(StagingUse use, bool grow, std::unique_ptr<StagingBuffer>& buffer);
   std::unique_ptr<StagingBuffer> allocate_reserved(StagingUse use) noexcept;  // null: failed
-  void wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock);
+  void wait_for_return(StagingUse use, std::unique_lock<Mutex>& lock,
+                       const std::function<bool()>& is_wanted);
   bool has_ended_any();  // mutex_ not held
   void give_back(StagingUse use, std::unique_ptr<StagingBuffer> buffer);
   void give_back_after(StagingUse use, std::unique_ptr<StagingBuffer> buffer, EventRef event);

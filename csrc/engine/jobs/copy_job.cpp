@@ -16,7 +16,6 @@ CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream,
       stream_(stream),
       read_stream_(read_stream),
       target_(target),
-      fills_(!work.result),
       work_(std::move(work)),
       leaves_(*work_.leaves),
       plan_(*work_.plan) {}
@@ -114,24 +113,23 @@ void CopyJob::work() noexcept {
   if (!failed_) attempt([this] { transfer_all(); });
 }
 
-// Finishes the job if this was the last participant with a part, and no part is left. Returns the
-// result then, which the caller of a finished job may drop. A thread that becomes a participant
-// later finds nothing to claim: it looks after it was counted, and this thread, which had failed or
-// claimed the last part before, saw no count.
-std::shared_ptr<Result> CopyJob::leave() noexcept {
+// Finishes the job if no participant holds a part, and none is left. Returns whether it did.
+// Participants are counted before they look for a part. So if nothing is left, and the count is 0
+// after that, no thread holds a part. One that is counted later finds nothing to claim.
+bool CopyJob::leave() noexcept {
   interleave();
-  if (--participants_ != 0 || is_part_left() || finished_.exchange(true)) return nullptr;
-  std::shared_ptr<Result> result = work_.result;
+  if (--participants_ != 0) return false;
+  interleave();
+  if (is_part_left() || participants_ != 0 || finished_.exchange(true)) return false;
   finish();
-  return result;
+  return true;
 }
 
 // Runs on a worker. The one that finishes the job also makes outputs, while the caller does other
 // things.
 void CopyJob::work_on_worker() noexcept {
   work();
-  const std::shared_ptr<Result> result = leave();
-  if (result && !failed_) result->make_outputs_ahead(phases_);
+  if (leave() && !failed_ && work_.result) work_.result->make_outputs_ahead(phases_);
 }
 
 void CopyJob::fail() noexcept {
@@ -224,7 +222,7 @@ void CopyJob::order_after_reads(const c10::Stream& stream) const {
 bool CopyJob::is_done() {
   send();
   if (!is_enqueued()) return false;
-  const bool still_writes = fills_ ? last_write_ != nullptr : !failure_ && arrived_;
+  const bool still_writes = work_.result ? !failure_ && arrived_ : last_write_ != nullptr;
   return !still_writes || has_ended(*last_write_);
 }
 
@@ -240,7 +238,7 @@ void CopyJob::wait_done() {
     host_knows_arrival_ = true;
     return check_numbers();
   }
-  if (fills_ && last_write_) wait_until_ended(*last_write_);
+  if (!work_.result && last_write_) wait_until_ended(*last_write_);
   if (!failure_) check_numbers();  // the host waited when no event could be recorded
 }
 
@@ -265,12 +263,12 @@ void CopyJob::release_kept() noexcept {
 }
 
 void CopyJob::drop_result() noexcept {
-  if (is_enqueued()) work_.result = nullptr;
+  if (is_enqueued() && work_.result) work_.result->drop_memory();
 }
 
 // A job that is destroyed before its writes are done passes its destinations to the reclaimer.
 CopyJob::~CopyJob() {
-  if (!fills_ || !last_write_ || has_ended(*last_write_)) return;
+  if (work_.result || !last_write_ || has_ended(*last_write_)) return;
   Reclaimer::get().release_after(std::move(last_write_), work_.kept_destinations);
 }
 

@@ -69,8 +69,8 @@ class JobTicket {
 //   created     it has recorded what it waits for; its result gets memory before it begins
 //   begun       by run(), or by the first worker that takes its ticket
 //   shared      participants claim parts concurrently; a caller that would only wait takes part too
-//   enqueued    the participant that finishes the last part records the events, and releases what
-//               it can; others may still wait for memory, and find that nothing is left for them
+//   enqueued    the last participant with a part records the events, and releases what it can;
+//               others may still wait for memory, and find that nothing is left for them
 //   done        the device has passed the last event
 //
 // A job may be dropped at any point: no memory is reused before its stream has passed its work.
@@ -137,9 +137,9 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // Releases the sources and destinations. Requires: the caller knows that the job is done.
   void release_kept() noexcept;
-  // Drops the result if the job is enqueued. A worker that still looks for a part would otherwise
-  // drop it: late, and without the GIL, which storages need that Python has seen. Requires: nothing
-  // uses the job any more, except its workers.
+  // Drops the result's memory if the job is enqueued, and no worker is making outputs. A worker
+  // that is about to leave the job would otherwise do so: late, and without the GIL, which storages
+  // need that Python has seen. Requires: nothing uses the job any more, except its workers.
   void drop_result() noexcept;
 
   // Null if the job fills existing destinations.
@@ -170,7 +170,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   // The number of parts that participants claim. 0: a single participant does everything.
   virtual size_t parts() const { return 0; }
-  // The maximum number of participants, if there are parts.
+  // The number of participants from which on no other thread joins.
   virtual size_t most_participants() const { return parts(); }
   // Returns whether a caller may take part. transfer_all() must then wait, and so be interrupted,
   // only before it claims a part.
@@ -225,8 +225,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   const c10::Stream stream_;
   const c10::Stream* const read_stream_;
   const c10::Device target_;
-  const bool fills_;  // existing memory: there is no result
-  CopyWork work_;     // constant, see drop_result()
+  const CopyWork work_;
   const LeafTable& leaves_;
   const PackPlan& plan_;
   PhaseTimes phases_;
@@ -239,7 +238,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   void invite_workers(size_t workers) noexcept;
   bool join();
   void work() noexcept;
-  std::shared_ptr<Result> leave() noexcept;
+  bool leave() noexcept;
   void replace_by_worker() noexcept;
   void work_on_worker() noexcept;
   void record_end() noexcept;

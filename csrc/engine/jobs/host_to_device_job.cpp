@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/fork_generation.h"
+#include "base/polling_wait.h"
 #include "engine/device/pinned_ranges.h"
 #include "engine/moves/gather_scatter.h"
 #include "engine/moves/transport.h"
@@ -151,8 +152,15 @@ void HostToDeviceJob::transfer_all() {
 // Leases a buffer for a window. Returns nullopt if none can be had, or if no window is left.
 std::optional<StagingLease> HostToDeviceJob::lease_buffer() {
   const WithoutPart waiting(*this);
-  const StagingUse use = fills_ ? StagingUse::kToDeviceOrdered : StagingUse::kToDevice;
-  return accelerator_.staging().acquire(use, [this] { return is_part_left(); });
+  const StagingUse use = work_.result ? StagingUse::kToDevice : StagingUse::kToDeviceOrdered;
+  try {
+    return accelerator_.staging().acquire(use, [this] { return is_part_left(); });
+  } catch (const Interrupted&) {
+    throw;
+  } catch (...) {
+    if (is_part_left()) throw;
+    return std::nullopt;  // the job may have ended, and must not fail any more
+  }
 }
 
 // Waits before it claims a window, so that an interrupted participant leaves none undone. Waits

@@ -146,6 +146,15 @@ RecycledVector<at::Tensor> Result::take_made_outputs() {
   return made;
 }
 
+// Leaves it to the destructor if a worker has lost its processor while it makes outputs.
+void Result::drop_memory() noexcept {
+  made_are_taken_ = true;
+  if (!try_lock_briefly(made_mutex_)) return;
+  made_.clear();
+  chunks_.clear();
+  made_mutex_.unlock();
+}
+
 bool Result::reuse_output(const at::Tensor& earlier, uint32_t leaf_index,
                           c10::DispatchKeySet keys) const {
   const Leaf& leaf = (*leaves_)[leaf_index];

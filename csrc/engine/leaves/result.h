@@ -68,8 +68,11 @@ class Result {
   // Makes outputs until they are taken, on a worker that is otherwise idle.
   void make_outputs_ahead(PhaseTimes& times) noexcept;
   // Returns the outputs that were made ahead, by leaf: the first ones, or none. No more are made
-  // from then on, and a second call returns none.
+  // from then on. A second call returns none, or those of a worker that was busy during the first.
   RecycledVector<at::Tensor> take_made_outputs();
+  // Drops the references to the memory, and the outputs that were made ahead. Requires: no job
+  // writes to the memory, and nothing else uses the result, except a worker that makes outputs.
+  void drop_memory() noexcept;
   // Turns `earlier`, an output of this leaf in an earlier copy with the same plan, into an output
   // of this copy. Returns false if it was changed, or if `earlier` is not its only reference.
   // `keys` are those that outputs get.
@@ -91,7 +94,7 @@ class Result {
   const std::shared_ptr<const PackPlan> plan_;
   const c10::DispatchKeySet output_keys_;
   const bool inference_mode_;  // whether the caller was in it
-  std::vector<Chunk> chunks_;  // constant once allocated
+  std::vector<Chunk> chunks_;  // constant from allocate() to drop_memory()
 
   std::mutex made_mutex_;
   RecycledVector<at::Tensor> made_;  // outputs, by leaf; guarded by made_mutex_
