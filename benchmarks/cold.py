@@ -6,13 +6,14 @@ write it: they spin for a while afterwards, and would be a load beside the call.
 that the way before has dropped is taken back too: torch asks the device about each block of it in
 the next allocation, which would be a part of the call.
 
-Some batches are timed again beside other work of the host.
+Some batches are timed again beside other work of the host, wherever the system puts the thread.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import limits
@@ -148,7 +149,7 @@ def _beside(
 ) -> dict[str, Any]:
     with loads.running(kind):
         return {
-            name: _timed(bench, direction, f"{name}, beside {load}", batches[name])
+            name: _timed(bench, direction, f"{name}, beside {load}", batches[name], bound=False)
             for name in BESIDE
             if name in batches
         }
@@ -165,7 +166,13 @@ def _ways_and_limit(direction: Direction) -> list[Contender]:
     return _ways_of_trees(direction) + limits.contenders(direction, size_bytes, [])
 
 
-def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
+def _timed(
+    bench: Bench, direction: Direction, name: str, batch: Batch, *, bound: bool = True
+) -> dict[str, Any]:
+    """Time the ways. ``bound``: on quiet processors; otherwise wherever the thread is put.
+
+    Beside a load no processor is quiet, and a bound thread could not leave the one that others use.
+    """
     sources = [batch.move(batch.make(seed), direction.source) for seed in range(2)]
     ways = batch.ways(direction)
     wrong = {way.name: batch.count_wrong(way, sources[0], direction) for way in ways}
@@ -175,14 +182,14 @@ def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[
         other.fill(1.0)
         torch.empty(1, pin_memory=bench.is_real)
 
-    with bench.quiet() as quiet:
+    with bench.quiet() if bound else nullcontext() as quiet:
         times = interleave(
             ways,
             sources,
             synchroniser(direction.devices),
             rounds=bench.rounds(SHARE),
             progress=bench.progress(f"cold, {direction.name}, {name}"),
-            before_round=quiet.seek,
+            before_round=quiet.seek if quiet else lambda: None,
             before_call=settle,
         )
     found = compared(times, OURS, burst=1)
@@ -199,5 +206,5 @@ def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[
         "limits": limits.found_limits(direction, size_bytes, (), medians_us, OURS)
         if has_limit
         else {},
-        "processor": quiet.described(),
+        "processor": quiet.described() if quiet else bench.settings(bound=False)["processor"],
     }
