@@ -1,4 +1,4 @@
-// Locks that are usually held for about a microsecond.
+// Locks that are usually held for about a microsecond, or that a thread can do without.
 #pragma once
 
 #include <mutex>
@@ -7,7 +7,7 @@
 
 namespace tdcopier {
 
-// Tries to lock the mutex some hundred times, which takes up to 20 us, without sleeping. Returns
+// Tries to lock the mutex up to 500 times, which takes up to 20 us, without sleeping. Returns
 // whether it did.
 inline bool try_lock_briefly(std::mutex& mutex) {
   constexpr int kTries = 500;

@@ -11,9 +11,14 @@
 namespace tdcopier {
 namespace {
 
+constexpr long long kSpinNs = 500'000;
 constexpr long long kYieldNs = 2'000'000;
 constexpr long long kLongestSleepNs = 1'000'000;
 constexpr long long kCheckNs = 20'000'000;
+
+// Not with a single processor, which is what a waiting thread must leave to others. Looked up when
+// the module is loaded: later, a thread may be bound to one of several.
+const bool g_spins = allowed_processors() > 1;
 
 thread_local InterruptibleWaits::Check t_check = nullptr;
 
@@ -52,9 +57,7 @@ void PollingWait::pause() {
 
 bool PollingWait::spin() const noexcept {
   constexpr int kTimes = 16;  // about a microsecond
-  // Whom a thread on the only processor waits for needs that processor.
-  static const long long spin_ns = allowed_processors() == 1 ? 0 : 500'000;
-  if (now_ns() - begin_ns_ >= spin_ns) return false;
+  if (!g_spins || now_ns() - begin_ns_ >= kSpinNs) return false;
   for (int i = 0; i < kTimes; ++i) relax_processor();
   return true;
 }

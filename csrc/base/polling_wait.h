@@ -39,9 +39,10 @@ inline void relax_processor() noexcept {
 }
 
 // The pauses of one wait by polling. Spins for the first half millisecond, in which short transfers
-// end, and keeps its processor: on a busy host a thread that yields gets it back a time slice
-// later, after 3 to 4 ms. Yields until 2 ms have passed, then sleeps for 1/64 of the elapsed time,
-// at most 1 ms: a result is seen about 1 % late, and a wait of 200 ms uses 2 % of a processor.
+// end, and keeps its processor, unless the process has only one: on a busy host a thread that
+// yields gets it back a time slice later, after 3 to 4 ms. Yields until 2 ms have passed, then
+// sleeps for 1/64 of the elapsed time, at most 1 ms: a result is seen about 1 % late, and a wait of
+// 200 ms uses 2 % of a processor.
 class PollingWait {
  public:
   PollingWait() noexcept;

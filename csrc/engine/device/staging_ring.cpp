@@ -68,13 +68,13 @@ std::optional<StagingLease> StagingRing::acquire(StagingUse use,
   std::unique_ptr<StagingBuffer> buffer;
   std::unique_lock lock(mutex_);
   for (;;) {
+    if (!is_wanted()) return std::nullopt;
     switch (look_for_room(use, grow, buffer)) {
       case Room::kTaken:
         return StagingLease(*this, use, std::move(buffer));
       case Room::kNever:
         return std::nullopt;
       case Room::kNone:
-        if (!is_wanted()) return std::nullopt;
         wait_for_return(use, lock, is_wanted);
         break;
       case Room::kReserved:

@@ -69,8 +69,8 @@ class JobTicket {
 //   created     it has recorded what it waits for; its result gets memory before it begins
 //   begun       by run(), or by the first worker that takes its ticket
 //   shared      participants claim parts concurrently; a caller that would only wait takes part too
-//   enqueued    the last participant with a part records the events, and releases what it can;
-//               others may still wait for memory, and find that nothing is left for them
+//   enqueued    the participant that leaves when no part is held or left records the events, and
+//               releases what it can; others may still wait for memory, and find nothing to claim
 //   done        the device has passed the last event
 //
 // A job may be dropped at any point: no memory is reused before its stream has passed its work.

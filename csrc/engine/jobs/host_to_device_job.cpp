@@ -136,7 +136,8 @@ size_t HostToDeviceJob::most_participants() const {
   return batch_ ? std::min(windows_.size(), kMostDeferredParticipants) : windows_.size();
 }
 
-// Chunks that are read in place come first: their transfers run while the rest is staged.
+// Chunks that are read in place come first: their transfers run while the rest is staged. leave()
+// relies on that: once all windows are claimed, so are these.
 void HostToDeviceJob::transfer_all() {
   while (!is_failing()) {
     const size_t next = next_straight_++;
@@ -151,9 +152,9 @@ void HostToDeviceJob::transfer_all() {
 
 // Leases a buffer for a window. Returns nullopt if none can be had, or if no window is left.
 std::optional<StagingLease> HostToDeviceJob::lease_buffer() {
-  const WithoutPart waiting(*this);
   const StagingUse use = work_.result ? StagingUse::kToDevice : StagingUse::kToDeviceOrdered;
   try {
+    const WithoutPart waiting(*this);
     return accelerator_.staging().acquire(use, [this] { return is_part_left(); });
   } catch (const Interrupted&) {
     throw;

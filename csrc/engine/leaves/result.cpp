@@ -150,8 +150,9 @@ RecycledVector<at::Tensor> Result::take_made_outputs() {
 void Result::drop_memory() noexcept {
   made_are_taken_ = true;
   if (!try_lock_briefly(made_mutex_)) return;
-  made_.clear();
-  chunks_.clear();
+  // Destroyed without the lock, because code of a finalizer may run.
+  const RecycledVector<at::Tensor> made = std::exchange(made_, {});
+  const std::vector<Chunk> chunks = std::exchange(chunks_, {});
   made_mutex_.unlock();
 }
 
