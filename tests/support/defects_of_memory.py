@@ -132,7 +132,9 @@ MEMORY: dict[str, Defect] = {
         "Lifetime",
         "engine/jobs/copy_job.cpp",
         "  last_write_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
-        "  if (failed_ && {defect}) new c10::Storage(work_.result->storage(0));\n"
+        "  if (failed_ && {defect}) {\n"
+        "    work_.result->make_outputs(0, 1, *new RecycledVector<at::Tensor>(1));\n"
+        "  }\n"
         "  last_write_ = failed_ ? std::exchange(arrived_, nullptr) : arrived_;",
         "transfers_fail_when_they_are_enqueued",
         "HazardError",

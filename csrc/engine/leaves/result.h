@@ -54,7 +54,6 @@ class Result {
   std::byte* address(size_t chunk) {
     return static_cast<std::byte*>(chunks_[chunk].storage.mutable_data()) + chunks_[chunk].shift;
   }
-  const c10::Storage& storage(size_t chunk) const { return chunks_[chunk].storage; }
 
   // Ensures that no chunk is reused while `stream`, of the device, may still read it.
   void record_on(const c10::Stream& stream) const;
