@@ -6,14 +6,14 @@ write it: they spin for a while afterwards, and would be a load beside the call.
 that the way before has dropped is taken back too: torch asks the device about each block of it in
 the next allocation, which would be a part of the call.
 
-Some batches are timed again beside other work of the host, wherever the system puts the thread.
+Some batches are timed again beside other work of the host. The timed thread runs where the system
+puts it, as in a user's program: bound to one processor, it could not leave one that others use.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import limits
@@ -63,7 +63,10 @@ def run(bench: Bench) -> dict[str, Any]:
     batches = batches_here()
     return {
         "what": "Cold caches: time from the call to the tree on the target",
-        "settings": {"other bytes written before a call": OTHER_BYTES, **bench.settings(burst=1)},
+        "settings": {
+            "other bytes written before a call": OTHER_BYTES,
+            **bench.settings(bound=False, burst=1),
+        },
         "copies": {
             name: {batch: _timed(bench, direction, batch, kind) for batch, kind in batches.items()}
             for name, direction in both.items()
@@ -149,7 +152,7 @@ def _beside(
 ) -> dict[str, Any]:
     with loads.running(kind):
         return {
-            name: _timed(bench, direction, f"{name}, beside {load}", batches[name], bound=False)
+            name: _timed(bench, direction, f"{name}, beside {load}", batches[name])
             for name in BESIDE
             if name in batches
         }
@@ -166,13 +169,7 @@ def _ways_and_limit(direction: Direction) -> list[Contender]:
     return _ways_of_trees(direction) + limits.contenders(direction, size_bytes, [])
 
 
-def _timed(
-    bench: Bench, direction: Direction, name: str, batch: Batch, *, bound: bool = True
-) -> dict[str, Any]:
-    """Time the ways. ``bound``: on quiet processors; otherwise wherever the thread is put.
-
-    Beside a load no processor is quiet, and a bound thread could not leave the one that others use.
-    """
+def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
     sources = [batch.move(batch.make(seed), direction.source) for seed in range(2)]
     ways = batch.ways(direction)
     wrong = {way.name: batch.count_wrong(way, sources[0], direction) for way in ways}
@@ -182,16 +179,14 @@ def _timed(
         other.fill(1.0)
         torch.empty(1, pin_memory=bench.is_real)
 
-    with bench.quiet() if bound else nullcontext() as quiet:
-        times = interleave(
-            ways,
-            sources,
-            synchroniser(direction.devices),
-            rounds=bench.rounds(SHARE),
-            progress=bench.progress(f"cold, {direction.name}, {name}"),
-            before_round=quiet.seek if quiet else lambda: None,
-            before_call=settle,
-        )
+    times = interleave(
+        ways,
+        sources,
+        synchroniser(direction.devices),
+        rounds=bench.rounds(SHARE),
+        progress=bench.progress(f"cold, {direction.name}, {name}"),
+        before_call=settle,
+    )
     found = compared(times, OURS, burst=1)
     medians_us = {way: times["median_us"] for way, times in found["contenders"].items()}
     has_limit = limits.name_of_transfer(direction) in medians_us
@@ -206,5 +201,4 @@ def _timed(
         "limits": limits.found_limits(direction, size_bytes, (), medians_us, OURS)
         if has_limit
         else {},
-        "processor": quiet.described() if quiet else bench.settings(bound=False)["processor"],
     }
