@@ -118,8 +118,15 @@ class Stall:
                 yield
         else:
             with torch.cuda.stream(_as_cuda(stream)):
-                torch.cuda._sleep(400_000_000)  # about 0.2 s
-            yield
+                torch.cuda._sleep(1_000_000_000)  # about 0.5 s
+                end = torch.cuda.Event()
+                end.record()
+            try:
+                yield
+            except AssertionError as error:
+                if end.query():
+                    error.args = (f"the stall has ended, perhaps too early: {error}",)
+                raise
 
 
 def _as_cuda(stream: torch.Stream) -> Any:
