@@ -105,8 +105,10 @@ bool Handle::ready() {
 
 std::string Handle::described() {
   const uint32_t leaves = counts_.packed + counts_.alone + counts_.delegated + counts_.reused;
-  std::string text = "<tdcopier.AsyncCopyHandle: " + std::to_string(leaves);
-  text += leaves == 1 ? " leaf" : " leaves";
+  std::string text = "<tdcopier.AsyncCopyHandle:";
+  // Leaves for which there was no memory were never counted.
+  const bool is_without_job = jobs_.empty() && (python_failure_ || device_failure_);
+  if (!is_without_job) text += " " + std::to_string(leaves) + (leaves == 1 ? " leaf" : " leaves");
   for (const c10::Device target : targets_) {
     text += (target == targets_.front() ? " to " : ", ") + target.str();
   }

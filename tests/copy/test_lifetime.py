@@ -216,3 +216,6 @@ def test_a_handle_says_what_is_on_the_way(sim, device):
     with sim.fail_transfer():
         failed = tdcopier.start_copy(torch.ones(2), device)
     assert repr(failed) == f"<tdcopier.AsyncCopyHandle: 1 leaf to {device}, failed>"
+    with sim.fail_device_allocation():
+        without_memory = tdcopier.start_copy(torch.ones(2), device)
+    assert repr(without_memory) == f"<tdcopier.AsyncCopyHandle: to {device}, failed>"
