@@ -30,6 +30,7 @@
 #include "python/guarded.h"
 #include "python/handle.h"
 #include "python/host_access.h"
+#include "python/interrupts.h"
 #include "python/leased_tensors.h"
 #include "python/pair_walk.h"
 #include "python/pin_memory.h"
@@ -57,6 +58,7 @@ using tdcopier::PreparedCopy;
 using tdcopier::Sending;
 using tdcopier::StorageMemory;
 using tdcopier::with_torch_errors;
+using tdcopier::WithoutGil;
 
 // Makes the class visible to Python's garbage collector: its members may refer back to it.
 template <typename Held>
@@ -72,6 +74,14 @@ void make_collectable(PyHeapTypeObject* heap_type) {
     if (py::detail::is_holder_constructed(self)) py::cast<Held&>(py::handle(self)).clear();
     return 0;
   };
+}
+
+// Handles come from calls only. Without a constructor, `__new__` would give one without a C++
+// object.
+void make_handle_type(PyHeapTypeObject* heap_type) {
+  make_collectable<Handle>(heap_type);
+  heap_type->ht_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  heap_type->ht_type.tp_new = nullptr;
 }
 
 py::list pairs_with_paths(py::handle source, py::handle destination, const std::string& source_name,
@@ -114,7 +124,7 @@ PYBIND11_MODULE(_C, m) {
   internal_error.attr("__doc__") =
       "An invariant of the engine does not hold. This is a bug in tdcopier: please report it.";
 
-  py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_collectable<Handle>),
+  py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_handle_type),
                             R"(
 The handle of a copy, as `start_copy` and the other `start_` functions return it.
 
@@ -404,7 +414,7 @@ Raises:
   m.def("are_steps_timed", &tdcopier::are_phases_timed);
   // Processes completions since the last copy, so that the next copy does not have to.
   m.def("settle", [] {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     tdcopier::rest_workers();
     tdcopier::Reclaimer::get().look();
     tdcopier::Accelerator::poll_all();
@@ -432,7 +442,7 @@ Raises:
   m.def("shut_down", [] {
     tdcopier::stop_returning_sources();
     {
-      const py::gil_scoped_release no_gil;
+      const WithoutGil no_gil;
       tdcopier::shut_down_workers();
     }
     tdcopier::release_returned_sources();

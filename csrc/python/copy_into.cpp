@@ -147,7 +147,7 @@ void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bo
     const PhaseRange range(handle.phases(), Phase::kPlan);
     GroupFill fill(group, options, access);
     if (captures) return handle.attach(fill.capture());
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     job = fill.make_in_place();
     if (!job) job = fill.make();
     if (!access && options.use_background_thread && !fill.at_once()) {
@@ -157,7 +157,7 @@ void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bo
     return handle.fail_with(std::current_exception());
   }
   if (access) {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     job->run();
     access.reset();
   } else if (!background) {

@@ -7,6 +7,7 @@
 
 #include "engine/device/accelerator.h"
 #include "python/device_argument.h"
+#include "python/interrupts.h"
 #include "python/torch_tensor.h"
 
 namespace py = pybind11;
@@ -23,7 +24,7 @@ std::vector<at::Tensor> plain_parts(const py::object& value) {
 }
 
 EventRef event_after(const c10::Stream& stream) {
-  const py::gil_scoped_release no_gil;  // without an event it waits
+  const WithoutGil no_gil;  // without an event it waits
   return Accelerator::of(stream.device()).events().record_or_wait(stream);
 }
 

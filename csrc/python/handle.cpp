@@ -84,7 +84,7 @@ void Handle::build_early() {
 bool Handle::ready() {
   if (interleaver() != nullptr) {
     // A thread that polls holds the GIL except when the interpreter makes it yield, as here.
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     interleave();
   }
   if (is_unknown_in_child()) return false;  // only the parent can ask the device

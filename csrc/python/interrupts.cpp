@@ -4,6 +4,7 @@
 #include "python/interrupts.h"
 
 #include <pythread.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <utility>
@@ -46,6 +47,14 @@ void check_signals() {
 void note_main_thread() {
   const py::object main = py::module_::import("threading").attr("main_thread")();
   g_main_thread = main.attr("ident").cast<unsigned long>();
+}
+
+WithoutGil::~WithoutGil() {
+  try {
+    PyEval_RestoreThread(state_);
+  } catch (...) {  // Python ends the thread by unwinding its stack
+    for (;;) pause();
+  }
 }
 
 WaitWithoutGil::WaitWithoutGil()

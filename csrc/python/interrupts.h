@@ -11,14 +11,28 @@ namespace tdcopier {
 // Remembers Python's main thread, the only one that handles signals. Call at import. GIL: held.
 void note_main_thread();
 
-// Scope in which the thread releases the GIL. In the main thread, waits inside it check for signals
-// every 20 ms, and throw Interrupted if a signal handler raises.
+// Scope in which the thread releases the GIL. A thread that wants it back while Python ends never
+// returns, as from Python 3.14 on. Earlier versions end such a thread, and unwinding its C++ code
+// would abort the process. GIL: held.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+// Such a scope for waits: in the main thread, they check for signals every 20 ms, and throw
+// Interrupted if a signal handler raises.
 class WaitWithoutGil {
  public:
   WaitWithoutGil();
 
  private:
-  const pybind11::gil_scoped_release no_gil_;
+  const WithoutGil no_gil_;
   const InterruptibleWaits waits_;
 };
 

@@ -81,7 +81,7 @@ LeasedTensors::LeasedTensors(const std::vector<uint64_t>& sizes, py::handle devi
 }
 
 LeasedTensors::~LeasedTensors() {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   lease_.reset();
 }
 
@@ -107,12 +107,12 @@ uint64_t reserve_pinned(uint64_t bytes, py::handle device) {
 }
 
 uint64_t trim_pinned() {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   return PinnedPool::get().trim();
 }
 
 void set_pinned_limit(uint64_t bytes) {
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   PinnedPool::set_limit_bytes(bytes);
   const PinnedPool::Bytes has = PinnedPool::get().bytes();
   if (has.leased + has.free > bytes) PinnedPool::get().trim();
@@ -123,7 +123,7 @@ py::tuple pinned_use() {
   uint64_t staging = 0;
   std::optional<int64_t> torchs;
   {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     pool = PinnedPool::get().bytes();
     staging = Accelerator::staging_bytes_of_all();
     torchs = bytes_of_torch();

@@ -19,6 +19,7 @@
 #include "engine/leaves/part_storage.h"
 #include "python/array_leaf.h"
 #include "python/device_argument.h"
+#include "python/interrupts.h"
 #include "python/pair_walk.h"
 #include "python/torch_tensor.h"
 
@@ -157,7 +158,7 @@ PinnedMemory::PinnedMemory(py::handle data, py::handle device) : device_(parse_d
       ranges.push_back(found.memory);
       if (found.owner) kept_.push_back(std::move(found.owner));
     }
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     ranges_ = std::make_unique<PinnedRanges>(device_, ranges);
   } catch (const PinningError& error) {
     const py::tuple path_and_leaf = leaves[error.range()];
@@ -168,7 +169,7 @@ PinnedMemory::PinnedMemory(py::handle data, py::handle device) : device_(parse_d
 void PinnedMemory::close() {
   std::vector<std::shared_ptr<const void>> kept;  // dropped last: that may run Python code
   {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     const std::lock_guard lock(closing_);
     if (!ranges_) return;
     if (ranges_->is_of_this_process()) {

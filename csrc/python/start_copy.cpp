@@ -209,14 +209,14 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
     const PhaseRange range(handle.phases(), Phase::kPlan);
     plan = plan_of(group.leaves, options.pack, std::move(plan));
     GroupStart start(group, std::move(plan), target, options);
-    const py::gil_scoped_release no_gil;  // an allocation may wait for the device
+    const WithoutGil no_gil;  // an allocation may wait for the device
     job = start.make_in_place(access);
     if (!job) background = prepare(job, start, options);
   } catch (...) {
     return handle.fail_with(std::current_exception());
   }
   if (access) {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     job->run();
     access.reset();
   } else if (!background) {

@@ -15,6 +15,7 @@
 #include "engine/leaves/part_storage.h"
 #include "engine/moves/gather_scatter.h"
 #include "python/device_argument.h"
+#include "python/interrupts.h"
 #include "python/torch_tensor.h"
 
 namespace py = pybind11;
@@ -143,7 +144,7 @@ bool pack_bytes(const py::list& parts, const at::Tensor& chunk, const std::vecto
   for (size_t i = 0; record && i < begins.size(); ++i) {
     are_recorded &= record_on(tensor_in(parts[i].ptr()).storage().data_ptr(), {its});
   }
-  const py::gil_scoped_release no_gil;
+  const WithoutGil no_gil;
   const c10::StreamGuard on_stream(its);
   copy_within(its, copies);
   return are_recorded;

@@ -111,6 +111,24 @@ def test_the_interpreter_exits_cleanly_with_copies_in_flight(elements):
     )
 
 
+def test_the_interpreter_exits_cleanly_while_daemon_threads_copy():
+    """Without a tensor that they drop: there, torch's own code would abort."""
+    run_python(
+        ENABLE
+        + """
+    import threading, time
+    source = [torch.ones(2_000_000), torch.ones(5)]
+    def fill():
+        destination = [torch.zeros(2_000_000, device=device), torch.zeros(5, device=device)]
+        while True:
+            tdcopier.copy_into(source, destination)
+    for _ in range(3):
+        threading.Thread(target=fill, daemon=True).start()
+    time.sleep(0.2)
+    """
+    )
+
+
 @pytest.mark.sim
 def test_the_interpreter_exits_cleanly_while_the_copy_stream_is_held():
     run_python(
