@@ -161,8 +161,8 @@ def headline(h2d: dict[str, Any], cold: dict[str, Any], loop: dict[str, Any]) ->
         f"**{number(ours_us / 1000)} ms**; with "
         f"`.to()` per leaf they take {number(theirs_us / 1000)} ms, "
         f"**{theirs_us / ours_us:.0f} times** as long.\n"
-        f"Between other work, which fills the caches, it is {number(cold_us / 1000)} ms "
-        f"and {cold_ratio:.0f} times.\n"
+        f"With cold caches, as between other work, the copy takes {number(cold_us / 1000)} ms, and "
+        f"`.to()` {cold_ratio:.0f} times as long.\n"
         f"A training step with them takes {ratios[OURS]:.2f} times as long as one whose "
         f"batch is already on the GPU; with `.to()` per leaf, {ratios[PER_LEAF]:.1f} times."
     )
