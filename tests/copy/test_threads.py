@@ -118,12 +118,13 @@ def test_the_interpreter_exits_cleanly_while_daemon_threads_copy():
         + """
     import threading, time
     source = [torch.ones(2_000_000), torch.ones(5)]
-    def fill():
-        destination = [torch.zeros(2_000_000, device=device), torch.zeros(5, device=device)]
+    destinations = [[leaf.to(device) for leaf in source] for _ in range(3)]
+    def fill(destination):
         while True:
             tdcopier.copy_into(source, destination)
-    for _ in range(3):
-        threading.Thread(target=fill, daemon=True).start()
+    for destination in destinations:
+        tdcopier.copy_into(source, destination)
+        threading.Thread(target=fill, args=[destination], daemon=True).start()
     time.sleep(0.2)
     """
     )

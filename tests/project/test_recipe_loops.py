@@ -124,12 +124,14 @@ def trained(accelerate_on: None, device: str, tmp_path: Path) -> Callable[..., A
     inputs, labels = samples()
     rows = [{"inputs": row, "labels": label} for row, label in zip(inputs, labels, strict=True)]
 
+    per_device = 16 // max(torch.cuda.device_count(), 1)  # the Trainer uses all GPUs
+
     def train(kind: str, *, resumed: bool = False, **more: Any) -> Any:
         options = module.TrainingArguments(
             str(tmp_path),
             learning_rate=0.1,
-            per_device_train_batch_size=16,
-            per_device_eval_batch_size=16,
+            per_device_train_batch_size=per_device,
+            per_device_eval_batch_size=per_device,
             logging_steps=1,
             report_to="none",
             disable_tqdm=True,
