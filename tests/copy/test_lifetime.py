@@ -219,3 +219,10 @@ def test_a_handle_says_what_is_on_the_way(sim, device):
     with sim.fail_device_allocation():
         without_memory = tdcopier.start_copy(torch.ones(2), device)
     assert repr(without_memory) == f"<tdcopier.AsyncCopyHandle: to {device}, failed>"
+
+
+def test_a_handle_comes_from_a_copy_only():
+    """One that Python made would have no C++ object, and its methods would crash."""
+    for make in (tdcopier.AsyncCopyHandle, lambda: object.__new__(tdcopier.AsyncCopyHandle)):
+        with pytest.raises(TypeError, match="AsyncCopyHandle"):
+            make()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from sim_support import BRIEFLY
 from support import are_released, memory_reference, run_python
 from thread_support import at_once
 
@@ -356,3 +358,25 @@ def test_the_ring_is_not_exceeded_by_what_comes_back(device):
     sources = [torch.ones(n, device=device) for n in (10, 3_000_000, 4_000_000)]
     tdcopier.start_copy_into(sources, [torch.zeros(leaf.numel()) for leaf in sources]).get()
     assert _C.staging_bytes(device) <= 2 * _C.STAGING_BUFFER_BYTES
+
+
+@pytest.mark.parametrize(("buffers", "is_held"), [(2, False), (3, True)])
+def test_the_host_is_held_above_half_of_the_staging_limit(
+    sim, device, accelerator, buffers, is_held
+):
+    tdcopier.set_staging_limit_bytes(4 * _C.STAGING_BUFFER_BYTES)
+    source = torch.ones(buffers * _C.STAGING_BUFFER_BYTES // 4)
+    destination = torch.zeros_like(source, device=device)
+    is_staged = threading.Event()
+
+    def wait() -> None:
+        handle.wait_staged()
+        is_staged.set()
+
+    waiting = threading.Thread(target=wait)
+    with sim.hold(accelerator.current_stream(device)):
+        handle = tdcopier.start_copy_into(source, destination)
+        waiting.start()
+        assert is_staged.wait(BRIEFLY if is_held else 10) != is_held
+    waiting.join()
+    assert handle.get().cpu().eq(1).all()
