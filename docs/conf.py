@@ -87,5 +87,5 @@ report.write_plots(_results, GENERATED)
 (GENERATED / "ways_of_torch.md").write_text(report.ways_of_torch(_results))
 (GENERATED / "wheels.md").write_text(wheels_table())
 with (GENERATED / "info.txt").open("wb") as file:
-    command = [sys.executable, "-m", "tdcopier.info"]
+    command = [sys.executable, "-m", "tdcopier", "info"]
     subprocess.run(command, stdout=file, check=True, cwd=GENERATED)
