@@ -1,4 +1,4 @@
-"""The pages on supported batches agree with the catalogues, and their examples run."""
+"""The pages on supported batches and on tests agree with the catalogues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tensordict_kinds import TD_KINDS, TdKind
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "reference" / "what_may_be_in_a_batch.md"
-TENSORDICTS = DOCS / "guide" / "tensordict.md"
 EVERY_KIND = DOCS / "reference" / "tensordict_kinds.md"
 TESTS = DOCS / "design" / "how_promises_are_tested.md"
 BETWEEN_NAMES = "; "  # in a cell that lists several
@@ -69,13 +68,6 @@ def test_the_table_of_containers_is_the_catalogue():
         assert keeps == CONTAINERS[name].keeps, name
 
 
-def test_the_example_of_the_page_runs(registry, device):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block.replace('"cuda"', repr(device)), str(PAGE), "exec"), {})
-
-
 def outcome(kind: TdKind) -> str:
     """Returns the text of the page on TensorDicts for one kind."""
     said = {}
@@ -101,17 +93,6 @@ def test_the_tables_of_tensordicts_are_the_catalogue():
     on_page = [(name, words) for names, words in rows for name in names.split(BETWEEN_NAMES)]
     in_catalogue = [(name, outcome(kind)) for name, kind in TD_KINDS.items()]
     assert as_text(sorted(on_page)) == as_text(sorted(in_catalogue))
-
-
-def test_the_examples_of_the_page_on_tensordicts_run_one_after_the_other(
-    device, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)  # some write files there
-    blocks = re.findall(r"```python\n(.*?)```", TENSORDICTS.read_text(), flags=re.DOTALL)
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block.replace('"cuda"', repr(device)), str(TENSORDICTS), "exec"), names)
 
 
 @pytest.mark.parametrize("name", [*KINDS, *TD_KINDS])
