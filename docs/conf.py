@@ -27,6 +27,8 @@ extensions = [
 ]
 exclude_patterns = ["_build", "tutorials/*.py", "tutorials/*.ipynb", "tutorials/GALLERY_HEADER.rst"]
 default_role = "py:obj"  # single backticks in docstrings are code, linked where possible
+nitpicky = True  # references to public names of tdcopier must lead somewhere
+nitpick_ignore_regex = [("py:.*", r"(?s)(?!tdcopier\.).*|.*\._.*")]
 
 html_theme = "furo"
 html_title = f"tdcopier {release}"
