@@ -29,7 +29,7 @@ from measure import Bench
 from sections import TABLES
 from target_forms import Target
 
-from tdcopier._commands.progress import progress
+from tdcopier._progress import show_rounds
 from tdcopier.workloads import WORKLOADS
 
 QUEUED = "it needs kernels queued on a CUDA stream"
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     out = options.out or (report.RESULTS if device.type == "cuda" else machine.ROOT / "build/bench")
     out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(device, 10 if options.quick else options.repeats, progress, options.keep_gc)
+    bench = Bench(device, 10 if options.quick else options.repeats, show_rounds, options.keep_gc)
     possible = _benchmarks(bench, options)
     for name in options.only:
         if name not in possible:

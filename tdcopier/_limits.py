@@ -14,6 +14,7 @@ _STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
 _PINNED_LIMIT_VARIABLE = "TDCOPIER_PINNED_LIMIT_BYTES"
 _GATHER_VARIABLE = "TDCOPIER_GATHER"
 _WORKERS_VARIABLE = "TDCOPIER_WORKERS"
+_PROGRESS_VARIABLE = "TDCOPIER_PROGRESS"
 _MOST_WORKERS = 256
 
 
@@ -131,7 +132,16 @@ def _gather_from_environment() -> None:
     _C.use_segment_kernel(text == "kernel")
 
 
+def _progress_from_environment() -> bool:
+    text = os.environ.get(_PROGRESS_VARIABLE) or "1"
+    if text not in ("0", "1"):
+        raise ValueError(f"{_PROGRESS_VARIABLE}={text!r}: give 0 or 1")
+    return text == "1"
+
+
 _limit_from_environment(_STAGING_LIMIT_VARIABLE, set_staging_limit_bytes)
 _limit_from_environment(_PINNED_LIMIT_VARIABLE, set_pinned_limit_bytes)
 _gather_from_environment()
 _workers_from_environment()
+shows_progress = _progress_from_environment()
+"""Whether long work shows its progress where stderr is a terminal."""

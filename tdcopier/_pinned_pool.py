@@ -8,14 +8,19 @@ next power of two, makes it in one thread, and keeps it.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
+from tdcopier._progress import polled
 
+_MEMORY = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MOST_BYTES = 1 << 60
 _MOST_WAITS = 32
 """Copies in flight that a lease waits for: other threads may start more all the time."""
@@ -100,7 +105,11 @@ def reserve_pinned_memory(n_bytes: int) -> int:
     wanted = operator.index(n_bytes)
     if not 0 <= wanted <= _MOST_BYTES:
         raise ValueError(f"n_bytes must be from 0 to 2**60; got {wanted}")
-    return _C.reserve_pinned(wanted + wanted // 1000, _accelerator())
+    device = _accelerator()
+    pinned_bytes = wanted + wanted // 1000
+    # Threads make the pages, and then the driver registers the whole piece in one call.
+    with polled("making pages of pinned memory", pinned_bytes, _resident_bytes):
+        return _C.reserve_pinned(pinned_bytes, device)
 
 
 @keep_out_of_graphs("trim_pinned_memory()")
@@ -110,6 +119,14 @@ def trim_pinned_memory() -> int:
     Memory that is leased stays, and so does a block of which a part is leased.
     """
     return _C.trim_pinned()
+
+
+def _resident_bytes() -> int:
+    """Return how much memory the process has; 0 if the system does not tell."""
+    try:
+        return int(_MEMORY.read_text().split()[1]) * _PAGE_BYTES
+    except FileNotFoundError:
+        return 0
 
 
 def _accelerator() -> torch.device:

@@ -18,8 +18,8 @@ import torch
 import tdcopier
 from tdcopier import _C
 from tdcopier._commands.copies import HOST, Case, WrongValuesError, batches, run
-from tdcopier._commands.progress import progress
 from tdcopier._commands.tables import aligned, number, size
+from tdcopier._progress import show_rounds
 
 SCHEMA = 1
 SIMULATED = "Figures of a simulated device say nothing on speed: it runs in the host's memory."
@@ -100,7 +100,7 @@ def _result(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
         "taken": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "device": str(device),
         "quick": options.quick,
-        "cases": [run(case, progress) for case in cases],
+        "cases": [run(case, show_rounds) for case in cases],
         "info": tdcopier.info(),
     }
 

@@ -124,6 +124,8 @@ class Switches(TypedDict):
     """In the calling thread: `tensordict_backend`."""
     steps_timed: bool
     """`time_steps`."""
+    progress: bool
+    """Long work shows its progress where stderr is a terminal: `TDCOPIER_PROGRESS`."""
 
 
 class Info(TypedDict):
@@ -399,4 +401,5 @@ def _switches() -> Switches:
         "tensordict_backend_installed": installed,
         "tensordict_backend_here": here,
         "steps_timed": _C.are_steps_timed(),
+        "progress": _limits.shows_progress,
     }

@@ -18,6 +18,7 @@ from tdcopier._park.transfers import (
     groups_of,
     leased_for,
 )
+from tdcopier._progress import Progress
 
 _SLOT_BYTES = 64
 """Alignment of the storages in a chunk."""
@@ -36,7 +37,9 @@ class ScratchCopy:
     of `HostCopy`.
     """
 
-    def __init__(self, storages: list[torch.Tensor], sizes_bytes: list[int]) -> None:
+    def __init__(
+        self, storages: list[torch.Tensor], sizes_bytes: list[int], progress: Progress
+    ) -> None:
         """Enqueue copies of all storages after the work on the current streams.
 
         These wait until the device has gathered the small storages.
@@ -44,6 +47,7 @@ class ScratchCopy:
         Args:
             storages: a uint8 tensor over each.
             sizes_bytes: the length of each.
+            progress: of the call, in bytes whose copies are enqueued.
 
         Raises:
             torch.OutOfMemoryError: a device has no room for the scratch memory.
@@ -77,12 +81,12 @@ class ScratchCopy:
                     self._are_gathered.append(_event_on(reading))
                     current.wait_event(self._are_gathered[-1][1])
                 for chunk in aside:
-                    self._send(chunk, leased)
-                self._send_in_turns(storages, medium[device], reading, leased)
+                    self._send(chunk, leased, progress)
+                self._send_in_turns(storages, medium[device], reading, leased, progress)
             except BaseException:
                 current.wait_stream(reading)  # nothing keeps what it may still gather
                 raise
-        self._large = HostCopy([storages[i] for i in large], sizes_of_large, leased)
+        self._large = HostCopy([storages[i] for i in large], sizes_of_large, progress, leased)
         for i, part in zip(large, self._large.parts, strict=True):
             self.parts[i] = part
 
@@ -92,6 +96,7 @@ class ScratchCopy:
         layouts: list[_Layout],
         reading: torch.Stream,
         leased: Iterator[torch.Tensor],
+        progress: Progress,
     ) -> None:
         """Gather chunks ahead of their transfers, into the scratch memory of earlier ones."""
         ahead: collections.deque[_Chunk] = collections.deque()
@@ -101,16 +106,16 @@ class ScratchCopy:
                 scratch = _C.empty_bytes(n_bytes, reading)
             else:
                 earlier = ahead.popleft()
-                self._send(earlier, leased)
+                self._send(earlier, leased, progress)
                 scratch = earlier.scratch
             ahead.append(_Chunk(storages, layout, reading, scratch))
         if ahead:
             self._are_gathered.append(_event_on(reading))
         for chunk in ahead:
-            self._send(chunk, leased)
+            self._send(chunk, leased, progress)
 
-    def _send(self, chunk: _Chunk, leased: Iterator[torch.Tensor]) -> None:
-        copy = HostCopy([chunk.memory], [chunk.memory.nbytes], leased)
+    def _send(self, chunk: _Chunk, leased: Iterator[torch.Tensor], progress: Progress) -> None:
+        copy = HostCopy([chunk.memory], [chunk.memory.nbytes], progress, leased)
         chunk.distribute(copy.parts[0], self.parts)
         self._copies.append(copy)
 
@@ -118,10 +123,10 @@ class ScratchCopy:
         """Return whether all bytes have arrived on the host, or a copy has failed."""
         return all(copy.ready() for copy in [*self._copies, self._large])
 
-    def wait(self) -> None:
+    def wait(self, progress: Progress) -> None:
         """Block until all bytes have arrived on the host."""
         for copy in [*self._copies, self._large]:
-            copy.wait()
+            copy.wait(progress)
 
     def before_overwriting(self) -> None:
         """Make the current streams wait until the device has read all storages."""
@@ -135,12 +140,15 @@ class DeviceCopy:
     It has the methods of `HostCopy`.
     """
 
-    def __init__(self, storages: list[torch.Tensor], sizes_bytes: list[int]) -> None:
+    def __init__(
+        self, storages: list[torch.Tensor], sizes_bytes: list[int], progress: Progress
+    ) -> None:
         """Enqueue copies of all storages after the work on the current streams, and let these wait.
 
         Args:
             storages: a uint8 tensor over each.
             sizes_bytes: the length of each.
+            progress: of the call, in bytes whose copies are enqueued.
 
         Raises:
             torch.OutOfMemoryError: a device has no room for a copy of all storages.
@@ -154,7 +162,7 @@ class DeviceCopy:
                 chunks.append(_Chunk(storages, layout, current, record=True))
             self._are_made.append(_event_on(current))
         memory = [chunk.memory for chunk in chunks]
-        self._copy = HostCopy(memory, [each.nbytes for each in memory])
+        self._copy = HostCopy(memory, [each.nbytes for each in memory], progress)
         self.parts = list(storages)
         for chunk, on_host in zip(chunks, self._copy.parts, strict=True):
             chunk.distribute(on_host, self.parts)
@@ -163,9 +171,9 @@ class DeviceCopy:
         """Return whether all bytes have arrived on the host, or a copy has failed."""
         return self._copy.ready()
 
-    def wait(self) -> None:
+    def wait(self, progress: Progress) -> None:
         """Block until all bytes have arrived on the host."""
-        self._copy.wait()
+        self._copy.wait(progress)
 
     def before_overwriting(self) -> None:
         """Make the current streams wait for the copies on the devices.

@@ -17,6 +17,7 @@ from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._park.tensors import FoundTensors, refuse_modes, tensors_in
 from tdcopier._park.transfers import HostCopy, copy_to_device
+from tdcopier._progress import Progress
 
 __all__ = ["Parked", "park", "parked"]
 
@@ -62,7 +63,8 @@ class _Parking:
     def wait(self) -> None:
         copy = self._copy
         if copy is not None:
-            copy.wait()
+            with Progress("waiting for the host's copy", sum(self.memory.sizes_bytes)) as progress:
+                copy.wait(progress)
             self.memory.release_kept()
 
     def resume(self, *, block: bool) -> None:
@@ -82,7 +84,10 @@ class _Parking:
         parts: list[torch.Tensor] = [] if self._copy is None else self._copy.parts
         waiting = self.memory.are_waiting()
         wanted = [part if waits else None for part, waits in zip(parts, waiting, strict=True)]
-        return copy_to_device(wanted, self.memory.sizes_bytes, self._devices, block=block)
+        sizes = self.memory.sizes_bytes
+        total = sum(size for size, waits in zip(sizes, waiting, strict=True) if waits)
+        with Progress("resuming", total) as progress:
+            return copy_to_device(wanted, sizes, self._devices, progress, block=block)
 
     def resume_for_dropped_handle(self) -> None:
         """Resume tensors that would be lost, and say so. Any thread may be the one that does."""
@@ -273,7 +278,8 @@ def _park(state: Any, gradients: bool) -> Parked:
     memory = storages_of(tensors_in(state, gradients=gradients))
     storages = memory.tensors()
     devices = [storage.device for storage in storages]
-    copy = HostCopy(storages, memory.sizes_bytes)
+    with Progress("parking", sum(memory.sizes_bytes)) as progress:
+        copy = HostCopy(storages, memory.sizes_bytes, progress)
     del storages
     parking = _Parking(memory, copy, devices)
     handle = Parked(parking)

@@ -28,6 +28,7 @@ from tdcopier._park.tensors import (
     tensors_in,
 )
 from tdcopier._park.transfers import PACKED_BYTES
+from tdcopier._progress import Progress
 
 __all__ = ["Snapshot", "snapshot"]
 
@@ -40,10 +41,11 @@ class Snapshot:
     You may drop it at any time. Any thread may use it.
     """
 
-    def __init__(self, tree: Any, copy: ScratchCopy | DeviceCopy) -> None:
+    def __init__(self, tree: Any, copy: ScratchCopy | DeviceCopy, n_bytes: int) -> None:
         """Take over the tree, whose bytes may still be on their way."""
         self._tree = tree
         self._copy = copy
+        self._bytes = n_bytes
         self._lock = threading.RLock()  # a signal handler may call get(), too
 
     def ready(self) -> bool:
@@ -65,8 +67,8 @@ class Snapshot:
         Raises:
             Exception: the error of a device that failed during the copy; every time.
         """
-        with self._lock:
-            self._copy.wait()
+        with self._lock, Progress("waiting for a snapshot", self._bytes) as progress:
+            self._copy.wait(progress)
         return self._tree
 
     @keep_out_of_graphs("before_update()", "nothing of a snapshot")
@@ -144,14 +146,13 @@ def snapshot(
     _refuse_quantized(found)
     stable = found if device_copy else found._replace(tensors=data.stable(found.tensors))
     memory = storages_of(stable)
-    copied: ScratchCopy | DeviceCopy
-    if device_copy:
-        copied = DeviceCopy(memory.tensors(), memory.sizes_bytes)
-    else:
-        copied = ScratchCopy(memory.tensors(), memory.sizes_bytes)
+    n_bytes = sum(memory.sizes_bytes)
+    kind = DeviceCopy if device_copy else ScratchCopy
+    with Progress("taking a snapshot", n_bytes) as progress:
+        copied = kind(memory.tensors(), memory.sizes_bytes, progress)
     on_host = memory.like(stable.tensors, copied.parts)
     replaced: dict[int, Any] = dict(zip(map(id, found.tensors), on_host, strict=True))
-    taken = Snapshot(_TreeCopy(replaced).of(tree), copied)
+    taken = Snapshot(_TreeCopy(replaced).of(tree), copied, n_bytes)
     optimizers = {id(each): each for each in [*data.optimizers, optimizer] if each is not None}
     for each in optimizers.values():
         _wait_in_step(each, taken)

@@ -11,6 +11,7 @@ import torch
 from tdcopier import _C
 from tdcopier import _pinned_pool as pinned
 from tdcopier._options import checked_options, options_for_filling
+from tdcopier._progress import Progress
 
 PACKED_BYTES = 256 * 1024
 """Storages up to this size are packed by the engine; larger ones are transferred from where they
@@ -35,6 +36,7 @@ class HostCopy:
         self,
         storages: list[torch.Tensor],
         sizes_bytes: list[int],
+        progress: Progress,
         leased: Iterator[torch.Tensor] | None = None,
     ) -> None:
         """Enqueue copies of all storages, in their order, after the work on the current streams.
@@ -42,6 +44,7 @@ class HostCopy:
         Args:
             storages: a uint8 tensor over each.
             sizes_bytes: the length of each.
+            progress: of the call, in bytes whose copies are enqueued.
             leased: pinned memory for those of more than `PACKED_BYTES`; None leases it.
 
         Raises:
@@ -50,6 +53,7 @@ class HostCopy:
         """
         self.parts: list[torch.Tensor] = list(storages)
         self.handles: list[_C.AsyncCopyHandle[Any]] = []
+        self._bytes_of_handles: list[int] = []
         sizes = sizes_bytes
         _C.reclaim()  # of the copy before, whose pinned memory can be leased again
         if leased is None:
@@ -57,6 +61,7 @@ class HostCopy:
         for group in groups_of(sizes, range(len(sizes)), GROUP_BYTES):
             self._start_small(storages, [i for i in group if sizes[i] <= PACKED_BYTES])
             self._start_large(storages, [i for i in group if sizes[i] > PACKED_BYTES], leased)
+            progress.add(sum(sizes[i] for i in group))
 
     def _start_small(self, storages: list[torch.Tensor], which: list[int]) -> None:
         if not which:
@@ -64,6 +69,7 @@ class HostCopy:
         options = checked_options(True, True, 16, SCRATCH_BYTES, True)
         handle = _C.start_copy([storages[i] for i in which], "cpu", options)
         self.handles.append(handle)
+        self._bytes_of_handles.append(sum(storages[i].nbytes for i in which))
         for i, part in zip(which, handle._enqueued(), strict=True):
             self.parts[i] = part
 
@@ -76,6 +82,7 @@ class HostCopy:
         options = options_for_filling(True, False)  # large ones are only enqueued in the call
         handle = _C.start_copy_into([storages[i] for i in which], parts, options, False)
         self.handles.append(handle)
+        self._bytes_of_handles.append(sum(part.nbytes for part in parts))
         handle._enqueued()
         for i, part in zip(which, parts, strict=True):
             self.parts[i] = part
@@ -84,14 +91,16 @@ class HostCopy:
         """Return whether all bytes have arrived, or a copy has failed. Never blocks."""
         return all(handle.ready() for handle in self.handles)
 
-    def wait(self) -> None:
+    def wait(self, progress: Progress) -> None:
         """Block until all bytes have arrived.
 
         Raises:
             Exception: the device's error; every time.
         """
-        for handle in self.handles:
+        handles = self.handles  # another thread or a signal handler may wait, too
+        for handle, n_bytes in zip(handles, self._bytes_of_handles, strict=False):
             handle.get()
+            progress.add(n_bytes)
         self.handles = []  # they refer to the pinned memory
 
     def before_overwriting(self) -> None:
@@ -110,6 +119,7 @@ def copy_to_device(
     parts: Sequence[torch.Tensor | None],
     sizes_bytes: Sequence[int],
     devices: Sequence[torch.device],
+    progress: Progress,
     *,
     block: bool,
 ) -> list[torch.Tensor | None]:
@@ -121,6 +131,7 @@ def copy_to_device(
         parts: uint8 tensors; None is passed through.
         sizes_bytes: the length of each.
         devices: the device of each.
+        progress: of the call, in bytes whose copies are enqueued, or have arrived with `block`.
         block: also wait on the host until the bytes have arrived.
 
     Raises:
@@ -145,6 +156,7 @@ def copy_to_device(
         handle.wait()  # for the staging of small ones, which then use the same scratch memory
         if block:
             handle.get()
+        progress.add(sum(sizes[i] for i in which))
     return made
 
 

@@ -15,7 +15,7 @@ import torch
 import tdcopier
 from tdcopier import workloads
 from tdcopier._commands import bench, copies, tables
-from tdcopier._commands.progress import progress
+from tdcopier._progress import show_rounds
 
 pytestmark = pytest.mark.sim
 
@@ -216,7 +216,7 @@ def test_progress_is_lines_where_nobody_watches_or_tqdm_is_missing(monkeypatch, 
     if not installed:
         monkeypatch.setattr(builtins, "__import__", without_tqdm)
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert list(progress("label")(range(3))) == [0, 1, 2]
+    assert list(show_rounds("label")(range(3))) == [0, 1, 2]
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("label ...\nlabel: ")
@@ -225,6 +225,6 @@ def test_progress_is_lines_where_nobody_watches_or_tqdm_is_missing(monkeypatch, 
 def test_progress_is_a_bar_where_somebody_watches(monkeypatch, capsys):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert list(progress("label")(range(3))) == [0, 1, 2]
+    assert list(show_rounds("label")(range(3))) == [0, 1, 2]
     assert "label" in capsys.readouterr().err
-    assert type(progress("label")(range(3))).__module__.startswith("tqdm")
+    assert type(show_rounds("label")(range(3))).__module__.startswith("tqdm")

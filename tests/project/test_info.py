@@ -311,9 +311,11 @@ def test_the_command_prints_what_the_environment_set_as_text_and_as_json():
     environment = {"TDCOPIER_CHECK": "1", "TDCOPIER_STAGING_LIMIT_BYTES": "8388608"}
     found = json.loads(run_module("--json", **environment))
     assert found["switches"]["check_mode"] is True
+    assert found["switches"]["progress"] is True
     assert found["limits"]["staging_limit_bytes"] == 8388608
     lines = run_module(**environment).splitlines()
     assert "  check mode                    on" in lines
+    assert "  progress                      off" in run_module(TDCOPIER_PROGRESS="0").splitlines()
     assert "  staging limit      8 MiB (8,388,608 bytes)" in lines
     assert "  TDCOPIER_CHECK                1" in lines
 
