@@ -11,13 +11,6 @@
 namespace tdcopier {
 namespace {
 
-uint64_t align_up(uint64_t value, uint64_t alignment) {
-  // std::has_single_bit compiles to a function call if no target processor is given.
-  const bool is_power_of_two = (alignment & (alignment - 1)) == 0;
-  if (is_power_of_two) return (value + alignment - 1) & ~(alignment - 1);
-  return (value + alignment - 1) / alignment * alignment;
-}
-
 uint64_t power_of_two_in(uint64_t alignment) {
   return alignment & (~alignment + 1);
 }

@@ -17,6 +17,14 @@ inline constexpr uint64_t kMaxPackedLeafBytes = 256 * 1024;
 // Kinds are numbers less than this.
 inline constexpr uint32_t kMostKinds = 64;
 
+// Returns the smallest multiple of `alignment` that is not less than the value.
+inline uint64_t align_up(uint64_t value, uint64_t alignment) {
+  // std::has_single_bit compiles to a function call if no target processor is given.
+  const bool is_power_of_two = (alignment & (alignment - 1)) == 0;
+  if (is_power_of_two) return (value + alignment - 1) & ~(alignment - 1);
+  return (value + alignment - 1) / alignment * alignment;
+}
+
 struct PackOptions {
   bool pack = true;                             // false: every leaf travels alone
   uint64_t min_alignment_bytes = 16;            // at least 1

@@ -24,10 +24,6 @@ namespace tdcopier::sim {
 
 namespace {
 
-bool is_sim(const at::Tensor& tensor) {
-  return tensor.device().type() == kDeviceType;
-}
-
 // Returns a host tensor over the tensor's memory, which is host memory whatever its device. It owns
 // nothing: as on a real device, a program that frees memory in use has to tell the allocator.
 at::Tensor host_view(const at::Tensor& tensor) {
@@ -148,6 +144,10 @@ void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non
 }
 
 }  // namespace
+
+bool is_sim(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kDeviceType;
+}
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   const auto expanded = source.sizes() == target.sizes() ? source : source.expand(target.sizes());

@@ -5,6 +5,9 @@
 
 namespace tdcopier::sim {
 
+// Returns whether a tensor is on the simulated device; an undefined one is not.
+bool is_sim(const at::Tensor& tensor);
+
 // Implements Tensor.copy_ where the source, the target or both are on the simulated device.
 // `source` may have another dtype, other strides, and a shape that expands to the target's.
 //

@@ -20,10 +20,6 @@ namespace tdcopier::sim {
 
 namespace {
 
-bool is_sim(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == kDeviceType;
-}
-
 // Replaces each tensor of a value, which may be a list, by the result of `change`.
 template <typename Change>
 void change_tensors(c10::IValue& value, const Change& change) {

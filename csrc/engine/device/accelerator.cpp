@@ -31,13 +31,13 @@ c10::Stream make_stream(c10::Device device) {
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
-struct Registry {
+struct KnownAccelerators {
   std::mutex mutex;
   std::map<std::pair<int, int>, std::unique_ptr<Accelerator>> accelerators;  // by type and index
 };
 
-Registry& registry() {
-  static auto* const made = new Registry();
+KnownAccelerators& known_accelerators() {
+  static auto* const made = new KnownAccelerators();
   return *made;
 }
 
@@ -61,7 +61,7 @@ Accelerator& Accelerator::of(c10::Device device) {
     static auto* const host = new Accelerator(device);
     return *host;
   }
-  auto& [mutex, accelerators] = registry();
+  auto& [mutex, accelerators] = known_accelerators();
   const std::lock_guard lock(mutex);
   const std::pair<int, int> key(static_cast<int>(device.type()), device.index());
   const auto found = accelerators.find(key);
@@ -71,7 +71,7 @@ Accelerator& Accelerator::of(c10::Device device) {
 }
 
 void Accelerator::poll_all() {
-  auto& [mutex, accelerators] = registry();
+  auto& [mutex, accelerators] = known_accelerators();
   const std::lock_guard lock(mutex);
   for (const auto& [key, accelerator] : accelerators) {
     accelerator->staging().pinned_bytes();
@@ -81,7 +81,7 @@ void Accelerator::poll_all() {
 }
 
 uint64_t Accelerator::staging_bytes_of_all() {
-  auto& [mutex, accelerators] = registry();
+  auto& [mutex, accelerators] = known_accelerators();
   const std::lock_guard lock(mutex);
   uint64_t bytes = 0;
   for (const auto& [key, accelerator] : accelerators) {
@@ -91,13 +91,13 @@ uint64_t Accelerator::staging_bytes_of_all() {
 }
 
 void Accelerator::drop_staging() {
-  auto& [mutex, accelerators] = registry();
+  auto& [mutex, accelerators] = known_accelerators();
   const std::lock_guard lock(mutex);
   for (const auto& [key, accelerator] : accelerators) accelerator->staging().drop_free();
 }
 
 void Accelerator::drop_deferred_memory() {
-  auto& [mutex, accelerators] = registry();
+  auto& [mutex, accelerators] = known_accelerators();
   const std::lock_guard lock(mutex);
   for (const auto& [key, accelerator] : accelerators) accelerator->deferred().drop_free();
 }

@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<bool> g_timed = false;
 
-constexpr std::array<const char*, kPhases> kNames = {
+constexpr std::array<const char*, kPhases> kPhaseNames = {
     "tdcopier: flatten", "tdcopier: plan",      "tdcopier: stage", "tdcopier: enqueue",
     "tdcopier: outputs", "tdcopier: unflatten", "tdcopier: wait"};
 
@@ -24,7 +24,7 @@ void* begin_profiled(Phase phase) {
       at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   if (!callbacks) return nullptr;
   auto range = std::make_unique<at::RecordFunction>(std::move(*callbacks));
-  range->before(kNames[static_cast<size_t>(phase)]);
+  range->before(kPhaseNames[static_cast<size_t>(phase)]);
   return range.release();
 }
 

@@ -12,10 +12,6 @@ namespace {
 
 constexpr uint64_t kSlotAlignmentBytes = 16;  // a multiple of every element's size
 
-uint64_t align_up(uint64_t value, uint64_t alignment) {
-  return (value + alignment - 1) & ~(alignment - 1);
-}
-
 class Planner {
  public:
   Planner(const LeafPairs& pairs, uint64_t max_chunk_bytes)

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "base/cache_line.h"
+#include "base/pack_plan.h"
 #include "base/row_copy.h"
 #include "base/strided_copy.h"
 
@@ -22,10 +23,6 @@ constexpr uint64_t kPageBytes = 4096;
 // be evicted before the device reads the last ones, or the device would have to fetch all of them
 // from the caches, which is slower.
 constexpr uint64_t kStreamedBytes = 64 * 1024;
-
-uint64_t align_up(uint64_t value, uint64_t alignment) {
-  return (value + alignment - 1) / alignment * alignment;
-}
 
 // Returns a step of at most `most` that covers the bytes in as few steps, with a last one that is
 // not much smaller.
