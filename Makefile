@@ -1,5 +1,5 @@
 # make demo | test | test-oldest | test-torch | lint | docs | test-gpu | test-sanitized | bench |
-#      wheels | test-wheels | release-check | clean
+#      wheel | wheels | test-wheels | release-check | clean
 # (see CONTRIBUTING.md)
 #
 # An existing .venv is used. Without one, if the python on PATH has torch (for example on a GPU
@@ -37,12 +37,10 @@ else
   PYTEST := cd build/site && $(RUN) $(PY) -m pytest -n $(TEST_PROCESSES) --dist worksteal -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(CURDIR)/tests
 endif
 
-.PHONY: demo test test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs wheels test-wheels release-check build check-tools clean
+.PHONY: demo test test-cpp test-py test-oldest test-torch test-gpu test-sanitized broken-engines bench lint format docs wheel wheels test-wheels release-check build check-tools clean
 
-demo: build
-	$(RUN) $(PY) tutorials/01_first_copy.py
-	$(RUN) $(PY) tutorials/02_tensordict.py
-	$(RUN) $(PY) tutorials/06_replay_pipeline.py --short
+demo: build $(HAS)demo
+	$(RUN) $(PY) tools/demo.py $(if $(filter venv,$(MODE)),--complete)
 
 test: test-cpp test-py
 
@@ -119,6 +117,11 @@ format: $(HAS)lint
 
 docs: build $(HAS)test $(HAS)docs
 	$(RUN) $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+# A wheel in dist/ for the Python and the torch that are installed.
+wheel: $(HAS)build
+	$(PY) -m pip wheel -q --no-build-isolation --no-deps --wheel-dir dist .
+	@echo "dist: $$(ls -t dist | head -1)"
 
 # Wheels in dist/, with modules for these versions of torch, for the Pythons that are found; and a
 # run of each pair without a compiler (4 GB for each torch, then 1 GB for each pair, while it runs).
