@@ -1,8 +1,0 @@
-"""`python -m tdcopier.bench`: the old name of `python -m tdcopier bench`, for one release."""
-
-import sys
-
-from tdcopier._commands.bench import main
-
-if __name__ == "__main__":
-    sys.exit(main())
