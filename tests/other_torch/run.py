@@ -28,6 +28,7 @@ TESTS = [
     "tests/project/test_no_device.py",
     "tests/project/test_native_module.py",
     "tests/project/test_info.py",
+    "tests/project/test_doc_examples.py",
     "tests/project/test_recipe_batches.py",
     "tests/project/test_recipe_loops.py",
     "tests/project/test_recipe_states.py",
