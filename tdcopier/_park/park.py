@@ -15,7 +15,7 @@ import torch
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._park.tensors import FoundTensors, refuse_modes, tensors_in
+from tdcopier._park.tensors import FoundTensors, check_switch, named, refuse_modes, tensors_in
 from tdcopier._park.transfers import HostCopy, copy_to_device
 from tdcopier._progress import Progress
 
@@ -25,6 +25,9 @@ _USED = (
     "this tensor is parked: tdcopier.park() has moved its memory to the host. Call resume() of the "
     "handle before you use it"
 )
+
+
+_USE_THE_STATE = "call its resume(), and use the state itself"
 
 
 class _Parking:
@@ -134,8 +137,12 @@ class Parked:
     In a `with` statement, the end of the block resumes them. Any thread may use it.
     """
 
+    _instead_in_a_state = "give the state itself, after resume()"
+
     def __init__(self, parking: _Parking) -> None:
         """Become the handle of what `park` has made."""
+        if not isinstance(parking, _Parking):
+            raise TypeError(f"park() makes handles; got {named(parking)}")
         self._parking = parking
         parking.handle = weakref.ref(self)
 
@@ -204,6 +211,14 @@ class Parked:
         state = "parked" if self.is_parked else "resumed"
         return f"<tdcopier.Parked: {self.bytes} bytes, {state}>"
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what to call: the caller takes the handle for the state."""
+        raise AttributeError(f"a handle of park() has no attribute {name!r}: {_USE_THE_STATE}")
+
+    def __getitem__(self, key: object) -> Any:
+        """Say what to call, also to a loop."""
+        raise TypeError(f"a handle of park() has no items: {_USE_THE_STATE}")
+
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be copied or pickled: dropping the copy would resume the state."""
         raise TypeError("a handle of park() cannot be copied or pickled: resume() first")
@@ -256,11 +271,12 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
         The handle. Keep it: if it is dropped, it resumes the tensors, and warns.
 
     Raises:
-        TypeError: the state has no tensors; or only the own `.to` of a value knows its memory. The
-            message names the path.
+        TypeError: no tensor was found, but an object of a class that tdcopier does not know; or
+            only the own `.to` of a value knows its memory. The message names the path.
         ValueError: a tensor has no memory, for example because it is parked already; it is not
             strided; its device is of a type that tdcopier has no transfers for. The message names
-            the path.
+            the path. Or all tensors are on the host. A state without any tensor, such as an
+            optimizer before its first step, is no error.
         MemoryError: the host can pin no more memory, or the limit of `set_pinned_limit_bytes` does
             not allow it.
         RuntimeError: a current stream is capturing a CUDA graph; a torch mode is active; the driver
@@ -269,13 +285,14 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
             their values then.
     """
     refuse_modes("park()")
+    check_switch("gradients", gradients)
     with _exchanging:
         return _park(state, gradients)
 
 
 def _park(state: Any, gradients: bool) -> Parked:
     _resume_without_handle()
-    memory = storages_of(tensors_in(state, gradients=gradients))
+    memory = storages_of(tensors_in(state, gradients=gradients, is_parking=True))
     storages = memory.tensors()
     devices = [storage.device for storage in storages]
     with Progress("parking", sum(memory.sizes_bytes)) as progress:

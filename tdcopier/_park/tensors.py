@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tdcopier import _C
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Flat, Refused, Rule
+from tdcopier._containers.unknown import is_plain
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _ACCEPTED = (
@@ -40,36 +41,47 @@ class FoundTensors(NamedTuple):
 
     def path(self, number: int) -> str:
         """Return where a tensor is, for errors."""
-        return _text(self.places[number])
+        return text_of(self.places[number])
 
 
-def _text(place: Place) -> str:
+def text_of(place: Place) -> str:
+    """Return a place as text."""
     if isinstance(place, str):
         return place
     parent, form, step = place
-    return _text(parent) + form.format(step)
+    return text_of(parent) + form.format(step)
 
 
-def tensors_in(state: Any, *, gradients: bool) -> FoundTensors:
+def tensors_in(state: Any, *, gradients: bool, is_parking: bool = False) -> FoundTensors:
     """Return the tensors of a state that have memory, in the order of a walk through it.
 
     Args:
         state: modules (parameters and buffers), optimizers (their state, and tensors among their
             options, but not the parameters), and any containers that `start_copy` knows.
         gradients: also return the gradients of all leaf tensors.
+        is_parking: raise if there are tensors, but none with device memory. Without any tensor,
+            nothing is forgotten: an optimizer has none before its first step.
 
     Raises:
-        TypeError: the state has no tensors and is no container; or an object in it has a `.to` of
-            its own, so only it knows its tensors.
-        ValueError: the memory of a tensor is not one strided piece that a device can copy.
+        TypeError: the state has no tensors, and is no container or has an object of an unknown
+            class, which may have some; or an object in it has a `.to` of its own, so only it knows
+            its tensors.
+        ValueError: the memory of a tensor is not one strided piece that a device can copy; no
+            tensor has device memory.
         RecursionError: a container contains itself.
     """
     walk = _Walk(gradients)
     walk.value(state, "state")
-    if not walk.found.tensors and not walk.found.on_host and not walk.containers:
-        name = type(state).__qualname__
-        raise TypeError(f"state is a {name}, in which no tensor was found: {_ACCEPTED}")
+    if not walk.found.tensors:
+        walk.refuse_nothing(state, is_parking=is_parking)
     return walk.found
+
+
+def check_switch(name: str, value: object, *, may_be_none: bool = False) -> None:
+    """Raise a TypeError for what is no bool, which could be taken for its opposite."""
+    if not isinstance(value, bool) and not (may_be_none and value is None):
+        accepted = "True, False or None" if may_be_none else "True or False"
+        raise TypeError(f"{name} must be {accepted}; got {value!r}")
 
 
 def refuse_modes(call: str) -> None:
@@ -113,6 +125,9 @@ class _Walk:
     def __init__(self, gradients: bool) -> None:
         self.found = FoundTensors([], [], [])
         self.containers = 0
+        self._opaque: list[tuple[Place, Any]] = []
+        self._arrays: list[tuple[Place, Any]] = []
+        self._options_on_host = 0
         self._gradients = gradients
         self._classes: dict[type, str] = {}
 
@@ -134,6 +149,29 @@ class _Walk:
         else:
             self._other(value, at)
 
+    def refuse_nothing(self, state: Any, *, is_parking: bool) -> None:
+        """Raise an error if no tensor with device memory was found and that is a mistake."""
+        unknown = next((each for each in self._opaque if not is_plain(type(each[1]))), None)
+        if unknown is None and is_parking and self._arrays:
+            unknown = self._arrays[0]
+        if unknown is None and not self.containers and not self.found.on_host:
+            unknown = ("state", state)
+        without = ""
+        if unknown is not None:
+            at, value = unknown
+            without = f"{text_of(at)} is {named(value)}, in which no tensor was found: "
+            without += _remedy_for(value)
+            if not self.found.on_host:
+                raise TypeError(without)
+        count = len(self.found.on_host) - self._options_on_host
+        if is_parking and count != 0:
+            tensors = "the tensor in the state is" if count == 1 else f"{count} tensors are"
+            places = " and ".join(sorted({str(each.device) for each in self.found.on_host}))
+            raise ValueError(
+                f"nothing to park: {tensors} on {places}, and none is on a device; move the model "
+                f"to the device first, or leave out the call{without and '. ' + without}"
+            )
+
     def _module(self, module: nn.Module, at: Place) -> None:
         self.containers += 1
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -145,11 +183,13 @@ class _Walk:
         self.containers += 1
         for number, values in enumerate(optimizer.state.values()):
             self.value(values, (at, ".state[{}]", number))
+        before = len(self.found.on_host)
         for number, group in enumerate(optimizer.param_groups):
             options: Place = (at, ".param_groups[{}]", number)
             for name, value in group.items():
                 if name != "params":
                     self.value(value, (options, _ITEM, name))
+        self._options_on_host += len(self.found.on_host) - before
 
     def _other(self, value: Any, at: Place) -> None:
         """Take apart what only the engine's walk knows; numbers and other plain data have none."""
@@ -163,21 +203,25 @@ class _Walk:
         leaves = _C.leaves_with_paths(value, torch.device("cpu"))
         if leaves or _is_container(value):
             self.containers += 1
+        else:
+            self._opaque.append((at, value))
         for steps, leaf in leaves:
             where: Place = (at, "{}", steps.removeprefix("data"))
             if isinstance(leaf, torch.Tensor):
                 self._tensor(leaf, where)
             elif isinstance(leaf, nn.Module):
                 self._module(leaf, where)
-            elif not isinstance(leaf, np.ndarray):
-                name = type(leaf).__qualname__
+            elif isinstance(leaf, np.ndarray):
+                self._arrays.append((where, leaf))
+            else:
+                name = named(leaf)
                 if isinstance(leaf, _collection_class() or ()):
                     raise TypeError(
-                        f"{_text(where)} is a {name} whose tensors are not its own, for example "
+                        f"{text_of(where)} is {name} whose tensors are not its own, for example "
                         "because it is consolidated: give its .clone()"
                     )
                 raise TypeError(
-                    f"{_text(where)} is a {name}, and only its own `.to` knows its tensors: "
+                    f"{text_of(where)} is {name}, and only its own `.to` knows its tensors: "
                     f"{_ACCEPTED}"
                 )
 
@@ -185,7 +229,7 @@ class _Walk:
         try:
             flat: Flat = rule.flatten(value)
         except Refused as error:
-            raise TypeError(f"{_text(at)} {error}") from None
+            raise TypeError(f"{text_of(at)} {error}") from None
         children, _, names = flat
         self.containers += 1
         form = _ATTRIBUTE if rule.names == "attribute" else _ITEM
@@ -205,21 +249,37 @@ class _Walk:
             elif place == _HOST:
                 self.found.on_host.append(tensor)
             else:
-                raise ValueError(f"{_text(at)} {_why_not(tensor, place)}")
+                raise ValueError(f"{text_of(at)} {_why_not(tensor, place)}")
         elif kind == "wrapper":
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 part = getattr(tensor, name)
                 if isinstance(part, torch.Tensor):  # a DTensor also names its mesh
                     self._tensor(part, (at, _ATTRIBUTE, name))
         elif kind == "lazy":
-            raise ValueError(f"{_text(at)} is not initialized: run the module on a batch first")
+            raise ValueError(f"{text_of(at)} is not initialized: run the module on a batch first")
         else:
             raise TypeError(
-                f"{_text(at)} is a {cls.__qualname__}, and only its own `.to` knows its memory: "
+                f"{text_of(at)} is {named(tensor)}, and only its own `.to` knows its memory: "
                 "give the plain tensors in it"
             )
         if self._gradients and tensor.is_leaf and tensor.grad is not None:
             self._tensor(tensor.grad, (at, _ATTRIBUTE, "grad"))
+
+
+def named(value: Any) -> str:
+    """Return the name of the class of a value, with its article, for errors."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    name = type(value).__qualname__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def _remedy_for(value: Any) -> str:
+    """Return what to give instead of a value that is not known."""
+    remedy = getattr(type(value), "_instead_in_a_state", None)
+    if isinstance(value, _C.AsyncCopyHandle):
+        remedy = "give what its get() returns"
+    return remedy or _ACCEPTED
 
 
 _HOST, _DEVICE, _OTHER_DEVICE = 1, 2, 3
@@ -282,5 +342,6 @@ def _refuse_unread(value: Any, at: Place) -> None:
     if isinstance(value, _GENERATORS) or (
         isinstance(value, Set | ValuesView | ItemsView) and any(map(_has_tensors, value))
     ):
-        name = type(value).__qualname__
-        raise TypeError(f"{_text(at)} is a {name}, whose tensors would be left: give a list of it")
+        raise TypeError(
+            f"{text_of(at)} is {named(value)}, whose tensors would be left: give a list of it"
+        )

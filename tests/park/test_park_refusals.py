@@ -31,12 +31,12 @@ def fake(device: str) -> torch.Tensor:
 
 
 REFUSED = {
-    "opaque root": (lambda device: object(), TypeError, r"^state is a object, in which no tensor"),
-    "number": (lambda device: 3, TypeError, r"^state is a int, in which no tensor"),
+    "opaque root": (lambda device: object(), TypeError, r"^state is an object, in which no tensor"),
+    "number": (lambda device: 3, TypeError, r"^state is an int, in which no tensor"),
     "own .to": (
         lambda device: {"a": OnlyItsOwnTo()},
         TypeError,
-        r"^state\['a'\] is a OnlyItsOwnTo, and only its own `.to` knows its tensors: give modules",
+        r"^state\['a'\] is an OnlyItsOwnTo, and only its own `.to` knows its tensors: give modules",
     ),
     "subclass": (
         lambda device: [torch.ones(3, device=device).as_subclass(Dispatched)],
@@ -67,6 +67,97 @@ def test_what_cannot_be_parked_is_refused_with_its_path(device, name):
         with pytest.raises(error, match=re.sub(r"^\^state", r"^state(\\[1\\])?", message)):
             tdcopier.park(state)
     assert before.eq(1).all()
+
+
+# ---- nothing to park -----------------------------------------------------------------------------
+
+
+class Trainer:
+    """Hides tensors from tdcopier, which does not know the class."""
+
+    def __init__(self, device: str) -> None:
+        self.model = torch.nn.Linear(3, 3).to(device)
+
+
+NOTHING_ON_DEVICES = {
+    "module": (lambda: torch.nn.Linear(3, 3), "2 tensors are on cpu"),
+    "tensor": (lambda: torch.ones(3), "the tensor in the state is on cpu"),
+    "TensorDict": (lambda: TensorDict({"a": torch.ones(3), "b": torch.ones(3)}), "2 tensors"),
+    "meta": (lambda: torch.nn.Linear(3, 3, device="meta"), "2 tensors are on meta"),
+    "both": (
+        lambda: [torch.ones(3, device="meta"), torch.ones(3)],
+        "2 tensors are on cpu and meta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_ON_DEVICES)
+def test_a_state_on_the_host_is_refused_with_a_remedy(device, name):
+    make, found = NOTHING_ON_DEVICES[name]
+    state = make()
+    message = f"^nothing to park: {found}.*, and none is on a device; move the model to the dev"
+    with pytest.raises(ValueError, match=message):
+        tdcopier.park(state)
+    with pytest.raises(ValueError, match=message), tdcopier.parked(state):
+        pass
+    with tdcopier.parked(state, torch.ones(3, device=device)):  # nothing to say: some are
+        pass
+
+
+def test_a_state_without_any_tensor_is_parked_as_it_is(device):
+    model = torch.nn.Linear(3, 3).to(device)
+    adam = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for state in (adam, sgd, [], {"epoch": 3}, torch.nn.ReLU(), torch.empty(0, device=device)):
+        with tdcopier.parked(state) as parked:
+            assert parked.bytes == 0
+    with tdcopier.parked(model, adam) as parked:
+        assert parked.bytes == 48
+
+
+@pytest.mark.parametrize("call", [tdcopier.park, tdcopier.snapshot])
+@pytest.mark.parametrize(
+    ("state_of", "path"),
+    [
+        (lambda trainer: trainer, "state"),
+        (lambda trainer: {"epoch": 3, "trainer": trainer}, r"state\['trainer'\]"),
+        (lambda trainer: [None, (trainer, 3)], r"state\[1\]\[0\]"),
+    ],
+)
+def test_an_unknown_object_is_named_where_nothing_else_was_found(device, call, state_of, path):
+    with pytest.raises(TypeError, match=rf"^{path} is a Trainer, in which no tensor was found: "):
+        call(state_of(Trainer(device)))
+
+
+def test_an_unknown_object_beside_tensors_is_left(device):
+    trainer = Trainer(device)
+    with tdcopier.parked(trainer, torch.ones(3, device=device)):
+        assert is_resident(trainer.model)
+    with pytest.raises(ValueError, match=r"state\[0\] is a Trainer, in which no tensor was found"):
+        tdcopier.park([trainer, torch.ones(3)])
+
+
+@pytest.mark.parametrize("call", [tdcopier.park, tdcopier.snapshot])
+@pytest.mark.parametrize(
+    ("start", "remedy"),
+    [
+        (tdcopier.park, r"Parked, .*: give the state itself, after resume\(\)"),
+        (tdcopier.snapshot, r"Snapshot, .*: give what its get\(\) returns"),
+        (
+            lambda state: tdcopier.start_copy(state, "cpu"),
+            r"\w+, .*: give what its get\(\) returns",
+        ),
+    ],
+)
+def test_a_handle_is_no_state(device, call, start, remedy):
+    state = [torch.ones(LARGE, device=device)]
+    handle = start(state)
+    with pytest.raises(TypeError, match=rf"^state is an? {remedy}"):
+        call(handle)
+    with pytest.raises(TypeError, match=rf"^state\['h'\] is an? {remedy}"):
+        call({"h": handle})
+    if isinstance(handle, tdcopier.Parked):
+        handle.resume()
 
 
 def test_a_tensor_that_is_parked_already_is_refused_in_any_tree(device):
@@ -201,7 +292,7 @@ def test_a_process_may_end_while_a_state_is_parked():
 )
 def test_tensors_that_would_be_left_without_a_word_are_refused(device, call, make):
     model, optimizer = trained(device)
-    with pytest.raises(TypeError, match=r"^state\['m'\] is a .*: give a list of it"):
+    with pytest.raises(TypeError, match=r"^state\['m'\] is an? .*: give a list of it"):
         call({"m": make(model), "o": optimizer})
     assert is_resident(model, optimizer)
 
