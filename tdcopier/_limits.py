@@ -28,6 +28,19 @@ class _LimitsInForce:
 limits_in_force = _LimitsInForce()
 
 
+def integer(name: str, value: object) -> int:
+    """Return the value as an int.
+
+    Raises:
+        TypeError: it is no integer.
+    """
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        found = f"the {type(value).__qualname__} {value!r}"
+        raise TypeError(f"{name} must be an integer; got {found}") from None
+
+
 @keep_out_of_graphs("set_staging_limit_bytes()")
 def set_staging_limit_bytes(limit_bytes: int) -> None:
     """Set the limit on the pinned memory that stages copies to one device; default 64 MiB.
@@ -44,7 +57,7 @@ def set_staging_limit_bytes(limit_bytes: int) -> None:
     Raises:
         ValueError: the limit is less than one buffer.
     """
-    limit = operator.index(limit_bytes)
+    limit = integer("limit_bytes", limit_bytes)
     if limit < _C.STAGING_BUFFER_BYTES:
         raise ValueError(
             f"limit_bytes must be at least {_C.STAGING_BUFFER_BYTES} (one buffer); got {limit}"
@@ -79,7 +92,7 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     Raises:
         ValueError: the limit is negative.
     """
-    limit = operator.index(limit_bytes)
+    limit = integer("limit_bytes", limit_bytes)
     if limit < 0:
         raise ValueError(f"limit_bytes must not be negative; got {limit}")
     _C.set_pinned_limit_bytes(min(limit, LARGEST_CHUNK_BYTES))
@@ -96,7 +109,7 @@ def set_run_ahead_limit(batches: int) -> None:
     Raises:
         ValueError: `batches` is less than 1.
     """
-    limit = operator.index(batches)
+    limit = integer("batches", batches)
     if limit < 1:
         raise ValueError(f"batches must be at least 1; got {limit}")
     limit = min(limit, 0xFFFFFFFF)

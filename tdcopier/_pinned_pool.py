@@ -7,7 +7,6 @@ next power of two, makes it in one thread, and keeps it.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
+from tdcopier._limits import integer
 from tdcopier._progress import polled
 
 _MEMORY = Path("/proc/self/statm")
@@ -67,7 +67,7 @@ def lease(sizes_bytes: Iterable[int]) -> Iterator[torch.Tensor]:
         RuntimeError: there is no accelerator, this is a forked child, or, instead of the first
             tensor that is missing, the driver refuses to pin more.
     """
-    sizes = [operator.index(size) for size in sizes_bytes]
+    sizes = [integer("each of sizes_bytes", size) for size in sizes_bytes]
     if any(size < 0 for size in sizes) or sum(sizes) > _MOST_BYTES:
         raise ValueError(f"sizes_bytes must not be negative, nor more than 2**60; got {sizes}")
     device = _accelerator()
@@ -102,7 +102,7 @@ def reserve_pinned_memory(n_bytes: int) -> int:
         MemoryError: the pool would exceed its limit, or the system has not that much memory.
         RuntimeError: there is no accelerator, this is a forked child, or the driver refuses it.
     """
-    wanted = operator.index(n_bytes)
+    wanted = integer("n_bytes", n_bytes)
     if not 0 <= wanted <= _MOST_BYTES:
         raise ValueError(f"n_bytes must be from 0 to 2**60; got {wanted}")
     device = _accelerator()

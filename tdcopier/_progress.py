@@ -74,7 +74,7 @@ class Progress:
 
     def add(self, n_bytes: int) -> None:
         """Note that more bytes are done, and show it, if that was not done just now."""
-        self._done_bytes += n_bytes
+        self._done_bytes = min(self._done_bytes + n_bytes, self._total_bytes)  # may have padding
         if time.monotonic() < self._next_s:
             return
         try:

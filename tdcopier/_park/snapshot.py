@@ -22,10 +22,14 @@ from tdcopier._park.gathered import DeviceCopy, ScratchCopy
 from tdcopier._park.park import storages_of
 from tdcopier._park.tensors import (
     FoundTensors,
+    Place,
+    check_switch,
     container_rule,
+    named,
     plain_parts,
     refuse_modes,
     tensors_in,
+    text_of,
 )
 from tdcopier._park.transfers import PACKED_BYTES
 from tdcopier._progress import Progress
@@ -33,6 +37,7 @@ from tdcopier._progress import Progress
 __all__ = ["Snapshot", "snapshot"]
 
 _CPU = torch.device("cpu")
+_USE_GET = "use what its get() returns"
 
 
 class Snapshot:
@@ -40,6 +45,8 @@ class Snapshot:
 
     You may drop it at any time. Any thread may use it.
     """
+
+    _instead_in_a_state = "give what its get() returns"
 
     def __init__(self, tree: Any, copy: ScratchCopy | DeviceCopy, n_bytes: int) -> None:
         """Take over the tree, whose bytes may still be on their way."""
@@ -53,8 +60,17 @@ class Snapshot:
         return self._copy.ready()
 
     def __repr__(self) -> str:
-        """Return whether the bytes have arrived."""
-        return f"<tdcopier.Snapshot: {'arrived' if self.ready() else 'on its way'}>"
+        """Return the number of bytes, and whether they have arrived."""
+        state = "arrived" if self.ready() else "on its way"
+        return f"<tdcopier.Snapshot: {self._bytes} bytes, {state}>"
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to call: the caller takes the handle for the result."""
+        raise AttributeError(f"a handle of snapshot() has no attribute {name!r}: {_USE_GET}")
+
+    def __getitem__(self, key: object) -> Any:
+        """Say what to call, also to a loop."""
+        raise TypeError(f"a handle of snapshot() has no items: {_USE_GET}")
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be copied or pickled."""
@@ -140,6 +156,8 @@ def snapshot(
     """
     refuse_modes("snapshot()")
     check_optimizer(optimizer)
+    check_switch("device_copy", device_copy)
+    check_switch("defer_wait", defer_wait, may_be_none=True)
     data = _Data()
     tree = data.of(state)
     found = tensors_in(tree, gradients=False)
@@ -152,7 +170,7 @@ def snapshot(
         copied = kind(memory.tensors(), memory.sizes_bytes, progress)
     on_host = memory.like(stable.tensors, copied.parts)
     replaced: dict[int, Any] = dict(zip(map(id, found.tensors), on_host, strict=True))
-    taken = Snapshot(_TreeCopy(replaced).of(tree), copied, n_bytes)
+    taken = Snapshot(_TreeCopy(replaced).of(tree, "state"), copied, n_bytes)
     optimizers = {id(each): each for each in [*data.optimizers, optimizer] if each is not None}
     for each in optimizers.values():
         _wait_in_step(each, taken)
@@ -238,6 +256,10 @@ def _refuse_quantized(found: FoundTensors) -> None:
             )
 
 
+_ITEM = "[{!r}]"
+_KEY = " (a key)"
+
+
 class _TreeCopy:
     """Copies trees by `copy.deepcopy`, except for tensors, TensorDicts and state dicts.
 
@@ -250,7 +272,7 @@ class _TreeCopy:
         self._memo = memo
         self._kept: list[Any] = []  # so that their ids stay their own
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: Any, at: Place) -> Any:
         memo = self._memo
         known = memo.get(id(value))
         if known is not None:
@@ -259,36 +281,52 @@ class _TreeCopy:
             return self._tensor(value)
         cls: Any = type(value)
         if cls is tuple:
-            return tuple(self.of(child) for child in value)
+            return tuple(self.of(child, (at, _ITEM, i)) for i, child in enumerate(value))
         if cls is list:
             made: Any = []
             memo[id(value)] = made
-            made.extend(self.of(child) for child in value)
+            made.extend(self.of(child, (at, _ITEM, i)) for i, child in enumerate(value))
         elif cls in (dict, OrderedDict):
             made = cls()
             memo[id(value)] = made
-            made.update((copy.deepcopy(key, memo), self.of(child)) for key, child in value.items())
+            for key, child in value.items():
+                made[self._deep(key, (at, "{}", _KEY))] = self.of(child, (at, _ITEM, key))
             for name, attribute in getattr(value, "__dict__", {}).items():  # `_metadata`
-                setattr(made, name, copy.deepcopy(attribute, memo))
+                setattr(made, name, self._deep(attribute, (at, ".{}", name)))
         elif _is_tensor_collection(cls):
             memo[id(value)] = self._collection(value)
         else:
             if not _is_plain(value):
-                self._note(value)
-            return copy.deepcopy(value, memo)
+                self._note(value, at)
+            return self._deep(value, at)
         return memo[id(value)]
 
-    def _note(self, value: Any) -> None:
+    def _deep(self, value: Any, at: Place) -> Any:
+        """Return `copy.deepcopy` of it.
+
+        Raises:
+            TypeError: it refuses to be copied.
+            Exception: another error of a method of the value.
+        """
+        try:
+            return copy.deepcopy(value, self._memo)
+        except TypeError as error:
+            raise TypeError(
+                f"{text_of(at)} is {named(value)}, which copy.deepcopy cannot copy: {error}; leave "
+                "it out, or give what you want to save of it"
+            ) from error
+
+    def _note(self, value: Any, at: Place) -> None:
         """Copy the tensors and TensorDicts in any other container, for `copy.deepcopy` to find."""
         for _, leaf in _C.leaves_with_paths(value, _CPU):
             if isinstance(leaf, torch.Tensor):
                 self._tensor(leaf)
         rule = container_rule(type(value))
         if rule is not None:
-            for child in rule.flatten(value)[0]:
+            for number, child in enumerate(rule.flatten(value)[0]):
                 if not isinstance(child, torch.Tensor):
                     self._kept.append(child)
-                    self.of(child)
+                    self.of(child, (at, _ITEM, number))
 
     def _collection(self, value: Any) -> Any:
         made = value.apply(self._tensor, device=_CPU)

@@ -60,6 +60,15 @@ class SnapshotStager:
         """Close it."""
         self.close()
 
+    def __repr__(self) -> str:
+        """Return whether it is at work, and which optimizer waits for it."""
+        last = self._last
+        state = "idle" if last is None or last.done() else "staging"
+        waits = ""
+        if self._optimizer is not None:
+            waits = f", waits in step of {type(self._optimizer).__qualname__}"
+        return f"<tdcopier.SnapshotStager: {'closed' if self._is_closed else state}{waits}>"
+
     @property
     def should_synchronize_after_execute(self) -> bool:
         """False: `async_save` need not wait until the snapshot has arrived."""

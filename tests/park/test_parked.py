@@ -195,4 +195,4 @@ def test_a_handle_cannot_be_copied(device, make, call):
         handle.resume()
     else:
         assert handle.get()[0].eq(3).all()
-        assert repr(handle) == "<tdcopier.Snapshot: arrived>"
+        assert repr(handle) == f"<tdcopier.Snapshot: {4 * LARGE} bytes, arrived>"
