@@ -78,7 +78,7 @@ print(f"parked: {parked.bytes:,} bytes; {weight.untyped_storage().nbytes()} byte
 # The tensors are still the same objects, with shapes and without memory, so their use fails.
 
 try:
-    model(batches[0])
+    weight.norm()
 except RuntimeError as error:
     print("while parked:", str(error).splitlines()[0])
 
