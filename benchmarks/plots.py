@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,11 +18,14 @@ from tdcopier._commands.tables import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 GREEN, GREY, AMBER = "#2a9d63", "#8c96a3", "#d29922"
 OTHERS = ("#4f7cac", AMBER, "#a4548b", GREY)
 TEXT = "#7d8590"  # reads on light and on dark pages
-LARGE_RATIO = 8.0  # bars whose values differ by more get a logarithmic axis
+WIDTH_IN = 5.0  # texts stay legible where a phone shows the whole picture
+TITLE_LETTERS = 42  # of a line
 COPIED, REPLAYED, NESTED = "detection_batch", "atari_256", "flat"
 STYLE = {
     "svg.fonttype": "none",  # text stays text
@@ -39,7 +43,6 @@ class Bars(NamedTuple):
 
     heading: str
     us: dict[str, float]
-    linear: bool = False  # whatever the values
 
 
 class Curves(NamedTuple):
@@ -58,44 +61,59 @@ def plot_of(result: dict[str, Any]) -> Plot | None:
 
 
 def as_svg(plot: Plot) -> str:
-    """Draw a plot; the picture grows until all texts fit. The same plot gives the same text."""
+    """Draw a plot. The same plot gives the same text."""
     drawn = io.BytesIO()
-    with _axes(plot.heading, 0.3 * len(plot.us) if isinstance(plot, Bars) else 3.4) as axes:
-        if isinstance(plot, Bars):
-            _bars(axes, plot)
-        else:
-            _curves(axes, plot)
-        whole = {"bbox_inches": "tight", "transparent": True, "metadata": {"Date": None}}
-        axes.figure.savefig(drawn, format="svg", **whole)
+    with drawn_figure(plot) as figure:
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     return drawn.getvalue().decode()
 
 
 @contextmanager
-def _axes(heading: str, height: float) -> Iterator[Axes]:
+def drawn_figure(plot: Plot) -> Iterator[Figure]:
+    """Draw a plot as a figure, in its style."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        axes = Figure(figsize=(5, height)).add_axes((0, 0, 1, 1))  # texts are outside of it
-        axes.set_title(heading, weight="bold")
+        height_in = 0.5 * len(plot.us) + 0.6 if isinstance(plot, Bars) else 3.6
+        title = textwrap.wrap(plot.heading, TITLE_LETTERS)
+        figure = Figure(figsize=(WIDTH_IN, height_in + 0.2 * len(title)), layout="constrained")
+        figure.suptitle("\n".join(title), weight="bold", x=0.02, ha="left")
+        axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
-        yield axes
+        if isinstance(plot, Bars):
+            _bars(axes, plot)
+        else:
+            _curves(axes, plot)
+        yield figure
 
 
 def _bars(axes: Axes, plot: Bars) -> None:
-    """Draw horizontal bars; on a logarithmic axis, they begin at half of the smallest value."""
+    """Draw horizontal bars from 0, with the way above each bar and the time after it.
+
+    The axis is linear: the length of a bar is its time, also where times differ by far.
+    """
     values = list(plot.us.values())
-    bars = axes.barh(list(plot.us), values, color=[_colour(way) for way in plot.us])
-    axes.bar_label(bars, [f"{number(us)} us" for us in values], padding=4)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-    if not plot.linear and max(values) > LARGE_RATIO * min(values):
-        axes.set_xscale("log")
-        axes.set_xlim(left=min(values) / 2)
-        axes.set_xlabel("us, logarithmic")
-    else:
-        axes.set_xlabel("us")
+    most, least = max(*values, 0), min(*values, 0)
+    axes.barh(range(len(values)), values, height=0.4, color=[_colour(way) for way in plot.us])
+    for row, (way, us) in enumerate(plot.us.items()):
+        axes.annotate(way, (0, row - 0.26), (3, 0), textcoords="offset points", va="bottom")
+        axes.annotate(
+            f"{number(us)} us", (max(us, 0), row), (4, 0), textcoords="offset points", va="center"
+        )
+    axes.set_xlim(least, most + 0.3 * (most - least))
+    axes.set_ylim(len(values) - 0.6, -0.9)
+    axes.set_yticks([])
+    axes.spines["left"].set_position("zero")
+    axes.xaxis.set_major_locator(_few_ticks())
+    axes.set_xlabel("us")
     _plain_ticks(axes, "x")
+
+
+def _few_ticks() -> MaxNLocator:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(4)
 
 
 def _colour(way: str) -> str:
@@ -113,7 +131,7 @@ def _curves(axes: Axes, plot: Curves) -> None:
     axes.set(xscale="log", yscale="log", xlabel="leaves", ylabel="us")
     axes.grid()
     _plain_ticks(axes, "x", "y")
-    axes.legend(frameon=False)
+    axes.figure.legend(loc="outside lower left", frameon=False)
 
 
 def _plain_ticks(axes: Axes, *names: str) -> None:
@@ -144,7 +162,7 @@ def _added(what: str, steps: dict[str, Any], gpu: str) -> Bars:
     medians = _medians(steps)
     resident = medians.pop(RESIDENT)
     heading = f"Time added to {what}: {number(resident)} us on the device already ({gpu})"
-    return Bars(heading, {way: us - resident for way, us in medians.items()}, linear=True)
+    return Bars(heading, {way: us - resident for way, us in medians.items()})
 
 
 def _loop(result: dict[str, Any]) -> Plot:

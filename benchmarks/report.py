@@ -15,9 +15,7 @@ from typing import Any
 
 from plots import as_svg, plot_of
 from sections import DIRECTIONS, TABLES, title
-from tables import LIMIT_PREFIX, OURS, leaves_and_bytes, table
-
-from tdcopier._commands.tables import number
+from tables import LIMIT_PREFIX, OURS, RESIDENT, leaves_and_bytes, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,6 +24,7 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 NO_RESULTS = "No result files yet: `make bench` on a machine with a GPU writes them."
 HEADLINE_WORKLOAD = "detection_batch"
 PER_LEAF = ".to() per leaf"
+BUSY = "8 DataLoader workers"  # the load of `cold` that the README shows
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -127,12 +126,12 @@ def _first(batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 def _multiple(ratio: float | None) -> str:
     if ratio is None:
         return ""
-    text = f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.2g} x"
+    text = _multiple_of(ratio)
     return f"**{text}**" if ratio < 0.95 else text
 
 
 def readme_part(results: Sequence[dict[str, Any]]) -> str:
-    """Return the text between the marks in README.md: the sentences, the plot and the machine.
+    """Return the text between the marks in README.md: a sentence, a table and the machine.
 
     Raises:
         KeyError: There is no result of the copies, or of cold caches or the training loop on the
@@ -140,32 +139,68 @@ def readme_part(results: Sequence[dict[str, Any]]) -> str:
 
     """
     h2d = {result["name"]: result for result in reversed(results)}["h2d"]  # the first one
-    slug = h2d["machine"]["slug"]  # the sentences compare figures of one machine
+    slug = h2d["machine"]["slug"]  # the table compares figures of one machine
     named = {result["name"]: result for result in results if result["machine"]["slug"] == slug}
-    loop = named["loop"]
-    plot = f"![copy times, host to device](benchmarks/results/{plot_name(h2d)})"
-    source = "Medians; drawn from the files in `benchmarks/results`."
-    text = headline(h2d, named["cold"], loop)
-    return f"{text}\n\n{plot}\n\n{machine_line(h2d)} {source}"
-
-
-def headline(h2d: dict[str, Any], cold: dict[str, Any], loop: dict[str, Any]) -> str:
-    """Return the README's sentences on how much faster than `.to()` tdcopier is."""
-    found = h2d["workloads"][HEADLINE_WORKLOAD]
-    ours_us, theirs_us = (found["contenders"][way]["median_us"] for way in (OURS, PER_LEAF))
-    in_cold = cold["copies"]["h2d"]["detection batch"]
-    cold_us, cold_ratio = in_cold["contenders"][OURS]["median_us"], in_cold["ratios"][PER_LEAF]
+    cold, loop = named["cold"], named["loop"]
+    busy = cold["beside"][BUSY]["detection batch"]
     ratios = loop["loops"][HEADLINE_WORKLOAD]["ratios"]
-    return (
-        f"{leaves_and_bytes(found)} reach an {h2d['machine']['gpu']} in "
-        f"**{number(ours_us / 1000)} ms**; with "
-        f"`.to()` per leaf they take {number(theirs_us / 1000)} ms, "
-        f"**{theirs_us / ours_us:.0f} times** as long.\n"
-        f"With cold caches, as between other work, the copy takes {number(cold_us / 1000)} ms, and "
-        f"`.to()` {cold_ratio:.0f} times as long.\n"
-        f"A training step with them takes {ratios[OURS]:.2f} times as long as one whose "
-        f"batch is already on the GPU; with `.to()` per leaf, {ratios[PER_LEAF]:.1f} times."
+    text = (
+        f"A batch of {leaves_and_bytes(busy)}, as a detection dataset has them, reaches an "
+        f"{h2d['machine']['gpu']} in **{_ms(busy['contenders'][OURS]['median_us'])} ms** on a busy "
+        f"host (cold caches, beside {BUSY}); with `.to()` per leaf it takes "
+        f"{busy['ratios'][PER_LEAF]:.0f} times as long.\n"
+        f"A training step on it takes {ratios[OURS]:.2f} times as long as one on a batch that is "
+        f"on the GPU already; with `.to()` per leaf, {ratios[PER_LEAF]:.1f} times."
     )
+    source = "Medians; the files in `benchmarks/results` have quartiles and all ways."
+    return f"{text}\n\n{_readme_table(cold, h2d, loop)}\n\n{machine_line(h2d)} {source}"
+
+
+def _readme_table(cold: dict[str, Any], h2d: dict[str, Any], loop: dict[str, Any]) -> str:
+    """Return the README's table: copies as they are between other work first."""
+    beside, alone = cold["beside"][BUSY], cold["copies"]["h2d"]
+    steps = loop["loops"]
+    rows = [
+        _readme_row(f"{name}: {leaves_and_bytes(found)}{how}", found["contenders"])
+        for name, found, how in (
+            ("labels", beside["detection batch"], "; busy"),
+            ("labels and images", beside["detection batch with images"], "; busy"),
+            ("TensorDict", beside["flat TensorDict"], "; busy"),
+            ("control TensorDict", alone["control TensorDict"], "; alone"),
+            ("labels", h2d["workloads"][HEADLINE_WORKLOAD], "; alone, warm caches"),
+        )
+    ]
+    rows += [
+        _readme_row(f"training step, {name}: {leaves_and_bytes(found)}", found["step"])
+        for name, found in (
+            ("labels", steps[HEADLINE_WORKLOAD]),
+            ("Atari replay", steps["atari_replay"]),
+        )
+    ]
+    return table(["ms", OURS, "`.to()`", "best other way"], rows)
+
+
+def _readme_row(what: str, times: dict[str, Any]) -> list[str]:
+    """Return the medians of ours, of `.to()`, and of the best other way if it is faster."""
+    us = {way: found["median_us"] for way, found in times.items()}
+    ours_us = us[OURS]
+    to = PER_LEAF if PER_LEAF in us else "td.to()"
+
+    def cell(way: str) -> str:
+        return f"{_ms(us[way])} ({_multiple_of(us[way] / ours_us)})".replace(" x", "x")
+
+    others = [way for way in us if not way.startswith((OURS, LIMIT_PREFIX, RESIDENT))]
+    best = min(others, key=us.__getitem__)
+    named = "" if best == to else f"{cell(best)}, {best.partition(',')[0]}"
+    return [what, f"**{_ms(ours_us)}**", cell(to), named]
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.2f}" if us < 10_000 else f"{us / 1000:.1f}"
+
+
+def _multiple_of(ratio: float) -> str:
+    return f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.2g} x"
 
 
 def with_part(readme: str, part: str) -> str:

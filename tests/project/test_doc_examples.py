@@ -170,11 +170,6 @@ def boxes(count: int = 12) -> dict[str, Any]:
     return {"boxes": [torch.rand(count, 4), torch.rand(count + 1, 4)], "ids": torch.arange(count)}
 
 
-@set_up("docs/index.md")
-def _(run: Run) -> Names:
-    return {"batch": boxes(), "prepare_the_next_batch": nothing}
-
-
 @set_up("docs/concepts/memory.md")
 def _(run: Run) -> Names:
     return {"dataset": [torch.rand(300, 300) for _ in range(3)], "learn": nothing}
