@@ -34,10 +34,10 @@ using Release = py::call_guard<py::gil_scoped_release>;  // for calls that may b
 
 // Registers the simulation as the process's accelerator. Loading the module does not, because users
 // must ask for this explicitly.
-void enable(int devices) {
+void enable(int count) {
   TORCH_CHECK(!c10::impl::hasDeviceGuardImpl(kDeviceType) && !at::isPrivateUse1HooksRegistered(),
               "torch's PrivateUse1 device is in use by another backend");
-  create_devices(devices);
+  create_devices(count);
   register_hooks();
   c10::SetAllocator(kDeviceType, &DeviceAllocator::get());
   at::setHostAllocator(kDeviceType, &PinnedAllocator::get());
@@ -46,7 +46,7 @@ void enable(int devices) {
   register_operators();
   register_sparse_operators();
   register_autocast();
-  start_missing_autograd_threads(devices);
+  start_missing_autograd_threads(count);
   // Costs nothing, and until then torch treats no memory as pinned.
   at::globalContext().lazyInitDevice(kDeviceType);
 }
