@@ -31,7 +31,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 1
 SUITES = ("h2d", "d2h", "into", "tensordict", "gather", "loop")
 OLD, NEW = "old", "new"
-SHARED = {"tdcopier.workloads": "workloads.py", "tdcopier._commands": "_commands/__init__.py"}
+SHARED = {
+    "tdcopier.workloads": "workloads.py",
+    "tdcopier._commands": "_commands/__init__.py",
+    "tdcopier._progress": "_progress.py",
+}
 """Parts of the package that benchmarks use: always this checkout's, whichever build is timed."""
 
 Measured = dict[str, Any]
