@@ -7,14 +7,13 @@ decides which batches are sent at once, and which stay staged on the host.
 
 from __future__ import annotations
 
-import operator
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
 
 from typing_extensions import Self, Unpack
 
@@ -22,15 +21,27 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._copy import start_copy
 from tdcopier._options import CopyOptions, Device
+from tdcopier._prefetch.checking import (
+    checked_depth,
+    checked_threaded,
+    is_to_be_called,
+    refuse_unknown_options,
+)
 from tdcopier._prefetch.in_loop import LoopPass
+from tdcopier._prefetch.of_source import AttributesOfSource
 from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
 from tdcopier._prefetch.reader import ReaderPass
 from tdcopier._prefetch.source import PrefetchCounters, Source
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 __all__ = ["PrefetchStats", "Prefetcher", "prefetch"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+_BEGUN_ANEW = "another one over the source has begun; make a second prefetcher for a second loop"
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class PrefetchStats:
     """Time that the reader waited for room, because `depth` batches were in flight."""
 
 
-class Prefetcher(Generic[T_co]):
+class Prefetcher(AttributesOfSource, Generic[T_co]):
     """Yields the batches of a source on a device, in order; made by `prefetch`.
 
     `for` starts a pass. If an earlier pass is unfinished, the type of the source decides. A source
@@ -74,6 +85,9 @@ class Prefetcher(Generic[T_co]):
 
     `async for` in an asyncio event loop takes the batches without blocking the loop.
 
+    Public attributes that a prefetcher does not have are those of its source: `dataset`,
+    `batch_size`, `sampler` and so on of a `DataLoader`, and `set_epoch` of a loader that has it.
+
     A `with` or `async with` block closes the prefetcher at its end. If the prefetcher is dropped
     instead, its reader also ends, after the batch that it is reading.
     """
@@ -88,13 +102,14 @@ class Prefetcher(Generic[T_co]):
         /,
     ) -> None:
         """Do not call this: use `prefetch`."""
-        self._is_callable = _is_callable(source)
-        self._source: Iterable[Any] | Callable[[], Any] = source
+        self._is_callable = is_to_be_called(source)
+        self._source: Any = source
         self._device: Device = device
-        self._depth = _checked_depth(depth)
-        self._is_threaded = _checked_threaded(threaded)
+        self._depth = checked_depth(depth)
+        self._is_threaded = checked_threaded(threaded)
         self._options = options
-        start_copy(None, device, **options)  # raises if the device or an option is wrong
+        refuse_unknown_options(options)
+        start_copy(None, device, **options)  # raises if the device or a value is wrong
         self._counters = PrefetchCounters()
         self._starting = threading.RLock()
         self._queue: BatchQueue | None = None
@@ -164,7 +179,29 @@ class Prefetcher(Generic[T_co]):
         """
         if self._is_callable:
             raise TypeError("a prefetcher of a callable has no len()")
-        return len(self._source)  # type: ignore[arg-type]  # raises TypeError itself
+        return len(self._source)  # raises TypeError itself
+
+    if not TYPE_CHECKING:  # a type checker knows that there are no items
+
+        def __getitem__(self, index: object) -> NoReturn:
+            """Say how to get batches."""
+            raise TypeError(
+                "a prefetcher has no items: loop over it, or call next(prefetcher) for one batch"
+            )
+
+    def __repr__(self) -> str:
+        """Return the class of the source, and where its batches go."""
+        return (
+            f"<tdcopier.Prefetcher: {type(self._source).__name__} to {self._device}, depth "
+            f"{self._depth}, batches so far: {self._counters.batches}, "
+            f"{'closed' if self._is_closed else 'open'}>"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: the copy would share the pass, or lose its batches."""
+        raise TypeError(
+            "a prefetcher cannot be copied or pickled: make another one over the source"
+        )
 
     def close(self) -> None:
         """End the pass for good: drop unused batches, close a generator, wait for the reader.
@@ -246,7 +283,7 @@ class Prefetcher(Generic[T_co]):
             queue = self._queue
             if queue is None or self._is_to_end(queue, is_wanted_anew=is_wanted_anew):
                 if queue is not None:
-                    queue.end("another one over the source has begun")
+                    queue.end(_BEGUN_ANEW)
                 # Stored before it starts: an interrupt may end `start` after the reader has begun.
                 self._queue = queue = self._new_queue()
             queue.start()
@@ -259,7 +296,7 @@ class Prefetcher(Generic[T_co]):
         """End a pass that `_pass` would end, and let the event loop run until it has ended."""
         queue = self._queue
         if isinstance(queue, ReaderPass) and self._is_to_end(queue, is_wanted_anew=is_wanted_anew):
-            queue.tell_to_end("another one over the source has begun")
+            queue.tell_to_end(_BEGUN_ANEW)
             await queue.reader_ended()
 
     def _is_to_end(self, queue: BatchQueue, *, is_wanted_anew: bool) -> bool:
@@ -270,9 +307,9 @@ class Prefetcher(Generic[T_co]):
     def _new_queue(self) -> BatchQueue:
         generator = None
         if self._is_callable:
-            read: Callable[[], Any] = self._source  # type: ignore[assignment]
+            read: Callable[[], Any] = self._source
         else:
-            iterator = iter(self._source)  # type: ignore[arg-type]
+            iterator = iter(self._source)
             self._begins_anew = iterator is not self._source
             read = partial(next, iterator)
             if isinstance(iterator, Generator):
@@ -328,6 +365,15 @@ class _AsyncPass(Generic[T_co]):
         return batch
 
 
+@overload
+def prefetch(
+    source: DataLoader[Any],
+    device: Device,
+    *,
+    depth: int = 2,
+    threaded: bool = True,
+    **options: Unpack[CopyOptions],
+) -> Prefetcher[Any]: ...
 @overload
 def prefetch(
     source: Iterable[AsyncCopyHandle[T]] | Callable[[], AsyncCopyHandle[T]],
@@ -386,7 +432,13 @@ def prefetch(
         source: an iterable, for example a `DataLoader` or a generator; or a callable without
             arguments, for example `buffer.sample`, that returns the next batch until it raises
             StopIteration. An iterable that is also callable is iterated. The thread that starts a
-            pass calls `iter(source)`; only the reader reads batches, one at a time.
+            pass calls `iter(source)`; only the reader reads batches, one at a time. A list or tuple
+            is taken for a sequence of batches. Refused is what is probably a mistake: a single
+            batch, since iterating it gives keys, fields or rows (a dict or another mapping, a named
+            tuple, a tensor, an array, a TensorDict; `iter(batch)` gives rows); text and bytes; a
+            set, which has no order; an `AsyncCopyHandle`, which is one copy; a module and a class,
+            since calling them returns no batch; a dataset without `__iter__`, whose items are
+            samples; a generator function that was not called; anything asynchronous.
         device: the target, as for `start_copy`. "cuda" is the CUDA device that is current where a
             pass starts.
         depth: maximum number of batches that have been or are being read, and have not been
@@ -403,38 +455,15 @@ def prefetch(
         **options: see `CopyOptions`.
 
     Raises:
-        TypeError: `source` is neither iterable nor callable; `depth` is not an int; as
-            `start_copy`.
+        TypeError: `source` is neither iterable nor callable without arguments, or is refused as
+            above; `depth` is not an int; an option belongs to the `DataLoader`, such as
+            `num_workers`; as `start_copy`.
         ValueError: `depth` is less than 1; as `start_copy`.
         RuntimeError: the current stream of `device` is capturing a CUDA graph.
 
     Nothing is read before the first `for` or `next()`.
+
+    Type checkers take the type of the batches from the source. That of a `DataLoader` depends on
+    its `collate_fn`, so annotate it: ``batches: Prefetcher[Batch] = prefetch(loader, "cuda")``.
     """
     return Prefetcher(source, device, depth, threaded, options)
-
-
-def _is_callable(source: Any) -> bool:
-    """Return whether to call the source instead of iterating over it."""
-    if isinstance(source, Iterable) or hasattr(type(source), "__getitem__"):
-        return False
-    if callable(source):
-        return True
-    raise TypeError(
-        "source must be an iterable of batches, or a callable without arguments that returns the "
-        f"next one; got {type(source).__name__}"
-    )
-
-
-def _checked_threaded(threaded: bool) -> bool:
-    if not isinstance(threaded, bool):
-        raise TypeError(f"threaded must be a bool; got {threaded!r}")
-    return threaded
-
-
-def _checked_depth(depth: int) -> int:
-    if isinstance(depth, bool) or not hasattr(depth, "__index__"):
-        raise TypeError(f"depth must be a positive int; got {depth!r}")
-    depth = operator.index(depth)
-    if depth < 1:
-        raise ValueError(f"depth must be at least 1; got {depth}")
-    return depth

@@ -1,0 +1,182 @@
+"""Checks of what the caller gives to `prefetch`, before anything is read."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+
+from tdcopier._C import AsyncCopyHandle
+from tdcopier._options import CopyOptions
+
+_ACCEPTED = "an iterable of batches, or a callable without arguments that returns the next one"
+
+
+def is_to_be_called(source: Any) -> bool:
+    """Return whether to call the source; if not, it is to be iterated.
+
+    Raises:
+        TypeError: it is no source of batches.
+    """
+    if isinstance(source, type):
+        raise TypeError(f"source is the class {source.__name__}: pass an instance of it")
+    if isinstance(source, nn.Module):  # calling it, or iterating over its parts, gives no batches
+        raise TypeError(
+            f"source is a module ({_class(source)}), not what yields its batches: pass {_ACCEPTED}"
+        )
+    if isinstance(source, Iterable) or hasattr(type(source), "__getitem__"):
+        _refuse_batch(source)
+        _refuse_samples(source)
+        return False
+    if not callable(source):
+        _refuse(source)
+    _refuse_call(source)
+    return True
+
+
+def refuse_unknown_options(options: Mapping[str, Any]) -> None:
+    """Raise a TypeError that says where an option belongs that `prefetch` does not take."""
+    for name in options:
+        if name in CopyOptions.__annotations__:
+            continue
+        if name in _options_of_data_loader():
+            raise TypeError(
+                f"prefetch() takes no {name}, which is an option of DataLoader: make the loader "
+                f"with it, as in prefetch(DataLoader(dataset, {name}=...), device)"
+                + _NOTES.get(name, "")
+            )
+        if name == "non_blocking":
+            raise TypeError("prefetch() takes no non_blocking: its copies never block")
+        if name == "dtype":
+            raise TypeError("prefetch() keeps dtypes: convert the batches with .to(dtype)")
+        raise TypeError(
+            f"prefetch() got an unexpected keyword argument {name!r}: it takes depth, threaded, "
+            f"and the options of copies ({', '.join(CopyOptions.__annotations__)})"
+        )
+
+
+def checked_threaded(threaded: bool) -> bool:
+    """Return whether there is a reader thread; raise a TypeError if the option is no bool."""
+    if not isinstance(threaded, bool):
+        raise TypeError(f"threaded must be a bool; got {threaded!r}")
+    return threaded
+
+
+def checked_depth(depth: int) -> int:
+    """Return the depth as an int.
+
+    Raises:
+        TypeError, ValueError: it is not a positive int.
+    """
+    if isinstance(depth, bool) or not hasattr(depth, "__index__"):
+        raise TypeError(f"depth must be a positive int; got {depth!r}")
+    depth = operator.index(depth)
+    if depth < 1:
+        raise ValueError(f"depth must be at least 1; got {depth}")
+    return depth
+
+
+# ---- sources -------------------------------------------------------------------------------------
+
+
+def _refuse_batch(source: Any) -> None:
+    """Raise a TypeError for an iterable that is one batch: its rows, keys or fields are none."""
+    if isinstance(source, str | bytes | bytearray | memoryview):
+        raise TypeError(
+            f"source must be {_ACCEPTED}; got the {_class(source)} {source!r:.60}: the order is "
+            "prefetch(source, device)"
+        )
+    if isinstance(source, set | frozenset):
+        raise TypeError(f"source is a {_class(source)}, which has no order: pass a list of batches")
+    is_named_tuple = isinstance(source, tuple) and hasattr(source, "_fields")
+    has_rows = isinstance(source, torch.Tensor | np.ndarray) or _is_tensor_collection(source)
+    if not (has_rows or is_named_tuple or isinstance(source, Mapping)):
+        return
+    raise TypeError(
+        f"source is one batch ({_class(source)}), not a source of batches: copy it with "
+        "start_copy(batch, device), or pass prefetch([batch], device)"
+        + ("; to take each row as a batch, pass iter(batch)" if has_rows else "")
+    )
+
+
+def _refuse_samples(source: Any) -> None:
+    """Raise a TypeError for a dataset whose samples a loader has to collect."""
+    dataset = getattr(sys.modules.get("torch.utils.data"), "Dataset", ())
+    if isinstance(source, dataset) and not isinstance(source, Iterable):
+        raise TypeError(
+            f"source is a dataset ({_class(source)}), whose items are samples: pass "
+            "DataLoader(dataset, batch_size=...), with batch_size=None if each item is a batch"
+        )
+
+
+def _refuse_call(source: Callable[..., Any]) -> None:
+    """Raise a TypeError for a callable that would not return a batch."""
+    name = getattr(source, "__name__", _class(source))
+    for called in (source, type(source).__call__):
+        if inspect.isgeneratorfunction(called):
+            raise TypeError(
+                f"source is a generator function, which returns a generator instead of a batch: "
+                f"call it, as in prefetch({name}(), device)"
+            )
+        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+            _refuse_asynchronous(called)
+    try:  # a wrapper may give arguments to what it wraps
+        signature = inspect.signature(source, follow_wrapped=False)
+    except (TypeError, ValueError):  # some native callables have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TypeError(
+            f"source is called without arguments, and {name}() is {error}; give it what it needs, "
+            f"as in prefetch(lambda: {name}(...), device)"
+        ) from None
+
+
+def _refuse(source: Any) -> NoReturn:
+    if isinstance(source, AsyncCopyHandle):
+        raise TypeError(
+            "source is the handle of one copy, not a source of batches: call its wait() or get()"
+        )
+    if isinstance(source, AsyncIterable) or inspect.iscoroutine(source):
+        _refuse_asynchronous(source)
+    found = "None" if source is None else _class(source)
+    raise TypeError(f"source must be {_ACCEPTED}; got {found}")
+
+
+def _refuse_asynchronous(source: Any) -> NoReturn:
+    raise TypeError(
+        f"source must be {_ACCEPTED}; got an asynchronous one ({_class(source)}), and no event "
+        "loop reads it: make an ordinary generator or function of it"
+    )
+
+
+def _is_tensor_collection(source: Any) -> bool:
+    """Return whether the source is a TensorDict or a tensorclass. Does not import tensordict."""
+    tensordict = sys.modules.get("tensordict")
+    is_one = getattr(tensordict, "is_tensor_collection", None)  # None while it is being imported
+    return is_one is not None and bool(is_one(source))
+
+
+def _class(source: Any) -> str:
+    return type(source).__name__
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+_NOTES = {
+    "pin_memory": "; leave it off, since prefetch() pins memory itself",
+    "prefetch_factor": "; the batches ahead on the device are depth=...",
+}
+
+
+def _options_of_data_loader() -> set[str]:
+    from torch.utils.data import DataLoader
+
+    return set(inspect.signature(DataLoader).parameters) - {"dataset"}
