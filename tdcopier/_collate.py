@@ -12,8 +12,9 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, overload
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as _torch
@@ -21,6 +22,7 @@ from torch.utils.data._utils import collate as _torch
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused
+from tdcopier._containers.unknown import class_name
 from tdcopier._slots import Slots, light_tensor, new_tensor
 
 __all__ = ["collate"]
@@ -29,6 +31,19 @@ _Chunks = dict[torch.dtype, torch.UntypedStorage] | None
 """Shared memory by dtype; None for leaves with memory of their own."""
 
 
+K = TypeVar("K")
+Stacked: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | int | float"
+S = TypeVar("S", bound=Stacked)
+
+
+@overload
+def collate(samples: Sequence[Stacked]) -> torch.Tensor: ...
+@overload
+def collate(samples: Sequence[tuple[Stacked, ...]]) -> list[torch.Tensor]: ...
+@overload
+def collate(samples: Sequence[dict[K, S]]) -> dict[K, torch.Tensor]: ...
+@overload
+def collate(samples: Sequence[Any]) -> Any: ...
 @keep_out_of_graphs("collate()")
 def collate(samples: Sequence[Any]) -> Any:
     """Stack samples into a batch, like `torch.utils.data.default_collate`, for cheap transport.
@@ -68,12 +83,14 @@ def collate(samples: Sequence[Any]) -> Any:
     Raises:
         RuntimeError: leaves or sequences at the same place have different sizes; TensorDicts cannot
             be stacked. Messages name the place in the samples.
-        TypeError: samples contain a value that cannot be stacked.
+        TypeError: samples contain a value that cannot be stacked, or are no sequence.
         KeyError: a sample lacks a key of the first one.
         IndexError: there are no samples.
     """
-    if not _is_tensor_collection(type(samples)) and len(samples) == 0:
-        raise IndexError("there are no samples to make a batch of: give at least one")
+    if not _is_tensor_collection(type(samples)):
+        _refuse_other(samples)
+        if len(samples) == 0:
+            raise IndexError("there are no samples to make a batch of: give at least one")
     walk = _Walk()
     try:
         plan = walk.plan_all(samples)
@@ -84,6 +101,17 @@ def collate(samples: Sequence[Any]) -> Any:
         return plan.build(None)
     sizes = walk.slots.chunk_bytes
     return plan.build({dtype: _shared_memory(size) for dtype, size in sizes.items()})
+
+
+def _refuse_other(samples: Any) -> None:
+    """Raise a TypeError for one sample, or for an iterator, in the place of a list of samples."""
+    is_one = isinstance(samples, (Mapping, torch.Tensor, str, bytes))
+    if is_one or not hasattr(type(samples), "__getitem__"):
+        raise TypeError(
+            f"collate() takes a list of samples; got a {class_name(type(samples))}: give the "
+            "function to a loader, as in DataLoader(dataset, collate_fn=tdcopier.collate), or call "
+            "collate([sample, ...])"
+        )
 
 
 def _shared_memory(chunk_bytes: int) -> torch.UntypedStorage:

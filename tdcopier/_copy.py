@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from tdcopier import _C, _checking
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
+from tdcopier._mistaken_use import say_what_to_use
 from tdcopier._options import (
     CopyOptions,
     Device,
@@ -219,4 +220,10 @@ def to(data: Any, device: Device, **options: Unpack[CopyOptions]) -> Any:
     return start_copy(data, device, **options).get()
 
 
+for _class in (AsyncCopyHandle, _checking.CheckedHandle):
+    say_what_to_use(
+        _class,
+        "the handle of a copy that has been started",
+        "call its wait() or get(), and use what that returns",
+    )
 atexit.register(_C.shut_down)

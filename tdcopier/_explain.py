@@ -16,6 +16,7 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import unknown
 from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
 from tdcopier._options import Device
+from tdcopier._words import counted
 
 __all__ = ["ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"]
 
@@ -144,8 +145,8 @@ class Explanation:
         counts = self.counts
         return (
             f"a copy to {self.device}: {', '.join(parts) or 'no leaves'}; "
-            f"{_number(counts.chunks, 'chunk')}, {_number(counts.transfers, 'transfer')} of "
-            f"{_number(counts.transfer_bytes, 'byte')}"
+            f"{counted(counts.chunks, 'chunk')}, {counted(counts.transfers, 'transfer')} of "
+            f"{counted(counts.transfer_bytes, 'byte')}"
         )
 
     def _shown(self) -> list[ExplainedLeaf]:
@@ -327,10 +328,6 @@ _KEYS = {
     "Quantized": "quantized",
     "NestedTensor": "nested, in strided layout",
 }
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _why_delegated(why: str, value: Any, target: torch.device) -> str:

@@ -111,19 +111,17 @@ def refuse_unknown_options(function: str, options: Mapping[str, Any]) -> None:
     for name in options:
         if name in CopyOptions.__annotations__:
             continue
-        if name == "non_blocking":
-            waits = "start" not in function and not function.startswith("async")
-            raise TypeError(
-                f"{function}() takes no non_blocking: "
-                + (
-                    "it blocks until the data has arrived; async_to() and start_copy() do not"
-                    if waits
-                    else "it never blocks; get() and wait() of its handle do"
-                )
+        why = (_OF_GATHER if function == "gather" else _OF_COPY).get(name) or _OF_ANY.get(name)
+        if name == "non_blocking" and function.startswith("async"):
+            why = "takes no non_blocking: it never blocks; get() and wait() of its handle do"
+        raise TypeError(
+            f"{function}() "
+            + (
+                why
+                or f"got an unexpected keyword argument {name!r}: its options are "
+                f"{', '.join(CopyOptions.__annotations__)}"
             )
-        if name == "dtype":
-            raise TypeError(f"{function}() keeps dtypes: convert the result with .to(dtype)")
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        )
 
 
 def bool_option(name: str, value: Any) -> bool:
@@ -142,6 +140,34 @@ def _size_option(name: str, value: int, largest: int) -> int:
         raise ValueError(f"{name} must be a positive int of at most {largest}; got {value}")
     return value
 
+
+_STAGES = "takes no {}: it stages through pinned memory by itself, see use_pinned_staging"
+_OF_ANY = {
+    "dtype": "keeps dtypes: convert the result with .to(dtype)",
+    "memory_format": "keeps strides: convert the result with .to(memory_format=...)",
+    "batch_size": "keeps batch sizes: set the batch_size of the result",
+    "other": "takes no other: give its device, and convert the result with .to(other.dtype)",
+    **{name: _STAGES.format(name) for name in ("pin_memory", "non_blocking_pin", "num_threads")},
+}
+_OF_COPY = {
+    "non_blocking": (
+        "takes no non_blocking: it blocks until the data has arrived; async_to() and start_copy() "
+        "do not"
+    ),
+    "copy": (
+        "takes no copy: leaves that are on the device already come back as the same objects; "
+        "clone() these, or copy_into() a tree of their torch.empty_like()"
+    ),
+    "inplace": "returns a new tree: copy_into() fills an existing one",
+}
+_OF_GATHER = {
+    "non_blocking": (
+        "takes no non_blocking: it blocks until the rows have arrived; start_gather() does not"
+    ),
+    "copy": "takes no copy: the rows are new memory always",
+    "inplace": "returns a new tree: with out= it fills an existing one",
+}
+"""Keywords of `Tensor.to` and `TensorDict.to` that a call has not, and what to do instead."""
 
 _ON_UNKNOWN: dict[OnUnknown, _C.OnUnknown] = {
     None: _C.OnUnknown.REFUSE_ROOT,

@@ -8,7 +8,9 @@ import torch
 
 from tdcopier._C import PinnedMemory
 from tdcopier._compile import keep_out_of_graphs
+from tdcopier._mistaken_use import say_what_to_use
 from tdcopier._options import Device
+from tdcopier._words import counted
 
 __all__ = ["PinnedMemory", "pin_memory_"]
 
@@ -58,3 +60,18 @@ def pin_memory_(data: Any, device: Device | None = None) -> PinnedMemory:
         if device is None:
             raise RuntimeError("there is no accelerator that could access pinned memory")
     return PinnedMemory(data, device)
+
+
+def _described(self: PinnedMemory) -> str:
+    """Return `<tdcopier.PinnedMemory: 4096 bytes, pinned>`, for example."""
+    if self.closed:
+        return "<tdcopier.PinnedMemory: closed>"
+    return f"<tdcopier.PinnedMemory: {counted(self.bytes, 'byte')}, pinned>"
+
+
+PinnedMemory.__repr__ = _described  # type: ignore[method-assign, assignment]  # a class of the native module
+say_what_to_use(
+    PinnedMemory,
+    "the handle of pin_memory_()",
+    "use the tree that you gave, which is pinned in place",
+)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
+import numpy as np
 import torch
 
 from tdcopier import _C, _checking, _options
@@ -12,6 +13,7 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._checking import SourceCheck, checked
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._options import Device, OnUnknown, bool_option
+from tdcopier._words import counted
 
 __all__ = ["PreparedCopy", "prepare"]
 
@@ -63,13 +65,13 @@ class BatchLayout(NamedTuple):
         if len(batch.delegated) > len(self.delegated):
             return (
                 f"{batch.delegated[0]} is left to its own .to, as "
-                f"{_in_words(len(batch.delegated), 'leaf or container')} in all; the example had "
+                f"{counted(len(batch.delegated), 'leaf or container')} in all; the example had "
                 f"{len(self.delegated)}"
             )
         if len(batch.on_target) > len(self.on_target):
             return (
                 f"{batch.on_target[0]} is on {device} already, as "
-                f"{_in_words(len(batch.on_target), 'tensor')} in all; the example had "
+                f"{counted(len(batch.on_target), 'tensor')} in all; the example had "
                 f"{len(self.on_target)}"
             )
         return difference
@@ -94,13 +96,9 @@ class BatchLayout(NamedTuple):
                     f"{was.text(only_strides)}"
                 )
         if len(batch.groups) > len(self.groups):
-            devices = _in_words(len(batch.groups), "device")
+            devices = counted(len(batch.groups), "device")
             return f"data has leaves on {devices}, the example on {len(self.groups)}"
         return None
-
-
-def _in_words(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 class PreparedCopy:
@@ -118,12 +116,22 @@ class PreparedCopy:
     __slots__ = ("__weakref__", "_example", "_native")
 
     def __init__(self, native: _C.PreparedCopy, example: BatchLayout) -> None:
-        """Do not call this: use `prepare`."""
+        """Do not call this: use `prepare`.
+
+        Raises:
+            TypeError: the caller has given an example.
+        """
+        if not isinstance(native, _C.PreparedCopy):
+            raise TypeError("prepare() makes plans: call prepare(example, device)")
         self._native = native
         self._example = example
 
+    @overload
+    def start_copy(self, batch: np.ndarray[Any, Any]) -> AsyncCopyHandle[torch.Tensor]: ...
+    @overload
+    def start_copy(self, batch: T) -> AsyncCopyHandle[T]: ...
     @keep_out_of_graphs("start_copy()")
-    def start_copy(self, batch: T) -> AsyncCopyHandle[T]:
+    def start_copy(self, batch: Any) -> AsyncCopyHandle[Any]:
         """Start to copy a batch, like `tdcopier.start_copy` with the options given to `prepare`.
 
         Raises:
@@ -162,14 +170,19 @@ class PreparedCopy:
         """Whether output tensors are reused: `reuse_outputs` is set and batches are small."""
         return self._native.keeps_outputs
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise TypeError("a plan of prepare() cannot be copied or pickled: prepare it where it runs")
+
     def __repr__(self) -> str:
         """`<PreparedCopy of 528 leaves, 153152 bytes, to cuda:0: 10 fits, 0 misfits>`, say."""
         native = self._native
         leaves = sum(map(len, self._example.groups))
         reuses = ", reuses outputs" if native.keeps_outputs else ""
         return (
-            f"<PreparedCopy of {leaves} leaves, {native.bytes} bytes, to {native.device}"
-            f"{reuses}: {native.fits} fits, {native.misfits} misfits>"
+            f"<PreparedCopy of {counted(leaves, 'leaf')}, {counted(native.bytes, 'byte')}, to "
+            f"{native.device}{reuses}: {counted(native.fits, 'fit')}, "
+            f"{counted(native.misfits, 'misfit')}>"
         )
 
 

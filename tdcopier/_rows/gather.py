@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
+import numpy as np
 import torch
 from typing_extensions import Unpack
 
@@ -28,21 +29,50 @@ __all__ = ["gather", "start_gather"]
 
 T = TypeVar("T")
 
+_NO_DEVICE = "{0}() needs a device, or existing memory as out=: call {0}(storage, index, device)"
 
-@keep_out_of_graphs("start_gather()")
+
+@overload
+def start_gather(
+    storage: np.ndarray[Any, Any],
+    index: Any,
+    device: Device,
+    *,
+    out: None = None,
+    **options: Unpack[CopyOptions],
+) -> AsyncCopyHandle[torch.Tensor]: ...
+@overload
 def start_gather(
     storage: T,
     index: Any,
+    device: Device,
+    *,
+    out: None = None,
+    **options: Unpack[CopyOptions],
+) -> AsyncCopyHandle[T]: ...
+@overload
+def start_gather(
+    storage: Any,
+    index: Any,
     device: Device | None = None,
     *,
-    out: T | None = None,
+    out: T,
+    **options: Unpack[CopyOptions],
+) -> AsyncCopyHandle[T]: ...
+@keep_out_of_graphs("start_gather()")
+def start_gather(
+    storage: Any,
+    index: Any,
+    device: Device | None = None,
+    *,
+    out: Any = None,
     use_pinned_staging: bool = True,
     pack_cpu_tensors: bool = True,
     min_packed_alignment_bytes: int = 16,
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
     on_unknown: OnUnknown = None,
-) -> AsyncCopyHandle[T]:
+) -> AsyncCopyHandle[Any]:
     """Start to copy rows of every leaf of `storage` to `device`, and return a handle at once.
 
     The result equals `storage[index].to(device)` for a TensorDict. For other containers, each leaf
@@ -122,7 +152,7 @@ def start_gather(
     if out is not None:
         return _start_into(storage, index, device, out, options)
     if device is None:
-        raise TypeError("start_gather() needs a device, or existing memory as out=")
+        raise TypeError(_NO_DEVICE.format("start_gather"))
     if device == "meta" or getattr(device, "type", None) == "meta":  # has no memory to gather into
         rows_on_host = start_gather(storage, index, "cpu", on_unknown=on_unknown).get()
         return _copy.start_copy(rows_on_host, device, on_unknown="ignore")  # checked by the gather
@@ -132,21 +162,50 @@ def start_gather(
     return handle if check is None else _checking.checked(handle, check)
 
 
-@keep_out_of_graphs("gather()", "the tree that it returns")
+@overload
+def gather(
+    storage: np.ndarray[Any, Any],
+    index: Any,
+    device: Device,
+    *,
+    out: None = None,
+    **options: Unpack[CopyOptions],
+) -> torch.Tensor: ...
+@overload
 def gather(
     storage: T,
     index: Any,
+    device: Device,
+    *,
+    out: None = None,
+    **options: Unpack[CopyOptions],
+) -> T: ...
+@overload
+def gather(
+    storage: Any,
+    index: Any,
     device: Device | None = None,
     *,
-    out: T | None = None,
+    out: T,
     **options: Unpack[CopyOptions],
-) -> T:
+) -> T: ...
+@keep_out_of_graphs("gather()", "the tree that it returns")
+def gather(
+    storage: Any,
+    index: Any,
+    device: Device | None = None,
+    *,
+    out: Any = None,
+    **options: Unpack[CopyOptions],
+) -> Any:
     """Return rows of every leaf of `storage` on `device`, and block until they have arrived.
 
     This is `start_gather(...).get()`, which describes the arguments and the errors.
     """
     if options:
         _options.refuse_unknown_options("gather", options)
+    if device is None and out is None:
+        raise TypeError(_NO_DEVICE.format("gather"))
     handle = start_gather(storage, index, device, out=out, **options)
     return handle.get() if out is None else finished(handle)
 

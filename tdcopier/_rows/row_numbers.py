@@ -12,6 +12,7 @@ from tdcopier import _C
 from tdcopier._containers.delegated_parts import plain_parts
 from tdcopier._options import Device
 from tdcopier._rows.request import RowIndex
+from tdcopier._words import counted
 
 
 def row_index(index: Any, storage: Any) -> RowIndex:
@@ -154,7 +155,10 @@ def _wrap(numbers: torch.Tensor, size: int) -> torch.Tensor:
         low, high = (int(bound) for bound in numbers.aminmax())
         for bound in (low, high):
             if not -size <= bound < size:
-                raise IndexError(f"index {bound} is out of bounds: there are {size} rows")
+                there_are = "there is" if size == 1 else "there are"
+                raise IndexError(
+                    f"index {bound} is out of bounds: {there_are} {counted(size, 'row')}"
+                )
         if low < 0:
             return torch.where(numbers < 0, numbers + size, numbers)
     return numbers
@@ -180,18 +184,22 @@ def _as_part(index: Any) -> torch.Tensor | int:
             if index.dim() == 0:
                 return int(index)
             return index.detach().long().contiguous()
-        raise TypeError(
-            f"index must be of integers (int64, int32 or int16) or booleans; it is of {index.dtype}"
-        )
+        raise TypeError(_wrong_dtype(index))
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise TypeError(
             "index must be a tensor, an array or a list of rows, a mask, a slice, a row, or a pair "
-            f"of these for two leading dimensions; got {type(index).__qualname__}"
+            f"of these for two leading dimensions; got {_found(index)}: the order is "
+            "gather(storage, index, device), and scatter(batch, storage, index)"
         )
     row = operator.index(index)
     if not _INT64.min <= row <= _INT64.max:
         raise IndexError(f"index {row} is out of bounds: it does not fit in 64 bits")
     return row
+
+
+def _found(index: Any) -> str:
+    name = type(index).__qualname__
+    return f"the {name} {index!r:.60}" if isinstance(index, (bool, float, str)) else name
 
 
 _INT64 = torch.iinfo(torch.int64)
@@ -210,10 +218,15 @@ def _of_device(index: torch.Tensor) -> torch.Tensor:
             "selects: give mask.nonzero().flatten(), or mask.cpu()"
         )
     if index.dtype not in (torch.int64, torch.int32, torch.int16):
-        raise TypeError(
-            f"index must be of integers (int64, int32 or int16) or booleans; it is of {index.dtype}"
-        )
+        raise TypeError(_wrong_dtype(index))
     return index.detach().contiguous()
+
+
+def _wrong_dtype(index: torch.Tensor) -> str:
+    return (
+        f"index must be of integers (int64, int32 or int16) or booleans; it is of {index.dtype}: "
+        "give row numbers, for example index.long()"
+    )
 
 
 def _of_array(index: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -256,7 +269,7 @@ def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:
         path, leaf = found[0]
         sizes, what = tuple(getattr(leaf, "batch_size", leaf.shape)), f"the shape of {path}"
     if len(sizes) < lead:
-        raise ValueError(f"index counts rows by {lead} dimensions; {what} is {sizes}")
+        raise ValueError(f"index counts rows by {counted(lead, 'dimension')}; {what} is {sizes}")
     return sizes[:lead]
 
 
