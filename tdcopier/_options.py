@@ -106,22 +106,21 @@ def options_for_filling(use_pinned_staging: bool, use_background_thread: bool) -
     return checked_options(use_pinned_staging, True, 16, LARGEST_CHUNK_BYTES, use_background_thread)
 
 
-def refuse_unknown_options(function: str, options: Mapping[str, Any]) -> None:
-    """Raise a TypeError that names the function if it does not take one of these options."""
+def refuse_unknown_options(function: str, options: Mapping[str, Any], *own: str) -> None:
+    """Raise a TypeError that names the function if it does not take one of these options.
+
+    Args:
+        function: the name of the function, for the message.
+        options: the keyword arguments that are to be options of copies.
+        *own: names of the other options that the function has, for the message.
+    """
     for name in options:
-        if name in CopyOptions.__annotations__:
-            continue
-        why = (_OF_GATHER if function == "gather" else _OF_COPY).get(name) or _OF_ANY.get(name)
-        if name == "non_blocking" and function.startswith("async"):
-            why = "takes no non_blocking: it never blocks; get() and wait() of its handle do"
-        raise TypeError(
-            f"{function}() "
-            + (
-                why
-                or f"got an unexpected keyword argument {name!r}: its options are "
-                f"{', '.join(CopyOptions.__annotations__)}"
+        if name not in CopyOptions.__annotations__:
+            why = {**_INSTEAD, **_INSTEAD_IN.get(function, {})}.get(name) or (
+                f"got an unexpected keyword argument {name!r}: its options are "
+                f"{', '.join((*own, *CopyOptions.__annotations__))}"
             )
-        )
+            raise TypeError(f"{function}() {why}")
 
 
 def bool_option(name: str, value: Any) -> bool:
@@ -142,14 +141,11 @@ def _size_option(name: str, value: int, largest: int) -> int:
 
 
 _STAGES = "takes no {}: it stages through pinned memory by itself, see use_pinned_staging"
-_OF_ANY = {
+_INSTEAD = {
     "dtype": "keeps dtypes: convert the result with .to(dtype)",
     "memory_format": "keeps strides: convert the result with .to(memory_format=...)",
     "batch_size": "keeps batch sizes: set the batch_size of the result",
     "other": "takes no other: give its device, and convert the result with .to(other.dtype)",
-    **{name: _STAGES.format(name) for name in ("pin_memory", "non_blocking_pin", "num_threads")},
-}
-_OF_COPY = {
     "non_blocking": (
         "takes no non_blocking: it blocks until the data has arrived; async_to() and start_copy() "
         "do not"
@@ -159,15 +155,27 @@ _OF_COPY = {
         "clone() these, or copy_into() a tree of their torch.empty_like()"
     ),
     "inplace": "returns a new tree: copy_into() fills an existing one",
-}
-_OF_GATHER = {
-    "non_blocking": (
-        "takes no non_blocking: it blocks until the rows have arrived; start_gather() does not"
-    ),
-    "copy": "takes no copy: the rows are new memory always",
-    "inplace": "returns a new tree: with out= it fills an existing one",
+    **{name: _STAGES.format(name) for name in ("pin_memory", "non_blocking_pin", "num_threads")},
 }
 """Keywords of `Tensor.to` and `TensorDict.to` that a call has not, and what to do instead."""
+
+_INSTEAD_IN = {
+    "async_to": {
+        "non_blocking": "takes no non_blocking: it never blocks; get() and wait() of its handle do",
+    },
+    "gather": {
+        "non_blocking": (
+            "takes no non_blocking: it blocks until the rows have arrived; start_gather() does not"
+        ),
+        "copy": "takes no copy: the rows are new memory always",
+        "inplace": "returns a new tree: with out= it fills an existing one",
+    },
+    "prefetch": {
+        "non_blocking": "takes no non_blocking: its copies never block",
+        "inplace": "yields new trees: copy_into() fills an existing one",
+    },
+}
+"""What differs in a call from `_INSTEAD`."""
 
 _ON_UNKNOWN: dict[OnUnknown, _C.OnUnknown] = {
     None: _C.OnUnknown.REFUSE_ROOT,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tdcopier._C import AsyncCopyHandle
-from tdcopier._options import CopyOptions
+from tdcopier._options import CopyOptions, refuse_unknown_options
 
 _ACCEPTED = "an iterable of batches, or a callable without arguments that returns the next one"
 
@@ -40,25 +40,17 @@ def is_to_be_called(source: Any) -> bool:
     return True
 
 
-def refuse_unknown_options(options: Mapping[str, Any]) -> None:
+def refuse_other_options(options: Mapping[str, Any]) -> None:
     """Raise a TypeError that says where an option belongs that `prefetch` does not take."""
+    loaders = _options_of_data_loader() if options.keys() - CopyOptions.__annotations__ else ()
     for name in options:
-        if name in CopyOptions.__annotations__:
-            continue
-        if name in _options_of_data_loader():
+        if name in loaders:
             raise TypeError(
                 f"prefetch() takes no {name}, which is an option of DataLoader: make the loader "
                 f"with it, as in prefetch(DataLoader(dataset, {name}=...), device)"
                 + _NOTES.get(name, "")
             )
-        if name == "non_blocking":
-            raise TypeError("prefetch() takes no non_blocking: its copies never block")
-        if name == "dtype":
-            raise TypeError("prefetch() keeps dtypes: convert the batches with .to(dtype)")
-        raise TypeError(
-            f"prefetch() got an unexpected keyword argument {name!r}: it takes depth, threaded, "
-            f"and the options of copies ({', '.join(CopyOptions.__annotations__)})"
-        )
+    refuse_unknown_options("prefetch", options, "depth", "threaded")
 
 
 def checked_threaded(threaded: bool) -> bool:

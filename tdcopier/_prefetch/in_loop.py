@@ -7,7 +7,8 @@ from typing import Any
 from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._prefetch.queue import BatchQueue
-from tdcopier._prefetch.source import Batch, EndOfPass, PrefetchCounters, Source
+from tdcopier._prefetch.source import Batch, EndOfPass, Source
+from tdcopier._prefetch.stats import PrefetchCounters
 
 
 class LoopPass(BatchQueue):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
@@ -25,48 +24,24 @@ from tdcopier._prefetch.checking import (
     checked_depth,
     checked_threaded,
     is_to_be_called,
-    refuse_unknown_options,
+    refuse_other_options,
 )
 from tdcopier._prefetch.in_loop import LoopPass
 from tdcopier._prefetch.of_source import AttributesOfSource
 from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
 from tdcopier._prefetch.reader import ReaderPass
-from tdcopier._prefetch.source import PrefetchCounters, Source
+from tdcopier._prefetch.source import Source
+from tdcopier._prefetch.stats import PrefetchCounters, PrefetchStats
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["PrefetchStats", "Prefetcher", "prefetch"]
+__all__ = ["Prefetcher", "prefetch"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 _BEGUN_ANEW = "another one over the source has begun; make a second prefetcher for a second loop"
-
-
-@dataclass(frozen=True)
-class PrefetchStats:
-    """Totals over all passes of a `Prefetcher` so far. Times are in microseconds.
-
-    If `waited_us` is small compared with the duration of the loop, no tuning is needed. If it is
-    large and `idle_us` is near 0, the reader is always busy: the source or the copy is slower than
-    the loop, and a larger `depth` does not help. If both are large, batches arrive unevenly: try a
-    larger `depth`. (Without a reader thread, `idle_us` is always 0.)
-    """
-
-    batches: int
-    """Batches that were yielded."""
-    late_batches: int
-    """Yielded batches that had not been read when the consumer asked for them."""
-    waited_us: float
-    """Time that consumers waited for these batches: until they were read and, if the host is the
-    target, until they had arrived. Without a reader thread it includes `read_us` and `copy_us`."""
-    read_us: float
-    """Time that the source took to return its batches."""
-    copy_us: float
-    """Time that the reader spent starting copies and waiting until their sources were read."""
-    idle_us: float
-    """Time that the reader waited for room, because `depth` batches were in flight."""
 
 
 class Prefetcher(AttributesOfSource, Generic[T_co]):
@@ -108,7 +83,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         self._depth = checked_depth(depth)
         self._is_threaded = checked_threaded(threaded)
         self._options = options
-        refuse_unknown_options(options)
+        refuse_other_options(options)
         start_copy(None, device, **options)  # raises if the device or a value is wrong
         self._counters = PrefetchCounters()
         self._starting = threading.RLock()
@@ -263,15 +238,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
     @property
     def stats(self) -> PrefetchStats:
         """Counts and times of all passes so far."""
-        counters = self._counters
-        return PrefetchStats(
-            counters.batches,
-            counters.late_batches,
-            counters.waited_ns / 1000,
-            counters.read_ns / 1000,
-            counters.copy_ns / 1000,
-            counters.idle_ns / 1000,
-        )
+        return self._counters.stats()
 
     def _pass(self, *, is_wanted_anew: bool) -> BatchQueue:
         """Return the current pass, or start one."""

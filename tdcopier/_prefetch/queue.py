@@ -13,7 +13,8 @@ from collections import deque
 from typing import Any, NoReturn
 
 from tdcopier import _C
-from tdcopier._prefetch.source import Batch, EndOfPass, Item, PrefetchCounters, Source
+from tdcopier._prefetch.source import Batch, EndOfPass, Item, Source
+from tdcopier._prefetch.stats import PrefetchCounters
 
 
 class BatchQueue(ABC):

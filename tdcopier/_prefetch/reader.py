@@ -21,7 +21,8 @@ import torch
 from tdcopier import _C
 from tdcopier._asyncio import Pauses
 from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
-from tdcopier._prefetch.source import EndOfPass, Item, PrefetchCounters, Source
+from tdcopier._prefetch.source import EndOfPass, Item, Source
+from tdcopier._prefetch.stats import PrefetchCounters
 
 # How long the interpreter's exit waits for a reader that is in its source, and for one that is in
 # the engine, whose calls return in bounded time.

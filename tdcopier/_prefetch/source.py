@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -14,27 +13,8 @@ from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import start_copy
 from tdcopier._options import CopyOptions, Device
+from tdcopier._prefetch.stats import PrefetchCounters
 from tdcopier._prefetch.stream_position import StreamPosition
-
-
-@dataclass
-class PrefetchCounters:
-    """Counts and times of all passes over one source."""
-
-    batches: int = 0
-    late_batches: int = 0
-    waited_ns: int = 0
-    read_ns: int = 0
-    copy_ns: int = 0
-    idle_ns: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)  # guards what consumers count
-
-    def count_batch(self, is_late: bool, began_ns: int) -> None:
-        """Count a yielded batch that a consumer asked for at `began_ns`."""
-        with self.lock:
-            self.batches += 1
-            self.late_batches += is_late
-            self.waited_ns += time.perf_counter_ns() - began_ns
 
 
 class Batch(NamedTuple):

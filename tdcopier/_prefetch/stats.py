@@ -1,0 +1,65 @@
+"""What a prefetcher counts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+__all__ = ["PrefetchStats"]
+
+
+@dataclass(frozen=True)
+class PrefetchStats:
+    """Totals over all passes of a `Prefetcher` so far. Times are in microseconds.
+
+    If `waited_us` is small compared with the duration of the loop, no tuning is needed. If it is
+    large and `idle_us` is near 0, the reader is always busy: the source or the copy is slower than
+    the loop, and a larger `depth` does not help. If both are large, batches arrive unevenly: try a
+    larger `depth`. (Without a reader thread, `idle_us` is always 0.)
+    """
+
+    batches: int
+    """Batches that were yielded."""
+    late_batches: int
+    """Yielded batches that had not been read when the consumer asked for them."""
+    waited_us: float
+    """Time that consumers waited for these batches: until they were read and, if the host is the
+    target, until they had arrived. Without a reader thread it includes `read_us` and `copy_us`."""
+    read_us: float
+    """Time that the source took to return its batches."""
+    copy_us: float
+    """Time that the reader spent starting copies and waiting until their sources were read."""
+    idle_us: float
+    """Time that the reader waited for room, because `depth` batches were in flight."""
+
+
+@dataclass
+class PrefetchCounters:
+    """Counts and times of all passes over one source."""
+
+    batches: int = 0
+    late_batches: int = 0
+    waited_ns: int = 0
+    read_ns: int = 0
+    copy_ns: int = 0
+    idle_ns: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards what consumers count
+
+    def count_batch(self, is_late: bool, began_ns: int) -> None:
+        """Count a yielded batch that a consumer asked for at `began_ns`."""
+        with self.lock:
+            self.batches += 1
+            self.late_batches += is_late
+            self.waited_ns += time.perf_counter_ns() - began_ns
+
+    def stats(self) -> PrefetchStats:
+        """Return the totals so far."""
+        return PrefetchStats(
+            self.batches,
+            self.late_batches,
+            self.waited_ns / 1000,
+            self.read_ns / 1000,
+            self.copy_ns / 1000,
+            self.idle_ns / 1000,
+        )
