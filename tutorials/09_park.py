@@ -72,7 +72,7 @@ note("4 steps")
 weight = model[0].weight
 parked = tdcopier.park([model, optimizer])
 note("park")
-print(f"parked: {parked.bytes:,} bytes; {weight.untyped_storage().nbytes()} bytes are left")
+print(f"parked: {parked.bytes:,} bytes")
 
 # %%
 # The tensors are still the same objects, with shapes and without memory, so their use fails.

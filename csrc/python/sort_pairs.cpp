@@ -239,8 +239,8 @@ class Sorter {
     const uint64_t begin = static_cast<uint64_t>(source->storage_offset()) * element_bytes;
     const uint64_t target_begin = static_cast<uint64_t>(target->storage_offset()) * element_bytes;
     if (bytes == 0 || bytes > kMaxPackedLeafBytes || source_storage == nullptr ||
-        target_storage == nullptr || begin + bytes > source_storage->nbytes() ||
-        target_begin + bytes > target_storage->nbytes()) {
+        target_storage == nullptr || begin + bytes > accessible_bytes(*source_storage) ||
+        target_begin + bytes > accessible_bytes(*target_storage)) {
       return false;
     }
     const auto* data = static_cast<const std::byte*>(source_storage->data()) + begin;

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "engine/device/byte_tensor.h"
+#include "engine/leaves/leaf.h"
 #include "engine/leaves/part_storage.h"
 #include "engine/moves/gather_scatter.h"
 #include "python/device_argument.h"
@@ -44,6 +45,12 @@ void raise_on_access([[maybe_unused]] Impl& impl, [[maybe_unused]] std::string m
 template <typename Impl>
 void allow_access([[maybe_unused]] Impl& impl) noexcept {
   if constexpr (kCanRaise<Impl>) impl.clear_data_ptr_access_error_msg_();
+}
+
+// Whether the storage has no memory. If kEmptyStoragesRaise, one that is parked keeps its size:
+// then a view can be made of it, and what accesses the view raises the error that says so.
+bool is_empty(c10::StorageImpl& impl) {
+  return accessible_bytes(impl) == 0;
 }
 
 // Fills an empty place of a new list.
@@ -158,7 +165,7 @@ StorageMemory::StorageMemory(const py::list& tensors) {
     if (!is_tensor(object.ptr())) throw py::type_error("StorageMemory takes tensors");
     const at::Tensor& tensor = tensor_in(object.ptr());
     c10::StorageImpl* const impl = tensor.storage().unsafeGetStorageImpl();
-    const uint64_t bytes = impl->nbytes();
+    const uint64_t bytes = accessible_bytes(*impl);
     if (bytes == 0) {
       numbers_.push_back(tensor.numel() == 0 ? kNothing : kMissing);
       continue;
@@ -176,7 +183,7 @@ py::list StorageMemory::tensors() const {
   py::list made(storages_.size());
   for (size_t i = 0; i < storages_.size(); ++i) {
     StorageRef impl = storages_[i].lock();
-    if (!impl || impl->nbytes() != sizes_bytes_[i]) throw std::runtime_error(kChanged);
+    if (!impl || accessible_bytes(*impl) != sizes_bytes_[i]) throw std::runtime_error(kChanged);
     const c10::DispatchKeySet keys = plain_key_set(impl->device());
     at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(std::move(impl)), keys, c10::scalarTypeToTypeMeta(c10::ScalarType::Byte));
@@ -217,7 +224,7 @@ void StorageMemory::take_out(const std::vector<py::object>& users, const std::st
   for (size_t i = 0; i < storages_.size(); ++i) {
     StorageRef impl = storages_[i].lock();
     if (impl) {
-      if (impl->nbytes() != sizes_bytes_[i]) throw std::runtime_error(kChanged);
+      if (accessible_bytes(*impl) != sizes_bytes_[i]) throw std::runtime_error(kChanged);
       impl->mutable_data();
       prepare_to_raise(*impl);
     }
@@ -228,7 +235,8 @@ void StorageMemory::take_out(const std::vector<py::object>& users, const std::st
   for (size_t i = 0; i < impls.size(); ++i) {
     if (!impls[i]) continue;
     c10::DataPtr none(nullptr, impls[i]->device());
-    (is_kept[i] ? kept : freed).push_back(exchange(*impls[i], std::move(none), 0));
+    const uint64_t bytes = kEmptyStoragesRaise ? sizes_bytes_[i] : 0;
+    (is_kept[i] ? kept : freed).push_back(exchange(*impls[i], std::move(none), bytes));
     raise_on_access(*impls[i], std::move(messages[i]));
   }
   kept_ = std::move(kept);
@@ -239,7 +247,7 @@ std::vector<bool> StorageMemory::are_waiting() const {
   std::vector<bool> waiting;
   for (const auto& storage : storages_) {
     const StorageRef impl = is_out_ ? storage.lock() : StorageRef();
-    waiting.push_back(impl && impl->nbytes() == 0);
+    waiting.push_back(impl && is_empty(*impl));
   }
   return waiting;
 }
@@ -254,7 +262,7 @@ void StorageMemory::put_in(const std::vector<py::object>& memory) {
     StorageRef impl = storages_[i].lock();
     if (impl && !memory[i].is_none()) {
       const c10::Storage& storage = tensor_in(memory[i].ptr()).storage();
-      if (impl->nbytes() != 0 || storage.nbytes() != sizes_bytes_[i] ||
+      if (!is_empty(*impl) || storage.nbytes() != sizes_bytes_[i] ||
           storage.device() != impl->device()) {
         throw std::runtime_error("memory does not fit the storage that it is for");
       }
@@ -267,7 +275,7 @@ void StorageMemory::put_in(const std::vector<py::object>& memory) {
   // Nothing below throws.
   for (size_t i = 0; i < to.size(); ++i) {
     // A storage that was resized has memory again, and only this flag keeps it from being used.
-    if (to[i] && (from[i] || to[i]->nbytes() != 0)) allow_access(*to[i]);
+    if (to[i] && (from[i] || !is_empty(*to[i]))) allow_access(*to[i]);
     if (!from[i]) continue;
     c10::DataPtr none(nullptr, to[i]->device());
     exchange(*to[i], exchange(*from[i], std::move(none), 0), sizes_bytes_[i]);

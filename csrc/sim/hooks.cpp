@@ -84,7 +84,9 @@ void resize_storage(const c10::Storage& storage, std::size_t bytes) {
   const c10::DeviceGuard guard(storage.device());
   auto& allocator = DeviceAllocator::get();
   auto data = allocator.allocate(bytes);
-  const auto kept = std::min(bytes, storage.nbytes());
+  auto* const impl = storage.unsafeGetStorageImpl();
+  const bool has_memory = impl->_mutable_data_ptr_no_checks().get() != nullptr;
+  const auto kept = has_memory ? std::min(bytes, storage.nbytes()) : 0;
   if (kept > 0) {
     const auto stream = current_stream(storage.device().index());
     Operation copy{"resize", [target = data.get(), source = storage.data(), kept] {

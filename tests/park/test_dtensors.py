@@ -34,7 +34,11 @@ def test_a_dtensor_is_parked_by_its_local_part():
     code = """
     local = tensor._local_tensor
     parked = tdcopier.park({"d": [tensor]})
-    assert local.untyped_storage().nbytes() == 0
+    try:
+        address = local.untyped_storage().data_ptr()
+    except RuntimeError:  # from torch 2.13 on
+        address = 0
+    assert address == 0
     parked.resume()
     assert tensor._local_tensor is local
     assert torch.equal(local.detach().cpu(), values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import threading
 import warnings
@@ -12,7 +13,7 @@ import torch
 from park_support import LARGE, Model, assert_values, trained, values_of
 
 import tdcopier
-from tdcopier import _C
+from tdcopier import _C, _checking
 
 # ---- the tensors --------------------------------------------------------------------------------
 
@@ -27,6 +28,14 @@ needs_raising_storages = pytest.mark.skipif(
     "use",
     [
         lambda model, optimizer: model.large + 1,
+        lambda model, optimizer: print(model.large),
+        lambda model, optimizer: repr(model.head.weight),
+        lambda model, optimizer: model.head(torch.ones(2, 6, device=model.large.device)),
+        lambda model, optimizer: model(torch.arange(8, device=model.large.device)),
+        lambda model, optimizer: model.table.t()[3].contiguous(),
+        lambda model, optimizer: model.lower.sum(),
+        lambda model, optimizer: pickle.dumps(model.large),
+        lambda model, optimizer: torch.save(model.state_dict(), io.BytesIO()),
         lambda model, optimizer: model.large.cpu(),
         lambda model, optimizer: model.large.data_ptr(),
         lambda model, optimizer: model.table.fill_(0),
@@ -50,6 +59,43 @@ def test_a_copy_of_a_parked_tensor_is_refused_with_its_path(device):
     state = {"a": torch.ones(5, device=device)}
     with tdcopier.parked(state), pytest.raises((ValueError, RuntimeError), match=r"\['a'\]|parked"):
         tdcopier.copy(state, "cpu")
+
+
+@needs_raising_storages
+def test_a_view_made_meanwhile_is_resumed_too(device):
+    tensor = torch.arange(float(LARGE), device=device)
+    with tdcopier.parked(tensor):
+        view = tensor[10:].view(-1, 2).t()
+        with pytest.raises(RuntimeError, match=r"parked.*resume\(\)"):
+            view.sum()
+    assert view[0, :3].tolist() == [10, 12, 14]
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+@pytest.mark.parametrize("elements", [5, LARGE])
+def test_every_call_refuses_a_parked_tensor(device, monkeypatch, elements, is_checked):
+    monkeypatch.setattr(_checking, "enabled", is_checked)
+    tensor = torch.ones(elements, device=device)
+    there, here = torch.zeros(elements, device=device), torch.zeros(elements)
+    plan = tdcopier.prepare([torch.ones(elements, device=device)], "cpu")
+    with tdcopier.parked(tensor):
+        for call in (
+            lambda: tdcopier.copy([tensor], "cpu"),
+            lambda: tdcopier.copy_into([tensor], [here]),
+            lambda: tdcopier.copy_into([tensor], [there]),
+            lambda: tdcopier.copy_into([here], [tensor]),
+            lambda: tdcopier.copy_into([there], [tensor]),
+            lambda: tdcopier.gather([tensor], [1, 2], "cpu"),
+            lambda: tdcopier.scatter([torch.ones(1)], [tensor], [1]),
+            lambda: plan.start_copy([tensor]).get(),
+            lambda: tdcopier.snapshot([tensor]),
+            lambda: tdcopier.park([tensor]),
+        ):
+            with pytest.raises((ValueError, RuntimeError), match="parked"):
+                call()
+    assert tensor.eq(1).all()
+    assert not here.any()
+    assert not there.any()
 
 
 def test_what_changes_in_between_is_left_alone(device):

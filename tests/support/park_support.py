@@ -74,6 +74,15 @@ def all_tensors(*states: Any) -> list[torch.Tensor]:
     return [*found.tensors, *found.on_host]
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor with elements has memory; False if it is parked."""
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError as error:
+        assert "parked" in str(error)
+        return False
+
+
 def values_of(*states: Any) -> list[torch.Tensor]:
     """Returns copies on the host of all tensors, gradients included."""
     return [each.detach().cpu().clone() for each in all_tensors(*states)]
@@ -87,10 +96,7 @@ def assert_values(expected: list[torch.Tensor], *states: Any) -> None:
 
 def is_resident(*states: Any) -> bool:
     """Whether all tensors have memory; fails if only some have."""
-    lengths = [
-        each.untyped_storage().nbytes() != 0
-        for each in tensors_in(states, gradients=True).tensors
-        if each.numel() != 0
-    ]
-    assert all(lengths) or not any(lengths), lengths
-    return all(lengths)
+    found = tensors_in(states, gradients=True).tensors
+    have_it = [has_memory(each) for each in found if each.numel() != 0]
+    assert all(have_it) or not any(have_it), have_it
+    return all(have_it)

@@ -129,7 +129,7 @@ PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
       reach += static_cast<uint64_t>((sizes[d] - 1) * strides[d]);
     }
   }
-  if (elements != 0 && begin + reach * element_bytes > storage->nbytes()) {
+  if (elements != 0 && begin + reach * element_bytes > accessible_bytes(*storage)) {
     return {Packable::kShortStorage};
   }
   if (keeps_gradient(tensor)) return {Packable::kGradient};

@@ -70,6 +70,11 @@ c10::DispatchKeySet plain_tensor_keys(c10::Device device);
 // "Conjugate".
 std::vector<std::string> other_keys(const at::Tensor& tensor, c10::DispatchKeySet plain);
 
+// The bytes of a storage that can be read: none of a parked one, which may keep its size.
+inline uint64_t accessible_bytes(c10::StorageImpl& storage) {
+  return storage._mutable_data_ptr_no_checks().get() == nullptr ? 0 : storage.nbytes();
+}
+
 // The properties of a tensor that the engine needs to read or write it.
 struct PlainTensor {
   Packable packable;
