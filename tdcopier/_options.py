@@ -175,7 +175,7 @@ _INSTEAD_IN = {
         "inplace": "yields new trees: copy_into() fills an existing one",
     },
 }
-"""What differs in a call from `_INSTEAD`."""
+"""By call: the sentences in which it differs from `_INSTEAD`."""
 
 _ON_UNKNOWN: dict[OnUnknown, _C.OnUnknown] = {
     None: _C.OnUnknown.REFUSE_ROOT,
