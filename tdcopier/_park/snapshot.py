@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -19,6 +18,7 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused, Rule
 from tdcopier._park.gathered import DeviceCopy, ScratchCopy
+from tdcopier._park.optimizer_steps import wait_in_step
 from tdcopier._park.park import storages_of
 from tdcopier._park.tensors import (
     FoundTensors,
@@ -141,9 +141,12 @@ def snapshot(
             streams waits, whatever it overwrites; that of other streams waits for the copies on the
             devices only. Without it, scratch chunks on a device take up to 64 MiB, and what
             storages of up to 256 KiB take together, until the bytes have arrived.
-        defer_wait: let later work run beside the copies until `before_update`. By default, if an
-            optimizer is in the state or given: state dicts and wrappers of optimizers are none.
-            With True and no optimizer, call `before_update` yourself.
+        defer_wait: let later work run beside the copies until `before_update`. By default, if
+            there are optimizers, in the state or given, and torch calls hooks before anything in
+            `step` of each: optimizers of torch and those derived from them, also in the wrappers of
+            Lightning, Fabric and Accelerate, and with a scheduler. State dicts are no optimizers.
+            With True and no such optimizer (another wrapper, a `step` that was replaced or
+            compiled), call `before_update` yourself.
 
     Returns:
         The handle.
@@ -172,9 +175,8 @@ def snapshot(
     replaced: dict[int, Any] = dict(zip(map(id, found.tensors), on_host, strict=True))
     taken = Snapshot(_TreeCopy(replaced).of(tree, "state"), copied, n_bytes)
     optimizers = {id(each): each for each in [*data.optimizers, optimizer] if each is not None}
-    for each in optimizers.values():
-        _wait_in_step(each, taken)
-    if not (bool(optimizers) if defer_wait is None else defer_wait):
+    waiting = [wait_in_step(each, taken) for each in optimizers.values()]
+    if not (bool(waiting) and all(waiting) if defer_wait is None else defer_wait):
         taken.before_update()
     return taken
 
@@ -360,29 +362,3 @@ class _TreeCopy:
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | complex | str | bytes)
-
-
-# ---- optimizers ----------------------------------------------------------------------------------
-
-_waiting: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Snapshot]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Snapshots that the next `step` of an optimizer waits for. One hook per optimizer looks there: a
-hook cannot remove itself while torch calls it."""
-
-
-def _wait_in_step(optimizer: Optimizer, taken: Snapshot) -> None:
-    if optimizer not in _waiting:
-        optimizer.register_step_pre_hook(_before_step)
-        _waiting[optimizer] = []
-    _waiting[optimizer].append(weakref.ref(taken))
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    waiting = _waiting.get(optimizer, [])
-    while waiting:
-        last = waiting[-1]
-        taken = last()
-        if taken is not None:
-            taken.before_update()
-        waiting.remove(last)  # a signal handler may have added another one

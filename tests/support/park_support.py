@@ -49,11 +49,13 @@ class Overwriting(torch.optim.Optimizer):
     """Overwrites its parameters, on the device alone."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
+        super().__init__(parameters, {"lr": 1.0})
         self.sevens = [torch.full_like(each, 7) for each in self.param_groups[0]["params"]]
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
         for parameter, new in zip(self.param_groups[0]["params"], self.sevens, strict=True):
             parameter.copy_(new)
 
