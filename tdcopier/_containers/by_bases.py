@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
+import itertools
 import operator
 import types
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
 from tdcopier._containers.rule import Flat, Place, Refused, Rule
+from tdcopier._containers.unknown import is_plain
 
 _NOT_INSTANTIABLE = 1 << 7  # flags of the interpreter's types
 _HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
@@ -194,36 +198,87 @@ def rebuilds_any_tuple(rule: Rule) -> bool:
 
 
 def _flatten_dataclass(value: Any) -> Flat:
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    slots = [name for base in type(value).__mro__ for name in vars(base) if _is_slot(base, name)]
-    attributes = [
-        name for name in [*slots, *getattr(value, "__dict__", {})] if hasattr(value, name)
-    ]
-    others = {name: getattr(value, name) for name in attributes if name not in set(names)}
-    return [getattr(value, name) for name in names], (type(value), names, others), names
+    """Take a dataclass apart by what it stores: a field may be a property over another attribute.
+
+    Raises:
+        Refused: it is not known where a field is stored, so a rebuilt value would have the old one.
+    """
+    in_slots = _slots_of(value)
+    stored = {**in_slots, **getattr(value, "__dict__", {})}
+    names, places, children = [], [], []
+    for field in dataclasses.fields(value):
+        name = field.name
+        if not hasattr(value, name):
+            continue
+        child = getattr(value, name)
+        in_places = [name]
+        if (name not in stored or stored[name] is not child) and _is_computed(type(value), name):
+            in_places = [other for other in stored if stored[other] is child]
+            if not in_places and is_plain(type(child)):
+                continue  # what computes it will do so again
+            if not in_places:
+                raise Refused(
+                    f"is a {type(value).__name__}, whose field {name!r} is a property or another "
+                    "descriptor, and what it returns is no attribute of the object: register the "
+                    "class with tdcopier.register_container"
+                )
+        names.append(name)
+        places.append(in_places)
+        children.append(child)
+    for each in itertools.chain.from_iterable(places):
+        stored.pop(each, None)
+    return children, (type(value), places, stored, set(in_slots)), names
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    """Return what the object has in slots."""
+    found: dict[str, Any] = {}
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType) and name not in found:
+                with contextlib.suppress(AttributeError):  # it is empty
+                    found[name] = slot.__get__(value)
+    return found
+
+
+def _is_computed(cls: type, name: str) -> bool:
+    """Return whether the class says what an attribute is, by a property, say, and not the object.
+
+    A descriptor without `__set__`, such as a cached property, keeps its value in the object.
+    """
+    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    is_slot = isinstance(found, types.MemberDescriptorType)
+    return not is_slot and hasattr(type(found), "__get__") and hasattr(type(found), "__set__")
 
 
 def _unflatten_dataclass(
-    children: list[Any], context: tuple[type, list[str], dict[str, Any]]
+    children: list[Any], context: tuple[type, list[list[str]], dict[str, Any], Collection[str]]
 ) -> Any:
     """Rebuild without `__init__`, which may take other arguments and has run once already."""
-    cls, names, others = context
+    cls, places, others, in_slots = context
     rebuilt: Any = object.__new__(cls)
-    for name, child in zip(names, children, strict=True):
-        object.__setattr__(rebuilt, name, child)  # works for frozen dataclasses too
-    for name, other in others.items():
-        object.__setattr__(rebuilt, name, other)
+    attributes = getattr(rebuilt, "__dict__", {})
+    for names, value in [
+        *(([name], other) for name, other in others.items()),
+        *zip(places, children, strict=True),
+    ]:
+        for name in names:
+            if name in in_slots:
+                _slot(cls, name).__set__(rebuilt, value)  # works for frozen dataclasses too
+            else:
+                attributes[name] = value  # also under the name of a property
     return rebuilt
+
+
+def _slot(cls: type, name: str) -> Any:
+    found = (vars(base).get(name) for base in cls.__mro__)
+    return next(each for each in found if isinstance(each, types.MemberDescriptorType))
 
 
 def _place_of_field(value: Any, name: str) -> Place:
     if type(value).__dataclass_params__.frozen:
         raise Refused(f"it is in a frozen dataclass ({type(value).__qualname__})")
     return Place(value, name, partial(setattr, value, name))
-
-
-def _is_slot(cls: type, name: str) -> bool:
-    return isinstance(vars(cls)[name], types.MemberDescriptorType)
 
 
 _DATACLASSES = Rule(_flatten_dataclass, _unflatten_dataclass, "attribute", place=_place_of_field)
