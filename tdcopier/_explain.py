@@ -282,7 +282,7 @@ class _Rows:
 
     def _reason(self, found: _Found, treatment: Treatment, value: Any, dtype: str | None) -> str:
         if treatment == "opaque":
-            if unknown.is_plain(type(value)):
+            if unknown.is_plain_value(value):
                 return "plain data: the same object"
             return f"not looked into, the same object: {unknown.found(value)}"
         if treatment == "reused":

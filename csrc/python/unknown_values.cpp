@@ -1,5 +1,5 @@
-// Asks tdcopier._containers.unknown about each class of opaque values once, and then walks the tree
-// again for the paths of those that it reports.
+// Asks tdcopier._containers.unknown about each class of opaque values once (about each value, if the
+// class may hold tensors), and then walks the tree again for the paths of those that it reports.
 #include "python/unknown_values.h"
 
 #include <algorithm>
@@ -43,9 +43,9 @@ void find_unknown(const FlatTree& flat, py::handle data, c10::Device target, OnU
     PyTypeObject* const type = Py_TYPE(value.ptr());
     if (ValueLooks::is_plain_opaque(type)) continue;
     if (std::find(seen.begin(), seen.end(), type) != seen.end()) continue;
-    seen.push_back(type);
     const py::handle cls(reinterpret_cast<PyObject*>(type));
-    if (!unknown.attr("is_to_be_told")(cls, warns).cast<bool>()) continue;
+    if (!unknown.attr("HOLDERS").contains(cls)) seen.push_back(type);
+    if (!unknown.attr("is_to_be_told")(value, warns).cast<bool>()) continue;
     const std::string path = path_of(data, i, target).value_or("a value in data");
     unknown.attr(warns ? "warn" : "refuse")(path, value);
   }

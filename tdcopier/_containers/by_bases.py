@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from tdcopier._containers.rule import Flat, Place, Refused, Rule
-from tdcopier._containers.unknown import is_plain
+from tdcopier._containers.unknown import is_plain_value
 
 _NOT_INSTANTIABLE = 1 << 7  # flags of the interpreter's types
 _HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
@@ -214,7 +214,7 @@ def _flatten_dataclass(value: Any) -> Flat:
         in_places = [name]
         if (name not in stored or stored[name] is not child) and _is_computed(type(value), name):
             in_places = [other for other in stored if stored[other] is child]
-            if not in_places and is_plain(type(child)):
+            if not in_places and is_plain_value(child):
                 continue  # what computes it will do so again
             if not in_places:
                 raise Refused(

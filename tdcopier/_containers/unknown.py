@@ -41,7 +41,8 @@ _PLAIN: tuple[Any, ...] = (
     torch.Stream, torch.Event, torch.finfo, torch.iinfo,
     torch.SymInt, torch.SymFloat, torch.SymBool,
 )  # fmt: skip
-"""Classes whose values, and those of their subclasses, contain no tensors that could be missed."""
+"""Classes whose values, and those of their subclasses, contain no tensors that could be missed;
+for those that may, see `HOLDERS`."""
 
 _PLAIN_IF_LOADED = {
     "decimal": ("Decimal",),
@@ -81,6 +82,48 @@ def is_plain(cls: type) -> bool:
     return nodes is not None and cls is nodes.Data
 
 
+HOLDERS: frozenset[Any] = frozenset((np.ndarray, slice))
+"""Classes among these whose values are looked into: an array of objects, or a slice, of tensors."""
+
+
+def is_plain_value(value: Any) -> bool:
+    """Return whether an opaque value is plain data, with no tensor in it."""
+    return is_plain(type(value)) and not (_is_holder(value) and _holds_tensors(value))
+
+
+def _is_holder(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.hasobject
+    return isinstance(value, slice)
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = [value]
+    met = set()  # a list may contain itself
+    while parts:
+        part = parts.pop()
+        if isinstance(part, torch.Tensor) or _is_collection(part):
+            return True
+        if id(part) in met:
+            continue
+        met.add(id(part))
+        if isinstance(part, slice):
+            parts += [part.start, part.stop, part.step]
+        elif _is_holder(part):
+            parts += part.ravel().tolist()
+        elif isinstance(part, (list, tuple)):
+            parts += part
+        elif isinstance(part, dict):
+            parts += part.values()
+    return False
+
+
+def _is_collection(value: Any) -> bool:
+    """Return whether the value is a TensorDict or a tensorclass. Does not import tensordict."""
+    is_one = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
+    return is_one is not None and bool(is_one(value))
+
+
 def compares_as_plain_data(cls: type) -> bool:
     """Return whether ``==`` of the class, known to be plain data, is that of such a class.
 
@@ -102,9 +145,9 @@ def _is_listed(cls: type) -> bool:
     )
 
 
-def is_to_be_told(cls: type, only_once: bool) -> bool:
-    """Return whether a value of the class is to be reported: it is unknown, and news."""
-    return not (is_plain(cls) or (only_once and id(cls) in _told))
+def is_to_be_told(value: Any, only_once: bool) -> bool:
+    """Return whether a value is to be reported: it is unknown, and its class is news."""
+    return not (is_plain_value(value) or (only_once and id(type(value)) in _told))
 
 
 def warn(path: str, value: Any) -> None:
@@ -131,7 +174,7 @@ def refuse(path: str, value: Any) -> None:
 def refuse_root(name: str, value: Any) -> None:
     """Raise a TypeError if the value is all of a tree, by this name, and its class is unknown."""
     refuse_handles(**{name: value})
-    if not is_plain(type(value)):
+    if not is_plain_value(value):
         raise TypeError(f"{name} is {found(value)}: nothing would be copied. {_remedy(value)}")
 
 
@@ -148,6 +191,8 @@ def refuse_handles(**trees: Any) -> None:
 def found(value: Any) -> str:
     """Return what an unknown value is, in words."""
     name = class_name(type(value))
+    if _is_holder(value):
+        return f"a {name}{'' if name == 'slice' else ' of objects'} with tensors in it"
     if isinstance(value, (set, frozenset)):
         return f"a {name}, whose values have no order"
     if isinstance(value, _VIEWS):
@@ -159,6 +204,10 @@ def found(value: Any) -> str:
 
 
 def _remedy(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"Pass its tolist(), or torch.stack() of it. {_ACCEPTED}"
+    if isinstance(value, slice):
+        return "Pass a tuple of its bounds."
     if isinstance(value, (set, frozenset, *_VIEWS)) or _is_iterator(value):
         return f"Pass list(...) of it. {_ACCEPTED}"
     return f"{_ACCEPTED} Register the class with tdcopier.register_container."

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tdcopier import _C
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Flat, Refused, Rule
-from tdcopier._containers.unknown import is_plain
+from tdcopier._containers.unknown import is_plain_value
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _ACCEPTED = (
@@ -151,7 +151,7 @@ class _Walk:
 
     def refuse_nothing(self, state: Any, *, is_parking: bool) -> None:
         """Raise an error if no tensor with device memory was found and that is a mistake."""
-        unknown = next((each for each in self._opaque if not is_plain(type(each[1]))), None)
+        unknown = next((each for each in self._opaque if not is_plain_value(each[1])), None)
         if unknown is None and is_parking and self._arrays:
             unknown = self._arrays[0]
         if unknown is None and not self.containers and not self.found.on_host:

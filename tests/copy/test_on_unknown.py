@@ -45,7 +45,8 @@ PLAIN = [
     torch.device("cpu"), torch.float32, torch.strided, torch.contiguous_format, torch.Size([2]),
     torch.Generator(), torch.finfo(torch.float32), print, len, unknown.is_plain, "x".upper,
     dict, Colour, torch.nn.Linear, sys, sys.version_info, sys.flags,
-    np.float32(1.5), np.str_("a"), np.dtype("f4"), np.array([None], object), np.array(["a"]),
+    np.float32(1.5), np.str_("a"), np.dtype("f4"), np.array([None, "a", {"x": [1]}], object),
+    slice(1, None, 2), np.array(["a"]),
     np.array(["2020"], "datetime64[D]"), np.zeros(2, [("x", float)]), np.random.default_rng(),
 ]  # fmt: skip
 
@@ -55,6 +56,12 @@ class Unknown:
 
     def __init__(self, leaf: Any = None) -> None:
         self.leaf = leaf
+
+
+def objects(*values: Any) -> np.ndarray:
+    made = np.empty(len(values), object)
+    made[:] = values
+    return made
 
 
 def unhashable() -> Any:
@@ -77,6 +84,16 @@ UNKNOWN = {
         lambda leaf: zip([leaf], strict=True),
         "an iterator (zip), which can be read only once",
     ),
+    "array": (lambda leaf: objects(leaf, 1), "a numpy.ndarray of objects with tensors in it"),
+    "array of lists": (
+        lambda leaf: objects("a", {"x": [leaf]}),
+        "a numpy.ndarray of objects with tensors in it",
+    ),
+    "array in an array": (
+        lambda leaf: objects(objects(leaf)),
+        "a numpy.ndarray of objects with tensors in it",
+    ),
+    "slice": (lambda leaf: slice(0, leaf), "a slice with tensors in it"),
     "values": (lambda leaf: {"a": leaf}.values(), "a view of a dict (dict_values)"),
     "keys": (lambda leaf: {"a": leaf}.keys(), "a view of a dict (dict_keys)"),
     "items": (lambda leaf: {"a": leaf}.items(), "a view of a dict (dict_items)"),

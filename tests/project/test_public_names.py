@@ -159,49 +159,6 @@ print(*sorted(set(sys.modules) - before))
 
 # ---- types and docstrings ------------------------------------------------------------------------
 
-TYPED = """
-from typing import Iterator
-import numpy as np
-import torch
-import tdcopier
-from tdcopier import AsyncCopyHandle, Prefetcher
-
-Batch = dict[str, torch.Tensor]
-
-def check(batch: Batch, array: "np.ndarray[tuple[int], np.dtype[np.float32]]") -> None:
-    handle: AsyncCopyHandle[Batch] = tdcopier.start_copy(batch, "cuda")
-    one: Batch = handle.wait()
-    two: Batch = tdcopier.copy(batch, "cuda", use_pinned_staging=False)
-    three: torch.Tensor = tdcopier.copy(array, "cuda")
-    four: Batch = tdcopier.copy_into(batch, one)
-    five: AsyncCopyHandle[Batch] = tdcopier.start_copy_into(batch, four)
-    six: Batch = tdcopier.gather(batch, [1], "cuda")
-    seven: Batch = tdcopier.scatter(six, two, [1])
-    eight: Prefetcher[Batch] = tdcopier.prefetch([batch], "cuda")
-    nine: Prefetcher[Batch] = tdcopier.prefetch([handle], "cuda")
-    for each in eight:
-        same: Batch = each
-    ten: Batch = tdcopier.prepare(batch, "cuda").start_copy(batch).get()
-    tdcopier.sim.enable()
-    wrong: list[int] = tdcopier.to(batch, "cuda")  # error
-    also_wrong: list[int] = tdcopier.start_copy(array, "cuda").get()  # error
-    tdcopier.copy(batch, "cuda", non_blocking=True)  # error
-"""
-
-
-def test_results_have_the_type_of_their_source(tmp_path):
-    api = pytest.importorskip("mypy.api", exc_type=ImportError)
-    (tmp_path / "typed.py").write_text(TYPED)
-    settings = tmp_path / "mypy.ini"
-    settings.write_text("[mypy]\nstrict = True\nfollow_imports = silent\n")
-    said, problems, _ = api.run(
-        ["--config-file", str(settings), "--no-incremental", str(tmp_path / "typed.py")]
-    )
-    assert not problems
-    lines = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
-    wanted = {n for n, line in enumerate(TYPED.splitlines(), 1) if line.endswith("# error")}
-    assert lines == wanted, said
-
 
 def test_the_handle_can_be_subscripted_where_annotations_run():
     assert tdcopier.AsyncCopyHandle[dict].__origin__ is tdcopier.AsyncCopyHandle

@@ -1,12 +1,12 @@
-"""Typed input gives typed results: one run of mypy over each public function."""
+"""Typed input gives typed results: one run of mypy over programs that use each public function."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import pytest
 
-TYPED = """
+FUNCTIONS = """
 from collections.abc import Sequence
 from dataclasses import dataclass
 import numpy as np
@@ -120,20 +120,64 @@ def mistakes(batch: Batch, array: Array) -> None:
     wrong: list[int] = tdcopier.collate([batch])  # error
 """
 
+PREFETCH = """
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+import torch
+from torch.utils.data import DataLoader
+from typing_extensions import assert_type
+from tdcopier import AsyncCopyHandle, Prefetcher, prefetch
 
-def test_each_public_function_gives_the_types_of_what_it_is_given(tmp_path):
-    said = errors_of_mypy(tmp_path, TYPED)
-    lines = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
-    wanted = {n for n, line in enumerate(TYPED.splitlines(), 1) if line.endswith("# error")}
-    assert lines == wanted, said
+Batch = dict[str, torch.Tensor]
+
+def check(
+    loader: DataLoader[Batch],
+    iterable: Iterable[Batch],
+    generator: Iterator[Batch],
+    sample: Callable[[], Batch],
+    handles: Iterable[AsyncCopyHandle[Batch]],
+    gather: Callable[[], AsyncCopyHandle[Batch]],
+    unknown: Any,
+) -> None:
+    for known in (iterable, generator):
+        assert_type(prefetch(known, "cuda"), Prefetcher[Batch])
+    assert_type(prefetch(sample, "cuda", depth=3), Prefetcher[Batch])
+    assert_type(prefetch(handles, "cuda"), Prefetcher[Batch])
+    assert_type(prefetch(gather, "cuda", threaded=False), Prefetcher[Batch])
+    assert_type(prefetch(loader, "cuda"), Prefetcher[Any])
+    assert_type(prefetch(unknown, "cuda"), Prefetcher[Any])
+    batches: Prefetcher[Batch] = prefetch(loader, "cuda")
+    for each in batches:
+        assert_type(each, Batch)
+    with batches as same:
+        assert_type(next(same), Batch)
+    print(batches.dataset, batches.batch_size, batches.sampler, batches.num_workers)
+    wrong: Prefetcher[list[int]] = prefetch(iterable, "cuda")  # error
+    batches.clos()  # error
+    prefetch(loader, "cuda").clos()  # error
+    batches[0]  # error
+    batches.batch_size = 8  # error
+    prefetch(loader, "cuda", num_workers=2)  # error
+"""
+
+PROGRAMS = {"functions": FUNCTIONS, "prefetch": PREFETCH}
 
 
-def errors_of_mypy(folder: Path, code: str) -> str:
+def test_results_have_the_types_of_what_is_given_and_mistakes_are_errors(tmp_path):
     api = pytest.importorskip("mypy.api", exc_type=ImportError)
-    (folder / "typed.py").write_text(code)
-    settings = folder / "mypy.ini"
+    files = [tmp_path / f"{name}.py" for name in PROGRAMS]
+    for file, code in zip(files, PROGRAMS.values(), strict=True):
+        file.write_text(code)
+    settings = tmp_path / "mypy.ini"
     settings.write_text("[mypy]\nstrict = True\nfollow_imports = silent\n")
-    arguments = ["--config-file", str(settings), "--no-incremental", str(folder / "typed.py")]
-    said, problems, _ = api.run(arguments)
+    options = ["--config-file", str(settings), "--no-incremental"]
+    said, problems, _ = api.run([*options, *map(str, files)])  # at once: it takes half a minute
     assert not problems
-    return str(said)
+    wanted = {
+        (name, number)
+        for name, code in PROGRAMS.items()
+        for number, line in enumerate(code.splitlines(), 1)
+        if line.endswith("# error")
+    }
+    found = re.findall(r"(\w+)\.py:(\d+): error:", said)
+    assert {(name, int(number)) for name, number in found} == wanted, said

@@ -32,9 +32,9 @@ def test_a_pair_with_a_row_that_is_not_there_is_an_error(device):
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        (1.5, TypeError, "got float"),
-        (True, TypeError, "got bool"),
-        ("a", TypeError, "got str"),
+        (1.5, TypeError, "got the float 1.5"),
+        (True, TypeError, "got the bool True"),
+        ("a", TypeError, "got the str 'a'"),
         (None, TypeError, "got NoneType"),
         (torch.tensor([0.5]), TypeError, "it is of torch.float32"),
         (torch.tensor([1], dtype=torch.uint8), TypeError, "it is of torch.uint8"),

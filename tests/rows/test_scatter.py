@@ -221,7 +221,7 @@ def test_batch_and_storage_are_given_back(device, accelerator, wait):
         ([1, 50], IndexError, "index 50 is out of bounds: there are 50 rows"),
         ([1, 1], ValueError, "row 1 is in the index more than once"),
         ([5, -45], ValueError, "row 5 is in the index more than once"),
-        (1.5, TypeError, "got float"),
+        (1.5, TypeError, "got the float 1.5"),
         ([1, 2, 3], ValueError, r"batch\['x'\] has shape \(2, 3\), and the rows that it is for "
          r"have \(3, 3\) together"),
     ],
