@@ -34,12 +34,13 @@ _Chunks = dict[torch.dtype, torch.UntypedStorage] | None
 K = TypeVar("K")
 Stacked: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | int | float"
 S = TypeVar("S", bound=Stacked)
+Tensors = TypeVar("Tensors", bound=dict[Any, torch.Tensor])
 
 
 @overload
 def collate(samples: Sequence[Stacked]) -> torch.Tensor: ...
 @overload
-def collate(samples: Sequence[tuple[Stacked, ...]]) -> list[torch.Tensor]: ...
+def collate(samples: Sequence[Tensors]) -> Tensors: ...
 @overload
 def collate(samples: Sequence[dict[K, S]]) -> dict[K, torch.Tensor]: ...
 @overload

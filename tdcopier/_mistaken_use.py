@@ -13,7 +13,7 @@ from typing import NoReturn
 def say_what_to_use(cls: type, what: str, instead: str) -> None:
     """Let the objects of a class name the call to make instead of each mistaken use.
 
-    Objects stay true, have no other attributes, and are not iterable for `collections.abc`.
+    Objects have no other attributes, and are no container or iterable for `collections.abc`.
 
     Args:
         cls: the class of a handle.
@@ -35,8 +35,7 @@ def say_what_to_use(cls: type, what: str, instead: str) -> None:
         "__getattr__": refuse_attribute,
         "__getitem__": has_no_items,
         "__setitem__": has_no_items,
-        "__len__": _OfObjects(refusal("has no length")),
-        "__bool__": _is_true,
+        "__delitem__": has_no_items,
         "__reduce_ex__": refusal("cannot be copied or pickled"),
     }
     for name, method in methods.items():
@@ -53,7 +52,3 @@ class _OfObjects:
         if instance is None:
             raise AttributeError(f"type object {owner.__name__!r} has no such attribute")
         return partial(self._call, instance)
-
-
-def _is_true(self: object) -> bool:
-    return True

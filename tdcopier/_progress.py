@@ -69,7 +69,7 @@ class Progress:
         if self._is_shown:
             _shown = None
         if self._bar is not None:
-            with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+            with contextlib.suppress(Exception):  # the terminal is gone
                 self._bar.close()
 
     def add(self, n_bytes: int) -> None:
@@ -79,7 +79,7 @@ class Progress:
             return
         try:
             self._next_s = time.monotonic() + self._show()
-        except (OSError, ValueError):  # the terminal is gone, which must not fail the work
+        except Exception:  # the terminal is gone, or what stands for it: the work goes on
             self._next_s = math.inf
 
     def _show(self) -> float:

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/internal_error.h"
+#include "engine/device/bad_rows.h"
 #include "engine/moves/row_kernel.h"
 #include "python/torch_tensor.h"
 
@@ -79,8 +80,8 @@ void RowLeaves::count_rows() {
     const int64_t size = request_.counted ? index.table_rows : request_.lead.front();
     index.rows.resize(given.size());
     if (const std::optional<int64_t> wrong = wrap_rows(given, size, index.rows)) {
-      throw py::index_error("index " + std::to_string(*wrong) + " is out of bounds: there are " +
-                            std::to_string(size) + " rows");
+      throw py::index_error("index " + std::to_string(*wrong) + " is out of bounds: there " +
+                            counted_rows(size));
     }
   }
   index_ = std::make_shared<const RowIndex>(std::move(index));

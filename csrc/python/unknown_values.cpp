@@ -44,7 +44,7 @@ void find_unknown(const FlatTree& flat, py::handle data, c10::Device target, OnU
     if (ValueLooks::is_plain_opaque(type)) continue;
     if (std::find(seen.begin(), seen.end(), type) != seen.end()) continue;
     const py::handle cls(reinterpret_cast<PyObject*>(type));
-    if (!unknown.attr("HOLDERS").contains(cls)) seen.push_back(type);
+    if (!unknown.attr("may_hold_tensors")(cls).cast<bool>()) seen.push_back(type);
     if (!unknown.attr("is_to_be_told")(value, warns).cast<bool>()) continue;
     const std::string path = path_of(data, i, target).value_or("a value in data");
     unknown.attr(warns ? "warn" : "refuse")(path, value);

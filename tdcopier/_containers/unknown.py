@@ -42,7 +42,7 @@ _PLAIN: tuple[Any, ...] = (
     torch.SymInt, torch.SymFloat, torch.SymBool,
 )  # fmt: skip
 """Classes whose values, and those of their subclasses, contain no tensors that could be missed;
-for those that may, see `HOLDERS`."""
+for those that may, see `may_hold_tensors`."""
 
 _PLAIN_IF_LOADED = {
     "decimal": ("Decimal",),
@@ -82,8 +82,9 @@ def is_plain(cls: type) -> bool:
     return nodes is not None and cls is nodes.Data
 
 
-HOLDERS: frozenset[Any] = frozenset((np.ndarray, slice))
-"""Classes among these whose values are looked into: an array of objects, or a slice, of tensors."""
+def may_hold_tensors(cls: type) -> bool:
+    """Return whether values of a plain class are looked into: arrays of objects, and slices."""
+    return issubclass(cls, (np.ndarray, slice))
 
 
 def is_plain_value(value: Any) -> bool:
@@ -93,7 +94,7 @@ def is_plain_value(value: Any) -> bool:
 
 def _is_holder(value: Any) -> bool:
     if isinstance(value, np.ndarray):
-        return value.dtype.hasobject
+        return bool(value.dtype.hasobject)
     return isinstance(value, slice)
 
 

@@ -73,7 +73,7 @@ def _step_of_torch() -> None:
     """Do nothing: torch wraps this like a `step`."""
 
 
-_HOOKED = Optimizer.profile_hook_step(_step_of_torch).__code__  # type: ignore[attr-defined]
+_HOOKED = Optimizer.profile_hook_step(_step_of_torch).__code__
 
 
 def _calls_hooks_first(optimizer: Any) -> bool:

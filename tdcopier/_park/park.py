@@ -15,7 +15,8 @@ import torch
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._park.tensors import FoundTensors, check_switch, named, refuse_modes, tensors_in
+from tdcopier._options import bool_option
+from tdcopier._park.tensors import FoundTensors, named, refuse_modes, tensors_in
 from tdcopier._park.transfers import HostCopy, copy_to_device
 from tdcopier._progress import Progress
 
@@ -231,7 +232,7 @@ class Parked:
 
 
 @keep_out_of_graphs("park()", "nothing parked")
-def park(state: Any, *, gradients: bool = True) -> Parked:
+def park(*states: Any, gradients: bool = True) -> Parked:
     """Move the device memory of a state to pinned host memory, in place, and return a handle.
 
     For programs that train and generate on one GPU, for example. The tensors keep their identity,
@@ -239,7 +240,7 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
     given them memory again. Meanwhile they have shapes but no memory: any use of their values
     raises an error. For example::
 
-        parked = tdcopier.park([model, optimizer])
+        parked = tdcopier.park(model, optimizer)
         generate(rollout_engine)
         parked.resume()
         train(model, optimizer)
@@ -263,16 +264,18 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
     them during it. The same applies to `resume`.
 
     Args:
-        state: modules (their parameters and buffers), optimizers (their state, without the
-            parameters), state dicts, TensorDicts, tensors, in any nesting of containers.
+        *states: modules (their parameters and buffers), optimizers (their state, without the
+            parameters), state dicts, TensorDicts, tensors, in any nesting of containers. At least
+            one.
         gradients: also park the gradients of the tensors in the state.
 
     Returns:
         The handle. Keep it: if it is dropped, it resumes the tensors, and warns.
 
     Raises:
-        TypeError: no tensor was found, but an object of a class that tdcopier does not know; or
-            only the own `.to` of a value knows its memory. The message names the path.
+        TypeError: no state was given; no tensor, module or optimizer was found, but an object of a
+            class that tdcopier does not know; or only the own `.to` of a value knows its memory.
+            The message names the path.
         ValueError: a tensor has no memory, for example because it is parked already; it is not
             strided; its device is of a type that tdcopier has no transfers for. The message names
             the path. Or all tensors are on the host. A state without any tensor, such as an
@@ -285,9 +288,11 @@ def park(state: Any, *, gradients: bool = True) -> Parked:
             their values then.
     """
     refuse_modes("park()")
-    check_switch("gradients", gradients)
+    if not states:
+        raise TypeError("park() needs a state: give a model, an optimizer, or other tensors")
+    bool_option("gradients", gradients)
     with _exchanging:
-        return _park(state, gradients)
+        return _park(states[0] if len(states) == 1 else states, gradients)
 
 
 def _park(state: Any, gradients: bool) -> Parked:
@@ -326,17 +331,14 @@ def parked(*states: Any, gradients: bool = True) -> Iterator[Parked]:
             generate(rollout_engine)
 
     Args:
-        states: as the `state` of `park`, which describes the arguments and the errors. At least
-            one.
+        *states: as for `park`, which describes the arguments and the errors.
         gradients: also park gradients.
 
     Raises:
         Exception: as `park` at the beginning of the block, and as `Parked.resume` at its end. The
             handle, which is the target of ``as``, can then still be resumed.
     """
-    if not states:
-        raise TypeError("parked() needs a state")
-    with park(states[0] if len(states) == 1 else states, gradients=gradients) as handle:
+    with park(*states, gradients=gradients) as handle:
         yield handle
 
 

@@ -17,13 +17,13 @@ from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused, Rule
+from tdcopier._options import bool_option
 from tdcopier._park.gathered import DeviceCopy, ScratchCopy
 from tdcopier._park.optimizer_steps import wait_in_step
 from tdcopier._park.park import storages_of
 from tdcopier._park.tensors import (
     FoundTensors,
     Place,
-    check_switch,
     container_rule,
     named,
     plain_parts,
@@ -159,11 +159,12 @@ def snapshot(
     """
     refuse_modes("snapshot()")
     check_optimizer(optimizer)
-    check_switch("device_copy", device_copy)
-    check_switch("defer_wait", defer_wait, may_be_none=True)
+    bool_option("device_copy", device_copy)
+    if defer_wait is not None:
+        bool_option("defer_wait", defer_wait)
     data = _Data()
     tree = data.of(state)
-    found = tensors_in(tree, gradients=False)
+    found = tensors_in(tree, gradients=False, may_be_empty=data.has_state_dicts)
     _refuse_quantized(found)
     stable = found if device_copy else found._replace(tensors=data.stable(found.tensors))
     memory = storages_of(stable)
@@ -184,9 +185,9 @@ def snapshot(
 def check_optimizer(optimizer: Any) -> None:
     """Raise a TypeError for what is neither an optimizer nor None."""
     if not isinstance(optimizer, Optimizer | None):
-        name = type(optimizer).__qualname__
         raise TypeError(
-            f"optimizer must be an optimizer or None; got a {name}: put it in the state"
+            f"optimizer must be an optimizer or None; got {named(optimizer)}: give the optimizer "
+            "itself, and whatever else is to be saved in the state"
         )
 
 
@@ -195,6 +196,7 @@ class _Data:
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
+        self.has_state_dicts = False
         self._buffers: set[int] = set()
         self._clones: dict[int, torch.UntypedStorage] = {}
 
@@ -215,6 +217,7 @@ class _Data:
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
         if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+            self.has_state_dicts = True
             return value.state_dict()
         rule = container_rule(cls)
         return value if rule is None else self._in_container(value, rule)

@@ -52,7 +52,9 @@ def text_of(place: Place) -> str:
     return text_of(parent) + form.format(step)
 
 
-def tensors_in(state: Any, *, gradients: bool, is_parking: bool = False) -> FoundTensors:
+def tensors_in(
+    state: Any, *, gradients: bool, is_parking: bool = False, may_be_empty: bool = False
+) -> FoundTensors:
     """Return the tensors of a state that have memory, in the order of a walk through it.
 
     Args:
@@ -61,6 +63,8 @@ def tensors_in(state: Any, *, gradients: bool, is_parking: bool = False) -> Foun
         gradients: also return the gradients of all leaf tensors.
         is_parking: raise if there are tensors, but none with device memory. Without any tensor,
             nothing is forgotten: an optimizer has none before its first step.
+        may_be_empty: an object of an unknown class may stand where no tensor is found. So it may
+            beside a module or an optimizer in the state.
 
     Raises:
         TypeError: the state has no tensors, and is no container or has an object of an unknown
@@ -73,15 +77,8 @@ def tensors_in(state: Any, *, gradients: bool, is_parking: bool = False) -> Foun
     walk = _Walk(gradients)
     walk.value(state, "state")
     if not walk.found.tensors:
-        walk.refuse_nothing(state, is_parking=is_parking)
+        walk.refuse_nothing(state, is_parking=is_parking, may_be_empty=may_be_empty)
     return walk.found
-
-
-def check_switch(name: str, value: object, *, may_be_none: bool = False) -> None:
-    """Raise a TypeError for what is no bool, which could be taken for its opposite."""
-    if not isinstance(value, bool) and not (may_be_none and value is None):
-        accepted = "True, False or None" if may_be_none else "True or False"
-        raise TypeError(f"{name} must be {accepted}; got {value!r}")
 
 
 def refuse_modes(call: str) -> None:
@@ -125,6 +122,7 @@ class _Walk:
     def __init__(self, gradients: bool) -> None:
         self.found = FoundTensors([], [], [])
         self.containers = 0
+        self._owners = 0  # modules and optimizers, which have no tensors yet, or only on the host
         self._opaque: list[tuple[Place, Any]] = []
         self._arrays: list[tuple[Place, Any]] = []
         self._options_on_host = 0
@@ -149,11 +147,12 @@ class _Walk:
         else:
             self._other(value, at)
 
-    def refuse_nothing(self, state: Any, *, is_parking: bool) -> None:
+    def refuse_nothing(self, state: Any, *, is_parking: bool, may_be_empty: bool) -> None:
         """Raise an error if no tensor with device memory was found and that is a mistake."""
-        unknown = next((each for each in self._opaque if not is_plain_value(each[1])), None)
-        if unknown is None and is_parking and self._arrays:
-            unknown = self._arrays[0]
+        unknown = None
+        if not self._owners and not may_be_empty:
+            opaque = (each for each in self._opaque if not is_plain_value(each[1]))
+            unknown = next(opaque, self._arrays[0] if is_parking and self._arrays else None)
         if unknown is None and not self.containers and not self.found.on_host:
             unknown = ("state", state)
         without = ""
@@ -174,6 +173,7 @@ class _Walk:
 
     def _module(self, module: nn.Module, at: Place) -> None:
         self.containers += 1
+        self._owners += 1
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._tensor(parameter, (at, _ATTRIBUTE, name))
         for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -181,6 +181,7 @@ class _Walk:
 
     def _optimizer(self, optimizer: Optimizer, at: Place) -> None:
         self.containers += 1
+        self._owners += 1
         for number, values in enumerate(optimizer.state.values()):
             self.value(values, (at, ".state[{}]", number))
         before = len(self.found.on_host)

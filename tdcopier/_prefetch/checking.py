@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import sys
+import types
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -28,7 +30,8 @@ def is_to_be_called(source: Any) -> bool:
         raise TypeError(f"source is the class {source.__name__}: pass an instance of it")
     if isinstance(source, nn.Module):  # calling it, or iterating over its parts, gives no batches
         raise TypeError(
-            f"source is a module ({_class(source)}), not what yields its batches: pass {_ACCEPTED}"
+            f"source is a module ({_class(source)}), not what yields its batches: pass "
+            f"{_ACCEPTED}; if its forward() makes batches, pass source.forward"
         )
     if isinstance(source, Iterable) or hasattr(type(source), "__getitem__"):
         _refuse_batch(source)
@@ -46,18 +49,14 @@ def refuse_other_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in loaders:
             raise TypeError(
-                f"prefetch() takes no {name}, which is an option of DataLoader: make the loader "
-                f"with it, as in prefetch(DataLoader(dataset, {name}=...), device)"
-                + _NOTES.get(name, "")
+                f"prefetch() takes no {name}, which is an option of DataLoader: "
+                + _NOTES.get(
+                    name,
+                    f"make the loader with it, as in prefetch(DataLoader(dataset, {name}=...), "
+                    "device)",
+                )
             )
     refuse_unknown_options("prefetch", options, "depth", "threaded")
-
-
-def checked_threaded(threaded: bool) -> bool:
-    """Return whether there is a reader thread; raise a TypeError if the option is no bool."""
-    if not isinstance(threaded, bool):
-        raise TypeError(f"threaded must be a bool; got {threaded!r}")
-    return threaded
 
 
 def checked_depth(depth: int) -> int:
@@ -87,6 +86,8 @@ def _refuse_batch(source: Any) -> None:
     if isinstance(source, set | frozenset):
         raise TypeError(f"source is a {_class(source)}, which has no order: pass a list of batches")
     is_named_tuple = isinstance(source, tuple) and hasattr(source, "_fields")
+    if isinstance(source, np.ndarray) and source.dtype.hasobject:
+        return  # an array of batches
     has_rows = isinstance(source, torch.Tensor | np.ndarray) or _is_tensor_collection(source)
     if not (has_rows or is_named_tuple or isinstance(source, Mapping)):
         return
@@ -108,27 +109,39 @@ def _refuse_samples(source: Any) -> None:
 
 
 def _refuse_call(source: Callable[..., Any]) -> None:
-    """Raise a TypeError for a callable that would not return a batch."""
-    name = getattr(source, "__name__", _class(source))
-    for called in (source, type(source).__call__):
+    """Raise a TypeError for a callable that would not return a batch, where that can be told."""
+    is_function = isinstance(source, types.FunctionType | types.MethodType | functools.partial)
+    for called in (source, type(source).__call__) if is_function else (type(source).__call__,):
         if inspect.isgeneratorfunction(called):
             raise TypeError(
-                f"source is a generator function, which returns a generator instead of a batch: "
-                f"call it, as in prefetch({name}(), device)"
+                "source is a generator function, which returns a generator instead of a batch: "
+                f"call it, as in prefetch({_name(source)}(), device)"
             )
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
             _refuse_asynchronous(called)
-    try:  # a wrapper may give arguments to what it wraps
-        signature = inspect.signature(source, follow_wrapped=False)
+    if not is_function:
+        return  # an object may say anything of itself
+    function = source.__func__ if isinstance(source, types.MethodType) else source
+    if hasattr(function, "__wrapped__") or hasattr(function, "__signature__"):
+        return  # a wrapper may give arguments to what it wraps
+    try:
+        signature = inspect.signature(source)
     except (TypeError, ValueError):  # some native callables have none
         return
     try:
         signature.bind()
     except TypeError as error:
+        name = _name(source)
         raise TypeError(
             f"source is called without arguments, and {name}() is {error}; give it what it needs, "
             f"as in prefetch(lambda: {name}(...), device)"
         ) from None
+
+
+def _name(source: Callable[..., Any]) -> str:
+    """Return the name of a function with one, else "source"."""
+    is_function = isinstance(source, types.FunctionType | types.MethodType)
+    return source.__name__ if is_function and source.__name__.isidentifier() else "source"
 
 
 def _refuse(source: Any) -> NoReturn:
@@ -163,8 +176,8 @@ def _class(source: Any) -> str:
 # ---- options -------------------------------------------------------------------------------------
 
 _NOTES = {
-    "pin_memory": "; leave it off, since prefetch() pins memory itself",
-    "prefetch_factor": "; the batches ahead on the device are depth=...",
+    "pin_memory": "leave it off there too, since prefetch() pins memory itself",
+    "prefetch_factor": "give it to the loader; the batches ahead on the device are depth=...",
 }
 
 

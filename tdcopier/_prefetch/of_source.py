@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 
 class AttributesOfSource:
@@ -41,6 +42,11 @@ class AttributesOfSource:
         return self._source.num_workers
 
     @property
+    def set_epoch(self) -> Callable[[int], Any]:
+        """The source's `set_epoch`, for a loader that has it."""
+        return cast("Callable[[int], Any]", self._source.set_epoch)
+
+    @property
     def drop_last(self) -> Any:
         """The source's `drop_last`."""
         return self._source.drop_last
@@ -57,9 +63,18 @@ class AttributesOfSource:
                     f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
                 )
             source = self._source
+            if name in ("state_dict", "load_state_dict"):
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}: its source is "
+                    "ahead of the loop, so what resumed from its state would skip batches",
+                    name=name,
+                    obj=self,
+                )
             try:
                 return getattr(source, name)
             except AttributeError as error:
+                if hasattr(type(source), name):  # its own code fails
+                    raise
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {name!r}, and neither has "
                     f"its source, a {type(source).__name__!r} object",

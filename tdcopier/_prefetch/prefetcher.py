@@ -19,10 +19,9 @@ from typing_extensions import Self, Unpack
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._copy import start_copy
-from tdcopier._options import CopyOptions, Device
+from tdcopier._options import CopyOptions, Device, bool_option
 from tdcopier._prefetch.checking import (
     checked_depth,
-    checked_threaded,
     is_to_be_called,
     refuse_other_options,
 )
@@ -34,6 +33,8 @@ from tdcopier._prefetch.source import Source
 from tdcopier._prefetch.stats import PrefetchCounters, PrefetchStats
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     from torch.utils.data import DataLoader
 
 __all__ = ["Prefetcher", "prefetch"]
@@ -60,8 +61,10 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
 
     `async for` in an asyncio event loop takes the batches without blocking the loop.
 
-    Public attributes that a prefetcher does not have are those of its source: `dataset`,
-    `batch_size`, `sampler` and so on of a `DataLoader`, and `set_epoch` of a loader that has it.
+    Public attributes that a prefetcher does not have are those of its source, to be read:
+    `dataset`, `batch_size`, `sampler` and so on of a `DataLoader`, and `set_epoch` of a loader that
+    has it. Not so `state_dict` and `load_state_dict`: the source is ahead of the loop, so a run
+    that resumed from its state would skip batches.
 
     A `with` or `async with` block closes the prefetcher at its end. If the prefetcher is dropped
     instead, its reader also ends, after the batch that it is reading.
@@ -81,7 +84,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         self._source: Any = source
         self._device: Device = device
         self._depth = checked_depth(depth)
-        self._is_threaded = checked_threaded(threaded)
+        self._is_threaded = bool_option("threaded", threaded)
         self._options = options
         refuse_other_options(options)
         start_copy(None, device, **options)  # raises if the device or a value is wrong
@@ -350,6 +353,15 @@ def prefetch(
     threaded: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[T]: ...
+@overload
+def prefetch(
+    source: Iterable[np.ndarray[Any, Any]] | Callable[[], np.ndarray[Any, Any]],
+    device: Device,
+    *,
+    depth: int = 2,
+    threaded: bool = True,
+    **options: Unpack[CopyOptions],
+) -> Prefetcher[torch.Tensor]: ...
 @overload
 def prefetch(
     source: Iterable[T] | Callable[[], T],

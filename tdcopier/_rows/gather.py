@@ -36,7 +36,7 @@ _NO_DEVICE = "{0}() needs a device, or existing memory as out=: call {0}(storage
 def start_gather(
     storage: np.ndarray[Any, Any],
     index: Any,
-    device: Device,
+    device: Device | None,
     *,
     out: None = None,
     **options: Unpack[CopyOptions],
@@ -45,7 +45,7 @@ def start_gather(
 def start_gather(
     storage: T,
     index: Any,
-    device: Device,
+    device: Device | None,
     *,
     out: None = None,
     **options: Unpack[CopyOptions],
@@ -56,7 +56,7 @@ def start_gather(
     index: Any,
     device: Device | None = None,
     *,
-    out: T,
+    out: T | None,
     **options: Unpack[CopyOptions],
 ) -> AsyncCopyHandle[T]: ...
 @keep_out_of_graphs("start_gather()")
@@ -166,7 +166,7 @@ def start_gather(
 def gather(
     storage: np.ndarray[Any, Any],
     index: Any,
-    device: Device,
+    device: Device | None,
     *,
     out: None = None,
     **options: Unpack[CopyOptions],
@@ -175,7 +175,7 @@ def gather(
 def gather(
     storage: T,
     index: Any,
-    device: Device,
+    device: Device | None,
     *,
     out: None = None,
     **options: Unpack[CopyOptions],
@@ -186,7 +186,7 @@ def gather(
     index: Any,
     device: Device | None = None,
     *,
-    out: T,
+    out: T | None,
     **options: Unpack[CopyOptions],
 ) -> T: ...
 @keep_out_of_graphs("gather()", "the tree that it returns")

@@ -133,8 +133,7 @@ class Packed(TensorStorage):  # type: ignore[misc]
     def _gather(self, request: Request, info: dict[Any, torch.Tensor]) -> Any:
         """Return rows and info on `sample_device`, once the rows have been read."""
         beside: dict[Any, Any] = {key: Whole(tensor) for key, tensor in info.items()}
-        device: Any = self.sample_device
-        handle = start_gather((request.rows, beside), request.numbers, device)
+        handle = start_gather((request.rows, beside), request.numbers, self.sample_device)
         return handle.wait()  # the transfer is in flight
 
     def _read(self, index: Any) -> Any:

@@ -125,14 +125,14 @@ def test_integers_of_other_classes_are_accepted(device):
     ("call", "name"),
     [
         (lambda state: tdcopier.park(state, gradients="no"), "gradients"),
-        (lambda state: tdcopier.parked(state, gradients=0).__enter__(), "gradients"),
+        (lambda state: tdcopier.parked(state, gradients=0.0).__enter__(), "gradients"),
         (lambda state: tdcopier.snapshot(state, device_copy="cpu"), "device_copy"),
         (lambda state: tdcopier.snapshot(state, defer_wait="no"), "defer_wait"),
     ],
 )
 def test_an_option_that_is_no_bool_is_refused(device, call, name):
     state = [torch.ones(LARGE, device=device)]
-    with pytest.raises(TypeError, match=rf"^{name} must be True( or|,) False( or None)?; got "):
+    with pytest.raises(TypeError, match=rf"^{name} must be a bool; got "):
         call(state)
     assert state[0].eq(1).all()
 

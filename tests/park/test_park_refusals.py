@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from typing import Any
 
 import pytest
@@ -181,6 +182,23 @@ def test_a_container_that_contains_itself_is_refused(device):
     state.append(state)
     with pytest.raises(RecursionError):
         tdcopier.park(state)
+
+
+@pytest.mark.parametrize("call", [tdcopier.park, tdcopier.snapshot])
+def test_a_model_or_an_optimizer_without_tensors_yet_may_stand_beside_anything(device, call):
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2, device=device))])
+    args = types.SimpleNamespace(lr=1)
+    assert call({"optimizer": optimizer, "args": args})
+    assert call([optimizer, {1, 2}, torch.nn.ReLU()])
+
+
+def test_several_states_are_parked_like_a_list(device):
+    tensors = [torch.ones(LARGE, device=device) for _ in range(2)]
+    parked = tdcopier.park(*tensors)
+    assert not any(map(has_memory, tensors))
+    parked.resume()
+    with pytest.raises(TypeError, match=r"^park\(\) needs a state"):
+        tdcopier.park()
 
 
 def test_a_torch_mode_is_refused_and_a_device_context_is_not(device):

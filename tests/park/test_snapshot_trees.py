@@ -119,7 +119,7 @@ def test_a_module_that_is_not_initialized_is_refused_with_its_path(device):
 @pytest.mark.parametrize("device_copy", [False, True])
 def test_an_optimizer_that_is_none_is_refused(device, given, device_copy):
     name = type(given).__name__
-    with pytest.raises(TypeError, match=f"must be an optimizer or None; got a {name}: "):
+    with pytest.raises(TypeError, match=f"must be an optimizer or None; got an? {name}: "):
         tdcopier.snapshot(torch.ones(3, device=device), optimizer=given, device_copy=device_copy)
     with pytest.raises(TypeError, match="must be an optimizer or None"):
         tdcopier.SnapshotStager(optimizer=given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -26,12 +27,10 @@ OF_THE_LOADER = [
     "num_workers",
     "batch_size",
     "shuffle",
-    "pin_memory",
     "collate_fn",
     "drop_last",
     "sampler",
     "batch_sampler",
-    "prefetch_factor",
     "persistent_workers",
 ]
 
@@ -47,9 +46,11 @@ def test_an_option_of_the_data_loader_is_sent_there(prefetch, name):
 
 
 def test_options_that_have_another_way_in_prefetch_say_which(prefetch):
-    with pytest.raises(TypeError, match="leave it off"):
+    with pytest.raises(
+        TypeError, match=r"^prefetch\(\) takes no pin_memory, .*: leave it off there"
+    ):
         prefetch([batch(0)], pin_memory=True)
-    with pytest.raises(TypeError, match="depth="):
+    with pytest.raises(TypeError, match=r"^prefetch\(\) takes no prefetch_factor, .* are depth="):
         prefetch([batch(0)], prefetch_factor=2)
 
 
@@ -65,7 +66,75 @@ def test_an_unknown_option_names_prefetch_and_what_it_takes(prefetch):
         prefetch([batch(0)], dtype=torch.float16)
 
 
-# ---- sources -------------------------------------------------------------------------------------
+# ---- sources ------------------------------------------------------------------------------------
+
+
+class OverDict:
+    """A callable whose other attributes are the keys of a dict."""
+
+    def __init__(self) -> None:
+        self.__dict__["values"] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]  # a KeyError
+
+    def __call__(self) -> Any:
+        return batch(1)
+
+
+def with_arguments() -> Any:
+    def inner(number: int) -> Any:
+        return batch(number)
+
+    inner.__signature__ = inspect.signature(inner)  # type: ignore[attr-defined]
+
+    @wraps(inner)  # which copies the signature
+    def gives(*_: Any) -> Any:
+        return inner(1)
+
+    return gives
+
+
+def array_of_batches() -> Any:
+    made = np.empty(2, object)
+    made[:] = [batch(1), batch(1)]
+    return made
+
+
+@pytest.mark.parametrize("made", [OverDict, with_arguments, array_of_batches])
+def test_what_only_looks_like_a_mistake_is_read(prefetch, made):
+    assert value_of(next(prefetch(made()))) == 1
+
+
+class Stateful:
+    """A loader that knows how far it has been read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch(i) for i in range(9))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+    @property
+    def dataset(self) -> Any:
+        raise AttributeError("of the property")
+
+
+def test_the_state_of_a_source_that_is_ahead_is_not_that_of_the_loop(prefetch):
+    prefetcher = prefetch(Stateful())
+    for name in ("state_dict", "load_state_dict"):
+        assert not hasattr(prefetcher, name)
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}': its source is ahead"):
+            getattr(prefetcher, name)
+
+
+def test_an_error_in_a_property_of_the_source_is_told_as_it_is(prefetch):
+    with pytest.raises(AttributeError, match=r"^of the property$"):
+        prefetch(Stateful()).dataset  # noqa: B018
+
 
 Pair = namedtuple("Pair", ["first", "second"])
 ONE_BATCH = (

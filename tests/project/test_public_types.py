@@ -7,7 +7,9 @@ import re
 import pytest
 
 FUNCTIONS = """
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 from dataclasses import dataclass
 import numpy as np
 import torch
@@ -18,6 +20,10 @@ from tdcopier import AsyncCopyHandle
 
 Batch = dict[str, torch.Tensor]
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
 
 @dataclass
 class Sample:
@@ -45,7 +51,9 @@ def filling(batch: Batch, array: Array, samples: list[Sample]) -> None:
     assert_type(tdcopier.copy_into(batch, batch), Batch)
     assert_type(tdcopier.copy_into(torch.ones(3), array), Array)
 
-def rows(batch: Batch, array: Array, index: torch.Tensor) -> None:
+def rows(
+    batch: Batch, array: Array, index: torch.Tensor, maybe: torch.device | None, none: Batch | None
+) -> None:
     assert_type(tdcopier.start_gather(batch, index, "cuda"), AsyncCopyHandle[Batch])
     assert_type(tdcopier.start_gather(batch, [1], out=batch), AsyncCopyHandle[Batch])
     assert_type(tdcopier.start_gather(array, index, "cuda"), AsyncCopyHandle[torch.Tensor])
@@ -55,6 +63,8 @@ def rows(batch: Batch, array: Array, index: torch.Tensor) -> None:
     assert_type(tdcopier.gather(array, index, "cuda"), torch.Tensor)
     assert_type(tdcopier.gather(array, index, out=array), Array)
     assert_type(tdcopier.gather(array, index, "cuda", out=torch.ones(3)), torch.Tensor)
+    assert_type(tdcopier.gather(array, index, maybe), torch.Tensor)
+    assert_type(tdcopier.gather(batch, index, maybe, out=none), Batch)
     assert_type(tdcopier.start_scatter(batch, batch, index), AsyncCopyHandle[Batch])
     assert_type(tdcopier.scatter(batch, batch, index), Batch)
     assert_type(tdcopier.scatter(torch.ones(3), array, index), Array)
@@ -72,7 +82,8 @@ def collated(
     batches: list[Batch],
     tensors: Sequence[torch.Tensor],
     arrays: list[Array],
-    pairs: list[tuple[torch.Tensor, int]],
+    points: list[Point],
+    ordered: list[OrderedDict[str, torch.Tensor]],
     records: list[dict[str, float]],
     dataset: Dataset[Batch],
 ) -> None:
@@ -80,7 +91,8 @@ def collated(
     assert_type(tdcopier.collate(tensors), torch.Tensor)
     assert_type(tdcopier.collate(arrays), torch.Tensor)
     assert_type(tdcopier.collate([1, 2]), torch.Tensor)
-    assert_type(tdcopier.collate(pairs), list[torch.Tensor])
+    assert_type(tdcopier.collate(points), Any)  # no type says that it is a Point of tensors
+    assert_type(tdcopier.collate(ordered), OrderedDict[str, torch.Tensor])
     assert_type(tdcopier.collate(records), Batch)
     DataLoader(dataset, batch_size=4, collate_fn=tdcopier.collate)
 
@@ -123,6 +135,7 @@ def mistakes(batch: Batch, array: Array) -> None:
 PREFETCH = """
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from typing_extensions import assert_type
@@ -137,7 +150,6 @@ def check(
     sample: Callable[[], Batch],
     handles: Iterable[AsyncCopyHandle[Batch]],
     gather: Callable[[], AsyncCopyHandle[Batch]],
-    unknown: Any,
 ) -> None:
     for known in (iterable, generator):
         assert_type(prefetch(known, "cuda"), Prefetcher[Batch])
@@ -145,7 +157,8 @@ def check(
     assert_type(prefetch(handles, "cuda"), Prefetcher[Batch])
     assert_type(prefetch(gather, "cuda", threaded=False), Prefetcher[Batch])
     assert_type(prefetch(loader, "cuda"), Prefetcher[Any])
-    assert_type(prefetch(unknown, "cuda"), Prefetcher[Any])
+    assert_type(prefetch([np.zeros(3)], "cuda"), Prefetcher[torch.Tensor])
+    assert_type(prefetch(loader, "cuda").set_epoch, Callable[[int], Any])
     batches: Prefetcher[Batch] = prefetch(loader, "cuda")
     for each in batches:
         assert_type(each, Batch)

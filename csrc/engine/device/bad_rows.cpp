@@ -86,12 +86,15 @@ void give_back(BadRow* report) {
 
 std::out_of_range error_of(const BadRow& report, int64_t rows) {
   return std::out_of_range("index " + std::to_string(report.number) +
-                           " is out of bounds: there are " + std::to_string(rows) +
-                           " rows (found by the device, at place " +
+                           " is out of bounds: there " + counted_rows(rows) + " (found by the device, at place " +
                            std::to_string(report.place - 1) + " of the index)");
 }
 
 }  // namespace
+
+std::string counted_rows(int64_t rows) {
+  return rows == 1 ? "is 1 row" : "are " + std::to_string(rows) + " rows";
+}
 
 BadRowWatch::BadRowWatch(c10::Device device, int64_t rows)
     : report_(take_report(device.type())), rows_(rows) {}

@@ -12,6 +12,9 @@
 
 namespace tdcopier {
 
+// Returns "is 1 row" or "are 2 rows", for messages.
+std::string counted_rows(int64_t rows);
+
 // Watches the numbers of one copy, or of one capture in a graph. If it is dropped before the device
 // has reported, raise_of_dropped() raises the error instead. Thread: any.
 class BadRowWatch {
