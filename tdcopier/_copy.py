@@ -225,5 +225,6 @@ for _class in (AsyncCopyHandle, _checking.CheckedHandle):
         _class,
         "the handle of a copy that has been started",
         "call its wait() or get(), and use what that returns",
+        "give what its wait() or get() returns",
     )
 atexit.register(_C.shut_down)

@@ -14,7 +14,6 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.arrays import as_tensor
 from tdcopier._containers.registry import is_wrapped
-from tdcopier._containers.unknown import refuse_handles
 from tdcopier._options import bool_option, options_for_filling
 
 __all__ = ["copy_into", "start_copy_into"]
@@ -102,12 +101,8 @@ def start_copy_into(
     """
     options = options_for_filling(use_pinned_staging, use_background_thread)
     copies_opaque = bool_option("copy_opaque", copy_opaque)
-    try:
-        check = _checking.SourceCheck.of_filling(source, destination) if _checking.enabled else None
-        handle = _C.start_copy_into(source, destination, options, copies_opaque)
-    except (TypeError, ValueError):
-        refuse_handles(source=source, destination=destination)
-        raise
+    check = _checking.SourceCheck.of_filling(source, destination) if _checking.enabled else None
+    handle = _C.start_copy_into(source, destination, options, copies_opaque)
     return handle if check is None else _checking.checked(handle, check)
 
 

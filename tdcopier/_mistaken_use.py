@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
-def say_what_to_use(cls: type, what: str, instead: str) -> None:
+def say_what_to_use(cls: Any, what: str, instead: str, instead_in_a_tree: str) -> None:
     """Let the objects of a class name the call to make instead of each mistaken use.
 
     Objects have no other attributes, and are no container or iterable for `collections.abc`.
@@ -19,6 +19,7 @@ def say_what_to_use(cls: type, what: str, instead: str) -> None:
         cls: the class of a handle.
         what: what its objects are, for the messages.
         instead: what to do, for the messages.
+        instead_in_a_tree: what to give instead of such an object, in a batch or a state.
     """
 
     def refuse_attribute(self: object, name: str) -> NoReturn:
@@ -40,6 +41,8 @@ def say_what_to_use(cls: type, what: str, instead: str) -> None:
     }
     for name, method in methods.items():
         setattr(cls, name, method)
+    cls._what_it_is = what  # these two are for `_containers/registry.py`
+    cls._instead_in_a_tree = instead_in_a_tree
 
 
 class _OfObjects:

@@ -74,4 +74,5 @@ say_what_to_use(
     PinnedMemory,
     "the handle of pin_memory_()",
     "use the tree that you gave, which is pinned in place",
+    "give the tree that you pinned",
 )

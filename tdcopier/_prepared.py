@@ -115,6 +115,8 @@ class PreparedCopy:
 
     __slots__ = ("__weakref__", "_example", "_native")
 
+    _instead_in_a_tree = "give a batch, to its start_copy()"
+
     def __init__(self, native: _C.PreparedCopy, example: BatchLayout) -> None:
         """Do not call this: use `prepare`.
 

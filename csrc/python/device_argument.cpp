@@ -6,6 +6,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Stream.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 
 #include <string>
@@ -33,12 +34,14 @@ c10::Device device_of_number(py::handle number) {
 
 c10::Device to_c10(py::handle device) {
   if (THPDevice_Check(device.ptr())) return reinterpret_cast<THPDevice*>(device.ptr())->device;
-  const bool is_index = PyLong_Check(device.ptr()) && !PyBool_Check(device.ptr());
+  const bool is_index = PyIndex_Check(device.ptr()) && !PyBool_Check(device.ptr()) &&
+                        !THPVariable_Check(device.ptr());  // such as numpy's integers
   if (!PyUnicode_Check(device.ptr()) && !is_index) {
     throw py::type_error("device must be a str, a torch.device or an int, not " +
                          type_name(device));
   }
-  if (is_index) return device_of_number(device);
+  if (is_index)
+    return device_of_number(py::reinterpret_steal<py::object>(PyNumber_Index(device.ptr())));
   try {
     return c10::Device(device.cast<std::string>());
   } catch (const c10::Error& error) {

@@ -45,10 +45,7 @@ std::optional<PlainLeaf> PlainLeafReader::read_tensor(const at::Tensor& tensor, 
   if (!keys) return std::nullopt;
   const PlainTensor plain = look_at(tensor, *keys);
   if (plain.packable == Packable::kShortStorage) {
-    throw py::value_error(
-        path_(written) + " reaches beyond its storage, which has only " +
-        std::to_string(accessible_bytes(*tensor.storage().unsafeGetStorageImpl())) +
-        " bytes (was it parked, or shrunk with untyped_storage().resize_()?)");
+    throw py::value_error(path_(written) + why_out_of_reach(tensor));
   }
   if (plain.packable != Packable::kYes) return std::nullopt;
   const void* memory = written ? plain.storage->mutable_data() : plain.storage->data();

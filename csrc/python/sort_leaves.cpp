@@ -159,10 +159,7 @@ void LeafSorter::add_leaf(PyObject* object, size_t node, size_t group) {
 }
 
 void LeafSorter::refuse_short_storage(const at::Tensor& tensor, size_t node) const {
-  refuse(node, " reaches beyond its storage, which has only " +
-                   std::to_string(accessible_bytes(*tensor.storage().unsafeGetStorageImpl())) +
-                   " bytes (was it parked, or shrunk with untyped_storage().resize_()?): nothing "
-                   "can read it");
+  refuse(node, why_out_of_reach(tensor) + ": nothing can read it");
 }
 
 void LeafSorter::refuse(size_t node, const std::string& why) const {

@@ -1,5 +1,6 @@
-// Asks tdcopier._containers.unknown about each class of opaque values once (about each value, if the
-// class may hold tensors), and then walks the tree again for the paths of those that it reports.
+// Asks tdcopier._containers.unknown about each class of opaque values once (about each value, if
+// the class may hold tensors), and then walks the tree again for the paths of those that it
+// reports.
 #include "python/unknown_values.h"
 
 #include <algorithm>

@@ -263,10 +263,12 @@ def is_wrapped(cls: type) -> bool:
 def _find_rule(cls: type) -> Rule | str | None:
     """Return how to treat instances of a class that is not registered; None: they are opaque.
 
-    In this order: jagged tensors, tensor subclasses, TensorDicts, packed sequences, enumerations,
-    modules, graphs, dataclasses and classes derived from known containers (`by_bases.py`), nodes of
-    torch's pytrees, objects with a ``.to`` of their own.
+    In this order: handles of this package, jagged tensors, tensor subclasses, TensorDicts, packed
+    sequences, enumerations, modules, graphs, dataclasses and classes derived from known containers
+    (`by_bases.py`), nodes of torch's pytrees, objects with a ``.to`` of their own.
     """
+    if any("_instead_in_a_tree" in vars(base) for base in cls.__mro__):
+        return _HANDLES
     if _is_jagged(cls):
         from tdcopier._containers.jagged import (
             JAGGED,  # torch has imported its dependencies already
@@ -294,6 +296,16 @@ def _find_rule(cls: type) -> Rule | str | None:
     if pytree.is_node(cls):
         return pytree.PYTREE if own_to is None else pytree.PYTREE_WITH_TO
     return own_to
+
+
+def _refuse_handle(value: Any) -> Flat:
+    """Refuse a handle of this package: whoever gives it means what it stands for."""
+    cls = type(value)
+    what = getattr(cls, "_what_it_is", f"a {cls.__name__}, which is no data")
+    raise Refused(f"is {what}: {cls._instead_in_a_tree}")
+
+
+_HANDLES = Rule(_refuse_handle, lambda children, context: None)
 
 
 def _is_leaf_class(cls: type) -> bool:

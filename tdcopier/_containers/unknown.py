@@ -23,8 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tdcopier._C import AsyncCopyHandle
-
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 
 _PLAIN: tuple[Any, ...] = (
@@ -164,7 +162,6 @@ def warn(path: str, value: Any) -> None:
 
 def refuse(path: str, value: Any) -> None:
     """Raise a TypeError that names the value."""
-    refuse_handles(**{path: value})
     loss = "nothing would be copied" if path == "data" else "tensors in it would not be copied"
     raise TypeError(
         f'{path} is {found(value)}: {loss}. {_remedy(value)} With on_unknown="ignore" it is '
@@ -174,19 +171,8 @@ def refuse(path: str, value: Any) -> None:
 
 def refuse_root(name: str, value: Any) -> None:
     """Raise a TypeError if the value is all of a tree, by this name, and its class is unknown."""
-    refuse_handles(**{name: value})
     if not is_plain_value(value):
         raise TypeError(f"{name} is {found(value)}: nothing would be copied. {_remedy(value)}")
-
-
-def refuse_handles(**trees: Any) -> None:
-    """Raise a TypeError for a tree that is the handle of a copy: the caller forgot to wait."""
-    for name, tree in trees.items():
-        if isinstance(tree, AsyncCopyHandle):
-            raise TypeError(
-                f"{name} is the handle of a copy that has been started: give what its wait() or "
-                "get() returns"
-            ) from None
 
 
 def found(value: Any) -> str:

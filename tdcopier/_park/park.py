@@ -138,7 +138,7 @@ class Parked:
     In a `with` statement, the end of the block resumes them. Any thread may use it.
     """
 
-    _instead_in_a_state = "give the state itself, after resume()"
+    _instead_in_a_tree = "give the state itself, after resume()"
 
     def __init__(self, parking: _Parking) -> None:
         """Become the handle of what `park` has made."""

@@ -46,7 +46,7 @@ class Snapshot:
     You may drop it at any time. Any thread may use it.
     """
 
-    _instead_in_a_state = "give what its get() returns"
+    _instead_in_a_tree = "give what its get() returns"
 
     def __init__(self, tree: Any, copy: ScratchCopy | DeviceCopy, n_bytes: int) -> None:
         """Take over the tree, whose bytes may still be on their way."""

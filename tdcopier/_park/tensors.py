@@ -159,7 +159,7 @@ class _Walk:
         if unknown is not None:
             at, value = unknown
             without = f"{text_of(at)} is {named(value)}, in which no tensor was found: "
-            without += _remedy_for(value)
+            without += _ACCEPTED
             if not self.found.on_host:
                 raise TypeError(without)
         count = len(self.found.on_host) - self._options_on_host
@@ -273,14 +273,6 @@ def named(value: Any) -> str:
         return f"the class {value.__qualname__}"
     name = type(value).__qualname__
     return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
-
-
-def _remedy_for(value: Any) -> str:
-    """Return what to give instead of a value that is not known."""
-    remedy = getattr(type(value), "_instead_in_a_state", None)
-    if isinstance(value, _C.AsyncCopyHandle):
-        remedy = "give what its get() returns"
-    return remedy or _ACCEPTED
 
 
 _HOST, _DEVICE, _OTHER_DEVICE = 1, 2, 3

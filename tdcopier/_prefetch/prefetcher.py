@@ -70,6 +70,8 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
     instead, its reader also ends, after the batch that it is reading.
     """
 
+    _instead_in_a_tree = "give the batches that it yields"
+
     def __init__(
         self,
         source: Any,

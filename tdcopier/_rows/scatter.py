@@ -12,7 +12,6 @@ from tdcopier import _C, _checking
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import arrays
-from tdcopier._containers.unknown import refuse_handles
 from tdcopier._into import finished
 from tdcopier._options import options_for_filling
 from tdcopier._rows.row_numbers import key_for_torch, row_index
@@ -84,12 +83,8 @@ def enqueue_scatter(
     def fill(table: torch.Tensor, values: torch.Tensor) -> None:
         table[key_for_torch(rows)] = values.to(table.device)
 
-    try:
-        check = _checking.SourceCheck.of_scatter(batch, storage) if _checking.enabled else None
-        handle = _C.start_scatter(batch, storage, rows, fill, options)
-    except (TypeError, ValueError):
-        refuse_handles(batch=batch, storage=storage)
-        raise
+    check = _checking.SourceCheck.of_scatter(batch, storage) if _checking.enabled else None
+    handle = _C.start_scatter(batch, storage, rows, fill, options)
     return handle if check is None else _checking.checked(handle, check)
 
 

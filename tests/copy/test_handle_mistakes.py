@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
@@ -84,19 +85,30 @@ def test_a_handle_in_the_place_of_data_is_told(device, handle, name):
         "data is the handle of a copy that has been started: give what its wait() or get() returns",
     ):
         getattr(tdcopier, name)(handle, *([[1]] if name == "gather" else []), device)
-    with raises_exactly(
-        TypeError,
-        "data[0] is the handle of a copy that has been started: give what its wait() or get() "
-        "returns",
-    ):
-        tdcopier.copy([handle], device, on_unknown="raise")
+    for option in (None, "ignore", "warn", "raise"):
+        with raises_exactly(
+            TypeError,
+            "data['x'][0] is the handle of a copy that has been started: give what its wait() or "
+            "get() returns",
+        ):
+            tdcopier.copy({"x": [handle]}, device, on_unknown=option)
 
 
-def test_a_handle_in_a_batch_is_opaque(device, handle):
-    result = tdcopier.copy([handle, torch.ones(2)], device)
-    assert result[0] is handle
-    (opaque, _) = tdcopier.explain([handle, torch.ones(2)], device)
-    assert opaque.treatment == "opaque"
+def other_objects(device: str) -> dict[str, Any]:
+    return {
+        "plan": tdcopier.prepare(batch(), device),
+        "prefetcher": tdcopier.prefetch([batch()], device),
+        "pinned memory": tdcopier.pin_memory_(batch(), device),
+        "snapshot": tdcopier.snapshot(batch()),
+    }
+
+
+@pytest.mark.parametrize("name", ["plan", "prefetcher", "pinned memory", "snapshot"])
+def test_what_the_package_returns_is_no_batch(device, name):
+    value = other_objects(device)[name]
+    for data, path in ((value, "data"), ({"x": [value]}, "data['x'][0]")):
+        with pytest.raises(TypeError, match=rf"^{re.escape(path)} is (a|the) .*: give "):
+            tdcopier.copy(data, device)
 
 
 @pytest.mark.parametrize("use", USES)

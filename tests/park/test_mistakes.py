@@ -63,7 +63,7 @@ def test_handles_have_no_other_attributes(parked, taken):
         assert not hasattr(handle, "state_dict")
         assert getattr(handle, "shape", 3) == 3
         assert handle
-    with pytest.raises(TypeError, match=r"take its get\(\)"):
+    with pytest.raises(TypeError, match=r"give what its get\(\)"):
         torch.save(taken, io.BytesIO())
 
 
@@ -177,5 +177,5 @@ def test_a_value_that_cannot_be_copied_is_named_with_its_path(device, state_of, 
 
 
 def test_a_handle_within_a_state_is_named_with_its_path(device, taken):
-    with pytest.raises(TypeError, match=r"^state\['h'\] is a Snapshot, .* take its get\(\)"):
+    with pytest.raises(TypeError, match=r"^state\['h'\] is a Snapshot, .* give what its get\(\)"):
         tdcopier.snapshot({"x": torch.ones(3, device=device), "h": taken})

@@ -85,8 +85,8 @@ void give_back(BadRow* report) {
 }
 
 std::out_of_range error_of(const BadRow& report, int64_t rows) {
-  return std::out_of_range("index " + std::to_string(report.number) +
-                           " is out of bounds: there " + counted_rows(rows) + " (found by the device, at place " +
+  return std::out_of_range("index " + std::to_string(report.number) + " is out of bounds: there " +
+                           counted_rows(rows) + " (found by the device, at place " +
                            std::to_string(report.place - 1) + " of the index)");
 }
 

@@ -136,6 +136,15 @@ PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain) {
   return {Packable::kYes, storage, begin, dense};
 }
 
+std::string why_out_of_reach(const at::Tensor& tensor) {
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (storage.nbytes() != 0 && accessible_bytes(storage) == 0) {
+    return " is parked, so it has no memory: call resume() of the handle of park()";
+  }
+  return " reaches beyond its storage, which has only " + std::to_string(storage.nbytes()) +
+         " bytes (was it parked, or shrunk with untyped_storage().resize_()?)";
+}
+
 Packable LeafTable::add_if_packable(const at::Tensor& tensor) {
   const PlainTensor plain = look_at(tensor, plain_keys_);
   if (plain.packable != Packable::kYes) return plain.packable;

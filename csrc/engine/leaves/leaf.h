@@ -87,6 +87,10 @@ struct PlainTensor {
 // storage that covers its extent. Everything else that torch has, now or later, is left to torch.
 PlainTensor look_at(const at::Tensor& tensor, c10::DispatchKeySet plain);
 
+// Returns why the storage of a tensor that look_at() finds kShortStorage does not cover it, for
+// messages after its path.
+std::string why_out_of_reach(const at::Tensor& tensor);
+
 // Returns the layout of a plain tensor's rows, where the first `lead` dimensions count the rows;
 // nullopt if they are not contiguous, or do not ascend in memory. A table of one row has any
 // stride.
