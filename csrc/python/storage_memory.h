@@ -79,11 +79,11 @@ class StorageMemory {
   // host if no bytes are needed. `bytes`: by storage. Requires: the list that this was made from.
   pybind11::list like(const pybind11::list& tensors, const pybind11::list& bytes) const;
 
-  // Leaves all storages without memory; if kEmptyStoragesRaise, they keep their size, else they have
-  // 0 bytes. Their memory returns to the allocator, which reuses it only
-  // when what is enqueued now on `users` has ended; other memory than the allocator's is kept
-  // until release_kept(). If kEmptyStoragesRaise, any access to the memory of an empty storage then
-  // raises a RuntimeError with `message`. Throws: RuntimeError if a storage was changed since.
+  // Leaves all storages without memory; if kEmptyStoragesRaise, they keep their size, else they
+  // have 0 bytes. Their memory returns to the allocator, which reuses it only when what is enqueued
+  // now on `users` has ended; other memory than the allocator's is kept until release_kept(). If
+  // kEmptyStoragesRaise, any access to the memory of an empty storage then raises a RuntimeError
+  // with `message`. Throws: RuntimeError if a storage was changed since.
   void take_out(const std::vector<pybind11::object>& users, const std::string& message);
   // Returns, by storage, whether it is alive and still empty: it then has to get memory.
   std::vector<bool> are_waiting() const;

@@ -299,7 +299,7 @@ def _find_rule(cls: type) -> Rule | str | None:
 
 
 def _refuse_handle(value: Any) -> Flat:
-    """Refuse a handle of this package: whoever gives it means what it stands for."""
+    """Refuse a handle of this package: the caller means what it stands for."""
     cls = type(value)
     what = getattr(cls, "_what_it_is", f"a {cls.__name__}, which is no data")
     raise Refused(f"is {what}: {cls._instead_in_a_tree}")
