@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import weakref
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
-
-if TYPE_CHECKING:
-    from tdcopier._park.snapshot import Snapshot
 
 _WRAPPERS = {
     "AcceleratedOptimizer": ("accelerate", "optimizer"),
@@ -20,6 +17,10 @@ _WRAPPERS = {
 by class, a part of the name of its package, and the attribute with that optimizer."""
 
 
+class _Snapshot(Protocol):
+    def before_update(self) -> None: ...
+
+
 class _Waiting:
     """A hook that makes a step wait: bound to its snapshots, whichever object torch passes to it.
 
@@ -28,7 +29,7 @@ class _Waiting:
     """
 
     def __init__(self) -> None:
-        self.snapshots: list[weakref.ref[Snapshot]] = []
+        self.snapshots: list[weakref.ref[_Snapshot]] = []
 
     def __call__(self, *_: Any) -> None:
         waiting = self.snapshots
@@ -43,7 +44,7 @@ class _Waiting:
 _hooks: weakref.WeakKeyDictionary[Optimizer, _Waiting] = weakref.WeakKeyDictionary()
 
 
-def wait_in_step(optimizer: Optimizer, taken: Snapshot) -> bool:
+def wait_in_step(optimizer: Optimizer, taken: _Snapshot) -> bool:
     """Let the next `step` call the snapshot's `before_update`.
 
     Returns:

@@ -1,14 +1,21 @@
 """torchrl support: replay buffers whose batches reach the device packed. Imports torchrl."""
 
-from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
-from tdcopier.torchrl._pinned import PackedLazyTensorStorage, WriteStats
-from tdcopier.torchrl._samplers import (
-    DeviceRandomSampler,
-    PackedPrioritizedSampler,
-    PriorityStats,
-)
-from tdcopier.torchrl._storage import PackedLazyMemmapStorage, ReadStats
-from tdcopier.torchrl._to_device import ToDevice
+try:
+    from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
+    from tdcopier.torchrl._pinned import PackedLazyTensorStorage, WriteStats
+    from tdcopier.torchrl._samplers import (
+        DeviceRandomSampler,
+        PackedPrioritizedSampler,
+        PriorityStats,
+    )
+    from tdcopier.torchrl._storage import PackedLazyMemmapStorage, ReadStats
+    from tdcopier.torchrl._to_device import ToDevice
+except ModuleNotFoundError as error:
+    if error.name != "torchrl":
+        raise
+    raise ModuleNotFoundError(
+        "tdcopier.torchrl needs torchrl: in the checkout, pip install '.[torchrl]'", name="torchrl"
+    ) from error
 
 __all__ = [
     "DeviceRandomSampler",

@@ -312,3 +312,8 @@ def test_strides_are_those_of_stack(sample):
     expected = default_collate([{"x": sample}, {"x": sample}])["x"]
     assert made.stride() == expected.stride()
     assert made.equal(expected)
+
+
+def test_samples_of_several_sizes_are_told_of_another_collate_fn():
+    with pytest.raises(RuntimeError, match=r"^sample\['x'\]: stack expects .*; .*collate_fn=list$"):
+        tdcopier.collate([{"x": torch.ones(1, 4)}, {"x": torch.ones(2, 4)}])

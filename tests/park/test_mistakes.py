@@ -63,7 +63,7 @@ def test_handles_have_no_other_attributes(parked, taken):
         assert not hasattr(handle, "state_dict")
         assert getattr(handle, "shape", 3) == 3
         assert handle
-    with pytest.raises(TypeError, match=r"give what its get\(\)"):
+    with pytest.raises(TypeError, match=r"take its get\(\)"):
         torch.save(taken, io.BytesIO())
 
 

@@ -78,6 +78,7 @@ def test_every_call_refuses_a_parked_tensor(device, monkeypatch, elements, is_ch
     tensor = torch.ones(elements, device=device)
     there, here = torch.zeros(elements, device=device), torch.zeros(elements)
     plan = tdcopier.prepare([torch.ones(elements, device=device)], "cpu")
+    told = "parked" if _C.EMPTY_STORAGES_RAISE else "parked|setStorage"  # scatter may ask torch
     with tdcopier.parked(tensor):
         for call in (
             lambda: tdcopier.copy([tensor], "cpu"),
@@ -91,7 +92,7 @@ def test_every_call_refuses_a_parked_tensor(device, monkeypatch, elements, is_ch
             lambda: tdcopier.snapshot([tensor]),
             lambda: tdcopier.park([tensor]),
         ):
-            with pytest.raises((ValueError, RuntimeError), match="parked"):
+            with pytest.raises((ValueError, RuntimeError), match=told):
                 call()
     assert tensor.eq(1).all()
     assert not here.any()

@@ -147,7 +147,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "depth -3": (None, {"depth": -3}, ValueError, "depth must be at least 1; got -3"),
     "depth 1.5": (None, {"depth": 1.5}, TypeError, "depth must be a positive int; got 1.5"),
     "depth True": (None, {"depth": True}, TypeError, "depth must be a positive int; got True"),
-    "threaded 0": (None, {"threaded": 0}, TypeError, "threaded must be a bool; got 0"),
+    "threaded 0.0": (None, {"threaded": 0.0}, TypeError, "threaded must be a bool; got 0.0"),
     "unknown option": (None, {"pinned": True}, TypeError, "unexpected keyword argument 'pinned'"),
     "option's value": (
         None,

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import run_python
 
 import tdcopier
 
@@ -158,6 +159,18 @@ print(*sorted(set(sys.modules) - before))
 
 
 # ---- types and docstrings ------------------------------------------------------------------------
+
+
+def test_without_torchrl_its_part_says_how_to_get_it():
+    program = """
+        import sys
+        sys.modules["torchrl"] = None
+        try:
+            import tdcopier.torchrl
+        except ModuleNotFoundError as error:
+            print(error)
+        """
+    assert run_python(program).startswith("tdcopier.torchrl needs torchrl: in the checkout, pip ")
 
 
 def test_the_handle_can_be_subscripted_where_annotations_run():
