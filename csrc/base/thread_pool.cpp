@@ -76,6 +76,11 @@ void ThreadPool::shut_down() {
   for (std::thread& thread : threads) thread.join();
 }
 
+bool ThreadPool::is_shut_down() {
+  const std::lock_guard lock(mutex_);
+  return closed_;
+}
+
 void ThreadPool::work() {
   for (;;) {
     std::function<void()> task;

@@ -42,6 +42,9 @@ class ThreadPool {
   // Blocks: until every submitted task has run. Later calls return at once.
   void shut_down();
 
+  // Returns whether shut_down() has been called: a task that waits for more work ends then.
+  bool is_shut_down();
+
  private:
   void work();
 

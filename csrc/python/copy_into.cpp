@@ -2,6 +2,8 @@
 // delegated leaves, plan and start one job per group, bump versions.
 #include "python/copy_into.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -141,26 +143,29 @@ class GroupFill {
 
 void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bool captures) {
   std::shared_ptr<CopyJob> job;
-  std::optional<PinnedRanges::Access> access;
+  bool is_running = false;
   bool background = false;
   try {
-    const PhaseRange range(handle.phases(), Phase::kPlan);
+    std::optional<PhaseRange> range(std::in_place, handle.phases(), Phase::kPlan);
+    std::optional<PinnedRanges::Access> access;
     GroupFill fill(group, options, access);
     if (captures) return handle.attach(fill.capture());
     const WithoutGil no_gil;
+    // Before the thread wants the GIL back, which it may never get: unpinning waits for the end.
+    const auto end_of_access = c10::make_scope_exit([&access] { access.reset(); });
     job = fill.make_in_place();
     if (!job) job = fill.make();
-    if (!access && options.use_background_thread && !fill.at_once()) {
+    if (access) {
+      range.reset();
+      job->run();
+    } else if (options.use_background_thread && !fill.at_once()) {
       background = job->run_in_background(fill.pool());
     }
+    is_running = access || background;
   } catch (...) {
     return handle.fail_with(std::current_exception());
   }
-  if (access) {
-    const WithoutGil no_gil;
-    job->run();
-    access.reset();
-  } else if (!background) {
+  if (!is_running) {
     const WaitWithoutGil waiting;
     job->run();
   }

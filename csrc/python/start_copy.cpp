@@ -203,23 +203,27 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
   const c10::Device source = group.leaves.device();
   const RelaxedCapture relaxed(target.is_cpu() ? source.type() : target.type());
   std::shared_ptr<CopyJob> job;
-  std::optional<PinnedRanges::Access> access;
+  bool is_running = false;
   bool background = false;
   try {
-    const PhaseRange range(handle.phases(), Phase::kPlan);
+    std::optional<PhaseRange> range(std::in_place, handle.phases(), Phase::kPlan);
     plan = plan_of(group.leaves, options.pack, std::move(plan));
     GroupStart start(group, std::move(plan), target, options);
     const WithoutGil no_gil;  // an allocation may wait for the device
+    // Ends before the thread wants the GIL back, which it may never get: unpinning waits for it.
+    std::optional<PinnedRanges::Access> access;
     job = start.make_in_place(access);
-    if (!job) background = prepare(job, start, options);
+    if (job) {
+      range.reset();
+      job->run();
+    } else {
+      background = prepare(job, start, options);
+    }
+    is_running = access || background;
   } catch (...) {
     return handle.fail_with(std::current_exception());
   }
-  if (access) {
-    const WithoutGil no_gil;
-    job->run();
-    access.reset();
-  } else if (!background) {
+  if (!is_running) {
     const WaitWithoutGil waiting;
     job->run();
   }

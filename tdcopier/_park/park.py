@@ -95,7 +95,7 @@ class _Parking:
 
     def resume_for_dropped_handle(self) -> None:
         """Resume tensors that would be lost, and say so. Any thread may be the one that does."""
-        if sys.is_finalizing() or self._process != os.getpid():
+        if self._process != os.getpid():
             return
         if not any(self.memory.are_waiting()):  # resumed, or the tensors are gone
             _parkings.discard(self)
@@ -224,10 +224,13 @@ class Parked:
         """Refuse to be copied or pickled: dropping the copy would resume the state."""
         raise TypeError("a handle of park() cannot be copied or pickled: resume() first")
 
-    def __del__(self) -> None:
-        """Resume tensors that would be lost, and say so."""
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Resume tensors that would be lost, and say so.
+
+        Python empties modules when it ends, so this keeps what it calls then.
+        """
         parking = getattr(self, "_parking", None)
-        if parking is not None:
+        if parking is not None and not is_finalizing():
             parking.resume_for_dropped_handle()
 
 

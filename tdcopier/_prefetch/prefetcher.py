@@ -212,10 +212,13 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
             await queue.reader_ended()
         self.close()
 
-    def __del__(self) -> None:
-        """End the reader too. (If `__init__` raised, there is no queue.)"""
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """End the reader too. (If `__init__` raised, there is no queue.)
+
+        Python empties modules when it ends, so this keeps what it calls then.
+        """
         queue = getattr(self, "_queue", None)
-        if queue is not None and not sys.is_finalizing():
+        if queue is not None and not is_finalizing():
             queue.close("the prefetcher was dropped")
 
     def __enter__(self) -> Self:

@@ -369,6 +369,28 @@ def test_a_field_whose_place_is_not_known_is_refused(device, leaf, made):
     assert sample.x is leaf or made == "Computing"
 
 
+class SortedKeys(dict):
+    """Iterates in the order of keys; a copy also stores its items in this order."""
+
+    def __iter__(self) -> Any:
+        return iter(sorted(dict.__iter__(self)))
+
+    def __copy__(self) -> Any:
+        made = SortedKeys()
+        for key in self:
+            made[key] = self[key]
+        return made
+
+
+def test_a_dict_whose_copies_store_their_items_in_another_order_is_rebuilt(device, leaf):
+    value = SortedKeys(b=leaf, a=leaf + 1)
+    moved = tdcopier.copy(value, device)
+    assert type(moved) is SortedKeys
+    assert list(moved) == ["a", "b"]
+    for key in value:
+        assert_same(moved[key], oracle(value[key], device))
+
+
 def test_a_tuple_is_what_it_holds_whatever_iterating_over_it_yields(device, leaf):
     class Sparse(NamedTuple):
         first: Any

@@ -130,6 +130,64 @@ def test_the_interpreter_exits_cleanly_while_daemon_threads_copy():
     )
 
 
+CALLS = {
+    "wait, pinned": "tdcopier.start_copy([pinned], device).wait()",
+    "wait, between devices": "tdcopier.start_copy([there], other).wait()",
+    "get, to the host": "tdcopier.start_copy([there], 'cpu').get()",
+    "gather, pinned": "tdcopier.start_gather(storage, [1, 3], device).wait()",
+    "gather, pinned, into memory": "tdcopier.start_gather(storage, [1, 3], out=rows).get()",
+    "copy into, pinned": "tdcopier.start_copy_into([pinned], [there]).wait()",
+    "snapshot": "tdcopier.snapshot([there]).get()",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_interpreter_exits_while_daemon_threads_copy_again_and_again(device, call):
+    """One without a pause, and one whose pauses are shorter than an idle thread of ours stays."""
+    run_python(
+        ENABLE
+        + f"""
+    import threading, time
+    other = device if device == "cuda" else "sim:1"
+    pinned = torch.ones(100_000).pin_memory()
+    there = torch.ones(100_000, device=device)
+    storage = [torch.ones(100, 600)]
+    pinned_storage = tdcopier.pin_memory_(storage, device)
+    kept = []  # torch's own code may abort where a daemon thread drops a tensor
+    def copy(pause_s):
+        rows = [torch.ones(2, 600, device=device)]
+        while True:
+            kept.append({CALLS[call]})
+            time.sleep(pause_s)
+    for pause_s in (0.001, 0.03):
+        threading.Thread(target=copy, args=[pause_s], daemon=True).start()
+    time.sleep(0.4)
+    """,
+        timeout_s=60,
+    )
+
+
+def test_handles_that_live_until_the_end_are_dropped_in_silence():
+    """In a module that Python empties before the objects are dropped."""
+    run_python(
+        ENABLE
+        + """
+    import sys, types
+    kept = types.ModuleType("kept")
+    sys.modules["kept"] = kept
+    kept.tensor = torch.ones(100_000, device=device)
+    kept.parked = tdcopier.park(kept.tensor)
+    kept.batches = tdcopier.prefetch([torch.ones(3)] * 3, device, threaded=False)
+    next(kept.batches)
+    kept.cycle = kept
+    for part in (tdcopier._park.park, tdcopier._prefetch.prefetcher):
+        part.kept = kept
+    unraisable = []
+    sys.unraisablehook = lambda told: os._exit(3)
+    """
+    )
+
+
 @pytest.mark.sim
 def test_the_interpreter_exits_cleanly_while_the_copy_stream_is_held():
     run_python(

@@ -65,9 +65,10 @@ bool Reclaimer::wait_for_oldest() {
   return true;
 }
 
-EventRef Reclaimer::oldest(bool stays) {
+EventRef Reclaimer::oldest(bool stays, bool ends) {
   const std::lock_guard lock(mutex_);
   if (pending_.empty()) thread_looks_ = stays;
+  if (ends) thread_looks_ = false;
   return pending_.empty() ? nullptr : pending_.front().event;
 }
 
@@ -81,8 +82,10 @@ void Reclaimer::look_while_needed() noexcept {
   constexpr int kMostIdlePauses = 20;
   auto pause = kShortestPause;
   for (int idle_pauses = 0; true;) {
-    const bool stays = idle_pauses < kMostIdlePauses && !is_interleaved();
-    const EventRef next = oldest(stays);
+    // Threads that go on copying while the process exits must not keep this one.
+    const bool ends = reclaimer_thread().is_shut_down();
+    const bool stays = !ends && idle_pauses < kMostIdlePauses && !is_interleaved();
+    const EventRef next = oldest(stays, ends);
     if (next == nullptr) {
       if (!stays) return;
       ++idle_pauses;

@@ -43,8 +43,9 @@ class Reclaimer {
   };
 
   void look_while_needed() noexcept;  // on the reclaimer's thread
-  // Returns null if nothing is pending. `stays`: the thread looks again then.
-  EventRef oldest(bool stays);
+  // Returns null if nothing is pending; then `stays` says whether the thread looks again. `ends`:
+  // it takes no new entries, whose callers wait instead.
+  EventRef oldest(bool stays, bool ends);
 
   Mutex mutex_;
   std::list<Pending> pending_;  // guarded by mutex_
