@@ -269,10 +269,7 @@ def lead_sizes(storage: Any, lead: int) -> tuple[int, ...]:
         path, leaf = found[0]
         sizes, what = tuple(getattr(leaf, "batch_size", leaf.shape)), f"the shape of {path}"
     if len(sizes) < lead:
-        hint = ": of a mask with a last dimension of 1, give mask.squeeze(-1)" if lead > 1 else ""
-        raise ValueError(
-            f"index counts rows by {counted(lead, 'dimension')}; {what} is {sizes}{hint}"
-        )
+        raise ValueError(f"index counts rows by {counted(lead, 'dimension')}; {what} is {sizes}")
     return sizes[:lead]
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import textwrap
+
 import pytest
 import torch
 from support import assert_same, oracle, run_python
@@ -144,7 +149,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_the_interpreter_exits_while_daemon_threads_copy_again_and_again(device, call):
     """One without a pause, and one whose pauses are shorter than an idle thread of ours stays."""
-    run_python(
+    program = (
         ENABLE
         + f"""
     import threading, time
@@ -153,7 +158,7 @@ def test_the_interpreter_exits_while_daemon_threads_copy_again_and_again(device,
     there = torch.ones(100_000, device=device)
     storage = [torch.ones(100, 600)]
     pinned_storage = tdcopier.pin_memory_(storage, device)
-    kept = []  # torch's own code may abort where a daemon thread drops a tensor
+    kept = []
     def copy(pause_s):
         rows = [torch.ones(2, 600, device=device)]
         while True:
@@ -162,9 +167,19 @@ def test_the_interpreter_exits_while_daemon_threads_copy_again_and_again(device,
     for pause_s in (0.001, 0.03):
         threading.Thread(target=copy, args=[pause_s], daemon=True).start()
     time.sleep(0.4)
-    """,
-        timeout_s=60,
+    """
     )
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    # Before Python 3.14, torch's own code aborts where a daemon thread drops a tensor just then, as
+    # a gather drops that of its index.
+    may_abort = "gather" in call and sys.version_info < (3, 14)
+    assert done.returncode in (0, *([-signal.SIGABRT] if may_abort else [])), done.stderr
 
 
 def test_handles_that_live_until_the_end_are_dropped_in_silence():
