@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import spaces
 from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
@@ -11,7 +12,19 @@ import tdcopier
 
 
 class GatheredReplayBuffer(ReplayBuffer):
-    """Pass it as `replay_buffer_class=` to DQN, SAC, TD3 and the like."""
+    """Pass it as `replay_buffer_class=` to DQN, SAC, TD3 and the like.
+
+    Not with `n_steps` above 1: an algorithm tells only a buffer of its own of that, and this one
+    would give it one-step batches.
+    """
+
+    def __init__(self, buffer_size: int, observation_space: Any, *others: Any, **more: Any) -> None:
+        if isinstance(observation_space, spaces.Dict):
+            raise ValueError(
+                "GatheredReplayBuffer takes observations that are one array: for dicts of them, "
+                "use stable_baselines3's DictReplayBuffer"
+            )
+        super().__init__(buffer_size, observation_space, *others, **more)
 
     def _get_samples(self, batch_inds: np.ndarray, env: Any = None) -> ReplayBufferSamples:
         if env is not None:  # VecNormalize works on host arrays
@@ -43,8 +56,6 @@ class GatheredReplayBuffer(ReplayBuffer):
 
 
 def main() -> None:
-    from gymnasium import spaces
-
     device = "cuda"
     if not torch.cuda.is_available():
         from tdcopier import sim

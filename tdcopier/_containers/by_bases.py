@@ -90,6 +90,8 @@ def _flatten_mapping(value: Any) -> Flat:
             shell[key] = None  # drops the child, and tests whether it can be replaced
         except Exception as error:
             raise _not_rebuildable(value, "mapping", f"{type(error).__name__}: {error}") from error
+    if hasattr(type(value), "__copy__"):  # which may read the items, and there are none yet
+        _shell_of(shell, "mapping")
     return list(items.values()), (shell, keys), keys
 
 

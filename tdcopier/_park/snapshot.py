@@ -328,10 +328,12 @@ class _TreeCopy:
                 self._tensor(leaf)
         rule = container_rule(type(value))
         if rule is not None:
-            for number, child in enumerate(rule.flatten(value)[0]):
+            children, _, names = rule.flatten(value)
+            form = ".{}" if rule.names == "attribute" else _ITEM
+            for name, child in zip(names or range(len(children)), children, strict=True):
                 if not isinstance(child, torch.Tensor):
                     self._kept.append(child)
-                    self.of(child, (at, _ITEM, number))
+                    self.of(child, (at, form, name))
 
     def _collection(self, value: Any) -> Any:
         made = value.apply(self._tensor, device=_CPU)

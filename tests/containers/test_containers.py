@@ -391,6 +391,22 @@ def test_a_dict_whose_copies_store_their_items_in_another_order_is_rebuilt(devic
         assert_same(moved[key], oracle(value[key], device))
 
 
+class Subject(dict):
+    """Its `__copy__` reads an item, as that of torchio's does."""
+
+    def __copy__(self) -> Any:
+        assert isinstance(self["x"], torch.Tensor)
+        return Subject(self)
+
+
+def test_a_dict_whose_copy_reads_its_items_is_refused_with_its_path(device, leaf):
+    with pytest.raises(
+        TypeError,
+        match=r"(?s)^data\[0\] is a Subject, a mapping that cannot be rebuilt .*: register it",
+    ):
+        tdcopier.start_copy([Subject(x=leaf)], device)
+
+
 def test_a_tuple_is_what_it_holds_whatever_iterating_over_it_yields(device, leaf):
     class Sparse(NamedTuple):
         first: Any

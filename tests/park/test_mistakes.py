@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import threading
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,11 @@ def test_arrays_of_numpy_are_not_parked(device):
     assert tdcopier.snapshot({"a": np.ones(3)}).get()["a"].sum() == 3
 
 
+@dataclasses.dataclass
+class Options:
+    lock: Any
+
+
 class Config:
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -166,6 +173,8 @@ class Config:
         (lambda lock: ({"config": Config()},), r"state\[0\]\['config'\] is a Config"),
         (lambda lock: {"module": torch}, r"state\['module'\] is a module"),
         (lambda lock: {("k", lock): 3}, r"state \(a key\) is a tuple"),
+        (lambda lock: {"o": Options(lock)}, r"state\['o'\]\.lock is a lock"),
+        (lambda lock: {"o": defaultdict(list, a=lock)}, r"state\['o'\]\['a'\] is a lock"),
     ],
 )
 def test_a_value_that_cannot_be_copied_is_named_with_its_path(device, state_of, path):

@@ -126,6 +126,14 @@ def test_the_sb3_buffer_gives_the_batches_of_its_base_class(
     assert [handle.stats.fallbacks for handle in gathers] == [0] * (1 + lean)
 
 
+def test_dict_observations_are_refused_with_the_buffer_that_takes_them(sb3, device):
+    spaces = library("gymnasium").spaces
+    with pytest.raises(ValueError, match="DictReplayBuffer"):
+        sb3.GatheredReplayBuffer(
+            9, spaces.Dict({"x": spaces.Discrete(3)}), spaces.Discrete(3), device
+        )
+
+
 def test_rows_that_are_added_after_a_sample_do_not_change_it(sb3, device):
     gathered, plain = both_buffers(sb3, device, lean=False, envs=2, images=True)
     wanted = sampled(plain)
