@@ -65,8 +65,8 @@ class AttributesOfSource:
             source = self._source
             if name in ("state_dict", "load_state_dict"):
                 raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}: its source is "
-                    "ahead of the loop, so what resumed from its state would skip batches",
+                    f"{type(self).__name__!r} object has no attribute {name!r}: its source has "
+                    "none, or is a replay buffer, whose own state has all that is stored",
                     name=name,
                     obj=self,
                 )

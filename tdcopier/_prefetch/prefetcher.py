@@ -29,7 +29,7 @@ from tdcopier._prefetch.in_loop import LoopPass
 from tdcopier._prefetch.of_source import AttributesOfSource
 from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
 from tdcopier._prefetch.reader import ReaderPass
-from tdcopier._prefetch.source import Source
+from tdcopier._prefetch.source import NoState, Source, copier_of_state
 from tdcopier._prefetch.stats import PrefetchCounters, PrefetchStats
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
 
     Public attributes that a prefetcher does not have are those of its source, to be read:
     `dataset`, `batch_size`, `sampler` and so on of a `DataLoader`, and `set_epoch` of a loader that
-    has it. Not so `state_dict` and `load_state_dict`: the source is ahead of the loop, so a run
-    that resumed from its state would skip batches.
+    has it. `state_dict` and `load_state_dict`, of a source that has them, are as of the last batch
+    that was yielded, although the source is ahead of the loop.
 
     A `with` or `async with` block closes the prefetcher at its end. If the prefetcher is dropped
     instead, its reader also ends, after the batch that it is reading.
@@ -91,6 +91,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         refuse_other_options(options)
         start_copy(None, device, **options)  # raises if the device or a value is wrong
         self._counters = PrefetchCounters()
+        self._copy_state = copier_of_state(source)
         self._starting = threading.RLock()
         self._queue: BatchQueue | None = None
         self._begins_anew = False
@@ -248,6 +249,46 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         """Counts and times of all passes so far."""
         return self._counters.stats()
 
+    @property
+    def state_dict(self) -> Callable[[], Any]:
+        """Returns a copy of the state of a source that has `state_dict` and `load_state_dict`.
+
+        It is as of the last batch that was yielded, and not as of those that were read ahead. The
+        reader asks the source after each batch. It raises a RuntimeError if the source could not
+        answer.
+        """
+        if self._copy_state is None:
+            raise AttributeError("the source has no state")  # `__getattr__` says so
+        return self._state
+
+    @property
+    def load_state_dict(self) -> Callable[[Any], None]:
+        """Ends the pass, and passes a state on to such a source: the next pass goes on from there.
+
+        Blocks: until the source returns from the batch that it is reading.
+        """
+        if self._copy_state is None:
+            raise AttributeError("the source has no state")
+        return self._load_state
+
+    def _state(self) -> Any:
+        with self._starting:
+            state = self._source.state_dict() if self._queue is None else self._queue.state
+        if isinstance(state, NoState):
+            raise RuntimeError(f"state_dict() of the source failed: {state.why}")
+        return state
+
+    def _load_state(self, state: Any) -> None:
+        if self._forks != forks():
+            refuse_in_child()
+        with self._starting:
+            if self._is_closed:
+                raise RuntimeError("this prefetcher is closed: make another one")
+            queue, self._queue = self._queue, None
+            if queue is not None:
+                queue.end("another state has been loaded")
+            self._source.load_state_dict(state)
+
     def _pass(self, *, is_wanted_anew: bool) -> BatchQueue:
         """Return the current pass, or start one."""
         if self._forks != forks():
@@ -295,6 +336,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
             self._device,
             self._options,
             self._counters,
+            self._copy_state,
             has_reader=self._is_threaded,
         )
         make: type[BatchQueue] = ReaderPass if self._is_threaded else LoopPass

@@ -36,6 +36,8 @@ class BatchQueue(ABC):
         self._failure_of_close: BaseException | None = None
         self._depth = depth
         self._counters = counters
+        self.state: Any = source.state()
+        """Of the source, as of the last item that was taken."""
         self._source: Source | None = source  # None once it has ended or is no longer read
         self._forks = forks()
         self._turn = threading.RLock()  # held by one consumer at a time
@@ -134,6 +136,7 @@ class BatchQueue(ABC):
 
     def _take_out(self, item: Item) -> None:
         """Remove the first item, which was handed over. The end stays, for other consumers."""
+        self.state = item.state
         if isinstance(item, EndOfPass):
             self.is_over = True
             item.error = None

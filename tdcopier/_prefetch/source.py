@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -17,12 +18,33 @@ from tdcopier._prefetch.stats import PrefetchCounters
 from tdcopier._prefetch.stream_position import StreamPosition
 
 
+class NoState(NamedTuple):
+    """In place of a state that the source did not give."""
+
+    why: str
+
+
+def copier_of_state(source: Any) -> Callable[[], Any] | None:
+    """Return a function that copies the state of a source, or None if the source has none.
+
+    Nor has a replay buffer of torchrl, whose state is all that it has stored.
+    """
+    cls = type(source)
+    names = ("state_dict", "load_state_dict")
+    has_state = all(callable(getattr(cls, name, None)) for name in names)
+    if not has_state or any(each.__module__.startswith("torchrl.") for each in cls.__mro__):
+        return None
+    return lambda: copy.deepcopy(source.state_dict())
+
+
 class Batch(NamedTuple):
     """A batch that was read, and whose copy was started."""
 
     handle: AsyncCopyHandle[Any]
     made_at: StreamPosition | None
     """Position of the reader's stream, if the batch has leaves that were on the device already."""
+    state: Any
+    """That of the source when it had returned this batch; None if it is not asked for one."""
 
     def is_hand_over_instant(self) -> bool:
         """Return whether `hand_over` would return, or raise, without waiting for the copy."""
@@ -45,6 +67,8 @@ class Failure:
     """An item in place of a batch whose copy could not be started."""
 
     error: BaseException | None
+    state: Any = None
+    """As of a batch."""
 
     def is_hand_over_instant(self) -> bool:
         return True
@@ -75,6 +99,8 @@ class Source:
     device: Device
     options: CopyOptions
     counters: PrefetchCounters
+    copy_state: Callable[[], Any] | None
+    """Returns a copy of the source's state, which is part of each item; see `copier_of_state`."""
     has_reader: bool
     """Whether a reader thread reads. If so, `begin` waits until a batch's memory has been read."""
     is_copying: bool = False
@@ -102,9 +128,9 @@ class Source:
                 if isinstance(batch, AsyncCopyHandle):
                     batch.wait_staged()
                 return None
-            return self._start(batch, read)
+            return self._start(batch, read, self.state())
         except StopIteration:
-            return EndOfPass(None)
+            return EndOfPass(None, self.state())
         except Exception as error:
             return EndOfPass(error)
         except BaseException as error:
@@ -113,6 +139,13 @@ class Source:
             return EndOfPass(error)
         finally:
             _C.set_sending(_C.Sending.AT_ONCE)
+
+    def state(self) -> Any:
+        """Return a copy of the state; None for a source without one."""
+        try:
+            return None if self.copy_state is None else self.copy_state()
+        except Exception as error:  # the batches go on: perhaps nobody asks for the state
+            return NoState(f"{type(error).__name__}: {error}")  # the error would keep this alive
 
     def is_generator_running(self) -> bool:
         """Return whether a thread is inside the generator, possibly the calling one."""
@@ -127,7 +160,7 @@ class Source:
         if self.generator is not None:
             self.generator.close()
 
-    def _start(self, batch: Any, read_ns: int) -> Item:
+    def _start(self, batch: Any, read_ns: int, state: Any) -> Item:
         self.is_copying = True
         try:
             if isinstance(batch, AsyncCopyHandle):  # the source has started the copy itself
@@ -137,9 +170,9 @@ class Source:
             made_at = self._position() if handle._reuses_leaves else None
             if self.has_reader:
                 handle.wait_staged()
-            return Batch(handle, made_at)
+            return Batch(handle, made_at, state)
         except Exception as error:
-            return Failure(error)
+            return Failure(error, state)
         finally:
             self.is_copying = False
             self.counters.copy_ns += time.perf_counter_ns() - read_ns

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from libraries import library
+from prefetch_support import StatefulLoader
 from recipe_support import RECIPES
 
 import tdcopier
@@ -228,6 +229,8 @@ def _(run: Run) -> Names:
         "model": torch.nn.Linear(4, 2).to(run.device),
         "open_environment": lambda: contextlib.nullcontext(environment),
         "learn": nothing,
+        "stateful_loader": StatefulLoader(),
+        "new_stateful_loader": StatefulLoader,
         "rollout": {"observation": row},
         "collect_the_next": nothing,
     }
