@@ -144,7 +144,7 @@ class Source:
         """Return a copy of the state; None for a source without one."""
         try:
             return None if self.copy_state is None else self.copy_state()
-        except Exception as error:  # the batches go on: perhaps nobody asks for the state
+        except Exception as error:  # the batches go on: the loop may never ask
             return NoState(f"{type(error).__name__}: {error}")  # the error would keep this alive
 
     def is_generator_running(self) -> bool:
