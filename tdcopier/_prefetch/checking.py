@@ -59,6 +59,15 @@ def refuse_other_options(options: Mapping[str, Any]) -> None:
     refuse_unknown_options("prefetch", options, "depth", "threaded")
 
 
+def has_draws_in_this_process(source: Any) -> bool:
+    """Return whether the source is a `DataLoader` without workers.
+
+    Its sampler and its dataset draw from torch's global generator, as the loop does.
+    """
+    loader = getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())
+    return isinstance(source, loader) and source.num_workers == 0
+
+
 def checked_depth(depth: int) -> int:
     """Return the depth as an int.
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 from typing_extensions import Self, Unpack
 
@@ -22,6 +22,7 @@ from tdcopier._copy import start_copy
 from tdcopier._options import CopyOptions, Device, bool_option
 from tdcopier._prefetch.checking import (
     checked_depth,
+    has_draws_in_this_process,
     is_to_be_called,
     refuse_other_options,
 )
@@ -77,7 +78,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         source: Any,
         device: Device,
         depth: int,
-        threaded: bool,
+        threaded: bool | None,
         options: CopyOptions,
         /,
     ) -> None:
@@ -86,7 +87,9 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         self._source: Any = source
         self._device: Device = device
         self._depth = checked_depth(depth)
-        self._is_threaded = bool_option("threaded", threaded)
+        self._may_have_reader = threaded is None or bool_option("threaded", threaded)
+        self._is_threaded = threaded is not None or not has_draws_in_this_process(source)
+        self._is_threaded &= self._may_have_reader
         self._options = options
         refuse_other_options(options)
         start_copy(None, device, **options)  # raises if the device or a value is wrong
@@ -131,7 +134,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         Raises:
             TypeError: without a reader thread, the event loop would have to read the source.
         """
-        if not self._is_threaded:
+        if not self._may_have_reader:
             raise TypeError(
                 "`async for` needs a reader thread: with threaded=False the event loop would have "
                 "to read the source, and stop meanwhile; make the prefetcher with threaded=True"
@@ -289,7 +292,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
                 queue.end("another state has been loaded")
             self._source.load_state_dict(state)
 
-    def _pass(self, *, is_wanted_anew: bool) -> BatchQueue:
+    def _pass(self, *, is_wanted_anew: bool, needs_reader: bool = False) -> BatchQueue:
         """Return the current pass, or start one."""
         if self._forks != forks():
             refuse_in_child()
@@ -301,12 +304,18 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
                 if queue is not None:
                     queue.end(_BEGUN_ANEW)
                 # Stored before it starts: an interrupt may end `start` after the reader has begun.
-                self._queue = queue = self._new_queue()
+                self._queue = queue = self._new_queue(needs_reader or self._is_threaded)
             queue.start()
             return queue
 
     def _reader_pass(self, *, is_wanted_anew: bool) -> ReaderPass:
-        return cast("ReaderPass", self._pass(is_wanted_anew=is_wanted_anew))
+        queue = self._pass(is_wanted_anew=is_wanted_anew, needs_reader=True)
+        if not isinstance(queue, ReaderPass):
+            raise TypeError(
+                "this pass is read by the loop that began it, and not by a thread: begin another "
+                "one with `async for`"
+            )
+        return queue
 
     async def _earlier_reader_ended(self, *, is_wanted_anew: bool) -> None:
         """End a pass that `_pass` would end, and let the event loop run until it has ended."""
@@ -320,7 +329,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
             return True
         return is_wanted_anew and (queue.is_over or self._begins_anew)
 
-    def _new_queue(self) -> BatchQueue:
+    def _new_queue(self, is_threaded: bool) -> BatchQueue:
         generator = None
         if self._is_callable:
             read: Callable[[], Any] = self._source
@@ -337,9 +346,9 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
             self._options,
             self._counters,
             self._copy_state,
-            has_reader=self._is_threaded,
+            has_reader=is_threaded,
         )
-        make: type[BatchQueue] = ReaderPass if self._is_threaded else LoopPass
+        make: type[BatchQueue] = ReaderPass if is_threaded else LoopPass
         return make(self._depth, self._counters, source)
 
 
@@ -388,7 +397,7 @@ def prefetch(
     device: Device,
     *,
     depth: int = 2,
-    threaded: bool = True,
+    threaded: bool | None = None,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[Any]: ...
 @overload
@@ -397,7 +406,7 @@ def prefetch(
     device: Device,
     *,
     depth: int = 2,
-    threaded: bool = True,
+    threaded: bool | None = None,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[T]: ...
 @overload
@@ -406,7 +415,7 @@ def prefetch(
     device: Device,
     *,
     depth: int = 2,
-    threaded: bool = True,
+    threaded: bool | None = None,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[torch.Tensor]: ...
 @overload
@@ -415,7 +424,7 @@ def prefetch(
     device: Device,
     *,
     depth: int = 2,
-    threaded: bool = True,
+    threaded: bool | None = None,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[T]: ...
 @keep_out_of_graphs("prefetch()")
@@ -424,7 +433,7 @@ def prefetch(
     device: Device,
     *,
     depth: int = 2,
-    threaded: bool = True,
+    threaded: bool | None = None,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[Any]:
     """Read batches of a source and start their copies ahead of the loop that uses them.
@@ -443,12 +452,12 @@ def prefetch(
     `next()`. The memory of each batch has been read before the source is asked for the next one, so
     the source may fill the same buffers each time.
 
-    The source is read in a thread of its own. That thread takes over the gradient mode, the
-    inference mode, the current device and the current streams of the thread that starts the pass,
-    as they are at that moment. So work that the source enqueues on a device is ordered as if the
-    starting thread had enqueued it. Leaves that are on `device` already are handed over unchanged,
-    ordered after the work that was on the reader's current stream when the batch had been read.
-    Other thread state (autocast, torch modes, context variables) is not taken over.
+    The source is read in a thread of its own (see `threaded`). That thread takes over the gradient
+    mode, the inference mode, the current device and the current streams of the thread that starts
+    the pass, as they are at that moment. So work that the source enqueues on a device is ordered as
+    if the starting thread had enqueued it. Leaves that are on `device` already are handed over
+    unchanged, ordered after the work that was on the reader's current stream when the batch had
+    been read. Other thread state (autocast, torch modes, context variables) is not taken over.
 
     **Errors.** An error in the source is raised after all batches before it, and ends the pass. A
     copy that fails raises its error in place of its batch, and the pass continues with the next
@@ -469,15 +478,18 @@ def prefetch(
             pass starts.
         depth: maximum number of batches that have been or are being read, and have not been
             yielded. They are on the device or on their way there.
-        threaded: if False, the loop's own thread reads the source when it asks for a batch. When it
-            returns one, `depth` more batches are in flight or wait to be sent. Their sources may
-            still be in use: if the loop itself writes to memory that the source reads, the source
-            should first call `wait_staged()` on its handle. No other thread competes with the loop
-            for the GIL. `async for` is refused. This suits a source that takes little time and a
-            loop that keeps the host busy, for example one that samples rows with `start_gather` for
-            a learner of many small kernels. The source then sees the state of the loop's thread. If
-            it raises an error that is not an `Exception`, for example KeyboardInterrupt, the error
-            is raised at once.
+        threaded: by default, a thread of its own reads the source, unless that is a `DataLoader`
+            without workers. Such a loader draws from torch's global random numbers, as the loop
+            does: read by a thread, the same seed would not give the same batches. If False, the
+            loop's own thread reads the source when it asks for a batch. When it returns one,
+            `depth` more batches are in flight or wait to be sent. Their sources may still be in
+            use: if the loop itself writes to memory that the source reads, the source should first
+            call `wait_staged()` on its handle. No other thread competes with the loop for the GIL.
+            `async for` is refused. This suits a source that takes little time and a loop that keeps
+            the host busy, for example one that samples rows with `start_gather` for a learner of
+            many small kernels. The source then sees the state of the loop's thread. If it raises an
+            error that is not an `Exception`, for example KeyboardInterrupt, the error is raised at
+            once.
         **options: see `CopyOptions`.
 
     Raises:

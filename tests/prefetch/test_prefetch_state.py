@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from prefetch_support import StatefulLoader, value_of, values_of
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import tdcopier
 
@@ -122,3 +125,62 @@ def test_a_replay_buffer_of_torchrl_is_not_copied_for_each_batch():
         __module__ = "torchrl.data.replay_buffers"
 
     assert not hasattr(tdcopier.prefetch(Buffer(), "cpu"), "state_dict")
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+
+
+class Noisy(Numbers):
+    """Draws from torch's global generator, as transforms of images do."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.stack([torch.tensor(float(index)), torch.rand(())])
+
+
+def epochs(device: str, pause_s: float, **options: Any) -> list[list[float]]:
+    """Returns the batches of two epochs, the first of which ends early."""
+    torch.manual_seed(3)
+    loader: DataLoader[Any] = DataLoader(Noisy(), batch_size=4, shuffle=True)
+    batches: tdcopier.Prefetcher[torch.Tensor] = tdcopier.prefetch(loader, device, **options)
+    got = []
+    for taken in (4, BATCHES):
+        for one in itertools.islice(batches, taken):
+            got.append(one.flatten().tolist())
+            time.sleep(pause_s)
+            torch.rand(2)  # dropout on the host, say
+    return got
+
+
+@pytest.mark.parametrize("options", [{}, {"depth": 1}, {"depth": 4}, {"threaded": False}], ids=str)
+def test_the_same_seed_gives_the_same_batches_however_fast_the_loop_is(device, options):
+    first = epochs(device, 0, **options)
+    assert epochs(device, 0.005, **options) == first
+    assert epochs(device, 0, **options) == first
+    assert sorted(row for one in first[4:] for row in one[::2]) == list(range(4 * BATCHES))
+
+
+def test_a_loader_without_workers_is_read_in_the_loop_unless_it_is_said_otherwise(device):
+    class Where(Numbers):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            readers.add(threading.current_thread().name)
+            return torch.tensor(index)
+
+    for threaded, in_loop in ((None, True), (False, True), (True, False)):
+        readers: set[str] = set()
+        list(tdcopier.prefetch(DataLoader(Where()), device, threaded=threaded))
+        assert readers == {threading.current_thread().name if in_loop else "tdcopier-prefetch"}
+
+
+def test_an_event_loop_has_a_loader_without_workers_read_by_a_thread(device):
+    async def read() -> list[int]:
+        batches: tdcopier.Prefetcher[torch.Tensor] = tdcopier.prefetch(
+            DataLoader(Numbers()), device
+        )
+        got = [int(one) async for one in batches]
+        next(iter(batches))
+        with pytest.raises(TypeError, match="this pass is read by the loop that began it"):
+            await anext(batches)
+        batches.close()
+        return got
+
+    assert asyncio.run(read()) == list(range(4 * BATCHES))
