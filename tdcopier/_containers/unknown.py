@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tdcopier._containers.delegated_parts import _is_tensor_collection
+
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 
 _PLAIN: tuple[Any, ...] = (
@@ -101,7 +103,7 @@ def _holds_tensors(value: Any) -> bool:
     met = set()  # a list may contain itself
     while parts:
         part = parts.pop()
-        if isinstance(part, torch.Tensor) or _is_collection(part):
+        if isinstance(part, torch.Tensor) or _is_tensor_collection(type(part)):
             return True
         if id(part) in met:
             continue
@@ -115,12 +117,6 @@ def _holds_tensors(value: Any) -> bool:
         elif isinstance(part, dict):
             parts += part.values()
     return False
-
-
-def _is_collection(value: Any) -> bool:
-    """Return whether the value is a TensorDict or a tensorclass. Does not import tensordict."""
-    is_one = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
-    return is_one is not None and bool(is_one(value))
 
 
 def compares_as_plain_data(cls: type) -> bool:

@@ -66,7 +66,11 @@ def _in_wrappers(optimizer: Any) -> Any:
         package, attribute = _WRAPPERS.get(base.__name__, ("", ""))
         if package and package in base.__module__.partition(".")[0]:
             inner = vars(optimizer).get(attribute)
-            return optimizer if inner is None else _in_wrappers(inner)
+            step = vars(optimizer).get("step")
+            is_its_own = step is None or getattr(step, "_wrapped_by_lr_sched", False)
+            if inner is None or not is_its_own or type(optimizer).step is not vars(base)["step"]:
+                return optimizer  # of a class derived from the wrapper, say
+            return _in_wrappers(inner)
     return optimizer
 
 

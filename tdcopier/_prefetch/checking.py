@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._options import CopyOptions, refuse_unknown_options
 
 _ACCEPTED = "an iterable of batches, or a callable without arguments that returns the next one"
@@ -97,7 +98,7 @@ def _refuse_batch(source: Any) -> None:
     is_named_tuple = isinstance(source, tuple) and hasattr(source, "_fields")
     if isinstance(source, np.ndarray) and source.dtype.hasobject:
         return  # an array of batches
-    has_rows = isinstance(source, torch.Tensor | np.ndarray) or _is_tensor_collection(source)
+    has_rows = isinstance(source, torch.Tensor | np.ndarray) or _is_tensor_collection(type(source))
     if not (has_rows or is_named_tuple or isinstance(source, Mapping)):
         return
     raise TypeError(
@@ -169,13 +170,6 @@ def _refuse_asynchronous(source: Any) -> NoReturn:
         f"source must be {_ACCEPTED}; got an asynchronous one ({_class(source)}), and no event "
         "loop reads it: make an ordinary generator or function of it"
     )
-
-
-def _is_tensor_collection(source: Any) -> bool:
-    """Return whether the source is a TensorDict or a tensorclass. Does not import tensordict."""
-    tensordict = sys.modules.get("tensordict")
-    is_one = getattr(tensordict, "is_tensor_collection", None)  # None while it is being imported
-    return is_one is not None and bool(is_one(source))
 
 
 def _class(source: Any) -> str:

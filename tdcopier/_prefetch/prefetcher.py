@@ -87,9 +87,11 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         self._source: Any = source
         self._device: Device = device
         self._depth = checked_depth(depth)
-        self._may_have_reader = threaded is None or bool_option("threaded", threaded)
-        self._is_threaded = threaded is not None or not has_draws_in_this_process(source)
-        self._is_threaded &= self._may_have_reader
+        if threaded is None:
+            self._is_threaded = not has_draws_in_this_process(source)
+        else:
+            self._is_threaded = bool_option("threaded", threaded)
+        self._may_have_reader = threaded is None or self._is_threaded
         self._options = options
         refuse_other_options(options)
         start_copy(None, device, **options)  # raises if the device or a value is wrong
@@ -262,7 +264,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         """
         if self._copy_state is None:
             raise AttributeError("the source has no state")  # `__getattr__` says so
-        return self._state
+        return partial(self._state, self._copy_state)
 
     @property
     def load_state_dict(self) -> Callable[[Any], None]:
@@ -274,9 +276,9 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
             raise AttributeError("the source has no state")
         return self._load_state
 
-    def _state(self) -> Any:
+    def _state(self, copy_state: Callable[[], Any]) -> Any:
         with self._starting:
-            state = self._source.state_dict() if self._queue is None else self._queue.state
+            state = copy_state() if self._queue is None else self._queue.state
         if isinstance(state, NoState):
             raise RuntimeError(f"state_dict() of the source failed: {state.why}")
         return state

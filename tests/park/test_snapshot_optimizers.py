@@ -118,6 +118,25 @@ def in_accelerate(optimizer: Any) -> Any:
     return AcceleratedOptimizer(optimizer, device_placement=False)
 
 
+def in_derived_wrapper(optimizer: Any) -> Any:
+    wrapped = in_accelerate(optimizer)
+
+    class Changing(type(wrapped)):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["params"][0].copy_(optimizer.sevens[0])
+            super().step(closure)
+
+    wrapped.__class__ = Changing
+    return wrapped
+
+
+def in_replaced_wrapper(optimizer: Any) -> Any:
+    wrapped = in_accelerate(optimizer)
+    wrapped.sevens = optimizer.sevens
+    return replaced(wrapped)
+
+
 def twice(optimizer: Any) -> Any:
     return in_accelerate(in_fabric(optimizer))
 
@@ -141,6 +160,7 @@ HOOKED = {
     "Lightning": in_lightning,
     "Accelerate": in_accelerate,
     "Fabric in Accelerate": twice,
+    "scheduler of Accelerate's": lambda optimizer: scheduled(in_accelerate(optimizer)),
     "scheduler in Accelerate": lambda optimizer: in_accelerate(scheduled(optimizer)),
 }
 NOT_HOOKED = {
@@ -149,6 +169,8 @@ NOT_HOOKED = {
     "replaced step": replaced,
     "compiled step": compiled,
     "step of another": bound_elsewhere,
+    "derived from Accelerate's": in_derived_wrapper,
+    "replaced step of Accelerate's": in_replaced_wrapper,
     "Lookahead in Accelerate": lambda optimizer: in_accelerate(Lookahead(optimizer)),
 }
 KINDS = {**HOOKED, **NOT_HOOKED}
