@@ -49,7 +49,8 @@ if TYPE_CHECKING:
         reserve_pinned_memory,
         trim_pinned_memory,
     )
-    from tdcopier._prefetch.prefetcher import Prefetcher, prefetch
+    from tdcopier._prefetch.prefetch import prefetch
+    from tdcopier._prefetch.prefetcher import Prefetcher
     from tdcopier._prefetch.stats import PrefetchStats
     from tdcopier._prepared import PreparedCopy, prepare
     from tdcopier._rows.gather import gather, start_gather
@@ -130,7 +131,8 @@ _WHEN_ASKED_FOR = {
         "reserve_pinned_memory",
         "trim_pinned_memory",
     ),
-    "tdcopier._prefetch.prefetcher": ("Prefetcher", "prefetch"),
+    "tdcopier._prefetch.prefetch": ("prefetch",),
+    "tdcopier._prefetch.prefetcher": ("Prefetcher",),
     "tdcopier._prefetch.stats": ("PrefetchStats",),
     "tdcopier._prepared": ("PreparedCopy", "prepare"),
     "tdcopier._rows.gather": ("gather", "start_gather"),
