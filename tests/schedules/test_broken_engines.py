@@ -16,6 +16,11 @@ pytestmark = pytest.mark.sim
 
 BUILD = ROOT / "tests" / "support" / "build_broken_engines.py"
 SEEDS = 300
+# Promises that Python keeps, and no part of the engine, with the tests of them.
+NOT_THE_ENGINES = {
+    "Check mode": "tests/copy/test_checking.py",
+    "Prefetching": "tests/prefetch/test_prefetch_state.py",
+}
 
 
 def told_of(name: str) -> dict[str, Any]:
@@ -52,12 +57,13 @@ def test_the_same_build_without_a_defect_is_right():
     assert told_of("") == {"seeds": SEEDS}
 
 
-def test_every_promise_has_a_broken_engine():
+def test_every_promise_has_a_broken_engine_or_tests_of_its_own():
     promises = re.findall(
         r"^\*\*(.+?)\.\*\*", (ROOT / "docs/concepts/promises.md").read_text(), re.MULTILINE
     )
-    # Check mode is a tool for users' mistakes: tests/copy/test_checking.py tests it.
-    assert {defect.promise for defect in DEFECTS.values()} == set(promises) - {"Check mode"}
+    assert {defect.promise for defect in DEFECTS.values()} == set(promises) - set(NOT_THE_ENGINES)
+    for tests in NOT_THE_ENGINES.values():
+        assert (ROOT / tests).exists()
 
 
 def test_the_table_fits_the_code():
