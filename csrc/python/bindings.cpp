@@ -16,6 +16,7 @@
 #include "engine/device/phases.h"
 #include "engine/device/pinned_pool.h"
 #include "engine/device/pinned_ranges.h"
+#include "engine/device/recorded_streams.h"
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
@@ -350,6 +351,13 @@ Raises:
                          const std::vector<int64_t>& begins, py::handle stream, bool record) {
     return with_torch_errors([&] {
       return tdcopier::pack_bytes(parts, tdcopier::tensor_in(chunk.ptr()), begins, stream, record);
+    });
+  });
+  m.def("record_stream", [](py::handle tensor, py::handle stream) {
+    with_torch_errors([&] {
+      const at::Tensor& recorded = tdcopier::tensor_in(tensor.ptr());
+      tdcopier::record_stream(recorded.storage(),
+                              tdcopier::parse_stream(stream, recorded.device()));
     });
   });
   m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;

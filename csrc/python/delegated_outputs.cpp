@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "engine/device/accelerator.h"
+#include "engine/device/recorded_streams.h"
 #include "python/device_argument.h"
 #include "python/interrupts.h"
 #include "python/torch_tensor.h"
@@ -86,11 +87,10 @@ void DelegatedOutputs::wait_done() const {
 void DelegatedOutputs::hand_over_to(const c10::Stream& consumer) const {
   if (!stream || stream->device() != consumer.device() || *stream == consumer) return;
   if (made) made->block(consumer);
-  const c10::impl::VirtualGuardImpl backend(consumer.device_type());
   for (const c10::Storage& storage : storages) {
     // A part may stay on the host, such as the lengths of a packed sequence.
     if (storage.device_type() != consumer.device_type()) continue;
-    backend.recordDataPtrOnStream(storage.data_ptr(), consumer);
+    record_stream(storage, consumer);
   }
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "engine/device/byte_tensor.h"
+#include "engine/device/recorded_streams.h"
 #include "engine/leaves/leaf.h"
 #include "engine/leaves/part_storage.h"
 #include "engine/moves/gather_scatter.h"
@@ -149,7 +150,9 @@ bool pack_bytes(const py::list& parts, const at::Tensor& chunk, const std::vecto
   }
   bool are_recorded = record;
   for (size_t i = 0; record && i < begins.size(); ++i) {
-    are_recorded &= record_on(tensor_in(parts[i].ptr()).storage().data_ptr(), {its});
+    const c10::Storage& storage = tensor_in(parts[i].ptr()).storage();
+    leave_to_parent(storage);
+    are_recorded &= record_on(storage.data_ptr(), {its});
   }
   const WithoutGil no_gil;
   const c10::StreamGuard on_stream(its);
@@ -267,6 +270,7 @@ void StorageMemory::put_in(const std::vector<py::object>& memory) {
         throw std::runtime_error("memory does not fit the storage that it is for");
       }
       from.push_back(StorageRef::reclaim_copy(storage.unsafeGetStorageImpl()));
+      leave_to_parent(c10::Storage(impl));  // streams were recorded when the memory was handed over
     } else {
       from.emplace_back();
     }

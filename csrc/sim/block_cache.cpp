@@ -1,6 +1,7 @@
 // Reuses memory blocks in the order of the streams' work.
 #include "sim/block_cache.h"
 
+#include <c10/util/Exception.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -54,6 +55,12 @@ Poison exchange_poison(Poison poison) {
 
 std::size_t rounded_size(std::size_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
+
+void check_freed_in_child(const Block& block) {
+  TORCH_CHECK(block.users.empty(),
+              "simulated device error: initialization error: a forked child frees memory with a "
+              "recorded stream");
 }
 
 Block* BlockCache::reuse(std::int64_t pool, std::size_t size) {

@@ -48,6 +48,10 @@ struct Place {
   bool in_use;
 };
 
+// Ends a forked child that frees a block on which streams were recorded, as CUDA does: to free it
+// would be to record events on them. Other blocks stay as they are, which costs the child nothing.
+void check_freed_in_child(const Block& block);
+
 // Not locked: its owner's mutex guards it.
 //
 // A freed block can be reused at once, even if work is pending: work of the stream that owns it

@@ -135,7 +135,10 @@ void copy_with_host(const at::Tensor& source, const at::Tensor& target, bool non
   auto& pinned = PinnedAllocator::get();
   auto* const data = const_cast<void*>(host.const_data_ptr());
   if (non_blocking && pinned.is_pinned(data)) {
-    pinned.record_event(data, host.storage().data_ptr().get_context(), stream);
+    // The engine's own views have no context. For those CUDA's engine calls the driver, and its
+    // allocator hears nothing of it.
+    auto* const context = host.storage().data_ptr().get_context();
+    if (context != nullptr) pinned.record_event(data, context, stream);
   } else {
     queue.wait(position);
     // The host would not have waited for a kernel.

@@ -2,6 +2,7 @@
 #include "sim/device_allocator.h"
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstring>
@@ -26,7 +27,12 @@ std::int64_t device_of_pool(std::int64_t pool) {
 }  // namespace
 
 DeviceAllocator& DeviceAllocator::get() {
-  static auto* const instance = new DeviceAllocator;  // leaked: tensors are freed at any time
+  static auto* const instance = [] {
+    // A child may free memory too, and must find the lock open.
+    pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
+                   [] { get().mutex_.unlock(); });
+    return new DeviceAllocator;  // leaked: tensors are freed at any time
+  }();
   return *instance;
 }
 
@@ -138,11 +144,12 @@ std::optional<Place> DeviceAllocator::place_of(const void* data) const {
 }
 
 void DeviceAllocator::free_data(void* data) {
-  if (data == nullptr || in_forked_child()) return;  // a child's copy is not worth a lock
+  if (data == nullptr) return;
   auto& allocator = get();
   const std::lock_guard lock(allocator.mutex_);
   auto* const block = allocator.cache_.starting_at(data);
   TORCH_INTERNAL_ASSERT(block != nullptr, "freed a block twice, or one of another allocator");
+  if (in_forked_child()) return check_freed_in_child(*block);
   allocator.device_at(device_of_pool(block->pool)).stats.allocated -=
       static_cast<std::int64_t>(block->size);
   allocator.cache_.recycle(block);

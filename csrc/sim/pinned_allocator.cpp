@@ -2,6 +2,7 @@
 #include "sim/pinned_allocator.h"
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstring>
@@ -31,7 +32,12 @@ Stats host_stats(const PinnedBytes& bytes) {
 }  // namespace
 
 PinnedAllocator& PinnedAllocator::get() {
-  static auto* const instance = new PinnedAllocator;  // leaked: tensors are freed at any time
+  static auto* const instance = [] {
+    // A child may free memory too, and must find the lock open.
+    pthread_atfork([] { get().mutex_.lock(); }, [] { get().mutex_.unlock(); },
+                   [] { get().mutex_.unlock(); });
+    return new PinnedAllocator;  // leaked: tensors are freed at any time
+  }();
   return *instance;
 }
 
@@ -140,10 +146,11 @@ std::optional<Place> PinnedAllocator::pinned_in_place(const void* data) const {
 }
 
 void PinnedAllocator::free_block(void* context) {
-  if (context == nullptr || in_forked_child()) return;  // a child's copy is not worth a lock
+  if (context == nullptr) return;
   auto* const block = static_cast<Block*>(context);
   auto& allocator = get();
   const std::lock_guard lock(allocator.mutex_);
+  if (in_forked_child()) return check_freed_in_child(*block);
   allocator.bytes_.in_use -= static_cast<std::int64_t>(block->size);
   allocator.cache_.recycle(block);
 }

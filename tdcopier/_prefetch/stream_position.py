@@ -42,7 +42,7 @@ class StreamPosition:
                     address = owner.untyped_storage().data_ptr()
                     if owner.device == self.device and address not in recorded:
                         recorded.add(address)
-                        owner.record_stream(stream)
+                        _C.record_stream(owner, stream)
 
 
 def _owners(part: torch.Tensor) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/device/event_pool.h"
+#include "engine/device/recorded_streams.h"
 
 namespace tdcopier {
 namespace {
@@ -105,8 +106,7 @@ RowsJob::RowsJob(Accelerator& device, c10::Device target, CopyWork work)
     : CopyJob(device, stream_for(device, work), &stream_for(device, work), target, std::move(work)),
       watch_(watch_for(device.device(), work_)),
       numbers_(number_rows(device.device(), work_, watch_.get())) {
-  const c10::impl::VirtualGuardImpl backend(device.device().type());
-  if (numbers_) backend.recordDataPtrOnStream(numbers_.data_ptr(), stream_);
+  if (numbers_) record_stream(numbers_, stream_);
   if (stream_ != device.to_device_stream()) device.record_current()->block(stream_);
 }
 

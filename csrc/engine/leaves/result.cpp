@@ -1,7 +1,6 @@
 // Makes one allocation for each chunk, and output tensors directly over them.
 #include "engine/leaves/result.h"
 
-#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -9,7 +8,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <optional>
@@ -19,6 +17,7 @@
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/device/byte_tensor.h"
+#include "engine/device/recorded_streams.h"
 #include "engine/leaves/chunk_padding.h"
 #include "engine/leaves/output_tensor.h"
 #include "engine/leaves/part_storage.h"
@@ -99,18 +98,13 @@ Result::Chunk Result::allocate(const ChunkPlan& plan) const {
 }
 
 void Result::record_on(const c10::Stream& stream) const {
-  const c10::impl::VirtualGuardImpl backend(memory_.device.type());
   for (const Chunk& chunk : chunks_) {
-    if (chunk.storage.nbytes() != 0) {
-      backend.recordDataPtrOnStream(chunk.storage.data_ptr(), stream);
-    }
+    if (chunk.storage.nbytes() != 0) record_stream(chunk.storage, stream);
   }
 }
 
 void Result::note_written(size_t chunk, const c10::Stream& stream) const {
-  const c10::DataPtr& memory = chunks_[chunk].storage.data_ptr();
-  at::getHostAllocator(stream.device_type())
-      ->record_event(memory.get(), memory.get_context(), stream);
+  record_stream_on_pinned(chunks_[chunk].storage, stream);
 }
 
 void Result::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const {

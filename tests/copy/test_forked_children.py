@@ -1,0 +1,105 @@
+"""A forked child ends as with `.to()`'s results, whatever it frees of its parent's."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import run_python
+
+PROGRAM = Path(__file__).parents[1] / "support" / "forked_children.py"
+TIMES = 2
+
+
+def test_no_child_dies_of_what_it_frees():
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", str(PROGRAM), str(TIMES)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    endings = json.loads(done.stdout.splitlines()[-1])
+    assert len(endings) > 40
+    died = {name: ends for name, ends in endings.items() if ends != [0] * TIMES}
+    assert not died, done.stderr[-3000:]
+
+
+@pytest.mark.sim
+def test_the_simulated_device_ends_children_as_cuda_does():
+    """Else no test without a GPU would see the cases above."""
+    out = run_python(
+        """
+    import os, signal, torch
+    from tdcopier import sim
+    sim.enable()
+    stream = torch.Stream("sim")
+
+    def end_of_child(memory):
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            memory.pop()
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
+
+    def recorded():
+        made = torch.ones(100).to("sim")
+        made.record_stream(stream)
+        return made
+
+    def sent():
+        made = torch.ones(100).pin_memory()
+        made.to("sim", non_blocking=True)
+        return made
+
+    print(end_of_child([torch.ones(100).to("sim")]), end_of_child([torch.ones(100).pin_memory()]))
+    print(end_of_child([recorded()]), end_of_child([sent()]))
+        """
+    )
+    assert [int(status) for status in out.split()] == [0, 0, signal.SIGABRT, signal.SIGABRT]
+
+
+def test_a_child_can_ask_for_pinned_memory_whatever_threads_were_doing():
+    run_python(
+        """
+    import os, signal, threading, warnings
+    import torch, tdcopier
+    device = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
+    if device == "sim":
+        from tdcopier import sim
+        sim.enable()
+    warnings.simplefilter("ignore")
+    stop = threading.Event()
+
+    def copies():
+        while not stop.is_set():
+            tdcopier.copy([torch.ones(50_000), torch.ones(7)], device)
+
+    def asks():
+        while not stop.is_set():
+            tdcopier.pinned_memory()
+
+    tdcopier.pinned_memory()
+    threads = [threading.Thread(target=work) for work in (copies, asks, asks)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(40):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                used = tdcopier.pinned_memory()
+                os._exit(0 if used.staging_bytes == used.leased_bytes == 0 else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        """
+    )
