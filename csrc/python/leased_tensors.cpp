@@ -61,8 +61,10 @@ std::optional<int64_t> allocated_bytes(const Stats& stats) {
   }
 }
 
-// Returns the memory of torch's pinned allocator; nullopt if it does not tell.
+// Returns the memory of torch's pinned allocator; nullopt if it does not tell, and in a forked
+// child, where a thread of the parent may have left its lock closed.
 std::optional<int64_t> bytes_of_torch() {
+  if (fork_generation() != 0) return std::nullopt;
   const auto type = at::getAccelerator();
   if (!type) return 0;
   try {

@@ -199,6 +199,33 @@ def test_a_graph_gathers_the_rows_that_the_index_names_at_each_replay():
         assert handle.get() is out
 
 
+def gather_three_times(table: torch.Tensor) -> None:
+    for _ in range(3):
+        tdcopier.gather([table], torch.arange(3), "cuda:0")
+
+
+@pytest.mark.cuda
+def test_of_many_dropped_captures_each_still_reports_its_replays():
+    """Their reports are looked at in turn, some in each call."""
+    device = "cuda:0"
+    table = torch.arange(1000)
+    index = torch.zeros(4, dtype=torch.int64, device=device)
+    out = torch.zeros(4, dtype=torch.int64, device=device)
+    graphs = []
+    with tdcopier.pin_memory_(table, device):
+        for _ in range(600):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                tdcopier.start_gather([table], index, out=[out]).wait()
+        index[2] = 1000
+        for which in (0, 300, 599):
+            graphs[which].replay()
+            torch.cuda.synchronize()
+            with pytest.raises(IndexError, match="index 1000 is out of bounds"):
+                gather_three_times(table)
+        gather_three_times(table)
+
+
 def new_graph() -> Any:
     return torch.cuda.graph(torch.cuda.CUDAGraph())
 

@@ -2,6 +2,7 @@
 #include "engine/device/accelerator.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pthread.h>
 
 #include <array>
 #include <atomic>
@@ -36,9 +37,14 @@ struct KnownAccelerators {
   std::map<std::pair<int, int>, std::unique_ptr<Accelerator>> accelerators;  // by type and index
 };
 
+// A forked child starts with none: threads of its parent may have held this lock, or one of an
+// accelerator's.
 KnownAccelerators& known_accelerators() {
-  static auto* const made = new KnownAccelerators();
-  return *made;
+  static std::atomic<KnownAccelerators*> current = new KnownAccelerators();
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { current = new KnownAccelerators(); });
+  (void)registered;
+  return *current;
 }
 
 }  // namespace

@@ -19,21 +19,35 @@ namespace tdcopier {
 namespace {
 
 constexpr size_t kReportsOfPage = 256;
+constexpr size_t kLookedAt = 256;  // of captured copies, in one call
 
-struct Dropped {
+struct Idle {
+  c10::DeviceType type;
   BadRow* report;
+};
+
+// Of a copy whose handle was dropped.
+struct Dropped {
+  Idle freed;  // when the copy has ended
   int64_t rows;
   EventRef end;
-  bool by_graph;  // the device may write at any time
   bool raised;
+};
+
+// Of a captured copy whose handle was dropped. torch does not tell when a graph is gone, so the
+// device may write at any time.
+struct OfGraph {
+  BadRow* report;
+  int64_t rows;
 };
 
 struct Reports {
   std::mutex mutex;
-  std::vector<std::pair<c10::DeviceType, BadRow*>> idle;
-  std::vector<std::pair<c10::DeviceType, BadRow*>> in_use;
+  std::vector<Idle> idle;
   std::vector<c10::DataPtr> pages;
   std::vector<Dropped> dropped;
+  std::vector<OfGraph> of_graphs;
+  size_t next_of_graphs = 0;  // the one to look at next
   std::atomic<bool> any_dropped = false;
 };
 
@@ -47,12 +61,11 @@ Reports& reports() {
 BadRow* take_idle(c10::DeviceType type) {
   Reports& all = reports();
   const std::lock_guard lock(all.mutex);
-  const auto found =
-      std::ranges::find_if(all.idle, [type](const auto& idle) { return idle.first == type; });
+  const auto found = std::ranges::find(all.idle, type, &Idle::type);
   if (found == all.idle.end()) return nullptr;
-  BadRow* const report = found->second;
-  all.in_use.push_back(*found);
-  all.idle.erase(found);
+  BadRow* const report = found->report;
+  *found = all.idle.back();
+  all.idle.pop_back();
   return report;
 }
 
@@ -61,7 +74,7 @@ void add_page(c10::DeviceType type) {
   c10::DataPtr page = at::getHostAllocator(type)->allocate(kReportsOfPage * sizeof(BadRow));
   auto* const first = static_cast<BadRow*>(page.get());
   const std::lock_guard lock(reports().mutex);
-  for (size_t i = 0; i < kReportsOfPage; ++i) reports().idle.emplace_back(type, first + i);
+  for (size_t i = 0; i < kReportsOfPage; ++i) reports().idle.push_back({type, first + i});
   reports().pages.push_back(std::move(page));
 }
 
@@ -75,19 +88,24 @@ BadRow* take_report(c10::DeviceType type) {
   return report;
 }
 
-// Requires: the mutex is held, and the device writes no more.
-void give_back(BadRow* report) {
-  Reports& all = reports();
-  const auto found = std::ranges::find_if(
-      all.in_use, [report](const auto& used) { return used.second == report; });
-  all.idle.push_back(*found);
-  all.in_use.erase(found);
-}
-
 std::out_of_range error_of(const BadRow& report, int64_t rows) {
   return std::out_of_range("index " + std::to_string(report.number) + " is out of bounds: there " +
                            counted_rows(rows) + " (found by the device, at place " +
                            std::to_string(report.place - 1) + " of the index)");
+}
+
+// Looks at some reports of captured copies, so that a program which captures ten thousand graphs
+// pays no more for each gather than one which captures a few hundred. Requires: the mutex is held.
+std::optional<std::out_of_range> error_of_graphs(Reports& all) {
+  const size_t looked_at = std::min(all.of_graphs.size(), kLookedAt);
+  for (size_t i = 0; i < looked_at; ++i) {
+    const OfGraph& each = all.of_graphs[all.next_of_graphs++ % all.of_graphs.size()];
+    if (each.report->place == 0) continue;
+    std::out_of_range error = error_of(*each.report, each.rows);
+    each.report->place = 0;  // the next replay reports its own numbers
+    return error;
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -97,7 +115,7 @@ std::string counted_rows(int64_t rows) {
 }
 
 BadRowWatch::BadRowWatch(c10::Device device, int64_t rows)
-    : report_(take_report(device.type())), rows_(rows) {}
+    : type_(device.type()), report_(take_report(type_)), rows_(rows) {}
 
 void BadRowWatch::ends_with(EventRef end) {
   use_ = Use::kUntilEvent;
@@ -108,7 +126,11 @@ BadRowWatch::~BadRowWatch() {
   if (use_ == Use::kUnknown) return;
   Reports& all = reports();
   const std::lock_guard lock(all.mutex);
-  all.dropped.push_back({report_, rows_, std::move(end_), use_ == Use::kByGraph, raised_});
+  if (use_ == Use::kByGraph) {
+    all.of_graphs.push_back({report_, rows_});
+  } else {
+    all.dropped.push_back({{type_, report_}, rows_, std::move(end_), raised_});
+  }
   all.any_dropped = true;
 }
 
@@ -130,21 +152,21 @@ void BadRowWatch::raise_of_dropped() {
   }
   // Without the mutex, because this asks the device.
   std::optional<std::out_of_range> error;
-  std::vector<BadRow*> idle;
+  std::vector<Idle> idle;
   std::erase_if(dropped, [&](Dropped& each) {
     if (each.end != nullptr && !has_ended(*each.end)) return false;
-    if (each.report->place != 0 && error) return false;  // for the next call
-    const bool is_new = !each.raised || each.by_graph;
-    if (each.report->place != 0 && is_new) error = error_of(*each.report, each.rows);
-    each.report->place = 0;
-    if (!each.by_graph) idle.push_back(each.report);
-    return !each.by_graph;
+    BadRow& report = *each.freed.report;
+    if (report.place != 0 && error) return false;  // for the next call
+    if (report.place != 0 && !each.raised) error = error_of(report, each.rows);
+    idle.push_back(each.freed);
+    return true;
   });
   {
     const std::lock_guard lock(all.mutex);
-    for (BadRow* const report : idle) give_back(report);
+    all.idle.insert(all.idle.end(), idle.begin(), idle.end());
     for (Dropped& each : dropped) all.dropped.push_back(std::move(each));
-    all.any_dropped = !all.dropped.empty();
+    if (!error) error = error_of_graphs(all);
+    all.any_dropped = !all.dropped.empty() || !all.of_graphs.empty();
   }
   if (error) throw *error;
 }

@@ -31,7 +31,8 @@ class BadRowWatch {
   // call, the report is kept for good.
   void ends_with(EventRef end);
   bool has_end() const { return use_ != Use::kUnknown; }
-  // Says that a graph has been captured, whose replays write at any time.
+  // Says that a graph has been captured, whose replays write at any time. The report is then kept
+  // for good.
   void is_replayed() { use_ = Use::kByGraph; }
   // Says that the call has failed: no other one raises the error.
   void is_of_failure() { raised_ = true; }
@@ -40,12 +41,14 @@ class BadRowWatch {
   // reported one: every time, or once if it may write another one.
   void raise_if_bad();
 
-  // Throws the error of a watch that was dropped, once. A forked child leaves that to its parent.
+  // Throws the error of a watch that was dropped, once; that of a captured copy after each replay
+  // that found one, if need be some calls later. A forked child leaves that to its parent.
   static void raise_of_dropped();
 
  private:
   enum class Use : uint8_t { kUnknown, kUntilEvent, kByGraph };
 
+  const c10::DeviceType type_;
   BadRow* const report_;
   const int64_t rows_;
   Use use_ = Use::kUnknown;
