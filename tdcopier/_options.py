@@ -92,12 +92,17 @@ def options_for_unknown(options: _C.CopyOptions, on_unknown: OnUnknown) -> _C.Co
     Raises:
         TypeError, ValueError: as documented for `CopyOptions`.
     """
+    check_on_unknown(on_unknown)
+    return options.with_on_unknown(_ON_UNKNOWN[on_unknown])
+
+
+def check_on_unknown(on_unknown: OnUnknown) -> None:
+    """Raise a TypeError or a ValueError for another value of the option."""
     message = f'on_unknown must be "ignore", "warn", "raise" or None; got {on_unknown!r}'
     if on_unknown is not None and not isinstance(on_unknown, str):
         raise TypeError(message)
     if on_unknown not in _ON_UNKNOWN:
         raise ValueError(message)
-    return options.with_on_unknown(_ON_UNKNOWN[on_unknown])
 
 
 @lru_cache(maxsize=16, typed=True)

@@ -10,6 +10,7 @@ import sys
 import types
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,10 @@ def _held_by(collection: Any) -> list[Any]:
     return []
 
 
-_MOST_VALUES = 20_000
+MOST_VALUES = 20_000
 """How many values of an object are looked at; an object may refer to a whole program."""
 
-_WITHOUT_TENSORS = (
+WITHOUT_TENSORS = (
     str, bytes, int, float, complex, type(None), np.ndarray, type, types.ModuleType,
     types.FunctionType, types.BuiltinFunctionType, weakref.ref, torch.device, torch.dtype,
 )  # fmt: skip
@@ -110,9 +111,9 @@ def _reached_from(moved: Any) -> list[torch.Tensor]:
     found: list[Any] = []
     seen = {id(moved)}
     waiting = deque([moved])
-    while waiting and len(seen) < _MOST_VALUES:
-        for child in _children_of(waiting.popleft()):
-            if isinstance(child, _WITHOUT_TENSORS) or id(child) in seen:
+    while waiting and len(seen) < MOST_VALUES:
+        for _, _, child in children_of(waiting.popleft()):
+            if isinstance(child, WITHOUT_TENSORS) or id(child) in seen:
                 continue
             seen.add(id(child))
             if isinstance(child, torch.Tensor) or _is_tensor_collection(type(child)):
@@ -122,27 +123,34 @@ def _reached_from(moved: Any) -> list[torch.Tensor]:
     return found
 
 
-def _children_of(value: Any) -> list[Any]:
-    """Return the items and the attributes of a value, without code of its class."""
-    children: list[Any] = []
+def children_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the items and the attributes of a value, without code of its class.
+
+    Each has a format and what it is given, which make the step to it in a path.
+    """
     if isinstance(value, dict):
-        children += dict.values(value)
-    kinds: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+        yield from (("[{!r}]", key, child) for key, child in dict.items(value))
+    kinds: tuple[Any, ...] = (list, tuple, deque)
     for kind in kinds:
         if isinstance(value, kind):
-            children += kind.__iter__(value)
+            yield from (("[{}]", i, child) for i, child in enumerate(kind.__iter__(value)))
+    sets: tuple[Any, ...] = (set, frozenset)
+    for kind in sets:
+        if isinstance(value, kind):
+            yield from (("{}", " (an item)", child) for child in kind.__iter__(value))
     for base in type(value).__mro__:
-        for attribute in vars(base).values():
+        for name, attribute in vars(base).items():
             if isinstance(attribute, types.MemberDescriptorType):  # a slot
                 try:
-                    children.append(attribute.__get__(value))
+                    child = attribute.__get__(value)
                 except AttributeError:  # it is empty
                     continue
+                yield ".{}", name, child
     try:
-        children += object.__getattribute__(value, "__dict__").values()
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:  # it has slots only
-        return children
-    return children
+        return
+    yield from ((".{}", name, child) for name, child in attributes.items())
 
 
 def _is_tensor_collection(cls: type) -> bool:

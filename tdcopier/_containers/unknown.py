@@ -6,6 +6,7 @@ Unknown tensor subclasses do not come here: they are delegated (`csrc/python/val
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import enum
 import functools
@@ -65,9 +66,10 @@ _ACCEPTED = (
 
 
 class UnknownTypeWarning(UserWarning):
-    """A copy passed a value through unchanged whose class tdcopier does not know.
+    """A value whose class tdcopier does not know was left as it is.
 
-    Only with `on_unknown="warn"`, and once for each class.
+    A copy passed it through unchanged, `park` left the tensors in it where they are, or `snapshot`
+    copied them where they are. Only with `on_unknown="warn"`, and once for each class.
     """
 
 
@@ -147,13 +149,18 @@ def is_to_be_told(value: Any, only_once: bool) -> bool:
 
 def warn(path: str, value: Any) -> None:
     """Warn of the value at this path, and not again of its class."""
-    warnings.warn(
+    warn_once(
+        type(value),
         f"{path} is {found(value)}: the result has the same object, and tensors in it stay on "
         f"their device. {_remedy(value)}",
-        UnknownTypeWarning,
-        stacklevel=_levels_to_caller(),
     )
-    _note_told(type(value))  # after the warning, which a filter may turn into an error
+
+
+def warn_once(cls: type, text: str) -> None:
+    """Warn of a value of this class, unless a warning of the class has been given."""
+    if id(cls) not in _told:
+        warnings.warn(text, UnknownTypeWarning, stacklevel=_levels_to_caller())
+        _note_told(cls)  # after the warning, which a filter may turn into an error
 
 
 def refuse(path: str, value: Any) -> None:
@@ -191,9 +198,14 @@ def _remedy(value: Any) -> str:
         return f"Pass its tolist(), or torch.stack() of it. {_ACCEPTED}"
     if isinstance(value, slice):
         return "Pass a tuple of its bounds."
-    if isinstance(value, (set, frozenset, *_VIEWS)) or _is_iterator(value):
+    if is_without_order(value):
         return f"Pass list(...) of it. {_ACCEPTED}"
     return f"{_ACCEPTED} Register the class with tdcopier.register_container."
+
+
+def is_without_order(value: Any) -> bool:
+    """Return whether this is a set, a view of a dict, or an iterator: a list of it is known."""
+    return isinstance(value, (set, frozenset, *_VIEWS)) or _is_iterator(value)
 
 
 def _is_iterator(value: Any) -> bool:
@@ -232,7 +244,9 @@ def _levels_to_caller() -> int:
     """Return the level of the innermost frame outside this package, for `warnings.warn`."""
     levels = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    # `contextlib` enters the blocks that are generators of this package.
+    inside = (_PACKAGE, contextlib.__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
         levels += 1
     return levels

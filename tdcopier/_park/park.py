@@ -15,8 +15,9 @@ import torch
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._options import bool_option
-from tdcopier._park.tensors import FoundTensors, named, refuse_modes, tensors_in
+from tdcopier._options import OnUnknown, bool_option, check_on_unknown
+from tdcopier._park.places import named
+from tdcopier._park.tensors import FoundTensors, refuse_modes, tensors_in
 from tdcopier._park.transfers import HostCopy, copy_to_device
 from tdcopier._progress import Progress
 
@@ -235,7 +236,7 @@ class Parked:
 
 
 @keep_out_of_graphs("park()", "nothing parked")
-def park(*states: Any, gradients: bool = True) -> Parked:
+def park(*states: Any, gradients: bool = True, on_unknown: OnUnknown = None) -> Parked:
     """Move the device memory of a state to pinned host memory, in place, and return a handle.
 
     For programs that train and generate on one GPU, for example. The tensors keep their identity,
@@ -271,14 +272,25 @@ def park(*states: Any, gradients: bool = True) -> Parked:
             parameters), state dicts, TensorDicts, tensors, in any nesting of containers. At least
             one.
         gradients: also park the gradients of the tensors in the state.
+        on_unknown: what to do with values in which tensors may be that are not found. These are of
+            classes that tdcopier does not know, as for `start_copy` (a trainer, a set, a
+            scheduler). None: pass them beside tensors, but raise a `TypeError` if the state has no
+            tensor at all: for such a value (beside modules and optimizers, only if tensors on a
+            device can be seen in its attributes), for a module or a container that has them only in
+            other attributes, or if the state is no container. "ignore": pass all of them. "raise":
+            raise a `TypeError` for the first one, also beside tensors. "warn": an
+            `UnknownTypeWarning` instead, for each class once per process. The path and what to give
+            instead are in the text. By default, generators, sets of tensors, and objects that only
+            their own `.to` knows are refused beside tensors too. Plain data are never reported, and
+            a state of nothing else has nothing to park: the state dict of an optimizer before its
+            first step is one.
 
     Returns:
         The handle. Keep it: if it is dropped, it resumes the tensors, and warns.
 
     Raises:
-        TypeError: no state was given; no tensor, module or optimizer was found, but an object of a
-            class that tdcopier does not know; or only the own `.to` of a value knows its memory.
-            The message names the path.
+        TypeError: no state was given; a value may hide tensors, see `on_unknown`; or only the own
+            `.to` of a tensor knows its memory. The message names the path.
         ValueError: a tensor has no memory, for example because it is parked already; it is not
             strided; its device is of a type that tdcopier has no transfers for. The message names
             the path. Or all tensors are on the host. A state without any tensor, such as an
@@ -294,13 +306,16 @@ def park(*states: Any, gradients: bool = True) -> Parked:
     if not states:
         raise TypeError("park() needs a state: give a model, an optimizer, or other tensors")
     bool_option("gradients", gradients)
+    check_on_unknown(on_unknown)
     with _exchanging:
-        return _park(states[0] if len(states) == 1 else states, gradients)
+        return _park(states[0] if len(states) == 1 else states, gradients, on_unknown)
 
 
-def _park(state: Any, gradients: bool) -> Parked:
+def _park(state: Any, gradients: bool, on_unknown: OnUnknown) -> Parked:
     _resume_without_handle()
-    memory = storages_of(tensors_in(state, gradients=gradients, is_parking=True))
+    found = tensors_in(state, gradients=gradients, is_parking=True, on_unknown=on_unknown)
+    memory = storages_of(found)
+    del found
     storages = memory.tensors()
     devices = [storage.device for storage in storages]
     with Progress("parking", sum(memory.sizes_bytes)) as progress:
@@ -325,7 +340,7 @@ def _park(state: Any, gradients: bool) -> Parked:
 
 @keep_out_of_graphs("parked()")
 @contextlib.contextmanager
-def parked(*states: Any, gradients: bool = True) -> Iterator[Parked]:
+def parked(*states: Any, gradients: bool = True, on_unknown: OnUnknown = None) -> Iterator[Parked]:
     """Park states in a ``with`` block, and resume them at its end, also after an error.
 
     For example::
@@ -336,12 +351,13 @@ def parked(*states: Any, gradients: bool = True) -> Iterator[Parked]:
     Args:
         *states: as for `park`, which describes the arguments and the errors.
         gradients: also park gradients.
+        on_unknown: what to do with values that may hide tensors.
 
     Raises:
         Exception: as `park` at the beginning of the block, and as `Parked.resume` at its end. The
             handle, which is the target of ``as``, can then still be resumed.
     """
-    with park(*states, gradients=gradients) as handle:
+    with park(*states, gradients=gradients, on_unknown=on_unknown) as handle:
         yield handle
 
 

@@ -6,6 +6,7 @@ import copy
 import operator
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,19 +18,17 @@ from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import _is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused, Rule
-from tdcopier._options import bool_option
+from tdcopier._options import OnUnknown, bool_option, check_on_unknown
 from tdcopier._park.gathered import DeviceCopy, ScratchCopy
 from tdcopier._park.optimizer_steps import wait_in_step
 from tdcopier._park.park import storages_of
+from tdcopier._park.places import ATTRIBUTE, ITEM, Place, named, text_of
 from tdcopier._park.tensors import (
     FoundTensors,
-    Place,
     container_rule,
-    named,
     plain_parts,
     refuse_modes,
     tensors_in,
-    text_of,
 )
 from tdcopier._park.transfers import PACKED_BYTES
 from tdcopier._progress import Progress
@@ -105,6 +104,7 @@ def snapshot(
     optimizer: Optimizer | None = None,
     device_copy: bool = False,
     defer_wait: bool | None = None,
+    on_unknown: OnUnknown = None,
 ) -> Snapshot:
     """Start to copy a state to pinned host memory, beside training, and return a handle.
 
@@ -147,6 +147,8 @@ def snapshot(
             Lightning, Fabric and Accelerate, and with a scheduler. State dicts are no optimizers.
             With True and no such optimizer (another wrapper, a `step` that was replaced or
             compiled), call `before_update` yourself.
+        on_unknown: what to do with values in which tensors may be that are not found, as for
+            `park`. They are copied by `copy.deepcopy`, with the tensors in them where these are.
 
     Returns:
         The handle.
@@ -162,9 +164,10 @@ def snapshot(
     bool_option("device_copy", device_copy)
     if defer_wait is not None:
         bool_option("defer_wait", defer_wait)
+    check_on_unknown(on_unknown)
     data = _Data()
-    tree = data.of(state)
-    found = tensors_in(tree, gradients=False, may_be_empty=data.has_state_dicts)
+    tree = data.of(state, "state")
+    found = tensors_in(tree, gradients=False, on_unknown=on_unknown, owners=data.owners)
     _refuse_quantized(found)
     stable = found if device_copy else found._replace(tensors=data.stable(found.tensors))
     memory = storages_of(stable)
@@ -196,19 +199,19 @@ class _Data:
 
     def __init__(self) -> None:
         self.optimizers: list[Optimizer] = []
-        self.has_state_dicts = False
+        self.owners: list[tuple[Place, Any]] = []
         self._buffers: set[int] = set()
         self._clones: dict[int, torch.UntypedStorage] = {}
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: Any, at: Place) -> Any:
         cls: Any = type(value)
         if isinstance(value, torch.Tensor) or _is_plain(value) or _is_tensor_collection(cls):
             return value
         if cls is dict:
-            made = {key: self.of(child) for key, child in value.items()}
+            made = {key: self.of(child, (at, ITEM, key)) for key, child in value.items()}
             return value if all(map(operator.is_, made.values(), value.values())) else made
         if cls in (list, tuple):
-            children = [self.of(child) for child in value]
+            children = [self.of(child, (at, ITEM, i)) for i, child in enumerate(value)]
             return value if all(map(operator.is_, children, value)) else cls(children)
         if isinstance(value, nn.Module):
             for buffer in value.buffers():
@@ -217,18 +220,18 @@ class _Data:
         elif isinstance(value, Optimizer):
             self.optimizers.append(value)
         if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
-            self.has_state_dicts = True
+            self.owners.append((at, value))
             return value.state_dict()
         rule = container_rule(cls)
-        return value if rule is None else self._in_container(value, rule)
+        return value if rule is None else self._in_container(value, rule, at)
 
-    def _in_container(self, value: Any, rule: Rule) -> Any:
+    def _in_container(self, value: Any, rule: Rule, at: Place) -> Any:
         try:
             flat: Flat = rule.flatten(value)
         except Refused:  # `tensors_in` says where
             return value
-        children, context, _ = flat
-        made = [self.of(child) for child in children]
+        children, context, names = flat
+        made = [self.of(child, place) for place, child in _places(at, rule, children, names)]
         return value if all(map(operator.is_, made, children)) else rule.unflatten(made, context)
 
     def stable(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -261,7 +264,14 @@ def _refuse_quantized(found: FoundTensors) -> None:
             )
 
 
-_ITEM = "[{!r}]"
+def _places(
+    at: Place, rule: Rule, children: list[Any], names: list[Any] | None
+) -> Iterator[tuple[Place, Any]]:
+    form = ATTRIBUTE if rule.names == "attribute" else ITEM
+    for name, child in zip(names or range(len(children)), children, strict=True):
+        yield (at, form, name), child
+
+
 _KEY = " (a key)"
 
 
@@ -286,16 +296,16 @@ class _TreeCopy:
             return self._tensor(value)
         cls: Any = type(value)
         if cls is tuple:
-            return tuple(self.of(child, (at, _ITEM, i)) for i, child in enumerate(value))
+            return tuple(self.of(child, (at, ITEM, i)) for i, child in enumerate(value))
         if cls is list:
             made: Any = []
             memo[id(value)] = made
-            made.extend(self.of(child, (at, _ITEM, i)) for i, child in enumerate(value))
+            made.extend(self.of(child, (at, ITEM, i)) for i, child in enumerate(value))
         elif cls in (dict, OrderedDict):
             made = cls()
             memo[id(value)] = made
             for key, child in value.items():
-                made[self._deep(key, (at, "{}", _KEY))] = self.of(child, (at, _ITEM, key))
+                made[self._deep(key, (at, "{}", _KEY))] = self.of(child, (at, ITEM, key))
             for name, attribute in getattr(value, "__dict__", {}).items():  # `_metadata`
                 setattr(made, name, self._deep(attribute, (at, ".{}", name)))
         elif _is_tensor_collection(cls):
@@ -329,11 +339,10 @@ class _TreeCopy:
         rule = container_rule(type(value))
         if rule is not None:
             children, _, names = rule.flatten(value)
-            form = ".{}" if rule.names == "attribute" else _ITEM
-            for name, child in zip(names or range(len(children)), children, strict=True):
+            for place, child in _places(at, rule, children, names):
                 if not isinstance(child, torch.Tensor):
                     self._kept.append(child)
-                    self.of(child, (at, form, name))
+                    self.of(child, place)
 
     def _collection(self, value: Any) -> Any:
         made = value.apply(self._tensor, device=_CPU)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from tdcopier._options import OnUnknown, check_on_unknown
 from tdcopier._park.snapshot import Snapshot, check_optimizer, snapshot
 
 __all__ = ["SnapshotStager"]
@@ -35,16 +36,20 @@ class SnapshotStager:
 
     _synchronize_after_execute = False
 
-    def __init__(self, *, optimizer: Optimizer | None = None) -> None:
+    def __init__(self, *, optimizer: Optimizer | None = None, on_unknown: OnUnknown = None) -> None:
         """Start a thread, which waits for the snapshots.
 
         Args:
             optimizer: the optimizer that overwrites the state.
+            on_unknown: what each snapshot does with values that may hide tensors, as for `park`.
 
         Raises:
             TypeError: it is no optimizer.
+            TypeError, ValueError: `on_unknown` has another value.
         """
         check_optimizer(optimizer)
+        check_on_unknown(on_unknown)
+        self._on_unknown = on_unknown
         self._optimizer = optimizer
         self._thread: int | None = None
         self._executor = ThreadPoolExecutor(1, "tdcopier-stager", self._note_thread)
@@ -86,7 +91,7 @@ class SnapshotStager:
         is_own = threading.get_ident() == self._thread  # in a callback of a future
         if not is_own and (self._last is None or self._last.done()):
             self._executor.submit(int).result()  # the thread has dropped the result before
-        taken = snapshot(state_dict, optimizer=self._optimizer)
+        taken = snapshot(state_dict, optimizer=self._optimizer, on_unknown=self._on_unknown)
         self._taken = weakref.ref(taken)
         self._last = future = self._executor.submit(taken.get)
         future.add_done_callback(self._forget)

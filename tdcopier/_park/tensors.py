@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import ItemsView, Iterator, Set, ValuesView
-from types import GeneratorType
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,17 +15,11 @@ from torch.optim import Optimizer
 from tdcopier import _C
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Flat, Refused, Rule
-from tdcopier._containers.unknown import is_plain_value
+from tdcopier._options import OnUnknown
+from tdcopier._park.left_out import LeftOut
+from tdcopier._park.places import ATTRIBUTE, ITEM, Place, named, text_of
 
 _DICTS = (dict, OrderedDict, defaultdict)
-_ACCEPTED = (
-    "give modules, optimizers, state dicts, TensorDicts, or tensors, in any nesting of containers"
-)
-
-
-Place: TypeAlias = "str | tuple[Place, str, Any]"
-"""Where a value is: the name of the state, or a place, a format, and what it is given. It becomes
-text for an error only: a state has thousands of tensors."""
 
 
 class FoundTensors(NamedTuple):
@@ -44,16 +36,13 @@ class FoundTensors(NamedTuple):
         return text_of(self.places[number])
 
 
-def text_of(place: Place) -> str:
-    """Return a place as text."""
-    if isinstance(place, str):
-        return place
-    parent, form, step = place
-    return text_of(parent) + form.format(step)
-
-
 def tensors_in(
-    state: Any, *, gradients: bool, is_parking: bool = False, may_be_empty: bool = False
+    state: Any,
+    *,
+    gradients: bool,
+    is_parking: bool = False,
+    on_unknown: OnUnknown = None,
+    owners: Iterable[tuple[Place, Any]] = (),
 ) -> FoundTensors:
     """Return the tensors of a state that have memory, in the order of a walk through it.
 
@@ -63,21 +52,21 @@ def tensors_in(
         gradients: also return the gradients of all leaf tensors.
         is_parking: raise if there are tensors, but none with device memory. Without any tensor,
             nothing is forgotten: an optimizer has none before its first step.
-        may_be_empty: an object of an unknown class may stand where no tensor is found. So it may
-            beside a module or an optimizer in the state.
+        on_unknown: what to do with values that may hide tensors, see `park`.
+        owners: objects that the state has the state dicts of, with their places.
 
     Raises:
-        TypeError: the state has no tensors, and is no container or has an object of an unknown
-            class, which may have some; or an object in it has a `.to` of its own, so only it knows
-            its tensors.
+        TypeError: a value hides tensors, or may do so, and the option refuses it; only the own
+            `.to` of a tensor knows its memory.
         ValueError: the memory of a tensor is not one strided piece that a device can copy; no
             tensor has device memory.
         RecursionError: a container contains itself.
     """
-    walk = _Walk(gradients)
+    walk = _Walk(gradients, LeftOut(on_unknown, is_parking, owners))
     walk.value(state, "state")
+    walk.left_out.report()
     if not walk.found.tensors:
-        walk.refuse_nothing(state, is_parking=is_parking, may_be_empty=may_be_empty)
+        walk.refuse_nothing(state, is_parking=is_parking)
     return walk.found
 
 
@@ -88,9 +77,6 @@ def refuse_modes(call: str) -> None:
             f"a torch mode or transform is active, or the current stream is capturing a graph: "
             f"call {call} outside of it"
         )
-
-
-_ITEM, _ATTRIBUTE = "[{!r}]", ".{}"
 
 
 def container_rule(cls: type) -> Rule | None:
@@ -119,12 +105,10 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Walk:
-    def __init__(self, gradients: bool) -> None:
+    def __init__(self, gradients: bool, left_out: LeftOut) -> None:
         self.found = FoundTensors([], [], [])
-        self.containers = 0
-        self._owners = 0  # modules and optimizers, which have no tensors yet, or only on the host
-        self._opaque: list[tuple[Place, Any]] = []
-        self._arrays: list[tuple[Place, Any]] = []
+        self.left_out = left_out
+        self._containers = 0
         self._options_on_host = 0
         self._gradients = gradients
         self._classes: dict[type, str] = {}
@@ -133,13 +117,13 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             self._tensor(value, at)
         elif type(value) in _DICTS:
-            self.containers += 1
+            self._containers += 1
             for key, child in value.items():
-                self.value(child, (at, _ITEM, key))
+                self.value(child, (at, ITEM, key))
         elif type(value) in (list, tuple):
-            self.containers += 1
+            self._containers += 1
             for number, child in enumerate(value):
-                self.value(child, (at, _ITEM, number))
+                self.value(child, (at, ITEM, number))
         elif isinstance(value, nn.Module):
             self._module(value, at)
         elif isinstance(value, Optimizer):
@@ -147,41 +131,35 @@ class _Walk:
         else:
             self._other(value, at)
 
-    def refuse_nothing(self, state: Any, *, is_parking: bool, may_be_empty: bool) -> None:
+    def refuse_nothing(self, state: Any, *, is_parking: bool) -> None:
         """Raise an error if no tensor with device memory was found and that is a mistake."""
-        unknown = None
-        if not self._owners and not may_be_empty:
-            opaque = (each for each in self._opaque if not is_plain_value(each[1]))
-            unknown = next(opaque, self._arrays[0] if is_parking and self._arrays else None)
-        if unknown is None and not self.containers and not self.found.on_host:
-            unknown = ("state", state)
-        without = ""
-        if unknown is not None:
-            at, value = unknown
-            without = f"{text_of(at)} is {named(value)}, in which no tensor was found: "
-            without += _ACCEPTED
-            if not self.found.on_host:
-                raise TypeError(without)
         count = len(self.found.on_host) - self._options_on_host
-        if is_parking and count != 0:
+        if count != 0 and not is_parking:
+            return
+        containers = self._containers + len(self.found.on_host)
+        mistake = self.left_out.mistake(state, containers)
+        if count != 0:
             tensors = "the tensor in the state is" if count == 1 else f"{count} tensors are"
             places = " and ".join(sorted({str(each.device) for each in self.found.on_host}))
+            also = "" if mistake is None else f". {self.left_out.text_of(mistake)}"
             raise ValueError(
                 f"nothing to park: {tensors} on {places}, and none is on a device; move the model "
-                f"to the device first, or leave out the call{without and '. ' + without}"
+                f"to the device first, or leave out the call{also}"
             )
+        if mistake is not None:
+            self.left_out.tell(mistake)
 
     def _module(self, module: nn.Module, at: Place) -> None:
-        self.containers += 1
-        self._owners += 1
+        self._containers += 1
+        self.left_out.add_owner(at, module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._tensor(parameter, (at, _ATTRIBUTE, name))
+            self._tensor(parameter, (at, ATTRIBUTE, name))
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            self._tensor(buffer, (at, _ATTRIBUTE, name))
+            self._tensor(buffer, (at, ATTRIBUTE, name))
 
     def _optimizer(self, optimizer: Optimizer, at: Place) -> None:
-        self.containers += 1
-        self._owners += 1
+        self._containers += 1
+        self.left_out.add_owner(at, optimizer)
         for number, values in enumerate(optimizer.state.values()):
             self.value(values, (at, ".state[{}]", number))
         before = len(self.found.on_host)
@@ -189,7 +167,7 @@ class _Walk:
             options: Place = (at, ".param_groups[{}]", number)
             for name, value in group.items():
                 if name != "params":
-                    self.value(value, (options, _ITEM, name))
+                    self.value(value, (options, ITEM, name))
         self._options_on_host += len(self.found.on_host) - before
 
     def _other(self, value: Any, at: Place) -> None:
@@ -200,12 +178,13 @@ class _Walk:
         if rule is not None:
             self._children(value, rule, at)
             return
-        _refuse_unread(value, at)
+        if self.left_out.is_unread(at, value):
+            return
         leaves = _C.leaves_with_paths(value, torch.device("cpu"))
         if leaves or _is_container(value):
-            self.containers += 1
+            self._containers += 1
         else:
-            self._opaque.append((at, value))
+            self.left_out.opaque.append((at, value))
         for steps, leaf in leaves:
             where: Place = (at, "{}", steps.removeprefix("data"))
             if isinstance(leaf, torch.Tensor):
@@ -213,18 +192,14 @@ class _Walk:
             elif isinstance(leaf, nn.Module):
                 self._module(leaf, where)
             elif isinstance(leaf, np.ndarray):
-                self._arrays.append((where, leaf))
+                self.left_out.arrays.append((where, leaf))
             else:
-                name = named(leaf)
                 if isinstance(leaf, _collection_class() or ()):
                     raise TypeError(
-                        f"{text_of(where)} is {name} whose tensors are not its own, for example "
-                        "because it is consolidated: give its .clone()"
+                        f"{text_of(where)} is {named(leaf)} whose tensors are not its own, for "
+                        "example because it is consolidated: give its .clone()"
                     )
-                raise TypeError(
-                    f"{text_of(where)} is {name}, and only its own `.to` knows its tensors: "
-                    f"{_ACCEPTED}"
-                )
+                self.left_out.add_own_to(where, leaf)
 
     def _children(self, value: Any, rule: Rule, at: Place) -> None:
         try:
@@ -232,8 +207,9 @@ class _Walk:
         except Refused as error:
             raise TypeError(f"{text_of(at)} {error}") from None
         children, _, names = flat
-        self.containers += 1
-        form = _ATTRIBUTE if rule.names == "attribute" else _ITEM
+        self._containers += 1
+        self.left_out.shells.append((at, value))
+        form = ATTRIBUTE if rule.names == "attribute" else ITEM
         for name, child in zip(names or range(len(children)), children, strict=True):
             self.value(child, (at, form, name))
 
@@ -255,7 +231,7 @@ class _Walk:
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 part = getattr(tensor, name)
                 if isinstance(part, torch.Tensor):  # a DTensor also names its mesh
-                    self._tensor(part, (at, _ATTRIBUTE, name))
+                    self._tensor(part, (at, ATTRIBUTE, name))
         elif kind == "lazy":
             raise ValueError(f"{text_of(at)} is not initialized: run the module on a batch first")
         else:
@@ -264,15 +240,7 @@ class _Walk:
                 "give the plain tensors in it"
             )
         if self._gradients and tensor.is_leaf and tensor.grad is not None:
-            self._tensor(tensor.grad, (at, _ATTRIBUTE, "grad"))
-
-
-def named(value: Any) -> str:
-    """Return the name of the class of a value, with its article, for errors."""
-    if isinstance(value, type):
-        return f"the class {value.__qualname__}"
-    name = type(value).__qualname__
-    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+            self._tensor(tensor.grad, (at, ATTRIBUTE, "grad"))
 
 
 _HOST, _DEVICE, _OTHER_DEVICE = 1, 2, 3
@@ -297,6 +265,8 @@ def _why_not(tensor: torch.Tensor, place: int) -> str:
 
 def _kind_of(cls: Any) -> str:
     """Return "wrapper" for a class of tensors made of others, "plain", "lazy", or "unknown"."""
+    if not issubclass(cls, torch.Tensor):
+        return "unknown"  # a weak proxy of a tensor
     if issubclass(cls, nn.UninitializedParameter | nn.UninitializedBuffer):
         return "lazy"
     if hasattr(cls, "__tensor_flatten__"):
@@ -315,26 +285,3 @@ def _is_container(value: Any) -> bool:
     if base is not None and isinstance(value, base):
         return True
     return isinstance(value, tuple | list | dict)
-
-
-_ITERATORS: Any = (type(iter([])), type(iter(())))
-_GENERATORS: Any = (GeneratorType, map, filter, zip, itertools.chain, *_ITERATORS)
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(map(_has_tensors, value))
-    return isinstance(value, (torch.Tensor, nn.Module, Optimizer, _collection_class() or ()))
-
-
-def _refuse_unread(value: Any, at: Place) -> None:
-    """Raise a TypeError for generators and the like, and for sets and views of dicts with tensors.
-
-    Their tensors would be left where they are, without a word.
-    """
-    if isinstance(value, _GENERATORS) or (
-        isinstance(value, Set | ValuesView | ItemsView) and any(map(_has_tensors, value))
-    ):
-        raise TypeError(
-            f"{text_of(at)} is {named(value)}, whose tensors would be left: give a list of it"
-        )

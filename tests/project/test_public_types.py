@@ -106,12 +106,15 @@ def others(batch: Batch, model: torch.nn.Module) -> None:
         assert_type(pinned.bytes, int)
     assert_type(tdcopier.prefetch([batch], "cuda"), tdcopier.Prefetcher[Batch])
     assert_type(tdcopier.park(model), tdcopier.Parked)
+    assert_type(tdcopier.park(model, on_unknown="raise"), tdcopier.Parked)
     assert_type(tdcopier.snapshot(model), tdcopier.Snapshot)
+    assert_type(tdcopier.snapshot(model, on_unknown="warn"), tdcopier.Snapshot)
+    tdcopier.SnapshotStager(on_unknown="ignore")
     assert_type(tdcopier.staging_bytes("cuda"), int)
     assert_type(tdcopier.reserve_pinned_memory(1), int)
     assert_type(tdcopier.trim_pinned_memory(), int)
     assert_type(tdcopier.pinned_memory(), tdcopier.PinnedMemoryUse)
-    with tdcopier.parked(model):
+    with tdcopier.parked(model, on_unknown=None):
         pass
 
 def mistakes(batch: Batch, array: Array) -> None:
@@ -128,6 +131,9 @@ def mistakes(batch: Batch, array: Array) -> None:
     tdcopier.copy(batch, "cuda", non_blocking=True)  # error
     tdcopier.gather(array, [1])  # error
     tdcopier.gather(batch, [1], "cuda", on_unknown="no")  # error
+    tdcopier.park(batch, on_unknown="no")  # error
+    tdcopier.snapshot(batch, on_unknown="no")  # error
+    tdcopier.SnapshotStager(on_unknown="no")  # error
     tdcopier.collate()  # error
     wrong: list[int] = tdcopier.collate([batch])  # error
 """
