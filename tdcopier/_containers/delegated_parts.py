@@ -128,17 +128,18 @@ def children_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
 
     Each has a format and what it is given, which make the step to it in a path.
     """
-    if isinstance(value, dict):
+    cls = type(value)  # `isinstance` may run the code of a proxy
+    if issubclass(cls, dict):
         yield from (("[{!r}]", key, child) for key, child in dict.items(value))
     kinds: tuple[Any, ...] = (list, tuple, deque)
     for kind in kinds:
-        if isinstance(value, kind):
+        if issubclass(cls, kind):
             yield from (("[{}]", i, child) for i, child in enumerate(kind.__iter__(value)))
     sets: tuple[Any, ...] = (set, frozenset)
     for kind in sets:
-        if isinstance(value, kind):
+        if issubclass(cls, kind):
             yield from (("{}", " (an item)", child) for child in kind.__iter__(value))
-    for base in type(value).__mro__:
+    for base in cls.__mro__:
         for name, attribute in vars(base).items():
             if isinstance(attribute, types.MemberDescriptorType):  # a slot
                 try:

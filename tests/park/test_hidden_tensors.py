@@ -440,3 +440,12 @@ def test_a_weak_proxy_of_a_tensor_is_refused(device):
     for option in (None, "ignore"):
         with pytest.raises(TypeError, match=r"^state\['x'\] is a ProxyType, and only"):
             tdcopier.park({"x": weakref.proxy(tensor)}, on_unknown=option)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_object_with_a_dead_weak_proxy_is_looked_into(device, call):
+    gone = nn.Linear(2, 2)
+    state = types.SimpleNamespace(proxy=weakref.proxy(gone), model=nn.Linear(2, 2).to(device))
+    del gone
+    with pytest.raises(TypeError, match=r"Give state\.model\."):
+        call(state)
