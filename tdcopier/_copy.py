@@ -21,6 +21,7 @@ from tdcopier._options import (
     Device,
     OnUnknown,
     checked_options,
+    options_for_results,
     options_for_unknown,
     refuse_unknown_options,
 )
@@ -46,6 +47,7 @@ def start_copy(
     min_packed_alignment_bytes: int = 16,
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
+    require_pinned_results: bool = False,
     on_unknown: OnUnknown = None,
 ) -> AsyncCopyHandle[Any]:
     """Start to copy every tensor and array in `data` to `device`, and return a handle at once.
@@ -105,6 +107,7 @@ def start_copy(
         min_packed_alignment_bytes: alignment of packed leaves within their chunk.
         max_packed_chunk_bytes: maximum size of a chunk that leaves share.
         use_background_thread: leave large copies to worker threads.
+        require_pinned_results: fail if results on the host cannot be pinned.
         on_unknown: what to do with opaque values whose class is unknown.
 
     Returns:
@@ -134,6 +137,8 @@ def start_copy(
         max_packed_chunk_bytes,
         use_background_thread,
     )
+    if require_pinned_results is not False:
+        options = options_for_results(options, use_pinned_staging, require_pinned_results)
     if on_unknown is not None:
         options = options_for_unknown(options, on_unknown)
     handle = _C.start_copy(data, device, options)

@@ -50,6 +50,12 @@ class CopyOptions(TypedDict, total=False):
     buffer. Gathers and transfers from a device are enqueued in the call too. (The first results of
     a size that arrive on the host take as long as it takes to pin their memory.) If False, all
     staging happens in the call. Default: True."""
+    require_pinned_results: bool
+    """Fail if the results on the host cannot be in pinned memory: because no more can be pinned
+    (with the allocator's error, when the copy is awaited), or because no accelerator is in use. If
+    False, they are then in pageable memory, as those of `Tensor.to` are, and `stats.fallbacks`
+    counts it if more could not be pinned. Delegated leaves are where their own ``.to`` puts them.
+    Default: False."""
     on_unknown: OnUnknown
     """What to do with opaque values whose class tdcopier does not know to be plain data: objects of
     any other class, sets, iterators, views of dicts, modules. Tensors in them stay on their device.
@@ -94,6 +100,22 @@ def options_for_unknown(options: _C.CopyOptions, on_unknown: OnUnknown) -> _C.Co
     """
     check_on_unknown(on_unknown)
     return options.with_on_unknown(_ON_UNKNOWN[on_unknown])
+
+
+def options_for_results(
+    options: _C.CopyOptions, use_pinned_staging: bool, require_pinned_results: bool
+) -> _C.CopyOptions:
+    """Return the options with this `require_pinned_results`. Separate, as `options_for_unknown`.
+
+    Raises:
+        TypeError: `require_pinned_results` is no bool.
+        ValueError: `use_pinned_staging` contradicts it.
+    """
+    if not bool_option("require_pinned_results", require_pinned_results):
+        return options
+    if not use_pinned_staging:
+        raise ValueError("require_pinned_results=True needs use_pinned_staging=True")
+    return options.requiring_pinned_results()
 
 
 def check_on_unknown(on_unknown: OnUnknown) -> None:

@@ -198,6 +198,7 @@ def prepare(
     min_packed_alignment_bytes: int = 16,
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
+    require_pinned_results: bool = False,
     on_unknown: OnUnknown = None,
     reuse_outputs: bool = False,
 ) -> PreparedCopy:
@@ -221,6 +222,7 @@ def prepare(
         min_packed_alignment_bytes: see `CopyOptions`.
         max_packed_chunk_bytes: see `CopyOptions`.
         use_background_thread: see `CopyOptions`.
+        require_pinned_results: see `CopyOptions`.
         on_unknown: see `CopyOptions`; applies to the example, and to each batch.
         reuse_outputs: reuse the output tensors of an earlier result for a later one, once the
             caller has dropped them. This saves most of the time that a copy of many small tensors
@@ -243,6 +245,7 @@ def prepare(
         max_packed_chunk_bytes,
         use_background_thread,
     )
+    options = _options.options_for_results(options, use_pinned_staging, require_pinned_results)
     options = _options.options_for_unknown(options, on_unknown)
     native = _C.PreparedCopy(example, device, options, bool_option("reuse_outputs", reuse_outputs))
     return PreparedCopy(native, BatchLayout.of(native, example))

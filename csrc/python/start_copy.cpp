@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/fork_generation.h"
+#include "engine/device/fallbacks.h"
 #include "engine/device/graph_capture.h"
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/from_device_job.h"
@@ -103,7 +104,6 @@ class GroupStart {
     Accelerator& accelerator = Accelerator::of(target_);
     const bool waits = rows_of(work_).on_device.has_value();
     make_result({target_, waits ? &accelerator.ordered_stream() : &accelerator.to_device_stream()});
-    work_.result->allocate();
     if (in_place_->are_pinned(access.emplace())) {
       return std::make_shared<RowsJob>(accelerator, target_, std::move(work_));
     }
@@ -113,7 +113,7 @@ class GroupStart {
     return nullptr;
   }
 
-  // Makes the job. Its result has no memory yet.
+  // Makes the job, and the memory of its result.
   std::shared_ptr<CopyJob> make() {
     if (source_.is_cpu()) return target_.is_cpu() ? make_on_host() : make_to_device();
     return make_from_device();
@@ -125,14 +125,13 @@ class GroupStart {
 
   // A transfer to pageable memory occupies its thread while it waits for the caller's kernels.
   ThreadPool& pool() const {
-    const bool waits = target_.is_cpu() && !source_.is_cpu() && !options_.use_pinned_staging;
-    return waits ? from_device_workers(source_) : staging_workers();
+    return waits_for_kernels_ ? from_device_workers(source_) : staging_workers();
   }
 
  private:
   std::shared_ptr<CopyJob> make_on_host() {
     may_block_ = mapped_.would_wait_for_disk();
-    make_result({target_, nullptr, pinned_});
+    make_result_on_host(pinned_);
     const WindowBytes window_bytes =
         rows_window_bytes(*work_.plan, kLeastWindowBytes, options_.use_background_thread);
     return std::make_shared<HostJob>(std::move(work_), window_bytes);
@@ -159,10 +158,11 @@ class GroupStart {
   }
 
   std::shared_ptr<CopyJob> make_from_device() {
-    const bool pinned = options_.use_pinned_staging;
-    may_block_ = !pinned && target_.is_cpu();
+    bool pinned = options_.use_pinned_staging;
     if (target_.is_cpu()) {
-      make_result({target_, nullptr, pinned ? at::getHostAllocator(source_.type()) : nullptr});
+      pinned = make_result_on_host(pinned ? at::getHostAllocator(source_.type()) : nullptr);
+      waits_for_kernels_ = !pinned;
+      may_block_ = !pinned;
     } else {
       make_result({target_, &Accelerator::of(target_).ordered_stream()});
     }
@@ -171,7 +171,28 @@ class GroupStart {
   }
 
   void make_result(const MemoryOf& memory) {
-    work_.result = std::make_shared<Result>(memory, work_.leaves, work_.plan);
+    auto result = std::make_shared<Result>(memory, work_.leaves, work_.plan);
+    result->allocate();
+    work_.result = std::move(result);
+  }
+
+  // Makes a result in pinned memory (`pinned`: its allocator, null if there is none), or in
+  // pageable memory if no more can be pinned and the caller does not insist. Returns whether it is
+  // pinned.
+  bool make_result_on_host(c10::Allocator* pinned) {
+    if (pinned == nullptr && options_.requires_pinned_results) {
+      throw std::runtime_error(
+          "require_pinned_results: no accelerator is in use that could access pinned memory");
+    }
+    try {
+      make_result({target_, nullptr, pinned});
+      return pinned != nullptr;
+    } catch (const c10::Error&) {
+      if (pinned == nullptr || options_.requires_pinned_results) throw;
+    }
+    note_fallback();
+    make_result({target_, nullptr, nullptr});
+    return false;
   }
 
   const MappedLeaves mapped_;
@@ -183,17 +204,17 @@ class GroupStart {
   CopyWork work_;
   const uint64_t bytes_;
   bool may_block_ = false;
+  bool waits_for_kernels_ = false;
 };
 
-// Makes a job, and gives it to workers if it should run there. Returns whether it did.
+// Makes a job, and gives it to workers if it should run there. Returns whether it did. The memory
+// is made first, although workers need it only after staging: a thread that wakes others may lose
+// its processor to them.
 bool prepare(std::shared_ptr<CopyJob>& job, GroupStart& start, const CopyOptions& options) {
   job = start.make();
   // Runs in the call if it is small and does not have to wait. Enqueueing a device's gather takes
   // the same time for any number of bytes.
   const bool at_once = job->host_bytes() <= g_max_inline_bytes && !start.may_block();
-  // First, although workers need the memory only after staging: a thread that wakes others may lose
-  // its processor to them.
-  job->result()->allocate();
   return options.use_background_thread && !at_once && job->run_in_background(start.pool());
 }
 
@@ -209,6 +230,7 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
     std::optional<PhaseRange> range(std::in_place, handle.phases(), Phase::kPlan);
     plan = plan_of(group.leaves, options.pack, std::move(plan));
     GroupStart start(group, std::move(plan), target, options);
+    const CountFallbacks counted(handle.fallbacks());
     const WithoutGil no_gil;  // an allocation may wait for the device
     // Ends before the thread wants the GIL back, which it may never get: unpinning waits for it.
     std::optional<PinnedRanges::Access> access;

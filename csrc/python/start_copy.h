@@ -38,6 +38,7 @@ struct CopyOptions {
   PackOptions pack;
   bool use_background_thread;
   OnUnknown on_unknown = OnUnknown::kRefuseRoot;
+  bool requires_pinned_results = false;
   // For start_copy_into() only: the device reads large pinned sources in place. No wait() holds the
   // host for that, so the caller must not write to them before the copy is done.
   bool reads_pinned_in_place = false;

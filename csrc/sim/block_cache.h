@@ -1,6 +1,7 @@
 // Memory blocks that are kept for reuse: the common part of the device's and the pinned allocator.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -90,6 +91,24 @@ class BlockCache {
       });
     }
     return bytes;
+  }
+
+  // Returns the work after which trim() would give all free blocks back for which `wanted(pool)`.
+  template <typename Wanted>
+  std::vector<Point> pending_uses(Wanted wanted) const {
+    std::vector<Point> points;
+    const auto add = [&points](const Block* block) {
+      points.insert(points.end(), block->in_use_until.begin(), block->in_use_until.end());
+      points.insert(points.end(), block->seen_until.begin(), block->seen_until.end());
+    };
+    for (const Block* block : waiting_) {
+      if (wanted(block->pool)) add(block);
+    }
+    for (const auto& [key, blocks] : free_) {
+      if (wanted(key.first)) std::for_each(blocks.begin(), blocks.end(), add);
+    }
+    std::erase_if(points, [](const Point& point) { return point.passed(); });
+    return points;
   }
 
   // Return the block that starts at an address, or the one that contains it; null if there is none.

@@ -44,9 +44,10 @@ c10::DataPtr DeviceAllocator::allocate(std::size_t bytes) {
   const auto pool = pool_of(current_stream(index));
   strike_device_allocation(index, bytes);
 
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   auto* block = cache_.reuse(pool, size);
   if (block == nullptr) {
+    wait_for_unused(index, size, lock);
     block = allocate_block(index, pool, size);
     block->owner = &current_queue(index);
   }
@@ -161,13 +162,33 @@ void DeviceAllocator::trim(std::int64_t device) {
   device_at(device).stats.reserved -= static_cast<std::int64_t>(bytes);
 }
 
+bool DeviceAllocator::has_room(c10::DeviceIndex device, std::size_t size) {
+  const auto& [stats, limit] = device_at(device);
+  return !limit || stats.reserved + static_cast<std::int64_t>(size) <= *limit;
+}
+
+// As CUDA's allocator, which waits for the events of blocks in use by streams, and then for the
+// device when it gives blocks back.
+void DeviceAllocator::wait_for_unused(c10::DeviceIndex device, std::size_t size,
+                                      std::unique_lock<std::mutex>& lock) {
+  if (has_room(device, size)) return;
+  trim(device);
+  const auto& [stats, limit] = device_at(device);
+  const bool would_help = stats.allocated + static_cast<std::int64_t>(size) <= *limit;
+  if (has_room(device, size) || !would_help) return;
+  const auto pending = cache_.pending_uses(
+      [device](std::int64_t pool) { return device_of_pool(pool) == device; });
+  lock.unlock();  // the streams' work may free memory
+  for (const Point& point : pending) point.stream->reach(point.position);
+  lock.lock();
+  trim(device);
+}
+
 Block* DeviceAllocator::allocate_block(c10::DeviceIndex device, std::int64_t pool,
                                        std::size_t size) {
   auto& state = device_at(device);
   const auto wanted = static_cast<std::int64_t>(size);
-  const auto fits = [&] { return !state.limit || state.stats.reserved + wanted <= *state.limit; };
-  if (!fits()) trim(device);
-  auto* const block = fits() ? cache_.allocate(pool, size) : nullptr;
+  auto* const block = has_room(device, size) ? cache_.allocate(pool, size) : nullptr;
   TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "sim:", int{device},
                    " is out of memory: tried to allocate ", wanted, " bytes with ",
                    state.stats.reserved, " reserved, of which ", state.stats.allocated,

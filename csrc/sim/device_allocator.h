@@ -61,6 +61,11 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   static void free_data(void* data);
   Device& device_at(std::int64_t index) { return devices_[static_cast<std::size_t>(index)]; }
   void trim(std::int64_t device);
+  bool has_room(c10::DeviceIndex device, std::size_t size);
+  // Makes room for a block if unused blocks take it. Blocks: while work that was pending when they
+  // were freed may use them; meanwhile without the lock.
+  void wait_for_unused(c10::DeviceIndex device, std::size_t size,
+                       std::unique_lock<std::mutex>& lock);
   Block* allocate_block(c10::DeviceIndex device, std::int64_t pool, std::size_t size);
 
   mutable std::mutex mutex_;

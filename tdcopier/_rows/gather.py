@@ -71,6 +71,7 @@ def start_gather(
     min_packed_alignment_bytes: int = 16,
     max_packed_chunk_bytes: int = 32 * 1024 * 1024,
     use_background_thread: bool = True,
+    require_pinned_results: bool = False,
     on_unknown: OnUnknown = None,
 ) -> AsyncCopyHandle[Any]:
     """Start to copy rows of every leaf of `storage` to `device`, and return a handle at once.
@@ -129,6 +130,7 @@ def start_gather(
         min_packed_alignment_bytes: see `CopyOptions`.
         max_packed_chunk_bytes: see `CopyOptions`.
         use_background_thread: see `CopyOptions`.
+        require_pinned_results: see `CopyOptions`.
         on_unknown: see `CopyOptions`.
 
     Raises:
@@ -147,6 +149,8 @@ def start_gather(
         max_packed_chunk_bytes,
         use_background_thread,
     )
+    if require_pinned_results is not False:
+        options = _options.options_for_results(options, use_pinned_staging, require_pinned_results)
     if on_unknown is not None:
         options = _options.options_for_unknown(options, on_unknown)
     if out is not None:

@@ -125,7 +125,7 @@ def test_whatever_fails_is_told_every_time_and_leaves_nothing_behind(
         leaves = leaves_on(places, elements, n)
         alive = [weakref.ref(leaf) for leaf in leaves]
         with arm(sim, n) as fault:
-            handle = tdcopier.start_copy(leaves, target)
+            handle = tdcopier.start_copy(leaves, target, require_pinned_results=target == "cpu")
             becomes(lambda fault=fault: fault.fired, within=BRIEFLY)
             with suppress(error):
                 handle.get()  # waits until it is known whether it failed
@@ -380,3 +380,55 @@ def test_a_failed_delegated_leaf_does_not_end_a_copy_that_still_reads_its_source
         assert not becomes(handle.ready, within=BRIEFLY)
     assert becomes(handle.ready)
     assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
+
+
+# ---- no more memory can be pinned ----------------------------------------------------------------
+
+
+@sizes
+@pytest.mark.parametrize("n", [1, 2])
+def test_results_are_pageable_if_no_more_memory_can_be_pinned(sim, elements, n):
+    batch = leaves_on(["sim:0"], elements, 3.0)
+    before = in_use(sim)
+    with sim.fail_pinned_allocation(n):
+        handle = tdcopier.start_copy(batch, "cpu", max_packed_chunk_bytes=1)
+        result = handle.get()
+    assert handle.stats.fallbacks == 1
+    assert values_of(result) == {3}
+    assert not any(leaf.is_pinned() for leaf in result)
+    del handle, result
+    assert_gives_back(sim, before)
+
+
+@pytest.mark.parametrize("place", ["cpu", "sim:0"])
+def test_gathered_rows_are_pageable_if_no_more_memory_can_be_pinned(sim, place):
+    tables = leaves_on([place], [40, 50_000], 3.0)
+    storage, index = {"a": tables[0], "b": tables[1][:40]}, torch.arange(30)
+    usual = tdcopier.start_gather(storage, index, "cpu")  # its own code reads tables on a device
+    assert usual.get()["a"].is_pinned()
+    with sim.fail_pinned_allocation(1):
+        handle = tdcopier.start_gather(storage, index, "cpu")
+        result = handle.get()
+    assert handle.stats.fallbacks == usual.stats.fallbacks + 1
+    assert values_of(list(result.values())) == {3}
+    assert not result["a"].is_pinned()
+
+
+def test_a_call_can_insist_on_pinned_results(sim):
+    batch = leaves_on(["sim:0"], [10, 10], 3.0)
+    with sim.fail_pinned_allocation(1):
+        handle = tdcopier.start_copy(batch, "cpu", require_pinned_results=True)
+        for _ in range(2):
+            with pytest.raises(torch.AcceleratorError, match="pinned"):
+                handle.get()
+    assert tdcopier.copy(batch, "cpu", require_pinned_results=True)[0].is_pinned()
+    with pytest.raises(ValueError, match="needs use_pinned_staging=True"):
+        tdcopier.copy(batch, "cpu", require_pinned_results=True, use_pinned_staging=False)
+
+
+def test_a_pageable_result_does_not_hold_the_caller_while_a_kernel_runs(sim):
+    batch = leaves_on(["sim:0"], [10, 10], 3.0)
+    with sim.hold(), sim.fail_pinned_allocation(1):
+        handle = tdcopier.start_copy(batch, "cpu")  # would not return
+        assert not handle.ready()
+    assert values_of(handle.get()) == {3}

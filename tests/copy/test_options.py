@@ -122,6 +122,7 @@ def test_options_are_keyword_only_with_the_documented_defaults():
         "min_packed_alignment_bytes": 16,
         "max_packed_chunk_bytes": 33554432,
         "use_background_thread": True,
+        "require_pinned_results": False,
         "on_unknown": None,
     }
     assert [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY] == ["data", "device"]
@@ -162,7 +163,13 @@ def test_a_variable_that_is_empty_is_not_set():
 
 
 @pytest.mark.parametrize(
-    "option", ["use_pinned_staging", "pack_cpu_tensors", "use_background_thread"]
+    "option",
+    [
+        "use_pinned_staging",
+        "pack_cpu_tensors",
+        "use_background_thread",
+        "require_pinned_results",
+    ],
 )
 def test_what_is_neither_true_nor_false_is_no_switch(device, option):
     calls: list[Any] = [tdcopier.start_copy, tdcopier.prepare, tdcopier.copy]

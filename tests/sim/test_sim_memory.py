@@ -160,6 +160,22 @@ def test_beyond_the_limit_memory_is_out(sim: ModuleType) -> None:
     torch.empty(4096, dtype=torch.uint8, device="sim")
 
 
+def test_memory_is_out_only_when_blocks_in_use_by_streams_have_been_waited_for(sim: ModuleType):
+    """As with CUDA's allocator: a loop that runs ahead of a device keeps memory for a while."""
+    block_bytes = 1 << 20
+    sim.set_memory_limit_bytes("sim:0", torch.sim.memory_reserved() + 2 * block_bytes)
+    stream = torch.sim.Stream()
+    for _ in range(6):
+        batch = torch.empty(block_bytes - 512, dtype=torch.uint8, device="sim")
+        sim.busy(0.02, stream)
+        batch.record_stream(stream)
+        del batch
+    assert torch.empty(2 * block_bytes, dtype=torch.uint8, device="sim").numel() == 2 * block_bytes
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(3 * block_bytes, dtype=torch.uint8, device="sim")
+    sim.set_memory_limit_bytes("sim:0", None)
+
+
 def test_a_negative_limit_is_rejected(sim: ModuleType) -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         sim.set_memory_limit_bytes(0, -1)
