@@ -44,6 +44,11 @@ def start_copy_into(
     dtype. A leaf that is the same memory as its destination counts as reused and is not written.
     The version counters of written tensors increase.
 
+    **Tied leaves**, such as two names of one weight, may be the same memory in `destination` if
+    they are the same memory in `source` too: address, shape, strides and dtype agree on both sides.
+    They are written once; the others count as reused. Those that are delegated to `copy_` are
+    copied one after the other.
+
     **Opaque values**, such as the learning rate in an optimizer's state, must be at the same
     places. By default they are not changed, and `stats.opaque_differences` counts those that
     differ. Plain data (see `on_unknown` of `CopyOptions`) differ if their classes do, or if ``==``
@@ -80,8 +85,9 @@ def start_copy_into(
     Raises:
         ValueError: the trees differ in structure, or a leaf in shape or dtype; a destination
             requires a gradient while gradients are enabled, is a read-only array, shares memory
-            between its elements, or shares memory with another leaf that is read or written (leaves
-            with gaps are compared up to a million rows); a tensor reaches beyond its storage. With
+            between its elements, or shares memory with another leaf that is read or written, except
+            for tied leaves (leaves with gaps are compared up to a million rows); a tensor reaches
+            beyond its storage. With
             `copy_opaque`: a value that differs is in a container that cannot be changed (a tuple
             with leaves or containers in it, a frozen dataclass, a locked TensorDict, a registered
             class), or one place in the destination stands for values of the source that differ.

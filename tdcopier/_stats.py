@@ -56,7 +56,9 @@ class CopyStats(NamedTuple):
     """Leaves and objects that were delegated to their own ``.to``, inside the call; it may have
     blocked. An object counts even if its ``.to`` returned the object itself."""
     reused_leaves: int
-    """Leaves that were on the target already and are returned as the same objects."""
+    """Leaves that were on the target already and are returned as the same objects. For `copy_into`,
+    leaves that are the same memory as their destination, and those that are tied to another leaf,
+    with which they are written."""
     opaque_leaves: int
     """Values that are neither containers nor leaves, passed through unchanged."""
     chunks: int

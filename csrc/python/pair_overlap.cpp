@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/moves/stage.h"
+#include "python/array_leaf.h"
 #include "python/torch_tensor.h"
 
 namespace tdcopier {
@@ -59,23 +60,54 @@ Area source_area(const LeafTable& leaves, const Leaf& leaf) {
   return area;
 }
 
-// Returns nullopt for what is no plain strided tensor with memory.
-std::optional<OtherArea> area_of(const pybind11::object& leaf, size_t number, bool written) {
-  if (!is_plain_tensor_class(Py_TYPE(leaf.ptr()))) return std::nullopt;
-  const at::Tensor& tensor = tensor_in(leaf.ptr());
+// Returns nullopt for what is no strided tensor with memory.
+std::optional<LeafMemory> memory_of(const at::Tensor& tensor) {
   if (tensor.layout() != c10::kStrided || !tensor.has_storage() || tensor.numel() == 0 ||
       tensor.storage().data() == nullptr) {
     return std::nullopt;
   }
-  const auto bytes = static_cast<uint64_t>(tensor.element_size());
-  const auto* const begin = static_cast<const std::byte*>(tensor.storage().data()) +
-                            static_cast<uint64_t>(tensor.storage_offset()) * bytes;
-  Area area{begin, bytes, written, {}};
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) == 1) continue;
-    area.dims.push_back({tensor.size(d), tensor.stride(d) * static_cast<int64_t>(bytes)});
+  const auto bytes = static_cast<int64_t>(tensor.element_size());
+  const auto* const begin =
+      static_cast<const std::byte*>(tensor.storage().data()) + tensor.storage_offset() * bytes;
+  LeafMemory memory{tensor.device(),
+                    begin,
+                    tensor.scalar_type(),
+                    c10::DimVector(tensor.sizes()),
+                    c10::DimVector(tensor.strides()),
+                    tensor.is_conj(),
+                    tensor.is_neg()};
+  for (int64_t& stride : memory.strides_bytes) stride *= bytes;
+  return memory;
+}
+
+// As above, for a leaf that the engine copies.
+std::optional<LeafMemory> memory_of_copied(PyObject* leaf) {
+  if (!is_array_type(Py_TYPE(leaf))) return memory_of(tensor_in(leaf));
+  ArrayMemory memory = memory_of_array(leaf);
+  return LeafMemory{c10::kCPU,
+                    memory.data,
+                    memory.dtype,
+                    std::move(memory.sizes),
+                    std::move(memory.strides_bytes),
+                    /*is_conj=*/false,
+                    /*is_neg=*/false};
+}
+
+// As above, for any leaf. Only the code of a class knows what memory its tensors have.
+std::optional<LeafMemory> memory_of_delegated(PyObject* leaf) {
+  return is_plain_tensor_class(Py_TYPE(leaf)) ? memory_of(tensor_in(leaf)) : std::nullopt;
+}
+
+// Returns nullopt for what is no plain strided tensor with memory.
+std::optional<OtherArea> area_of(const pybind11::object& leaf, size_t number, bool written) {
+  const std::optional<LeafMemory> memory = memory_of_delegated(leaf.ptr());
+  if (!memory) return std::nullopt;
+  Area area{memory->data, c10::elementSize(memory->dtype), written, {}};
+  for (size_t d = 0; d < memory->sizes.size(); ++d) {
+    if (memory->sizes[d] == 1) continue;
+    area.dims.push_back({memory->sizes[d], memory->strides_bytes[d]});
   }
-  return OtherArea{tensor.device(), std::move(area), number};
+  return OtherArea{memory->device, std::move(area), number};
 }
 
 std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10::Device device,
@@ -108,6 +140,45 @@ std::optional<std::pair<PairEnd, PairEnd>> find_on(const SortedPairs& pairs, c10
 }
 
 }  // namespace
+
+bool LeafMemory::operator==(const LeafMemory& other) const {
+  if (data != other.data || device != other.device || dtype != other.dtype ||
+      sizes != other.sizes || is_conj != other.is_conj || is_neg != other.is_neg) {
+    return false;
+  }
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1 && strides_bytes[d] != other.strides_bytes[d]) return false;
+  }
+  return true;
+}
+
+TiedPairs::TiedPairs(const std::vector<DelegatedPair>& delegated) {
+  for (const DelegatedPair& pair : delegated) {
+    delegated_.insert(pair.number);
+    if (note({pair.source, memory_of_delegated(pair.source.ptr())},
+             {pair.destination, memory_of_delegated(pair.destination.ptr())})) {
+      again_.insert(pair.number);
+    }
+  }
+}
+
+bool TiedPairs::is_tied(pybind11::object source, pybind11::object destination) {
+  std::optional<LeafMemory> read = memory_of_copied(source.ptr());
+  std::optional<LeafMemory> written = memory_of_copied(destination.ptr());
+  return note({std::move(source), std::move(read)}, {std::move(destination), std::move(written)});
+}
+
+bool TiedPairs::note(End source, End destination) {
+  const void* const key = destination.memory ? static_cast<const void*>(destination.memory->data)
+                                             : static_cast<const void*>(destination.leaf.ptr());
+  const auto [first, last] = found_.equal_range(key);
+  for (auto each = first; each != last; ++each) {
+    const auto& [read, written] = each->second;
+    if (read.is_same(source) && written.is_same(destination)) return true;
+  }
+  found_.emplace(key, std::pair(std::move(source), std::move(destination)));
+  return false;
+}
 
 std::vector<OtherArea> areas_of_delegated(const std::vector<DelegatedPair>& pairs) {
   std::vector<OtherArea> areas;

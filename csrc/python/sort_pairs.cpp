@@ -79,22 +79,9 @@ class Sorter {
       // The code of their classes may have moved the memory of other leaves. So all addresses are
       // looked up again, and no such code runs any more.
       sort_all();
-      for (OtherArea& each : areas_of_delegated(sorted_.delegated)) {
-        if (rows_ != nullptr) break;  // only some rows of a table are read or written
-        number_ = each.number;
-        if (each.area.written && overlaps_itself(each.area.dims, each.area.bytes)) {
-          refuse(/*written=*/true, kSharesItsMemory);
-        }
-        sorted_.others.push_back(std::move(each));
-      }
+      note_delegated_memory();
     }
-    if (const auto shared = find_shared_memory(sorted_, leaves_)) {
-      const auto& [first, second] = *shared;
-      throw py::value_error(path(first.number, first.written) + " and " +
-                            path(second.number, second.written) +
-                            " share memory: the memory of a destination must not belong to "
-                            "another leaf too; give a clone() of one");
-    }
+    refuse_shared_memory();
     const bool may_repeat = rows_ == nullptr || tables_.are_sources || !rows_->index();
     const auto twice = may_repeat ? std::nullopt : repeated_row(rows_->index()->rows);
     if (twice) {
@@ -108,6 +95,37 @@ class Sorter {
   }
 
  private:
+  void note_delegated_memory() {
+    if (rows_ != nullptr) return;  // only some rows of a table are read or written
+    for (OtherArea& each : areas_of_delegated(sorted_.delegated)) {
+      number_ = each.number;
+      if (each.area.written && overlaps_itself(each.area.dims, each.area.bytes)) {
+        refuse(/*written=*/true, kSharesItsMemory);
+      }
+      if (tied_ && tied_->is_delegated_again(number_)) continue;
+      sorted_.others.push_back(std::move(each));
+    }
+  }
+
+  // Looks for tied pairs only if some memory is shared, because nearly no trees have any.
+  void refuse_shared_memory() {
+    if (!find_shared_memory(sorted_, leaves_)) return;
+    tied_.emplace(sorted_.delegated);
+    sort_all();
+    note_delegated_memory();
+    const auto shared = find_shared_memory(sorted_, leaves_);
+    if (!shared) return;
+    const auto& [first, second] = *shared;
+    const char* const why =
+        first.written && second.written
+            ? " share memory: tied leaves (of the same address, shape, strides and dtype) must be "
+              "tied in the source too; else give a clone() of one"
+            : " share memory: the memory of a destination must not belong to another leaf too; "
+              "give a clone() of one";
+    throw py::value_error(path(first.number, first.written) + " and " +
+                          path(second.number, second.written) + why);
+  }
+
   void sort_all() {
     sorted_ = {};
     last_plain_.reset();
@@ -167,7 +185,7 @@ class Sorter {
       const auto mistake = rows_->mistake_in(tensor_in(table.ptr()));
       if (mistake) refuse(/*written=*/!tables_.are_sources, *mistake);
     }
-    if (altered_ || !(add_like_last(from, to) || add(from, to))) {
+    if (altered_ || !((!tied_ && add_like_last(from, to)) || add(from, to))) {
       sorted_.delegated.push_back({std::move(from), std::move(to), number_});
     }
   }
@@ -269,8 +287,7 @@ class Sorter {
     c10::TensorImpl* const written =  // its version is bumped
         is_tensor ? tensor_in(to.ptr()).unsafeGetTensorImpl() : nullptr;
     if ((source->table ? *target : *source).bytes() == 0) {
-      sorted_.written.push_back(written);
-      sorted_.kept.push_back(std::move(to));
+      note_written(written, std::move(to));
       ++sorted_.empty;
       return true;
     }
@@ -281,6 +298,11 @@ class Sorter {
       return true;
     }
     if (!source->is_aligned() || !target->is_aligned()) return false;
+    if (tied_ && !tied_->is_delegated(number_) && tied_->is_tied(from, to)) {
+      note_written(written, std::move(to));
+      ++sorted_.reused;
+      return true;
+    }
     if (rows_ != nullptr) return add_rows(*source, *target, from, to);
     IntoGroup& group = group_of(source->device, target->device);
     DestinationTable& destinations = group.pairs.destinations;
@@ -341,6 +363,12 @@ class Sorter {
     group.sources->keep(from.release().ptr());
     if (written == nullptr) return group.destinations->keep(to.release().ptr());
     group.destinations->keep_memory(written->unsafe_storage());
+    note_written(written, std::move(to));
+  }
+
+  // Lets the call bump the version of a destination. `written`: as above.
+  void note_written(c10::TensorImpl* written, py::object to) {
+    if (written == nullptr) return;
     sorted_.written.push_back(written);
     sorted_.kept.push_back(std::move(to));
   }
@@ -432,6 +460,7 @@ class Sorter {
   size_t leaves_ = 0;
   size_t number_ = 0;  // of the current pair
   std::optional<LastPlainPair> last_plain_;
+  std::optional<TiedPairs> tied_;  // set once pairs are looked up again to drop those
   MappedFiles mapped_files_;
   PlainLeafReader leaf_reader_;
   LeafDevices readers_;

@@ -59,9 +59,9 @@ def start_scatter(
     Raises:
         IndexError: a row is out of range, or a mask has the wrong shape.
         ValueError: a row is in the index twice; the trees differ in structure; a leaf does not have
-            the shape or dtype of its rows; leaves share memory; a TensorDict in the storage has an
-            `UnbatchedTensor`, which belongs to all rows. Messages name the leaf by its path,
-            and nothing has been written.
+            the shape or dtype of its rows; leaves share memory, except for tied ones (see
+            `start_copy_into`); a TensorDict in the storage has an `UnbatchedTensor`, which belongs
+            to all rows. Messages name the leaf by its path, and nothing has been written.
         TypeError: `index` is not an index of rows.
         Exception: as `start_copy_into`.
     """

@@ -94,6 +94,10 @@ SHARE = (
     " share memory: the memory of a destination must not belong to another leaf too; give a "
     "clone() of one"
 )
+TIED = (
+    " share memory: tied leaves (of the same address, shape, strides and dtype) must be tied in "
+    "the source too; else give a clone() of one"
+)
 GRADIENT = (
     "destination['x'] requires a gradient, and writing in place would break it: make the call "
     "within torch.no_grad(), or give detach()"
@@ -179,14 +183,14 @@ REFUSED = {
     ),
     "destinations that overlap": Refused(
         lambda: two_of_one(slice(0, 4), slice(3, 6)),
-        "destination['x'][0] and destination['x'][1]" + SHARE,
+        "destination['x'][0] and destination['x'][1]" + TIED,
     ),
     "destinations whose columns overlap": Refused(
-        interleaved, "destination['x'][0] and destination['x'][1]" + SHARE
+        interleaved, "destination['x'][0] and destination['x'][1]" + TIED
     ),
     "one destination twice": Refused(
         lambda: two_of_one(slice(0, 4), slice(0, 4)),
-        "destination['x'][0] and destination['x'][1]" + SHARE,
+        "destination['x'][0] and destination['x'][1]" + TIED,
     ),
     "a source that overlaps its destination": Refused(
         shifted, "source['x'] and destination['x']" + SHARE
@@ -201,7 +205,7 @@ REFUSED = {
         transposed_in_place, "destination['x'] and source['x']" + SHARE
     ),
     "one destination twice, between more rows than are compared": Refused(
-        twice_within_many_rows, "destination['x'][1] and destination['x'][2]" + SHARE
+        twice_within_many_rows, "destination['x'][1] and destination['x'][2]" + TIED
     ),
     "a destination without memory": Refused(
         lambda: (two(), shrunk()),

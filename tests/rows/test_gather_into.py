@@ -128,7 +128,7 @@ def test_mistakes_are_named_and_nothing_is_written(device):
         tdcopier.start_gather(tables, [0, 1])
     shared = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="share memory"):
-        tdcopier.start_gather([tables["a"], tables["a"]], [0, 1], out=[shared, shared])
+        tdcopier.start_gather([tables["a"], tables["a"].clone()], [0, 1], out=[shared, shared])
     with pytest.raises(ValueError, match="share memory"):
         tdcopier.start_gather([tables["a"]], [0, 1], out=[tables["a"][:2]])
 
