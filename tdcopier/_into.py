@@ -41,8 +41,9 @@ def start_copy_into(
 
     The trees must have the same structure: containers have the same keys, the same attributes or
     the same number of children (their classes may differ), and leaves have the same shape and
-    dtype. A leaf that is the same memory as its destination counts as reused and is not written.
-    The version counters of written tensors increase.
+    dtype. A TensorDict or a tensorclass has its entries by key, like a dict, at any depth; a lazy
+    stack has its members by index, like a list. A leaf that is the same memory as its destination
+    counts as reused and is not written. The version counters of written tensors increase.
 
     **Tied leaves**, such as two names of one weight, may be the same memory in `destination` if
     they are the same memory in `source` too: address, shape, strides and dtype agree on both sides.
@@ -52,9 +53,10 @@ def start_copy_into(
     **Opaque values**, such as the learning rate in an optimizer's state, must be at the same
     places. By default they are not changed, and `stats.opaque_differences` counts those that
     differ. Plain data (see `on_unknown` of `CopyOptions`) differ if their classes do, or if ``==``
-    says so; NaN equals NaN. Other values differ unless they are the same object. With
-    `copy_opaque`, the destination gets the source's objects where they differ. Attributes of
-    containers, such as the `_metadata` of a state dict, are neither compared nor copied.
+    says so; NaN equals NaN. Other values differ unless they are the same object. Non-tensor data of
+    a TensorDict stand for their value beside a dict. With `copy_opaque`, the destination gets the
+    source's objects where they differ. Attributes of containers, such as the `_metadata` of a state
+    dict, are neither compared nor copied.
 
     **Order.** Sources on a device are read after all work that is on the current stream of that
     device at the call. Destinations on a device are written after all work that is on the current
@@ -87,11 +89,11 @@ def start_copy_into(
             requires a gradient while gradients are enabled, is a read-only array, shares memory
             between its elements, or shares memory with another leaf that is read or written, except
             for tied leaves (leaves with gaps are compared up to a million rows); a tensor reaches
-            beyond its storage. With
-            `copy_opaque`: a value that differs is in a container that cannot be changed (a tuple
-            with leaves or containers in it, a frozen dataclass, a locked TensorDict, a registered
-            class), or one place in the destination stands for values of the source that differ.
-            Messages name the first such leaf by its path, and nothing has been written.
+            beyond its storage. With `copy_opaque`: a value that differs is in a container that
+            cannot be changed (a tuple with leaves or containers in it, a frozen dataclass, a locked
+            TensorDict, a dict or list that is non-tensor data, a registered class), or one place in
+            the destination stands for values of the source that differ. Messages name the first
+            such leaf by its path, and nothing has been written.
         TypeError: an array has a number type that torch does not support; a container is of a kind
             that cannot be taken apart; both trees are objects of unknown classes, so that nothing
             would be copied.

@@ -2,6 +2,7 @@
 // how their children are reached.
 #include "python/pair_walk.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 #include <vector>
@@ -197,8 +198,49 @@ class PairWalk {
   }
 
   void visit_rare(PyObject* source, PyObject* destination, int depth) {
+    const bool from_tensordict = looks_.is_of_tensordict(Py_TYPE(source));
+    if (from_tensordict != looks_.is_of_tensordict(Py_TYPE(destination))) {
+      return visit_level(source, destination, depth);
+    }
     const Half from = look(source, names_.source, depth);
     const Half to = look(destination, names_.destination, depth);
+    if (from_tensordict && !have_same_keys(from.children, to.children)) {
+      return visit_level(source, destination, depth);  // which may name the place where they differ
+    }
+    visit_halves(source, from, destination, to, depth);
+  }
+
+  static bool have_same_keys(const py::dict& some, const py::dict& others) {
+    if (some.size() != others.size()) return false;
+    return std::ranges::all_of(some, [&](const auto& item) { return others.contains(item.first); });
+  }
+
+  // Visits a pair with at least one of tensordict's collections. look() names all leaves in one by
+  // nested keys, which dicts do not have: here the nested ones are children. Non-tensor data stand
+  // for the value that they consist of.
+  void visit_level(PyObject* source, PyObject* destination, int depth) {
+    py::object from_value;
+    py::object to_value;
+    const Half from = look_at_level(source, names_.source, depth, from_value);
+    const Half to = look_at_level(destination, names_.destination, depth, to_value);
+    if (!from_value && !to_value) return visit_halves(source, from, destination, to, depth);
+    visit(from_value ? from_value.ptr() : source, to_value ? to_value.ptr() : destination, depth);
+  }
+
+  // Sets `value` for non-tensor data.
+  Half look_at_level(PyObject* object, const char* tree, int depth, py::object& value) {
+    using enum Half::Kind;
+    if (!looks_.is_of_tensordict(Py_TYPE(object))) return look(object, tree, depth);
+    const Seen seen = looks_.look_at_level(object, path_, depth, tree);
+    if (seen.kind == ValueKind::kOpaque) {
+      value = seen.context;
+      return {kOpaque};
+    }
+    return {PyList_Check(seen.children.ptr()) ? kByIndex : kByKey, seen.step, seen.children};
+  }
+
+  void visit_halves(PyObject* source, const Half& from, PyObject* destination, const Half& to,
+                    int depth) {
     // Both trees refer to it: nothing to fill.
     if (from.is_object && source == destination && !lists_objects_) {
       return add_opaque(source, destination, /*differ=*/false, depth);
@@ -208,7 +250,11 @@ class PairWalk {
           depth, " is a " + describe(source, from),
           " is a " + describe(destination, to) +
               ": both must be leaves, or containers that are reached in the same way (by key, by "
-              "attribute or by index), or neither");
+              "attribute or by index), or neither" +
+              (is_stack(source, from) || is_stack(destination, to)
+                   ? ". A lazy stack has its members by index: give a list or a lazy stack in the "
+                     "other tree, or one TensorDict in both, made with to_tensordict()"
+                   : ""));
     }
     switch (from.kind) {
       case Half::Kind::kLeaf:
@@ -255,6 +301,10 @@ class PairWalk {
     }
     check_unchanged(PyDict_GET_SIZE(by_name.ptr()) == count, depth);
     return {seen.step == PathStep::Kind::kAttribute ? kByAttribute : kByKey, seen.step, by_name};
+  }
+
+  bool is_stack(PyObject* object, const Half& half) {
+    return half.kind == Half::Kind::kByIndex && looks_.is_of_tensordict(Py_TYPE(object));
   }
 
   static std::string describe(PyObject* object, const Half& half) {

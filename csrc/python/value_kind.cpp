@@ -105,6 +105,17 @@ void forget_rules() {
 
 ValueLooks::ValueLooks(CollectionRules rules) : rules_(std::move(rules)) {}
 
+// Puts the path before the message of a refusal by Python code.
+template <typename Take>
+Seen ValueLooks::with_path(const Take& take, const Path& path, int depth, const char* root) {
+  try {
+    return take();
+  } catch (py::error_already_set& error) {
+    if (!error.matches(py::module_::import("tdcopier._containers.registry").attr("Refused"))) throw;
+    throw py::type_error(root + path.text(depth) + " " + std::string(py::str(error.value())));
+  }
+}
+
 Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char* root) {
   const KnownType& type = known(Py_TYPE(object));
   const ValueKind kind = kind_of(type);
@@ -130,12 +141,24 @@ Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char*
     case ValueKind::kContainer:
       break;
   }
-  try {
-    return take_apart(type, object);
-  } catch (py::error_already_set& error) {
-    if (!error.matches(py::module_::import("tdcopier._containers.registry").attr("Refused"))) throw;
-    throw py::type_error(root + path.text(depth) + " " + std::string(py::str(error.value())));
-  }
+  return with_path([&] { return take_apart(type, object); }, path, depth, root);
+}
+
+Seen ValueLooks::look_at_level(PyObject* collection, const Path& path, int depth,
+                               const char* root) {
+  const auto take = [&] {
+    const py::tuple level =
+        py::module_::import("tdcopier.tensordict._levels").attr("level_of")(py::handle(collection));
+    Seen seen{ValueKind::kContainer, PathStep::Kind::kNestedKey};
+    if (level[0].cast<bool>()) {
+      seen.children = level[1];
+    } else {
+      seen.kind = ValueKind::kOpaque;
+      seen.context = level[1];
+    }
+    return seen;
+  };
+  return with_path(take, path, depth, root);
 }
 
 // Copies all it needs from `known` before Python code runs, which may move `known` and change the

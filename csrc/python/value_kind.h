@@ -101,6 +101,14 @@ class ValueLooks {
     return take_apart(known(Py_TYPE(tensordict)), tensordict);
   }
 
+  // Returns whether it is a class of tensordict's collections, which have nested keys.
+  bool is_of_tensordict(PyTypeObject* type) {
+    return known(type).step == PathStep::Kind::kNestedKey;
+  }
+  // Takes only the outermost level of such a collection apart. `children` is a dict or a list; the
+  // kind is kOpaque, and `context` the value, for non-tensor data. Errors: as look().
+  Seen look_at_level(PyObject* collection, const Path& path, int depth, const char* root);
+
   // The target as a torch.device, or None.
   const pybind11::object& target();
 
@@ -113,6 +121,8 @@ class ValueLooks {
     if (type.flatten_entry) return ValueKind::kTensorDict;
     return type.is_tensorclass ? ValueKind::kTensorClass : type.kind;
   }
+  template <typename Take>
+  static Seen with_path(const Take& take, const Path& path, int depth, const char* root);
   Seen take_apart(const KnownType& known, PyObject* object);
   static Seen with_parts(Seen seen, const pybind11::object& parts);
   Seen unwrap(const KnownType& known, PyObject* object) const;

@@ -75,12 +75,17 @@ def flatten(value: Any, device: torch.device | None, named: bool) -> Taken | Non
     node = _take(value, walk)
     if node is None:
         if device is None:
-            raise Refused(
-                f"is a {type(value).__qualname__}, whose leaves are not in memory of its own: "
-                "make it a TensorDict with to_tensordict()"
-            )
+            raise refused(value)
         return None
     return walk.leaves, (node, device, inside.is_locked), _names_of(walk)
+
+
+def refused(value: Any) -> Refused:
+    """Return the error about a collection of a kind that cannot be taken apart."""
+    return Refused(
+        f"is a {type(value).__qualname__}, whose leaves are not in memory of its own: make it a "
+        "TensorDict with to_tensordict()"
+    )
 
 
 def is_taken_apart(value: Any, device: torch.device) -> bool:
@@ -124,7 +129,7 @@ def unflatten(leaves: list[Any], context: tuple[Node, torch.device, bool]) -> An
 _get = object.__getattribute__
 
 
-def _state_of(value: Any) -> dict[str, Any]:
+def state_of(value: Any) -> dict[str, Any]:
     """Return a tensorclass's attributes; its own attribute access looks at its fields first."""
     state: dict[str, Any] = _get(value, "__dict__")
     return state
@@ -134,13 +139,16 @@ def _inside(value: Any) -> Any:
     """Return the TensorDict that a tensorclass wraps, whose fields may shadow its methods."""
     inside = value
     while type(inside) is not TensorDict and getattr(type(inside), "_is_tensorclass", False):
-        inside = _state_of(inside)["_tensordict"]
+        inside = state_of(inside)["_tensordict"]
     return inside
 
 
-def _place_of_data(collection: Any, name: str | Key) -> Place:
-    """Return the place of non-tensor data in a TensorDict, or in a member of a lazy stack."""
-    keys = (name,) if isinstance(name, str) else name
+def _place_of_data(collection: Any, name: str | int | Key) -> Place:
+    """Return the place of non-tensor data in a TensorDict, or in a member of a lazy stack.
+
+    `name` is an index for a member of a lazy stack that is taken apart alone.
+    """
+    keys = name if isinstance(name, tuple) else (str(name),)
     if not keys:
         raise Refused("it is the destination itself: give a TensorDict that holds it")
     holder = _content(collection)
@@ -149,6 +157,10 @@ def _place_of_data(collection: Any, name: str | Key) -> Place:
     if holder.is_locked:
         raise Refused(f"it is in a locked {type(holder).__qualname__}: call unlock_() first")
     last = keys[-1]
+    if len(keys) == 1 and holder is not collection:
+        fields = vars(collection).get("_non_tensordict", {})
+        if last in fields:  # of a tensorclass: kept beside the TensorDict in it
+            return Place(fields, last, lambda value: fields.__setitem__(last, value))
     data = _entry(holder, last)
 
     def put(value: Any) -> None:
@@ -178,7 +190,7 @@ def _content(value: Any) -> Any:
         if _kinds.TypedTensorDict is not None and isinstance(value, _kinds.TypedTensorDict):
             value = value._source
         elif getattr(type(value), "_is_tensorclass", False):
-            value = _state_of(value)["_tensordict"]
+            value = state_of(value)["_tensordict"]
         else:
             return value
 
@@ -237,10 +249,21 @@ def _take(value: Any, walk: _Taking) -> Node | None:
     return _taker_for(type(value), walk)(value, walk)
 
 
+def leaves_of(value: Any) -> list[Any] | None:
+    """Return the leaves of a value wherever they are; None if it cannot be taken apart."""
+    walk = _Taking(None, False, None)
+    return None if _take(value, walk) is None else walk.leaves
+
+
+def taker_of_any(cls: type) -> Taker:
+    """Return the function that takes values of a class apart."""
+    return _takers.get(cls) or _find_taker(cls)
+
+
 def _taker_for(cls: type, walk: _Taking) -> Taker:
     if cls is TensorDict:
         return _take_exact
-    taker = _takers.get(cls) or _find_taker(cls)
+    taker = taker_of_any(cls)
     return taker if walk.rows is None or taker in _TAKERS_OF_ROWS else _take_nothing
 
 
@@ -253,15 +276,15 @@ def _taker_of(cls: type) -> Taker:
     if _kinds.is_leaf(cls):
         return _take_leaf
     if cls in _kinds.LAZY_STACKS:
-        return _take_stack
+        return take_stack
     if cls in _kinds.NON_TENSOR_CLASSES:
-        return _take_data
+        return take_data
     if _kinds.TypedTensorDict is not None and issubclass(cls, _kinds.TypedTensorDict):
-        return _take_typed
+        return take_typed
     if _kinds.is_plain_tensorclass(cls):
-        return _take_tensorclass
+        return take_tensorclass
     if _kinds.is_plain_subclass(cls):
-        return _take_subclass
+        return take_subclass
     if issubclass(cls, UnbatchedTensor):
         return _take_unbatched
     return _take_nothing
@@ -344,16 +367,15 @@ def _unbatched_for_rows(value: Any, walk: _Taking, batch_size: torch.Size) -> An
     return made
 
 
-def _take_subclass(value: Any, walk: _Taking) -> Node:
+def take_subclass(value: Any, walk: _Taking) -> Node:
     names = value.names if value._has_names() else None
     shell = value.empty(batch_size=None, device=walk.device, names=names)
     return _nodes.Subclass(shell, _take_dense(value, walk))
 
 
-def _take_stack(value: Any, walk: _Taking) -> Node | None:
-    state = vars(value)
+def take_stack(value: Any, walk: _Taking) -> Node | None:
     members = value.tensordicts
-    if not members or any(state.get(name) for name in _HOOKS):
+    if not members or has_hooks(value):
         return None
     prefix = walk.prefix
     nodes = []
@@ -367,11 +389,16 @@ def _take_stack(value: Any, walk: _Taking) -> Node | None:
     return _nodes.Stacked(type(value), nodes, value.stack_dim, value._td_dim_name)
 
 
+def has_hooks(stack: Any) -> bool:
+    """Return whether code of the user makes the leaves of a lazy stack."""
+    return any(vars(stack).get(name) for name in _HOOKS)
+
+
 _HOOKS = ("_hook_out", "_hook_in", "hook_out", "hook_in")
 
 
-def _take_tensorclass(value: Any, walk: _Taking) -> Node | None:
-    state = _state_of(value)
+def take_tensorclass(value: Any, walk: _Taking) -> Node | None:
+    state = state_of(value)
     inner = _take(state["_tensordict"], walk)
     if inner is None:
         if walk.rows is None:
@@ -383,13 +410,13 @@ def _take_tensorclass(value: Any, walk: _Taking) -> Node | None:
     return _nodes.Wrapped(type(value), inner, dict(others))
 
 
-def _take_typed(value: Any, walk: _Taking) -> Node | None:
+def take_typed(value: Any, walk: _Taking) -> Node | None:
     inner = _take(value._source, walk)
     return None if inner is None else _nodes.Typed(type(value), inner)
 
 
-def _take_data(value: Any, walk: _Taking) -> Node | None:
-    state = _state_of(value)
+def take_data(value: Any, walk: _Taking) -> Node | None:
+    state = state_of(value)
     inner, fields = state["_tensordict"], state["_non_tensordict"]
     if type(inner) is not TensorDict or inner._tensordict or "data" not in fields:
         return None
@@ -411,5 +438,5 @@ def _take_unbatched(value: Any, walk: _Taking) -> Node | None:
     return _nodes.Unbatched(type(value), getattr(value, "_batch_size", None))
 
 
-_TAKERS_OF_ROWS = frozenset({_take_leaf, _take_exact, _take_data, _take_tensorclass})
+_TAKERS_OF_ROWS = frozenset({_take_leaf, _take_exact, take_data, take_tensorclass})
 """For parts whose rows are the rows of their leaves."""
