@@ -116,7 +116,9 @@ def start_gather(
         index: rows, as torch takes them: a tensor of integers of any shape, an array, a list, a
             range, a slice with a positive step, one row, or a mask of one or two dimensions; for
             two leading dimensions, a pair of these (each with at most one mask or list of numbers).
-            Negative numbers count from the end; rows may repeat.
+            Negative numbers count from the end; rows may repeat. A nested list is one tensor, as in
+            ``leaf[torch.tensor(index)]``; torch's deprecated form, which takes it for a tuple, is
+            not meant. A pair is always a tuple.
         device: the target, as for `start_copy`; None is where the leaves of `out` are. On "cpu" the
             rows arrive in chunks by dtype, which a later copy can send without packing them again.
             They are pinned if this process has initialised the accelerator already; a process that

@@ -247,7 +247,10 @@ def _of_list(index: list[Any]) -> torch.Tensor:
             raise IndexError(
                 "index has a row that is out of bounds: it does not fit in 64 bits"
             ) from None
-        raise TypeError(f"index is a list, but not of row numbers or booleans: {error}") from error
+        raise TypeError(
+            "index is a list, but not of row numbers or booleans, which make one tensor (for a "
+            f"pair of indices give a tuple): {error}"
+        ) from error
     return numbers if numbers.numel() != 0 else numbers.long()  # an empty list gives a float tensor
 
 

@@ -45,6 +45,11 @@ def test_a_pair_with_a_row_that_is_not_there_is_an_error(device):
         ((0, 0, 0), TypeError, "got a tuple of 3"),
         ([slice(3)], TypeError, "index is a list, but not of row numbers"),
         ([[0, 1], [2]], TypeError, "index is a list, but not of row numbers"),
+        (
+            [torch.tensor([0, 1]), torch.tensor([2, 3])],
+            TypeError,
+            "for a pair of indices give a tu",
+        ),
         (1 << 70, IndexError, "index 1180591620717411303424 is out of bounds"),
         ([0, 1 << 70], IndexError, "index has a row that is out of bounds"),
         (([0, 1], [0, 1, 0]), IndexError, r"pick \[2\] and \[3\], which cannot be broadcast"),
