@@ -99,8 +99,8 @@ ORDER: dict[str, Defect] = {
     "delegated_not_recorded": Defect(
         "Order",
         "python/delegated_outputs.cpp",
-        "    backend.recordDataPtrOnStream(",
-        "    if (!{defect}) backend.recordDataPtrOnStream(",
+        "    record_stream(storage, consumer);",
+        "    if (!{defect}) record_stream(storage, consumer);",
         "delegated_leaves_for_another_stream",
         "AssertionError",
         "reused",
