@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import itertools
 import operator
 import types
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+from tdcopier._containers.attributes import put_in_slot, slots_of
+from tdcopier._containers.remade import (
+    Make,
+    is_remade,
+    stored_children,
+    stored_items,
+    way_to_remake,
+)
 from tdcopier._containers.rule import Flat, Place, Refused, Rule
 from tdcopier._containers.unknown import is_plain_value
 
@@ -78,12 +85,24 @@ def _unflatten_default(children: list[Any], context: tuple[Any, list[Any]]) -> A
 
 
 def _flatten_mapping(value: Any) -> Flat:
-    """Flatten any other mapping; a shallow copy without the children is the context."""
-    items = _stored(value)
+    """Flatten any other mapping; the context makes such a mapping of new children."""
+    items = stored_items(value)
     keys = list(items)
+    try:
+        make: Make = partial(_fill_mapping, _mapping_shell(value, items, keys), keys)
+    except Refused:
+        remade = way_to_remake(value, keys)
+        if remade is None:
+            raise
+        make = remade
+    return list(items.values()), make, keys
+
+
+def _mapping_shell(value: Any, items: dict[Any, Any], keys: list[Any]) -> Any:
+    """Return a shallow copy without the children."""
     shell = _shell_of(value, "mapping")
     # A sorted dict has its own order, whatever that of the stored items.
-    if _stored(shell).keys() != items.keys() or list(shell) != list(value):
+    if stored_items(shell).keys() != items.keys() or list(shell) != list(value):
         raise _not_rebuildable(value, "mapping", "its copy has other keys")
     for key in keys:
         try:
@@ -92,27 +111,32 @@ def _flatten_mapping(value: Any) -> Flat:
             raise _not_rebuildable(value, "mapping", f"{type(error).__name__}: {error}") from error
     if hasattr(type(value), "__copy__"):  # which may read the items, and there are none yet
         _shell_of(shell, "mapping")
-    return list(items.values()), (shell, keys), keys
+    return shell
 
 
-def _stored(value: Any) -> dict[Any, Any]:
-    """Return the stored items of a mapping, without calling methods that a subclass overrides."""
-    if isinstance(value, dict):
-        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-        return dict(base.items(value))
-    stored: dict[Any, Any] = dict(value.data)
-    return stored
-
-
-def _unflatten_mapping(children: list[Any], context: tuple[Any, list[Any]]) -> Any:
-    shell, keys = context
+def _fill_mapping(shell: Any, keys: list[Any], children: list[Any]) -> Any:
     rebuilt = _shallow_copy(shell)
     for key, child in zip(keys, children, strict=True):
         rebuilt[key] = child
     return rebuilt
 
 
-_MAPPINGS = Rule(_flatten_mapping, _unflatten_mapping, "key", place=place_of_item)
+def _unflatten_by(children: list[Any], make: Make) -> Any:
+    return make(children)
+
+
+def _place_in_mapping(container: Any, name: Any) -> Place:
+    return _place_unless_remade(container, name, _flatten_mapping)
+
+
+def _place_unless_remade(container: Any, name: Any, flatten: Callable[[Any], Flat]) -> Place:
+    _, make, _ = flatten(container)
+    if is_remade(make):
+        raise Refused(f"it is in a {type(container).__qualname__}, which refuses to have items set")
+    return place_of_item(container, name)
+
+
+_MAPPINGS = Rule(_flatten_mapping, _unflatten_by, "key", place=_place_in_mapping)
 _EXACT_MAPPINGS: dict[type, Rule] = {
     collections.OrderedDict: Rule(_flatten_ordered, _unflatten_ordered, "key", place=place_of_item),
     collections.defaultdict: Rule(_flatten_default, _unflatten_default, "key", place=place_of_item),
@@ -123,27 +147,41 @@ _EXACT_MAPPINGS: dict[type, Rule] = {
 
 
 def _flatten_sequence(value: Any) -> Flat:
-    base: Any = list if isinstance(value, list) else collections.deque
-    children = list(base.__iter__(value))  # the stored items: a subclass may override __iter__
+    children = stored_children(value)
+    try:
+        make: Make = partial(_fill_sequence, _sequence_shell(value, len(children)))
+    except Refused:
+        remade = way_to_remake(value, None)
+        if remade is None:
+            raise
+        make = remade
+    return children, make, None
+
+
+def _sequence_shell(value: Any, count: int) -> Any:
     shell = _shell_of(value, "sequence")
-    if len(shell) != len(children):
+    if len(shell) != count:
         raise _not_rebuildable(value, "sequence", "its copy has another length")
-    for index in range(len(children)):
+    for index in range(count):
         try:
             shell[index] = None
         except Exception as error:
             raise _not_rebuildable(value, "sequence", f"{type(error).__name__}: {error}") from error
-    return children, shell, None
+    return shell
 
 
-def _unflatten_sequence(children: list[Any], shell: Any) -> Any:
+def _fill_sequence(shell: Any, children: list[Any]) -> Any:
     rebuilt = _shallow_copy(shell)
     for index, child in enumerate(children):
         rebuilt[index] = child
     return rebuilt
 
 
-_SEQUENCES = Rule(_flatten_sequence, _unflatten_sequence, place=place_of_item)
+def _place_in_sequence(container: Any, name: Any) -> Place:
+    return _place_unless_remade(container, name, _flatten_sequence)
+
+
+_SEQUENCES = Rule(_flatten_sequence, _unflatten_by, place=_place_in_sequence)
 
 
 # ---- tuples --------------------------------------------------------------------------------------
@@ -206,7 +244,7 @@ def _flatten_dataclass(value: Any) -> Flat:
     Raises:
         Refused: it is not known where a field is stored, so a rebuilt value would have the old one.
     """
-    in_slots = _slots_of(value)
+    in_slots = slots_of(value)
     stored = {**in_slots, **getattr(value, "__dict__", {})}
     names, places, children = [], [], []
     for field in dataclasses.fields(value):
@@ -233,17 +271,6 @@ def _flatten_dataclass(value: Any) -> Flat:
     return children, (type(value), places, stored, set(in_slots)), names
 
 
-def _slots_of(value: Any) -> dict[str, Any]:
-    """Return what the object has in slots."""
-    found: dict[str, Any] = {}
-    for base in type(value).__mro__:
-        for name, slot in vars(base).items():
-            if isinstance(slot, types.MemberDescriptorType) and name not in found:
-                with contextlib.suppress(AttributeError):  # it is empty
-                    found[name] = slot.__get__(value)
-    return found
-
-
 def _is_computed(cls: type, name: str) -> bool:
     """Return whether the class says what an attribute is, by a property, say, and not the object.
 
@@ -267,15 +294,10 @@ def _unflatten_dataclass(
     ]:
         for name in names:
             if name in in_slots:
-                _slot(cls, name).__set__(rebuilt, value)  # works for frozen dataclasses too
+                put_in_slot(rebuilt, name, value)  # works for frozen dataclasses too
             else:
                 attributes[name] = value  # also under the name of a property
     return rebuilt
-
-
-def _slot(cls: type, name: str) -> Any:
-    found = (vars(base).get(name) for base in cls.__mro__)
-    return next(each for each in found if isinstance(each, types.MemberDescriptorType))
 
 
 def _place_of_field(value: Any, name: str) -> Place:
@@ -305,7 +327,7 @@ def _shallow_copy(value: Any) -> Any:
     attributes = getattr(value, "__dict__", None)
     if attributes is value:  # a dict that is its own __dict__
         made.__dict__ = made
-    elif attributes and not made.__dict__:  # copying a deque loses them
+    elif attributes and getattr(made, "__dict__", None) == {}:  # copying a deque loses them
         made.__dict__.update(attributes)
     return made
 

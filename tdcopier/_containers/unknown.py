@@ -90,7 +90,7 @@ def may_hold_tensors(cls: type) -> bool:
 
 
 def is_plain_value(value: Any) -> bool:
-    """Return whether an opaque value is plain data, with no tensor in it."""
+    """Return whether an opaque value is plain data, with no tensor in it as far as is known."""
     return is_plain(type(value)) and not (_is_holder(value) and _holds_tensors(value))
 
 
@@ -118,6 +118,8 @@ def _holds_tensors(value: Any) -> bool:
             parts += part
         elif isinstance(part, dict):
             parts += part.values()
+        elif not is_plain(type(part)):
+            return True  # or it may be: a copy does not look into it
     return False
 
 
@@ -182,7 +184,8 @@ def found(value: Any) -> str:
     """Return what an unknown value is, in words."""
     name = class_name(type(value))
     if _is_holder(value):
-        return f"a {name}{'' if name == 'slice' else ' of objects'} with tensors in it"
+        what = "" if name == "slice" else " of objects"
+        return f"a {name}{what} that has tensors in it, or values that may"
     if isinstance(value, (set, frozenset)):
         return f"a {name}, whose values have no order"
     if isinstance(value, _VIEWS):
@@ -200,7 +203,10 @@ def _remedy(value: Any) -> str:
         return "Pass a tuple of its bounds."
     if is_without_order(value):
         return f"Pass list(...) of it. {_ACCEPTED}"
-    return f"{_ACCEPTED} Register the class with tdcopier.register_container."
+    register = f"{_ACCEPTED} Register the class with tdcopier.register_container."
+    if hasattr(type(value), "keys") and hasattr(type(value), "__getitem__"):
+        return f"Pass dict(...) of it. {register}"
+    return register
 
 
 def is_without_order(value: Any) -> bool:

@@ -254,19 +254,32 @@ def test_a_dict_whose_copies_store_their_items_in_another_order_is_rebuilt(devic
 
 
 class Subject(dict):
-    """Its `__copy__` reads an item, as that of torchio's does."""
+    """Its `__copy__` reads an item, as that of torchio's does, and may need another argument."""
 
     def __copy__(self) -> Any:
         assert isinstance(self["x"], torch.Tensor)
-        return Subject(self)
+        return type(self)(self)
 
 
-def test_a_dict_whose_copy_reads_its_items_is_refused_with_its_path(device, leaf):
+class NamedSubject(Subject):
+    def __init__(self, items: Any, *, name: str = "") -> None:
+        if not name:
+            raise ValueError("it needs a name")
+        super().__init__(items)
+
+
+def test_a_dict_whose_copy_reads_its_items_is_made_by_its_constructor(device, leaf):
+    moved = tdcopier.copy([Subject(x=leaf)], device)[0]
+    assert type(moved) is Subject
+    assert_same(moved["x"], oracle(leaf, device))
+
+
+def test_a_dict_whose_copy_reads_its_items_is_refused_if_its_constructor_fails(device, leaf):
     with pytest.raises(
         TypeError,
-        match=r"(?s)^data\[0\] is a Subject, a mapping that cannot be rebuilt .*: register it",
+        match=r"(?s)^data\[0\] is a NamedSubject, a mapping that cannot be rebuilt .*: register it",
     ):
-        tdcopier.start_copy([Subject(x=leaf)], device)
+        tdcopier.start_copy([NamedSubject({"x": leaf}, name="n")], device)
 
 
 def test_a_tuple_is_what_it_holds_whatever_iterating_over_it_yields(device, leaf):

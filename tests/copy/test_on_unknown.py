@@ -84,16 +84,23 @@ UNKNOWN = {
         lambda leaf: zip([leaf], strict=True),
         "an iterator (zip), which can be read only once",
     ),
-    "array": (lambda leaf: objects(leaf, 1), "a numpy.ndarray of objects with tensors in it"),
+    "array": (
+        lambda leaf: objects(leaf, 1),
+        "a numpy.ndarray of objects that has tensors in it, or values that may",
+    ),
     "array of lists": (
         lambda leaf: objects("a", {"x": [leaf]}),
-        "a numpy.ndarray of objects with tensors in it",
+        "a numpy.ndarray of objects that has tensors in it, or values that may",
     ),
     "array in an array": (
         lambda leaf: objects(objects(leaf)),
-        "a numpy.ndarray of objects with tensors in it",
+        "a numpy.ndarray of objects that has tensors in it, or values that may",
     ),
-    "slice": (lambda leaf: slice(0, leaf), "a slice with tensors in it"),
+    "array of objects": (
+        lambda leaf: objects("a", [Unknown(leaf)]),
+        "a numpy.ndarray of objects that has tensors in it, or values that may",
+    ),
+    "slice": (lambda leaf: slice(0, leaf), "a slice that has tensors in it, or values that may"),
     "values": (lambda leaf: {"a": leaf}.values(), "a view of a dict (dict_values)"),
     "keys": (lambda leaf: {"a": leaf}.keys(), "a view of a dict (dict_keys)"),
     "items": (lambda leaf: {"a": leaf}.items(), "a view of a dict (dict_items)"),
@@ -183,6 +190,7 @@ def test_the_remedy_fits_the_value(device):
     remedies = {
         "set": "Pass list(...) of it.", "values": "Pass list(...) of it.",
         "generator": "Pass list(...) of it.", "object": "tdcopier.register_container",
+        "ChainMap": "Pass dict(...) of it.",
     }  # fmt: skip
     for name, remedy in remedies.items():
         with pytest.raises(TypeError) as caught:
