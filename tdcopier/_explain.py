@@ -14,6 +14,7 @@ import torch
 from tdcopier import _C, _options
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import unknown
+from tdcopier._containers.beside import tensors_beside
 from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
 from tdcopier._options import Device
 from tdcopier._words import counted
@@ -87,6 +88,9 @@ class Explanation:
     """Every leaf and every opaque value, in the order of the tree."""
     counts: ExplainedCounts
     """The numbers that `handle.stats` of the copy will contain."""
+    left_in_attributes: tuple[str, ...] = ()
+    """Paths of attributes with tensors in them, beside the fields or items of a container. A copy
+    leaves them as they are; they are in no row and no count."""
 
     @property
     def totals(self) -> dict[Treatment, Total]:
@@ -103,7 +107,10 @@ class Explanation:
         rows = [row._asdict() | {"shape": row.shape and list(row.shape)} for row in self.rows]
         totals = {name: total._asdict() for name, total in self.totals.items()}
         counts = self.counts._asdict()
-        return {"device": str(self.device), "counts": counts, "totals": totals, "rows": rows}
+        return {
+            "device": str(self.device), "counts": counts, "totals": totals, "rows": rows,
+            "left_in_attributes": list(self.left_in_attributes),
+        }  # fmt: skip
 
     def __iter__(self) -> Iterator[ExplainedLeaf]:
         """Iterate over the rows."""
@@ -157,7 +164,11 @@ class Explanation:
 
     def _rest(self) -> list[str]:
         more = len(self.rows) - _MOST_ROWS_SHOWN
-        return [f"and {more} more in .rows"] if more > 0 else []
+        left = [
+            f"{path}: tensors in an attribute, which stay where they are"
+            for path in self.left_in_attributes
+        ]
+        return [f"and {more} more in .rows"] * (more > 0) + left
 
 
 _TREATMENTS: tuple[Treatment, ...] = ("packed", "alone", "delegated", "reused", "opaque")
@@ -228,7 +239,8 @@ def explain(
     counted = Counter(row.treatment for row in rows)
     treated = [counted[each] for each in _TREATMENTS]
     counts = ExplainedCounts._make([*treated, *totals])
-    return Explanation(target, tuple(rows), counts)
+    left = tuple(path for path, _ in tensors_beside(data, target))
+    return Explanation(target, tuple(rows), counts, left)
 
 
 class _Found(NamedTuple):

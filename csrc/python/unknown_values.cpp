@@ -1,7 +1,9 @@
 // Asks tdcopier._containers.unknown about each class of opaque values once (about each value, if
 // the class may hold tensors), and then walks the tree again for the paths of those that it
-// reports.
+// reports. tdcopier._containers.beside looks at attributes that are no children.
 #include "python/unknown_values.h"
+
+#include <torch/csrc/Device.h>
 
 #include <algorithm>
 #include <optional>
@@ -30,10 +32,14 @@ std::vector<bool> opaque_values(const FlatTree& flat) {
   return opaque;
 }
 
-}  // namespace
+bool has_custom(const TreeSpec& spec) {
+  for (size_t i = 0; i < spec.nodes(); ++i) {
+    if (spec.node(i).kind == NodeKind::kCustom) return true;
+  }
+  return false;
+}
 
-void find_unknown(const FlatTree& flat, py::handle data, c10::Device target, OnUnknown on_unknown) {
-  const bool warns = on_unknown == OnUnknown::kWarn;
+void find_opaque(const FlatTree& flat, py::handle data, c10::Device target, bool warns) {
   const py::module_ unknown = py::module_::import("tdcopier._containers.unknown");
   const std::vector<bool> opaque = opaque_values(flat);
   std::vector<PyTypeObject*> seen;  // alive as long as the values in the spec are
@@ -50,6 +56,16 @@ void find_unknown(const FlatTree& flat, py::handle data, c10::Device target, OnU
     const std::string path = path_of(data, i, target).value_or("a value in data");
     unknown.attr(warns ? "warn" : "refuse")(path, value);
   }
+}
+
+}  // namespace
+
+void find_unknown(const FlatTree& flat, py::handle data, c10::Device target, OnUnknown on_unknown) {
+  const bool warns = on_unknown == OnUnknown::kWarn;
+  if (flat.opaque != 0) find_opaque(flat, data, target, warns);
+  if (on_unknown == OnUnknown::kRefuseRoot || !has_custom(flat.spec)) return;
+  const py::object device = py::reinterpret_steal<py::object>(THPDevice_New(target));
+  py::module_::import("tdcopier._containers.beside").attr("refuse_or_warn")(data, device, warns);
 }
 
 }  // namespace tdcopier

@@ -16,18 +16,19 @@ enum class OnUnknown : uint8_t {
   kRaise,
 };
 
-// Finds them, see check_unknown(). Requires: the tree has opaque values.
+// Finds them, see check_unknown().
 void find_unknown(const FlatTree& flat, pybind11::handle data, c10::Device target,
                   OnUnknown on_unknown);
 
-// Does with the opaque values of flatten(data, target) what the option says. Costs nothing if it is
-// kIgnore, or kRefuseRoot and the root is not opaque. GIL: held; runs Python code.
+// Does with the opaque values of flatten(data, target) what the option says, and with tensors in
+// attributes that the containers carry. Costs nothing if it is kIgnore, or kRefuseRoot and the root
+// is not opaque. GIL: held; runs Python code.
 // Throws: TypeError, with the path; a warning that the filters turn into an error.
 inline void check_unknown(const FlatTree& flat, pybind11::handle data, c10::Device target,
                           OnUnknown on_unknown) {
-  if (flat.opaque == 0 || on_unknown == OnUnknown::kIgnore) return;
-  const bool is_root = flat.spec.nodes() == 1;
-  if (on_unknown == OnUnknown::kRefuseRoot && !is_root) return;
+  if (on_unknown == OnUnknown::kIgnore) return;
+  const bool is_opaque_root = flat.opaque != 0 && flat.spec.nodes() == 1;
+  if (on_unknown == OnUnknown::kRefuseRoot && !is_opaque_root) return;
   find_unknown(flat, data, target, on_unknown);
 }
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Mapping
 from typing import Any
+
+from tdcopier._containers.unknown import may_be_tensors
+
+_METHODS = (types.FunctionType, staticmethod, classmethod, types.MemberDescriptorType)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -28,3 +33,38 @@ def put_in_slot(value: Any, name: str, new: Any) -> None:
     """Fill a slot of the object, which may be frozen."""
     found = (vars(base).get(name) for base in type(value).__mro__)
     next(each for each in found if isinstance(each, types.MemberDescriptorType)).__set__(value, new)
+
+
+def without_caches(cls: type, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes without those that a cached property keeps and that may have tensors.
+
+    The next read of the property computes them of the moved tensors.
+    """
+    return {name: value for name, value in attributes.items() if not is_cache(cls, name, value)}
+
+
+def is_cache(cls: type, name: str, value: Any) -> bool:
+    """Return whether an attribute of an object in its `__dict__` is such a cache.
+
+    A property that keeps its value under its own name has no `__set__`.
+    """
+    found = type(class_attribute(cls, name))
+    return (
+        hasattr(found, "__get__")
+        and not hasattr(found, "__set__")
+        and not issubclass(found, _METHODS)
+        and may_be_tensors(value)
+    )
+
+
+def class_attribute(cls: type, name: str) -> Any:
+    """Return what the class has under this name, or None, without running a descriptor's code."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def drop_caches(copied: Any, value: Any) -> None:
+    """Delete such caches from a copy of a value, unless both have one `__dict__`."""
+    attributes = attributes_of(copied)
+    if attributes is not attributes_of(value):
+        for name in attributes.keys() - without_caches(type(copied), attributes).keys():
+            del attributes[name]

@@ -7,15 +7,23 @@ import copy
 import dataclasses
 import itertools
 import operator
-import types
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from tdcopier._containers.attributes import put_in_slot, slots_of
+from tdcopier._containers.attributes import (
+    attributes_of,
+    class_attribute,
+    drop_caches,
+    put_in_slot,
+    slots_of,
+    without_caches,
+)
 from tdcopier._containers.remade import (
     Make,
+    children_of,
     is_remade,
+    item_attributes,
     stored_children,
     stored_items,
     way_to_remake,
@@ -136,9 +144,25 @@ def _place_unless_remade(container: Any, name: Any, flatten: Callable[[Any], Fla
     return place_of_item(container, name)
 
 
-_MAPPINGS = Rule(_flatten_mapping, _unflatten_by, "key", place=_place_in_mapping)
+def _beside_items(value: Any, make: Make) -> dict[str, Any]:
+    found = without_caches(type(value), item_attributes(value)) | slots_of(value)
+    children = children_of(value) if is_remade(make) else []  # the constructor puts those in again
+    return {
+        name: each for name, each in found.items() if not any(each is child for child in children)
+    }
+
+
+_MAPPINGS = Rule(
+    _flatten_mapping, _unflatten_by, "key", place=_place_in_mapping, beside=_beside_items
+)
 _EXACT_MAPPINGS: dict[type, Rule] = {
-    collections.OrderedDict: Rule(_flatten_ordered, _unflatten_ordered, "key", place=place_of_item),
+    collections.OrderedDict: Rule(
+        _flatten_ordered,
+        _unflatten_ordered,
+        "key",
+        place=place_of_item,
+        beside=lambda value, context: context[1],
+    ),
     collections.defaultdict: Rule(_flatten_default, _unflatten_default, "key", place=place_of_item),
 }
 
@@ -181,7 +205,7 @@ def _place_in_sequence(container: Any, name: Any) -> Place:
     return _place_unless_remade(container, name, _flatten_sequence)
 
 
-_SEQUENCES = Rule(_flatten_sequence, _unflatten_by, place=_place_in_sequence)
+_SEQUENCES = Rule(_flatten_sequence, _unflatten_by, place=_place_in_sequence, beside=_beside_items)
 
 
 # ---- tuples --------------------------------------------------------------------------------------
@@ -199,7 +223,8 @@ def _tuple_rule(cls: type) -> Rule | None:
 
 def _flatten_tuple(value: tuple[Any, ...]) -> Flat:
     children = list(tuple.__iter__(value))  # the stored items: a subclass may override __iter__
-    return children, (type(value), dict(getattr(value, "__dict__", {}))), None
+    cls = type(value)
+    return children, (cls, without_caches(cls, attributes_of(value))), None
 
 
 def _flatten_named_tuple(value: Any) -> Flat:
@@ -226,8 +251,8 @@ def _unflatten_struct(children: list[Any], context: tuple[Any, dict[str, Any]]) 
 
 
 _STRUCTS = Rule(_flatten_struct, _unflatten_struct)
-_TUPLES = Rule(_flatten_tuple, _unflatten_tuple)
-_NAMED_TUPLES = Rule(_flatten_named_tuple, _unflatten_tuple, "attribute")
+_TUPLES = Rule(_flatten_tuple, _unflatten_tuple, beside=lambda value, context: context[1])
+_NAMED_TUPLES = _TUPLES._replace(flatten=_flatten_named_tuple, names="attribute")
 
 
 def rebuilds_any_tuple(rule: Rule) -> bool:
@@ -253,32 +278,25 @@ def _flatten_dataclass(value: Any) -> Flat:
             continue
         child = getattr(value, name)
         in_places = [name]
-        if (name not in stored or stored[name] is not child) and _is_computed(type(value), name):
+        if name not in stored or stored[name] is not child:
             in_places = [other for other in stored if stored[other] is child]
-            if not in_places and is_plain_value(child):
+            if not in_places and class_attribute(type(value), name) is child:
+                in_places = [name]  # its default: the object has no value of its own
+            elif not in_places and is_plain_value(child):
                 continue  # what computes it will do so again
-            if not in_places:
+            elif not in_places:
                 raise Refused(
-                    f"is a {type(value).__name__}, whose field {name!r} is a property or another "
-                    "descriptor, and what it returns is no attribute of the object: register the "
-                    "class with tdcopier.register_container"
+                    f"is a {type(value).__name__}, whose field {name!r} is a property, another "
+                    "descriptor or from `__getattr__`, and what it returns is no attribute of the "
+                    "object: register the class with tdcopier.register_container"
                 )
         names.append(name)
         places.append(in_places)
         children.append(child)
     for each in itertools.chain.from_iterable(places):
         stored.pop(each, None)
-    return children, (type(value), places, stored, set(in_slots)), names
-
-
-def _is_computed(cls: type, name: str) -> bool:
-    """Return whether the class says what an attribute is, by a property, say, and not the object.
-
-    A descriptor without `__set__`, such as a cached property, keeps its value in the object.
-    """
-    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    is_slot = isinstance(found, types.MemberDescriptorType)
-    return not is_slot and hasattr(type(found), "__get__") and hasattr(type(found), "__set__")
+    others = without_caches(type(value), stored)
+    return children, (type(value), places, others, set(in_slots)), names
 
 
 def _unflatten_dataclass(
@@ -306,7 +324,13 @@ def _place_of_field(value: Any, name: str) -> Place:
     return Place(value, name, partial(setattr, value, name))
 
 
-_DATACLASSES = Rule(_flatten_dataclass, _unflatten_dataclass, "attribute", place=_place_of_field)
+_DATACLASSES = Rule(
+    _flatten_dataclass,
+    _unflatten_dataclass,
+    "attribute",
+    place=_place_of_field,
+    beside=lambda value, context: context[2],
+)
 
 
 # ---- shallow copies ------------------------------------------------------------------------------
@@ -319,6 +343,7 @@ def _shell_of(value: Any, kind: str) -> Any:
         raise _not_rebuildable(value, kind, f"{type(error).__name__}: {error}") from error
     if type(shell) is not type(value) or shell is value:
         raise _not_rebuildable(value, kind, f"copy.copy gave a {type(shell).__name__}")
+    drop_caches(shell, value)
     return shell
 
 

@@ -13,7 +13,13 @@ from functools import partial
 from typing import Any
 
 from tdcopier._containers import pytree
-from tdcopier._containers.attributes import attributes_of, put_in_slot, slots_of
+from tdcopier._containers.attributes import (
+    attributes_of,
+    drop_caches,
+    put_in_slot,
+    slots_of,
+    without_caches,
+)
 from tdcopier._containers.unknown import is_plain_value
 
 Make = Callable[[list[Any]], Any]
@@ -46,7 +52,7 @@ def way_to_remake(value: Any, keys: list[Any] | None) -> Make | None:
         value: a subclass of a dict, `UserDict`, list or deque.
         keys: the stored keys of a mapping; None for a sequence.
     """
-    children = _children_of(value, keys)
+    children = children_of(value)
     for find in (_by_pytree, _by_constructor, _by_copy):
         try:
             make = find(value, keys, children)
@@ -62,8 +68,10 @@ def is_remade(make: Any) -> bool:
     return isinstance(make, partial) and make.func is _checked
 
 
-def _children_of(value: Any, keys: list[Any] | None) -> list[Any]:
-    return stored_children(value) if keys is None else list(stored_items(value).values())
+def children_of(value: Any) -> list[Any]:
+    """Return the stored items or values."""
+    is_mapping = isinstance(value, (dict, collections.UserDict))
+    return list(stored_items(value).values()) if is_mapping else stored_children(value)
 
 
 def _checked(make: Make, cls: type, keys: list[Any] | None, children: list[Any]) -> Any:
@@ -105,7 +113,7 @@ def _misplaced(made: Any, cls: type, keys: list[Any] | None, children: list[Any]
         return f"it became a {type(made).__name__}"
     if keys is not None and list(stored_items(made)) != keys:
         return "it has other keys"
-    found = _children_of(made, keys)
+    found = children_of(made)
     if len(found) != len(children):
         return "it has another length"
     for index, (child, wanted) in enumerate(zip(found, children, strict=True)):
@@ -149,12 +157,16 @@ def _by_constructor(value: Any, keys: list[Any] | None, children: list[Any]) -> 
     return construct_and_set
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes beside the items."""
+def item_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of a mapping or sequence, other than the one that has the items."""
     attributes = dict(attributes_of(value))
     if isinstance(value, collections.UserDict):
         del attributes["data"]
     return attributes
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return without_caches(type(value), item_attributes(value))
 
 
 def _to_be_set(value: Any, wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any] | None:
@@ -189,6 +201,10 @@ def _by_copy(value: Any, keys: list[Any] | None, children: list[Any]) -> Make | 
         return None
     if keys is not None and list(stored_items(shell)) != keys:
         return None
+    others = (_attributes(value) | slots_of(value)).values()
+    if any(other is child and not is_plain_value(child) for other in others for child in children):
+        return None  # an attribute would keep the item that is not moved
+    drop_caches(shell, value)
     _store(shell, keys, [None] * len(children))
 
     def fill_copy(moved: list[Any]) -> Any:

@@ -62,6 +62,10 @@ class Rule(NamedTuple):
     """Returns the place of the opaque child with this name, or raises `Refused` if the child cannot
     be replaced. None: children of such containers cannot be replaced."""
 
+    beside: Callable[[Any, Any], dict[str, Any]] | None = None
+    """Takes a value and its context, and returns the attributes that `unflatten` carries over as
+    they are. None: the context is all there is."""
+
     def flatten_anywhere(self, value: Any) -> Flat:
         """Take a value apart wherever its leaves are."""
         flat: Flat = self.flatten(value, None, False) if self.by_target else self.flatten(value)

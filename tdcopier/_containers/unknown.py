@@ -68,8 +68,9 @@ _ACCEPTED = (
 class UnknownTypeWarning(UserWarning):
     """A value whose class tdcopier does not know was left as it is.
 
-    A copy passed it through unchanged, `park` left the tensors in it where they are, or `snapshot`
-    copied them where they are. Only with `on_unknown="warn"`, and once for each class.
+    A copy passed it through unchanged, or left an attribute with tensors beside the fields or items
+    of a container; `park` left the tensors in it where they are, or `snapshot` copied them where
+    they are. Only with `on_unknown="warn"`, and once for each class.
     """
 
 
@@ -94,13 +95,26 @@ def is_plain_value(value: Any) -> bool:
     return is_plain(type(value)) and not (_is_holder(value) and _holds_tensors(value))
 
 
+def may_be_tensors(value: Any) -> bool:
+    """Return whether a value is a tensor, or may have some in it.
+
+    Unlike an opaque value it may be a list, tuple or dict.
+    """
+    return _holds_tensors(value)
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether a value is a tensor, or has some in lists, tuples and dicts."""
+    return _holds_tensors(value, or_may=False)
+
+
 def _is_holder(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return bool(value.dtype.hasobject)
     return isinstance(value, slice)
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Any, or_may: bool = True) -> bool:
     parts = [value]
     met = set()  # a list may contain itself
     while parts:
@@ -118,8 +132,8 @@ def _holds_tensors(value: Any) -> bool:
             parts += part
         elif isinstance(part, dict):
             parts += part.values()
-        elif not is_plain(type(part)):
-            return True  # or it may be: a copy does not look into it
+        elif or_may and not is_plain(type(part)):
+            return True  # a copy does not look into it
     return False
 
 
