@@ -7,8 +7,9 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from tdcopier._containers.unknown import may_be_tensors
+from tdcopier._containers.unknown import may_have_leaves
 
+_HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
 _METHODS = (types.FunctionType, staticmethod, classmethod, types.MemberDescriptorType)
 
 
@@ -22,6 +23,8 @@ def slots_of(value: Any) -> dict[str, Any]:
     """Return what the object has in slots."""
     found: dict[str, Any] = {}
     for base in type(value).__mro__:
+        if not base.__flags__ & _HEAP_TYPE:
+            continue  # written in C: members of its own, such as the factory of a defaultdict
         for name, slot in vars(base).items():
             if isinstance(slot, types.MemberDescriptorType) and name not in found:
                 with contextlib.suppress(AttributeError):  # it is empty
@@ -36,7 +39,7 @@ def put_in_slot(value: Any, name: str, new: Any) -> None:
 
 
 def without_caches(cls: type, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes without those that a cached property keeps and that may have tensors.
+    """Return the attributes without those that a cached property keeps and that may have leaves.
 
     The next read of the property computes them of the moved tensors.
     """
@@ -53,7 +56,7 @@ def is_cache(cls: type, name: str, value: Any) -> bool:
         hasattr(found, "__get__")
         and not hasattr(found, "__set__")
         and not issubclass(found, _METHODS)
-        and may_be_tensors(value)
+        and may_have_leaves(value)
     )
 
 

@@ -1,35 +1,35 @@
-"""Rules for subclasses of `list`, `tuple` and `dict`, for `deque`, `UserDict` and dataclasses."""
+"""Rules for subclasses of `list`, `tuple` and `dict`, for `deque` and `UserDict`.
+
+That of dataclasses is in `dataclass_fields.py`.
+"""
 
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
-import itertools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from tdcopier._containers.attributes import (
     attributes_of,
-    class_attribute,
     drop_caches,
-    put_in_slot,
     slots_of,
     without_caches,
 )
+from tdcopier._containers.dataclass_fields import DATACLASSES
 from tdcopier._containers.remade import (
     Make,
-    children_of,
-    is_remade,
+    Remade,
     item_attributes,
+    options_of,
+    shallow_copy,
     stored_children,
     stored_items,
     way_to_remake,
 )
 from tdcopier._containers.rule import Flat, Place, Refused, Rule
-from tdcopier._containers.unknown import is_plain_value
 
 _NOT_INSTANTIABLE = 1 << 7  # flags of the interpreter's types
 _HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
@@ -47,7 +47,7 @@ def rule_by_bases(cls: type) -> Rule | None:
     if bases & {list, collections.deque}:
         return _SEQUENCES
     if dataclasses.is_dataclass(cls) and _is_plain_object(cls):
-        return _DATACLASSES
+        return DATACLASSES
     return None
 
 
@@ -97,12 +97,13 @@ def _flatten_mapping(value: Any) -> Flat:
     items = stored_items(value)
     keys = list(items)
     try:
-        make: Make = partial(_fill_mapping, _mapping_shell(value, items, keys), keys)
+        make: Make | Remade | None = partial(
+            _fill_mapping, _mapping_shell(value, items, keys), keys
+        )
     except Refused:
-        remade = way_to_remake(value, keys)
-        if remade is None:
+        make = way_to_remake(value, keys)
+        if make is None:
             raise
-        make = remade
     return list(items.values()), make, keys
 
 
@@ -123,7 +124,7 @@ def _mapping_shell(value: Any, items: dict[Any, Any], keys: list[Any]) -> Any:
 
 
 def _fill_mapping(shell: Any, keys: list[Any], children: list[Any]) -> Any:
-    rebuilt = _shallow_copy(shell)
+    rebuilt = shallow_copy(shell)
     for key, child in zip(keys, children, strict=True):
         rebuilt[key] = child
     return rebuilt
@@ -139,17 +140,15 @@ def _place_in_mapping(container: Any, name: Any) -> Place:
 
 def _place_unless_remade(container: Any, name: Any, flatten: Callable[[Any], Flat]) -> Place:
     _, make, _ = flatten(container)
-    if is_remade(make):
+    if isinstance(make, Remade):
         raise Refused(f"it is in a {type(container).__qualname__}, which refuses to have items set")
     return place_of_item(container, name)
 
 
-def _beside_items(value: Any, make: Make) -> dict[str, Any]:
-    found = without_caches(type(value), item_attributes(value)) | slots_of(value)
-    children = children_of(value) if is_remade(make) else []  # the constructor puts those in again
-    return {
-        name: each for name, each in found.items() if not any(each is child for child in children)
-    }
+def _beside_items(value: Any, make: Make | Remade) -> dict[str, Any]:
+    if isinstance(make, Remade):
+        return make.carried
+    return without_caches(type(value), item_attributes(value)) | slots_of(value)
 
 
 _MAPPINGS = Rule(
@@ -173,12 +172,11 @@ _EXACT_MAPPINGS: dict[type, Rule] = {
 def _flatten_sequence(value: Any) -> Flat:
     children = stored_children(value)
     try:
-        make: Make = partial(_fill_sequence, _sequence_shell(value, len(children)))
+        make: Make | Remade | None = partial(_fill_sequence, _sequence_shell(value, len(children)))
     except Refused:
-        remade = way_to_remake(value, None)
-        if remade is None:
+        make = way_to_remake(value, None)
+        if make is None:
             raise
-        make = remade
     return children, make, None
 
 
@@ -195,7 +193,7 @@ def _sequence_shell(value: Any, count: int) -> Any:
 
 
 def _fill_sequence(shell: Any, children: list[Any]) -> Any:
-    rebuilt = _shallow_copy(shell)
+    rebuilt = shallow_copy(shell)
     for index, child in enumerate(children):
         rebuilt[index] = child
     return rebuilt
@@ -260,101 +258,20 @@ def rebuilds_any_tuple(rule: Rule) -> bool:
     return rule.unflatten is _unflatten_tuple
 
 
-# ---- dataclasses ---------------------------------------------------------------------------------
-
-
-def _flatten_dataclass(value: Any) -> Flat:
-    """Take a dataclass apart by what it stores: a field may be a property over another attribute.
-
-    Raises:
-        Refused: it is not known where a field is stored, so a rebuilt value would have the old one.
-    """
-    in_slots = slots_of(value)
-    stored = {**in_slots, **getattr(value, "__dict__", {})}
-    names, places, children = [], [], []
-    for field in dataclasses.fields(value):
-        name = field.name
-        if not hasattr(value, name):
-            continue
-        child = getattr(value, name)
-        in_places = [name]
-        if name not in stored or stored[name] is not child:
-            in_places = [other for other in stored if stored[other] is child]
-            if not in_places and class_attribute(type(value), name) is child:
-                in_places = [name]  # its default: the object has no value of its own
-            elif not in_places and is_plain_value(child):
-                continue  # what computes it will do so again
-            elif not in_places:
-                raise Refused(
-                    f"is a {type(value).__name__}, whose field {name!r} is a property, another "
-                    "descriptor or from `__getattr__`, and what it returns is no attribute of the "
-                    "object: register the class with tdcopier.register_container"
-                )
-        names.append(name)
-        places.append(in_places)
-        children.append(child)
-    for each in itertools.chain.from_iterable(places):
-        stored.pop(each, None)
-    others = without_caches(type(value), stored)
-    return children, (type(value), places, others, set(in_slots)), names
-
-
-def _unflatten_dataclass(
-    children: list[Any], context: tuple[type, list[list[str]], dict[str, Any], Collection[str]]
-) -> Any:
-    """Rebuild without `__init__`, which may take other arguments and has run once already."""
-    cls, places, others, in_slots = context
-    rebuilt: Any = object.__new__(cls)
-    attributes = getattr(rebuilt, "__dict__", {})
-    for names, value in [
-        *(([name], other) for name, other in others.items()),
-        *zip(places, children, strict=True),
-    ]:
-        for name in names:
-            if name in in_slots:
-                put_in_slot(rebuilt, name, value)  # works for frozen dataclasses too
-            else:
-                attributes[name] = value  # also under the name of a property
-    return rebuilt
-
-
-def _place_of_field(value: Any, name: str) -> Place:
-    if type(value).__dataclass_params__.frozen:
-        raise Refused(f"it is in a frozen dataclass ({type(value).__qualname__})")
-    return Place(value, name, partial(setattr, value, name))
-
-
-_DATACLASSES = Rule(
-    _flatten_dataclass,
-    _unflatten_dataclass,
-    "attribute",
-    place=_place_of_field,
-    beside=lambda value, context: context[2],
-)
-
-
 # ---- shallow copies ------------------------------------------------------------------------------
 
 
 def _shell_of(value: Any, kind: str) -> Any:
     try:
-        shell = _shallow_copy(value)
+        shell = shallow_copy(value)
     except Exception as error:
         raise _not_rebuildable(value, kind, f"{type(error).__name__}: {error}") from error
     if type(shell) is not type(value) or shell is value:
         raise _not_rebuildable(value, kind, f"copy.copy gave a {type(shell).__name__}")
+    if options_of(shell) != options_of(value):
+        raise _not_rebuildable(value, kind, "its copy has another factory or maximum length")
     drop_caches(shell, value)
     return shell
-
-
-def _shallow_copy(value: Any) -> Any:
-    made = copy.copy(value)
-    attributes = getattr(value, "__dict__", None)
-    if attributes is value:  # a dict that is its own __dict__
-        made.__dict__ = made
-    elif attributes and getattr(made, "__dict__", None) == {}:  # copying a deque loses them
-        made.__dict__.update(attributes)
-    return made
 
 
 def _not_rebuildable(value: Any, kind: str, reason: str) -> Refused:

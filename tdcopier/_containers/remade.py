@@ -8,13 +8,16 @@ from __future__ import annotations
 import collections
 import copy
 import operator
+import types
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from tdcopier._containers import pytree
 from tdcopier._containers.attributes import (
     attributes_of,
+    class_attribute,
     drop_caches,
     put_in_slot,
     slots_of,
@@ -24,6 +27,9 @@ from tdcopier._containers.unknown import is_plain_value
 
 Make = Callable[[list[Any]], Any]
 """Returns a new container with these children, in the order of the stored ones."""
+
+Way = tuple[Make, dict[str, Any]]
+"""The first two fields of `Remade`."""
 
 
 def stored_items(value: Any) -> dict[Any, Any]:
@@ -41,8 +47,29 @@ def stored_children(value: Any) -> list[Any]:
     return list(base.__iter__(value))
 
 
-def way_to_remake(value: Any, keys: list[Any] | None) -> Make | None:
-    """Return a function that makes a container like this one, or None if no way does.
+class Remade(NamedTuple):
+    """A way to make a container like another one of moved children."""
+
+    make: Make
+    carried: dict[str, Any]
+    """Attributes of the other one that `make` sets to the same objects."""
+    cls: type
+    keys: list[Any] | None
+
+    def __call__(self, children: list[Any]) -> Any:
+        """Make the container, and check that the class has kept each child."""
+        made = self.make(children)
+        fault = _misplaced(made, self.cls, self.keys, children)
+        if fault:
+            raise TypeError(
+                f"a {self.cls.__name__} was rebuilt from its moved children, but {fault}: register "
+                "the class with tdcopier.register_container"
+            )
+        return made
+
+
+def way_to_remake(value: Any, keys: list[Any] | None) -> Remade | None:
+    """Return a way to make a container like this one, or None.
 
     Three ways are tried: the functions that torch's pytrees have for the class, its constructor,
     and a shallow copy whose items are stored past the class's own methods. A way counts only if it
@@ -55,35 +82,38 @@ def way_to_remake(value: Any, keys: list[Any] | None) -> Make | None:
     children = children_of(value)
     for find in (_by_pytree, _by_constructor, _by_copy):
         try:
-            make = find(value, keys, children)
-            if make is not None and not _fault(make(children), value, keys, children):
-                return partial(_checked, make, type(value), keys)
+            found = find(value, keys, children)
+            if found is None or _fault(found[0](children), value, keys, children):
+                continue
+            apart = _told_apart(children)
+            if not _misplaced(found[0](apart), type(value), keys, apart):
+                return Remade(*found, type(value), keys)
         except Exception:  # from code of the class, which is not made for this way
             continue
     return None
 
 
-def is_remade(make: Any) -> bool:
-    """Return whether this is a function that `way_to_remake` returned."""
-    return isinstance(make, partial) and make.func is _checked
+def _told_apart(children: list[Any]) -> list[Any]:
+    """Return the children with another object for each that comes again, as in the result.
+
+    Otherwise a constructor that changes the order of two equal children would seem right.
+    """
+    met: set[int] = set()
+    apart = []
+    for child in children:
+        again = id(child) in met and not is_plain_value(child)
+        met.add(id(child))
+        if again and isinstance(child, torch.Tensor):
+            apart.append(child.detach())
+        else:
+            apart.append(copy.copy(child) if again else child)
+    return apart
 
 
 def children_of(value: Any) -> list[Any]:
     """Return the stored items or values."""
     is_mapping = isinstance(value, (dict, collections.UserDict))
     return list(stored_items(value).values()) if is_mapping else stored_children(value)
-
-
-def _checked(make: Make, cls: type, keys: list[Any] | None, children: list[Any]) -> Any:
-    """Make the container of moved children, and check that the class has kept each of them."""
-    made = make(children)
-    fault = _misplaced(made, cls, keys, children)
-    if fault:
-        raise TypeError(
-            f"a {cls.__name__} was rebuilt from its moved children, but {fault}: register the "
-            "class with tdcopier.register_container"
-        )
-    return made
 
 
 def _fault(made: Any, value: Any, keys: list[Any] | None, children: list[Any]) -> str:
@@ -95,16 +125,20 @@ def _fault(made: Any, value: Any, keys: list[Any] | None, children: list[Any]) -
         return fault
     if (len(made) if keys is None else list(made)) != (len(value) if keys is None else list(value)):
         return "it has other keys"
-    if any(
-        getattr(made, name, None) != getattr(value, name, None)
-        for name in ("default_factory", "maxlen")
-    ):
+    if options_of(made) != options_of(value):
         return "it has another factory or maximum length"
     wanted = _attributes(value) | slots_of(value)
     differing = wanted.keys() ^ (_attributes(made) | slots_of(made)).keys()
     if all(name in wanted and _is_hash_of(value, wanted[name]) for name in differing):
         return ""
     return "it has other attributes"
+
+
+def options_of(value: Any) -> Any:
+    """Return the factory of a defaultdict, or the maximum length of a deque."""
+    if isinstance(value, collections.defaultdict):
+        return id(value.default_factory)
+    return value.maxlen if isinstance(value, collections.deque) else None
 
 
 def _misplaced(made: Any, cls: type, keys: list[Any] | None, children: list[Any]) -> str:
@@ -122,16 +156,16 @@ def _misplaced(made: Any, cls: type, keys: list[Any] | None, children: list[Any]
     return ""
 
 
-def _by_pytree(value: Any, keys: list[Any] | None, children: list[Any]) -> Make | None:
+def _by_pytree(value: Any, keys: list[Any] | None, children: list[Any]) -> Way | None:
     if not pytree.is_node(type(value)):
         return None
     found, context, _ = pytree.PYTREE.flatten(value)
     if len(found) != len(children) or not all(map(operator.is_, found, children)):
         return None
-    return lambda moved: pytree.PYTREE.unflatten(moved, context)
+    return lambda moved: pytree.PYTREE.unflatten(moved, context), {}
 
 
-def _by_constructor(value: Any, keys: list[Any] | None, children: list[Any]) -> Make | None:
+def _by_constructor(value: Any, keys: list[Any] | None, children: list[Any]) -> Way | None:
     """Return a function that calls the class, and sets the attributes that this does not set."""
     cls: Any = type(value)
     others = (value.maxlen,) if isinstance(value, collections.deque) else ()
@@ -141,7 +175,7 @@ def _by_constructor(value: Any, keys: list[Any] | None, children: list[Any]) -> 
 
     made = construct(children)
     if type(made) is not cls or made is value:
-        return construct
+        return construct, {}
     missing = _to_be_set(value, _attributes(value), _attributes(made))
     missing_slots = _to_be_set(value, slots_of(value), slots_of(made))
     if missing is None or missing_slots is None:
@@ -154,7 +188,7 @@ def _by_constructor(value: Any, keys: list[Any] | None, children: list[Any]) -> 
             put_in_slot(new, name, attribute)
         return new
 
-    return construct_and_set
+    return construct_and_set, missing | missing_slots
 
 
 def item_attributes(value: Any) -> dict[str, Any]:
@@ -194,25 +228,39 @@ def _is_hash_of(value: Any, attribute: Any) -> bool:
         return False
 
 
-def _by_copy(value: Any, keys: list[Any] | None, children: list[Any]) -> Make | None:
+def _by_copy(value: Any, keys: list[Any] | None, children: list[Any]) -> Way | None:
     """Return a function that stores the items in a shallow copy, with the methods of the base."""
-    shell = copy.copy(value)
+    shell = shallow_copy(value)
     if type(shell) is not type(value) or _holder(shell) is _holder(value):
         return None
     if keys is not None and list(stored_items(shell)) != keys:
         return None
-    others = (_attributes(value) | slots_of(value)).values()
-    if any(other is child and not is_plain_value(child) for other in others for child in children):
-        return None  # an attribute would keep the item that is not moved
     drop_caches(shell, value)
     _store(shell, keys, [None] * len(children))
 
     def fill_copy(moved: list[Any]) -> Any:
-        new = copy.copy(shell)
+        new = shallow_copy(shell)
         _store(new, keys, moved)
         return new
 
-    return fill_copy
+    return fill_copy, _attributes(value) | slots_of(value)
+
+
+def shallow_copy(value: Any) -> Any:
+    """Return `copy.copy` of the value, with the attributes and slots that this loses."""
+    made = copy.copy(value)
+    if getattr(value, "__dict__", None) is value:  # a dict that is its own __dict__
+        made.__dict__ = made
+    copier = class_attribute(type(value), "__copy__")
+    # These call the class, which knows its own attributes at most, and lose slots.
+    is_lossy = copier is collections.UserDict.__copy__ or (
+        copier is not None and not isinstance(copier, types.FunctionType)
+    )
+    if type(made) is type(value) and (is_lossy or not (item_attributes(made) | slots_of(made))):
+        attributes_of(made).update(item_attributes(value))
+        for name, slot in slots_of(value).items():
+            put_in_slot(made, name, slot)
+    return made
 
 
 def _holder(value: Any) -> Any:

@@ -18,6 +18,7 @@ import types
 import uuid
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +96,14 @@ def is_plain_value(value: Any) -> bool:
     return is_plain(type(value)) and not (_is_holder(value) and _holds_tensors(value))
 
 
-def may_be_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor, or may have some in it.
-
-    Unlike an opaque value it may be a list, tuple or dict.
-    """
-    return _holds_tensors(value)
+def may_have_leaves(value: Any) -> bool:
+    """Return whether a value is a tensor or an array, or may have some in it."""
+    return _holds_tensors(value, _is_array_or_unknown)
 
 
 def has_tensors(value: Any) -> bool:
     """Return whether a value is a tensor, or has some in lists, tuples and dicts."""
-    return _holds_tensors(value, or_may=False)
+    return _holds_tensors(value, lambda part: False)
 
 
 def _is_holder(value: Any) -> bool:
@@ -114,7 +112,19 @@ def _is_holder(value: Any) -> bool:
     return isinstance(value, slice)
 
 
-def _holds_tensors(value: Any, or_may: bool = True) -> bool:
+def _is_unknown(value: Any) -> bool:
+    return not is_plain(type(value))
+
+
+def _is_array_or_unknown(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or _is_unknown(value)
+
+
+def _holds_tensors(value: Any, or_is: Callable[[Any], bool] = _is_unknown) -> bool:
+    """Return whether a tensor, or a part for which `or_is` is true, is in lists and the like.
+
+    By default also for objects of unknown classes, since a copy does not look into them.
+    """
     parts = [value]
     met = set()  # a list may contain itself
     while parts:
@@ -124,16 +134,18 @@ def _holds_tensors(value: Any, or_may: bool = True) -> bool:
         if id(part) in met:
             continue
         met.add(id(part))
-        if isinstance(part, slice):
+        if isinstance(part, list):  # of a subclass, too, but past its methods
+            parts += list.__iter__(part)
+        elif isinstance(part, tuple):
+            parts += tuple.__iter__(part)
+        elif isinstance(part, dict):
+            parts += dict.values(part)
+        elif or_is(part):
+            return True
+        elif isinstance(part, slice):
             parts += [part.start, part.stop, part.step]
         elif _is_holder(part):
             parts += part.ravel().tolist()
-        elif isinstance(part, (list, tuple)):
-            parts += part
-        elif isinstance(part, dict):
-            parts += part.values()
-        elif or_may and not is_plain(type(part)):
-            return True  # a copy does not look into it
     return False
 
 

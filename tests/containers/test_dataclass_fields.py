@@ -141,6 +141,47 @@ def test_a_field_that_a_property_keeps_elsewhere_moves(device, leaf, how):
     assert sample.x is leaf
 
 
+@dataclasses.dataclass
+class TwoOverAttributes:
+    x: Any
+    y: Any
+    z: Any
+
+    def __post_init__(self) -> None:
+        self._also_y = self._y
+
+
+TwoOverAttributes.x = field_over("_first")
+TwoOverAttributes.y = field_over("_y")
+
+
+def test_two_fields_that_have_one_object_elsewhere_move_on_their_own(device, leaf):
+    for shared in (leaf, [leaf]):
+        moved = tdcopier.copy([TwoOverAttributes(shared, shared, shared)], device)[0]
+        for name in ("x", "y", "z"):
+            assert_same(getattr(moved, name), oracle(shared, device))
+        assert len({id(moved.x), id(moved.y), id(moved.z)}) == 3
+        assert moved._first is moved.x
+        assert moved._y is moved._also_y is moved.y
+
+
+@dataclasses.dataclass
+class Alike:
+    """Two fields that read one attribute, and so cannot be told apart."""
+
+    x: Any
+    y: Any
+
+
+Alike.x = field_over("_both")
+Alike.y = field_over("_both")
+
+
+def test_two_fields_over_one_attribute_are_refused(device, leaf):
+    with pytest.raises(TypeError, match=r"^data is a Alike, whose field 'x' .* the same object"):
+        tdcopier.copy(Alike(leaf, leaf), device)
+
+
 def test_a_field_that_is_computed_is_computed_again(device, leaf):
     moved = tdcopier.copy(WithLength(leaf, -1), device)
     assert moved.n == len(leaf)

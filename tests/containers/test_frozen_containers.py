@@ -232,6 +232,17 @@ class Ordering(dict):
         super().__init__(sorted(dict(items).items()))
 
 
+class Reversing(list):
+    """Its constructor and its copies have the opposite order."""
+
+    __setitem__ = refuses
+
+    def __init__(self, items: Any) -> None:
+        super().__init__(list(items)[::-1])
+
+    __copy__ = refuses
+
+
 class Guessing(dict):
     """Has an attribute that a constructor without the option makes another one."""
 
@@ -256,6 +267,13 @@ def test_a_constructor_that_changes_something_is_not_used(device, leaf, make):
     value = make(leaf)
     with pytest.raises(TypeError, match=r"^data\['x'\] is a \w+, a mapping that cannot be rebuilt"):
         tdcopier.copy({"x": value}, device)
+
+
+def test_a_constructor_that_changes_the_order_of_equal_items_is_not_used(device, leaf):
+    for items in ([leaf, leaf], [[leaf]] * 2):
+        with pytest.raises(TypeError, match=r"^data is a Reversing, a sequence that cannot be"):
+            tdcopier.copy(Reversing(items), device)
+    assert_same(tdcopier.copy(Reversing([leaf]), device)[0], oracle(leaf, device))
 
 
 def _lowered(value: Any) -> Any:
