@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,17 +20,31 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return {} if attributes is None or attributes is value else attributes
 
 
+_slots: weakref.WeakKeyDictionary[type, tuple[tuple[int, str], ...]] = weakref.WeakKeyDictionary()
+"""By class, the name of each slot and the index in the method resolution order of its class."""
+
+
 def slots_of(value: Any) -> dict[str, Any]:
     """Return what the object has in slots."""
+    cls = type(value)
+    slots = _slots.get(cls)
+    if slots is None:
+        slots = _slots[cls] = _find_slots(cls)
     found: dict[str, Any] = {}
-    for base in type(value).__mro__:
-        if not base.__flags__ & _HEAP_TYPE:
-            continue  # written in C: members of its own, such as the factory of a defaultdict
-        for name, slot in vars(base).items():
-            if isinstance(slot, types.MemberDescriptorType) and name not in found:
-                with contextlib.suppress(AttributeError):  # it is empty
-                    found[name] = slot.__get__(value)
+    for index, name in slots:
+        with contextlib.suppress(AttributeError):  # it is empty
+            found[name] = vars(cls.__mro__[index])[name].__get__(value)
     return found
+
+
+def _find_slots(cls: type) -> tuple[tuple[int, str], ...]:
+    found: dict[str, int] = {}
+    for index, base in enumerate(cls.__mro__):
+        if base.__flags__ & _HEAP_TYPE:  # others have members, such as the factory of a defaultdict
+            for name, slot in vars(base).items():
+                if isinstance(slot, types.MemberDescriptorType):
+                    found.setdefault(name, index)
+    return tuple((index, name) for name, index in found.items())
 
 
 def put_in_slot(value: Any, name: str, new: Any) -> None:
@@ -68,6 +83,6 @@ def class_attribute(cls: type, name: str) -> Any:
 def drop_caches(copied: Any, value: Any) -> None:
     """Delete such caches from a copy of a value, unless both have one `__dict__`."""
     attributes = attributes_of(copied)
-    if attributes is not attributes_of(value):
+    if attributes and attributes is not attributes_of(value):
         for name in attributes.keys() - without_caches(type(copied), attributes).keys():
             del attributes[name]

@@ -249,16 +249,19 @@ def _by_copy(value: Any, keys: list[Any] | None, children: list[Any]) -> Way | N
 def shallow_copy(value: Any) -> Any:
     """Return `copy.copy` of the value, with the attributes and slots that this loses."""
     made = copy.copy(value)
-    if getattr(value, "__dict__", None) is value:  # a dict that is its own __dict__
+    attributes, slots = getattr(value, "__dict__", None), slots_of(value)
+    if attributes is value:  # a dict that is its own __dict__
         made.__dict__ = made
+    if type(made) is not type(value) or not (attributes or slots):
+        return made
     copier = class_attribute(type(value), "__copy__")
     # These call the class, which knows its own attributes at most, and lose slots.
     is_lossy = copier is collections.UserDict.__copy__ or (
         copier is not None and not isinstance(copier, types.FunctionType)
     )
-    if type(made) is type(value) and (is_lossy or not (item_attributes(made) | slots_of(made))):
+    if is_lossy or not (item_attributes(made) or slots_of(made)):
         attributes_of(made).update(item_attributes(value))
-        for name, slot in slots_of(value).items():
+        for name, slot in slots.items():
             put_in_slot(made, name, slot)
     return made
 
