@@ -114,6 +114,26 @@ class Checked(dict):
         super().__setitem__(key, value)
 
 
+class Sealing(dict):
+    """Cannot be copied again once an item was set."""
+
+    def __init__(self, items: Any, *, name: str) -> None:
+        super().__init__(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.is_sealed = True
+
+    def __reduce__(self) -> Any:
+        if hasattr(self, "is_sealed"):
+            refuses(self)
+        return sealing, (dict(self),)
+
+
+def sealing(items: Any) -> Any:
+    return Sealing(items, name="copy")
+
+
 def named(value: Any) -> Any:
     value.name = "text"
     return value
@@ -135,6 +155,7 @@ MAPPINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "OrderedDict": FrozenOrdered,
     "with something of its items": Summed,
     "checks its items": Checked,
+    "cannot be copied after a change": sealing,
 }
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "immutable_list of torch": immutable_list,
