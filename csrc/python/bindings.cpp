@@ -233,10 +233,11 @@ Raises:
              options.on_unknown = on_unknown;
              return options;
            })
-      .def("requiring_pinned_results", [](CopyOptions options) {
-        options.requires_pinned_results = true;
-        return options;
-      })
+      .def("requiring_pinned_results",
+           [](CopyOptions options) {
+             options.requires_pinned_results = true;
+             return options;
+           })
       .def("reading_pinned_in_place", [](CopyOptions options) {
         options.reads_pinned_in_place = true;
         return options;

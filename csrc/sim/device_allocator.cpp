@@ -176,8 +176,8 @@ void DeviceAllocator::wait_for_unused(c10::DeviceIndex device, std::size_t size,
   const auto& [stats, limit] = device_at(device);
   const bool would_help = stats.allocated + static_cast<std::int64_t>(size) <= *limit;
   if (has_room(device, size) || !would_help) return;
-  const auto pending = cache_.pending_uses(
-      [device](std::int64_t pool) { return device_of_pool(pool) == device; });
+  const auto pending =
+      cache_.pending_uses([device](std::int64_t pool) { return device_of_pool(pool) == device; });
   lock.unlock();  // the streams' work may free memory
   for (const Point& point : pending) point.stream->reach(point.position);
   lock.lock();
