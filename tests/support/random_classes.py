@@ -276,6 +276,10 @@ def container_features(base: type) -> dict[str, tuple[dict[str, Any], bool]]:
     return found
 
 
+_OWN_STATE = {"__setattr__ is refused", "__getstate__", "__getattr__ knows any name"}
+"""Features with which `copy.copy` may put other values in slots, or none."""
+
+
 def container_class(draw: random.Random) -> Made:
     """Returns a class with items."""
     base = draw.choice([*MAPPINGS, *SEQUENCES, tuple])
@@ -321,7 +325,7 @@ def container_class(draw: random.Random) -> Made:
     # The copy of an `OrderedDict` or a deque calls the class.
     refused = "metaclass" in chosen or any(features[name][1] for name in chosen if name in features)
     # `copy.copy` puts the slots back in its own way.
-    refused |= "slots" in chosen and bool({"__setattr__ is refused", "__getstate__"} & {*chosen})
+    refused |= "slots" in chosen and bool(_OWN_STATE & {*chosen})
     return Made(cls, base, [base.__name__, *chosen, *names], make, may_be_refused=refused)
 
 
