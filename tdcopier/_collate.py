@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import collate as _torch
 
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._containers.delegated_parts import _is_tensor_collection
+from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused
 from tdcopier._containers.unknown import class_name
 from tdcopier._slots import Slots, light_tensor, new_tensor
@@ -88,7 +88,7 @@ def collate(samples: Sequence[Any]) -> Any:
         KeyError: a sample lacks a key of the first one.
         IndexError: there are no samples.
     """
-    if not _is_tensor_collection(type(samples)):
+    if not is_tensor_collection(type(samples)):
         _refuse_other(samples)
         if len(samples) == 0:
             raise IndexError("there are no samples to make a batch of: give at least one")
@@ -237,7 +237,7 @@ class _Walk:
 
     def plan_all(self, samples: Any) -> _Plan:
         """Plan the whole batch; the samples may be a batch already."""
-        if _is_tensor_collection(type(samples)):
+        if is_tensor_collection(type(samples)):
             return self._taken(samples)
         return self.plan(samples)
 
@@ -246,7 +246,7 @@ class _Walk:
         first = samples[0]
         if (function := _function_for(first)) is not None:
             return self._leaf(samples, function)
-        if _is_tensor_collection(type(first)):
+        if is_tensor_collection(type(first)):
             return self._collection(samples)
         if isinstance(first, Mapping):
             keys = list(first)
@@ -339,7 +339,7 @@ def _function_for(value: Any) -> Any:
     if type(value) in functions:
         return functions[type(value)]
     found = (functions[cls] for cls in functions if isinstance(value, cls))
-    if _is_tensor_collection(type(value)):
+    if is_tensor_collection(type(value)):
         found = (each for each in found if not _module_of(each).startswith("tensordict."))
     return next(found, None)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from tdcopier._containers.by_bases import place_of_item, rebuilds_any_tuple
-from tdcopier._containers.delegated_parts import _is_tensor_collection
+from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Carrier, Place, Refused, Rule
 from tdcopier._containers.unknown import class_name, compares_as_plain_data
@@ -251,7 +251,7 @@ class Replacements:
                 continue
             rule = cast("Rule", rule_of(type(outer)))
             if rule.by_target and not rule.own_to:  # a TensorDict keeps the entries that it has
-                if _is_tensor_collection(type(inner)):
+                if is_tensor_collection(type(inner)):
                     continue
                 raise Refused(
                     f"it is in the {type(inner).__name__} of non-tensor data, which other "

@@ -54,8 +54,8 @@ class CopyOptions(TypedDict, total=False):
     """Fail if the results on the host cannot be in pinned memory: because no more can be pinned
     (with the allocator's error, when the copy is awaited), or because no accelerator is in use. If
     False, they are then in pageable memory, as those of `Tensor.to` are, and `stats.fallbacks`
-    counts it if more could not be pinned. Delegated leaves are where their own ``.to`` puts them.
-    Default: False."""
+    counts it if more could not be pinned. Leaves that are reused or delegated, and existing memory
+    (``out=``), are where they are. Default: False."""
     on_unknown: OnUnknown
     """What to do with opaque values whose class tdcopier does not know to be plain data: objects of
     any other class, sets, iterators, views of dicts, modules. Tensors in them stay on their device.

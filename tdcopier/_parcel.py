@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tdcopier._containers.delegated_parts import _is_tensor_collection
+from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._copy import start_copy
 from tdcopier._into import is_mapped_class, start_copy_into
 from tdcopier._slots import ALIGNMENT_BYTES, Slots, light_tensor, new_tensor
@@ -127,7 +127,7 @@ class _Pickler(pickle.Pickler):
             detached: Any = value.detach()
             function, arguments = detached.__reduce_ex__(_PROTOCOL)
             return _sparse_tensor, (function, arguments, where, value.requires_grad)
-        if not _is_tensor_collection(type(value)):
+        if not is_tensor_collection(type(value)):
             return NotImplemented
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
         if isinstance(state, dict) and state.get("_device") == self._device:
@@ -234,7 +234,7 @@ def _steps_to_what_fails(value: Any, device: torch.device, above: set[int]) -> l
 
 
 def _children_of(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) or _is_tensor_collection(type(value)):
+    if isinstance(value, Mapping) or is_tensor_collection(type(value)):
         yield from ((f"[{key!r}]", child) for key, child in value.items())
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{index}]", child) for index, child in enumerate(value))

@@ -79,6 +79,14 @@ std::optional<DeferredLease> deferred_memory(Accelerator& accelerator, const Cop
   return accelerator.deferred().lease(plan.chunks.back().end());
 }
 
+// Returns whether an allocation failed for lack of memory, and not because of an earlier failure of
+// the device, which torch may report in any call.
+bool is_lack_of_memory(const c10::Error& error) {
+  constexpr int32_t kOutOfMemory = 2;  // of CUDA and HIP
+  const auto* const told = dynamic_cast<const c10::AcceleratorError*>(&error);
+  return told == nullptr || told->get_error_code() == kOutOfMemory;
+}
+
 // Makes the job of one group of leaves, and decides where it should run.
 class GroupStart {
  public:
@@ -110,6 +118,7 @@ class GroupStart {
     if (waits)
       throw std::runtime_error("a storage was unpinned while a device was to access its rows");
     access.reset();
+    work_.result.reset();
     return nullptr;
   }
 
@@ -182,13 +191,16 @@ class GroupStart {
   bool make_result_on_host(c10::Allocator* pinned) {
     if (pinned == nullptr && options_.requires_pinned_results) {
       throw std::runtime_error(
-          "require_pinned_results: no accelerator is in use that could access pinned memory");
+          "require_pinned_results=True: no memory can be pinned here, because this process has "
+          "used "
+          "no accelerator, or is a forked child");
     }
     try {
       make_result({target_, nullptr, pinned});
       return pinned != nullptr;
-    } catch (const c10::Error&) {
-      if (pinned == nullptr || options_.requires_pinned_results) throw;
+    } catch (const c10::Error& error) {
+      const bool is_required = pinned == nullptr || options_.requires_pinned_results;
+      if (is_required || !is_lack_of_memory(error)) throw;
     }
     note_fallback();
     make_result({target_, nullptr, nullptr});

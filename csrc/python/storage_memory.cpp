@@ -151,7 +151,7 @@ bool pack_bytes(const py::list& parts, const at::Tensor& chunk, const std::vecto
   bool are_recorded = record;
   for (size_t i = 0; record && i < begins.size(); ++i) {
     const c10::Storage& storage = tensor_in(parts[i].ptr()).storage();
-    leave_to_parent(storage);
+    leave_to_parent(storage, storage.data_ptr().get_deleter());
     are_recorded &= record_on(storage.data_ptr(), {its});
   }
   const WithoutGil no_gil;
@@ -270,7 +270,8 @@ void StorageMemory::put_in(const std::vector<py::object>& memory) {
         throw std::runtime_error("memory does not fit the storage that it is for");
       }
       from.push_back(StorageRef::reclaim_copy(storage.unsafeGetStorageImpl()));
-      leave_to_parent(c10::Storage(impl));  // streams were recorded when the memory was handed over
+      // Streams were recorded when the memory was handed over.
+      leave_to_parent(c10::Storage(impl), storage.data_ptr().get_deleter());
     } else {
       from.emplace_back();
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Mapping
@@ -11,7 +12,10 @@ from typing import Any
 from tdcopier._containers.unknown import may_have_leaves
 
 _HEAP_TYPE = 1 << 9  # a class that is not built in, such as one from a class statement
-_METHODS = (types.FunctionType, staticmethod, classmethod, types.MemberDescriptorType)
+_METHODS = (
+    types.FunctionType, staticmethod, classmethod, functools.partialmethod,
+    functools.singledispatchmethod,
+)  # fmt: skip
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -64,11 +68,13 @@ def without_caches(cls: type, attributes: Mapping[str, Any]) -> dict[str, Any]:
 def is_cache(cls: type, name: str, value: Any) -> bool:
     """Return whether an attribute of an object in its `__dict__` is such a cache.
 
-    A property that keeps its value under its own name has no `__set__`.
+    A property that keeps its value under its own name has no `__set__`. Nor has a method, of which
+    an attribute may have the name.
     """
     found = type(class_attribute(cls, name))
     return (
-        hasattr(found, "__get__")
+        found.__flags__ & _HEAP_TYPE != 0
+        and hasattr(found, "__get__")
         and not hasattr(found, "__set__")
         and not issubclass(found, _METHODS)
         and may_have_leaves(value)

@@ -72,7 +72,7 @@ def plain_parts(moved: Any) -> list[torch.Tensor]:
         inner = [moved.value]
     elif isinstance(moved, PackedSequence):  # it may have no indices
         inner = [part for part in moved if part is not None]
-    elif _is_tensor_collection(type(moved)):
+    elif is_tensor_collection(type(moved)):
         inner = _held_by(moved)
     else:
         inner = _reached_from(moved)
@@ -116,7 +116,7 @@ def _reached_from(moved: Any) -> list[torch.Tensor]:
             if isinstance(child, WITHOUT_TENSORS) or id(child) in seen:
                 continue
             seen.add(id(child))
-            if isinstance(child, torch.Tensor) or _is_tensor_collection(type(child)):
+            if isinstance(child, torch.Tensor) or is_tensor_collection(type(child)):
                 found.append(child)
             else:
                 waiting.append(child)
@@ -154,7 +154,7 @@ def children_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
     yield from ((".{}", name, child) for name, child in attributes.items())
 
 
-def _is_tensor_collection(cls: type) -> bool:
+def is_tensor_collection(cls: type) -> bool:
     """Return whether this is a TensorDict or a tensorclass, without importing tensordict.
 
     tensordict's `is_tensor_collection` would keep a reference to every class passed to it, and

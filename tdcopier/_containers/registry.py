@@ -20,7 +20,7 @@ from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers import graphs, pytree, wrapped
 from tdcopier._containers.by_bases import rule_by_bases
-from tdcopier._containers.delegated_parts import DelegatedPart, _is_tensor_collection
+from tdcopier._containers.delegated_parts import DelegatedPart, is_tensor_collection
 from tdcopier._containers.own_to import OWN_TO, has_own_to
 from tdcopier._containers.rule import Flat, Refused, Rule, unless_placed
 
@@ -277,7 +277,7 @@ def _find_rule(cls: type) -> Rule | str | None:
         return JAGGED
     if issubclass(cls, torch.Tensor):
         return wrapped.TV_TENSOR if wrapped.is_tv_tensor(cls) else DELEGATED
-    if _is_tensor_collection(cls):
+    if is_tensor_collection(cls):
         from tdcopier.tensordict import _walk  # tensordict is imported already
 
         return _walk.rule_of(cls)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tdcopier._containers.delegated_parts import _is_tensor_collection
+from tdcopier._containers.delegated_parts import is_tensor_collection
 
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 
@@ -129,7 +129,7 @@ def _holds_tensors(value: Any, or_is: Callable[[Any], bool] = _is_unknown) -> bo
     met = set()  # a list may contain itself
     while parts:
         part = parts.pop()
-        if isinstance(part, torch.Tensor) or _is_tensor_collection(type(part)):
+        if isinstance(part, torch.Tensor) or is_tensor_collection(type(part)):
             return True
         if id(part) in met:
             continue

@@ -18,8 +18,8 @@ from tdcopier._containers import unknown
 from tdcopier._containers.delegated_parts import (
     MOST_VALUES,
     WITHOUT_TENSORS,
-    _is_tensor_collection,
     children_of,
+    is_tensor_collection,
     plain_parts,
 )
 from tdcopier._options import OnUnknown
@@ -232,13 +232,25 @@ def _is_to_be_given(value: Any, cls: type) -> bool:
     if issubclass(cls, torch.Tensor):
         parts = [value]
     elif issubclass(cls, nn.Module) and "_modules" in vars(value):  # its __init__ has run
-        parts = itertools.chain(value.parameters(), value.buffers())
+        parts = _tensors_of_modules(value)
     elif issubclass(cls, Optimizer) and hasattr(value, "param_groups"):
         groups = (group["params"] for group in value.param_groups)
         parts = itertools.chain.from_iterable(groups)
-    elif _is_tensor_collection(cls):
+    elif is_tensor_collection(cls):
         parts = plain_parts(value)
     return any(isinstance(p, torch.Tensor) and p.device.type not in _ON_HOST for p in parts)
+
+
+def _tensors_of_modules(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters and buffers, without code of a class that may override their methods."""
+    left, seen = [module], {id(module)}
+    while left:
+        parts = vars(left.pop())
+        for kind in ("_parameters", "_buffers"):
+            yield from (part for part in parts.get(kind, {}).values() if part is not None)
+        inner = [each for each in parts.get("_modules", {}).values() if id(each) not in seen]
+        seen.update(map(id, inner))
+        left += [each for each in inner if each is not None]
 
 
 _ON_HOST = ("cpu", "meta")
@@ -251,4 +263,4 @@ def _has_tensors(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return any(map(_has_tensors, value))
     kinds = (torch.Tensor, nn.Module, Optimizer)
-    return isinstance(value, kinds) or _is_tensor_collection(type(value))
+    return isinstance(value, kinds) or is_tensor_collection(type(value))

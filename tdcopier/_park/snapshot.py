@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._containers.delegated_parts import _is_tensor_collection
+from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused, Rule
 from tdcopier._options import OnUnknown, bool_option, check_on_unknown
 from tdcopier._park.gathered import DeviceCopy, ScratchCopy
@@ -205,7 +205,7 @@ class _Data:
 
     def of(self, value: Any, at: Place) -> Any:
         cls: Any = type(value)
-        if isinstance(value, torch.Tensor) or _is_plain(value) or _is_tensor_collection(cls):
+        if isinstance(value, torch.Tensor) or _is_plain(value) or is_tensor_collection(cls):
             return value
         if cls is dict:
             made = {key: self.of(child, (at, ITEM, key)) for key, child in value.items()}
@@ -308,7 +308,7 @@ class _TreeCopy:
                 made[self._deep(key, (at, "{}", _KEY))] = self.of(child, (at, ITEM, key))
             for name, attribute in getattr(value, "__dict__", {}).items():  # `_metadata`
                 setattr(made, name, self._deep(attribute, (at, ".{}", name)))
-        elif _is_tensor_collection(cls):
+        elif is_tensor_collection(cls):
             memo[id(value)] = self._collection(value)
         else:
             if not _is_plain(value):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tdcopier._C import AsyncCopyHandle
-from tdcopier._containers.delegated_parts import _is_tensor_collection
+from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._options import CopyOptions, refuse_unknown_options
 
 _ACCEPTED = "an iterable of batches, or a callable without arguments that returns the next one"
@@ -98,7 +98,7 @@ def _refuse_batch(source: Any) -> None:
     is_named_tuple = isinstance(source, tuple) and hasattr(source, "_fields")
     if isinstance(source, np.ndarray) and source.dtype.hasobject:
         return  # an array of batches
-    has_rows = isinstance(source, torch.Tensor | np.ndarray) or _is_tensor_collection(type(source))
+    has_rows = isinstance(source, torch.Tensor | np.ndarray) or is_tensor_collection(type(source))
     if not (has_rows or is_named_tuple or isinstance(source, Mapping)):
         return
     raise TypeError(

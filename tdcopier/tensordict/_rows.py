@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import UnbatchedTensor
 
-from tdcopier._containers.delegated_parts import _is_tensor_collection
+from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._rows.request import RowIndex
 from tdcopier._rows.row_numbers import read_rows
 from tdcopier.tensordict import _walk
@@ -37,7 +37,7 @@ def refuse_unbatched(storage: Any) -> None:
                 f"{path} is an UnbatchedTensor, which belongs to all rows: write it by itself, and "
                 "exclude it from the batch and the storage"
             )
-        if _is_tensor_collection(type(value)):
+        if is_tensor_collection(type(value)):
             while hasattr(value, "_tensordict"):
                 value = value._tensordict  # of a tensorclass a TensorDict, of that a dict
         if not isinstance(value, (dict, list, tuple)) or id(value) in seen:

@@ -76,6 +76,20 @@ class Unlimited(deque):
         return type(self)(self)
 
 
+@pytest.mark.parametrize("cls", [list, dict, deque])
+def test_an_attribute_may_have_the_name_of_a_method(device, cls):
+    """A method is a descriptor too, but no property that keeps its value."""
+    derived = type("Derived", (cls,), {"own": lambda self: 0})
+    value = derived({0: torch.ones(3)} if cls is dict else [torch.ones(3)])
+    for name in ("copy", "own"):
+        setattr(value, name, [torch.tensor([4, 5])])
+        moved = tdcopier.copy(value, device)
+        assert getattr(moved, name) is getattr(value, name)
+        with pytest.raises(TypeError, match=rf"data\.{name} has tensors in it"):
+            tdcopier.copy(value, device, on_unknown="raise")
+        delattr(value, name)
+
+
 def test_a_copy_without_the_maximum_length_is_not_used(device, leaf):
     for children in ([], [leaf]):
         moved = tdcopier.copy(Unlimited(children, 4), device)

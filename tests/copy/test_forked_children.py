@@ -103,3 +103,26 @@ def test_a_child_can_ask_for_pinned_memory_whatever_threads_were_doing():
             thread.join()
         """
     )
+
+
+def test_a_child_shares_the_memory_that_its_parent_shared():
+    """The storage of a result may have been given other memory, with a deleter of its own."""
+    run_python(
+        """
+    import os, torch, tdcopier
+    device = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
+    if device == "sim":
+        from tdcopier import sim
+        sim.enable()
+    torch.set_num_threads(1)  # a child has none of its parent's
+    for count in (5, 300_000):
+        shared = tdcopier.copy([torch.ones(count, device=device)], "cpu")[0].share_memory_()
+        child = os.fork()
+        if child == 0:
+            was_shared = shared.is_shared()
+            shared.share_memory_()[:] = 5
+            os._exit(0 if was_shared else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert shared[0].item() == 5
+        """
+    )

@@ -31,6 +31,12 @@ class Sample:
     name: str
 
 
+@tensorclass
+class Optional:
+    x: torch.Tensor
+    other: torch.Tensor | None = None
+
+
 def leaf(value: float, *shape: int) -> torch.Tensor:
     return torch.full((ROWS, *shape), value)
 
@@ -230,6 +236,13 @@ def test_tensorclasses_are_dicts_of_their_fields(device):
     tdcopier.copy_into(tree, held, copy_opaque=True)
     assert held["in"].x.eq(3).all()
     assert held["in"].name == "new"
+
+
+def test_fields_of_a_tensorclass_that_are_none_do_not_count(device):
+    filled = Optional(x=torch.zeros(2).to(device), batch_size=[])
+    tdcopier.copy_into({"x": torch.ones(2)}, filled)
+    assert filled.x.tolist() == [1, 1]
+    assert filled.other is None
 
 
 def test_a_lazy_stack_is_a_list_of_its_members(device):

@@ -133,7 +133,7 @@ UNKNOWN = {
     "set": (lambda device: {1, 2}, "a set, whose values have no order", "Give a list of it."),
     "array": (
         lambda device: array_of(torch.ones(2, device=device)),
-        "a numpy.ndarray of objects with tensors in it",
+        "a numpy.ndarray of objects that has tensors in it, or values that may",
         "Give its tolist().",
     ),
 }
@@ -448,4 +448,16 @@ def test_an_object_with_a_dead_weak_proxy_is_looked_into(device, call):
     state = types.SimpleNamespace(proxy=weakref.proxy(gone), model=nn.Linear(2, 2).to(device))
     del gone
     with pytest.raises(TypeError, match=r"Give state\.model\."):
+        call(state)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_module_whose_methods_raise_is_looked_into(device, call):
+    class Broken(nn.Linear):
+        def named_parameters(self, *_: object, **__: object) -> Any:
+            raise RuntimeError("no parameters here")
+
+    state = types.SimpleNamespace(model=Broken(2, 2))
+    state.model._parameters["weight"] = nn.Parameter(torch.ones(2, 2, device=device))
+    with pytest.raises(TypeError, match=r"Give state\.model"):
         call(state)

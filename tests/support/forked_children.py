@@ -119,6 +119,11 @@ def delegated() -> Any:
     )
 
 
+def lazily_cloned() -> Any:
+    result = tdcopier.start_copy([torch.ones(300_000)], DEVICE).wait()[0]
+    return [result, torch._lazy_clone(result)]
+
+
 def between_devices() -> Any:
     other = torch.device(DEVICE_TYPE, 1)
     source = on_device(host_batch())
@@ -157,6 +162,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "async_to": lambda: tdcopier.async_to(TensorDict(host_batch(), [4]), DEVICE).get(),
     "prepared copy": prepared,
     "delegated leaves": delegated,
+    "lazy clone": lazily_cloned,
 }
 if torch.accelerator.device_count() > 1:
     CASES["between devices"] = between_devices

@@ -2,6 +2,7 @@
 // memory back: the allocator would record an event on those streams, which ends a child.
 #pragma once
 
+#include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
@@ -16,7 +17,8 @@ void record_stream(const c10::Storage& memory, const c10::Stream& stream);
 void record_stream_on_pinned(const c10::Storage& memory, const c10::Stream& stream);
 
 // Ensures only that a forked child that drops the memory leaves it to its parent, for memory on
-// which streams have been recorded already.
-void leave_to_parent(const c10::Storage& memory);
+// which streams have been recorded already. `deleter`: of that memory, by which it is told from
+// other memory that the storage may be given later, such as shared memory.
+void leave_to_parent(const c10::Storage& memory, c10::DeleterFnPtr deleter);
 
 }  // namespace tdcopier
