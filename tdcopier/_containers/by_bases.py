@@ -8,14 +8,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
-import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from tdcopier._containers.attributes import (
     attributes_of,
-    class_attribute,
     drop_caches,
     slots_of,
     without_caches,
@@ -120,7 +118,7 @@ def _mapping_shell(value: Any, items: dict[Any, Any], keys: list[Any]) -> Any:
             shell[key] = None  # drops the child, and tests whether it can be replaced
         except Exception as error:
             raise _not_rebuildable(value, "mapping", f"{type(error).__name__}: {error}") from error
-    _check_copy_of(shell, "mapping")
+    _shell_of(shell, "mapping")  # its copies are made later: the class may not make one of a copy
     return shell
 
 
@@ -190,7 +188,7 @@ def _sequence_shell(value: Any, count: int) -> Any:
             shell[index] = None
         except Exception as error:
             raise _not_rebuildable(value, "sequence", f"{type(error).__name__}: {error}") from error
-    _check_copy_of(shell, "sequence")
+    _shell_of(shell, "sequence")
     return shell
 
 
@@ -274,13 +272,6 @@ def _shell_of(value: Any, kind: str) -> Any:
         raise _not_rebuildable(value, kind, "its copy has another factory or maximum length")
     drop_caches(shell, value)
     return shell
-
-
-def _check_copy_of(shell: Any, kind: str) -> None:
-    """Copy a shell of a class whose methods may read the items, or have changed an attribute."""
-    methods = (class_attribute(type(shell), name) for name in ("__copy__", "__setitem__"))
-    if any(isinstance(method, types.FunctionType) for method in methods):
-        _shell_of(shell, kind)
 
 
 def _not_rebuildable(value: Any, kind: str, reason: str) -> Refused:

@@ -85,9 +85,27 @@ class Shrinking(Unmade, list):
         return type(self)("copy", [])
 
 
+class Once(OrderedDict):
+    """Its copy has a state of its own, which a copy of that cannot restore."""
+
+    def __init__(self, *items: Any) -> None:
+        super().__init__(*items)
+        self.made = True
+
+    def __setstate__(self, state: Any) -> None:
+        raise RuntimeError("is made already")
+
+
+def _once() -> Once:
+    value = Once({"a": 1})
+    del value.made
+    return value
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (_once, "Once, a mapping that cannot be rebuilt (RuntimeError: is made already)"),
         (
             lambda: Frozen("x", {"a": 1}),
             "Frozen, a mapping that cannot be rebuilt (RuntimeError: is frozen)",
