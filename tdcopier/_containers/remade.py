@@ -101,13 +101,17 @@ def _told_apart(children: list[Any]) -> list[Any]:
     met: set[int] = set()
     apart = []
     for child in children:
-        again = id(child) in met and not is_plain_value(child)
+        apart.append(_another(child) if id(child) in met else child)
         met.add(id(child))
-        if again and isinstance(child, torch.Tensor):
-            apart.append(child.detach())
-        else:
-            apart.append(copy.copy(child) if again else child)
     return apart
+
+
+def _another(child: Any) -> Any:
+    """Return another object like this one, or plain data itself, which a result has again."""
+    if is_plain_value(child):
+        return child
+    other = child.detach() if isinstance(child, torch.Tensor) else copy.copy(child)
+    return object() if other is child else other  # some classes return the object itself
 
 
 def children_of(value: Any) -> list[Any]:

@@ -291,7 +291,7 @@ def test_a_constructor_that_changes_something_is_not_used(device, leaf, make):
 
 
 def test_a_constructor_that_changes_the_order_of_equal_items_is_not_used(device, leaf):
-    for items in ([leaf, leaf], [[leaf]] * 2):
+    for items in ([leaf, leaf], [[leaf]] * 2, [FrozenDict(a=leaf)] * 2):
         with pytest.raises(TypeError, match=r"^data is a Reversing, a sequence that cannot be"):
             tdcopier.copy(Reversing(items), device)
     assert_same(tdcopier.copy(Reversing([leaf]), device)[0], oracle(leaf, device))
