@@ -192,8 +192,7 @@ class GroupStart {
     if (pinned == nullptr && options_.requires_pinned_results) {
       throw std::runtime_error(
           "require_pinned_results=True: no memory can be pinned here, because this process has "
-          "used "
-          "no accelerator, or is a forked child");
+          "used no accelerator, or is a forked child");
     }
     try {
       make_result({target_, nullptr, pinned});
