@@ -54,12 +54,12 @@ std::uint64_t StreamQueue::append(Operation operation) {
   check_not_forked();
   std::unique_lock lock(mutex_);
   if (ended_) {
-    // All earlier operations have run, and what this one waits for has run too or is being run by
-    // another stream's thread, so this returns. Passing a completed position takes no lock, so no
-    // two callers can wait for each other here.
-    operation.run();
+    // Without the mutex while an operation runs: one that waits for another stream's may otherwise
+    // keep that stream's thread from seeing how far this one has got. What it waits for has run,
+    // or is being run by another thread, so this ends.
+    operations_.push_back(std::move(operation));
     const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
-    completed_.store(position, std::memory_order_release);
+    while (!running_ && !operations_.empty()) run_front(lock);
     return position;
   }
   const auto note = std::move(operation.note);
