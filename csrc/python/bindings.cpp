@@ -368,6 +368,12 @@ Raises:
   m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;
 
   py::class_<HostAccess>(m, "HostAccess")
+      .def(py::init([](py::handle stream) {
+        return with_torch_errors([&] {
+          const auto device = tdcopier::parse_device(stream.attr("device"));
+          return std::make_unique<HostAccess>(tdcopier::parse_stream(stream, device));
+        });
+      }))
       .def("has_ended", guarded(&HostAccess::has_ended))
       .def("wait", guarded(&HostAccess::wait))
       .def("order", guarded(&HostAccess::order));

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/fork_generation.h"
+#include "engine/device/accelerator.h"
 #include "python/device_argument.h"
 #include "python/interrupts.h"
 
@@ -13,6 +14,12 @@ namespace tdcopier {
 
 HostAccess::HostAccess(c10::Device device, std::vector<EventRef> ends)
     : device_(device), generation_(fork_generation()), ends_(std::move(ends)) {}
+
+HostAccess::HostAccess(const c10::Stream& stream) : HostAccess(stream.device(), {}) {
+  const WithoutGil no_gil;  // if it has to wait
+  EventRef end = Accelerator::of(stream.device()).events().record_or_wait(stream);
+  if (end) ends_.push_back(std::move(end));
+}
 
 HostAccess::~HostAccess() {
   // Leaks them in a forked child: a thread of the parent may have held the lock of their pool.

@@ -1,8 +1,8 @@
-// What a device still reads or writes in host memory in place, apart from the handle and its
-// result.
+// What a device still reads or writes in memory in place, apart from the handle and its result.
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <vector>
@@ -11,13 +11,15 @@
 
 namespace tdcopier {
 
-// The accesses of a copy to host memory that its caller owns: the device's reads of the sources, or
-// its writes to the destinations. It keeps no memory alive. Thread: any. GIL: held for every
-// member; released inside while waiting.
+// The accesses of a copy to memory that its caller owns: the device's reads of the sources, or its
+// writes to the destinations. It keeps no memory alive. A forked child may drop it, unlike torch's
+// events. Thread: any. GIL: held for every member; released inside while waiting.
 class HostAccess {
  public:
   // `ends`: events of `device` after the accesses.
   HostAccess(c10::Device device, std::vector<EventRef> ends);
+  // The accesses that are enqueued on `stream` by now. If no event can be recorded, waits for them.
+  explicit HostAccess(const c10::Stream& stream);
   ~HostAccess();
   HostAccess(const HostAccess&) = delete;
   HostAccess& operator=(const HostAccess&) = delete;

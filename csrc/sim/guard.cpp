@@ -103,6 +103,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    // As on CUDA: torch's own destructor of a recorded event ends a forked child.
+    TORCH_CHECK(event == nullptr || !in_forked_child(),
+                "simulated device error: initialization error: a forked child destroys an event");
     delete static_cast<Event*>(event);
   }
 

@@ -55,7 +55,7 @@ class ScratchCopy:
         """
         self.parts = list(storages)
         self._copies: list[HostCopy] = []
-        self._are_gathered: list[tuple[torch.device, torch.Event]] = []
+        self._reads: list[_C.HostAccess] = []
         small: dict[torch.device, list[_Layout]] = {}
         medium: dict[torch.device, list[_Layout]] = {}
         large: list[int] = []
@@ -78,8 +78,8 @@ class ScratchCopy:
             try:
                 aside = [_Chunk(storages, layout, reading) for layout in small[device]]
                 if aside:
-                    self._are_gathered.append(_event_on(reading))
-                    current.wait_event(self._are_gathered[-1][1])
+                    self._reads.append(_C.HostAccess(reading))
+                    self._reads[-1].order()
                 for chunk in aside:
                     self._send(chunk, leased, progress)
                 self._send_in_turns(storages, medium[device], reading, leased, progress)
@@ -110,7 +110,7 @@ class ScratchCopy:
                 scratch = earlier.scratch
             ahead.append(_Chunk(storages, layout, reading, scratch))
         if ahead:
-            self._are_gathered.append(_event_on(reading))
+            self._reads.append(_C.HostAccess(reading))
         for chunk in ahead:
             self._send(chunk, leased, progress)
 
@@ -130,7 +130,8 @@ class ScratchCopy:
 
     def before_overwriting(self) -> None:
         """Make the current streams wait until the device has read all storages."""
-        _wait_for(self._are_gathered)
+        for read in self._reads:
+            read.order()
         self._large.before_overwriting()
 
 
@@ -155,12 +156,12 @@ class DeviceCopy:
             Exception: what kept a copy from being enqueued.
         """
         chunks = []
-        self._are_made = []
+        self._reads = []
         for device, numbers in _by_device(storages).items():
             current = torch.accelerator.current_stream(device)
             for layout in _layouts(sizes_bytes, numbers, GROUP_BYTES):
                 chunks.append(_Chunk(storages, layout, current, record=True))
-            self._are_made.append(_event_on(current))
+            self._reads.append(_C.HostAccess(current))
         memory = [chunk.memory for chunk in chunks]
         self._copy = HostCopy(memory, [each.nbytes for each in memory], progress)
         self.parts = list(storages)
@@ -180,7 +181,8 @@ class DeviceCopy:
 
         Those that were current in the call do so already.
         """
-        _wait_for(self._are_made)
+        for read in self._reads:
+            read.order()
 
 
 class _Layout(NamedTuple):
@@ -253,16 +255,3 @@ def _by_device(storages: list[torch.Tensor]) -> dict[torch.device, list[int]]:
     for i, storage in enumerate(storages):
         found.setdefault(storage.device, []).append(i)
     return found
-
-
-def _event_on(stream: torch.Stream) -> tuple[torch.device, torch.Event]:
-    """Return the device of a stream, and an event that it reaches after its present work."""
-    event = torch.Event(stream.device)
-    event.record(stream)
-    return stream.device, event
-
-
-def _wait_for(events: list[tuple[torch.device, torch.Event]]) -> None:
-    """Make the current streams wait for the events of their devices."""
-    for device, event in events:
-        torch.accelerator.current_stream(device).wait_event(event)

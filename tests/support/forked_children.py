@@ -87,12 +87,12 @@ def copied_into(destination: Callable[[], Any], source: Callable[[], Any]) -> Ca
     return made
 
 
-def snapped() -> Any:
+def snapped(device_copy: bool) -> Any:
     model = torch.nn.Linear(500, 500).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 500).to(DEVICE)).sum().backward()
     optimizer.step()
-    taken = tdcopier.snapshot({"model": model, "optimizer": optimizer})
+    taken = tdcopier.snapshot({"model": model, "optimizer": optimizer}, device_copy=device_copy)
     return [taken.get(), taken, model, optimizer]
 
 
@@ -156,7 +156,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "copy into pinned": copied_into(
         lambda: pinned(4, 300_000), lambda: torch.ones(4, 300_000).to(DEVICE)
     ),
-    "snapshot": snapped,
+    "snapshot": lambda: snapped(device_copy=False),
+    "snapshot, copied on the device": lambda: snapped(device_copy=True),
     "parked and resumed": resumed,
     "parked": still_parked,
     "async_to": lambda: tdcopier.async_to(TensorDict(host_batch(), [4]), DEVICE).get(),
