@@ -203,6 +203,7 @@ def _found(index: Any) -> str:
 
 
 _INT64 = torch.iinfo(torch.int64)
+_KINDS_OF_ROWS = [{int}, {np.int64}]
 
 
 def _of_device(index: torch.Tensor) -> torch.Tensor:
@@ -236,13 +237,17 @@ def _of_array(index: np.ndarray[Any, Any]) -> torch.Tensor:
     """
     takes = index.flags.writeable and index.dtype.isnative and min(index.strides, default=0) >= 0
     readable = index if takes else index.astype(index.dtype.newbyteorder("="))
-    return torch.as_tensor(readable, device="cpu")
+    return torch.from_numpy(readable)
 
 
 def _of_list(index: list[Any]) -> torch.Tensor:
     try:
+        if set(map(type, index)) in _KINDS_OF_ROWS:
+            # Several times as fast as torch's own way. It also keeps the GIL: a daemon thread that
+            # waits for it when Python ends would be aborted in torch's code.
+            return torch.from_numpy(np.fromiter(index, np.int64, len(index)))
         numbers = torch.as_tensor(index, device="cpu")
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         if any(isinstance(row, int) and not _INT64.min <= row <= _INT64.max for row in index):
             raise IndexError(
                 "index has a row that is out of bounds: it does not fit in 64 bits"
