@@ -19,6 +19,10 @@
 namespace tdcopier {
 namespace {
 
+// The number of entries at which to look for dead ones first. An entry keeps the memory of its
+// StorageImpl object, so with few of them a loop reuses memory that is still in the cache.
+constexpr size_t kFirstLook = 32;
+
 struct RecordedStorage {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   c10::DeleterFnPtr deleter;
@@ -30,7 +34,7 @@ struct RecordedStorage {
 struct Recorded {
   std::mutex mutex;
   std::vector<RecordedStorage> storages;  // guarded by mutex
-  size_t next_look = 1024;                // the number of entries at which to look for dead ones
+  size_t next_look = kFirstLook;          // the number of entries at which to look for dead ones
 };
 
 Recorded& recorded();
@@ -64,7 +68,7 @@ void forget_dead(Recorded& list) {
   std::ranges::sort(list.storages, {}, &RecordedStorage::key);
   const auto twice = std::ranges::unique(list.storages, {}, &RecordedStorage::key);
   list.storages.erase(twice.begin(), twice.end());
-  list.next_look = std::max<size_t>(1024, 2 * list.storages.size());
+  list.next_look = std::max(kFirstLook, 2 * list.storages.size());
 }
 
 }  // namespace
