@@ -3,10 +3,15 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <execinfo.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -121,6 +126,18 @@ auto transfer_counts() {
                          pair(Direction::kDeviceToDevice), pair(Direction::kWithinDevice));
 }
 
+// For tests: prints the native stack of the first thread that C++ terminates. Torch's handler of
+// the signal that follows asks all threads for theirs, and the process may end before that one
+// answers.
+[[noreturn]] void print_stack_and_abort() {
+  static std::atomic_flag is_printing;
+  if (is_printing.test_and_set()) ::pause();
+  std::array<void*, 64> frames{};
+  const int count = ::backtrace(frames.data(), static_cast<int>(frames.size()));
+  ::backtrace_symbols_fd(frames.data(), count, STDERR_FILENO);
+  std::abort();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_sim, m) {
@@ -160,6 +177,7 @@ PYBIND11_MODULE(_sim, m) {
   });
   m.def("shut_down", &shut_down, Release());
   m.def("in_forked_child", &in_forked_child);
+  m.def("print_stack_at_terminate", [] { std::set_terminate(&print_stack_and_abort); });
 
   m.def("device_count", [] { return int{device_count()}; });
   m.def("current_device", [] { return int{current_device()}; });

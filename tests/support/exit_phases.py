@@ -11,6 +11,7 @@ Each process is forked from one that has imported torch, and then imports tdcopi
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import os
 import re
@@ -115,10 +116,10 @@ def run(kind: str, after_s: float) -> None:
     time.sleep(after_s)
 
 
-def is_of_torch(stacks: str) -> bool:
+def is_of_torch(stack: str) -> bool:
     """Returns whether torch's own code asked for the GIL in the thread that was ended."""
-    _, _, asking = stacks.partition("pthread_exit")
-    files = [Path(file) for file in re.findall(r"in (/\S+)\)", asking)]
+    _, _, asking = stack.partition("pthread_exit")
+    files = [Path(file) for file in re.findall(r"^(.+)\(.*\[0x", asking, re.MULTILINE)]
     others = [each for each in files if not re.match(r"libc\.|(lib)?python", each.name)]
     return bool(others) and "/torch/lib/" in str(others[0])
 
@@ -128,7 +129,10 @@ def ending(kind: str, after_s: float) -> int | str:
     if child == 0:
         log = tempfile.gettempdir() + f"/exit_phases.{os.getpid()}"
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
-        torch._C._set_print_stack_traces_on_fatal_signal(True)
+        faulthandler.register(signal.SIGUSR1)
+        from tdcopier import _sim
+
+        _sim.print_stack_at_terminate()
         run(kind, after_s)
         sys.exit(0)
     end = time.monotonic() + HANGS_AFTER_S
@@ -144,8 +148,8 @@ def ending(kind: str, after_s: float) -> int | str:
                 print(kind, after_s, text, file=sys.stderr)
             return told
         time.sleep(0.01)
-    os.kill(child, signal.SIGABRT)  # torch's handler prints the stacks of all threads
-    time.sleep(3)
+    os.kill(child, signal.SIGUSR1)  # prints the Python stacks of all threads
+    time.sleep(1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     print(kind, after_s, log.read_text(errors="replace"), file=sys.stderr)
