@@ -29,6 +29,13 @@ std::optional<PlainLeaf> read_array(PyObject* array, bool written) {
 
 }  // namespace
 
+bool PlainLeaf::has_steps(at::IntArrayRef others_bytes) const {
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1 && strides_bytes[d] != others_bytes[d]) return false;
+  }
+  return true;
+}
+
 std::optional<PlainLeaf> PlainLeafReader::read(PyObject* leaf, bool written) {
   if (is_array_type(Py_TYPE(leaf))) return read_array(leaf, written);
   if (tables_.rows == nullptr && !is_plain_class(leaf)) return std::nullopt;

@@ -17,7 +17,6 @@
 
 #include "engine/leaves/destination.h"
 #include "python/row_leaves.h"
-#include "python/sort_pairs.h"
 
 namespace tdcopier {
 
@@ -36,6 +35,8 @@ struct PlainLeaf {
   uint64_t bytes() const {
     return static_cast<uint64_t>(c10::multiply_integers(sizes)) * element_bytes();
   }
+  // Returns whether these are its strides, in all dimensions whose size is not 1.
+  bool has_steps(at::IntArrayRef others_bytes) const;
   // Devices need aligned addresses because they read and write whole elements.
   bool is_aligned() const {
     return device.is_cpu() || reinterpret_cast<uintptr_t>(data) % element_bytes() == 0;

@@ -112,6 +112,12 @@ std::string RowLeaves::named(int64_t row) const {
   return request_.lead.size() == 1 ? text : "(" + text + ")";
 }
 
+c10::DimVector RowLeaves::shape_in(at::IntArrayRef table_sizes) const {
+  c10::DimVector shape(index_->sizes.begin(), index_->sizes.end());
+  shape.append(table_sizes.begin() + index_->lead, table_sizes.end());
+  return shape;
+}
+
 std::string RowLeaves::needs_for_device() {
   return "that takes a table in pinned memory (see pin_memory_) with contiguous rows and no "
          "gradients, contiguous rows on that device, at most 2 GiB of them, and pinned staging";

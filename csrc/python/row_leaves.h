@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/util/DimVector.h>
 #include <pybind11/pybind11.h>
 
 #include <memory>
@@ -54,6 +55,8 @@ class RowLeaves {
   // Returns a row number as the caller counts it: "5", or "(1, 2)" in two dimensions. Requires:
   // index().
   std::string named(int64_t row) const;
+  // Returns the shape of the selected rows of a table with these sizes. Requires: index().
+  c10::DimVector shape_in(at::IntArrayRef table_sizes) const;
   // Returns whether the device can move the rows of a table in place. Requires: mistake_in() has
   // found none.
   InPlace in_place(const at::Tensor& table, c10::Device device);
@@ -85,6 +88,12 @@ class RowLeaves {
   std::optional<PinnedLookup> pinned_{};                 // for that device
   std::optional<std::pair<c10::Device, bool>> mover_{};  // whether that device can move rows
   uint32_t left_ = 0;
+};
+
+// Which end of each pair is a table, of which rows are selected.
+struct TablesOfPairs {
+  RowLeaves* rows = nullptr;  // null: neither
+  bool are_sources = false;
 };
 
 }  // namespace tdcopier

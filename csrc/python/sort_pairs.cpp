@@ -1,20 +1,18 @@
 // Looks at each pair once. The fast path is for two plain tensors with the same layout.
 #include "python/sort_pairs.h"
 
-#include <ATen/ExpandUtils.h>
-#include <c10/util/DimVector.h>
-#include <pybind11/stl.h>
+#include <c10/core/DispatchKeySet.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
-#include "engine/moves/stage.h"
+#include "base/overlap.h"
 #include "python/array_leaf.h"
 #include "python/cache_prefetch.h"
+#include "python/delegated_pairs.h"
+#include "python/into_group.h"
 #include "python/pair_leaf.h"
 #include "python/pair_overlap.h"
 #include "python/row_leaves.h"
@@ -25,14 +23,6 @@ namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
-
-// Returns whether two sets of strides agree in all dimensions whose size is not 1.
-bool same_steps(at::IntArrayRef sizes, at::IntArrayRef strides, at::IntArrayRef others) {
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] != 1 && strides[d] != others[d]) return false;
-  }
-  return true;
-}
 
 // Returns whether two tensors have the same shape and are dense in the same order of dimensions.
 bool are_alike(const c10::TensorImpl& a, const c10::TensorImpl& b) {
@@ -158,23 +148,8 @@ class Sorter {
   }
 
   void check_delegated() const {
-    if (sorted_.delegated.empty()) return;
-    const py::object mismatch = py::module_::import("tdcopier._into").attr("mismatch");
-    for (const DelegatedPair& pair : sorted_.delegated) {
-      py::object shape = py::none();
-      if (rows_ != nullptr) {
-        const py::object& table = tables_.are_sources ? pair.source : pair.destination;
-        shape = py::cast(at::IntArrayRef(shape_of_rows(tensor_in(table.ptr()).sizes())).vec());
-      }
-      const py::object wrong = mismatch(pair.source, pair.destination, shape, tables_.are_sources);
-      if (wrong.is_none()) {
-        if (rows_ != nullptr) refuse_numbers_on_device(pair);
-        continue;
-      }
-      throw py::value_error(py::str(
-          wrong.attr("format")(py::arg("source") = path(pair.number, /*written=*/false),
-                               py::arg("destination") = path(pair.number, /*written=*/true))));
-    }
+    check_delegated_pairs(sorted_.delegated, tables_,
+                          [this](size_t number, bool written) { return path(number, written); });
   }
 
   void sort_out(py::object from, py::object to) {
@@ -190,24 +165,6 @@ class Sorter {
     }
   }
 
-  // Torch cannot move the rows of a host table by numbers that a device has.
-  void refuse_numbers_on_device(const DelegatedPair& pair) const {
-    const py::object& table = tables_.are_sources ? pair.source : pair.destination;
-    if (!rows_->are_numbers_on_device() || !tensor_in(table.ptr()).device().is_cpu()) return;
-    const py::object& other = tables_.are_sources ? pair.destination : pair.source;
-    const at::Tensor& values = tensor_in(other.ptr());
-    const c10::Device device = rows_->numbers_device();
-    if (values.device() != device || values.requires_grad() || !values.is_contiguous()) {
-      throw py::value_error(path(pair.number, /*written=*/tables_.are_sources) +
-                            " is no contiguous tensor on " + device.str() +
-                            " without gradients, which an index there needs. Give one, or "
-                            "index.cpu()");
-    }
-    throw py::value_error(path(pair.number, /*written=*/!tables_.are_sources) +
-                          " cannot be accessed by the device that has the index: " +
-                          RowLeaves::needs_for_device() + ". Give index.cpu()");
-  }
-
   // Returns the leaf if it is a tensor, or makes a tensor of an array: only tensors have rows.
   py::object as_tensor(py::object leaf, bool written) const {
     if (is_tensor(leaf.ptr())) return leaf;
@@ -217,17 +174,9 @@ class Sorter {
     return made;
   }
 
-  // Returns the shape of the selected rows of a table with these sizes.
-  c10::DimVector shape_of_rows(at::IntArrayRef sizes) const {
-    const RowIndex& index = *rows_->index();
-    c10::DimVector shape(index.sizes.begin(), index.sizes.end());
-    shape.append(sizes.begin() + index.lead, sizes.end());
-    return shape;
-  }
-
   bool have_same_shape(const PlainLeaf& source, const PlainLeaf& target) const {
-    if (source.table) return shape_of_rows(source.sizes) == target.sizes;
-    if (target.table) return shape_of_rows(target.sizes) == source.sizes;
+    if (source.table) return rows_->shape_in(source.sizes) == target.sizes;
+    if (target.table) return rows_->shape_in(target.sizes) == source.sizes;
     return source.sizes == target.sizes;
   }
 
@@ -291,8 +240,7 @@ class Sorter {
       ++sorted_.empty;
       return true;
     }
-    const bool alike =
-        rows_ == nullptr && same_steps(target->sizes, source->strides_bytes, target->strides_bytes);
+    const bool alike = rows_ == nullptr && source->has_steps(target->strides_bytes);
     if (alike && source->data == target->data && source->device == target->device) {
       note_reused(*target);
       return true;
@@ -307,7 +255,7 @@ class Sorter {
     IntoGroup& group = group_of(source->device, target->device);
     DestinationTable& destinations = group.pairs.destinations;
     if (alike && source->dense && target->dense) {
-      add_bytes(group, *source);
+      group.add_source(*source);
       const bool pinned = source->bytes() > kMaxPackedLeafBytes && !source->device.is_cpu() &&
                           target->device.is_cpu() && is_pinned({target->data, source->bytes()});
       destinations.add(target->data, target->storage, pinned);
@@ -315,8 +263,8 @@ class Sorter {
         last_plain_ = {tensor_in(from.ptr()).key_set(), written->key_set(), source->device,
                        target->device, static_cast<size_t>(&group - sorted_.groups.data())};
       }
-    } else {
-      add_strided(group, *source, *target);
+    } else if (!group.add_strided(*source, *target)) {
+      refuse(/*written=*/true, kSharesItsMemory);
     }
     const bool mapped = source->storage == nullptr
                             ? is_mapped_array(from.ptr())
@@ -345,7 +293,7 @@ class Sorter {
         rows_->note_mapped(group.pairs.leaves, group.mapped);
       }
     } else {
-      add_bytes(group, source);
+      group.add_source(source);
       group.pairs.destinations.add_rows(target.data, target.storage, *target.table, rows_->index());
     }
     if (in_place == InPlace::kRegistered) {
@@ -377,37 +325,6 @@ class Sorter {
     return from.is_cpu() || to.is_cpu() || from.type() == to.type();
   }
 
-  static void add_bytes(IntoGroup& group, const PlainLeaf& source) {
-    group.pairs.leaves.add_bytes(source.data, source.dtype, source.bytes(),
-                                 static_cast<uint32_t>(source.element_bytes()));
-  }
-
-  // Adds a pair with any strides at both ends. In between, the elements have the destination's
-  // order of dimensions, without its gaps.
-  void add_strided(IntoGroup& group, const PlainLeaf& source, const PlainLeaf& target) const {
-    c10::DimVector order = target.strides_bytes;  // only their relative sizes matter
-    for (int64_t& stride : order) stride = std::abs(stride);
-    const std::vector<int64_t> dense = at::infer_dense_strides(target.sizes, order);
-    c10::DimVector dense_bytes(dense.begin(), dense.end());
-    for (int64_t& stride : dense_bytes) stride *= static_cast<int64_t>(target.element_bytes());
-    auto& [leaves, destinations] = group.pairs;
-    if (same_steps(source.sizes, source.strides_bytes, dense_bytes)) {
-      leaves.add(source.data, source.dtype, source.sizes, dense);
-    } else {
-      leaves.add_strided(source.data, source.dtype, source.sizes, dense, source.strides_bytes);
-    }
-    if (same_steps(target.sizes, target.strides_bytes, dense_bytes)) {
-      destinations.add(target.data, target.storage, /*pinned=*/false);
-      return;
-    }
-    const Leaf& leaf = leaves[leaves.size() - 1];
-    if (overlaps_itself(dims_as_they_arrive(leaves, leaf, target.strides_bytes),
-                        target.element_bytes())) {
-      refuse(/*written=*/true, kSharesItsMemory);
-    }
-    destinations.add_strided(target.data, target.storage, target.strides_bytes);
-  }
-
   // Notes that the memory must keep its values.
   void note_reused(const PlainLeaf& end) {
     Area area{end.data, end.element_bytes(), /*written=*/false, {}};
@@ -427,10 +344,7 @@ class Sorter {
     }
     sorted_.groups.push_back({to, {LeafTable(from), {}}});
     IntoGroup& made = sorted_.groups.back();
-    made.pairs.leaves.reserve(leaves_);
-    made.pairs.destinations.reserve(leaves_);
-    made.sources->reserve(leaves_ + 1);
-    made.numbers.reserve(leaves_);
+    made.reserve(leaves_);
     if (in_place) {
       made.in_place = rows_->pinned_tables();
       if (rows_->are_numbers_on_device()) made.sources->keep(rows_->numbers().inc_ref().ptr());
