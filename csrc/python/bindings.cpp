@@ -1,4 +1,5 @@
-// Defines the native module: names and argument conversion; no logic.
+// Defines the native module, and binds copies, trees and controls: names and argument conversion;
+// no logic. bindings_of_memory.cpp binds memory.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -14,9 +15,7 @@
 #include "base/streaming_copy.h"
 #include "engine/device/bad_rows.h"
 #include "engine/device/phases.h"
-#include "engine/device/pinned_pool.h"
 #include "engine/device/pinned_ranges.h"
-#include "engine/device/recorded_streams.h"
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
@@ -24,6 +23,7 @@
 #include "engine/moves/row_kernel.h"
 #include "engine/moves/segment_kernel.h"
 #include "engine/moves/stage.h"
+#include "python/bindings.h"
 #include "python/copy_into.h"
 #include "python/device_argument.h"
 #include "python/explain.h"
@@ -32,16 +32,12 @@
 #include "python/handle.h"
 #include "python/host_access.h"
 #include "python/interrupts.h"
-#include "python/leased_tensors.h"
 #include "python/pair_walk.h"
-#include "python/pin_memory.h"
 #include "python/prepared_copy.h"
 #include "python/row_leaves.h"
 #include "python/sources.h"
 #include "python/start_copy.h"
-#include "python/storage_memory.h"
 #include "python/torch_state.h"
-#include "python/torch_tensor.h"
 #include "python/torch_version.h"
 #include "python/value_kind.h"
 
@@ -51,13 +47,10 @@ using tdcopier::CopyOptions;
 using tdcopier::guarded;
 using tdcopier::Handle;
 using tdcopier::HostAccess;
-using tdcopier::LeasedTensors;
 using tdcopier::of_device;
 using tdcopier::OnUnknown;
-using tdcopier::PinnedMemory;
 using tdcopier::PreparedCopy;
 using tdcopier::Sending;
-using tdcopier::StorageMemory;
 using tdcopier::with_torch_errors;
 using tdcopier::WithoutGil;
 
@@ -275,97 +268,7 @@ Raises:
       .def_property_readonly("bytes", &PreparedCopy::bytes)
       .def_property_readonly("keeps_outputs", &PreparedCopy::keeps_outputs);
 
-  py::class_<PinnedMemory> pinned_memory(m, "PinnedMemory", R"(
-Memory that `pin_memory_` has pinned. It stays pinned, and alive, until `close`, the end of a `with`
-block, or the end of this object.)");
-  pinned_memory.attr("__module__") = "tdcopier";
-  pinned_memory
-      .def(py::init([](py::handle data, py::handle device) {
-        return with_torch_errors([&] { return std::make_unique<PinnedMemory>(data, device); });
-      }))
-      .def("close", guarded(&PinnedMemory::close), R"(
-Unpin the memory, after all work that is enqueued on any device. Blocks for that long.
-
-Memory that another `PinnedMemory` names too stays pinned. A second call does nothing. No other
-thread may start a copy or a gather from the memory meanwhile.
-
-Raises:
-    Exception: the error of a device that cannot be waited for, for example while a stream is
-        capturing a CUDA graph. The memory stays pinned then.)")
-      .def("__enter__", [](py::object self) { return self; })
-      .def("__exit__",
-           [](PinnedMemory& self, const py::args&) { with_torch_errors([&] { self.close(); }); })
-      .def_property_readonly("bytes", &PinnedMemory::bytes,
-                             "Bytes of memory that this keeps pinned; 0 when it is closed.")
-      .def_property_readonly("closed", &PinnedMemory::is_closed);
-
-  py::class_<LeasedTensors>(m, "LeasedTensors")
-      .def(py::init([](const std::vector<uint64_t>& sizes, py::handle device) {
-        return with_torch_errors([&] { return std::make_unique<LeasedTensors>(sizes, device); });
-      }))
-      .def("__iter__", [](py::object self) { return self; })
-      .def("__next__", guarded(&LeasedTensors::next));
-  m.def("reserve_pinned", guarded(&tdcopier::reserve_pinned));
-  m.def("trim_pinned", guarded(&tdcopier::trim_pinned));
-  m.def("pinned_use", guarded(&tdcopier::pinned_use));
-  m.def("set_pinned_limit_bytes", &tdcopier::set_pinned_limit);
-
-  py::class_<StorageMemory>(m, "StorageMemory")
-      .def(py::init([](const py::list& tensors) {
-        return with_torch_errors([&] { return std::make_unique<StorageMemory>(tensors); });
-      }))
-      .def_property_readonly("numbers", &StorageMemory::numbers)
-      .def_property_readonly("sizes_bytes", &StorageMemory::sizes_bytes)
-      .def("tensors",
-           [](const StorageMemory& self) {
-             return with_torch_errors([&] { return self.tensors(); });
-           })
-      .def("like",
-           [](const StorageMemory& self, const py::list& tensors, const py::list& bytes) {
-             return with_torch_errors([&] { return self.like(tensors, bytes); });
-           })
-      .def("take_out", guarded(&StorageMemory::take_out))
-      .def("are_waiting", &StorageMemory::are_waiting)
-      .def("put_in", guarded(&StorageMemory::put_in))
-      .def("release_kept", &StorageMemory::release_kept)
-      .def_property_readonly("is_out", &StorageMemory::is_out);
-
-  m.def("place_of", [](py::handle tensor) {
-    if (!tdcopier::is_tensor(tensor.ptr())) throw py::type_error("place_of() takes a tensor");
-    return static_cast<int>(tdcopier::place_of(tdcopier::tensor_in(tensor.ptr())));
-  });
-  m.def("over_bytes", [](py::handle bytes, py::handle tensor) {
-    return with_torch_errors([&] {
-      at::Tensor made =
-          tdcopier::over_bytes(tdcopier::tensor_in(bytes.ptr()), tdcopier::tensor_in(tensor.ptr()));
-      return py::reinterpret_steal<py::object>(tdcopier::wrap_tensor(std::move(made)));
-    });
-  });
-  m.def("parts_of_bytes", [](py::handle bytes, const std::vector<int64_t>& begins,
-                             const std::vector<int64_t>& sizes) {
-    return with_torch_errors(
-        [&] { return tdcopier::parts_of_bytes(tdcopier::tensor_in(bytes.ptr()), begins, sizes); });
-  });
-  m.def("empty_bytes", [](int64_t bytes, py::handle stream) {
-    return with_torch_errors([&] {
-      return py::reinterpret_steal<py::object>(
-          tdcopier::wrap_tensor(tdcopier::empty_bytes(bytes, stream)));
-    });
-  });
-  m.def("pack_bytes", [](const py::list& parts, py::handle chunk,
-                         const std::vector<int64_t>& begins, py::handle stream, bool record) {
-    return with_torch_errors([&] {
-      return tdcopier::pack_bytes(parts, tdcopier::tensor_in(chunk.ptr()), begins, stream, record);
-    });
-  });
-  m.def("record_stream", [](py::handle tensor, py::handle stream) {
-    with_torch_errors([&] {
-      const at::Tensor& recorded = tdcopier::tensor_in(tensor.ptr());
-      tdcopier::record_stream(recorded.storage(),
-                              tdcopier::parse_stream(stream, recorded.device()));
-    });
-  });
-  m.attr("EMPTY_STORAGES_RAISE") = tdcopier::kEmptyStoragesRaise;
+  tdcopier::bind_memory(m);
 
   py::class_<HostAccess>(m, "HostAccess")
       .def(py::init([](py::handle stream) {
@@ -443,7 +346,6 @@ Raises:
     tdcopier::Reclaimer::get().look();
     tdcopier::release_returned_sources();
   });
-  m.def("wait_for_release", guarded(&tdcopier::wait_for_release));
   m.def("blocks_made", &tdcopier::blocks_made);
   m.def("set_shared_cache_store", &tdcopier::set_shared_cache_store);
   m.def("shared_cache_copies", &tdcopier::shared_cache_copies);

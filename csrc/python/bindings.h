@@ -1,0 +1,11 @@
+// The parts of the native module whose bindings have a file of their own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace tdcopier {
+
+// Binds pinned memory, leases of it, and the memory of storages that are parked.
+void bind_memory(pybind11::module_& m);
+
+}  // namespace tdcopier
