@@ -22,6 +22,7 @@ from container_classes import Box, flatten_box, unflatten_box
 import tdcopier
 from tdcopier import _C
 from tdcopier._containers import registry as container_registry
+from tdcopier._containers import unknown
 
 DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 if DEVICE_TYPE == "sim":
@@ -228,6 +229,12 @@ def ends(request: pytest.FixtureRequest, device: str, accelerator: ModuleType) -
         pytest.skip("needs two devices")
     other = device[:-1] + "1"
     return {"H2D": ("cpu", device), "D2H": (device, "cpu"), "D2D": (other, device)}[request.param]
+
+
+@pytest.fixture
+def nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets each test be warned of classes of which another has been."""
+    monkeypatch.setattr(unknown, "_told", {})
 
 
 @pytest.fixture

@@ -9,17 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from catalogue import CONTAINERS, ramp
+from catalogue import CONTAINERS
 from container_classes import Box, Pair, Sample
 from support import raises_exactly
 
 import tdcopier
-
-
-@pytest.fixture
-def leaf() -> torch.Tensor:
-    return ramp("cpu", 3)
-
 
 # ---- paths ---------------------------------------------------------------------------------------
 

@@ -39,11 +39,6 @@ CYCLIC = ("dict whose attributes are its items", "every container in another")
 
 
 @pytest.fixture
-def leaf() -> torch.Tensor:
-    return ramp("cpu", 3)
-
-
-@pytest.fixture
 def late(request, sim, device, copy_stream):
     """A leaf that is not staged and whose tree is not built until the test releases its stream."""
     tdcopier.set_staging_limit_bytes(4 << 20)

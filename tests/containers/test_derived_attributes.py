@@ -7,15 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from catalogue import ramp
 from support import assert_same, oracle
 
 import tdcopier
-
-
-@pytest.fixture
-def leaf() -> torch.Tensor:
-    return ramp("cpu", 3)
 
 
 class SlottedDeque(deque):

@@ -20,17 +20,8 @@ from catalogue import ramp
 from support import assert_same, oracle
 
 import tdcopier
-from tdcopier._containers import unknown
 
-
-@pytest.fixture
-def leaf() -> torch.Tensor:
-    return ramp("cpu", 3)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown, "_told", {})
+pytestmark = pytest.mark.usefixtures("nothing_is_told")
 
 
 # ---- cached properties ---------------------------------------------------------------------------

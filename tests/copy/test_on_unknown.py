@@ -24,6 +24,8 @@ import torch
 import tdcopier
 from tdcopier._containers import unknown
 
+pytestmark = pytest.mark.usefixtures("nothing_is_told")
+
 
 class Colour(enum.Enum):
     RED = 1
@@ -113,11 +115,6 @@ UNKNOWN = {
 
 def leaf() -> torch.Tensor:
     return torch.ones(2)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown, "_told", {})
 
 
 # ---- which values are unknown --------------------------------------------------------------------

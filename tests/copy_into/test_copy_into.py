@@ -14,21 +14,6 @@ from support import same_bytes
 import tdcopier
 from tdcopier import _C, workloads
 
-WAYS = ["H2H", "H2D", "D2H", "D2D", "within"]
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, device: str) -> tuple[str, str]:
-    """Returns the devices of the sources and of the destinations."""
-    if request.param == "D2D":
-        return request.getfixturevalue("other_device"), device
-    return {
-        "H2H": ("cpu", "cpu"),
-        "H2D": ("cpu", device),
-        "D2H": (device, "cpu"),
-        "within": (device, device),
-    }[request.param]
-
 
 def batch(device: str, seed: int = 0) -> Any:
     tree = workloads.detection_batch(samples=3, seed=1)

@@ -24,7 +24,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 import tdcopier
-from tdcopier._containers import unknown
+
+pytestmark = pytest.mark.usefixtures("nothing_is_told")
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
@@ -198,11 +199,6 @@ def storage_of(tensor: torch.Tensor) -> int:
 def made(seed: int, device: str) -> tuple[Maker, Any]:
     maker = Maker(seed, device)
     return maker, maker.state()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown, "_told", {})
 
 
 SEEDS = range(60)
