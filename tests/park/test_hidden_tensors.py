@@ -2,201 +2,60 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import enum
-import functools
 import types
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from park_support import LARGE, is_resident, trained
+from hidden_states import (
+    CALLS,
+    HIDDEN,
+    PLAIN,
+    STATES,
+    Average,
+    Models,
+    Said,
+    Trainer,
+    closure,
+    state_with,
+)
+from park_support import LARGE, is_resident
 from tensordict import TensorDict
 from torch import nn
 
 import tdcopier
-from tdcopier._containers import unknown
 
-CALLS = [tdcopier.park, tdcopier.snapshot]
-
-
-class Trainer:
-    """Has a model, an optimizer and more, and no rule."""
-
-    def __init__(self, device: str) -> None:
-        self.model, self.optimizer = trained(device)
-        self.name = "run"
-
-
-class Average:
-    """Averages weights, and has a state dict."""
-
-    def __init__(self, device: str) -> None:
-        self.shadow = {str(i): torch.full((3,), float(i), device=device) for i in range(5)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow}
-
-
-class Slots:
-    __slots__ = ("empty", "model")
-
-    def __init__(self, device: str) -> None:
-        self.model = nn.Linear(2, 2).to(device)
-
-
-class Models(nn.Module):
-    """Has modules in a plain list, so torch does not know them."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.models = [nn.Linear(2, 2).to(device)]
-
-
-class Items(collections.UserDict[str, Any]):
-    pass
-
-
-@dataclasses.dataclass
-class Settings:
-    rate: float
-
-
-def with_model(value: Any, device: str) -> Any:
-    value.model = nn.Linear(2, 2).to(device)
-    return value
-
-
-def closure(device: str) -> Any:
-    model = nn.Linear(2, 2).to(device)
-    return lambda: model
-
-
-def array_of(value: Any) -> np.ndarray:
-    made = np.empty(1, object)
-    made[0] = value
-    return made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown, "_told", {})
-
-
-KEPT = nn.ModuleList()
-
-
-def kept(device: str) -> nn.Module:
-    """Returns a module that a test may refer to weakly."""
-    KEPT.append(nn.Linear(2, 2).to(device))
-    return KEPT[-1]
-
-
-UNKNOWN = {
-    "trainer": (
-        Trainer,
-        f"a {__name__}.Trainer, a class that tdcopier does not know",
-        "Give {0}.model and {0}.optimizer.",
-    ),
-    "namespace": (
-        lambda device: types.SimpleNamespace(parts=[{"a": nn.Linear(2, 2).to(device)}]),
-        "a types.SimpleNamespace, a class that tdcopier does not know",
-        "Give {0}.parts[0]['a'].",
-    ),
-    "slots": (Slots, f"a {__name__}.Slots, a class", "Give {0}.model."),
-    "partial": (
-        lambda device: functools.partial(print, nn.Linear(2, 2).to(device)),
-        "a functools.partial, a class",
-        "Give {0}.args[0].",
-    ),
-    "weak reference": (
-        lambda device: weakref.ref(kept(device)),
-        "a weakref.ReferenceType, a class",
-        "Give {0}().",
-    ),
-    "set in an object": (
-        lambda device: types.SimpleNamespace(all={torch.ones(2, device=device)}),
-        "a types.SimpleNamespace, a class",
-        "Give {0}.all (an item).",
-    ),
-    "nothing seen": (
-        lambda device: types.SimpleNamespace(rate=1),
-        "a types.SimpleNamespace, a class",
-        "Give modules, optimizers, state dicts, TensorDicts, or tensors, in any nesting of "
-        "containers, or register its class with tdcopier.register_container.",
-    ),
-    "set": (lambda device: {1, 2}, "a set, whose values have no order", "Give a list of it."),
-    "array": (
-        lambda device: array_of(torch.ones(2, device=device)),
-        "a numpy.ndarray of objects that has tensors in it, or values that may",
-        "Give its tolist().",
-    ),
-}
-
-HIDING = {
-    "module": (
-        Models,
-        "a Models, whose parameters and buffers have no tensors, but its attributes have",
-        "Give {0}.inner.models[0].",
-    ),
-    "dict": (
-        lambda device: with_model(Items(epoch=3), device),
-        "an Items, whose items have no tensors, but its attributes have",
-        "Give {0}.model.",
-    ),
-    "dataclass": (
-        lambda device: with_model(Settings(0.1), device),
-        "a Settings, whose items have no tensors, but its attributes have",
-        "Give {0}.model.",
-    ),
-    "method": (
-        lambda device: nn.Linear(2, 2).to(device).parameters,
-        "a method, which is code",
-        "Give {0}.__self__.",
-    ),
-    "closure": (closure, "a function, which is code", "Give {0}.__closure__[0].cell_contents."),
-}
-
-STATES = {
-    "alone": (lambda value: value, "state"),
-    "in a dict": (lambda value: {"epoch": 3, "x": value}, "state['x']"),
-    "in a tuple in a list": (lambda value: [None, (value, 3)], "state[1][0]"),
-}
-
-
-def check(text: str, found: str, remedy: str, path: str) -> None:
-    assert text.startswith(f"{path} is {found}"), text
-    assert ". " + remedy.format(path)[:-1] in text, text
-
+pytestmark = pytest.mark.usefixtures("nothing_is_told")
 
 # ---- nothing was found ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", STATES)
-@pytest.mark.parametrize("name", [*UNKNOWN, *HIDING])
+@pytest.fixture(
+    params=[(name, place) for name in HIDDEN for place in STATES],
+    ids=lambda both: f"{both[0]} {both[1]}",
+)
+def hidden(request: pytest.FixtureRequest, device: str) -> tuple[Callable[[], Any], Said]:
+    """Returns what makes a state, and what is said of it."""
+    return state_with(*request.param, device)
+
+
 @pytest.mark.parametrize("call", CALLS)
-def test_a_state_without_other_tensors_is_refused_with_what_to_give(device, call, name, place):
-    make, found, remedy = {**UNKNOWN, **HIDING}[name]
-    state_of, path = STATES[place]
+def test_a_state_without_other_tensors_is_refused_with_what_to_give(call, hidden):
+    make, said = hidden
     for option in ({}, {"on_unknown": None}, {"on_unknown": "raise"}):
         with pytest.raises(TypeError) as caught:
-            call(state_of(make(device)), **option)
-        check(str(caught.value), found, remedy, path)
+            call(make(), **option)
+        said.check(str(caught.value))
         assert 'on_unknown="ignore"' in str(caught.value)
 
 
-@pytest.mark.parametrize("place", STATES)
-@pytest.mark.parametrize("name", [*UNKNOWN, *HIDING])
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_warned_of_once_on_request(device, call, name, place):
-    make, found, remedy = {**UNKNOWN, **HIDING}[name]
-    state_of, path = STATES[place]
-    state = state_of(make(device))
+def test_it_is_warned_of_once_on_request(call, hidden):
+    make, said = hidden
+    state = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -205,12 +64,12 @@ def test_it_is_warned_of_once_on_request(device, call, name, place):
     (warning,) = caught
     assert warning.category is tdcopier.UnknownTypeWarning
     assert warning.filename == __file__
-    check(str(warning.message), found, remedy, path)
+    said.check(str(warning.message))
 
 
-@pytest.mark.parametrize("name", [*UNKNOWN, *HIDING])
+@pytest.mark.parametrize("name", HIDDEN)
 def test_it_is_left_as_it_is_on_request(device, name):
-    value = {**UNKNOWN, **HIDING}[name][0](device)
+    value = HIDDEN[name][0](device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parked = tdcopier.park(value, on_unknown="ignore")
@@ -253,16 +112,6 @@ def fresh(device: str) -> torch.optim.Optimizer:
     return torch.optim.Adam(nn.Linear(2, 2).to(device).parameters())
 
 
-class Colour(enum.Enum):
-    RED = 1
-
-
-PLAIN = [
-    None, 3, "text", np.float32(1), Colour.RED, torch.float32, torch.device("cpu"), torch.Size([2]),
-    torch.Generator(), print, dict,
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("option", [None, "ignore", "warn", "raise"])
 @pytest.mark.parametrize("call", CALLS)
 def test_nothing_is_said_of_states_that_have_no_tensors_yet(device, call, option):
@@ -298,91 +147,6 @@ def test_an_object_beside_an_optimizer_is_refused_if_it_is_seen_to_hide_more(dev
             call([optimizer, value])
     with pytest.raises(TypeError, match=r"^state is a .*StepLR, .*\. Give state\.optimizer, or"):
         tdcopier.park(scheduler)
-
-
-# ---- beside tensors ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-@pytest.mark.parametrize("call", CALLS)
-def test_each_value_of_the_option_does_as_it_says_beside_tensors(device, call, name):
-    make, found, remedy = UNKNOWN[name]
-    state = {"ok": torch.ones(LARGE, device=device), "in": [make(device)]}
-    path = "state['in'][0]"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for option in ({}, {"on_unknown": None}, {"on_unknown": "ignore"}):
-            handle = call(state, **option)
-            assert f"{4 * LARGE} bytes" in repr(handle)
-            getattr(handle, "resume", handle.wait if call is tdcopier.park else handle.get)()
-        with pytest.raises(TypeError) as refused:
-            call(state, on_unknown="raise")
-        with pytest.raises(tdcopier.UnknownTypeWarning):  # an error of the filter changes nothing
-            call(state, on_unknown="warn")
-    assert is_resident(state["ok"])
-    check(str(refused.value), found, remedy, path)
-    with pytest.warns(tdcopier.UnknownTypeWarning) as caught:
-        handle = call(state, on_unknown="warn")
-    check(str(caught[0].message), found, remedy, path)
-    if isinstance(handle, tdcopier.Parked):
-        assert handle.is_parked
-        handle.resume()
-
-
-@pytest.mark.parametrize("option", [None, "ignore", "warn", "raise"])
-@pytest.mark.parametrize("call", CALLS)
-def test_plain_data_is_never_reported(device, call, option):
-    state = [torch.ones(LARGE, device=device), *PLAIN, closure(device)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        handle = call(state, on_unknown=option)
-    assert f"{4 * LARGE} bytes" in repr(handle)
-    if isinstance(handle, tdcopier.Parked):
-        handle.resume()
-
-
-class OnlyItsOwnTo:
-    def __init__(self, device: str) -> None:
-        self.tensor = torch.ones(2, device=device)
-
-    def to(self, device: Any) -> OnlyItsOwnTo:
-        return self
-
-
-READ_ONCE = {
-    "generator": (lambda device: (x for x in [torch.ones(2, device=device)]), "an iterator"),
-    "set": (lambda device: {torch.ones(2, device=device)}, "a set, whose values have no order"),
-    "own .to": (OnlyItsOwnTo, "an OnlyItsOwnTo, and only its own `.to` knows its tensors"),
-}
-
-
-@pytest.mark.parametrize("name", READ_ONCE)
-@pytest.mark.parametrize("call", CALLS)
-def test_tensors_that_are_left_for_sure_are_refused_unless_the_option_lets_them(
-    device, call, name, monkeypatch
-):
-    make, found = READ_ONCE[name]
-    ones = torch.ones(LARGE, device=device)
-    for option in (None, "raise"):
-        with pytest.raises(TypeError) as caught:
-            call([ones, make(device)], on_unknown=option)
-        assert str(caught.value).startswith(f"state[1] is {found}")
-    assert is_resident(ones)
-    if name == "generator" and call is tdcopier.snapshot:
-        monkeypatch.setitem(unknown._told, id(types.GeneratorType), None)
-        for option in ("ignore", "warn"):
-            with pytest.raises(
-                TypeError, match=r"^state\[1\] is a generator, which copy\.deepcopy"
-            ):
-                call([ones, make(device)], on_unknown=option)
-        return
-    handle = call([ones, make(device)], on_unknown="ignore")
-    with pytest.warns(tdcopier.UnknownTypeWarning, match=r"^state\[1\] is "):
-        also = call([torch.ones(LARGE, device=device), make(device)], on_unknown="warn")
-    for each in (handle, also):
-        if isinstance(each, tdcopier.Parked):
-            each.resume()
-        assert f"{4 * LARGE} bytes" in repr(each)
 
 
 # ---- other calls, and mistakes -------------------------------------------------------------------
