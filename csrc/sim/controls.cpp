@@ -39,8 +39,10 @@ void bind_controls(py::module_& m) {
       py::arg("n"), py::arg("device"));
   m.def(
       "fail_pinned_allocation",
-      [](std::int64_t n) { return Fault::arm({.kind = FaultKind::kPinnedAllocation, .n = n}); },
-      py::arg("n"));
+      [](std::int64_t n, std::int32_t code) {
+        return Fault::arm({.kind = FaultKind::kPinnedAllocation, .n = n, .code = code});
+      },
+      py::arg("n"), py::arg("code"));
   m.def(
       "fail_transfer",
       [](std::int64_t n, std::optional<int> direction, std::optional<int> device,

@@ -12,8 +12,7 @@ namespace tdcopier::sim {
 
 namespace {
 
-constexpr std::int32_t kMemoryAllocation = 2;  // as in CUDA
-constexpr std::int32_t kUnknown = 999;         // as in CUDA
+constexpr std::int32_t kUnknown = 999;  // as in CUDA
 
 std::mutex faults_mutex;
 std::vector<std::shared_ptr<Fault>> armed;  // guarded by mutex
@@ -29,7 +28,7 @@ std::atomic<bool> any_armed{false};         // read without the lock
 class DueFaults {
  public:
   struct Strike {
-    std::int32_t code;                        // of a query that fails
+    std::int32_t code;                        // of a query or a pinned allocation
     std::shared_ptr<LastingFailure> lasting;  // of a transfer that fails when it runs
   };
 
@@ -103,9 +102,10 @@ void strike_device_allocation(c10::DeviceIndex device, std::size_t bytes) {
 void strike_pinned_allocation(std::size_t bytes) {
   if (!any_armed.load(std::memory_order_acquire)) return;
   const auto what = c10::str("an allocation of ", bytes, " pinned bytes");
-  if (DueFaults::count(FaultKind::kPinnedAllocation, what)) {
-    raise_device_error(kMemoryAllocation,
-                       c10::str("out of memory that can be pinned: ", what, " was made to fail"));
+  if (const auto strike = DueFaults::count(FaultKind::kPinnedAllocation, what)) {
+    const auto* const why =
+        strike->code == kMemoryAllocation ? "out of memory that can be pinned: " : "";
+    raise_device_error(strike->code, c10::str(why, what, " was made to fail"));
   }
 }
 

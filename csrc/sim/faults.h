@@ -21,12 +21,12 @@ namespace tdcopier::sim {
 // The kind of call that a fault counts, and how the call fails.
 enum class FaultKind : std::uint8_t {
   kDeviceAllocation,
-  kPinnedAllocation,
-  kEnqueue,      // a transfer: the call raises
-  kExecution,    // a transfer: the call succeeds, and the transfer fails when it runs
-  kEventRecord,  // the recording of an event
-  kEventQuery,   // the query whether an event has been reached
-  kThread,       // the creation of a thread by the engine
+  kPinnedAllocation,  // or the pinning of existing memory
+  kEnqueue,           // a transfer: the call raises
+  kExecution,         // a transfer: the call succeeds, and the transfer fails when it runs
+  kEventRecord,       // the recording of an event
+  kEventQuery,        // the query whether an event has been reached
+  kThread,            // the creation of a thread by the engine
 };
 
 // Selects the calls that a fault counts, and those that it makes fail.
@@ -36,7 +36,7 @@ struct FaultPlan {
   std::int64_t times = 1;                             // how many calls fail in a row
   std::optional<Direction> direction = std::nullopt;  // of transfers; nullopt: any
   std::optional<c10::DeviceIndex> device = std::nullopt;  // nullopt: any; a transfer has up to two
-  std::int32_t code = 0;                                  // the error code of a query that fails
+  std::int32_t code = 0;  // the error code of a query or of a pinned allocation that fails
 };
 
 // An armed failure. It strikes even where a cache would have served the call. Thread: any.
@@ -63,6 +63,9 @@ class Fault {
   std::string struck_;
   std::shared_ptr<LastingFailure> lasting_;
 };
+
+// An error code of CUDA and of HIP: no more memory.
+inline constexpr std::int32_t kMemoryAllocation = 2;
 
 // The simulation calls one of these for every call of its kind. They throw if a fault strikes the
 // call.

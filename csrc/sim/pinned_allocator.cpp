@@ -100,12 +100,13 @@ PinnedBytes PinnedAllocator::bytes() const {
 }
 
 int PinnedAllocator::pin(void* begin, std::size_t bytes) noexcept {
-  constexpr int kOutOfMemory = 2;  // as CUDA's
   constexpr int kAlreadyPinned = 712;
   try {
     strike_pinned_allocation(bytes);
+  } catch (const c10::AcceleratorError& error) {
+    return error.get_error_code();
   } catch (...) {
-    return kOutOfMemory;
+    return kMemoryAllocation;  // the host has no memory for the message
   }
   const auto first = reinterpret_cast<std::uintptr_t>(begin);
   const std::lock_guard lock(mutex_);

@@ -8,8 +8,9 @@ from tdcopier import _C, _sim
 from tdcopier.sim._devices import DeviceLike, Direction, device_index, direction_index
 from tdcopier.sim._scope import Scope
 
+OUT_OF_MEMORY = 2
 STREAM_CAPTURE_UNSUPPORTED = 900
-"""An error code of CUDA and of HIP."""
+"""These two are error codes of CUDA and of HIP."""
 
 
 class Fault(Scope):
@@ -70,14 +71,18 @@ def fail_device_allocation(n: int = 1, *, device: DeviceLike = None) -> Fault:
     return Fault(_sim.fail_device_allocation(_checked(n), _any_or_index(device)))
 
 
-def fail_pinned_allocation(n: int = 1) -> Fault:
+def fail_pinned_allocation(n: int = 1, *, code: int = OUT_OF_MEMORY) -> Fault:
     """Make the ``n``-th allocation of pinned host memory from now on fail.
 
     It raises ``torch.AcceleratorError``, a ``RuntimeError``, as CUDA does if the host can pin no
     more memory, even if cached memory would have sufficed. Allocations of no bytes are not counted.
+    The pinning of existing memory, as by :func:`tdcopier.pin_memory_`, counts as an allocation.
 
     Args:
         n: number of the allocation, from 1.
+        code: the error code; the default is that of CUDA and HIP for a lack of memory. With
+            another one, such as 700 (an illegal address), the call reports an earlier failure of
+            the device, as a call of a real device may. The device itself is not broken.
 
     Returns:
         The fault, which is a context manager.
@@ -88,7 +93,7 @@ def fail_pinned_allocation(n: int = 1) -> Fault:
 
     """
     device_index(None)
-    return Fault(_sim.fail_pinned_allocation(_checked(n)))
+    return Fault(_sim.fail_pinned_allocation(_checked(n), code))
 
 
 def fail_transfer(

@@ -414,6 +414,36 @@ def test_gathered_rows_are_pageable_if_no_more_memory_can_be_pinned(sim, place):
     assert not result["a"].is_pinned()
 
 
+ILLEGAL_ADDRESS = 700  # an error code of CUDA: an earlier kernel has broken the device
+
+
+@pytest.mark.parametrize("place", ["cpu", "sim:0"])
+@pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, 1, 3, 999])
+def test_another_error_of_the_device_in_a_pinned_allocation_is_raised(sim, place, code):
+    """Pageable memory would hide it: only a lack of memory has that way out."""
+    batch = leaves_on([place], [40, 10], 3.0)
+    before = in_use(sim)
+    calls = {
+        "gather": lambda: tdcopier.start_gather(batch[:1], torch.arange(30), "cpu"),
+        "copy": lambda: tdcopier.start_copy(batch, "cpu"),
+    }
+    if place == "cpu":
+        del calls["copy"]  # leaves on the host are reused
+    for call in calls.values():
+        usual = call().stats.fallbacks  # tables on a device are read by their own code
+        with sim.fail_pinned_allocation(code=code) as fault:
+            handle = call()
+            for ask in (handle.get, handle.wait, handle.get):
+                with pytest.raises(torch.AcceleratorError) as caught:
+                    ask()
+                assert str(caught.value).startswith(f"{fault.struck} was made to fail")
+                assert caught.value.error_code == code
+        assert handle.stats.fallbacks == usual
+        del handle, caught, ask
+        assert call().get()[0].is_pinned()
+    assert_gives_back(sim, before)
+
+
 def test_a_call_can_insist_on_pinned_results(sim):
     batch = leaves_on(["sim:0"], [10, 10], 3.0)
     with sim.fail_pinned_allocation(1):

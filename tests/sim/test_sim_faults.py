@@ -10,6 +10,8 @@ import torch
 from sim_support import fresh as fresh
 from sim_support import marker, pinned
 
+import tdcopier
+
 pytestmark = pytest.mark.sim
 
 
@@ -84,6 +86,21 @@ def test_the_nth_pinned_allocation_fails_as_cuda_lets_it_fail(sim: ModuleType) -
         "out of memory that can be pinned: an allocation of 400 pinned bytes was made to fail"
     )
     assert sim.pinned_bytes().in_use == before
+
+
+def test_a_pinned_allocation_may_report_another_error_of_the_device(sim: ModuleType) -> None:
+    with sim.fail_pinned_allocation(code=700) as fault:
+        with pytest.raises(torch.AcceleratorError) as caught:
+            torch.empty(100, pin_memory=True)
+        assert str(caught.value).startswith(f"{fault.struck} was made to fail")
+        assert caught.value.error_code == 700
+        torch.empty(100, pin_memory=True)
+
+
+@pytest.mark.parametrize(("code", "why"), [(2, "cannot lock that memory"), (700, "error 700")])
+def test_the_pinning_of_existing_memory_fails_with_the_code_of_the_fault(sim, code, why) -> None:
+    with sim.fail_pinned_allocation(code=code), pytest.raises(ValueError, match=why):
+        tdcopier.pin_memory_(torch.ones(100), "sim:0")
 
 
 def test_what_is_disarmed_strikes_nothing(sim: ModuleType) -> None:
@@ -316,5 +333,5 @@ def test_what_there_is_not_is_refused(sim: ModuleType) -> None:
         sim.fail_transfer(when="later")
     with pytest.raises(ValueError, match="expected a simulated device"):
         sim.fail_transfer(device="cpu")
-    with pytest.raises(RuntimeError, match="there is no device sim:7"):
+    with pytest.raises(RuntimeError, match=r"there is no device sim:7; .*enable\(devices="):
         sim.fail_device_allocation(device=7)
