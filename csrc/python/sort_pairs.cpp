@@ -108,8 +108,10 @@ class Sorter {
     const auto& [first, second] = *shared;
     const char* const why =
         first.written && second.written
-            ? " share memory: tied leaves (of the same address, shape, strides and dtype) must be "
-              "tied in the source too; else give a clone() of one"
+            ? " share memory: only tied leaves may, which have the same address, shape, strides "
+              "and dtype, and are tied in the source too. Views of one tensor, such as x and "
+              "x.t(), do not count as tied: leave out of both trees the one that the other fills, "
+              "or give a clone() of one"
             : " share memory: the memory of a destination must not belong to another leaf too; "
               "give a clone() of one";
     throw py::value_error(path(first.number, first.written) + " and " +

@@ -164,6 +164,7 @@ REFUSED: dict[str, Ends] = {
     ),
     "the negative": lambda s, d: ([s, torch._neg_view(s)], [d, d]),
     "itself": lambda s, d: ([s, d], [d, d]),
+    "views in both trees": lambda s, d: ([s, s.t()], [d, d.t()]),
 }  # fmt: skip
 
 
@@ -178,10 +179,34 @@ def test_all_else_that_shares_memory_is_refused(way, name):
     assert destination._version == 0
 
 
-def test_the_error_says_which_tied_leaves_are_accepted():
+class TiedTransposed(nn.Module):
+    """Has one weight under two names, once transposed."""
+
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2, 2), fill))
+        self.register_buffer("decoder", self.weight.detach().t())
+
+
+def test_the_error_says_which_tied_leaves_are_accepted_and_what_its_remedies_do():
     tied = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"tied leaves .* must be tied in the source too"):
+    with pytest.raises(ValueError, match=r"only tied leaves may, .* are tied in the source too"):
         tdcopier.copy_into([torch.ones(2), torch.ones(2)], [tied, tied])
+    source, destination = (TiedTransposed(fill).state_dict() for fill in (1.0, 0.0))
+    with pytest.raises(
+        ValueError,
+        match=r"^destination\['weight'\] and destination\['decoder'\] share memory: .*"
+        r"Views of one tensor, such as x and x\.t\(\), do not count as tied: leave out",
+    ):
+        tdcopier.copy_into(source, destination)
+    cloned = destination | {"decoder": destination["decoder"].clone()}
+    tdcopier.copy_into(source, cloned)
+    assert cloned["decoder"].tolist() == source["decoder"].tolist()
+    for state in (source, destination):
+        del state["decoder"]
+    destination["weight"].zero_()
+    tdcopier.copy_into(source, destination)
+    assert destination["weight"].tolist() == source["weight"].tolist()
 
 
 @pytest.mark.parametrize("pinned", [True, False])
