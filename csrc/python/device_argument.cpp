@@ -83,7 +83,10 @@ c10::Device parse_device(py::handle argument) {
   const int count = backend.deviceCount();
   if (count == 0 || device.index() >= count) {
     throw py::value_error("device " + device.str() + " does not exist: this machine has " +
-                          std::to_string(count) + " " + kind() + " device(s)");
+                          std::to_string(count) + " " + kind() + " device(s)" +
+                          (kind() == "sim" ? "; ask for more with tdcopier.sim.enable(devices=...) "
+                                             "at the start of the program"
+                                           : ""));
   }
   torch::utils::device_lazy_init(device.type());
   return device.has_index() ? device : backend.getDevice();

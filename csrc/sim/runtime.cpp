@@ -15,6 +15,9 @@ namespace tdcopier::sim {
 
 namespace {
 
+constexpr const char* kAskForMore =
+    "; ask for more with tdcopier.sim.enable(devices=...) at the start of the program";
+
 struct DeviceStreams {
   std::array<StreamQueue, kStreamsPerDevice> queues;
   std::array<std::atomic<unsigned>, 2> next_of_pool{};
@@ -60,7 +63,7 @@ c10::DeviceIndex device_count() noexcept {
 c10::DeviceIndex resolve_device(c10::DeviceIndex index) {
   const auto resolved = index == -1 ? thread_device : index;
   TORCH_CHECK(resolved >= 0 && resolved < device_count(), "there is no device sim:", int{resolved},
-              "; the simulation has ", int{device_count()}, " device(s)");
+              "; the simulation has ", int{device_count()}, " device(s)", kAskForMore);
   return resolved;
 }
 
@@ -121,7 +124,7 @@ StreamQueue& queue_of(c10::Stream stream) {
               "not a stream of the simulated device: ", stream);
   const auto device = stream.device_index();
   TORCH_CHECK(device >= 0 && device < device_count(), "there is no device sim:", int{device},
-              "; the simulation has ", int{device_count()}, " device(s)");
+              "; the simulation has ", int{device_count()}, " device(s)", kAskForMore);
   TORCH_CHECK(stream.id() >= 0 && stream.id() < kStreamsPerDevice, "device sim:", int{device},
               " has no stream with id ", stream.id());
   return devices[static_cast<std::size_t>(device)]->queues[static_cast<std::size_t>(stream.id())];

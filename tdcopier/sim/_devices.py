@@ -33,7 +33,8 @@ def device_index(device: DeviceLike) -> int:
         index = _sim.current_device() if parsed.index is None else parsed.index
     if not 0 <= index < _sim.device_count():
         raise RuntimeError(
-            f"there is no device sim:{index}; the simulation has {_sim.device_count()} device(s)"
+            f"there is no device sim:{index}; the simulation has {_sim.device_count()} device(s); "
+            "ask for more with tdcopier.sim.enable(devices=...) at the start of the program"
         )
     return index
 

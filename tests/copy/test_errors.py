@@ -72,6 +72,10 @@ def test_a_device_that_does_not_exist_is_refused(device, accelerator):
     if count > 7:
         pytest.skip("this machine has it")
     message = f"device {kind}:7 does not exist: this machine has {count} {kind} device(s)"
+    if kind == "sim":
+        message += (
+            "; ask for more with tdcopier.sim.enable(devices=...) at the start of the program"
+        )
     with raises_exactly(ValueError, message):
         tdcopier.start_copy([torch.ones(2)], f"{kind}:7")
     assert_next_copy_works(device)
