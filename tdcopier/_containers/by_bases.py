@@ -266,8 +266,11 @@ def _shell_of(value: Any, kind: str) -> Any:
         shell = shallow_copy(value)
     except Exception as error:
         raise _not_rebuildable(value, kind, f"{type(error).__name__}: {error}") from error
-    if type(shell) is not type(value) or shell is value:
-        raise _not_rebuildable(value, kind, f"copy.copy gave a {type(shell).__name__}")
+    if shell is value:
+        raise _not_rebuildable(value, kind, "copy.copy of it gives the same object, not a new one")
+    if type(shell) is not type(value):
+        name = type(shell).__name__
+        raise _not_rebuildable(value, kind, f"copy.copy of it gives another class, {name}")
     if options_of(shell) != options_of(value):
         raise _not_rebuildable(value, kind, "its copy has another factory or maximum length")
     drop_caches(shell, value)

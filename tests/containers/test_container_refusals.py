@@ -110,11 +110,13 @@ def _once() -> Once:
         ),
         (
             lambda: Selfish("x", [1]),
-            "Selfish, a sequence that cannot be rebuilt (copy.copy gave a Selfish)",
+            "Selfish, a sequence that cannot be rebuilt (copy.copy of it gives the same object, "
+            "not a new one)",
         ),
         (
             lambda: Degrading("x", [1]),
-            "Degrading, a sequence that cannot be rebuilt (copy.copy gave a list)",
+            "Degrading, a sequence that cannot be rebuilt (copy.copy of it gives another class, "
+            "list)",
         ),
         (
             lambda: Forgetful("x", {"a": 1}),
