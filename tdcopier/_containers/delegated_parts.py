@@ -126,7 +126,8 @@ def _reached_from(moved: Any) -> list[torch.Tensor]:
 def children_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the items and the attributes of a value, without code of its class.
 
-    Each has a format and what it is given, which make the step to it in a path.
+    Each has a format and what it is given, which make the step to it in a path (see `text_of` in
+    `_park/places.py`).
     """
     cls = type(value)  # `isinstance` may run the code of a proxy
     if issubclass(cls, dict):
@@ -138,7 +139,7 @@ def children_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
     sets: tuple[Any, ...] = (set, frozenset)
     for kind in sets:
         if issubclass(cls, kind):
-            yield from (("{}", " (an item)", child) for child in kind.__iter__(value))
+            yield from (("an item of {of}", "item", child) for child in kind.__iter__(value))
     for base in cls.__mro__:
         for name, attribute in vars(base).items():
             if isinstance(attribute, types.MemberDescriptorType):  # a slot

@@ -23,7 +23,7 @@ from tdcopier._containers.delegated_parts import (
     plain_parts,
 )
 from tdcopier._options import OnUnknown
-from tdcopier._park.places import ATTRIBUTE, Place, named, text_of
+from tdcopier._park.places import ATTRIBUTE, BOUND_TO, CAPTURED, Place, named, text_of
 
 ACCEPTED = (
     "Give modules, optimizers, state dicts, TensorDicts, or tensors, in any nesting of containers"
@@ -209,11 +209,11 @@ def _hidden_in(value: Any, at: Place, known: set[int]) -> list[Place]:
 def _parts_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
     cls = type(value)
     if issubclass(cls, types.FunctionType):
-        for number, cell in enumerate(value.__closure__ or ()):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if cell != types.CellType():  # it is not empty
-                yield ".__closure__[{}].cell_contents", number, cell.cell_contents
+                yield CAPTURED, name, cell.cell_contents
     elif issubclass(cls, types.MethodType):
-        yield ATTRIBUTE, "__self__", value.__self__
+        yield BOUND_TO, "self", value.__self__
     elif issubclass(cls, weakref.ref):
         yield "{}", "()", value()
     elif issubclass(cls, nn.Module):

@@ -9,14 +9,31 @@ Place: TypeAlias = "str | tuple[Place, str, Any]"
 text for an error only: a state has thousands of tensors."""
 
 ITEM, ATTRIBUTE = "[{!r}]", ".{}"
+# No expression that a user would write leads there, so words do. The step is a name for the value.
+CAPTURED = "the variable {} that the function {of} captured"
+BOUND_TO = "the object that the method {of} is bound to"
 
 
 def text_of(place: Place) -> str:
-    """Return a place as text."""
+    """Return a place as text: `state['x'].model`, or in words where it is reached in no such way.
+
+    What is below a place in words is `model.weight (model is the variable model that ...)`.
+    """
+    path, name, words = _parts_of(place)
+    if not words:
+        return path
+    return words if path == name else f"{path} ({name} is {words})"
+
+
+def _parts_of(place: Place) -> tuple[str, str, str]:
+    """Return a path, the name that it begins with, and what this is in words, or ""."""
     if isinstance(place, str):
-        return place
+        return place, place, ""
     parent, form, step = place
-    return text_of(parent) + form.format(step)
+    if "{of}" in form:
+        return str(step), str(step), form.format(step, of=text_of(parent))
+    path, name, words = _parts_of(parent)
+    return path + form.format(step), name, words
 
 
 def named(value: Any) -> str:

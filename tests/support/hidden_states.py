@@ -31,6 +31,9 @@ class Trainer:
         self.model, self.optimizer = trained(device)
         self.name = "run"
 
+    def run(self) -> None:
+        raise NotImplementedError
+
 
 class Average:
     """Averages weights, and has a state dict."""
@@ -77,6 +80,11 @@ def closure(device: str) -> Any:
     return lambda: model
 
 
+def closure_over_trainer(device: str) -> Any:
+    trainer = Trainer(device)
+    return lambda: trainer
+
+
 def array_of(value: Any) -> np.ndarray:
     made = np.empty(1, object)
     made[0] = value
@@ -117,7 +125,12 @@ UNKNOWN = {
     "set in an object": (
         lambda device: types.SimpleNamespace(all={torch.ones(2, device=device)}),
         "a types.SimpleNamespace, a class",
-        "Give {0}.all (an item).",
+        "Give an item of {0}.all.",
+    ),
+    "object in a set": (
+        lambda device: types.SimpleNamespace(all=frozenset([Slots(device)])),
+        "a types.SimpleNamespace, a class",
+        "Give item.model (item is an item of {0}.all).",
     ),
     "nothing seen": (
         lambda device: types.SimpleNamespace(rate=1),
@@ -152,9 +165,25 @@ HIDING = {
     "method": (
         lambda device: nn.Linear(2, 2).to(device).parameters,
         "a method, which is code",
-        "Give {0}.__self__.",
+        "Give the object that the method {0} is bound to.",
     ),
-    "closure": (closure, "a function, which is code", "Give {0}.__closure__[0].cell_contents."),
+    "closure": (
+        closure,
+        "a function, which is code",
+        "Give the variable model that the function {0} captured.",
+    ),
+    "object in a closure": (
+        closure_over_trainer,
+        "a function, which is code",
+        "Give trainer.model (trainer is the variable trainer that the function {0} captured) and "
+        "trainer.optimizer (trainer is the variable trainer that the function {0} captured).",
+    ),
+    "method of an object": (
+        lambda device: Trainer(device).run,
+        "a method, which is code",
+        "Give self.model (self is the object that the method {0} is bound to) and self.optimizer "
+        "(self is the object that the method {0} is bound to).",
+    ),
 }
 
 STATES = {
