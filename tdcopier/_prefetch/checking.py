@@ -44,6 +44,24 @@ def is_to_be_called(source: Any) -> bool:
     return True
 
 
+def batches_of_call(source: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that calls the source for the next batch.
+
+    It raises a TypeError if it gets None, which would go on without an end.
+    """
+
+    def read() -> Any:
+        batch = source()
+        if batch is None:
+            raise TypeError(
+                f"{_name(source)}() returned None in place of a batch, as a function without "
+                "`return` does: let it return the next batch, and raise StopIteration at the end"
+            )
+        return batch
+
+    return read
+
+
 def refuse_other_options(options: Mapping[str, Any]) -> None:
     """Raise a TypeError that says where an option belongs that `prefetch` does not take."""
     loaders = _options_of_data_loader() if options.keys() - CopyOptions.__annotations__ else ()

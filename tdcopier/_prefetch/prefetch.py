@@ -97,14 +97,15 @@ def prefetch(
     Args:
         source: an iterable, for example a `DataLoader` or a generator; or a callable without
             arguments, for example `buffer.sample`, that returns the next batch until it raises
-            StopIteration. An iterable that is also callable is iterated. The thread that starts a
-            pass calls `iter(source)`; only the reader reads batches, one at a time. A list or tuple
-            is taken for a sequence of batches. Refused is what is probably a mistake: a single
-            batch, since iterating it gives keys, fields or rows (a dict or another mapping, a named
-            tuple, a tensor, an array, a TensorDict; `iter(batch)` gives rows); text and bytes; a
-            set, which has no order; an `AsyncCopyHandle`, which is one copy; a module and a class,
-            since calling them returns no batch; a dataset without `__iter__`, whose items are
-            samples; a generator function that was not called; anything asynchronous.
+            StopIteration; where it returns None, the pass ends with a TypeError. An iterable that
+            is also callable is iterated. The thread that starts a pass calls `iter(source)`; only
+            the reader reads batches, one at a time. A list or tuple is taken for a sequence of
+            batches. Refused is what is probably a mistake: a single batch, since iterating it gives
+            keys, fields or rows (a dict or another mapping, a named tuple, a tensor, an array, a
+            TensorDict; `iter(batch)` gives rows); text and bytes; a set, which has no order; an
+            `AsyncCopyHandle`, which is one copy; a module and a class, since calling them returns
+            no batch; a dataset without `__iter__`, whose items are samples; a generator function
+            that was not called; anything asynchronous.
         device: the target, as for `start_copy`. "cuda" is the CUDA device that is current where a
             pass starts.
         depth: maximum number of batches that have been or are being read, and have not been

@@ -20,6 +20,7 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._copy import start_copy
 from tdcopier._options import CopyOptions, Device, bool_option
 from tdcopier._prefetch.checking import (
+    batches_of_call,
     checked_depth,
     has_draws_in_this_process,
     is_to_be_called,
@@ -327,7 +328,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
     def _new_queue(self, is_threaded: bool) -> BatchQueue:
         generator = None
         if self._is_callable:
-            read: Callable[[], Any] = self._source
+            read = batches_of_call(self._source)
         else:
             iterator = iter(self._source)
             self._begins_anew = iterator is not self._source

@@ -347,3 +347,35 @@ def test_an_index_is_refused_with_how_to_get_batches(prefetch):
     with pytest.raises(TypeError, match=r"has no items: loop over it, or call next\(prefetcher\)"):
         prefetcher[0]
     assert values_of(prefetcher) == [0]
+
+
+# ---- None for a batch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_the_first_none_of_a_callable_ends_the_pass_with_a_sentence(device, threaded):
+    left = [batch(0), batch(1)]
+
+    def read() -> Any:
+        if left:
+            return left.pop(0)
+        return None
+
+    message = (
+        "read() returned None in place of a batch, as a function without `return` does: let it "
+        "return the next batch, and raise StopIteration at the end"
+    )
+    prefetcher = tdcopier.prefetch(read, device, threaded=threaded)
+    taken = []
+    with pytest.raises(TypeError) as caught:
+        taken.extend(prefetcher)
+    assert str(caught.value) == message
+    assert len(taken) == 2
+    with pytest.raises(StopIteration):
+        next(prefetcher)
+    with pytest.raises(TypeError, match=r"^source\(\) returned None"):
+        next(tdcopier.prefetch(lambda: None, device, threaded=threaded))
+
+
+def test_none_in_an_iterable_of_batches_is_a_value(device):
+    assert list(tdcopier.prefetch([None, 3], device)) == [None, 3]
