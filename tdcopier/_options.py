@@ -197,6 +197,9 @@ _INSTEAD_IN = {
         "copy": "takes no copy: the rows are new memory always",
         "inplace": "returns a new tree: with out= it fills an existing one",
     },
+    "prepare": {
+        "non_blocking": "takes no non_blocking: start_copy() of the plan never blocks",
+    },
     "prefetch": {
         "non_blocking": "takes no non_blocking: its copies never block",
         "inplace": "yields new trees: copy_into() fills an existing one",

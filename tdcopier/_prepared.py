@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
+from typing_extensions import Never
 
 from tdcopier import _C, _checking, _options
 from tdcopier._C import AsyncCopyHandle
@@ -201,6 +202,7 @@ def prepare(
     require_pinned_results: bool = False,
     on_unknown: OnUnknown = None,
     reuse_outputs: bool = False,
+    **others: Never,
 ) -> PreparedCopy:
     """Analyse an example batch once, so that copies of batches like it cost less.
 
@@ -234,10 +236,13 @@ def prepare(
             and weak references to them stay valid. Up to four results are kept in this way, each
             until sixteen copies have not used it. Batches of more than 4 MiB are never kept:
             `reuses_outputs` tells whether results are kept.
+        **others: there are no others: keywords of `Tensor.to` are refused with what to do instead.
 
     Raises:
+        TypeError: there is no such option.
         Exception: as `start_copy`.
     """
+    _options.refuse_unknown_options("prepare", others, "reuse_outputs")
     options = _options.checked_options(
         use_pinned_staging,
         pack_cpu_tensors,

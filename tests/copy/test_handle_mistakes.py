@@ -217,6 +217,16 @@ def test_gather_refuses_a_keyword_of_to_with_what_to_do(device, keyword):
         tdcopier.gather(storage(), [1], device, **{keyword: True})
 
 
+@pytest.mark.parametrize("keyword", BY_TO)
+def test_prepare_refuses_a_keyword_of_to_with_what_to_do(device, keyword):
+    said = BY_TO | {
+        "non_blocking": r"takes no non_blocking: start_copy\(\) of the plan never blocks$",
+        "use_pinned": r"got an unexpected keyword argument 'use_pinned': its options are reuse_",
+    }
+    with pytest.raises(TypeError, match=rf"^prepare\(\) {said[keyword]}"):
+        tdcopier.prepare(batch(), device, **{keyword: True})
+
+
 def test_what_is_said_of_copy_true_works(device):
     on_device = tdcopier.copy(batch(), device)
     assert tdcopier.copy(on_device, device)["x"] is on_device["x"]
