@@ -130,10 +130,10 @@ def ending(kind: str, after_s: float) -> int | str:
         log = tempfile.gettempdir() + f"/exit_phases.{os.getpid()}"
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
         faulthandler.register(signal.SIGUSR1)
+        run(kind, after_s)
         from tdcopier import _sim
 
-        _sim.print_stack_at_terminate()
-        run(kind, after_s)
+        _sim.print_stack_at_terminate()  # now, as torch sets a handler of its own at times
         sys.exit(0)
     end = time.monotonic() + HANGS_AFTER_S
     log = Path(tempfile.gettempdir()) / f"exit_phases.{child}"
