@@ -3,6 +3,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <dlfcn.h>
 #include <execinfo.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -138,6 +139,15 @@ auto transfer_counts() {
   std::abort();
 }
 
+// By its library: others that are loaded may export a std::set_terminate() of their own.
+void print_stack_at_terminate() {
+  using SetTerminate = std::terminate_handler (*)(std::terminate_handler);
+  void* const library = ::dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
+  void* const found = library == nullptr ? nullptr : ::dlsym(library, "_ZSt13set_terminatePFvvE");
+  TORCH_CHECK(found != nullptr, "std::set_terminate() was not found: ", ::dlerror());
+  reinterpret_cast<SetTerminate>(found)(&print_stack_and_abort);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_sim, m) {
@@ -177,7 +187,7 @@ PYBIND11_MODULE(_sim, m) {
   });
   m.def("shut_down", &shut_down, Release());
   m.def("in_forked_child", &in_forked_child);
-  m.def("print_stack_at_terminate", [] { std::set_terminate(&print_stack_and_abort); });
+  m.def("print_stack_at_terminate", &print_stack_at_terminate);
 
   m.def("device_count", [] { return int{device_count()}; });
   m.def("current_device", [] { return int{current_device()}; });
