@@ -382,9 +382,14 @@ def _like_mapping(first: Any, keys: list[Any], children: list[Any]) -> Any:
     values = dict(zip(keys, children, strict=True))
     try:
         if isinstance(first, MutableMapping):
+            before = {key: first[key] for key in keys}
             made = copy.copy(first)  # keeps attributes besides the items
             made.update(values)
-            return made
+            if not any(first[key] is value for key, value in values.items()):
+                return made
+            first.update(
+                before
+            )  # the copy shares its items with a sample, which a dataset may keep
         return type(first)(values)
     except TypeError:  # a class whose constructor takes other arguments
         return values
@@ -399,13 +404,19 @@ def _like_sequence(first: Any, children: list[Any]) -> Any:
         return children
     try:
         if isinstance(first, MutableSequence):
-            made: Any = copy.copy(first)
-            for index, child in enumerate(children):
-                made[index] = child
-            return made
+            before, made = list(first), copy.copy(first)
+            _set_items(made, children)
+            if not any(first[i] is child for i, child in enumerate(children)):
+                return made
+            _set_items(first, before)  # as for mappings
         return type(first)(children)
     except TypeError:  # a class whose constructor takes other arguments, such as range
         return children
+
+
+def _set_items(sequence: Any, items: list[Any]) -> None:
+    for index, item in enumerate(items):
+        sequence[index] = item
 
 
 def _where_they_differ(collections: Sequence[Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -291,6 +292,59 @@ def test_under_fake_tensors_the_result_is_fake():
         got = tdcopier.collate([{"a": torch.ones(3), "b": 1.5}] * 2)
     assert type(got["a"]).__name__ == "FakeTensor"
     assert got["a"].shape == (2, 3)
+
+
+class SharingDict(MutableMapping[str, Any]):
+    """Its shallow copy has the same items, not only equal ones."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items_of_mine = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_of_mine[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_of_mine[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of_mine[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of_mine)
+
+    def __len__(self) -> int:
+        return len(self.items_of_mine)
+
+
+class ItselfDict(dict[str, Any]):
+    def __copy__(self) -> ItselfDict:
+        return self
+
+
+class ItselfList(list[Any]):
+    def __copy__(self) -> ItselfList:
+        return self
+
+
+@pytest.mark.parametrize("cls", [SharingDict, ItselfDict])
+def test_a_sample_whose_copy_shares_its_items_keeps_them(cls):
+    """Torch's function writes the batch into the first sample, which a dataset may keep."""
+    samples = [cls({"x": torch.full((2,), float(i)), "y": i}) for i in range(3)]
+    kept = dict(samples[0])
+    batch = tdcopier.collate(samples)
+    assert type(batch) is cls
+    assert torch.equal(batch["x"], torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]))
+    assert torch.equal(batch["y"], torch.tensor([0, 1, 2]))
+    assert all(samples[0][key] is value for key, value in kept.items())
+
+
+def test_a_list_that_copies_to_itself_keeps_its_items():
+    samples = [ItselfList([torch.full((2,), float(i)), i]) for i in range(3)]
+    kept = list(samples[0])
+    batch = tdcopier.collate(samples)
+    assert type(batch) is ItselfList
+    assert torch.equal(batch[0], torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]))
+    assert all(mine is value for mine, value in zip(samples[0], kept, strict=True))
 
 
 def test_an_empty_sequence_of_samples_is_told():
