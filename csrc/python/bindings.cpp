@@ -273,8 +273,11 @@ Raises:
   py::class_<HostAccess>(m, "HostAccess")
       .def(py::init([](py::handle stream) {
         return with_torch_errors([&] {
-          const auto device = tdcopier::parse_device(stream.attr("device"));
-          return std::make_unique<HostAccess>(tdcopier::parse_stream(stream, device));
+          const auto device = tdcopier::device_of_stream(stream);
+          if (!device || device->is_cpu()) {
+            throw py::type_error("HostAccess() takes a stream of an accelerator");
+          }
+          return std::make_unique<HostAccess>(tdcopier::parse_stream(stream, *device));
         });
       }))
       .def("has_ended", guarded(&HostAccess::has_ended))

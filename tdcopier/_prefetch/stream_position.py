@@ -17,13 +17,14 @@ class StreamPosition:
 
     device: torch.device
     stream: torch.Stream
-    event: torch.Event
+    access: _C.HostAccess
+    """Of the stream's work; unlike torch's events, a forked child may drop it."""
 
     @classmethod
     def current(cls, device: torch.device) -> StreamPosition:
         """Return the point after all work on the calling thread's current stream of `device`."""
         stream = torch.accelerator.current_stream(device)
-        return cls(device, stream, stream.record_event())
+        return cls(device, stream, _C.HostAccess(stream))
 
     def hand_over(self, batch: Any) -> None:
         """Make the calling thread's current stream wait for this point, and let it use `batch`.
@@ -34,7 +35,7 @@ class StreamPosition:
         stream = torch.accelerator.current_stream(self.device)
         if stream == self.stream:
             return
-        stream.wait_event(self.event)
+        self.access.order()
         recorded = set()
         for _, leaf in _C.leaves_with_paths(batch, self.device):
             for part in plain_parts(leaf):

@@ -237,7 +237,7 @@ class _Drawn:
 
     def _wait(self) -> None:
         for position in self.positions:
-            position.event.synchronize()
+            position.access.wait()
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._wait()

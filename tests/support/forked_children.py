@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,6 +67,15 @@ def prefetched_on_the_device() -> Any:
 def prefetcher_in_the_middle() -> Any:
     batches = tdcopier.prefetch([host_batch() for _ in range(5)], DEVICE)
     return [batches, next(iter(batches))]
+
+
+def prefetcher_with_batches_on_the_device(threaded: bool) -> Any:
+    """All have been read, and none taken but the first."""
+    source = (on_device(host_batch()) for _ in range(3))
+    batches = tdcopier.prefetch(source, DEVICE, depth=5, threaded=threaded)
+    first = next(batches)
+    time.sleep(0.2)  # its thread has ended
+    return [batches, first]
 
 
 def gathered(index: torch.Tensor) -> Callable[[], Any]:
@@ -144,6 +154,12 @@ CASES: dict[str, Callable[[], Any]] = {
     "prefetch": prefetched,
     "prefetch of batches on the device": prefetched_on_the_device,
     "prefetch in the middle": prefetcher_in_the_middle,
+    "prefetch of batches on the device, in the middle": (
+        lambda: prefetcher_with_batches_on_the_device(threaded=True)
+    ),
+    "prefetch without a thread, in the middle": (
+        lambda: prefetcher_with_batches_on_the_device(threaded=False)
+    ),
     "gather": gathered(torch.arange(20)),
     "gather by the device": gathered_by_the_device,
     "gather on the device": lambda: tdcopier.gather(
@@ -224,8 +240,8 @@ def endings(times: int) -> Iterator[tuple[str, list[int]]]:
     for name, make in CASES.items():
         yield f"{name}, dropped", [dropped(make) for _ in range(times)]
         yield f"{name}, in a cycle", [collected(make) for _ in range(times)]
-    make = CASES["wait"]
-    yield "wait, beside a loader", [beside_a_loader(make) for _ in range(times)]
+    for name in ("wait", "snapshot", "prefetch of batches on the device, in the middle"):
+        yield f"{name}, beside a loader", [beside_a_loader(CASES[name]) for _ in range(times)]
 
 
 if __name__ == "__main__":
