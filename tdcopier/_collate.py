@@ -384,12 +384,15 @@ def _like_mapping(first: Any, keys: list[Any], children: list[Any]) -> Any:
         if isinstance(first, MutableMapping):
             before = {key: first[key] for key in keys}
             made = copy.copy(first)  # keeps attributes besides the items
-            made.update(values)
-            if not any(first[key] is value for key, value in values.items()):
+            try:
+                made.update(values)
+            finally:
+                # Its copy may share its items, and a dataset may keep the sample.
+                is_shared = any(first[key] is value for key, value in values.items())
+                if is_shared:
+                    first.update(before)
+            if not is_shared:
                 return made
-            first.update(
-                before
-            )  # the copy shares its items with a sample, which a dataset may keep
         return type(first)(values)
     except TypeError:  # a class whose constructor takes other arguments
         return values
@@ -405,10 +408,14 @@ def _like_sequence(first: Any, children: list[Any]) -> Any:
     try:
         if isinstance(first, MutableSequence):
             before, made = list(first), copy.copy(first)
-            _set_items(made, children)
-            if not any(first[i] is child for i, child in enumerate(children)):
+            try:
+                _set_items(made, children)
+            finally:
+                is_shared = any(first[i] is child for i, child in enumerate(children))
+                if is_shared:
+                    _set_items(first, before)
+            if not is_shared:
                 return made
-            _set_items(first, before)  # as for mappings
         return type(first)(children)
     except TypeError:  # a class whose constructor takes other arguments, such as range
         return children
