@@ -13,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -132,7 +133,13 @@ auto transfer_counts() {
 // answers.
 [[noreturn]] void print_stack_and_abort() {
   static std::atomic_flag is_printing;
-  if (is_printing.test_and_set()) ::pause();
+  while (is_printing.test_and_set()) ::pause();
+  try {
+    if (const auto error = std::current_exception()) std::rethrow_exception(error);
+  } catch (const std::exception& error) {
+    (void)!::write(STDERR_FILENO, error.what(), std::strlen(error.what()));
+  } catch (...) {  // nothing is known of it
+  }
   std::array<void*, 64> frames{};
   const int count = ::backtrace(frames.data(), static_cast<int>(frames.size()));
   ::backtrace_symbols_fd(frames.data(), count, STDERR_FILENO);
@@ -144,7 +151,7 @@ void print_stack_at_terminate() {
   using SetTerminate = std::terminate_handler (*)(std::terminate_handler);
   void* const library = ::dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
   void* const found = library == nullptr ? nullptr : ::dlsym(library, "_ZSt13set_terminatePFvvE");
-  TORCH_CHECK(found != nullptr, "std::set_terminate() was not found: ", ::dlerror());
+  TORCH_CHECK(found != nullptr, "std::set_terminate() was not found in libstdc++.so.6");
   reinterpret_cast<SetTerminate>(found)(&print_stack_and_abort);
 }
 

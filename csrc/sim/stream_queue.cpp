@@ -59,7 +59,13 @@ std::uint64_t StreamQueue::append(Operation operation) {
     // or is being run by another thread, so this ends.
     operations_.push_back(std::move(operation));
     const auto position = enqueued_.fetch_add(1, std::memory_order_acq_rel) + 1;
-    while (!running_ && !operations_.empty()) run_front(lock);
+    while (!passed(position)) {
+      if (running_) {
+        progress_.wait(lock);
+      } else {
+        run_front(lock);
+      }
+    }
     return position;
   }
   const auto note = std::move(operation.note);

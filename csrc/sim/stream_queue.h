@@ -33,10 +33,11 @@ class StreamQueue {
   c10::DeviceIndex device() const { return static_cast<c10::DeviceIndex>(device_); }
 
   // Appends an operation and returns its position. The first operation starts the thread. After
-  // stop() has emptied the queue, operations run on the calling thread before this returns. During
-  // a schedule, other threads may run before it returns.
+  // stop() has emptied the queue, an operation has run before this returns, on this thread or on
+  // another that appended one then; an error of it is reported as ever, by the first wait. During a
+  // schedule, other threads may run before it returns.
   std::uint64_t enqueue(Operation operation);
-  // The same for callers that hold a lock: no other thread runs.
+  // The same for callers that hold a lock: in a schedule, no other thread runs.
   std::uint64_t append(Operation operation);
 
   // Returns the position of the operation that was appended last.

@@ -88,11 +88,13 @@ def fail_pinned_allocation(n: int = 1, *, code: int = OUT_OF_MEMORY) -> Fault:
         The fault, which is a context manager.
 
     Raises:
-        ValueError: ``n`` is less than 1.
+        ValueError: ``n`` or ``code`` is less than 1.
         RuntimeError: the simulation is not enabled.
 
     """
     device_index(None)
+    if code < 1:
+        raise ValueError(f"code must be positive; got {code}: 0 is success")
     return Fault(_sim.fail_pinned_allocation(_checked(n), code))
 
 

@@ -331,6 +331,8 @@ def test_what_there_is_not_is_refused(sim: ModuleType) -> None:
         sim.fail_transfer(direction="up")
     with pytest.raises(ValueError, match="at 'enqueue' or at 'execution', not at 'later'"):
         sim.fail_transfer(when="later")
+    with pytest.raises(ValueError, match="code must be positive; got 0"):
+        sim.fail_pinned_allocation(code=0)
     with pytest.raises(ValueError, match="expected a simulated device"):
         sim.fail_transfer(device="cpu")
     with pytest.raises(RuntimeError, match=r"there is no device sim:7; .*enable\(devices="):
