@@ -198,7 +198,7 @@ _INSTEAD_IN = {
         "inplace": "returns a new tree: with out= it fills an existing one",
     },
     "prepare": {
-        "non_blocking": "takes no non_blocking: start_copy() of the plan never blocks",
+        "non_blocking": "takes no non_blocking: its start_copy() does not wait for the copy",
     },
     "prefetch": {
         "non_blocking": "takes no non_blocking: its copies never block",

@@ -110,8 +110,8 @@ class Sorter {
         first.written && second.written
             ? " share memory: only tied leaves may, which have the same address, shape, strides "
               "and dtype, and are tied in the source too. Views of one tensor, such as x and "
-              "x.t(), do not count as tied: leave out of both trees the one that the other fills, "
-              "or give a clone() of one"
+              "x.t(), do not count as tied: leave one out of both trees if the other fills it, or "
+              "give a clone() of one"
             : " share memory: the memory of a destination must not belong to another leaf too; "
               "give a clone() of one";
     throw py::value_error(path(first.number, first.written) + " and " +

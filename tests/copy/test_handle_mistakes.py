@@ -220,7 +220,7 @@ def test_gather_refuses_a_keyword_of_to_with_what_to_do(device, keyword):
 @pytest.mark.parametrize("keyword", BY_TO)
 def test_prepare_refuses_a_keyword_of_to_with_what_to_do(device, keyword):
     said = BY_TO | {
-        "non_blocking": r"takes no non_blocking: start_copy\(\) of the plan never blocks$",
+        "non_blocking": r"takes no non_blocking: its start_copy\(\) does not wait for the copy$",
         "use_pinned": r"got an unexpected keyword argument 'use_pinned': its options are reuse_",
     }
     with pytest.raises(TypeError, match=rf"^prepare\(\) {said[keyword]}"):

@@ -97,7 +97,7 @@ SHARE = (
 TIED = (
     " share memory: only tied leaves may, which have the same address, shape, strides and dtype, "
     "and are tied in the source too. Views of one tensor, such as x and x.t(), do not count as "
-    "tied: leave out of both trees the one that the other fills, or give a clone() of one"
+    "tied: leave one out of both trees if the other fills it, or give a clone() of one"
 )
 GRADIENT = (
     "destination['x'] requires a gradient, and writing in place would break it: make the call "

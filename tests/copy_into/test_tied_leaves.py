@@ -196,7 +196,7 @@ def test_the_error_says_which_tied_leaves_are_accepted_and_what_its_remedies_do(
     with pytest.raises(
         ValueError,
         match=r"^destination\['weight'\] and destination\['decoder'\] share memory: .*"
-        r"Views of one tensor, such as x and x\.t\(\), do not count as tied: leave out",
+        r"Views of one tensor, such as x and x\.t\(\), do not count as tied: leave one out",
     ):
         tdcopier.copy_into(source, destination)
     cloned = destination | {"decoder": destination["decoder"].clone()}
