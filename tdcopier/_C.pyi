@@ -97,6 +97,7 @@ class AsyncCopyHandle(Generic[_T_co]):
 class Sending:
     AT_ONCE: ClassVar[Sending]
     DEFERRED: ClassVar[Sending]
+    DEFERRED_ALONE: ClassVar[Sending]
     DEFERRED_STAGED: ClassVar[Sending]
     __members__: ClassVar[dict[str, Sending]]
     def __init__(self, value: int) -> None: ...

@@ -246,6 +246,7 @@ Raises:
   py::enum_<Sending>(m, "Sending")
       .value("AT_ONCE", Sending::kAtOnce)
       .value("DEFERRED", Sending::kDeferred)
+      .value("DEFERRED_ALONE", Sending::kDeferredAlone)
       .value("DEFERRED_STAGED", Sending::kDeferredStaged);
   m.def("set_sending", &tdcopier::set_sending);
 

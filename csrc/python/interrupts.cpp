@@ -49,6 +49,10 @@ void note_main_thread() {
   g_main_thread = main.attr("ident").cast<unsigned long>();
 }
 
+bool is_main_thread() {
+  return PyThread_get_thread_ident() == g_main_thread;
+}
+
 WithoutGil::~WithoutGil() {
   try {
     PyEval_RestoreThread(state_);
@@ -57,8 +61,7 @@ WithoutGil::~WithoutGil() {
   }
 }
 
-WaitWithoutGil::WaitWithoutGil()
-    : waits_(PyThread_get_thread_ident() == g_main_thread ? check_signals : nullptr) {}
+WaitWithoutGil::WaitWithoutGil() : waits_(is_main_thread() ? check_signals : nullptr) {}
 
 bool run_signal_handlers() {
   return look_for_signals() || t_raised.type != nullptr;

@@ -10,6 +10,8 @@ namespace tdcopier {
 
 // Remembers Python's main thread, the only one that handles signals. Call at import. GIL: held.
 void note_main_thread();
+// Returns whether the calling thread is that one.
+bool is_main_thread();
 
 // Scope in which the thread releases the GIL. A thread that wants it back while Python ends never
 // returns, as from Python 3.14 on. Earlier versions end such a thread, and unwinding its C++ code

@@ -1,13 +1,18 @@
 // Implements the list of released sources that wait for the GIL.
 #include "python/sources.h"
 
+#include <ATen/MapAllocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "engine/device/thread_pools.h"
+#include "python/interrupts.h"
 #include "python/torch_tensor.h"
 
 namespace tdcopier {
@@ -39,6 +44,46 @@ Returned& returned() {
     return made;
   }();
   return *list;
+}
+
+using Memory = std::vector<at::DataPtr>;
+
+// Freeing less takes no longer than waking a worker.
+constexpr size_t kMuchBytes = 256 * 1024;
+
+// Returns whether freeing the memory runs no Python code: it is from torch's allocator, or shared
+// memory, for example of a loader's worker.
+bool is_freed_without_python(const at::DataPtr& memory) {
+  return memory.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter() ||
+         at::MapAllocator::fromDataPtr(memory) != nullptr;
+}
+
+// Takes the memory of a tensor that only `object`, our reference, keeps alive: no code will see it
+// any more. (Subclasses may have finalizers, which see it.) GIL: held until the reference is
+// dropped.
+void take_memory(PyObject* object, Memory& taken) {
+  if (Py_REFCNT(object) != 1 || !is_plain_tensor_class(Py_TYPE(object))) return;
+  const at::Tensor& tensor = tensor_in(object);
+  if (tensor.use_count() != 1 || !tensor.has_storage() || !tensor.device().is_cpu()) return;
+  const c10::Storage& storage = tensor.storage();
+  c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+  // Python's object for the storage, if there is one, counts as one reference to it.
+  PyObject* const wrapper = impl->pyobj_slot()->load_pyobj();
+  if (wrapper != nullptr && Py_REFCNT(wrapper) != 1) return;
+  if (storage.use_count() != (wrapper != nullptr ? 2U : 1U)) return;
+  if (storage.nbytes() < kMuchBytes || !is_freed_without_python(storage.data_ptr())) return;
+  taken.push_back(impl->set_data_ptr(at::DataPtr(nullptr, storage.device())));
+}
+
+// Unmapping 64 MB takes some milliseconds. A worker does it for the main thread, which is that of
+// most training loops. Other threads do it themselves: waking a worker costs more processor time
+// than unmapping 2 MB.
+void free_without_gil(Memory taken) {
+  if (taken.empty()) return;
+  const WithoutGil no_gil;
+  if (!is_main_thread()) return taken.clear();
+  const auto shared = std::make_shared<Memory>(std::move(taken));
+  if (!staging_workers().submit([shared] { shared->clear(); })) shared->clear();
 }
 
 int release_in_main_thread(void*) {
@@ -80,9 +125,15 @@ void release_returned_sources() {
     copies.swap(list.copies);
     list.any = false;
   }
-  for (const Kept& kept : copies) {
-    for (PyObject* object : kept.objects) Py_DECREF(object);
+  Memory taken;
+  for (Kept& kept : copies) {
+    kept.memory.clear();
+    for (PyObject* object : kept.objects) {
+      take_memory(object, taken);
+      Py_DECREF(object);
+    }
   }
+  free_without_gil(std::move(taken));
 }
 
 void stop_returning_sources() {

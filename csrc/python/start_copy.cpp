@@ -128,6 +128,9 @@ class GroupStart {
     return make_from_device();
   }
 
+  // Returns whether the job should run in the call for any number of bytes.
+  bool is_alone() const { return is_alone_; }
+
   // Returns whether running the job in the call may block: on a buffer, a disk or a pageable
   // transfer. Also true if workers must stage it (kDeferredStaged).
   bool may_block() const { return may_block_; }
@@ -149,8 +152,9 @@ class GroupStart {
   std::shared_ptr<CopyJob> make_to_device() {
     Accelerator& accelerator = Accelerator::of(target_);
     may_block_ = !options_.use_pinned_staging;
-    may_block_ |= bytes_ <= g_max_inline_bytes && mapped_.would_wait_for_disk();
     std::optional<DeferredLease> deferred = deferred_memory(accelerator, work_, options_);
+    is_alone_ = deferred && t_sending == Sending::kDeferredAlone;
+    may_block_ |= (is_alone_ || bytes_ <= g_max_inline_bytes) && mapped_.would_wait_for_disk();
     WindowBytes window_bytes{};
     if (deferred) {
       may_block_ |= t_sending == Sending::kDeferredStaged;
@@ -214,6 +218,7 @@ class GroupStart {
   c10::Allocator* pinned_ = nullptr;
   CopyWork work_;
   const uint64_t bytes_;
+  bool is_alone_ = false;
   bool may_block_ = false;
   bool waits_for_kernels_ = false;
 };
@@ -225,7 +230,8 @@ bool prepare(std::shared_ptr<CopyJob>& job, GroupStart& start, const CopyOptions
   job = start.make();
   // Runs in the call if it is small and does not have to wait. Enqueueing a device's gather takes
   // the same time for any number of bytes.
-  const bool at_once = job->host_bytes() <= g_max_inline_bytes && !start.may_block();
+  const bool is_small = job->host_bytes() <= g_max_inline_bytes;
+  const bool at_once = (is_small || start.is_alone()) && !start.may_block();
   return options.use_background_thread && !at_once && job->run_in_background(start.pool());
 }
 
@@ -352,7 +358,8 @@ std::shared_ptr<const PackPlan> plan_of(const LeafTable& leaves, const PackOptio
 std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const CopyOptions& options) {
   Reclaimer::get().look();
   release_returned_sources();
-  const ReleaseAtEnd release_at_end;
+  std::optional<ReleaseAtEnd> release_at_end;
+  if (t_sending == Sending::kAtOnce) release_at_end.emplace();
   return start_copy_to(parse_device(device), data, options, nullptr);
 }
 

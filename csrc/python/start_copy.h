@@ -25,11 +25,13 @@ WindowBytes best_window_bytes(const PackPlan& plan, bool mapped);
 enum class Sending : uint8_t {
   kAtOnce,          // by the participant that staged a part, at once
   kDeferred,        // deferred: by the thread that uses the copy, see CopyJob::send()
+  kDeferredAlone,   // also deferred, and the calling thread stages it, unless a disk must be read
   kDeferredStaged,  // also deferred, and workers stage even small copies
 };
 
 // Sets how this thread starts copies from now on. A copy is deferred only if workers may be used,
-// all of it is staged, and memory to hold it is available.
+// all of it is staged, and memory to hold it is available. A thread that defers its copies keeps
+// the sources until its next call, by when it may have dropped them (see sources.h).
 void set_sending(Sending sending);
 
 // The options of `start_copy` in tdcopier/_copy.py, which documents and checks them.

@@ -128,7 +128,9 @@ class Source:
                 if isinstance(batch, AsyncCopyHandle):
                     batch.wait_staged()
                 return None
-            return self._start(batch, read, self.state())
+            passed = [batch]
+            del batch
+            return self._start(passed, read, self.state())
         except StopIteration:
             return EndOfPass(None, self.state())
         except Exception as error:
@@ -160,13 +162,20 @@ class Source:
         if self.generator is not None:
             self.generator.close()
 
-    def _start(self, batch: Any, read_ns: int, state: Any) -> Item:
+    def _start(self, passed: list[Any], read_ns: int, state: Any) -> Item:
+        """Start the copy of the only item of the list, which is removed.
+
+        So the engine has the last reference to the memory when it has been read, and frees it
+        without the GIL: that takes milliseconds for a large batch in a worker's shared memory.
+        """
         self.is_copying = True
         try:
+            batch = passed.pop()
             if isinstance(batch, AsyncCopyHandle):  # the source has started the copy itself
                 handle = batch
             else:
                 handle = start_copy(batch, self.device, **self.options)
+            del batch
             made_at = self._position() if handle._reuses_leaves else None
             if self.has_reader:
                 handle.wait_staged()

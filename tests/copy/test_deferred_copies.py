@@ -23,7 +23,8 @@ from tdcopier import _C
 LARGE = 1 << 20
 """4 MiB of floats, which workers stage."""
 sizes = pytest.mark.parametrize("elements", [10, LARGE], ids=["inline", "background"])
-sendings = pytest.mark.parametrize("sending", [_C.Sending.DEFERRED, _C.Sending.DEFERRED_STAGED])
+DEFERRED = (_C.Sending.DEFERRED, _C.Sending.DEFERRED_ALONE, _C.Sending.DEFERRED_STAGED)
+sendings = pytest.mark.parametrize("sending", DEFERRED)
 
 
 def tree(elements: int, value: float = 1.0) -> dict[str, Any]:
@@ -84,10 +85,39 @@ def test_a_batch_that_workers_still_stage_is_not_sent(sim, device):
 
 
 @sizes
-def test_sources_may_be_overwritten_when_they_are_staged(device, elements):
+def test_the_calling_thread_stages_alone(device, elements):
+    """No worker takes part, so all is staged when the call returns."""
     source = tree(elements)
     expected = oracle(source, device)
-    with held():
+    with held(_C.Sending.DEFERRED_ALONE):
+        for _ in range(20):
+            handle = tdcopier.start_copy(source, device)
+            assert handle.stats.transfers == 0
+            assert handle._send_if_staged()
+            assert handle.stats.transfers == handle.stats.chunks
+            assert_same(handle.get(), expected)
+
+
+@pytest.mark.sim
+def test_workers_do_not_stage_what_a_thread_stages_alone(sim, device):
+    """A schedule decides when workers run, so for a copy of theirs both outcomes are seen."""
+    outcomes: dict[Any, set[bool]] = {sending: set() for sending in DEFERRED[:2]}
+    for seed in range(20):
+        for sending, seen in outcomes.items():
+            with sim.schedule(seed), held(sending):
+                handle = tdcopier.start_copy(torch.full((LARGE,), seed), device)
+                seen.add(handle._send_if_staged())
+                assert (handle.get() == seed).all()
+    assert outcomes[_C.Sending.DEFERRED] == {True, False}
+    assert outcomes[_C.Sending.DEFERRED_ALONE] == {True}
+
+
+@sizes
+@sendings
+def test_sources_may_be_overwritten_when_they_are_staged(device, elements, sending):
+    source = tree(elements)
+    expected = oracle(source, device)
+    with held(sending):
         handle = tdcopier.start_copy(source, device)
     handle.wait_staged()
     source["large"].fill_(-1)
@@ -96,10 +126,11 @@ def test_sources_may_be_overwritten_when_they_are_staged(device, elements):
 
 
 @sizes
-def test_sources_are_given_back_when_they_are_staged(device, elements):
+@sendings
+def test_sources_are_given_back_when_they_are_staged(device, elements, sending):
     source = torch.ones(elements)
     made = [weakref.ref(source)]
-    with held():
+    with held(sending):
         handle = tdcopier.start_copy([source], device)
     del source
     handle.wait_staged()
