@@ -52,6 +52,7 @@ MODULES = {
     "pinning": "pinning",
     "park": "park",
     "tensordict": "tensordicts",
+    "trainers": "trainers.benchmark",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
 functions that yield the targets on values and on speed from these figures."""

@@ -20,6 +20,7 @@ from tables import (
     way_cell,
     ways,
 )
+from trainers import page
 
 from tdcopier._commands.tables import number, size
 
@@ -400,6 +401,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "park": park_tables,
     "company": company,
     "asyncio": event_loop,
+    "trainers": page.tables,
     "wait": lambda result: [],
     "memory": lambda result: [],
 }
