@@ -58,21 +58,28 @@ bool is_freed_without_python(const at::DataPtr& memory) {
          at::MapAllocator::fromDataPtr(memory) != nullptr;
 }
 
-// Takes the memory of a tensor that only `object`, our reference, keeps alive: no code will see it
-// any more. (Subclasses may have finalizers, which see it.) GIL: held until the reference is
-// dropped.
-void take_memory(PyObject* object, Memory& taken) {
-  if (Py_REFCNT(object) != 1 || !is_plain_tensor_class(Py_TYPE(object))) return;
+// Returns the storage of a tensor if `object`, our reference, may be the last one to much memory.
+c10::Storage storage_of_last(PyObject* object) {
+  if (Py_REFCNT(object) != 1 || !is_plain_tensor_class(Py_TYPE(object))) return {};
   const at::Tensor& tensor = tensor_in(object);
-  if (tensor.use_count() != 1 || !tensor.has_storage() || !tensor.device().is_cpu()) return;
-  const c10::Storage& storage = tensor.storage();
-  c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+  if (!tensor.has_storage() || !tensor.device().is_cpu()) return {};
+  return tensor.storage().nbytes() < kMuchBytes ? c10::Storage() : tensor.storage();
+}
+
+// Drops our reference to `object`, and takes the memory that nothing else refers to any more. What
+// runs at the object's end, such as the finalizer of an attribute, still sees the memory, and may
+// refer to it again. GIL: held.
+void drop(PyObject* object, Memory& taken) {
+  const c10::Storage last = storage_of_last(object);
+  Py_DECREF(object);
+  if (!last) return;
+  c10::StorageImpl* const impl = last.unsafeGetStorageImpl();
   // Python's object for the storage, if there is one, counts as one reference to it.
   PyObject* const wrapper = impl->pyobj_slot()->load_pyobj();
   if (wrapper != nullptr && Py_REFCNT(wrapper) != 1) return;
-  if (storage.use_count() != (wrapper != nullptr ? 2U : 1U)) return;
-  if (storage.nbytes() < kMuchBytes || !is_freed_without_python(storage.data_ptr())) return;
-  taken.push_back(impl->set_data_ptr(at::DataPtr(nullptr, storage.device())));
+  if (last.use_count() != (wrapper != nullptr ? 2U : 1U)) return;
+  if (!is_freed_without_python(last.data_ptr())) return;
+  taken.push_back(impl->set_data_ptr(at::DataPtr(nullptr, last.device())));
 }
 
 // Unmapping 64 MB takes some milliseconds. A worker does it for the main thread, which is that of
@@ -128,10 +135,7 @@ void release_returned_sources() {
   Memory taken;
   for (Kept& kept : copies) {
     kept.memory.clear();
-    for (PyObject* object : kept.objects) {
-      take_memory(object, taken);
-      Py_DECREF(object);
-    }
+    for (PyObject* object : kept.objects) drop(object, taken);
   }
   free_without_gil(std::move(taken));
 }

@@ -80,8 +80,9 @@ def prefetch(
     of a copy that it has started itself, for example with `start_gather`. Then no Python code runs
     for each leaf of a batch, and the device and options of that call apply. A batch with other
     batches ahead of it in the queue is staged early, and the loop's own thread sends it in
-    `next()`. The memory of each batch has been read before the source is asked for the next one, so
-    the source may fill the same buffers each time.
+    `next()`. The reader stages alone while the loop is the slower one, and with the engine's
+    workers otherwise. The memory of each batch has been read before the source is asked for the
+    next one, so the source may fill the same buffers each time.
 
     The source is read in a thread of its own (see `threaded`). That thread takes over the gradient
     mode, the inference mode, the current device and the current streams of the thread that starts

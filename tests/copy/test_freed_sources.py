@@ -98,6 +98,36 @@ def by_finalizer(source: Any) -> See:
     return lambda: seen[0]
 
 
+class CallsAtItsEnd:
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __del__(self) -> None:
+        self._call()
+
+
+def noting(source: torch.Tensor, seen: list[Any]) -> Callable[..., None]:
+    """Return a function that notes the values, for code that runs while the source is dropped."""
+    weak = StorageWeakRef(source.untyped_storage())
+
+    def note(*_: object) -> None:
+        seen.append(over(torch.UntypedStorage._new_with_weak_ptr(weak.cdata)))
+
+    return note
+
+
+def by_attribute(source: Any) -> See:
+    seen: list[Any] = []
+    source.note = CallsAtItsEnd(noting(source, seen))
+    return lambda: seen[0]
+
+
+def by_callback(source: torch.Tensor) -> See:
+    seen: list[Any] = []
+    reference = weakref.ref(source, noting(source, seen))
+    return lambda: (reference, seen[0])[1]
+
+
 def by_second_mapping(source: torch.Tensor) -> See:
     handle, size = source.untyped_storage()._share_fd_cpu_()
     mapped = torch.UntypedStorage._new_shared_fd_cpu(handle, size)
@@ -138,6 +168,8 @@ WAYS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[Any], See]]] = {
     "module": (lambda: torch.nn.Parameter(values()), by_module),
     "source": (values, sees_by(lambda source: source)),
     "finalizer": (lambda: values().as_subclass(ReadsAtItsEnd), by_finalizer),
+    "finalizer of an attribute": (values, by_attribute),
+    "callback of a weak reference": (values, by_callback),
     "array": (lambda: torch.from_numpy(values().numpy()), sees_by(lambda source: source.numpy())),
     "second mapping": (shared, by_second_mapping),
     "child": (shared, by_child),
