@@ -40,6 +40,8 @@ class Source(NamedTuple):
             batch_size=self.data.batch_size,
             collate_fn=collate,
             num_workers=self.workers,
+            # Other packages change the default, and Python 3.14 has another one.
+            multiprocessing_context="fork" if self.workers else None,
             pin_memory=pin_memory,
             persistent_workers=self.workers > 0,
         )

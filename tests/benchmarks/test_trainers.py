@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from copy import deepcopy
 from itertools import cycle, islice
 from types import ModuleType, SimpleNamespace
@@ -109,11 +110,21 @@ def test_a_block_takes_a_whole_period_so_the_next_one_begins_with_equal_data(sim
         assert len(taken) == count * STEPS.period
 
 
+@pytest.fixture(params=["fork", "spawn"])
+def default_start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Sets how processes start by default, which other packages change, too."""
+    before = torch.multiprocessing.get_start_method()
+    torch.multiprocessing.set_start_method(request.param, force=True)
+    yield
+    torch.multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("default_start")
 def test_every_way_is_fed_in_step_and_its_workers_are_always_equally_far_ahead(sim) -> None:
     """A worker makes a batch for each that is taken: after each block equally many are ahead."""
     device = torch.device("sim", 0)
     runner, on_device = runner_of("loop_few", device)
-    made = torch.multiprocessing.get_context().Value("q", 0)
+    made = torch.multiprocessing.get_context("fork").Value("q", 0)
     data = table.TRAINERS["loop_few"].data(STEPS.period, True)
 
     def counting(number: int) -> Any:
