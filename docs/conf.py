@@ -11,7 +11,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 
-import report  # noqa: E402
+from tool import report  # noqa: E402
 
 project = "tdcopier"
 author = "the tdcopier authors"

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from measure import Bench
-from target_forms import Target, at_most, count_wrong, none
+from tool.measure import Bench
+from tool.target_forms import Target, at_most, count_wrong, none
 
 from trainers import first_batch, paired, threads, ways
 from trainers.batches import leaves_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tables import leaves_and_bytes, table, way_cell
+from tool.tables import leaves_and_bytes, table, way_cell
 
 from trainers.ways import FLOOR, PINNED, RESIDENT
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from learner import Work
+from loops.learner import Work
 
 from tdcopier.workloads import map_tensors
 from trainers import batches, models

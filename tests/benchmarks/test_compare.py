@@ -21,7 +21,11 @@ from benchmark_support import BENCHMARKS, load
 import tdcopier
 from tdcopier import _C
 
-compare, compare_rows, turns = load("compare"), load("compare_rows"), load("turns")
+compare, compare_rows, turns = (
+    load("tool.compare"),
+    load("tool.compare_rows"),
+    load("tool.alternate"),
+)
 
 
 def a_site(folder: Path, version: str) -> Path:

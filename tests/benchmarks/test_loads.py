@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmark_support import load
 
-loads = load("loads")
+loads = load("copies.host_loads")
 
 
 @pytest.mark.parametrize("kind", loads.KINDS.values())

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from benchmark_support import BENCHMARKS, load
 
-plots, report, sections = load("plots"), load("report"), load("sections")
+plots, report, sections = load("tool.plots"), load("tool.report"), load("tool.sections")
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
 SVG = "{http://www.w3.org/2000/svg}"
 COMPARISONS = ("contenders", "step", "times", "over_resident", "after_kernels")
@@ -75,7 +75,7 @@ def test_a_row_has_median_quartiles_ratios_and_calls() -> None:
     times = {"median_us": 6123.4, "q1_us": 99.96, "q3_us": 1.234, "repeats": 7}
     batch["contenders"][".to() per leaf"] = times
     batch["ratios"][".to() per leaf"] = 35.04
-    batch["wrong_leaves"][".to() per leaf"] = 2
+    batch["wrong"][".to() per leaf"] = 2
     batch["first_calls"][".to() per leaf"] = times
     batch["ratios_of_first_calls"][".to() per leaf"] = 0.5
     row = "|  | .to() per leaf (wrong: 2) | 6,123 | 100 - 1.23 | 35 x | 6,123 | 0.5 x | 7 |"

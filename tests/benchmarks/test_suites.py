@@ -16,7 +16,7 @@ import pytest
 import torch
 from benchmark_support import load
 
-report, run, storages = load("report"), load("run"), load("storages")
+report, run, storages = load("tool.report"), load("tool.run"), load("rows.storages")
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
 ON_SIM = [name for name in report.TABLES if name not in ("wait", "memory")]
 ON_SIM = sorted({"park", *(name for name in RESULTS if name not in ("wait", "memory"))})
@@ -34,20 +34,20 @@ CHUNK = "tdcopier.copy_into(), one earlier chunk"
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the batches small that would take long, and leaves threads where they are."""
-    monkeypatch.setattr(load("measure").QuietProcessor, "_move_to", lambda *_: None)
+    monkeypatch.setattr(load("tool.measure").QuietProcessor, "_move_to", lambda *_: None)
     sac = {"sac": storages.REPLAYS["sac"]}
     monkeypatch.setattr(storages, "that_fit", lambda rows: sac)
     monkeypatch.setattr(storages, "ROWS_OF_SIM", 40)
-    monkeypatch.setattr(load("sizes"), "COUNTS", (10, 100))
+    monkeypatch.setattr(load("copies.leaf_counts"), "COUNTS", (10, 100))
     for name, module in run.MODULES.items():
         if name != "tensordict" or importlib.util.find_spec("tensordict"):
             load(module)
     if importlib.util.find_spec("tensordict"):
-        monkeypatch.setattr(load("tensordicts"), "NODES", 5)
-    monkeypatch.setattr(load("loads"), "KINDS", {})
-    tables = dict(list(load("pinned_rows").TABLES.items())[3:4])
-    monkeypatch.setattr(load("pinned_rows"), "TABLES", tables)
-    loop = load("loop")
+        monkeypatch.setattr(load("copies.tensordicts"), "NODES", 5)
+    monkeypatch.setattr(load("copies.host_loads"), "KINDS", {})
+    tables = dict(list(load("rows.pinned_rows").TABLES.items())[3:4])
+    monkeypatch.setattr(load("rows.pinned_rows"), "TABLES", tables)
+    loop = load("loops.training_loop")
     monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
     monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)
 
@@ -65,7 +65,7 @@ def wrong_numbers(found: Any, counted: bool = False) -> Iterator[int]:
     """Yields the numbers of wrong results of all ways."""
     if isinstance(found, dict):
         for key, part in found.items():
-            yield from wrong_numbers(part, counted or key in ("wrong", "wrong_leaves"))
+            yield from wrong_numbers(part, counted or key == "wrong")
     elif counted:
         yield int(found)
 
@@ -87,7 +87,7 @@ def test_a_benchmark_runs_with_right_values_and_the_keys_of_the_committed_result
     result = json.loads((tmp_path / f"{name}-sim.json").read_text())
     assert list(missing(RESULTS.get(name, {}), result)) == []
     wrong = list(wrong_numbers(result))
-    assert set(wrong) == ({0} if name != "structure" else set())
+    assert set(wrong) == ({0} if name != "containers" else set())
     assert report.page([result], ".").startswith("## ")
 
 
@@ -104,8 +104,8 @@ def test_benchmarks_of_cuda_streams_have_the_keys_of_the_committed_result(
     stats = {"active_bytes.all.current": 0, "active_bytes.all.peak": 1000}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    bench = load("measure").Bench(device, 10, lambda label: iter)
-    result = getattr(load("streams"), f"run_{name}")(bench, *arguments.values())
+    bench = load("tool.measure").Bench(device, 10, lambda label: iter)
+    result = getattr(load("loops.busy_device"), f"run_{name}")(bench, *arguments.values())
     runners = ("schema", "name", "taken", "machine", "quick")
     wanted = {key: part for key, part in RESULTS[name].items() if key not in runners}
     assert list(missing(wanted, result)) == []
@@ -115,7 +115,7 @@ def test_benchmarks_of_cuda_streams_have_the_keys_of_the_committed_result(
 def test_with_one_device_the_runner_says_why_it_leaves_d2d_out(
     sim: ModuleType, small: None, monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr(load("directions"), "second_device", lambda device: None)
+    monkeypatch.setattr(load("copies.directions"), "second_device", lambda device: None)
     assert run.main(["--device", "sim", "--only", "d2d", "--out", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert "Skipped d2d: it needs two devices.\n" in printed.out
@@ -141,7 +141,9 @@ def targets_of(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, 
     if name in DIRECTIONS:
         kind = "cuda" if speed else "sim"
         ends = [torch.device(kind, index) for index in range(2 if name == "d2d" else 1)]
-        return load("copies").targets(getattr(load("directions"), name)(*ends), result["workloads"])
+        return load("copies.trees").targets(
+            getattr(load("copies.directions"), name)(*ends), result["workloads"]
+        )
     return run.targets_of(load(run.MODULES[name]), result, speed=speed)
 
 
@@ -159,15 +161,15 @@ def test_the_targets_of_a_committed_result_come_from_its_figures(name: str) -> N
 SMALL_ROWS = "from_pinned/13 leaves, 256 rows of 64 B"
 OFF = {
     "h2d": [
-        ("workloads/detection_batch/wrong_leaves/tdcopier", 2, "tdcopier's result that differ"),
-        ("workloads/detection_batch/wrong_leaves/limit: one pinned DMA", 2, "limits of others"),
+        ("workloads/detection_batch/wrong/tdcopier", 2, "tdcopier's result that differ"),
+        ("workloads/detection_batch/wrong/limit: one pinned DMA", 2, "limits of others"),
         (
             "workloads/detection_batch/ratios/.to() per leaf",
             1.0,
             ".to() per leaf over tdcopier",
             99.0,
         ),
-        ("workloads/detection_batch/h2d_memcpys", 528, "memcpys seen from outside"),
+        ("workloads/detection_batch/memcpys", 528, "memcpys seen from outside"),
         ("workloads/detection_batch_with_images/limits/dma/ours_over", 9.0, "over one DMA", 1.0),
     ],
     "loop": [
@@ -192,7 +194,7 @@ OFF = {
         ("sizes/1000/wrong/.to() per leaf", 1, "differ from their source"),
         ("sizes/100000/us_per_leaf/tdcopier", 1e3, "cost of a leaf", 1e-3),
     ],
-    "structure": [
+    "containers": [
         ("changed_values", 1, "came back as another type or object"),
         ("us_per_opaque_value/tdcopier", 0.11, "one opaque value"),
         ("cases/integers in a dict of lists/contenders/tdcopier/median_us", 101.0, "960 integers"),
@@ -209,7 +211,7 @@ OFF = {
         ("nodes/us_per_node/TensorDict/tdcopier", 3.1, "one TensorDict node"),
         ("nodes/wrong/tensorclass", 1, "differ from td.to()"),
     ],
-    "company": [
+    "concurrent": [
         ("kernels/wrong/tdcopier", 1, "another value than the source's"),
         ("kernels/times/nothing/tdcopier/median_us", 1001.0, "beside kernels, after nothing"),
         ("refill/rows/0/wrong", 1, "refill after wait()"),
@@ -247,7 +249,7 @@ def test_a_figure_that_is_off_misses_its_own_target_alone(name, path, value, mis
     ],
 )
 def test_an_event_loop_that_is_late_slow_or_wrong_misses_its_own_target_alone(path, value, missed):
-    module = load("event_loop")
+    module = load("loops.event_loop")
     good = {"late": {"p99_us": 1500.0}, "copies_per_s": 190.0}
     result = {"times": {module.AWAITED: good}, "wrong": {module.AWAITED: 0}}
     assert all(target["hit"] for target in run.targets_of(module, result))
@@ -283,6 +285,6 @@ def test_a_result_without_our_figure_has_no_targets_but_an_error() -> None:
 
 
 def test_the_best_of_the_others_is_neither_ours_nor_a_limit_nor_pinned_before() -> None:
-    way, ratio = load("copies").best_other(RESULTS["h2d"]["workloads"]["atari_replay"])
+    way, ratio = load("copies.trees").best_other(RESULTS["h2d"]["workloads"]["atari_replay"])
     assert way in (".to() per leaf", "pin_memory() and .to() per leaf")
     assert ratio == RESULTS["h2d"]["workloads"]["atari_replay"]["ratios"][way]

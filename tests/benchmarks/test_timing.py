@@ -11,7 +11,9 @@ from benchmark_support import Clock, load
 
 from tdcopier._commands.interleave import Contender, compared, interleave, summarise
 
-measure, learner, loop = (load(name) for name in ("measure", "learner", "loop"))
+measure, learner, loop = (
+    load(name) for name in ("tool.measure", "loops.learner", "loops.training_loop")
+)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_a_disturbed_processor_is_left_for_a_quiet_one(monkeypatch: pytest.Monke
 
 
 def test_limits_come_from_the_fastest_memcpy_and_say_its_threads() -> None:
-    limits, directions = load("limits"), load("directions")
+    limits, directions = load("copies.limits"), load("copies.directions")
     medians_us = {
         "tdcopier": 30.0,
         "limit: one pinned DMA": 20.0,
@@ -205,7 +207,7 @@ def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) 
 
 
 def test_the_limits_of_the_waiting_part_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = load("company_waiting")
+    waiting = load("loops.processor_while_waiting")
     limits: list[int] = []
     monkeypatch.setattr(waiting.tdcopier, "set_staging_limit_bytes", limits.append)
     with pytest.raises(KeyError), waiting.limits_of_company():

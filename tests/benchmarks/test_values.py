@@ -19,12 +19,22 @@ from tdcopier import _C, workloads
 from tdcopier._commands.interleave import Contender
 
 baselines, copies, directions, limits = (
-    load(name) for name in ("baselines", "copies", "directions", "limits")
+    load(name) for name in ("copies.ways", "copies.trees", "copies.directions", "copies.limits")
 )
-storages, streams, structure = load("storages"), load("streams"), load("structure")
-learner, loop, replay = (load(name) for name in ("learner", "loop", "replay"))
-pinned_rows, pinned_learner = load("pinned_rows"), load("pinned_learner")
-metrics, kernels, refill = load("company_loop"), load("company_kernels"), load("company_refill")
+storages, streams, structure = (
+    load("rows.storages"),
+    load("loops.busy_device"),
+    load("copies.containers"),
+)
+learner, loop, replay = (
+    load(name) for name in ("loops.learner", "loops.training_loop", "rows.replay")
+)
+pinned_rows, pinned_learner = load("rows.pinned_rows"), load("rows.pinned_learner")
+metrics, kernels, refill = (
+    load("loops.metrics_each_step"),
+    load("loops.copies_beside_kernels"),
+    load("loops.refilled_sources"),
+)
 
 CUDA = [torch.device("cuda", index) for index in range(2)]
 
@@ -95,7 +105,7 @@ def test_memcpys_of_the_direction_alone_are_counted(name: str, records: Any, cou
 
 
 def test_copies_by_number_of_leaves_are_compared_with_their_source(device: Any) -> None:
-    sizes = load("sizes")
+    sizes = load("copies.leaf_counts")
     source = workloads.flat_dict(leaves=20)
     right = {key: leaf.to(device) for key, leaf in source.items()}
     other = workloads.flat_dict(leaves=20, seed=1)["leaf_7"].to(device)
@@ -204,7 +214,7 @@ def test_a_replay_feed_with_other_rows_or_values_is_wrong(device: torch.device) 
 
 @pytest.fixture
 def samples(device: torch.device) -> Iterator[Any]:
-    bench = load("measure").Bench(device, 4, lambda label: iter)
+    bench = load("tool.measure").Bench(device, 4, lambda label: iter)
     samples = pinned_rows.Samples(bench, pinned_rows.Tables([64, 12, 8], 5))
     with tdcopier.pin_memory_(samples.storage, device):
         yield samples
@@ -375,12 +385,12 @@ def test_another_device_batch_size_leaf_or_value_is_a_difference(changed: Any, p
         inner = tensordict.TensorDict({"c": torch.ones(2, 3)}, [2])
         return tensordict.TensorDict({"a": torch.zeros(2), "b": torch.ones(2), "inner": inner}, [2])
 
-    assert load("td_batches").differences(changed(made()), made()) == places
+    assert load("copies.td_batches").differences(changed(made()), made()) == places
 
 
 def test_an_error_of_another_way_is_a_finding_and_one_of_ours_is_raised(device: Any) -> None:
     pytest.importorskip("tensordict")
-    tensordicts, td_batches = load("tensordicts"), load("td_batches")
+    tensordicts, td_batches = load("copies.tensordicts"), load("copies.td_batches")
     td, h2d = td_batches.control(0), directions.h2d(device)
 
     def fail(td: Any) -> Any:
@@ -394,7 +404,7 @@ def test_an_error_of_another_way_is_a_finding_and_one_of_ours_is_raised(device: 
 
 def test_a_destination_that_was_not_filled_is_wrong(device: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensordict")
-    into, h2d = load("into"), directions.h2d(device)
+    into, h2d = load("copies.into_existing"), directions.h2d(device)
     case = into.filling(h2d, 0, tmp_path)
     way = Contender("lazy", lambda case: case.destinations[into.CHUNK])
     leaves = workloads.leaves(case.source)

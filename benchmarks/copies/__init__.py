@@ -1,0 +1,1 @@
+"""Copies of trees, TensorDicts and pinned memory, each alone."""

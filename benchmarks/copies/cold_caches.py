@@ -1,0 +1,203 @@
+"""Times copies as loops make them: the caches are full of something else, the collector is on.
+
+Before each call the timed thread writes other memory, so that neither the leaves nor their Python
+objects are in a cache, nor the code and tables of the way that is timed. Torch's own threads do not
+write it: they spin for a while afterwards, and would be a load beside the call. The pinned memory
+that the way before has dropped is taken back too: torch asks the device about each block of it in
+the next allocation, which would be a part of the call.
+
+Some batches are timed again beside other work of the host. The timed thread runs where the system
+puts it, as in a user's program: bound to one processor, it could not leave one that others use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tool.measure import Bench
+from tool.tables import OURS
+from tool.target_forms import Target, at_least, at_most, count_wrong, none
+
+from copies import host_loads as loads
+from copies import limits
+from copies.directions import DMA, Direction, d2h, h2d, synchroniser
+from copies.trees import best_other, wrong_leaves
+from copies.ways import PREPARED, contenders
+from tdcopier._commands.interleave import Contender, compared, interleave
+from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
+
+OTHER_BYTES = 96 << 20
+SHARE = 0.12  # of the repeats: a call takes ms with what is between two of them
+DETECTION, FLAT, NESTED = "detection batch", "flat TensorDict", "nested TensorDict, 10 x 10 x 10"
+AGENTS, CONTROL, ATARI = "64 agents, TensorDict", "control TensorDict", "Atari TensorDict"
+IMAGES = "detection batch with images"
+BESIDE = (DETECTION, FLAT, IMAGES)
+"""Batches that are timed beside a load, host to device."""
+WANTED = {
+    "h2d": {DETECTION: 6.0, FLAT: 9.0, NESTED: 9.0, AGENTS: 8.0, CONTROL: 2.5, ATARI: 2.3},
+    "d2h": {DETECTION: 12.0, FLAT: 10.0, CONTROL: 2.5, ATARI: 1.0},
+}
+"""By direction and batch: the target for the time of the best other way over ours."""
+OVER_DMA, OVER_DMA_BESIDE = 1.4, 1.8
+"""Targets for the time of the batch with images over that of one transfer of its bytes."""
+
+
+class Batch(NamedTuple):
+    """A batch, and everything that depends on whether it is a TensorDict."""
+
+    make: Callable[[int], Any]
+    move: Callable[[Any, torch.device], Any]
+    ways: Callable[[Direction], list[Contender]]
+    count_wrong: Callable[[Contender, Any, Direction], int]
+    count_leaves: Callable[[Any], int]
+    total_bytes: Callable[[Any], int]
+
+
+def run(bench: Bench) -> dict[str, Any]:
+    bench = bench._replace(keep_gc=True)
+    both = {direction.name: direction for direction in (h2d(bench.device), d2h(bench.device))}
+    batches = batches_here()
+    return {
+        "what": "Cold caches: time from the call to the tree on the target",
+        "settings": {
+            "other bytes written before a call": OTHER_BYTES,
+            **bench.settings(bound=False, burst=1),
+        },
+        "copies": {
+            name: {batch: _timed(bench, direction, batch, kind) for batch, kind in batches.items()}
+            for name, direction in both.items()
+        },
+        "beside": {
+            load: _beside(bench, both["h2d"], load, kind, batches)
+            for load, kind in loads.KINDS.items()
+        },
+    }
+
+
+def value_targets(result: dict[str, Any]) -> Iterator[Target]:
+    parts = [*result["copies"].values(), *result["beside"].values()]
+    found = [copy for copies in parts for copy in copies.values()]
+    yield none("cold: leaves that differ from .to(), all batches and ways", count_wrong(found))
+
+
+def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
+    for name, wanted in WANTED.items():
+        for batch, least in wanted.items():
+            if batch in result["copies"][name]:
+                way, ratio = best_other(result["copies"][name][batch])
+                what = (
+                    f"{batch}, {name.upper()}, cold: best of the other ways ({way}) over tdcopier"
+                )
+                yield at_least(what, ratio, least)
+    places = {"alone": (result["copies"]["h2d"], OVER_DMA)}
+    places |= {
+        f"beside {load}": (there, OVER_DMA_BESIDE) for load, there in result["beside"].items()
+    }
+    for place, (copies, most) in places.items():
+        if IMAGES in copies:
+            over = copies[IMAGES]["limits"][DMA]["ours_over"]
+            yield at_most(f"{IMAGES}, H2D, cold, {place}: over one DMA", over, most)
+
+
+def batches_here() -> dict[str, Batch]:
+    """Return the batches by name; those of TensorDicts only where that package is installed."""
+    found = {
+        name: Batch(
+            WORKLOADS[workload].make,
+            lambda tree, device: map_tensors(tree, lambda leaf: leaf.to(device)),
+            ways,
+            lambda way, source, direction: len(wrong_leaves(way, source, direction)),
+            lambda tree: len(leaves(tree)),
+            total_bytes,
+        )
+        for name, workload, ways in (
+            (DETECTION, "detection_batch", _ways_of_trees),
+            (IMAGES, "detection_batch_with_images", _ways_and_limit),
+        )
+    }
+    if importlib.util.find_spec("tensordict") is None:
+        return found
+    from copies import td_batches, tensordicts
+
+    def wrong(way: Contender, source: Any, direction: Direction) -> int:
+        return len(tensordicts.tried(way, source, source.to(direction.target), direction))
+
+    made = {
+        FLAT: td_batches.flat,
+        NESTED: td_batches.nested,
+        AGENTS: td_batches.agents,
+        CONTROL: td_batches.control,
+        ATARI: td_batches.atari,
+    }
+    return found | {
+        name: Batch(
+            make,
+            lambda td, device: td.to(device),
+            tensordicts.contenders,
+            wrong,
+            td_batches.count_leaves,
+            td_batches.total_bytes,
+        )
+        for name, make in made.items()
+    }
+
+
+def _beside(
+    bench: Bench, direction: Direction, load: str, kind: str, batches: dict[str, Batch]
+) -> dict[str, Any]:
+    with loads.running(kind):
+        return {
+            name: _timed(bench, direction, f"{name}, beside {load}", batches[name])
+            for name in BESIDE
+            if name in batches
+        }
+
+
+def _ways_of_trees(direction: Direction) -> list[Contender]:
+    """Return the ways that receive the batch as it is, without variants of ours."""
+    ways = [way for way in contenders(direction) if way.kind != PREPARED]
+    return [way for way in ways if way.name == OURS or not way.name.startswith(OURS)]
+
+
+def _ways_and_limit(direction: Direction) -> list[Contender]:
+    size_bytes = total_bytes(WORKLOADS["detection_batch_with_images"].make(0))
+    return _ways_of_trees(direction) + limits.contenders(direction, size_bytes, [])
+
+
+def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
+    sources = [batch.move(batch.make(seed), direction.source) for seed in range(2)]
+    ways = batch.ways(direction)
+    wrong = {way.name: batch.count_wrong(way, sources[0], direction) for way in ways}
+    other = np.zeros(OTHER_BYTES // 8)
+
+    def settle() -> None:
+        other.fill(1.0)
+        torch.empty(1, pin_memory=bench.is_real)
+
+    times = interleave(
+        ways,
+        sources,
+        synchroniser(direction.devices),
+        rounds=bench.rounds(SHARE),
+        progress=bench.progress(f"cold, {direction.name}, {name}"),
+        before_call=settle,
+    )
+    found = compared(times, OURS, burst=1)
+    medians_us = {way: times["median_us"] for way, times in found["contenders"].items()}
+    has_limit = limits.name_of_transfer(direction) in medians_us
+    size_bytes = batch.total_bytes(sources[0])
+    return {
+        "leaves": batch.count_leaves(sources[0]),
+        "bytes": size_bytes,
+        "contenders": found["contenders"],
+        "ratios": found["ratios"],
+        "kinds": {way.name: way.kind for way in ways},
+        "wrong": wrong,
+        "limits": limits.found_limits(direction, size_bytes, (), medians_us, OURS)
+        if has_limit
+        else {},
+    }

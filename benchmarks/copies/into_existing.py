@@ -1,0 +1,129 @@
+"""Times copies into an existing tree, against copies that allocate and copies leaf by leaf."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import MemoryMappedTensor
+from tool.measure import BURST, MIN_ROUNDS, Bench
+from tool.tables import OURS
+
+import tdcopier
+from copies.directions import Direction, synchroniser
+from copies.trees import count_of
+from copies.ways import differences
+from tdcopier._commands.interleave import Contender, compared
+from tdcopier.workloads import detection_batch, leaves, map_tensors, total_bytes
+
+POOL = 2
+REPEAT_SHARE = 0.3
+FRESH = "start_copy().get()"
+PER_LEAF = "copy_() per leaf"
+CHUNK, SCATTERED, MAPPED = "one earlier chunk", "scattered tensors", "memory-mapped tensors"
+
+
+class Filling(NamedTuple):
+    """A batch, and trees of the same structure that it is copied into."""
+
+    source: Any
+    destinations: dict[str, Any]
+
+
+def into(place: str) -> str:
+    return f"{OURS}.copy_into(), {place}"
+
+
+@contextmanager
+def fillings(direction: Direction) -> Iterator[list[Filling]]:
+    """Return the batches with their destinations; files of these exist in the context only."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield [filling(direction, seed, Path(folder, str(seed))) for seed in range(POOL)]
+
+
+def run(bench: Bench, direction: Direction) -> dict[str, Any]:
+    with fillings(direction) as cases:
+        places = list(cases[0].destinations)
+        found = contenders(direction, places)
+        wrong = {way.name: wrong_leaves(way, cases[0], direction) for way in found}
+        times, processor = bench.interleaved(
+            f"copy_into, {direction.name}",
+            found,
+            cases,
+            synchroniser(direction.devices),
+            rounds=bench.rounds(REPEAT_SHARE / BURST, MIN_ROUNDS),
+        )
+        return {
+            "leaves": len(leaves(cases[0].source)),
+            "bytes": total_bytes(cases[0].source),
+            "sources": len(cases),
+            **compared(times, FRESH, BURST),
+            "counts": {into(place): _counts(cases[0], place, direction) for place in places},
+            "wrong": wrong,
+            "processor": processor,
+        }
+
+
+def _counts(case: Filling, place: str, direction: Direction) -> dict[str, Any]:
+    destination = case.destinations[place]
+    stats, counted = count_of(lambda: tdcopier.start_copy_into(case.source, destination), direction)
+    return {"stats": stats, "memcpys": counted.memcpys}
+
+
+def filling(direction: Direction, seed: int, folder: Path) -> Filling:
+    """Return a batch on the direction's source device, and its destinations.
+
+    Memory-mapped tensors have a file each in the folder, which is created for them.
+    """
+    on_host = detection_batch(seed=seed)
+    source = map_tensors(on_host, lambda leaf: leaf.to(direction.source))
+    if direction.target.type != "cpu":
+        chunk = tdcopier.copy(on_host, direction.target)
+        scattered = map_tensors(on_host, lambda leaf: leaf.to(direction.target))
+        return Filling(source, {CHUNK: chunk, SCATTERED: scattered})
+    folder.mkdir()
+    files = (folder / f"{index}.memmap" for index in range(len(leaves(on_host))))
+
+    def mapped(leaf: torch.Tensor) -> torch.Tensor:
+        return MemoryMappedTensor.from_tensor(leaf, filename=next(files))
+
+    return Filling(source, {MAPPED: map_tensors(on_host, mapped)})
+
+
+def contenders(direction: Direction, places: list[str]) -> list[Contender]:
+    """Return a copy that allocates, then ``copy_into()`` and ``copy_()`` per leaf by place."""
+    target = direction.target
+    found = [Contender(FRESH, lambda case: tdcopier.start_copy(case.source, target).get())]
+    for place in places:
+        found.append(Contender(into(place), _copy_into(place)))
+        if place != CHUNK:  # for copies leaf by leaf, a chunk is like any other memory
+            found.append(Contender(f"{PER_LEAF}, {place}", _copy_per_leaf(place)))
+    return found
+
+
+def wrong_leaves(way: Contender, case: Filling, direction: Direction) -> int:
+    """Run a way over zeroed destinations, and return how many leaves of its result are wrong."""
+    for destination in case.destinations.values():
+        for leaf in leaves(destination):
+            leaf.zero_()
+    result = way.run(case)
+    synchroniser(direction.devices)()
+    return len(differences(result, case.source, direction.target))
+
+
+def _copy_into(place: str) -> Callable[[Filling], Any]:
+    return lambda case: tdcopier.copy_into(case.source, case.destinations[place])
+
+
+def _copy_per_leaf(place: str) -> Callable[[Filling], Any]:
+    def run(case: Filling) -> Any:
+        destination = case.destinations[place]
+        for to, leaf in zip(leaves(destination), leaves(case.source), strict=True):
+            to.copy_(leaf)
+        return destination
+
+    return run

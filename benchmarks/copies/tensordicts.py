@@ -1,0 +1,204 @@
+"""Times copies of TensorDicts and tensorclasses, and their nodes, against their own methods.
+
+The result also has the copies into existing tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensordict
+import torch
+from tensordict import TensorDict, tensorclass
+from tool.measure import BURST, MIN_ROUNDS, Bench, summaries
+from tool.tables import OURS
+from tool.target_forms import Target, at_least, at_most, counts, none
+
+import tdcopier
+from copies import into_existing as into
+from copies.directions import HOST, Direction, d2h, h2d, synchroniser
+from copies.td_batches import BATCHES, Batch, count_leaves, differences, total_bytes
+from copies.trees import timed
+from tdcopier._commands.interleave import Contender
+
+TO = "td.to()"
+CONSOLIDATED = "td.consolidate().to()"
+PINNED = "td.pin_memory().to(non_blocking=True)"
+NODES = 200
+NODES_REPEAT_SHARE = 0.2
+FLAT, NESTED, CLASSES = "side by side", "TensorDict", "tensorclass"
+MIN_SPEEDUPS = {("flat", TO): 15.0, ("flat", CONSOLIDATED): 25.0, ("control", TO): 2.5}
+"""Host to device, by batch and other way: the target for its time over ours."""
+MAX_NODE_US = {NESTED: 3.0, CLASSES: 10.0}
+MAX_INTO_SHARE = 0.5  # target for the time over that of a copy that allocates
+
+
+def run(bench: Bench) -> dict[str, Any]:
+    both = {direction.name: direction for direction in (h2d(bench.device), d2h(bench.device))}
+    return {
+        "what": "TensorDicts: time from the call to the TensorDict on the target",
+        "settings": {"tensordict": tensordict.__version__, **bench.settings()},
+        "copies": {
+            name: {batch: _batch(bench, direction, batch, kind) for batch, kind in BATCHES.items()}
+            for name, direction in both.items()
+        },
+        "nodes": _nodes(bench, both["h2d"]),
+        "into": {name: into.run(bench, direction) for name, direction in both.items()},
+    }
+
+
+def value_targets(result: dict[str, Any]) -> Iterator[Target]:
+    flat, filled = result["copies"]["h2d"]["flat"], result["into"]["h2d"]
+    chunk = filled["counts"][into.into(into.CHUNK)]
+    seen = "packed leaves, transfers, H2D memcpys seen from outside"
+    what = "places of tdcopier's results that differ from td.to(), all batches"
+    yield none(what, count_wrong(result))
+    yield counts(f"flat: {seen}", flat, flat["leaves"], 1)
+    what = f"copy_into() one earlier chunk: {seen}"
+    yield counts(what, chunk, filled["leaves"], 3)
+
+
+def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
+    for (name, way), least in MIN_SPEEDUPS.items():
+        batch = result["copies"]["h2d"][name]
+        ratio = batch["failed"][way] if way in batch["failed"] else batch["ratios"][way]
+        yield at_least(f"{name}, host to device, {way} over tdcopier", ratio, least)
+    for kind, most_us in MAX_NODE_US.items():
+        what = f"one {kind} node, of {result['nodes']['nodes']}"
+        yield at_most(what, result["nodes"]["us_per_node"][kind][OURS], most_us, "us")
+    share = result["into"]["h2d"]["ratios"][into.into(into.CHUNK)]
+    yield at_most(f"detection batch into {into.CHUNK}, over {into.FRESH}", share, MAX_INTO_SHARE)
+
+
+def count_wrong(result: dict[str, Any]) -> int:
+    """Count the wrong places in the results of our own ways."""
+    copied = [batch["wrong"] for batches in result["copies"].values() for batch in batches.values()]
+    filled = [found["wrong"] for found in result["into"].values()]
+    ours = sum(n for wrong in copied + filled for way, n in wrong.items() if way.startswith(OURS))
+    fresh = sum(wrong[into.FRESH] for wrong in filled)
+    return ours + fresh + sum(result["nodes"]["wrong"].values())
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def contenders(direction: Direction) -> list[Contender]:
+    """Return every way of copying a TensorDict, ours first.
+
+    Consolidating and pinning are part of the copy and timed, because each step has a new batch.
+    """
+    target = direction.target
+    found = [
+        Contender(OURS, lambda td: tdcopier.async_to(td, target).get()),
+        Contender(TO, lambda td: td.to(target)),
+        Contender(CONSOLIDATED, lambda td: td.consolidate().to(target)),
+    ]
+    if direction.source == HOST:
+        found.append(Contender(PINNED, lambda td: td.pin_memory().to(target, non_blocking=True)))
+    return found
+
+
+def tried(way: Contender, source: Any, expected: Any, direction: Direction) -> list[str] | str:
+    """Return the places where a way's result is wrong, or the error that it raises.
+
+    Errors of our own way are raised; those of other ways are results, since not all support all
+    batches.
+    """
+    try:
+        result = way.run(way.prepare(source))
+        synchroniser(direction.devices)()
+    except Exception as error:
+        if way.name == OURS:
+            raise
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return differences(result, expected)
+
+
+def sources_of(direction: Direction, batch: Batch) -> list[Any]:
+    made = [batch.make(seed) for seed in range(batch.pool)]
+    return made if direction.source == HOST else [td.to(direction.source) for td in made]
+
+
+def _batch(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
+    sources = sources_of(direction, batch)
+    expected = sources[0].to(direction.target)
+    outcomes = {way: tried(way, sources[0], expected, direction) for way in contenders(direction)}
+    failed = {way.name: found for way, found in outcomes.items() if isinstance(found, str)}
+    right = {way: places for way, places in outcomes.items() if way.name not in failed}
+    return {
+        "leaves": count_leaves(sources[0]),
+        "bytes": total_bytes(sources[0]),
+        **timed(
+            bench,
+            direction,
+            f"TensorDict, {name}",
+            list(right),
+            sources,
+            lambda td: tdcopier.async_to(td, direction.target),
+            bench.rounds(batch.repeat_share / BURST, MIN_ROUNDS),
+        ),
+        "wrong": {way.name: len(places) for way, places in right.items()},
+        "failed": failed,
+    }
+
+
+# ---- the cost of a node --------------------------------------------------------------------------
+
+
+@tensorclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def trees() -> dict[str, TensorDict]:
+    """Return the same leaves in one node, and in a TensorDict or tensorclass per pair."""
+    flat, nested, classes = {}, {}, {}
+    for index in range(NODES):
+        first, second = torch.full((4,), 2.0 * index), torch.full((4,), 2.0 * index + 1)
+        flat[f"first_{index}"], flat[f"second_{index}"] = first, second
+        nested[f"node_{index}"] = TensorDict({"first": first, "second": second}, [])
+        classes[f"node_{index}"] = Pair(first=first, second=second, batch_size=[])
+    made = {FLAT: flat, NESTED: nested, CLASSES: classes}
+    return {name: TensorDict(tree, []) for name, tree in made.items()}
+
+
+def _nodes(bench: Bench, direction: Direction) -> dict[str, Any]:
+    """Return the times of the three trees, and the time that a node adds."""
+    made = trees()
+    found = {(tree, way.name): way for tree in made for way in node_ways(tree, direction)}
+    wrong = {
+        tree: len(differences(found[tree, OURS].run(made), td.to(direction.target)))
+        for tree, td in made.items()
+    }
+    times_us, processor = bench.interleaved(
+        "TensorDict, cost of a node",
+        [way._replace(name=f"{way.name}: {tree}") for (tree, _), way in found.items()],
+        [made],
+        synchroniser(direction.devices),
+        rounds=bench.rounds(NODES_REPEAT_SHARE / BURST, MIN_ROUNDS),
+    )
+    by_name = summaries(times_us)
+    times = {tree: {way: by_name[f"{way}: {tree}"] for way in (OURS, TO)} for tree in made}
+    medians = {tree: {way: times[tree][way]["median_us"] for way in (OURS, TO)} for tree in made}
+    return {
+        "nodes": NODES,
+        "leaves": len(made[FLAT].keys()),
+        "times": times,
+        "us_per_node": {
+            tree: {way: (medians[tree][way] - medians[FLAT][way]) / NODES for way in (OURS, TO)}
+            for tree in (NESTED, CLASSES)
+        },
+        "wrong": wrong,
+        "processor": processor,
+    }
+
+
+def node_ways(tree: str, direction: Direction) -> list[Contender]:
+    """Return ways to copy one of the trees; each receives all of them."""
+    target = direction.target
+    return [
+        Contender(OURS, lambda made: tdcopier.async_to(made[tree], target).get()),
+        Contender(TO, lambda made: made[tree].to(target)),
+    ]

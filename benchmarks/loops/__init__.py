@@ -1,0 +1,1 @@
+"""Loops with a batch in each step, and copies beside kernels and other copies."""

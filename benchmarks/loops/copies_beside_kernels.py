@@ -1,0 +1,145 @@
+"""Times a small copy to the device while kernels are queued, after one of several other calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from copies.directions import second_device, synchroniser
+from tool.measure import Bench, shuffled, summaries
+from tool.tables import OURS
+
+import tdcopier
+from loops.learner import Sleeper
+
+FLOATS = 1000
+QUEUED_MS, QUEUED_MS_OF_SIM = 100.0, 5.0
+ROWS = 100
+WARM_UP = 2
+ROUNDS_PER_REPEAT = 0.02
+BY_TORCH = "pinned, non_blocking .to() on a side stream"
+WAYS = (OURS, BY_TORCH)
+NOTHING = "nothing"
+
+Call = Callable[[], Any]
+
+
+def run(bench: Bench) -> dict[str, Any]:
+    """Return times from the call to the arrival, by earlier call and way."""
+    trial = Trial(bench.device)
+    calls = earlier_calls(bench.device)
+    times_us: dict[str, dict[str, list[float]]] = {
+        earlier: {way: [] for way in WAYS} for earlier in calls
+    }
+    after_kernels = {earlier: dict.fromkeys(WAYS, 0) for earlier in calls}
+    wrong = dict.fromkeys(WAYS, 0)
+    pairs = [(earlier, way) for earlier in calls for way in WAYS]
+    how = {"rounds": bench.rounds(ROUNDS_PER_REPEAT), "warm_up": WARM_UP}
+    for index, (earlier, way) in shuffled(pairs, bench.progress("company, kernels"), **how):
+        taken_us, was_right, was_before = trial(way, calls[earlier][way])
+        wrong[way] += not was_right
+        if index >= 0:
+            times_us[earlier][way].append(taken_us)
+            after_kernels[earlier][way] += not was_before
+    return {
+        "floats": FLOATS,
+        "queued_ms": trial.queued_ms,
+        "times": {earlier: summaries(both) for earlier, both in times_us.items()},
+        "after_kernels": after_kernels,
+        "wrong": wrong,
+    }
+
+
+class Trial:
+    """Queues kernels, makes an earlier call, and then times a copy of 1000 floats to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._side = self._module.Stream(device)
+        self._sleeper = Sleeper(device)
+        self._synchronise = synchroniser([device])
+        self._source = torch.arange(float(FLOATS))
+        self._pinned = torch.empty(FLOATS).pin_memory()
+        self._expected = self._source.to(device)
+        self.queued_ms = QUEUED_MS if device.type == "cuda" else QUEUED_MS_OF_SIM
+
+    def __call__(self, way: str, earlier: Call) -> tuple[float, bool, bool]:
+        """Run one round of a way, with an earlier call between the kernels and the copy.
+
+        Returns the time in microseconds, whether the values are right, and whether they arrived
+        before the kernels ended.
+        """
+        for values in (self._source, self._expected):
+            values.add_(1)
+        self._pinned.copy_(self._source)
+        copy = self._ours if way == OURS else self._by_torch
+        self._synchronise()
+        self._sleeper.enqueue(self.queued_ms)
+        slept = self._module.current_stream(self._device).record_event()
+        begun = earlier()
+        begin = time.perf_counter_ns()
+        result = copy()
+        taken_us = (time.perf_counter_ns() - begin) / 1e3
+        was_before = not slept.query()
+        with self._module.stream(self._side):  # an idle stream, so this reads the current values
+            was_right = torch.equal(result, self._expected)
+        self._synchronise()
+        if isinstance(begun, tdcopier.AsyncCopyHandle):
+            begun.get()
+        return taken_us, was_right, was_before
+
+    def _ours(self) -> torch.Tensor:
+        handle = tdcopier.start_copy(self._source, self._device)  # the busy stream is current
+        with self._module.stream(self._side):
+            result = handle.get()
+            self._side.record_event().synchronize()
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def _by_torch(self) -> torch.Tensor:
+        with self._module.stream(self._side):
+            result = self._pinned.to(self._device, non_blocking=True)
+            self._side.record_event().synchronize()
+        return result
+
+
+def earlier_calls(device: torch.device) -> dict[str, dict[str, Call]]:
+    """Return the calls between the kernels and the copy, by name and way. None of them waits."""
+    on_device, other_on_device = (torch.ones(FLOATS, device=device) for _ in range(2))
+    on_host, to_host = torch.zeros(FLOATS), torch.zeros(FLOATS)
+    pinned, to_pinned = (torch.zeros(FLOATS).pin_memory() for _ in range(2))
+    batch = torch.ones(ROWS, FLOATS, device=device)
+    storage, index = torch.zeros(10 * ROWS, FLOATS), torch.arange(0, 10 * ROWS, 10)
+    found: dict[str, tuple[Call, Call]] = {
+        NOTHING: (lambda: None, lambda: None),
+        "a copy to the host": (
+            lambda: tdcopier.start_copy(on_device, "cpu"),
+            lambda: on_device.to("cpu", non_blocking=True),
+        ),
+        "copy_into() host memory": (
+            lambda: tdcopier.start_copy_into(on_device, to_host),
+            lambda: to_pinned.copy_(on_device, non_blocking=True),
+        ),
+        "copy_into() device memory": (
+            lambda: tdcopier.start_copy_into(on_host, on_device),
+            lambda: on_device.copy_(pinned, non_blocking=True),
+        ),
+        "a copy within the device": (
+            lambda: tdcopier.start_copy_into(on_device, other_on_device),
+            lambda: other_on_device.copy_(on_device, non_blocking=True),
+        ),
+        "a scatter of rows": (
+            lambda: tdcopier.start_scatter(batch, storage, index),
+            lambda: batch.to("cpu", non_blocking=True),
+        ),
+    }
+    other = second_device(device)
+    if other is not None:
+        found["a copy to another device"] = (
+            lambda: tdcopier.start_copy(on_device, other),
+            lambda: on_device.to(other, non_blocking=True),
+        )
+    return {name: dict(zip(WAYS, calls, strict=True)) for name, calls in found.items()}

@@ -1,0 +1,1 @@
+"""Parking of device memory, and snapshots."""

@@ -1,0 +1,1 @@
+"""Rows of storages, and the learners that they feed."""

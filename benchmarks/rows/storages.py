@@ -1,0 +1,136 @@
+"""Replay storages by name: host tensors with as many rows as a real replay buffer."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from tool.measure import Bench
+
+from tdcopier._commands.tables import size
+
+Storage = dict[str, torch.Tensor]
+ROW = "row"
+"""The leaf with the row numbers, which are compared with the index after the copy."""
+ROWS, ROWS_OF_SIM = 100_000, 500
+_TILE = 2048  # random rows that are repeated, since drawing gigabytes would take minutes
+
+
+class Replay(NamedTuple):
+    """A storage, and the number of rows in a batch."""
+
+    title: str
+    make: Callable[[int], Storage]
+    """Makes the storage with a given number of rows."""
+    batch: int
+
+
+def _frames(rows: int, *shape: int) -> torch.Tensor:
+    tile = torch.randint(0, 256, (min(rows, _TILE), *shape), dtype=torch.uint8)
+    table = torch.empty(rows, *shape, dtype=torch.uint8)
+    for first in range(0, rows, len(tile)):
+        part = table[first : first + len(tile)]
+        part.copy_(tile[: len(part)])
+    return table
+
+
+def _scalars(rows: int) -> Storage:
+    return {
+        "action": torch.randint(0, 18, (rows,)),
+        "reward": torch.randn(rows),
+        "done": torch.rand(rows) > 0.99,
+        ROW: torch.arange(rows),
+    }
+
+
+def _images(name: str, *shape: int) -> Callable[[int], Storage]:
+    """Return a function that makes a storage of images with this name and their successors."""
+    return lambda rows: {
+        name: _frames(rows, *shape),
+        "next": _frames(rows, *shape),
+        **_scalars(rows),
+    }
+
+
+def _sac(rows: int) -> Storage:
+    """Return 18 leaves like those of half-cheetah; 256 rows are 54 KB."""
+    widths = [17, 17, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    floats = {f"{i}": torch.randn(rows, width) for i, width in enumerate(widths)}
+    return {**floats, "done": torch.rand(rows, 1) > 0.99, ROW: torch.arange(rows)}
+
+
+def _agents(rows: int) -> Storage:
+    """Return an observation and an action for each of 100 agents."""
+    leaves = {f"{i}": torch.randn(rows, 8) for i in range(199)}
+    return {**leaves, ROW: torch.arange(rows)}
+
+
+_ATARI = _images("observation", 4, 84, 84)
+REPLAYS = {
+    "atari_32": Replay("Atari frames, 32 rows", _ATARI, 32),
+    "atari_256": Replay("Atari frames, 256 rows", _ATARI, 256),
+    "sac": Replay("SAC, 256 rows", _sac, 256),
+    "rgb": Replay("RGB frames, 512 rows", _images("pixels", 9, 64, 64), 512),
+    "agents": Replay("100 agents, 256 rows", _agents, 256),
+}
+
+
+def rows_of(bench: Bench) -> int:
+    return ROWS if bench.is_real else ROWS_OF_SIM
+
+
+def with_each(
+    rows: int, run: Callable[[str, Replay, Storage], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the result of a function with each storage that fits into the memory, by name.
+
+    A storage is freed before the next one is made.
+    """
+    found = {}
+    for name, replay in that_fit(rows).items():
+        storage = replay.make(rows)
+        found[name] = {
+            "title": replay.title,
+            "leaves": len(storage),
+            "bytes": bytes_of_batch(storage, replay.batch),
+            **run(name, replay, storage),
+        }
+        del storage
+        gc.collect()
+    return found
+
+
+def drawn(replay: Replay, rows: int, batches: int) -> list[torch.Tensor]:
+    """Return the rows of some batches, drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, rows, (replay.batch,), generator=generator) for _ in range(batches)]
+
+
+def that_fit(rows: int) -> dict[str, Replay]:
+    """Return the storages of which ``rows`` rows fit into three quarters of the free memory.
+
+    Prints to stderr which ones do not.
+    """
+    free = _free_bytes()
+    found = {}
+    for name, replay in REPLAYS.items():
+        needed = bytes_of_batch(replay.make(1), rows)
+        if needed <= free * 3 / 4:
+            found[name] = replay
+        else:
+            print(f"Skipped {name}: it takes {size(needed)}, and {size(free)} are free.",
+                  file=sys.stderr)  # fmt: skip
+    return found
+
+
+def _free_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return 1024 * kilobytes["MemAvailable"]
+
+
+def bytes_of_batch(storage: Storage, rows: int) -> int:
+    return sum(leaf[:1].nbytes * rows for leaf in storage.values())

@@ -1,0 +1,1 @@
+"""What runs, times, compares and shows the benchmarks."""

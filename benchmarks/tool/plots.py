@@ -1,0 +1,206 @@
+"""The plot of each benchmark, and how it is drawn; drawing needs matplotlib.
+
+`tool/report.py` makes the tables and the figures of the README.
+"""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tdcopier._commands.tables import number
+from tool.sections import DIRECTIONS, WORKLOAD_NAMES
+from tool.tables import LIMIT_PREFIX, OURS, RESIDENT, leaves_and_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+GREEN, GREY, AMBER = "#2a9d63", "#8c96a3", "#d29922"
+OTHERS = ("#4f7cac", AMBER, "#a4548b", GREY)
+TEXT = "#7d8590"  # reads on light and on dark pages
+WIDTH_IN = 5.0  # texts stay legible where a phone shows the whole picture
+TITLE_LETTERS = 42  # of a line
+COPIED, REPLAYED, NESTED = "detection_batch", "atari_256", "flat"
+LEARNER = "4 ms of large kernels"  # of a replay
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "tdcopier",  # names of parts are the same in each run
+    "font.size": 10,
+    "axes.edgecolor": GREY,
+    "grid.color": GREY,
+    "grid.alpha": 0.3,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
+}
+
+
+class Bars(NamedTuple):
+    """A plot of one time per way."""
+
+    heading: str
+    us: dict[str, float]
+
+
+class Curves(NamedTuple):
+    """A plot of times over the number of leaves, by way."""
+
+    heading: str
+    us: dict[str, list[tuple[int, float]]]
+
+
+Plot = Bars | Curves
+
+
+def as_svg(plot: Plot) -> str:
+    """Draw a plot. The same plot gives the same text."""
+    drawn = io.BytesIO()
+    with drawn_figure(plot) as figure:
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    return drawn.getvalue().decode()
+
+
+@contextmanager
+def drawn_figure(plot: Plot) -> Iterator[Figure]:
+    """Draw a plot as a figure, in its style."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        height_in = 0.5 * len(plot.us) + 0.6 if isinstance(plot, Bars) else 3.6
+        title = textwrap.wrap(plot.heading, TITLE_LETTERS)
+        figure = Figure(figsize=(WIDTH_IN, height_in + 0.2 * len(title)), layout="constrained")
+        figure.suptitle("\n".join(title), weight="bold", x=0.02, ha="left")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        if isinstance(plot, Bars):
+            _bars(axes, plot)
+        else:
+            _curves(axes, plot)
+        yield figure
+
+
+def _bars(axes: Axes, plot: Bars) -> None:
+    """Draw horizontal bars from 0, with the way above each bar and the time after it.
+
+    The axis is linear: the length of a bar is its time, also where times differ by far.
+    """
+    values = list(plot.us.values())
+    most, least = max(*values, 0), min(*values, 0)
+    axes.barh(range(len(values)), values, height=0.4, color=[_colour(way) for way in plot.us])
+    for row, (way, us) in enumerate(plot.us.items()):
+        axes.annotate(way, (0, row - 0.26), (3, 0), textcoords="offset points", va="bottom")
+        axes.annotate(
+            f"{number(us)} us", (max(us, 0), row), (4, 0), textcoords="offset points", va="center"
+        )
+    axes.set_xlim(least, most + 0.3 * (most - least))
+    axes.set_ylim(len(values) - 0.6, -0.9)
+    axes.set_yticks([])
+    axes.spines["left"].set_position("zero")
+    axes.xaxis.set_major_locator(_few_ticks())
+    axes.set_xlabel("us")
+    _plain_ticks(axes, "x")
+
+
+def _few_ticks() -> MaxNLocator:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(4)
+
+
+def _colour(way: str) -> str:
+    if way.startswith(OURS):
+        return GREEN
+    return AMBER if way.startswith(LIMIT_PREFIX) else GREY
+
+
+def _curves(axes: Axes, plot: Curves) -> None:
+    """Draw curves with a label each on two logarithmic axes."""
+    others = iter(OTHERS)
+    for way, points in plot.us.items():
+        colour = GREEN if way.startswith(OURS) else next(others)
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=way)
+    axes.set(xscale="log", yscale="log", xlabel="leaves", ylabel="us")
+    axes.grid()
+    _plain_ticks(axes, "x", "y")
+    axes.figure.legend(loc="outside lower left", frameon=False)
+
+
+def _plain_ticks(axes: Axes, *names: str) -> None:
+    for name in names:
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_formatter(lambda value, _: number(value))
+        if axis.get_scale() == "log":
+            axis.set_minor_formatter(lambda value, _: "")
+
+
+# ---- what each benchmark's plot shows ------------------------------------------------------------
+
+
+class Shown(NamedTuple):
+    """The bars of a benchmark's plot."""
+
+    part: Callable[[dict[str, Any]], dict[str, Any] | None]
+    """Returns the part of a result that is shown; None if it is not there."""
+    heading: str
+    """With ``{what}`` for the leaves and bytes of the part, ``{gpu}``, and ``{resident}`` for the
+    time that the bars are added to."""
+    times: str = "contenders"
+
+
+def plot_of(result: dict[str, Any]) -> Plot | None:
+    name, gpu = result["name"], result["machine"]["gpu"]
+    if name == "sizes":
+        return _sizes(result["sizes"], gpu)
+    shown = BARS.get(name)
+    part = shown and shown.part(result)
+    if not part:
+        return None
+    us = {way: taken["median_us"] for way, taken in part[shown.times].items()}
+    resident = us.pop(RESIDENT, 0.0)
+    what = leaves_and_bytes(part) if "leaves" in part else ""
+    heading = shown.heading.format(what=what, gpu=gpu, resident=number(resident))
+    return Bars(heading, {way: each - resident for way, each in us.items()})
+
+
+def _sizes(sizes: dict[str, Any], gpu: str) -> Plot:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for found in sizes.values():
+        for way, times in found["contenders"].items():
+            curves.setdefault(way, []).append((found["leaves"], times["median_us"]))
+    return Curves(f"Host to device: time over leaves of 64 floats ({gpu})", curves)
+
+
+def _replayed(result: dict[str, Any]) -> dict[str, Any] | None:
+    replay = result["replays"].get(REPLAYED)
+    return replay and replay["learners"][LEARNER]  # None if it did not fit in the memory
+
+
+ADDED = ": {resident} us on the device already ({gpu})"
+BARS = {
+    **{
+        name: Shown(
+            lambda result: result["workloads"].get(COPIED),
+            f"{words}, {WORKLOAD_NAMES[COPIED]}: {{what}} ({{gpu}})",
+        )
+        for name, words in DIRECTIONS.items()
+    },
+    "loop": Shown(
+        lambda result: result["loops"][COPIED],
+        f"Time added to a training step by {{what}}{ADDED}",
+        "step",
+    ),
+    "replay": Shown(
+        _replayed,
+        f"Time added to a learner's step by Atari frames, 256 rows, {LEARNER}{ADDED}",
+        "step",
+    ),
+    "tensordict": Shown(
+        lambda result: result["copies"]["h2d"][NESTED], "TensorDict to device, {what} ({gpu})"
+    ),
+}
+"""By benchmark; that of `sizes` has curves, and the others have only tables."""
+PLOTS = (*BARS, "sizes")

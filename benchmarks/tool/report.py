@@ -1,0 +1,240 @@
+"""Makes tables and plots of result files; all figures in README and docs come from here.
+
+``python benchmarks/report.py`` prints the tables of ``benchmarks/results`` and draws its plots;
+with ``--readme`` it also writes the part of README.md between the two benchmark marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tool.machine import BENCHMARKS, ROOT
+from tool.plots import as_svg, plot_of
+from tool.sections import DIRECTIONS, TABLES, title
+from tool.tables import LIMIT_PREFIX, OURS, RESIDENT, leaves_and_bytes, table
+
+RESULTS = BENCHMARKS / "results"
+SCHEMA = 1
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+NO_RESULTS = "No result files yet: `make bench` on a machine with a GPU writes them."
+HEADLINE_WORKLOAD = "detection_batch"
+PER_LEAF = ".to() per leaf"
+BUSY = "8 DataLoader workers"  # the load of `cold` that the README shows
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """Load the results of a folder in the page's order, without those of the simulated device.
+
+    Raises:
+        ValueError: A file has another schema, so its figures may mean something else.
+
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        if result.get("schema") != SCHEMA:
+            raise ValueError(f"{path.name} has schema {result.get('schema')}, not {SCHEMA}")
+        found.append(result)
+    order = list(TABLES)
+    found.sort(key=lambda result: order.index(result["name"]))
+    return [result for result in found if not result["machine"]["device"].startswith("sim")]
+
+
+def heading(result: dict[str, Any]) -> str:
+    """Return what the benchmark measures; for copies, with the direction."""
+    what = result["what"]
+    direction = DIRECTIONS.get(result["name"])
+    return f"{direction}: {what[:1].lower()}{what[1:]}" if direction else what
+
+
+def machine_line(result: dict[str, Any]) -> str:
+    """Return one sentence on the machine and versions of a result."""
+    machine = result["machine"]
+    gpus = machine.get("gpus") or 1
+    name = machine["gpu"] or machine["device"]
+    parts = [f"{gpus} x {name}" if gpus > 1 else name]
+    if machine.get("driver"):
+        parts.append(f"driver {machine['driver']}")
+    parts.append(f"{machine['logical_cpus']} logical CPUs ({machine['cpu'] or 'unknown'})")
+    parts.append(f"torch {machine['torch']}, Python {machine['python']}")
+    # Omits the commit if the working tree had other changes.
+    commit = None if machine.get("git_dirty") else machine.get("git_commit")
+    parts.append(f"tdcopier {machine['tdcopier']}" + (f" at {commit[:10]}" if commit else ""))
+    return ", ".join(parts) + f"; {result['taken']}."
+
+
+def targets_table(result: dict[str, Any]) -> str:
+    rows = (
+        [t["what"], str(t["wanted"]), str(t["found"]), "hit" if t["hit"] else "**missed**"]
+        for t in result["targets"]
+    )
+    return table(["figure", "wanted", "found", ""], rows)
+
+
+def plot_name(result: dict[str, Any]) -> str:
+    return f"{result['name']}-{result['machine']['slug']}.svg"
+
+
+def page(results: Sequence[dict[str, Any]], plots: str) -> str:
+    """Return all results as Markdown for the docs; ``plots`` is the plots' folder from there."""
+    if not results:
+        return NO_RESULTS + "\n"
+    parts = []
+    for result in results:
+        parts += [f"## {heading(result)}", machine_line(result)]
+        if plot_of(result):
+            parts.append(f"![{heading(result)}]({plots}/{plot_name(result)})")
+        parts += TABLES[result["name"]](result)
+        parts.append(targets_table(result))
+    return "\n\n".join(parts) + "\n"
+
+
+def ways_of_torch(results: Sequence[dict[str, Any]]) -> str:
+    """Return tables of how long torch's own ways take, as multiples of tdcopier's time.
+
+    Where torch's way is the faster one, its cell is bold. The result is empty without results.
+    """
+    parts = []
+    for result in results:
+        if result["name"] in DIRECTIONS and result["name"] != "d2d":
+            parts.append(_against(heading(result).partition(":")[0], result["workloads"]))
+        elif result["name"] == "tensordict":
+            for direction, batches in result["copies"].items():
+                parts.append(_against(f"TensorDicts, {DIRECTIONS[direction].lower()}", batches))
+    return "\n\n".join(parts) + "\n"
+
+
+def _against(header: str, batches: Mapping[str, dict[str, Any]]) -> str:
+    skipped = (OURS, LIMIT_PREFIX)
+    columns = [way for way in _first(batches)["ratios"] if not way.startswith(skipped)]
+    rows = [
+        [title(name, found), *(_multiple(found["ratios"].get(way)) for way in columns)]
+        for name, found in batches.items()
+    ]
+    return table([header, *(f"`{way}`" for way in columns)], rows)
+
+
+def _first(batches: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return next(iter(batches.values()))
+
+
+def _multiple(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    text = _multiple_of(ratio)
+    return f"**{text}**" if ratio < 0.95 else text
+
+
+def readme_part(results: Sequence[dict[str, Any]]) -> str:
+    """Return the text between the marks in README.md: a sentence, a table and the machine.
+
+    Raises:
+        KeyError: There is no result of the copies, or of cold caches or the training loop on the
+            same machine.
+
+    """
+    h2d = {result["name"]: result for result in reversed(results)}["h2d"]  # the first one
+    slug = h2d["machine"]["slug"]  # the table compares figures of one machine
+    named = {result["name"]: result for result in results if result["machine"]["slug"] == slug}
+    cold, loop = named["cold"], named["loop"]
+    busy = cold["beside"][BUSY]["detection batch"]
+    ratios = loop["loops"][HEADLINE_WORKLOAD]["ratios"]
+    text = (
+        f"A batch of {leaves_and_bytes(busy)}, as a detection dataset has them, reaches an "
+        f"{h2d['machine']['gpu']} in **{_ms(busy['contenders'][OURS]['median_us'])} ms** on a busy "
+        f"host (cold caches, beside {BUSY}); with `.to()` per leaf it takes "
+        f"{busy['ratios'][PER_LEAF]:.0f} times as long.\n"
+        f"A training step on it takes {ratios[OURS]:.2f} times as long as one on a batch that is "
+        f"on the GPU already; with `.to()` per leaf, {ratios[PER_LEAF]:.1f} times."
+    )
+    source = "Medians; the files in `benchmarks/results` have quartiles and all ways."
+    return f"{text}\n\n{_readme_table(cold, h2d, loop)}\n\n{machine_line(h2d)} {source}"
+
+
+def _readme_table(cold: dict[str, Any], h2d: dict[str, Any], loop: dict[str, Any]) -> str:
+    """Return the README's table: copies as they are between other work first."""
+    beside, alone = cold["beside"][BUSY], cold["copies"]["h2d"]
+    steps = loop["loops"]
+    rows = [
+        _readme_row(f"{name}: {leaves_and_bytes(found)}{how}", found["contenders"])
+        for name, found, how in (
+            ("labels", beside["detection batch"], "; busy"),
+            ("labels and images", beside["detection batch with images"], "; busy"),
+            ("TensorDict", beside["flat TensorDict"], "; busy"),
+            ("control TensorDict", alone["control TensorDict"], "; alone"),
+            ("labels", h2d["workloads"][HEADLINE_WORKLOAD], "; alone, warm caches"),
+        )
+    ]
+    rows += [
+        _readme_row(f"training step, {name}: {leaves_and_bytes(found)}", found["step"])
+        for name, found in (
+            ("labels", steps[HEADLINE_WORKLOAD]),
+            ("Atari replay", steps["atari_replay"]),
+        )
+    ]
+    return table(["ms", OURS, "`.to()`", "best other way"], rows)
+
+
+def _readme_row(what: str, times: dict[str, Any]) -> list[str]:
+    """Return the medians of ours, of `.to()`, and of the best other way if it is faster."""
+    us = {way: found["median_us"] for way, found in times.items()}
+    ours_us = us[OURS]
+    to = PER_LEAF if PER_LEAF in us else "td.to()"
+
+    def cell(way: str) -> str:
+        return f"{_ms(us[way])} ({_multiple_of(us[way] / ours_us)})".replace(" x", "x")
+
+    others = [way for way in us if not way.startswith((OURS, LIMIT_PREFIX, RESIDENT))]
+    best = min(others, key=us.__getitem__)
+    named = "" if best == to else f"{cell(best)}, {best.partition(',')[0]}"
+    return [what, f"**{_ms(ours_us)}**", cell(to), named]
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.2f}" if us < 10_000 else f"{us / 1000:.1f}"
+
+
+def _multiple_of(ratio: float) -> str:
+    return f"{ratio:.0f} x" if ratio >= 10 else f"{ratio:.2g} x"
+
+
+def with_part(readme: str, part: str) -> str:
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {BEGIN} ... {END}")
+    return f"{before}{begin}\n{part}\n{end}{after}"
+
+
+def write_plots(results: Sequence[dict[str, Any]], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for result in results:
+        plot = plot_of(result)
+        if plot:
+            (folder / plot_name(result)).write_text(as_svg(plot))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--readme", action="store_true", help="also write README.md's part")
+    options = parser.parse_args(arguments)
+    results = load(options.results)
+    if not results:
+        print(NO_RESULTS, file=sys.stderr)
+        return 1
+    print(page(results, "."))
+    write_plots(results, options.results)
+    if options.readme:
+        path = ROOT / "README.md"
+        path.write_text(with_part(path.read_text(), readme_part(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

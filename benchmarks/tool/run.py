@@ -1,0 +1,193 @@
+"""Runs the benchmarks, and writes a JSON file for each, including the machine.
+
+``python benchmarks/run.py`` needs a CUDA device. ``--device sim`` tries the machinery on the
+simulated device, whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from copies import directions
+from copies import trees as copies
+from loops import busy_device as streams
+
+from tdcopier._progress import show_rounds
+from tdcopier.workloads import WORKLOADS
+from tool import machine, report
+from tool.measure import Bench
+from tool.sections import TABLES
+from tool.target_forms import Target
+
+QUEUED = "it needs kernels queued on a CUDA stream"
+WANTING = {
+    "d2d": "it needs two devices",
+    "wait": QUEUED,
+    "memory": QUEUED,
+    "tensordict": "it needs the package tensordict",
+}
+"""Why a benchmark cannot run, by name."""
+MODULES = {
+    "loop": "loops.training_loop",
+    "replay": "rows.replay",
+    "gather": "rows.gathers",
+    "sizes": "copies.leaf_counts",
+    "containers": "copies.containers",
+    "concurrent": "loops.concurrent",
+    "asyncio": "loops.event_loop",
+    "cold": "copies.cold_caches",
+    "pinning": "copies.pinned_memory",
+    "park": "park.parking",
+    "tensordict": "copies.tensordicts",
+    "trainers": "trainers.benchmark",
+}
+"""Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
+functions that yield the targets on values and on speed from these figures."""
+
+Result = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    device = choose_device(options.device)
+    if device is None:
+        return 1
+    out = options.out or (report.RESULTS if device.type == "cuda" else machine.ROOT / "build/bench")
+    out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(device, 10 if options.quick else options.repeats, show_rounds, options.keep_gc)
+    possible = _benchmarks(bench, options)
+    for name in options.only:
+        if name not in possible:
+            print(f"Skipped {name}: {WANTING[name]}.")
+    asked = {name: run for name, run in possible.items() if name in options.only}
+    if not asked:
+        print("Nothing that was asked for can run here.", file=sys.stderr)
+        return 1
+    results = _written(asked, device, options.quick, out)
+    _report(results, out)
+    if device.type == "sim":
+        print("Figures of a simulated device say nothing on speed; only the counts mean something.")
+    missed = [t["what"] for result in results for t in result["targets"] if not t["hit"]]
+    print("targets: " + (f"MISSED {len(missed)}: {'; '.join(missed)}" if missed else "all hit"))
+    return 0
+
+
+def _report(results: list[Result], out: Path) -> None:
+    if importlib.util.find_spec("matplotlib"):
+        report.write_plots(results, out)
+    else:
+        print("No plots: they need matplotlib. benchmarks/report.py draws them later.")
+    print(report.page(results, str(out)))
+
+
+def _written(
+    asked: dict[str, Callable[[], Result]], device: torch.device, quick: bool, out: Path
+) -> list[Result]:
+    """Run benchmarks one after the other, and write the result of each as soon as it is there."""
+    results, description = [], machine.describe(device)
+    for name, run in asked.items():
+        for direction in directions.possible(device).values():
+            directions.start_workers(direction)
+        result = {
+            "schema": report.SCHEMA,
+            "name": name,
+            "taken": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "machine": description,
+            "quick": quick,
+            **run(),
+        }
+        path = out / f"{name}-{description['slug']}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {path}", flush=True)
+        results.append(result)
+    return results
+
+
+def choose_device(asked: str | None) -> torch.device | None:
+    """Return the target, or None, with a message on stderr, if the requested one does not exist."""
+    kind, _, number = (asked or "cuda").partition(":")
+    index = int(number or 0)
+    if kind == "sim":
+        if os.environ.get("FAIL_WITHOUT_CUDA") == "1":
+            print("FAIL_WITHOUT_CUDA=1, and the simulated device is not CUDA.", file=sys.stderr)
+            return None
+        from tdcopier import sim
+
+        sim.enable()
+    elif not torch.cuda.is_available():
+        print(
+            "There is no CUDA device here. `python benchmarks/run.py --device sim` runs without "
+            "one, but its times mean nothing.",
+            file=sys.stderr,
+        )
+        return None
+    else:
+        torch.cuda.set_device(index)
+    return torch.device(kind, index)
+
+
+def _benchmarks(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
+    """Return the benchmarks that can run on this machine, by name."""
+    found: dict[str, Callable[[], Result]] = {
+        name: partial(copies.run, bench, direction, options.workloads)
+        for name, direction in directions.possible(bench.device).items()
+    }
+    found |= {name: partial(_of_module, name, bench) for name in MODULES}
+    if importlib.util.find_spec("tensordict") is None:
+        del found["tensordict"]
+    if bench.device.type == "cuda":
+        checked, timed, iterations = (400, 10, 40) if options.quick else (10_000, 50, 200)
+        found["wait"] = partial(streams.run_wait, bench, timed, checked)
+        found["memory"] = partial(streams.run_memory, bench, iterations)
+    return found
+
+
+def _of_module(name: str, bench: Bench) -> Result:
+    module = importlib.import_module(MODULES[name])  # now, as tensordict takes seconds to import
+    result = module.run(bench)
+    return {**result, "targets": targets_of(module, result, speed=bench.is_real)}
+
+
+def targets_of(module: ModuleType, result: Result, *, speed: bool = True) -> list[Target]:
+    """Return each target and whether it is hit; without ``speed``, only those on values."""
+    on_speed = module.speed_targets(result) if speed else ()
+    return [*module.value_targets(result), *on_speed]
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", help='such as "cuda:1", or "sim"; default: the CUDA device')
+    parser.add_argument("--repeats", type=int, default=500, help="calls with each small workload")
+    parser.add_argument("--out", type=Path, help="folder for the JSON files")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(TABLES),
+        default=list(TABLES),
+        help="default: all that can run",
+    )
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
+    parser.add_argument(
+        "--keep-gc", action="store_true", help="leave Python's collector on while timing"
+    )
+    options = parser.parse_args(arguments)
+    if options.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
