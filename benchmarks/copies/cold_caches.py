@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +22,14 @@ import torch
 from tool.measure import Bench
 from tool.tables import OURS
 from tool.target_forms import Target, at_least, at_most, count_wrong, none
+from tool.way import PREPARED, Way
 
-from copies import host_loads as loads
-from copies import limits
-from copies.directions import DMA, Direction, d2h, h2d, synchroniser
+from copies import host_loads, limits
+from copies.directions import Direction, synchroniser, with_host
+from copies.limits import DMA
 from copies.trees import best_other, wrong_leaves
-from copies.ways import PREPARED, contenders
-from tdcopier._commands.interleave import Contender, compared, interleave
+from copies.ways import ways
+from tdcopier._commands.interleave import compared, interleave
 from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
 
 OTHER_BYTES = 96 << 20
@@ -51,16 +53,15 @@ class Batch(NamedTuple):
 
     make: Callable[[int], Any]
     move: Callable[[Any, torch.device], Any]
-    ways: Callable[[Direction], list[Contender]]
-    count_wrong: Callable[[Contender, Any, Direction], int]
+    ways: Callable[[Direction], list[Way]]
+    count_wrong: Callable[[Way, Any, Direction], int]
     count_leaves: Callable[[Any], int]
     total_bytes: Callable[[Any], int]
 
 
 def run(bench: Bench) -> dict[str, Any]:
     bench = bench._replace(keep_gc=True)
-    both = {direction.name: direction for direction in (h2d(bench.device), d2h(bench.device))}
-    batches = batches_here()
+    both, batches = with_host(bench.device), batches_here()
     return {
         "what": "Cold caches: time from the call to the tree on the target",
         "settings": {
@@ -73,7 +74,7 @@ def run(bench: Bench) -> dict[str, Any]:
         },
         "beside": {
             load: _beside(bench, both["h2d"], load, kind, batches)
-            for load, kind in loads.KINDS.items()
+            for load, kind in host_loads.KINDS.items()
         },
     }
 
@@ -105,8 +106,9 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 def batches_here() -> dict[str, Batch]:
     """Return the batches by name; those of TensorDicts only where that package is installed."""
-    found = {
-        name: Batch(
+
+    def tree(workload: str, ways: Callable[[Direction], list[Way]]) -> Batch:
+        return Batch(
             WORKLOADS[workload].make,
             lambda tree, device: map_tensors(tree, lambda leaf: leaf.to(device)),
             ways,
@@ -114,16 +116,17 @@ def batches_here() -> dict[str, Batch]:
             lambda tree: len(leaves(tree)),
             total_bytes,
         )
-        for name, workload, ways in (
-            (DETECTION, "detection_batch", _ways_of_trees),
-            (IMAGES, "detection_batch_with_images", _ways_and_limit),
-        )
+
+    images = "detection_batch_with_images"
+    found = {
+        DETECTION: tree("detection_batch", _ways_of_trees),
+        IMAGES: tree(images, partial(_ways_and_limit, images)),
     }
     if importlib.util.find_spec("tensordict") is None:
         return found
     from copies import td_batches, tensordicts
 
-    def wrong(way: Contender, source: Any, direction: Direction) -> int:
+    def wrong(way: Way, source: Any, direction: Direction) -> int:
         return len(tensordicts.tried(way, source, source.to(direction.target), direction))
 
     made = {
@@ -133,23 +136,16 @@ def batches_here() -> dict[str, Batch]:
         CONTROL: td_batches.control,
         ATARI: td_batches.atari,
     }
+    of_td = (tensordicts.ways, wrong, td_batches.count_leaves, td_batches.total_bytes)
     return found | {
-        name: Batch(
-            make,
-            lambda td, device: td.to(device),
-            tensordicts.contenders,
-            wrong,
-            td_batches.count_leaves,
-            td_batches.total_bytes,
-        )
-        for name, make in made.items()
+        name: Batch(make, lambda td, device: td.to(device), *of_td) for name, make in made.items()
     }
 
 
 def _beside(
     bench: Bench, direction: Direction, load: str, kind: str, batches: dict[str, Batch]
 ) -> dict[str, Any]:
-    with loads.running(kind):
+    with host_loads.running(kind):
         return {
             name: _timed(bench, direction, f"{name}, beside {load}", batches[name])
             for name in BESIDE
@@ -157,21 +153,21 @@ def _beside(
         }
 
 
-def _ways_of_trees(direction: Direction) -> list[Contender]:
+def _ways_of_trees(direction: Direction) -> list[Way]:
     """Return the ways that receive the batch as it is, without variants of ours."""
-    ways = [way for way in contenders(direction) if way.kind != PREPARED]
-    return [way for way in ways if way.name == OURS or not way.name.startswith(OURS)]
+    found = [way for way in ways(direction) if way.kind != PREPARED]
+    return [way for way in found if way.name == OURS or not way.name.startswith(OURS)]
 
 
-def _ways_and_limit(direction: Direction) -> list[Contender]:
-    size_bytes = total_bytes(WORKLOADS["detection_batch_with_images"].make(0))
-    return _ways_of_trees(direction) + limits.contenders(direction, size_bytes, [])
+def _ways_and_limit(workload: str, direction: Direction) -> list[Way]:
+    size_bytes = total_bytes(WORKLOADS[workload].make(0))
+    return _ways_of_trees(direction) + limits.ways(direction, size_bytes, [])
 
 
 def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
     sources = [batch.move(batch.make(seed), direction.source) for seed in range(2)]
-    ways = batch.ways(direction)
-    wrong = {way.name: batch.count_wrong(way, sources[0], direction) for way in ways}
+    every = batch.ways(direction)
+    wrong = {way.name: batch.count_wrong(way, sources[0], direction) for way in every}
     other = np.zeros(OTHER_BYTES // 8)
 
     def settle() -> None:
@@ -179,7 +175,7 @@ def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[
         torch.empty(1, pin_memory=bench.is_real)
 
     times = interleave(
-        ways,
+        every,
         sources,
         synchroniser(direction.devices),
         rounds=bench.rounds(SHARE),
@@ -187,17 +183,16 @@ def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[
         before_call=settle,
     )
     found = compared(times, OURS, burst=1)
-    medians_us = {way: times["median_us"] for way, times in found["contenders"].items()}
-    has_limit = limits.name_of_transfer(direction) in medians_us
     size_bytes = batch.total_bytes(sources[0])
+    has_limit = limits.name_of_transfer(direction) in times
     return {
         "leaves": batch.count_leaves(sources[0]),
         "bytes": size_bytes,
         "contenders": found["contenders"],
         "ratios": found["ratios"],
-        "kinds": {way.name: way.kind for way in ways},
+        "kinds": {way.name: way.kind for way in every},
         "wrong": wrong,
-        "limits": limits.found_limits(direction, size_bytes, (), medians_us, OURS)
+        "limits": limits.found_limits(direction, size_bytes, (), found["contenders"])
         if has_limit
         else {},
     }

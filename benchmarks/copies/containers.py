@@ -12,18 +12,22 @@ import torch
 from tool.measure import BURST, Bench
 from tool.tables import OURS
 from tool.target_forms import Target, at_most, none
+from tool.way import GET, Way
 from torch.utils import _pytree as pytree
 
 import tdcopier
 from copies.directions import synchroniser
-from copies.ways import multi_tensor_copier
-from tdcopier._commands.interleave import Contender, Summary, ratio_of_medians, summarise
+from copies.ways import multi_tensor_copier, ours
+from tdcopier._commands.interleave import summarise
 
 OPAQUE_VALUES = 1000
 CONTAINERS = 200
 MAX_OPAQUE_US = 0.1
 MAX_INTEGERS_US = 100.0
-PYTREE = "torch.utils._pytree.tree_map"
+EMPTY, OPAQUE, INTEGERS = "empty list", "opaque values", "integers in a dict of lists"
+COMPARED = (EMPTY, OPAQUE, INTEGERS)
+"""The trees that are also timed with the other ways."""
+UNWRAPPED = "the containers' integers in one list"
 
 
 class Note:
@@ -52,41 +56,48 @@ KINDS: dict[str, Callable[[int, int], Any]] = {
 """Containers of two values whose cost is reported."""
 
 
-class Case(NamedTuple):
-    """One tree that is timed."""
-
-    tree: Any
-    opaque_values: int
-    compared: bool = False
-    """Whether it is also timed with the other ways."""
-
-
-EMPTY, OPAQUE, INTEGERS = "empty list", "opaque values", "integers in a dict of lists"
-UNWRAPPED = "the containers' integers in one list"
-
-
-def cases() -> dict[str, Case]:
+def trees() -> dict[str, tuple[Any, int]]:
+    """Return each tree that is timed, and its number of opaque values."""
     integers = range(2 * CONTAINERS)
-    found = {
-        EMPTY: Case([], 0, compared=True),
-        OPAQUE: Case(_mixed_values(OPAQUE_VALUES), OPAQUE_VALUES, compared=True),
-        INTEGERS: Case(
-            {f"key_{k}": list(range(32 * k, 32 * (k + 1))) for k in range(30)}, 960, compared=True
-        ),
-        UNWRAPPED: Case(list(integers), len(integers)),
+    mixed = [(i, f"text {i}", None, Note())[i % 4] for i in range(OPAQUE_VALUES)]
+    return {
+        EMPTY: ([], 0),
+        OPAQUE: (mixed, OPAQUE_VALUES),
+        INTEGERS: ({f"key_{k}": list(range(32 * k, 32 * (k + 1))) for k in range(30)}, 960),
+        UNWRAPPED: (list(integers), len(integers)),
+        **{
+            kind: ([make(i, i + 1) for i in integers[::2]], len(integers))
+            for kind, make in KINDS.items()
+        },
     }
-    for kind, make in KINDS.items():
-        filled = [make(i, i + 1) for i in integers[::2]]
-        found[kind] = Case(filled, len(integers))
-    return found
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    device, trees = bench.device, cases()
+    device, made = bench.device, trees()
     synchroniser([device])()
-    found, processor = _timed(bench, trees)
-    seen = {case: _opaque_values_seen(timed.tree, device) for case, timed in trees.items()}
-    ours = ways(device)[OURS]
+    every = {
+        (tree, way.name): way._replace(name=f"{tree}, {way.name}", prepare=itemgetter(tree))
+        for tree in made
+        for way in ways(device)
+        if tree in COMPARED or way.name == OURS
+    }
+    times, processor = bench.interleaved(
+        "containers",
+        list(every.values()),
+        [{name: tree for name, (tree, _) in made.items()}],
+        lambda: None,  # nothing is enqueued, and synchronising would take longer
+        rounds=bench.rounds(1 / BURST, least=5),
+    )
+    cases: dict[str, dict[str, Any]] = {}
+    us: dict[str, dict[str, float]] = {tree: {} for tree in made}
+    for (tree, name), way in every.items():
+        found = summarise(times[way.name])
+        us[tree][name] = found.median_us
+        case = cases.setdefault(tree, _seen(*made[tree], device))
+        case["contenders"][name] = found._asdict()
+        if name != OURS:
+            case["ratios"][name] = found.median_us / us[tree][OURS]
+    own = ways(device)[0]
     return {
         "what": "What containers and opaque values cost: start_copy() and get(), without tensors",
         "settings": {
@@ -94,73 +105,42 @@ def run(bench: Bench) -> dict[str, Any]:
             "opaque_values": "ints, strings, None and instances of a plain class, in turn",
             "per_container": f"of {CONTAINERS} with two ints each, less the same ints in one list",
         },
-        "cases": {
-            case: _case_result(timed, seen[case], found[case]) for case, timed in trees.items()
-        },
+        "cases": cases,
         "us_per_opaque_value": {
-            way: (summary.median_us - found[EMPTY][way].median_us) / OPAQUE_VALUES
-            for way, summary in found[OPAQUE].items()
+            way: (taken_us - us[EMPTY][way]) / OPAQUE_VALUES for way, taken_us in us[OPAQUE].items()
         },
         "us_per_container": {
-            kind: (found[kind][OURS].median_us - found[UNWRAPPED][OURS].median_us) / CONTAINERS
-            if seen[kind] == trees[kind].opaque_values
+            kind: (us[kind][OURS] - us[UNWRAPPED][OURS]) / CONTAINERS
+            if cases[kind]["opaque_values_seen"] == cases[kind]["opaque_values"]
             else None  # a container that the engine did not walk into is opaque
             for kind in KINDS
         },
-        "changed_values": sum(changes(ours(each.tree), each.tree) for each in trees.values()),
+        "changed_values": sum(changes(own.run(tree), tree) for tree, _ in made.values()),
         "processor": processor,
     }
 
 
-def _timed(
-    bench: Bench, trees: dict[str, Case]
-) -> tuple[dict[str, dict[str, Summary]], dict[str, Any]]:
-    """Return summaries by tree and way, and the processor's."""
-    contenders = {
-        (case, way): Contender(f"{case}, {way}", copy, itemgetter(case))
-        for case, timed in trees.items()
-        for way, copy in ways(bench.device).items()
-        if timed.compared or way == OURS
-    }
-    times, processor = bench.interleaved(
-        "structure",
-        list(contenders.values()),
-        [{case: timed.tree for case, timed in trees.items()}],
-        lambda: None,  # nothing is enqueued, and synchronising would take longer
-        rounds=bench.rounds(1 / BURST, least=5),
-    )
-    found: dict[str, dict[str, Summary]] = {case: {} for case in trees}
-    for (case, way), contender in contenders.items():
-        found[case][way] = summarise(times[contender.name])
-    return found, processor
+def _seen(tree: Any, opaque_values: int, device: torch.device) -> dict[str, Any]:
+    """Return the result of a tree without its times."""
+    handle = tdcopier.start_copy(tree, device)
+    handle.get()
+    seen = handle.stats.opaque_leaves
+    counts = {"opaque_values": opaque_values, "opaque_values_seen": seen}
+    return {**counts, "contenders": {}, "ratios": {}}
 
 
-def _case_result(timed: Case, seen: int, found: dict[str, Summary]) -> dict[str, Any]:
-    return {
-        "opaque_values": timed.opaque_values,
-        "opaque_values_seen": seen,
-        "contenders": {way: summary._asdict() for way, summary in found.items()},
-        "ratios": {
-            way: ratio_of_medians(summary, found[OURS])
-            for way, summary in found.items()
-            if way != OURS
-        },
-    }
-
-
-def ways(device: torch.device) -> dict[str, Callable[[Any], Any]]:
+def ways(device: torch.device) -> list[Way]:
     """Return every way of copying a tree that can run here, ours first."""
 
     def move(value: Any) -> Any:
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
-    found: dict[str, Callable[[Any], Any]] = {
-        OURS: lambda tree: tdcopier.start_copy(tree, device).get(),
-        PYTREE: lambda tree: pytree.tree_map(move, tree),
-    }
+    pytrees = Way("torch.utils._pytree.tree_map", lambda tree: pytree.tree_map(move, tree))
+    found = [ours(device, GET), pytrees]
     peer = multi_tensor_copier()
     if peer is not None and device.type == "cuda":
-        found["multi_tensor_copier"] = lambda tree: peer.start_copy(tree, device).get()
+        start = peer.start_copy
+        found.append(Way("multi_tensor_copier", lambda tree: start(tree, device), GET))
     return found
 
 
@@ -195,13 +175,3 @@ def _parts(tree: Any) -> list[Any]:
     else:
         return [tree]
     return [type(tree), *(part for child in children for part in _parts(child))]
-
-
-def _mixed_values(count: int) -> list[Any]:
-    return [(index, f"text {index}", None, Note())[index % 4] for index in range(count)]
-
-
-def _opaque_values_seen(tree: Any, device: torch.device) -> int:
-    handle = tdcopier.start_copy(tree, device)
-    handle.get()
-    return handle.stats.opaque_leaves

@@ -1,9 +1,8 @@
-"""The directions in which copies are timed: their devices, targets, and counts from outside."""
+"""The directions in which copies are timed: their devices, and counts from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +10,6 @@ import torch
 import tdcopier
 
 HOST = torch.device("cpu")
-DMA, MEMCPY = "dma", "memcpy"  # names of the machine's limits in results
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class OverLimit(NamedTuple):
-    """A target for how close a copy comes to the machine's limits."""
-
-    most: float
-    """The largest ratio of our time to that of the limit; of several limits, the slowest counts."""
-    limits: tuple[str, ...] = (DMA,)
 
 
 class Witness(NamedTuple):
@@ -33,21 +22,13 @@ class Witness(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """One direction that :mod:`copies` runs."""
+    """The two ends of a copy."""
 
     name: str
     """``"h2d"``, ``"d2h"`` or ``"d2d"``: as in ``--only``, file names and the keys of results."""
     source: torch.device
     target: torch.device
-    min_speedup: float
-    """Detection batch: the target for the time of ``.to()`` per leaf over ours."""
     witness: Witness
-    large_share: float = 1.0
-    """The fraction of their usual rounds that large workloads get in this direction."""
-    over_limits: Mapping[str, OverLimit] = NOTHING
-    """By workload, the target relative to the machine's limits."""
-    min_over_best: Mapping[str, float] = NOTHING
-    """By workload, the target for the time of the best other way over ours."""
 
     @property
     def devices(self) -> list[torch.device]:
@@ -56,38 +37,20 @@ class Direction(NamedTuple):
 
 
 def h2d(device: torch.device) -> Direction:
-    either = OverLimit(1.15, (DMA, MEMCPY))
-    return Direction(
-        "h2d",
-        HOST,
-        device,
-        48.0,
-        Witness(("Memcpy HtoD",), "h2d"),
-        over_limits={
-            "detection_batch_with_images": OverLimit(1.5),
-            "one_large": either,
-            "many_large": either,
-        },
-        min_over_best={"atari_replay": 2.5},
-    )
+    return Direction("h2d", HOST, device, Witness(("Memcpy HtoD",), "h2d"))
 
 
 def d2h(device: torch.device) -> Direction:
-    return Direction(
-        "d2h",
-        device,
-        HOST,
-        40.0,
-        Witness(("Memcpy DtoH", "move_segments"), "d2h"),
-        # Copies of a large tree into pageable memory are slow: it is new and faulted in each time.
-        large_share=0.2,
-        # The first call allocates pinned memory from the system. It is discarded as a warm-up.
-        over_limits={"one_large": OverLimit(1.03)},
-    )
+    return Direction("d2h", device, HOST, Witness(("Memcpy DtoH", "move_segments"), "d2h"))
 
 
 def d2d(device: torch.device, other: torch.device) -> Direction:
-    return Direction("d2d", device, other, 20.0, Witness(("Memcpy PtoP", "Memcpy DtoD"), "d2d"))
+    return Direction("d2d", device, other, Witness(("Memcpy PtoP", "Memcpy DtoD"), "d2d"))
+
+
+def with_host(device: torch.device) -> dict[str, Direction]:
+    """Return both directions between the host and a device, by name."""
+    return {direction.name: direction for direction in (h2d(device), d2h(device))}
 
 
 def possible(device: torch.device) -> dict[str, Direction]:
@@ -97,11 +60,8 @@ def possible(device: torch.device) -> dict[str, Direction]:
         device: The accelerator to benchmark; it is the source of D2D if there is a second one.
 
     """
-    found = [h2d(device), d2h(device)]
-    other = second_device(device)
-    if other is not None:
-        found.append(d2d(device, other))
-    return {direction.name: direction for direction in found}
+    found, other = with_host(device), second_device(device)
+    return found if other is None else found | {"d2d": d2d(device, other)}
 
 
 def second_device(device: torch.device) -> torch.device | None:
@@ -133,35 +93,34 @@ def start_workers(direction: Direction) -> None:
 # ---- transfers, counted from outside as a check of the engine's own counters ---------------------
 
 
-class Count(NamedTuple):
-    """An outside count, and the tool that counted."""
-
-    memcpys: int
-    counted_by: str
-
-
 def count_transfers(
-    direction: Direction, once: Callable[[], dict[str, Any]]
-) -> tuple[dict[str, Any], Count]:
-    """Return a copy's own counters, and its transfers as counted from outside of the engine.
+    direction: Direction, start: Callable[[], tdcopier.AsyncCopyHandle]
+) -> dict[str, Any]:
+    """Return a copy's own counters, and its transfers as counted from outside of the engine."""
+    witness, synchronise = direction.witness, synchroniser(direction.devices)
 
-    The function copies, synchronises, and returns the counters of the copy's handle.
-    """
-    witness = direction.witness
+    def once() -> dict[str, Any]:
+        handle = start()
+        handle.get()
+        synchronise()
+        return dict(handle.stats._asdict())
+
     once()  # not counted: the first use allocates and may load modules
     if direction.devices[0].type == "sim":
         from tdcopier import sim
 
         sim.reset_counts()
         stats = once()
-        return stats, Count(getattr(sim.counts(), witness.sim_counter).transfers, "tdcopier.sim")
+        seen = getattr(sim.counts(), witness.sim_counter).transfers
+        return {"stats": stats, "memcpys": seen, "memcpys_counted_by": "tdcopier.sim"}
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         stats = once()
     on_device = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
-    return stats, Count(memcpys_among(on_device, witness), "torch.profiler")
+    seen = memcpys_among(on_device, witness)
+    return {"stats": stats, "memcpys": seen, "memcpys_counted_by": "torch.profiler"}
 
 
 def memcpys_among(names: Iterable[str], witness: Witness) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,12 @@ import torch
 from tensordict import MemoryMappedTensor
 from tool.measure import BURST, MIN_ROUNDS, Bench
 from tool.tables import OURS
+from tool.way import GET, Way
 
 import tdcopier
-from copies.directions import Direction, synchroniser
-from copies.trees import count_of
+from copies.directions import Direction, count_transfers, synchroniser
 from copies.ways import differences
-from tdcopier._commands.interleave import Contender, compared
+from tdcopier._commands.interleave import compared
 from tdcopier.workloads import detection_batch, leaves, map_tensors, total_bytes
 
 POOL = 2
@@ -46,9 +47,14 @@ def fillings(direction: Direction) -> Iterator[list[Filling]]:
 
 
 def run(bench: Bench, direction: Direction) -> dict[str, Any]:
+    def counts(place: str) -> dict[str, Any]:
+        source, into = cases[0].source, cases[0].destinations[place]
+        found = count_transfers(direction, lambda: tdcopier.start_copy_into(source, into))
+        return {"stats": found["stats"], "memcpys": found["memcpys"]}
+
     with fillings(direction) as cases:
         places = list(cases[0].destinations)
-        found = contenders(direction, places)
+        found = ways(direction, places)
         wrong = {way.name: wrong_leaves(way, cases[0], direction) for way in found}
         times, processor = bench.interleaved(
             f"copy_into, {direction.name}",
@@ -62,16 +68,10 @@ def run(bench: Bench, direction: Direction) -> dict[str, Any]:
             "bytes": total_bytes(cases[0].source),
             "sources": len(cases),
             **compared(times, FRESH, BURST),
-            "counts": {into(place): _counts(cases[0], place, direction) for place in places},
+            "counts": {into(place): counts(place) for place in places},
             "wrong": wrong,
             "processor": processor,
         }
-
-
-def _counts(case: Filling, place: str, direction: Direction) -> dict[str, Any]:
-    destination = case.destinations[place]
-    stats, counted = count_of(lambda: tdcopier.start_copy_into(case.source, destination), direction)
-    return {"stats": stats, "memcpys": counted.memcpys}
 
 
 def filling(direction: Direction, seed: int, folder: Path) -> Filling:
@@ -94,18 +94,27 @@ def filling(direction: Direction, seed: int, folder: Path) -> Filling:
     return Filling(source, {MAPPED: map_tensors(on_host, mapped)})
 
 
-def contenders(direction: Direction, places: list[str]) -> list[Contender]:
+def ways(direction: Direction, places: list[str]) -> list[Way]:
     """Return a copy that allocates, then ``copy_into()`` and ``copy_()`` per leaf by place."""
-    target = direction.target
-    found = [Contender(FRESH, lambda case: tdcopier.start_copy(case.source, target).get())]
+
+    def copy_into(place: str, case: Filling) -> Any:
+        return tdcopier.copy_into(case.source, case.destinations[place])
+
+    def per_leaf(place: str, case: Filling) -> Any:
+        destination = case.destinations[place]
+        for to, leaf in zip(leaves(destination), leaves(case.source), strict=True):
+            to.copy_(leaf)
+        return destination
+
+    found = [Way(FRESH, lambda case: tdcopier.start_copy(case.source, direction.target), GET)]
     for place in places:
-        found.append(Contender(into(place), _copy_into(place)))
+        found.append(Way(into(place), partial(copy_into, place)))
         if place != CHUNK:  # for copies leaf by leaf, a chunk is like any other memory
-            found.append(Contender(f"{PER_LEAF}, {place}", _copy_per_leaf(place)))
+            found.append(Way(f"{PER_LEAF}, {place}", partial(per_leaf, place)))
     return found
 
 
-def wrong_leaves(way: Contender, case: Filling, direction: Direction) -> int:
+def wrong_leaves(way: Way, case: Filling, direction: Direction) -> int:
     """Run a way over zeroed destinations, and return how many leaves of its result are wrong."""
     for destination in case.destinations.values():
         for leaf in leaves(destination):
@@ -113,17 +122,3 @@ def wrong_leaves(way: Contender, case: Filling, direction: Direction) -> int:
     result = way.run(case)
     synchroniser(direction.devices)()
     return len(differences(result, case.source, direction.target))
-
-
-def _copy_into(place: str) -> Callable[[Filling], Any]:
-    return lambda case: tdcopier.copy_into(case.source, case.destinations[place])
-
-
-def _copy_per_leaf(place: str) -> Callable[[Filling], Any]:
-    def run(case: Filling) -> Any:
-        destination = case.destinations[place]
-        for to, leaf in zip(leaves(destination), leaves(case.source), strict=True):
-            to.copy_(leaf)
-        return destination
-
-    return run

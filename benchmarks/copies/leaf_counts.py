@@ -9,12 +9,11 @@ import torch
 from tool.measure import MIN_ROUNDS, Bench, summaries
 from tool.tables import OURS
 from tool.target_forms import Target, at_most, count_wrong, none
+from tool.way import GET, Way
 
-import tdcopier
 from copies.directions import synchroniser
 from copies.limits import flat_bytes
-from copies.ways import PER_LEAF_TO, per_leaf, pinned_beforehand
-from tdcopier._commands.interleave import Contender
+from copies.ways import PER_LEAF_TO, ours, per_leaf, pinned_beforehand
 from tdcopier.workloads import flat_dict, total_bytes
 
 COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
@@ -22,7 +21,6 @@ FLOATS = 64  # per leaf
 MOST_SIMULATED = 10_000
 MOST_BY_TO = 10_000  # limit for .to() per leaf: more leaves take seconds and show nothing new
 BURST = 3
-WARM_UP = 1
 ROUNDS_OF_LEAVES = 60  # batches with more leaves get fewer rounds
 SMALL, LARGE = 1_000, 100_000
 MAX_GROWTH = 1.5
@@ -51,16 +49,9 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     yield at_most(what, large / small, MAX_GROWTH)
 
 
-def contenders(device: torch.device, count: int) -> list[Contender]:
-    found = [Contender(OURS, lambda tree: tdcopier.start_copy(tree, device).get())]
-    if count <= MOST_BY_TO:
-        found.append(per_leaf(PER_LEAF_TO, lambda leaf: leaf.to(device)))
-    return [*found, pinned_beforehand(device)]
-
-
-def rounds_of(count: int, repeats: int) -> int:
-    """Return how many bursts each way gets for ``count`` leaves."""
-    return max(MIN_ROUNDS, round(repeats / BURST * min(1.0, ROUNDS_OF_LEAVES / count)))
+def ways(device: torch.device, count: int) -> list[Way]:
+    to = [per_leaf(PER_LEAF_TO, lambda leaf: leaf.to(device))] if count <= MOST_BY_TO else []
+    return [ours(device, GET), *to, pinned_beforehand(device)]
 
 
 def differs(result: Any, source: dict[str, torch.Tensor], device: torch.device) -> bool:
@@ -71,16 +62,21 @@ def differs(result: Any, source: dict[str, torch.Tensor], device: torch.device) 
 
 
 def _size(bench: Bench, count: int) -> dict[str, Any]:
-    source = flat_dict(leaves=count, floats=FLOATS)
-    ways = contenders(bench.device, count)
-    wrong = {way.name: int(is_wrong(way, source, bench.device)) for way in ways}
+    source, device = flat_dict(leaves=count, floats=FLOATS), bench.device
+    every = ways(device, count)
+    synchronise = synchroniser([device])
+    wrong = {}
+    for way in every:
+        result = way.run(way.prepare(source))
+        synchronise()
+        wrong[way.name] = int(differs(result, source, device))
     times, processor = bench.interleaved(
         f"{count:,} leaves",
-        ways,
+        every,
         [source],
-        synchroniser([bench.device]),
-        rounds=rounds_of(count, bench.repeats),
-        warm_up=WARM_UP,
+        synchronise,
+        rounds=bench.rounds(min(1.0, ROUNDS_OF_LEAVES / count) / BURST, MIN_ROUNDS),
+        warm_up=1,
         burst=BURST,
     )
     found = summaries(times)
@@ -92,9 +88,3 @@ def _size(bench: Bench, count: int) -> dict[str, Any]:
         "wrong": wrong,
         "processor": processor,
     }
-
-
-def is_wrong(way: Contender, source: dict[str, torch.Tensor], device: torch.device) -> bool:
-    result = way.run(way.prepare(source))
-    synchroniser([device])()
-    return differs(result, source, device)

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from tool.tables import LIMIT_PREFIX
+from tool.tables import LIMIT_PREFIX, OURS
+from tool.way import LIMIT, Way
 
-from copies.directions import DMA, HOST, MEMCPY, Direction
-from tdcopier._commands.interleave import LIMIT, Contender
+from copies.directions import HOST, Direction
 from tdcopier.workloads import leaves
 
+DMA, MEMCPY = "dma", "memcpy"  # names of the limits in results
 LARGE_BYTES = 1_000_000  # from here on, a memcpy takes longer than passing it to another thread
 SEVERAL = 8
 TEAM_BYTES = 1 << 22  # enough for torch to use all threads of a team
@@ -88,30 +89,30 @@ def crews() -> list[Crew]:
     return [Crew(threads, processors) for threads in sorted({1, min(SEVERAL, most), most})]
 
 
-def contenders(direction: Direction, size_bytes: int, crews: list[Crew]) -> list[Contender]:
+def ways(direction: Direction, size_bytes: int, crews: list[Crew]) -> list[Way]:
     """Return the limits of a batch of this size in one direction.
 
     Memcpys by crews are timed only if the source is the host and the batch is large.
     """
     found = [
-        Contender(
+        Way(
             name_of_transfer(direction),
             lambda pieces: pieces.target.copy_(pieces.source, non_blocking=True),
-            lambda tree: Pieces(
+            prepare=lambda tree: Pieces(
                 _piece(flat_bytes(tree), direction.source), _room(size_bytes, direction.target)
             ),
-            LIMIT,
+            kind=LIMIT,
         )
     ]
     if direction.source != HOST or size_bytes < LARGE_BYTES:
         return found
     return found + [
-        Contender(
+        Way(
             name_of_memcpy(crew.threads),
             lambda pieces, crew=crew: crew.memcpy(pieces.target, pieces.source),
-            lambda tree: Pieces(flat_bytes(tree), _room(size_bytes, HOST)),
-            LIMIT,
-            crew.at_work,
+            prepare=lambda tree: Pieces(flat_bytes(tree), _room(size_bytes, HOST)),
+            kind=LIMIT,
+            around=crew.at_work,
         )
         for crew in crews
     ]
@@ -121,11 +122,10 @@ def found_limits(
     direction: Direction,
     size_bytes: int,
     threads: Iterable[int],
-    medians_us: dict[str, float],
-    ours: str,
+    contenders: dict[str, dict[str, float]],
 ) -> dict[str, dict[str, Any]]:
     """Return the results of the limits: the transfer, and the fastest memcpy that was timed."""
-    ours_us = medians_us[ours]
+    medians_us = {way: times["median_us"] for way, times in contenders.items()}
     ways = {DMA: name_of_transfer(direction)}
     memcpys = {name_of_memcpy(n): n for n in threads if name_of_memcpy(n) in medians_us}
     if memcpys:
@@ -136,7 +136,7 @@ def found_limits(
             **({"threads": memcpys[way]} if limit == MEMCPY else {}),
             "median_us": medians_us[way],
             "gb_per_s": size_bytes / medians_us[way] / 1e3,
-            "ours_over": ours_us / medians_us[way],
+            "ours_over": medians_us[OURS] / medians_us[way],
         }
         for limit, way in ways.items()
     }

@@ -6,6 +6,7 @@ The result also has the copies into existing tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import tensordict
@@ -14,13 +15,13 @@ from tensordict import TensorDict, tensorclass
 from tool.measure import BURST, MIN_ROUNDS, Bench, summaries
 from tool.tables import OURS
 from tool.target_forms import Target, at_least, at_most, counts, none
+from tool.way import GET, Way
 
 import tdcopier
 from copies import into_existing as into
-from copies.directions import HOST, Direction, d2h, h2d, synchroniser
+from copies.directions import HOST, Direction, synchroniser, with_host
 from copies.td_batches import BATCHES, Batch, count_leaves, differences, total_bytes
 from copies.trees import timed
-from tdcopier._commands.interleave import Contender
 
 TO = "td.to()"
 CONSOLIDATED = "td.consolidate().to()"
@@ -35,7 +36,7 @@ MAX_INTO_SHARE = 0.5  # target for the time over that of a copy that allocates
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    both = {direction.name: direction for direction in (h2d(bench.device), d2h(bench.device))}
+    both = with_host(bench.device)
     return {
         "what": "TensorDicts: time from the call to the TensorDict on the target",
         "settings": {"tensordict": tensordict.__version__, **bench.settings()},
@@ -83,23 +84,23 @@ def count_wrong(result: dict[str, Any]) -> int:
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def contenders(direction: Direction) -> list[Contender]:
+def ways(direction: Direction) -> list[Way]:
     """Return every way of copying a TensorDict, ours first.
 
     Consolidating and pinning are part of the copy and timed, because each step has a new batch.
     """
     target = direction.target
     found = [
-        Contender(OURS, lambda td: tdcopier.async_to(td, target).get()),
-        Contender(TO, lambda td: td.to(target)),
-        Contender(CONSOLIDATED, lambda td: td.consolidate().to(target)),
+        Way(OURS, lambda td: tdcopier.async_to(td, target), GET),
+        Way(TO, lambda td: td.to(target)),
+        Way(CONSOLIDATED, lambda td: td.consolidate().to(target)),
     ]
     if direction.source == HOST:
-        found.append(Contender(PINNED, lambda td: td.pin_memory().to(target, non_blocking=True)))
+        found.append(Way(PINNED, lambda td: td.pin_memory().to(target, non_blocking=True)))
     return found
 
 
-def tried(way: Contender, source: Any, expected: Any, direction: Direction) -> list[str] | str:
+def tried(way: Way, source: Any, expected: Any, direction: Direction) -> list[str] | str:
     """Return the places where a way's result is wrong, or the error that it raises.
 
     Errors of our own way are raised; those of other ways are results, since not all support all
@@ -123,7 +124,7 @@ def sources_of(direction: Direction, batch: Batch) -> list[Any]:
 def _batch(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
     sources = sources_of(direction, batch)
     expected = sources[0].to(direction.target)
-    outcomes = {way: tried(way, sources[0], expected, direction) for way in contenders(direction)}
+    outcomes = {way: tried(way, sources[0], expected, direction) for way in ways(direction)}
     failed = {way.name: found for way, found in outcomes.items() if isinstance(found, str)}
     right = {way: places for way, places in outcomes.items() if way.name not in failed}
     return {
@@ -167,9 +168,15 @@ def trees() -> dict[str, TensorDict]:
 def _nodes(bench: Bench, direction: Direction) -> dict[str, Any]:
     """Return the times of the three trees, and the time that a node adds."""
     made = trees()
-    found = {(tree, way.name): way for tree in made for way in node_ways(tree, direction)}
+    target = direction.target
+    found = {
+        (tree, way.name): way._replace(prepare=itemgetter(tree))
+        for tree in made
+        for way in ways(direction)
+        if way.name in (OURS, TO)
+    }
     wrong = {
-        tree: len(differences(found[tree, OURS].run(made), td.to(direction.target)))
+        tree: len(differences(found[tree, OURS].run(td), td.to(target)))
         for tree, td in made.items()
     }
     times_us, processor = bench.interleaved(
@@ -193,12 +200,3 @@ def _nodes(bench: Bench, direction: Direction) -> dict[str, Any]:
         "wrong": wrong,
         "processor": processor,
     }
-
-
-def node_ways(tree: str, direction: Direction) -> list[Contender]:
-    """Return ways to copy one of the trees; each receives all of them."""
-    target = direction.target
-    return [
-        Contender(OURS, lambda made: tdcopier.async_to(made[tree], target).get()),
-        Contender(TO, lambda made: made[tree].to(target)),
-    ]

@@ -28,17 +28,14 @@ Call = Callable[[], Any]
 
 def run(bench: Bench) -> dict[str, Any]:
     """Return times from the call to the arrival, by earlier call and way."""
-    trial = Trial(bench.device)
-    calls = earlier_calls(bench.device)
-    times_us: dict[str, dict[str, list[float]]] = {
-        earlier: {way: [] for way in WAYS} for earlier in calls
-    }
+    trial, calls = Trial(bench.device), earlier_calls(bench.device)
+    pairs = [(earlier, way) for earlier in calls for way in WAYS]
+    times_us: dict[str, dict[str, list[float]]] = {name: {w: [] for w in WAYS} for name in calls}
     after_kernels = {earlier: dict.fromkeys(WAYS, 0) for earlier in calls}
     wrong = dict.fromkeys(WAYS, 0)
-    pairs = [(earlier, way) for earlier in calls for way in WAYS]
     how = {"rounds": bench.rounds(ROUNDS_PER_REPEAT), "warm_up": WARM_UP}
-    for index, (earlier, way) in shuffled(pairs, bench.progress("company, kernels"), **how):
-        taken_us, was_right, was_before = trial(way, calls[earlier][way])
+    for index, (earlier, way) in shuffled(pairs, bench.progress("copies beside kernels"), **how):
+        taken_us, was_right, was_before = trial(way, calls[earlier][WAYS.index(way)])
         wrong[way] += not was_right
         if index >= 0:
             times_us[earlier][way].append(taken_us)
@@ -106,40 +103,37 @@ class Trial:
         return result
 
 
-def earlier_calls(device: torch.device) -> dict[str, dict[str, Call]]:
-    """Return the calls between the kernels and the copy, by name and way. None of them waits."""
+def earlier_calls(device: torch.device) -> dict[str, tuple[Call, Call]]:
+    """Return calls between the kernels and the copy: ours, and torch's. None of them waits."""
     on_device, other_on_device = (torch.ones(FLOATS, device=device) for _ in range(2))
     on_host, to_host = torch.zeros(FLOATS), torch.zeros(FLOATS)
     pinned, to_pinned = (torch.zeros(FLOATS).pin_memory() for _ in range(2))
     batch = torch.ones(ROWS, FLOATS, device=device)
     storage, index = torch.zeros(10 * ROWS, FLOATS), torch.arange(0, 10 * ROWS, 10)
-    found: dict[str, tuple[Call, Call]] = {
+
+    def into(source: torch.Tensor, destination: torch.Tensor) -> Call:
+        return lambda: tdcopier.start_copy_into(source, destination)
+
+    def to(source: torch.Tensor, target: Any) -> tuple[Call, Call]:
+        ours = lambda: tdcopier.start_copy(source, target)  # noqa: E731
+        return ours, lambda: source.to(target, non_blocking=True)
+
+    def over(destination: torch.Tensor, source: torch.Tensor) -> Call:
+        return lambda: destination.copy_(source, non_blocking=True)
+
+    other = second_device(device)
+    return {
         NOTHING: (lambda: None, lambda: None),
-        "a copy to the host": (
-            lambda: tdcopier.start_copy(on_device, "cpu"),
-            lambda: on_device.to("cpu", non_blocking=True),
-        ),
-        "copy_into() host memory": (
-            lambda: tdcopier.start_copy_into(on_device, to_host),
-            lambda: to_pinned.copy_(on_device, non_blocking=True),
-        ),
-        "copy_into() device memory": (
-            lambda: tdcopier.start_copy_into(on_host, on_device),
-            lambda: on_device.copy_(pinned, non_blocking=True),
-        ),
+        "a copy to the host": to(on_device, "cpu"),
+        "copy_into() host memory": (into(on_device, to_host), over(to_pinned, on_device)),
+        "copy_into() device memory": (into(on_host, on_device), over(on_device, pinned)),
         "a copy within the device": (
-            lambda: tdcopier.start_copy_into(on_device, other_on_device),
-            lambda: other_on_device.copy_(on_device, non_blocking=True),
+            into(on_device, other_on_device),
+            over(other_on_device, on_device),
         ),
         "a scatter of rows": (
             lambda: tdcopier.start_scatter(batch, storage, index),
-            lambda: batch.to("cpu", non_blocking=True),
+            to(batch, "cpu")[1],
         ),
+        **({"a copy to another device": to(on_device, other)} if other is not None else {}),
     }
-    other = second_device(device)
-    if other is not None:
-        found["a copy to another device"] = (
-            lambda: tdcopier.start_copy(on_device, other),
-            lambda: on_device.to(other, non_blocking=True),
-        )
-    return {name: dict(zip(WAYS, calls, strict=True)) for name, calls in found.items()}

@@ -1,17 +1,13 @@
-"""The steps of a learner: kernels of a chosen duration, and blocks of steps that are timed."""
+"""The kernels of a learner's steps, of a chosen duration."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from operator import itemgetter
+from collections.abc import Callable
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from rows.storages import ROW
 
-STEPS = 20  # consecutive steps of one feed
 SMALL_KERNELS = 500
 
 
@@ -33,6 +29,23 @@ class Sleeper:
         from tdcopier import sim
 
         sim.busy(ms / 1e3)
+
+
+class Decoy:
+    """Keeps the link to the device busy with a transfer on a stream of its own."""
+
+    BYTES, BYTES_OF_SIM = 16 << 20, 1 << 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        size_bytes = self.BYTES if device.type == "cuda" else self.BYTES_OF_SIM
+        self._source = torch.empty(size_bytes, dtype=torch.uint8).pin_memory()
+        self._target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._side = self._module.Stream(device)
+
+    def enqueue(self) -> None:
+        with self._module.stream(self._side):
+            self._target.copy_(self._source, non_blocking=True)
 
 
 class Work:
@@ -87,9 +100,17 @@ class KernelClock:
         after.record()
         self._events.append((before, after))
 
-    def mean_us(self) -> float:
-        """Return the mean of the last block's steps. The device must have done them."""
-        return 1e3 * fmean(before.elapsed_time(after) for before, after in self._events[-STEPS:])
+    def mean_us(self, steps: int) -> float:
+        """Return the mean of the last steps. The device must have done them."""
+        return 1e3 * fmean(before.elapsed_time(after) for before, after in self._events[-steps:])
+
+
+def learners(device: torch.device, step_ms: float) -> dict[str, Work | SmallKernels]:
+    """Return a learner that keeps the device busy, and one that keeps the host as busy as it."""
+    return {
+        f"{step_ms:g} ms of large kernels": Work(device, step_ms),
+        f"{SMALL_KERNELS} small kernels": SmallKernels(device),
+    }
 
 
 def _ms(enqueue: Callable[[], None]) -> float:
@@ -100,78 +121,3 @@ def _ms(enqueue: Callable[[], None]) -> float:
     after.record()
     after.synchronize()
     return float(before.elapsed_time(after))
-
-
-# ---- blocks of steps -----------------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """The times of one feed's consecutive steps, in microseconds."""
-
-    step_us: float
-    """Time of the whole block, including the device, per step."""
-    batch_us: list[float]
-    """Time of the host in getting the batch, by step."""
-    kernels_us: float | None = None
-    """The device's own time in the kernels of a step; None where it was not measured."""
-
-
-def block(
-    batches: Iterator[Any],
-    read: Callable[[Any, int], None],
-    work: Any,
-    device: torch.device,
-    *,
-    warm_up: int = 0,
-    clock_ns: Callable[[], int] = time.perf_counter_ns,
-) -> Block:
-    """Run a block of steps. Each gets a batch, reads it, and enqueues the kernels of the step.
-
-    Args:
-        batches: Yields batches that the current stream may read.
-        read: Reads a batch in stream order, as a model would; also gets the number of the step.
-        work: Enqueues the kernels of a step.
-        device: The device that the learner runs on.
-        warm_up: Steps that come first, have negative numbers, and are not timed.
-        clock_ns: The clock.
-
-    """
-    module = torch.get_device_module(device)
-    ended = [module.Event(), module.Event()]
-    batch_us: list[float] = []
-    begin = 0
-    for step in range(-warm_up, STEPS):
-        if step == 0:
-            module.synchronize(device)
-            batch_us.clear()
-            begin = clock_ns()
-        called = clock_ns()
-        batch = next(batches)
-        batch_us.append((clock_ns() - called) / 1e3)
-        read(batch, step)
-        work.enqueue()
-        ended[step % 2].record()
-        del batch
-        if step > 0:  # like a learner that prints the loss of the previous step
-            ended[(step - 1) % 2].synchronize()
-    module.synchronize(device)
-    return Block((clock_ns() - begin) / 1e3 / STEPS, batch_us)
-
-
-class RowReader:
-    """Reads a part of every batch, and keeps the last batch.
-
-    Args:
-        part: Returns the part: by default the row numbers.
-
-    """
-
-    def __init__(self, part: Callable[[Any], torch.Tensor] = itemgetter(ROW)) -> None:
-        self._part = part
-        self.rows: list[torch.Tensor] = []
-        """The parts, by step."""
-        self.last: Any = None
-
-    def read(self, batch: Any, _: int) -> None:
-        self.rows.append(self._part(batch).clone())
-        self.last = batch

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from itertools import cycle
+from operator import attrgetter, itemgetter
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from copies.ways import PINNED
-from rows.replay import WARM_UP_STEPS
 from rows.storages import ROW
-from tool.measure import Bench, shuffled, summaries
+from tool.measure import Bench, summaries
 from tool.tables import OURS, RESIDENT
+from tool.way import Way
 
 import tdcopier
-from loops.learner import STEPS, RowReader, Work, block
+from loops.learner import Work
+from loops.steps import STEPS, Check, one_block, played, values
 
 STEP_MS = 3.4  # duration of each step's kernels
 LEAVES, LEAF_BYTES = 12, 1 << 22  # a batch of 50 MB
 LEAF_BYTES_OF_SIM = 1 << 12
 METRICS = 10  # floats: 40 bytes
 POOL = 4
-WARM_UP = 1
 ROUNDS_PER_REPEAT = 0.04
 WITHOUT, WITH = "without metrics", "with metrics"
 
 Batch = dict[str, torch.Tensor]
-Read = Callable[[], torch.Tensor]
-Send = Callable[[torch.Tensor], Read]
+Send = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 """Begins the copy of a tensor to the host, and returns a function that waits for the values."""
-
-
-class CompanyFeed(NamedTuple):
-    """One way to copy batches to the device and metrics to the host."""
-
-    name: str
-    open: Callable[[list[Batch]], AbstractContextManager[Iterator[Batch]]]
-    """Returns a context that cycles through the batches of a pool on the device."""
-    send: Send
-    pinned: bool
-    """Whether the batches of its pool are pinned."""
 
 
 class MeteredWork:
@@ -51,12 +39,10 @@ class MeteredWork:
     """
 
     def __init__(self, work: Any, send: Send, device: torch.device) -> None:
-        self._work = work
-        self._send = send
+        self._work, self._send = work, send
         self._zeros = torch.zeros(METRICS, device=device)
-        self._coming: Read | None = None
-        self._step = 0
-        self._wrong = 0
+        self._coming: Callable[[], torch.Tensor] | None = None
+        self._step = self._wrong = 0
 
     def enqueue(self) -> None:
         self._work.enqueue()
@@ -79,35 +65,60 @@ class MeteredWork:
 
 def run(bench: Bench) -> dict[str, Any]:
     device, work = bench.device, Work(bench.device, STEP_MS)
-    pageable = [make_batch(number, device) for number in range(POOL)]
-    pinned = [{key: leaf.pin_memory() for key, leaf in batch.items()} for batch in pageable]
-    ways = feeds(device)
-    step_us: dict[str, dict[str, list[float]]] = {w.name: {WITHOUT: [], WITH: []} for w in ways}
-    wrong = {way.name: 0 for way in ways}
-    pairs = [(way, metered) for way in ways for metered in (WITHOUT, WITH)]
-    how = {"rounds": bench.rounds(ROUNDS_PER_REPEAT), "warm_up": WARM_UP}
-    for index, (way, metered) in shuffled(pairs, bench.progress("company, loop"), **how):
-        pool = pinned if way.pinned else pageable
-        taken_us, bad = one_block(way, pool, work, device, metered=metered == WITH)
-        wrong[way.name] += bad
-        if index >= 0:
-            step_us[way.name][metered].append(taken_us)
-    resident = step_us[RESIDENT][WITHOUT]
+    pool = [make_batch(number, device) for number in range(POOL)]
+    feeds = {way.name: way for way in ways(device, pool)}
+    prepared = {name: [way.prepare(batch) for batch in pool] for name, way in feeds.items()}
+
+    def play(name: tuple[str, str], index: int) -> Any:
+        feed, metered = name
+        send = sends(device)[feed] if metered == WITH else None
+        return one_metered(feeds[feed], prepared[feed], pool, work, send, device, index)
+
+    names = dict.fromkeys(((feed, metered) for feed in feeds for metered in (WITHOUT, WITH)), 1)
+    rounds = bench.rounds(ROUNDS_PER_REPEAT)
+    blocks, wrong, _ = played(bench, "a step with metrics", names, play, rounds=rounds)
+    step_us = values(blocks, names, attrgetter("step_us"))
+    step = summaries(step_us)
+
+    def over(feed: str, metered: str, reference: tuple[str, str]) -> float:
+        """Return the median over rounds of the ratio between two blocks of the same round."""
+        both = zip(step_us[feed, metered], step_us[reference], strict=True)
+        return median(a / b for a, b in both)
+
     return {
-        "leaves": len(pageable[0]),
-        "bytes": sum(leaf.nbytes for leaf in pageable[0].values()),
+        "leaves": len(pool[0]),
+        "bytes": sum(leaf.nbytes for leaf in pool[0].values()),
         "metrics_bytes": 4 * METRICS,
         "step_ms": STEP_MS,
         "steps_per_block": STEPS,
-        "step": {way: summaries(both) for way, both in step_us.items()},
-        "with_over_without": {
-            way: median_ratio(both[WITH], both[WITHOUT]) for way, both in step_us.items()
-        },
-        "over_resident": {
-            way: median_ratio(both[WITHOUT], resident) for way, both in step_us.items()
-        },
-        "wrong": wrong,
+        "step": {feed: {each: step[feed, each] for each in (WITHOUT, WITH)} for feed in feeds},
+        "with_over_without": {feed: over(feed, WITH, (feed, WITHOUT)) for feed in feeds},
+        "over_resident": {feed: over(feed, WITHOUT, (RESIDENT, WITHOUT)) for feed in feeds},
+        "wrong": {feed: wrong[feed, WITHOUT] + wrong[feed, WITH] for feed in feeds},
     }
+
+
+def one_metered(
+    way: Way,
+    prepared: list[Batch],
+    pool: list[Batch],
+    work: Any,
+    send: Send | None,
+    device: torch.device,
+    first: int = 0,
+) -> Any:
+    """Run one block, with metrics if ``send`` is given; wrong metrics count as wrong steps."""
+    metered = MeteredWork(work, send, device) if send else None
+    found, wrong = one_block(way, prepared, check(pool), metered or work, device, first=first)
+    return found, wrong + (metered.finish() if metered else 0)
+
+
+def check(pool: list[Batch]) -> Check:
+    def is_right(number: int, batch: Batch) -> bool:
+        right = pool[number % len(pool)]
+        return all(torch.equal(batch[key].cpu(), leaf) for key, leaf in right.items())
+
+    return Check(itemgetter(ROW), lambda number: pool[number % len(pool)][ROW], is_right)
 
 
 def make_batch(number: int, device: torch.device) -> Batch:
@@ -121,52 +132,11 @@ def make_batch(number: int, device: torch.device) -> Batch:
     return {**leaves, ROW: torch.tensor([number])}
 
 
-def feeds(device: torch.device) -> list[CompanyFeed]:
-    """Return the reference of the ratios, then our feeds, then torch's own."""
+def sends(device: torch.device) -> dict[str, Send]:
+    """Return how the metrics of each way of :func:`ways` are sent to the host."""
     module = torch.get_device_module(device)
 
-    def to(batch: Batch) -> Batch:
-        return {key: leaf.to(device, non_blocking=True) for key, leaf in batch.items()}
-
-    @contextmanager
-    def resident(pool: list[Batch]) -> Iterator[Iterator[Batch]]:
-        yield cycle([to(batch) for batch in pool])
-
-    @contextmanager
-    def prefetched(pool: list[Batch]) -> Iterator[Iterator[Batch]]:
-        with tdcopier.prefetch(cycle(pool), device) as batches:
-            yield iter(batches)
-
-    @contextmanager
-    def on_current_stream(pool: list[Batch]) -> Iterator[Iterator[Batch]]:
-        yield (to(batch) for batch in cycle(pool))
-
-    @contextmanager
-    def on_side_stream(pool: list[Batch]) -> Iterator[Iterator[Batch]]:
-        side = module.Stream(device)
-
-        def start(batch: Batch) -> tuple[Batch, Any]:
-            with module.stream(side):
-                return to(batch), side.record_event()
-
-        def batches() -> Iterator[Batch]:
-            sources = cycle(pool)
-            coming = start(next(sources))
-            while True:
-                batch, arrived = coming
-                current = module.current_stream(device)
-                current.wait_event(arrived)
-                for leaf in batch.values():
-                    leaf.record_stream(current)
-                coming = start(next(sources))
-                yield batch
-
-        yield batches()
-
-    def ours(values: torch.Tensor) -> Read:
-        return tdcopier.start_copy(values, "cpu").get
-
-    def by_torch(values: torch.Tensor) -> Read:
+    def by_torch(values: torch.Tensor) -> Callable[[], torch.Tensor]:
         on_host = values.to("cpu", non_blocking=True)
         arrived = module.current_stream(device).record_event()
 
@@ -176,29 +146,53 @@ def feeds(device: torch.device) -> list[CompanyFeed]:
 
         return read
 
+    def ours(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return tdcopier.start_copy(values, "cpu").get
+
+    return {name: ours if name.startswith(OURS) else by_torch for name in NAMES}
+
+
+NAMES = (
+    RESIDENT,
+    f"{OURS}.prefetch(), pageable batches",
+    f"{OURS}.prefetch(), pinned batches",
+    f"{PINNED}, one ahead on a side stream",
+    f"{PINNED}, on the current stream",
+)
+
+
+def ways(device: torch.device, pool: list[Batch]) -> list[Way]:
+    """Return the reference of the ratios, then our ways, then torch's own."""
+    module = torch.get_device_module(device)
+    side = module.Stream(device)
+    pinned = [{key: leaf.pin_memory() for key, leaf in batch.items()} for batch in pool]
+
+    def pin(batch: Batch) -> Batch:
+        return pinned[int(batch[ROW])]
+
+    def to(batch: Batch) -> Batch:
+        return {key: leaf.to(device, non_blocking=True) for key, leaf in batch.items()}
+
+    def prefetched(order: Any) -> Any:
+        return tdcopier.prefetch(cycle(order), device)
+
+    def start(batch: Batch) -> tuple[Batch, Any]:
+        with module.stream(side):
+            return to(batch), side.record_event()
+
+    def finish(coming: tuple[Batch, Any]) -> Batch:
+        batch, arrived = coming
+        current = module.current_stream(device)
+        current.wait_event(arrived)
+        for leaf in batch.values():
+            leaf.record_stream(current)
+        return batch
+
+    resident, pageable, from_pinned, on_side, on_current = NAMES
     return [
-        CompanyFeed(RESIDENT, resident, by_torch, pinned=True),
-        CompanyFeed(f"{OURS}.prefetch(), pageable batches", prefetched, ours, pinned=False),
-        CompanyFeed(f"{OURS}.prefetch(), pinned batches", prefetched, ours, pinned=True),
-        CompanyFeed(f"{PINNED}, one ahead on a side stream", on_side_stream, by_torch, pinned=True),
-        CompanyFeed(f"{PINNED}, on the current stream", on_current_stream, by_torch, pinned=True),
+        Way(resident, prepare=to),
+        Way(pageable, feed=prefetched),
+        Way(from_pinned, feed=prefetched, prepare=pin),
+        Way(on_side, start, finish, prepare=pin),
+        Way(on_current, finish=to, prepare=pin),
     ]
-
-
-def one_block(
-    way: CompanyFeed, pool: list[Batch], work: Any, device: torch.device, *, metered: bool
-) -> tuple[float, int]:
-    """Run one block. Return microseconds per step, and the number of wrong batches and metrics."""
-    company = MeteredWork(work, way.send, device) if metered else None
-    reader = RowReader()
-    with way.open(pool) as batches:
-        found = block(batches, reader.read, company or work, device, warm_up=WARM_UP_STEPS)
-    wrong = sum(int(row) != step % len(pool) for step, row in enumerate(reader.rows))
-    source = pool[(len(reader.rows) - 1) % len(pool)]
-    wrong += any(not torch.equal(reader.last[key].cpu(), leaf) for key, leaf in source.items())
-    return found.step_us, wrong + (company.finish() if company else 0)
-
-
-def median_ratio(times: list[float], reference: list[float]) -> float:
-    """Return the median over rounds of the ratio between two blocks of the same round."""
-    return median(a / b for a, b in zip(times, reference, strict=True))

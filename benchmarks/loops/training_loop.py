@@ -10,27 +10,34 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
-from itertools import cycle
 from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from copies.directions import synchroniser
 from copies.limits import flat_bytes
-from copies.ways import PER_LEAF_TO, PINNED, multi_tensor_copier
-from tool.measure import Bench, shuffled, summaries
+from copies.ways import (
+    PER_LEAF_TO,
+    REUSED,
+    multi_tensor_copier,
+    ours,
+    per_leaf,
+    pinned_beforehand,
+    prepared,
+)
+from tool.measure import Bench, summaries
 from tool.tables import OURS, RESIDENT
 from tool.target_forms import Target, at_most, count_wrong, none
+from tool.way import GET, WAIT, Way
 
 import tdcopier
-from loops.learner import SMALL_KERNELS, STEPS, SmallKernels, Work, block
-from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
+from loops.learner import SMALL_KERNELS, SmallKernels, Work
+from loops.steps import CHECK_EVERY, STEPS, WARM_UP, Check, compared
+from tdcopier.workloads import WORKLOADS, leaves, total_bytes
 
 STEP_MS = 3.4  # duration of each step's kernels
-WARM_UP = 2
-CHECK_EVERY = 10  # the whole batch is compared at every tenth step, three leaves at each
 READ_BYTES = 1 << 14  # at the end of a leaf, because its last bytes arrive last
 HOST_WORK_US = 1000.0
 MAX_TOGETHER_US = 80.0
@@ -70,7 +77,7 @@ def run(bench: Bench) -> dict[str, Any]:
             "work": f"{work.count} multiplications of matrices, {tuple(work.factor.shape)}, "
             f"{work.factor.dtype}, for about {STEP_MS:g} ms a step",
             "small kernels": f"{SMALL_KERNELS} a step, for the TensorDicts",
-            "order": f"blocks of {STEPS} steps, shuffled per round",
+            "order": f"blocks of {STEPS} steps, shuffled per round; ratios are within a round",
             "ahead": "start_copy() of the next batch before the step, wait() at its beginning; the "
             "host begins a step when the one before the last is done",
         },
@@ -95,45 +102,35 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
         calls = f"{name}, host in the copy calls of a step"
         yield at_most(f"{name}, step over that {RESIDENT}", ratio, wanted.over_resident)
         yield at_most(calls, host_us, wanted.copy_calls_us, "us")
-    between = f"{HOST_WORK_US:g} us of other work between"
-    what = f"detection batch, start_copy() and get() with {between}"
+    what = f"detection batch, start_copy() and get() with {HOST_WORK_US:g} us of other work between"
     together_us = result["beside_host_work"]["together"]["median_us"]
     yield at_most(what, together_us, MAX_TOGETHER_US, "us")
 
 
 def _loop(bench: Bench, name: str, work: Work | SmallKernels) -> dict[str, Any]:
-    device, rounds = bench.device, bench.rounds(0.03)
-    sources = sources_of(name)
-    reader = Reader(sources, device)
-    ways = feeds(device) if name in WORKLOADS else feeds_of_tensordicts(device)
-    prepared = {feed.name: [feed.prepare(source) for source in sources] for feed in ways}
-    step_us: dict[str, list[float]] = {feed.name: [] for feed in ways}
-    copy_calls_us: dict[str, list[float]] = {feed.name: [] for feed in ways}
-    wrong = {feed.name: 0 for feed in ways}
-    synchroniser([device])()
-    how = {"rounds": rounds, "warm_up": WARM_UP}
-    with bench.quiet() as quiet:
-        progress = bench.progress(f"loop, {name}")
-        for index, feed in shuffled(ways, progress, before_round=quiet.seek, **how):
-            found = block(Batches(feed, prepared[feed.name], index), reader.read, work, device)
-            wrong[feed.name] += sum(reader.count_wrong(index))
-            if index >= 0:
-                step_us[feed.name].append(found.step_us)
-                copy_calls_us[feed.name] += found.batch_us
-    steps = summaries(step_us)
-    resident_us = steps[RESIDENT]["median_us"]
+    rounds, sources = bench.rounds(0.03), sources_of(name)
+    synchroniser([bench.device])()
+    feeds = ways(bench.device, name)
+    found, blocks = compared(
+        bench,
+        f"loop, {name}",
+        feeds,
+        sources,
+        check(sources, bench.device),
+        work,
+        rounds=rounds,
+        bound=True,
+        warm_up=0,
+    )
+    calls = {way.name: [us for each in blocks for us in each[way.name].batch_us] for way in feeds}
     return {
         "leaves": len(leaves(as_plain(sources[0]))),
         "bytes": total_bytes(as_plain(sources[0])),
         "sources": len(sources),
-        "steps_per_block": STEPS,
-        "step": steps,
-        "ratios": {way: found["median_us"] / resident_us for way, found in steps.items()},
-        "copy_calls": summaries(copy_calls_us),
+        **found,
+        "copy_calls": summaries(calls),
         "checked_steps": (WARM_UP + rounds) * STEPS,
         "checked_batches": (WARM_UP + rounds) * (STEPS // CHECK_EVERY),
-        "wrong": wrong,
-        "processor": quiet.described(),
     }
 
 
@@ -150,157 +147,42 @@ def as_plain(tree: Any) -> Any:
     return tree.to_dict() if hasattr(tree, "to_dict") else tree
 
 
-# ---- how a loop is fed, and what a step reads ----------------------------------------------------
-
-
-class Feed(NamedTuple):
-    """One way to copy the batches of a loop to the device."""
-
-    name: str
-    start: Callable[[Any], Any]
-    """Called before a step with the source of the next one; returns the argument of ``finish``."""
-    finish: Callable[[Any], Any]
-    """Called at the beginning of a step; returns the batch that the current stream may read."""
-    prepare: Callable[[Any], Any] = lambda tree: tree
-    """Called once per source, not timed."""
-
-
-def feeds(device: torch.device) -> list[Feed]:
-    """Return every feed that can run here: the reference of the ratios, then ours, then others."""
-
-    def same(value: Any) -> Any:
-        return value
-
-    def wait(handle: tdcopier.AsyncCopyHandle) -> Any:
-        return handle.wait()
-
-    def to(tree: Any, non_blocking: bool = False) -> Any:
-        return map_tensors(tree, lambda leaf: leaf.to(device, non_blocking=non_blocking))
-
-    def pinned(tree: Any) -> Any:
-        return map_tensors(tree, torch.Tensor.pin_memory)
-
-    found = [
-        Feed(RESIDENT, same, same, to),
-        Feed(OURS, lambda tree: tdcopier.start_copy(tree, device), wait),
-        prepared_feed(device),
-        Feed(PER_LEAF_TO, same, to),
-        Feed(PINNED, same, lambda tree: to(tree, non_blocking=True), pinned),
-    ]
+def ways(device: torch.device, name: str) -> list[Way]:
+    """Return every way that can feed this loop: the reference of the ratios, then ours, others."""
+    own = [ours(device, WAIT), prepared(REUSED, device, WAIT, reuse_outputs=True)]
+    if name not in WORKLOADS:
+        own[0] = own[0]._replace(start=lambda td: tdcopier.async_to(td, device))
+        to = Way("td.to()", finish=lambda td: td.to(device))
+        return [Way(RESIDENT, prepare=to.finish), *own, to]
+    to = per_leaf(PER_LEAF_TO, lambda leaf: leaf.to(device))
+    found = [Way(RESIDENT, prepare=to.finish), *own, to, pinned_beforehand(device)]
     peer = multi_tensor_copier()
     if peer is not None and device.type == "cuda":
-        start = peer.start_copy
-        found.append(
-            Feed("multi_tensor_copier", lambda tree: start(tree, device), lambda h: h.get())
-        )
+        found.append(Way("multi_tensor_copier", lambda tree: peer.start_copy(tree, device), GET))
     return found
 
 
-def feeds_of_tensordicts(device: torch.device) -> list[Feed]:
-    """Return the same for TensorDicts."""
+def check(sources: list[Any], device: torch.device) -> Check:
+    """Compare the last bytes of three leaves at each step, and of some batches all bytes.
 
-    def to(td: Any, non_blocking: bool = False) -> Any:
-        return td.to(device, non_blocking=non_blocking)
+    If a step begins before its batch has arrived, a sum of these bytes differs.
+    """
+    everywhere = routes(as_plain(sources[0]))
+    three = [everywhere[0], everywhere[len(everywhere) // 2], everywhere[-1]]
 
-    return [
-        Feed(RESIDENT, lambda td: td, lambda td: td, to),
-        Feed(OURS, lambda td: tdcopier.async_to(td, device), lambda handle: handle.wait()),
-        prepared_feed(device),
-        Feed("td.to()", lambda td: td, to),
-    ]
+    def sums(batch: Any) -> torch.Tensor:
+        found = [sum_of_last_bytes(reduce(getitem, route, batch)) for route in three]
+        return torch.stack(found)
 
-
-def prepared_feed(device: torch.device) -> Feed:
-    """Return a feed by one plan for all sources of the same layout."""
-    plans: list[tdcopier.PreparedCopy] = []
-
-    def planned(tree: Any) -> Any:
-        for plan in plans:
-            if plan.why_not(tree) is None:
-                return plan, tree
-        plans.append(tdcopier.prepare(tree, device, reuse_outputs=True))
-        return plans[-1], tree
-
-    return Feed(
-        f"{OURS}, prepared, outputs reused",
-        lambda plan_and_tree: plan_and_tree[0].start_copy(plan_and_tree[1]),
-        lambda handle: handle.wait(),
-        planned,
+    right_sums = [sums(source) for source in sources]
+    right_bytes = [flat_bytes(as_plain(source)).to(device) for source in sources]
+    return Check(
+        sums,
+        lambda number: right_sums[number % len(sources)],
+        lambda number, batch: torch.equal(
+            flat_bytes(as_plain(batch)), right_bytes[number % len(sources)]
+        ),
     )
-
-
-class Batches:
-    """Iterates over the batches of a feed; each call starts the copy for the next step.
-
-    Args:
-        feed: The feed.
-        sources: Sources that the feed has prepared, one per step in turn.
-        first: Index of the first step's source. Its copy starts at once.
-
-    """
-
-    def __init__(self, feed: Feed, sources: list[Any], first: int) -> None:
-        self._feed = feed
-        first %= len(sources)
-        self._sources = cycle([*sources[first:], *sources[:first]])
-        self._coming = feed.start(next(self._sources))
-
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> Any:
-        batch = self._feed.finish(self._coming)
-        self._coming = self._feed.start(next(self._sources))
-        return batch
-
-
-class Reader:
-    """Reads three leaves of the batch in each step, in stream order, as a model would.
-
-    It sums their last bytes. If a step begins before its batch has arrived, the sum differs from
-    that of the source. Some batches are kept, and compared as a whole after the block.
-    """
-
-    def __init__(self, sources: list[Any], device: torch.device) -> None:
-        everywhere = routes(as_plain(sources[0]))
-        self.routes = [everywhere[0], everywhere[len(everywhere) // 2], everywhere[-1]]
-        self.sums_expected = [self._sums(source) for source in sources]
-        self.bytes_expected = [flat_bytes(as_plain(source)).to(device) for source in sources]
-        self.sums = torch.zeros(STEPS, len(self.routes), dtype=torch.int64, device=device)
-        self.kept: list[tuple[int, Any]] = []
-        """Numbers of steps, with the batches that they had."""
-
-    def read(self, batch: Any, step: int) -> None:
-        for found, leaf in zip(self.sums[step], self._leaves(batch), strict=True):
-            found.copy_(sum_of_last_bytes(leaf))
-        if (step + 1) % CHECK_EVERY == 0:
-            self.kept.append((step, batch))
-
-    def count_wrong(self, first: int) -> tuple[int, int]:
-        """Count the steps of a block that read wrong values, and its wrong batches; then reset.
-
-        The first step's source had the index ``first``.
-        """
-        count = len(self.sums_expected)
-        steps = sum(
-            sums != self.sums_expected[(first + step) % count]
-            for step, sums in enumerate(self.sums.tolist())
-        )
-        batches = sum(
-            not torch.equal(
-                flat_bytes(as_plain(batch)), self.bytes_expected[(first + step) % count]
-            )
-            for step, batch in self.kept
-        )
-        self.sums.fill_(-1)
-        self.kept.clear()
-        return steps, batches
-
-    def _leaves(self, batch: Any) -> list[torch.Tensor]:
-        return [reduce(getitem, route, batch) for route in self.routes]
-
-    def _sums(self, batch: Any) -> list[int]:
-        return [int(sum_of_last_bytes(leaf)) for leaf in self._leaves(batch)]
 
 
 def routes(tree: Any) -> list[tuple[Any, ...]]:
@@ -327,34 +209,29 @@ def beside_host_work(bench: Bench) -> dict[str, Any]:
     sources = [WORKLOADS["detection_batch"].make(seed) for seed in range(4)]
     expected = [flat_bytes(source).to(device) for source in sources]
     times_us: dict[str, list[float]] = {"start_copy": [], "get": [], "together": []}
-    wrong = 0
-    synchronise = synchroniser([device])
+    wrong, synchronise = 0, synchroniser([device])
     with bench.quiet() as quiet:
         progress = bench.progress("copies beside work of the host")
         for index in progress(range(COPIES_TO_WARM_UP + calls)):
             if index % COMPARE_EVERY == 0:
                 quiet.seek()
             synchronise()
-            result, start_us, get_us = _start_work_get(sources[index % len(sources)], device)
+            ticks = [time.perf_counter_ns()]
+            handle = tdcopier.start_copy(sources[index % len(sources)], device)
+            ticks.append(time.perf_counter_ns())
+            work_on_host(HOST_WORK_US)
+            ticks.append(time.perf_counter_ns())
+            result = handle.get()
+            ticks.append(time.perf_counter_ns())
             if index % COMPARE_EVERY == 0:
                 wrong += not torch.equal(flat_bytes(result), expected[index % len(sources)])
-            del result
+            del result, handle
             if index >= COPIES_TO_WARM_UP:
+                start_us, get_us = (ticks[1] - ticks[0]) / 1e3, (ticks[3] - ticks[2]) / 1e3
                 for name, us in zip(times_us, (start_us, get_us, start_us + get_us), strict=True):
                     times_us[name].append(us)
     found = {"host_work_us": HOST_WORK_US, **summaries(times_us)}
     return {**found, "wrong": wrong, "processor": quiet.described()}
-
-
-def _start_work_get(source: Any, device: torch.device) -> tuple[Any, float, float]:
-    ticks = [time.perf_counter_ns()]
-    handle = tdcopier.start_copy(source, device)
-    ticks.append(time.perf_counter_ns())
-    work_on_host(HOST_WORK_US)
-    ticks.append(time.perf_counter_ns())
-    result = handle.get()
-    ticks.append(time.perf_counter_ns())
-    return result, (ticks[1] - ticks[0]) / 1e3, (ticks[3] - ticks[2]) / 1e3
 
 
 def work_on_host(us: float) -> int:

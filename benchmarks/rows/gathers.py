@@ -1,27 +1,29 @@
 """Times gathers of rows of a storage to pinned host memory, against ``index_select``.
 
-The result also has the rows of pinned storages that go to the device (`pinned_rows.py`), and the
-learners that get them (`pinned_learner.py`).
+The result also has the rows of pinned storages that go to the device (`pinned_rows.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 from copies.directions import synchroniser
-from loops.learner import SMALL_KERNELS, STEPS
+from loops.learner import SMALL_KERNELS, learners
+from loops.steps import STEPS
 from tool.measure import Bench
 from tool.tables import OURS, RESIDENT
 from tool.target_forms import Target, at_least, at_most, count_wrong, none
+from tool.way import GET, Way
 
 import tdcopier
-from rows import pinned_learner, pinned_rows
+from rows import pinned_rows
 from rows.pinned_rows import BURST, BY_THREADS, INDICES
-from rows.storages import Replay, Storage, drawn, rows_of, with_each
-from tdcopier._commands.interleave import Contender, collector_paused, compared, interleave
+from rows.storages import Replay, Storage, drawn, pinned_like, rows_of, with_each
+from tdcopier._commands.interleave import collector_paused, compared, interleave
 
 OURS_ALONE = f"{OURS}, one thread"
 THREADS = (1, 4)
@@ -44,7 +46,7 @@ def run(bench: Bench) -> dict[str, Any]:
             "order": f"bursts of {BURST} calls, shuffled per round; other rows in each call",
             "collector": bench.settings()["collector"],
             "small kernels": f"{SMALL_KERNELS} a step",
-            "large kernels": f"about {pinned_learner.STEP_MS:g} ms a step",
+            "large kernels": f"about {pinned_rows.STEP_MS:g} ms a step",
             "steps": f"blocks of {STEPS}, shuffled per round; ratios are within a round; the next "
             "gather starts before the kernels of a step are enqueued",
         },
@@ -56,12 +58,12 @@ def run(bench: Bench) -> dict[str, Any]:
 def _gather(
     bench: Bench, name: str, storage: Storage, indices: list[torch.Tensor]
 ) -> dict[str, Any]:
-    ways = contenders(storage, indices)
+    each_way = ways(storage, indices)
     threads = torch.get_num_threads()
-    wrong = {each.name: _is_wrong(each, storage, indices) for each in ways}
+    wrong = {each.name: _is_wrong(each, storage, indices) for each in each_way}
     with collector_paused(not bench.keep_gc):
         times_us = interleave(
-            ways,
+            each_way,
             [None],
             synchroniser([bench.device]),
             rounds=bench.rounds(0.1),
@@ -103,55 +105,51 @@ def _by_torch(threads: int) -> str:
     return f"index_select, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def contenders(storage: Storage, indices: list[torch.Tensor]) -> list[Contender]:
+def ways(storage: Storage, indices: list[torch.Tensor]) -> list[Way]:
     """Return ours, and torch's by number of threads; each takes the indices in turn."""
-    rows = len(indices[0])
-    pinned = {
-        name: torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, pin_memory=True)
-        for name, leaf in storage.items()
-    }
+    pinned = pinned_like(storage, len(indices[0]))
 
-    def by_torch(threads: int) -> Callable[[Any], Any]:
-        turn = cycle(indices)
+    def by_torch(threads: int, index: torch.Tensor) -> Storage:
+        torch.set_num_threads(threads)
+        for name, leaf in storage.items():
+            torch.index_select(leaf, 0, index, out=pinned[name])
+        return pinned
 
-        def run(_: Any) -> Storage:
-            index = next(turn)
-            torch.set_num_threads(threads)
-            for name, leaf in storage.items():
-                torch.index_select(leaf, 0, index, out=pinned[name])
-            return pinned
+    def ours(index: torch.Tensor, **how: Any) -> Any:
+        return tdcopier.start_gather(storage, index, "cpu", **how)
 
-        return run
-
-    def ours(use_background_thread: bool) -> Callable[[Any], Any]:
-        turn = cycle(indices)
-        return lambda _: tdcopier.start_gather(
-            storage, next(turn), "cpu", use_background_thread=use_background_thread
-        ).get()
-
-    return [
-        Contender(OURS, ours(True)),
-        Contender(OURS_ALONE, ours(False)),
-        *(Contender(_by_torch(threads), by_torch(threads)) for threads in THREADS),
+    found = [
+        Way(OURS, ours, GET),
+        Way(OURS_ALONE, partial(ours, use_background_thread=False), GET),
+        *(Way(_by_torch(threads), partial(by_torch, threads)) for threads in THREADS),
     ]
+
+    def in_turn(way: Way) -> Way:
+        turn = cycle(indices)
+        return way._replace(start=lambda _: way.start(next(turn)))
+
+    return [in_turn(way) for way in found]
 
 
 def _from_pinned(bench: Bench) -> dict[str, Any]:
-    works, found = pinned_learner.learners(bench.device), {}
+    works, found = learners(bench.device, pinned_rows.STEP_MS), {}
     for name, tables in pinned_rows.TABLES.items():
         samples = pinned_rows.Samples(bench, tables)
         with tdcopier.pin_memory_(samples.storage, bench.device):
             found[name] = pinned_rows.run(bench, name, samples)
             if tables.feeds_a_learner:
-                found[name]["learners"] = pinned_learner.run(bench, name, samples, works)
+                found[name]["learners"] = {
+                    learner: pinned_rows.run_learner(bench, f"{name}, {learner}", samples, work)
+                    for learner, work in works.items()
+                }
     return found
 
 
-def _is_wrong(contender: Contender, storage: Storage, indices: list[torch.Tensor]) -> bool:
+def _is_wrong(way: Way, storage: Storage, indices: list[torch.Tensor]) -> bool:
     """Check one full cycle, so that the next one begins with the first rows again."""
     wrong = False
     for index in indices:
-        got = contender.run(None)
+        got = way.run(None)
         wrong |= any(
             not torch.equal(got[name].cpu(), leaf[index]) for name, leaf in storage.items()
         )

@@ -1,6 +1,7 @@
 """Times rows of a pinned storage on their way to the device, read by it or by host threads.
 
-Of each way: from the call to the arrival, the host in the call, and the processors.
+Of each way: from the call to the arrival, the host in the call, the processors, and a learner that
+is fed with the rows. The gather of its next batch starts before the kernels of a step are enqueued.
 """
 
 from __future__ import annotations
@@ -8,20 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import cycle
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
 from copies.directions import synchroniser
 from copies.limits import flat_bytes
+from loops.learner import SmallKernels, Work
+from loops.steps import STEPS, Check
+from loops.steps import compared as compared_steps
 from tool.measure import Bench, shuffled, summaries
-from tool.tables import OURS
+from tool.tables import OURS, RESIDENT
+from tool.way import GET, WAIT, Way
 
 import tdcopier
 from rows.storages import Storage
 from tdcopier import _C
-from tdcopier._commands.interleave import Contender, collector_paused, compared
+from tdcopier._commands.interleave import collector_paused, compared
 
 BURST = 3
 INDICES = 64  # each call has other rows, because those of the last one are in the caches
@@ -34,10 +39,11 @@ PROCESSED = (OURS, NUMBERS_THERE, BY_THREADS)
 """The ways whose processor time is measured."""
 SAMPLES, SAMPLES_OF_SIM = 200, 3  # consecutive ones between two readings of the processors' clocks
 
-Start = Callable[[int], Any]
-"""Starts a gather of the batch with this number; after the last batch comes the first again."""
 Finish = Callable[[Any], Any]
-get, wait = methodcaller("get"), methodcaller("wait")
+STEP_MS = 3.4  # duration of a step of the learner with large kernels
+FED = (OURS, NUMBERS_THERE, INTO_NUMBERS_THERE, BY_THREADS)
+"""The ways that feed a learner, beside the batches on the device already."""
+PRINT_BYTES = 8  # at the end of each row of the last leaf, compared at every step
 
 
 class Tables(NamedTuple):
@@ -105,24 +111,36 @@ def _bytes(rows: int, row_bytes: int, dice: torch.Generator) -> torch.Tensor:
     return words.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
 
 
-def starts(samples: Samples) -> dict[str, Start]:
-    """Return our own ways."""
+def ways(samples: Samples, finish: Finish = GET) -> list[Way]:
+    """Return all ways; their sources are the numbers of batches, and ``finish`` ends our own."""
     storage, device = samples.storage, samples.device
 
-    def start(indices: list[torch.Tensor], number: int) -> tdcopier.AsyncCopyHandle[Storage]:
+    def gather(indices: list[torch.Tensor], number: int) -> tdcopier.AsyncCopyHandle[Storage]:
         return tdcopier.start_gather(storage, indices[number % INDICES], device)
 
     def into(indices: list[torch.Tensor], number: int) -> tdcopier.AsyncCopyHandle[Storage]:
         out = samples.outs[number % 2]
         return tdcopier.start_gather(storage, indices[number % INDICES], out=out)
 
-    return {
-        OURS: lambda number: start(samples.indices, number),
-        NUMBERS_THERE: lambda number: start(samples.indices_there, number),
-        INTO: lambda number: into(samples.indices, number),
-        INTO_NUMBERS_THERE: lambda number: into(samples.indices_there, number),
-        BY_THREADS: lambda number: start(samples.indices, number),
+    def by_torch(number: int) -> Storage:
+        index, pin = samples.indices[number % INDICES], device.type == "cuda"
+        rows = {name: leaf.index_select(0, index) for name, leaf in storage.items()}
+        return {
+            name: (leaf.pin_memory() if pin else leaf).to(device, non_blocking=True)
+            for name, leaf in rows.items()
+        }
+
+    ours = {
+        OURS: partial(gather, samples.indices),
+        NUMBERS_THERE: partial(gather, samples.indices_there),
+        INTO: partial(into, samples.indices),
+        INTO_NUMBERS_THERE: partial(into, samples.indices_there),
+        BY_THREADS: partial(gather, samples.indices),
     }
+    found = [
+        Way(name, start, finish, around=partial(reading, name)) for name, start in ours.items()
+    ]
+    return [*found, Way(BY_TORCH, by_torch)]
 
 
 @contextmanager
@@ -149,11 +167,11 @@ def run(bench: Bench, name: str, samples: Samples) -> dict[str, Any]:
     checks: dict[str, int] = {}
 
     def times(label: str, finish: Finish, **how: Any) -> Any:
-        ways = contenders(samples, finish, wrong, checks)
+        timed = in_turn(samples, finish, wrong, checks)
         how = {"rounds": bench.rounds(0.1), "burst": BURST, **how}
-        return bench.interleaved(f"{label}, {name}", ways, [None], **how)
+        return bench.interleaved(f"{label}, {name}", timed, [None], **how)
 
-    arrived_us, processor = times("rows", get, synchronise=synchronise)
+    arrived_us, processor = times("rows", GET, synchronise=synchronise)
     started: list[Any] = []  # threads may still be at work on it
 
     def idle() -> None:
@@ -162,7 +180,7 @@ def run(bench: Bench, name: str, samples: Samples) -> dict[str, Any]:
         synchronise()
 
     only_before = {"synchronise": lambda: None, "before_call": idle}
-    host_us, _ = times("host until wait() has returned", wait, **only_before)
+    host_us, _ = times("host until wait() has returned", WAIT, **only_before)
     call_us, _ = times("host in start_gather()", started.append, **only_before)
     return {
         "bytes": sum(leaf.nbytes for leaf in samples.resident[0].values()),
@@ -176,48 +194,65 @@ def run(bench: Bench, name: str, samples: Samples) -> dict[str, Any]:
     }
 
 
-def contenders(
+def in_turn(
     samples: Samples, finish: Finish, wrong: dict[str, int], checks: dict[str, int]
-) -> list[Contender]:
-    """Return the ways of reading rows, each of which takes the batches in turn.
+) -> list[Way]:
+    """Return the ways, each of which takes the batches in turn and ends ours by ``finish``.
 
     After each burst, one more batch is compared, and counted by way in ``wrong`` and ``checks``.
-
-    Args:
-        samples: The batches.
-        finish: Called with the handle of our own ways, while they are timed.
-        wrong: Counts of other bytes than those of the rows.
-        checks: Counts of comparisons.
-
     """
 
-    def by_torch(number: int) -> Storage:
-        index, pin = samples.indices[number % INDICES], samples.device.type == "cuda"
-        found = {}
-        for name, leaf in samples.storage.items():
-            rows = leaf.index_select(0, index)
-            found[name] = (rows.pin_memory() if pin else rows).to(samples.device, non_blocking=True)
-        return found
-
-    def contender(way: str, start: Start, finish: Finish, get: Finish) -> Contender:
+    def timed(way: Way, whole: Way) -> Way:
         turn = cycle(range(INDICES))
 
         @contextmanager
         def around() -> Iterator[None]:
-            with reading(way):
+            with way.around():
                 yield
                 number = next(turn)
-                wrong[way] = wrong.get(way, 0) + samples.is_wrong(get(start(number)), number)
-                checks[way] = checks.get(way, 0) + 1
+                wrong[way.name] = wrong.get(way.name, 0) + samples.is_wrong(
+                    whole.run(number), number
+                )
+                checks[way.name] = checks.get(way.name, 0) + 1
 
-        return Contender(way, lambda _: finish(start(next(turn))), around=around)
+        return way._replace(start=lambda _: way.start(next(turn)), around=around)
 
-    ours = [contender(way, start, finish, get) for way, start in starts(samples).items()]
-    return [*ours, contender(BY_TORCH, by_torch, _same, _same)]
+    return [timed(*both) for both in zip(ways(samples, finish), ways(samples), strict=True)]
 
 
-def _same(batch: Storage) -> Storage:
-    return batch
+# ---- a learner -----------------------------------------------------------------------------------
+
+
+def run_learner(bench: Bench, label: str, samples: Samples, work: Work | SmallKernels) -> Any:
+    """Return times of steps. The storage must be pinned."""
+    feeds = [Way(RESIDENT, prepare=samples.resident.__getitem__)]
+    feeds += [way for way in ways(samples, WAIT) if way.name in FED]
+    return compared_steps(
+        bench,
+        f"steps, {label}",
+        feeds,
+        range(INDICES),
+        check(samples),
+        work,
+        rounds=bench.rounds(0.02),
+        bound=True,
+        clocked=isinstance(work, Work),  # small ones take the host as long as the device
+    )[0]
+
+
+def check(samples: Samples) -> Check:
+    """Compare the ends of the rows of the last leaf at each step, and the last batch."""
+    last = list(samples.storage)[-1]
+
+    def part(batch: Storage) -> torch.Tensor:
+        return batch[last][:, -PRINT_BYTES:]
+
+    return Check(
+        part,
+        lambda number: part(samples.resident[number % INDICES]),
+        lambda number, batch: not samples.is_wrong(batch, number),
+        every=STEPS,  # as some ways fill a batch again
+    )
 
 
 # ---- processors ----------------------------------------------------------------------------------
@@ -252,14 +287,15 @@ def processor_time(
     After each loop of samples, one more is compared, and counted as in :func:`contenders`.
     """
     count = SAMPLES if bench.is_real else SAMPLES_OF_SIM
-    synchronise, start = synchroniser([bench.device]), starts(samples)
+    synchronise = synchroniser([bench.device])
+    by_name = {way.name: way for way in ways(samples)}
     times_us: dict[str, dict[str, list[float]]] = {
         way: {"caller": [], "others": [], "idle": []} for way in PROCESSED
     }
 
     def take(way: str) -> None:
         for number in range(count):
-            start[way](number).get()
+            by_name[way].run(number)
         synchronise()
 
     progress = bench.progress(f"processors, {name}")
@@ -267,7 +303,7 @@ def processor_time(
         for index, way in shuffled(PROCESSED, progress, rounds=bench.rounds(0.01), warm_up=1):
             with reading(way):
                 taken = processed(lambda way=way: take(way))
-                wrong[way] += samples.is_wrong(start[way](count).get(), count)
+                wrong[way] += samples.is_wrong(by_name[way].run(count), count)
                 checks[way] += 1
             idle = processed(lambda taken=taken: time.sleep(taken.wall / 1e9))
             if index >= 0:

@@ -126,6 +126,14 @@ def that_fit(rows: int) -> dict[str, Replay]:
     return found
 
 
+def pinned_like(storage: Storage, rows: int) -> Storage:
+    """Return a pinned batch of so many rows."""
+    return {
+        name: torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, pin_memory=True)
+        for name, leaf in storage.items()
+    }
+
+
 def _free_bytes() -> int:
     with open("/proc/meminfo") as lines:
         kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}

@@ -8,20 +8,22 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+import copies.ways
 import torch
-from copies import trees as copies
-from copies import ways as baselines
-from copies.directions import d2h, h2d, possible, start_workers, synchroniser
-from loops import training_loop as loop
-from loops.learner import Work, block
-from rows import gathers as rows
+from copies import trees
+from copies.directions import possible, start_workers, synchroniser, with_host
+from loops import training_loop
+from loops.learner import Work
+from loops.steps import STEPS, Reader, block
+from rows import gathers
 from rows.storages import REPLAYS, drawn
 
-from tdcopier._commands.interleave import Contender, collector_paused, interleave
+from tdcopier._commands.interleave import collector_paused, interleave
 from tdcopier.workloads import WORKLOADS
 from tool.alternate import Turns
 from tool.measure import BURST, QuietProcessor, shuffled
 from tool.tables import OURS
+from tool.way import Way
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 200
 STORAGE_ROWS, STORAGE_ROWS_OF_SIM = 10_000, 500
@@ -57,7 +59,7 @@ def measured(
     ``seconds`` are for each case, of both processes if there are two that take turns.
     """
     turns = turns or Turns()
-    for direction in (h2d(device), d2h(device)):
+    for direction in with_host(device).values():
         start_workers(direction)
     found: dict[str, float] = {}
     failed: dict[str, str] = {}
@@ -86,91 +88,80 @@ def within(run: Callable[[int], Times], seconds: float, turns: Turns) -> Times:
     return run(max(MIN_ROUNDS, min(MAX_ROUNDS, round(seconds / together_s))))
 
 
-def is_ours(way: str) -> bool:
-    return way.startswith((OURS, "start_copy()"))
+def is_ours(way: Way) -> bool:
+    return way.name.startswith((OURS, "start_copy()"))
 
 
 def _interleaved(
     name: str,
-    contenders: list[Contender],
+    ways: list[Way],
     sources: Sequence[Any],
     device: torch.device,
     begin_round: BeginRound,
     burst: int = BURST,
 ) -> Case:
-    ours = [way for way in contenders if is_ours(way.name)]
-    synchronise = synchroniser([device])
-    return Case(
-        name,
-        lambda rounds: interleave(
-            ours,
-            sources,
-            synchronise,
-            rounds=rounds,
-            warm_up=0,
-            before_round=begin_round,
-            burst=burst,
-        ),
-    )
+    how = {"warm_up": 0, "before_round": begin_round, "burst": burst}
+    ours, synchronise = list(filter(is_ours, ways)), synchroniser([device])
+    return Case(name, lambda rounds: interleave(ours, sources, synchronise, rounds=rounds, **how))
 
 
 def _copies(name: str, device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     direction = possible(device)[name]
     for workload in filter(wanted, WORKLOADS):
-        sources = copies.sources_of(direction, WORKLOADS[workload])
-        yield _interleaved(workload, baselines.contenders(direction), sources, device, begin_round)
+        sources = trees.sources_of(direction, WORKLOADS[workload])
+        yield _interleaved(workload, copies.ways.ways(direction), sources, device, begin_round)
 
 
 def _tensordicts(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     from copies import tensordicts  # needs tensordict, whose import takes seconds
 
-    for direction in (h2d(device), d2h(device)):
+    for direction in with_host(device).values():
         for batch, made in tensordicts.BATCHES.items():
             name = f"{batch} {direction.name}"
             if wanted(name):
                 sources = tensordicts.sources_of(direction, made)
-                yield _interleaved(
-                    name, tensordicts.contenders(direction), sources, device, begin_round
-                )
+                ways = tensordicts.ways(direction)
+                yield _interleaved(name, ways, sources, device, begin_round)
 
 
 def _into(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
-    from copies import into_existing as into  # needs tensordict too
+    from copies import into_existing  # needs tensordict too
 
-    for direction in (h2d(device), d2h(device)):
+    for direction in with_host(device).values():
         if wanted(direction.name):
-            with into.fillings(direction) as fillings:
-                ways = into.contenders(direction, list(fillings[0].destinations))
+            with into_existing.fillings(direction) as fillings:
+                ways = into_existing.ways(direction, list(fillings[0].destinations))
                 for way in ways:  # starts workers, before this thread is bound to a processor
-                    way.run(way.prepare(fillings[0]))
+                    way.run(fillings[0])
                 yield _interleaved(direction.name, ways, fillings, device, begin_round)
 
 
 def _gather(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     count = STORAGE_ROWS if device.type == "cuda" else STORAGE_ROWS_OF_SIM
     for name in filter(wanted, REPLAYS):
-        indices = drawn(REPLAYS[name], count, rows.INDICES)
-        ways = rows.contenders(REPLAYS[name].make(count), indices)
-        yield _interleaved(name, ways, [None], device, begin_round, rows.BURST)
+        indices = drawn(REPLAYS[name], count, gathers.INDICES)
+        ways = gathers.ways(REPLAYS[name].make(count), indices)
+        yield _interleaved(name, ways, [None], device, begin_round, gathers.BURST)
 
 
 def _loops(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
-    work = Work(device, loop.STEP_MS)
-    feeds = [feed for feed in loop.feeds(device) if is_ours(feed.name)]
-    for name in filter(wanted, loop.WANTED):
-        sources = loop.sources_of(name)
-        reader = loop.Reader(sources, device)
-        prepared = {feed.name: [feed.prepare(source) for source in sources] for feed in feeds}
+    work = Work(device, training_loop.STEP_MS)
+    for name in filter(wanted, training_loop.WANTED):
+        sources = training_loop.sources_of(name)
+        check = training_loop.check(sources, device)._replace(every=STEPS + 1)  # none as a whole
+        ways = list(filter(is_ours, training_loop.ways(device, name)))
+        prepared = {way.name: [way.prepare(source) for source in sources] for way in ways}
 
-        def run(rounds: int, reader: Any = reader, prepared: Any = prepared) -> Times:
+        def run(
+            rounds: int, check: Any = check, ways: Any = ways, prepared: Any = prepared
+        ) -> Times:
             times: Times = {}
-            for index, feed in shuffled(feeds, iter, rounds=rounds, before_round=begin_round):
-                found = block(
-                    loop.Batches(feed, prepared[feed.name], index), reader.read, work, device
-                )
-                reader.kept.clear()
-                times.setdefault(f"{feed.name}, step", []).append(found.step_us)
-                times.setdefault(f"{feed.name}, copy calls", []).extend(found.batch_us)
+            for index, way in shuffled(ways, iter, rounds=rounds, before_round=begin_round):
+                read = Reader(check, index).read
+                with way.feeding(prepared[way.name], index) as batches:
+                    found = block(batches, read, work, device)
+                times.setdefault(f"{way.name}, step", []).append(found.step_us)
+                times.setdefault(f"{way.name}, copy calls", []).extend(found.batch_us)
             return times
 
         yield Case(name, run)

@@ -1,7 +1,6 @@
 """Timing for the benchmarks: rounds, steps of a copy, and a quiet processor for both.
 
-`tdcopier/_commands/interleave.py` takes turns between the ways and summarises; `run.py` has the
-number of repeats, and `compare.py` judges a change between two builds.
+`tdcopier/_commands/interleave.py` takes turns between the ways and summarises.
 """
 
 from __future__ import annotations
@@ -44,11 +43,14 @@ class QuietProcessor:
     run on the same processor.
 
     Only the calling thread is moved. Threads that it starts meanwhile inherit its processor, so
-    start worker pools before. Where threads cannot be moved (not on Linux), it only counts.
+    start worker pools before. Where threads cannot be moved (not on Linux), it only counts. Without
+    ``bound`` the thread stays where the system puts it.
     """
 
-    def __init__(self) -> None:
-        self._allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    def __init__(self, bound: bool = True) -> None:
+        can_move = bound and hasattr(os, "sched_getaffinity")
+        self._bound = bound
+        self._allowed = sorted(os.sched_getaffinity(0)) if can_move else []
         self._best_us = float("inf")
         self.rounds = 0
         self.moves = 0
@@ -67,7 +69,7 @@ class QuietProcessor:
     def seek(self) -> None:
         """Move to a quiet processor before a round; count the round if there is none."""
         self.rounds += 1
-        if self._is_quiet():
+        if not self._bound or self._is_quiet():
             return
         for processor in self._allowed:
             self._move_to(processor)
@@ -129,9 +131,9 @@ class Bench(NamedTuple):
         }
 
     @contextmanager
-    def quiet(self) -> Iterator[QuietProcessor]:
-        """Pause the collector, and keep the calling thread on a quiet processor."""
-        with collector_paused(not self.keep_gc), QuietProcessor() as processor:
+    def quiet(self, bound: bool = True) -> Iterator[QuietProcessor]:
+        """Pause the collector, and keep the calling thread on a quiet processor if ``bound``."""
+        with collector_paused(not self.keep_gc), QuietProcessor(bound) as processor:
             yield processor
 
     def interleaved(

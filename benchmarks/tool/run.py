@@ -12,45 +12,38 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from copies import directions
-from copies import trees as copies
-from loops import busy_device as streams
 
 from tdcopier._progress import show_rounds
 from tdcopier.workloads import WORKLOADS
 from tool import machine, report
 from tool.measure import Bench
-from tool.sections import TABLES
+from tool.sections import DIRECTIONS
 from tool.target_forms import Target
 
 QUEUED = "it needs kernels queued on a CUDA stream"
-WANTING = {
-    "d2d": "it needs two devices",
-    "wait": QUEUED,
-    "memory": QUEUED,
-    "tensordict": "it needs the package tensordict",
-}
-"""Why a benchmark cannot run, by name."""
-MODULES = {
+SUITES = {
+    **dict.fromkeys(("h2d", "d2h", "d2d"), "copies.trees"),
+    "cold": "copies.cold_caches",
+    "pinning": "copies.pinned_memory",
     "loop": "loops.training_loop",
     "replay": "rows.replay",
     "gather": "rows.gathers",
     "sizes": "copies.leaf_counts",
     "containers": "copies.containers",
+    "tensordict": "copies.tensordicts",
+    "park": "park.parking",
     "concurrent": "loops.concurrent",
     "asyncio": "loops.event_loop",
-    "cold": "copies.cold_caches",
-    "pinning": "copies.pinned_memory",
-    "park": "park.parking",
-    "tensordict": "copies.tensordicts",
+    "wait": "loops.wait_behind_kernels",
+    "memory": "loops.memory_behind_kernels",
     "trainers": "trainers.benchmark",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
@@ -67,15 +60,17 @@ def main(arguments: list[str] | None = None) -> int:
     out = options.out or (report.RESULTS if device.type == "cuda" else machine.ROOT / "build/bench")
     out.mkdir(parents=True, exist_ok=True)
     bench = Bench(device, 10 if options.quick else options.repeats, show_rounds, options.keep_gc)
-    possible = _benchmarks(bench, options)
+    asked = []
     for name in options.only:
-        if name not in possible:
-            print(f"Skipped {name}: {WANTING[name]}.")
-    asked = {name: run for name, run in possible.items() if name in options.only}
+        why = lacking(name, device)
+        if why is None:
+            asked.append(name)
+        else:
+            print(f"Skipped {name}: {why}.")
     if not asked:
         print("Nothing that was asked for can run here.", file=sys.stderr)
         return 1
-    results = _written(asked, device, options.quick, out)
+    results = _written(asked, bench, options, out)
     _report(results, out)
     if device.type == "sim":
         print("Figures of a simulated device say nothing on speed; only the counts mean something.")
@@ -93,21 +88,24 @@ def _report(results: list[Result], out: Path) -> None:
 
 
 def _written(
-    asked: dict[str, Callable[[], Result]], device: torch.device, quick: bool, out: Path
+    names: Sequence[str], bench: Bench, options: argparse.Namespace, out: Path
 ) -> list[Result]:
     """Run benchmarks one after the other, and write the result of each as soon as it is there."""
-    results, description = [], machine.describe(device)
-    for name, run in asked.items():
-        for direction in directions.possible(device).values():
+    results, description = [], machine.describe(bench.device)
+    for name in names:
+        for direction in directions.possible(bench.device).values():
             directions.start_workers(direction)
+        module = importlib.import_module(SUITES[name])  # now, as tensordict takes seconds to import
+        of_copies = (name, options.workloads) if name in DIRECTIONS else ()
         result = {
             "schema": report.SCHEMA,
             "name": name,
             "taken": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "machine": description,
-            "quick": quick,
-            **run(),
+            "quick": options.quick,
+            **module.run(bench, *of_copies),
         }
+        result["targets"] = targets_of(module, result, speed=bench.is_real)
         path = out / f"{name}-{description['slug']}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {path}", flush=True)
@@ -138,26 +136,15 @@ def choose_device(asked: str | None) -> torch.device | None:
     return torch.device(kind, index)
 
 
-def _benchmarks(bench: Bench, options: argparse.Namespace) -> dict[str, Callable[[], Result]]:
-    """Return the benchmarks that can run on this machine, by name."""
-    found: dict[str, Callable[[], Result]] = {
-        name: partial(copies.run, bench, direction, options.workloads)
-        for name, direction in directions.possible(bench.device).items()
-    }
-    found |= {name: partial(_of_module, name, bench) for name in MODULES}
-    if importlib.util.find_spec("tensordict") is None:
-        del found["tensordict"]
-    if bench.device.type == "cuda":
-        checked, timed, iterations = (400, 10, 40) if options.quick else (10_000, 50, 200)
-        found["wait"] = partial(streams.run_wait, bench, timed, checked)
-        found["memory"] = partial(streams.run_memory, bench, iterations)
-    return found
-
-
-def _of_module(name: str, bench: Bench) -> Result:
-    module = importlib.import_module(MODULES[name])  # now, as tensordict takes seconds to import
-    result = module.run(bench)
-    return {**result, "targets": targets_of(module, result, speed=bench.is_real)}
+def lacking(name: str, device: torch.device) -> str | None:
+    """Return why a benchmark cannot run here."""
+    if name in ("wait", "memory") and device.type != "cuda":
+        return QUEUED
+    if name == "d2d" and name not in directions.possible(device):
+        return "it needs two devices"
+    if name == "tensordict" and importlib.util.find_spec("tensordict") is None:
+        return "it needs the package tensordict"
+    return None
 
 
 def targets_of(module: ModuleType, result: Result, *, speed: bool = True) -> list[Target]:
@@ -175,8 +162,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=list(TABLES),
-        default=list(TABLES),
+        choices=list(SUITES),
+        default=list(SUITES),
         help="default: all that can run",
     )
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")

@@ -20,7 +20,6 @@ report, run, storages = load("tool.report"), load("tool.run"), load("rows.storag
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
 ON_SIM = [name for name in report.TABLES if name not in ("wait", "memory")]
 ON_SIM = sorted({"park", *(name for name in RESULTS if name not in ("wait", "memory"))})
-DIRECTIONS = ("h2d", "d2h", "d2d")
 ELSEWHERE = re.compile(
     r"^/machine|limit: memcpy|torchrl|multi_tensor_copier"  # other processors and packages
     r"|^/(workloads|loops|replays|gathers|from_pinned|sizes)/[^/]*$"  # left out here
@@ -39,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storages, "that_fit", lambda rows: sac)
     monkeypatch.setattr(storages, "ROWS_OF_SIM", 40)
     monkeypatch.setattr(load("copies.leaf_counts"), "COUNTS", (10, 100))
-    for name, module in run.MODULES.items():
+    for name, module in run.SUITES.items():
         if name != "tensordict" or importlib.util.find_spec("tensordict"):
             load(module)
     if importlib.util.find_spec("tensordict"):
@@ -91,11 +90,9 @@ def test_a_benchmark_runs_with_right_values_and_the_keys_of_the_committed_result
     assert report.page([result], ".").startswith("## ")
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("wait", {"timed": 2, "checked": 20}), ("memory", {"iterations": 2})]
-)
+@pytest.mark.parametrize("name", ["wait", "memory"])
 def test_benchmarks_of_cuda_streams_have_the_keys_of_the_committed_result(
-    sim: ModuleType, monkeypatch: Any, name: str, arguments: dict[str, int]
+    sim: ModuleType, monkeypatch: Any, name: str
 ) -> None:
     """The simulated device stands in for CUDA, so only values and keys mean something."""
     device = torch.device("sim", 0)
@@ -104,12 +101,15 @@ def test_benchmarks_of_cuda_streams_have_the_keys_of_the_committed_result(
     stats = {"active_bytes.all.current": 0, "active_bytes.all.peak": 1000}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    bench = load("tool.measure").Bench(device, 10, lambda label: iter)
-    result = getattr(load("loops.busy_device"), f"run_{name}")(bench, *arguments.values())
+    monkeypatch.setattr(load("tool.measure").Bench, "rounds", lambda self, share, least=2: 4)
+    module = load(run.SUITES[name])
+    monkeypatch.setattr(module, "MEMORY_OF", ("detection_batch",), raising=False)
+    result = module.run(load("tool.measure").Bench(device, 10, lambda label: iter))
+    result["targets"] = run.targets_of(module, result, speed=False)
+    assert all(target["hit"] for target in result["targets"])
     runners = ("schema", "name", "taken", "machine", "quick")
     wanted = {key: part for key, part in RESULTS[name].items() if key not in runners}
     assert list(missing(wanted, result)) == []
-    assert result.get("wrong_rounds", 0) == 0
 
 
 def test_with_one_device_the_runner_says_why_it_leaves_d2d_out(
@@ -137,14 +137,7 @@ def test_without_cuda_the_runner_fails_and_names_the_simulated_device(monkeypatc
 
 def targets_of(result: dict[str, Any], *, speed: bool = True) -> list[dict[str, Any]]:
     """Returns the targets of a result, from its figures."""
-    name = result["name"]
-    if name in DIRECTIONS:
-        kind = "cuda" if speed else "sim"
-        ends = [torch.device(kind, index) for index in range(2 if name == "d2d" else 1)]
-        return load("copies.trees").targets(
-            getattr(load("copies.directions"), name)(*ends), result["workloads"]
-        )
-    return run.targets_of(load(run.MODULES[name]), result, speed=speed)
+    return run.targets_of(load(run.SUITES[result["name"]]), result, speed=speed)
 
 
 @pytest.mark.sim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +12,8 @@ from benchmark_support import Clock, load
 
 from tdcopier._commands.interleave import Contender, compared, interleave, summarise
 
-measure, learner, loop = (
-    load(name) for name in ("tool.measure", "loops.learner", "loops.training_loop")
-)
+measure, way = load("tool.measure"), load("tool.way")
+steps, loop = load("loops.steps"), load("loops.training_loop")
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,9 @@ def test_limits_come_from_the_fastest_memcpy_and_say_its_threads() -> None:
         "limit: memcpy into pinned memory, 1 thread": 60.0,
         "limit: memcpy into pinned memory, 8 threads": 25.0,
     }
+    times = {way: {"median_us": median_us} for way, median_us in medians_us.items()}
     h2d = directions.h2d(torch.device("cuda", 0))
-    found = limits.found_limits(h2d, 1_000_000, (1, 8, 16), medians_us, "tdcopier")
+    found = limits.found_limits(h2d, 1_000_000, (1, 8, 16), times)
     assert (found["dma"]["ours_over"], found["dma"]["gb_per_s"]) == (1.5, 50.0)
     assert (found["memcpy"]["threads"], found["memcpy"]["ours_over"]) == (8, 1.2)
 
@@ -179,15 +180,16 @@ def test_only_the_copy_calls_are_the_hosts_time_and_all_is_the_steps(sim: Any) -
         def enqueue(self) -> None:
             clock.take_us(1000)
 
-    feed = loop.feeds(device)[0]._replace(start=start, finish=finish)
-    reader = loop.Reader(sources, device)
-    batches = loop.Batches(feed, [feed.prepare(source) for source in sources], 0)
-    found = learner.block(batches, reader.read, Slow(), device, clock_ns=clock)
-    assert found.batch_us == [43.0] * learner.STEPS
+    feed = way.Way("it", start, finish)
+    reader = steps.Reader(loop.check(sources, device))
+    with feed.feeding([{"a": source["a"].to(device)} for source in sources]) as batches:
+        found = steps.block(batches, reader.read, Slow(), device, clock_ns=clock)
+    assert found.batch_us == [43.0] * steps.STEPS
     # The clock is read twice in each step, and once at the end.
-    assert found.step_us == pytest.approx(1000 + 43 + 1 + 1 / learner.STEPS)
-    assert len(started) == learner.STEPS + 1  # one before the loop, and one in each step
-    assert [step for step, _ in reader.kept] == [9, 19]
+    assert found.step_us == pytest.approx(1000 + 43 + 1 + 1 / steps.STEPS)
+    assert len(started) == steps.STEPS + 1  # one before the loop, and one in each step
+    assert [number for number, _ in reader.kept] == [9, 19]
+    assert reader.count_wrong() == 0
 
 
 def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) -> None:
@@ -197,19 +199,52 @@ def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) 
         def enqueue(self) -> None:
             clock.take_us(50)
 
-    batch = {learner.ROW: torch.zeros(1, device=device)}
-    reader = learner.RowReader()
-    batches = iter(lambda: batch, None)
-    found = learner.block(batches, reader.read, Slow(), device, warm_up=4, clock_ns=clock)
-    assert found == (50 + 2 + 1 / learner.STEPS, [1] * learner.STEPS, None)
-    assert len(reader.rows) == 4 + learner.STEPS
-    assert reader.last is batch
+    batch = torch.zeros(1, device=device)
+    reader = steps.Reader(steps.Check(way.same, None, lambda number, batch: True))
+    found = steps.block(
+        iter(lambda: batch, None), reader.read, Slow(), device, warm_up=4, clock_ns=clock
+    )
+    assert found == (50 + 2 + 1 / steps.STEPS, [1] * steps.STEPS, None)
+    assert len(reader.parts) == 4 + steps.STEPS
+    assert [(number, kept is batch) for number, kept in reader.kept] == [(13, True), (23, True)]
+
+
+def test_a_way_feeds_a_loop_from_a_number_on_as_far_ahead_as_it_says() -> None:
+    started: list[int] = []
+
+    def start(source: int) -> int:
+        started.append(source)
+        return source
+
+    ahead = way.Way("it", start, lambda coming: 10 * coming, ahead=2)
+    with ahead.feeding(range(3), 4) as batches:
+        assert started == [1, 2]
+        assert [next(batches) for _ in range(4)] == [10, 20, 0, 10]
+        assert started == [1, 2, 0, 1, 2, 0]
+    itself = way.Way("it", feed=lambda order: contextlib.nullcontext(order))
+    with itself.feeding(range(3), 1) as batches:
+        assert list(batches) == [1, 2, 0]
+
+
+def test_slow_ways_take_part_in_some_rounds_and_ratios_are_within_a_round(sim: Any) -> None:
+    bench = measure.Bench(torch.device("sim", 0), 1, lambda label: iter)
+    us = {"on the device already": iter([9, 1, 2, 4]), "slow": iter([99, 10, 80])}
+
+    def play(name: str, index: int) -> Any:
+        return steps.Block(float(next(us[name])), [1.0]), 1
+
+    every = {"on the device already": 1, "slow": 2}
+    blocks, wrong, _ = steps.played(bench, "it", every, play, rounds=3)
+    assert wrong == {"on the device already": 4, "slow": 3}
+    step, ratios = steps.both(blocks, every, lambda found: found.step_us)
+    assert step["slow"]["repeats"] == 2
+    assert ratios == {"on the device already": 1.0, "slow": 15.0}
 
 
 def test_the_limits_of_the_waiting_part_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = load("loops.processor_while_waiting")
     limits: list[int] = []
     monkeypatch.setattr(waiting.tdcopier, "set_staging_limit_bytes", limits.append)
-    with pytest.raises(KeyError), waiting.limits_of_company():
+    with pytest.raises(KeyError), waiting.low_limits():
         raise KeyError
     assert limits == [waiting.STAGING_LIMIT_BYTES, waiting.DEFAULT_STAGING_LIMIT_BYTES]

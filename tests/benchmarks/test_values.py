@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,25 +15,24 @@ from benchmark_support import load
 
 import tdcopier
 from tdcopier import _C, workloads
-from tdcopier._commands.interleave import Contender
 
 baselines, copies, directions, limits = (
-    load(name) for name in ("copies.ways", "copies.trees", "copies.directions", "copies.limits")
+    load(f"copies.{name}") for name in ("ways", "trees", "directions", "limits")
 )
-storages, streams, structure = (
-    load("rows.storages"),
-    load("loops.busy_device"),
-    load("copies.containers"),
+storages, replay, pinned_rows = (
+    load(f"rows.{name}") for name in ("storages", "replay", "pinned_rows")
 )
-learner, loop, replay = (
-    load(name) for name in ("loops.learner", "loops.training_loop", "rows.replay")
+learner, steps, loop = (load(f"loops.{name}") for name in ("learner", "steps", "training_loop"))
+metrics, kernels, refill, wait = (
+    load(f"loops.{name}")
+    for name in (
+        "metrics_each_step",
+        "copies_beside_kernels",
+        "refilled_sources",
+        "wait_behind_kernels",
+    )
 )
-pinned_rows, pinned_learner = load("rows.pinned_rows"), load("rows.pinned_learner")
-metrics, kernels, refill = (
-    load("loops.metrics_each_step"),
-    load("loops.copies_beside_kernels"),
-    load("loops.refilled_sources"),
-)
+containers, Way = load("copies.containers"), load("tool.way").Way
 
 CUDA = [torch.device("cuda", index) for index in range(2)]
 
@@ -65,9 +63,9 @@ def test_ways_for_pinned_memory_and_limits_give_right_values_too(device: Any, na
     on_host = {"a": workloads.one_large(4_000_000), "b": [torch.tensor([True, False, True])]}
     source = workloads.map_tensors(on_host, lambda leaf: leaf.to(direction.source))
     crews = [limits.Crew(threads, None) for threads in (1, 2)]
-    ways = limits.contenders(direction, workloads.total_bytes(source), crews)
+    ways = limits.ways(direction, workloads.total_bytes(source), crews)
     assert len(ways) == (3 if name == "h2d" else 1)
-    short = ways[0]._replace(run=lambda pieces: pieces.source[1:])
+    short = ways[0]._replace(start=lambda pieces: pieces.source[1:])
     assert copies.wrong_leaves(short, source, direction) == ["<bytes>"]
     if name == "h2d":
         ways += baselines.pinned_to_device(direction.target)
@@ -125,12 +123,12 @@ def test_copies_by_number_of_leaves_are_compared_with_their_source(device: Any) 
     ],
 )
 def test_another_container_key_or_value_is_a_change(changed: Any) -> None:
-    assert structure.changes(changed, [[1, 2], {"key": 3}]) == 1
-    assert structure.changes(changed, changed) == 0
+    assert containers.changes(changed, [[1, 2], {"key": 3}]) == 1
+    assert containers.changes(changed, changed) == 0
 
 
 def test_a_changing_batch_finds_stale_copies_wrong() -> None:
-    batch = streams.ChangingBatch(workloads.detection_batch(2, 2), torch.device("cpu"))
+    batch = wait.ChangingBatch(workloads.detection_batch(2, 2), torch.device("cpu"))
     wrong = torch.zeros((), dtype=torch.int64)
     batch.change()
     copied = workloads.map_tensors(batch.tree, torch.clone)
@@ -144,33 +142,37 @@ def test_a_changing_batch_finds_stale_copies_wrong() -> None:
 # ---- loops ---------------------------------------------------------------------------------------
 
 
-def wrong_of(feed: Any, device: torch.device) -> tuple[int, int]:
-    """Returns the numbers of wrong steps and wrong batches in one block."""
+def wrong_of(feed: Any, device: torch.device) -> int:
+    """Returns the number of wrong steps and of wrong batches, of two, in one block."""
     sources = small_batches()
-    reader = loop.Reader(sources, device)
-    batches = loop.Batches(feed, [feed.prepare(source) for source in sources], 1)
-    learner.block(batches, reader.read, Idle(), device)
-    return reader.count_wrong(1)
+    prepared = [feed.prepare(source) for source in sources]
+    check = loop.check(sources, device)
+    return steps.one_block(feed, prepared, check, Idle(), device, first=1, warm_up=0)[1]
+
+
+def resident(device: torch.device) -> Any:
+    return loop.ways(device, "detection_batch")[0]
 
 
 def test_a_feed_that_is_a_step_late_is_wrong_in_every_step(device: torch.device) -> None:
-    resident = loop.feeds(device)[0]
-    late = resident._replace(prepare=lambda tree: resident.prepare(small_batches()[0]))
-    steps_of_other_sources = sum((1 + step) % 3 != 0 for step in range(learner.STEPS))
-    assert wrong_of(late, device) == (steps_of_other_sources, 2)
+    right = resident(device)
+    assert wrong_of(right, device) == 0
+    late = right._replace(prepare=lambda tree: right.prepare(small_batches()[0]))
+    steps_of_other_sources = sum((1 + step) % 3 != 0 for step in range(steps.STEPS))
+    assert wrong_of(late, device) == steps_of_other_sources + 2
 
 
 def test_a_wrong_value_that_no_step_reads_is_found_in_the_batches_that_are_compared(
     device: torch.device,
 ) -> None:
-    resident = loop.feeds(device)[0]
+    right = resident(device)
 
     def prepare(tree: Any) -> Any:
-        batch = resident.prepare(tree)
+        batch = right.prepare(tree)
         batch[0]["cameras"][1]["depths"][0] += 1
         return batch
 
-    assert wrong_of(resident._replace(prepare=prepare), device) == (0, 2)
+    assert wrong_of(right._replace(prepare=prepare), device) == 2
 
 
 def test_a_batch_that_is_right_only_after_its_step_is_wrong_in_that_step(device: Any) -> None:
@@ -185,28 +187,26 @@ def test_a_batch_that_is_right_only_after_its_step_is_wrong_in_that_step(device:
         return batch
 
     # Of the batches that are compared, step 9's has arrived by the end of the block.
-    feed = loop.feeds(device)[0]._replace(finish=finish)
-    assert wrong_of(feed, device) == (learner.STEPS, 1)
+    assert wrong_of(resident(device)._replace(finish=finish), device) == steps.STEPS + 1
 
 
 def test_a_replay_feed_with_other_rows_or_values_is_wrong(device: torch.device) -> None:
     storage = storages.REPLAYS["sac"].make(40)
     indices = [torch.randint(0, 40, (6,)) for _ in range(5)]
-
-    @contextmanager
-    def late(storage: Any, indices: Any, device: Any) -> Any:
-        with replay._plain(storage, indices[1:] + indices[:1], device) as batches:
-            yield batches
-
-    @contextmanager
-    def torn(storage: Any, indices: Any, device: Any) -> Any:
-        with replay._plain(storage, indices, device) as batches:
-            yield ({**batch, "0": batch["0"] + 1} for batch in batches)
-
-    every = replay.WARM_UP_STEPS + learner.STEPS
-    for way, wrong in ((replay._plain, 0), (late, every), (torn, 1)):
-        feed = replay.ReplayFeed("it", way)
-        assert replay.one_block(feed, storage, indices, Idle(), device)[1] == wrong
+    every = {way.name: way for way in replay.ways(storage, 6, device)}
+    plain = every["leaf[index].to(device)"]
+    late = plain._replace(prepare=lambda index: (index + 1) % 40)
+    torn = plain._replace(finish=lambda index: {**plain.run(index), "0": plain.run(index)["0"] + 1})
+    drawing = torn._replace(name=next(iter(replay.TORCHRL)), prepare=late.prepare)
+    for way, wrong in (
+        (plain, 0),
+        (late, steps.WARM_UP_STEPS + steps.STEPS),
+        (torn, 2),
+        (drawing, 2),
+    ):
+        prepared = [way.prepare(index) for index in indices]
+        check = replay.check(storage, indices, way)
+        assert steps.one_block(way, prepared, check, Idle(), device, first=3)[1] == wrong
 
 
 # ---- rows of pinned storages ---------------------------------------------------------------------
@@ -223,32 +223,32 @@ def samples(device: torch.device) -> Iterator[Any]:
 def test_the_ways_of_reading_pinned_rows_are_right_and_those_that_are_a_batch_late_are_not(
     samples: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = pinned_rows.starts
+    own = pinned_rows.ways
     for late in (0, 1):
-        monkeypatch.setattr(
-            pinned_rows,
-            "starts",
-            lambda samples, late=late: {
-                way: lambda number, start=start: start(number + 2 * late)
-                for way, start in own(samples).items()
-            },
-        )
-        for finish in (pinned_rows.get, pinned_rows.wait, lambda handle: handle):
+
+        def ways(*args: Any, late: int = late) -> list[Any]:
+            return [
+                way._replace(start=lambda number, way=way: way.start(number + 2 * late))
+                for way in own(*args)
+            ]
+
+        monkeypatch.setattr(pinned_rows, "ways", ways)
+        for finish in (pinned_rows.GET, pinned_rows.WAIT, lambda handle: handle):
             wrong: dict[str, int] = {}
             checks: dict[str, int] = {}
-            for way in pinned_rows.contenders(samples, finish, wrong, checks):
+            for way in pinned_rows.in_turn(samples, finish, wrong, checks):
                 for _ in range(3):
                     with way.around():
                         way.run(None)
             assert set(checks.values()) == {3}
-            assert wrong == {way: 3 * late * (way in own(samples)) for way in checks}
+            assert wrong == dict.fromkeys(checks, 3 * late)
 
 
 def test_a_way_reads_by_the_device_or_by_threads_as_its_name_says(samples: Any) -> None:
-    for way, start in pinned_rows.starts(samples).items():
-        with pinned_rows.reading(way):
-            by_device = way != pinned_rows.BY_THREADS
-            handle = start(3)
+    for way in pinned_rows.ways(samples)[:-1]:
+        with way.around():
+            by_device = way.name != pinned_rows.BY_THREADS
+            handle = way.start(3)
             assert handle.stats.rows_in_place == 3 * by_device
             assert not samples.is_wrong(handle.get(), 3)
 
@@ -256,32 +256,31 @@ def test_a_way_reads_by_the_device_or_by_threads_as_its_name_says(samples: Any) 
 def test_the_host_in_a_call_does_not_wait_for_the_device(sim: Any, samples: Any) -> None:
     """Nor does wait(), except for rows whose numbers are on the host, until they are read."""
     stream = _C.copy_stream("sim:0", "to_device")
-    for finish in (pinned_rows.wait, lambda handle: handle):
-        for way in pinned_rows.contenders(samples, finish, {}, {}):
+    for finish in (pinned_rows.WAIT, lambda handle: handle):
+        for way in pinned_rows.in_turn(samples, finish, {}, {}):
             waits = way.name in (pinned_rows.OURS, pinned_rows.BY_TORCH)
-            if finish is not pinned_rows.wait or not waits:
+            if finish is not pinned_rows.WAIT or not waits:
                 with way.around(), sim.hold(stream):
                     way.run(None)  # blocks forever if it does
 
 
-def test_steps_of_a_learner_with_other_pinned_rows_are_wrong(
-    samples: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = learner.STEPS + replay.WARM_UP_STEPS
-    own = pinned_learner.batches
-    for way in pinned_learner.FEEDS:
-        assert pinned_learner.one_block(way, samples, Idle())[1] == 0, way
-    cases = {
-        "a step late": (lambda number, batch: samples.resident[number], steps + 1),
-        "torn": (lambda number, batch: {**batch, "0": batch["0"] + 1}, 1),
-    }
-    for change, wrong in cases.values():
+def test_steps_of_a_learner_with_other_pinned_rows_are_wrong(samples: Any) -> None:
+    every = steps.STEPS + steps.WARM_UP_STEPS
+    check, numbers = pinned_rows.check(samples), range(pinned_rows.INDICES)
 
-        def changed(way: str, samples: Any, change: Any = change) -> Iterator[Any]:
-            return (change(number, batch) for number, batch in enumerate(own(way, samples), 1))
+    def wrong_of(way: Any) -> int:
+        return steps.one_block(way, numbers, check, Idle(), samples.device, first=5)[1]
 
-        monkeypatch.setattr(pinned_learner, "batches", changed)
-        assert pinned_learner.one_block("tdcopier", samples, Idle())[1] == wrong
+    for way in pinned_rows.ways(samples, pinned_rows.WAIT)[:-1]:
+        assert wrong_of(way) == 0, way.name
+        late = way._replace(start=lambda number, way=way: way.start(number + 2))
+        assert wrong_of(late) == every + 1, way.name
+
+    def torn(handle: Any) -> Any:
+        batch = handle.wait()
+        return {**batch, "0": batch["0"] + 1}
+
+    assert wrong_of(pinned_rows.ways(samples, torn)[0]) == 1
 
 
 def test_processor_time_is_told_apart_by_thread() -> None:
@@ -312,11 +311,11 @@ def test_the_time_of_kernels_is_without_what_their_stream_waits_for(
     waiting, busy = learner.KernelClock(Idle(), device), learner.KernelClock(Idle(), device)
     busy._work = SimpleNamespace(enqueue=lambda: sim.busy(0.02))
     for clock, least_us, most_us in ((waiting, 0, 0.02e6), (busy, 0.02e6, 1e6)):
-        for _ in range(learner.STEPS + 1):
+        for _ in range(steps.STEPS + 1):
             sim.busy(0.02)
             clock.enqueue()
         synchronise(device)
-        assert least_us <= clock.mean_us() < most_us
+        assert least_us <= clock.mean_us(steps.STEPS) < most_us
 
 
 # ---- beside kernels and other copies -------------------------------------------------------------
@@ -324,19 +323,17 @@ def test_the_time_of_kernels_is_without_what_their_stream_waits_for(
 
 def test_repeated_batches_and_late_metrics_are_wrong(device: torch.device) -> None:
     pool = [metrics.make_batch(number, device) for number in range(2)]
-    resident = metrics.feeds(device)[0]
+    resident = metrics.ways(device, pool)[0]
+    stuck = resident._replace(prepare=lambda _: resident.prepare(pool[0]))
 
-    @contextmanager
-    def stuck(batches: Any) -> Any:
-        yield iter(lambda: {key: leaf.to(device) for key, leaf in batches[0].items()}, None)
+    def wrong(way: Any, send: Any) -> int:
+        prepared = [way.prepare(batch) for batch in pool]
+        return metrics.one_metered(way, prepared, pool, Idle(), send, device)[1]
 
-    def wrong(feed: Any, metered: bool) -> int:
-        return metrics.one_block(feed, pool, Idle(), device, metered=metered)[1]
-
-    steps = learner.STEPS + replay.WARM_UP_STEPS
-    assert wrong(resident, True) == 0
-    assert wrong(resident._replace(open=stuck), False) == steps // 2 + 1
-    assert wrong(resident._replace(send=lambda values: lambda: values.cpu() - 1), True) == steps
+    every = steps.STEPS + steps.WARM_UP_STEPS
+    assert wrong(resident, metrics.sends(device)[resident.name]) == 0
+    assert wrong(stuck, None) == every // 2 + 2
+    assert wrong(resident, lambda values: lambda: values.cpu() - 1) == every
 
 
 @pytest.mark.hazardous
@@ -356,10 +353,10 @@ def test_a_batch_that_is_read_after_the_refill_is_wrong(device: Any, tmp_path: P
     for kind in refill.KINDS:
         buffer = refill.make_buffer(kind, 1 << 12, tmp_path / "file")
         wrong = torch.zeros(refill.BLOCK, dtype=torch.bool, device=device)
-        at_once = refill.Refill("at once", kind, buffer, lambda source: source.to(device))
-        too_late = at_once._replace(send=lambda source: source.to(device) + 1)
+        at_once = Way("at once", lambda source: source.to(device))
+        too_late = at_once._replace(finish=lambda batch: batch + 1)
         for way, expected in ((at_once, 0), (too_late, refill.BLOCK)):
-            refill.block(way, 7, wrong, device, refill.Decoy(device))
+            refill.block(way, buffer, 7, wrong, device, refill.Decoy(device))
             assert wrong.sum().item() == expected
 
 
@@ -396,7 +393,7 @@ def test_an_error_of_another_way_is_a_finding_and_one_of_ours_is_raised(device: 
     def fail(td: Any) -> Any:
         raise TypeError("cannot do that\nin many words")
 
-    other, ours = (Contender(name, fail) for name in (tensordicts.TO, tensordicts.OURS))
+    other, ours = (Way(name, fail) for name in (tensordicts.TO, tensordicts.OURS))
     assert tensordicts.tried(other, td, td, h2d) == "TypeError: cannot do that"
     with pytest.raises(TypeError, match="cannot do that"):
         tensordicts.tried(ours, td, td, h2d)
@@ -406,6 +403,6 @@ def test_a_destination_that_was_not_filled_is_wrong(device: Any, tmp_path: Path)
     pytest.importorskip("tensordict")
     into, h2d = load("copies.into_existing"), directions.h2d(device)
     case = into.filling(h2d, 0, tmp_path)
-    way = Contender("lazy", lambda case: case.destinations[into.CHUNK])
+    way = Way("lazy", lambda case: case.destinations[into.CHUNK])
     leaves = workloads.leaves(case.source)
     assert into.wrong_leaves(way, case, h2d) == sum(bool(leaf.any()) for leaf in leaves)

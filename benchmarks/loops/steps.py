@@ -1,0 +1,232 @@
+"""The harness of all loops: blocks of steps that get a batch each, by way, and their checks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import torch
+from tool.measure import Bench, shuffled, summaries
+from tool.tables import RESIDENT
+from tool.way import Way
+
+from loops.learner import KernelClock
+
+STEPS = 20  # consecutive steps of one way
+WARM_UP, WARM_UP_STEPS = 1, 4  # rounds, and steps before a block, so that a way has run ahead
+CHECK_EVERY = 10
+
+
+class Block(NamedTuple):
+    """The times of one way's consecutive steps, in microseconds."""
+
+    step_us: float
+    """Time of the whole block, including the device, per step."""
+    batch_us: list[float]
+    """Time of the host in getting the batch, by step."""
+    kernels_us: float | None = None
+    """The device's own time in the kernels of a step; None where it was not measured."""
+
+
+Blocks = list[dict[Hashable, Block]]
+"""By round, the blocks of the ways that took part."""
+
+
+def block(
+    batches: Iterator[Any],
+    read: Callable[[Any, int], None],
+    work: Any,
+    device: torch.device,
+    *,
+    warm_up: int = 0,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> Block:
+    """Run a block of steps. Each gets a batch, reads it, and enqueues the kernels of the step.
+
+    Args:
+        batches: Yields batches that the current stream may read.
+        read: Reads a batch in stream order, as a model would; also gets the number of the step.
+        work: Enqueues the kernels of a step.
+        device: The device that the learner runs on.
+        warm_up: Steps that come first, have negative numbers, and are not timed.
+        clock_ns: The clock.
+
+    """
+    module = torch.get_device_module(device)
+    ended = [module.Event(), module.Event()]
+    batch_us: list[float] = []
+    begin = 0
+    for step in range(-warm_up, STEPS):
+        if step == 0:
+            module.synchronize(device)
+            batch_us.clear()
+            begin = clock_ns()
+        called = clock_ns()
+        batch = next(batches)
+        batch_us.append((clock_ns() - called) / 1e3)
+        read(batch, step)
+        work.enqueue()
+        ended[step % 2].record()
+        del batch
+        if step > 0:  # like a learner that prints the loss of the previous step
+            ended[(step - 1) % 2].synchronize()
+    module.synchronize(device)
+    return Block((clock_ns() - begin) / 1e3 / STEPS, batch_us)
+
+
+class Check(NamedTuple):
+    """How batches are compared with their sources, which have numbers from 0 on."""
+
+    part: Callable[[Any], torch.Tensor]
+    """Returns the part of a batch that each step reads."""
+    right_part: Callable[[int], torch.Tensor] | None
+    """Returns the right part of a number; None if the way draws the rows itself."""
+    is_right: Callable[[int, Any], bool]
+    """Returns whether the whole batch of a number is right."""
+    every: int = CHECK_EVERY
+    """Every so many steps the whole batch is compared, after the block."""
+
+
+class Reader:
+    """Reads a part of every batch of a block, and keeps some batches whole."""
+
+    def __init__(self, check: Check, first: int = 0) -> None:
+        self._check, self._first = check, first
+        self.parts: list[torch.Tensor] = []
+        self.kept: list[tuple[int, Any]] = []
+        """Batches with their numbers."""
+
+    def read(self, batch: Any, step: int) -> None:
+        if step > 0 and (step + 1) % self._check.every == 0:
+            self.kept.append((self._first + len(self.parts), batch))
+        self.parts.append(self._check.part(batch).clone())
+
+    def count_wrong(self) -> int:
+        """Return the number of steps that read wrong values, and of wrong batches."""
+        right = self._check.right_part
+        parts = enumerate(self.parts, self._first) if right else ()
+        wrong = sum(not torch.equal(part.cpu(), right(number).cpu()) for number, part in parts)
+        return wrong + sum(not self._check.is_right(*each) for each in self.kept)
+
+
+def one_block(
+    way: Way,
+    prepared: Sequence[Any],
+    check: Check,
+    work: Any,
+    device: torch.device,
+    *,
+    first: int = 0,
+    warm_up: int = WARM_UP_STEPS,
+) -> tuple[Block, int]:
+    """Run one block. Return its times, and the number of wrong steps and batches."""
+    reader = Reader(check, first)
+    with way.feeding(prepared, first) as batches:
+        found = block(batches, reader.read, work, device, warm_up=warm_up)
+        return found, reader.count_wrong()
+
+
+def compared(
+    bench: Bench,
+    label: str,
+    ways: Sequence[Way],
+    sources: Sequence[Any],
+    check: Check | Callable[[Way], Check],
+    work: Any,
+    *,
+    rounds: int,
+    bound: bool = False,
+    warm_up: int = WARM_UP_STEPS,
+    clocked: bool = False,
+) -> tuple[dict[str, Any], Blocks]:
+    """Return the figures of a loop that each way feeds, and the blocks that they come from.
+
+    Args:
+        bench: The device and the options.
+        label: For the progress.
+        ways: What feeds the loop; the one that is on the device already is the reference.
+        sources: What the ways prepare and copy in turn.
+        check: How batches are compared; may depend on the way.
+        work: Enqueues the kernels of a step.
+        rounds: How many blocks of each way.
+        bound: Whether to keep the learner's thread on a quiet processor: only if it starts none.
+        warm_up: Steps before each block.
+        clocked: Whether the kernels' own time on the device is measured too.
+
+    """
+    prepared = {way.name: [way.prepare(source) for source in sources] for way in ways}
+    by_name = {way.name: way for way in ways}
+    clock = KernelClock(work, bench.device) if clocked else work
+
+    def play(name: str, index: int) -> tuple[Block, int]:
+        way = by_name[name]
+        how = check if isinstance(check, Check) else check(way)
+        found, wrong = one_block(
+            way, prepared[name], how, clock, bench.device, first=index, warm_up=warm_up
+        )
+        return found._replace(kernels_us=clock.mean_us(STEPS) if clocked else None), wrong
+
+    every = {way.name: way.every for way in ways}
+    blocks, wrong, processor = played(bench, label, every, play, rounds=rounds, bound=bound)
+    step, ratios = both(blocks, every, attrgetter("step_us"))
+    result = {
+        "steps_per_block": STEPS,
+        "step": step,
+        "ratios": ratios,
+        "host": summaries(values(blocks, every, lambda found: fmean(found.batch_us))),
+        "wrong": wrong,
+        **({"processor": processor} if bound else {}),
+    }
+    if clocked:
+        result["kernels"], result["kernels_over_resident"] = both(
+            blocks, every, attrgetter("kernels_us")
+        )
+    return result, blocks
+
+
+def played(
+    bench: Bench,
+    label: str,
+    every: Mapping[Any, int],
+    play: Callable[[Any, int], tuple[Block, int]],
+    *,
+    rounds: int,
+    bound: bool = False,
+) -> tuple[Blocks, dict[Any, int], dict[str, Any] | None]:
+    """Run one block of each name in each round; of a name with 3, in every third round.
+
+    ``play`` gets the name and the round, from 0 on, and returns the block and its wrong values.
+    """
+    blocks: Blocks = [{} for _ in range(rounds)]
+    wrong = dict.fromkeys(every, 0)
+    with bench.quiet(bound) as quiet:
+        how = {"rounds": rounds, "warm_up": WARM_UP, "before_round": quiet.seek}
+        for index, name in shuffled(every, bench.progress(label), **how):
+            if index >= 0 and index % every[name]:
+                continue
+            found, bad = play(name, index + WARM_UP)
+            wrong[name] += bad
+            if index >= 0:
+                blocks[index][name] = found
+    return blocks, wrong, quiet.described()
+
+
+def values(
+    blocks: Blocks,
+    names: Any,
+    get: Callable[[Block], float],
+    over: Callable[[dict[Hashable, Block]], float] = lambda _: 1.0,
+) -> dict[Any, list[float]]:
+    """Return a value of all blocks by name, relative to another of the same round."""
+    return {name: [get(f[name]) / over(f) for f in blocks if name in f] for name in names}
+
+
+def both(
+    blocks: Blocks, names: Any, get: Callable[[Block], float]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the summaries, and the medians of the ratios to the resident batches."""
+    ratios = values(blocks, names, get, lambda found: get(found[RESIDENT]))
+    return summaries(values(blocks, names, get)), {name: median(r) for name, r in ratios.items()}

@@ -1,0 +1,68 @@
+"""How a row is declared: one way to bring a batch to its target, called alone or in a loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import cycle
+from operator import methodcaller
+from typing import Any, NamedTuple
+
+from tdcopier._commands.interleave import LIMIT, PREPARED, WAY
+
+__all__ = ["GET", "LIMIT", "PREPARED", "WAIT", "WAY", "Way", "same"]
+
+GET, WAIT = methodcaller("get"), methodcaller("wait")
+Feed = Callable[[Sequence[Any]], AbstractContextManager[Iterator[Any]]]
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+class Way(NamedTuple):
+    """One way to copy. It can be timed as a contender of `interleave`, and feed a loop."""
+
+    name: str
+    start: Callable[[Any], Any] = same
+    """Begins the copy of a prepared source. In a loop, called a step before the batch is needed."""
+    finish: Callable[[Any], Any] = same
+    """Turns what ``start`` returned into the batch."""
+    prepare: Callable[[Any], Any] = same
+    """Not timed, called once per source."""
+    kind: str = WAY
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around each burst or block, not timed."""
+    ahead: int = 1
+    """How many copies a loop starts before it takes the first batch."""
+    feed: Feed | None = None
+    """Cycles through the batches of prepared sources, for a way that is itself an iterator."""
+    every: int = 1
+    """It takes part in every ``every``-th round, since some ways are ten times slower."""
+
+    def run(self, source: Any) -> Any:
+        return self.finish(self.start(source))
+
+    @contextmanager
+    def feeding(self, prepared: Sequence[Any], first: int = 0) -> Iterator[Iterator[Any]]:
+        """Cycle through the batches of prepared sources, from that of a number on."""
+        first %= len(prepared)
+        order = [*prepared[first:], *prepared[:first]]
+        with self.around():
+            if self.feed:
+                with self.feed(order) as batches:
+                    yield iter(batches)
+            else:
+                yield self._one_ahead(cycle(order))
+
+    def _one_ahead(self, sources: Iterator[Any]) -> Iterator[Any]:
+        coming = deque(self.start(next(sources)) for _ in range(self.ahead))
+
+        def batches() -> Iterator[Any]:
+            while True:
+                batch = self.finish(coming.popleft())
+                coming.append(self.start(next(sources)))
+                yield batch
+
+        return batches()
