@@ -11,7 +11,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 
-from tool import report  # noqa: E402
+from tool import history, plots, report  # noqa: E402
 
 project = "tdcopier"
 author = "the tdcopier authors"
@@ -86,6 +86,9 @@ GENERATED.mkdir(parents=True, exist_ok=True)
 _results = report.load(report.RESULTS)
 report.write_plots(_results, GENERATED)
 (GENERATED / "benchmarks.md").write_text(report.page(_results, "/_build/generated"))
+_history = history.load()
+(GENERATED / "history.md").write_text(history.page(_history, "/_build/generated/history.svg"))
+(GENERATED / "history.svg").write_text(plots.as_svg(history.trends(_history)))
 (GENERATED / "ways_of_torch.md").write_text(report.ways_of_torch(_results))
 (GENERATED / "wheels.md").write_text(wheels_table())
 with (GENERATED / "info.txt").open("wb") as file:

@@ -87,7 +87,7 @@ class Check(NamedTuple):
     is_right: Callable[[int, Any], bool]
     """Returns whether the whole batch of a number is right."""
     every: int = CHECK_EVERY
-    """Every so many steps the whole batch is compared, after the block."""
+    """After the block, the whole batch of each step that this number divides is compared."""
 
 
 class Reader:
@@ -147,7 +147,7 @@ def compared(
     Args:
         bench: The device and the options.
         label: For the progress.
-        ways: What feeds the loop; the one that is on the device already is the reference.
+        ways: The rows; the one that is on the device already is the reference.
         sources: What the ways prepare and copy in turn.
         check: How batches are compared; may depend on the way.
         work: Enqueues the kernels of a step.

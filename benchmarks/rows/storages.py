@@ -127,7 +127,7 @@ def that_fit(rows: int) -> dict[str, Replay]:
 
 
 def pinned_like(storage: Storage, rows: int) -> Storage:
-    """Return a pinned batch of so many rows."""
+    """Return a pinned batch with this number of rows."""
     return {
         name: torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, pin_memory=True)
         for name, leaf in storage.items()

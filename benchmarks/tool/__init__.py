@@ -1,1 +1,1 @@
-"""What runs, times, compares and shows the benchmarks."""
+"""Runs, times, compares and shows the benchmarks."""

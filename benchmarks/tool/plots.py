@@ -52,10 +52,19 @@ class Curves(NamedTuple):
     us: dict[str, list[tuple[int, float]]]
 
 
+class Trends(NamedTuple):
+    """Plots of values over commits, one below the other, with a line for each card."""
+
+    heading: str
+    panels: dict[str, dict[str, list[tuple[str, float]]]]
+    commits: list[str]
+    """All commits, in the order of time."""
+
+
 Plot = Bars | Curves
 
 
-def as_svg(plot: Plot) -> str:
+def as_svg(plot: Plot | Trends) -> str:
     """Draw a plot. The same plot gives the same text."""
     drawn = io.BytesIO()
     with drawn_figure(plot) as figure:
@@ -64,23 +73,54 @@ def as_svg(plot: Plot) -> str:
 
 
 @contextmanager
-def drawn_figure(plot: Plot) -> Iterator[Figure]:
+def drawn_figure(plot: Plot | Trends) -> Iterator[Figure]:
     """Draw a plot as a figure, in its style."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        height_in = 0.5 * len(plot.us) + 0.6 if isinstance(plot, Bars) else 3.6
+        heights = {Bars: lambda: 0.5 * len(plot.us) + 0.6, Curves: lambda: 3.6}
+        height_in = heights.get(type(plot), lambda: 1.9 * len(plot.panels) + 0.6)()
         title = textwrap.wrap(plot.heading, TITLE_LETTERS)
         figure = Figure(figsize=(WIDTH_IN, height_in + 0.2 * len(title)), layout="constrained")
         figure.suptitle("\n".join(title), weight="bold", x=0.02, ha="left")
-        axes = figure.add_subplot()
-        axes.spines[["top", "right"]].set_visible(False)
-        if isinstance(plot, Bars):
-            _bars(axes, plot)
+        count = len(plot.panels) if isinstance(plot, Trends) else 1
+        every = figure.subplots(count, squeeze=False)[:, 0]
+        for axes in every:
+            axes.spines[["top", "right"]].set_visible(False)
+        if isinstance(plot, Trends):
+            _trends(figure, every, plot)
         else:
-            _curves(axes, plot)
+            (_bars if isinstance(plot, Bars) else _curves)(every[0], plot)
         yield figure
+
+
+def _trends(figure: Figure, every: Any, plot: Trends) -> None:
+    """Draw a panel per value. A line ends where its card has no more results."""
+    cards = sorted({card for panel in plot.panels.values() for card in panel})
+    colours = dict(zip(cards, (GREEN, *OTHERS), strict=False))
+    for axes, (what, lines) in zip(every, plot.panels.items(), strict=True):
+        here = {commit for line in lines.values() for commit, _ in line}
+        commits = [commit for commit in plot.commits if commit in here]
+        for card, line in lines.items():
+            places = [commits.index(commit) for commit, _ in line]
+            axes.plot(
+                places,
+                [value for _, value in line],
+                marker="o",
+                markersize=4,
+                color=colours[card],
+                label=card,
+            )
+        axes.set_title(what, loc="left", fontsize=10, color=TEXT)
+        axes.set_xticks(range(len(commits)), commits, rotation=45, ha="right", fontsize=7)
+        values = [value for line in lines.values() for _, value in line]
+        is_flat = min(values) > max(values) / 2 and max(values) < 2  # steps differ by little
+        axes.set_ylim(0.9 * min(values) if is_flat else 0, 1.1 * max(values))
+        axes.grid()
+        _plain_ticks(axes, "y")
+    legend = {line.get_label(): line for axes in every for line in axes.get_lines()}
+    figure.legend(legend.values(), legend, loc="outside lower left", frameon=False)
 
 
 def _bars(axes: Axes, plot: Bars) -> None:

@@ -23,7 +23,7 @@ from copies import directions
 
 from tdcopier._progress import show_rounds
 from tdcopier.workloads import WORKLOADS
-from tool import machine, report
+from tool import history, machine, report
 from tool.measure import Bench
 from tool.sections import DIRECTIONS
 from tool.target_forms import Target
@@ -72,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     results = _written(asked, bench, options, out)
     _report(results, out)
+    if bench.is_real and not options.quick and out == report.RESULTS:
+        print(f"added {history.add(results)} lines to {history.HISTORY}")
     if device.type == "sim":
         print("Figures of a simulated device say nothing on speed; only the counts mean something.")
     missed = [t["what"] for result in results for t in result["targets"] if not t["hit"]]
