@@ -17,22 +17,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from tool.measure import Bench
 from tool.tables import OURS
 from tool.target_forms import Target, at_least, at_most, count_wrong, none
 from tool.way import PREPARED, Way
 
 from copies import host_loads, limits
-from copies.directions import Direction, synchroniser, with_host
+from copies.directions import Direction, with_host
 from copies.limits import DMA
-from copies.trees import best_other, wrong_leaves
+from copies.timed import OTHER_BYTES, TREE, Kind, best_other, timed
 from copies.ways import ways
-from tdcopier._commands.interleave import compared, interleave
-from tdcopier.workloads import WORKLOADS, leaves, map_tensors, total_bytes
+from tdcopier.workloads import WORKLOADS, total_bytes
 
-OTHER_BYTES = 96 << 20
 SHARE = 0.12  # of the repeats: a call takes ms with what is between two of them
 DETECTION, FLAT, NESTED = "detection batch", "flat TensorDict", "nested TensorDict, 10 x 10 x 10"
 AGENTS, CONTROL, ATARI = "64 agents, TensorDict", "control TensorDict", "Atari TensorDict"
@@ -49,14 +45,11 @@ OVER_DMA, OVER_DMA_BESIDE = 1.4, 1.8
 
 
 class Batch(NamedTuple):
-    """A batch, and everything that depends on whether it is a TensorDict."""
+    """A batch, what it is, and the ways to copy it."""
 
     make: Callable[[int], Any]
-    move: Callable[[Any, torch.device], Any]
+    kind: Kind
     ways: Callable[[Direction], list[Way]]
-    count_wrong: Callable[[Way, Any, Direction], int]
-    count_leaves: Callable[[Any], int]
-    total_bytes: Callable[[Any], int]
 
 
 def run(bench: Bench) -> dict[str, Any]:
@@ -106,28 +99,14 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 def batches_here() -> dict[str, Batch]:
     """Return the batches by name; those of TensorDicts only where that package is installed."""
-
-    def tree(workload: str, ways: Callable[[Direction], list[Way]]) -> Batch:
-        return Batch(
-            WORKLOADS[workload].make,
-            lambda tree, device: map_tensors(tree, lambda leaf: leaf.to(device)),
-            ways,
-            lambda way, source, direction: len(wrong_leaves(way, source, direction)),
-            lambda tree: len(leaves(tree)),
-            total_bytes,
-        )
-
-    images = "detection_batch_with_images"
+    images = WORKLOADS["detection_batch_with_images"].make
     found = {
-        DETECTION: tree("detection_batch", _ways_of_trees),
-        IMAGES: tree(images, partial(_ways_and_limit, images)),
+        DETECTION: Batch(WORKLOADS["detection_batch"].make, TREE, _ways_of_trees),
+        IMAGES: Batch(images, TREE, partial(_ways_and_limit, total_bytes(images(0)))),
     }
     if importlib.util.find_spec("tensordict") is None:
         return found
     from copies import td_batches, tensordicts
-
-    def wrong(way: Way, source: Any, direction: Direction) -> int:
-        return len(tensordicts.tried(way, source, source.to(direction.target), direction))
 
     made = {
         FLAT: td_batches.flat,
@@ -136,10 +115,8 @@ def batches_here() -> dict[str, Batch]:
         CONTROL: td_batches.control,
         ATARI: td_batches.atari,
     }
-    of_td = (tensordicts.ways, wrong, td_batches.count_leaves, td_batches.total_bytes)
-    return found | {
-        name: Batch(make, lambda td, device: td.to(device), *of_td) for name, make in made.items()
-    }
+    kind, of_td = tensordicts.TENSORDICT, tensordicts.ways
+    return found | {name: Batch(make, kind, of_td) for name, make in made.items()}
 
 
 def _beside(
@@ -159,40 +136,11 @@ def _ways_of_trees(direction: Direction) -> list[Way]:
     return [way for way in found if way.name == OURS or not way.name.startswith(OURS)]
 
 
-def _ways_and_limit(workload: str, direction: Direction) -> list[Way]:
-    size_bytes = total_bytes(WORKLOADS[workload].make(0))
+def _ways_and_limit(size_bytes: int, direction: Direction) -> list[Way]:
     return _ways_of_trees(direction) + limits.ways(direction, size_bytes, [])
 
 
 def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
-    sources = [batch.move(batch.make(seed), direction.source) for seed in range(2)]
-    every = batch.ways(direction)
-    wrong = {way.name: batch.count_wrong(way, sources[0], direction) for way in every}
-    other = np.zeros(OTHER_BYTES // 8)
-
-    def settle() -> None:
-        other.fill(1.0)
-        torch.empty(1, pin_memory=bench.is_real)
-
-    times = interleave(
-        every,
-        sources,
-        synchroniser(direction.devices),
-        rounds=bench.rounds(SHARE),
-        progress=bench.progress(f"cold, {direction.name}, {name}"),
-        before_call=settle,
-    )
-    found = compared(times, OURS, burst=1)
-    size_bytes = batch.total_bytes(sources[0])
-    has_limit = limits.name_of_transfer(direction) in times
-    return {
-        "leaves": batch.count_leaves(sources[0]),
-        "bytes": size_bytes,
-        "contenders": found["contenders"],
-        "ratios": found["ratios"],
-        "kinds": {way.name: way.kind for way in every},
-        "wrong": wrong,
-        "limits": limits.found_limits(direction, size_bytes, (), found["contenders"])
-        if has_limit
-        else {},
-    }
+    sources = batch.kind.sources(batch.make, 2, direction)
+    how = {"rounds": bench.rounds(SHARE), "kind": batch.kind, "own": False, "cold": True}
+    return timed(bench, f"cold, {name}", direction, sources, batch.ways(direction), **how)

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tool.measure import MIN_ROUNDS, Bench, summaries
+from tool.measure import MIN_ROUNDS, Bench
 from tool.tables import OURS
 from tool.target_forms import Target, at_most, count_wrong, none
 from tool.way import GET, Way
 
-from copies.directions import synchroniser
-from copies.limits import flat_bytes
+from copies.directions import h2d
+from copies.timed import timed
 from copies.ways import PER_LEAF_TO, ours, per_leaf, pinned_beforehand
-from tdcopier.workloads import flat_dict, total_bytes
+from tdcopier.workloads import flat_dict
 
 COUNTS = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 FLOATS = 64  # per leaf
@@ -54,37 +54,17 @@ def ways(device: torch.device, count: int) -> list[Way]:
     return [ours(device, GET), *to, pinned_beforehand(device)]
 
 
-def differs(result: Any, source: dict[str, torch.Tensor], device: torch.device) -> bool:
-    """Return whether a copy has wrong keys, devices or bytes."""
-    if list(result) != list(source) or {leaf.device for leaf in result.values()} != {device}:
-        return True
-    return not torch.equal(flat_bytes(result).cpu(), flat_bytes(source))
-
-
 def _size(bench: Bench, count: int) -> dict[str, Any]:
-    source, device = flat_dict(leaves=count, floats=FLOATS), bench.device
-    every = ways(device, count)
-    synchronise = synchroniser([device])
-    wrong = {}
-    for way in every:
-        result = way.run(way.prepare(source))
-        synchronise()
-        wrong[way.name] = int(differs(result, source, device))
-    times, processor = bench.interleaved(
+    found = timed(
+        bench,
         f"{count:,} leaves",
-        every,
-        [source],
-        synchronise,
+        h2d(bench.device),
+        [flat_dict(leaves=count, floats=FLOATS)],
+        ways(bench.device, count),
         rounds=bench.rounds(min(1.0, ROUNDS_OF_LEAVES / count) / BURST, MIN_ROUNDS),
+        own=False,
         warm_up=1,
         burst=BURST,
     )
-    found = summaries(times)
-    return {
-        "leaves": count,
-        "bytes": total_bytes(source),
-        "contenders": found,
-        "us_per_leaf": {way: summary["median_us"] / count for way, summary in found.items()},
-        "wrong": wrong,
-        "processor": processor,
-    }
+    us = {way: times["median_us"] / count for way, times in found["contenders"].items()}
+    return {**found, "us_per_leaf": us}

@@ -6,7 +6,7 @@ They run as contenders, so that ratios to them compare times from the same round
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from copies.directions import HOST, Direction
 from tdcopier.workloads import leaves
 
 DMA, MEMCPY = "dma", "memcpy"  # names of the limits in results
+MEMCPY_INTO = f"{LIMIT_PREFIX}memcpy into pinned memory"
 LARGE_BYTES = 1_000_000  # from here on, a memcpy takes longer than passing it to another thread
 SEVERAL = 8
 TEAM_BYTES = 1 << 22  # enough for torch to use all threads of a team
@@ -39,7 +40,7 @@ def name_of_transfer(direction: Direction) -> str:
 
 
 def name_of_memcpy(threads: int) -> str:
-    return f"{LIMIT_PREFIX}memcpy into pinned memory, {threads} thread{'s' * (threads > 1)}"
+    return f"{MEMCPY_INTO}, {threads} thread{'s' * (threads > 1)}"
 
 
 class Crew:
@@ -121,13 +122,14 @@ def ways(direction: Direction, size_bytes: int, crews: list[Crew]) -> list[Way]:
 def found_limits(
     direction: Direction,
     size_bytes: int,
-    threads: Iterable[int],
     contenders: dict[str, dict[str, float]],
 ) -> dict[str, dict[str, Any]]:
-    """Return the results of the limits: the transfer, and the fastest memcpy that was timed."""
+    """Return the results of the limits that were timed: the transfer, and the fastest memcpy."""
     medians_us = {way: times["median_us"] for way, times in contenders.items()}
+    if name_of_transfer(direction) not in medians_us:
+        return {}
     ways = {DMA: name_of_transfer(direction)}
-    memcpys = {name_of_memcpy(n): n for n in threads if name_of_memcpy(n) in medians_us}
+    memcpys = {way: int(way.split()[-2]) for way in medians_us if way.startswith(MEMCPY_INTO)}
     if memcpys:
         ways[MEMCPY] = min(memcpys, key=medians_us.__getitem__)
     return {

@@ -172,16 +172,7 @@ def differences(got: Any, expected: Any) -> list[str]:
     return [path for path, place in wanted.items() if not _alike(found[path], place)]
 
 
-def count_leaves(data: Any) -> int:
-    return len(_leaves(data))
-
-
-def total_bytes(data: Any) -> int:
-    """Return the bytes of all leaves, without padding."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in _leaves(data))
-
-
-def _leaves(data: Any) -> list[torch.Tensor]:
+def leaves_of(data: Any) -> list[torch.Tensor]:
     return [place for _, place in _places(data) if isinstance(place, torch.Tensor)]
 
 

@@ -20,8 +20,8 @@ from tool.way import GET, Way
 import tdcopier
 from copies import into_existing as into
 from copies.directions import HOST, Direction, synchroniser, with_host
-from copies.td_batches import BATCHES, Batch, count_leaves, differences, total_bytes
-from copies.trees import timed
+from copies.td_batches import BATCHES, Batch, differences, leaves_of
+from copies.timed import Kind, timed
 
 TO = "td.to()"
 CONSOLIDATED = "td.consolidate().to()"
@@ -100,48 +100,28 @@ def ways(direction: Direction) -> list[Way]:
     return found
 
 
-def tried(way: Way, source: Any, expected: Any, direction: Direction) -> list[str] | str:
-    """Return the places where a way's result is wrong, or the error that it raises.
-
-    Errors of our own way are raised; those of other ways are results, since not all support all
-    batches.
-    """
-    try:
-        result = way.run(way.prepare(source))
-        synchroniser(direction.devices)()
-    except Exception as error:
-        if way.name == OURS:
-            raise
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return differences(result, expected)
-
-
 def sources_of(direction: Direction, batch: Batch) -> list[Any]:
-    made = [batch.make(seed) for seed in range(batch.pool)]
-    return made if direction.source == HOST else [td.to(direction.source) for td in made]
+    return TENSORDICT.sources(batch.make, batch.pool, direction)
 
 
 def _batch(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
-    sources = sources_of(direction, batch)
-    expected = sources[0].to(direction.target)
-    outcomes = {way: tried(way, sources[0], expected, direction) for way in ways(direction)}
-    failed = {way.name: found for way, found in outcomes.items() if isinstance(found, str)}
-    right = {way: places for way, places in outcomes.items() if way.name not in failed}
-    return {
-        "leaves": count_leaves(sources[0]),
-        "bytes": total_bytes(sources[0]),
-        **timed(
-            bench,
-            direction,
-            f"TensorDict, {name}",
-            list(right),
-            sources,
-            lambda td: tdcopier.async_to(td, direction.target),
-            bench.rounds(batch.repeat_share / BURST, MIN_ROUNDS),
-        ),
-        "wrong": {way.name: len(places) for way, places in right.items()},
-        "failed": failed,
-    }
+    return timed(
+        bench,
+        f"TensorDict, {name}",
+        direction,
+        sources_of(direction, batch),
+        ways(direction),
+        rounds=bench.rounds(batch.repeat_share / BURST, MIN_ROUNDS),
+        kind=TENSORDICT,
+    )
+
+
+TENSORDICT = Kind(
+    lambda td, device: td if device == HOST else td.to(device),  # which would name the device
+    leaves_of,
+    tdcopier.async_to,
+    lambda result, source, device: differences(result, source.to(device)),
+)
 
 
 # ---- the cost of a node --------------------------------------------------------------------------

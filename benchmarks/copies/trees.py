@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tool.measure import BURST, MIN_ROUNDS, Bench, steps, summaries
+from tool.measure import BURST, MIN_ROUNDS, Bench
 from tool.tables import OURS
 from tool.target_forms import Target, at_least, at_most, counts, none
-from tool.way import LIMIT, WAY, Way
 
-import tdcopier
 from copies import limits
-from copies.directions import Direction, count_transfers, possible, synchroniser
+from copies.directions import Direction, possible
 from copies.limits import DMA, MEMCPY
-from copies.ways import PER_LEAF_TO, differences, ways
-from tdcopier._commands.interleave import compared, interleave
-from tdcopier.workloads import WORKLOADS, Workload, leaves, map_tensors, total_bytes
+from copies.timed import TREE, best_other, timed
+from copies.ways import PER_LEAF_TO, ways
+from tdcopier.workloads import WORKLOADS, Workload, total_bytes
 
 LIMIT_WORDS = {DMA: "one DMA of the same bytes", MEMCPY: "the best memcpy of them"}
 LARGE_SHARE = {"d2h": 0.2}
@@ -74,75 +72,12 @@ def rounds_of(direction: Direction, workload: Workload, repeats: int) -> int:
     return max(MIN_ROUNDS, round(repeats * share / BURST))
 
 
-def sources_of(direction: Direction, workload: Workload) -> list[Any]:
-    return [
-        map_tensors(workload.make(seed), lambda leaf: leaf.to(direction.source))
-        for seed in range(workload.pool)
-    ]
-
-
 def _workload(bench: Bench, direction: Direction, name: str) -> dict[str, Any]:
-    sources = sources_of(direction, WORKLOADS[name])
-    size_bytes, crews = total_bytes(sources[0]), limits.crews()
-    every = ways(direction) + limits.ways(direction, size_bytes, crews)
-    wrong = {way.name: len(wrong_leaves(way, sources[0], direction)) for way in every}
-    found = timed(
-        bench,
-        direction,
-        name,
-        every,
-        sources,
-        lambda tree: tdcopier.start_copy(tree, direction.target),
-        rounds_of(direction, WORKLOADS[name], bench.repeats),
-    )
-    threads = [crew.threads for crew in crews]
-    return {
-        "leaves": len(leaves(sources[0])),
-        "bytes": size_bytes,
-        **found,
-        "kinds": {way.name: way.kind for way in every},
-        "limits": limits.found_limits(direction, size_bytes, threads, found["contenders"]),
-        "wrong": wrong,
-    }
-
-
-def timed(
-    bench: Bench,
-    direction: Direction,
-    label: str,
-    ways: Sequence[Way],
-    sources: Sequence[Any],
-    start: Callable[[Any], tdcopier.AsyncCopyHandle],
-    rounds: int,
-) -> dict[str, Any]:
-    """Return the times of all ways, and the steps and transfers of our own copies.
-
-    The sources are on the source device; ``start`` starts our own copy of one. The number of rounds
-    is that of the bursts of each way.
-    """
-    synchronise = synchroniser(direction.devices)
-    progress = bench.progress(f"{direction.name}, {label}")
-    with bench.quiet() as quiet:
-        how: dict[str, Any] = {"rounds": rounds, "before_round": quiet.seek}
-        times = interleave(ways, sources, synchronise, progress=progress, burst=BURST, **how)
-        own = steps(start, sources, synchronise, **how)
-    return {
-        "sources": len(sources),
-        **compared(times, OURS, BURST),
-        "steps": summaries(own),
-        **count_transfers(direction, lambda: start(sources[0])),
-        "processor": quiet.described(),
-    }
-
-
-def wrong_leaves(way: Way, source: Any, direction: Direction) -> list[str]:
-    """Run a way once, and return the paths of leaves that differ from those of ``.to()``."""
-    with way.around():
-        result = way.run(way.prepare(source))
-        synchroniser(direction.devices)()
-    if way.kind == LIMIT:
-        return ["<bytes>"] if limits.differs(result, source) else []
-    return differences(result, source, direction.target)
+    workload = WORKLOADS[name]
+    sources = TREE.sources(workload.make, workload.pool, direction)
+    every = ways(direction) + limits.ways(direction, total_bytes(sources[0]), limits.crews())
+    rounds = rounds_of(direction, workload, bench.repeats)
+    return timed(bench, name, direction, sources, every, rounds=rounds)
 
 
 # ---- targets -------------------------------------------------------------------------------------
@@ -176,18 +111,3 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
         if name in workloads:
             way, ratio = best_other(workloads[name])
             yield at_least(f"{name}, best of the other ways ({way}) over tdcopier", ratio, least)
-
-
-def best_other(found: dict[str, Any]) -> tuple[str, float]:
-    """Return the fastest way other than ours, and how many times longer it takes.
-
-    Ways that receive prepared sources, for example pinned ones, do only part of the work and do not
-    count.
-    """
-    ratios = {
-        way: ratio
-        for way, ratio in found["ratios"].items()
-        if found["kinds"][way] == WAY and not way.startswith(OURS)
-    }
-    best = min(ratios, key=ratios.__getitem__)
-    return best, ratios[best]

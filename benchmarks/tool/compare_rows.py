@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import copies.ways
 import torch
-from copies import trees
 from copies.directions import possible, start_workers, synchroniser, with_host
+from copies.timed import TREE
 from loops import training_loop
 from loops.learner import Work
 from loops.steps import STEPS, Reader, block
@@ -108,7 +108,8 @@ def _interleaved(
 def _copies(name: str, device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Cases:
     direction = possible(device)[name]
     for workload in filter(wanted, WORKLOADS):
-        sources = trees.sources_of(direction, WORKLOADS[workload])
+        made = WORKLOADS[workload]
+        sources = TREE.sources(made.make, made.pool, direction)
         yield _interleaved(workload, copies.ways.ways(direction), sources, device, begin_round)
 
 

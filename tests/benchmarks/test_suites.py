@@ -278,6 +278,6 @@ def test_a_result_without_our_figure_has_no_targets_but_an_error() -> None:
 
 
 def test_the_best_of_the_others_is_neither_ours_nor_a_limit_nor_pinned_before() -> None:
-    way, ratio = load("copies.trees").best_other(RESULTS["h2d"]["workloads"]["atari_replay"])
+    way, ratio = load("copies.timed").best_other(RESULTS["h2d"]["workloads"]["atari_replay"])
     assert way in (".to() per leaf", "pin_memory() and .to() per leaf")
     assert ratio == RESULTS["h2d"]["workloads"]["atari_replay"]["ratios"][way]

@@ -154,7 +154,7 @@ def test_limits_come_from_the_fastest_memcpy_and_say_its_threads() -> None:
     }
     times = {way: {"median_us": median_us} for way, median_us in medians_us.items()}
     h2d = directions.h2d(torch.device("cuda", 0))
-    found = limits.found_limits(h2d, 1_000_000, (1, 8, 16), times)
+    found = limits.found_limits(h2d, 1_000_000, times)
     assert (found["dma"]["ours_over"], found["dma"]["gb_per_s"]) == (1.5, 50.0)
     assert (found["memcpy"]["threads"], found["memcpy"]["ours_over"]) == (8, 1.2)
 

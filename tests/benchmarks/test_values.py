@@ -16,8 +16,8 @@ from benchmark_support import load
 import tdcopier
 from tdcopier import _C, workloads
 
-baselines, copies, directions, limits = (
-    load(f"copies.{name}") for name in ("ways", "trees", "directions", "limits")
+baselines, timed, directions, limits = (
+    load(f"copies.{name}") for name in ("ways", "timed", "directions", "limits")
 )
 storages, replay, pinned_rows = (
     load(f"rows.{name}") for name in ("storages", "replay", "pinned_rows")
@@ -66,13 +66,13 @@ def test_ways_for_pinned_memory_and_limits_give_right_values_too(device: Any, na
     ways = limits.ways(direction, workloads.total_bytes(source), crews)
     assert len(ways) == (3 if name == "h2d" else 1)
     short = ways[0]._replace(start=lambda pieces: pieces.source[1:])
-    assert copies.wrong_leaves(short, source, direction) == ["<bytes>"]
+    assert timed.wrong_places(short, source, direction) == ["<bytes>"]
     if name == "h2d":
         ways += baselines.pinned_to_device(direction.target)
     if name == "d2h":
         ways.append(baselines.device_to_pinned())
     for way in ways:
-        assert copies.wrong_leaves(way, source, direction) == [], way.name
+        assert timed.wrong_places(way, source, direction) == [], way.name
 
 
 def test_a_wrong_value_a_wrong_place_and_a_lost_leaf_are_found() -> None:
@@ -100,17 +100,6 @@ def test_a_wrong_value_a_wrong_place_and_a_lost_leaf_are_found() -> None:
 def test_memcpys_of_the_direction_alone_are_counted(name: str, records: Any, count: int) -> None:
     direction = getattr(directions, name)(*CUDA[: 2 if name == "d2d" else 1])
     assert directions.memcpys_among(records, direction.witness) == count
-
-
-def test_copies_by_number_of_leaves_are_compared_with_their_source(device: Any) -> None:
-    sizes = load("copies.leaf_counts")
-    source = workloads.flat_dict(leaves=20)
-    right = {key: leaf.to(device) for key, leaf in source.items()}
-    other = workloads.flat_dict(leaves=20, seed=1)["leaf_7"].to(device)
-    assert not sizes.differs(right, source, device)
-    assert sizes.differs(right | {"leaf_7": other}, source, device)
-    assert sizes.differs(right | {"leaf_7": source["leaf_7"]}, source, device)
-    assert sizes.differs({key: right[key] for key in list(right)[1:]}, source, device)
 
 
 @pytest.mark.parametrize(
@@ -394,9 +383,9 @@ def test_an_error_of_another_way_is_a_finding_and_one_of_ours_is_raised(device: 
         raise TypeError("cannot do that\nin many words")
 
     other, ours = (Way(name, fail) for name in (tensordicts.TO, tensordicts.OURS))
-    assert tensordicts.tried(other, td, td, h2d) == "TypeError: cannot do that"
+    assert timed.wrong_places(other, td, h2d, tensordicts.TENSORDICT) == "TypeError: cannot do that"
     with pytest.raises(TypeError, match="cannot do that"):
-        tensordicts.tried(ours, td, td, h2d)
+        timed.wrong_places(ours, td, h2d, tensordicts.TENSORDICT)
 
 
 def test_a_destination_that_was_not_filled_is_wrong(device: Any, tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""The harness of copies that are timed alone: a batch, the ways to copy it, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tool.measure import BURST, Bench, steps, summaries
+from tool.tables import OURS
+from tool.way import LIMIT, WAY, Way
+
+import tdcopier
+from copies import limits
+from copies.directions import Direction, count_transfers, synchroniser
+from copies.ways import differences
+from tdcopier._commands.interleave import compared, interleave
+from tdcopier.workloads import leaves, map_tensors
+
+OTHER_BYTES = 96 << 20
+
+
+class Kind(NamedTuple):
+    """Everything that depends on whether a batch is a tree or a TensorDict."""
+
+    move: Callable[[Any, torch.device], Any]
+    leaves: Callable[[Any], list[torch.Tensor]]
+    start: Callable[[Any, torch.device], tdcopier.AsyncCopyHandle]
+    differences: Callable[[Any, Any, torch.device], list[str]]
+    """Takes a result, its source and the target; returns places that differ from ``.to()``'s."""
+
+    def sources(self, make: Callable[[int], Any], pool: int, direction: Direction) -> list[Any]:
+        return [self.move(make(seed), direction.source) for seed in range(pool)]
+
+    def size_of(self, batch: Any) -> dict[str, int]:
+        found = self.leaves(batch)
+        return {"leaves": len(found), "bytes": sum(leaf.nbytes for leaf in found)}
+
+
+TREE = Kind(
+    lambda tree, device: map_tensors(tree, lambda leaf: leaf.to(device)),
+    leaves,
+    tdcopier.start_copy,
+    differences,
+)
+
+
+def wrong_places(way: Way, source: Any, direction: Direction, kind: Kind = TREE) -> list[str] | str:
+    """Return the places where a way's result is wrong, or the error that it raises.
+
+    Errors of our own ways are raised; those of other ways are results, since not all support all
+    batches.
+    """
+    try:
+        with way.around():
+            result = way.run(way.prepare(source))
+            synchroniser(direction.devices)()
+    except Exception as error:
+        if way.name.startswith(OURS):
+            raise
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if way.kind == LIMIT:
+        return ["<bytes>"] if limits.differs(result, source) else []
+    return kind.differences(result, source, direction.target)
+
+
+def timed(
+    bench: Bench,
+    label: str,
+    direction: Direction,
+    sources: Sequence[Any],
+    ways: Sequence[Way],
+    *,
+    rounds: int,
+    kind: Kind = TREE,
+    own: bool = True,
+    cold: bool = False,
+    **how: Any,
+) -> dict[str, Any]:
+    """Return the figures of all ways.
+
+    Args:
+        bench: The device and the options.
+        label: For the progress.
+        direction: Where the copies go.
+        sources: The batches, on the source device.
+        ways: The ways to copy them, ours among them.
+        rounds: The bursts of each way.
+        kind: What the batches are.
+        own: Whether the steps and the transfers of our own copies are measured too.
+        cold: Whether other memory is written before each call, by a thread that is not bound.
+        how: For `interleave`.
+
+    """
+    outcomes = {way.name: wrong_places(way, sources[0], direction, kind) for way in ways}
+    failed = {name: found for name, found in outcomes.items() if isinstance(found, str)}
+    right = [way for way in ways if way.name not in failed]
+    synchronise = synchroniser(direction.devices)
+    how = {"burst": BURST, "progress": bench.progress(f"{direction.name}, {label}"), **how}
+    if cold:
+        how |= {"burst": 1, "before_call": _settle(bench)}
+
+    def start(source: Any) -> tdcopier.AsyncCopyHandle:
+        return kind.start(source, direction.target)
+
+    found: dict[str, Any] = {}
+    with bench.quiet(not cold) as quiet:
+        again = {"rounds": rounds, "before_round": quiet.seek}
+        times = interleave(right, sources, synchronise, **again, **how)
+        if own:
+            found["steps"] = summaries(steps(start, sources, synchronise, **again))
+    if own:
+        found |= count_transfers(direction, lambda: start(sources[0]))
+    found |= compared(times, OURS, how["burst"])
+    size = kind.size_of(sources[0])
+    return {
+        **size,
+        "sources": len(sources),
+        **found,
+        "kinds": {way.name: way.kind for way in right},
+        "limits": limits.found_limits(direction, size["bytes"], found["contenders"]),
+        "wrong": {way.name: len(outcomes[way.name]) for way in right},
+        "failed": failed,
+        "processor": quiet.described(),
+    }
+
+
+def _settle(bench: Bench) -> Callable[[], None]:
+    other = np.zeros(OTHER_BYTES // 8)
+
+    def settle() -> None:
+        other.fill(1.0)
+        torch.empty(1, pin_memory=bench.is_real)
+
+    return settle
+
+
+def best_other(found: dict[str, Any]) -> tuple[str, float]:
+    """Return the fastest way other than ours, and how many times longer it takes.
+
+    Ways that receive prepared sources, for example pinned ones, do only part of the work and do not
+    count.
+    """
+    ratios = {
+        way: ratio
+        for way, ratio in found["ratios"].items()
+        if found["kinds"][way] == WAY and not way.startswith(OURS)
+    }
+    best = min(ratios, key=ratios.__getitem__)
+    return best, ratios[best]
