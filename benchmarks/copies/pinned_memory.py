@@ -6,14 +6,17 @@ were dropped. The first tensor of a lease can be used while the others are made.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
 
 import torch
 from tool.measure import Bench
 from tool.target_forms import Target, at_least, count_wrong, none
+from tool.way import Way
 
 import tdcopier
 from tdcopier._pinned_pool import lease
@@ -37,18 +40,23 @@ def _empty_cache_of_torch() -> None:
         torch._C._host_emptyCache()
 
 
-class Way(NamedTuple):
-    ask: Callable[[list[int]], Iterable[torch.Tensor]]
-    give_back: Callable[[], object]
+@contextmanager
+def emptied(give_back: Callable[[], object]) -> Iterator[None]:
+    give_back()
+    yield
+    torch.accelerator.synchronize()
+    give_back()
 
 
-WAYS = {
-    TORCHS: Way(
+WAYS = [
+    Way(
+        TORCHS,
         lambda sizes: (torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes),
-        _empty_cache_of_torch,
+        around=partial(emptied, _empty_cache_of_torch),
     ),
-    LEASES: Way(lease, tdcopier.trim_pinned_memory),
-}
+    Way(LEASES, lease, around=partial(emptied, tdcopier.trim_pinned_memory)),
+]
+"""Each starts a request of some sizes, and yields its tensors."""
 
 
 def run(bench: Bench) -> dict[str, Any]:
@@ -77,52 +85,42 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 
 def _timed(sizes: list[int], device: torch.device) -> dict[str, Any]:
-    times: dict[str, dict[str, list[tuple[float, float]]]] = {
-        way: {"cold": [], "warm": []} for way in WAYS
+    taken: dict[str, dict[str, list[tuple[float, float]]]] = {
+        way.name: {"cold": [], "warm": []} for way in WAYS
     }
-    held: dict[str, int] = {}
-    wrong = dict.fromkeys(WAYS, 0)
+    held, wrong = {}, {way.name: 0 for way in WAYS}
     for _ in range(ROUNDS):
-        for name, way in WAYS.items():
-            way.give_back()
-            before = _held_bytes()
-            tensors: list[torch.Tensor] = []
-            for state in ("cold", "warm"):
-                tensors.clear()
-                tensors, taken = _ask(way, sizes)
-                times[name][state].append(taken)
-            held[name] = _held_bytes() - before
-            wrong[name] += _wrong([tensors[0], tensors[-1]], device)
-            del tensors
-            torch.accelerator.synchronize()
-            way.give_back()
+        for way in WAYS:
+            with way.around():
+                before = _held_bytes()
+                tensors: list[torch.Tensor] = []
+                for times in taken[way.name].values():
+                    tensors.clear()
+                    begin = time.perf_counter()
+                    for tensor in way.start(sizes):
+                        if not tensors:
+                            first_ms = 1e3 * (time.perf_counter() - begin)
+                        tensors.append(tensor)
+                    times.append((first_ms, 1e3 * (time.perf_counter() - begin)))
+                held[way.name] = _held_bytes() - before
+                wrong[way.name] += _wrong([tensors[0], tensors[-1]], device)
+                del tensors, tensor
+
+    def figures(times: list[tuple[float, float]]) -> dict[str, float]:
+        first_ms, all_ms = zip(*times, strict=True)
+        both = {"first_ms": median(first_ms), "all_ms": median(all_ms)}
+        return {**both, "slowest_ms": max(all_ms)}
+
     return {
         "n_tensors": len(sizes),
         "bytes": sum(sizes),
         "held_bytes": held,
         "wrong": wrong,
         "times": {
-            way: {
-                state: {
-                    "first_ms": statistics.median(first for first, _ in taken),
-                    "all_ms": statistics.median(last for _, last in taken),
-                    "slowest_ms": max(last for _, last in taken),
-                }
-                for state, taken in states.items()
-            }
-            for way, states in times.items()
+            way: {state: figures(times) for state, times in states.items()}
+            for way, states in taken.items()
         },
     }
-
-
-def _ask(way: Way, sizes: list[int]) -> tuple[list[torch.Tensor], tuple[float, float]]:
-    """Return the tensors, and the time until the first and until the last one, in ms."""
-    begin = time.perf_counter()
-    tensors, first = [], 0.0
-    for tensor in way.ask(sizes):
-        first = first or time.perf_counter() - begin
-        tensors.append(tensor)
-    return tensors, (1e3 * first, 1e3 * (time.perf_counter() - begin))
 
 
 def _held_bytes() -> int:

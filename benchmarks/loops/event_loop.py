@@ -14,6 +14,7 @@ from copies.ways import PER_LEAF_TO, differences
 from tool.measure import Bench, shuffled
 from tool.tables import OURS
 from tool.target_forms import Target, at_least, at_most, none
+from tool.way import Way
 
 import tdcopier
 from tdcopier._commands.interleave import collector_paused
@@ -81,45 +82,46 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     yield at_least(what, ours["copies_per_s"] / COPIES_PER_S, LEAST_RATE)
 
 
-def ways(source: Any, device: torch.device) -> dict[str, Copy | None]:
-    """Return coroutine functions that copy the source, by way; None copies nothing."""
+def ways(device: torch.device) -> list[Way]:
+    """Return the ways, which start a coroutine of a copy; the first one copies nothing."""
 
-    async def awaited() -> Any:
+    async def awaited(source: Any) -> Any:
         return await tdcopier.start_copy(source, device)
 
     async def in_executor(call: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, call)
 
-    async def get_in_executor() -> Any:
-        return await in_executor(tdcopier.start_copy(source, device).get)
-
-    def to() -> Any:
+    def to(source: Any) -> Any:
         return map_tensors(source, lambda leaf: leaf.to(device))
 
-    async def to_in_loop() -> Any:
-        return to()
+    async def to_in_loop(source: Any) -> Any:
+        return to(source)
 
-    return {
-        IDLE: None,
-        AWAITED: awaited,
-        f"{OURS}, run_in_executor(handle.get)": get_in_executor,
-        f"{PER_LEAF_TO}, in the loop": to_in_loop,
-        f"{PER_LEAF_TO}, run_in_executor": partial(in_executor, to),
-    }
+    return [
+        Way(IDLE),
+        Way(AWAITED, awaited),
+        Way(
+            f"{OURS}, run_in_executor(handle.get)",
+            lambda source: in_executor(tdcopier.start_copy(source, device).get),
+        ),
+        Way(f"{PER_LEAF_TO}, in the loop", to_in_loop),
+        Way(f"{PER_LEAF_TO}, run_in_executor", lambda source: in_executor(partial(to, source))),
+    ]
 
 
 async def _segments(bench: Bench, source: Any, segment_s: float) -> dict[str, list[Segment]]:
-    every = ways(source, bench.device)
-    found: dict[str, list[Segment]] = {way: [] for way in every}
+    every = ways(bench.device)
+    found: dict[str, list[Segment]] = {way.name: [] for way in every}
     how = {"rounds": bench.rounds(ROUNDS_PER_REPEAT), "warm_up": WARM_UP}
-    for index, (way, copy) in shuffled(every.items(), bench.progress("event loop"), **how):
+    for index, way in shuffled(every, bench.progress("event loop"), **how):
         end = asyncio.get_running_loop().time() + segment_s
+        copy = None if way.name == IDLE else partial(way.start, source)
         copies = asyncio.create_task(_paced(copy, end)) if copy else None
         late_us = await _beats(end)
         copy_us, last = await copies if copies else ([], source)
         wrong = bool(copies and differences(last, source, bench.device))
         if index >= 0:
-            found[way].append(Segment(late_us, copy_us, int(wrong)))
+            found[way.name].append(Segment(late_us, copy_us, int(wrong)))
     return found
 
 

@@ -28,21 +28,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write(
-    heads: Sequence[str], groups: Mapping[str, Found], rows: str, columns: Sequence[Column]
-) -> str:
+def write(heads: str, groups: Mapping[str, Found], rows: str, *columns: Column) -> str:
     """Return a table of groups of rows.
 
     Args:
-        heads: Headers of the columns before the others: of the title of a group and of the way. A
-            table without titles, or with one row per group, has one head.
+        heads: Headers of the columns before the others, with ``|`` between: of the title of a group
+            and of the way. A table without titles, or with one row per group, has one head.
         groups: The parts of the result, by title.
         rows: Where a part has its rows by name, ``contenders`` or ``times/*`` for rows of two
             names; empty for one row per group.
         columns: What a row shows.
 
     """
-    lines = []
+    lines, first = [], heads.split(" | ")
     for title, found in groups.items():
         cells = [
             [*([way_cell(names, found)] if rows else []), *(c.cell(found, names) for c in columns)]
@@ -51,9 +49,9 @@ def write(
         for way, error in found.get("failed", {}).items() if rows else ():
             cells.append([way, f"fails: {error}", *[""] * (len(columns) - 1)])
         for index, line in enumerate(cells):
-            head = [] if rows and len(heads) == 1 else ["" if index else title]
+            head = [] if rows and len(first) == 1 else ["" if index else title]
             lines.append([*head, *line])
-    return table([*heads, *(column.header for column in columns)], lines)
+    return table([*first, *(column.header for column in columns)], lines)
 
 
 def _names(found: Found, rows: str) -> list[tuple[str, ...]]:
@@ -98,6 +96,10 @@ def ratio(value: float) -> str:
 
 def ratio3(value: float) -> str:
     return f"{value:.3f} x"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def way_cell(names: Names, found: Found) -> str:
