@@ -1,7 +1,7 @@
 """Other work on the host's processors, in a process of its own, beside which copies are timed.
 
-``python benchmarks/loads.py team`` and ``... workers`` are these processes; they print a line when
-the load is there, and end when their standard input does.
+``python benchmarks/copies/host_loads.py team`` and ``... workers`` are these processes. They print
+a line when the load is there, and end when their standard input does.
 """
 
 from __future__ import annotations

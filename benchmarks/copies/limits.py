@@ -120,9 +120,7 @@ def ways(direction: Direction, size_bytes: int, crews: list[Crew]) -> list[Way]:
 
 
 def found_limits(
-    direction: Direction,
-    size_bytes: int,
-    contenders: dict[str, dict[str, float]],
+    direction: Direction, size_bytes: int, contenders: dict[str, dict[str, float]]
 ) -> dict[str, dict[str, Any]]:
     """Return the results of the limits that were timed: the transfer, and the fastest memcpy."""
     medians_us = {way: times["median_us"] for way, times in contenders.items()}
