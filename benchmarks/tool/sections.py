@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tdcopier._commands.tables import number, size
 from trainers import page
+
+from tdcopier._commands.tables import number, size
 from tool.tables import (
     LIMIT_PREFIX,
     OURS,

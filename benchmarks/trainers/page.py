@@ -37,7 +37,7 @@ def _row(way: str, found: Mapping[str, Any]) -> list[str]:
     first = found["first_batch"].get(way)
     peak = found["memory"][way].get("peak_allocated_bytes")
     return [
-        way_cell(way, found["wrong"][way]),
+        way_cell((way,), found),
         f"{step['median_us'] / 1e3:.2f}",
         f"{step['p90_us'] / 1e3:.2f}",
         *(_ratio(found["over"][name].get(way)) for name in (RESIDENT, FLOOR, PINNED)),

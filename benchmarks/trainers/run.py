@@ -18,8 +18,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[0] = str(BENCHMARKS)  # not this folder, whose modules have names of others
 
-from tool import machine, report  # noqa: E402
 import torch  # noqa: E402
+from tool import machine, report  # noqa: E402
 from tool.run import choose_device, targets_of  # noqa: E402
 
 from tdcopier._progress import show_rounds  # noqa: E402
