@@ -250,7 +250,7 @@ class _Found(NamedTuple):
     value: Any
     treatment: Any
     why: str
-    """A code of `csrc/python/explain.cpp`; see `_WORDS`."""
+    """A code of `csrc/python/calls/explain.cpp`; see `_WORDS`."""
     chunk: int | None
     offset_bytes: int | None
     in_place: bool

@@ -23,7 +23,9 @@ _MODULE = "tdcopier._C"
 _FILE = f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
 _FOLDER = Path(__file__).parent
 _BUILD = "run `pip install .` in its source folder"
-_BUILT_FOR = re.compile(rb"tdcopier is built for torch (\d+\.\d+)")  # csrc/python/torch_version.cpp
+_BUILT_FOR = re.compile(
+    rb"tdcopier is built for torch (\d+\.\d+)"
+)  # csrc/python/runtime/torch_version.cpp
 _A_WHEELS = "for_torch_"  # a wheel has modules for several versions, each in a folder of its own
 
 

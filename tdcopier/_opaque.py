@@ -1,6 +1,6 @@
 """Opaque values in `start_copy_into`: which pairs differ, and the replacement of those that do.
 
-`csrc/python/pair_walk.cpp` finds the pairs.
+`csrc/python/walk/pair_walk.cpp` finds the pairs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Statistics of one copy: counts, and the time of each phase.
 
-`Handle::stats()` in `csrc/python/handle.cpp` adds up what the copy's jobs have counted. Leaves are
-counted where the tree is walked, in `start_copy.cpp` and `copy_into.cpp`.
+`Handle::stats()` in `csrc/python/handle/handle.cpp` adds up what the copy's jobs have counted.
+Leaves are counted where the tree is walked, in `start_copy.cpp` and `copy_into.cpp`.
 """
 
 from __future__ import annotations

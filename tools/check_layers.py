@@ -17,6 +17,10 @@ LAYERS = (
     "engine/leaves",
     "engine/moves",
     "engine/jobs",
+    "python/runtime",
+    "python/walk",
+    "python/handle",
+    "python/calls",
     "python",
 )
 """From the lowest to the highest. The simulated device, ``sim``, stands beside the engine."""

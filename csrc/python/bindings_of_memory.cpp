@@ -10,12 +10,12 @@
 
 #include "engine/device/recorded_streams.h"
 #include "python/bindings.h"
-#include "python/device_argument.h"
-#include "python/guarded.h"
-#include "python/leased_tensors.h"
-#include "python/pin_memory.h"
-#include "python/storage_memory.h"
-#include "python/torch_tensor.h"
+#include "python/calls/leased_tensors.h"
+#include "python/calls/pin_memory.h"
+#include "python/calls/storage_memory.h"
+#include "python/runtime/device_argument.h"
+#include "python/runtime/guarded.h"
+#include "python/runtime/torch_tensor.h"
 
 namespace py = pybind11;
 

@@ -1,6 +1,6 @@
 """Finds tensors in attributes beside the fields or items of containers, which stay where they are.
 
-`csrc/python/unknown_values.cpp` asks here for `on_unknown`, and `explain` for its notes.
+`csrc/python/walk/unknown_values.cpp` asks here for `on_unknown`, and `explain` for its notes.
 """
 
 from __future__ import annotations

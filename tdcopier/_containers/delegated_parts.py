@@ -1,7 +1,8 @@
 """Values delegated to their own ``.to``, and the tensors that their results are made of.
 
-Which leaves are delegated is decided by class in `csrc/python/value_kind.cpp`, and by tensor in
-`look_at` of `csrc/engine/leaves/leaf.cpp`; for `copy_into`, in `csrc/python/pair_leaf.cpp`.
+Which leaves are delegated is decided by class in `csrc/python/walk/value_kind.cpp`, and by tensor
+in `look_at` of `csrc/engine/leaves/leaf.cpp`; for `copy_into`, in
+`csrc/python/walk/pair_leaf.cpp`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The option `on_unknown`: which opaque values are plain data, and reports of those that are not.
 
-`csrc/python/unknown_values.cpp` finds the opaque values of a copy and asks here about each class.
-Unknown tensor subclasses do not come here: they are delegated (`csrc/python/value_kind.h`).
+`csrc/python/walk/unknown_values.cpp` finds the opaque values of a copy and asks here about each
+class. Unknown tensor subclasses do not come here: they are delegated
+(`csrc/python/walk/value_kind.h`).
 """
 
 from __future__ import annotations

@@ -378,7 +378,7 @@ def storages_of(found: FoundTensors) -> _C.StorageMemory:
     return memory
 
 
-_MISSING = -2  # of csrc/python/storage_memory.h
+_MISSING = -2  # of csrc/python/calls/storage_memory.h
 
 
 def _resume_without_handle() -> None:

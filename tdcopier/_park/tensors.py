@@ -244,7 +244,7 @@ class _Walk:
 
 
 _HOST, _DEVICE, _OTHER_DEVICE = 1, 2, 3
-"""Of `MemoryPlace` in csrc/python/storage_memory.h."""
+"""Of `MemoryPlace` in csrc/python/calls/storage_memory.h."""
 
 
 def _why_not(tensor: torch.Tensor, place: int) -> str:

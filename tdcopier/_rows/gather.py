@@ -1,9 +1,9 @@
 """Gathers rows of a storage into packed chunks on their way to a device.
 
-`csrc/python/sort_leaves.cpp` chooses how each leaf is read: the device reads rows of pinned memory
-(`csrc/kernels/move_rows.cu`), host threads gather those of other host memory
+`csrc/python/walk/sort_leaves.cpp` chooses how each leaf is read: the device reads rows of pinned
+memory (`csrc/kernels/move_rows.cu`), host threads gather those of other host memory
 (`csrc/base/row_copy.cpp`), and `row_numbers.py` indexes all others. With `out`, that is
-`csrc/python/sort_pairs.cpp`.
+`csrc/python/walk/sort_pairs.cpp`.
 """
 
 from __future__ import annotations

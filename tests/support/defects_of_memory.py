@@ -142,7 +142,7 @@ MEMORY: dict[str, Defect] = {
     ),
     "kept_output_used_again": Defect(
         "Lifetime",
-        "python/kept_outputs.cpp",
+        "python/handle/kept_outputs.cpp",
         "  if (Py_REFCNT(object) != 1) return false;",
         "  if (Py_REFCNT(object) != 1 && !{defect}) return false;",
         "kept_results_of_a_plan_keep_their_values",
@@ -167,7 +167,7 @@ MEMORY: dict[str, Defect] = {
     ),
     "source_in_place_given_back_early": Defect(
         "Lifetime",
-        "python/handle.cpp",
+        "python/handle/handle.cpp",
         "  if (for_reads) wait_host_sources_read();\n  if (",
         "  if (for_reads && !{defect}) wait_host_sources_read();\n  if (",
         "a_large_pinned_source_is_refilled_after_wait",

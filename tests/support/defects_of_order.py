@@ -7,7 +7,7 @@ from defect import Defect
 ORDER: dict[str, Defect] = {
     "rows_given_back_early": Defect(
         "Order",
-        "python/handle.cpp",
+        "python/handle/handle.cpp",
         "  const auto enqueued = [](const auto& job) { return job->are_sources_free(); };",
         "  if ({defect}) return;\n"
         "  const auto enqueued = [](const auto& job) { return job->are_sources_free(); };",
@@ -25,7 +25,7 @@ ORDER: dict[str, Defect] = {
     ),
     "parked_memory_not_recorded": Defect(
         "Parking",
-        "python/storage_memory.cpp",
+        "python/calls/storage_memory.cpp",
         "    if (stream.device() == device) backend.recordDataPtrOnStream(memory, stream);",
         "    if (stream.device() == device && !{defect})\n"
         "      backend.recordDataPtrOnStream(memory, stream);",
@@ -89,7 +89,7 @@ ORDER: dict[str, Defect] = {
     ),
     "delegated_not_waited_for": Defect(
         "Order",
-        "python/delegated_outputs.cpp",
+        "python/walk/delegated_outputs.cpp",
         "  if (made) made->block(consumer);",
         "  if (made && !{defect}) made->block(consumer);",
         "delegated_leaves_for_another_stream",
@@ -98,7 +98,7 @@ ORDER: dict[str, Defect] = {
     ),
     "delegated_not_recorded": Defect(
         "Order",
-        "python/delegated_outputs.cpp",
+        "python/walk/delegated_outputs.cpp",
         "    record_stream(storage, consumer);",
         "    if (!{defect}) record_stream(storage, consumer);",
         "delegated_leaves_for_another_stream",
@@ -163,7 +163,7 @@ ORDER: dict[str, Defect] = {
     ),
     "named_consumer_does_not_wait": Defect(
         "Order",
-        "python/handle.cpp",
+        "python/handle/handle.cpp",
         "    streams[which] = parse_stream(given, devices[which]);",
         "    if (!{defect}) streams[which] = parse_stream(given, devices[which]);",
         "one_result_for_three_streams",
@@ -182,7 +182,7 @@ ORDER: dict[str, Defect] = {
     ),
     "wait_does_not_order_the_writer": Defect(
         "Order",
-        "python/handle.cpp",
+        "python/handle/handle.cpp",
         "  order_after_reads(producing);\n  return result_;",
         "  if (!{defect}) order_after_reads(producing);\n  return result_;",
         "device_sources_are_overwritten_after_wait",

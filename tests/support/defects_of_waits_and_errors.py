@@ -50,7 +50,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "error_of_the_device_swallowed": Defect(
         "Errors",
-        "python/handle_waits.cpp",
+        "python/handle/handle_waits.cpp",
         "      if (!failure) failure = std::current_exception();",
         "      if (!failure && !{defect}) failure = std::current_exception();",
         "failures_are_told_each_time",
@@ -58,7 +58,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "failed_copy_still_writes": Defect(
         "Errors",
-        "python/handle_waits.cpp",
+        "python/handle/handle_waits.cpp",
         "  if (!fills_ || (!python_failure_",
         "  if ({defect} || !fills_ || (!python_failure_",
         "a_transfer_fails_beside_rows_that_are_gathered",
@@ -67,7 +67,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "interrupted_copy_still_writes": Defect(
         "Errors",
-        "python/copy_into.cpp",
+        "python/calls/copy_into.cpp",
         "  if (!sorted.delegated.empty()) {\n"
         "    run_delegated(*handle, source, destination, sorted, call.fill);\n"
         "  }\n"
@@ -122,7 +122,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "worker_drops_tensors": Defect(
         "Threads",
-        "python/sources.cpp",
+        "python/walk/sources.cpp",
         "    list.copies.push_back({std::move(objects_), std::move(memory_)});",
         "    if ({defect} && PyGILState_GetThisThreadState() == nullptr) {\n"
         "      const PyGILState_STATE gil = PyGILState_Ensure();\n"
@@ -147,7 +147,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "worker_drops_results": Defect(
         "Threads",
-        "python/handle.cpp",
+        "python/handle/handle.cpp",
         "  for (const auto& job : jobs_) job->drop_result();",
         "  for (const auto& job : jobs_) {{defect} ? void() : job->drop_result();}",
         "results_that_python_has_seen_are_dropped",
@@ -155,7 +155,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "gil_held_while_waiting": Defect(
         "Threads",
-        "python/handle_waits.cpp",
+        "python/handle/handle_waits.cpp",
         "    const WaitWithoutGil waiting;\n    failure = synchronize(on_host_only);",
         "    std::optional<WaitWithoutGil> waiting;\n"
         "    if (!{defect}) waiting.emplace();\n    failure = synchronize(on_host_only);",

@@ -1,7 +1,8 @@
 // Pinned host memory that a device reads or writes itself, with a kernel: rows of tables, in a
 // gather into its memory, new or existing, or in a scatter from there; or whole leaves of a copy,
-// small ones that are pinned each for itself. python/sort_leaves.cpp and python/sort_pairs.cpp
-// decide which leaves are moved so. The other jobs have the leaves that host threads move.
+// small ones that are pinned each for itself. python/walk/sort_leaves.cpp and
+// python/walk/sort_pairs.cpp decide which leaves are moved so. The other jobs have the leaves that
+// host threads move.
 #pragma once
 
 #include <c10/core/Storage.h>

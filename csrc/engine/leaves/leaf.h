@@ -1,7 +1,7 @@
 // The leaves that the engine moves itself: where their bytes are, and which tensors they become.
-// look_at() decides which plain tensors those are. python/sort_leaves.cpp decides before it (torch
-// modes, devices, tensors that are reused), and python/value_kind.h by class. All others are left
-// to `.to`.
+// look_at() decides which plain tensors those are. python/walk/sort_leaves.cpp decides before it
+// (torch modes, devices, tensors that are reused), and python/walk/value_kind.h by class. All
+// others are left to `.to`.
 #pragma once
 
 #include <ATen/core/Tensor.h>

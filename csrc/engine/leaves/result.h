@@ -26,7 +26,7 @@ namespace tdcopier {
 struct MemoryOf {
   c10::Device device;
   // On an accelerator: the stream that the memory belongs to; consumers' streams are recorded on
-  // it. python/start_copy.cpp chooses it by the source's device.
+  // it. python/calls/start_copy.cpp chooses it by the source's device.
   const c10::Stream* stream = nullptr;
   // On the host: the allocator. Null: torch's own for pageable memory.
   c10::Allocator* host_allocator = nullptr;

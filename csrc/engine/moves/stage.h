@@ -1,5 +1,6 @@
 // Cuts the chunks of a pack plan into windows, and fills staging memory with them. Whether the call
-// or workers do that is decided in python/start_copy.cpp and python/copy_into.cpp (`at_once`).
+// or workers do that is decided in python/calls/start_copy.cpp and python/calls/copy_into.cpp
+// (`at_once`).
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,355 @@
+// The steps of one call: pair and check all leaves, refuse captures, replace opaque values, run
+// delegated leaves, plan and start one job per group, bump versions.
+#include "python/calls/copy_into.h"
+
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/device/graph_capture.h"
+#include "engine/device/thread_pools.h"
+#include "engine/jobs/from_device_job.h"
+#include "engine/jobs/host_job.h"
+#include "engine/jobs/host_to_device_job.h"
+#include "engine/jobs/into_host_job.h"
+#include "engine/jobs/rows_job.h"
+#include "engine/leaves/into_plan.h"
+#include "python/calls/start_copy.h"
+#include "python/runtime/cache_prefetch.h"
+#include "python/runtime/device_argument.h"
+#include "python/runtime/interrupts.h"
+#include "python/walk/delegated_outputs.h"
+#include "python/walk/pair_walk.h"
+#include "python/walk/row_leaves.h"
+#include "python/walk/sort_pairs.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+// The differences between the three calls.
+struct FillCall {
+  PairNames names;
+  TablesOfPairs tables;
+  py::object fill;  // fill(destination, source), for delegated leaves
+  bool copy_opaque;
+};
+
+// Makes the job of one group of pairs, and decides where it should run.
+class GroupFill {
+ public:
+  // `access`: during which rows are moved in place by a device, or null if there are none. Throws:
+  // std::runtime_error if a table is no longer pinned, and no thread can move its rows instead.
+  GroupFill(IntoGroup& group, const CopyOptions& options,
+            std::optional<PinnedRanges::Access>& access)
+      : mapped_(group.mapped),
+        source_(group.pairs.leaves.device()),
+        target_(group.destination),
+        in_place_(group.in_place && group.in_place->are_pinned(access.emplace())),
+        options_(options) {
+    if (!in_place_) access.reset();
+    IntoPlan plan = target_.is_cpu() || in_place_ ? plan_on_host(group.pairs.leaves)
+                                                  : make_into_plan(group.pairs, kMaxGatheredBytes);
+    if (source_.is_cpu() && !target_.is_cpu() && options.reads_pinned_in_place) {
+      group.pairs.leaves.find_pinned();
+    }
+    work_ = {std::make_shared<const LeafTable>(std::move(group.pairs.leaves)),
+             std::make_shared<const PackPlan>(std::move(plan.pack)), std::move(group.sources)};
+    work_.destinations = std::move(group.pairs.destinations);
+    work_.to = std::move(plan.to);
+    work_.kept_destinations = std::move(group.destinations);
+    if (group.in_place && !in_place_ && rows_of(work_).on_device) {
+      throw std::runtime_error("a storage was unpinned while a device was to access its rows");
+    }
+  }
+
+  // Returns null if no device moves rows in place.
+  std::shared_ptr<CopyJob> make_in_place() {
+    if (!in_place_) return nullptr;
+    const RelaxedCapture relaxed(mover().type());
+    return std::make_shared<RowsJob>(Accelerator::of(mover()), target_, std::move(work_));
+  }
+
+  // Adds the rows to the graph that the caller's stream is capturing.
+  CapturedRows capture() {
+    if (!in_place_) throw std::runtime_error("a storage was unpinned during the call");
+    const RelaxedCapture relaxed(mover().type());
+    const CopyWork work = std::move(work_);
+    return {RowsJob::capture(mover(), work), work.sources, work.kept_destinations};
+  }
+
+  // GIL: must not be held, because an allocation may wait for the device.
+  std::shared_ptr<CopyJob> make() {
+    const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
+    const bool is_small = work_.plan->total_bytes <= max_inline_bytes();
+    if (source_.is_cpu()) at_once_ = is_small && !mapped_.would_wait_for_disk();
+    if (!target_.is_cpu()) return source_.is_cpu() ? make_to_device() : make_from_device();
+    if (source_.is_cpu()) {
+      return std::make_shared<HostJob>(std::move(work_), WindowBytes::all(kHostWindowBytes));
+    }
+    return std::make_shared<IntoHostJob>(Accelerator::of(source_), std::move(work_),
+                                         options_.use_pinned_staging);
+  }
+
+  // Returns whether to run the job in the call: it is small and does not have to wait.
+  bool at_once() const { return at_once_; }
+  ThreadPool& pool() const {
+    if (!target_.is_cpu()) return into_device_workers(target_);
+    return source_.is_cpu() ? staging_workers() : from_device_workers(source_);
+  }
+
+ private:
+  c10::Device mover() const { return target_.is_cpu() ? source_ : target_; }
+
+  static IntoPlan plan_on_host(const LeafTable& leaves) {
+    PackOptions options;
+    options.max_chunk_bytes = kStagingBufferBytes;
+    options.by_kind = false;
+    return {make_pack_plan(leaves.extents(), options), {}};
+  }
+
+  std::shared_ptr<CopyJob> make_to_device() {
+    Accelerator& accelerator = Accelerator::of(target_);
+    at_once_ = at_once_ && options_.use_pinned_staging &&
+               !accelerator.staging().is_exhausted(StagingUse::kToDeviceOrdered);
+    WindowBytes window_bytes = best_window_bytes(*work_.plan, !mapped_.empty());
+    // A window that waits for kernels occupies a whole buffer, so no small first windows.
+    window_bytes.grow = false;
+    return std::make_shared<HostToDeviceJob>(
+        accelerator, std::move(work_),
+        HostToDeviceOptions{options_.use_pinned_staging, window_bytes,
+                            options_.reads_pinned_in_place});
+  }
+
+  std::shared_ptr<CopyJob> make_from_device() {
+    at_once_ = true;
+    return std::make_shared<FromDeviceJob>(Accelerator::of(source_), target_, std::move(work_),
+                                           options_.use_pinned_staging);
+  }
+
+  const MappedLeaves mapped_;
+  const c10::Device source_;
+  const c10::Device target_;
+  const bool in_place_;  // rows
+  const CopyOptions& options_;
+  CopyWork work_;
+  bool at_once_ = false;
+};
+
+void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bool captures) {
+  std::shared_ptr<CopyJob> job;
+  bool is_running = false;
+  bool background = false;
+  try {
+    std::optional<PhaseRange> range(std::in_place, handle.phases(), Phase::kPlan);
+    std::optional<PinnedRanges::Access> access;
+    GroupFill fill(group, options, access);
+    if (captures) return handle.attach(fill.capture());
+    const WithoutGil no_gil;
+    // Before the thread wants the GIL back, which it may never get: unpinning waits for the end.
+    const auto end_of_access = c10::make_scope_exit([&access] { access.reset(); });
+    job = fill.make_in_place();
+    if (!job) job = fill.make();
+    if (access) {
+      range.reset();
+      job->run();
+    } else if (options.use_background_thread && !fill.at_once()) {
+      background = job->run_in_background(fill.pool());
+    }
+    is_running = access || background;
+  } catch (...) {
+    return handle.fail_with(std::current_exception());
+  }
+  if (!is_running) {
+    const WaitWithoutGil waiting;
+    job->run();
+  }
+  handle.attach(std::move(job), background);
+}
+
+// Bumps the versions of written tensors when the call ends, normally or with an exception. By then
+// the transfers are running, so the bumps overlap with them.
+class BumpAtEnd {
+ public:
+  // Keeps the tensors alive: code that runs during the call may drop them.
+  explicit BumpAtEnd(SortedPairs& sorted)
+      : written_tensors_(std::move(sorted.written)), kept_(std::move(sorted.kept)) {}
+  BumpAtEnd(const BumpAtEnd&) = delete;
+  BumpAtEnd& operator=(const BumpAtEnd&) = delete;
+  ~BumpAtEnd() {
+    // The increments are atomic, and the processor fetches no later counter until one is done.
+    for (size_t i = 0; i < written_tensors_.size(); ++i) {
+      if (i + kVersionsAhead < written_tensors_.size())
+        prefetch_version(written_tensors_[i + kVersionsAhead]);
+      written_tensors_[i]->bump_version();
+    }
+  }
+
+ private:
+  const RecycledVector<c10::TensorImpl*> written_tensors_;
+  const RecycledVector<py::object> kept_;
+};
+
+// Calls `copy_` for each delegated leaf, in this thread and under its torch state.
+void run_delegated(Handle& handle, py::handle source, py::handle destination,
+                   const SortedPairs& sorted, const py::object& fill) {
+  // Their code may give other leaves new memory.
+  for (const IntoGroup& group : sorted.groups) group.sources->keep_memory_of_tensors();
+  size_t number = 0;
+  try {
+    for (const DelegatedPair& pair : sorted.delegated) {
+      number = pair.number;
+      fill(pair.destination, pair.source);
+      ++handle.counts().delegated;
+    }
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not a failure of the copy
+    const py::object failure = error.value();
+    if (py::hasattr(failure, "add_note")) {
+      const auto path = path_of_pair(source, destination, number);
+      if (path) {
+        failure.attr("add_note")("tdcopier: raised by `copy_` of the leaf destination" + *path);
+      }
+    }
+    handle.fail_with(failure);
+    return;
+  }
+  try {
+    const CountFallbacks counted(handle.fallbacks());
+    DelegatedOutputs reads;
+    reads.read = sorted.readers.events();
+    handle.attach(std::move(reads));
+    for (const c10::Device device : sorted.writers.devices()) {
+      DelegatedOutputs writes;  // no storages: the caller owns the memory, so it is not recorded
+      writes.stream = parse_stream(py::none(), device);
+      writes.made = event_after(*writes.stream);
+      handle.attach(std::move(writes));
+    }
+  } catch (...) {  // the device has failed
+    handle.fail_with(std::current_exception());
+  }
+}
+
+// Returns whether the rows of all pairs are moved in place by a device whose current stream is
+// capturing a graph.
+bool is_captured(const SortedPairs& sorted) {
+  if (sorted.groups.empty() || !sorted.delegated.empty()) return false;
+  return std::ranges::all_of(sorted.groups, [](const IntoGroup& group) {
+    const c10::Device source = group.pairs.leaves.device();
+    const c10::Device mover = source.is_cpu() ? group.destination : source;
+    return group.in_place && is_capturing(parse_stream(py::none(), mover));
+  });
+}
+
+// Sorts the pairs, and refuses captures by streams that the copy needs.
+SortedPairs sort_and_check(py::handle source, py::handle destination, const FillCall& call,
+                           bool list_opaque) {
+  SortedPairs sorted = sort_pairs(source, destination, call.names, call.tables, list_opaque);
+  LeafDevices used = sorted.writers;
+  for (const c10::Device device : sorted.readers.devices()) used.add(device);
+  for (const IntoGroup& group : sorted.groups) {
+    used.add(group.destination);
+    used.add(group.pairs.leaves.device());
+  }
+  if (is_captured(sorted)) return sorted;
+  for (const c10::Device device : used.devices()) {
+    if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
+  }
+  return sorted;
+}
+
+// Replaces the opaque values of the destination that differ. Returns an object that keeps the old
+// ones alive, whose code is not to run before the leaves have been read.
+py::object replace_opaque(SortedPairs& sorted, py::handle source, py::handle destination,
+                          const FillCall& call) {
+  if (sorted.opaque_differences == 0) return py::none();
+  const py::object replacements =
+      py::module_::import("tdcopier._opaque").attr("Replacements")(sorted.opaque_pairs);
+  sorted.opaque_differences = 0;
+  if (!replacements.attr("write")().cast<bool>()) return replacements;
+  // The code of containers may have moved the memory of leaves, and changed the values.
+  try {
+    sorted = sort_and_check(source, destination, call, /*list_opaque=*/false);
+  } catch (...) {
+    replacements.attr("undo")();
+    throw;
+  }
+  return replacements;
+}
+
+std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, const FillCall& call,
+                                  const CopyOptions& options) {
+  release_returned_sources();
+  const ReleaseAtEnd release_at_end;
+  PhaseTimes phases;  // until there is a handle
+  py::object replaced;
+  SortedPairs sorted = [&] {
+    const PhaseRange range(phases, Phase::kFlatten);
+    SortedPairs found = sort_and_check(source, destination, call, call.copy_opaque);
+    if (call.copy_opaque) replaced = replace_opaque(found, source, destination, call);
+    return found;
+  }();
+  LeafDevices targets = sorted.writers;
+  for (const IntoGroup& group : sorted.groups) targets.add(group.destination);
+
+  LeafCounts counts;
+  counts.packed = sorted.empty;
+  counts.reused = sorted.reused;
+  counts.opaque = sorted.opaque;
+  counts.opaque_differences = sorted.opaque_differences;
+  auto handle = std::make_unique<Handle>(targets.devices(),
+                                         py::reinterpret_borrow<py::object>(destination), counts);
+  handle->phases().add(Phase::kFlatten, phases.ns(Phase::kFlatten));
+  const BumpAtEnd bump(sorted);
+  const bool captures = is_captured(sorted);
+  // Delegated leaves may be interrupted, so they run before any job writes. Later failures are
+  // stored in the handle, which owns the jobs that were started before.
+  if (!sorted.delegated.empty()) {
+    run_delegated(*handle, source, destination, sorted, call.fill);
+  }
+  for (IntoGroup& group : sorted.groups) {
+    if (run_signal_handlers()) break;
+    start_group(*handle, std::move(group), options, captures);
+  }
+  if (run_signal_handlers()) {
+    handle->wait_stopped();  // the caller gets no handle to wait with
+    raise_if_interrupted();
+  }
+  return handle;
+}
+
+RowRequest request_for(py::handle index, const CopyOptions& options) {
+  RowRequest request = row_request_of(index);
+  request.may_be_in_place = options.use_pinned_staging;
+  return request;
+}
+
+}  // namespace
+
+std::unique_ptr<Handle> start_copy_into(py::handle source, py::handle destination,
+                                        const CopyOptions& options, bool copy_opaque) {
+  const py::object fill = py::module_::import("tdcopier._into").attr("fill");
+  return fill_tree(source, destination, {{}, {}, fill, copy_opaque}, options);
+}
+
+std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, py::handle index,
+                                      py::object fill, const CopyOptions& options) {
+  RowLeaves rows(request_for(index, options));
+  const TablesOfPairs tables{&rows, /*are_sources=*/false};
+  return fill_tree(batch, storage, {{"batch", "storage"}, tables, std::move(fill), false}, options);
+}
+
+std::unique_ptr<Handle> start_gather_into(py::handle storage, py::handle out, py::handle index,
+                                          py::object fill, const CopyOptions& options) {
+  BadRowWatch::raise_of_dropped();
+  RowLeaves rows(request_for(index, options));
+  const TablesOfPairs tables{&rows, /*are_sources=*/true};
+  return fill_tree(storage, out, {{"storage", "out"}, tables, std::move(fill), false}, options);
+}
+
+}  // namespace tdcopier

@@ -1,0 +1,180 @@
+// Runs the walk and makes the pack plans of a copy, and reads their decisions.
+#include "python/calls/explain.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/Device.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/internal_error.h"
+#include "engine/jobs/from_device_job.h"
+#include "engine/jobs/host_to_device_job.h"
+#include "engine/jobs/rows_job.h"
+#include "python/runtime/device_argument.h"
+#include "python/runtime/torch_tensor.h"
+#include "python/walk/flatten.h"
+#include "python/walk/sources.h"
+
+namespace py = pybind11;
+
+namespace tdcopier {
+namespace {
+
+// The leaves of one device, and where a copy would put them.
+struct PlannedGroup {
+  LeafTable leaves;
+  std::shared_ptr<const PackPlan> plan;
+  size_t first_chunk;  // of all chunks of the copy
+  bool reads_in_place;
+  bool by_kernel;
+};
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
+  return text;
+}
+
+// Returns a code, and for "keys" a list of names after it.
+std::string why_not_plain(Packable packable, const at::Tensor& tensor) {
+  switch (packable) {
+    case Packable::kOtherKeys:
+      return "keys " + joined(other_keys(tensor, plain_tensor_keys(tensor.device())));
+    case Packable::kNamed:
+      return "named";
+    case Packable::kNoStorage:
+      return "no storage";
+    case Packable::kGradient:
+      return tensor.requires_grad() && c10::GradMode::is_enabled() ? "gradient"
+                                                                   : "forward gradient";
+    case Packable::kTooLarge:
+      return "too large";
+    case Packable::kUnaligned:
+      return "unaligned";
+    default:
+      throw InternalError("a leaf is delegated for a reason");
+  }
+}
+
+std::string why(const Delegated& leaf, PyObject* value) {
+  switch (leaf.why) {
+    case WhyDelegated::kClass:
+      return "class";
+    case WhyDelegated::kObject:
+      return "object";
+    case WhyDelegated::kTorchMode:
+      return "mode";
+    case WhyDelegated::kDevice:
+      return "device";
+    case WhyDelegated::kNotPlain:
+      return why_not_plain(leaf.packable, tensor_in(value));
+  }
+  Py_UNREACHABLE();
+}
+
+const char* why_alone(const LeafExtent& leaf, const PackOptions& options) {
+  if (!options.pack) return "packing is off";
+  return leaf.bytes > kMaxPackedLeafBytes ? "large" : "larger than a chunk";
+}
+
+class Explainer {
+ public:
+  Explainer(c10::Device target, const CopyOptions& options) : target_(target), options_(options) {}
+
+  void add_group(SourceGroup& group) {
+    std::shared_ptr<const PackPlan> plan = plan_of(group.leaves, options_.pack);
+    const size_t first_chunk = chunks_;
+    chunks_ += plan->chunks.size();
+    const c10::Device source = group.leaves.device();
+    const bool by_kernel = group.in_place.has_value() && options_.use_pinned_staging;
+    const TransferCounts counts =
+        by_kernel ? transfers_of_rows_job(group.leaves) : transfers_of(group, *plan);
+    transfers_ += counts.transfers;
+    bytes_ += counts.bytes;
+    const bool reads_in_place = source.is_cpu() && !target_.is_cpu() && options_.use_pinned_staging;
+    groups_.push_back(
+        {std::move(group.leaves), std::move(plan), first_chunk, reads_in_place, by_kernel});
+  }
+
+  py::tuple leaf(const std::string& path, PyObject* value, const TreeSpec::Node& node) const {
+    const auto& [leaves, plan, first_chunk, reads_in_place, by_kernel] = groups_[node.group];
+    const Slot& slot = plan->slots[node.number];
+    const ChunkPlan& chunk = plan->chunks[slot.chunk];
+    const LeafExtent& extent = leaves.extents()[node.number];
+    const bool in_place =
+        by_kernel || (reads_in_place && extent.bytes != 0 && is_straight(chunk, *plan, leaves));
+    return py::make_tuple(
+        path, py::handle(value), chunk.packed ? "packed" : "alone",
+        chunk.packed ? (by_kernel ? "kernel" : "") : why_alone(extent, options_.pack),
+        first_chunk + slot.chunk, slot.offset, in_place);
+  }
+
+  py::tuple totals() const { return py::make_tuple(chunks_, transfers_, bytes_); }
+
+ private:
+  TransferCounts transfers_of(const SourceGroup& group, const PackPlan& plan) const {
+    const bool pinned = options_.use_pinned_staging;
+    if (!group.leaves.device().is_cpu()) {
+      return transfers_from_device(group.leaves, plan, target_, pinned);
+    }
+    const WindowBytes window_bytes = best_window_bytes(plan, /*mapped=*/!group.mapped.empty());
+    return transfers_to_device(group.leaves, plan, {pinned, window_bytes});
+  }
+
+  const c10::Device target_;
+  const CopyOptions& options_;
+  std::vector<PlannedGroup> groups_;
+  size_t chunks_ = 0;
+  uint64_t transfers_ = 0;
+  uint64_t bytes_ = 0;
+};
+
+py::tuple without_chunk(const std::string& path, PyObject* value, const char* treatment,
+                        const std::string& why) {
+  return py::make_tuple(path, py::handle(value), treatment, why, py::none(), py::none(), false);
+}
+
+}  // namespace
+
+py::tuple explain(py::handle data, py::handle device, const CopyOptions& options) {
+  release_returned_sources();
+  const ReleaseAtEnd release_at_end;
+  const c10::Device target = parse_device(device);
+  FlatTree flat = flatten(data, target);
+  const NamedTree named = flatten_with_paths(data, target);
+  if (named.tree.spec.nodes() != flat.spec.nodes()) {
+    throw std::runtime_error("data changed while it was being explained");
+  }
+  Explainer explainer(target, options);
+  for (SourceGroup& group : flat.groups) explainer.add_group(group);
+  std::vector<const Delegated*> delegated(flat.spec.nodes(), nullptr);
+  for (const Delegated& leaf : flat.delegated) delegated[leaf.node] = &leaf;
+
+  py::list rows;
+  for (size_t i = 0; i < flat.spec.nodes(); ++i) {
+    const TreeSpec::Node& node = flat.spec.node(i);
+    const TreeSpec::Node& its = named.tree.spec.node(i);
+    if (its.kind != NodeKind::kReady) continue;
+    PyObject* const value = named.tree.spec.value(its.number);
+    const std::string& path = named.paths[i];
+    if (node.kind == NodeKind::kLeaf) {
+      rows.append(explainer.leaf(path, value, node));
+    } else if (node.kind != NodeKind::kReady) {
+      throw std::runtime_error("data changed while it was being explained");
+    } else if (delegated[i] != nullptr) {
+      PyObject* const moved = flat.spec.value(node.number);
+      rows.append(without_chunk(path, value, "delegated", why(*delegated[i], moved)));
+    } else {
+      const bool is_reused = is_tensor(flat.spec.value(node.number));
+      rows.append(without_chunk(path, value, is_reused ? "reused" : "opaque", ""));
+    }
+  }
+  return py::make_tuple(py::reinterpret_steal<py::object>(THPDevice_New(target)), rows,
+                        explainer.totals());
+}
+
+}  // namespace tdcopier
