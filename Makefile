@@ -106,7 +106,7 @@ lint: build $(HAS)test $(HAS)lint
 	$(PY) tools/check_layers.py
 	$(PY) tools/check_words.py
 	$(RUN) mypy
-	$(RUN) $(PY) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt tdcopier._C tdcopier._sim
+	$(RUN) $(PY) -m mypy.stubtest --allowlist tools/stubtest_allowlist.txt tdcopier._C tdcopier._testing tdcopier._sim
 	$(RUN) clang-tidy --quiet csrc/base/*.cpp -- -std=c++20 -Icsrc
 	$(RUN) clang-format --dry-run --Werror $$(git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cpp/*.h' 'tests/cpp/*.cpp')
 

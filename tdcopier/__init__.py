@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdcopier import _native as _native  # isort: skip - loads the native module, or says why not
 
+from tdcopier import _hooks as _hooks
 from tdcopier._C import AsyncCopyHandle, InternalError
 from tdcopier._checking import SourceModifiedError
 from tdcopier._containers.registry import (

@@ -255,8 +255,8 @@ class CheckedHandle:
     def _hand_over(self, stream: torch.Stream | None = None) -> Any:
         return self._asked(self._handle._hand_over, stream)
 
-    def _host_access(self) -> _C.HostAccess:
-        access: _C.HostAccess = self._asked(self._handle._host_access)
+    def _device_access(self) -> _C.DeviceAccess:
+        access: _C.DeviceAccess = self._asked(self._handle._device_access)
         self._check.look()  # the caller orders its later writes after this access
         self._check.raise_failure()
         return access

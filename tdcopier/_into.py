@@ -110,7 +110,7 @@ def start_copy_into(
     options = options_for_filling(use_pinned_staging, use_background_thread)
     copies_opaque = bool_option("copy_opaque", copy_opaque)
     check = _checking.SourceCheck.of_filling(source, destination) if _checking.enabled else None
-    handle = _C.start_copy_into(source, destination, options, copies_opaque)
+    handle = _C.start_copy_into(source, destination, fill, options, copies_opaque)
     return handle if check is None else _checking.checked(handle, check)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from tdcopier import _C
 from tdcopier._containers.by_bases import place_of_item, rebuilds_any_tuple
 from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._containers.registry import rule_of
@@ -87,11 +88,9 @@ def _are_equal_arrays(source: Any, destination: Any) -> bool:
 # ---- replacement ---------------------------------------------------------------------------------
 
 
-Holder = tuple[int, Any, Any, int]
+Holder = tuple[int, Any, Any, _C.Step]
 """A container of the destination on the way to a value: its number in the walk, the container, the
-key, index or attribute of the next one or of the value, and the kind of this step (`PathStep`)."""
-
-_NESTED_KEY, _ATTRIBUTE = 2, 3
+key, index or attribute of the next one or of the value, and the kind of this step."""
 
 
 class Pair(NamedTuple):
@@ -116,10 +115,10 @@ class Pair(NamedTuple):
         )
 
 
-def _step(name: Any, kind: int) -> str:
-    if kind == _NESTED_KEY and name == ():
+def _step(name: Any, kind: _C.Step) -> str:
+    if kind is _C.Step.NESTED_KEY and name == ():
         return ""
-    return f".{name}" if kind == _ATTRIBUTE else f"[{name!r}]"
+    return f".{name}" if kind is _C.Step.ATTRIBUTE else f"[{name!r}]"
 
 
 class _Tuple:

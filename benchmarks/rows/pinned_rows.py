@@ -146,11 +146,11 @@ def ways(samples: Samples, finish: Finish = GET) -> list[Way]:
 @contextmanager
 def reading(way: str) -> Iterator[None]:
     """Let the device or host threads read the rows, as this way does."""
-    _C.use_row_kernels(way != BY_THREADS)
+    _C.testing.use_row_kernels(way != BY_THREADS)
     try:
         yield
     finally:
-        _C.use_row_kernels(True)
+        _C.testing.use_row_kernels(True)
 
 
 # ---- one batch alone -----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 // Defines the native module, and binds copies, trees and controls: names and argument conversion;
-// no logic. bindings_of_memory.cpp binds memory.
+// no logic. bindings_of_memory.cpp binds memory, bindings_of_testing.cpp what only tests use.
+#include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,14 +9,10 @@
 
 #include <utility>
 
-#include "base/fork_generation.h"
-#include "base/interleaver.h"
+#include "base/forks.h"
 #include "base/internal_error.h"
-#include "base/recycled.h"
-#include "base/streaming_copy.h"
 #include "engine/device/bad_rows.h"
 #include "engine/device/phases.h"
-#include "engine/device/pinned_ranges.h"
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
@@ -28,15 +25,17 @@
 #include "python/calls/explain.h"
 #include "python/calls/prepared_copy.h"
 #include "python/calls/start_copy.h"
+#include "python/handle/device_access.h"
 #include "python/handle/handle.h"
-#include "python/handle/host_access.h"
 #include "python/runtime/device_argument.h"
 #include "python/runtime/guarded.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/interrupts.h"
 #include "python/runtime/torch_state.h"
 #include "python/runtime/torch_version.h"
 #include "python/walk/flatten.h"
 #include "python/walk/pair_walk.h"
+#include "python/walk/path.h"
 #include "python/walk/row_leaves.h"
 #include "python/walk/sources.h"
 #include "python/walk/value_kind.h"
@@ -44,13 +43,15 @@
 namespace {
 
 using tdcopier::CopyOptions;
+using tdcopier::DeviceAccess;
 using tdcopier::guarded;
 using tdcopier::Handle;
-using tdcopier::HostAccess;
 using tdcopier::of_device;
 using tdcopier::OnUnknown;
+using tdcopier::PathStep;
 using tdcopier::PreparedCopy;
 using tdcopier::Sending;
+using tdcopier::WhyDelegated;
 using tdcopier::with_torch_errors;
 using tdcopier::WithoutGil;
 
@@ -104,12 +105,41 @@ py::object copy_stream(py::handle device, const std::string& which) {
   return py::reinterpret_steal<py::object>(THPStream_Wrap(stream));
 }
 
+void bind_enums(py::module_& m) {
+  py::native_enum<OnUnknown>(m, "OnUnknown", "enum.Enum")
+      .value("REFUSE_ROOT", OnUnknown::kRefuseRoot)
+      .value("IGNORE", OnUnknown::kIgnore)
+      .value("WARN", OnUnknown::kWarn)
+      .value("RAISE", OnUnknown::kRaise)
+      .finalize();
+  py::native_enum<Sending>(m, "Sending", "enum.Enum")
+      .value("AT_ONCE", Sending::kAtOnce)
+      .value("DEFERRED", Sending::kDeferred)
+      .value("DEFERRED_ALONE", Sending::kDeferredAlone)
+      .value("DEFERRED_STAGED", Sending::kDeferredStaged)
+      .finalize();
+  py::native_enum<PathStep::Kind>(m, "Step", "enum.Enum")
+      .value("INDEX", PathStep::Kind::kIndex)
+      .value("KEY", PathStep::Kind::kKey)
+      .value("NESTED_KEY", PathStep::Kind::kNestedKey)
+      .value("ATTRIBUTE", PathStep::Kind::kAttribute)
+      .finalize();
+  py::native_enum<WhyDelegated>(m, "WhyDelegated", "enum.Enum")
+      .value("CLASS", WhyDelegated::kClass)
+      .value("OBJECT", WhyDelegated::kObject)
+      .value("TORCH_MODE", WhyDelegated::kTorchMode)
+      .value("DEVICE", WhyDelegated::kDevice)
+      .value("NOT_PLAIN", WhyDelegated::kNotPlain)
+      .finalize();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   tdcopier::check_torch_version();
   tdcopier::watch_forks();
   tdcopier::note_main_thread();
+  m.def("set_hooks", &tdcopier::set_hooks);
   m.doc() = "The copy engine. Use the names of `tdcopier` itself.";
 
   py::object internal_error =
@@ -118,6 +148,7 @@ PYBIND11_MODULE(_C, m) {
   internal_error.attr("__doc__") =
       "An invariant of the engine does not hold. This is a bug in tdcopier: please report it.";
 
+  bind_enums(m);
   py::class_<Handle> handle(m, "AsyncCopyHandle", py::custom_type_setup(make_handle_type),
                             R"(
 The handle of a copy, as `start_copy` and the other `start_` functions return it.
@@ -179,10 +210,7 @@ Block until every row has been read: `wait_staged`, under the name that fits a g
 Raises:
     IndexError: a row of an index on the device is out of range.)")
       .def(
-          "__await__",
-          [](const py::object& self) {
-            return py::module_::import("tdcopier._asyncio").attr("arrived")(self);
-          },
+          "__await__", [](const py::object& self) { return tdcopier::hooks().arrived(self); },
           R"(
 Return what `get` returns, and let the asyncio event loop run until the copy has arrived.
 
@@ -195,24 +223,16 @@ Raises:
     RuntimeError: no event loop is running.)")
       .def("_enqueued", guarded(&Handle::enqueued))
       .def("_hand_over", guarded(&Handle::hand_over), py::arg("stream") = py::none())
-      .def("_host_access", guarded(&Handle::host_access))
+      .def("_device_access", guarded(&Handle::device_access))
       .def("_send_if_staged", &Handle::send_if_staged)
       .def("_is_wait_instant", &Handle::is_wait_instant)
       .def("_refuse_in_child", &Handle::refuse_in_child)
       .def_property_readonly("_reuses_leaves",
                              [](Handle& self) { return self.counts().reused != 0; })
       .def_property_readonly(
-          "stats",
-          [](const Handle& self) {
-            return py::module_::import("tdcopier._stats").attr("stats_of")(*self.stats());
-          },
+          "stats", [](const Handle& self) { return tdcopier::hooks().stats_of(*self.stats()); },
           "Counts of this copy, a `CopyStats`; complete once `ready()` returns True.");
 
-  py::enum_<OnUnknown>(m, "OnUnknown")
-      .value("REFUSE_ROOT", OnUnknown::kRefuseRoot)
-      .value("IGNORE", OnUnknown::kIgnore)
-      .value("WARN", OnUnknown::kWarn)
-      .value("RAISE", OnUnknown::kRaise);
   py::class_<CopyOptions>(m, "CopyOptions")
       .def(py::init([](bool use_pinned_staging, bool pack_cpu_tensors,
                        uint64_t min_packed_alignment_bytes, uint64_t max_packed_chunk_bytes,
@@ -243,11 +263,6 @@ Raises:
   m.def("start_scatter", guarded(&tdcopier::start_scatter));
   m.def("raise_bad_rows", guarded(&tdcopier::BadRowWatch::raise_of_dropped));
 
-  py::enum_<Sending>(m, "Sending")
-      .value("AT_ONCE", Sending::kAtOnce)
-      .value("DEFERRED", Sending::kDeferred)
-      .value("DEFERRED_ALONE", Sending::kDeferredAlone)
-      .value("DEFERRED_STAGED", Sending::kDeferredStaged);
   m.def("set_sending", &tdcopier::set_sending);
 
   py::class_<PreparedCopy>(m, "PreparedCopy", py::custom_type_setup(make_collectable<PreparedCopy>))
@@ -270,20 +285,21 @@ Raises:
       .def_property_readonly("keeps_outputs", &PreparedCopy::keeps_outputs);
 
   tdcopier::bind_memory(m);
+  tdcopier::bind_testing(m);
 
-  py::class_<HostAccess>(m, "HostAccess")
+  py::class_<DeviceAccess>(m, "DeviceAccess")
       .def(py::init([](py::handle stream) {
         return with_torch_errors([&] {
           const auto device = tdcopier::device_of_stream(stream);
           if (!device || device->is_cpu()) {
-            throw py::type_error("HostAccess() takes a stream of an accelerator");
+            throw py::type_error("DeviceAccess() takes a stream of an accelerator");
           }
-          return std::make_unique<HostAccess>(tdcopier::parse_stream(stream, *device));
+          return std::make_unique<DeviceAccess>(tdcopier::parse_stream(stream, *device));
         });
       }))
-      .def("has_ended", guarded(&HostAccess::has_ended))
-      .def("wait", guarded(&HostAccess::wait))
-      .def("order", guarded(&HostAccess::order));
+      .def("has_ended", guarded(&DeviceAccess::has_ended))
+      .def("wait", guarded(&DeviceAccess::wait))
+      .def("order", guarded(&DeviceAccess::order));
 
   m.def("pairs_with_paths", guarded(&pairs_with_paths), py::arg("source"), py::arg("destination"),
         py::arg("source_name") = "source", py::arg("destination_name") = "destination");
@@ -300,69 +316,26 @@ Raises:
           if (!tdcopier::has_engine_transfers(target)) return 0;
           return tdcopier::Accelerator::of(target).staging().pinned_bytes();
         }));
-  m.def("deferred_bytes", of_device([](c10::Device target) -> uint64_t {
-          if (!tdcopier::has_engine_transfers(target)) return 0;
-          return tdcopier::Accelerator::of(target).deferred().pinned_bytes();
-        }));
   m.def("copy_stream", guarded(&copy_stream), py::arg("device"), py::arg("which") = "to_device");
-  // For the simulation, see engine/device/accelerator.h. Called once, before its first copy.
-  m.def("set_stream_maker", [](const py::capsule& maker) {
-    tdcopier::set_stream_maker(c10::DeviceType::PrivateUse1,
-                               *maker.get_pointer<tdcopier::StreamMaker>());
-  });
-  // For the simulation, see engine/device/pinned_ranges.h.
-  m.def("set_pinning_calls", [](const py::capsule& calls) {
-    tdcopier::set_pinning_calls(c10::DeviceType::PrivateUse1,
-                                *calls.get_pointer<tdcopier::PinningCalls>());
-  });
-  // For the simulation, see base/interleaver.h. Called whenever a schedule or a thread fault
-  // begins.
-  m.def("set_interleaver", [](const py::capsule& capsule) {
-    tdcopier::set_interleaver(*capsule.get_pointer<tdcopier::Interleaver>());
-  });
-  m.def("wake_workers", &tdcopier::wake_workers);
   m.def("why_no_segment_kernel", of_device(&tdcopier::why_no_segment_kernel));
   m.def("use_segment_kernel", &tdcopier::use_segment_kernel);
-  m.def("use_row_kernels", &tdcopier::use_row_kernels);
   m.def("has_row_kernels", of_device([](c10::Device device) {
           return tdcopier::has_engine_transfers(device) && tdcopier::row_kernels(device) != nullptr;
         }));
-  // For the simulation, see engine/moves/row_kernel.h.
-  m.def("set_row_kernels", [](const py::capsule& kernels) {
-    tdcopier::set_row_kernels(c10::DeviceType::PrivateUse1,
-                              *kernels.get_pointer<tdcopier::RowKernels>());
-  });
   m.attr("MAX_STRAIGHT_BYTES") = tdcopier::kMaxStraightBytes;
-  m.def("set_max_straight_bytes", &tdcopier::set_max_straight_bytes);
   m.def("default_worker_count", &tdcopier::default_worker_count);
   m.def("set_most_workers", &tdcopier::set_most_workers);
   m.def("time_steps", &tdcopier::time_phases);
   m.def("are_steps_timed", &tdcopier::are_phases_timed);
-  // Processes completions since the last copy, so that the next copy does not have to.
-  m.def("settle", [] {
-    const WithoutGil no_gil;
-    tdcopier::rest_workers();
-    tdcopier::Reclaimer::get().look();
-    tdcopier::Accelerator::poll_all();
-  });
   // Releases the memory of finished copies now, for a caller that is about to allocate.
   m.def("reclaim", [] {
     tdcopier::Reclaimer::get().look();
     tdcopier::release_returned_sources();
   });
-  m.def("blocks_made", &tdcopier::blocks_made);
-  m.def("set_shared_cache_store", &tdcopier::set_shared_cache_store);
-  m.def("shared_cache_copies", &tdcopier::shared_cache_copies);
-  // For leak checks: frees the memory of deferred batches that is cached for the next ones.
-  m.def("drop_deferred_memory", &tdcopier::Accelerator::drop_deferred_memory);
-  // For schedules: the number of device calls depends on the number of staging buffers.
-  m.def("drop_staging", &tdcopier::Accelerator::drop_staging);
   m.attr("STAGING_BUFFER_BYTES") = tdcopier::kStagingBufferBytes;
   m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;
   m.def("set_staging_limit_bytes", &tdcopier::StagingRing::set_limit_bytes);
   m.attr("MAX_INLINE_BYTES") = tdcopier::kMaxInlineBytes;
-  m.def("set_max_inline_bytes", &tdcopier::set_max_inline_bytes);
-  m.def("set_max_window_bytes", &tdcopier::set_max_window_bytes);
   m.def("set_run_ahead_limit", &tdcopier::RunAhead::set_limit);
   m.def("shut_down", [] {
     tdcopier::stop_returning_sources();

@@ -7,5 +7,7 @@ namespace tdcopier {
 
 // Binds pinned memory, leases of it, and the memory of storages that are parked.
 void bind_memory(pybind11::module_& m);
+// Binds the submodule `testing`.
+void bind_testing(pybind11::module_& m);
 
 }  // namespace tdcopier

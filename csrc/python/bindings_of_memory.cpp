@@ -1,5 +1,6 @@
 // Binds pinned memory, leases of it, and the memory of storages that are parked: names and argument
 // conversion; no logic.
+#include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -58,6 +59,12 @@ Raises:
   m.def("pinned_use", guarded(&pinned_use));
   m.def("set_pinned_limit_bytes", &set_pinned_limit);
 
+  py::native_enum<MemoryPlace>(m, "MemoryPlace", "enum.Enum")
+      .value("UNKNOWN", MemoryPlace::kUnknown)
+      .value("HOST", MemoryPlace::kHost)
+      .value("DEVICE", MemoryPlace::kDevice)
+      .value("OTHER_DEVICE", MemoryPlace::kOtherDevice)
+      .finalize();
   py::class_<StorageMemory>(m, "StorageMemory")
       .def(py::init([](const py::list& tensors) {
         return with_torch_errors([&] { return std::make_unique<StorageMemory>(tensors); });
@@ -76,11 +83,12 @@ Raises:
       .def("are_waiting", &StorageMemory::are_waiting)
       .def("put_in", guarded(&StorageMemory::put_in))
       .def("release_kept", &StorageMemory::release_kept)
-      .def_property_readonly("is_out", &StorageMemory::is_out);
+      .def_property_readonly("is_out", &StorageMemory::is_out)
+      .attr("MISSING") = StorageMemory::kMissing;
 
   m.def("place_of", [](py::handle tensor) {
     if (!is_tensor(tensor.ptr())) throw py::type_error("place_of() takes a tensor");
-    return static_cast<int>(place_of(tensor_in(tensor.ptr())));
+    return place_of(tensor_in(tensor.ptr()));
   });
   m.def("over_bytes", [](py::handle bytes, py::handle tensor) {
     return with_torch_errors([&] {

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from tdcopier import _C
 from tdcopier._containers import unknown
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Rule
 
-_STEPS = {"index": "[{!r}]", "key": "[{!r}]", "attribute": ".{}"}
+_ITEM, _ATTRIBUTE = "[{!r}]", ".{}"
 
 
 def tensors_beside(data: Any, target: torch.device) -> Iterator[tuple[str, Any]]:
@@ -43,9 +44,9 @@ def _taken_apart(
     """Return children, their names, the form of a step, and the attributes of a container."""
     cls = type(value)
     if cls is list or cls is tuple:
-        return list(value), list(range(len(value))), _STEPS["index"], {}
+        return list(value), list(range(len(value))), _ITEM, {}
     if cls is dict:
-        return list(value.values()), list(value), _STEPS["key"], {}
+        return list(value.values()), list(value), _ITEM, {}
     if issubclass(cls, torch.Tensor):
         return None
     rule = rule_of(cls)
@@ -57,8 +58,8 @@ def _taken_apart(
     children, context, names = flat
     attributes = {} if rule.beside is None else rule.beside(value, context)
     if names is None:
-        return children, list(range(len(children))), _STEPS["index"], attributes
-    return children, names, _STEPS[rule.names], attributes
+        return children, list(range(len(children))), _ITEM, attributes
+    return children, names, _ATTRIBUTE if rule.step is _C.Step.ATTRIBUTE else _ITEM, attributes
 
 
 def refuse_or_warn(data: Any, target: torch.device, only_warn: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tdcopier import _C
 from tdcopier._containers.attributes import (
     attributes_of,
     drop_caches,
@@ -151,17 +152,19 @@ def _beside_items(value: Any, make: Make | Remade) -> dict[str, Any]:
 
 
 _MAPPINGS = Rule(
-    _flatten_mapping, _unflatten_by, "key", place=_place_in_mapping, beside=_beside_items
+    _flatten_mapping, _unflatten_by, _C.Step.KEY, place=_place_in_mapping, beside=_beside_items
 )
 _EXACT_MAPPINGS: dict[type, Rule] = {
     collections.OrderedDict: Rule(
         _flatten_ordered,
         _unflatten_ordered,
-        "key",
+        _C.Step.KEY,
         place=place_of_item,
         beside=lambda value, context: context[1],
     ),
-    collections.defaultdict: Rule(_flatten_default, _unflatten_default, "key", place=place_of_item),
+    collections.defaultdict: Rule(
+        _flatten_default, _unflatten_default, _C.Step.KEY, place=place_of_item
+    ),
 }
 
 
@@ -250,7 +253,7 @@ def _unflatten_struct(children: list[Any], context: tuple[Any, dict[str, Any]]) 
 
 _STRUCTS = Rule(_flatten_struct, _unflatten_struct)
 _TUPLES = Rule(_flatten_tuple, _unflatten_tuple, beside=lambda value, context: context[1])
-_NAMED_TUPLES = _TUPLES._replace(flatten=_flatten_named_tuple, names="attribute")
+_NAMED_TUPLES = _TUPLES._replace(flatten=_flatten_named_tuple, step=_C.Step.ATTRIBUTE)
 
 
 def rebuilds_any_tuple(rule: Rule) -> bool:

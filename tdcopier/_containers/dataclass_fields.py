@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
+from tdcopier import _C
 from tdcopier._containers.attributes import (
     class_attribute,
     put_in_slot,
@@ -132,5 +133,5 @@ def _place(value: Any, name: str) -> Place:
 
 
 DATACLASSES = Rule(
-    _flatten, _unflatten, "attribute", place=_place, beside=lambda value, context: context[2]
+    _flatten, _unflatten, _C.Step.ATTRIBUTE, place=_place, beside=lambda value, context: context[2]
 )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from tdcopier import _C
 from tdcopier._containers.own_to import has_own_to
 from tdcopier._containers.rule import Carrier, Flat, Rule
 
@@ -116,4 +117,4 @@ def _unwrapped(value: Any) -> Any:
     return value
 
 
-GRAPH = Rule(_flatten, _unflatten, "key")
+GRAPH = Rule(_flatten, _unflatten, _C.Step.KEY)

@@ -8,6 +8,7 @@ import torch
 from torch.nested._internal import nested_tensor as _nested
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from tdcopier import _C
 from tdcopier._containers.rule import Flat, Rule
 
 _ragged_sizes: Any = (
@@ -49,4 +50,4 @@ def unflatten(parts: list[torch.Tensor], context: tuple[Any, dict[str, Any]]) ->
     return make(values, offsets=offsets, lengths=lengths, **others)
 
 
-JAGGED = Rule(flatten, unflatten, "attribute", by_target=True)
+JAGGED = Rule(flatten, unflatten, _C.Step.ATTRIBUTE, by_target=True)

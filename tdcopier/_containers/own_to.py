@@ -6,7 +6,9 @@ import inspect
 import weakref
 from typing import Any
 
-OWN_TO = "own to"
+from tdcopier import _C
+
+OWN_TO = _C.WhyDelegated.OBJECT
 """The rule of a class that cannot be taken apart, and whose values have such a method."""
 
 _answers: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()

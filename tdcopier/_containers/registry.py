@@ -26,7 +26,7 @@ from tdcopier._containers.rule import Flat, Refused, Rule, unless_placed
 
 T = TypeVar("T")
 
-DELEGATED = "delegated"
+DELEGATED = _C.WhyDelegated.CLASS
 """The rule of a class whose values have a ``.to`` of their own, which moves everything in them."""
 
 
@@ -64,7 +64,9 @@ _ANCHOR = "__tdcopier_registration__"
 _registered: weakref.WeakKeyDictionary[type, Callable[[], _Registration | None]] = (
     weakref.WeakKeyDictionary()
 )
-_found: weakref.WeakKeyDictionary[type, tuple[Rule | str | None, int]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[type, tuple[Rule | _C.WhyDelegated | None, int]] = (
+    weakref.WeakKeyDictionary()
+)
 """Rules with the mark of the class in torch's pytrees when the rule was found."""
 
 
@@ -237,7 +239,7 @@ def _is_array(value: Any) -> bool:
     return hasattr(type(value), "__array_interface__")
 
 
-def rule_of(cls: type) -> Rule | str | None:
+def rule_of(cls: type) -> Rule | _C.WhyDelegated | None:
     """Return the rule of a class, `DELEGATED`, `OWN_TO`, or None if its values are opaque."""
     if type(cls).__hash__ is None:
         return None  # a class that cannot be hashed cannot be registered
@@ -260,7 +262,7 @@ def is_wrapped(cls: type) -> bool:
     return isinstance(rule, Rule) and rule.wraps
 
 
-def _find_rule(cls: type) -> Rule | str | None:
+def _find_rule(cls: type) -> Rule | _C.WhyDelegated | None:
     """Return how to treat instances of a class that is not registered; None: they are opaque.
 
     In this order: handles of this package, jagged tensors, tensor subclasses, TensorDicts, packed

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from tdcopier import _C
 
 Flat = tuple[list[Any], Any, "list[Any] | None"]
 """Children, the context needed to rebuild the container, and the children's names."""
@@ -40,7 +42,7 @@ class Rule(NamedTuple):
     flatten: Callable[..., Any]
     """Returns a `Flat`."""
     unflatten: Callable[[list[Any], Any], Any]
-    names: Literal["index", "key", "attribute"] = "index"
+    step: _C.Step = _C.Step.INDEX
     """How error paths write the way to a child."""
     by_target: bool = False
     """Whether `flatten` also takes the target and whether names are wanted. It may then return
@@ -55,9 +57,9 @@ class Rule(NamedTuple):
     """For `TensorDict` itself, which the walk takes apart without `flatten` if this is given. Takes
     an entry that is neither a plain tensor nor such a TensorDict, the target, whether names are
     wanted, and the batch size of the TensorDict. Returns a `Flat`, or None for a tensor."""
-    tensorclass: Literal["keeps None", "drops None"] | None = None
+    keeps_none: bool | None = None
     """For a tensorclass that the walk takes apart without `flatten` if the TensorDict in it is of
-    exactly that class: what a copy does with fields that are None."""
+    exactly that class: whether a copy keeps fields that are None. None for other classes."""
     place: Callable[[Any, Any], Place] | None = None
     """Returns the place of the opaque child with this name, or raises `Refused` if the child cannot
     be replaced. None: children of such containers cannot be replaced."""

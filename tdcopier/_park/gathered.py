@@ -55,7 +55,7 @@ class ScratchCopy:
         """
         self.parts = list(storages)
         self._copies: list[HostCopy] = []
-        self._reads: list[_C.HostAccess] = []
+        self._reads: list[_C.DeviceAccess] = []
         small: dict[torch.device, list[_Layout]] = {}
         medium: dict[torch.device, list[_Layout]] = {}
         large: list[int] = []
@@ -78,7 +78,7 @@ class ScratchCopy:
             try:
                 aside = [_Chunk(storages, layout, reading) for layout in small[device]]
                 if aside:
-                    self._reads.append(_C.HostAccess(reading))
+                    self._reads.append(_C.DeviceAccess(reading))
                     self._reads[-1].order()
                 for chunk in aside:
                     self._send(chunk, leased, progress)
@@ -110,7 +110,7 @@ class ScratchCopy:
                 scratch = earlier.scratch
             ahead.append(_Chunk(storages, layout, reading, scratch))
         if ahead:
-            self._reads.append(_C.HostAccess(reading))
+            self._reads.append(_C.DeviceAccess(reading))
         for chunk in ahead:
             self._send(chunk, leased, progress)
 
@@ -161,7 +161,7 @@ class DeviceCopy:
             current = torch.accelerator.current_stream(device)
             for layout in _layouts(sizes_bytes, numbers, GROUP_BYTES):
                 chunks.append(_Chunk(storages, layout, current, record=True))
-            self._reads.append(_C.HostAccess(current))
+            self._reads.append(_C.DeviceAccess(current))
         memory = [chunk.memory for chunk in chunks]
         self._copy = HostCopy(memory, [each.nbytes for each in memory], progress)
         self.parts = list(storages)

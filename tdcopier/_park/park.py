@@ -369,16 +369,13 @@ def storages_of(found: FoundTensors) -> _C.StorageMemory:
     """
     memory = _C.StorageMemory(found.tensors)
     numbers = memory.numbers
-    if _MISSING in numbers:
-        missing = numbers.index(_MISSING)
+    if memory.MISSING in numbers:
+        missing = numbers.index(memory.MISSING)
         raise ValueError(
             f"{found.path(missing)} has no memory on {found.tensors[missing].device}: it is parked "
             "already, or its storage was emptied; resume it first, or leave it out"
         )
     return memory
-
-
-_MISSING = -2  # of csrc/python/calls/storage_memory.h
 
 
 def _resume_without_handle() -> None:

@@ -267,7 +267,7 @@ def _refuse_quantized(found: FoundTensors) -> None:
 def _places(
     at: Place, rule: Rule, children: list[Any], names: list[Any] | None
 ) -> Iterator[tuple[Place, Any]]:
-    form = ATTRIBUTE if rule.names == "attribute" else ITEM
+    form = ATTRIBUTE if rule.step is _C.Step.ATTRIBUTE else ITEM
     for name, child in zip(names or range(len(children)), children, strict=True):
         yield (at, form, name), child
 

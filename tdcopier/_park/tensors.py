@@ -209,7 +209,7 @@ class _Walk:
         children, _, names = flat
         self._containers += 1
         self.left_out.shells.append((at, value))
-        form = ATTRIBUTE if rule.names == "attribute" else ITEM
+        form = ATTRIBUTE if rule.step is _C.Step.ATTRIBUTE else ITEM
         for name, child in zip(names or range(len(children)), children, strict=True):
             self.value(child, (at, form, name))
 
@@ -220,10 +220,10 @@ class _Walk:
             kind = self._classes[cls] = _kind_of(cls)
         if kind == "plain":
             place = _C.place_of(tensor)
-            if place == _DEVICE:
+            if place is _C.MemoryPlace.DEVICE:
                 self.found.tensors.append(tensor)
                 self.found.places.append(at)
-            elif place == _HOST:
+            elif place is _C.MemoryPlace.HOST:
                 self.found.on_host.append(tensor)
             else:
                 raise ValueError(f"{text_of(at)} {_why_not(tensor, place)}")
@@ -243,13 +243,9 @@ class _Walk:
             self._tensor(tensor.grad, (at, ATTRIBUTE, "grad"))
 
 
-_HOST, _DEVICE, _OTHER_DEVICE = 1, 2, 3
-"""Of `MemoryPlace` in csrc/python/calls/storage_memory.h."""
-
-
-def _why_not(tensor: torch.Tensor, place: int) -> str:
+def _why_not(tensor: torch.Tensor, place: _C.MemoryPlace) -> str:
     """Return what is wrong with a tensor that is not in a known place."""
-    if place == _OTHER_DEVICE:
+    if place is _C.MemoryPlace.OTHER_DEVICE:
         return (
             f"is on {tensor.device}, which tdcopier has no transfers for: accepted are tensors on "
             "CUDA and other accelerators of torch, and on the host"

@@ -10,6 +10,7 @@ import torch
 
 from tdcopier import _C
 from tdcopier import _pinned_pool as pinned
+from tdcopier._into import fill
 from tdcopier._options import checked_options, options_for_filling
 from tdcopier._progress import Progress
 
@@ -80,7 +81,7 @@ class HostCopy:
             return
         parts = list(itertools.islice(leased, len(which)))
         options = options_for_filling(True, False)  # large ones are only enqueued in the call
-        handle = _C.start_copy_into([storages[i] for i in which], parts, options, False)
+        handle = _C.start_copy_into([storages[i] for i in which], parts, fill, options, False)
         self.handles.append(handle)
         self._bytes_of_handles.append(sum(part.nbytes for part in parts))
         handle._enqueued()
@@ -151,7 +152,7 @@ def copy_to_device(
     copies += [(group, staged) for group in groups_of(sizes, small, SCRATCH_BYTES)]
     for which, options in copies:
         handle = _C.start_copy_into(
-            [parts[i] for i in which], [made[i] for i in which], options, False
+            [parts[i] for i in which], [made[i] for i in which], fill, options, False
         )
         handle.wait()  # for the staging of small ones, which then use the same scratch memory
         if block:

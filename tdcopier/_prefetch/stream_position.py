@@ -17,14 +17,14 @@ class StreamPosition:
 
     device: torch.device
     stream: torch.Stream
-    access: _C.HostAccess
+    access: _C.DeviceAccess
     """Of the stream's work; unlike torch's events, a forked child may drop it."""
 
     @classmethod
     def current(cls, device: torch.device) -> StreamPosition:
         """Return the point after all work on the calling thread's current stream of `device`."""
         stream = torch.accelerator.current_stream(device)
-        return cls(device, stream, _C.HostAccess(stream))
+        return cls(device, stream, _C.DeviceAccess(stream))
 
     def hand_over(self, batch: Any) -> None:
         """Make the calling thread's current stream wait for this point, and let it use `batch`.

@@ -96,8 +96,8 @@ class Detector:
     def _all_has_run(self) -> bool:
         if not _sim.run_dry():
             return False
-        _C.settle()
-        _C.drop_deferred_memory()
+        _C.testing.settle()
+        _C.testing.drop_deferred_memory()
         return True
 
     def _leaked(self) -> tuple[Hazard, ...]:

@@ -55,9 +55,9 @@ def enable(devices: int = 2) -> None:
                 f"backend {backend!r}"
             )
         _sim.enable(devices)
-        _C.set_stream_maker(_sim.stream_maker())
-        _C.set_pinning_calls(_sim.pinning_calls())
-        _C.set_row_kernels(_sim.row_kernels())
+        _C.testing.set_stream_maker(_sim.stream_maker())
+        _C.testing.set_pinning_calls(_sim.pinning_calls())
+        _C.testing.set_row_kernels(_sim.row_kernels())
         atexit.register(_sim.shut_down)
 
         from tdcopier.sim import device_module

@@ -221,7 +221,7 @@ def fail_thread(n: int = 1) -> Fault:
 
     """
     device_index(None)
-    _C.set_interleaver(_sim.interleaver())  # the engine calls it before it makes a thread
+    _C.testing.set_interleaver(_sim.interleaver())  # the engine calls it before it makes a thread
     return Fault(_sim.fail_thread(_checked(n)))
 
 

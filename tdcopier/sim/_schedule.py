@@ -93,17 +93,17 @@ class Schedule:
     def __enter__(self) -> Self:
         if self._is_on:
             raise RuntimeError("this schedule is already active")
-        _C.set_interleaver(_sim.interleaver())
+        _C.testing.set_interleaver(_sim.interleaver())
         self._threads.clear()
         self._record = None
         # Completions of earlier copies would otherwise be processed within this schedule.
         _sim.run_dry()
-        _C.settle()
+        _C.testing.settle()
         _C.raise_bad_rows()  # asks the device about gathers that were dropped
-        _C.drop_staging()
+        _C.testing.drop_staging()
         _sim.schedule_begin(self.seed, self._timeout_s)
         try:
-            _sim.schedule_await_workers(_C.wake_workers())
+            _sim.schedule_await_workers(_C.testing.wake_workers())
         except BaseException:
             _sim.schedule_end()
             raise

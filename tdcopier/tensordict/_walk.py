@@ -214,13 +214,13 @@ def flatten_entry(
 
 def rule_of(cls: type) -> Rule:
     """Return the walk's rule for a class of TensorDicts or a tensorclass."""
-    rule = Rule(flatten, unflatten, "key", by_target=True, place=_place_of_data)
+    rule = Rule(flatten, unflatten, _C.Step.NESTED_KEY, by_target=True, place=_place_of_data)
     if not _nodes.IS_KNOWN_LAYOUT:
         return rule
     if cls is TensorDict:
         return rule._replace(flatten_entry=flatten_entry)
     if _kinds.is_plain_tensorclass(cls):
-        return rule._replace(tensorclass="keeps None" if _nodes.KEEPS_NONE_FIELDS else "drops None")
+        return rule._replace(keeps_none=_nodes.KEEPS_NONE_FIELDS)
     return rule
 
 

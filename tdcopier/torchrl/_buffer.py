@@ -17,7 +17,7 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from tdcopier import _copy
 from tdcopier._prefetch.stream_position import StreamPosition
-from tdcopier.torchrl._sampling import (
+from tdcopier.torchrl._current_sample import (
     IndexOnDevice,
     RecordingSampleUnit,
     Sampling,

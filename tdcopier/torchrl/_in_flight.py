@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tdcopier._C import HostAccess
+from tdcopier._C import DeviceAccess
 
 MOST_READS = 64
 """Reads in flight of one storage; a further one waits for the oldest."""
@@ -30,8 +30,8 @@ class InFlight:
 
     def _begin(self) -> None:
         self.lock = threading.RLock()
-        self.reads: list[HostAccess] = []
-        self.writes: list[HostAccess] = []
+        self.reads: list[DeviceAccess] = []
+        self.writes: list[DeviceAccess] = []
         self.starting: torch.device | None = None
         """Where accesses may be under way that are not noted: Ctrl-C came while they started."""
         self.host_writer: int | None = None
@@ -55,7 +55,7 @@ class InFlight:
                 raise
             self.starting = None  # not after any other error
 
-    def add_read(self, access: HostAccess) -> None:
+    def add_read(self, access: DeviceAccess) -> None:
         with self.lock:
             _drop_ended(self.reads)
             if len(self.reads) == MOST_READS:
@@ -63,7 +63,7 @@ class InFlight:
                 del self.reads[0]
             self.reads.append(access)
 
-    def add_write(self, access: HostAccess) -> None:
+    def add_write(self, access: DeviceAccess) -> None:
         with self.lock:
             _drop_ended(self.writes)
             self.writes.append(access)
@@ -131,13 +131,13 @@ def _begin_in_child() -> None:
 os.register_at_fork(after_in_child=_begin_in_child)
 
 
-def _drop_ended(accesses: list[HostAccess]) -> None:
+def _drop_ended(accesses: list[DeviceAccess]) -> None:
     """Drop those at the beginning that have ended: they mostly end in this order."""
     while accesses and accesses[0].has_ended():
         del accesses[0]
 
 
-def _wait(accesses: list[HostAccess]) -> None:
+def _wait(accesses: list[DeviceAccess]) -> None:
     while accesses:
         accesses[0].wait()
         del accesses[0]

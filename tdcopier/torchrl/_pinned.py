@@ -23,9 +23,9 @@ from tdcopier._pin_memory import PinnedMemory, pin_memory_
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.row_numbers import row_index
 from tdcopier._rows.scatter import enqueue_scatter
+from tdcopier.torchrl._current_sample import IndexOnDevice, current, untraced
 from tdcopier.torchrl._in_flight import InFlight
 from tdcopier.torchrl._requests import Request, narrowed
-from tdcopier.torchrl._sampling import IndexOnDevice, current, untraced
 from tdcopier.torchrl._storage import Packed, is_on_the_host
 
 
@@ -213,7 +213,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                     self._in_flight.order_after_writes()
             handle = start_gather((request.rows, beside), numbers, device)
             rows, arrived = handle._hand_over()
-            access = handle._host_access()
+            access = handle._device_access()
             if self._pin.is_shared:  # other processes may write once the buffer's lock is free
                 access.wait()
             else:
@@ -274,7 +274,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                 # writer counts these rows already. The next sample raises it.
                 handle = enqueue_scatter(data, self._rows, cursor, options_for_filling(True, True))
                 handle.wait_staged()  # work on this stream may overwrite the batch
-                self._in_flight.add_write(handle._host_access())
+                self._in_flight.add_write(handle._device_access())
         except (ValueError, TypeError):
             return False  # torchrl casts, broadcasts, or says what is wrong
         self._writes += 1

@@ -16,8 +16,8 @@ from tdcopier._options import Device
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.request import RowIndex
 from tdcopier._rows.row_numbers import is_numbers
+from tdcopier.torchrl._current_sample import current, untraced
 from tdcopier.torchrl._requests import Request, alike, gives_view, rows_in_use
-from tdcopier.torchrl._sampling import current, untraced
 from tdcopier.torchrl._to_device import with_index
 
 

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from tdcopier import _copy
 from tdcopier._options import CopyOptions, Device
-from tdcopier.torchrl._sampling import current
+from tdcopier.torchrl._current_sample import current
 
 
 class ToDevice(Transform):  # type: ignore[misc]

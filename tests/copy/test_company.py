@@ -192,13 +192,13 @@ def test_staging_that_cannot_be_pinned_waits_for_a_buffer_that_comes_back(sim, d
     with sim.hold(copy_stream):
         before = tdcopier.start_copy([first], device)  # occupies the only buffer
         tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
-        _C.set_max_inline_bytes(0)  # a worker waits for it
+        _C.testing.set_max_inline_bytes(0)  # a worker waits for it
         try:
             with sim.fail_pinned_allocation(1) as fault:
                 handle = tdcopier.start_copy([second], device)
                 assert becomes(lambda: fault.fired)
         finally:
-            _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+            _C.testing.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
         assert not handle.ready()
     assert handle.get()[0].eq(2).all()
     assert before.get()[0].eq(1).all()

@@ -232,8 +232,8 @@ def test_a_forked_child_sends_nothing():
 
 def deferred_bytes(device: str) -> int:
     """Returns the bytes pinned for deferred batches, present and future."""
-    _C.settle()
-    return _C.deferred_bytes(device)
+    _C.testing.settle()
+    return _C.testing.deferred_bytes(device)
 
 
 def test_memory_of_batches_is_used_again(device):

@@ -141,7 +141,7 @@ def no_memory(sim, device, other_device):
 
     def limit(place: str, more_bytes: int = 0) -> None:
         sim.synchronize()
-        _C.settle()  # what earlier copies have kept must not come back later
+        _C.testing.settle()  # what earlier copies have kept must not come back later
         torch.sim.empty_cache()
         sim.set_memory_limit_bytes(place, sim.memory_stats(place).reserved_bytes + more_bytes)
 

@@ -178,7 +178,7 @@ WAYS: dict[str, tuple[Callable[[], torch.Tensor], Callable[[Any], See]]] = {
 
 def write_elsewhere() -> None:
     """Allocates memory like that of a source, and writes it, so freed memory is overwritten."""
-    _C.settle()
+    _C.testing.settle()
     junk = [torch.full((LARGE,), -1.0) for _ in range(8)]
     assert all(bool((each == -1).all()) for each in junk)
 
@@ -252,7 +252,7 @@ def test_shared_memory_that_nothing_else_sees_is_unmapped(device, sending, has_s
     handle, alive, address = begin()
     handle.wait_staged()
     assert alive() is None
-    _C.settle()
+    _C.testing.settle()
     assert not is_mapped(address)
     assert torch.equal(handle.get()[0].cpu(), values())
 
@@ -271,7 +271,7 @@ def test_memory_of_an_array_is_dropped_by_the_thread_that_waits(device, sending)
 
     handle = begin()
     handle.wait_staged()
-    _C.settle()
+    _C.testing.settle()
     assert threads == [threading.get_native_id()]
     assert torch.equal(handle.get()[0].cpu(), values())
 
@@ -291,7 +291,7 @@ def test_resident_memory_does_not_grow(device, sending, make):
             handle.wait_staged()
             handle.get()
         del handle
-        _C.settle()
+        _C.testing.settle()
 
     copy_some(50)  # the allocator of the C library keeps some of what other threads free
     before = resident_bytes()

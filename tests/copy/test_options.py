@@ -188,7 +188,7 @@ def test_the_number_of_workers_is_bounded_as_asked():
     import torch
     from tdcopier import _C
     # Each device has one for what arrives from it, and one for what fills it.
-    print(_C.wake_workers() - 2 * torch.accelerator.device_count())
+    print(_C.testing.wake_workers() - 2 * torch.accelerator.device_count())
     """
     one = run_python(code, TDCOPIER_WORKERS="1")
     assert int(one) == 2  # one worker, and the reclaimer

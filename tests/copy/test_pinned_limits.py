@@ -151,7 +151,7 @@ def test_a_refusal_to_pin_a_block_leaves_earlier_leases_usable(sim, device, n):
     assert list(tensors) == []
     for tensor in got:
         assert tdcopier.copy(tensor.fill_(5), device).cpu().eq(5).all()
-    _C.settle()
+    _C.testing.settle()
     assert used_when_idle()[0] == len(got) * 17 * MIB
     assert len(list(lease([17 * MIB] * 3))) == 3
 
@@ -160,7 +160,7 @@ def test_a_refusal_to_pin_a_block_leaves_earlier_leases_usable(sim, device, n):
 def test_a_failed_reservation_leaves_nothing(sim, device):
     with sim.fail_pinned_allocation(1), pytest.raises(RuntimeError, match="cannot be pinned"):
         tdcopier.reserve_pinned_memory(MIB)
-    _C.settle()
+    _C.testing.settle()
     assert used_when_idle() == (0, 0)
 
 

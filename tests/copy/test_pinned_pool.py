@@ -174,7 +174,7 @@ def test_an_iterator_that_is_dropped_gives_the_rest_back(device):
     tensors = lease([MIB] * 70 + [20 * MIB] * 5)
     first = next(tensors)
     del tensors
-    _C.settle()  # workers have stopped
+    _C.testing.settle()  # workers have stopped
     assert used_when_idle()[0] < 90 * MIB  # the first's piece
     first.fill_(3)
     assert first.eq(3).all()
@@ -221,7 +221,7 @@ def test_a_job_keeps_leased_destinations_until_it_is_done(device, reading_stream
         (other,) = lease([size])
         other.fill_(9)
     reading_stream.synchronize()
-    _C.settle()
+    _C.testing.settle()
     assert other.eq(9).all()
 
 

@@ -24,10 +24,10 @@ def of_dtypes(leaves: int) -> list[torch.Tensor]:
 
 
 def blocks_of_a_loop(batch: Any, device: str) -> int:
-    before = _C.blocks_made()
+    before = _C.testing.blocks_made()
     for _ in range(COPIES):
         tdcopier.copy(batch, device)
-    return _C.blocks_made() - before
+    return _C.testing.blocks_made() - before
 
 
 @pytest.mark.parametrize("kept", [0, 100])

@@ -22,7 +22,7 @@ WIDTHS = [torch.uint8, torch.int16, torch.float32, torch.float64, torch.complex1
 def defaults() -> Iterator[None]:
     yield
     _C.use_segment_kernel(True)
-    _C.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES)
+    _C.testing.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES)
 
 
 def leaves_of(
@@ -67,7 +67,7 @@ LENGTHS = {
 @pytest.mark.parametrize("shift", [0, 1, 3])
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_leaves_of_every_width_arrive_on_the_host(device, kind, shift, straight):
-    _C.set_max_straight_bytes(1 << 30 if straight else 0)
+    _C.testing.set_max_straight_bytes(1 << 30 if straight else 0)
     for dtypes in ([torch.uint8], WIDTHS):
         source = leaves_of(
             [max(1, n // max(t.itemsize for t in dtypes)) for n in LENGTHS[kind]],
@@ -171,7 +171,7 @@ def test_a_batch_of_small_leaves_is_one_kernel_and_nothing_else(device):
     source = [torch.ones(20, device=device) for _ in range(500)]
     seen = kernels_during(lambda: tdcopier.copy(source, "cpu"))
     assert seen == Counter({"move_segments_766": 1})
-    _C.set_max_straight_bytes(0)
+    _C.testing.set_max_straight_bytes(0)
     seen = kernels_during(lambda: tdcopier.copy(source, "cpu"))
     assert seen.pop("move_segments_766") == 1
     assert [name.startswith("Memcpy DtoH") for name in seen.elements()] == [True]
@@ -188,7 +188,7 @@ def test_without_it_the_portable_way_gives_the_same(device):
 
 @pytest.mark.parametrize("straight", [True, False], ids=["straight", "by a chunk"])
 def test_copies_without_it_count_what_torch_did_instead(device, straight):
-    _C.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES if straight else 0)
+    _C.testing.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES if straight else 0)
     source = leaves_of(LENGTHS["small"], WIDTHS, device)
     strided = torch.ones(40, 50, device=device)[:, ::2]  # never straight, torch gathers it
     batch = source if straight else [*source, strided]

@@ -216,12 +216,12 @@ def test_a_prepared_copy_plans_them_once(device):
 
 
 def test_without_the_kernel_they_are_staged(device):
-    _C.use_row_kernels(False)
+    _C.testing.use_row_kernels(False)
     try:
         handle = tdcopier.start_copy(batch(), device)
         assert_same(handle.get(), on(device, batch()))
     finally:
-        _C.use_row_kernels(True)
+        _C.testing.use_row_kernels(True)
     assert handle.stats.rows_in_place == 0
 
 

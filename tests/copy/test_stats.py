@@ -54,8 +54,8 @@ def test_transfers_are_those_that_the_profiler_counted(request, device, kind, op
 
     source, target = ("cpu", device) if direction == "H2D" else (device, "cpu")
     if direction == "D2H by a chunk":
-        _C.set_max_straight_bytes(0)
-        request.addfinalizer(lambda: _C.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES))
+        _C.testing.set_max_straight_bytes(0)
+        request.addfinalizer(lambda: _C.testing.set_max_straight_bytes(_C.MAX_STRAIGHT_BYTES))
     tree = oracle(TREES[kind](), source)
     tdcopier.copy(tree, target, **options)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:

@@ -89,11 +89,11 @@ def test_leaves_and_parts_of_a_chunk_are_filled_and_nothing_else(
         destination.append(delivered[index][begin:end:step])
         source.append(torch.full(destination[-1].shape, 2).to(dtypes[index]).to(place))
         expected[index][begin:end:step] = 2
-    _C.set_max_window_bytes(data.draw(st.sampled_from([64, 2**40])))
+    _C.testing.set_max_window_bytes(data.draw(st.sampled_from([64, 2**40])))
     try:
         tdcopier.start_copy_into(source, destination).get()
     finally:
-        _C.set_max_window_bytes(2**63)
+        _C.testing.set_max_window_bytes(2**63)
     for leaf, wanted in zip(delivered, expected, strict=True):
         assert same_bytes(leaf, wanted)
 
@@ -110,14 +110,14 @@ def test_windows_are_large_from_the_beginning(device):
 def test_large_chunks_in_many_windows_are_filled(device):
     batch = [torch.full((n,), 1.0) for n in range(1, 700)]
     delivered = tdcopier.copy(batch, device)
-    _C.set_max_window_bytes(4096)
-    _C.set_max_inline_bytes(0)
+    _C.testing.set_max_window_bytes(4096)
+    _C.testing.set_max_inline_bytes(0)
     try:
         handle = tdcopier.start_copy_into([leaf + 1 for leaf in batch], delivered)
         handle.get()
     finally:
-        _C.set_max_window_bytes(2**63)
-        _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+        _C.testing.set_max_window_bytes(2**63)
+        _C.testing.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
     assert handle.stats.background
     assert handle.stats.transfers > 100
     assert all((leaf == 2).all() for leaf in delivered)

@@ -78,7 +78,7 @@ def test_a_thousand_cycles_change_no_bit(sim):
             pass
         if cycle in (10, 999):
             sim.synchronize()
-            _C.settle()
+            _C.testing.settle()
             used.append((sim.memory_stats().allocated_bytes, sim.pinned_bytes().in_use))
     assert used[0][0] == used[1][0]
     assert used[1][1] <= used[0][1] + 2**20

@@ -39,7 +39,7 @@ def armed(sim: Any, name: str, n: int) -> Fault:
 @pytest.fixture(autouse=True)
 def cold(fresh: None) -> None:
     """Drops the staging buffers, so that they count as allocations."""
-    _C.drop_staging()
+    _C.testing.drop_staging()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -72,7 +72,7 @@ def test_when_resuming_fails_the_state_is_parked_and_can_be_resumed(sim, fault):
         expected = values_of(model, optimizer)
         parked = tdcopier.park([model, optimizer])
         parked.wait()
-        _C.drop_staging()
+        _C.testing.drop_staging()
         with armed(sim, fault, n) as arming:
             try:
                 parked.resume()
@@ -118,7 +118,7 @@ def test_an_error_of_the_device_while_it_reads_is_raised_by_every_wait(sim):
         assert not is_resident(state)
     del state, ask
     gc.collect()
-    _C.settle()
+    _C.testing.settle()
 
 
 @pytest.mark.hazardous  # the memory of a failed device is used again

@@ -135,7 +135,7 @@ def test_tensors_that_are_gone_get_no_memory(device, monkeypatch):
         return of_torch(*arguments, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    _C.settle()
+    _C.testing.settle()
     parked.resume()
     assert len(made) == 2
 
@@ -175,7 +175,7 @@ def test_a_dropped_handle_of_tensors_that_are_gone_says_nothing(device):
     state = [torch.ones(LARGE, device=device)]
     parked = tdcopier.park(state)
     parked.wait()
-    _C.settle()
+    _C.testing.settle()
     del state
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -149,7 +149,7 @@ def test_dropped_snapshots_leave_no_memory_to_the_garbage_collector(device, devi
     try:
         for _ in range(3):
             tdcopier.snapshot(state, device_copy=device_copy).get()
-        _C.settle()
+        _C.testing.settle()
         assert tdcopier.pinned_memory().leased_bytes == 0
     finally:
         gc.enable()

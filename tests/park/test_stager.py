@@ -100,7 +100,7 @@ def test_a_stager_keeps_no_result_that_has_arrived(device, with_callers):
     """A limit on pinned memory that is enough for one state is enough for all, one by one."""
     state = {"x": torch.ones(20 << 18, device=device)}
     tdcopier.snapshot(state).get()
-    _C.settle()
+    _C.testing.settle()
     tdcopier.trim_pinned_memory()
     before = tdcopier.pinned_memory()
     tdcopier.set_pinned_limit_bytes(before.leased_bytes + before.free_bytes + (30 << 20))

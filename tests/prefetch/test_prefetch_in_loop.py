@@ -179,14 +179,14 @@ def test_a_generator_is_closed_when_the_memory_of_its_batches_was_read(sim, devi
 
     for seed in range(20):
         with sim.schedule(seed):
-            _C.set_max_inline_bytes(0)
+            _C.testing.set_max_inline_bytes(0)
             try:
                 prefetcher = in_loop(mapping(), device, depth=3)
                 with suppress(RuntimeError):
                     next(prefetcher)
                 prefetcher.close()
             finally:
-                _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+                _C.testing.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
     assert was_read == [True] * 20
 
 

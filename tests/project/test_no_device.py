@@ -142,8 +142,8 @@ def test_what_is_asked_of_the_device_raises_and_leaves_the_process_usable(begin,
                 assert kind == "absent", error
             else:
                 raise AssertionError("a copy to a device that is not there")
-        _C.settle()
-        _C.drop_staging()
+        _C.testing.settle()
+        _C.testing.drop_staging()
         missing = tdcopier.info()["missing_devices"]
         assert missing[kind] == f"torch sees no {kind} device", missing
         assert tdcopier.info(make_contexts=True)["devices"] == []

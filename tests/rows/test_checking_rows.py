@@ -318,9 +318,9 @@ def test_rows_are_watched_until_a_storage_orders_its_later_writes_itself(device,
     if is_early:
         change(leaf, 3)
         with pytest.raises(tdcopier.SourceModifiedError, match=sentence("row 3 of storage[0]")):
-            handle._host_access()
+            handle._device_access()
         return
-    handle._host_access().wait()
+    handle._device_access().wait()
     change(leaf, 3)
     handle.get()
 

@@ -55,7 +55,7 @@ def test_storage_and_handle_may_be_dropped_at_once(device, accelerator, count, o
     del table
     gc.collect()
     accelerator.synchronize()
-    _C.settle()
+    _C.testing.settle()
     assert are_released(gone)
 
 

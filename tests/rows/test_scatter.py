@@ -208,7 +208,7 @@ def test_batch_and_storage_are_given_back(device, accelerator, wait):
     del handle, table, batch
     gc.collect()
     accelerator.synchronize()
-    _C.settle()
+    _C.testing.settle()
     assert are_released(gone)
 
 

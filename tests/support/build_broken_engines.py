@@ -103,7 +103,7 @@ def show(name: str, seeds: int) -> None:
 
     prepare()
     # Not before: without a schedule, a defect that makes a deadlock hangs.
-    _C.settle()
+    _C.testing.settle()
     os.environ["TDCOPIER_DEFECT"] = name
     for seed in range(seeds):
         detector = sim.detect(leaks=True)

@@ -35,7 +35,7 @@ def used() -> tuple[int, int]:
 
 def used_when_idle() -> tuple[int, int]:
     """Returns them once the devices have finished, and dropped sources are released."""
-    _C.settle()
+    _C.testing.settle()
     for index in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(index)
     return used()

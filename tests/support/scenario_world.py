@@ -106,14 +106,14 @@ def small_limits(
     inline_bytes: int = 0, window_bytes: int = 64, staging_buffers: int = 2
 ) -> Iterator[None]:
     """Sets limits that make batches of a few hundred bytes use workers, windows and a full ring."""
-    _C.set_max_inline_bytes(inline_bytes)
-    _C.set_max_window_bytes(window_bytes)
+    _C.testing.set_max_inline_bytes(inline_bytes)
+    _C.testing.set_max_window_bytes(window_bytes)
     tdcopier.set_staging_limit_bytes(staging_buffers * _C.STAGING_BUFFER_BYTES)
     try:
         yield
     finally:
-        _C.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
-        _C.set_max_window_bytes(2**63)
+        _C.testing.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+        _C.testing.set_max_window_bytes(2**63)
         tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
 
 
@@ -138,7 +138,7 @@ def one_processor() -> Iterator[None]:
 
 def keep_on(processors: set[int]) -> None:
     """Move this process's threads to these processors. Requires that a device is enabled."""
-    _C.wake_workers()  # made now: the number of workers follows the processors
+    _C.testing.wake_workers()  # made now: the number of workers follows the processors
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
             os.sched_setaffinity(int(thread), processors)

@@ -37,10 +37,10 @@ def fresh(sim: ModuleType) -> Iterator[None]:
             torch.sim.set_stream(torch.sim.default_stream(index))  # device 0 is current at the end
             sim.set_memory_limit_bytes(index, None)
             sim.synchronize(index)
-        _C.settle()
+        _C.testing.settle()
         _C.reclaim()
         torch.sim.empty_cache()
-        _C.drop_deferred_memory()
+        _C.testing.drop_deferred_memory()
         sim.empty_pinned_cache()
         sim.reset_counts()
         for index in range(torch.sim.device_count()):

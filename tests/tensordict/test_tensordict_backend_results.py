@@ -156,7 +156,7 @@ def test_sources_and_results_are_given_back(device, accelerator, elements):
             references = use_once()
             gc.collect()
             accelerator.synchronize()
-            _C.settle()  # sources are released in the background
+            _C.testing.settle()  # sources are released in the background
             torch.zeros(10_000).add_(1)  # lets the interpreter's pending calls run
             assert [reference() for reference in references] == [None] * 5
     assert accelerator.memory_allocated() == before

@@ -19,7 +19,7 @@ from tdcopier.torchrl import (
     PackedLazyTensorStorage,
     PackedTensorDictReplayBuffer,
 )
-from tdcopier.torchrl._sampling import current
+from tdcopier.torchrl._current_sample import current
 
 # Torchrl's own code is not interrupted, nor are single lines: ending a sample only sets an
 # attribute, and no signal comes between a call and that.

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "engine/device/graph_capture.h"
 
 namespace tdcopier {

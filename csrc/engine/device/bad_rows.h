@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/row_moves.h"
-#include "engine/device/event_pool.h"
+#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 

@@ -17,7 +17,7 @@
 #include <utility>
 
 #include "base/anonymous_memory.h"
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "base/interleaver.h"
 #include "base/monitor.h"
 #include "base/piece_plan.h"

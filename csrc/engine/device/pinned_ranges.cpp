@@ -12,7 +12,7 @@
 #include <mutex>
 #include <utility>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "base/monitor.h"
 #include "engine/device/cuda_driver.h"
 

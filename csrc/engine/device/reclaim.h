@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "base/monitor.h"
-#include "engine/device/event_pool.h"
+#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 

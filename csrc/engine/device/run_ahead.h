@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "base/monitor.h"
-#include "engine/device/event_pool.h"
+#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 

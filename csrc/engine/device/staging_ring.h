@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/monitor.h"
-#include "engine/device/event_pool.h"
+#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 

@@ -6,7 +6,7 @@
 
 #include "base/interleaver.h"
 #include "base/polling_wait.h"
-#include "engine/device/event_pool.h"
+#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 

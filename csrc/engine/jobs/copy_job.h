@@ -74,6 +74,27 @@ class JobTicket {
 //   done        the device has passed the last event
 //
 // A job may be dropped at any point: no memory is reused before its stream has passed its work.
+//
+// These members are touched by several threads. Participants hold a part; the last one finishes
+// the job. Any thread with a reference may read.
+//
+//   member                      written by                       constant
+//   participants_               who joins or leaves              never
+//   next_part_                  participants, who claim          once it has passed parts()
+//   failed_                     participants                     once true: no part is claimed
+//   failure_                    participants, under mutex_       once enqueued_
+//   transfers_, transfer_bytes_ participants                     once enqueued_
+//   fallbacks_, phases_         participants, hand_over_to()     never
+//   finished_                   the last                         once true
+//   arrived_, last_write_       the last, before enqueued_       once enqueued_
+//   last_read_                  as sources_free_, and before it  once sources_free_
+//   sources_free_               the last, or the participant that has read the last source; under
+//                               mutex_                           once true
+//   enqueued_                   the last, under mutex_           once true
+//   handed_over_                hand_over_to()                   once true
+//   host_knows_arrival_         wait_done()                      once true
+//
+// A thread that finds a flag true may read, without a lock, what is constant since.
 class CopyJob : public std::enable_shared_from_this<CopyJob> {
  public:
   virtual ~CopyJob();
@@ -111,7 +132,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // Returns an event after the device's accesses to the caller's host memory: its reads of host
   // sources, or its writes to host destinations; null: it accesses none any more. Host threads may
   // access host memory later. Requires: is_enqueued().
-  const EventRef& last_host_access() const {
+  const EventRef& last_access() const {
     return source_device().is_cpu() ? last_read_ : last_write_;
   }
 
@@ -229,9 +250,7 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   const LeafTable& leaves_;
   const PackPlan& plan_;
   PhaseTimes phases_;
-  // An event after the last transfer, recorded by the participant that finishes the job. Constant
-  // once enqueued.
-  EventRef arrived_;
+  EventRef arrived_;  // after the last transfer; see the table above
 
  private:
   void begin_on_worker() noexcept;
@@ -259,11 +278,11 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
 
   Mutex mutex_;
   Condition milestone_;
-  std::atomic<bool> sources_free_ = false;  // once `last_read_` has ended too; written under mutex_
-  std::atomic<bool> enqueued_ = false;      // written under mutex_
-  EventRef last_read_;   // after the device's last read of sources; constant once sources_free_
-  EventRef last_write_;  // after the last write, of a failed job too; constant once enqueued_
-  std::exception_ptr failure_;  // guarded by mutex_ until enqueued_, constant after
+  std::atomic<bool> sources_free_ = false;  // once `last_read_` has ended too
+  std::atomic<bool> enqueued_ = false;
+  EventRef last_read_;   // after the device's last read of sources
+  EventRef last_write_;  // after the last write, of a failed job too
+  std::exception_ptr failure_;
 };
 
 }  // namespace tdcopier

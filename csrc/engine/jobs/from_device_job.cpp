@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/cache_line.h"
-#include "engine/device/event_pool.h"
+#include "engine/device/stream_order.h"
 #include "engine/moves/gather_scatter.h"
 #include "engine/moves/segment_kernel.h"
 #include "engine/moves/transport.h"

@@ -12,7 +12,7 @@
 #include <numeric>
 #include <utility>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "base/polling_wait.h"
 #include "engine/device/pinned_ranges.h"
 #include "engine/moves/gather_scatter.h"

@@ -10,8 +10,8 @@
 
 #include "base/interleaver.h"
 #include "base/internal_error.h"
-#include "engine/device/event_pool.h"
 #include "engine/device/recorded_streams.h"
+#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 namespace {

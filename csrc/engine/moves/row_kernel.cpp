@@ -1,16 +1,12 @@
 // Cuts rows into units, and launches CUDA's kernels.
 #include "engine/moves/row_kernel.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
 
-#include "base/internal_error.h"
-#include "engine/device/cuda_driver.h"
-#include "engine/moves/cuda_kernels.h"
+#include "engine/moves/kernel_launch.h"
 #include "kernels/move_rows_ptx.h"
 
 namespace tdcopier {
@@ -42,21 +38,11 @@ static_assert(sizeof(RowParameters<kMostWords>) <= 32764, "what a kernel's param
 
 enum RowFunctions : size_t { kFewRows, kSomeRows, kManyRows, kNumberRows };
 
-const CudaKernels::Loaded& cuda_row_kernels(c10::Device device) {
+CudaKernels& cuda_row_kernels() {
   static constexpr const char* kNames[] = {"move_rows_506", "move_rows_2298", "move_rows_4086",
                                            "number_rows"};
-  static auto& kernels = *new CudaKernels(kMoveRowsPtx, kNames);
-  return kernels.on(device);
-}
-
-void launch(const c10::Stream& stream, size_t function, unsigned blocks, unsigned threads,
-            void** arguments) {
-  const CudaKernels::Loaded& kernels = cuda_row_kernels(stream.device());
-  check_invariant(kernels.lack.empty(), "rows are moved where there is a kernel for it");
-  const CurrentContext here(*cuda_driver(), kernels.context);
-  const int result = cuda_driver()->launch(kernels.functions[function], blocks, 1, 1, threads, 1, 1,
-                                           0, native_handle(stream), arguments, nullptr);
-  TORCH_CHECK(result == 0, "CUDA error: cuLaunchKernel returned ", result, " for a move of rows");
+  static auto& kernels = *new CudaKernels("a move of rows", kMoveRowsPtx, kNames);
+  return kernels;
 }
 
 size_t words_of(const RowMove& move) {
@@ -80,7 +66,7 @@ void move_with(const c10::Stream& stream, const RowMove& move, size_t function) 
   }
   void* arguments[] = {&parameters};
   const unsigned blocks = std::min(kRowBlocks, (move.units + kRowThreads - 1) / kRowThreads);
-  launch(stream, function, blocks, kRowThreads, arguments);
+  cuda_row_kernels().launch(stream, function, blocks, kRowThreads, arguments);
 }
 
 void move_on_cuda(const c10::Stream& stream, const RowMove& move) {
@@ -94,7 +80,7 @@ void number_on_cuda(const c10::Stream& stream, const RowNumbering& numbering) {
   RowNumbering copy = numbering;
   void* arguments[] = {&copy.index,   &copy.number_bytes, &copy.count, &copy.rows,
                        &copy.numbers, &copy.bad,          &copy.last,  &copy.last_mask};
-  launch(stream, kNumberRows, 1, kNumberThreads, arguments);
+  cuda_row_kernels().launch(stream, kNumberRows, 1, kNumberThreads, arguments);
 }
 
 std::atomic<bool> g_row_kernels_used = true;
@@ -125,7 +111,7 @@ void set_row_kernels(c10::DeviceType type, const RowKernels& kernels) {
 
 const RowKernels* row_kernels(c10::Device device) {
   if (device.is_cpu() || !g_row_kernels_used.load(std::memory_order_relaxed)) return nullptr;
-  if (device.type() == c10::DeviceType::CUDA && !cuda_row_kernels(device).lack.empty()) {
+  if (device.type() == c10::DeviceType::CUDA && !cuda_row_kernels().on(device).lack.empty()) {
     return nullptr;
   }
   return kernels_by_type()[static_cast<size_t>(device.type())];

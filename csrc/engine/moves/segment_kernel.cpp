@@ -1,17 +1,13 @@
 // Cuts leaves into segments, and launches the kernel for as many as fit in its parameters.
 #include "engine/moves/segment_kernel.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <span>
 #include <vector>
 
-#include "base/internal_error.h"
-#include "engine/device/cuda_driver.h"
-#include "engine/moves/cuda_kernels.h"
+#include "engine/moves/kernel_launch.h"
 #include "kernels/move_segments_ptx.h"
 
 namespace tdcopier {
@@ -36,25 +32,24 @@ std::atomic<bool> g_used = true;
 
 enum Functions : size_t { kFew, kSome, kMany };  // for up to 254, 766 and 2042 segments
 
-const CudaKernels::Loaded& segment_kernel_of(c10::Device device) {
+CudaKernels& segment_kernels() {
   static constexpr const char* kNames[] = {"move_segments_254", "move_segments_766",
                                            "move_segments_2042"};
-  static auto& kernels = *new CudaKernels(kMoveSegmentsPtx, kNames);
-  return kernels.on(device);
+  static auto& kernels =
+      *new CudaKernels("a copy between leaves and their chunk", kMoveSegmentsPtx, kNames);
+  return kernels;
 }
 
 template <size_t kMost>
-void launch(void* function, void* stream, Move direction, const uint64_t* chunks,
+void launch(const c10::Stream& stream, size_t function, Move direction, const uint64_t* chunks,
             std::span<const Segment> segments) {
   Parameters<kMost> parameters;
   std::copy_n(chunks, kMostChunksOfLaunch, parameters.chunks);
   parameters.scatter = static_cast<uint32_t>(direction);
   std::memcpy(parameters.each, segments.data(), segments.size_bytes());
   void* arguments[] = {&parameters};
-  const int result = cuda_driver()->launch(function, static_cast<unsigned>(segments.size()), 1, 1,
-                                           kSegmentThreads, 1, 1, 0, stream, arguments, nullptr);
-  TORCH_CHECK(result == 0, "CUDA error: cuLaunchKernel returned ", result,
-              " for a copy between leaves and their chunk");
+  segment_kernels().launch(stream, function, static_cast<unsigned>(segments.size()),
+                           kSegmentThreads, arguments);
 }
 
 }  // namespace
@@ -108,22 +103,17 @@ size_t Segments::launches() const {
 }
 
 void Segments::move(const c10::Stream& stream, Move direction) const {
-  if (segments_.empty()) return;
-  const CudaKernels::Loaded& kernel = segment_kernel_of(stream.device());
-  check_invariant(kernel.lack.empty(), "segments are moved where there is a kernel for them");
-  const CurrentContext here(*cuda_driver(), kernel.context);
-  void* const handle = native_handle(stream);
   for (size_t i = 0; i < groups_.size(); ++i) {
     std::span<const Segment> segments = segments_of(i);
     const uint64_t* const chunks = groups_[i].chunks.data();
     while (!segments.empty()) {
       const auto part = segments.first(std::min(segments.size(), kMostSegmentsOfLaunch));
       if (part.size() <= 254) {
-        launch<254>(kernel.functions[kFew], handle, direction, chunks, part);
+        launch<254>(stream, kFew, direction, chunks, part);
       } else if (part.size() <= 766) {
-        launch<766>(kernel.functions[kSome], handle, direction, chunks, part);
+        launch<766>(stream, kSome, direction, chunks, part);
       } else {
-        launch<kMostSegmentsOfLaunch>(kernel.functions[kMany], handle, direction, chunks, part);
+        launch<kMostSegmentsOfLaunch>(stream, kMany, direction, chunks, part);
       }
       segments = segments.subspan(part.size());
     }
@@ -135,7 +125,7 @@ const std::string& why_no_segment_kernel(c10::Device device) {
   static const std::string off = "it is switched off";
   if (device.type() != c10::DeviceType::CUDA) return other;
   if (!g_used.load(std::memory_order_relaxed)) return off;
-  return segment_kernel_of(device).lack;
+  return segment_kernels().on(device).lack;
 }
 
 void use_segment_kernel(bool use) {

@@ -21,6 +21,7 @@
 #include "python/calls/start_copy.h"
 #include "python/runtime/cache_prefetch.h"
 #include "python/runtime/device_argument.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/interrupts.h"
 #include "python/walk/delegated_outputs.h"
 #include "python/walk/pair_walk.h"
@@ -268,8 +269,7 @@ SortedPairs sort_and_check(py::handle source, py::handle destination, const Fill
 py::object replace_opaque(SortedPairs& sorted, py::handle source, py::handle destination,
                           const FillCall& call) {
   if (sorted.opaque_differences == 0) return py::none();
-  const py::object replacements =
-      py::module_::import("tdcopier._opaque").attr("Replacements")(sorted.opaque_pairs);
+  const py::object replacements = hooks().replacements(sorted.opaque_pairs);
   sorted.opaque_differences = 0;
   if (!replacements.attr("write")().cast<bool>()) return replacements;
   // The code of containers may have moved the memory of leaves, and changed the values.
@@ -331,10 +331,9 @@ RowRequest request_for(py::handle index, const CopyOptions& options) {
 
 }  // namespace
 
-std::unique_ptr<Handle> start_copy_into(py::handle source, py::handle destination,
+std::unique_ptr<Handle> start_copy_into(py::handle source, py::handle destination, py::object fill,
                                         const CopyOptions& options, bool copy_opaque) {
-  const py::object fill = py::module_::import("tdcopier._into").attr("fill");
-  return fill_tree(source, destination, {{}, {}, fill, copy_opaque}, options);
+  return fill_tree(source, destination, {{}, {}, std::move(fill), copy_opaque}, options);
 }
 
 std::unique_ptr<Handle> start_scatter(py::handle batch, py::handle storage, py::handle index,

@@ -12,9 +12,11 @@ namespace tdcopier {
 
 // Fills a tree from one of the same structure. Throws if the call itself is wrong, before anything
 // is written; a failure of the copy is reported by the handle. Ignores `options.pack`, which is for
-// new memory only. `copy_opaque`: also replace opaque values of the destination, before it returns.
+// new memory only. `fill(destination, source)` writes the leaves that the engine does not.
+// `copy_opaque`: also replace opaque values of the destination, before it returns.
 std::unique_ptr<Handle> start_copy_into(pybind11::handle source, pybind11::handle destination,
-                                        const CopyOptions& options, bool copy_opaque);
+                                        pybind11::object fill, const CopyOptions& options,
+                                        bool copy_opaque);
 
 // Like copy_into(), but writes rows of the destination that are selected by index.
 // `fill(table, values)` writes the leaves that the engine does not. `rows` is as for

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "engine/device/accelerator.h"
 #include "engine/device/pinned_pool.h"
 #include "engine/device/reclaim.h"

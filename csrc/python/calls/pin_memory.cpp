@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "base/residency.h"
 #include "engine/device/graph_capture.h"
 #include "engine/leaves/mapped_leaves.h"

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "engine/device/fallbacks.h"
 #include "engine/device/graph_capture.h"
 #include "engine/device/thread_pools.h"

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "engine/device/graph_capture.h"
@@ -195,7 +195,7 @@ py::object Handle::enqueued() {
   return result_;
 }
 
-std::unique_ptr<HostAccess> Handle::host_access() {
+std::unique_ptr<DeviceAccess> Handle::device_access() {
   wait_enqueued();
   wait_stopped_if_failed();
   raise_if_failed();
@@ -206,11 +206,11 @@ std::unique_ptr<HostAccess> Handle::host_access() {
       const WaitWithoutGil waiting;
       job->wait_done();
     }
-    if (!job->last_host_access()) continue;
-    ends.push_back(job->last_host_access());
+    if (!job->last_access()) continue;
+    ends.push_back(job->last_access());
     device = job->target().is_cpu() ? job->source_device() : job->target();
   }
-  return std::make_unique<HostAccess>(device, std::move(ends));
+  return std::make_unique<DeviceAccess>(device, std::move(ends));
 }
 
 // Returns the streams in the order of the jobs whose sources are on a device.

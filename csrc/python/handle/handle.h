@@ -12,7 +12,7 @@
 #include "engine/device/bad_rows.h"
 #include "engine/device/fallbacks.h"
 #include "engine/jobs/copy_job.h"
-#include "python/handle/host_access.h"
+#include "python/handle/device_access.h"
 #include "python/handle/kept_outputs.h"
 #include "python/walk/delegated_outputs.h"
 #include "python/walk/sources.h"
@@ -76,12 +76,13 @@ class Handle {
   std::string described();
   pybind11::object get();
   pybind11::object wait(pybind11::handle stream) { return order(stream, /*for_reads=*/true); }
-  // As wait(), but the host does not wait until a device has read host sources: see host_access().
+  // As wait(), but the host does not wait until a device has read host sources: see
+  // device_access().
   pybind11::object hand_over(pybind11::handle stream) { return order(stream, /*for_reads=*/false); }
   // Returns the device's accesses to host memory that is not the result's, with those of host
   // threads done. Blocks: until all transfers are enqueued, and host threads have written their
   // part. Throws: as wait().
-  std::unique_ptr<HostAccess> host_access();
+  std::unique_ptr<DeviceAccess> device_access();
   void wait_staged();
   // Returns the result as soon as every transfer is enqueued, which is before its bytes arrive.
   // Throws what made the copy fail until then. Blocks: until it is enqueued.

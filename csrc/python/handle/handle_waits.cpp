@@ -4,7 +4,7 @@
 #include <exception>
 #include <stdexcept>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "engine/device/phases.h"
 #include "engine/leaves/leaf.h"
 #include "python/handle/handle.h"

@@ -1,6 +1,8 @@
 // Reads numpy arrays through pybind11's view of their memory layout: no numpy header, no import.
 #include "python/runtime/array_leaf.h"
 
+#include "python/runtime/hooks.h"
+
 #include <ATen/ExpandUtils.h>
 #include <c10/util/strides.h>
 #include <pybind11/numpy.h>
@@ -163,8 +165,7 @@ ArrayMemory memory_of_array(PyObject* object) {
 }
 
 py::object tensor_from_array(PyObject* array, bool is_result) {
-  const py::module_ arrays = py::module_::import("tdcopier._containers.arrays");
-  return arrays.attr("as_tensor")(py::handle(array), py::arg("is_result") = is_result);
+  return hooks().as_tensor(py::handle(array), py::arg("is_result") = is_result);
 }
 
 std::string array_dtype_name(PyObject* array) {

@@ -8,6 +8,7 @@
 #include "engine/device/accelerator.h"
 #include "engine/device/recorded_streams.h"
 #include "python/runtime/device_argument.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/interrupts.h"
 #include "python/runtime/torch_tensor.h"
 
@@ -18,8 +19,7 @@ namespace tdcopier {
 std::vector<at::Tensor> plain_parts(const py::object& value) {
   if (is_plain_tensor_class(Py_TYPE(value.ptr()))) return {tensor_in(value.ptr())};
   std::vector<at::Tensor> parts;
-  const py::list found =
-      py::module_::import("tdcopier._containers.delegated_parts").attr("plain_parts")(value);
+  const py::list found = hooks().plain_parts(value);
   for (const py::handle part : found) parts.push_back(tensor_in(part.ptr()));
   return parts;
 }

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/device/event_pool.h"
+#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/stl.h>
 
+#include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
 
 namespace py = pybind11;
@@ -35,7 +36,6 @@ void refuse_numbers_on_device(const DelegatedPair& pair, TablesOfPairs tables,
 void check_delegated_pairs(const std::vector<DelegatedPair>& pairs, TablesOfPairs tables,
                            const PathOfEnd& path) {
   if (pairs.empty()) return;
-  const py::object mismatch = py::module_::import("tdcopier._into").attr("mismatch");
   for (const DelegatedPair& pair : pairs) {
     py::object shape = py::none();
     if (tables.rows != nullptr) {
@@ -43,7 +43,8 @@ void check_delegated_pairs(const std::vector<DelegatedPair>& pairs, TablesOfPair
       const c10::DimVector sizes = tables.rows->shape_in(tensor_in(table.ptr()).sizes());
       shape = py::cast(at::IntArrayRef(sizes).vec());
     }
-    const py::object wrong = mismatch(pair.source, pair.destination, shape, tables.are_sources);
+    const py::object wrong =
+        hooks().mismatch(pair.source, pair.destination, shape, tables.are_sources);
     if (wrong.is_none()) {
       if (tables.rows != nullptr) refuse_numbers_on_device(pair, tables, path);
       continue;

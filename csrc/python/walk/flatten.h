@@ -14,6 +14,7 @@
 #include "engine/leaves/mapped_leaves.h"
 #include "python/walk/sources.h"
 #include "python/walk/tree.h"
+#include "python/walk/value_kind.h"
 
 namespace tdcopier {
 
@@ -27,14 +28,6 @@ struct SourceGroup {
 
   // Marks the leaf added last as memory-mapped.
   void note_mapped() { mapped.note(leaves.reach(leaves[leaves.size() - 1])); }
-};
-
-enum class WhyDelegated : uint8_t {
-  kClass,      // tensors of its class are moved by their own `.to`
-  kObject,     // no tensor: an object that has a `.to` of its own
-  kTorchMode,  // a torch mode or transform is active
-  kDevice,     // the engine does not move leaves between its device and the target
-  kNotPlain,   // a copy of its bytes is not enough
 };
 
 // A leaf that is delegated to `Tensor.to`, or an object that has a `.to` of its own.

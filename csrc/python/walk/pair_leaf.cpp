@@ -7,6 +7,7 @@
 
 #include "python/runtime/array_leaf.h"
 #include "python/runtime/device_argument.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
 
 namespace py = pybind11;
@@ -82,9 +83,7 @@ bool PlainLeafReader::is_plain_class(PyObject* object) {
   for (const auto& [known, plain] : classes_) {
     if (known == type) return plain;
   }
-  const py::object answer =
-      py::module_::import("tdcopier._into")
-          .attr("is_plain_class")(py::handle(reinterpret_cast<PyObject*>(type)));
+  const py::object answer = hooks().is_plain_class(py::handle(reinterpret_cast<PyObject*>(type)));
   classes_.emplace_back(type, answer.cast<bool>());
   return classes_.back().second;
 }

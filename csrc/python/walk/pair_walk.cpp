@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "python/runtime/cache_prefetch.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
 #include "python/walk/path.h"
 #include "python/walk/value_kind.h"
@@ -101,8 +102,7 @@ class PairWalk {
       const py::object name =
           step.name != nullptr ? py::reinterpret_borrow<py::object>(step.name)
                                : py::reinterpret_steal<py::object>(PyLong_FromSsize_t(step.index));
-      holders.append(
-          py::make_tuple(number, py::handle(container), name, static_cast<int>(step.kind)));
+      holders.append(py::make_tuple(number, py::handle(container), name, step.kind));
     }
     py::reinterpret_borrow<py::list>(found_.opaque_pairs)
         .append(py::make_tuple(py::handle(source), py::handle(destination), differ, holders));
@@ -118,8 +118,7 @@ class PairWalk {
   // Asks tdcopier._opaque whether two opaque values of any classes differ.
   bool differ(PyObject* source, PyObject* destination) {
     if (source == destination) return false;
-    if (!differ_) differ_ = py::module_::import("tdcopier._opaque").attr("differ");
-    return differ_(py::handle(source), py::handle(destination)).cast<bool>();
+    return hooks().differ(py::handle(source), py::handle(destination)).cast<bool>();
   }
 
   // Visits a pair and keeps references to it meanwhile, except for two tensors, which run no code.
@@ -274,8 +273,7 @@ class PairWalk {
 
   // Throws TypeError if the class of a whole tree is unknown, so that nothing would be copied.
   void refuse_unknown_root(PyObject* source, PyObject* destination) const {
-    const py::object refuse =
-        py::module_::import("tdcopier._containers.unknown").attr("refuse_root");
+    const py::object& refuse = hooks().refuse_root;
     refuse(names_.source, py::handle(source));
     refuse(names_.destination, py::handle(destination));
   }
@@ -339,7 +337,6 @@ class PairWalk {
   PairedTrees found_;
   ValueLooks looks_;
   Path path_;
-  py::object differ_{};
   // By depth, only if opaque pairs are listed: the container of the destination that the walk is
   // in, which the visit keeps alive, and its number.
   std::vector<std::pair<PyObject*, uint64_t>> holders_;

@@ -14,7 +14,6 @@ inline constexpr int kMaxDepth = 1000;
 // One step from a container to its child.
 struct PathStep {
   // A nested key stands for several steps if it is a tuple, and for none if the tuple is empty.
-  // `tdcopier._opaque` knows the numbers of the kinds.
   enum class Kind : uint8_t { kIndex, kKey, kNestedKey, kAttribute };
   Kind kind;
   PyObject* name;  // borrowed: the key, or the attribute's name; null for an index

@@ -11,6 +11,7 @@
 #include "base/overlap.h"
 #include "python/runtime/array_leaf.h"
 #include "python/runtime/cache_prefetch.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/torch_state.h"
 #include "python/runtime/torch_tensor.h"
 #include "python/walk/delegated_pairs.h"
@@ -170,8 +171,7 @@ class Sorter {
   // Returns the leaf if it is a tensor, or makes a tensor of an array: only tensors have rows.
   py::object as_tensor(py::object leaf, bool written) const {
     if (is_tensor(leaf.ptr())) return leaf;
-    py::object made =
-        py::module_::import("tdcopier._rows.scatter").attr("as_tensor")(leaf, written);
+    py::object made = hooks().table_as_tensor(leaf, written);
     if (PyUnicode_Check(made.ptr())) refuse(written, made.cast<std::string>());
     return made;
   }

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
 #include "python/walk/value_kind.h"
 
@@ -40,7 +41,6 @@ bool has_custom(const TreeSpec& spec) {
 }
 
 void find_opaque(const FlatTree& flat, py::handle data, c10::Device target, bool warns) {
-  const py::module_ unknown = py::module_::import("tdcopier._containers.unknown");
   const std::vector<bool> opaque = opaque_values(flat);
   std::vector<PyTypeObject*> seen;  // alive as long as the values in the spec are
   for (size_t i = 0; i < flat.spec.nodes(); ++i) {
@@ -51,10 +51,10 @@ void find_opaque(const FlatTree& flat, py::handle data, c10::Device target, bool
     if (ValueLooks::is_plain_opaque(type)) continue;
     if (std::find(seen.begin(), seen.end(), type) != seen.end()) continue;
     const py::handle cls(reinterpret_cast<PyObject*>(type));
-    if (!unknown.attr("may_hold_tensors")(cls).cast<bool>()) seen.push_back(type);
-    if (!unknown.attr("is_to_be_told")(value, warns).cast<bool>()) continue;
+    if (!hooks().may_hold_tensors(cls).cast<bool>()) seen.push_back(type);
+    if (!hooks().is_to_be_told(value, warns).cast<bool>()) continue;
     const std::string path = path_of(data, i, target).value_or("a value in data");
-    unknown.attr(warns ? "warn" : "refuse")(path, value);
+    (warns ? hooks().warn_of_unknown : hooks().refuse_unknown)(path, value);
   }
 }
 
@@ -65,7 +65,7 @@ void find_unknown(const FlatTree& flat, py::handle data, c10::Device target, OnU
   if (flat.opaque != 0) find_opaque(flat, data, target, warns);
   if (on_unknown == OnUnknown::kRefuseRoot || !has_custom(flat.spec)) return;
   const py::object device = py::reinterpret_steal<py::object>(THPDevice_New(target));
-  py::module_::import("tdcopier._containers.beside").attr("refuse_or_warn")(data, device, warns);
+  hooks().tell_of_attributes(data, device, warns);
 }
 
 }  // namespace tdcopier

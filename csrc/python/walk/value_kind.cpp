@@ -8,17 +8,13 @@
 
 #include "base/internal_error.h"
 #include "python/runtime/array_leaf.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
-
-PathStep::Kind step_kind(const std::string& name, bool nested) {
-  if (name == "key") return nested ? PathStep::Kind::kNestedKey : PathStep::Kind::kKey;
-  return name == "attribute" ? PathStep::Kind::kAttribute : PathStep::Kind::kIndex;
-}
 
 // Returns whether `type` is this class of a loaded module. Never imports the module: before that no
 // value of the class exists, and the module may be half loaded.
@@ -68,13 +64,12 @@ KnownType look_up(py::object type) {
   if (is_array_type(reinterpret_cast<PyTypeObject*>(type.ptr()))) {
     return {std::move(type), ValueKind::kArray};
   }
-  const py::object rule =
-      py::module_::import("tdcopier._containers.registry").attr("rule_of")(type);
+  const py::object rule = hooks().rule_of(type);
   if (rule.is_none()) {
     return {std::move(type), is_tensor ? ValueKind::kDelegated : ValueKind::kOpaque};
   }
-  if (PyUnicode_Check(rule.ptr())) {
-    const bool is_object = rule.cast<std::string>() == "own to";
+  if (py::isinstance<WhyDelegated>(rule)) {
+    const bool is_object = rule.cast<WhyDelegated>() == WhyDelegated::kObject;
     return {std::move(type), is_object ? ValueKind::kObject : ValueKind::kDelegated};
   }
   const py::object flatten = rule.attr("flatten");
@@ -84,15 +79,16 @@ KnownType look_up(py::object type) {
   }
   const bool by_target = rule.attr("by_target").cast<bool>();
   const bool is_object = rule.attr("own_to").cast<bool>();
+  const py::object keeps_none = rule.attr("keeps_none");
   return {std::move(type),
           by_target ? ValueKind::kCollection : ValueKind::kContainer,
           flatten,
           unflatten,
-          step_kind(rule.attr("names").cast<std::string>(), /*nested=*/by_target && !is_object),
+          rule.attr("step").cast<PathStep::Kind>(),
           is_object ? ValueKind::kObject : ValueKind::kDelegated,
           none_as_null(rule.attr("flatten_entry")),
-          !rule.attr("tensorclass").is_none(),
-          py::str("keeps None").equal(rule.attr("tensorclass"))};
+          !keeps_none.is_none(),
+          keeps_none.is(py::handle(Py_True))};
 }
 
 }  // namespace
@@ -111,7 +107,7 @@ Seen ValueLooks::with_path(const Take& take, const Path& path, int depth, const 
   try {
     return take();
   } catch (py::error_already_set& error) {
-    if (!error.matches(py::module_::import("tdcopier._containers.registry").attr("Refused"))) throw;
+    if (!error.matches(hooks().Refused)) throw;
     throw py::type_error(root + path.text(depth) + " " + std::string(py::str(error.value())));
   }
 }
@@ -147,8 +143,7 @@ Seen ValueLooks::look(PyObject* object, const Path& path, int depth, const char*
 Seen ValueLooks::look_at_level(PyObject* collection, const Path& path, int depth,
                                const char* root) {
   const auto take = [&] {
-    const py::tuple level =
-        py::module_::import("tdcopier.tensordict._levels").attr("level_of")(py::handle(collection));
+    const py::tuple level = hooks().level_of(py::handle(collection));
     Seen seen{ValueKind::kContainer, PathStep::Kind::kNestedKey};
     if (level[0].cast<bool>()) {
       seen.children = level[1];

@@ -26,6 +26,15 @@ enum class ValueKind : uint8_t {
   kTensorClass,  // the same, if its TensorDict is of exactly that class
 };
 
+// Why a leaf or object is moved by its own `.to`.
+enum class WhyDelegated : uint8_t {
+  kClass,      // tensors of its class are moved by their own `.to`
+  kObject,     // no tensor: an object that has a `.to` of its own
+  kTorchMode,  // a torch mode or transform is active
+  kDevice,     // the engine does not move leaves between its device and the target
+  kNotPlain,   // a copy of its bytes is not enough
+};
+
 // The result of looking up a class.
 struct KnownType {
   pybind11::object type;

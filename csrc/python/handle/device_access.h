@@ -7,22 +7,22 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/device/event_pool.h"
+#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 
 // The accesses of a copy to memory that its caller owns: the device's reads of the sources, or its
 // writes to the destinations. It keeps no memory alive. A forked child may drop it, unlike torch's
 // events. Thread: any. GIL: held for every member; released inside while waiting.
-class HostAccess {
+class DeviceAccess {
  public:
   // `ends`: events of `device` after the accesses.
-  HostAccess(c10::Device device, std::vector<EventRef> ends);
+  DeviceAccess(c10::Device device, std::vector<EventRef> ends);
   // The accesses that are enqueued on `stream` by now. If no event can be recorded, waits for them.
-  explicit HostAccess(const c10::Stream& stream);
-  ~HostAccess();
-  HostAccess(const HostAccess&) = delete;
-  HostAccess& operator=(const HostAccess&) = delete;
+  explicit DeviceAccess(const c10::Stream& stream);
+  ~DeviceAccess();
+  DeviceAccess(const DeviceAccess&) = delete;
+  DeviceAccess& operator=(const DeviceAccess&) = delete;
 
   // A device that has failed accesses nothing any more, and a forked child has no accesses.
   bool has_ended();

@@ -1,5 +1,5 @@
 // A counter that a pthread_atfork() handler increments in the child.
-#include "base/fork_generation.h"
+#include "base/forks.h"
 
 #include <pthread.h>
 

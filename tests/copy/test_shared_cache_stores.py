@@ -20,9 +20,9 @@ EIGHT_WINDOWS = 2 << 20
 @pytest.fixture
 def any_processor() -> Iterator[None]:
     """Lets processors that cannot store to the shared cache act as if they did."""
-    _C.set_shared_cache_store(True)
+    _C.testing.set_shared_cache_store(True)
     yield
-    _C.set_shared_cache_store(False)
+    _C.testing.set_shared_cache_store(False)
 
 
 def bytes_of(count: int) -> torch.Tensor:
@@ -38,29 +38,29 @@ def begun(source: torch.Tensor) -> tdcopier.AsyncCopyHandle:
 
 def test_the_windows_after_eight_that_the_device_has_not_read(sim):
     source = bytes_of(MANY_WINDOWS)
-    before = _C.shared_cache_copies()
+    before = _C.testing.shared_cache_copies()
     with sim.hold(_C.copy_stream("sim")):
         handle = begun(source)
-    assert _C.shared_cache_copies() - before == 30 - 8
+    assert _C.testing.shared_cache_copies() - before == 30 - 8
     assert torch.equal(handle.get().cpu(), source)
 
 
 def test_the_windows_after_two_while_more_than_64_mib_are_left(sim):
     source = bytes_of(72 << 20)
     tdcopier.set_staging_limit_bytes(96 << 20)
-    before = _C.shared_cache_copies()
+    before = _C.testing.shared_cache_copies()
     with sim.hold(_C.copy_stream("sim")):
         handle = begun(source)
-    assert _C.shared_cache_copies() - before == handle.stats.transfers - 2
+    assert _C.testing.shared_cache_copies() - before == handle.stats.transfers - 2
     assert torch.equal(handle.get().cpu(), source)
 
 
 def test_none_while_the_device_keeps_up(sim):
     source = bytes_of(MANY_WINDOWS)
     tdcopier.set_staging_limit_bytes(4 * _C.STAGING_BUFFER_BYTES)
-    before = _C.shared_cache_copies()
+    before = _C.testing.shared_cache_copies()
     assert torch.equal(begun(source).get().cpu(), source)
-    assert _C.shared_cache_copies() == before
+    assert _C.testing.shared_cache_copies() == before
 
 
 def test_none_of_other_copies_meanwhile(sim):
@@ -68,10 +68,10 @@ def test_none_of_other_copies_meanwhile(sim):
     target = torch.empty(large.shape, dtype=torch.uint8, device="sim")
     with sim.hold(_C.copy_stream("sim")):
         first = begun(large)
-        before = _C.shared_cache_copies()
+        before = _C.testing.shared_cache_copies()
         second = begun(small)
         tdcopier.copy_into(large, target, use_background_thread=False)
-        assert _C.shared_cache_copies() == before
+        assert _C.testing.shared_cache_copies() == before
     assert torch.equal(first.get().cpu(), large)
     assert torch.equal(second.get().cpu(), small)
     assert torch.equal(target.cpu(), large)

@@ -1,6 +1,9 @@
 // Asks the driver, and keeps what it answered.
-#include "engine/moves/cuda_kernels.h"
+#include "engine/moves/kernel_launch.h"
 
+#include <c10/util/Exception.h>
+
+#include "base/internal_error.h"
 #include "engine/device/cuda_driver.h"
 #include "engine/device/graph_capture.h"
 
@@ -52,6 +55,16 @@ const CudaKernels::Loaded& CudaKernels::on(c10::Device device) {
     ++tries;
   }
   return *loaded;
+}
+
+void CudaKernels::launch(const c10::Stream& stream, size_t function, unsigned blocks,
+                         unsigned threads, void** arguments) {
+  const Loaded& kernels = on(stream.device());
+  check_invariant(kernels.lack.empty(), "kernels are launched where there are some");
+  const CurrentContext here(*cuda_driver(), kernels.context);
+  const int result = cuda_driver()->launch(kernels.functions[function], blocks, 1, 1, threads, 1, 1,
+                                           0, native_handle(stream), arguments, nullptr);
+  TORCH_CHECK(result == 0, "CUDA error: cuLaunchKernel returned ", result, " for ", what_);
 }
 
 }  // namespace tdcopier

@@ -1,43 +1,43 @@
-#include "python/handle/host_access.h"
+#include "python/handle/device_access.h"
 
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "base/fork_generation.h"
+#include "base/forks.h"
 #include "engine/device/accelerator.h"
 #include "python/runtime/device_argument.h"
 #include "python/runtime/interrupts.h"
 
 namespace tdcopier {
 
-HostAccess::HostAccess(c10::Device device, std::vector<EventRef> ends)
+DeviceAccess::DeviceAccess(c10::Device device, std::vector<EventRef> ends)
     : device_(device), generation_(fork_generation()), ends_(std::move(ends)) {}
 
-HostAccess::HostAccess(const c10::Stream& stream) : HostAccess(stream.device(), {}) {
+DeviceAccess::DeviceAccess(const c10::Stream& stream) : DeviceAccess(stream.device(), {}) {
   const WithoutGil no_gil;  // if it has to wait
   EventRef end = Accelerator::of(stream.device()).events().record_or_wait(stream);
   if (end) ends_.push_back(std::move(end));
 }
 
-HostAccess::~HostAccess() {
+DeviceAccess::~DeviceAccess() {
   // Leaks them in a forked child: a thread of the parent may have held the lock of their pool.
   if (generation_ != fork_generation()) new std::vector<EventRef>(std::move(ends_));
 }
 
-bool HostAccess::has_ended() {
+bool DeviceAccess::has_ended() {
   return generation_ != fork_generation() ||
          std::ranges::all_of(ends_, [](const auto& end) { return tdcopier::has_ended(*end); });
 }
 
-void HostAccess::wait() {
+void DeviceAccess::wait() {
   if (has_ended()) return;
   const WaitWithoutGil waiting;
   for (const EventRef& end : ends_) wait_until_ended(*end);
 }
 
-void HostAccess::order() {
+void DeviceAccess::order() {
   if (ends_.empty() || generation_ != fork_generation()) return;
   const c10::Stream stream = parse_stream(pybind11::none(), device_);
   for (const EventRef& end : ends_) block_until_ended(*end, stream);

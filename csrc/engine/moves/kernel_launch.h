@@ -1,7 +1,8 @@
-// Loads the engine's own CUDA kernels through the driver.
+// Loads and launches the engine's own CUDA kernels through the driver.
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <mutex>
 #include <span>
@@ -14,8 +15,9 @@ namespace tdcopier {
 // that context. Thread: any.
 class CudaKernels {
  public:
-  // Both last as long as the process.
-  CudaKernels(const char* ptx, std::span<const char* const> names) : ptx_(ptx), names_(names) {}
+  // Both last as long as the process. `what`: what they do, for messages.
+  CudaKernels(const char* what, const char* ptx, std::span<const char* const> names)
+      : what_(what), ptx_(ptx), names_(names) {}
 
   struct Loaded {
     void* context = nullptr;         // the device's primary one
@@ -27,6 +29,11 @@ class CudaKernels {
   // temporary, for example a lack of memory, so it is retried a few times. Requires: a CUDA device.
   const Loaded& on(c10::Device device);
 
+  // Enqueues a kernel, by its number among the names, on `stream`. Never blocks. Requires: on() of
+  // the device lacks nothing. Throws: c10::Error, if the device refuses work.
+  void launch(const c10::Stream& stream, size_t function, unsigned blocks, unsigned threads,
+              void** arguments);
+
  private:
   struct Tried {
     const Loaded* loaded = nullptr;
@@ -35,6 +42,7 @@ class CudaKernels {
 
   Loaded load(int device) const;
 
+  const char* const what_;
   const char* const ptx_;
   const std::span<const char* const> names_;
   std::mutex mutex_;

@@ -1,5 +1,5 @@
-// A pool of a device's events: to record a pooled one is far cheaper than to create and destroy
-// one.
+// How a stream, or the host, waits for what another stream has done: by events, of which a device
+// has a pool, because to record a pooled one is far cheaper than to create and destroy one.
 #pragma once
 
 #include <c10/core/Event.h>
