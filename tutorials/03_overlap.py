@@ -228,11 +228,12 @@ except (ImportError, FileNotFoundError) as missing:
     print(f"skipped: the pictures ({missing})")
     loops = None
 else:
-    steps = loops["loops"]["detection_batch_with_images"]["step"]
+    loop = loops["loops"]["detection_batch_with_images"]
+    steps = loop["step"]
     medians = {
         ".to()": copies["contenders"][".to() per leaf"],
         "copy": copies["contenders"]["tdcopier"],
-        "start_copy": copies["steps"]["start_copy"],
+        "start_copy": loop["copy_calls"]["tdcopier"],
         "step": steps["on the device already"],
     }
     ms = {name: time["median_us"] / 1000 for name, time in medians.items()}

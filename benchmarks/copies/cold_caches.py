@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from tool.measure import Bench
@@ -24,10 +23,9 @@ from tool.way import PREPARED, Way
 
 from copies import host_loads, limits
 from copies.directions import Direction, with_host
-from copies.limits import DMA
 from copies.timed import OTHER_BYTES, TREE, Kind, best_other, timed
 from copies.ways import ways
-from tdcopier.workloads import WORKLOADS, total_bytes
+from tdcopier.workloads import WORKLOADS
 
 SHARE = 0.12  # of the repeats: a call takes ms with what is between two of them
 DETECTION, FLAT, NESTED = "detection batch", "flat TensorDict", "nested TensorDict, 10 x 10 x 10"
@@ -93,16 +91,15 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     }
     for place, (copies, most) in places.items():
         if IMAGES in copies:
-            over = copies[IMAGES]["limits"][DMA]["ours_over"]
+            over = limits.over_transfer(copies[IMAGES])
             yield at_most(f"{IMAGES}, H2D, cold, {place}: over one DMA", over, most)
 
 
 def batches_here() -> dict[str, Batch]:
     """Return the batches by name; those of TensorDicts only where that package is installed."""
-    images = WORKLOADS["detection_batch_with_images"].make
     found = {
         DETECTION: Batch(WORKLOADS["detection_batch"].make, TREE, _ways_of_trees),
-        IMAGES: Batch(images, TREE, partial(_ways_and_limit, total_bytes(images(0)))),
+        IMAGES: Batch(WORKLOADS["detection_batch_with_images"].make, TREE, _ways_and_limit),
     }
     if importlib.util.find_spec("tensordict") is None:
         return found
@@ -136,11 +133,11 @@ def _ways_of_trees(direction: Direction) -> list[Way]:
     return [way for way in found if way.name == OURS or not way.name.startswith(OURS)]
 
 
-def _ways_and_limit(size_bytes: int, direction: Direction) -> list[Way]:
-    return _ways_of_trees(direction) + limits.ways(direction, size_bytes, [])
+def _ways_and_limit(direction: Direction) -> list[Way]:
+    return [*_ways_of_trees(direction), limits.transfer(direction)]
 
 
 def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
     sources = batch.kind.sources(batch.make, 2, direction)
-    how = {"rounds": bench.rounds(SHARE), "kind": batch.kind, "own": False, "cold": True}
+    how = {"rounds": bench.rounds(SHARE), "kind": batch.kind, "counted": False, "cold": True}
     return timed(bench, f"cold, {name}", direction, sources, batch.ways(direction), **how)

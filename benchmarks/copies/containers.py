@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tool.measure import BURST, Bench
@@ -15,118 +12,59 @@ from tool.target_forms import Target, at_most, none
 from tool.way import GET, Way
 from torch.utils import _pytree as pytree
 
-import tdcopier
 from copies.directions import synchroniser
 from copies.ways import multi_tensor_copier, ours
-from tdcopier._commands.interleave import summarise
 
 OPAQUE_VALUES = 1000
-CONTAINERS = 200
 MAX_OPAQUE_US = 0.1
 MAX_INTEGERS_US = 100.0
 EMPTY, OPAQUE, INTEGERS = "empty list", "opaque values", "integers in a dict of lists"
-COMPARED = (EMPTY, OPAQUE, INTEGERS)
-"""The trees that are also timed with the other ways."""
-UNWRAPPED = "the containers' integers in one list"
 
 
 class Note:
     """A plain user class, whose instances are opaque."""
 
 
-class Pair(NamedTuple):
-    first: int
-    second: int
-
-
-@dataclasses.dataclass
-class Record:
-    first: int
-    second: int
-
-
-KINDS: dict[str, Callable[[int, int], Any]] = {
-    "list": lambda first, second: [first, second],
-    "tuple": lambda first, second: (first, second),
-    "dict": lambda first, second: {"first": first, "second": second},
-    "named tuple": Pair,
-    "dataclass": Record,
-    "OrderedDict": lambda first, second: OrderedDict(first=first, second=second),
-}
-"""Containers of two values whose cost is reported."""
-
-
 def trees() -> dict[str, tuple[Any, int]]:
     """Return each tree that is timed, and its number of opaque values."""
-    integers = range(2 * CONTAINERS)
     mixed = [(i, f"text {i}", None, Note())[i % 4] for i in range(OPAQUE_VALUES)]
-    return {
-        EMPTY: ([], 0),
-        OPAQUE: (mixed, OPAQUE_VALUES),
-        INTEGERS: ({f"key_{k}": list(range(32 * k, 32 * (k + 1))) for k in range(30)}, 960),
-        UNWRAPPED: (list(integers), len(integers)),
-        **{
-            kind: ([make(i, i + 1) for i in integers[::2]], len(integers))
-            for kind, make in KINDS.items()
-        },
-    }
+    lists = {f"key_{k}": list(range(32 * k, 32 * (k + 1))) for k in range(30)}
+    return {EMPTY: ([], 0), OPAQUE: (mixed, OPAQUE_VALUES), INTEGERS: (lists, 30 * 32)}
 
 
 def run(bench: Bench) -> dict[str, Any]:
     device, made = bench.device, trees()
     synchroniser([device])()
-    every = {
-        (tree, way.name): way._replace(name=f"{tree}, {way.name}", prepare=itemgetter(tree))
-        for tree in made
-        for way in ways(device)
-        if tree in COMPARED or way.name == OURS
+    cases = {
+        name: {
+            "opaque_values": opaque_values,
+            **bench.compared(
+                f"containers, {name}",
+                ways(device),
+                [tree],
+                lambda: None,  # nothing is enqueued, and synchronising would take longer
+                rounds=bench.rounds(1 / BURST, least=5),
+            ),
+        }
+        for name, (tree, opaque_values) in made.items()
     }
-    times, processor = bench.interleaved(
-        "containers",
-        list(every.values()),
-        [{name: tree for name, (tree, _) in made.items()}],
-        lambda: None,  # nothing is enqueued, and synchronising would take longer
-        rounds=bench.rounds(1 / BURST, least=5),
-    )
-    cases: dict[str, dict[str, Any]] = {}
-    us: dict[str, dict[str, float]] = {tree: {} for tree in made}
-    for (tree, name), way in every.items():
-        found = summarise(times[way.name])
-        us[tree][name] = found.median_us
-        case = cases.setdefault(tree, _seen(*made[tree], device))
-        case["contenders"][name] = found._asdict()
-        if name != OURS:
-            case["ratios"][name] = found.median_us / us[tree][OURS]
+    us = {
+        name: {way: times["median_us"] for way, times in case["contenders"].items()}
+        for name, case in cases.items()
+    }
     own = ways(device)[0]
     return {
         "what": "What containers and opaque values cost: start_copy() and get(), without tensors",
         "settings": {
             **bench.settings(),
             "opaque_values": "ints, strings, None and instances of a plain class, in turn",
-            "per_container": f"of {CONTAINERS} with two ints each, less the same ints in one list",
         },
         "cases": cases,
         "us_per_opaque_value": {
             way: (taken_us - us[EMPTY][way]) / OPAQUE_VALUES for way, taken_us in us[OPAQUE].items()
         },
-        "us_per_container": {
-            kind: (us[kind][OURS] - us[UNWRAPPED][OURS]) / CONTAINERS
-            if cases[kind]["opaque_values_seen"] == cases[kind]["opaque_values"]
-            else None  # a container that the engine did not walk into is opaque
-            for kind in KINDS
-        },
         "changed_values": sum(changes(own.run(tree), tree) for tree, _ in made.values()),
-        "processor": processor,
     }
-
-
-def _seen(tree: Any, opaque_values: int, device: torch.device) -> dict[str, Any]:
-    """Return the result of a tree without its times."""
-    handle = tdcopier.start_copy(tree, device)
-    handle.get()
-    seen = handle.stats.opaque_leaves
-    counts = {"opaque_values": opaque_values, "opaque_values_seen": seen}
-    return {**counts, "contenders": {}, "ratios": {}}
 
 
 def ways(device: torch.device) -> list[Way]:
@@ -170,8 +108,6 @@ def _parts(tree: Any) -> list[Any]:
         children = [part for pair in tree.items() for part in pair]
     elif isinstance(tree, (list, tuple)):
         children = list(tree)
-    elif dataclasses.is_dataclass(tree):
-        children = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
     else:
         return [tree]
     return [type(tree), *(part for child in children for part in _parts(child))]

@@ -16,10 +16,10 @@ from tool.tables import OURS
 from tool.way import GET, Way
 
 import tdcopier
-from copies.directions import Direction, count_transfers, synchroniser
+from copies.directions import Direction
+from copies.timed import Kind, timed
 from copies.ways import differences
-from tdcopier._commands.interleave import compared
-from tdcopier.workloads import detection_batch, leaves, map_tensors, total_bytes
+from tdcopier.workloads import detection_batch, leaves, map_tensors
 
 POOL = 2
 REPEAT_SHARE = 0.3
@@ -35,6 +35,16 @@ class Filling(NamedTuple):
     destinations: dict[str, Any]
 
 
+FILLING = Kind(
+    move=lambda case, device: case,
+    leaves=lambda case: leaves(case.source),
+    start=lambda case, _: tdcopier.start_copy_into(
+        case.source, next(iter(case.destinations.values()))
+    ),
+    differences=lambda result, case, device: differences(result, case.source, device),
+)
+
+
 def into(place: str) -> str:
     return f"{OURS}.copy_into(), {place}"
 
@@ -47,31 +57,17 @@ def fillings(direction: Direction) -> Iterator[list[Filling]]:
 
 
 def run(bench: Bench, direction: Direction) -> dict[str, Any]:
-    def counts(place: str) -> dict[str, Any]:
-        source, into = cases[0].source, cases[0].destinations[place]
-        found = count_transfers(direction, lambda: tdcopier.start_copy_into(source, into))
-        return {"stats": found["stats"], "memcpys": found["memcpys"]}
-
     with fillings(direction) as cases:
-        places = list(cases[0].destinations)
-        found = ways(direction, places)
-        wrong = {way.name: wrong_leaves(way, cases[0], direction) for way in found}
-        times, processor = bench.interleaved(
-            f"copy_into, {direction.name}",
-            found,
+        return timed(
+            bench,
+            "copy_into",
+            direction,
             cases,
-            synchroniser(direction.devices),
+            ways(direction, list(cases[0].destinations)),
             rounds=bench.rounds(REPEAT_SHARE / BURST, MIN_ROUNDS),
+            kind=FILLING,
+            reference=FRESH,
         )
-        return {
-            "leaves": len(leaves(cases[0].source)),
-            "bytes": total_bytes(cases[0].source),
-            "sources": len(cases),
-            **compared(times, FRESH, BURST),
-            "counts": {into(place): counts(place) for place in places},
-            "wrong": wrong,
-            "processor": processor,
-        }
 
 
 def filling(direction: Direction, seed: int, folder: Path) -> Filling:
@@ -108,17 +104,16 @@ def ways(direction: Direction, places: list[str]) -> list[Way]:
 
     found = [Way(FRESH, lambda case: tdcopier.start_copy(case.source, direction.target), GET)]
     for place in places:
-        found.append(Way(into(place), partial(copy_into, place)))
+        found.append(Way(into(place), partial(copy_into, place), prepare=zeroed))
         if place != CHUNK:  # for copies leaf by leaf, a chunk is like any other memory
-            found.append(Way(f"{PER_LEAF}, {place}", partial(per_leaf, place)))
+            name = f"{PER_LEAF}, {place}"
+            found.append(Way(name, partial(per_leaf, place), prepare=zeroed))
     return found
 
 
-def wrong_leaves(way: Way, case: Filling, direction: Direction) -> int:
-    """Run a way over zeroed destinations, and return how many leaves of its result are wrong."""
+def zeroed(case: Filling) -> Filling:
+    """Zero the destinations, so that leaves which are not filled are wrong."""
     for destination in case.destinations.values():
         for leaf in leaves(destination):
             leaf.zero_()
-    result = way.run(case)
-    synchroniser(direction.devices)()
-    return len(differences(result, case.source, direction.target))
+    return case

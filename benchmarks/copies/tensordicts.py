@@ -1,4 +1,4 @@
-"""Times copies of TensorDicts and tensorclasses, and their nodes, against their own methods.
+"""Times copies of TensorDicts and tensorclasses against their own methods.
 
 The result also has the copies into existing tensors.
 """
@@ -6,32 +6,25 @@ The result also has the copies into existing tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import Any
 
 import tensordict
-import torch
-from tensordict import TensorDict, tensorclass
-from tool.measure import BURST, MIN_ROUNDS, Bench, summaries
+from tool.measure import BURST, MIN_ROUNDS, Bench
 from tool.tables import OURS
 from tool.target_forms import Target, at_least, at_most, counts, none
 from tool.way import GET, Way
 
 import tdcopier
 from copies import into_existing as into
-from copies.directions import HOST, Direction, synchroniser, with_host
+from copies.directions import HOST, Direction, with_host
 from copies.td_batches import BATCHES, Batch, differences, leaves_of
 from copies.timed import Kind, timed
 
 TO = "td.to()"
 CONSOLIDATED = "td.consolidate().to()"
 PINNED = "td.pin_memory().to(non_blocking=True)"
-NODES = 200
-NODES_REPEAT_SHARE = 0.2
-FLAT, NESTED, CLASSES = "side by side", "TensorDict", "tensorclass"
 MIN_SPEEDUPS = {("flat", TO): 15.0, ("flat", CONSOLIDATED): 25.0, ("control", TO): 2.5}
 """Host to device, by batch and other way: the target for its time over ours."""
-MAX_NODE_US = {NESTED: 3.0, CLASSES: 10.0}
 MAX_INTO_SHARE = 0.5  # target for the time over that of a copy that allocates
 
 
@@ -44,20 +37,18 @@ def run(bench: Bench) -> dict[str, Any]:
             name: {batch: _batch(bench, direction, batch, kind) for batch, kind in BATCHES.items()}
             for name, direction in both.items()
         },
-        "nodes": _nodes(bench, both["h2d"]),
         "into": {name: into.run(bench, direction) for name, direction in both.items()},
     }
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
     flat, filled = result["copies"]["h2d"]["flat"], result["into"]["h2d"]
-    chunk = filled["counts"][into.into(into.CHUNK)]
     seen = "packed leaves, transfers, H2D memcpys seen from outside"
     what = "places of tdcopier's results that differ from td.to(), all batches"
     yield none(what, count_wrong(result))
     yield counts(f"flat: {seen}", flat, flat["leaves"], 1)
     what = f"copy_into() one earlier chunk: {seen}"
-    yield counts(what, chunk, filled["leaves"], 3)
+    yield counts(what, filled, filled["leaves"], 3)
 
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
@@ -65,9 +56,6 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
         batch = result["copies"]["h2d"][name]
         ratio = batch["failed"][way] if way in batch["failed"] else batch["ratios"][way]
         yield at_least(f"{name}, host to device, {way} over tdcopier", ratio, least)
-    for kind, most_us in MAX_NODE_US.items():
-        what = f"one {kind} node, of {result['nodes']['nodes']}"
-        yield at_most(what, result["nodes"]["us_per_node"][kind][OURS], most_us, "us")
     share = result["into"]["h2d"]["ratios"][into.into(into.CHUNK)]
     yield at_most(f"detection batch into {into.CHUNK}, over {into.FRESH}", share, MAX_INTO_SHARE)
 
@@ -78,10 +66,7 @@ def count_wrong(result: dict[str, Any]) -> int:
     filled = [found["wrong"] for found in result["into"].values()]
     ours = sum(n for wrong in copied + filled for way, n in wrong.items() if way.startswith(OURS))
     fresh = sum(wrong[into.FRESH] for wrong in filled)
-    return ours + fresh + sum(result["nodes"]["wrong"].values())
-
-
-# ---- copies --------------------------------------------------------------------------------------
+    return ours + fresh
 
 
 def ways(direction: Direction) -> list[Way]:
@@ -122,61 +107,3 @@ TENSORDICT = Kind(
     tdcopier.async_to,
     lambda result, source, device: differences(result, source.to(device)),
 )
-
-
-# ---- the cost of a node --------------------------------------------------------------------------
-
-
-@tensorclass
-class Pair:
-    first: torch.Tensor
-    second: torch.Tensor
-
-
-def trees() -> dict[str, TensorDict]:
-    """Return the same leaves in one node, and in a TensorDict or tensorclass per pair."""
-    flat, nested, classes = {}, {}, {}
-    for index in range(NODES):
-        first, second = torch.full((4,), 2.0 * index), torch.full((4,), 2.0 * index + 1)
-        flat[f"first_{index}"], flat[f"second_{index}"] = first, second
-        nested[f"node_{index}"] = TensorDict({"first": first, "second": second}, [])
-        classes[f"node_{index}"] = Pair(first=first, second=second, batch_size=[])
-    made = {FLAT: flat, NESTED: nested, CLASSES: classes}
-    return {name: TensorDict(tree, []) for name, tree in made.items()}
-
-
-def _nodes(bench: Bench, direction: Direction) -> dict[str, Any]:
-    """Return the times of the three trees, and the time that a node adds."""
-    made = trees()
-    target = direction.target
-    found = {
-        (tree, way.name): way._replace(prepare=itemgetter(tree))
-        for tree in made
-        for way in ways(direction)
-        if way.name in (OURS, TO)
-    }
-    wrong = {
-        tree: len(differences(found[tree, OURS].run(td), td.to(target)))
-        for tree, td in made.items()
-    }
-    times_us, processor = bench.interleaved(
-        "TensorDict, cost of a node",
-        [way._replace(name=f"{way.name}: {tree}") for (tree, _), way in found.items()],
-        [made],
-        synchroniser(direction.devices),
-        rounds=bench.rounds(NODES_REPEAT_SHARE / BURST, MIN_ROUNDS),
-    )
-    by_name = summaries(times_us)
-    times = {tree: {way: by_name[f"{way}: {tree}"] for way in (OURS, TO)} for tree in made}
-    medians = {tree: {way: times[tree][way]["median_us"] for way in (OURS, TO)} for tree in made}
-    return {
-        "nodes": NODES,
-        "leaves": len(made[FLAT].keys()),
-        "times": times,
-        "us_per_node": {
-            tree: {way: (medians[tree][way] - medians[FLAT][way]) / NODES for way in (OURS, TO)}
-            for tree in (NESTED, CLASSES)
-        },
-        "wrong": wrong,
-        "processor": processor,
-    }

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tool.measure import BURST, Bench, steps, summaries
+from tool.measure import BURST, Bench
 from tool.tables import OURS
 from tool.way import LIMIT, WAY, Way
 
@@ -15,7 +15,6 @@ import tdcopier
 from copies import limits
 from copies.directions import Direction, count_transfers, synchroniser
 from copies.ways import differences
-from tdcopier._commands.interleave import compared, interleave
 from tdcopier.workloads import leaves, map_tensors
 
 OTHER_BYTES = 96 << 20
@@ -74,9 +73,9 @@ def timed(
     *,
     rounds: int,
     kind: Kind = TREE,
-    own: bool = True,
+    counted: bool = True,
     cold: bool = False,
-    **how: Any,
+    reference: str = OURS,
 ) -> dict[str, Any]:
     """Return the figures of all ways.
 
@@ -85,44 +84,36 @@ def timed(
         label: For the progress.
         direction: Where the copies go.
         sources: The batches, on the source device.
-        ways: The ways to copy them, ours among them.
+        ways: The ways to copy them.
         rounds: The bursts of each way.
         kind: What the batches are.
-        own: Whether the steps and the transfers of our own copies are measured too.
+        counted: Whether the transfers of our own copies are counted too.
         cold: Whether other memory is written before each call, by a thread that is not bound.
-        how: For `interleave`.
+        reference: The way that ratios are relative to.
 
     """
     outcomes = {way.name: wrong_places(way, sources[0], direction, kind) for way in ways}
     failed = {name: found for name, found in outcomes.items() if isinstance(found, str)}
     right = [way for way in ways if way.name not in failed]
-    synchronise = synchroniser(direction.devices)
-    how = {"burst": BURST, "progress": bench.progress(f"{direction.name}, {label}"), **how}
-    if cold:
-        how |= {"burst": 1, "before_call": _settle(bench)}
-
-    def start(source: Any) -> tdcopier.AsyncCopyHandle:
-        return kind.start(source, direction.target)
-
-    found: dict[str, Any] = {}
-    with bench.quiet(not cold) as quiet:
-        again = {"rounds": rounds, "before_round": quiet.seek}
-        times = interleave(right, sources, synchronise, **again, **how)
-        if own:
-            found["steps"] = summaries(steps(start, sources, synchronise, **again))
-    if own:
-        found |= count_transfers(direction, lambda: start(sources[0]))
-    found |= compared(times, OURS, how["burst"])
-    size = kind.size_of(sources[0])
+    how = {"burst": 1, "bound": False, "before_call": _settle(bench)} if cold else {"burst": BURST}
+    found = bench.compared(
+        f"{direction.name}, {label}",
+        right,
+        sources,
+        synchroniser(direction.devices),
+        reference=reference,
+        rounds=rounds,
+        **how,
+    )
+    if counted:
+        found |= count_transfers(direction, lambda: kind.start(sources[0], direction.target))
     return {
-        **size,
+        **kind.size_of(sources[0]),
         "sources": len(sources),
         **found,
         "kinds": {way.name: way.kind for way in right},
-        "limits": limits.found_limits(direction, size["bytes"], found["contenders"]),
         "wrong": {way.name: len(outcomes[way.name]) for way in right},
         "failed": failed,
-        "processor": quiet.described(),
     }
 
 

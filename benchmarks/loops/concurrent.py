@@ -10,26 +10,19 @@ import torch
 from copies.directions import HOST, synchroniser
 from tool.measure import Bench, summaries
 from tool.tables import OURS
-from tool.target_forms import Target, at_most, none
+from tool.target_forms import Target, at_most, count_wrong, none
 from tool.way import Way
 
 import tdcopier
-from loops import (
-    copies_beside_kernels,
-    metrics_each_step,
-    processor_while_waiting,
-    refilled_sources,
-)
-from tdcopier._commands.interleave import collector_paused, interleave
+from loops import copies_beside_kernels, metrics_each_step
+from tdcopier._commands.interleave import collector_paused
 
 MAX_WITH_METRICS = 1.02
 MAX_BESIDE_KERNELS_US = 1000.0
 MAX_BOTH_WAYS_US = 5600.0
-MAX_SHARE = 0.05
 BYTES, BYTES_OF_SIM = 256 << 20, 1 << 18
 BY_TORCH = "non_blocking .to() on two streams"
 TO_DEVICE, TO_HOST, BOTH = "to the device", "to the host", "both at once"
-PINNED, PAGEABLE = "pinned", "pageable"
 ROUNDS_PER_REPEAT = 0.04
 
 Begin = Callable[[torch.Tensor, torch.device], Callable[[], torch.Tensor]]
@@ -45,21 +38,12 @@ def run(bench: Bench) -> dict[str, Any]:
             "loop": metrics_each_step.run(bench),
             "kernels": copies_beside_kernels.run(bench),
             "both_ways": both_ways(bench),
-            "waiting": processor_while_waiting.run(bench),
-            "refill": refilled_sources.run(bench),
         }
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
-    refill, parts = result["refill"], [result["loop"]["wrong"], result["kernels"]["wrong"]]
-    parts += result["both_ways"]["wrong"].values()
-    others = "steps, copies and trees with another value than the source's, refills apart"
-    yield none(others, sum(sum(part.values()) for part in parts))
-    # Of the refills, torch's own asynchronous way races.
-    refilled = sum(row["wrong"] for row in refill["rows"] if row["way"] == OURS)
-    yield none(
-        f"batches that a refill after wait() made wrong, of {refill['rounds']} each", refilled
-    )
+    wrong = count_wrong(result[part] for part in ("loop", "kernels", "both_ways"))
+    yield none("steps, copies and trees with another value than the source's", wrong)
 
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
@@ -69,46 +53,42 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     for earlier, times in result["kernels"]["times"].items():
         what = f"small copy to the device beside kernels, after {earlier}"
         yield at_most(what, times[OURS]["median_us"], MAX_BESIDE_KERNELS_US, "us")
-    both_us = result["both_ways"]["times"][PINNED][OURS][BOTH]["median_us"]
+    both_us = result["both_ways"]["times"][OURS][BOTH]["median_us"]
     yield at_most("pinned, both ways at once", both_us, MAX_BOTH_WAYS_US, "us")
-    for case, taken in result["waiting"]["cases"].items():
-        if case.startswith(OURS):
-            yield at_most(f"share of one processor, {case}", taken["median_share"], MAX_SHARE)
 
 
 # ---- copies in both directions at once -----------------------------------------------------------
 
 
 def both_ways(bench: Bench) -> dict[str, Any]:
-    """Time large copies to the device and to the host, at the same time and each alone.
+    """Time large pinned copies to the device and to the host, at the same time and each alone.
 
-    Returns wall times by memory of the host source, way, and copies that run at the same time. The
-    copy to the host begins first, because torch's copy from pageable memory blocks the host.
+    Returns wall times by way, and by copies that run at the same time.
     """
     device, synchronise = bench.device, synchroniser([bench.device])
     size_bytes = BYTES if bench.is_real else BYTES_OF_SIM
-    pageable = torch.arange(size_bytes // 4, dtype=torch.int32)
-    on_device = pageable.to(device) + 1
-    expected = {device.type: pageable, "cpu": on_device.cpu()}
-    every = {}
-    for memory, source in {PINNED: pageable.pin_memory(), PAGEABLE: pageable}.items():
-        both = [(on_device, HOST), (source, device)]
-        for name, begin in begins(device).items():
-            for what, copies in {TO_DEVICE: both[1:], TO_HOST: both[:1], BOTH: both}.items():
-                start = partial(start_all, begin, copies)
-                every[memory, name, what] = Way(f"{memory}, {name}, {what}", start, finish_all)
-    wrong: dict[str, dict[str, int]] = {PINNED: {}, PAGEABLE: {}}
-    for (memory, name, _), way in every.items():
+    source = torch.arange(size_bytes // 4, dtype=torch.int32).pin_memory()
+    on_device = source.to(device) + 1
+    expected = {device.type: source, "cpu": on_device.cpu()}
+    both = [(on_device, HOST), (source, device)]
+    every = {
+        (name, what): Way(f"{name}, {what}", partial(start_all, begin, copies), finish_all)
+        for name, begin in begins(device).items()
+        for what, copies in {TO_DEVICE: both[1:], TO_HOST: both[:1], BOTH: both}.items()
+    }
+    wrong: dict[str, int] = {}
+    for (name, _), way in every.items():
         results = way.run(None)
         synchronise()
         bad = sum(not torch.equal(each.cpu(), expected[each.device.type]) for each in results)
-        wrong[memory][name] = wrong[memory].get(name, 0) + bad
-    rounds, progress = bench.rounds(ROUNDS_PER_REPEAT), bench.progress("both ways at once")
-    taken = interleave(list(every.values()), [None], synchronise, rounds=rounds, progress=progress)
+        wrong[name] = wrong.get(name, 0) + bad
+    rounds = bench.rounds(ROUNDS_PER_REPEAT)
+    how = {"rounds": rounds, "burst": 1, "bound": False}
+    taken = bench.interleaved("both ways at once", list(every.values()), [None], synchronise, **how)
     found = summaries(taken)
-    times: dict[str, dict[str, dict[str, Any]]] = {PINNED: {}, PAGEABLE: {}}
-    for (memory, name, what), way in every.items():
-        times[memory].setdefault(name, {})[what] = found[way.name]
+    times: dict[str, dict[str, Any]] = {name: {} for name in wrong}
+    for (name, what), way in every.items():
+        times[name][what] = found[way.name]
     return {"bytes": size_bytes, "times": times, "wrong": wrong}
 
 

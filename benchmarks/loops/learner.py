@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -29,23 +27,6 @@ class Sleeper:
         from tdcopier import sim
 
         sim.busy(ms / 1e3)
-
-
-class Decoy:
-    """Keeps the link to the device busy with a transfer on a stream of its own."""
-
-    BYTES, BYTES_OF_SIM = 16 << 20, 1 << 16
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
-        size_bytes = self.BYTES if device.type == "cuda" else self.BYTES_OF_SIM
-        self._source = torch.empty(size_bytes, dtype=torch.uint8).pin_memory()
-        self._target = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self._side = self._module.Stream(device)
-
-    def enqueue(self) -> None:
-        with self._module.stream(self._side):
-            self._target.copy_(self._source, non_blocking=True)
 
 
 class Work:
@@ -80,29 +61,6 @@ class SmallKernels:
     def enqueue(self) -> None:
         for _ in range(self._count):
             self._values.add_(1.0)
-
-
-class KernelClock:
-    """Enqueues the kernels of a step between two events: the device's own time in them.
-
-    What the stream waits for before the kernels, such as a batch, is not part of it.
-    """
-
-    def __init__(self, work: Any, device: torch.device) -> None:
-        self._work = work
-        self._module = torch.get_device_module(device)
-        self._events: list[tuple[Any, Any]] = []
-
-    def enqueue(self) -> None:
-        before, after = (self._module.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        self._work.enqueue()
-        after.record()
-        self._events.append((before, after))
-
-    def mean_us(self, steps: int) -> float:
-        """Return the mean of the last steps. The device must have done them."""
-        return 1e3 * fmean(before.elapsed_time(after) for before, after in self._events[-steps:])
 
 
 def learners(device: torch.device, step_ms: float) -> dict[str, Work | SmallKernels]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
-from operator import attrgetter, itemgetter
-from statistics import median
+from operator import itemgetter
 from typing import Any
 
 import torch
 from copies.ways import PINNED
 from rows.storages import ROW
-from tool.measure import Bench, summaries
+from tool.measure import Bench
 from tool.tables import OURS, RESIDENT
 from tool.way import Way
 
 import tdcopier
 from loops.learner import Work
-from loops.steps import STEPS, Check, one_block, played, values
+from loops.steps import STEPS, Check, compared, over
 
 STEP_MS = 3.4  # duration of each step's kernels
 LEAVES, LEAF_BYTES = 12, 1 << 22  # a batch of 50 MB
@@ -66,51 +65,41 @@ class MeteredWork:
 def run(bench: Bench) -> dict[str, Any]:
     device, work = bench.device, Work(bench.device, STEP_MS)
     pool = [make_batch(number, device) for number in range(POOL)]
-    feeds = {way.name: way for way in ways(device, pool)}
-    prepared = {name: [way.prepare(batch) for batch in pool] for name, way in feeds.items()}
+    feeds = ways(device, pool)
+    works = {f"{way.name}, {WITHOUT}": work for way in feeds}
+    metered = {
+        f"{name}, {WITH}": MeteredWork(work, send, device) for name, send in sends(device).items()
+    }
+    works |= metered
+    checked = check(pool)
+    found, blocks = compared(
+        bench,
+        "a step with metrics",
+        [way._replace(name=f"{way.name}, {each}") for way in feeds for each in (WITHOUT, WITH)],
+        pool,
+        lambda way: checked,
+        lambda way: works[way.name],
+        rounds=bench.rounds(ROUNDS_PER_REPEAT),
+    )
+    for name, each in metered.items():
+        found["wrong"][name] += each.finish()
 
-    def play(name: tuple[str, str], index: int) -> Any:
-        feed, metered = name
-        send = sends(device)[feed] if metered == WITH else None
-        return one_metered(feeds[feed], prepared[feed], pool, work, send, device, index)
+    def by_feed(value: Callable[[str, str], Any]) -> dict[str, Any]:
+        """Return values of the names of the rows without and with metrics."""
+        return {way.name: value(f"{way.name}, {WITHOUT}", f"{way.name}, {WITH}") for way in feeds}
 
-    names = dict.fromkeys(((feed, metered) for feed in feeds for metered in (WITHOUT, WITH)), 1)
-    rounds = bench.rounds(ROUNDS_PER_REPEAT)
-    blocks, wrong, _ = played(bench, "a step with metrics", names, play, rounds=rounds)
-    step_us = values(blocks, names, attrgetter("step_us"))
-    step = summaries(step_us)
-
-    def over(feed: str, metered: str, reference: tuple[str, str]) -> float:
-        """Return the median over rounds of the ratio between two blocks of the same round."""
-        both = zip(step_us[feed, metered], step_us[reference], strict=True)
-        return median(a / b for a, b in both)
-
+    step, resident = found["step"], f"{RESIDENT}, {WITHOUT}"
     return {
         "leaves": len(pool[0]),
         "bytes": sum(leaf.nbytes for leaf in pool[0].values()),
         "metrics_bytes": 4 * METRICS,
         "step_ms": STEP_MS,
         "steps_per_block": STEPS,
-        "step": {feed: {each: step[feed, each] for each in (WITHOUT, WITH)} for feed in feeds},
-        "with_over_without": {feed: over(feed, WITH, (feed, WITHOUT)) for feed in feeds},
-        "over_resident": {feed: over(feed, WITHOUT, (RESIDENT, WITHOUT)) for feed in feeds},
-        "wrong": {feed: wrong[feed, WITHOUT] + wrong[feed, WITH] for feed in feeds},
+        "step": by_feed(lambda plain, full: {WITHOUT: step[plain], WITH: step[full]}),
+        "with_over_without": by_feed(lambda plain, full: over(blocks, full, plain)),
+        "over_resident": by_feed(lambda plain, _: over(blocks, plain, resident)),
+        "wrong": by_feed(lambda plain, full: found["wrong"][plain] + found["wrong"][full]),
     }
-
-
-def one_metered(
-    way: Way,
-    prepared: list[Batch],
-    pool: list[Batch],
-    work: Any,
-    send: Send | None,
-    device: torch.device,
-    first: int = 0,
-) -> Any:
-    """Run one block, with metrics if ``send`` is given; wrong metrics count as wrong steps."""
-    metered = MeteredWork(work, send, device) if send else None
-    found, wrong = one_block(way, prepared, check(pool), metered or work, device, first=first)
-    return found, wrong + (metered.finish() if metered else 0)
 
 
 def check(pool: list[Batch]) -> Check:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
 from tool.measure import Bench, shuffled, summaries
-from tool.tables import RESIDENT
 from tool.way import Way
-
-from loops.learner import KernelClock
 
 STEPS = 20  # consecutive steps of one way
 WARM_UP, WARM_UP_STEPS = 1, 4  # rounds, and steps before a block, so that a way has run ahead
@@ -27,12 +23,10 @@ class Block(NamedTuple):
     """Time of the whole block, including the device, per step."""
     batch_us: list[float]
     """Time of the host in getting the batch, by step."""
-    kernels_us: float | None = None
-    """The device's own time in the kernels of a step; None where it was not measured."""
 
 
-Blocks = list[dict[Hashable, Block]]
-"""By round, the blocks of the ways that took part."""
+Blocks = list[dict[str, Block]]
+"""By round, the block of each way."""
 
 
 def block(
@@ -134,99 +128,59 @@ def compared(
     label: str,
     ways: Sequence[Way],
     sources: Sequence[Any],
-    check: Check | Callable[[Way], Check],
-    work: Any,
+    check: Callable[[Way], Check],
+    work: Callable[[Way], Any],
     *,
     rounds: int,
     bound: bool = False,
     warm_up: int = WARM_UP_STEPS,
-    clocked: bool = False,
 ) -> tuple[dict[str, Any], Blocks]:
     """Return the figures of a loop that each way feeds, and the blocks that they come from.
 
     Args:
         bench: The device and the options.
         label: For the progress.
-        ways: The rows; the one that is on the device already is the reference.
+        ways: The rows; the first one is the reference of the ratios.
         sources: What the ways prepare and copy in turn.
-        check: How batches are compared; may depend on the way.
-        work: Enqueues the kernels of a step.
+        check: How the batches of a way are compared.
+        work: Returns what enqueues the kernels of a step.
         rounds: How many blocks of each way.
         bound: Whether to keep the learner's thread on a quiet processor: only if it starts none.
         warm_up: Steps before each block.
-        clocked: Whether the kernels' own time on the device is measured too.
 
     """
     prepared = {way.name: [way.prepare(source) for source in sources] for way in ways}
-    by_name = {way.name: way for way in ways}
-    clock = KernelClock(work, bench.device) if clocked else work
-
-    def play(name: str, index: int) -> tuple[Block, int]:
-        way = by_name[name]
-        how = check if isinstance(check, Check) else check(way)
-        found, wrong = one_block(
-            way, prepared[name], how, clock, bench.device, first=index, warm_up=warm_up
-        )
-        return found._replace(kernels_us=clock.mean_us(STEPS) if clocked else None), wrong
-
-    every = {way.name: way.every for way in ways}
-    blocks, wrong, processor = played(bench, label, every, play, rounds=rounds, bound=bound)
-    step, ratios = both(blocks, every, attrgetter("step_us"))
-    result = {
-        "steps_per_block": STEPS,
-        "step": step,
-        "ratios": ratios,
-        "host": summaries(values(blocks, every, lambda found: fmean(found.batch_us))),
-        "wrong": wrong,
-        **({"processor": processor} if bound else {}),
-    }
-    if clocked:
-        result["kernels"], result["kernels_over_resident"] = both(
-            blocks, every, attrgetter("kernels_us")
-        )
-    return result, blocks
-
-
-def played(
-    bench: Bench,
-    label: str,
-    every: Mapping[Any, int],
-    play: Callable[[Any, int], tuple[Block, int]],
-    *,
-    rounds: int,
-    bound: bool = False,
-) -> tuple[Blocks, dict[Any, int], dict[str, Any] | None]:
-    """Run one block of each name in each round; of a name with 3, in every third round.
-
-    ``play`` gets the name and the round, from 0 on, and returns the block and its wrong values.
-    """
     blocks: Blocks = [{} for _ in range(rounds)]
-    wrong = dict.fromkeys(every, 0)
+    wrong = {way.name: 0 for way in ways}
     with bench.quiet(bound) as quiet:
         how = {"rounds": rounds, "warm_up": WARM_UP, "before_round": quiet.seek}
-        for index, name in shuffled(every, bench.progress(label), **how):
-            if index >= 0 and index % every[name]:
-                continue
-            found, bad = play(name, index + WARM_UP)
-            wrong[name] += bad
+        for index, way in shuffled(ways, bench.progress(label), **how):
+            found, bad = one_block(
+                way,
+                prepared[way.name],
+                check(way),
+                work(way),
+                bench.device,
+                first=index + WARM_UP,
+                warm_up=warm_up,
+            )
+            wrong[way.name] += bad
             if index >= 0:
-                blocks[index][name] = found
-    return blocks, wrong, quiet.described()
+                blocks[index][way.name] = found
+    names = [way.name for way in ways]
+    return {"steps_per_block": STEPS, **figures(blocks, names), "wrong": wrong}, blocks
 
 
-def values(
-    blocks: Blocks,
-    names: Any,
-    get: Callable[[Block], float],
-    over: Callable[[dict[Hashable, Block]], float] = lambda _: 1.0,
-) -> dict[Any, list[float]]:
-    """Return a value of all blocks by name, relative to another of the same round."""
-    return {name: [get(f[name]) / over(f) for f in blocks if name in f] for name in names}
+def figures(blocks: Blocks, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the summaries by way, and the medians of the ratios to the first one."""
+    host_us = {name: [fmean(found[name].batch_us) for found in blocks] for name in names}
+    return {
+        "step": summaries({name: [found[name].step_us for found in blocks] for name in names}),
+        "ratios": {name: over(blocks, name, names[0]) for name in names},
+        "host": summaries(host_us),
+    }
 
 
-def both(
-    blocks: Blocks, names: Any, get: Callable[[Block], float]
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return the summaries, and the medians of the ratios to the resident batches."""
-    ratios = values(blocks, names, get, lambda found: get(found[RESIDENT]))
-    return summaries(values(blocks, names, get)), {name: median(r) for name, r in ratios.items()}
+def over(blocks: Blocks, name: str, reference: str) -> float:
+    """Return the median over rounds of the ratio between two blocks of the same round."""
+    return median(found[name].step_us / found[reference].step_us for found in blocks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import time
 from collections.abc import Iterator
 from functools import reduce
 from operator import getitem
@@ -34,15 +33,11 @@ from tool.way import GET, WAIT, Way
 
 import tdcopier
 from loops.learner import SMALL_KERNELS, SmallKernels, Work
-from loops.steps import CHECK_EVERY, STEPS, WARM_UP, Check, compared
+from loops.steps import STEPS, Check, compared
 from tdcopier.workloads import WORKLOADS, leaves, total_bytes
 
 STEP_MS = 3.4  # duration of each step's kernels
 READ_BYTES = 1 << 14  # at the end of a leaf, because its last bytes arrive last
-HOST_WORK_US = 1000.0
-MAX_TOGETHER_US = 80.0
-COPIES_TO_WARM_UP = 10
-COMPARE_EVERY = 10  # copies beside other work of the host
 
 
 class Wanted(NamedTuple):
@@ -86,12 +81,11 @@ def run(bench: Bench) -> dict[str, Any]:
             for name, wanted in WANTED.items()
             if name in WORKLOADS or importlib.util.find_spec("tensordict")
         },
-        "beside_host_work": beside_host_work(bench),
     }
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
-    wrong = count_wrong(result["loops"].values()) + result["beside_host_work"]["wrong"]
+    wrong = count_wrong(result["loops"].values())
     yield none("steps and batches with another value than the source's, all feeds", wrong)
 
 
@@ -102,23 +96,20 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
         calls = f"{name}, host in the copy calls of a step"
         yield at_most(f"{name}, step over that {RESIDENT}", ratio, wanted.over_resident)
         yield at_most(calls, host_us, wanted.copy_calls_us, "us")
-    what = f"detection batch, start_copy() and get() with {HOST_WORK_US:g} us of other work between"
-    together_us = result["beside_host_work"]["together"]["median_us"]
-    yield at_most(what, together_us, MAX_TOGETHER_US, "us")
 
 
 def _loop(bench: Bench, name: str, work: Work | SmallKernels) -> dict[str, Any]:
-    rounds, sources = bench.rounds(0.03), sources_of(name)
+    sources = sources_of(name)
     synchroniser([bench.device])()
-    feeds = ways(bench.device, name)
+    feeds, checked = ways(bench.device, name), check(sources, bench.device)
     found, blocks = compared(
         bench,
         f"loop, {name}",
         feeds,
         sources,
-        check(sources, bench.device),
-        work,
-        rounds=rounds,
+        lambda way: checked,
+        lambda way: work,
+        rounds=bench.rounds(0.03),
         bound=True,
         warm_up=0,
     )
@@ -129,8 +120,6 @@ def _loop(bench: Bench, name: str, work: Work | SmallKernels) -> dict[str, Any]:
         "sources": len(sources),
         **found,
         "copy_calls": summaries(calls),
-        "checked_steps": (WARM_UP + rounds) * STEPS,
-        "checked_batches": (WARM_UP + rounds) * (STEPS // CHECK_EVERY),
     }
 
 
@@ -195,50 +184,3 @@ def routes(tree: Any) -> list[tuple[Any, ...]]:
 
 def sum_of_last_bytes(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.reshape(-1).view(torch.uint8)[-READ_BYTES:].sum()
-
-
-# ---- a caller that does other work before get() --------------------------------------------------
-
-
-def beside_host_work(bench: Bench) -> dict[str, Any]:
-    """Return times of ``start_copy()`` and of ``get()``, with host work between them.
-
-    The values of every tenth copy are compared.
-    """
-    device, calls = bench.device, bench.rounds(0.5, least=10)
-    sources = [WORKLOADS["detection_batch"].make(seed) for seed in range(4)]
-    expected = [flat_bytes(source).to(device) for source in sources]
-    times_us: dict[str, list[float]] = {"start_copy": [], "get": [], "together": []}
-    wrong, synchronise = 0, synchroniser([device])
-    with bench.quiet() as quiet:
-        progress = bench.progress("copies beside work of the host")
-        for index in progress(range(COPIES_TO_WARM_UP + calls)):
-            if index % COMPARE_EVERY == 0:
-                quiet.seek()
-            synchronise()
-            ticks = [time.perf_counter_ns()]
-            handle = tdcopier.start_copy(sources[index % len(sources)], device)
-            ticks.append(time.perf_counter_ns())
-            work_on_host(HOST_WORK_US)
-            ticks.append(time.perf_counter_ns())
-            result = handle.get()
-            ticks.append(time.perf_counter_ns())
-            if index % COMPARE_EVERY == 0:
-                wrong += not torch.equal(flat_bytes(result), expected[index % len(sources)])
-            del result, handle
-            if index >= COPIES_TO_WARM_UP:
-                start_us, get_us = (ticks[1] - ticks[0]) / 1e3, (ticks[3] - ticks[2]) / 1e3
-                for name, us in zip(times_us, (start_us, get_us, start_us + get_us), strict=True):
-                    times_us[name].append(us)
-    found = {"host_work_us": HOST_WORK_US, **summaries(times_us)}
-    return {**found, "wrong": wrong, "processor": quiet.described()}
-
-
-def work_on_host(us: float) -> int:
-    """Do arithmetic in Python until the time is over."""
-    end = time.perf_counter_ns() + us * 1e3
-    total = 0
-    while time.perf_counter_ns() < end:
-        for number in range(50):
-            total += number * number
-    return total

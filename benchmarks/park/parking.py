@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tool.machine import BENCHMARKS
 from tool.measure import Bench
 from tool.tables import OURS
 from tool.target_forms import Target, at_least, at_most, count_wrong, none
@@ -40,7 +35,6 @@ def run(bench: Bench) -> dict[str, Any]:
             "times": "from the second time on, when pinned memory is there",
         },
         "parked": {name: _parked(bench, name, sizes) for name, sizes in states.items()},
-        "first": _first(bench),
         "snapshot": snapshots.run(bench),
     }
 
@@ -189,51 +183,3 @@ def _memory(state: list[torch.Tensor], device: Any, others: int) -> dict[str, An
     device.synchronize()
     peaks["resume"] = device.max_memory_allocated(where) - before
     return {"bytes_while_parked": while_parked, "extra_peak_bytes": peaks}
-
-
-# ---- the first time in a process -----------------------------------------------------------------
-
-
-def _first(bench: Bench) -> dict[str, Any]:
-    """Return ms of the first park in a process, with and without memory that is pinned before."""
-    torch.get_device_module(bench.device).empty_cache()  # the processes share the device
-    command = [sys.executable, "-m", "park.parking", "--device", str(bench.device)]
-    found = {}
-    for name, options in {"without reserve": [], "with reserve": ["--reserve"]}.items():
-        done = subprocess.run(
-            [*command, *options], capture_output=True, text=True, check=True, cwd=BENCHMARKS
-        )
-        found[name] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def park_first(device: torch.device, reserve: bool) -> dict[str, float]:
-    """Return ms of the first and the second park in this process, and of the reservation."""
-    state = state_of(model_sizes(1 if device.type == "cuda" else SHRINK_OF_SIM), device)
-    module = torch.get_device_module(device)
-    module.synchronize()
-    found, way = {}, _ours(state, module)
-    if reserve:
-        total = sum(t.nbytes for t in state)
-        found["reserve_ms"] = _timed_us(lambda: tdcopier.reserve_pinned_memory(total)) / 1e3
-    found["first_park_ms"] = _timed_us(lambda: way.start(state)) / 1e3
-    found["first_resume_ms"] = _timed_us(lambda: way.finish(state)) / 1e3
-    found["second_park_ms"] = _timed_us(lambda: way.start(state)) / 1e3
-    way.finish(state)
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Parks once, in a process of its own.")
-    parser.add_argument("--reserve", action="store_true")
-    parser.add_argument("--device", default="cuda")
-    options = parser.parse_args()
-    if options.device.startswith("sim"):
-        from tdcopier import sim
-
-        sim.enable()  # torch knows the name of the device from here on
-    print(json.dumps(park_first(torch.device(options.device), options.reserve)))
-
-
-if __name__ == "__main__":
-    main()

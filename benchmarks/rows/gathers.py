@@ -23,7 +23,6 @@ import tdcopier
 from rows import pinned_rows
 from rows.pinned_rows import BURST, BY_THREADS, INDICES
 from rows.storages import Replay, Storage, drawn, pinned_like, rows_of, with_each
-from tdcopier._commands.interleave import collector_paused, compared, interleave
 
 OURS_ALONE = f"{OURS}, one thread"
 THREADS = (1, 4)
@@ -61,17 +60,17 @@ def _gather(
     each_way = ways(storage, indices)
     threads = torch.get_num_threads()
     wrong = {each.name: _is_wrong(each, storage, indices) for each in each_way}
-    with collector_paused(not bench.keep_gc):
-        times_us = interleave(
-            each_way,
-            [None],
-            synchroniser([bench.device]),
-            rounds=bench.rounds(0.1),
-            burst=BURST,
-            progress=bench.progress(f"gather, {name}"),
-        )
+    times = bench.compared(
+        f"gather, {name}",
+        each_way,
+        [None],
+        synchroniser([bench.device]),
+        rounds=bench.rounds(0.1),
+        burst=BURST,
+        bound=False,
+    )
     torch.set_num_threads(threads)
-    return {"wrong": wrong, **compared(times_us, OURS, BURST)}
+    return {"wrong": wrong, **times}
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:

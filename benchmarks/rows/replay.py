@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
@@ -24,7 +23,6 @@ from tool.way import WAIT, Way
 
 import tdcopier
 from rows.storages import ROW, Replay, Storage, drawn, pinned_like, rows_of, with_each
-from tdcopier.workloads import map_tensors
 
 STEP_MS = 4.0  # duration of a step of the learner with large kernels
 ROUNDS_PER_REPEAT = 0.04
@@ -35,7 +33,6 @@ TORCHRL = {
     "torchrl, sample().to(device)": {"in_threads": False},
     "torchrl, transform .to(device), prefetch": {"in_threads": True},
 }
-SELDOM = 3
 DEPTH = 2  # how many batches the ways run ahead
 
 Indices = Sequence[torch.Tensor]
@@ -55,7 +52,7 @@ def run(bench: Bench) -> dict[str, Any]:
                     ways(storage, len(indices[0]), bench.device),
                     indices,
                     partial(check, storage, indices),
-                    work,
+                    lambda way, work=work: work,
                     rounds=bench.rounds(ROUNDS_PER_REPEAT),
                 )[0]
                 for learner, work in works.items()
@@ -123,24 +120,8 @@ def ways(storage: Storage, rows: int, device: torch.device) -> list[Way]:
         turn = cycle(order)
         return tdcopier.prefetch(lambda: gather(next(turn)), device, depth=DEPTH, threaded=threaded)
 
-    def sample(index: torch.Tensor) -> Storage:
-        return {name: leaf[index] for name, leaf in storage.items()}
-
     def plain(index: torch.Tensor) -> Storage:
-        return {name: leaf.to(device) for name, leaf in sample(index).items()}
-
-    def pinned(index: torch.Tensor) -> Storage:
-        return map_tensors(
-            sample(index), lambda leaf: leaf.pin_memory().to(device, non_blocking=True)
-        )
-
-    @contextmanager
-    def in_threads(order: Indices) -> Iterator[Any]:
-        """Do as a buffer with ``prefetch=`` whose last transform is ``.to(device)``."""
-        with ThreadPoolExecutor(DEPTH) as threads:
-            way = Way("", partial(threads.submit, plain), lambda f: f.result(), ahead=DEPTH)
-            with way.feeding(order) as batches:
-                yield batches
+        return {name: leaf[index].to(device) for name, leaf in storage.items()}
 
     found = [
         Way(RESIDENT, prepare=plain),
@@ -151,13 +132,11 @@ def ways(storage: Storage, rows: int, device: torch.device) -> list[Way]:
             "index_select into pinned memory, non_blocking .to(), by hand",
             finish=by_hand(storage, rows, device),
         ),
-        Way("leaf[index].to(device)", finish=plain, every=SELDOM),
-        Way("leaf[index].to(device) in threads", feed=in_threads, every=SELDOM),
-        Way("leaf[index].pin_memory(), non_blocking .to()", finish=pinned, every=SELDOM),
+        Way("leaf[index].to(device)", finish=plain),
     ]
     if importlib.util.find_spec("torchrl"):
         found += [
-            Way(name, feed=partial(_torchrl, storage, device, **how), every=SELDOM)
+            Way(name, feed=partial(_torchrl, storage, device, **how))
             for name, how in TORCHRL.items()
         ]
     return found

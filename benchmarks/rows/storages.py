@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from tool.measure import Bench
-
-from tdcopier._commands.tables import size
 
 Storage = dict[str, torch.Tensor]
 ROW = "row"
@@ -85,12 +82,12 @@ def rows_of(bench: Bench) -> int:
 def with_each(
     rows: int, run: Callable[[str, Replay, Storage], dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the result of a function with each storage that fits into the memory, by name.
+    """Return the result of a function with each storage, by name.
 
-    A storage is freed before the next one is made.
+    A storage is freed before the next one is made: the largest one has 7.4 GB.
     """
     found = {}
-    for name, replay in that_fit(rows).items():
+    for name, replay in REPLAYS.items():
         storage = replay.make(rows)
         found[name] = {
             "title": replay.title,
@@ -109,35 +106,12 @@ def drawn(replay: Replay, rows: int, batches: int) -> list[torch.Tensor]:
     return [torch.randint(0, rows, (replay.batch,), generator=generator) for _ in range(batches)]
 
 
-def that_fit(rows: int) -> dict[str, Replay]:
-    """Return the storages of which ``rows`` rows fit into three quarters of the free memory.
-
-    Prints to stderr which ones do not.
-    """
-    free = _free_bytes()
-    found = {}
-    for name, replay in REPLAYS.items():
-        needed = bytes_of_batch(replay.make(1), rows)
-        if needed <= free * 3 / 4:
-            found[name] = replay
-        else:
-            print(f"Skipped {name}: it takes {size(needed)}, and {size(free)} are free.",
-                  file=sys.stderr)  # fmt: skip
-    return found
-
-
 def pinned_like(storage: Storage, rows: int) -> Storage:
     """Return a pinned batch with this number of rows."""
     return {
         name: torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, pin_memory=True)
         for name, leaf in storage.items()
     }
-
-
-def _free_bytes() -> int:
-    with open("/proc/meminfo") as lines:
-        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    return 1024 * kilobytes["MemAvailable"]
 
 
 def bytes_of_batch(storage: Storage, rows: int) -> int:

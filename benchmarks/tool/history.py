@@ -1,22 +1,16 @@
 """Keeps the main figures of all results over time, and shows how ratios changed.
 
 ``make bench`` adds its results to ``benchmarks/history.jsonl``, one JSON object a line.
-``python benchmarks/tool/history.py --from-git`` makes the file from all results in the git history.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as the scripts in that folder have
-
-from tool.machine import BENCHMARKS, ROOT
+from tool.machine import BENCHMARKS
 from tool.plots import Trends
 from tool.tables import OURS, RESIDENT, table
 
@@ -25,12 +19,10 @@ KEY = ("commit", "dirty", "machine", "suite", "row", "way")
 """What a line is known by: a later result replaces the figures of an earlier one."""
 FIELDS = (*KEY, "date", "device", "torch")
 SHORT = 7  # letters of a commit, as some results name it so
-RENAMED = {"company": "concurrent", "structure": "containers"}
-"""Names of suites in older results."""
 PARTS = ("contenders", "step", "park", "resume")
 """Where a part of a result has times by way."""
 FOLDERS = ("workloads", "copies", "loops", "replays", "learners", "gathers", "from_pinned")
-FOLDERS += ("sizes", "cases", "parked")
+FOLDERS += ("cases", "parked")
 """Keys that are left out of the names of rows."""
 MAIN = (OURS, ".to() per", "td.to()")
 """How the ways begin whose figures are kept."""
@@ -72,7 +64,7 @@ def lines_of(result: Mapping[str, Any]) -> list[Line]:
         "machine": machine["slug"],
         "device": machine["gpu"],
         "torch": machine["torch"],
-        "suite": RENAMED.get(result["name"], result["name"]),
+        "suite": result["name"],
     }
     targets = [
         {"row": "targets", "way": target["what"], "hit": target["hit"], "found": target["found"]}
@@ -122,8 +114,8 @@ def load(path: Path = HISTORY) -> list[Line]:
         if lacking or not isinstance(line, dict):
             why = f"it lacks {', '.join(lacking)}" if lacking else f"it is no JSON object: {line}"
             raise ValueError(
-                f"{path}, line {number} is broken: {why}. Delete the line, or the file, and run "
-                "`python benchmarks/tool/history.py --from-git`."
+                f"{path}, line {number} is broken: {why}. Take it from an earlier commit, or "
+                "delete it."
             )
         found.append(line)
     return found
@@ -140,24 +132,6 @@ def add(results: Iterable[Mapping[str, Any]], path: Path = HISTORY) -> int:
     ordered = sorted(by_key.values(), key=lambda line: line["date"])  # stable within a result
     path.write_text("".join(json.dumps(line) + "\n" for line in ordered))
     return len(by_key) - len(lines)
-
-
-def from_git() -> Iterator[Line]:
-    """Yield every result that was ever committed, the oldest first."""
-    asked = ["log", "--reverse", "--no-renames", "--diff-filter=AM", "--format=commit %H"]
-    commit = ""
-    for line in _git(*asked, "--name-only", "--", "benchmarks/results").splitlines():
-        if line.startswith("commit "):
-            commit = line.split()[1]
-        elif line.endswith(".json"):
-            result = json.loads(_git("show", f"{commit}:{line}"))
-            if "targets" in result and not result["machine"]["device"].startswith("sim"):
-                yield result
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -190,18 +164,3 @@ def page(lines: Sequence[Line], picture: str) -> str:
         return "There is no history yet: `make bench` on a machine with a GPU makes it.\n"
     header = ["ratio", "card", "results", "first", "commit", "last", "commit"]
     return f"![Ratios over commits, by card]({picture})\n\n{table(header, rows)}\n"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--from-git", action="store_true", help="add all results of the history")
-    parser.add_argument("--file", type=Path, default=HISTORY)
-    options = parser.parse_args(arguments)
-    if options.from_git:
-        print(f"added {add(from_git(), options.file)} lines to {options.file}")
-    print(page(load(options.file), "history.svg"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

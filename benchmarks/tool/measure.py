@@ -1,4 +1,4 @@
-"""Timing for the benchmarks: rounds, steps of a copy, and a quiet processor for both.
+"""Timing for the benchmarks: rounds of all ways, on a quiet processor.
 
 `tdcopier/_commands/interleave.py` takes turns between the ways and summarises.
 """
@@ -14,7 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tdcopier._commands.interleave import Contender, collector_paused, interleave, summarise
+from tdcopier._commands.interleave import (
+    Contender,
+    collector_paused,
+    compared,
+    interleave,
+    summarise,
+)
+from tool.tables import OURS
 
 BURST = 5  # consecutive calls of one contender
 MIN_ROUNDS = 3
@@ -43,18 +50,14 @@ class QuietProcessor:
     run on the same processor.
 
     Only the calling thread is moved. Threads that it starts meanwhile inherit its processor, so
-    start worker pools before. Where threads cannot be moved (not on Linux), it only counts. Without
-    ``bound`` the thread stays where the system puts it.
+    start worker pools before. Where threads cannot be moved (not on Linux), or without ``bound``,
+    the thread stays where the system puts it.
     """
 
     def __init__(self, bound: bool = True) -> None:
         can_move = bound and hasattr(os, "sched_getaffinity")
-        self._bound = bound
         self._allowed = sorted(os.sched_getaffinity(0)) if can_move else []
         self._best_us = float("inf")
-        self.rounds = 0
-        self.moves = 0
-        self.disturbed_rounds = 0
 
     def __enter__(self) -> QuietProcessor:
         for processor in self._allowed:
@@ -67,25 +70,13 @@ class QuietProcessor:
             os.sched_setaffinity(0, self._allowed)
 
     def seek(self) -> None:
-        """Move to a quiet processor before a round; count the round if there is none."""
-        self.rounds += 1
-        if not self._bound or self._is_quiet():
+        """Move to a quiet processor before a round, if there is one."""
+        if not self._allowed or self._is_quiet():
             return
         for processor in self._allowed:
             self._move_to(processor)
             if self._is_quiet():
-                self.moves += 1
                 return
-        self.disturbed_rounds += 1
-
-    def described(self) -> dict[str, Any]:
-        return {
-            "best_probe_us": round(self._best_us, 1),
-            "tolerance": TOLERANCE,
-            "rounds": self.rounds,
-            "moves": self.moves,
-            "disturbed_rounds": self.disturbed_rounds,
-        }
 
     def _is_quiet(self) -> bool:
         found_us = min(probe_us(), probe_us())
@@ -142,13 +133,30 @@ class Bench(NamedTuple):
         contenders: Sequence[Contender],
         sources: Sequence[Any],
         synchronise: Callable[[], None],
+        *,
+        bound: bool = True,
         **how: Any,
-    ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-        """Call :func:`interleave` on a quiet processor; return its times, and the processor's."""
+    ) -> dict[str, list[float]]:
+        """Return what :func:`interleave` does, on a quiet processor if ``bound``."""
         how = {"burst": BURST, "progress": self.progress(label), **how}
-        with self.quiet() as quiet:
-            times = interleave(contenders, sources, synchronise, before_round=quiet.seek, **how)
-        return times, quiet.described()
+        with self.quiet(bound) as quiet:
+            return interleave(contenders, sources, synchronise, before_round=quiet.seek, **how)
+
+    def compared(
+        self,
+        label: str,
+        contenders: Sequence[Contender],
+        sources: Sequence[Any],
+        synchronise: Callable[[], None],
+        *,
+        reference: str = OURS,
+        **how: Any,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the summaries of the interleaved ways, and how long others take over one."""
+        found = compared(
+            self.interleaved(label, contenders, sources, synchronise, **how), reference, BURST
+        )
+        return {part: found[part] for part in ("contenders", "ratios")}
 
 
 def shuffled(
@@ -174,38 +182,3 @@ def shuffled(
 def summaries(times_us: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
     """Return the summary of each list, in the form that result files use."""
     return {name: summarise(taken)._asdict() for name, taken in times_us.items()}
-
-
-def steps(
-    start_copy: Callable[[Any], Any],
-    sources: Sequence[Any],
-    synchronise: Callable[[], None],
-    *,
-    rounds: int,
-    warm_up: int = 3,
-    clock_ns: Callable[[], int] = time.perf_counter_ns,
-    before_round: Callable[[], None] = lambda: None,
-) -> dict[str, list[float]]:
-    """Time the steps of one copy as its caller sees them; parameters as in :func:`interleave`.
-
-    Returns times in microseconds: ``start_copy`` (the call), ``get`` (the wait and the outputs),
-    ``synchronise`` (the device's remaining work), ``drop`` (freeing handle and tree).
-    """
-    names = ("start_copy", "get", "synchronise", "drop")
-    times_us: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(warm_up + rounds):
-        before_round()
-        synchronise()
-        ticks = [clock_ns()]
-        handle = start_copy(sources[index % len(sources)])
-        ticks.append(clock_ns())
-        tree = handle.get()
-        ticks.append(clock_ns())
-        synchronise()
-        ticks.append(clock_ns())
-        del tree, handle
-        ticks.append(clock_ns())
-        if index >= warm_up:
-            for name, before, after in zip(names, ticks[:-1], ticks[1:], strict=True):
-                times_us[name].append((after - before) / 1e3)
-    return times_us

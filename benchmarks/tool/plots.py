@@ -45,13 +45,6 @@ class Bars(NamedTuple):
     us: dict[str, float]
 
 
-class Curves(NamedTuple):
-    """A plot of times over the number of leaves, by way."""
-
-    heading: str
-    us: dict[str, list[tuple[int, float]]]
-
-
 class Trends(NamedTuple):
     """Plots of values over commits, one below the other, with a line for each card."""
 
@@ -61,10 +54,10 @@ class Trends(NamedTuple):
     """All commits, in the order of time."""
 
 
-Plot = Bars | Curves
+Plot = Bars | Trends
 
 
-def as_svg(plot: Plot | Trends) -> str:
+def as_svg(plot: Plot) -> str:
     """Draw a plot. The same plot gives the same text."""
     drawn = io.BytesIO()
     with drawn_figure(plot) as figure:
@@ -73,25 +66,24 @@ def as_svg(plot: Plot | Trends) -> str:
 
 
 @contextmanager
-def drawn_figure(plot: Plot | Trends) -> Iterator[Figure]:
+def drawn_figure(plot: Plot) -> Iterator[Figure]:
     """Draw a plot as a figure, in its style."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        heights = {Bars: lambda: 0.5 * len(plot.us) + 0.6, Curves: lambda: 3.6}
-        height_in = heights.get(type(plot), lambda: 1.9 * len(plot.panels) + 0.6)()
+        panels = len(plot.panels) if isinstance(plot, Trends) else 1
+        height_in = (1.9 * panels if isinstance(plot, Trends) else 0.5 * len(plot.us)) + 0.6
         title = textwrap.wrap(plot.heading, TITLE_LETTERS)
         figure = Figure(figsize=(WIDTH_IN, height_in + 0.2 * len(title)), layout="constrained")
         figure.suptitle("\n".join(title), weight="bold", x=0.02, ha="left")
-        count = len(plot.panels) if isinstance(plot, Trends) else 1
-        every = figure.subplots(count, squeeze=False)[:, 0]
+        every = figure.subplots(panels, squeeze=False)[:, 0]
         for axes in every:
             axes.spines[["top", "right"]].set_visible(False)
         if isinstance(plot, Trends):
             _trends(figure, every, plot)
         else:
-            (_bars if isinstance(plot, Bars) else _curves)(every[0], plot)
+            _bars(every[0], plot)
         yield figure
 
 
@@ -157,18 +149,6 @@ def _colour(way: str) -> str:
     return AMBER if way.startswith(LIMIT_PREFIX) else GREY
 
 
-def _curves(axes: Axes, plot: Curves) -> None:
-    """Draw curves with a label each on two logarithmic axes."""
-    others = iter(OTHERS)
-    for way, points in plot.us.items():
-        colour = GREEN if way.startswith(OURS) else next(others)
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=way)
-    axes.set(xscale="log", yscale="log", xlabel="leaves", ylabel="us")
-    axes.grid()
-    _plain_ticks(axes, "x", "y")
-    axes.figure.legend(loc="outside lower left", frameon=False)
-
-
 def _plain_ticks(axes: Axes, *names: str) -> None:
     for name in names:
         axis = getattr(axes, f"{name}axis")
@@ -191,11 +171,8 @@ class Shown(NamedTuple):
     times: str = "contenders"
 
 
-def plot_of(result: dict[str, Any]) -> Plot | None:
-    name, gpu = result["name"], result["machine"]["gpu"]
-    if name == "sizes":
-        return _sizes(result["sizes"], gpu)
-    shown = BARS.get(name)
+def plot_of(result: dict[str, Any]) -> Bars | None:
+    shown, gpu = BARS.get(result["name"]), result["machine"]["gpu"]
     part = shown and shown.part(result)
     if not part:
         return None
@@ -206,17 +183,9 @@ def plot_of(result: dict[str, Any]) -> Plot | None:
     return Bars(heading, {way: each - resident for way, each in us.items()})
 
 
-def _sizes(sizes: dict[str, Any], gpu: str) -> Plot:
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for found in sizes.values():
-        for way, times in found["contenders"].items():
-            curves.setdefault(way, []).append((found["leaves"], times["median_us"]))
-    return Curves(f"Host to device: time over leaves of 64 floats ({gpu})", curves)
-
-
 def _replayed(result: dict[str, Any]) -> dict[str, Any] | None:
     replay = result["replays"].get(REPLAYED)
-    return replay and replay["learners"][LEARNER]  # None if it did not fit in the memory
+    return replay and replay["learners"][LEARNER]  # None if it was not run
 
 
 ADDED = ": {resident} us on the device already ({gpu})"
@@ -242,5 +211,4 @@ BARS = {
         lambda result: result["copies"]["h2d"][NESTED], "TensorDict to device, {what} ({gpu})"
     ),
 }
-"""By benchmark; that of `sizes` has curves, and the others have only tables."""
-PLOTS = (*BARS, "sizes")
+"""By benchmark; the others have only tables."""

@@ -28,7 +28,6 @@ from tool.measure import Bench
 from tool.sections import DIRECTIONS
 from tool.target_forms import Target
 
-QUEUED = "it needs kernels queued on a CUDA stream"
 SUITES = {
     **dict.fromkeys(("h2d", "d2h", "d2d"), "copies.trees"),
     "cold": "copies.cold_caches",
@@ -36,14 +35,11 @@ SUITES = {
     "loop": "loops.training_loop",
     "replay": "rows.replay",
     "gather": "rows.gathers",
-    "sizes": "copies.leaf_counts",
     "containers": "copies.containers",
     "tensordict": "copies.tensordicts",
     "park": "park.parking",
     "concurrent": "loops.concurrent",
     "asyncio": "loops.event_loop",
-    "wait": "loops.wait_behind_kernels",
-    "memory": "loops.memory_behind_kernels",
     "trainers": "trainers.benchmark",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
@@ -140,8 +136,6 @@ def choose_device(asked: str | None) -> torch.device | None:
 
 def lacking(name: str, device: torch.device) -> str | None:
     """Return why a benchmark cannot run here."""
-    if name in ("wait", "memory") and device.type != "cuda":
-        return QUEUED
     if name == "d2d" and name not in directions.possible(device):
         return "it needs two devices"
     if name == "tensordict" and importlib.util.find_spec("tensordict") is None:

@@ -98,10 +98,6 @@ def ratio3(value: float) -> str:
     return f"{value:.3f} x"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 def way_cell(names: Names, found: Found) -> str:
     """Return the name of a way of copying, with the number of wrong results; ours is bold."""
     way, *parts = names

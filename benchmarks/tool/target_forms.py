@@ -1,7 +1,7 @@
 """The forms of targets in result files: each says what is wanted and whether it is hit.
 
-The pass marks are constants of each benchmark's own module, for example `MAX_GROWTH` in
-copies/leaf_counts.py and `WANTED` in copies/trees.py and rows/replay.py.
+The pass marks are constants of each benchmark's own module, for example `WANTED` in
+copies/trees.py and rows/replay.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
@@ -34,12 +33,8 @@ class Way(NamedTuple):
     kind: str = WAY
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around each burst or block, not timed."""
-    ahead: int = 1
-    """How many copies a loop starts before it takes the first batch."""
     feed: Feed | None = None
     """Cycles through the batches of prepared sources, for a way that is itself an iterator."""
-    every: int = 1
-    """It takes part in every ``every``-th round, since some ways are ten times slower."""
 
     def run(self, source: Any) -> Any:
         return self.finish(self.start(source))
@@ -57,11 +52,11 @@ class Way(NamedTuple):
                 yield self._one_ahead(cycle(order))
 
     def _one_ahead(self, sources: Iterator[Any]) -> Iterator[Any]:
-        coming = deque(self.start(next(sources)) for _ in range(self.ahead))
+        coming = [self.start(next(sources))]
 
         def batches() -> Iterator[Any]:
             while True:
-                batch = self.finish(coming.popleft())
+                batch = self.finish(coming.pop())
                 coming.append(self.start(next(sources)))
                 yield batch
 

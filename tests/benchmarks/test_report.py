@@ -14,7 +14,7 @@ from benchmark_support import BENCHMARKS, load
 plots, report, sections = load("tool.plots"), load("tool.report"), load("tool.sections")
 RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
 SVG = "{http://www.w3.org/2000/svg}"
-COMPARISONS = ("contenders", "step", "times", "over_resident", "after_kernels")
+COMPARISONS = ("contenders", "step", "times", "over_resident")
 """Parts of results whose keys are the names of rows."""
 
 
@@ -76,9 +76,7 @@ def test_a_row_has_median_quartiles_ratios_and_calls() -> None:
     batch["contenders"][".to() per leaf"] = times
     batch["ratios"][".to() per leaf"] = 35.04
     batch["wrong"][".to() per leaf"] = 2
-    batch["first_calls"][".to() per leaf"] = times
-    batch["ratios_of_first_calls"][".to() per leaf"] = 0.5
-    row = "|  | .to() per leaf (wrong: 2) | 6,123 | 100 - 1.23 | 35 x | 6,123 | 0.5 x | 7 |"
+    row = "|  | .to() per leaf (wrong: 2) | 6,123 | 100 - 1.23 | 35 x | 7 |"
     assert row in report.page([result], ".")
 
 
@@ -88,37 +86,24 @@ def test_a_way_that_failed_has_a_row_with_its_error() -> None:
     assert "| td.other() | fails: TypeError: no |" in report.page([result], ".")
 
 
-def test_rows_of_pinned_storages_have_host_times_processor_times_and_steps() -> None:
+def test_learners_of_pinned_rows_have_a_table() -> None:
     result = a_copy("gather")
-    for found in result["from_pinned"].values():
-        for part in ("host", "host_in_call", "processor_time", "checks", "learners"):
-            found.pop(part, None)
-    assert "processor time" not in report.page([result], ".")  # an older result has none
     times = {"median_us": 20.0, "q1_us": 10.0, "q3_us": 30.0, "repeats": 7}
     slow = times | {"median_us": 4000.0}
-    for found in result["from_pinned"].values():
-        found["host"] = {"tdcopier": times, "by hand": slow}
-        found["host_in_call"] = {"tdcopier": times, "by hand": times | {"median_us": 99.0}}
-        found["processor_time"] = {"tdcopier": {"caller": slow, "others": times, "idle": times}}
-        found["checks"] = {"tdcopier": 200}
     first, found = next(iter(result["from_pinned"].items()))
     found["learners"] = {
         "some kernels": {
             "steps_per_block": 20,
             "step": {"on the device already": times, "tdcopier": slow},
             "ratios": {"on the device already": 1.0, "tdcopier": 1.2345},
-            "kernels_over_resident": {"on the device already": 1.0, "tdcopier": 1.011},
             "host": {"on the device already": times, "tdcopier": times},
             "wrong": {"on the device already": 0, "tdcopier": 3},
         }
     }
     page = report.page([result], ".")
-    assert "|  | by hand | 99 | 10 - 30 | 4,000 | 10 - 30 | 7 |" in page
-    assert f"| {first} | **tdcopier** | 4,000 | 20 | 20 | 7 |" in page
-    assert f"| {first}, some kernels | on the device already | 20 | 10 - 30 |  |  | 20 |" in page
-    row = "|  | **tdcopier** (wrong: 3) | 4,000 | 10 - 30 | 1.234 x | 1.011 x | 20 | 140 |"
-    assert row in page
-    assert f"{200 * len(result['from_pinned']):,} batches were compared" in page
+    resident = "on the device already"
+    assert f"| {first}, some kernels | {resident} | 20 | 10 - 30 |  | 20 | 140 |" in page
+    assert "|  | **tdcopier** (wrong: 3) | 4,000 | 10 - 30 | 1.234 x | 20 | 140 |" in page
 
 
 def test_a_commit_is_named_only_where_the_working_tree_was_that_commit() -> None:
@@ -179,25 +164,21 @@ def test_the_readme_has_the_figures_of_the_committed_results() -> None:
 # ---- plots ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(plots.PLOTS))
-def test_the_committed_plot_has_every_bar_or_curve_of_its_result(name: str) -> None:
+@pytest.mark.parametrize("name", list(plots.BARS))
+def test_the_committed_plot_has_every_bar_of_its_result(name: str) -> None:
     plot = plots.plot_of(RESULTS[name])
     svg = (report.RESULTS / report.plot_name(RESULTS[name])).read_text()
     texts = texts_of(svg)
     assert plot.heading in " ".join(texts)
     assert {*plot.us} <= set(texts)
-    if isinstance(plot, plots.Bars):
-        values = [f"{plots.number(us)} us" for us in plot.us.values()]
-        assert [text for text in texts if text in values] == values
-    else:
-        points = sum(map(len, plot.us.values()))
-        assert svg.count("<use xlink:href") >= points
+    values = [f"{plots.number(us)} us" for us in plot.us.values()]
+    assert [text for text in texts if text in values] == values
 
 
 NEGATIVE = plots.Bars("added", {"tdcopier, prepared": -23.2, "tdcopier": 3.2, ".to()": 6313.0})
 
 
-@pytest.mark.parametrize("name", [*plots.PLOTS, "negative"])
+@pytest.mark.parametrize("name", [*plots.BARS, "negative"])
 def test_no_text_of_a_plot_is_cut_off_or_covers_another(name: str) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -238,9 +219,9 @@ def test_the_lengths_of_bars_are_proportional_to_the_times() -> None:
 
 def test_the_same_plot_is_the_same_text() -> None:
     pytest.importorskip("matplotlib")
-    for plot in (plots.Bars("a", {"b": 1.0}), plots.Curves("a", {"b": [(10, 1.0), (20, 2.0)]})):
-        assert plots.as_svg(plot) == plots.as_svg(plot)
-        assert "<dc:date>" not in plots.as_svg(plot)
+    plot = plots.Bars("a", {"b": 1.0})
+    assert plots.as_svg(plot) == plots.as_svg(plot)
+    assert "<dc:date>" not in plots.as_svg(plot)
 
 
 def test_the_ways_of_torch_have_a_cell_for_each_ratio_and_the_faster_ones_are_bold() -> None:

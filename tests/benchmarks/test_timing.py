@@ -1,4 +1,4 @@
-"""How times become rounds, medians, ratios and steps, from known times."""
+"""How times become rounds, medians and ratios, from known times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmark_support import Clock, load
 
-from tdcopier._commands.interleave import Contender, compared, interleave, summarise
+from tdcopier._commands.interleave import Contender, interleave, summarise
 
 measure, way = load("tool.measure"), load("tool.way")
 steps, loop = load("loops.steps"), load("loops.training_loop")
@@ -26,14 +26,6 @@ steps, loop = load("loops.steps"), load("loops.training_loop")
 )
 def test_a_summary_is_median_and_inclusive_quartiles(times: Any, expected: Any) -> None:
     assert tuple(summarise(times)) == expected
-
-
-def test_contenders_are_compared_by_all_calls_and_by_first_calls() -> None:
-    found = compared({"ours": [4.0, 1.0, 1.0], "other": [8.0, 5.0, 5.0]}, "ours", 3)
-    assert found["contenders"]["other"]["median_us"] == 5.0
-    assert found["ratios"] == {"other": 5.0}
-    assert found["first_calls"]["other"]["median_us"] == 8.0
-    assert found["ratios_of_first_calls"] == {"other": 2.0}
 
 
 def test_a_round_is_a_burst_of_every_contender_with_one_source_in_changing_order() -> None:
@@ -102,29 +94,6 @@ def test_items_are_shuffled_within_their_round_and_warm_up_rounds_are_negative()
     assert len(begun) == 22
 
 
-def test_steps_split_a_copy_where_the_caller_sees_it() -> None:
-    clock = Clock()
-
-    class Handle:
-        def get(self) -> str:
-            clock.take_us(20)
-            return "tree"
-
-    def start_copy(source: str) -> Handle:
-        clock.take_us(100)
-        return Handle()
-
-    times = measure.steps(
-        start_copy, ["x"], lambda: clock.take_us(3), rounds=2, warm_up=1, clock_ns=clock
-    )
-    assert times == {
-        "start_copy": [101.0] * 2,
-        "get": [21.0] * 2,
-        "synchronise": [4.0] * 2,
-        "drop": [1.0] * 2,
-    }
-
-
 def test_a_disturbed_processor_is_left_for_a_quiet_one(monkeypatch: pytest.MonkeyPatch) -> None:
     where, slow = [0], {0}
 
@@ -139,24 +108,7 @@ def test_a_disturbed_processor_is_left_for_a_quiet_one(monkeypatch: pytest.Monke
         processor.seek()
         assert where[0] == 1
         slow.update({1, 2})
-        processor.seek()
-    found = processor.described()
-    assert (found["rounds"], found["moves"], found["disturbed_rounds"]) == (2, 1, 1)
-
-
-def test_limits_come_from_the_fastest_memcpy_and_say_its_threads() -> None:
-    limits, directions = load("copies.limits"), load("copies.directions")
-    medians_us = {
-        "tdcopier": 30.0,
-        "limit: one pinned DMA": 20.0,
-        "limit: memcpy into pinned memory, 1 thread": 60.0,
-        "limit: memcpy into pinned memory, 8 threads": 25.0,
-    }
-    times = {way: {"median_us": median_us} for way, median_us in medians_us.items()}
-    h2d = directions.h2d(torch.device("cuda", 0))
-    found = limits.found_limits(h2d, 1_000_000, times)
-    assert (found["dma"]["ours_over"], found["dma"]["gb_per_s"]) == (1.5, 50.0)
-    assert (found["memcpy"]["threads"], found["memcpy"]["ours_over"]) == (8, 1.2)
+        processor.seek()  # ends, though no processor is quiet
 
 
 # ---- loops ---------------------------------------------------------------------------------------
@@ -204,47 +156,35 @@ def test_a_learners_step_includes_the_device_and_excludes_the_warm_up(sim: Any) 
     found = steps.block(
         iter(lambda: batch, None), reader.read, Slow(), device, warm_up=4, clock_ns=clock
     )
-    assert found == (50 + 2 + 1 / steps.STEPS, [1] * steps.STEPS, None)
+    assert found == (50 + 2 + 1 / steps.STEPS, [1] * steps.STEPS)
     assert len(reader.parts) == 4 + steps.STEPS
     assert [(number, kept is batch) for number, kept in reader.kept] == [(13, True), (23, True)]
 
 
-def test_a_way_feeds_a_loop_from_a_number_on_as_far_ahead_as_it_says() -> None:
+def test_a_way_feeds_a_loop_from_a_number_on_and_starts_a_copy_ahead() -> None:
     started: list[int] = []
 
     def start(source: int) -> int:
         started.append(source)
         return source
 
-    ahead = way.Way("it", start, lambda coming: 10 * coming, ahead=2)
+    ahead = way.Way("it", start, lambda coming: 10 * coming)
     with ahead.feeding(range(3), 4) as batches:
-        assert started == [1, 2]
+        assert started == [1]
         assert [next(batches) for _ in range(4)] == [10, 20, 0, 10]
-        assert started == [1, 2, 0, 1, 2, 0]
+        assert started == [1, 2, 0, 1, 2]
     itself = way.Way("it", feed=lambda order: contextlib.nullcontext(order))
     with itself.feeding(range(3), 1) as batches:
         assert list(batches) == [1, 2, 0]
 
 
-def test_slow_ways_take_part_in_some_rounds_and_ratios_are_within_a_round(sim: Any) -> None:
-    bench = measure.Bench(torch.device("sim", 0), 1, lambda label: iter)
-    us = {"on the device already": iter([9, 1, 2, 4]), "slow": iter([99, 10, 80])}
-
-    def play(name: str, index: int) -> Any:
-        return steps.Block(float(next(us[name])), [1.0]), 1
-
-    every = {"on the device already": 1, "slow": 2}
-    blocks, wrong, _ = steps.played(bench, "it", every, play, rounds=3)
-    assert wrong == {"on the device already": 4, "slow": 3}
-    step, ratios = steps.both(blocks, every, lambda found: found.step_us)
-    assert step["slow"]["repeats"] == 2
-    assert ratios == {"on the device already": 1.0, "slow": 15.0}
-
-
-def test_the_limits_of_the_waiting_part_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = load("loops.processor_while_waiting")
-    limits: list[int] = []
-    monkeypatch.setattr(waiting.tdcopier, "set_staging_limit_bytes", limits.append)
-    with pytest.raises(KeyError), waiting.low_limits():
-        raise KeyError
-    assert limits == [waiting.STAGING_LIMIT_BYTES, waiting.DEFAULT_STAGING_LIMIT_BYTES]
+def test_ratios_are_within_a_round_and_relative_to_the_first_way() -> None:
+    us = {"on the device already": [1, 2, 4], "slow": [10, 30, 80]}
+    blocks = [
+        {name: steps.Block(float(taken[index]), [3.0, 5.0]) for name, taken in us.items()}
+        for index in range(3)
+    ]
+    found = steps.figures(blocks, list(us))
+    assert found["step"]["slow"]["median_us"] == 30
+    assert found["host"]["slow"]["median_us"] == 4
+    assert found["ratios"] == {"on the device already": 1.0, "slow": 15.0}
