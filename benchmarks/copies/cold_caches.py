@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from tool.measure import Bench
 from tool.tables import OURS
@@ -23,7 +23,7 @@ from tool.way import PREPARED, Way
 
 from copies import host_loads, limits
 from copies.directions import Direction, with_host
-from copies.timed import OTHER_BYTES, TREE, Kind, best_other, timed
+from copies.timed import TREE, Kind, best_other, timed
 from copies.ways import ways
 from tdcopier.workloads import WORKLOADS
 
@@ -41,13 +41,8 @@ WANTED = {
 OVER_DMA, OVER_DMA_BESIDE = 1.4, 1.8
 """Targets for the time of the batch with images over that of one transfer of its bytes."""
 
-
-class Batch(NamedTuple):
-    """A batch, what it is, and the ways to copy it."""
-
-    make: Callable[[int], Any]
-    kind: Kind
-    ways: Callable[[Direction], list[Way]]
+Batch = tuple[Callable[[int], Any], Kind, Callable[[Direction], list[Way]]]
+"""What makes a batch from a seed, what it is, and the ways to copy it."""
 
 
 def run(bench: Bench) -> dict[str, Any]:
@@ -55,10 +50,6 @@ def run(bench: Bench) -> dict[str, Any]:
     both, batches = with_host(bench.device), batches_here()
     return {
         "what": "Cold caches: time from the call to the tree on the target",
-        "settings": {
-            "other bytes written before a call": OTHER_BYTES,
-            **bench.settings(bound=False, burst=1),
-        },
         "copies": {
             name: {batch: _timed(bench, direction, batch, kind) for batch, kind in batches.items()}
             for name, direction in both.items()
@@ -98,8 +89,8 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
 def batches_here() -> dict[str, Batch]:
     """Return the batches by name; those of TensorDicts only where that package is installed."""
     found = {
-        DETECTION: Batch(WORKLOADS["detection_batch"].make, TREE, _ways_of_trees),
-        IMAGES: Batch(WORKLOADS["detection_batch_with_images"].make, TREE, _ways_and_limit),
+        DETECTION: (WORKLOADS["detection_batch"].make, TREE, _ways_of_trees),
+        IMAGES: (WORKLOADS["detection_batch_with_images"].make, TREE, _ways_of_trees),
     }
     if importlib.util.find_spec("tensordict") is None:
         return found
@@ -113,7 +104,7 @@ def batches_here() -> dict[str, Batch]:
         ATARI: td_batches.atari,
     }
     kind, of_td = tensordicts.TENSORDICT, tensordicts.ways
-    return found | {name: Batch(make, kind, of_td) for name, make in made.items()}
+    return found | {name: (make, kind, of_td) for name, make in made.items()}
 
 
 def _beside(
@@ -128,16 +119,22 @@ def _beside(
 
 
 def _ways_of_trees(direction: Direction) -> list[Way]:
-    """Return the ways that receive the batch as it is, without variants of ours."""
+    """Return the ways that receive the batch as it is, without variants of ours, and the limit."""
     found = [way for way in ways(direction) if way.kind != PREPARED]
-    return [way for way in found if way.name == OURS or not way.name.startswith(OURS)]
-
-
-def _ways_and_limit(direction: Direction) -> list[Way]:
-    return [*_ways_of_trees(direction), limits.transfer(direction)]
+    found = [way for way in found if way.name == OURS or not way.name.startswith(OURS)]
+    return [*found, limits.transfer(direction)]
 
 
 def _timed(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
-    sources = batch.kind.sources(batch.make, 2, direction)
-    how = {"rounds": bench.rounds(SHARE), "kind": batch.kind, "counted": False, "cold": True}
-    return timed(bench, f"cold, {name}", direction, sources, batch.ways(direction), **how)
+    make, kind, ways = batch
+    return timed(
+        bench,
+        f"cold, {name}",
+        direction,
+        kind.sources(make, 2, direction),
+        ways(direction),
+        rounds=bench.rounds(SHARE),
+        kind=kind,
+        counted=False,
+        cold=True,
+    )

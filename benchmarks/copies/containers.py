@@ -55,10 +55,6 @@ def run(bench: Bench) -> dict[str, Any]:
     own = ways(device)[0]
     return {
         "what": "What containers and opaque values cost: start_copy() and get(), without tensors",
-        "settings": {
-            **bench.settings(),
-            "opaque_values": "ints, strings, None and instances of a plain class, in turn",
-        },
         "cases": cases,
         "us_per_opaque_value": {
             way: (taken_us - us[EMPTY][way]) / OPAQUE_VALUES for way, taken_us in us[OPAQUE].items()

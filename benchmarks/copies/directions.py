@@ -12,13 +12,12 @@ import tdcopier
 HOST = torch.device("cpu")
 
 
-class Witness(NamedTuple):
-    """The names of one direction's transfers in outside records."""
-
-    memcpys: tuple[str, ...]
-    """Names in torch.profiler on CUDA, the most specific first."""
-    sim_counter: str
-    """The field of ``tdcopier.sim.Counts``."""
+MEMCPYS = {
+    "h2d": ("Memcpy HtoD",),
+    "d2h": ("Memcpy DtoH", "move_segments"),
+    "d2d": ("Memcpy PtoP", "Memcpy DtoD"),
+}
+"""Names of a direction's transfers in torch.profiler on CUDA, the most specific first."""
 
 
 class Direction(NamedTuple):
@@ -28,7 +27,6 @@ class Direction(NamedTuple):
     """``"h2d"``, ``"d2h"`` or ``"d2d"``: as in ``--only``, file names and the keys of results."""
     source: torch.device
     target: torch.device
-    witness: Witness
 
     @property
     def devices(self) -> list[torch.device]:
@@ -36,21 +34,9 @@ class Direction(NamedTuple):
         return [end for end in (self.source, self.target) if end.type != "cpu"]
 
 
-def h2d(device: torch.device) -> Direction:
-    return Direction("h2d", HOST, device, Witness(("Memcpy HtoD",), "h2d"))
-
-
-def d2h(device: torch.device) -> Direction:
-    return Direction("d2h", device, HOST, Witness(("Memcpy DtoH", "move_segments"), "d2h"))
-
-
-def d2d(device: torch.device, other: torch.device) -> Direction:
-    return Direction("d2d", device, other, Witness(("Memcpy PtoP", "Memcpy DtoD"), "d2d"))
-
-
 def with_host(device: torch.device) -> dict[str, Direction]:
     """Return both directions between the host and a device, by name."""
-    return {direction.name: direction for direction in (h2d(device), d2h(device))}
+    return {"h2d": Direction("h2d", HOST, device), "d2h": Direction("d2h", device, HOST)}
 
 
 def possible(device: torch.device) -> dict[str, Direction]:
@@ -61,7 +47,7 @@ def possible(device: torch.device) -> dict[str, Direction]:
 
     """
     found, other = with_host(device), second_device(device)
-    return found if other is None else found | {"d2d": d2d(device, other)}
+    return found if other is None else found | {"d2d": Direction("d2d", device, other)}
 
 
 def second_device(device: torch.device) -> torch.device | None:
@@ -97,7 +83,7 @@ def count_transfers(
     direction: Direction, start: Callable[[], tdcopier.AsyncCopyHandle]
 ) -> dict[str, Any]:
     """Return a copy's own counters, and its transfers as counted from outside of the engine."""
-    witness, synchronise = direction.witness, synchroniser(direction.devices)
+    synchronise = synchroniser(direction.devices)
 
     def once() -> dict[str, Any]:
         handle = start()
@@ -111,20 +97,18 @@ def count_transfers(
 
         sim.reset_counts()
         stats = once()
-        seen = getattr(sim.counts(), witness.sim_counter).transfers
-        return {"stats": stats, "memcpys": seen, "memcpys_counted_by": "tdcopier.sim"}
+        return {"stats": stats, "memcpys": getattr(sim.counts(), direction.name).transfers}
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         stats = once()
     on_device = [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
-    seen = memcpys_among(on_device, witness)
-    return {"stats": stats, "memcpys": seen, "memcpys_counted_by": "torch.profiler"}
+    return {"stats": stats, "memcpys": memcpys_among(on_device, direction.name)}
 
 
-def memcpys_among(names: Iterable[str], witness: Witness) -> int:
-    """Count the device's records that are transfers of the witness's direction.
+def memcpys_among(names: Iterable[str], direction: str) -> int:
+    """Count the device's records that are transfers of a direction.
 
     Between two devices, some drivers record every transfer as ``Memcpy PtoP``, and ``Memcpy DtoD``
     is then a copy within one device; others record both as ``DtoD``. So only the first name that
@@ -132,5 +116,5 @@ def memcpys_among(names: Iterable[str], witness: Witness) -> int:
     directly into host memory is itself the transfer, and counts if there is no memcpy.
     """
     found = list(names)
-    counts = (sum(memcpy in name for name in found) for memcpy in witness.memcpys)
+    counts = (sum(memcpy in name for name in found) for memcpy in MEMCPYS[direction])
     return next((number for number in counts if number), 0)

@@ -1,7 +1,7 @@
 """Times how long pinned memory takes: torch's allocator beside the pool's leases, cold and warm.
 
 A cold request finds nothing that was pinned before; a warm one follows an equal one whose tensors
-were dropped. The first tensor of a lease can be used while the others are made.
+were dropped.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def emptied(give_back: Callable[[], object]) -> Iterator[None]:
 WAYS = [
     Way(
         TORCHS,
-        lambda sizes: (torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes),
+        lambda sizes: [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes],
         around=partial(emptied, _empty_cache_of_torch),
     ),
-    Way(LEASES, lease, around=partial(emptied, tdcopier.trim_pinned_memory)),
+    Way(LEASES, lease, list, around=partial(emptied, tdcopier.trim_pinned_memory)),
 ]
-"""Each starts a request of some sizes, and yields its tensors."""
+"""Each returns the tensors of a request of some sizes."""
 
 
 def run(bench: Bench) -> dict[str, Any]:
@@ -67,7 +67,6 @@ def run(bench: Bench) -> dict[str, Any]:
             found[name] = _timed([size // scale for size in sizes], bench.device)
     return {
         "what": "Pinned memory: time until it can be used",
-        "settings": {"rounds": ROUNDS},
         "requests": found,
     }
 
@@ -85,47 +84,25 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 
 def _timed(sizes: list[int], device: torch.device) -> dict[str, Any]:
-    taken: dict[str, dict[str, list[tuple[float, float]]]] = {
-        way.name: {"cold": [], "warm": []} for way in WAYS
-    }
-    held, wrong = {}, {way.name: 0 for way in WAYS}
+    taken_ms = {way.name: {"cold": [], "warm": []} for way in WAYS}
+    wrong = {way.name: 0 for way in WAYS}
     for _ in range(ROUNDS):
         for way in WAYS:
             with way.around():
-                before = _held_bytes()
-                tensors: list[torch.Tensor] = []
-                for times in taken[way.name].values():
-                    tensors.clear()
+                for times_ms in taken_ms[way.name].values():
                     begin = time.perf_counter()
-                    for tensor in way.start(sizes):
-                        if not tensors:
-                            first_ms = 1e3 * (time.perf_counter() - begin)
-                        tensors.append(tensor)
-                    times.append((first_ms, 1e3 * (time.perf_counter() - begin)))
-                held[way.name] = _held_bytes() - before
-                wrong[way.name] += _wrong([tensors[0], tensors[-1]], device)
-                del tensors, tensor
-
-    def figures(times: list[tuple[float, float]]) -> dict[str, float]:
-        first_ms, all_ms = zip(*times, strict=True)
-        both = {"first_ms": median(first_ms), "all_ms": median(all_ms)}
-        return {**both, "slowest_ms": max(all_ms)}
-
+                    tensors = way.run(sizes)
+                    times_ms.append(1e3 * (time.perf_counter() - begin))
+                    wrong[way.name] += _wrong([tensors[0], tensors[-1]], device)
+                    del tensors
     return {
-        "n_tensors": len(sizes),
         "bytes": sum(sizes),
-        "held_bytes": held,
         "wrong": wrong,
         "times": {
-            way: {state: figures(times) for state, times in states.items()}
-            for way, states in taken.items()
+            way: {state: {"all_ms": median(times_ms)} for state, times_ms in states.items()}
+            for way, states in taken_ms.items()
         },
     }
-
-
-def _held_bytes() -> int:
-    use = tdcopier.pinned_memory()
-    return use.leased_bytes + use.free_bytes + (use.torch_bytes or 0)
 
 
 def _wrong(tensors: list[torch.Tensor], device: torch.device) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tensordict import (
@@ -15,24 +15,13 @@ from tensordict import (
     tensorclass,
 )
 
-from tdcopier.workloads import WORKLOADS, flat_dict
+from tdcopier.workloads import WORKLOADS, Workload, flat_dict
 
 ROWS = 256  # in a replay batch
 OBSERVED, CONTROLLED = 17, 6  # sizes of a walking robot's observations and actions
 FRAMES = 64
 MEMBERS = 32
 AGENTS = 64
-
-
-class Batch(NamedTuple):
-    """A kind of batch."""
-
-    make: Callable[[int], Any]
-    """Makes a TensorDict or tensorclass on the host from a seed."""
-    pool: int
-    """Number of batches with different values to cycle through."""
-    repeat_share: float
-    """The fraction of the repeats that it gets; slow batches get less."""
 
 
 @tensorclass
@@ -155,11 +144,11 @@ def ragged(seed: int) -> TensorDictBase:
     return lazy_stack([_answer(length, generator) for length in lengths[order].tolist()])
 
 
-BATCHES: dict[str, Batch] = {
-    "flat": Batch(flat, 2, 0.2),
-    "control": Batch(control, 4, 1.0),
-    "tensorclass": Batch(frames, 4, 1.0),
-    "lazy stack": Batch(ragged, 2, 0.3),
+BATCHES = {
+    "flat": Workload(flat, 2, 0.2),
+    "control": Workload(control, 4, 1.0),
+    "tensorclass": Workload(frames, 4, 1.0),
+    "lazy stack": Workload(ragged, 2, 0.3),
 }
 """The batches that are timed, by name."""
 

@@ -17,8 +17,9 @@ from tool.way import GET, Way
 import tdcopier
 from copies import into_existing as into
 from copies.directions import HOST, Direction, with_host
-from copies.td_batches import BATCHES, Batch, differences, leaves_of
+from copies.td_batches import BATCHES, differences, leaves_of
 from copies.timed import Kind, timed
+from tdcopier.workloads import Workload
 
 TO = "td.to()"
 CONSOLIDATED = "td.consolidate().to()"
@@ -32,7 +33,7 @@ def run(bench: Bench) -> dict[str, Any]:
     both = with_host(bench.device)
     return {
         "what": "TensorDicts: time from the call to the TensorDict on the target",
-        "settings": {"tensordict": tensordict.__version__, **bench.settings()},
+        "tensordict": tensordict.__version__,
         "copies": {
             name: {batch: _batch(bench, direction, batch, kind) for batch, kind in BATCHES.items()}
             for name, direction in both.items()
@@ -85,16 +86,12 @@ def ways(direction: Direction) -> list[Way]:
     return found
 
 
-def sources_of(direction: Direction, batch: Batch) -> list[Any]:
-    return TENSORDICT.sources(batch.make, batch.pool, direction)
-
-
-def _batch(bench: Bench, direction: Direction, name: str, batch: Batch) -> dict[str, Any]:
+def _batch(bench: Bench, direction: Direction, name: str, batch: Workload) -> dict[str, Any]:
     return timed(
         bench,
         f"TensorDict, {name}",
         direction,
-        sources_of(direction, batch),
+        TENSORDICT.sources(batch.make, batch.pool, direction),
         ways(direction),
         rounds=bench.rounds(batch.repeat_share / BURST, MIN_ROUNDS),
         kind=TENSORDICT,

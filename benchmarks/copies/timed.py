@@ -109,7 +109,6 @@ def timed(
         found |= count_transfers(direction, lambda: kind.start(sources[0], direction.target))
     return {
         **kind.size_of(sources[0]),
-        "sources": len(sources),
         **found,
         "kinds": {way.name: way.kind for way in right},
         "wrong": {way.name: len(outcomes[way.name]) for way in right},

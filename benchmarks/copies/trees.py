@@ -44,11 +44,6 @@ def run(bench: Bench, name: str, workloads: Sequence[str]) -> dict[str, Any]:
     direction = possible(bench.device)[name]
     return {
         "what": "Time from the call to the tree on the target, outputs built and host synchronised",
-        "settings": {
-            "source": str(direction.source),
-            "target": str(direction.target),
-            **bench.settings(),
-        },
         "workloads": {each: _workload(bench, direction, each) for each in workloads},
     }
 

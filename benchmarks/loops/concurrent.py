@@ -15,6 +15,7 @@ from tool.way import Way
 
 import tdcopier
 from loops import copies_beside_kernels, metrics_each_step
+from loops.learner import begin_by_torch
 from tdcopier._commands.interleave import collector_paused
 
 MAX_WITH_METRICS = 1.02
@@ -31,10 +32,9 @@ Begin = Callable[[torch.Tensor, torch.device], Callable[[], torch.Tensor]]
 
 def run(bench: Bench) -> dict[str, Any]:
     """Run all parts. A second device of the same kind is used too if there is one."""
-    with collector_paused(not bench.keep_gc):
+    with collector_paused():
         return {
             "what": "Copies beside kernels and beside other copies",
-            "settings": {**bench.settings(bound=False), "order": "interleaved, shuffled per round"},
             "loop": metrics_each_step.run(bench),
             "kernels": copies_beside_kernels.run(bench),
             "both_ways": both_ways(bench),
@@ -103,19 +103,7 @@ def finish_all(waits: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
 def begins(device: torch.device) -> dict[str, Begin]:
     module = torch.get_device_module(device)
     streams = {"cpu": module.Stream(device), device.type: module.Stream(device)}
-
-    def by_torch(leaf: torch.Tensor, target: torch.device) -> Callable[[], torch.Tensor]:
-        with module.stream(streams[target.type]):
-            result = leaf.to(target, non_blocking=True)
-            arrived = streams[target.type].record_event()
-
-        def wait() -> torch.Tensor:
-            arrived.synchronize()
-            return result
-
-        return wait
-
-    def ours(leaf: torch.Tensor, target: torch.device) -> Callable[[], torch.Tensor]:
-        return tdcopier.start_copy(leaf, target).get
-
-    return {OURS: ours, BY_TORCH: by_torch}
+    return {
+        OURS: lambda leaf, target: tdcopier.start_copy(leaf, target).get,
+        BY_TORCH: lambda leaf, target: begin_by_torch(leaf, target, streams[target.type]),
+    }

@@ -12,7 +12,7 @@ from tool.measure import Bench, shuffled, summaries
 from tool.tables import OURS
 
 import tdcopier
-from loops.learner import Sleeper
+from loops.learner import Sleeper, begin_by_torch
 
 FLOATS = 1000
 QUEUED_MS, QUEUED_MS_OF_SIM = 100.0, 5.0
@@ -91,10 +91,7 @@ class Trial:
         return result
 
     def _by_torch(self) -> torch.Tensor:
-        with self._module.stream(self._side):
-            result = self._pinned.to(self._device, non_blocking=True)
-            self._side.record_event().synchronize()
-        return result
+        return begin_by_torch(self._pinned, self._device, self._side)()
 
 
 def earlier_calls(device: torch.device) -> dict[str, tuple[Call, Call]]:

@@ -48,18 +48,10 @@ class Segment(NamedTuple):
 def run(bench: Bench) -> dict[str, Any]:
     batch = detection_batch()
     segment_s = SEGMENT_S if bench.is_real else SEGMENT_S_OF_SIM
-    with collector_paused(not bench.keep_gc):
+    with collector_paused():
         found = asyncio.run(_segments(bench, batch, segment_s))
     return {
         "what": "An asyncio event loop while batches are copied to the device",
-        "settings": {
-            **bench.settings(bound=False),
-            "order": "shuffled per round",
-            "segment_s": segment_s,
-            "beat_ms": BEAT_MS,
-            "wanted_copies_per_s": COPIES_PER_S,
-            "most_in_flight": MOST_IN_FLIGHT,
-        },
         "leaves": len(leaves(batch)),
         "bytes": total_bytes(batch),
         "times": {way: _figures(segments, segment_s) for way, segments in found.items()},

@@ -1,8 +1,9 @@
-"""The kernels of a learner's steps, of a chosen duration."""
+"""The kernels of a learner's steps, of a chosen duration, and torch's own copies beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,6 +28,21 @@ class Sleeper:
         from tdcopier import sim
 
         sim.busy(ms / 1e3)
+
+
+def begin_by_torch(
+    leaf: torch.Tensor, target: torch.device, stream: Any
+) -> Callable[[], torch.Tensor]:
+    """Begin a copy on a stream, and return a function that waits for the result."""
+    with torch.get_device_module(stream.device).stream(stream):
+        result = leaf.to(target, non_blocking=True)
+        arrived = stream.record_event()
+
+    def wait() -> torch.Tensor:
+        arrived.synchronize()
+        return result
+
+    return wait
 
 
 class Work:

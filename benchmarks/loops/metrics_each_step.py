@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
-from operator import itemgetter
 from typing import Any
 
 import torch
+from copies.directions import HOST
 from copies.ways import PINNED
-from rows.storages import ROW
 from tool.measure import Bench
 from tool.tables import OURS, RESIDENT
 from tool.way import Way
 
 import tdcopier
-from loops.learner import Work
-from loops.steps import STEPS, Check, compared, over
+from loops.learner import Work, begin_by_torch
+from loops.steps import STEPS, compared, over
+from loops.training_loop import check
 
 STEP_MS = 3.4  # duration of each step's kernels
 LEAVES, LEAF_BYTES = 12, 1 << 22  # a batch of 50 MB
@@ -65,13 +65,13 @@ class MeteredWork:
 def run(bench: Bench) -> dict[str, Any]:
     device, work = bench.device, Work(bench.device, STEP_MS)
     pool = [make_batch(number, device) for number in range(POOL)]
-    feeds = ways(device, pool)
+    feeds = ways(device)
     works = {f"{way.name}, {WITHOUT}": work for way in feeds}
     metered = {
-        f"{name}, {WITH}": MeteredWork(work, send, device) for name, send in sends(device).items()
+        f"{way.name}, {WITH}": MeteredWork(work, send(way.name, device), device) for way in feeds
     }
     works |= metered
-    checked = check(pool)
+    checked = check(pool, device)
     found, blocks = compared(
         bench,
         "a step with metrics",
@@ -93,7 +93,6 @@ def run(bench: Bench) -> dict[str, Any]:
         "leaves": len(pool[0]),
         "bytes": sum(leaf.nbytes for leaf in pool[0].values()),
         "metrics_bytes": 4 * METRICS,
-        "step_ms": STEP_MS,
         "steps_per_block": STEPS,
         "step": by_feed(lambda plain, full: {WITHOUT: step[plain], WITH: step[full]}),
         "with_over_without": by_feed(lambda plain, full: over(blocks, full, plain)),
@@ -102,62 +101,31 @@ def run(bench: Bench) -> dict[str, Any]:
     }
 
 
-def check(pool: list[Batch]) -> Check:
-    def is_right(number: int, batch: Batch) -> bool:
-        right = pool[number % len(pool)]
-        return all(torch.equal(batch[key].cpu(), leaf) for key, leaf in right.items())
-
-    return Check(itemgetter(ROW), lambda number: pool[number % len(pool)][ROW], is_right)
-
-
 def make_batch(number: int, device: torch.device) -> Batch:
-    """Return a batch in pageable memory, with a leaf that holds its number in the pool."""
+    """Return a batch in pageable memory."""
     size_bytes = LEAF_BYTES if device.type == "cuda" else LEAF_BYTES_OF_SIM
     dice = torch.Generator().manual_seed(number)
-    leaves = {
+    return {
         str(leaf): torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=dice)
         for leaf in range(LEAVES)
     }
-    return {**leaves, ROW: torch.tensor([number])}
 
 
-def sends(device: torch.device) -> dict[str, Send]:
-    """Return how the metrics of each way of :func:`ways` are sent to the host."""
-    module = torch.get_device_module(device)
-
-    def by_torch(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        on_host = values.to("cpu", non_blocking=True)
-        arrived = module.current_stream(device).record_event()
-
-        def read() -> torch.Tensor:
-            arrived.synchronize()
-            return on_host
-
-        return read
-
-    def ours(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return tdcopier.start_copy(values, "cpu").get
-
-    return {name: ours if name.startswith(OURS) else by_torch for name in NAMES}
+def send(name: str, device: torch.device) -> Send:
+    """Return how the metrics of a way of :func:`ways` are sent to the host."""
+    if name.startswith(OURS):
+        return lambda values: tdcopier.start_copy(values, "cpu").get
+    current_stream = torch.get_device_module(device).current_stream
+    return lambda values: begin_by_torch(values, HOST, current_stream(device))
 
 
-NAMES = (
-    RESIDENT,
-    f"{OURS}.prefetch(), pageable batches",
-    f"{OURS}.prefetch(), pinned batches",
-    f"{PINNED}, one ahead on a side stream",
-    f"{PINNED}, on the current stream",
-)
-
-
-def ways(device: torch.device, pool: list[Batch]) -> list[Way]:
+def ways(device: torch.device) -> list[Way]:
     """Return the reference of the ratios, then our ways, then torch's own."""
     module = torch.get_device_module(device)
     side = module.Stream(device)
-    pinned = [{key: leaf.pin_memory() for key, leaf in batch.items()} for batch in pool]
 
     def pin(batch: Batch) -> Batch:
-        return pinned[int(batch[ROW])]
+        return {key: leaf.pin_memory() for key, leaf in batch.items()}
 
     def to(batch: Batch) -> Batch:
         return {key: leaf.to(device, non_blocking=True) for key, leaf in batch.items()}
@@ -177,11 +145,10 @@ def ways(device: torch.device, pool: list[Batch]) -> list[Way]:
             leaf.record_stream(current)
         return batch
 
-    resident, pageable, from_pinned, on_side, on_current = NAMES
     return [
-        Way(resident, prepare=to),
-        Way(pageable, feed=prefetched),
-        Way(from_pinned, feed=prefetched, prepare=pin),
-        Way(on_side, start, finish, prepare=pin),
-        Way(on_current, finish=to, prepare=pin),
+        Way(RESIDENT, prepare=to),
+        Way(f"{OURS}.prefetch(), pageable batches", feed=prefetched),
+        Way(f"{OURS}.prefetch(), pinned batches", feed=prefetched, prepare=pin),
+        Way(f"{PINNED}, one ahead on a side stream", start, finish, prepare=pin),
+        Way(f"{PINNED}, on the current stream", finish=to, prepare=pin),
     ]

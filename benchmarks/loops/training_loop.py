@@ -32,8 +32,8 @@ from tool.target_forms import Target, at_most, count_wrong, none
 from tool.way import GET, WAIT, Way
 
 import tdcopier
-from loops.learner import SMALL_KERNELS, SmallKernels, Work
-from loops.steps import STEPS, Check, compared
+from loops.learner import SmallKernels, Work
+from loops.steps import Check, compared
 from tdcopier.workloads import WORKLOADS, leaves, total_bytes
 
 STEP_MS = 3.4  # duration of each step's kernels
@@ -67,15 +67,6 @@ def run(bench: Bench) -> dict[str, Any]:
     work, small = Work(bench.device, STEP_MS), SmallKernels(bench.device)
     return {
         "what": "A training loop: time of a step, and of the host in the calls that copy",
-        "settings": {
-            **bench.settings(),
-            "work": f"{work.count} multiplications of matrices, {tuple(work.factor.shape)}, "
-            f"{work.factor.dtype}, for about {STEP_MS:g} ms a step",
-            "small kernels": f"{SMALL_KERNELS} a step, for the TensorDicts",
-            "order": f"blocks of {STEPS} steps, shuffled per round; ratios are within a round",
-            "ahead": "start_copy() of the next batch before the step, wait() at its beginning; the "
-            "host begins a step when the one before the last is done",
-        },
         "loops": {
             name: _loop(bench, name, work if wanted.is_large_work else small)
             for name, wanted in WANTED.items()
@@ -117,7 +108,6 @@ def _loop(bench: Bench, name: str, work: Work | SmallKernels) -> dict[str, Any]:
     return {
         "leaves": len(leaves(as_plain(sources[0]))),
         "bytes": total_bytes(as_plain(sources[0])),
-        "sources": len(sources),
         **found,
         "copy_calls": summaries(calls),
     }

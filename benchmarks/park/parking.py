@@ -30,10 +30,6 @@ def run(bench: Bench) -> dict[str, Any]:
     states = {MODEL: model_sizes(shrink), WIDE: wide_sizes(shrink)}
     return {
         "what": "Parking: from the call until the bytes have arrived, on the host and back",
-        "settings": {
-            **bench.settings(burst=1),
-            "times": "from the second time on, when pinned memory is there",
-        },
         "parked": {name: _parked(bench, name, sizes) for name, sizes in states.items()},
         "snapshot": snapshots.run(bench),
     }

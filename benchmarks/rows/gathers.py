@@ -1,76 +1,118 @@
-"""Times gathers of rows of a storage to pinned host memory, against ``index_select``.
+"""Times gathers of rows of a storage: to pinned host memory, and of a pinned one to the device.
 
-The result also has the rows of pinned storages that go to the device (`pinned_rows.py`).
+Those to the host are compared with ``index_select``. Rows of a pinned storage are read by the
+device or by host threads; they are timed from the call to the arrival, and in a learner that is fed
+with them. The gather of its next batch starts before the kernels of a step are enqueued.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 from copies.directions import synchroniser
-from loops.learner import SMALL_KERNELS, learners
-from loops.steps import STEPS
+from loops.learner import SmallKernels, Work, learners
+from loops.steps import Check, compared
 from tool.measure import Bench
 from tool.tables import OURS, RESIDENT
 from tool.target_forms import Target, at_least, at_most, count_wrong, none
-from tool.way import GET, Way
+from tool.way import GET, WAIT, Way
 
 import tdcopier
-from rows import pinned_rows
-from rows.pinned_rows import BURST, BY_THREADS, INDICES
-from rows.storages import Replay, Storage, drawn, pinned_like, rows_of, with_each
+from rows.storages import (
+    TABLES,
+    Replay,
+    Samples,
+    Storage,
+    Tables,
+    drawn,
+    pinned_like,
+    rows_of,
+    with_each,
+)
+from tdcopier import _C
 
+BURST = 3
+INDICES = 64  # each call has other rows, because those of the last one are in the caches
 OURS_ALONE = f"{OURS}, one thread"
+NUMBERS_THERE = f"{OURS}, index on the device"
+BY_THREADS, BY_TORCH = f"{OURS}, by host threads", "index_select, pin_memory() and .to() per leaf"
 THREADS = (1, 4)
 WANTED = {"atari_32": 2.0, "atari_256": 2.0, "rgb": 2.0, "agents": 3.0}
 """Targets for the speedup over ``index_select`` on one thread."""
 MIN_OVER_THREADS = 1.5
 MAX_STEP_OVER_RESIDENT = 1.03
+STEP_MS = 3.4  # duration of a step of the learner with large kernels
+PRINT_BYTES = 8  # at the end of each row of the last leaf, compared at every step
 
 
 def run(bench: Bench) -> dict[str, Any]:
-    rows = rows_of(bench)
+    works = learners(bench.device, STEP_MS)
 
     def gather(name: str, replay: Replay, storage: Storage) -> dict[str, Any]:
-        return _gather(bench, name, storage, drawn(replay, rows, INDICES))
+        samples = Samples(storage, drawn(replay, rows_of(bench), INDICES), bench.device)
+        threads = torch.get_num_threads()
+        found = _timed(bench, f"gather, {name}", samples, to_host(samples), bound=False)
+        torch.set_num_threads(threads)
+        return found
 
     return {
         "what": "Rows of a storage: to pinned host memory, and of a pinned storage to the device",
-        "settings": {
-            "rows": f"{rows:,} in host memory",
-            "order": f"bursts of {BURST} calls, shuffled per round; other rows in each call",
-            "collector": bench.settings()["collector"],
-            "small kernels": f"{SMALL_KERNELS} a step",
-            "large kernels": f"about {pinned_rows.STEP_MS:g} ms a step",
-            "steps": f"blocks of {STEPS}, shuffled per round; ratios are within a round; the next "
-            "gather starts before the kernels of a step are enqueued",
-        },
-        "gathers": with_each(rows, gather),
-        "from_pinned": _from_pinned(bench),
+        "gathers": with_each(rows_of(bench), gather),
+        "from_pinned": {name: _pinned(bench, name, each, works) for name, each in TABLES.items()},
     }
 
 
-def _gather(
-    bench: Bench, name: str, storage: Storage, indices: list[torch.Tensor]
+def _pinned(
+    bench: Bench, name: str, tables: Tables, works: dict[str, Work | SmallKernels]
 ) -> dict[str, Any]:
-    each_way = ways(storage, indices)
-    threads = torch.get_num_threads()
-    wrong = {each.name: _is_wrong(each, storage, indices) for each in each_way}
+    samples = tables.samples(bench, INDICES)
+    with tdcopier.pin_memory_(samples.storage, bench.device):
+        found = {
+            "bytes": sum(leaf.nbytes for leaf in samples.batch(0).values()),
+            **_timed(bench, f"rows, {name}", samples, to_device(samples)),
+        }
+        if tables.feeds_a_learner:
+            found["learners"] = {
+                learner: _steps(bench, f"steps, {name}, {learner}", samples, work)
+                for learner, work in works.items()
+            }
+    return found
+
+
+def _timed(
+    bench: Bench, label: str, samples: Samples, ways: list[Way], *, bound: bool = True
+) -> dict[str, Any]:
+    wrong: dict[str, int] = {}
     times = bench.compared(
-        f"gather, {name}",
-        each_way,
+        label,
+        [checked(way, samples, wrong) for way in ways],
         [None],
-        synchroniser([bench.device]),
+        synchroniser([samples.device]),
         rounds=bench.rounds(0.1),
         burst=BURST,
-        bound=False,
+        bound=bound,
     )
-    torch.set_num_threads(threads)
     return {"wrong": wrong, **times}
+
+
+def _steps(bench: Bench, label: str, samples: Samples, work: Work | SmallKernels) -> dict[str, Any]:
+    check = check_of(samples)
+    resident = Way(RESIDENT, prepare=lambda number: on_device(samples, number))
+    return compared(
+        bench,
+        label,
+        [resident, *to_device(samples, WAIT)[:-1]],
+        range(INDICES),
+        lambda way: check,
+        lambda way: work,
+        rounds=bench.rounds(0.02),
+        bound=True,
+    )[0]
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
@@ -82,15 +124,14 @@ def value_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     for name, wanted in WANTED.items():
-        if name in result["gathers"]:
-            contenders = result["gathers"][name]["contenders"]
-            medians = {way: times["median_us"] for way, times in contenders.items()}
-            one = medians[_by_torch(1)]
-            what = f"{name}, index_select on one thread over tdcopier"
-            yield at_least(what, one / medians[OURS], wanted)
-            yield at_least(f"{what} on one", one / medians[OURS_ALONE], 1.0)
+        contenders = result["gathers"][name]["contenders"]
+        medians = {way: times["median_us"] for way, times in contenders.items()}
+        one = medians[_on_threads(1)]
+        what = f"{name}, index_select on one thread over tdcopier"
+        yield at_least(what, one / medians[OURS], wanted)
+        yield at_least(f"{what} on one", one / medians[OURS_ALONE], 1.0)
     for name, found in result["from_pinned"].items():
-        us, most_us = found["contenders"][OURS]["median_us"], pinned_rows.TABLES[name].most_us
+        us, most_us = found["contenders"][OURS]["median_us"], TABLES[name].most_us
         if most_us is not None:
             yield at_most(f"{name}, read by the device", us, most_us, "us")
         ratio = found["ratios"][BY_THREADS]
@@ -100,56 +141,104 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
             yield at_most(what, steps["ratios"][OURS], MAX_STEP_OVER_RESIDENT)
 
 
-def _by_torch(threads: int) -> str:
+# ---- ways to gather a batch, by its number -------------------------------------------------------
+
+
+def to_host(samples: Samples) -> list[Way]:
+    """Return ours, and torch's by number of threads."""
+    pinned = pinned_like(samples.storage, len(samples.indices[0]))
+
+    def by_torch(threads: int, number: int) -> Storage:
+        torch.set_num_threads(threads)
+        for name, leaf in samples.storage.items():
+            torch.index_select(leaf, 0, samples.index(number), out=pinned[name])
+        return pinned
+
+    def ours(number: int, **how: Any) -> Any:
+        return tdcopier.start_gather(samples.storage, samples.index(number), "cpu", **how)
+
+    return [
+        Way(OURS, ours, GET),
+        Way(OURS_ALONE, partial(ours, use_background_thread=False), GET),
+        *(Way(_on_threads(threads), partial(by_torch, threads)) for threads in THREADS),
+    ]
+
+
+def _on_threads(threads: int) -> str:
     return f"index_select, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def ways(storage: Storage, indices: list[torch.Tensor]) -> list[Way]:
-    """Return ours, and torch's by number of threads; each takes the indices in turn."""
-    pinned = pinned_like(storage, len(indices[0]))
+def to_device(samples: Samples, finish: Callable[[Any], Any] = GET) -> list[Way]:
+    """Return ours, which ``finish`` ends, and torch's. The storage is pinned."""
+    storage, device = samples.storage, samples.device
+    there = [index.to(device) for index in samples.indices]
 
-    def by_torch(threads: int, index: torch.Tensor) -> Storage:
-        torch.set_num_threads(threads)
-        for name, leaf in storage.items():
-            torch.index_select(leaf, 0, index, out=pinned[name])
-        return pinned
+    def ours(number: int) -> tdcopier.AsyncCopyHandle[Storage]:
+        return tdcopier.start_gather(storage, samples.index(number), device)
 
-    def ours(index: torch.Tensor, **how: Any) -> Any:
-        return tdcopier.start_gather(storage, index, "cpu", **how)
+    def numbers_there(number: int) -> tdcopier.AsyncCopyHandle[Storage]:
+        return tdcopier.start_gather(storage, there[number % len(there)], device)
 
-    found = [
-        Way(OURS, ours, GET),
-        Way(OURS_ALONE, partial(ours, use_background_thread=False), GET),
-        *(Way(_by_torch(threads), partial(by_torch, threads)) for threads in THREADS),
+    def by_torch(number: int) -> Storage:
+        index, pin = samples.index(number), device.type == "cuda"
+        rows = {name: leaf.index_select(0, index) for name, leaf in storage.items()}
+        return {
+            name: (leaf.pin_memory() if pin else leaf).to(device, non_blocking=True)
+            for name, leaf in rows.items()
+        }
+
+    return [
+        Way(OURS, ours, finish),
+        Way(NUMBERS_THERE, numbers_there, finish),
+        Way(BY_THREADS, ours, finish, around=by_host_threads),
+        Way(BY_TORCH, by_torch),
     ]
 
-    def in_turn(way: Way) -> Way:
-        turn = cycle(indices)
-        return way._replace(start=lambda _: way.start(next(turn)))
 
-    return [in_turn(way) for way in found]
-
-
-def _from_pinned(bench: Bench) -> dict[str, Any]:
-    works, found = learners(bench.device, pinned_rows.STEP_MS), {}
-    for name, tables in pinned_rows.TABLES.items():
-        samples = pinned_rows.Samples(bench, tables)
-        with tdcopier.pin_memory_(samples.storage, bench.device):
-            found[name] = pinned_rows.run(bench, name, samples)
-            if tables.feeds_a_learner:
-                found[name]["learners"] = {
-                    learner: pinned_rows.run_learner(bench, f"{name}, {learner}", samples, work)
-                    for learner, work in works.items()
-                }
-    return found
+@contextmanager
+def by_host_threads() -> Iterator[None]:
+    """Let host threads read the rows of pinned storages, in place of the device."""
+    _C.testing.use_row_kernels(False)
+    try:
+        yield
+    finally:
+        _C.testing.use_row_kernels(True)
 
 
-def _is_wrong(way: Way, storage: Storage, indices: list[torch.Tensor]) -> bool:
-    """Check one full cycle, so that the next one begins with the first rows again."""
-    wrong = False
-    for index in indices:
-        got = way.run(None)
-        wrong |= any(
-            not torch.equal(got[name].cpu(), leaf[index]) for name, leaf in storage.items()
-        )
-    return wrong
+def in_turn(way: Way) -> Way:
+    """Return a way that takes the batches in turn."""
+    turn = cycle(range(INDICES))
+    return way._replace(start=lambda _: way.start(next(turn)))
+
+
+def checked(way: Way, samples: Samples, wrong: dict[str, int]) -> Way:
+    """Return a way that takes the batches in turn, and after each burst compares one more."""
+    turn = cycle(range(INDICES))
+    wrong[way.name] = 0
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with way.around():
+            yield
+            number = next(turn)
+            wrong[way.name] += samples.is_wrong(way.run(number), number)
+
+    return in_turn(way)._replace(around=around)
+
+
+# ---- a learner -----------------------------------------------------------------------------------
+
+
+def on_device(samples: Samples, number: int) -> Storage:
+    return {name: leaf.to(samples.device) for name, leaf in samples.batch(number).items()}
+
+
+def check_of(samples: Samples) -> Check:
+    """Compare the ends of the rows of the last leaf at each step, and some whole batches."""
+    last = list(samples.storage)[-1]
+    ends = samples.storage[last][:, -PRINT_BYTES:]
+    return Check(
+        lambda batch: batch[last][:, -PRINT_BYTES:],
+        lambda number: ends[samples.index(number)],
+        lambda number, batch: not samples.is_wrong(batch, number),
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from loops.learner import learners
-from loops.steps import STEPS, Check, compared
+from loops.steps import Check, compared
 from tool.measure import Bench
 from tool.tables import OURS, RESIDENT
 from tool.target_forms import Target, at_most, count_wrong, none
@@ -61,12 +61,6 @@ def run(bench: Bench) -> dict[str, Any]:
 
     return {
         "what": "A learner that samples from a replay storage: time of a step",
-        "settings": {
-            **bench.settings(bound=False),
-            "rows": f"{rows:,} in host memory",
-            "order": f"blocks of {STEPS} steps, shuffled per round; ratios are within a round",
-            "ahead": "a learner begins a step when the device has done the one before the last",
-        },
         "replays": with_each(rows, replay),
     }
 

@@ -1,4 +1,4 @@
-"""Replay storages by name: host tensors with as many rows as a real replay buffer."""
+"""Storages by name: replay storages, with as many rows as a real buffer, and tables of bytes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ Storage = dict[str, torch.Tensor]
 ROW = "row"
 """The leaf with the row numbers, which are compared with the index after the copy."""
 ROWS, ROWS_OF_SIM = 100_000, 500
+TALL_OF_SIM, ROWS_OF_BATCH = 100, 5  # of tables on the simulated device
 _TILE = 2048  # random rows that are repeated, since drawing gigabytes would take minutes
 
 
@@ -23,6 +24,28 @@ class Replay(NamedTuple):
     make: Callable[[int], Storage]
     """Makes the storage with a given number of rows."""
     batch: int
+
+
+class Samples(NamedTuple):
+    """A storage, and the rows of batches, which all ways take in the same order."""
+
+    storage: Storage
+    indices: list[torch.Tensor]
+    device: torch.device
+
+    def index(self, number: int) -> torch.Tensor:
+        """Return the row numbers of a batch."""
+        return self.indices[number % len(self.indices)]
+
+    def batch(self, number: int) -> Storage:
+        """Return a batch as torch's own indexing makes it."""
+        return {name: leaf[self.index(number)] for name, leaf in self.storage.items()}
+
+    def is_wrong(self, batch: Storage, number: int) -> bool:
+        """Return whether it has other values than the rows of this batch."""
+        return any(
+            not torch.equal(batch[name].cpu(), right) for name, right in self.batch(number).items()
+        )
 
 
 def _frames(rows: int, *shape: int) -> torch.Tensor:
@@ -72,6 +95,46 @@ REPLAYS = {
     "sac": Replay("SAC, 256 rows", _sac, 256),
     "rgb": Replay("RGB frames, 512 rows", _images("pixels", 9, 64, 64), 512),
     "agents": Replay("100 agents, 256 rows", _agents, 256),
+}
+
+
+class Tables(NamedTuple):
+    """Leaves of bytes of a storage that is pinned, and the rows that go to the device."""
+
+    row_bytes: list[int]
+    rows: int
+    most_us: float | None = None
+    """Target for the time from the call to the rows on the device."""
+    tall: int = 100_000
+    """Rows in the storage."""
+    feeds_a_learner: bool = True
+
+    def samples(self, bench: Bench, batches: int) -> Samples:
+        """Return a storage of random bytes. Pin it before the device reads it."""
+        tall, rows = (self.tall, self.rows) if bench.is_real else (TALL_OF_SIM, ROWS_OF_BATCH)
+        dice = torch.Generator().manual_seed(0)
+        storage = {f"{i}": _bytes(tall, row, dice) for i, row in enumerate(self.row_bytes)}
+        indices = [torch.randint(0, tall, (rows,), generator=dice) for _ in range(batches)]
+        return Samples(storage, indices, bench.device)
+
+
+def _bytes(rows: int, row_bytes: int, dice: torch.Generator) -> torch.Tensor:
+    """Return random bytes: (rows, row_bytes). Drawn eight at a time, which is faster."""
+    words = torch.randint(0, 1 << 62, (-(-rows * row_bytes // 8),), generator=dice)
+    return words.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
+
+
+SAC = [68, 68, *[24] * 3, *[4] * 8]
+"""Two observations of 17 floats, three leaves of an action's 6, and eight of one."""
+TABLES = {
+    "2 leaves, 256 rows of 28 KB": Tables([4 * 84 * 84] * 2, 256, 330.0, 20_000),
+    "4 leaves, 4096 rows of 256 B": Tables([256] * 4, 4096, 140.0, feeds_a_learner=False),
+    "13 leaves, 4096 rows of 64 B": Tables([64] * 13, 4096, 150.0),
+    "13 leaves, 256 rows of 64 B": Tables([64] * 13, 256, 55.0),
+    "200 leaves, 256 rows of 32 B": Tables([32] * 200, 256, 190.0),
+    "8 leaves, 4096 rows of 4 B": Tables([4] * 8, 4096, 85.0, feeds_a_learner=False),
+    "SAC, 13 leaves, 256 rows of 4 to 68 B": Tables(SAC, 256),
+    "SAC, 13 leaves, 4096 rows of 4 to 68 B": Tables(SAC, 4096, feeds_a_learner=False),
 }
 
 

@@ -16,7 +16,7 @@ from loops import training_loop
 from loops.learner import Work
 from loops.steps import STEPS, Reader, block
 from rows import gathers
-from rows.storages import REPLAYS, drawn
+from rows.storages import REPLAYS, Samples, drawn
 
 from tdcopier._commands.interleave import collector_paused, interleave
 from tdcopier.workloads import WORKLOADS
@@ -120,7 +120,7 @@ def _tensordicts(device: torch.device, begin_round: BeginRound, wanted: Wanted) 
         for batch, made in tensordicts.BATCHES.items():
             name = f"{batch} {direction.name}"
             if wanted(name):
-                sources = tensordicts.sources_of(direction, made)
+                sources = tensordicts.TENSORDICT.sources(made.make, made.pool, direction)
                 ways = tensordicts.ways(direction)
                 yield _interleaved(name, ways, sources, device, begin_round)
 
@@ -141,7 +141,8 @@ def _gather(device: torch.device, begin_round: BeginRound, wanted: Wanted) -> Ca
     count = STORAGE_ROWS if device.type == "cuda" else STORAGE_ROWS_OF_SIM
     for name in filter(wanted, REPLAYS):
         indices = drawn(REPLAYS[name], count, gathers.INDICES)
-        ways = gathers.ways(REPLAYS[name].make(count), indices)
+        samples = Samples(REPLAYS[name].make(count), indices, device)
+        ways = list(map(gathers.in_turn, gathers.to_host(samples)))
         yield _interleaved(name, ways, [None], device, begin_round, gathers.BURST)
 
 

@@ -6,10 +6,11 @@ import os
 import platform
 import re
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import torch
+
+import tdcopier
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
@@ -34,7 +35,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "tdcopier": _version("tdcopier"),
+        "tdcopier": tdcopier.__version__,
         **_commit(),
     }
 
@@ -55,13 +56,6 @@ def cpu_name() -> str | None:
         return platform.processor() or None
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> dict[str, object]:

@@ -108,19 +108,6 @@ class Bench(NamedTuple):
         """Return the number of rounds that are a fraction of the repeats."""
         return max(least, round(self.repeats * share))
 
-    def settings(self, *, bound: bool = True, burst: int = BURST) -> dict[str, str]:
-        """Return the settings in a result that several benchmarks have.
-
-        ``bound`` says whether the timed thread is moved to a quiet processor.
-        """
-        alone = "each round on one that no neighbour slows down, where there is one"
-        free = "wherever threads are put: one that is tied ties those that it starts"
-        return {
-            "collector": "on" if self.keep_gc else "paused",
-            "order": f"interleaved, bursts of {burst} calls, shuffled per round",
-            "processor": alone if bound else free,
-        }
-
     @contextmanager
     def quiet(self, bound: bool = True) -> Iterator[QuietProcessor]:
         """Pause the collector, and keep the calling thread on a quiet processor if ``bound``."""

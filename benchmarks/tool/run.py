@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     out = options.out or (report.RESULTS if device.type == "cuda" else machine.ROOT / "build/bench")
     out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(device, 10 if options.quick else options.repeats, show_rounds, options.keep_gc)
+    bench = Bench(device, 10 if options.quick else options.repeats, show_rounds)
     asked = []
     for name in options.only:
         why = lacking(name, device)
@@ -163,9 +163,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="default: all that can run",
     )
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
-    parser.add_argument(
-        "--keep-gc", action="store_true", help="leave Python's collector on while timing"
-    )
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")

@@ -64,12 +64,6 @@ def by_direction(copies: Found) -> dict[str, Found]:
 
 # ---- copies --------------------------------------------------------------------------------------
 
-REQUESTED = [
-    at("first tensor, ms", "times/*/*/first_ms"),
-    at("all, ms", "times/*/*/all_ms"),
-    at("slowest, ms", "times/*/*/slowest_ms"),
-    at("memory held", "held_bytes/*", size),
-]
 FILLED = [*times(), at("over start_copy().get()", "ratios/*", ratio), CALLS]
 
 
@@ -86,7 +80,8 @@ def cold(result: Found) -> list[str]:
 
 
 def pinning(result: Found) -> list[str]:
-    return [write("request | way", result["requests"], "times/*", *REQUESTED)]
+    all_ms = at("all, ms", "times/*/*/all_ms")
+    return [write("request | way", result["requests"], "times/*", all_ms)]
 
 
 def containers(result: Found) -> list[str]:
@@ -106,7 +101,7 @@ def containers(result: Found) -> list[str]:
 def tensordict(result: Found) -> list[str]:
     into = {way: {"detection batch": each} for way, each in result["into"].items()}
     return [
-        f"Taken with tensordict {result['settings']['tensordict']}.",
+        f"Taken with tensordict {result['tensordict']}.",
         write("batch | way", by_direction(result["copies"]), "contenders", *ALONE),
         write("batch | way", by_direction(into), "contenders", *FILLED),
     ]

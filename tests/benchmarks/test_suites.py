@@ -39,8 +39,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         if name != "tensordict" or importlib.util.find_spec("tensordict"):
             load(module)
     monkeypatch.setattr(load("copies.host_loads"), "KINDS", {})
-    tables = dict(list(load("rows.pinned_rows").TABLES.items())[3:4])
-    monkeypatch.setattr(load("rows.pinned_rows"), "TABLES", tables)
+    gathers = load("rows.gathers")
+    monkeypatch.setattr(gathers, "TABLES", dict(list(gathers.TABLES.items())[3:4]))
     loop = load("loops.training_loop")
     monkeypatch.setattr(loop, "WANTED", {"detection_batch": loop.WANTED["detection_batch"]})
     monkeypatch.delenv("FAIL_WITHOUT_CUDA", raising=False)

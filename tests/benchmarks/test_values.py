@@ -17,14 +17,10 @@ from tdcopier import workloads
 baselines, timed, directions, limits = (
     load(f"copies.{name}") for name in ("ways", "timed", "directions", "limits")
 )
-storages, replay, pinned_rows = (
-    load(f"rows.{name}") for name in ("storages", "replay", "pinned_rows")
-)
+storages, replay, gathers = (load(f"rows.{name}") for name in ("storages", "replay", "gathers"))
 steps, loop = load("loops.steps"), load("loops.training_loop")
 metrics, kernels = load("loops.metrics_each_step"), load("loops.copies_beside_kernels")
 containers, Way = load("copies.containers"), load("tool.way").Way
-
-CUDA = [torch.device("cuda", index) for index in range(2)]
 
 
 class Idle:
@@ -86,8 +82,7 @@ def test_a_wrong_value_a_wrong_place_and_a_lost_leaf_are_found() -> None:
     ],
 )
 def test_memcpys_of_the_direction_alone_are_counted(name: str, records: Any, count: int) -> None:
-    direction = getattr(directions, name)(*CUDA[: 2 if name == "d2d" else 1])
-    assert directions.memcpys_among(records, direction.witness) == count
+    assert directions.memcpys_among(records, name) == count
 
 
 @pytest.mark.parametrize(
@@ -180,37 +175,32 @@ def test_a_replay_feed_with_other_rows_or_values_is_wrong(device: torch.device) 
 @pytest.fixture
 def samples(device: torch.device) -> Iterator[Any]:
     bench = load("tool.measure").Bench(device, 4, lambda label: iter)
-    samples = pinned_rows.Samples(bench, pinned_rows.Tables([64, 12, 8], 5))
+    samples = storages.Tables([64, 12, 8], 5).samples(bench, gathers.INDICES)
     with tdcopier.pin_memory_(samples.storage, device):
         yield samples
 
 
-def test_the_ways_of_reading_pinned_rows_are_right_and_those_that_are_a_batch_late_are_not(
-    samples: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("target", ["to_device", "to_host"])
+def test_the_ways_of_gathering_rows_are_right_and_those_that_are_a_batch_late_are_not(
+    samples: Any, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    own = pinned_rows.ways
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     for late in (0, 1):
-
-        def ways(*args: Any, late: int = late) -> list[Any]:
-            return [
-                way._replace(start=lambda number, way=way: way.start(number + 2 * late))
-                for way in own(*args)
-            ]
-
-        monkeypatch.setattr(pinned_rows, "ways", ways)
         wrong: dict[str, int] = {}
-        every = [pinned_rows.in_turn(way, samples, wrong) for way in ways(samples)]
-        for way in every:
+        for own in getattr(gathers, target)(samples):
+            delayed = own._replace(start=lambda number, own=own, by=late: own.start(number + by))
+            way = gathers.checked(delayed, samples, wrong)
             for _ in range(3):
                 with way.around():
                     way.run(None)
-        assert wrong == {way.name: 3 * late for way in every}
+        assert len(wrong) == 4
+        assert set(wrong.values()) == {3 * late}
 
 
 def test_a_way_reads_by_the_device_or_by_threads_as_its_name_says(samples: Any) -> None:
-    for way in pinned_rows.ways(samples)[:-1]:
+    for way in gathers.to_device(samples)[:-1]:
         with way.around():
-            by_device = way.name != pinned_rows.BY_THREADS
+            by_device = way.name != gathers.BY_THREADS
             handle = way.start(3)
             assert handle.stats.rows_in_place == 3 * by_device
             assert not samples.is_wrong(handle.get(), 3)
@@ -218,12 +208,12 @@ def test_a_way_reads_by_the_device_or_by_threads_as_its_name_says(samples: Any) 
 
 def test_steps_of_a_learner_with_other_pinned_rows_are_wrong(samples: Any) -> None:
     every = steps.STEPS + steps.WARM_UP_STEPS
-    check, numbers = pinned_rows.check(samples), range(pinned_rows.INDICES)
+    check, numbers = gathers.check_of(samples), range(gathers.INDICES)
 
     def wrong_of(way: Any) -> int:
         return steps.one_block(way, numbers, check, Idle(), samples.device, first=5)[1]
 
-    for way in pinned_rows.ways(samples, pinned_rows.WAIT)[:-1]:
+    for way in gathers.to_device(samples, gathers.WAIT)[:-1]:
         assert wrong_of(way) == 0, way.name
         late = way._replace(start=lambda number, way=way: way.start(number + 2))
         assert wrong_of(late) == every + 2, way.name
@@ -232,7 +222,7 @@ def test_steps_of_a_learner_with_other_pinned_rows_are_wrong(samples: Any) -> No
         batch = handle.wait()
         return {**batch, "0": batch["0"] + 1}
 
-    assert wrong_of(pinned_rows.ways(samples, torn)[0]) == 2
+    assert wrong_of(gathers.to_device(samples, torn)[0]) == 2
 
 
 # ---- beside kernels and other copies -------------------------------------------------------------
@@ -240,17 +230,17 @@ def test_steps_of_a_learner_with_other_pinned_rows_are_wrong(samples: Any) -> No
 
 def test_repeated_batches_and_late_metrics_are_wrong(device: torch.device) -> None:
     pool = [metrics.make_batch(number, device) for number in range(2)]
-    resident = metrics.ways(device, pool)[0]
+    resident = metrics.ways(device)[0]
     stuck = resident._replace(prepare=lambda _: resident.prepare(pool[0]))
 
     def wrong(way: Any, send: Any) -> int:
         prepared = [way.prepare(batch) for batch in pool]
         work = metrics.MeteredWork(Idle(), send, device) if send else Idle()
-        _, bad = steps.one_block(way, prepared, metrics.check(pool), work, device)
+        _, bad = steps.one_block(way, prepared, loop.check(pool, device), work, device)
         return bad + (work.finish() if send else 0)
 
     every = steps.STEPS + steps.WARM_UP_STEPS
-    assert wrong(resident, metrics.sends(device)[resident.name]) == 0
+    assert wrong(resident, metrics.send(resident.name, device)) == 0
     assert wrong(stuck, None) == every // 2 + 2
     assert wrong(resident, lambda values: lambda: values.cpu() - 1) == every
 
@@ -299,7 +289,7 @@ def test_another_device_batch_size_leaf_or_value_is_a_difference(changed: Any, p
 def test_an_error_of_another_way_is_a_finding_and_one_of_ours_is_raised(device: Any) -> None:
     pytest.importorskip("tensordict")
     tensordicts, td_batches = load("copies.tensordicts"), load("copies.td_batches")
-    td, h2d = td_batches.control(0), directions.h2d(device)
+    td, h2d = td_batches.control(0), directions.possible(device)["h2d"]
 
     def fail(td: Any) -> Any:
         raise TypeError("cannot do that\nin many words")
@@ -312,7 +302,7 @@ def test_an_error_of_another_way_is_a_finding_and_one_of_ours_is_raised(device: 
 
 def test_a_destination_that_was_not_filled_is_wrong(device: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensordict")
-    into, h2d = load("copies.into_existing"), directions.h2d(device)
+    into, h2d = load("copies.into_existing"), directions.possible(device)["h2d"]
     case = into.filling(h2d, 0, tmp_path)
     way = Way("lazy", lambda case: case.destinations[into.CHUNK], prepare=into.zeroed)
     filled = [leaf for leaf in workloads.leaves(case.source) if leaf.any()]
