@@ -42,7 +42,7 @@ OVER_DMA, OVER_DMA_BESIDE = 1.4, 1.8
 """Targets for the time of the batch with images over that of one transfer of its bytes."""
 
 Batch = tuple[Callable[[int], Any], Kind, Callable[[Direction], list[Way]]]
-"""What makes a batch from a seed, what it is, and the ways to copy it."""
+"""A function that makes a batch from a seed, the kind of the batch, and the ways to copy it."""
 
 
 def run(bench: Bench) -> dict[str, Any]:

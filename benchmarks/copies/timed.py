@@ -92,6 +92,7 @@ def timed(
         reference: The way that ratios are relative to.
 
     """
+    ways = bench.timed(ways, reference)
     outcomes = {way.name: wrong_places(way, sources[0], direction, kind) for way in ways}
     failed = {name: found for name, found in outcomes.items() if isinstance(found, str)}
     right = [way for way in ways if way.name not in failed]
@@ -105,7 +106,7 @@ def timed(
         rounds=rounds,
         **how,
     )
-    if counted:
+    if counted and not bench.ours_only:
         found |= count_transfers(direction, lambda: kind.start(sources[0], direction.target))
     return {
         **kind.size_of(sources[0]),

@@ -149,11 +149,12 @@ def compared(
         warm_up: Steps before each block.
 
     """
+    ways = bench.timed(ways, ways[0].name)
     prepared = {way.name: [way.prepare(source) for source in sources] for way in ways}
     blocks: Blocks = [{} for _ in range(rounds)]
     wrong = {way.name: 0 for way in ways}
-    with bench.quiet(bound) as quiet:
-        how = {"rounds": rounds, "warm_up": WARM_UP, "before_round": quiet.seek}
+    with bench.quiet(bound) as begin_round:
+        how = {"rounds": rounds, "warm_up": WARM_UP, "before_round": begin_round}
         for index, way in shuffled(ways, bench.progress(label), **how):
             found, bad = one_block(
                 way,

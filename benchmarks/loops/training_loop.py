@@ -104,7 +104,7 @@ def _loop(bench: Bench, name: str, work: Work | SmallKernels) -> dict[str, Any]:
         bound=True,
         warm_up=0,
     )
-    calls = {way.name: [us for each in blocks for us in each[way.name].batch_us] for way in feeds}
+    calls = {name: [us for each in blocks for us in each[name].batch_us] for name in found["step"]}
     return {
         "leaves": len(leaves(as_plain(sources[0]))),
         "bytes": total_bytes(as_plain(sources[0])),

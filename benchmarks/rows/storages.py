@@ -12,7 +12,7 @@ from tool.measure import Bench
 Storage = dict[str, torch.Tensor]
 ROW = "row"
 """The leaf with the row numbers, which are compared with the index after the copy."""
-ROWS, ROWS_OF_SIM = 100_000, 500
+ROWS_PER_REPEAT, ROWS_OF_SIM = 200, 500
 TALL_OF_SIM, ROWS_OF_BATCH = 100, 5  # of tables on the simulated device
 _TILE = 2048  # random rows that are repeated, since drawing gigabytes would take minutes
 
@@ -139,7 +139,8 @@ TABLES = {
 
 
 def rows_of(bench: Bench) -> int:
-    return ROWS if bench.is_real else ROWS_OF_SIM
+    """Return the rows in a replay storage: 100,000, and fewer in quick runs."""
+    return ROWS_PER_REPEAT * bench.repeats if bench.is_real else ROWS_OF_SIM
 
 
 def with_each(

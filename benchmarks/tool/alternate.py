@@ -1,4 +1,4 @@
-"""Lets two processes time the same cases in turns of a round; used by compare.py.
+"""Lets two processes time the same suites in turns of a round; used by compare.py.
 
 On a shared host a virtual processor can lose half its speed for seconds. In turns of milliseconds,
 on one processor, both processes lose the same.
@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable
 
-MESSAGE = struct.Struct("iid")  # processor of the last round, case, seconds per round
+MESSAGE = struct.Struct("ii")  # processor of the last round, suite
 ANY_PROCESSOR = -1
-LAST_CASE = 2**31 - 1
+LAST_SUITE = 2**31 - 1
 
 
 class Turns:
@@ -29,23 +28,14 @@ class Turns:
         self._leads = leads
         self._has_turn = not leads  # passed on when both are ready
         self._processor = ANY_PROCESSOR  # of the last round
-        self._case, self._round_s = -1, 0.0
-        self._theirs = (ANY_PROCESSOR, -1, 0.0)
-        self.waited_s = 0.0
+        self._suite = -1
+        self._theirs = (ANY_PROCESSOR, -1)
 
-    def begin_case(self, number: int) -> None:
-        """Wait until the partner is at this case or a later one. Numbers ascend."""
-        self._case = number
+    def begin_suite(self, number: int) -> None:
+        """Wait until the partner is at this suite or a later one. Numbers ascend."""
+        self._suite = number
         while self._end is not None and self._theirs[1] < number:
             self._exchange()
-
-    def agree(self, round_s: float) -> float:
-        """Return the seconds for a round of each process that times this case."""
-        self._round_s = round_s
-        self._exchange()
-        _, case, theirs_s = self._theirs
-        is_with_partner = self._end is not None and case == self._case
-        return 2 * max(round_s, theirs_s) if is_with_partner else round_s
 
     def begin_round(self, seek: Callable[[], None]) -> None:
         """End the turn that this process has, and wait for the next.
@@ -61,8 +51,8 @@ class Turns:
         self._processor = _bound_processor()
 
     def end(self) -> None:
-        """Wait until the partner has timed its last case too."""
-        self.begin_case(LAST_CASE)
+        """Wait until the partner has timed its last suite too."""
+        self.begin_suite(LAST_SUITE)
         if self._end is not None:
             self._end.close()
 
@@ -70,14 +60,12 @@ class Turns:
         """Pass the turn on, and wait until it comes back with the partner's message."""
         if self._end is None:
             return
-        begin = time.perf_counter()
         try:
             if self._has_turn:
-                self._end.sendall(MESSAGE.pack(self._processor, self._case, self._round_s))
+                self._end.sendall(MESSAGE.pack(self._processor, self._suite))
             received = self._end.recv(MESSAGE.size, socket.MSG_WAITALL)
         except (BrokenPipeError, ConnectionResetError):
             received = b""
-        self.waited_s += time.perf_counter() - begin
         self._has_turn = True
         if len(received) == MESSAGE.size:
             self._theirs = MESSAGE.unpack(received)

@@ -2,11 +2,10 @@
 
 ``python benchmarks/compare.py --old build/old_site --new build/site --json compare.json``
 
-In each round, one process per build imports tdcopier from the given folder and times the rows of
-the suites. They time each case together, in turns of a round, on the same processor, so that a
+In each round, one process per build imports tdcopier from the given folder and runs the suites with
+our own ways only. They take turns of a round of the suite, on the same processor, so that a
 disturbance of the machine affects both (alternate.py); which of them leads alternates. A ratio is
-that
-of the two medians of one round. Both builds use the scripts and batches of this checkout.
+that of the two medians of one round. Both builds use the scripts and batches of this checkout.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tool.alternate import Turns
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "compare.py"
 SCHEMA = 1
-SUITES = ("h2d", "d2h", "into", "tensordict", "gather", "loop")
+SUITES = ("h2d", "d2h", "tensordict", "gather", "loop")
 OLD, NEW = "old", "new"
 SHARED = {
     "tdcopier.workloads": "workloads.py",
@@ -105,16 +104,10 @@ class Child:
         self.build = build
         self._site: Path = options.old if build == OLD else options.new
         self._found, self._errors = folder / f"{build}.json", folder / f"{build}.log"
-        command = [
-            sys.executable,
-            str(SCRIPT),
-            "--child",
-            str(self._site),
-            "--json",
-            str(self._found),
-        ]
-        command += ["--device", options.device, "--seconds", str(options.seconds)]
-        command += ["--suites", *options.suites, "--cases", *options.cases]
+        command = [sys.executable, str(SCRIPT), "--child", str(self._site)]
+        command += ["--json", str(self._found), "--repeats", str(options.repeats)]
+        command += ["--device", options.device, "--suites", *options.suites]
+        command += ["--workloads", *options.workloads]
         command += ["--turns", str(end.fileno()), *(["--leads"] if leads else [])]
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
@@ -145,21 +138,22 @@ class Child:
 def time_rows(options: argparse.Namespace) -> int:
     """Time the rows and write the result; this runs in the child process."""
     package = take_package_from(options.child)
+    from tdcopier.workloads import WORKLOADS
     from tool import (
         compare_rows,  # imports tdcopier, so only after the build is chosen
         machine,
     )
-    from tool.run import choose_device
+    from tool.measure import Bench
+    from tool.run import choose_device, figures_of
 
     device = choose_device(options.device)
     if device is None:
         return 1
     turns = Turns(socket.socket(fileno=options.turns), leads=options.leads)
     rows, failed = compare_rows.measured(
-        device,
+        Bench(device, options.repeats, lambda label: iter),
         options.suites,
-        lambda case: not options.cases or any(part in case for part in options.cases),
-        options.seconds,
+        lambda suite, bench: figures_of(suite, bench, options.workloads or list(WORKLOADS)),
         turns,
     )
     turns.end()
@@ -204,7 +198,7 @@ def result_of(rounds: Sequence[dict[str, Measured]], options: argparse.Namespace
         "name": "compare",
         "machine": rounds[0][NEW]["machine"],
         "suites": options.suites,
-        "seconds_per_case": options.seconds,
+        "repeats": options.repeats,
         "rounds": len(rounds),
         **builds,
         "rows": compared_rows(rounds),
@@ -258,14 +252,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--old", type=Path, help="folder with the old build's package")
     parser.add_argument("--new", type=Path, help="folder with the new build's package")
     parser.add_argument("--suites", nargs="+", default=list(SUITES), choices=[*SUITES, "d2d"])
-    parser.add_argument("--cases", nargs="*", default=[], help="only those with this in the name")
+    parser.add_argument("--workloads", nargs="*", default=[], help="of copies; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="processes of each build")
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="no round begins that ends later"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=0.8, help="for each case in a round, both builds"
-    )
+    parser.add_argument("--repeats", type=int, default=50, help="as in run.py, in each round")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ PROBE_STEPS = 8000  # a few tenths of a millisecond
 
 Progress = Callable[[str], Callable[[Iterable[int]], Iterable[int]]]
 Item = TypeVar("Item")
+Named = TypeVar("Named", bound=Any)
 
 
 def probe_us() -> float:
@@ -88,6 +90,10 @@ class QuietProcessor:
         os.sched_setaffinity(0, {processor})
 
 
+def _begin(seek: Callable[[], None]) -> None:
+    seek()
+
+
 class Bench(NamedTuple):
     """The device and the options that every benchmark is run with."""
 
@@ -98,6 +104,10 @@ class Bench(NamedTuple):
     """Returns a wrapper of the rounds for a label."""
     keep_gc: bool = False
     """Leave Python's garbage collector on while timing."""
+    begin_round: Callable[[Callable[[], None]], None] = _begin
+    """Called before each round with a function that seeks a quiet processor."""
+    ours_only: bool = False
+    """Time no other ways than ours and those that ratios are relative to."""
 
     @property
     def is_real(self) -> bool:
@@ -108,11 +118,19 @@ class Bench(NamedTuple):
         """Return the number of rounds that are a fraction of the repeats."""
         return max(least, round(self.repeats * share))
 
+    def timed(self, ways: Sequence[Named], reference: str) -> list[Named]:
+        """Return the ways that are timed."""
+        ours = (OURS, reference) if self.ours_only else ("",)
+        return [way for way in ways if way.name.startswith(ours)]
+
     @contextmanager
-    def quiet(self, bound: bool = True) -> Iterator[QuietProcessor]:
-        """Pause the collector, and keep the calling thread on a quiet processor if ``bound``."""
+    def quiet(self, bound: bool = True) -> Iterator[Callable[[], None]]:
+        """Pause the collector, and keep the calling thread on a quiet processor if ``bound``.
+
+        Gives the function to call before each round.
+        """
         with collector_paused(not self.keep_gc), QuietProcessor(bound) as processor:
-            yield processor
+            yield partial(self.begin_round, processor.seek)
 
     def interleaved(
         self,
@@ -126,8 +144,8 @@ class Bench(NamedTuple):
     ) -> dict[str, list[float]]:
         """Return what :func:`interleave` does, on a quiet processor if ``bound``."""
         how = {"burst": BURST, "progress": self.progress(label), **how}
-        with self.quiet(bound) as quiet:
-            return interleave(contenders, sources, synchronise, before_round=quiet.seek, **how)
+        with self.quiet(bound) as begin_round:
+            return interleave(contenders, sources, synchronise, before_round=begin_round, **how)
 
     def compared(
         self,
@@ -140,8 +158,9 @@ class Bench(NamedTuple):
         **how: Any,
     ) -> dict[str, dict[str, Any]]:
         """Return the summaries of the interleaved ways, and how long others take over one."""
+        timed = self.timed(contenders, reference)
         found = compared(
-            self.interleaved(label, contenders, sources, synchronise, **how), reference, BURST
+            self.interleaved(label, timed, sources, synchronise, **how), reference, BURST
         )
         return {part: found[part] for part in ("contenders", "ratios")}
 

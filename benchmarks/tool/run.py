@@ -91,24 +91,31 @@ def _written(
     """Run benchmarks one after the other, and write the result of each as soon as it is there."""
     results, description = [], machine.describe(bench.device)
     for name in names:
-        for direction in directions.possible(bench.device).values():
-            directions.start_workers(direction)
-        module = importlib.import_module(SUITES[name])  # now, as tensordict takes seconds to import
-        of_copies = (name, options.workloads) if name in DIRECTIONS else ()
         result = {
             "schema": report.SCHEMA,
             "name": name,
             "taken": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "machine": description,
             "quick": options.quick,
-            **module.run(bench, *of_copies),
+            **figures_of(name, bench, options.workloads),
         }
+        module = importlib.import_module(SUITES[name])
         result["targets"] = targets_of(module, result, speed=bench.is_real)
         path = out / f"{name}-{description['slug']}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {path}", flush=True)
         results.append(result)
     return results
+
+
+def figures_of(name: str, bench: Bench, workloads: Sequence[str]) -> Result:
+    """Run a benchmark; that of a direction of copies with these workloads."""
+    for direction in directions.possible(bench.device).values():
+        directions.start_workers(direction)
+    module = importlib.import_module(SUITES[name])  # now, as tensordict takes seconds to import
+    of_copies = (name, workloads) if name in DIRECTIONS else ()
+    result: Result = module.run(bench, *of_copies)
+    return result
 
 
 def choose_device(asked: str | None) -> torch.device | None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from benchmark_support import BENCHMARKS, load
 
 import tdcopier
 from tdcopier import _C
+
+Way = load("tool.way").Way
 
 compare, compare_rows, turns = (
     load("tool.compare"),
@@ -70,14 +73,14 @@ def options(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.sim
-@pytest.mark.timeout(240)  # two processes import torch and time three suites each
+@pytest.mark.timeout(240)  # two processes import torch and time two suites each
 def test_each_build_times_its_own_package_with_the_batches_of_this_checkout(tmp_path: Path) -> None:
     old, new = (a_site(tmp_path / version, version) for version in ("1.old", "2.new"))
     (old / "tdcopier/workloads.py").write_text("raise RuntimeError('of the build')")
     path = tmp_path / "found.json"
     command = [sys.executable, str(BENCHMARKS / "compare.py"), "--device", "sim", "--rounds", "1"]
-    command += ["--old", str(old), "--new", str(new), "--json", str(path), "--seconds", "0.01"]
-    command += ["--suites", "h2d", "gather", "loop", "--cases", "flat_dict", "sac", "atari_replay"]
+    command += ["--old", str(old), "--new", str(new), "--json", str(path), "--repeats", "4"]
+    command += ["--suites", "h2d", "d2h", "--workloads", "flat_dict", "atari_replay"]
     environment = {k: v for k, v in os.environ.items() if k != "FAIL_WITHOUT_CUDA"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, env=environment
@@ -91,11 +94,10 @@ def test_each_build_times_its_own_package_with_the_batches_of_this_checkout(tmp_
     assert {
         "h2d: flat_dict, tdcopier",
         "h2d: atari_replay, tdcopier, prepared",
-        "gather: sac, tdcopier",
-        "loop: atari_replay, tdcopier, step",
-        "loop: atari_replay, tdcopier, copy calls",
+        "d2h: flat_dict, tdcopier",
     } <= rows
     assert all(", tdcopier" in row for row in rows)
+    assert "h2d: detection_batch, tdcopier" not in rows
     assert all(row in done.stdout for row in rows)
 
 
@@ -164,16 +166,29 @@ def test_rows_that_one_build_lacks_are_left_out_and_slower_ones_come_first() -> 
     assert [(row["row"], row["ratio"]) for row in rows] == [("b", 3.0), ("a", 2.0)]
 
 
-def test_a_suite_that_fails_leaves_the_others_rows(monkeypatch, sim) -> None:
+def test_a_suite_that_fails_leaves_the_others_rows() -> None:
+    bench = load("tool.measure").Bench(torch.device("cpu"), 4, lambda label: iter)
 
-    def failing(*_):
-        yield compare_rows.Case("one", lambda rounds: {"tdcopier": [2.0, 1.0, 3.0]})
-        raise AttributeError("no such call")
+    def run(suite: str, bench: Any) -> dict[str, Any]:
+        assert bench.ours_only
+        if suite == "b":
+            raise AttributeError("no such call")
+        times = {"tdcopier": {"median_us": 2.0}, ".to() per leaf": {"median_us": 9.0}}
+        if suite == "c":
+            return {"loops": {"one": {"step": times, "copy_calls": times}}}
+        return {"what": "", "workloads": {"one": {"contenders": times, "ratios": {"x": 4.5}}}}
 
-    monkeypatch.setattr(compare_rows, "SUITES", {"a": failing, "b": failing})
-    rows, failed = compare_rows.measured(torch.device("sim", 0), ["a", "b"], bool, 0.0)
-    assert rows == {"a: one, tdcopier": 2.0, "b: one, tdcopier": 2.0}
-    assert failed == dict.fromkeys("ab", "AttributeError: no such call")
+    rows, failed = compare_rows.measured(bench, ["a", "b", "c"], run, turns.Turns())
+    in_loop = {f"c: one, {part}, tdcopier": 2.0 for part in ("step", "copy_calls")}
+    assert rows == {"a: one, tdcopier": 2.0, **in_loop}
+    assert failed == {"b": "AttributeError: no such call"}
+
+
+def test_only_our_ways_and_the_reference_are_timed_for_a_comparison() -> None:
+    bench = load("tool.measure").Bench(torch.device("cpu"), 4, lambda label: iter)
+    ways = [Way("resident"), Way("tdcopier, prepared"), Way("other")]
+    assert bench.timed(ways, "resident") == ways
+    assert bench._replace(ours_only=True).timed(ways, "resident") == ways[:2]
 
 
 def test_a_build_that_cannot_be_imported_ends_the_other_one_too(tmp_path: Path) -> None:
@@ -181,7 +196,7 @@ def test_a_build_that_cannot_be_imported_ends_the_other_one_too(tmp_path: Path) 
     (old / "tdcopier/__init__.py").write_text("raise RuntimeError('of the build')")
     command = [sys.executable, str(BENCHMARKS / "compare.py"), "--device", "sim", "--rounds", "1"]
     command += ["--old", str(old), "--new", str(new), "--json", str(tmp_path / "found.json")]
-    command += ["--suites", "h2d", "--seconds", "3600"]
+    command += ["--suites", "h2d", "--repeats", "1000000"]
     environment = {k: v for k, v in os.environ.items() if k != "FAIL_WITHOUT_CUDA"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, check=False, env=environment
@@ -244,28 +259,21 @@ def test_two_processes_take_turns_on_one_processor_until_one_of_them_ends() -> N
     assert seen == rounds + [("follows", wanted[0])] * 2
 
 
-def test_both_processes_time_a_case_as_often_and_at_the_same_time() -> None:
+def test_both_processes_time_a_suite_at_the_same_time() -> None:
     seen: list[tuple[bool, int]] = []
-    counts: dict[tuple[bool, int], int] = {}
 
     def play(here: turns.Turns, leads: bool) -> None:
-        cases = (0, 1, 2, 4, 5) if leads else (0, 1, 2, 3, 5)  # each lacks a suite
-        for number in cases:
-            here.begin_case(number)
-            round_s = 0.001 * (1 + (number + leads) % 3)
-            here.begin_round(lambda: None)
-            if leads and number == 1:
-                continue  # as when the case fails
-            here.begin_round(lambda: None)
-            counts[leads, number] = rounds = round(0.02 / here.agree(round_s))
-            for _ in range(rounds):
+        for number in (0, 1, 2, 4) if leads else (0, 1, 3, 4):  # each lacks a suite
+            here.begin_suite(number)
+            for index in range(6):
                 here.begin_round(lambda: None)
+                if leads and number == 1 and index == 2:
+                    break  # as when the suite fails
                 seen.append((leads, number))
         here.end()
 
     both(play)
-    for number in (0, 2, 5):
-        assert counts[True, number] == counts[False, number]
-        turn = [leads for leads, case in seen if case == number]
-        assert turn == [turn[0], not turn[0]] * counts[True, number]
+    for number in (0, 4):
+        turn = [leads for leads, suite in seen if suite == number]
+        assert turn == [turn[0], not turn[0]] * 6
     assert [number for _, number in seen] == sorted(number for _, number in seen)
