@@ -18,7 +18,6 @@ from tool.tables import LIMIT_PREFIX, OURS, RESIDENT, leaves_and_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
 GREEN, GREY, AMBER = "#2a9d63", "#8c96a3", "#d29922"
 OTHERS = ("#4f7cac", AMBER, "#a4548b", GREY)
@@ -110,7 +109,7 @@ def _trends(figure: Figure, every: Any, plot: Trends) -> None:
         is_flat = min(values) > max(values) / 2 and max(values) < 2  # steps differ by little
         axes.set_ylim(0.9 * min(values) if is_flat else 0, 1.1 * max(values))
         axes.grid()
-        _plain_ticks(axes, "y")
+        axes.yaxis.set_major_formatter(lambda value, _: number(value))
     legend = {line.get_label(): line for axes in every for line in axes.get_lines()}
     figure.legend(legend.values(), legend, loc="outside lower left", frameon=False)
 
@@ -120,6 +119,8 @@ def _bars(axes: Axes, plot: Bars) -> None:
 
     The axis is linear: the length of a bar is its time, also where times differ by far.
     """
+    from matplotlib.ticker import MaxNLocator
+
     values = list(plot.us.values())
     most, least = max(*values, 0), min(*values, 0)
     axes.barh(range(len(values)), values, height=0.4, color=[_colour(way) for way in plot.us])
@@ -132,29 +133,15 @@ def _bars(axes: Axes, plot: Bars) -> None:
     axes.set_ylim(len(values) - 0.6, -0.9)
     axes.set_yticks([])
     axes.spines["left"].set_position("zero")
-    axes.xaxis.set_major_locator(_few_ticks())
+    axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlabel("us")
-    _plain_ticks(axes, "x")
-
-
-def _few_ticks() -> MaxNLocator:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(4)
+    axes.xaxis.set_major_formatter(lambda value, _: number(value))
 
 
 def _colour(way: str) -> str:
     if way.startswith(OURS):
         return GREEN
     return AMBER if way.startswith(LIMIT_PREFIX) else GREY
-
-
-def _plain_ticks(axes: Axes, *names: str) -> None:
-    for name in names:
-        axis = getattr(axes, f"{name}axis")
-        axis.set_major_formatter(lambda value, _: number(value))
-        if axis.get_scale() == "log":
-            axis.set_minor_formatter(lambda value, _: "")
 
 
 # ---- what each benchmark's plot shows ------------------------------------------------------------
