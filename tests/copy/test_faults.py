@@ -6,7 +6,6 @@ copy, and so on, until none is left to fail.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from fault_support import (
+    BUFFER_BYTES,
+    ROUTES,
+    assert_gives_back,
+    in_use,
+    leaves_on,
+    routes,
+    sizes,
+)
+from fault_support import warm as warm
 from filled_leaves import values_of
 from sim_support import BRIEFLY, becomes
 from sim_support import fresh as fresh
@@ -22,22 +31,9 @@ from support import are_released
 
 import tdcopier
 from tdcopier import _C
-from tdcopier.sim import Fault, Hold
+from tdcopier.sim import Fault
 
 pytestmark = pytest.mark.sim
-
-BUFFER_BYTES = _C.STAGING_BUFFER_BYTES
-# Source devices and target; "several" has leaves on several devices.
-ROUTES = {
-    "H2D": (["cpu"], "sim:0"),
-    "D2H": (["sim:0"], "cpu"),
-    "D2D": (["sim:0"], "sim:1"),
-    "several to the device": (["cpu", "sim:1"], "sim:0"),
-    "several to the host": (["sim:0", "sim:1"], "cpu"),
-}
-SIZES = {"inline": [100, 50], "background": [2 * BUFFER_BYTES // 4 + 5, 100, 50]}
-routes = pytest.mark.parametrize(("places", "target"), ROUTES.values(), ids=list(ROUTES))
-sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
 
 FAULTS: dict[str, tuple[Callable[[Any, int], Fault], type[Exception]]] = {
     "device memory": (lambda sim, n: sim.fail_device_allocation(n), torch.OutOfMemoryError),
@@ -46,37 +42,6 @@ FAULTS: dict[str, tuple[Callable[[Any, int], Fault], type[Exception]]] = {
     "execution": (lambda sim, n: sim.fail_transfer(n, when="execution"), torch.AcceleratorError),
 }
 faults = pytest.mark.parametrize(("arm", "error"), FAULTS.values(), ids=list(FAULTS))
-
-
-def leaves_on(places: list[str], elements: list[int], value: float) -> list[torch.Tensor]:
-    return [torch.full((n,), value).to(place) for place in places for n in elements]
-
-
-def in_use(sim: Any) -> tuple[int, ...]:
-    """Returns the bytes in use on both devices, and the pinned bytes besides staging."""
-    staging = sum(tdcopier.staging_bytes(f"sim:{i}") for i in range(2))
-    devices = [sim.memory_stats(i).allocated_bytes for i in range(2)]
-    return (*devices, sim.pinned_bytes().in_use - staging)
-
-
-@pytest.fixture(autouse=True)
-def warm(fresh: None) -> None:
-    """Makes the engine allocate everything that it allocates only once."""
-    for places, target in ROUTES.values():
-        tdcopier.copy(leaves_on(places, [10, 10], 0), target)
-    gc.collect()
-    torch.sim.synchronize(0)
-    torch.sim.synchronize(1)
-
-
-def in_flight(sim: Any, target: str) -> Hold:
-    """Keeps the only staging buffer in flight, so that the next copy must pin one."""
-    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
-    assert tdcopier.staging_bytes(target) <= BUFFER_BYTES  # releases the others
-    hold = sim.hold(_C.copy_stream(target))
-    tdcopier.start_copy([torch.ones(2)], target)
-    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
-    return hold
 
 
 def assert_fails_every_time(
@@ -88,13 +53,6 @@ def assert_fails_every_time(
         assert type(caught.value) is error
         assert f"{what} was made to fail" in str(caught.value)
         assert becomes(handle.ready)
-
-
-def assert_gives_back(sim: Any, before: tuple[int, ...]) -> None:
-    """Asserts that all memory but staging is freed soon; a thread waits for the device first."""
-    gc.collect()  # an error's traceback refers to the handle
-    becomes(lambda: in_use(sim) == before)
-    assert in_use(sim) == before
 
 
 def assert_no_staging_is_lost(target: str) -> None:
@@ -380,85 +338,3 @@ def test_a_failed_delegated_leaf_does_not_end_a_copy_that_still_reads_its_source
         assert not becomes(handle.ready, within=BRIEFLY)
     assert becomes(handle.ready)
     assert_fails_every_time(handle, torch.AcceleratorError, fault.struck)
-
-
-# ---- no more memory can be pinned ----------------------------------------------------------------
-
-
-@sizes
-@pytest.mark.parametrize("n", [1, 2])
-def test_results_are_pageable_if_no_more_memory_can_be_pinned(sim, elements, n):
-    batch = leaves_on(["sim:0"], elements, 3.0)
-    before = in_use(sim)
-    with sim.fail_pinned_allocation(n):
-        handle = tdcopier.start_copy(batch, "cpu", max_packed_chunk_bytes=1)
-        result = handle.get()
-    assert handle.stats.fallbacks == 1
-    assert values_of(result) == {3}
-    assert not any(leaf.is_pinned() for leaf in result)
-    del handle, result
-    assert_gives_back(sim, before)
-
-
-@pytest.mark.parametrize("place", ["cpu", "sim:0"])
-def test_gathered_rows_are_pageable_if_no_more_memory_can_be_pinned(sim, place):
-    tables = leaves_on([place], [40, 50_000], 3.0)
-    storage, index = {"a": tables[0], "b": tables[1][:40]}, torch.arange(30)
-    usual = tdcopier.start_gather(storage, index, "cpu")  # its own code reads tables on a device
-    assert usual.get()["a"].is_pinned()
-    with sim.fail_pinned_allocation(1):
-        handle = tdcopier.start_gather(storage, index, "cpu")
-        result = handle.get()
-    assert handle.stats.fallbacks == usual.stats.fallbacks + 1
-    assert values_of(list(result.values())) == {3}
-    assert not result["a"].is_pinned()
-
-
-ILLEGAL_ADDRESS = 700  # an error code of CUDA: an earlier kernel has broken the device
-
-
-@pytest.mark.parametrize("place", ["cpu", "sim:0"])
-@pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, 1, 3, 999])
-def test_another_error_of_the_device_in_a_pinned_allocation_is_raised(sim, place, code):
-    """Pageable memory would hide it: only a lack of memory has that way out."""
-    batch = leaves_on([place], [40, 10], 3.0)
-    before = in_use(sim)
-    calls = {
-        "gather": lambda: tdcopier.start_gather(batch[:1], torch.arange(30), "cpu"),
-        "copy": lambda: tdcopier.start_copy(batch, "cpu"),
-    }
-    if place == "cpu":
-        del calls["copy"]  # leaves on the host are reused
-    for call in calls.values():
-        usual = call().stats.fallbacks  # tables on a device are read by their own code
-        with sim.fail_pinned_allocation(code=code) as fault:
-            handle = call()
-            for ask in (handle.get, handle.wait, handle.get):
-                with pytest.raises(torch.AcceleratorError) as caught:
-                    ask()
-                assert str(caught.value).startswith(f"{fault.struck} was made to fail")
-                assert caught.value.error_code == code
-        assert handle.stats.fallbacks == usual
-        del handle, caught, ask
-        assert call().get()[0].is_pinned()
-    assert_gives_back(sim, before)
-
-
-def test_a_call_can_insist_on_pinned_results(sim):
-    batch = leaves_on(["sim:0"], [10, 10], 3.0)
-    with sim.fail_pinned_allocation(1):
-        handle = tdcopier.start_copy(batch, "cpu", require_pinned_results=True)
-        for _ in range(2):
-            with pytest.raises(torch.AcceleratorError, match="pinned"):
-                handle.get()
-    assert tdcopier.copy(batch, "cpu", require_pinned_results=True)[0].is_pinned()
-    with pytest.raises(ValueError, match="needs use_pinned_staging=True"):
-        tdcopier.copy(batch, "cpu", require_pinned_results=True, use_pinned_staging=False)
-
-
-def test_a_pageable_result_does_not_hold_the_caller_while_a_kernel_runs(sim):
-    batch = leaves_on(["sim:0"], [10, 10], 3.0)
-    with sim.hold(), sim.fail_pinned_allocation(1):
-        handle = tdcopier.start_copy(batch, "cpu")  # would not return
-        assert not handle.ready()
-    assert values_of(handle.get()) == {3}

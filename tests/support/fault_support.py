@@ -1,0 +1,54 @@
+"""Shared by tests of a copy's faults: leaves, and whether all memory is given back."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from sim_support import becomes
+
+import tdcopier
+from tdcopier import _C
+
+BUFFER_BYTES = _C.STAGING_BUFFER_BYTES
+# Source devices and target; "several" has leaves on several devices.
+ROUTES = {
+    "H2D": (["cpu"], "sim:0"),
+    "D2H": (["sim:0"], "cpu"),
+    "D2D": (["sim:0"], "sim:1"),
+    "several to the device": (["cpu", "sim:1"], "sim:0"),
+    "several to the host": (["sim:0", "sim:1"], "cpu"),
+}
+SIZES = {"inline": [100, 50], "background": [2 * BUFFER_BYTES // 4 + 5, 100, 50]}
+routes = pytest.mark.parametrize(("places", "target"), ROUTES.values(), ids=list(ROUTES))
+sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
+
+
+def leaves_on(places: list[str], elements: list[int], value: float) -> list[torch.Tensor]:
+    return [torch.full((n,), value).to(place) for place in places for n in elements]
+
+
+def in_use(sim: Any) -> tuple[int, ...]:
+    """Returns the bytes in use on both devices, and the pinned bytes besides staging."""
+    staging = sum(tdcopier.staging_bytes(f"sim:{i}") for i in range(2))
+    devices = [sim.memory_stats(i).allocated_bytes for i in range(2)]
+    return (*devices, sim.pinned_bytes().in_use - staging)
+
+
+@pytest.fixture(autouse=True)
+def warm(fresh: None) -> None:
+    """Makes the engine allocate everything that it allocates only once."""
+    for places, target in ROUTES.values():
+        tdcopier.copy(leaves_on(places, [10, 10], 0), target)
+    gc.collect()
+    torch.sim.synchronize(0)
+    torch.sim.synchronize(1)
+
+
+def assert_gives_back(sim: Any, before: tuple[int, ...]) -> None:
+    """Asserts that all memory but staging is freed soon; a thread waits for the device first."""
+    gc.collect()  # an error's traceback refers to the handle
+    becomes(lambda: in_use(sim) == before)
+    assert in_use(sim) == before
