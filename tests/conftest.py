@@ -36,6 +36,10 @@ FAIL_WITHOUT_CUDA = os.environ.get("FAIL_WITHOUT_CUDA") == "1"
 def pytest_configure(config: pytest.Config) -> None:
     # Shells start background jobs with SIGINT ignored, and the interpreter keeps that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Processes share the tests, so they have every core already, and most tensors are tiny. The
+    # variable is for the processes that tests start.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if DEVICE_TYPE not in ("sim", "cuda"):
         raise pytest.UsageError(f"TDCOPIER_TEST_DEVICE={DEVICE_TYPE!r}: give sim or cuda")
     if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
