@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 from container_classes import REBUILD, Box, Node
+from fork_server import run_forked
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -168,14 +169,25 @@ def raises_exactly(error: type[BaseException], message: str) -> Iterator[None]:
 
 
 def run_python(code: str, timeout_s: float = 120, **environment: str) -> str:
-    """Runs a program in a process of its own; returns its output, fails unless it exits with 0."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-W", "error", "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+    """Runs a program in a process of its own; returns its output, fails unless it exits with 0.
+
+    Torch is imported already, unless the program is given variables that Python or torch may have
+    read by then, or a library is loaded first (a sanitizer does not follow a fork).
+    """
+    code, variables = textwrap.dedent(code), {**os.environ, **environment}
+    read_later = all(
+        name.startswith("TDCOPIER_") or name == "CUDA_VISIBLE_DEVICES" for name in environment
     )
+    if read_later and "LD_PRELOAD" not in variables:
+        done = run_forked(code, timeout_s, variables)
+    else:
+        done = subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-W", "error", "-c", code],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
