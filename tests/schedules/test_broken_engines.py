@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from build_broken_engines import ROOT, SITE, broken_sources
 from defects import DEFECTS
+from fork_server import run_forked
 
 pytestmark = pytest.mark.sim
 
-BUILD = ROOT / "tests" / "support" / "build_broken_engines.py"
 SEEDS = 300
 # Promises that Python keeps, and no part of the engine, with the tests of them.
 NOT_THE_ENGINES = {
@@ -27,19 +26,13 @@ def told_of(name: str) -> dict[str, Any]:
     """Plays with this defect, seed after seed, and returns the first finding."""
     if not SITE.exists():
         pytest.fail("there is no test build of the broken engines: `make broken-engines` makes it")
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests/support/build_broken_engines.py"),
-            "--show",
-            name,
-            str(SEEDS),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests" / "support")!r})
+from build_broken_engines import show
+show({name!r}, {SEEDS})
+"""
+    done = run_forked(code, 100, dict(os.environ))
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout)
 
