@@ -21,6 +21,7 @@ from tensordict import (
 
 import tdcopier
 from tdcopier import _C
+from tdcopier.tensordict import _nodes, _walk
 
 ROWS = 6
 
@@ -299,6 +300,53 @@ def test_paths_of_pairs_are_those_of_dicts():
         "['next']['obs']",
         "['reward']",
     ]
+
+
+def test_two_tensordicts_of_tensors_are_paired_without_python_code(monkeypatch):
+    taken = []
+
+    def take(value: Any, walk: Any) -> Any:
+        taken.append(value)
+        return take_dense(value, walk)
+
+    take_dense = _walk._take_dense
+    monkeypatch.setattr(_walk, "_take_dense", take)
+    tree = {"reward": leaf(0), "next": {"obs": leaf(0, 3), "deep": {"done": leaf(0)}}}
+    source = TensorDict(tree, [ROWS])
+    destination = TensorDict({key: source[key].clone() for key in reversed(tree)}, [ROWS])
+    paths = ["['next']['deep']['done']", "['next']['obs']", "['reward']"]
+    assert sorted(path for path, *_ in _C.pairs_with_paths(source, destination)) == paths
+    source["next", "deep", "done"] += 1
+    tdcopier.copy_into([source], [destination])
+    assert_equal(destination, source)
+    assert bool(taken) is not _nodes.IS_KNOWN_LAYOUT
+    destination["next"].set_non_tensor("name", "old")
+    source["next"].set_non_tensor("name", "new")
+    handle = tdcopier.start_copy_into(source, destination)
+    handle.get()
+    assert handle.stats.opaque_differences == 1
+    assert taken
+
+
+def test_an_empty_tensordict_in_one_of_two_does_not_count():
+    source = TensorDict({"x": leaf(1), "in": {"y": leaf(2)}}, [ROWS])
+    destination = TensorDict({"x": leaf(0), "in": {"y": leaf(0), "none": {}}}, [ROWS])
+    tdcopier.copy_into(source, destination)
+    assert destination["x"].eq(1).all()
+    assert destination["in", "y"].eq(2).all()
+    tdcopier.copy_into(TensorDict({}), TensorDict({"none": {}}))
+    tdcopier.copy_into(destination, source)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_tensordict_that_contains_itself_is_refused(both):
+    def nested(contains_itself: bool) -> TensorDict:
+        made = TensorDict({"x": leaf(0)}, [ROWS])
+        made._tensordict["in"] = made if contains_itself else made.clone()
+        return made
+
+    with pytest.raises(RecursionError):
+        tdcopier.copy_into(nested(True), nested(both))
 
 
 def test_a_dict_that_contains_itself_beside_a_tensordict_is_refused():

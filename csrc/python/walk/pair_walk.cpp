@@ -11,6 +11,7 @@
 #include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
 #include "python/walk/path.h"
+#include "python/walk/tensordict_node.h"
 #include "python/walk/value_kind.h"
 
 namespace py = pybind11;
@@ -201,12 +202,49 @@ class PairWalk {
     if (from_tensordict != looks_.is_of_tensordict(Py_TYPE(destination))) {
       return visit_level(source, destination, depth);
     }
+    if (from_tensordict && visit_tensordicts(source, destination, depth)) return;
     const Half from = look(source, names_.source, depth);
     const Half to = look(destination, names_.destination, depth);
     if (from_tensordict && !have_same_keys(from.children, to.children)) {
       return visit_level(source, destination, depth);  // which may name the place where they differ
     }
     visit_halves(source, from, destination, to, depth);
+  }
+
+  // Visits two TensorDicts without Python code if they contain only tensors. Else returns false.
+  bool visit_tensordicts(PyObject* source, PyObject* destination, int depth) {
+    if (!in_tensors_ &&
+        !(contains_only_tensors(source, depth) && contains_only_tensors(destination, depth))) {
+      return false;
+    }
+    const std::optional<TensorDictNode> from = read_node(source);
+    const std::optional<TensorDictNode> to = read_node(destination);
+    if (!from || !to) return false;
+    const bool is_nested = std::exchange(in_tensors_, true);
+    enter(destination, depth);
+    visit_dicts(from->entries.ptr(), to->entries.ptr(), PathStep::Kind::kKey, depth);
+    in_tensors_ = is_nested;
+    return true;
+  }
+
+  // Returns whether it is a TensorDict of plain tensors and of such TensorDicts, none of them
+  // empty: look() does not see an empty one within another.
+  bool contains_only_tensors(PyObject* object, int depth) {
+    const std::optional<TensorDictNode> node = read_node(object);
+    if (!node || depth >= kMaxDepth || PyDict_GET_SIZE(node->entries.ptr()) == 0) return false;
+    Py_ssize_t position = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(node->entries.ptr(), &position, nullptr, &value) != 0) {
+      const bool is_tensor = is_plain_tensor_class(Py_TYPE(value));
+      if (!is_tensor && !contains_only_tensors(value, depth + 1)) return false;
+    }
+    return true;
+  }
+
+  // Returns nullopt if this is not a TensorDict that the walk can read itself.
+  std::optional<TensorDictNode> read_node(PyObject* object) {
+    if (!looks_.is_readable_tensordict(Py_TYPE(object))) return std::nullopt;
+    return read_tensordict(object);
   }
 
   static bool have_same_keys(const py::dict& some, const py::dict& others) {
@@ -337,6 +375,7 @@ class PairWalk {
   PairedTrees found_;
   ValueLooks looks_;
   Path path_;
+  bool in_tensors_ = false;  // within two TensorDicts that contain only tensors
   // By depth, only if opaque pairs are listed: the container of the destination that the walk is
   // in, which the visit keeps alive, and its number.
   std::vector<std::pair<PyObject*, uint64_t>> holders_;

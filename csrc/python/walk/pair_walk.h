@@ -34,8 +34,8 @@ struct PairNames {
 };
 
 // Pairs the leaves of two trees whose containers have the same children: the same keys, the same
-// attributes, or the same number of children by index. GIL: held; containers other than list, tuple
-// and dict are flattened by Python code.
+// attributes, or the same number of children by index. GIL: held; Python code flattens containers
+// other than list, tuple, dict, and TensorDicts that have only tensors in both trees.
 // Throws: ValueError, with the path, where the trees differ; RecursionError; TypeError for values
 // that start_copy() refuses too; any error of that code.
 // `list_opaque`: also list the pairs of opaque values.

@@ -114,6 +114,10 @@ class ValueLooks {
   bool is_of_tensordict(PyTypeObject* type) {
     return known(type).step == PathStep::Kind::kNestedKey;
   }
+  // Returns whether it is the class TensorDict itself, whose values read_tensordict() can read.
+  bool is_readable_tensordict(PyTypeObject* type) {
+    return static_cast<bool>(known(type).flatten_entry);
+  }
   // Takes only the outermost level of such a collection apart. `children` is a dict or a list; the
   // kind is kOpaque, and `context` the value, for non-tensor data. Errors: as look().
   Seen look_at_level(PyObject* collection, const Path& path, int depth, const char* root);
