@@ -17,7 +17,7 @@ from tool.target_forms import Target, at_most, count_wrong, none
 
 from trainers import first_batch, paired, threads, ways
 from trainers.batches import leaves_of
-from trainers.rounds import Block, Runner, Steps, clocks_of_workers, drained, rounds, wrong_of
+from trainers.rounds import Block, Runner, clocks_of_workers, rounds, wrong_of
 from trainers.table import TRAINERS, checksums, in_bytes
 from trainers.ways import FLOOR, LOADER, OURS, PINNED, PINNED_AGAIN, RESIDENT, Source, Way
 
@@ -43,7 +43,8 @@ class Options(NamedTuple):
     minutes: float
     """For all trainers together; each gets an equal share."""
     workers: int = 6
-    steps: Steps = Steps()
+    steps: Mapping[str, Any] = {}
+    """Fields of `Steps` in place of those that a trainer has."""
     first_batches: int = 3
     small: bool = False
     pictures: str | None = None
@@ -54,7 +55,7 @@ def run(bench: Bench) -> dict[str, Any]:
     """Run all trainers that can run here, as `benchmarks/run.py` does."""
     chosen = {name: ways.WAYS[name] for name in ways.DEFAULT}
     if not bench.is_real:
-        steps = Steps(1, 2, 0.01)
+        steps = {"untimed": 1, "timed": 2, "pause_s": 0.01}
         options = Options(ON_SIM, chosen, 2, 1.0, 1, steps, first_batches=1, small=True)
     elif bench.repeats <= QUICK_REPEATS:
         options = Options(tuple(TRAINERS), chosen, 2, 1.0, first_batches=1)
@@ -75,16 +76,14 @@ def run_with(device: torch.device, options: Options, progress: Progress) -> dict
             print(f"{name} is left out; {left_out[name]}", file=sys.stderr)
             continue
         found[name] = _measured(name, device, options, progress, time.monotonic() + share_s)
-    steps = options.steps
     return {
         "what": "Training loops: time of a step, by how a loader's batches get to the device",
         "settings": {
             "workers": options.workers,
             "prefetch_factor": 2,
-            "block": f"{steps.untimed} untimed and {steps.timed} timed steps, then a pause of "
-            f"{steps.pause_s:g} s, and until the process and the workers are idle",
             "order": "a block of each way in each round, shuffled",
-            "data": f"repeat after {steps.period} batches",
+            "data": "repeat after the batches of a block",
+            "ratio": "of the mean steps of two blocks of a round; the median over the rounds",
             "collector": "on",
             "learning rate": "0, so that the work of a step stays equal",
             "interval": f"95 %, {paired.RESAMPLES} resamples of the rounds",
@@ -128,7 +127,8 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
 def _measured(
     name: str, device: torch.device, options: Options, progress: Progress, end_s: float
 ) -> dict[str, Any]:
-    trainer, steps = TRAINERS[name], options.steps
+    trainer = TRAINERS[name]
+    steps = trainer.steps._replace(**options.steps)
     data = trainer.data(steps.period, options.small)
     on_host = [data.batch(number) for number in range(steps.period)]
     _check_shared_memory(in_bytes(on_host[0]), options)
@@ -139,8 +139,7 @@ def _measured(
     step = trainer.make_step(device, small=options.small)
     for batch in source.on_device:  # kernels are chosen, and memory is allocated
         step(batch)
-    ahead = drained(options.workers, steps.period) if trainer.waits_for_loader else 0
-    runner = Runner(trainer, step, device, expected, steps, ahead)
+    runner = Runner(trainer, step, device, expected, steps)
     times = progress(f"{name}, first batches")(range(options.first_batches))
     first = first_batch.measure(trainer, source, options.ways, times)
     with _opened(options.ways, source) as batches:
@@ -165,6 +164,8 @@ def _measured(
         "what": trainer.what,
         "leaves": len(leaves_of(on_host[0])),
         "bytes": in_bytes(on_host[0]),
+        "block": f"{steps.untimed} untimed and {steps.timed} timed steps, then a pause of "
+        f"{steps.pause_s:g} s, and until the process and the workers are idle",
         "first_batch": first,
         **figures(blocks),
         "reader": {way: stats for way, stats in reader.items() if stats},

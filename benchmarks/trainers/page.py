@@ -19,6 +19,7 @@ def _table(name: str, found: Mapping[str, Any]) -> str:
     header = [
         f"{name}: {leaves_and_bytes(found)}, {found['rounds']} rounds",
         "step, ms",
+        "median",
         "90th percentile",
         *(f"over {reference}" for reference in (RESIDENT, FLOOR, PINNED)),
         "processor ms",
@@ -38,6 +39,7 @@ def _row(way: str, found: Mapping[str, Any]) -> list[str]:
     peak = found["memory"][way].get("peak_allocated_bytes")
     return [
         way_cell((way,), found),
+        f"{step['mean_us'] / 1e3:.2f}",
         f"{step['median_us'] / 1e3:.2f}",
         f"{step['p90_us'] / 1e3:.2f}",
         *(_ratio(found["over"][name].get(way)) for name in (RESIDENT, FLOOR, PINNED)),

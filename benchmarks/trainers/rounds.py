@@ -5,9 +5,8 @@ loader's epoch never ends: each step takes one batch and causes one to be made, 
 nothing is made ahead of what is timed. After a block there is a pause until the process and the
 workers are idle, for the work that the last steps have caused.
 
-In the pause, the loader's queue fills. A loop that is faster than its loader would then be served
-from the queue, and the more so the more batches a way has taken out of it in the pause. So before
-such a loop's block the queue is emptied.
+In the pause, the loader's queue fills, and a pin thread reads all that is in it. A loop that is
+about as fast as its loader would be served from there, so it has as many untimed steps as empty it.
 """
 
 from __future__ import annotations
@@ -23,25 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 import tdcopier
-from trainers.table import Trainer, checksums
+from trainers.table import Steps, Trainer, checksums
 from trainers.ways import Way
 
 LEAST_ROUNDS = 5
 MOST_PAUSE_S = 5.0
 IDLE_S, IDLE_SHARE = 0.02, 0.1  # idle: this share of one processor, for so long
 SEED = 5
-
-
-class Steps(NamedTuple):
-    """The steps of a block, and the pause after it."""
-
-    untimed: int = 2
-    timed: int = 8
-    pause_s: float = 0.1
-
-    @property
-    def period(self) -> int:
-        return self.untimed + self.timed
 
 
 class Usage(NamedTuple):
@@ -89,8 +76,6 @@ class Runner(NamedTuple):
     expected: Sequence[list[int]]
     """The checksums of the batches of the untimed steps, made on the host without a loader."""
     steps: Steps
-    drained: int = 0
-    """Batches that are taken before a block, and not used: whole periods."""
 
     def block(
         self,
@@ -110,8 +95,6 @@ class Runner(NamedTuple):
         """
         timed = self.steps.timed if timed is None else timed
         torch.manual_seed(SEED)  # detection models draw proposals
-        for _ in range(self.drained):
-            next(batches)
         sums, ticks, before = [], [], Usage.now()
         for number in range(self.steps.untimed + timed):
             if number == self.steps.untimed:
@@ -142,12 +125,6 @@ class Runner(NamedTuple):
             wrong,
             settle(self.steps.pause_s),
         )
-
-
-def drained(workers: int, period: int) -> int:
-    """Return how many batches a way may have ahead, rounded up to whole periods."""
-    ahead = 2 * workers + 2  # torch's prefetch_factor, and the depth of a prefetcher
-    return -(-ahead // period) * period
 
 
 def settle(pause_s: float) -> bool:

@@ -25,9 +25,9 @@ from tool.run import choose_device, targets_of  # noqa: E402
 from tdcopier._progress import show_rounds  # noqa: E402
 from trainers import benchmark, ways  # noqa: E402
 from trainers.page import tables  # noqa: E402
-from trainers.rounds import Steps  # noqa: E402
 from trainers.table import TRAINERS  # noqa: E402
 
+STEPS = ("untimed", "timed", "pause_s")
 SCHEDULER = Path("/proc/self/schedstat")
 ON_CPU = (ways.RESIDENT, ways.FLOOR, ways.LOADER)
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.rounds,
         options.minutes,
         options.workers if options.workers is not None else (6 if is_real else 1),
-        Steps(options.untimed, options.timed, options.pause),
+        {name: value for name in STEPS if (value := getattr(options, name)) is not None},
         options.first,
         small=not is_real,
         pictures=str(options.pictures or Path("build/trainers")) if options.threads else None,
@@ -85,16 +85,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40, help="at most; 5 at least are not cut")
     parser.add_argument("--minutes", type=float, default=5.0, help="for all trainers together")
     parser.add_argument("--workers", type=int, help="of each loader; default 6")
-    parser.add_argument("--untimed", type=int, default=2, help="steps of a block, before the timed")
-    parser.add_argument("--timed", type=int, default=8, help="steps of a block")
-    parser.add_argument("--pause", type=float, default=0.1, help="seconds after a block")
+    parser.add_argument("--untimed", type=int, help="steps of a block, before the timed")
+    parser.add_argument("--timed", type=int, help="steps of a block; default: as the trainer has")
+    parser.add_argument("--pause", dest="pause_s", type=float, help="seconds after a block")
     parser.add_argument("--first", type=int, default=3, help="times that first batches are timed")
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--threads", action="store_true", help="also watch the threads of each way")
     parser.add_argument("--pictures", type=Path, help="folder for pictures of the threads")
     options = parser.parse_args(arguments)
     for name in ("rounds", "untimed", "timed"):
-        if getattr(options, name) < 1:
+        if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name} must be at least 1")
     for name in options.ways or ():
         try:

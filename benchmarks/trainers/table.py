@@ -21,6 +21,23 @@ WORK_MS = 3.4
 OBJECTS = (7, 6, 7, 7)
 
 
+class Steps(NamedTuple):
+    """The steps of a block, and the pause after it."""
+
+    untimed: int = 2
+    timed: int = 8
+    pause_s: float = 0.1
+
+    @property
+    def period(self) -> int:
+        return self.untimed + self.timed
+
+
+SHORT = Steps(untimed=16, timed=32)
+"""Of steps as short as reading a batch takes: first, the 14 batches are taken that six workers (two
+each) and a prefetcher (two) have ahead."""
+
+
 class Trainer(NamedTuple):
     """A training loop, without the way that its batches take."""
 
@@ -33,8 +50,7 @@ class Trainer(NamedTuple):
     """Takes the device and ``small``; makes the model."""
     needs: tuple[str, ...] = ()
     """Packages that the model needs."""
-    waits_for_loader: bool = False
-    """Whether a loader's workers cannot keep up with the steps."""
+    steps: Steps = Steps()
 
     def missing(self) -> list[str]:
         """Return the packages that are not installed."""
@@ -141,12 +157,14 @@ TRAINERS = {
         _rl,
         _move_tree,
         models.dqn,
-        waits_for_loader=True,
+        steps=SHORT,
     ),
     "loop_many": Trainer(
-        f"{WORK_MS:g} ms of kernels, 528 leaves", _many, _move_tree, _loop, waits_for_loader=True
+        f"{WORK_MS:g} ms of kernels, 528 leaves", _many, _move_tree, _loop, steps=SHORT
     ),
-    "loop_few": Trainer(f"{WORK_MS:g} ms of kernels, 6 leaves of 2 MB", _few, _move_tree, _loop),
+    "loop_few": Trainer(
+        f"{WORK_MS:g} ms of kernels, 6 leaves, 2 MB", _few, _move_tree, _loop, steps=SHORT
+    ),
 }
 
 

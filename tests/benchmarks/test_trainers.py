@@ -218,6 +218,22 @@ def test_ratios_are_of_blocks_of_the_same_round() -> None:
     assert paired.ratios(found, "z") == {}
 
 
+def test_a_ratio_is_of_all_steps_of_a_block_so_bursts_are_no_gain() -> None:
+    """A loop that waits for its loader: half of the batches come at once, after a long wait."""
+    bursts, steady = (
+        block(1.0)._replace(step_us=[40.0, 4.0, 4.0, 40.0, 4.0, 40.0, 4.0]),
+        block(20.0),
+    )
+    found = paired.ratios({"x": [bursts] * 5, "y": [steady] * 5}, "y")["x"]
+    assert found["ratio"] == pytest.approx(136 / 140)
+
+
+@pytest.mark.parametrize("name", ["rl", "loop_many", "loop_few"])
+def test_untimed_steps_take_what_the_workers_and_a_prefetcher_had_ahead(name: str) -> None:
+    workers, default = benchmark.Options._field_defaults["workers"], 2
+    assert table.TRAINERS[name].steps.untimed >= default * workers + default
+
+
 def test_an_interval_holds_the_median_and_is_wider_for_fewer_rounds() -> None:
     values = [1.0 + (number * 37 % 100) / 1000 for number in range(100)]
     low, high = paired.interval(values)
@@ -238,6 +254,7 @@ def test_a_round_in_which_the_other_used_nothing_has_no_ratio() -> None:
 def test_a_summary_is_of_all_steps() -> None:
     found = paired.summary([block(1.0), block(2.0), block(9.0)])
     assert (found["median_us"], found["max_us"], found["repeats"]) == (2.0, 9.0, 9)
+    assert found["mean_us"] == 4.0
     assert 2.0 < found["p90_us"] <= 9.0
 
 
@@ -329,7 +346,7 @@ def test_the_command_tries_a_loop_on_the_simulated_device(sim, tmp_path, capsys)
     file = tmp_path / "result.json"
     asked = ["--only", "loop_few", "--ways", "resident", "pin_memory", "prefetch:depth=3"]
     asked += ["--rounds", "2", "--workers", "1", "--first", "1", "--threads"]
-    asked += ["--timed", "3", "--pictures", str(tmp_path), "--json", str(file)]
+    asked += ["--untimed", "2", "--timed", "3", "--pictures", str(tmp_path), "--json", str(file)]
     assert entry.main(["--device", "sim", *asked]) == 0
     printed = capsys.readouterr()
     assert "loop_few: a round takes" in printed.err
@@ -385,6 +402,7 @@ def test_batches_that_shared_memory_cannot_hold_are_refused(monkeypatch) -> None
     [
         (["--ways", "other"], "'other' is no way"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--untimed", "0"], "--untimed must be at least 1"),
         (["--device", "cpu", "--ways", "prefetch"], "--device cpu has the ways"),
         (["--json", "no/such/folder/file"], "there is no folder no/such/folder"),
     ],
