@@ -70,11 +70,25 @@ def run_forked(
     code: str, timeout_s: float, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Runs the program. Raises `subprocess.TimeoutExpired` after killing it, if it takes longer."""
-    with _lock, tempfile.TemporaryDirectory() as folder:
+    with _lock:
+        server = _server()
+        try:
+            return _run(server, code, timeout_s, environment)
+        except subprocess.TimeoutExpired:
+            raise
+        except BaseException:  # what it answers now would be taken for the next program's answer
+            _server.cache_clear()
+            _stop(server)
+            raise
+
+
+def _run(
+    server: subprocess.Popen[str], code: str, timeout_s: float, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:
         streams = {name: Path(folder) / name for name in ("stdout", "stderr")}
         for path in streams.values():
             path.touch()
-        server = _server()
         assert server.stdin is not None
         assert server.stdout is not None
         request = {"code": code, "environment": environment, "folder": os.getcwd()}
@@ -90,9 +104,14 @@ def run_forked(
 
         timer = threading.Timer(timeout_s, kill)
         timer.start()
-        status = int(server.stdout.readline())
-        timer.cancel()
-        timer.join()
+        try:
+            status = int(server.stdout.readline())
+        except BaseException:
+            kill()
+            raise
+        finally:
+            timer.cancel()
+            timer.join()
         out, err = (path.read_text() for path in streams.values())
         if killed.is_set():
             raise subprocess.TimeoutExpired(code, timeout_s, out, err)
