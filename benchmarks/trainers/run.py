@@ -25,9 +25,8 @@ from tool.run import choose_device, targets_of  # noqa: E402
 from tdcopier._progress import show_rounds  # noqa: E402
 from trainers import benchmark, ways  # noqa: E402
 from trainers.page import tables  # noqa: E402
-from trainers.table import TRAINERS  # noqa: E402
+from trainers.table import TRAINERS, Steps  # noqa: E402
 
-STEPS = ("untimed", "timed", "pause_s")
 SCHEDULER = Path("/proc/self/schedstat")
 ON_CPU = (ways.RESIDENT, ways.FLOOR, ways.LOADER)
 
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.rounds,
         options.minutes,
         options.workers if options.workers is not None else (6 if is_real else 1),
-        {name: value for name in STEPS if (value := getattr(options, name)) is not None},
+        {name: value for name in Steps._fields if (value := getattr(options, name)) is not None},
         options.first,
         small=not is_real,
         pictures=str(options.pictures or Path("build/trainers")) if options.threads else None,
