@@ -10,12 +10,8 @@ from typing import Any
 
 import torch
 
-from tdcopier import _C
 from tdcopier._containers import unknown
-from tdcopier._containers.registry import rule_of
-from tdcopier._containers.rule import Rule
-
-_ITEM, _ATTRIBUTE = "[{!r}]", ".{}"
+from tdcopier._containers.visit import level_of
 
 
 def tensors_beside(data: Any, target: torch.device) -> Iterator[tuple[str, Any]]:
@@ -27,39 +23,14 @@ def tensors_beside(data: Any, target: torch.device) -> Iterator[tuple[str, Any]]
     left = [("data", data)]
     while left:
         path, value = left.pop()
-        flat = _taken_apart(value, target)
-        if flat is None:
+        level = level_of(value, target)
+        if level is None:
             continue
-        children, names, step, attributes = flat
-        for name, attribute in attributes.items():
+        for name, attribute in level.beside.items():
             if unknown.has_tensors(attribute):
                 yield f"{path}.{name}", value
-        steps = [path + step.format(name) for name in names]
-        left += reversed(list(zip(steps, children, strict=True)))
-
-
-def _taken_apart(
-    value: Any, target: torch.device
-) -> tuple[list[Any], list[Any], str, dict[str, Any]] | None:
-    """Return children, their names, the form of a step, and the attributes of a container."""
-    cls = type(value)
-    if cls is list or cls is tuple:
-        return list(value), list(range(len(value))), _ITEM, {}
-    if cls is dict:
-        return list(value.values()), list(value), _ITEM, {}
-    if issubclass(cls, torch.Tensor):
-        return None
-    rule = rule_of(cls)
-    if not isinstance(rule, Rule) or rule.wraps or (rule.by_target and not rule.own_to):
-        return None
-    flat = rule.flatten(value, target, True) if rule.by_target else rule.flatten(value)
-    if flat is None:
-        return None  # its own `.to` moves it
-    children, context, names = flat
-    attributes = {} if rule.beside is None else rule.beside(value, context)
-    if names is None:
-        return children, list(range(len(children))), _ITEM, attributes
-    return children, names, _ATTRIBUTE if rule.step is _C.Step.ATTRIBUTE else _ITEM, attributes
+        steps = [(path + form.format(name), child) for form, name, child in level.steps()]
+        left += reversed(steps)
 
 
 def refuse_or_warn(data: Any, target: torch.device, only_warn: bool) -> None:

@@ -22,8 +22,9 @@ from tdcopier._containers.delegated_parts import (
     is_tensor_collection,
     plain_parts,
 )
+from tdcopier._containers.visit import ATTRIBUTE
 from tdcopier._options import OnUnknown
-from tdcopier._park.places import ATTRIBUTE, BOUND_TO, CAPTURED, Place, named, text_of
+from tdcopier._park.places import BOUND_TO, CAPTURED, Place, named, text_of
 
 ACCEPTED = (
     "Give modules, optimizers, state dicts, TensorDicts, or tensors, in any nesting of containers"

@@ -8,7 +8,6 @@ Place: TypeAlias = "str | tuple[Place, str, Any]"
 """Where a value is: the name of the state, or a place, a format, and what it is given. It becomes
 text for an error only: a state has thousands of tensors."""
 
-ITEM, ATTRIBUTE = "[{!r}]", ".{}"
 # No expression that a user would write leads there, so words do. The step is a name for the value.
 CAPTURED = "the variable {} that the function {of} captured"
 BOUND_TO = "the object that the method {of} is bound to"

@@ -6,7 +6,6 @@ import copy
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,15 +16,15 @@ from torch.optim import Optimizer
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import is_tensor_collection
-from tdcopier._containers.rule import Flat, Refused, Rule
+from tdcopier._containers.rule import Refused
+from tdcopier._containers.visit import ITEM, level_of
 from tdcopier._options import OnUnknown, bool_option, check_on_unknown
 from tdcopier._park.gathered import DeviceCopy, ScratchCopy
 from tdcopier._park.optimizer_steps import wait_in_step
 from tdcopier._park.park import storages_of
-from tdcopier._park.places import ATTRIBUTE, ITEM, Place, named, text_of
+from tdcopier._park.places import Place, named, text_of
 from tdcopier._park.tensors import (
     FoundTensors,
-    container_rule,
     plain_parts,
     refuse_modes,
     tensors_in,
@@ -204,15 +203,10 @@ class _Data:
         self._clones: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: Any, at: Place) -> Any:
-        cls: Any = type(value)
-        if isinstance(value, torch.Tensor) or _is_plain(value) or is_tensor_collection(cls):
+        if isinstance(value, torch.Tensor) or _is_plain(value):
             return value
-        if cls is dict:
-            made = {key: self.of(child, (at, ITEM, key)) for key, child in value.items()}
-            return value if all(map(operator.is_, made.values(), value.values())) else made
-        if cls in (list, tuple):
-            children = [self.of(child, (at, ITEM, i)) for i, child in enumerate(value)]
-            return value if all(map(operator.is_, children, value)) else cls(children)
+        if is_tensor_collection(type(value)):
+            return value
         if isinstance(value, nn.Module):
             for buffer in value.buffers():
                 if not is_lazy(buffer):  # `tensors_in` says where
@@ -222,17 +216,14 @@ class _Data:
         if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
             self.owners.append((at, value))
             return value.state_dict()
-        rule = container_rule(cls)
-        return value if rule is None else self._in_container(value, rule, at)
-
-    def _in_container(self, value: Any, rule: Rule, at: Place) -> Any:
         try:
-            flat: Flat = rule.flatten(value)
+            level = level_of(value)
         except Refused:  # `tensors_in` says where
             return value
-        children, context, names = flat
-        made = [self.of(child, place) for place, child in _places(at, rule, children, names)]
-        return value if all(map(operator.is_, made, children)) else rule.unflatten(made, context)
+        if level is None:
+            return value
+        made = [self.of(child, (at, form, name)) for form, name, child in level.steps()]
+        return value if all(map(operator.is_, made, level.children)) else level.rebuild(made)
 
     def stable(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors, or ones over clones of large buffers: a forward may change these."""
@@ -262,14 +253,6 @@ def _refuse_quantized(found: FoundTensors) -> None:
                 f"{found.path(number)} is quantized, and its scales are not in its memory: give "
                 "int_repr()"
             )
-
-
-def _places(
-    at: Place, rule: Rule, children: list[Any], names: list[Any] | None
-) -> Iterator[tuple[Place, Any]]:
-    form = ATTRIBUTE if rule.step is _C.Step.ATTRIBUTE else ITEM
-    for name, child in zip(names or range(len(children)), children, strict=True):
-        yield (at, form, name), child
 
 
 _KEY = " (a key)"
@@ -336,13 +319,11 @@ class _TreeCopy:
         for _, leaf in _C.leaves_with_paths(value, _CPU):
             if isinstance(leaf, torch.Tensor):
                 self._tensor(leaf)
-        rule = container_rule(type(value))
-        if rule is not None:
-            children, _, names = rule.flatten(value)
-            for place, child in _places(at, rule, children, names):
-                if not isinstance(child, torch.Tensor):
-                    self._kept.append(child)
-                    self.of(child, place)
+        level = level_of(value)
+        for form, name, child in () if level is None else level.steps():
+            if not isinstance(child, torch.Tensor):
+                self._kept.append(child)
+                self.of(child, (at, form, name))
 
     def _collection(self, value: Any) -> Any:
         made = value.apply(self._tensor, device=_CPU)

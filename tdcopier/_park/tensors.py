@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,13 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tdcopier import _C
-from tdcopier._containers.registry import rule_of
-from tdcopier._containers.rule import Flat, Refused, Rule
+from tdcopier._containers.rule import Refused
+from tdcopier._containers.visit import ATTRIBUTE, ITEM, level_of
 from tdcopier._options import OnUnknown
 from tdcopier._park.left_out import LeftOut
-from tdcopier._park.places import ATTRIBUTE, ITEM, Place, named, text_of
-
-_DICTS = (dict, OrderedDict, defaultdict)
+from tdcopier._park.places import Place, named, text_of
 
 
 class FoundTensors(NamedTuple):
@@ -79,20 +76,6 @@ def refuse_modes(call: str) -> None:
         )
 
 
-def container_rule(cls: type) -> Rule | None:
-    """Return how `start_copy` takes a container class apart and rebuilds it, whatever the device.
-
-    None for exact lists, tuples and dicts, for tensors and collections of them, and for no
-    containers.
-    """
-    rule = rule_of(cls)
-    if not isinstance(rule, Rule) or rule.wraps or issubclass(cls, torch.Tensor):
-        return None
-    if not rule.by_target:
-        return rule
-    return rule._replace(flatten=rule.flatten_anywhere) if rule.own_to else None
-
-
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensor, or the plain tensors in a wrapper."""
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -116,19 +99,11 @@ class _Walk:
     def value(self, value: Any, at: Place) -> None:
         if isinstance(value, torch.Tensor):
             self._tensor(value, at)
-        elif type(value) in _DICTS:
-            self._containers += 1
-            for key, child in value.items():
-                self.value(child, (at, ITEM, key))
-        elif type(value) in (list, tuple):
-            self._containers += 1
-            for number, child in enumerate(value):
-                self.value(child, (at, ITEM, number))
         elif isinstance(value, nn.Module):
             self._module(value, at)
         elif isinstance(value, Optimizer):
             self._optimizer(value, at)
-        else:
+        elif not (value is None or isinstance(value, int | float | complex | str | bytes)):
             self._other(value, at)
 
     def refuse_nothing(self, state: Any, *, is_parking: bool) -> None:
@@ -171,12 +146,16 @@ class _Walk:
         self._options_on_host += len(self.found.on_host) - before
 
     def _other(self, value: Any, at: Place) -> None:
-        """Take apart what only the engine's walk knows; numbers and other plain data have none."""
-        if value is None or isinstance(value, int | float | complex | str | bytes):
-            return
-        rule = container_rule(type(value))
-        if rule is not None:
-            self._children(value, rule, at)
+        try:
+            level = level_of(value)
+        except Refused as error:
+            raise TypeError(f"{text_of(at)} {error}") from None
+        if level is not None:
+            self._containers += 1
+            if not level.is_plain:
+                self.left_out.shells.append((at, value))
+            for form, name, child in level.steps():
+                self.value(child, (at, form, name))
             return
         if self.left_out.is_unread(at, value):
             return
@@ -200,18 +179,6 @@ class _Walk:
                         "example because it is consolidated: give its .clone()"
                     )
                 self.left_out.add_own_to(where, leaf)
-
-    def _children(self, value: Any, rule: Rule, at: Place) -> None:
-        try:
-            flat: Flat = rule.flatten(value)
-        except Refused as error:
-            raise TypeError(f"{text_of(at)} {error}") from None
-        children, _, names = flat
-        self._containers += 1
-        self.left_out.shells.append((at, value))
-        form = ATTRIBUTE if rule.step is _C.Step.ATTRIBUTE else ITEM
-        for name, child in zip(names or range(len(children)), children, strict=True):
-            self.value(child, (at, form, name))
 
     def _tensor(self, tensor: torch.Tensor, at: Place) -> None:
         cls = type(tensor)
