@@ -207,6 +207,22 @@ def leased_memory_is_filled(world: ScenarioWorld) -> None:
             world.expect(others, [torch.full_like(leaf, 7) for leaf in batch])
 
 
+def a_view_of_a_dropped_source_is_read(world: ScenarioWorld) -> None:
+    """H2D: the copy has the last reference to a large source, and a view still sees its memory."""
+    device = world.devices[0]
+    source = torch.arange(1 << 20, dtype=torch.float32)  # 4 MiB, which workers stage
+    expected = source.clone()
+    view = torch.empty(0).set_(source.untyped_storage(), 1, (len(source) - 1,))
+    handle = tdcopier.start_copy([source], device)
+    del source
+    world.expect(handle.get(), [expected])
+    del handle
+    batch = world.batch()
+    world.expect(tdcopier.start_copy(batch, device).get(), batch)  # sources are given back
+    assert view.untyped_storage().data_ptr() != 0
+    world.expect([view], [expected[1:]])
+
+
 CONSUMERS = (
     one_result_for_three_streams,
     delegated_leaves_for_another_stream,
@@ -219,4 +235,5 @@ CONSUMERS = (
     a_leaf_of_a_host_result_is_sent_by_torch,
     leased_memory_is_sent_by_torch,
     leased_memory_is_filled,
+    a_view_of_a_dropped_source_is_read,
 )

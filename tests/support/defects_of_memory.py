@@ -157,6 +157,14 @@ MEMORY: dict[str, Defect] = {
         "AssertionError",
         "reused",
     ),
+    "source_freed_that_others_see": Defect(
+        "Lifetime",
+        "python/walk/sources.cpp",
+        "  if (last.use_count() != (wrapper != nullptr ? 2U : 1U)) return;",
+        "  if (last.use_count() != (wrapper != nullptr ? 2U : 1U) && !{defect}) return;",
+        "a_view_of_a_dropped_source_is_read",
+        "RuntimeError",
+    ),
     "source_given_back_late": Defect(
         "Lifetime",
         "engine/jobs/copy_job.cpp",
