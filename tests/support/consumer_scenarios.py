@@ -210,12 +210,13 @@ def leased_memory_is_filled(world: ScenarioWorld) -> None:
 def a_view_of_a_dropped_source_is_read(world: ScenarioWorld) -> None:
     """H2D: the copy has the last reference to a large source, and a view still sees its memory."""
     device = world.devices[0]
-    source = torch.arange(1 << 20, dtype=torch.float32)  # 4 MiB, which workers stage
+    source = torch.arange(1 << 16, dtype=torch.float32)  # 256 KiB: freed without the GIL
     expected = source.clone()
     view = torch.empty(0).set_(source.untyped_storage(), 1, (len(source) - 1,))
-    handle = tdcopier.start_copy([source], device)
-    del source
-    world.expect(handle.get(), [expected])
+    with small_limits(window_bytes=1 << 17):  # so that workers stage it
+        handle = tdcopier.start_copy([source], device)
+        del source
+        world.expect(handle.get(), [expected])
     del handle
     batch = world.batch()
     world.expect(tdcopier.start_copy(batch, device).get(), batch)  # sources are given back
