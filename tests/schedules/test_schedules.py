@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sim
 
 # Every broken engine is found within 300 seeds (`make test-gpu` plays more). A longer run:
 # TDCOPIER_TEST_SCHEDULES=10000 make test-py, or python tests/support/play_schedules.py.
-SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "400"))
+SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "300"))
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
 # In all others with one transfer for each copy, those of two copies are in flight at once in many
 # of the orders.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fork_server import run_forked
 
 pytestmark = pytest.mark.sim
 
@@ -24,13 +24,10 @@ def ordinary_environment() -> dict[str, str]:
 def run_pytest(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     options = ["-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(folder), "-q"]
     options += ["--import-mode=prepend", *arguments, str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        env={**ordinary_environment(), "CUDA_VISIBLE_DEVICES": "", **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    done = run_forked(
+        f"import sys, pytest\nsys.exit(pytest.main({options!r}))",
+        100,
+        {**ordinary_environment(), "CUDA_VISIBLE_DEVICES": "", **environment},
     )
     return done.returncode, done.stdout + done.stderr
 
