@@ -171,7 +171,7 @@ def test_when_they_are_unpinned_meanwhile_the_values_are_right(device):
     pinner = threading.Thread(target=pin_again_and_again)
     pinner.start()
     try:
-        for _ in range(100):
+        for _ in range(20):
             assert_same(tdcopier.copy(tree, device), expected)
     finally:
         stop.set()
