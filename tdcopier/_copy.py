@@ -17,6 +17,7 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._mistaken_use import say_what_to_use
 from tdcopier._options import (
+    SENDING,
     CopyOptions,
     Device,
     OnUnknown,
@@ -141,6 +142,8 @@ def start_copy(
         options = options_for_results(options, use_pinned_staging, require_pinned_results)
     if on_unknown is not None:
         options = options_for_unknown(options, on_unknown)
+    if (sending := SENDING.get()) is not None:
+        options = options.with_sending(sending)
     handle = _C.start_copy(data, device, options)
     return handle if check is None else _checking.checked(handle, check)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -17,6 +18,10 @@ OnUnknown: TypeAlias = Literal["ignore", "warn", "raise"] | None
 
 _LARGEST_ALIGNMENT_BYTES = 1 << 30
 LARGEST_CHUNK_BYTES = 1 << 62
+
+SENDING: ContextVar[_C.Sending | None] = ContextVar("SENDING", default=None)
+"""When copies are sent that are started here: set by prefetchers, whose sources may start copies
+themselves. None means at once."""
 
 
 class CopyOptions(TypedDict, total=False):

@@ -13,7 +13,7 @@ from tdcopier import _C, _checking, _options
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._checking import SourceCheck, checked
 from tdcopier._compile import keep_out_of_graphs
-from tdcopier._options import Device, OnUnknown, bool_option
+from tdcopier._options import SENDING, Device, OnUnknown, bool_option
 from tdcopier._words import counted
 
 __all__ = ["PreparedCopy", "prepare"]
@@ -142,8 +142,8 @@ class PreparedCopy:
         """
         if _checking.enabled:
             check = SourceCheck.of_copy(batch, self.device)
-            return checked(self._native.start_copy(batch), check)
-        return self._native.start_copy(batch)
+            return checked(self._native.start_copy(batch, SENDING.get()), check)
+        return self._native.start_copy(batch, SENDING.get())
 
     def why_not(self, batch: Any) -> str | None:
         """Return why a batch does not fit, with a path; None if it fits. Counts and copies nothing.

@@ -246,6 +246,11 @@ Raises:
              options.on_unknown = on_unknown;
              return options;
            })
+      .def("with_sending",
+           [](CopyOptions options, Sending sending) {
+             options.sending = sending;
+             return options;
+           })
       .def("requiring_pinned_results",
            [](CopyOptions options) {
              options.requires_pinned_results = true;
@@ -262,8 +267,6 @@ Raises:
   m.def("start_gather_into", guarded(&tdcopier::start_gather_into));
   m.def("start_scatter", guarded(&tdcopier::start_scatter));
   m.def("raise_bad_rows", guarded(&tdcopier::BadRowWatch::raise_of_dropped));
-
-  m.def("set_sending", &tdcopier::set_sending);
 
   py::class_<PreparedCopy>(m, "PreparedCopy", py::custom_type_setup(make_collectable<PreparedCopy>))
       .def(py::init([](py::handle example, py::handle device, const CopyOptions& options,

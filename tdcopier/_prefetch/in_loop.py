@@ -6,6 +6,7 @@ from typing import Any
 
 from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
+from tdcopier._options import SENDING
 from tdcopier._prefetch.queue import BatchQueue
 from tdcopier._prefetch.source import Batch, EndOfPass, Source
 from tdcopier._prefetch.stats import PrefetchCounters
@@ -46,7 +47,7 @@ class LoopPass(BatchQueue):
                 is_needed_next = len(self._items) == 1
                 self._begin(_C.Sending.AT_ONCE if is_needed_next else _C.Sending.DEFERRED_STAGED)
         finally:
-            _C.set_sending(_C.Sending.AT_ONCE)  # repeated: see Note [Interrupts]
+            SENDING.set(None)  # repeated: see Note [Interrupts]
             self._finish_close()
 
     def _has_room(self) -> bool:

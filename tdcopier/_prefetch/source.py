@@ -13,7 +13,7 @@ import torch
 from tdcopier import _C
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import start_copy
-from tdcopier._options import CopyOptions, Device
+from tdcopier._options import SENDING, CopyOptions, Device
 from tdcopier._prefetch.stats import PrefetchCounters
 from tdcopier._prefetch.stream_position import StreamPosition
 
@@ -120,7 +120,7 @@ class Source:
         """
         began = time.perf_counter_ns()
         try:
-            _C.set_sending(sending)  # applies to a copy that the source starts, too
+            SENDING.set(sending)  # applies to a copy that the source starts, too
             batch = self.read()
             read = time.perf_counter_ns()
             self.counters.read_ns += read - began
@@ -140,7 +140,7 @@ class Source:
                 raise  # for example an interrupt, which the loop gets at once
             return EndOfPass(error)
         finally:
-            _C.set_sending(_C.Sending.AT_ONCE)
+            SENDING.set(None)
 
     def state(self) -> Any:
         """Return a copy of the state; None for a source without one."""

@@ -71,6 +71,22 @@ def test_nothing_is_sent_before_somebody_uses_it(device, elements, sending):
     assert handle.stats.transfers == handle.stats.chunks  # sent once
 
 
+OTHER_STARTS: dict[str, Callable[[Any, str], Any]] = {
+    "gather": lambda source, device: tdcopier.start_gather(source, slice(None), device),
+    "prepared": lambda source, device: tdcopier.prepare(source, device).start_copy(source),
+}
+
+
+@pytest.mark.parametrize("start", OTHER_STARTS.values(), ids=list(OTHER_STARTS))
+def test_gathers_and_prepared_copies_are_deferred_too(device, start):
+    with held():
+        handle = start([torch.ones(10)], device)
+    handle.wait_staged()
+    assert handle.stats.transfers == 0
+    assert (handle.get()[0] == 1).all()
+    assert handle.stats.transfers == 1
+
+
 @pytest.mark.sim
 def test_a_batch_that_workers_still_stage_is_not_sent(sim, device):
     """A thread that tries to send it early does not wait."""
@@ -209,9 +225,10 @@ def test_a_forked_child_sends_nothing():
     program = """
         import os, torch, tdcopier
         from tdcopier import _C, sim
+        from tdcopier._options import SENDING
 
         sim.enable()
-        _C.set_sending(_C.Sending.DEFERRED)
+        SENDING.set(_C.Sending.DEFERRED)
         handle = tdcopier.start_copy(torch.ones(5), "sim")
         handle.wait_staged()
         child = os.fork()

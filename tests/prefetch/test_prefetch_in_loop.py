@@ -16,6 +16,7 @@ from thread_support import Call
 
 import tdcopier
 from tdcopier import _C
+from tdcopier._options import SENDING
 
 LARGE = 1 << 20
 """4 MiB of floats, which workers stage."""
@@ -57,15 +58,12 @@ def test_an_interrupt_leaves_later_copies_as_they_are(device, monkeypatch):
     """The interrupt comes right after copies were set to be deferred."""
 
     class Interrupting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(_C, name)
-
-        def set_sending(self, sending: _C.Sending) -> None:
-            _C.set_sending(sending)
-            if sending != _C.Sending.AT_ONCE:
+        def set(self, sending: _C.Sending | None) -> None:
+            SENDING.set(sending)
+            if sending not in (None, _C.Sending.AT_ONCE):
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr("tdcopier._prefetch.source._C", Interrupting())
+    monkeypatch.setattr("tdcopier._prefetch.source.SENDING", Interrupting())
     with pytest.raises(KeyboardInterrupt):
         next(in_loop([batch(i) for i in range(9)], device, depth=4))
     handle = tdcopier.start_copy(torch.ones(LARGE), device)

@@ -13,6 +13,7 @@ import torch
 
 import tdcopier
 from tdcopier import _C
+from tdcopier._options import SENDING
 
 Tree = list[torch.Tensor]
 
@@ -147,8 +148,8 @@ def keep_on(processors: set[int]) -> None:
 @contextlib.contextmanager
 def held(sending: Any = _C.Sending.DEFERRED) -> Iterator[None]:
     """Copies that this thread starts in the block are deferred: staged, and sent by their user."""
-    _C.set_sending(sending)
+    SENDING.set(sending)
     try:
         yield
     finally:
-        _C.set_sending(_C.Sending.AT_ONCE)
+        SENDING.set(None)

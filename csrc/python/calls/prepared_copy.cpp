@@ -55,10 +55,12 @@ PreparedCopy::PreparedCopy(py::handle example, py::handle device, const CopyOpti
   if (reuse_outputs && bytes() <= kMostKeptBytes) kept_.emplace(std::move(leaves));
 }
 
-std::unique_ptr<Handle> PreparedCopy::start_copy(py::handle data) {
+std::unique_ptr<Handle> PreparedCopy::start_copy(py::handle data, std::optional<Sending> sending) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
-  return start_copy_to(target_, data, options_, this);
+  CopyOptions options = options_;
+  options.sending = sending.value_or(Sending::kAtOnce);
+  return start_copy_to(target_, data, options, this);
 }
 
 bool PreparedCopy::note_fit(const FlatTree& data) {

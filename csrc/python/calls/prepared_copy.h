@@ -28,8 +28,8 @@ class PreparedCopy {
   PreparedCopy(pybind11::handle example, pybind11::handle device, const CopyOptions& options,
                bool reuse_outputs);
 
-  // Throws as tdcopier::start_copy().
-  std::unique_ptr<Handle> start_copy(pybind11::handle data);
+  // `sending`: nullopt means at once. Throws as tdcopier::start_copy().
+  std::unique_ptr<Handle> start_copy(pybind11::handle data, std::optional<Sending> sending);
 
   // Returns what a copy of the data would do with each leaf, as BatchLayout of
   // tdcopier/_prepared.py.

@@ -37,7 +37,6 @@ namespace tdcopier {
 namespace {
 
 std::atomic<uint64_t> g_max_inline_bytes = kMaxInlineBytes;
-thread_local Sending t_sending = Sending::kAtOnce;
 
 // Returns how many threads may stage a copy. Makes no threads for copies that run in the call.
 size_t staging_threads(bool background) {
@@ -70,7 +69,7 @@ c10::Allocator* pinned_allocator() {
 std::optional<DeferredLease> deferred_memory(Accelerator& accelerator, const CopyWork& work,
                                              const CopyOptions& options) {
   const PackPlan& plan = *work.plan;
-  if (t_sending == Sending::kAtOnce || plan.total_bytes == 0) return std::nullopt;
+  if (options.sending == Sending::kAtOnce || plan.total_bytes == 0) return std::nullopt;
   if (!options.use_background_thread || !options.use_pinned_staging) return std::nullopt;
   const auto straight = [&](const ChunkPlan& chunk) {
     return is_straight(chunk, plan, *work.leaves);
@@ -153,11 +152,11 @@ class GroupStart {
     Accelerator& accelerator = Accelerator::of(target_);
     may_block_ = !options_.use_pinned_staging;
     std::optional<DeferredLease> deferred = deferred_memory(accelerator, work_, options_);
-    is_alone_ = deferred && t_sending == Sending::kDeferredAlone;
+    is_alone_ = deferred && options_.sending == Sending::kDeferredAlone;
     may_block_ |= (is_alone_ || bytes_ <= g_max_inline_bytes) && mapped_.would_wait_for_disk();
     WindowBytes window_bytes{};
     if (deferred) {
-      may_block_ |= t_sending == Sending::kDeferredStaged;
+      may_block_ |= options_.sending == Sending::kDeferredStaged;
       window_bytes =
           rows_window_bytes(*work_.plan, kLeastDeferredWindowBytes, options_.use_background_thread);
     } else {
@@ -333,10 +332,6 @@ uint64_t max_inline_bytes() {
   return g_max_inline_bytes;
 }
 
-void set_sending(Sending sending) {
-  t_sending = sending;
-}
-
 WindowBytes best_window_bytes(const PackPlan& plan, bool mapped) {
   if (mapped) return WindowBytes::all(kMappedWindowBytes);
   if (plan.total_bytes <= g_max_inline_bytes) return WindowBytes::all(kStagingBufferBytes);
@@ -359,7 +354,7 @@ std::unique_ptr<Handle> start_copy(py::handle data, py::handle device, const Cop
   Reclaimer::get().look();
   release_returned_sources();
   std::optional<ReleaseAtEnd> release_at_end;
-  if (t_sending == Sending::kAtOnce) release_at_end.emplace();
+  if (options.sending == Sending::kAtOnce) release_at_end.emplace();
   return start_copy_to(parse_device(device), data, options, nullptr);
 }
 

@@ -21,18 +21,16 @@ uint64_t max_inline_bytes();
 // Returns the best window sizes for staging host sources with this plan.
 WindowBytes best_window_bytes(const PackPlan& plan, bool mapped);
 
-// When the transfers of staged batches are enqueued on the copy stream.
+// When the transfers of a staged batch are enqueued on the copy stream. A copy is deferred only if
+// workers may be used, all of it is staged, and memory to hold it is available. A thread that
+// defers its copies keeps the sources until its next call, by when it may have dropped them (see
+// sources.h).
 enum class Sending : uint8_t {
   kAtOnce,          // by the participant that staged a part, at once
   kDeferred,        // deferred: by the thread that uses the copy, see CopyJob::send()
   kDeferredAlone,   // also deferred, and the calling thread stages it, unless a disk must be read
   kDeferredStaged,  // also deferred, and workers stage even small copies
 };
-
-// Sets how this thread starts copies from now on. A copy is deferred only if workers may be used,
-// all of it is staged, and memory to hold it is available. A thread that defers its copies keeps
-// the sources until its next call, by when it may have dropped them (see sources.h).
-void set_sending(Sending sending);
 
 // The options of `start_copy` in tdcopier/_copy.py, which documents and checks them.
 struct CopyOptions {
@@ -41,6 +39,7 @@ struct CopyOptions {
   bool use_background_thread;
   OnUnknown on_unknown = OnUnknown::kRefuseRoot;
   bool requires_pinned_results = false;
+  Sending sending = Sending::kAtOnce;
   // For start_copy_into() only: the device reads large pinned sources in place. No wait() holds the
   // host for that, so the caller must not write to them before the copy is done.
   bool reads_pinned_in_place = false;
