@@ -18,6 +18,7 @@
 #include "engine/jobs/into_host_job.h"
 #include "engine/jobs/rows_job.h"
 #include "engine/leaves/into_plan.h"
+#include "python/calls/call_to.h"
 #include "python/calls/start_copy.h"
 #include "python/runtime/cache_prefetch.h"
 #include "python/runtime/device_argument.h"
@@ -209,16 +210,10 @@ void run_delegated(Handle& handle, py::handle source, py::handle destination,
       ++handle.counts().delegated;
     }
   } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not a failure of the copy
-    const py::object failure = error.value();
-    if (py::hasattr(failure, "add_note")) {
-      const auto path = path_of_pair(source, destination, number);
-      if (path) {
-        failure.attr("add_note")("tdcopier: raised by `copy_` of the leaf destination" + *path);
-      }
-    }
-    handle.fail_with(failure);
-    return;
+    return fail_with_leaf(handle, error, "copy_", [&] {
+      std::optional<std::string> path = path_of_pair(source, destination, number);
+      return path ? "destination" + *path : path;
+    });
   }
   try {
     const CountFallbacks counted(handle.fallbacks());

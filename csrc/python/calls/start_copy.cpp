@@ -4,12 +4,10 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/core/CachingHostAllocator.h>
-#include <torch/csrc/Device.h>
 
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,13 +19,11 @@
 #include "engine/jobs/host_job.h"
 #include "engine/jobs/host_to_device_job.h"
 #include "engine/jobs/rows_job.h"
+#include "python/calls/call_to.h"
 #include "python/calls/prepared_copy.h"
-#include "python/runtime/array_leaf.h"
 #include "python/runtime/device_argument.h"
 #include "python/runtime/interrupts.h"
 #include "python/runtime/torch_state.h"
-#include "python/runtime/torch_tensor.h"
-#include "python/walk/delegated_outputs.h"
 #include "python/walk/flatten.h"
 #include "python/walk/row_leaves.h"
 
@@ -269,63 +265,6 @@ void start_group(Handle& handle, SourceGroup group, std::shared_ptr<const PackPl
   raise_if_interrupted();
 }
 
-// Adds the path of the leaf whose `.to` failed as a note to the exception (from Python 3.11 on).
-void note_path(const py::object& error, py::handle data, size_t node, c10::Device target) {
-  if (!py::hasattr(error, "add_note")) return;
-  const std::optional<std::string> path = path_of(data, node, target);
-  if (path) error.attr("add_note")("tdcopier: raised by `.to` of the leaf " + *path);
-}
-
-// Calls `.to` for each delegated leaf and object, in this thread and under its torch state.
-void run_delegated(Handle& handle, py::handle data, const std::vector<Delegated>& delegated,
-                   c10::Device target) {
-  const py::object device = py::reinterpret_steal<py::object>(THPDevice_New(target));
-  const py::object to_name = py::str("to");
-  DelegatedOutputs outputs;
-  LeafDevices readers;
-  size_t node = 0;
-  bool has_objects = false;  // part of whose results may be out of sight
-  try {
-    for (const Delegated& leaf : delegated) {
-      node = leaf.node;
-      const auto source = py::reinterpret_borrow<py::object>(handle.spec().value(leaf.value));
-      const bool is_array = is_array_type(Py_TYPE(source.ptr()));
-      const py::object tensor =
-          is_array ? tensor_from_array(source.ptr(), target.is_cpu()) : source;
-      readers.note(tensor);
-      py::object moved = tensor.attr(to_name)(device);
-      has_objects |= leaf.why == WhyDelegated::kObject;
-      const bool same = moved.is(source) || (moved.is(tensor) && target.is_cpu());
-      if (same &&
-          leaf.why !=
-              WhyDelegated::kObject) {  // an object may return itself with its tensors moved
-        ++handle.counts().reused;
-      } else {
-        ++handle.counts().delegated;
-        for (const at::Tensor& part : plain_parts(moved)) outputs.add(part);
-      }
-      handle.spec().replace_value(leaf.value, std::move(moved));
-    }
-  } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;  // an interrupt is not a failure of the copy
-    const py::object failure = error.value();
-    note_path(failure, data, node, target);
-    handle.fail_with(failure);
-    return;
-  }
-  try {
-    const CountFallbacks counted(handle.fallbacks());
-    outputs.read = readers.events();
-    if ((has_objects || !outputs.storages.empty()) && has_engine_transfers(target)) {
-      outputs.stream = parse_stream(py::none(), target);
-      outputs.made = event_after(*outputs.stream);
-    }
-  } catch (...) {  // the device has failed
-    return handle.fail_with(std::current_exception());
-  }
-  handle.attach(std::move(outputs));
-}
-
 }  // namespace
 
 uint64_t max_inline_bytes() {
@@ -418,7 +357,7 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
                 options);
   }
   if (fits) prepared->offer_outputs(*handle);
-  if (!flat.delegated.empty()) run_delegated(*handle, data, flat.delegated, target);
+  if (!flat.delegated.empty()) call_to(*handle, data, flat.delegated, target);
   handle->build_early();
   return handle;
 }
