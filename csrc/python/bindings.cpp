@@ -19,7 +19,6 @@
 #include "engine/jobs/from_device_job.h"
 #include "engine/moves/row_kernel.h"
 #include "engine/moves/segment_kernel.h"
-#include "engine/moves/stage.h"
 #include "python/bindings.h"
 #include "python/calls/copy_into.h"
 #include "python/calls/explain.h"

@@ -11,7 +11,7 @@
 #include "engine/device/thread_pools.h"
 #include "engine/jobs/from_device_job.h"
 #include "engine/moves/row_kernel.h"
-#include "engine/moves/stage.h"
+#include "engine/moves/windows.h"
 #include "python/bindings.h"
 #include "python/calls/start_copy.h"
 #include "python/runtime/device_argument.h"

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/moves/deliver.h"
+#include "engine/moves/stage.h"
 
 namespace tdcopier {
 namespace {

@@ -16,6 +16,7 @@
 #include "base/polling_wait.h"
 #include "engine/device/pinned_ranges.h"
 #include "engine/moves/gather_scatter.h"
+#include "engine/moves/stage.h"
 #include "engine/moves/transport.h"
 
 namespace tdcopier {

@@ -11,10 +11,11 @@
 #include <vector>
 
 #include "base/combiner.h"
+#include "base/streaming_copy.h"
 #include "engine/device/deferred_batch_memory.h"
 #include "engine/device/staging_ring.h"
 #include "engine/jobs/copy_job.h"
-#include "engine/moves/stage.h"
+#include "engine/moves/windows.h"
 
 namespace tdcopier {
 

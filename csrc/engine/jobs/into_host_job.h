@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/jobs/copy_job.h"
-#include "engine/moves/stage.h"
+#include "engine/moves/windows.h"
 
 namespace tdcopier {
 

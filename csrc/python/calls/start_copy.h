@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "engine/moves/stage.h"
+#include "engine/moves/windows.h"
 #include "python/handle/handle.h"
 #include "python/walk/unknown_values.h"
 

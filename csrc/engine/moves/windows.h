@@ -1,0 +1,70 @@
+// The windows that participants of a job claim: how the chunks of a pack plan are cut into them.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "base/pack_plan.h"
+#include "engine/leaves/leaf.h"
+
+namespace tdcopier {
+
+// Bytes [begin, end) of a plan's image.
+struct Window {
+  uint64_t begin;
+  uint64_t end;
+
+  uint64_t bytes() const { return end - begin; }
+};
+
+// A chunk with strided leaves is cut into windows of this size: they take so long to read that more
+// participants pay off.
+inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
+
+// The sizes of a job's windows: all have up to `most` bytes; or they grow: the first ones are
+// small, so that the device starts early, and each round of windows is twice as large as the one
+// before.
+struct WindowBytes {
+  uint64_t most;
+  bool grow;
+
+  static WindowBytes all(uint64_t bytes) { return {bytes, false}; }
+  static WindowBytes growing(uint64_t most) { return {most, true}; }
+};
+
+// The first window of jobs that stage fewer bytes than kManyStagedBytes, and of the others. The
+// device is idle until it is staged, but each window costs the device 2.5 us beside its bytes. In
+// larger jobs every one of 12 workers gets a window nevertheless.
+inline constexpr uint64_t kFirstWindowBytes = 256 * 1024;
+inline constexpr uint64_t kLargeFirstWindowBytes = 512 * 1024;
+inline constexpr uint64_t kManyStagedBytes = 16 * kLargeFirstWindowBytes;
+
+// Bounds the size of all windows, for tests that need many windows for little data. Thread: any.
+void set_max_window_bytes(uint64_t bytes);
+
+// Returns windows that cover the chunks for which `is_staged`, in the plan's order. Consecutive
+// packed chunks share windows; windows of full size in one chunk are about equal.
+std::vector<Window> cut_windows(
+    const PackPlan& plan, const LeafTable& leaves, WindowBytes window_bytes,
+    const std::function<bool(const ChunkPlan&)>& is_staged = [](const ChunkPlan&) { return true; });
+
+// Calls visit(chunk index, begin, end, offset in the window) for each chunk that has bytes in the
+// window: its bytes [begin, end).
+template <typename Visit>
+void for_each_chunk_in_window(const PackPlan& plan, const Window& window, const Visit& visit) {
+  auto chunk = std::partition_point(
+      plan.chunks.begin(), plan.chunks.end(),
+      [&window](const ChunkPlan& before) { return before.end() <= window.begin; });
+  for (; chunk != plan.chunks.end() && chunk->begin < window.end; ++chunk) {
+    const uint64_t begin = std::max(chunk->begin, window.begin);
+    const uint64_t end = std::min(chunk->end(), window.end);
+    if (begin == end) continue;
+    visit(static_cast<size_t>(chunk - plan.chunks.begin()), begin - chunk->begin,
+          end - chunk->begin, begin - window.begin);
+  }
+}
+
+}  // namespace tdcopier
