@@ -16,7 +16,7 @@
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
 #include "engine/device/thread_pools.h"
-#include "engine/jobs/from_device_job.h"
+#include "engine/jobs/route.h"
 #include "engine/moves/row_kernel.h"
 #include "engine/moves/segment_kernel.h"
 #include "python/bindings.h"
@@ -236,9 +236,9 @@ Raises:
       .def(py::init([](bool use_pinned_staging, bool pack_cpu_tensors,
                        uint64_t min_packed_alignment_bytes, uint64_t max_packed_chunk_bytes,
                        bool use_background_thread) {
-        return CopyOptions{use_pinned_staging,
-                           {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
-                           use_background_thread};
+        return CopyOptions{{use_pinned_staging,
+                            {pack_cpu_tensors, min_packed_alignment_bytes, max_packed_chunk_bytes},
+                            use_background_thread}};
       }))
       .def("with_on_unknown",
            [](CopyOptions options, OnUnknown on_unknown) {

@@ -192,14 +192,14 @@ ORDER: dict[str, Defect] = {
     "scratch_belongs_to_the_default_stream": Defect(
         "Order",
         "engine/jobs/from_device_job.cpp",
-        "    const c10::Storage scratch =\n"
-        "        allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);\n",
-        "    std::optional<c10::StreamGuard> on_default;\n"
-        "    if ({defect})\n"
-        "      on_default.emplace(c10::Stream(c10::Stream::DEFAULT, source_.device()));\n"
-        "    const c10::Storage scratch =\n"
-        "        allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);\n"
-        "    on_default.reset();\n",
+        "  const c10::Storage scratch =\n"
+        "      allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);\n",
+        "  std::optional<c10::StreamGuard> on_default;\n"
+        "  if ({defect})\n"
+        "    on_default.emplace(c10::Stream(c10::Stream::DEFAULT, source_.device()));\n"
+        "  const c10::Storage scratch =\n"
+        "      allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);\n"
+        "  on_default.reset();\n",
         "device_sources_are_freed_at_once",
         "AssertionError",
     ),

@@ -75,7 +75,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
         "    if (run_signal_handlers()) break;",
         "  if ({defect}) {\n"
         "    for (IntoGroup& group : sorted.groups)\n"
-        "      start_group(*handle, std::move(group), options, captures);\n"
+        "      start_group(*handle, group_for(std::move(group), options), options);\n"
         "    sorted.groups.clear();\n"
         "  }\n"
         "  if (!sorted.delegated.empty()) {\n"

@@ -20,6 +20,11 @@ CopyJob::CopyJob(Accelerator& accelerator, const c10::Stream& stream,
       leaves_(*work_.leaves),
       plan_(*work_.plan) {}
 
+size_t CopyJob::chunks() const {
+  if (work_.result) return work_.result->chunks();
+  return static_cast<size_t>(std::ranges::count_if(plan_.chunks, &ChunkPlan::scattered));
+}
+
 // ---- begun and shared ---------------------------------------------------------------------------
 
 void CopyJob::run() noexcept {

@@ -167,16 +167,14 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   const std::shared_ptr<Result>& result() const { return work_.result; }
   // The phase times of all participants together.
   PhaseTimes& phases() { return phases_; }
-  // The number of bytes that the enqueuing thread must move, or wait for.
-  virtual uint64_t host_bytes() const { return plan_.total_bytes; }
   // The number of leaves whose rows the device itself reads or writes in pinned tables.
   virtual uint32_t rows_in_place() const { return 0; }
   // Whether a caller that waits for the result waits until its host sources are free, too.
   virtual bool waits_hold_for_reads() const { return true; }
   TransferCounts counts() const { return {transfers_, transfer_bytes_, fallbacks_}; }
   const PackPlan& plan() const { return plan_; }
-  // The number of allocations on the target.
-  virtual size_t chunks() const { return work_.result ? work_.result->chunks() : 0; }
+  // The number of allocations on the target: of a result, or of chunks that are scattered.
+  virtual size_t chunks() const;
   const c10::Device& source_device() const { return leaves_.device(); }
   const c10::Device& target() const { return target_; }
 

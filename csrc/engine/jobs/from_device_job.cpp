@@ -1,23 +1,18 @@
-// Gathers the chunks of a group on the source device, then enqueues one transfer for each chunk.
+// Gathers the chunks of a range on the source device, then enqueues one transfer for each chunk.
 #include "engine/jobs/from_device_job.h"
 
 #include <c10/core/StreamGuard.h>
 
-#include <algorithm>
-#include <atomic>
 #include <utility>
 #include <vector>
 
 #include "base/cache_line.h"
 #include "engine/device/stream_order.h"
 #include "engine/moves/gather_scatter.h"
-#include "engine/moves/segment_kernel.h"
 #include "engine/moves/transport.h"
 
 namespace tdcopier {
 namespace {
-
-std::atomic<uint64_t> g_max_straight_bytes = kMaxStraightBytes;
 
 // Returns the accelerator of the stream that the arrival is recorded on.
 Accelerator& arrival_accelerator(Accelerator& source, c10::Device target) {
@@ -33,76 +28,20 @@ bool is_within(const Accelerator& source, c10::Device target, const CopyWork& wo
   return !work.result && source.device() == target;
 }
 
-// Returns whether the chunk is one contiguous leaf, which is transferred from where it is.
-bool is_in_place(const LeafTable& leaves, const PackPlan& plan, const ChunkPlan& chunk) {
-  return chunk.last - chunk.first == 1 && !leaves[plan.order[chunk.first]].strided;
-}
-
-// Returns the end of the group of chunks that are gathered together, from `first` on.
-size_t end_of_group(const LeafTable& leaves, const PackPlan& plan, size_t first) {
-  size_t last = first + 1;
-  const auto fits = [&](const ChunkPlan& chunk) {
-    return chunk.packed && chunk.bytes != 0 && !is_in_place(leaves, plan, chunk) &&
-           chunk.end() - plan.chunks[first].begin <= kMaxGatheredBytes;
-  };
-  if (!plan.chunks[first].packed) return last;
-  while (last < plan.chunks.size() && fits(plan.chunks[last])) ++last;
-  return last;
-}
-
-// Returns whether a kernel can gather chunks [first, last) straight into new memory of the target.
-bool can_gather_straight(const LeafTable& leaves, const PackPlan& plan, c10::Device target,
-                         bool pinned, size_t first, size_t last) {
-  const uint64_t bytes = plan.chunks[last - 1].end() - plan.chunks[first].begin;
-  if (!target.is_cpu() || !pinned || bytes > g_max_straight_bytes) return false;
-  if (!has_segment_kernel(leaves.device(), bytes)) return false;
-  return std::none_of(plan.order.begin() + plan.chunks[first].first,
-                      plan.order.begin() + plan.chunks[last - 1].last,
-                      [&](uint32_t leaf) { return leaves[leaf].strided; });
-}
-
 }  // namespace
 
-TransferCounts transfers_from_device(const LeafTable& leaves, const PackPlan& plan,
-                                     c10::Device target, bool pinned) {
-  TransferCounts counts{0, plan.total_bytes, 0};
-  for (size_t i = 0; i < plan.chunks.size();) {
-    if (plan.chunks[i].bytes == 0) {
-      ++i;
-    } else if (is_in_place(leaves, plan, plan.chunks[i])) {
-      ++counts.transfers;
-      ++i;
-    } else {
-      const size_t last = end_of_group(leaves, plan, i);
-      const bool straight = can_gather_straight(leaves, plan, target, pinned, i, last);
-      counts.transfers += straight ? gather_launches(plan, leaves, i, last) : last - i;
-      i = last;
-    }
-  }
-  return counts;
-}
-
-void set_max_straight_bytes(uint64_t bytes) {
-  g_max_straight_bytes = bytes;
-}
-
-FromDeviceJob::FromDeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned)
+FromDeviceJob::FromDeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned,
+                             std::vector<ChunkRange> ranges)
     : CopyJob(
           arrival_accelerator(source, target), arrival_stream(source, target),
           is_within(source, target, work) ? &source.ordered_stream() : &source.from_device_stream(),
           target, std::move(work)),
       source_(source),
       pinned_(pinned),
+      ranges_(std::move(ranges)),
       within_(*read_stream_ == stream_ && !target.is_cpu()),
       sources_ready_(source.record_current()),
       destinations_ready_(work_.result ? nullptr : accelerator_.record_current()) {}
-
-size_t FromDeviceJob::chunks() const {
-  if (work_.result) return work_.result->chunks();
-  if (within_) return 0;
-  return static_cast<size_t>(std::count_if(plan_.chunks.begin(), plan_.chunks.end(),
-                                           [](const ChunkPlan& chunk) { return chunk.scattered; }));
-}
 
 void FromDeviceJob::transfer_all() {
   // Wait here, because a transfer to pageable memory cannot be interrupted.
@@ -117,48 +56,41 @@ void FromDeviceJob::transfer_all() {
     arrived_ = accelerator_.events().record_or_wait(stream_);
     return;
   }
-  for (size_t i = 0; i < plan_.chunks.size();) {
-    const ChunkPlan& chunk = plan_.chunks[i];
-    if (chunk.bytes == 0) {
-      ++i;
-    } else if (is_in_place(leaves_, plan_, chunk)) {
-      transfer(i, static_cast<const std::byte*>(leaves_[plan_.order[chunk.first]].data));
-      ++i;
+  for (const auto& [first, last, by] : ranges_) {
+    if (by == ChunkRange::By::kKernel) {
+      gather_straight(first, last);
+      note_gathered(last);
+    } else if (by == ChunkRange::By::kScratch) {
+      gather_and_transfer(first, last);
     } else {
-      i = gather_and_transfer(i);
+      const Leaf& leaf = leaves_[plan_.order[plan_.chunks[first].first]];
+      transfer(first, static_cast<const std::byte*>(leaf.data));
     }
   }
 }
 
-// Moves one group of chunks. Returns the index of the first chunk after the group.
-size_t FromDeviceJob::gather_and_transfer(size_t first) {
-  const size_t last = end_of_group(leaves_, plan_, first);
-  if (can_gather_straight(leaves_, plan_, target_, pinned_, first, last)) {
-    gather_straight(first, last);
-    if (last == plan_.chunks.size()) {
-      note_sources_free(source_.events().record_or_wait(*read_stream_));
-    }
-  } else {
-    // Chunks keep their offset in a cache line, so that elements stay aligned.
-    const uint64_t begin = plan_.chunks[first].begin / kLineBytes * kLineBytes;
-    // Freed in the order of this stream, so that the next group can reuse it.
-    const c10::Storage scratch =
-        allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);
-    std::vector<std::byte*> at;
-    for (size_t i = first; i < last; ++i) {
-      at.push_back(static_cast<std::byte*>(scratch.mutable_data()) + plan_.chunks[i].begin - begin);
-    }
-    {
-      const PhaseRange range(phases_, Phase::kStage);
-      gather(*read_stream_, plan_, leaves_, {first, last, at});
-    }
-    // Nothing after the last gather reads a source again.
-    if (last == plan_.chunks.size()) {
-      note_sources_free(source_.events().record_or_wait(*read_stream_));
-    }
-    for (size_t i = first; i < last; ++i) transfer(i, at[i - first]);
+void FromDeviceJob::gather_and_transfer(size_t first, size_t last) {
+  // Chunks keep their offset in a cache line, so that elements stay aligned.
+  const uint64_t begin = plan_.chunks[first].begin / kLineBytes * kLineBytes;
+  // Freed in the order of this stream, so that the next range can reuse it.
+  const c10::Storage scratch =
+      allocate_on_device(source_.device(), plan_.chunks[last - 1].end() - begin);
+  std::vector<std::byte*> at;
+  for (size_t i = first; i < last; ++i) {
+    at.push_back(static_cast<std::byte*>(scratch.mutable_data()) + plan_.chunks[i].begin - begin);
   }
-  return last;
+  {
+    const PhaseRange range(phases_, Phase::kStage);
+    gather(*read_stream_, plan_, leaves_, {first, last, at});
+  }
+  note_gathered(last);
+  for (size_t i = first; i < last; ++i) transfer(i, at[i - first]);
+}
+
+// Nothing after the last gather reads a source again.
+void FromDeviceJob::note_gathered(size_t last) {
+  if (last != plan_.chunks.size()) return;
+  note_sources_free(source_.events().record_or_wait(*read_stream_));
 }
 
 void FromDeviceJob::gather_straight(size_t first, size_t last) {

@@ -4,46 +4,49 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
+#include <cstdint>
+#include <vector>
 
 #include "engine/jobs/copy_job.h"
 
 namespace tdcopier {
 
-// Up to this size a kernel gathers leaves straight into pinned memory: to gather them on the device
-// and transfer them from there would take longer.
-inline constexpr uint64_t kMaxStraightBytes = 4 * 1024 * 1024;
-// Chunks are gathered in groups of up to this size.
-inline constexpr uint64_t kMaxGatheredBytes = 32 * 1024 * 1024;
+// Chunks [first, last) that are moved together.
+struct ChunkRange {
+  enum class By : uint8_t {
+    kTransfer,  // one contiguous leaf, from where it is
+    kKernel,    // gathered by a kernel, straight into pinned memory
+    kScratch,   // gathered on the device, then transferred one by one
+  };
 
-// Replaces kMaxStraightBytes, for tests and comparisons. Thread: any.
-void set_max_straight_bytes(uint64_t bytes);
-
-// Returns the transfers of a copy of these leaves from their device to new memory. Copies nothing.
-TransferCounts transfers_from_device(const LeafTable& leaves, const PackPlan& plan,
-                                     c10::Device target, bool pinned);
+  size_t first;
+  size_t last;
+  By by;
+};
 
 // A copy from a device. It reads the sources after the work that their device's current stream has
 // when the job is created, and writes destinations after the work that their device's has. A copy
 // within one device makes no transfers.
 class FromDeviceJob final : public CopyJob {
  public:
-  // `pinned`: results on the host are in pinned memory. Thread: the caller's, because its current
-  // streams are used.
-  FromDeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned);
+  // `pinned`: results on the host are in pinned memory. `ranges`: all chunks that have bytes; none
+  // for a copy within one device. Thread: the caller's, because its current streams are used.
+  FromDeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned,
+                std::vector<ChunkRange> ranges);
 
-  uint64_t host_bytes() const override { return 0; }
-  size_t chunks() const override;
+  size_t chunks() const override { return within_ ? 0 : CopyJob::chunks(); }
 
  private:
   void transfer_all() override;
-  size_t gather_and_transfer(size_t first);
+  void gather_and_transfer(size_t first, size_t last);
   void gather_straight(size_t first, size_t last);
+  void note_gathered(size_t last);
   void note_written(size_t first, size_t last);  // chunks of a result on the host
   void transfer(size_t chunk, const std::byte* from);
 
   Accelerator& source_;
   const bool pinned_;
+  const std::vector<ChunkRange> ranges_;
   const bool within_;                  // within one device, into existing memory
   const EventRef sources_ready_;       // after the caller's work on the sources
   const EventRef destinations_ready_;  // after its work on the destinations; null: new memory

@@ -15,9 +15,9 @@ Accelerator& host() {
 
 }  // namespace
 
-HostJob::HostJob(CopyWork work, WindowBytes window_bytes)
+HostJob::HostJob(CopyWork work, std::vector<Window> windows)
     : CopyJob(host(), host().to_device_stream(), nullptr, host().device(), std::move(work)),
-      windows_(cut_windows(plan_, leaves_, window_bytes)) {}
+      windows_(std::move(windows)) {}
 
 void HostJob::transfer_all() {
   while (!is_failing()) {

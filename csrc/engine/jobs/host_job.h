@@ -9,14 +9,11 @@
 
 namespace tdcopier {
 
-// The bytes that a participant copies at a time.
-inline constexpr uint64_t kHostWindowBytes = 1024 * 1024;
-
 // A copy within host memory. No device is involved, and nothing counts as a transfer. New memory
 // has the layout of a later copy to a device, which can send it as it is if it is pinned.
 class HostJob final : public CopyJob {
  public:
-  HostJob(CopyWork work, WindowBytes window_bytes);
+  HostJob(CopyWork work, std::vector<Window> windows);
 
  private:
   size_t parts() const override { return windows_.size(); }

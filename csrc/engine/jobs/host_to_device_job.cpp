@@ -9,7 +9,6 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <utility>
 
 #include "base/forks.h"
@@ -30,82 +29,23 @@ constexpr size_t kFarAhead = 8;
 constexpr size_t kFarAheadOfMany = 2;
 constexpr uint64_t kManyLeftBytes = 64 * 1024 * 1024;
 
-bool any_read_in_place(const CopyWork& work, const HostToDeviceOptions& options) {
-  return options.use_pinned_staging && (work.result || options.fills_in_place) &&
-         std::any_of(work.plan->chunks.begin(), work.plan->chunks.end(),
-                     [&](const ChunkPlan& c) { return is_straight(c, *work.plan, *work.leaves); });
-}
-
-// Returns the chunks that the device reads in place.
-std::vector<size_t> straight_chunks(const LeafTable& leaves, const PackPlan& plan, bool straight) {
-  std::vector<size_t> chunks;
-  for (size_t i = 0; straight && i < plan.chunks.size(); ++i) {
-    const ChunkPlan& chunk = plan.chunks[i];
-    if (chunk.bytes != 0 && is_straight(chunk, plan, leaves)) chunks.push_back(i);
-  }
-  return chunks;
-}
-
-// Without staging, each chunk is read in one piece. `straight`: whether chunks are read in place
-// that can be.
-std::vector<Window> make_windows(const LeafTable& leaves, const PackPlan& plan,
-                                 const HostToDeviceOptions& options, bool straight) {
-  if (options.use_pinned_staging) {
-    return cut_windows(plan, leaves, options.window_bytes, [&](const ChunkPlan& chunk) {
-      return !straight || !is_straight(chunk, plan, leaves);
-    });
-  }
-  std::vector<Window> windows;
-  for (const ChunkPlan& chunk : plan.chunks) {
-    if (chunk.bytes != 0) windows.push_back({chunk.begin, chunk.end()});
-  }
-  return windows;
-}
-
 const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
   return work.result ? target.to_device_stream() : target.ordered_stream();
 }
 
 }  // namespace
 
-bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves) {
-  return chunk.as_source ||
-         (chunk.last - chunk.first == 1 && leaves[plan.order[chunk.first]].pinned);
-}
-
-TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan,
-                                   const HostToDeviceOptions& options) {
-  const bool straight = options.use_pinned_staging;
-  TransferCounts counts{0, 0, 0};
-  for (const size_t chunk : straight_chunks(leaves, plan, straight)) {
-    ++counts.transfers;
-    counts.bytes += plan.chunks[chunk].bytes;
-  }
-  for (const Window& window : make_windows(leaves, plan, options, straight)) {
-    for_each_chunk_in_window(plan, window, [&](size_t, uint64_t begin, uint64_t end, uint64_t) {
-      ++counts.transfers;
-      counts.bytes += end - begin;
-    });
-  }
-  return counts;
-}
-
-HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
-                                 const HostToDeviceOptions& options,
+HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work, bool use_pinned_staging,
+                                 std::vector<size_t> straight, std::vector<Window> windows,
                                  std::optional<DeferredLease> batch)
     : CopyJob(target, stream_of(target, work),
-              any_read_in_place(work, options) ? &stream_of(target, work) : nullptr,
-              target.device(), std::move(work)),
-      use_pinned_staging_(options.use_pinned_staging),
-      fills_in_place_(options.fills_in_place),
+              straight.empty() ? nullptr : &stream_of(target, work), target.device(),
+              std::move(work)),
+      use_pinned_staging_(use_pinned_staging),
       generation_(fork_generation()),
       destinations_ready_(work_.result ? nullptr : target.record_current()),
-      straight_(straight_chunks(leaves_, plan_, /*straight=*/read_stream_ != nullptr)),
-      windows_(make_windows(leaves_, plan_, options, /*straight=*/read_stream_ != nullptr)),
-      host_bytes_(std::accumulate(plan_.chunks.begin(), plan_.chunks.end(), uint64_t{0},
-                                  [this](uint64_t sum, const ChunkPlan& chunk) {
-                                    return is_read_in_place(chunk) ? sum : sum + chunk.bytes;
-                                  })),
+      straight_(std::move(straight)),
+      windows_(std::move(windows)),
       batch_(std::move(batch)) {
   if (destinations_ready_) destinations_ready_->block(stream_);
   if (chunks() == 0 || work_.result) return;
@@ -115,16 +55,6 @@ HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work,
     const ChunkPlan& chunk = plan_.chunks[i];
     if (chunk.scattered) scratch_[i] = allocate_on_device(target_, chunk.bytes);
   }
-}
-
-size_t HostToDeviceJob::chunks() const {
-  if (work_.result) return work_.result->chunks();
-  return static_cast<size_t>(std::count_if(plan_.chunks.begin(), plan_.chunks.end(),
-                                           [](const ChunkPlan& chunk) { return chunk.scattered; }));
-}
-
-bool HostToDeviceJob::is_read_in_place(const ChunkPlan& chunk) const {
-  return read_stream_ != nullptr && is_straight(chunk, plan_, leaves_);
 }
 
 std::byte* HostToDeviceJob::address(size_t chunk) const {

@@ -24,22 +24,6 @@ namespace tdcopier {
 // it by 5 %, and 4 workers by 4 %.
 inline constexpr size_t kMostDeferredParticipants = 4;
 
-// Returns whether the device can read the whole chunk from the sources' memory.
-bool is_straight(const ChunkPlan& chunk, const PackPlan& plan, const LeafTable& leaves);
-
-struct HostToDeviceOptions {
-  bool use_pinned_staging;
-  WindowBytes window_bytes;  // a window fits in a staging buffer
-  // Existing memory is filled from pinned sources in place too. The caller promises not to write to
-  // them before the copy is done, so wait() does not hold the host until they have been read.
-  bool fills_in_place = false;
-};
-
-// Returns the transfers of a copy to new memory that is not deferred, if every staging buffer that
-// it needs can be pinned. Copies nothing.
-TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan,
-                                   const HostToDeviceOptions& options);
-
 // A copy from the host to a device. A participant claims a window, stages it in a buffer, enqueues
 // its transfers, and goes on to the next. Copies to new memory never wait for a caller's stream.
 // Existing destinations are written after the work that the caller's current stream of the target
@@ -51,14 +35,16 @@ TransferCounts transfers_to_device(const LeafTable& leaves, const PackPlan& plan
 // the loop by about 20 us.
 class HostToDeviceJob final : public CopyJob {
  public:
-  // `batch`: memory for the plan's image; the transfers are deferred. Requires then: new memory,
-  // and no chunk that is read in place.
-  HostToDeviceJob(Accelerator& target, CopyWork work, const HostToDeviceOptions& options,
-                  std::optional<DeferredLease> batch = std::nullopt);
+  // `straight`: chunks that the device reads from the sources' memory. If that is to fill existing
+  // memory, the caller has promised not to write to the sources before the copy is done, so wait()
+  // does not hold the host until they have been read. `windows`: of the other chunks; each fits in
+  // a buffer if it is staged. `batch`: memory for the plan's image; the transfers are deferred.
+  // Requires then: new memory, and no chunk that is read in place.
+  HostToDeviceJob(Accelerator& target, CopyWork work, bool use_pinned_staging,
+                  std::vector<size_t> straight, std::vector<Window> windows,
+                  std::optional<DeferredLease> batch);
 
-  uint64_t host_bytes() const override { return host_bytes_; }
-  bool waits_hold_for_reads() const override { return !fills_in_place_; }
-  size_t chunks() const override;
+  bool waits_hold_for_reads() const override { return work_.result || straight_.empty(); }
   void send() noexcept override;
 
  private:
@@ -83,18 +69,15 @@ class HostToDeviceJob final : public CopyJob {
   void send_parts(const Window& window, const std::byte* staged);
   void send_batch();
 
-  bool is_read_in_place(const ChunkPlan& chunk) const;
   std::byte* address(size_t chunk) const;
 
   const bool use_pinned_staging_;
-  const bool fills_in_place_;
   const uint32_t generation_;           // of the process that made it: a forked child sends nothing
   const EventRef destinations_ready_;   // after the work on the caller's stream; null: new memory
   std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none
-  const std::vector<size_t> straight_;  // chunks that are read in place, claimed one by one
+  const std::vector<size_t> straight_;  // claimed one by one
   std::atomic<size_t> next_straight_ = 0;
-  const std::vector<Window> windows_;  // claimed one by one
-  const uint64_t host_bytes_;
+  const std::vector<Window> windows_;   // claimed one by one
   Combiner<StagedWindow> staged_;       // the driver admits one thread at a time
   std::optional<DeferredLease> batch_;  // nullopt: the transfers are not deferred
   Mutex sending_;

@@ -18,11 +18,13 @@
 
 namespace tdcopier {
 
-IntoHostJob::IntoHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging)
+IntoHostJob::IntoHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging,
+                         std::vector<size_t> straight, std::vector<Window> windows)
     : CopyJob(source, source.from_device_stream(), &source.from_device_stream(),
               c10::Device(c10::kCPU), std::move(work)),
       use_pinned_staging_(use_pinned_staging),
-      windows_(windows_of_plan()),
+      straight_(std::move(straight)),
+      windows_(std::move(windows)),
       sources_ready_(source.record_current()),
       unread_windows_(windows_.size()) {
   const c10::StreamGuard on_stream(stream_);
@@ -37,30 +39,8 @@ IntoHostJob::IntoHostJob(Accelerator& source, CopyWork work, bool use_pinned_sta
   }
 }
 
-bool IntoHostJob::goes_straight(const ChunkPlan& chunk) const {
-  if (chunk.last - chunk.first != 1) return false;
-  const uint32_t leaf = plan_.order[chunk.first];
-  const Destination& to = work_.destinations[leaf];
-  return !leaves_[leaf].strided && !to.strided && (to.pinned || !use_pinned_staging_);
-}
-
 bool IntoHostJob::is_gathered(const ChunkPlan& chunk) const {
   return chunk.last - chunk.first != 1 || leaves_[plan_.order[chunk.first]].strided;
-}
-
-std::vector<Window> IntoHostJob::windows_of_plan() const {
-  std::vector<Window> windows;
-  for (const ChunkPlan& only : plan_.chunks) {
-    if (only.bytes == 0) continue;
-    if (goes_straight(only)) {
-      windows.push_back({only.begin, only.end()});
-      continue;
-    }
-    const auto is_it = [&only](const ChunkPlan& chunk) { return &chunk == &only; };
-    const auto cut = cut_windows(plan_, leaves_, WindowBytes::all(kStagingBufferBytes), is_it);
-    windows.insert(windows.end(), cut.begin(), cut.end());
-  }
-  return windows;
 }
 
 // Waits with the caller's streams current, because signal handlers may run meanwhile.
@@ -75,7 +55,7 @@ void IntoHostJob::transfer_all() {
 
 void IntoHostJob::transfer(const Window& window) {
   for_each_chunk_in_window(plan_, window, [&](size_t chunk, uint64_t, uint64_t, uint64_t) {
-    if (goes_straight(plan_.chunks[chunk])) {
+    if (std::ranges::binary_search(straight_, chunk)) {
       transfer_straight(window, chunk);
     } else if (use_pinned_staging_) {
       transfer_staged(window, chunk);

@@ -16,9 +16,11 @@ namespace tdcopier {
 // waits for them. A window covers at most one chunk, and a chunk of several leaves is one window.
 class IntoHostJob final : public CopyJob {
  public:
-  // Requires: packed chunks fit in a staging buffer. Thread: the caller's, because its current
-  // stream of the sources' device is used.
-  IntoHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging);
+  // `straight`: chunks that are one contiguous leaf, and go straight to its destination: to pinned
+  // memory, or by a blocking transfer. Each is one window. Requires: packed chunks fit in a staging
+  // buffer. Thread: the caller's, because its current stream of the sources' device is used.
+  IntoHostJob(Accelerator& source, CopyWork work, bool use_pinned_staging,
+              std::vector<size_t> straight, std::vector<Window> windows);
 
  private:
   size_t parts() const override { return windows_.size(); }
@@ -34,12 +36,9 @@ class IntoHostJob final : public CopyJob {
   void deliver(const Window& window, const std::byte* staged);
   void note_read(const Window& window);
   bool is_gathered(const ChunkPlan& chunk) const;
-  // Returns whether the chunk is one contiguous leaf that goes straight to its destination: to
-  // pinned memory, or by a blocking transfer.
-  bool goes_straight(const ChunkPlan& chunk) const;
-  std::vector<Window> windows_of_plan() const;
 
   const bool use_pinned_staging_;
+  const std::vector<size_t> straight_;  // in ascending order
   const std::vector<Window> windows_;   // claimed one by one
   const EventRef sources_ready_;        // after the caller's work on the sources
   std::vector<c10::Storage> gathered_;  // by chunk, for chunks of several windows

@@ -4,7 +4,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <array>
 #include <bit>
 #include <utility>
 
@@ -15,9 +14,6 @@
 
 namespace tdcopier {
 namespace {
-
-// A leaf that is no rows is read as row 0 of a table.
-constexpr std::array<int64_t, 1> kWholeLeaf{0};
 
 bool is_scatter(const CopyWork& work) {
   return work.destinations.size() != 0 && work.destinations[0].is_rows();
@@ -89,17 +85,9 @@ std::shared_ptr<BadRowWatch> watch_for(c10::Device device, const CopyWork& work)
 }  // namespace
 
 const RowIndex& rows_of(const CopyWork& work) {
-  static const RowIndex whole_leaves{{kWholeLeaf.begin(), kWholeLeaf.end()}, {}, 0};
+  static const RowIndex whole_leaves{{0}, {}, 0};  // a leaf that is no rows is row 0 of a table
   const auto& index = is_scatter(work) ? work.destinations.row_index() : work.leaves->row_index();
   return index != nullptr ? *index : whole_leaves;
-}
-
-TransferCounts transfers_of_rows_job(const LeafTable& leaves) {
-  RowMoves moves(kWholeLeaf);
-  for (const Leaf& leaf : leaves.all()) {
-    if (leaf.bytes != 0) moves.add(nullptr, {0, leaf.bytes}, nullptr);
-  }
-  return {moves.launches(), moves.bytes(), 0};
 }
 
 RowsJob::RowsJob(Accelerator& device, c10::Device target, CopyWork work)

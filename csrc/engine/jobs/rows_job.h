@@ -20,9 +20,6 @@ namespace tdcopier {
 // tables of one row.
 const RowIndex& rows_of(const CopyWork& work);
 
-// Returns the counts of a job that reads whole leaves.
-TransferCounts transfers_of_rows_job(const LeafTable& leaves);
-
 // One launch of the kernel moves all rows. Copies to new memory whose numbers are on the host wait
 // for no caller's stream. All others wait for the work that the caller's current stream of the
 // device has when the job is created. Numbers that are on the device are copied there, in the order
@@ -34,7 +31,6 @@ class RowsJob final : public CopyJob {
   RowsJob(Accelerator& device, c10::Device target, CopyWork work);
   ~RowsJob() override;
 
-  uint64_t host_bytes() const override { return 0; }
   uint32_t rows_in_place() const override;
   bool waits_hold_for_reads() const override { return !rows_of(work_).on_device; }
   void check_numbers() const override;

@@ -14,8 +14,8 @@ constexpr uint64_t kSlotAlignmentBytes = 16;  // a multiple of every element's s
 
 class Planner {
  public:
-  Planner(const LeafPairs& pairs, uint64_t max_chunk_bytes)
-      : leaves_(pairs.leaves), to_(pairs.destinations), max_chunk_bytes_(max_chunk_bytes) {
+  Planner(const LeafTable& leaves, const DestinationTable& destinations, uint64_t max_chunk_bytes)
+      : leaves_(leaves), to_(destinations), max_chunk_bytes_(max_chunk_bytes) {
     plan_.pack.slots.resize(leaves_.size());
     plan_.pack.order.reserve(leaves_.size());
   }
@@ -149,8 +149,9 @@ class Planner {
 
 }  // namespace
 
-IntoPlan make_into_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes) {
-  return Planner(pairs, max_chunk_bytes).make();
+IntoPlan make_into_plan(const LeafTable& leaves, const DestinationTable& destinations,
+                        uint64_t max_chunk_bytes) {
+  return Planner(leaves, destinations, max_chunk_bytes).make();
 }
 
 }  // namespace tdcopier

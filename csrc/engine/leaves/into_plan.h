@@ -24,6 +24,7 @@ struct IntoPlan {
   std::vector<std::byte*> to;  // by chunk
 };
 
-IntoPlan make_into_plan(const LeafPairs& pairs, uint64_t max_chunk_bytes);
+IntoPlan make_into_plan(const LeafTable& leaves, const DestinationTable& destinations,
+                        uint64_t max_chunk_bytes);
 
 }  // namespace tdcopier

@@ -41,6 +41,12 @@ c10::Storage allocate_with(c10::Allocator* allocator, uint64_t bytes) {
 
 }  // namespace
 
+bool is_lack_of_memory(const c10::Error& error) {
+  constexpr int32_t kOutOfMemory = 2;  // of CUDA and HIP
+  const auto* const told = dynamic_cast<const c10::AcceleratorError*>(&error);
+  return told == nullptr || told->get_error_code() == kOutOfMemory;
+}
+
 c10::Storage allocate_on_device(c10::Device device, uint64_t bytes) {
   if (device.is_cuda()) {
     // The allocator that torch's `empty` asks too, without its dispatcher and its tensor. It is

@@ -7,6 +7,7 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
+#include <c10/util/Exception.h>
 
 #include <atomic>
 #include <cstddef>
@@ -26,7 +27,7 @@ namespace tdcopier {
 struct MemoryOf {
   c10::Device device;
   // On an accelerator: the stream that the memory belongs to; consumers' streams are recorded on
-  // it. python/calls/start_copy.cpp chooses it by the source's device.
+  // it. engine/jobs/route.cpp chooses it by the source's device.
   const c10::Stream* stream = nullptr;
   // On the host: the allocator. Null: torch's own for pageable memory.
   c10::Allocator* host_allocator = nullptr;
@@ -99,6 +100,10 @@ class Result {
   RecycledVector<at::Tensor> made_;  // outputs, by leaf; guarded by made_mutex_
   std::atomic<bool> made_are_taken_ = false;
 };
+
+// Returns whether an allocation failed for lack of memory, and not because of an earlier failure of
+// the device, which torch may report in any call.
+bool is_lack_of_memory(const c10::Error& error);
 
 // Allocates memory on the device, from torch's allocator in force. It belongs to the current
 // stream, and is reused in the order of that stream.

@@ -1,4 +1,7 @@
-// The windows that participants of a job claim: how the chunks of a pack plan are cut into them.
+// The windows that participants of a job claim: the sizes to choose from, of which
+// engine/jobs/route.cpp chooses, and how the chunks of a pack plan are cut into them. A window that
+// is staged fits in a staging buffer, of kStagingBufferBytes (2 MiB); files that are mapped are
+// read in kMappedWindowBytes.
 #pragma once
 
 #include <algorithm>
@@ -23,6 +26,14 @@ struct Window {
 // A chunk with strided leaves is cut into windows of this size: they take so long to read that more
 // participants pay off.
 inline constexpr uint64_t kStridedWindowBytes = 1024 * 1024;
+
+// The most bytes that a participant copies at a time within the host.
+inline constexpr uint64_t kHostWindowBytes = 1024 * 1024;
+
+// The smallest windows where each worker gets one. Those of deferred batches are larger: no thread
+// waits for such a batch, and more workers would only slow down the loop's own thread.
+inline constexpr uint64_t kLeastWindowBytes = 64 * 1024;
+inline constexpr uint64_t kLeastDeferredWindowBytes = 512 * 1024;
 
 // The sizes of a job's windows: all have up to `most` bytes; or they grow: the first ones are
 // small, so that the device starts early, and each round of windows is twice as large as the one

@@ -2,22 +2,13 @@
 // delegated leaves, plan and start one job per group, bump versions.
 #include "python/calls/copy_into.h"
 
-#include <c10/util/ScopeExit.h>
-
 #include <algorithm>
-#include <stdexcept>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "engine/device/graph_capture.h"
-#include "engine/device/thread_pools.h"
-#include "engine/jobs/from_device_job.h"
-#include "engine/jobs/host_job.h"
-#include "engine/jobs/host_to_device_job.h"
-#include "engine/jobs/into_host_job.h"
-#include "engine/jobs/rows_job.h"
-#include "engine/leaves/into_plan.h"
 #include "python/calls/call_to.h"
 #include "python/calls/start_copy.h"
 #include "python/runtime/cache_prefetch.h"
@@ -42,136 +33,26 @@ struct FillCall {
   bool copy_opaque;
 };
 
-// Makes the job of one group of pairs, and decides where it should run.
-class GroupFill {
- public:
-  // `access`: during which rows are moved in place by a device, or null if there are none. Throws:
-  // std::runtime_error if a table is no longer pinned, and no thread can move its rows instead.
-  GroupFill(IntoGroup& group, const CopyOptions& options,
-            std::optional<PinnedRanges::Access>& access)
-      : mapped_(group.mapped),
-        source_(group.pairs.leaves.device()),
-        target_(group.destination),
-        in_place_(group.in_place && group.in_place->are_pinned(access.emplace())),
-        options_(options) {
-    if (!in_place_) access.reset();
-    IntoPlan plan = target_.is_cpu() || in_place_ ? plan_on_host(group.pairs.leaves)
-                                                  : make_into_plan(group.pairs, kMaxGatheredBytes);
-    if (source_.is_cpu() && !target_.is_cpu() && options.reads_pinned_in_place) {
-      group.pairs.leaves.find_pinned();
-    }
-    work_ = {std::make_shared<const LeafTable>(std::move(group.pairs.leaves)),
-             std::make_shared<const PackPlan>(std::move(plan.pack)), std::move(group.sources)};
-    work_.destinations = std::move(group.pairs.destinations);
-    work_.to = std::move(plan.to);
-    work_.kept_destinations = std::move(group.destinations);
-    if (group.in_place && !in_place_ && rows_of(work_).on_device) {
-      throw std::runtime_error("a storage was unpinned while a device was to access its rows");
-    }
+LeafGroup group_for(IntoGroup&& group, const CopyOptions& options) {
+  if (options.reads_pinned_in_place && group.pairs.leaves.device().is_cpu()) {
+    group.pairs.leaves.find_pinned();
   }
+  CopyWork work{std::make_shared<const LeafTable>(std::move(group.pairs.leaves)), nullptr,
+                std::move(group.sources)};
+  work.destinations = std::move(group.pairs.destinations);
+  work.kept_destinations = std::move(group.destinations);
+  return {group.destination, std::move(work), group.mapped, std::move(group.in_place)};
+}
 
-  // Returns null if no device moves rows in place.
-  std::shared_ptr<CopyJob> make_in_place() {
-    if (!in_place_) return nullptr;
-    const RelaxedCapture relaxed(mover().type());
-    return std::make_shared<RowsJob>(Accelerator::of(mover()), target_, std::move(work_));
-  }
-
-  // Adds the rows to the graph that the caller's stream is capturing.
-  CapturedRows capture() {
-    if (!in_place_) throw std::runtime_error("a storage was unpinned during the call");
-    const RelaxedCapture relaxed(mover().type());
-    const CopyWork work = std::move(work_);
-    return {RowsJob::capture(mover(), work), work.sources, work.kept_destinations};
-  }
-
-  // GIL: must not be held, because an allocation may wait for the device.
-  std::shared_ptr<CopyJob> make() {
-    const RelaxedCapture relaxed(target_.is_cpu() ? source_.type() : target_.type());
-    const bool is_small = work_.plan->total_bytes <= max_inline_bytes();
-    if (source_.is_cpu()) at_once_ = is_small && !mapped_.would_wait_for_disk();
-    if (!target_.is_cpu()) return source_.is_cpu() ? make_to_device() : make_from_device();
-    if (source_.is_cpu()) {
-      return std::make_shared<HostJob>(std::move(work_), WindowBytes::all(kHostWindowBytes));
-    }
-    return std::make_shared<IntoHostJob>(Accelerator::of(source_), std::move(work_),
-                                         options_.use_pinned_staging);
-  }
-
-  // Returns whether to run the job in the call: it is small and does not have to wait.
-  bool at_once() const { return at_once_; }
-  ThreadPool& pool() const {
-    if (!target_.is_cpu()) return into_device_workers(target_);
-    return source_.is_cpu() ? staging_workers() : from_device_workers(source_);
-  }
-
- private:
-  c10::Device mover() const { return target_.is_cpu() ? source_ : target_; }
-
-  static IntoPlan plan_on_host(const LeafTable& leaves) {
-    PackOptions options;
-    options.max_chunk_bytes = kStagingBufferBytes;
-    options.by_kind = false;
-    return {make_pack_plan(leaves.extents(), options), {}};
-  }
-
-  std::shared_ptr<CopyJob> make_to_device() {
-    Accelerator& accelerator = Accelerator::of(target_);
-    at_once_ = at_once_ && options_.use_pinned_staging &&
-               !accelerator.staging().is_exhausted(StagingUse::kToDeviceOrdered);
-    WindowBytes window_bytes = best_window_bytes(*work_.plan, !mapped_.empty());
-    // A window that waits for kernels occupies a whole buffer, so no small first windows.
-    window_bytes.grow = false;
-    return std::make_shared<HostToDeviceJob>(
-        accelerator, std::move(work_),
-        HostToDeviceOptions{options_.use_pinned_staging, window_bytes,
-                            options_.reads_pinned_in_place});
-  }
-
-  std::shared_ptr<CopyJob> make_from_device() {
-    at_once_ = true;
-    return std::make_shared<FromDeviceJob>(Accelerator::of(source_), target_, std::move(work_),
-                                           options_.use_pinned_staging);
-  }
-
-  const MappedLeaves mapped_;
-  const c10::Device source_;
-  const c10::Device target_;
-  const bool in_place_;  // rows
-  const CopyOptions& options_;
-  CopyWork work_;
-  bool at_once_ = false;
-};
-
-void start_group(Handle& handle, IntoGroup group, const CopyOptions& options, bool captures) {
-  std::shared_ptr<CopyJob> job;
-  bool is_running = false;
-  bool background = false;
+// Adds the rows to the graph that the caller's stream is capturing.
+void capture_group(Handle& handle, const LeafGroup& group) {
   try {
-    std::optional<PhaseRange> range(std::in_place, handle.phases(), Phase::kPlan);
-    std::optional<PinnedRanges::Access> access;
-    GroupFill fill(group, options, access);
-    if (captures) return handle.attach(fill.capture());
-    const WithoutGil no_gil;
-    // Before the thread wants the GIL back, which it may never get: unpinning waits for the end.
-    const auto end_of_access = c10::make_scope_exit([&access] { access.reset(); });
-    job = fill.make_in_place();
-    if (!job) job = fill.make();
-    if (access) {
-      range.reset();
-      job->run();
-    } else if (options.use_background_thread && !fill.at_once()) {
-      background = job->run_in_background(fill.pool());
-    }
-    is_running = access || background;
+    const PhaseRange range(handle.phases(), Phase::kPlan);
+    const RelaxedCapture relaxed(mover(group).type());
+    handle.attach(CapturedRows{capture(group), group.work.sources, group.work.kept_destinations});
   } catch (...) {
-    return handle.fail_with(std::current_exception());
+    handle.fail_with(std::current_exception());
   }
-  if (!is_running) {
-    const WaitWithoutGil waiting;
-    job->run();
-  }
-  handle.attach(std::move(job), background);
 }
 
 // Bumps the versions of written tensors when the call ends, normally or with an exception. By then
@@ -309,7 +190,12 @@ std::unique_ptr<Handle> fill_tree(py::handle source, py::handle destination, con
   }
   for (IntoGroup& group : sorted.groups) {
     if (run_signal_handlers()) break;
-    start_group(*handle, std::move(group), options, captures);
+    LeafGroup leaves = group_for(std::move(group), options);
+    if (captures) {
+      capture_group(*handle, leaves);
+    } else {
+      start_group(*handle, std::move(leaves), options);
+    }
   }
   if (run_signal_handlers()) {
     handle->wait_stopped();  // the caller gets no handle to wait with

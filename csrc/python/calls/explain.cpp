@@ -1,19 +1,17 @@
-// Runs the walk and makes the pack plans of a copy, and reads their decisions.
+// Runs the walk and finds the routes of a copy, and reads their decisions.
 #include "python/calls/explain.h"
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/Device.h>
 
-#include <memory>
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/internal_error.h"
-#include "engine/jobs/from_device_job.h"
-#include "engine/jobs/host_to_device_job.h"
-#include "engine/jobs/rows_job.h"
+#include "engine/jobs/route.h"
 #include "python/runtime/device_argument.h"
 #include "python/runtime/torch_tensor.h"
 #include "python/walk/flatten.h"
@@ -24,13 +22,11 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// The leaves of one device, and where a copy would put them.
-struct PlannedGroup {
-  LeafTable leaves;
-  std::shared_ptr<const PackPlan> plan;
+// The leaves of one device, and how a copy would move them.
+struct RoutedGroup {
+  LeafGroup group;
+  Route route;
   size_t first_chunk;  // of all chunks of the copy
-  bool reads_in_place;
-  bool by_kernel;
 };
 
 std::string joined(const std::vector<std::string>& words) {
@@ -85,49 +81,37 @@ class Explainer {
  public:
   Explainer(c10::Device target, const CopyOptions& options) : target_(target), options_(options) {}
 
-  void add_group(SourceGroup& group) {
-    std::shared_ptr<const PackPlan> plan = plan_of(group.leaves, options_.pack);
-    const size_t first_chunk = chunks_;
-    chunks_ += plan->chunks.size();
-    const c10::Device source = group.leaves.device();
-    const bool by_kernel = group.in_place.has_value() && options_.use_pinned_staging;
-    const TransferCounts counts =
-        by_kernel ? transfers_of_rows_job(group.leaves) : transfers_of(group, *plan);
+  void add_group(SourceGroup&& sources) {
+    LeafGroup group = group_for(target_, std::move(sources), options_);
+    make_plan(group, options_);
+    Route route = find_route(group, options_);
+    const TransferCounts counts = transfers_of(route, group);
     transfers_ += counts.transfers;
     bytes_ += counts.bytes;
-    const bool reads_in_place = source.is_cpu() && !target_.is_cpu() && options_.use_pinned_staging;
-    groups_.push_back(
-        {std::move(group.leaves), std::move(plan), first_chunk, reads_in_place, by_kernel});
+    const size_t first_chunk = chunks_;
+    chunks_ += group.work.plan->chunks.size();
+    groups_.push_back({std::move(group), std::move(route), first_chunk});
   }
 
   py::tuple leaf(const std::string& path, PyObject* value, const TreeSpec::Node& node) const {
-    const auto& [leaves, plan, first_chunk, reads_in_place, by_kernel] = groups_[node.group];
-    const Slot& slot = plan->slots[node.number];
-    const ChunkPlan& chunk = plan->chunks[slot.chunk];
-    const LeafExtent& extent = leaves.extents()[node.number];
-    const bool in_place =
-        by_kernel || (reads_in_place && extent.bytes != 0 && is_straight(chunk, *plan, leaves));
-    return py::make_tuple(
-        path, py::handle(value), chunk.packed ? "packed" : "alone",
-        chunk.packed ? (by_kernel ? "kernel" : "") : why_alone(extent, options_.pack),
-        first_chunk + slot.chunk, slot.offset, in_place);
+    const auto& [group, route, first_chunk] = groups_[node.group];
+    const Slot& slot = group.work.plan->slots[node.number];
+    const bool packed = group.work.plan->chunks[slot.chunk].packed;
+    const LeafExtent& extent = group.work.leaves->extents()[node.number];
+    const bool by_kernel = route.job == JobKind::kRows;
+    const bool is_straight = std::ranges::binary_search(route.straight, slot.chunk);
+    const bool in_place = by_kernel || (is_straight && extent.bytes != 0);
+    return py::make_tuple(path, py::handle(value), packed ? "packed" : "alone",
+                          packed ? (by_kernel ? "kernel" : "") : why_alone(extent, options_.pack),
+                          first_chunk + slot.chunk, slot.offset, in_place);
   }
 
   py::tuple totals() const { return py::make_tuple(chunks_, transfers_, bytes_); }
 
  private:
-  TransferCounts transfers_of(const SourceGroup& group, const PackPlan& plan) const {
-    const bool pinned = options_.use_pinned_staging;
-    if (!group.leaves.device().is_cpu()) {
-      return transfers_from_device(group.leaves, plan, target_, pinned);
-    }
-    const WindowBytes window_bytes = best_window_bytes(plan, /*mapped=*/!group.mapped.empty());
-    return transfers_to_device(group.leaves, plan, {pinned, window_bytes});
-  }
-
   const c10::Device target_;
   const CopyOptions& options_;
-  std::vector<PlannedGroup> groups_;
+  std::vector<RoutedGroup> groups_;
   size_t chunks_ = 0;
   uint64_t transfers_ = 0;
   uint64_t bytes_ = 0;
@@ -150,7 +134,7 @@ py::tuple explain(py::handle data, py::handle device, const CopyOptions& options
     throw std::runtime_error("data changed while it was being explained");
   }
   Explainer explainer(target, options);
-  for (SourceGroup& group : flat.groups) explainer.add_group(group);
+  for (SourceGroup& group : flat.groups) explainer.add_group(std::move(group));
   std::vector<const Delegated*> delegated(flat.spec.nodes(), nullptr);
   for (const Delegated& leaf : flat.delegated) delegated[leaf.node] = &leaf;
 

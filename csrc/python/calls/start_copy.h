@@ -5,44 +5,16 @@
 
 #include <memory>
 
-#include "engine/moves/windows.h"
+#include "engine/jobs/route.h"
 #include "python/handle/handle.h"
+#include "python/walk/flatten.h"
 #include "python/walk/unknown_values.h"
 
 namespace tdcopier {
 
-// Up to this many bytes are staged in the call: a copy of this order takes about as long as waking
-// a worker, 8 us.
-inline constexpr uint64_t kMaxInlineBytes = 512 * 1024;
-// Changes that limit, for tests that use workers for small copies. Thread: any.
-void set_max_inline_bytes(uint64_t bytes);
-uint64_t max_inline_bytes();
-
-// Returns the best window sizes for staging host sources with this plan.
-WindowBytes best_window_bytes(const PackPlan& plan, bool mapped);
-
-// When the transfers of a staged batch are enqueued on the copy stream. A copy is deferred only if
-// workers may be used, all of it is staged, and memory to hold it is available. A thread that
-// defers its copies keeps the sources until its next call, by when it may have dropped them (see
-// sources.h).
-enum class Sending : uint8_t {
-  kAtOnce,          // by the participant that staged a part, at once
-  kDeferred,        // deferred: by the thread that uses the copy, see CopyJob::send()
-  kDeferredAlone,   // also deferred, and the calling thread stages it, unless a disk must be read
-  kDeferredStaged,  // also deferred, and workers stage even small copies
-};
-
 // The options of `start_copy` in tdcopier/_copy.py, which documents and checks them.
-struct CopyOptions {
-  bool use_pinned_staging;
-  PackOptions pack;
-  bool use_background_thread;
+struct CopyOptions : RouteOptions {
   OnUnknown on_unknown = OnUnknown::kRefuseRoot;
-  bool requires_pinned_results = false;
-  Sending sending = Sending::kAtOnce;
-  // For start_copy_into() only: the device reads large pinned sources in place. No wait() holds the
-  // host for that, so the caller must not write to them before the copy is done.
-  bool reads_pinned_in_place = false;
 };
 
 // Starts a copy. Throws if the call itself is wrong; a failure of the copy is reported by the
@@ -57,10 +29,13 @@ std::unique_ptr<Handle> start_gather(pybind11::handle storage, pybind11::handle 
                                      pybind11::handle readers, pybind11::handle device,
                                      const CopyOptions& options);
 
-// Returns the pack plan of a copy of these leaves. `prepared`: null, or the plan for leaves like
-// them.
-std::shared_ptr<const PackPlan> plan_of(const LeafTable& leaves, const PackOptions& options,
-                                        std::shared_ptr<const PackPlan> prepared = nullptr);
+// Returns the leaves of a walk as a group for the engine. `prepared`: null, or the plan for leaves
+// like them.
+LeafGroup group_for(c10::Device target, SourceGroup&& group, const CopyOptions& options,
+                    std::shared_ptr<const PackPlan> prepared = nullptr);
+
+// Starts the job of one group. The handle gets it, or the failure.
+void start_group(Handle& handle, LeafGroup&& group, const CopyOptions& options);
 
 class PreparedCopy;
 class RowLeaves;
