@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from catalogue import ramp
-from filled_leaves import filled, refill, sizes, values_of
+from filled_leaves import filled, refill, values_of
 from sim_support import BRIEFLY, becomes
 from thread_support import Call, let_go_without_the_gil
 
@@ -14,17 +12,6 @@ import tdcopier
 from tdcopier import _C
 
 # ---- sources on the host -------------------------------------------------------------------------
-
-
-def test_host_sources_may_be_written_though_the_transfer_is_held(stall, device, copy_stream):
-    leaf, array = ramp("cpu", 4), np.arange(4.0)
-    with stall(copy_stream):
-        handle = tdcopier.start_copy([leaf, array], device)
-        assert handle.wait_staged() is None
-        leaf.fill_(9)
-        array[:] = 9
-        assert not handle.ready()
-    assert [moved.tolist() for moved in handle.get()] == [[0, 1, 2, 3]] * 2
 
 
 def test_host_sources_may_be_written_once_workers_have_read_them(device):
@@ -58,37 +45,6 @@ def test_it_waits_until_the_last_byte_was_read_and_leaves_the_gil_free(
 # ---- sources on a device -------------------------------------------------------------------------
 
 
-@sizes
-def test_device_sources_may_be_written_on_the_current_stream_though_the_read_is_held(
-    stall, away, accelerator, elements
-):
-    source, target = away
-    leaves = filled(1, elements, source)
-    with stall(_C.copy_stream(source, "from_device")):
-        handle = tdcopier.start_copy(leaves, target)
-        handle.wait_staged()  # hangs if it waits for the read
-        refill(leaves, 2)
-        assert not becomes(accelerator.current_stream(source).query, within=BRIEFLY)
-        assert not handle.ready()
-    assert values_of(handle.get()) == {1}
-    assert values_of(leaves) == {2}
-
-
-@sizes
-def test_device_sources_behind_a_busy_stream_may_be_written_again(
-    away, accelerator, stall, elements
-):
-    source, target = away
-    leaves = filled(1, elements, source)
-    with stall(accelerator.current_stream(source)):
-        refill(leaves, 2)
-        handle = tdcopier.start_copy(leaves, target)
-        handle.wait_staged()
-        refill(leaves, 3)
-    assert values_of(handle.get()) == {2}
-    assert values_of(leaves) == {3}
-
-
 def test_it_waits_for_the_last_chunk(stall, away, accelerator):
     """The last leaves are overwritten first, as soon as the stream may."""
     source, target = away
@@ -99,23 +55,6 @@ def test_it_waits_for_the_last_chunk(stall, away, accelerator):
         handle.wait_staged()
         refill(leaves[::-1], 2)
     assert values_of(handle.get()) == {1}
-
-
-def test_only_the_stream_that_is_current_then_waits_for_the_read(stall, away, accelerator):
-    source, target = away
-    leaves = filled(1, [10, 20], source)
-    writer, bystander = (accelerator.Stream(device=source) for _ in range(2))
-    with stall(_C.copy_stream(source, "from_device")):
-        handle = tdcopier.start_copy(leaves, target)
-        with accelerator.stream(writer):
-            handle.wait_staged()
-            refill(leaves, 2)
-        assert becomes(bystander.query)
-        assert becomes(accelerator.current_stream(source).query)
-        assert not becomes(writer.query, within=BRIEFLY)
-    writer.synchronize()
-    assert values_of(handle.get()) == {1}
-    assert values_of(leaves) == {2}
 
 
 def test_it_waits_for_the_read_and_not_for_the_transfer(stall, device, other_device, accelerator):

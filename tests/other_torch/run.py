@@ -34,6 +34,7 @@ TESTS = [
     "tests/project/test_recipe_states.py",
     "tests/project/test_recipes.py",
     "tests/benchmarks/test_bench_command.py",
+    "tests/promises",
     "tests/rows",
     "tests/copy",
     "tests/copy_into",

@@ -102,19 +102,6 @@ def test_rows_out_of_range_are_reported_and_not_written(device):
         assert_equal(tables, expected)
 
 
-def test_batches_that_are_written_again_at_once(device):
-    """The batch may be overwritten on the stream after `wait_staged`, as any source."""
-    table = torch.zeros(ROWS, 200)
-    with tdcopier.pin_memory_(table, device):
-        for step in range(1, 6):
-            values = torch.full((10, 200), float(step), device=device)
-            handle = tdcopier.start_scatter([values], [table], torch.arange(10))
-            handle.wait_staged()
-            values.zero_()
-            handle.get()
-            assert table[:10].eq(step).all()
-
-
 def test_gathers_see_what_was_scattered_before(device):
     table = torch.zeros(ROWS, 64)
     index = torch.randperm(ROWS)[:20]

@@ -186,18 +186,6 @@ def test_version_counters_move(device):
     assert table._version > before
 
 
-def test_it_comes_behind_the_work_on_the_batch(stall, device, accelerator):
-    """The work that writes the batch on its stream is pending when the call is made."""
-    table, batch = torch.zeros(ROWS, 2), torch.zeros(2, 2, device=device)
-    fives = torch.full((2, 2), 5.0, device=device)
-    with stall(accelerator.current_stream()):
-        batch.copy_(fives, non_blocking=True)
-        handle = tdcopier.start_scatter(batch, table, [0, 9])
-        assert table.sum() == 0
-    handle.get()
-    assert table.sum() == 20
-
-
 @pytest.mark.parametrize("wait", [True, False])
 def test_batch_and_storage_are_given_back(device, accelerator, wait):
     table, batch = torch.zeros(ROWS, 3000), torch.ones(40, 3000, device=device)

@@ -34,6 +34,7 @@ TESTS = [
         f"copy/test_{name}.py"
         for name in ("pinned_memory_changes", "small_pinned_leaves", "pinned_pool")
     ),
+    "promises",
     "rows",
     "park",
 ]
