@@ -1,4 +1,4 @@
-"""Sources on a device: how long they are kept, and copies of them that fail or are dropped."""
+"""Sources on a device: copies of them that fail or are dropped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from filled_leaves import filled, sizes, values_of
+from filled_leaves import filled, values_of
 from sim_support import BRIEFLY, becomes
 from support import are_released
 
@@ -15,76 +15,6 @@ import tdcopier
 from tdcopier import _C
 
 # ---- lifetime ------------------------------------------------------------------------------------
-
-
-@sizes
-def test_sources_that_are_dropped_right_after_the_call_are_copied_all_the_same(
-    away, accelerator, stall, elements
-):
-    """Otherwise their memory would be the first that the same stream reuses."""
-    source, target = away
-    late = accelerator.Stream(device=source)
-    leaves = filled(1, elements, source)
-    accelerator.synchronize()
-    with stall(late):
-        with accelerator.stream(late):
-            handle = tdcopier.start_copy(leaves, target)
-        leaves.clear()
-        others = [filled(9, elements, source) for _ in range(4)]
-        accelerator.current_stream(source).synchronize()
-    assert values_of(handle.get()) == {1}
-    assert values_of([leaf for leaves in others for leaf in leaves]) == {9}
-
-
-@sizes
-def test_sources_are_kept_until_the_device_has_read_them_and_no_longer(stall, away, elements):
-    source, target = away
-    leaves = filled(1, elements, source)
-    alive = [weakref.ref(leaf) for leaf in leaves]
-    with stall(_C.copy_stream(source, "from_device")):
-        handle = tdcopier.start_copy(leaves, target)
-        leaves.clear()
-        tdcopier.copy([torch.ones(2)], "cpu")  # a call would release returned references
-        assert all(ref() is not None for ref in alive)
-    # The handle is not used: a pending call of the interpreter releases them.
-    assert are_released(alive)
-    assert values_of(handle.get()) == {1}
-
-
-@sizes
-@pytest.mark.parametrize("stream", ["copy stream", "current stream"])
-def test_a_handle_that_is_dropped_early_does_not_block_and_lets_go_of_its_sources(
-    stall, away, accelerator, elements, stream
-):
-    source, target = away
-    leaves = filled(1, elements, source)
-    alive = [weakref.ref(leaf) for leaf in leaves]
-    late = accelerator.current_stream(source)
-    if stream == "copy stream":
-        late = _C.copy_stream(source, "from_device")
-    with stall(late):
-        handle = tdcopier.start_copy(leaves, target)
-        leaves.clear()
-        del handle  # hangs if it waits for the device
-        gc.collect()
-    assert are_released(alive)
-    assert values_of(tdcopier.copy(filled(2, elements, source), target)) == {2}
-
-
-@pytest.mark.parametrize("elements", [[100, 50], [70_000]], ids=["packed", "alone"])
-def test_pinned_results_that_are_dropped_early_are_not_reused_early(
-    device, accelerator, stall, elements
-):
-    """The transfer still writes to them, and would overwrite memory that was reused too early."""
-    leaves = filled(1, elements, device)
-    accelerator.synchronize()
-    with stall(accelerator.current_stream(device)):
-        handles = [tdcopier.start_copy(leaves, "cpu") for _ in range(3)]
-        handles.clear()
-        gc.collect()
-        others = [torch.full((sum(elements),), 5.0).pin_memory() for _ in range(6)]
-    accelerator.synchronize()
-    assert values_of(others) == {5}
 
 
 @pytest.mark.sim
@@ -96,40 +26,6 @@ def test_pinned_results_are_given_back_when_they_are_dropped(sim, device):
     assert sim.pinned_bytes().in_use > before
     del kept
     assert sim.pinned_bytes().in_use == before
-
-
-def test_a_copy_leaves_no_memory_behind_on_the_source(away, accelerator):
-    source, target = away
-    leaves = filled(1, [100, 50, 70_000], source)
-    before = accelerator.memory_allocated(source)
-    handle = tdcopier.start_copy(leaves, target)
-    handle.get()
-    assert accelerator.memory_allocated(source) == before  # the gathered chunk is freed
-
-
-def test_results_outlive_the_handle_and_the_sources(away):
-    source, target = away
-    moved = tdcopier.start_copy(filled(4, [100, 50, 70_000], source), target).wait()
-    gc.collect()
-    others = [filled(9, [100, 50, 70_000], source) for _ in range(3)]
-    assert values_of(moved) == {4}
-    assert len(others) == 3
-
-
-def test_a_source_whose_last_reference_the_copy_holds_is_finalised_with_the_gil(away):
-    source, target = away
-    finalised = []
-    alive = []
-    for value in range(20):
-        leaves = filled(float(value), [1 << 18, 3], source)
-        for leaf in leaves:
-            weakref.finalize(leaf, finalised.append, value)
-            alive.append(weakref.ref(leaf))
-        handle = tdcopier.start_copy(leaves, target)
-        del leaves, leaf
-        handle.get()
-    assert are_released(alive)
-    assert sorted(finalised) == sorted([*range(20), *range(20)])
 
 
 # ---- failures ------------------------------------------------------------------------------------

@@ -1,18 +1,14 @@
-"""Filling existing memory: which stream waits for which, and what is kept alive until when."""
+"""Filling existing memory beside other copies, threads, forks and graphs; and its bounds."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
-import time
-import weakref
-from typing import Any
 
 import pytest
 import torch
 from sim_support import BRIEFLY
-from support import are_released, memory_reference, run_python
+from support import run_python
 from thread_support import at_once
 
 import tdcopier
@@ -55,85 +51,6 @@ def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator
         held.close()
         handle.get()
         assert [leaf[-1].item() for leaf in destination] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("scattered", [True, False])
-def test_memory_that_is_dropped_is_not_given_out_before_it_was_written(
-    stall, device, ordered_stream, scattered
-):
-    sizes = range(50, 90) if scattered else [50]
-    destination = [torch.zeros(n, device=device) for n in sizes]
-    with stall(ordered_stream):
-        handle = tdcopier.start_copy_into([torch.full((n,), 9.0) for n in sizes], destination)
-        del handle, destination
-        others = [torch.full((n,), 1.0, device=device) for n in sizes for _ in range(3)]
-    _settle(device)
-    assert all(leaf.tolist() == [1.0] * leaf.numel() for leaf in others)
-
-
-@pytest.mark.parametrize("dropped", [True, False], ids=["handle dropped", "handle kept"])
-@pytest.mark.parametrize("direction", ["H2D", "D2H", "within", "D2D"])
-def test_what_the_device_still_reads_or_writes_is_kept(request, stall, device, direction, dropped):
-    """Only the engine keeps it alive: both trees are dropped."""
-    places = {"H2D": ("cpu", device), "D2H": (device, "cpu"), "within": (device, device)}
-    come_from, go_to = places.get(direction) or (device, request.getfixturevalue("other_device"))
-    sizes = [*range(50, 90), 300_000]  # packed, and alone
-    source = [torch.full((n,), 3.0).to(come_from) for n in sizes]
-    destination = [torch.zeros(n, device=go_to) for n in sizes]
-    _settle(device)
-    written = [memory_reference(leaf) for leaf in destination]
-    read: list[Any] = [weakref.ref(leaf) for leaf in source] if come_from != "cpu" else []
-    writing = ("from_device", device) if go_to == "cpu" else ("ordered", go_to)
-    with stall(_C.copy_stream(writing[1], writing[0])):
-        handle = tdcopier.start_copy_into(source, destination)
-        del source, destination
-        if dropped:
-            del handle
-        elif direction != "H2D":  # polling does not release them either
-            assert not handle.ready()
-        scratch = torch.zeros(10_000)
-        for _ in range(200):  # long enough for a release in the background
-            scratch.add_(1)
-        time.sleep(0.05)
-        scratch.add_(1)
-        assert all(reference() is not None for reference in (*written, *read))
-    if not dropped:
-        handle.get()
-        del handle
-    assert are_released([*written, *read])
-
-
-def _settle(device: str) -> None:
-    torch.get_device_module(device).synchronize(device)
-
-
-def test_everything_may_be_dropped_at_once(device):
-    host = torch.zeros(400_000)
-    source = torch.full((400_000,), 3.0, device=device)
-    tdcopier.start_copy_into({"a": source}, {"a": host})
-    del source
-    tdcopier.start_copy_into({"a": torch.full((400_000,), 4.0)}, {"a": torch.zeros(400_000)})
-    gc.collect()
-    _settle(device)
-    # When this copy ends, so has the one before it on the same threads and streams.
-    for _ in range(5):
-        tdcopier.start_copy_into([torch.ones(2, device=device)], [torch.zeros(2)]).get()
-
-
-@pytest.mark.parametrize("direction", ["H2D", "D2H", "H2H", "within"])
-def test_both_trees_are_let_go_when_the_copy_is_done(device, direction):
-    place = {"H2D": ("cpu", device), "D2H": (device, "cpu"), "H2H": ("cpu", "cpu")}.get(
-        direction, (device, device)
-    )
-    source = [torch.ones(20).to(place[0]), torch.ones(300_000).to(place[0])]
-    destination = [torch.zeros_like(leaf, device=place[1]) for leaf in source]
-    references = [weakref.ref(leaf) for leaf in (*source, *destination)]
-    handle = tdcopier.start_copy_into(source, destination)
-    handle.get()
-    del source, destination
-    assert are_released(references[:2])
-    del handle
-    assert are_released(references)
 
 
 def test_threads_fill_trees_of_their_own(device):

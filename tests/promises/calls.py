@@ -144,17 +144,17 @@ def _planned(work: Work) -> Any:
 
 
 def _into(work: Work) -> Any:
-    return tdcopier.start_copy_into(work.sources, work.written)
+    return tdcopier.start_copy_into(work.sources, [*work.written])
 
 
 def _gather(work: Work) -> Any:
     if work.written:
-        return tdcopier.start_gather(work.sources, ROWS, out=work.written)
+        return tdcopier.start_gather(work.sources, ROWS, out=[*work.written])
     return tdcopier.start_gather(work.sources, ROWS, work.target)
 
 
 def _scatter(work: Work) -> Any:
-    return tdcopier.start_scatter(work.sources, work.written, ROWS)
+    return tdcopier.start_scatter(work.sources, [*work.written], ROWS)
 
 
 HELD = {"held": "the host waits for the device, which reads the sources where they are"}
@@ -182,6 +182,12 @@ CALLS: dict[str, Call] = {
     "into pinned": Call(_into, "device", "host", fills=True, pinned=True),
     "into the same device": Call(_into, "device", "device", fills=True),
     "into another device": Call(_into, "device", "other", fills=True),
+    "into host from host": Call(
+        _into, "host", "host", fills=True, never={"held": "no device takes part"}
+    ),
+    "gather to host": Call(
+        _gather, "host", "host", tables="source", never={"held": "no device takes part"}
+    ),
     "gather to device": Call(_gather, "host", "device", tables="source"),
     "gather of pinned": Call(
         _gather, "host", "device", pinned=True, tables="source", never=HELD

@@ -228,7 +228,7 @@ def test_memory_is_not_reused_while_a_stream_that_got_it_can_still_read_it(
 
 @pytest.mark.sim
 @sizes
-@each_call(lambda call: not call.is_to_device)
+@each_call(lambda call: call.is_from_device and not call.is_to_device)
 @pytest.mark.parametrize("ask", ["get", "wait"])
 def test_what_goes_to_the_host_has_arrived_and_the_gil_is_free_meanwhile(sim, make, elements, ask):
     """Another thread releases the transfer, and must run Python code for it."""
