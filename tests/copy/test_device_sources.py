@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from filled_leaves import filled, values_of
+from filled_leaves import filled
 from sim_support import BRIEFLY, becomes
 from support import are_released
 
@@ -51,36 +51,6 @@ def assert_fails_every_time(handle: tdcopier.AsyncCopyHandle) -> None:
         with pytest.raises(torch.OutOfMemoryError, match="is out of memory"):
             ask()
         assert becomes(handle.ready)
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize("elements", [[100, 50], [1 << 18, 3, 4]], ids=["inline", "background"])
-def test_a_gather_that_finds_no_memory_fails_the_copy(sim, device, no_memory, elements):
-    leaves = filled(1, elements, device)
-    alive = [weakref.ref(leaf) for leaf in leaves]
-    no_memory(device)
-    handle = tdcopier.start_copy(leaves, "cpu")
-    assert_fails_every_time(handle)
-    leaves.clear()
-    assert are_released(alive)
-    sim.set_memory_limit_bytes(device, None)
-    assert values_of(tdcopier.copy(filled(2, elements, device), "cpu")) == {2}
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize("elements", [[100, 50], [100], [1 << 18]])
-def test_a_target_device_without_memory_fails_the_copy(
-    sim, device, other_device, no_memory, elements
-):
-    leaves = filled(1, elements, device)
-    alive = [weakref.ref(leaf) for leaf in leaves]
-    no_memory(other_device)
-    handle = tdcopier.start_copy(leaves, other_device)
-    assert_fails_every_time(handle)
-    leaves.clear()
-    assert are_released(alive)
-    sim.set_memory_limit_bytes(other_device, None)
-    assert values_of(tdcopier.copy(filled(2, elements, device), other_device)) == {2}
 
 
 def test_what_a_failed_copy_has_enqueued_keeps_its_sources_until_it_was_read(

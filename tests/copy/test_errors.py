@@ -297,32 +297,3 @@ def test_on_the_host_too_a_stream_must_be_one(device):
     with raises_exactly(TypeError, "stream must be None or a torch.Stream of cpu, not str"):
         handle.wait("a stream")
     assert handle.wait(torch.Stream(device=device))[0].tolist() == [1, 1]
-
-
-# ---- the copy itself -----------------------------------------------------------------------------
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize(
-    "leaf", [torch.ones(1000), torch.ones(1 << 22)], ids=["inline", "background"]
-)
-def test_out_of_memory_keeps_its_type_and_the_next_copy_works(sim, device, leaf):
-    torch.sim.synchronize()
-    torch.sim.empty_cache()
-    sim.set_memory_limit_bytes(0, 0)
-    try:
-        handle = tdcopier.start_copy([leaf], device)
-        for _ in range(2):
-            with pytest.raises(torch.OutOfMemoryError):
-                handle.get()
-            with pytest.raises(torch.OutOfMemoryError):
-                handle.wait()
-        assert handle.ready()
-    finally:
-        sim.set_memory_limit_bytes(0, None)
-    assert_next_copy_works(device)
-
-
-def test_internal_errors_are_runtime_errors():
-    assert issubclass(tdcopier.InternalError, RuntimeError)
-    assert tdcopier.InternalError.__module__ == "tdcopier"

@@ -1,27 +1,21 @@
-"""Tests the engine when memory runs out or a transfer fails, at every step of a copy.
+"""Copies beside one that fails, its windows, and failures of delegated leaves and consumers.
 
-The first test makes the first allocation or transfer of a copy fail, then the second of another
-copy, and so on, until none is left to fail.
+`tests/promises/test_errors.py` makes every step of every call fail.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
 from fault_support import (
     BUFFER_BYTES,
     ROUTES,
+    assert_fails_every_time,
     assert_gives_back,
+    assert_no_staging_is_lost,
     in_use,
-    leaves_on,
-    routes,
-    sizes,
 )
 from fault_support import warm as warm
 from filled_leaves import values_of
@@ -30,85 +24,8 @@ from sim_support import fresh as fresh
 from support import are_released
 
 import tdcopier
-from tdcopier import _C
-from tdcopier.sim import Fault
 
 pytestmark = pytest.mark.sim
-
-FAULTS: dict[str, tuple[Callable[[Any, int], Fault], type[Exception]]] = {
-    "device memory": (lambda sim, n: sim.fail_device_allocation(n), torch.OutOfMemoryError),
-    "pinned memory": (lambda sim, n: sim.fail_pinned_allocation(n), torch.AcceleratorError),
-    "enqueue": (lambda sim, n: sim.fail_transfer(n), torch.AcceleratorError),
-    "execution": (lambda sim, n: sim.fail_transfer(n, when="execution"), torch.AcceleratorError),
-}
-faults = pytest.mark.parametrize(("arm", "error"), FAULTS.values(), ids=list(FAULTS))
-
-
-def assert_fails_every_time(
-    handle: tdcopier.AsyncCopyHandle, error: type[Exception], what: str
-) -> None:
-    for ask in (handle.get, handle.wait, handle.get, handle.wait):
-        with pytest.raises(error) as caught:
-            ask()
-        assert type(caught.value) is error
-        assert f"{what} was made to fail" in str(caught.value)
-        assert becomes(handle.ready)
-
-
-def assert_no_staging_is_lost(target: str) -> None:
-    """Copies three windows through one buffer, which would hang if that buffer were lost."""
-    if target == "cpu":
-        return
-    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
-    assert tdcopier.staging_bytes(target) <= BUFFER_BYTES
-    (moved,) = tdcopier.copy([torch.full((2 * BUFFER_BYTES // 4 + 5,), 3.0)], target)
-    assert values_of([moved]) == {3}
-    assert tdcopier.staging_bytes(target) == BUFFER_BYTES
-    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
-
-
-# ---- every step, every direction -----------------------------------------------------------------
-
-
-@faults
-@routes
-@sizes
-def test_whatever_fails_is_told_every_time_and_leaves_nothing_behind(
-    sim, places, target, elements, arm, error
-):
-    if is_spared(arm, target):
-        pytest.skip("only results on the host need pinned memory: staging does without it")
-    before = in_use(sim)
-    for n in itertools.count(1):
-        leaves = leaves_on(places, elements, n)
-        alive = [weakref.ref(leaf) for leaf in leaves]
-        with arm(sim, n) as fault:
-            handle = tdcopier.start_copy(leaves, target, require_pinned_results=target == "cpu")
-            becomes(lambda fault=fault: fault.fired, within=BRIEFLY)
-            with suppress(error):
-                handle.get()  # waits until it is known whether it failed
-            if fault.fired:
-                assert_fails_every_time(handle, error, fault.struck)
-        if fault.fired:
-            assert_fails_every_time(handle, error, fault.struck)
-        if not fault.fired:
-            break
-        handle = None
-        leaves.clear()
-        assert are_released(alive)
-        assert values_of(tdcopier.copy(leaves_on(places, elements, -n), target)) == {-n}
-        assert_gives_back(sim, before)
-    assert values_of(handle.get()) == {n}
-    handle = None
-    leaves.clear()
-    assert n > 1
-    assert_no_staging_is_lost(target)
-    assert_gives_back(sim, before)
-
-
-def is_spared(arm: Callable[[Any, int], Fault], target: str) -> bool:
-    return arm is FAULTS["pinned memory"][0] and target != "cpu"
-
 
 # ---- several windows -----------------------------------------------------------------------------
 

@@ -169,6 +169,7 @@ CALLS: dict[str, Call] = {
     "pageable copy to host": Call(
         _copy(use_pinned_staging=False), "device", "host", never=HELD
     ),
+    "copy to pinned results": Call(_copy(require_pinned_results=True), "device", "host"),
     "copy without threads": Call(_copy(use_background_thread=False), "device", "host"),
     "copy of pinned": Call(_copy(), "host", "device", pinned=True, never=HELD),
     "async_to device": Call(_async_to, "host", "device"),

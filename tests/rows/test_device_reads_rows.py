@@ -177,31 +177,6 @@ def test_rows_that_are_written_too_early_are_found(sim, device, copy_stream):
         write_too_early()
 
 
-@pytest.mark.sim
-def test_failures_leave_the_device_usable(sim, device):
-    tables = storage()
-    index = INDICES["numbers"]
-    with tdcopier.pin_memory_(tables, device):
-        expected = selected(tables, index, device)
-        faults = {
-            "allocation": sim.fail_device_allocation,
-            "transfer": sim.fail_transfer,
-            "event": sim.fail_event_record,
-        }
-        struck = 0
-        for fail in faults.values():
-            for n in range(1, 12):
-                with fail(n) as fault:
-                    handle = tdcopier.start_gather(tables, index, device)
-                    try:
-                        assert_same(handle.get(), expected)
-                    except RuntimeError:
-                        struck += bool(fault.struck)
-                handle.wait_gathered()
-                assert_same(tdcopier.gather(tables, index, device), expected)
-        assert struck >= 10
-
-
 def test_random_tables_and_indices(device):
     dice = random.Random(5)
     dtypes = [torch.uint8, torch.int16, torch.float32, torch.int64, torch.complex128]

@@ -1,4 +1,4 @@
-"""Shared by tests of a copy's faults: leaves, and whether all memory is given back."""
+"""Shared by tests of a copy's faults: leaves, what is told, and whether all is given back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from filled_leaves import values_of
 from sim_support import becomes
 
 import tdcopier
@@ -52,3 +53,26 @@ def assert_gives_back(sim: Any, before: tuple[int, ...]) -> None:
     gc.collect()  # an error's traceback refers to the handle
     becomes(lambda: in_use(sim) == before)
     assert in_use(sim) == before
+
+
+def assert_fails_every_time(
+    handle: tdcopier.AsyncCopyHandle, error: type[Exception], what: str
+) -> None:
+    for ask in (handle.get, handle.wait, handle.get, handle.wait):
+        with pytest.raises(error) as caught:
+            ask()
+        assert type(caught.value) is error
+        assert f"{what} was made to fail" in str(caught.value)
+        assert becomes(handle.ready)
+
+
+def assert_no_staging_is_lost(target: str) -> None:
+    """Copies three windows through one buffer, which would hang if that buffer were lost."""
+    if target == "cpu":
+        return
+    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    assert tdcopier.staging_bytes(target) <= BUFFER_BYTES
+    (moved,) = tdcopier.copy([torch.full((2 * BUFFER_BYTES // 4 + 5,), 3.0)], target)
+    assert values_of([moved]) == {3}
+    assert tdcopier.staging_bytes(target) == BUFFER_BYTES
+    tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)

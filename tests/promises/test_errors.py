@@ -1,0 +1,146 @@
+"""Errors, for every call: whatever fails is told each time, nothing is lost, all is given back.
+
+The first allocation or transfer of a call fails, then the second of another call, and so on, until
+none is left to fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from calls import CALLS, Work, each_call
+from fault_support import (
+    BUFFER_BYTES,
+    assert_fails_every_time,
+    assert_gives_back,
+    assert_no_staging_is_lost,
+    in_use,
+)
+from filled_leaves import filled, values_of
+from sim_support import BRIEFLY, becomes
+from sim_support import fresh as fresh
+from support import are_released, memory_reference
+
+import tdcopier
+from tdcopier import _C
+from tdcopier.sim import Fault
+
+pytestmark = pytest.mark.sim
+
+FAULTS: dict[str, tuple[Callable[[Any, int], Fault], type[Exception]]] = {
+    "device memory": (lambda sim, n: sim.fail_device_allocation(n), torch.OutOfMemoryError),
+    "pinned memory": (lambda sim, n: sim.fail_pinned_allocation(n), torch.AcceleratorError),
+    "enqueue": (lambda sim, n: sim.fail_transfer(n), torch.AcceleratorError),
+    "execution": (lambda sim, n: sim.fail_transfer(n, when="execution"), torch.AcceleratorError),
+    "event": (lambda sim, n: sim.fail_event_record(n), torch.AcceleratorError),
+}
+DONE_WITHOUT = ("pinned memory", "event")
+"""What a call may do without: then its values are right."""
+
+SIZES = {"inline": [100, 50], "many": [*range(3, 42)], "background": [BUFFER_BYTES // 4 + 5, 100]}
+STEPS = [
+    pytest.param(name, fault, elements, id=f"{name}-{fault}-{size}")
+    for name, call in CALLS.items()
+    for fault in FAULTS
+    for size, elements in SIZES.items()
+    if call.is_from_device or call.is_to_device
+    if size != "many" or call.fills  # which scatters them
+    if size != "background" or fault != "event"  # these are in the call itself
+]
+
+
+def assert_told_at_every_step(sim: Any, name: str, make: Callable[[float], Work]) -> None:
+    arm, error = FAULTS[name]
+    for _ in range(2):  # a plan may keep two results
+        make(0).start().get()
+    before = in_use(sim)
+    for n in itertools.count(1):
+        work = make(n)
+        alive: list[Any] = [weakref.ref(leaf) for leaf in work.sources]
+        alive += [memory_reference(leaf) for leaf in work.written]
+        with arm(sim, n) as fault:
+            handle = work.start()
+            has_ended = lambda fault=fault, handle=handle: fault.fired or handle.ready()  # noqa: E731
+            becomes(has_ended, within=BRIEFLY)
+            del has_ended
+            result = None
+            with suppress(error):
+                result = handle.get()  # waits until it is known whether it failed
+            if result is None:
+                assert_fails_every_time(handle, error, fault.struck)
+                assert handle.wait_staged() is None
+        if result is None:
+            assert_fails_every_time(handle, error, fault.struck)
+        else:
+            assert not fault.fired or name in DONE_WITHOUT
+            assert values_of(work.arrived(result)) == {n}
+        handle = result = None
+        work.sources.clear()
+        work.written.clear()
+        gc.collect()  # an error's traceback refers to the handle
+        assert are_released(alive)
+        again = make(-n)
+        assert values_of(again.arrived(again.start().get())) == {-n}
+        del again, work
+        assert_gives_back(sim, before)
+        if not fault.fired:
+            break
+    assert_no_staging_is_lost("sim:0")
+    assert n > 1 or name in (*DONE_WITHOUT, "device memory")
+
+
+@pytest.mark.parametrize(("call", "fault", "elements"), STEPS)
+def test_whatever_fails_is_told_every_time_and_leaves_nothing_behind(sim, make, elements, fault):
+    assert_told_at_every_step(sim, fault, lambda value: make(value, elements))
+
+
+@pytest.mark.parametrize("call", ["copy to device", "copy to host"])
+@pytest.mark.parametrize("elements", [SIZES["inline"], SIZES["background"]], ids=["few", "large"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_of_several_sources_the_one_that_fails_fails_the_whole(
+    sim, make, other_device, elements, fault
+):
+    def mixed(value: float) -> Work:
+        work = make(value, elements)
+        work.sources += filled(value, elements, other_device)
+        return work
+
+    assert_told_at_every_step(sim, fault, mixed)
+
+
+@each_call(lambda call: call.is_from_device or call.is_to_device)
+@pytest.mark.parametrize("elements", [[100, 50], [1 << 20]], ids=["inline", "background"])
+def test_without_memory_the_error_keeps_its_type_and_the_next_call_works(sim, make, elements):
+    work = make(2, elements)
+    _C.testing.settle()  # what earlier copies have kept must not come back later
+    torch.sim.empty_cache()
+    for place in work.devices:
+        sim.set_memory_limit_bytes(place, sim.memory_stats(place).reserved_bytes)
+    handle = work.start()
+    try:
+        result = handle.get()  # it may need none
+    except torch.OutOfMemoryError:
+        result = None
+        for ask in (handle.get, handle.wait, handle.get, handle.wait):
+            with pytest.raises(torch.OutOfMemoryError, match="is out of memory"):
+                ask()
+        assert handle.ready()
+    for place in work.devices:
+        sim.set_memory_limit_bytes(place, None)
+    if result is None:
+        result = work.start().get()
+    else:
+        assert not work.call.makes_device_memory or work.call.plan == "reusing"
+    assert values_of(work.arrived(result)) == {2}
+
+
+def test_internal_errors_are_runtime_errors():
+    assert issubclass(tdcopier.InternalError, RuntimeError)
+    assert tdcopier.InternalError.__module__ == "tdcopier"
