@@ -88,7 +88,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "failed_query_taken_for_the_end": Defect(
         "Errors",
-        "engine/device/stream_order.cpp",
+        "engine/device/events.cpp",
         "      if (is_about_a_capture(error)) return false;",
         "      if (is_about_a_capture(error)) return {defect};",
         "queries_fail_while_staging_buffers_turn",
@@ -97,7 +97,7 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     ),
     "failed_recording_taken_for_the_end": Defect(
         "Errors",
-        "engine/device/stream_order.cpp",
+        "engine/device/events.cpp",
         "  const InterruptibleWaits to_the_end(nullptr);",
         "  if ({defect}) return nullptr;\n  const InterruptibleWaits to_the_end(nullptr);",
         "recordings_fail_while_staging_buffers_turn",

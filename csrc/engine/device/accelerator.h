@@ -9,9 +9,9 @@
 #include <optional>
 
 #include "engine/device/deferred_batch_memory.h"
+#include "engine/device/events.h"
 #include "engine/device/run_ahead.h"
 #include "engine/device/staging_ring.h"
-#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 

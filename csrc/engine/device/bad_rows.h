@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/row_moves.h"
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 namespace tdcopier {
 

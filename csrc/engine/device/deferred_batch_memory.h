@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/monitor.h"
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 namespace tdcopier {
 

@@ -19,8 +19,8 @@
 #include "base/anonymous_memory.h"
 #include "base/free_ranges.h"
 #include "base/monitor.h"
+#include "engine/device/events.h"
 #include "engine/device/pinned_ranges.h"
-#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "base/monitor.h"
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 namespace tdcopier {
 

@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "base/monitor.h"
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 namespace tdcopier {
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "base/monitor.h"
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 namespace tdcopier {
 

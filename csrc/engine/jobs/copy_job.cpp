@@ -6,7 +6,7 @@
 
 #include "base/interleaver.h"
 #include "base/polling_wait.h"
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 namespace tdcopier {
 

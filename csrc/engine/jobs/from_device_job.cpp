@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/cache_line.h"
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 #include "engine/moves/gather_scatter.h"
 #include "engine/moves/transport.h"
 

@@ -9,9 +9,9 @@
 #include <optional>
 #include <utility>
 
+#include "engine/device/events.h"
 #include "engine/device/pinned_ranges.h"
 #include "engine/device/staging_ring.h"
-#include "engine/device/stream_order.h"
 #include "engine/moves/deliver.h"
 #include "engine/moves/gather_scatter.h"
 #include "engine/moves/transport.h"

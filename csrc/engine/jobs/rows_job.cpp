@@ -9,8 +9,8 @@
 
 #include "base/interleaver.h"
 #include "base/internal_error.h"
+#include "engine/device/events.h"
 #include "engine/device/recorded_streams.h"
-#include "engine/device/stream_order.h"
 
 namespace tdcopier {
 namespace {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 namespace tdcopier {
 

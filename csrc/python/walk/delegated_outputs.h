@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 namespace tdcopier {
 

@@ -1,5 +1,5 @@
 // Takes pooled events, records each once, and gives it back in the deleter of the last reference.
-#include "engine/device/stream_order.h"
+#include "engine/device/events.h"
 
 #include <c10/util/Exception.h>
 
