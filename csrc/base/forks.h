@@ -1,9 +1,10 @@
 // Counts forks, so that a child process avoids objects whose locks its parent's threads may hold.
 // In a child, `Handle` refuses the parent's copies, `HostToDeviceJob` sends none of them, and
 // accelerator.cpp, thread_pools.cpp, reclaim.cpp and pinned_pool.cpp start anew; sources.cpp,
-// recorded_streams.cpp and recycled.cpp hold their locks across a fork. tdcopier/_prefetch/queue.py
-// does the same for prefetchers. A child may start copies of its own: within the host always, to a
-// device where torch allows the child to use it.
+// recorded_streams.cpp and recycled.cpp hold their locks across a fork. `git grep fork_generation`
+// and `git grep pthread_atfork` show all that act on one. tdcopier/_prefetch/queue.py does the same
+// for prefetchers. A child may start copies of its own: within the host always, to a device where
+// torch allows the child to use it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
 // How a stream, or the host, waits for what another stream has done: by events, of which a device
-// has a pool, because to record a pooled one is far cheaper than to create and destroy one.
+// has a pool, because to record a pooled one is far cheaper than to create and destroy one. Which
+// stream waits for which is decided in engine/jobs/copy_job.h and in the jobs.
 #pragma once
 
 #include <c10/core/Event.h>

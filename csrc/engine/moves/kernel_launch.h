@@ -1,4 +1,5 @@
-// Loads and launches the engine's own CUDA kernels through the driver.
+// Loads and launches the engine's own CUDA kernels through the driver. Each kernel's grid is in
+// row_kernel.cpp or segment_kernel.cpp.
 #pragma once
 
 #include <c10/core/Device.h>

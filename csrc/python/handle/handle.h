@@ -125,6 +125,7 @@ class Handle {
   // Returns one stream for each target that has streams: the given one or the current one.
   std::vector<c10::Stream> consumers(pybind11::handle stream) const;
   void release_kept();
+  // Failures of the jobs too, which keep theirs: CopyJob::fail().
   void raise_if_failed();
   void build_once();
   void forget_kept();
