@@ -52,7 +52,7 @@ class LoopPass(BatchQueue):
 
     def _has_room(self) -> bool:
         is_open = self._source is not None and self.why_closed is None
-        return is_open and len(self._items) <= self._depth
+        return is_open and not self._is_full(requested=1)
 
     def _begin(self, sending: _C.Sending) -> None:
         """Read one more batch, unless the source has ended."""

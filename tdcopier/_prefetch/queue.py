@@ -1,6 +1,6 @@
 """The queue of a pass: batches in flight, and the consumers that take them in order.
 
-`depth` bounds how many copies are begun ahead, in `reader.py` (a thread) and in `in_loop.py`.
+`depth` bounds how many copies are begun ahead, by `reader.py` (a thread) and by `in_loop.py`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class BatchQueue(ABC):
         self._items: deque[Item] = deque()
         # Copies that consumers may have to send.
         self._unsent: deque[_C.AsyncCopyHandle[Any]] = deque()
+
+    def _is_full(self, *, requested: int = 0) -> bool:
+        """Return whether `depth` batches are ahead, those that a consumer asked for not counted."""
+        return len(self._items) - requested >= self._depth
 
     @abstractmethod
     def start(self) -> None:

@@ -115,8 +115,8 @@ class ReaderPass(BatchQueue):
 
     def wait_for_room(self) -> bool:
         """Wait until one more batch may be in flight; false once the pass is closed. Blocks."""
-        self._has_waited = len(self._items) >= self._depth
-        while len(self._items) >= self._depth and self.why_closed is None:
+        self._has_waited = self._is_full()
+        while self._is_full() and self.why_closed is None:
             began = time.perf_counter_ns()
             self._room.wait()
             self._counters.idle_ns += time.perf_counter_ns() - began
