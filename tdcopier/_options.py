@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Mapping
-from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -19,9 +19,19 @@ OnUnknown: TypeAlias = Literal["ignore", "warn", "raise"] | None
 _LARGEST_ALIGNMENT_BYTES = 1 << 30
 LARGEST_CHUNK_BYTES = 1 << 62
 
-SENDING: ContextVar[_C.Sending | None] = ContextVar("SENDING", default=None)
-"""When copies are sent that are started here: set by prefetchers, whose sources may start copies
-themselves. None means at once."""
+
+class _Sending(threading.local):
+    """When copies are sent that this thread starts.
+
+    Set by prefetchers while they read, because their sources may start copies themselves. Not in a
+    context, which a task that the source creates would keep after the read.
+    """
+
+    now: _C.Sending | None = None
+    """None: at once."""
+
+
+SENDING = _Sending()
 
 
 class CopyOptions(TypedDict, total=False):

@@ -142,8 +142,8 @@ class PreparedCopy:
         """
         if _checking.enabled:
             check = SourceCheck.of_copy(batch, self.device)
-            return checked(self._native.start_copy(batch, SENDING.get()), check)
-        return self._native.start_copy(batch, SENDING.get())
+            return checked(self._native.start_copy(batch, SENDING.now), check)
+        return self._native.start_copy(batch, SENDING.now)
 
     def why_not(self, batch: Any) -> str | None:
         """Return why a batch does not fit, with a path; None if it fits. Counts and copies nothing.

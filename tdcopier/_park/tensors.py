@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from tdcopier._containers.visit import ATTRIBUTE, ITEM, level_of
 from tdcopier._options import OnUnknown
 from tdcopier._park.left_out import LeftOut
 from tdcopier._park.places import Place, named, text_of
+
+_DICTS = (OrderedDict, defaultdict)
+"""Their attributes, a factory or metadata, are not looked into."""
 
 
 class FoundTensors(NamedTuple):
@@ -152,7 +156,7 @@ class _Walk:
             raise TypeError(f"{text_of(at)} {error}") from None
         if level is not None:
             self._containers += 1
-            if not level.is_plain:
+            if not level.is_plain and type(value) not in _DICTS:
                 self.left_out.shells.append((at, value))
             for form, name, child in level.steps():
                 self.value(child, (at, form, name))

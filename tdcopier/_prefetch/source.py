@@ -120,7 +120,7 @@ class Source:
         """
         began = time.perf_counter_ns()
         try:
-            SENDING.set(sending)  # applies to a copy that the source starts, too
+            SENDING.now = sending  # applies to a copy that the source starts, too
             batch = self.read()
             read = time.perf_counter_ns()
             self.counters.read_ns += read - began
@@ -140,7 +140,7 @@ class Source:
                 raise  # for example an interrupt, which the loop gets at once
             return EndOfPass(error)
         finally:
-            SENDING.set(None)
+            SENDING.now = None
 
     def state(self) -> Any:
         """Return a copy of the state; None for a source without one."""

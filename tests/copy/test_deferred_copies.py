@@ -228,7 +228,7 @@ def test_a_forked_child_sends_nothing():
         from tdcopier._options import SENDING
 
         sim.enable()
-        SENDING.set(_C.Sending.DEFERRED)
+        SENDING.now = _C.Sending.DEFERRED
         handle = tdcopier.start_copy(torch.ones(5), "sim")
         handle.wait_staged()
         child = os.fork()

@@ -58,8 +58,8 @@ def test_an_interrupt_leaves_later_copies_as_they_are(device, monkeypatch):
     """The interrupt comes right after copies were set to be deferred."""
 
     class Interrupting:
-        def set(self, sending: _C.Sending | None) -> None:
-            SENDING.set(sending)
+        def __setattr__(self, name: str, sending: _C.Sending | None) -> None:
+            setattr(SENDING, name, sending)
             if sending not in (None, _C.Sending.AT_ONCE):
                 raise KeyboardInterrupt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -118,3 +119,29 @@ def test_a_source_is_freed_before_the_next_batch_is_read(device, sent, depth, el
         got.append(int(moved["x"][-1]))
     assert got == list(range(8))
     assert alive == [0] * 9
+
+
+def test_a_task_that_the_source_creates_starts_its_copies_at_once_later(device):
+    """Its context is a copy of that in which the source was read."""
+    copies: list[tdcopier.AsyncCopyHandle[Any]] = []
+    loop = asyncio.new_event_loop()
+
+    async def copy_later() -> None:
+        copies.append(tdcopier.start_copy(torch.ones(1000), device))
+
+    def source() -> Iterator[Any]:
+        for i in range(4):
+            tasks.append(loop.create_task(copy_later()))
+            yield batch(i)
+
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        assert values_of(tdcopier.prefetch(source(), device, depth=2, threaded=False)) == [
+            *range(4)
+        ]
+        loop.run_until_complete(asyncio.gather(*tasks))
+    finally:
+        loop.close()
+    for copy in copies:
+        copy.wait_staged()
+        assert copy.stats.transfers == 1  # so it does not wait until it is used

@@ -36,6 +36,7 @@ class Call:
         target: Where it writes.
         fills: Whether it writes into memory that exists.
         pinned: Whether its host memory is pinned.
+        requires_pinned: Whether it must fail if no memory can be pinned.
         tables: Which of its two sides are tables, of which it uses some rows.
         plan: Whether it is the copy of a plan: "plain", or "reusing" the results.
         never: What does not apply, each with the reason: "held" is that the host goes on while
@@ -47,6 +48,7 @@ class Call:
     target: str
     fills: bool = False
     pinned: bool = False
+    requires_pinned: bool = False
     tables: str = ""
     plan: str = ""
     never: dict[str, str] = field(default_factory=dict)
@@ -169,7 +171,9 @@ CALLS: dict[str, Call] = {
     "pageable copy to host": Call(
         _copy(use_pinned_staging=False), "device", "host", never=HELD
     ),
-    "copy to pinned results": Call(_copy(require_pinned_results=True), "device", "host"),
+    "copy to pinned results": Call(
+        _copy(require_pinned_results=True), "device", "host", requires_pinned=True
+    ),
     "copy without threads": Call(_copy(use_background_thread=False), "device", "host"),
     "copy of pinned": Call(_copy(), "host", "device", pinned=True, never=HELD),
     "async_to device": Call(_async_to, "host", "device"),

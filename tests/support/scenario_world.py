@@ -148,8 +148,8 @@ def keep_on(processors: set[int]) -> None:
 @contextlib.contextmanager
 def held(sending: Any = _C.Sending.DEFERRED) -> Iterator[None]:
     """Copies that this thread starts in the block are deferred: staged, and sent by their user."""
-    SENDING.set(sending)
+    SENDING.now = sending
     try:
         yield
     finally:
-        SENDING.set(None)
+        SENDING.now = None
