@@ -127,7 +127,7 @@ class Work:
 
 @functools.cache
 def _plan(target: str, source: str, sizes: tuple[int, ...], kind: str) -> Any:
-    """Returns the plan for such leaves, of which "reusing" ones live as long as their results."""
+    """Returns a process's plan for such leaves; "reusing" ones keep two results."""
     example = [torch.zeros(size, device=source) for size in sizes]
     return tdcopier.prepare(example, target, reuse_outputs=kind == "reusing") if kind else None
 
@@ -159,7 +159,7 @@ def _scatter(work: Work) -> Any:
     return tdcopier.start_scatter(work.sources, [*work.written], ROWS)
 
 
-HELD = {"held": "the host waits for the device, which reads the sources where they are"}
+HELD = {"held": "the host waits for the device, which reads or writes its memory where it is"}
 
 CALLS: dict[str, Call] = {
     "copy to device": Call(_copy(), "host", "device"),

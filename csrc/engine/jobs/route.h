@@ -34,9 +34,9 @@ void set_max_inline_bytes(uint64_t bytes);
 void set_max_straight_bytes(uint64_t bytes);
 
 // When the transfers of a staged batch are enqueued on the copy stream. A copy is deferred only if
-// workers may be used, all of it is staged, and memory to hold it is available. A thread that
-// defers its copies keeps the sources until its next call, by when it may have dropped them (see
-// python/walk/sources.h).
+// workers may be used, all of it is staged, and memory to hold it is available. What
+// sources a deferred start_copy() has given back stay until the thread's next call, by when their
+// owner may have dropped them (see python/walk/sources.cpp).
 enum class Sending : uint8_t {
   kAtOnce,          // by the participant that staged a part, at once
   kDeferred,        // deferred: by the thread that uses the copy, see CopyJob::send()
@@ -50,8 +50,9 @@ struct RouteOptions {
   bool use_background_thread;
   bool requires_pinned_results = false;
   Sending sending = Sending::kAtOnce;
-  // For existing memory only: the device reads large pinned sources in place. No wait() holds the
-  // host for that, so the caller must not write to them before the copy is done.
+  // For existing memory only: the device reads large pinned sources in place. Where it does, no
+  // wait() holds the host for any source, so the caller must not write to them before the copy is
+  // done.
   bool reads_pinned_in_place = false;
 };
 
@@ -79,7 +80,8 @@ enum class JobKind : uint8_t { kRows, kHost, kHostToDevice, kFromDevice, kIntoHo
 
 struct Route {
   JobKind job;
-  // Chunks that the device reads, or writes, in host memory itself.
+  // Chunks that the device reads, or writes, in host memory itself. Those of kIntoHost are windows
+  // too.
   std::vector<size_t> straight{};
   std::vector<Window> windows{};     // of jobs whose participants claim them
   std::vector<ChunkRange> ranges{};  // of a FromDeviceJob
