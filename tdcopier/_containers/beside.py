@@ -26,7 +26,7 @@ def tensors_beside(data: Any, target: torch.device) -> Iterator[tuple[str, Any]]
         level = level_of(value, target)
         if level is None:
             continue
-        for name, attribute in level.beside.items():
+        for name, attribute in level.beside().items():
             if unknown.has_tensors(attribute):
                 yield f"{path}.{name}", value
         steps = [(path + form.format(name), child) for form, name, child in level.steps()]

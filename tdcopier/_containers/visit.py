@@ -29,8 +29,8 @@ class Level(NamedTuple):
     """Of the step to each child: `ITEM` or `ATTRIBUTE`."""
     rebuild: Callable[[list[Any]], Any]
     """Makes a container of the same class with other children."""
-    beside: dict[str, Any]
-    """Attributes that are not children, and that `rebuild` carries over as they are."""
+    beside: Callable[[], dict[str, Any]]
+    """Returns attributes that are not children, and that `rebuild` carries over as they are."""
     is_plain: bool
     """Whether it is exactly a list, a tuple or a dict."""
 
@@ -52,7 +52,7 @@ def level_of(value: Any, target: torch.device | None = None) -> Level | None:
     """
     cls: Any = type(value)
     if cls is list or cls is tuple:
-        return Level(value, range(len(value)), ITEM, cls, {}, is_plain=True)
+        return Level(value, range(len(value)), ITEM, cls, dict, is_plain=True)
     if cls is dict:
         names = list(value)
         return Level(
@@ -60,7 +60,7 @@ def level_of(value: Any, target: torch.device | None = None) -> Level | None:
             names,
             ITEM,
             lambda made: dict(zip(names, made, strict=True)),
-            {},
+            dict,
             is_plain=True,
         )
     rule = None if issubclass(cls, torch.Tensor) else rule_of(cls)
@@ -72,13 +72,13 @@ def level_of(value: Any, target: torch.device | None = None) -> Level | None:
 
 def _by_rule(value: Any, rule: Rule, flat: Flat) -> Level:
     children, context, names = flat
-    beside = {} if rule.beside is None else rule.beside(value, context)
+    beside = rule.beside
     by_attribute = names is not None and rule.step is _C.Step.ATTRIBUTE
     return Level(
         children,
         range(len(children)) if names is None else names,
         ATTRIBUTE if by_attribute else ITEM,
         lambda made: rule.unflatten(made, context),
-        beside,
+        dict if beside is None else lambda: beside(value, context),
         is_plain=False,
     )
