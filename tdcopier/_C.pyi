@@ -17,6 +17,7 @@ testing = _testing
 MAX_INLINE_BYTES: int
 STAGING_BUFFER_BYTES: int
 DEFAULT_STAGING_LIMIT_BYTES: int
+DEFAULT_RUN_AHEAD_LIMIT: int
 
 class InternalError(RuntimeError):
     """An invariant of the engine does not hold. This is a bug in tdcopier: please report it."""
@@ -104,6 +105,26 @@ class WhyDelegated(enum.Enum):
     TORCH_MODE = 2
     DEVICE = 3
     NOT_PLAIN = 4
+
+class Reason(enum.Enum):
+    PACKED = 0
+    PACKED_BY_KERNEL = 1
+    PACKING_IS_OFF = 2
+    LARGE = 3
+    LARGER_THAN_CHUNK = 4
+    CLASS = 5
+    OBJECT = 6
+    TORCH_MODE = 7
+    DEVICE = 8
+    OTHER_KEYS = 9
+    NAMED = 10
+    NO_STORAGE = 11
+    GRADIENT = 12
+    FORWARD_GRADIENT = 13
+    TOO_LARGE = 14
+    UNALIGNED = 15
+    REUSED = 16
+    OPAQUE = 17
 
 class Step(enum.Enum):
     INDEX = 0
@@ -206,7 +227,7 @@ def explain(
     /,
 ) -> tuple[
     torch.device,
-    list[tuple[str, Any, str, str, int | None, int | None, bool]],
+    list[tuple[str, Any, Reason, list[str], int | None, int | None, bool]],
     tuple[int, int, int],
 ]: ...
 def start_copy_into(

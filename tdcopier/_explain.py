@@ -248,9 +248,9 @@ class _Found(NamedTuple):
 
     path: str
     value: Any
-    treatment: Any
-    why: str
-    """A code of `csrc/python/calls/explain.cpp`; see `_WORDS`."""
+    reason: _C.Reason
+    other_keys: list[str]
+    """The dispatch keys that a tensor has and plain ones lack."""
     chunk: int | None
     offset_bytes: int | None
     in_place: bool
@@ -269,8 +269,9 @@ class _Rows:
 
     def _row(self, found: _Found) -> ExplainedLeaf:
         value: Any = found.value
-        treatment = found.treatment
-        if treatment == "delegated" and found.why != "object" and stays(value, self._target):
+        treatment = _treatment(found.reason)
+        is_tensor = found.reason is not _C.Reason.OBJECT
+        if treatment == "delegated" and is_tensor and stays(value, self._target):
             treatment = "reused"
         while isinstance(value, DelegatedPart):
             value = value.value
@@ -301,11 +302,11 @@ class _Rows:
             is_array = isinstance(value, np.ndarray)
             return "on the host already: becomes a tensor" if is_array else "on the target already"
         if treatment == "delegated":
-            return _why_delegated(found.why, value, self._target)
+            return _why_delegated(found, value, self._target)
         if treatment == "alone":
             pinned = ", and pinned: the device reads it in place" if found.in_place else ""
-            return _WORDS[found.why] + pinned
-        if found.why == "kernel":
+            return _WORDS[found.reason] + pinned
+        if found.reason is _C.Reason.PACKED_BY_KERNEL:
             return f"pinned: a kernel of the device reads it in place, into chunk {found.chunk}"
         if found.in_place:
             return f"pinned and adjacent: the device reads chunk {found.chunk} in place"
@@ -315,20 +316,30 @@ class _Rows:
         return f"at most 256 KiB: {sharing} leaves of {dtype} share chunk {found.chunk}"
 
 
+def _treatment(reason: _C.Reason) -> Treatment:
+    if reason in (_C.Reason.PACKED, _C.Reason.PACKED_BY_KERNEL):
+        return "packed"
+    if reason in (_C.Reason.PACKING_IS_OFF, _C.Reason.LARGE, _C.Reason.LARGER_THAN_CHUNK):
+        return "alone"
+    if reason is _C.Reason.REUSED:
+        return "reused"
+    return "opaque" if reason is _C.Reason.OPAQUE else "delegated"
+
+
 _WORDS = {
-    "packing is off": "pack_cpu_tensors is False",
-    "large": "larger than 256 KiB",
-    "larger than a chunk": "larger than max_packed_chunk_bytes",
-    "mode": "a torch mode or transform is active, so torch moves every leaf",
-    "named": "its dimensions have names",
-    "no storage": "has no storage of its own",
-    "gradient": (
+    _C.Reason.PACKING_IS_OFF: "pack_cpu_tensors is False",
+    _C.Reason.LARGE: "larger than 256 KiB",
+    _C.Reason.LARGER_THAN_CHUNK: "larger than max_packed_chunk_bytes",
+    _C.Reason.TORCH_MODE: "a torch mode or transform is active, so torch moves every leaf",
+    _C.Reason.NAMED: "its dimensions have names",
+    _C.Reason.NO_STORAGE: "has no storage of its own",
+    _C.Reason.GRADIENT: (
         "requires a gradient and grad mode is on: within torch.no_grad(), or after .detach(), it "
         "is packed"
     ),
-    "forward gradient": "carries a forward gradient",
-    "too large": "repeats its elements, and a copy of them would exceed 1 TiB",
-    "unaligned": "strided, at an address that a device cannot read its elements from",
+    _C.Reason.FORWARD_GRADIENT: "carries a forward gradient",
+    _C.Reason.TOO_LARGE: "repeats its elements, and a copy of them would exceed 1 TiB",
+    _C.Reason.UNALIGNED: "strided, at an address that a device cannot read its elements from",
 }
 
 _KEYS = {
@@ -342,15 +353,15 @@ _KEYS = {
 }
 
 
-def _why_delegated(why: str, value: Any, target: torch.device) -> str:
-    if why.startswith("keys "):
-        names = why.removeprefix("keys ")
-        known = [_KEYS[name] for name in names.split(", ") if name in _KEYS]
-        return ", ".join(known) or f"not a plain strided tensor: dispatch keys {names}"
-    if why == "device":
+def _why_delegated(found: _Found, value: Any, target: torch.device) -> str:
+    if found.reason is _C.Reason.OTHER_KEYS:
+        known = [_KEYS[name] for name in found.other_keys if name in _KEYS]
+        unnamed = ", ".join(found.other_keys)
+        return ", ".join(known) or f"not a plain strided tensor: dispatch keys {unnamed}"
+    if found.reason is _C.Reason.DEVICE:
         return f"the engine does not copy from {_device(value) or 'cpu'} to {target}"
-    if why not in ("class", "object"):
-        return _WORDS[why]
+    if found.reason in _WORDS:
+        return _WORDS[found.reason]
     name = unknown.class_name(type(value))
     if isinstance(value, torch.Tensor):
         if value.layout is torch.jagged and value.requires_grad:

@@ -22,7 +22,7 @@ class _LimitsInForce:
     """The limits last passed to the engine, which has no getters for them."""
 
     staging_limit_bytes = _C.DEFAULT_STAGING_LIMIT_BYTES
-    run_ahead_batches = 4
+    run_ahead_batches = _C.DEFAULT_RUN_AHEAD_LIMIT
 
 
 limits_in_force = _LimitsInForce()

@@ -49,6 +49,7 @@ using tdcopier::of_device;
 using tdcopier::OnUnknown;
 using tdcopier::PathStep;
 using tdcopier::PreparedCopy;
+using tdcopier::Reason;
 using tdcopier::Sending;
 using tdcopier::WhyDelegated;
 using tdcopier::with_torch_errors;
@@ -129,6 +130,26 @@ void bind_enums(py::module_& m) {
       .value("TORCH_MODE", WhyDelegated::kTorchMode)
       .value("DEVICE", WhyDelegated::kDevice)
       .value("NOT_PLAIN", WhyDelegated::kNotPlain)
+      .finalize();
+  py::native_enum<Reason>(m, "Reason", "enum.Enum")
+      .value("PACKED", Reason::kPacked)
+      .value("PACKED_BY_KERNEL", Reason::kPackedByKernel)
+      .value("PACKING_IS_OFF", Reason::kPackingIsOff)
+      .value("LARGE", Reason::kLarge)
+      .value("LARGER_THAN_CHUNK", Reason::kLargerThanChunk)
+      .value("CLASS", Reason::kClass)
+      .value("OBJECT", Reason::kObject)
+      .value("TORCH_MODE", Reason::kTorchMode)
+      .value("DEVICE", Reason::kDevice)
+      .value("OTHER_KEYS", Reason::kOtherKeys)
+      .value("NAMED", Reason::kNamed)
+      .value("NO_STORAGE", Reason::kNoStorage)
+      .value("GRADIENT", Reason::kGradient)
+      .value("FORWARD_GRADIENT", Reason::kForwardGradient)
+      .value("TOO_LARGE", Reason::kTooLarge)
+      .value("UNALIGNED", Reason::kUnaligned)
+      .value("REUSED", Reason::kReused)
+      .value("OPAQUE", Reason::kOpaque)
       .finalize();
 }
 
@@ -338,6 +359,7 @@ Raises:
   m.attr("DEFAULT_STAGING_LIMIT_BYTES") = tdcopier::kDefaultStagingLimitBytes;
   m.def("set_staging_limit_bytes", &tdcopier::StagingRing::set_limit_bytes);
   m.attr("MAX_INLINE_BYTES") = tdcopier::kMaxInlineBytes;
+  m.attr("DEFAULT_RUN_AHEAD_LIMIT") = tdcopier::kDefaultRunAheadLimit;
   m.def("set_run_ahead_limit", &tdcopier::RunAhead::set_limit);
   m.def("shut_down", [] {
     tdcopier::stop_returning_sources();

@@ -29,52 +29,45 @@ struct RoutedGroup {
   size_t first_chunk;  // of all chunks of the copy
 };
 
-std::string joined(const std::vector<std::string>& words) {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
-  return text;
-}
-
-// Returns a code, and for "keys" a list of names after it.
-std::string why_not_plain(Packable packable, const at::Tensor& tensor) {
+Reason why_not_plain(Packable packable, const at::Tensor& tensor) {
   switch (packable) {
     case Packable::kOtherKeys:
-      return "keys " + joined(other_keys(tensor, plain_tensor_keys(tensor.device())));
+      return Reason::kOtherKeys;
     case Packable::kNamed:
-      return "named";
+      return Reason::kNamed;
     case Packable::kNoStorage:
-      return "no storage";
+      return Reason::kNoStorage;
     case Packable::kGradient:
-      return tensor.requires_grad() && c10::GradMode::is_enabled() ? "gradient"
-                                                                   : "forward gradient";
+      return tensor.requires_grad() && c10::GradMode::is_enabled() ? Reason::kGradient
+                                                                   : Reason::kForwardGradient;
     case Packable::kTooLarge:
-      return "too large";
+      return Reason::kTooLarge;
     case Packable::kUnaligned:
-      return "unaligned";
+      return Reason::kUnaligned;
     default:
       throw InternalError("a leaf is delegated for a reason");
   }
 }
 
-std::string why(const Delegated& leaf, PyObject* value) {
+Reason why(const Delegated& leaf, PyObject* value) {
   switch (leaf.why) {
     case WhyDelegated::kClass:
-      return "class";
+      return Reason::kClass;
     case WhyDelegated::kObject:
-      return "object";
+      return Reason::kObject;
     case WhyDelegated::kTorchMode:
-      return "mode";
+      return Reason::kTorchMode;
     case WhyDelegated::kDevice:
-      return "device";
+      return Reason::kDevice;
     case WhyDelegated::kNotPlain:
       return why_not_plain(leaf.packable, tensor_in(value));
   }
   Py_UNREACHABLE();
 }
 
-const char* why_alone(const LeafExtent& leaf, const PackOptions& options) {
-  if (!options.pack) return "packing is off";
-  return leaf.bytes > kMaxPackedLeafBytes ? "large" : "larger than a chunk";
+Reason why_alone(const LeafExtent& leaf, const PackOptions& options) {
+  if (!options.pack) return Reason::kPackingIsOff;
+  return leaf.bytes > kMaxPackedLeafBytes ? Reason::kLarge : Reason::kLargerThanChunk;
 }
 
 class Explainer {
@@ -101,9 +94,10 @@ class Explainer {
     const bool by_kernel = route.job == JobKind::kRows;
     const bool is_straight = std::ranges::binary_search(route.straight, slot.chunk);
     const bool in_place = by_kernel || (is_straight && extent.bytes != 0);
-    return py::make_tuple(path, py::handle(value), packed ? "packed" : "alone",
-                          packed ? (by_kernel ? "kernel" : "") : why_alone(extent, options_.pack),
-                          first_chunk + slot.chunk, slot.offset, in_place);
+    const Reason packing = by_kernel ? Reason::kPackedByKernel : Reason::kPacked;
+    return py::make_tuple(
+        path, py::handle(value), packed ? packing : why_alone(extent, options_.pack),
+        std::vector<std::string>(), first_chunk + slot.chunk, slot.offset, in_place);
   }
 
   py::tuple totals() const { return py::make_tuple(chunks_, transfers_, bytes_); }
@@ -117,9 +111,17 @@ class Explainer {
   uint64_t bytes_ = 0;
 };
 
-py::tuple without_chunk(const std::string& path, PyObject* value, const char* treatment,
-                        const std::string& why) {
-  return py::make_tuple(path, py::handle(value), treatment, why, py::none(), py::none(), false);
+py::tuple without_chunk(const std::string& path, PyObject* value, Reason reason,
+                        const std::vector<std::string>& keys = {}) {
+  return py::make_tuple(path, py::handle(value), reason, keys, py::none(), py::none(), false);
+}
+
+py::tuple delegated_row(const std::string& path, PyObject* value, const Delegated& leaf,
+                        PyObject* moved) {
+  const Reason reason = why(leaf, moved);
+  if (reason != Reason::kOtherKeys) return without_chunk(path, value, reason);
+  const at::Tensor& tensor = tensor_in(moved);
+  return without_chunk(path, value, reason, other_keys(tensor, plain_tensor_keys(tensor.device())));
 }
 
 }  // namespace
@@ -151,10 +153,10 @@ py::tuple explain(py::handle data, py::handle device, const CopyOptions& options
       throw std::runtime_error("data changed while it was being explained");
     } else if (delegated[i] != nullptr) {
       PyObject* const moved = flat.spec.value(node.number);
-      rows.append(without_chunk(path, value, "delegated", why(*delegated[i], moved)));
+      rows.append(delegated_row(path, value, *delegated[i], moved));
     } else {
       const bool is_reused = is_tensor(flat.spec.value(node.number));
-      rows.append(without_chunk(path, value, is_reused ? "reused" : "opaque", ""));
+      rows.append(without_chunk(path, value, is_reused ? Reason::kReused : Reason::kOpaque));
     }
   }
   return py::make_tuple(py::reinterpret_steal<py::object>(THPDevice_New(target)), rows,
