@@ -8,8 +8,8 @@
 
 #include "base/cache_line.h"
 #include "engine/device/events.h"
+#include "engine/moves/enqueue_transfers.h"
 #include "engine/moves/gather_scatter.h"
-#include "engine/moves/transport.h"
 
 namespace tdcopier {
 namespace {

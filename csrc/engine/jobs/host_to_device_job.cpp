@@ -14,9 +14,9 @@
 #include "base/forks.h"
 #include "base/polling_wait.h"
 #include "engine/device/pinned_ranges.h"
+#include "engine/moves/enqueue_transfers.h"
 #include "engine/moves/gather_scatter.h"
 #include "engine/moves/stage.h"
-#include "engine/moves/transport.h"
 
 namespace tdcopier {
 namespace {

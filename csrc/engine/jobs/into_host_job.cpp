@@ -13,8 +13,8 @@
 #include "engine/device/pinned_ranges.h"
 #include "engine/device/staging_ring.h"
 #include "engine/moves/deliver.h"
+#include "engine/moves/enqueue_transfers.h"
 #include "engine/moves/gather_scatter.h"
-#include "engine/moves/transport.h"
 
 namespace tdcopier {
 

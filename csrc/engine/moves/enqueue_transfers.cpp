@@ -1,6 +1,6 @@
 // CUDA's transfers from and to pinned memory go through the driver, all others through ATen's copy,
 // which every backend has.
-#include "engine/moves/transport.h"
+#include "engine/moves/enqueue_transfers.h"
 
 #include <c10/core/InferenceMode.h>
 
