@@ -16,7 +16,7 @@ from tdcopier import _C
 from tdcopier._containers.rule import Refused
 from tdcopier._containers.visit import ATTRIBUTE, ITEM, level_of
 from tdcopier._options import OnUnknown
-from tdcopier._park.left_out import LeftOut
+from tdcopier._park.hiding_places import HidingPlaces
 from tdcopier._park.places import Place, named, text_of
 
 _DICTS = (OrderedDict, defaultdict)
@@ -63,9 +63,9 @@ def tensors_in(
             tensor has device memory.
         RecursionError: a container contains itself.
     """
-    walk = _Walk(gradients, LeftOut(on_unknown, is_parking, owners))
+    walk = _Walk(gradients, HidingPlaces(on_unknown, is_parking, owners))
     walk.value(state, "state")
-    walk.left_out.report()
+    walk.hiding_places.report()
     if not walk.found.tensors:
         walk.refuse_nothing(state, is_parking=is_parking)
     return walk.found
@@ -92,9 +92,9 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Walk:
-    def __init__(self, gradients: bool, left_out: LeftOut) -> None:
+    def __init__(self, gradients: bool, hiding_places: HidingPlaces) -> None:
         self.found = FoundTensors([], [], [])
-        self.left_out = left_out
+        self.hiding_places = hiding_places
         self._containers = 0
         self._options_on_host = 0
         self._gradients = gradients
@@ -116,21 +116,21 @@ class _Walk:
         if count != 0 and not is_parking:
             return
         containers = self._containers + len(self.found.on_host)
-        mistake = self.left_out.mistake(state, containers)
+        mistake = self.hiding_places.mistake(state, containers)
         if count != 0:
             tensors = "the tensor in the state is" if count == 1 else f"{count} tensors are"
             places = " and ".join(sorted({str(each.device) for each in self.found.on_host}))
-            also = "" if mistake is None else f". {self.left_out.text_of(mistake)}"
+            also = "" if mistake is None else f". {self.hiding_places.text_of(mistake)}"
             raise ValueError(
                 f"nothing to park: {tensors} on {places}, and none is on a device; move the model "
                 f"to the device first, or leave out the call{also}"
             )
         if mistake is not None:
-            self.left_out.tell(mistake)
+            self.hiding_places.tell(mistake)
 
     def _module(self, module: nn.Module, at: Place) -> None:
         self._containers += 1
-        self.left_out.add_owner(at, module)
+        self.hiding_places.add_owner(at, module)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._tensor(parameter, (at, ATTRIBUTE, name))
         for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -138,7 +138,7 @@ class _Walk:
 
     def _optimizer(self, optimizer: Optimizer, at: Place) -> None:
         self._containers += 1
-        self.left_out.add_owner(at, optimizer)
+        self.hiding_places.add_owner(at, optimizer)
         for number, values in enumerate(optimizer.state.values()):
             self.value(values, (at, ".state[{}]", number))
         before = len(self.found.on_host)
@@ -157,17 +157,17 @@ class _Walk:
         if level is not None:
             self._containers += 1
             if not level.is_plain and type(value) not in _DICTS:
-                self.left_out.shells.append((at, value))
+                self.hiding_places.shells.append((at, value))
             for form, name, child in level.steps():
                 self.value(child, (at, form, name))
             return
-        if self.left_out.is_unread(at, value):
+        if self.hiding_places.is_unread(at, value):
             return
         leaves = _C.leaves_with_paths(value, torch.device("cpu"))
         if leaves or _is_container(value):
             self._containers += 1
         else:
-            self.left_out.opaque.append((at, value))
+            self.hiding_places.opaque.append((at, value))
         for steps, leaf in leaves:
             where: Place = (at, "{}", steps.removeprefix("data"))
             if isinstance(leaf, torch.Tensor):
@@ -175,14 +175,14 @@ class _Walk:
             elif isinstance(leaf, nn.Module):
                 self._module(leaf, where)
             elif isinstance(leaf, np.ndarray):
-                self.left_out.arrays.append((where, leaf))
+                self.hiding_places.arrays.append((where, leaf))
             else:
                 if isinstance(leaf, _collection_class() or ()):
                     raise TypeError(
                         f"{text_of(where)} is {named(leaf)} whose tensors are not its own, for "
                         "example because it is consolidated: give its .clone()"
                     )
-                self.left_out.add_own_to(where, leaf)
+                self.hiding_places.add_own_to(where, leaf)
 
     def _tensor(self, tensor: torch.Tensor, at: Place) -> None:
         cls = type(tensor)

@@ -43,7 +43,7 @@ class Reported(NamedTuple):
     """Whether no tensor was found in the whole state."""
 
 
-class LeftOut:
+class HidingPlaces:
     """The values of a state that a walk does not take apart, or not wholly.
 
     Attributes:
