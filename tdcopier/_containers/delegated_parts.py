@@ -128,7 +128,7 @@ def children_of(value: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the items and the attributes of a value, without code of its class.
 
     Each has a format and what it is given, which make the step to it in a path (see `text_of` in
-    `_park/places.py`).
+    `_park/value_paths.py`).
     """
     cls = type(value)  # `isinstance` may run the code of a proxy
     if issubclass(cls, dict):

@@ -24,7 +24,7 @@ from tdcopier._containers.delegated_parts import (
 )
 from tdcopier._containers.visit import ATTRIBUTE
 from tdcopier._options import OnUnknown
-from tdcopier._park.places import BOUND_TO, CAPTURED, Place, named, text_of
+from tdcopier._park.value_paths import BOUND_TO, CAPTURED, Place, named, text_of
 
 ACCEPTED = (
     "Give modules, optimizers, state dicts, TensorDicts, or tensors, in any nesting of containers"

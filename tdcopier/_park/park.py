@@ -16,9 +16,9 @@ import torch
 from tdcopier import _C
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._options import OnUnknown, bool_option, check_on_unknown
-from tdcopier._park.places import named
 from tdcopier._park.tensors import FoundTensors, refuse_modes, tensors_in
 from tdcopier._park.transfers import HostCopy, copy_to_device
+from tdcopier._park.value_paths import named
 from tdcopier._progress import Progress
 
 __all__ = ["Parked", "park", "parked"]

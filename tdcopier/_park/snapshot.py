@@ -22,7 +22,6 @@ from tdcopier._options import OnUnknown, bool_option, check_on_unknown
 from tdcopier._park.gathered import DeviceCopy, ScratchCopy
 from tdcopier._park.optimizer_steps import wait_in_step
 from tdcopier._park.park import storages_of
-from tdcopier._park.places import Place, named, text_of
 from tdcopier._park.tensors import (
     FoundTensors,
     plain_parts,
@@ -30,6 +29,7 @@ from tdcopier._park.tensors import (
     tensors_in,
 )
 from tdcopier._park.transfers import PACKED_BYTES
+from tdcopier._park.value_paths import Place, named, text_of
 from tdcopier._progress import Progress
 
 __all__ = ["Snapshot", "snapshot"]

@@ -17,7 +17,7 @@ from tdcopier._containers.rule import Refused
 from tdcopier._containers.visit import ATTRIBUTE, ITEM, level_of
 from tdcopier._options import OnUnknown
 from tdcopier._park.hiding_places import HidingPlaces
-from tdcopier._park.places import Place, named, text_of
+from tdcopier._park.value_paths import Place, named, text_of
 
 _DICTS = (OrderedDict, defaultdict)
 """Their attributes, a factory or metadata, are not looked into."""
