@@ -1,4 +1,5 @@
-// Device memory: a caching allocator with the stream semantics of CUDA's.
+// Device memory: a caching allocator with the stream semantics of CUDA's. block_cache.h has the
+// blocks, which it reuses and poisons.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>

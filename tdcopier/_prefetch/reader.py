@@ -1,6 +1,8 @@
 """A pass whose source is read by a reader thread, which starts copies ahead of the loop.
 
-The thread waits for room in the queue; without a thread, `in_loop.py` decides how far to read.
+The thread waits for room in the queue; without a thread, `in_loop.py` decides how far to read. An
+error of the loader is an item of the queue too: `source.py` makes it, and `queue.py` raises it in
+its turn.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 // The process's pool of pinned memory: blocks of exact sizes, whose parts are leased and come back.
-// pinned_lease.h makes its blocks.
+// pinned_lease.h makes its blocks. (Copies are staged in the buffers of staging_ring.h, and results
+// are made with torch's allocator, by jobs/route.cpp.)
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,6 +1,7 @@
 // Keeps resources, for example sources on a device, until the device has finished using them. The
 // memory of a dropped result belongs to torch's allocator, which engine/leaves/result.h tells of
-// its uses.
+// its uses. Host sources are kept by python/walk/sources.h, and released as soon as they were read,
+// by CopyJob::note_sources_free().
 #pragma once
 
 #include <list>

@@ -1,5 +1,7 @@
 // The one decision how a group of leaves travels: by which job, in which windows, on which threads,
-// and whether in the call. start() acts on it, and python/calls/explain.cpp reads it.
+// and whether in the call. start() acts on it, and python/calls/explain.cpp reads it. It finds
+// decided which leaves share a chunk and which travel alone (base/pack_plan.h, by size), and which
+// are pinned (leaves/pinned_leaves.h).
 #pragma once
 
 #include <c10/core/Allocator.h>

@@ -1,5 +1,5 @@
 // The class of the tensors that a copy makes. None requires a gradient: look_at() in leaf.h leaves
-// those that do to `.to`.
+// those that do to `.to`. leaf.h says which sizes and strides they have.
 #pragma once
 
 #include <ATen/core/Tensor.h>

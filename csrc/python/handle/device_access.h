@@ -1,4 +1,5 @@
-// What a device still reads or writes in memory in place, apart from the handle and its result.
+// What a device still reads or writes in memory in place, apart from the handle and its result,
+// whose order with the caller's streams is made by Handle::wait().
 #pragma once
 
 #include <c10/core/Device.h>

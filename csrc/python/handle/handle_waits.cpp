@@ -1,5 +1,5 @@
 // Makes the host wait until the jobs of a copy have read their sources, enqueued their transfers,
-// or ended; this thread helps them first.
+// or ended; this thread helps them first. handle.cpp raises what has failed, and orders streams.
 #include <algorithm>
 #include <exception>
 #include <stdexcept>

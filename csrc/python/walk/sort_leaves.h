@@ -1,6 +1,7 @@
 // Decides how to treat each tensor and array that a walk has found: a leaf of its device's table,
 // delegated, or reused. A tensor that is in the tree twice is two leaves, as are two views of one
-// storage: both are copied, and the results share no elements.
+// storage: both are copied, and the results share no elements. look_at() in engine/leaves/leaf.h
+// decides by keys, names and gradients which tensors are plain.
 #pragma once
 
 #include <c10/core/Device.h>
