@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tdcopier import _C
+
+PACKED, MANY, LARGE = [100, 50], [*range(3, 42)], [1 << 18, 3]
+BEYOND_STAGING = [2 * _C.STAGING_BUFFER_BYTES // 4 + 5, 3]
+"""More than is staged at a time, where there is one staging buffer."""
 SIZES = {"packed": [100, 50], "in place": [100], "alone": [70_000], "both": [1 << 18, 3]}
 sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
 
@@ -20,4 +25,5 @@ def refill(leaves: list[torch.Tensor], value: float) -> None:
 
 
 def values_of(leaves: list[torch.Tensor]) -> set[float]:
-    return {value for leaf in leaves for value in leaf.unique().tolist()}
+    """Returns the least and the greatest value of each leaf: one, if one value fills them all."""
+    return {value.item() for leaf in leaves if leaf.numel() for value in leaf.aminmax()}
