@@ -62,6 +62,10 @@ class Call:
         return self.target != "host"
 
     @property
+    def uses_a_device(self) -> bool:
+        return self.is_from_device or self.is_to_device
+
+    @property
     def makes_device_memory(self) -> bool:
         return self.is_to_device and not self.fills
 
@@ -209,3 +213,17 @@ def each_call(holds: Callable[[Call], bool] = lambda _: True, promise: str = "")
     """Parametrizes a test over the calls for which this holds and to which the promise applies."""
     names = [name for name, call in CALLS.items() if holds(call) and promise not in call.never]
     return pytest.mark.parametrize("call", names)
+
+
+def calls_for(devices: int) -> list[str]:
+    """Returns the calls that can be made with this number of devices."""
+    return [
+        name
+        for name, row in CALLS.items()
+        if devices > 1 or "other" not in (row.source, row.target)
+    ]
+
+
+def work_of(call: str, device: str, value: float, elements: list[int]) -> Work:
+    """Prepares the call with leaves of a value."""
+    return Work(CALLS[call], device, value, elements)

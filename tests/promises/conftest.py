@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-from calls import CALLS, Work
+from calls import CALLS, Work, work_of
 
 import tdcopier
 
@@ -25,7 +25,7 @@ def make(
     tdcopier.set_run_ahead_limit(1000)
 
     def make(value: float, elements: list[int]) -> Work:
-        work = Work(row, device, value, elements)
+        work = work_of(call, device, value, elements)
         for place in work.devices:
             accelerator.synchronize(place)
         return work

@@ -1,0 +1,165 @@
+"""Processes, for every call: they fork and end with copies under way, and may have no threads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from calls import CALLS, each_call, work_of
+from fault_support import BUFFER_BYTES
+from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
+from support import run_python
+
+import tdcopier
+
+
+def ends_well(act: Callable[[], None]) -> bool:
+    """Returns whether a forked child that does this ends without an error or a signal."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            act()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def copy_on_the_host(device: str) -> None:
+    for name, row in CALLS.items():
+        if not row.uses_a_device:
+            work = work_of(name, device, 5, LARGE)
+            assert values_of(work.arrived(work.start().get())) == {5}
+    assert tdcopier.copy([torch.ones(3), "text"], "cpu")[0].tolist() == [1, 1, 1]
+
+
+class Cycle:
+    def __init__(self, held: Any) -> None:
+        self.held, self.itself = held, self
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@each_call()
+def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, device, accelerator):
+    """At the fork copies are under way: workers may hold any lock, and none is in the child."""
+    work, large = make(1, PACKED), make(2, LARGE)
+    handle = work.start()
+    result = handle.wait()
+    if work.call.is_to_device:
+        handle.wait(accelerator.Stream(device=work.target))
+    done = work.start()
+    done.get()
+    leaf = make(4, MANY).start().get()
+    held = [handle, result, done, large.start(), work.arrived(leaf)[1][1:]]
+    del handle, result, done, leaf
+    running = [large.start() for _ in range(3)]
+
+    def drop() -> None:
+        held.clear()
+        running.clear()
+        gc.collect()
+        copy_on_the_host(device)
+
+    assert ends_well(drop)
+    Cycle(held.copy())
+    held.clear()
+    assert ends_well(drop)
+    for handle in running:
+        assert values_of(large.arrived(handle.get())) == {2}
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("elements", [PACKED, BEYOND_STAGING], ids=["packed", "beyond staging"])
+@each_call(lambda call: call.uses_a_device, "held")
+def test_a_forked_child_is_told_that_a_copy_was_not_done_at_the_fork(make, stall, elements):
+    """It would wait for a device that only the parent can ask, or for a thread of the parent."""
+    tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
+    works = [make(1, PACKED), make(2, elements)]
+    done = works[0].start()
+    done.get()
+
+    def ask() -> None:
+        assert done.ready()
+        done.get()
+        waits = [pending.get, pending.get]
+        if elements is BEYOND_STAGING and not works[1].call.is_from_device:
+            waits.append(pending.wait_staged)
+        for wait in waits:
+            assert not pending.ready()
+            with pytest.raises(RuntimeError, match="before the process was forked"):
+                wait()
+
+    with stall(works[1].writing):
+        pending = works[1].start()
+        assert ends_well(ask)
+    assert values_of(works[1].arrived(pending.get())) == {2}
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = {path}
+import torch
+from calls import CALLS, calls_for, work_of
+from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
+import tdcopier
+from tdcopier import _C
+
+if {device!r}.startswith("sim"):
+    from tdcopier import sim
+    sim.enable(devices=2)
+tdcopier.set_run_ahead_limit(1000)
+names = calls_for({devices})
+"""
+
+
+@pytest.fixture
+def program(device: str, accelerator: ModuleType) -> str:
+    """Returns the beginning of a program that makes calls of the table."""
+    return PROGRAM.format(path=sys.path, device=device, devices=accelerator.device_count())
+
+
+@pytest.mark.sim
+def test_every_call_works_where_no_thread_can_be_made(program):
+    told = run_python(
+        program
+        + """
+_C.set_most_workers(3)
+faults = [sim.fail_thread(n) for n in range(1, 100)]  # each attempt of the process
+for name in names:
+    for value, elements in enumerate([[100, 50], [1 << 19]]):
+        work = work_of(name, "sim:0", value, elements)
+        assert values_of(work.arrived(work.start().get())) == {value}, name
+        work.start()
+for index in range(2):
+    torch.sim.synchronize(index)
+print(faults[0].struck)
+"""
+    )
+    assert told == "the creation of a thread\n"
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_interpreter_exits_cleanly_with_every_call_in_flight(program, device, held):
+    run_python(
+        program
+        + f"""
+works = [work_of(name, {device!r}, 1, size) for name in names for size in ([9], [1 << 20])]
+works = [work for work in works if "held" not in work.call.never]
+holds = [sim.hold(work.writing) for work in works] if {held and device == "sim:0"} else []
+handles = [work.start() for work in works for _ in range(2)][1::2]  # half of them are dropped
+print(len(handles))
+"""
+    )
