@@ -18,10 +18,13 @@ import threading
 from pathlib import Path
 
 # Its loop is not in a function: a program takes the place of `__main__`, whose code then ends.
+# All objects are frozen before the fork, so that no collection at a program's end looks at them.
 _SERVER = """
-import json, os, sys
+import gc, json, os, sys
 import torch
 
+gc.collect()
+gc.freeze()
 while True:
     line = sys.stdin.readline()
     if not line:
