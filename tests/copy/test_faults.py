@@ -24,6 +24,7 @@ from sim_support import fresh as fresh
 from support import are_released
 
 import tdcopier
+from tdcopier import _C
 
 pytestmark = pytest.mark.sim
 
@@ -98,6 +99,26 @@ def test_staging_stays_within_its_bound_when_the_device_fails_again_and_again(si
         del handle
         assert tdcopier.staging_bytes(device) <= 2 * BUFFER_BYTES
     assert_no_staging_is_lost(device)
+
+
+def test_staging_that_cannot_be_pinned_waits_for_a_buffer_that_comes_back(sim, device, copy_stream):
+    tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
+    tdcopier.staging_bytes(device)
+    first, second = torch.full((1_000,), 1.0), torch.full((1_000,), 2.0)
+    with sim.hold(copy_stream):
+        before = tdcopier.start_copy([first], device)  # occupies the only buffer
+        tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
+        _C.testing.set_max_inline_bytes(0)  # a worker waits for it
+        try:
+            with sim.fail_pinned_allocation(1) as fault:
+                handle = tdcopier.start_copy([second], device)
+                assert becomes(lambda: fault.fired)
+        finally:
+            _C.testing.set_max_inline_bytes(_C.MAX_INLINE_BYTES)
+        assert not handle.ready()
+    assert handle.get()[0].eq(2).all()
+    assert before.get()[0].eq(1).all()
+    assert handle.stats.fallbacks == 1
 
 
 # ---- which call raises, and when -----------------------------------------------------------------

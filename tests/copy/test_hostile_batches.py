@@ -265,30 +265,6 @@ def test_a_cycle_through_a_delegated_leaf_is_collected(device):
     assert alive() is None
 
 
-@pytest.mark.sim
-def test_a_forked_child_is_told_that_it_cannot_wait_for_its_parents_threads():
-    program = """
-        import os, torch, tdcopier, warnings
-        from tdcopier import sim, _C
-        sim.enable()
-        warnings.simplefilter("ignore", DeprecationWarning)
-        tdcopier.set_staging_limit_bytes(_C.STAGING_BUFFER_BYTES)
-        with sim.hold(_C.copy_stream("sim")):
-            handle = tdcopier.start_copy([torch.ones(1 << 22)], "sim")  # 4 buffers, one allowed
-            child = os.fork()
-            if child == 0:
-                try:
-                    handle.wait_staged()
-                except RuntimeError as error:
-                    os._exit(0 if "before the process was forked" in str(error) else 2)
-                os._exit(3)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert handle.get()[0].sum().item() == 1 << 22
-        print("fine")
-    """
-    assert run_python(program) == "fine\n"
-
-
 @pytest.mark.parametrize("kind", ["global", "cycle", "failed"])
 def test_a_checked_handle_that_nobody_asked_does_not_disturb_the_end_of_the_process(kind):
     program = """

@@ -118,22 +118,6 @@ def test_an_interrupted_gather_can_be_made_again(device, kind):
     assert interrupted_everywhere(kind, scene) > 10
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupted_scatter_can_be_made_again(device, kind):
-    rows = torch.tensor([3, 0])
-    batch = {"x": torch.rand(2, 3, device=device), "deep": {"y": torch.arange(2, device=device)}}
-
-    def scene(interrupter: Interrupter) -> None:
-        storage = {"x": torch.zeros(6, 3), "deep": {"y": torch.zeros(6, dtype=torch.int64)}}
-        with interrupter:
-            tdcopier.start_scatter(batch, storage, rows).wait()
-        in_time(lambda: tdcopier.start_scatter(batch, storage, rows).get())
-        assert torch.equal(storage["x"][rows], batch["x"].cpu())
-        assert storage["deep"]["y"].tolist() == [1, 0, 0, 0, 0, 0]
-
-    assert interrupted_everywhere(kind, scene) > 5
-
-
 # ---- trees ---------------------------------------------------------------------------------------
 
 

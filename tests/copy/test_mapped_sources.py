@@ -177,3 +177,22 @@ def test_the_file_may_be_forgotten_as_soon_as_the_call_returns(device, tmp_path,
     handle = tdcopier.start_copy(map_file(tmp_path / "leaf", elements), device)
     (tmp_path / "leaf").unlink()
     assert_same(handle.get(), values.to(device))
+
+
+@pytest.mark.parametrize("size", [1_000, 300_000])
+@pytest.mark.parametrize("call", ["wait", "get", "wait_staged"])
+def test_a_mapped_source_may_be_refilled_as_soon_as_the_call_has_returned(
+    device, size, call, tmp_path, slow_link
+):
+    """As in a loop that fills one buffer again and again."""
+    path = str(tmp_path / "leaf")
+    source = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
+    results = []
+    with slow_link:
+        for step in range(4):
+            source.fill_(step)
+            handle = tdcopier.start_copy({"batch": source}, device)
+            getattr(handle, call)()
+            source.fill_(-1)
+            results.append(handle.wait()["batch"])
+    assert [set(result.tolist()) for result in results] == [{0.0}, {1.0}, {2.0}, {3.0}]

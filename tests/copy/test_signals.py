@@ -45,50 +45,6 @@ def press() -> Iterator[Callable[[], float]]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def _to_host(device: str) -> Callable[[], Any]:
-    source = torch.ones(10, device=device)
-    return lambda: tdcopier.start_copy([source], "cpu")
-
-
-def _into_host(device: str) -> Callable[[], Any]:
-    source, destination = torch.ones(10, device=device), torch.zeros(10)
-    return lambda: tdcopier.start_copy_into([source], [destination])
-
-
-def _into_device(device: str) -> Callable[[], Any]:
-    source, destination = torch.ones(10), torch.zeros(10, device=device)
-    return lambda: tdcopier.start_copy_into([source], [destination])
-
-
-def _into_device_beyond_its_staging(device: str) -> Callable[[], Any]:
-    source, destination = torch.ones(20_000_000), torch.zeros(20_000_000, device=device)
-    return lambda: tdcopier.start_copy_into([source], [destination])
-
-
-COPIES = {
-    "D2H": _to_host,
-    "into the host": _into_host,
-    "into a device": _into_device,
-    "into a device, more than its staging holds": _into_device_beyond_its_staging,
-}
-
-
-@pytest.mark.parametrize("copy", COPIES)
-def test_a_signal_ends_a_wait_and_the_copy_goes_on(sim, device, press, copy):
-    start = COPIES[copy](device)
-    stream = torch.sim.Stream(device=device)
-    torch.sim.synchronize()
-    with sim.hold(stream):
-        with torch.sim.stream(stream):
-            handle = start()
-        at = press()
-        with pytest.raises(Pressed):
-            handle.get()
-        assert time.monotonic() - at < LIMIT_S
-        assert not handle.ready()
-    assert all(leaf.eq(1).all() for leaf in handle.get())
-
-
 FILLS = {
     "copy_into": lambda source, table: tdcopier.copy_into(source, table),
     "scatter": lambda source, table: tdcopier.scatter(source, table, torch.arange(4)),
@@ -128,25 +84,13 @@ def test_a_signal_ends_the_wait_for_consumers(sim, device, press):
     assert tdcopier.copy([torch.ones(3)], device)[0].eq(1).all()
 
 
-def test_a_signal_ends_the_wait_until_a_pinned_source_was_read(sim, device, press):
-    source = torch.ones(300_000).pin_memory()
-    with sim.hold(_C.copy_stream(device)):
-        handle = tdcopier.start_copy([source], device)
-        for call in (handle.wait, handle.wait_staged):
-            at = press()
-            with pytest.raises(Pressed):
-                call()
-            assert time.monotonic() - at < LIMIT_S
-    assert handle.get()[0].eq(1).all()
-
-
 def test_a_handler_that_raises_nothing_runs_on_the_callers_streams(sim, device):
     seen = []
 
     def look(*arguments: Any) -> None:
         seen.append(torch.sim.current_stream(device))
 
-    start = _into_device_beyond_its_staging(device)
+    source, destination = torch.ones(20_000_000), torch.zeros(20_000_000, device=device)
     before = signal.signal(signal.SIGUSR1, look)
     stream = torch.sim.Stream(device=device)
     torch.sim.synchronize()
@@ -154,7 +98,7 @@ def test_a_handler_that_raises_nothing_runs_on_the_callers_streams(sim, device):
     hold = sim.hold(stream)
     try:
         with torch.sim.stream(stream):
-            handle = start()
+            handle = tdcopier.start_copy_into([source], [destination])
         for delay, act in (
             (0.05, lambda: os.kill(os.getpid(), signal.SIGUSR1)),
             (0.2, hold.release),

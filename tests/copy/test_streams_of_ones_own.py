@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from calls import calls_for, work_of
 from torch.profiler import ProfilerActivity, profile
-
-import tdcopier
 
 pytestmark = pytest.mark.cuda
 
@@ -36,29 +34,6 @@ def pool_streams(device: str) -> list[torch.cuda.Stream]:
     return made
 
 
-def copies(device: str) -> list[Callable[[], Any]]:
-    """Returns calls that copy in every direction, small and large."""
-    host = [torch.ones(n) for n in (10, 20, 1 << 20)]
-    pinned = [leaf.pin_memory() for leaf in host]
-    here, there = ([leaf.to(device) for leaf in host] for _ in range(2))
-    storage = {"rows": torch.zeros(64, 1000)}
-    batch = {"rows": torch.ones(8, 1000, device=device)}
-    index = torch.arange(0, 64, 8)
-    found: list[Callable[[], Any]] = [
-        lambda: tdcopier.start_copy(host, device),
-        lambda: tdcopier.start_copy(pinned, device),
-        lambda: tdcopier.start_copy(here, "cpu"),
-        lambda: tdcopier.start_copy_into(host, here),
-        lambda: tdcopier.start_copy_into(here, host),
-        lambda: tdcopier.start_copy_into(here, there),
-        lambda: tdcopier.start_gather(storage, index, device),
-        lambda: tdcopier.start_scatter(batch, storage, index),
-    ]
-    if torch.cuda.device_count() > 1:
-        found.append(lambda: tdcopier.start_copy(here, "cuda:1"))
-    return found
-
-
 def work_by_stream(run: Callable[[], None], trace: Path) -> list[tuple[str, tuple[int, int]]]:
     """Returns name, device and stream of all device work in the call, from the profiler."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -81,11 +56,12 @@ def work_by_stream(run: Callable[[], None], trace: Path) -> list[tuple[str, tupl
 
 def test_no_stream_of_torchs_pools_is_one_of_the_engines(device: str, tmp_path: Path):
     streams = pool_streams(device)
-    every = copies(device)
+    calls = calls_for(torch.cuda.device_count())
+    works = [work_of(call, device, 1, [10, 20, 1 << 20]) for call in calls]
 
     def run() -> None:
-        for copy in every:
-            for handle in (copy(), copy()):
+        for work in works:
+            for handle in (work.start(), work.start()):
                 handle.get()
         torch.cuda.synchronize()
         for stream in streams:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from sim_support import becomes
-from thread_support import at_once
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tdcopier
@@ -41,36 +40,6 @@ def busy_workers(sim: Any) -> Iterator[Any]:
 @pytest.fixture
 def source() -> torch.Tensor:
     return torch.arange(ELEMENTS, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("call", ["get", "wait"])
-def test_a_caller_begins_a_copy_that_no_worker_has_begun(busy_workers, source, call):
-    handle = tdcopier.start_copy(source, "sim:1")
-    assert handle.stats.background
-    assert not handle.ready()
-    moved = getattr(handle, call)()  # hangs if the caller does not help
-    assert torch.equal(moved.cpu(), source)
-
-
-def test_sources_are_read_by_the_caller_that_wants_to_write_them(busy_workers, source):
-    handle = tdcopier.start_copy(source, "sim:1")
-    handle.wait_staged()  # hangs if the caller does not help
-    expected = source.clone()
-    source.zero_()
-    assert torch.equal(handle.get().cpu(), expected)
-
-
-def test_a_caller_fills_memory_that_exists(busy_workers, source):
-    destination = torch.zeros(ELEMENTS, dtype=torch.int32, device="sim:1")
-    tdcopier.start_copy_into(source, destination).get()  # hangs if the caller does not help
-    assert torch.equal(destination.cpu(), source)
-
-
-def test_many_callers_wait_for_one_copy(busy_workers, source):
-    handle = tdcopier.start_copy(source, "sim:1")
-    results = at_once(6, lambda _: handle.get())
-    assert all(result is results[0] for result in results)
-    assert torch.equal(results[0].cpu(), source)
 
 
 def test_a_caller_that_fails_hands_its_failure_on(sim, busy_workers, source):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from sim_support import BRIEFLY
 from support import run_python
-from thread_support import at_once
 
 import tdcopier
 from tdcopier import _C
@@ -53,37 +52,6 @@ def test_wait_staged_orders_any_stream_behind_the_reads(sim, device, accelerator
         assert [leaf[-1].item() for leaf in destination] == [1, 2, 3]
 
 
-def test_threads_fill_trees_of_their_own(device):
-    def fill(thread: int) -> None:
-        there = [torch.zeros(n, device=device) for n in (3, 70_000, 200_000)]
-        back = [torch.zeros(n) for n in (3, 70_000, 200_000)]
-        for step in range(10):
-            value = 100.0 * thread + step
-            source = [torch.full_like(leaf, value) for leaf in back]
-            tdcopier.start_copy_into(source, there).wait()
-            tdcopier.start_copy_into(there, back).get()
-            assert all((leaf == value).all() for leaf in back)
-
-    at_once(4, fill)
-
-
-def test_copies_to_new_memory_go_on_while_one_to_the_host_waits_for_its_source(
-    stall, device, accelerator
-):
-    """Threads that wait for a device do not take part in staging."""
-    source, host = torch.ones(5_000_000, device=device), torch.zeros(5_000_000)
-    stream = accelerator.Stream(device=device)
-    accelerator.synchronize()
-    with stall(stream):
-        with accelerator.stream(stream):
-            handle = tdcopier.start_copy_into([source], [host])
-        staged = tdcopier.start_copy_into([torch.ones(5_000_000)], [torch.zeros(5_000_000)])
-        staged.get()  # large, so that workers stage it
-        assert not handle.ready()
-    handle.get()
-    assert host.sum().item() == 5_000_000
-
-
 @pytest.mark.sim
 def test_wait_holds_the_host_back_where_some_leaves_arrive_there(device, sim):
     """Into pinned memory, which the device writes by itself once all is enqueued."""
@@ -93,24 +61,6 @@ def test_wait_holds_the_host_back_where_some_leaves_arrive_there(device, sim):
         tdcopier.start_copy_into(source, destination).wait()
         assert (destination[1] == 1).all()
     assert destination[0].tolist() == [1.0] * 3
-
-
-def test_what_one_device_sends_does_not_wait_for_another(stall, device, other_device, accelerator):
-    """Every thread that writes the data of the first device waits for it."""
-    sources = [torch.ones(20, device=device) for _ in range(10)]
-    other = torch.full((20,), 3.0, device=other_device)
-    stream = accelerator.Stream(device=device)
-    for place in (device, other_device):
-        accelerator.synchronize(place)
-    with stall(stream):
-        with accelerator.stream(stream):
-            handles = [tdcopier.start_copy_into([leaf], [torch.zeros(20)]) for leaf in sources]
-        host = torch.zeros(20)
-        tdcopier.start_copy_into([other], [host]).get()  # hangs if it waits for the other device
-        assert not any(handle.ready() for handle in handles)
-    assert host.tolist() == [3.0] * 20
-    for handle in handles:
-        assert handle.get()[0].tolist() == [1.0] * 20
 
 
 def test_what_is_scattered_lies_on_the_device_where_it_goes(device, other_device, accelerator):
@@ -151,15 +101,6 @@ def test_a_graph_that_was_replayed_before_sees_the_old_values(device, stall, acc
     assert (before.item(), after.item()) == (65.0, 130.0)
 
 
-@pytest.mark.cuda
-def test_a_call_during_the_callers_own_capture_is_refused(device):
-    static = torch.zeros(3, device=device)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        static.add_(1)  # torch warns if a graph is empty
-        with pytest.raises(RuntimeError, match="while its stream is capturing"):
-            tdcopier.start_copy_into([torch.ones(3)], [static])
-
-
 def test_a_modified_source_is_named_in_check_mode(device, stall, copy_stream):
     program = f"""
         import torch, tdcopier
@@ -177,24 +118,6 @@ def test_a_modified_source_is_named_in_check_mode(device, stall, copy_stream):
             print(str(error).split(" was ")[0])
     """
     assert run_python(program, TDCOPIER_CHECK="1").strip() == "source['a'][0]"
-
-
-def test_a_forked_child_fills_memory_of_the_host():
-    """The child starts workers of its own: it has none of the parent's."""
-    run_python(
-        """
-        import os, warnings, numpy as np, tdcopier
-        warnings.simplefilter("ignore")
-        source, destination = np.ones(1_000_000), np.zeros(1_000_000)
-        assert tdcopier.start_copy_into([source], [destination]).stats.background
-        pid = os.fork()
-        if pid == 0:
-            destination[:] = 0
-            tdcopier.start_copy_into([source], [destination]).get()
-            os._exit(0 if (destination == 1).all() else 1)
-        assert os.waitpid(pid, 0)[1] == 0
-        """
-    )
 
 
 def test_the_ring_is_not_exceeded_by_what_comes_back(device):

@@ -52,7 +52,7 @@ def engines_streams(place: str) -> set[torch.Stream]:
 
 @contextmanager
 def other_streams(device: str, accelerator: ModuleType) -> Iterator[None]:
-    """Makes streams current on all devices for which the engine uses others than for the present."""
+    """Makes streams current that share no stream of the engine with the present ones."""
     with ExitStack() as current:
         for index in reversed(range(min(accelerator.device_count(), 2))):
             place = f"{device[:-1]}{index}"

@@ -20,6 +20,11 @@ from support import run_python
 
 import tdcopier
 
+forks = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+
+
+# ---- forks ---------------------------------------------------------------------------------------
+
 
 def ends_well(act: Callable[[], None]) -> bool:
     """Returns whether a forked child that does this ends without an error or a signal."""
@@ -50,7 +55,7 @@ class Cycle:
         self.held, self.itself = held, self
 
 
-@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@forks
 @each_call()
 def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, device, accelerator):
     """At the fork copies are under way: workers may hold any lock, and none is in the child."""
@@ -81,7 +86,13 @@ def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, devi
     gc.collect()
 
 
-@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def assert_is_told(wait: Callable[[], Any]) -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="before the process was forked"):
+            wait()
+
+
+@forks
 @pytest.mark.parametrize("elements", [PACKED, BEYOND_STAGING], ids=["packed", "beyond staging"])
 @each_call(lambda call: call.uses_a_device, "held")
 def test_a_forked_child_is_told_that_a_copy_was_not_done_at_the_fork(make, stall, elements):
@@ -94,19 +105,44 @@ def test_a_forked_child_is_told_that_a_copy_was_not_done_at_the_fork(make, stall
     def ask() -> None:
         assert done.ready()
         done.get()
-        waits = [pending.get, pending.get]
+        assert not pending.ready()
+        assert_is_told(pending.get)
         if elements is BEYOND_STAGING and not works[1].call.is_from_device:
-            waits.append(pending.wait_staged)
-        for wait in waits:
-            assert not pending.ready()
-            with pytest.raises(RuntimeError, match="before the process was forked"):
-                wait()
+            assert_is_told(pending.wait_staged)
 
     with stall(works[1].writing):
         pending = works[1].start()
         assert ends_well(ask)
     assert values_of(works[1].arrived(pending.get())) == {2}
 
+
+@forks
+def test_a_forked_child_is_told_so_of_a_delegated_leaf(device, other_device, accelerator, stall):
+    leaf = torch.ones(8, device=device).requires_grad_()
+    accelerator.synchronize(device)
+    with stall(accelerator.current_stream(device)):
+        pending = tdcopier.start_copy(leaf, other_device)
+        assert ends_well(lambda: assert_is_told(pending.get))
+    assert pending.get().tolist() == [1] * 8
+
+
+@forks
+@pytest.mark.parametrize("elements", [PACKED, LARGE], ids=["packed", "large"])
+@each_call(lambda call: not call.is_to_device and not call.fills)
+def test_a_child_shares_the_memory_that_its_parent_shared(make, elements):
+    """The storage of a result may have been given other memory, with a deleter of its own."""
+    work = make(1, elements)
+    shared = work.arrived(work.start().get())[0].share_memory_()
+
+    def write() -> None:
+        assert shared.is_shared()
+        shared.share_memory_().fill_(5)
+
+    assert ends_well(write)
+    assert values_of([shared]) == {5}
+
+
+# ---- programs ------------------------------------------------------------------------------------
 
 PROGRAM = """
 import sys

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gather_support import ROWS, rows_of
-from support import assert_same, run_python
-from thread_support import at_once
+from support import assert_same
 
 import tdcopier
 
@@ -40,38 +39,6 @@ def test_a_writer_may_go_on_when_rows_are_gathered(stall, device, copy_stream, c
     moved = handle.get()
     assert_same(moved["a"].cpu(), expected["a"])
     assert_same(moved["b"].cpu(), expected["b"])
-
-
-def test_many_threads_gather_at_once_and_each_gets_its_own_rows(device):
-    tree = {"a": torch.arange(ROWS * 40).reshape(ROWS, 40), "b": torch.arange(ROWS)}
-
-    def gather(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(20):
-            index = torch.randint(0, ROWS, (seed * 100 + 1,), generator=generator)
-            got = tdcopier.start_gather(tree, index, device).get()
-            assert_same(got, rows_of(tree, index, device))
-
-    at_once(8, gather)
-
-
-@pytest.mark.sim
-def test_a_forked_child_gathers_into_ordinary_memory():
-    """Its parent may have held the lock of the pinned allocator during the fork."""
-    code = """
-    import os, torch, tdcopier
-    from tdcopier import sim
-
-    sim.enable()
-    table = torch.arange(40_000.0).reshape(400, 100)
-    under_way = tdcopier.start_gather(table, torch.arange(400).repeat(50), "cpu")
-    child = os.fork()
-    if child == 0:
-        rows = tdcopier.start_gather(table, [3, 7], "cpu").get()
-        os._exit(0 if torch.equal(rows, table[[3, 7]]) else 1)
-    print(os.waitpid(child, 0)[1], under_way.get().is_pinned())
-    """
-    assert run_python(code).split() == ["0", "True"]
 
 
 def test_no_python_runs_for_each_leaf(device):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import json
 import os
 import re
@@ -46,6 +47,7 @@ class World:
         self.pageable = torch.ones(300_000)
         self.pinned = torch.ones(100_000).pin_memory()
         self.there = torch.ones(100_000, device=DEVICE)
+        self.filled = torch.zeros(300_000, device=DEVICE)
         self.table = self.there.view(100, -1)
         self.storage = [torch.ones(100, 600)]
         pinned.append(tdcopier.pin_memory_(self.storage, DEVICE))
@@ -89,6 +91,7 @@ KINDS: dict[str, Callable[[World], Any]] = {
     "gather into memory": lambda w: w.lib.start_gather(w.storage, [1, 3], out=w.rows).get(),
     "scatter": lambda w: w.lib.start_scatter(w.rows, w.storage, [1, 3]).get(),
     "copy into": lambda w: w.lib.start_copy_into([w.pinned], [w.there]).wait(),
+    "copy into, in windows": lambda w: w.lib.copy_into([w.pageable], [w.filled]),
     "snapshot": lambda w: w.keep(w.lib.snapshot([w.there]).get()),
     "park": parks,
     "prefetch": prefetches,
@@ -159,6 +162,8 @@ def ending(kind: str, after_s: float) -> int | str:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    gc.collect()
+    gc.freeze()  # so that the ends of processes do not look at what is there
     phases = int(sys.argv[1])
     word = sys.argv[2] if len(sys.argv) > 2 else ""
     endings = {

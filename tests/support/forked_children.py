@@ -1,7 +1,8 @@
 """Makes results, forks, and lets the child give them up; prints how the children ended, as JSON.
 
 ``python forked_children.py TIMES`` plays each case TIMES times: the child drops the last reference,
-or its collector finds the result in a cycle.
+or its collector finds the result in a cycle. `tests/promises/test_processes.py` does this with the
+calls of the table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 
 import tdcopier
 
@@ -43,17 +43,6 @@ def on_device(value: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda leaf: leaf.to(DEVICE), value)
 
 
-def waited_by_two_streams() -> Any:
-    handle = tdcopier.start_copy(host_batch(), DEVICE)
-    result = handle.wait()
-    handle.wait(torch.Stream(DEVICE))
-    return result
-
-
-def one_leaf() -> Any:
-    return tdcopier.copy(host_batch(), DEVICE)["small"]["2"][1:]
-
-
 def prefetched() -> Any:
     with tdcopier.prefetch([host_batch(), host_batch(), host_batch()], DEVICE) as batches:
         return list(batches)
@@ -78,23 +67,10 @@ def prefetcher_with_batches_on_the_device(threaded: bool) -> Any:
     return [batches, first]
 
 
-def gathered(index: torch.Tensor) -> Callable[[], Any]:
-    return lambda: tdcopier.gather(host_batch(rows=50), index, DEVICE)
-
-
 def gathered_by_the_device() -> Any:
     table = pinned(1000, 200)
     index = torch.randint(0, 1000, (64,)).to(DEVICE)
     return [table, index, tdcopier.gather({"x": table}, index, DEVICE)]
-
-
-def copied_into(destination: Callable[[], Any], source: Callable[[], Any]) -> Callable[[], Any]:
-    def made() -> Any:
-        pair = [source(), destination()]
-        tdcopier.copy_into(pair[0], pair[1])
-        return pair
-
-    return made
 
 
 def snapped(device_copy: bool) -> Any:
@@ -118,11 +94,6 @@ def still_parked() -> Any:
     return [model, tdcopier.park(model)]
 
 
-def prepared() -> Any:
-    plan = tdcopier.prepare(host_batch(), DEVICE)
-    return [plan, *(plan.start_copy(host_batch()).wait() for _ in range(2))]
-
-
 def delegated() -> Any:
     return tdcopier.copy(
         [torch.ones(3, requires_grad=True), torch.eye(4).to_sparse(), host_batch()], DEVICE
@@ -134,23 +105,11 @@ def lazily_cloned() -> Any:
     return [result, torch._lazy_clone(result)]
 
 
-def between_devices() -> Any:
-    other = torch.device(DEVICE_TYPE, 1)
-    source = on_device(host_batch())
-    return [source, tdcopier.copy(source, other)]
+def taken() -> Any:
+    return tdcopier.start_copy(host_batch(), DEVICE).wait()
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "copy": lambda: tdcopier.copy(host_batch(), DEVICE),
-    "copy of pinned": lambda: [x := pinned(4, 300_000), tdcopier.copy([x, pinned(3)], DEVICE)],
-    "copy without pinned staging": lambda: tdcopier.copy(
-        host_batch(), DEVICE, use_pinned_staging=False
-    ),
-    "wait": lambda: tdcopier.start_copy(host_batch(), DEVICE).wait(),
-    "wait of two streams": waited_by_two_streams,
-    "a view of one leaf": one_leaf,
-    "unfinished handle": lambda: tdcopier.start_copy(host_batch(), DEVICE),
-    "finished handle": lambda: [h := tdcopier.start_copy(host_batch(), DEVICE), h.get()],
     "prefetch": prefetched,
     "prefetch of batches on the device": prefetched_on_the_device,
     "prefetch in the middle": prefetcher_in_the_middle,
@@ -160,29 +119,22 @@ CASES: dict[str, Callable[[], Any]] = {
     "prefetch without a thread, in the middle": (
         lambda: prefetcher_with_batches_on_the_device(threaded=False)
     ),
-    "gather": gathered(torch.arange(20)),
     "gather by the device": gathered_by_the_device,
     "gather on the device": lambda: tdcopier.gather(
         on_device(host_batch(rows=50)), torch.arange(9), DEVICE
-    ),
-    "copy to the host": lambda: [x := on_device(host_batch()), tdcopier.copy(x, "cpu")],
-    "one result on the host": lambda: tdcopier.copy(on_device(host_batch()), "cpu")["small"]["1"],
-    "copy into the device": copied_into(lambda: on_device(host_batch()), host_batch),
-    "copy into the host": copied_into(host_batch, lambda: on_device(host_batch())),
-    "copy into pinned": copied_into(
-        lambda: pinned(4, 300_000), lambda: torch.ones(4, 300_000).to(DEVICE)
     ),
     "snapshot": lambda: snapped(device_copy=False),
     "snapshot, copied on the device": lambda: snapped(device_copy=True),
     "parked and resumed": resumed,
     "parked": still_parked,
-    "async_to": lambda: tdcopier.async_to(TensorDict(host_batch(), [4]), DEVICE).get(),
-    "prepared copy": prepared,
     "delegated leaves": delegated,
     "lazy clone": lazily_cloned,
 }
-if torch.accelerator.device_count() > 1:
-    CASES["between devices"] = between_devices
+BESIDE_A_LOADER: dict[str, Callable[[], Any]] = {
+    "wait": taken,
+    "snapshot": CASES["snapshot"],
+    "prefetch in the middle": CASES["prefetch of batches on the device, in the middle"],
+}
 
 
 class Cycle:
@@ -240,12 +192,14 @@ def endings(times: int) -> Iterator[tuple[str, list[int]]]:
     for name, make in CASES.items():
         yield f"{name}, dropped", [dropped(make) for _ in range(times)]
         yield f"{name}, in a cycle", [collected(make) for _ in range(times)]
-    for name in ("wait", "snapshot", "prefetch of batches on the device, in the middle"):
-        yield f"{name}, beside a loader", [beside_a_loader(CASES[name]) for _ in range(times)]
+    for name, make in BESIDE_A_LOADER.items():
+        yield f"{name}, beside a loader", [beside_a_loader(make) for _ in range(times)]
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of forks beside threads
+    snapped(device_copy=False)  # torch imports more for an optimizer
+    gc.collect()
     gc.disable()
     gc.freeze()  # collections look at what the cases make
     print(json.dumps(dict(endings(int(sys.argv[1])))))

@@ -9,6 +9,3 @@ from __future__ import annotations
 NOT_YET: dict[str, str] = {
     "a_signal_arrives_while_the_host_waits": "under a schedule waits block: test_signals.py has it",
 }
-
-NOT_YET_WITHOUT_THREADS: dict[str, str] = {}
-"""The same, for the calls of `test_without_threads.py`."""

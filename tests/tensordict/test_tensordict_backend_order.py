@@ -15,7 +15,6 @@ from tensordict_backend_support import outcome
 from tensordict_backend_support import restored as restored
 from tensordict_kinds_of_leaves import flat
 from tensordict_same import assert_same_tensordict
-from thread_support import at_once
 
 import tdcopier
 from tdcopier import _C
@@ -290,11 +289,3 @@ def test_the_structure_of_a_source_may_change_while_its_copy_is_late(
     assert list(moved.keys(True, True)) == ["a", ("x", "b")]
     assert not moved.is_locked
     assert handle.get() is moved
-
-
-def test_a_handle_may_be_asked_by_several_threads(device):
-    td = TensorDict({"a": torch.ones(LARGE), "x": {"b": torch.ones(2)}})
-    handle = tdcopier.async_to(td, device)
-    results = at_once(4, lambda _: handle.get())
-    assert all(each is results[0] for each in results)
-    assert becomes(handle.ready)
