@@ -241,8 +241,9 @@ def test_the_gil_is_free_while_a_call_waits(sim, make, elements):
     """Another thread releases the transfer, and must run Python code for it."""
     work = make(3, elements)
     hold = sim.hold(work.writing)
+    handle = work.start()
     with let_go_without_the_gil(hold) as order:
-        result = work.start().get()
+        result = handle.get()
         order.append("arrived")
     assert order == ["let go", "arrived"]
     assert values_of(work.arrived(result)) == {3}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+LONGEST_S = 30.0
 
 
 class Call:
@@ -72,7 +75,8 @@ def switch_interval(seconds: float) -> Iterator[None]:
 def let_go_without_the_gil(hold: Any) -> Iterator[list[str]]:
     """Releases the hold in another thread, which only runs while the block gives up the GIL.
 
-    Yields a list to which that thread appends "let go" before it does.
+    Yields a list to which that thread appends "let go" before it does. If the block keeps the GIL,
+    the process ends after some time, since pytest's own limit needs the GIL too.
     """
     told = threading.Event()
     order: list[str] = []
@@ -83,9 +87,11 @@ def let_go_without_the_gil(hold: Any) -> Iterator[list[str]]:
         hold.release()
 
     letting_go = Call(let_go)
+    faulthandler.dump_traceback_later(LONGEST_S, exit=True)
     try:
         with switch_interval(1000):
             told.set()
             yield order
     finally:
+        faulthandler.cancel_dump_traceback_later()
         letting_go.join()
