@@ -32,6 +32,8 @@ struct PackOptions {
   // Only leaves of one kind share a chunk: torch.save refuses a storage whose views have several
   // dtypes.
   bool by_kind = true;
+
+  friend bool operator==(const PackOptions&, const PackOptions&) = default;
 };
 
 // The properties of a leaf that the plan depends on.

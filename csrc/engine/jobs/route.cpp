@@ -212,7 +212,7 @@ bool make_result_on_host(LeafGroup& group, const RouteOptions& options) {
         "used no accelerator, or is a forked child");
   }
   try {
-    make_result(group.work, {group.target, nullptr, pinned});
+    make_result(group.work, {group.target, nullptr, pinned, group.image, group.image_begin});
     return pinned != nullptr;
   } catch (const c10::Error& error) {
     const bool is_required = pinned == nullptr || options.requires_pinned_results;

@@ -121,6 +121,10 @@ class LeafTable {
   void add_strided(const void* data, c10::ScalarType dtype, std::span<const int64_t> sizes,
                    std::span<const int64_t> strides, std::span<const int64_t> source_strides_bytes);
 
+  // Adds the leaves of another table, which have no addresses, where `plan` puts them in the image
+  // that begins at `image`. Requires: the other table is a host's, without strided leaves and rows.
+  void add_placed(const LeafTable& others, const PackPlan& plan, const std::byte* image);
+
   // Adds the tensor if the engine may read its bytes itself: only a plain one of the table's
   // device, with no functorch, conj, neg, Python or wrapper keys. Others are left to `Tensor.to`.
   Packable add_if_packable(const at::Tensor& tensor);

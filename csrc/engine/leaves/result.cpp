@@ -86,6 +86,7 @@ void Result::allocate() {
 // multiple of the largest element, because torch saves and loads whole elements of a storage, of
 // any dtype.
 Result::Chunk Result::allocate(const ChunkPlan& plan) const {
+  if (memory_.image) return {memory_.image, memory_.image_begin + plan.begin};
   const uint64_t alignment = plan.alignment_bytes;
   const bool is_aligned = alignment <= kAllocatorAlignmentBytes;
   const uint64_t needed = plan.bytes + (is_aligned ? 0 : alignment - 1);

@@ -31,6 +31,9 @@ struct MemoryOf {
   const c10::Stream* stream = nullptr;
   // On the host: the allocator. Null: torch's own for pageable memory.
   c10::Allocator* host_allocator = nullptr;
+  // On the host: existing memory for the whole image of the plan, from this byte on, instead.
+  c10::Storage image{};
+  uint64_t image_begin = 0;
 };
 
 // The new memory of one job, and its outputs. Leaves of a chunk on a device share its storage;
