@@ -1,3 +1,4 @@
+import builtins
 import enum
 from collections.abc import Callable, Generator, Sequence
 from types import GenericAlias
@@ -220,6 +221,24 @@ def start_copy(
     options: CopyOptions,
     /,
 ) -> AsyncCopyHandle[_T]: ...
+
+class Parcel:
+    @staticmethod
+    def from_bytes(
+        bytes: torch.Tensor, unpickle: Callable[[builtins.bytes], list[Any]] | None, /
+    ) -> Parcel: ...
+    def tree(self) -> Any: ...
+    @property
+    def bytes(self) -> torch.Tensor: ...
+    @property
+    def pickled(self) -> builtins.bytes | None: ...
+
+def pack(
+    data: Any,
+    pickle: Callable[[list[Any]], bytes],
+    unpickle: Callable[[bytes], list[Any]],
+    /,
+) -> Parcel: ...
 def explain(
     data: Any,
     device: str | torch.device | int,

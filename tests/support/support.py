@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import os
 import subprocess
 import sys
@@ -49,8 +50,13 @@ def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def assert_same(got: Any, expected: Any, path: str = "data") -> None:
-    """Asserts equal structure, class, dtype, shape, stride, device, grad flag, layout and value."""
+def assert_same(
+    got: Any, expected: Any, path: str = "data", is_same: Callable[[Any, Any], bool] = operator.is_
+) -> None:
+    """Asserts equal structure, class, dtype, shape, stride, device, grad flag, layout and value.
+
+    `is_same` compares values that are no tensors, for example with `==` after another process.
+    """
     assert type(got) is type(expected), f"{path}: {type(got)} is not {type(expected)}"
     if isinstance(expected, torch.Tensor):
         _assert_same_tensor(got, expected, path)
@@ -59,11 +65,11 @@ def assert_same(got: Any, expected: Any, path: str = "data") -> None:
         assert got.device == expected.device, path
         assert set(got.keys()) == set(expected.keys()), path
         for key in expected.keys():  # noqa: SIM118  # iterating over it would index it
-            assert_same(got.get(key), expected.get(key), f"{path}[{key!r}]")
+            assert_same(got.get(key), expected.get(key), f"{path}[{key!r}]", is_same)
     elif type(expected) in REBUILD:
-        _assert_same_container(got, expected, path)
+        _assert_same_container(got, expected, path, is_same)
     else:
-        assert got is expected, f"{path}: not the same object"
+        assert is_same(got, expected), f"{path}: not the same object"
 
 
 def _assert_same_tensor(got: torch.Tensor, expected: torch.Tensor, path: str) -> None:
@@ -100,25 +106,27 @@ def _assert_same_tensor(got: torch.Tensor, expected: torch.Tensor, path: str) ->
         assert same_bytes(got, expected), f"{path}: values differ"
 
 
-def _assert_same_container(got: Any, expected: Any, path: str) -> None:
+def _assert_same_container(
+    got: Any, expected: Any, path: str, is_same: Callable[[Any, Any], bool]
+) -> None:
     for name in ("default_factory", "maxlen", "version", "number", "tm_zone"):
         assert getattr(got, name, None) == getattr(expected, name, None), f"{path}.{name}"
     if isinstance(expected, (dict, UserDict)):
         assert list(got) == list(expected), path
         for key, value in expected.items():
-            assert_same(got[key], value, f"{path}[{key!r}]")
+            assert_same(got[key], value, f"{path}[{key!r}]", is_same)
     elif isinstance(expected, (list, tuple, deque)):
         assert len(got) == len(expected), path
         for index, value in enumerate(expected):
-            assert_same(got[index], value, f"{path}[{index}]")
+            assert_same(got[index], value, f"{path}[{index}]", is_same)
     if isinstance(expected, (Box, Node)):
-        assert_same(got.children, expected.children, f"{path}.children")
+        assert_same(got.children, expected.children, f"{path}.children", is_same)
     elif dataclasses.is_dataclass(expected):
         for field in dataclasses.fields(expected):
             assert hasattr(got, field.name) == hasattr(expected, field.name), path
             if hasattr(expected, field.name):
                 value = getattr(expected, field.name)
-                assert_same(getattr(got, field.name), value, f"{path}.{field.name}")
+                assert_same(getattr(got, field.name), value, f"{path}.{field.name}", is_same)
     attributes, wanted = getattr(got, "__dict__", {}), getattr(expected, "__dict__", {})
     assert attributes.keys() == wanted.keys(), f"{path}: attributes {list(attributes)}"
     for name, value in wanted.items():

@@ -130,10 +130,10 @@ std::unique_ptr<Handle> start_copy_to(c10::Device target, py::handle data,
     for (const SourceGroup& group : flat.groups) group.sources->keep_memory_of_tensors();
   }
   for (size_t i = 0; i < flat.groups.size(); ++i) {
-    start_group(
-        *handle,
-        group_for(target, std::move(flat.groups[i]), options, fits ? prepared->plan(i) : nullptr),
-        options);
+    std::shared_ptr<const PackPlan> plan = fits ? prepared->plan(i) : nullptr;
+    if (!fits && options.pack == PackOptions()) plan = std::move(flat.groups[i].plan);
+    start_group(*handle, group_for(target, std::move(flat.groups[i]), options, std::move(plan)),
+                options);
     raise_if_interrupted();
   }
   if (fits) prepared->offer_outputs(*handle);

@@ -13,6 +13,7 @@
 #include "python/runtime/device_argument.h"
 #include "python/runtime/torch_state.h"
 #include "python/runtime/torch_tensor.h"
+#include "python/walk/parcel.h"
 #include "python/walk/path.h"
 #include "python/walk/row_leaves.h"
 #include "python/walk/sort_leaves.h"
@@ -31,13 +32,16 @@ class Flattener {
   // for messages rather than for a copy.
   // `rows`, if given: every leaf is a table from which rows are read, see row_leaves.h. With
   // `paths` too, only what is left to its own indexing is read.
-  Flattener(c10::Device target, std::vector<std::string>* paths, RowLeaves* rows = nullptr)
+  // `packs`: leaves that are on the target, the host, are moved too.
+  Flattener(c10::Device target, std::vector<std::string>* paths, RowLeaves* rows = nullptr,
+            bool packs = false)
       : target_(target),
         rows_(rows),
+        packs_(packs),
         altered_(is_mode_active()),
         delegates_all_(altered_ || paths != nullptr),
         paths_(paths),
-        found_(target, altered_, delegates_all_, rows),
+        found_(target, altered_, delegates_all_, rows, packs),
         looks_({.target = target,
                 .named = paths != nullptr,
                 .left = altered_,
@@ -145,7 +149,7 @@ class Flattener {
   }
 
   bool is_left(const TensorDictNode& root) const {
-    return root.is_consolidated || root.device == target_;
+    return !packs_ && (root.is_consolidated || root.device == target_);
   }
 
   // Visits an entry that is neither a plain tensor nor of class TensorDict itself.
@@ -218,7 +222,23 @@ class Flattener {
   }
 
   void visit_rare(PyObject* object, int depth) {
+    if (const Parcel* const parcel = Parcel::in(object))
+      return visit_parcel(object, *parcel, depth);
     add_seen(object, looks_.look(object, path_, depth, "data"), depth);
+  }
+
+  // Its leaves need no walk where all of them are copied from the host.
+  void visit_parcel(PyObject* object, const Parcel& parcel, int depth) {
+    const bool has_pickle = !parcel.layout().pickled.is_none();
+    if (delegates_all_ || has_pickle || packs_ || rows_ != nullptr || !found_.moves_from_host()) {
+      const py::object tree = parcel.tree();
+      if (paths_ != nullptr) paths_->pop_back();  // the root of the tree has it
+      return visit_kept(tree.ptr(), depth);
+    }
+    const size_t first_node = flat_.spec.nodes();
+    flat_.spec.append(parcel.layout().spec, parcel_device().ptr(), looks_.target().ptr());
+    flat_.opaque += parcel.layout().opaque;
+    found_.add_parcel(Py_NewRef(object), first_node);
   }
 
   void add_seen(PyObject* object, const Seen& seen, int depth) {
@@ -266,7 +286,7 @@ class Flattener {
 
   // `.to` returns a leaf on the target as it is; for other targets it is copied as a plain tensor.
   void add_mapped(PyObject* object) {
-    const bool stays = target_.is_cpu() && rows_ == nullptr;
+    const bool stays = target_.is_cpu() && rows_ == nullptr && !packs_;
     if (stays || paths_ != nullptr) return add_delegated(object, why_of_class());
     add_tensor(object);
   }
@@ -288,7 +308,9 @@ class Flattener {
   void add_array(PyObject* array) {
     if (delegates_all_) return add_delegated(array, WhyDelegated::kTorchMode);
     if (!found_.moves_from_host()) return add_delegated(array, WhyDelegated::kDevice);
-    if (!is_readable_array(array)) {  // for example another byte order: numpy makes a copy
+    // For example another byte order: numpy makes a copy. Leaves of a parcel are in the order of
+    // the tree, and the sorter sorts arrays before tensors.
+    if (packs_ || !is_readable_array(array)) {
       return keep_tensor(tensor_from_array(array).release().ptr(), /*is_table=*/false);
     }
     found_.add_array(Py_NewRef(array), flat_.spec.nodes());
@@ -318,6 +340,7 @@ class Flattener {
 
   const c10::Device target_;
   RowLeaves* const rows_;
+  const bool packs_;
   const bool altered_;
   const bool delegates_all_;
   std::vector<std::string>* const paths_;
@@ -331,6 +354,10 @@ class Flattener {
 
 FlatTree flatten(py::handle data, c10::Device target) {
   return Flattener(target, nullptr).run(data.ptr());
+}
+
+FlatTree flatten_for_parcel(py::handle data) {
+  return Flattener(c10::Device(c10::kCPU), nullptr, nullptr, /*packs=*/true).run(data.ptr());
 }
 
 FlatTree flatten_tables(py::handle data, c10::Device target, RowLeaves& rows) {

@@ -25,6 +25,8 @@ struct SourceGroup {
   MappedLeaves mapped;                 // empty for leaves on a device
   // Set if the leaves are rows of pinned tables, which the target reads itself.
   std::optional<PinnedTables> in_place{};
+  // Set if the leaves are those of one parcel: its plan, with default options.
+  std::shared_ptr<const PackPlan> plan{};
 
   // Marks the leaf added last as memory-mapped.
   void note_mapped() { mapped.note(leaves.reach(leaves[leaves.size() - 1])); }
@@ -56,6 +58,9 @@ struct FlatTree {
 // code.
 // Throws: RecursionError; TypeError and ValueError with the leaf's path; any error of that code.
 FlatTree flatten(pybind11::handle data, c10::Device target);
+
+// Like flatten(), but leaves on the host are moved too. For pack().
+FlatTree flatten_for_parcel(pybind11::handle data);
 
 class RowLeaves;
 

@@ -9,17 +9,20 @@
 #include "python/runtime/cache_prefetch.h"
 #include "python/runtime/device_argument.h"
 #include "python/runtime/torch_tensor.h"
+#include "python/walk/parcel.h"
 #include "python/walk/row_leaves.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 
-LeafSorter::LeafSorter(c10::Device target, bool altered, bool delegates_all, RowLeaves* rows)
+LeafSorter::LeafSorter(c10::Device target, bool altered, bool delegates_all, RowLeaves* rows,
+                       bool packs)
     : target_(target),
       altered_(altered),
       delegates_all_(delegates_all),
-      moves_from_host_(has_engine_transfers(target)),
+      packs_(packs),
+      moves_from_host_(packs || has_engine_transfers(target)),
       rows_(rows),
       for_kernel_(target) {
   constexpr size_t kFewLeaves = 32;  // room for 32 leaves costs one allocation
@@ -29,6 +32,7 @@ LeafSorter::LeafSorter(c10::Device target, bool altered, bool delegates_all, Row
 LeafSorter::~LeafSorter() {
   for (const Found& found : tensors_) Py_XDECREF(found.object);
   for (const Found& found : arrays_) Py_XDECREF(found.object);
+  for (const Found& found : parcels_) Py_XDECREF(found.object);
   for (const Found& found : taken_) Py_XDECREF(found.object);
 }
 
@@ -36,6 +40,8 @@ void LeafSorter::sort(FlatTree& flat, PyObject* data) {
   flat_ = &flat;
   data_ = data;
 
+  for (Found& found : parcels_) sort_parcel(found);
+  const size_t leaves_of_parcels = flat_->groups.empty() ? 0 : flat_->groups[0].leaves.size();
   for (Found& found : arrays_) {
     const size_t group = group_of(c10::Device(c10::kCPU));
     LeafTable& leaves = flat_->groups[group].leaves;
@@ -50,6 +56,27 @@ void LeafSorter::sort(FlatTree& flat, PyObject* data) {
   }
   sort_tensors();
   sort_for_kernel();
+  if (leaves_of_parcels != 0 && flat_->groups[0].leaves.size() != leaves_of_parcels) {
+    flat_->groups[0].plan = nullptr;
+  }
+}
+
+void LeafSorter::sort_parcel(Found& found) {
+  const Parcel& parcel = *Parcel::in(found.object);
+  const ParcelLayout& layout = parcel.layout();
+  PyObject* const object = std::exchange(found.object, nullptr);
+  if (layout.leaves.size() == 0) return Py_DECREF(object);
+  const size_t group = group_of(c10::Device(c10::kCPU));
+  LeafTable& leaves = flat_->groups[group].leaves;
+  const size_t first_leaf = leaves.size();
+  leaves.add_placed(layout.leaves, *layout.plan, parcel.body());
+  flat_->groups[group].sources->keep(object);
+  flat_->groups[group].plan = first_leaf == 0 ? layout.plan : nullptr;
+  for (size_t i = 0; i < layout.spec.nodes(); ++i) {
+    const TreeSpec::Node& node = layout.spec.node(i);
+    if (node.kind != NodeKind::kLeaf) continue;
+    flat_->spec.set_leaf(found.node + i, group, first_leaf + node.number);
+  }
 }
 
 // Reads three places per tensor that are rarely in the cache after a training step; prefetching
@@ -111,7 +138,7 @@ void LeafSorter::sort_tensor(PyObject* object, size_t node) {
   if (delegates_all_) {
     return flat_->delegate(owned.release().ptr(), {0, node, WhyDelegated::kTorchMode});
   }
-  if (device == target_) {
+  if (device == target_ && !packs_) {
     flat_->spec.set_ready(node, owned.release().ptr());
     ++flat_->reused;
     return;
@@ -120,7 +147,7 @@ void LeafSorter::sort_tensor(PyObject* object, size_t node) {
     return flat_->delegate(owned.release().ptr(), {0, node, WhyDelegated::kDevice});
   }
   // Rows that were read by their own code are staged with those that threads read.
-  if (device.is_cpu() && rows_ == nullptr && for_kernel_.take(tensor)) {
+  if (device.is_cpu() && rows_ == nullptr && !packs_ && for_kernel_.take(tensor)) {
     taken_.push_back({object, node, false, false});
     owned.release();
     return;
@@ -147,7 +174,8 @@ void LeafSorter::add_leaf(PyObject* object, size_t node, size_t group) {
     case Packable::kYes:
       if (device.is_cpu() && mapped_files_.has(tensor)) flat_->groups[group].note_mapped();
       // Not for tables: leaves made of their rows may come between the leaves of a series.
-      if (device.is_cpu() && rows_ == nullptr) pinned_.note(flat_->groups[group].leaves, tensor);
+      if (device.is_cpu() && rows_ == nullptr && !packs_)
+        pinned_.note(flat_->groups[group].leaves, tensor);
       return set_leaf(owned.release().ptr(), node, group);
     case Packable::kShortStorage:
       refuse_short_storage(tensor, node);

@@ -25,8 +25,9 @@ class RowLeaves;
 class LeafSorter {
  public:
   // `altered`: a torch mode is active. `delegates_all`: every leaf is delegated, for a mode or for
-  // messages. `rows`: selects rows of the tables among the leaves, or null.
-  LeafSorter(c10::Device target, bool altered, bool delegates_all, RowLeaves* rows);
+  // messages. `rows`: selects rows of the tables among the leaves, or null. `packs`: leaves that
+  // are on the target are moved too.
+  LeafSorter(c10::Device target, bool altered, bool delegates_all, RowLeaves* rows, bool packs);
   ~LeafSorter();
   LeafSorter(const LeafSorter&) = delete;
   LeafSorter& operator=(const LeafSorter&) = delete;
@@ -36,6 +37,10 @@ class LeafSorter {
     tensors_.push_back({tensor, node, is_table, is_mapped});
   }
   void add_array(PyObject* array, size_t node) { arrays_.push_back({array, node, false, false}); }
+  // Its nodes are in the spec from `first_node` on.
+  void add_parcel(PyObject* parcel, size_t first_node) {
+    parcels_.push_back({parcel, first_node, false, false});
+  }
 
   // Whether leaves in host memory go to the target by the engine.
   bool moves_from_host() const { return moves_from_host_; }
@@ -53,6 +58,7 @@ class LeafSorter {
     bool is_mapped;  // a tensor that was made from a np.memmap
   };
 
+  void sort_parcel(Found& found);
   void sort_tensors();
   void sort_table(PyObject* object, size_t node, bool is_mapped);
   void sort_tensor(PyObject* object, size_t node);
@@ -67,6 +73,7 @@ class LeafSorter {
   const c10::Device target_;
   const bool altered_;
   const bool delegates_all_;
+  const bool packs_;
   const bool moves_from_host_;
   RowLeaves* const rows_;
   FlatTree* flat_ = nullptr;  // set by sort()
@@ -77,6 +84,7 @@ class LeafSorter {
   size_t last_group_ = 0;
   RecycledVector<Found> tensors_;  // in the order of the walk
   RecycledVector<Found> arrays_;
+  std::vector<Found> parcels_;
   std::vector<Found> taken_;  // by for_kernel_
 };
 

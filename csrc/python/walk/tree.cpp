@@ -110,6 +110,16 @@ void TreeSpec::add_key(PyObject* key) {
   keys_.push_back(key);
 }
 
+void TreeSpec::append(const TreeSpec& other, PyObject* key, PyObject* new_key) {
+  const size_t values = values_.size();
+  for (Node node : other.nodes_) {
+    if (node.kind == NodeKind::kReady) node.number += static_cast<uint32_t>(values);
+    nodes_.push_back(node);
+  }
+  for (PyObject* each : other.keys_) keys_.push_back(Py_NewRef(each == key ? new_key : each));
+  for (PyObject* value : other.values_) values_.push_back(Py_NewRef(value));
+}
+
 void TreeSpec::replace_value(size_t index, py::object value) {
   PyObject* old = std::exchange(values_[index], value.release().ptr());
   Py_DECREF(old);

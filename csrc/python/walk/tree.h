@@ -61,9 +61,14 @@ class TreeSpec {
   void set_leaf(size_t node, size_t group, size_t leaf);
   size_t set_ready(size_t node, PyObject* value);  // takes over a reference; returns its index
 
-  void add_key(PyObject* key);                                    // adds a reference
+  void add_key(PyObject* key);  // adds a reference
+  const RecycledVector<PyObject*>& keys() const { return keys_; }
   PyObject* value(size_t index) const { return values_[index]; }  // borrowed
   void replace_value(size_t index, pybind11::object value);
+
+  // Adds all nodes of another spec, with `new_key` in place of a key. Its leaves keep their
+  // numbers.
+  void append(const TreeSpec& other, PyObject* key, PyObject* new_key);
 
   // Builds new containers of the same types with the given leaves. Runs Python code for custom
   // containers.
