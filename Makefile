@@ -79,12 +79,13 @@ bench: build $(HAS)test
 SANITIZED := address,undefined thread none
 test-cpp: $(HAS)build
 	@set -e; for kind in $(SANITIZED); do \
-	  flags="$$kind"; [ "$$kind" != none ] || flags=""; \
+	  flags="$$kind"; level=-O1; [ "$$kind" != none ] || { flags=""; level="-O2 -DNDEBUG"; }; \
 	  $(RUN) cmake -S . -B build/cpp-$$kind -G Ninja -DTDCOPIER_CPP_TESTS=ON -DTDCOPIER_WERROR=ON \
-	    -DTDCOPIER_SANITIZE="$$flags" -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null; \
+	    -DTDCOPIER_SANITIZE="$$flags" -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	    -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="$$level -g1" >/dev/null; \
 	  $(RUN) cmake --build build/cpp-$$kind; \
 	  echo "C++ tests, sanitizer: $$kind"; \
-	  $(RUN) ctest --test-dir build/cpp-$$kind --output-on-failure; \
+	  $(RUN) ctest --test-dir build/cpp-$$kind --output-on-failure -j $(JOBS); \
 	done
 
 # Tests everything on the simulated device, with the modules under the thread sanitizer and then

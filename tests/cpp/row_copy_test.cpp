@@ -1,4 +1,5 @@
-// Compares copies of rows with a loop over single bytes, for many layouts and cuts.
+// Compares copies of rows with a loop over single bytes, for many layouts and cuts. Results are
+// compared by std::memcmp, because a sanitizer looks at each byte that == compares.
 #include "base/row_copy.h"
 
 #include <cstring>
@@ -55,7 +56,7 @@ void test_gather(std::mt19937& random) {
           cut == 0 ? expected.size() : begin + random() % (expected.size() - begin + 1);
       std::vector<std::byte> found(end - begin + 2, std::byte{7});
       tdcopier::gather_rows(table.data(), layout, rows, begin, end, found.data() + 1);
-      CHECK(std::equal(expected.begin() + begin, expected.begin() + end, found.begin() + 1));
+      CHECK(std::memcmp(expected.data() + begin, found.data() + 1, end - begin) == 0);
       CHECK(found.front() == std::byte{7} && found.back() == std::byte{7});
     }
   }
@@ -76,7 +77,7 @@ void test_scatter(std::mt19937& random) {
       }
       auto found = before;
       tdcopier::scatter_rows(found.data(), layout, rows, begin, end, from.data() + begin);
-      CHECK(found == expected);
+      CHECK(std::memcmp(found.data(), expected.data(), found.size()) == 0);
     }
   }
 }

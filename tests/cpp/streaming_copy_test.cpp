@@ -19,7 +19,8 @@ void check_copy(StreamingCopy way, const std::vector<std::byte>& source, size_t 
   way(got.data() + to, source.data() + from, bytes);
   std::vector<std::byte> expected(got.size(), untouched);
   std::memcpy(expected.data() + to, source.data() + from, bytes);
-  CHECK(got == expected);
+  // Not ==: a sanitizer would look at each byte.
+  CHECK(std::memcmp(got.data(), expected.data(), got.size()) == 0);
 }
 
 void check_way(StreamingCopy way, const std::vector<std::byte>& source, std::mt19937_64& random) {
