@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from catalogue import KINDS, Labelled, ramp
-from catalogue_cases import ARRIVING, LARGE_IN, OPTIONS, REFUSED, WRAPS, kind_and_ends
+from catalogue_cases import ARRIVING, OPTIONS, REFUSED, SOME_WRAPS, WRAPS, kind_and_ends
 
 import tdcopier
 from tdcopier.workloads import detection_batch
@@ -52,7 +52,7 @@ def only(tree: Any, target: str, **options: Any) -> tdcopier.ExplainedLeaf:
 @pytest.mark.parametrize(("name", "direction"), ARRIVING)
 def test_the_counts_are_those_of_the_copy(device, registered_box, name, direction, options):
     kind, source, target = kind_and_ends(name, direction, device)
-    for container in LARGE_IN if kind.large else ("list", "dict", "every container in another"):
+    for container in SOME_WRAPS if kind.large else ("list", "dict", "every container in another"):
         _, wrap, opaque = WRAPS[container]
         with kind.within():
             leaf = kind.make(target if kind.on_target else source)

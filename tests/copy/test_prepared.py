@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from catalogue_cases import ARRIVING, LARGE_IN, OPTIONS, REFUSED, WRAPS, kind_and_ends
+from catalogue_cases import ARRIVING, OPTIONS, REFUSED, SOME_WRAPS, WRAPS, kind_and_ends
 from prepared_example import example
 from support import assert_same, oracle
 from tensordict import TensorDict
@@ -37,7 +37,7 @@ def test_every_kind_of_leaf_arrives_as_through_start_copy(
     device, registered_box, name, direction, reuse_outputs
 ):
     kind, source, target = kind_and_ends(name, direction, device)
-    for container in LARGE_IN if kind.large else WRAPS:
+    for container in SOME_WRAPS if kind.large else WRAPS:
         with kind.within():
             plan = tdcopier.prepare(
                 WRAPS[container].wrap(kind.make(target if kind.on_target else source)),

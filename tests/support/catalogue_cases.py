@@ -43,7 +43,7 @@ ARRIVING = [
 REFUSED = [case for case in CASES if KINDS[case.values[0]].is_refused]
 FAILING = [name for name, kind in KINDS.items() if kind.fails]
 WRAPS = CONTAINERS | {"every container in another": EVERY_CONTAINER_IN_ANOTHER}
-LARGE_IN = ("list", "every container in another")
+SOME_WRAPS = ("list", "every container in another")
 
 
 def ends_of(direction: str, device: str) -> tuple[str, str]:
