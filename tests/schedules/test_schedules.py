@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 from not_yet import NOT_YET
-from play_schedules import Played, play
+from play_schedules import Played, play, prepare
 from scenario_table import PASSING, SCENARIOS
+from scenario_world import one_processor
 
 import tdcopier
 
 pytestmark = pytest.mark.sim
 
-# Every broken engine is found within 300 seeds (`make test-gpu` plays more). A longer run:
-# TDCOPIER_TEST_SCHEDULES=10000 make test-py, or python tests/support/play_schedules.py.
-SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "300"))
+# Three times as many as any broken engine takes to be found (`make test-gpu` plays more). A longer
+# run: TDCOPIER_TEST_SCHEDULES=10000 make test-py, or python tests/support/play_schedules.py.
+SEEDS = int(os.environ.get("TDCOPIER_TEST_SCHEDULES", "150"))
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
 # In all others with one transfer for each copy, those of two copies are in flight at once in many
 # of the orders.
 ONE_AFTER_THE_OTHER = ("let_go_by_another_thread", "failures_are_told_each_time")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def moved_once(sim: ModuleType) -> Iterator[None]:
+    """Moves the threads to one processor for all orders, and not for each order anew."""
+    prepare()
+    with one_processor():
+        yield
 
 
 @pytest.mark.parametrize("name", PASSING)
