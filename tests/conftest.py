@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # variable is for the processes that tests start.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A worker that shares nothing with its parent is forked from a server that has imported torch.
+    multiprocessing.set_forkserver_preload(["torch"])
     if DEVICE_TYPE not in ("sim", "cuda"):
         raise pytest.UsageError(f"TDCOPIER_TEST_DEVICE={DEVICE_TYPE!r}: give sim or cuda")
     if DEVICE_TYPE == "cuda" and not torch.cuda.is_available():

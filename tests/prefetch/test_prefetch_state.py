@@ -30,7 +30,7 @@ class Numbers(Dataset):
 
 def of_torchdata(workers: int) -> Any:
     module = pytest.importorskip("torchdata.stateful_dataloader", exc_type=ImportError)
-    options = {"multiprocessing_context": "spawn"} if workers else {}
+    options = {"multiprocessing_context": "forkserver"} if workers else {}
     return module.StatefulDataLoader(Numbers(), batch_size=4, num_workers=workers, **options)
 
 

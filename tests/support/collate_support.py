@@ -170,5 +170,5 @@ CONTEXTS: list[Any] = [
     pytest.param(
         "fork", marks=pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
     ),
-    "spawn",
+    "forkserver",
 ]
