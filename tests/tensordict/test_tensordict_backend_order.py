@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from filled_leaves import values_of
 from sim_support import becomes
 from tensordict import TensorDict
 from tensordict_backend_support import outcome
@@ -29,7 +30,7 @@ def _filled(value: float, elements: int, device: str, *, pin: bool = False) -> T
 
 
 def _values(td: TensorDict) -> set[float]:
-    return {each for leaf in td.values(True, True) for each in leaf.unique().tolist()}
+    return values_of([*td.values(True, True)])
 
 
 @pytest.mark.parametrize("non_blocking", [None, False, True])
