@@ -42,6 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         if name != "tensordict" or importlib.util.find_spec("tensordict"):
             load(module)
     monkeypatch.setattr(load("copies.host_loads"), "KINDS", {})
+    monkeypatch.setattr(load("copies.timed"), "OTHER_BYTES", 8)
     gathers = load("rows.gathers")
     monkeypatch.setattr(gathers, "TABLES", dict(list(gathers.TABLES.items())[3:4]))
     loop = load("loops.training_loop")
