@@ -24,15 +24,6 @@ def test_outputs_have_version_counters_of_their_own(device):
     assert weight.grad.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("to_host", [False, True], ids=["H2D", "D2H"])
-def test_growing_an_empty_output_leaves_its_neighbours_alone(device, to_host):
-    source, target = (device, "cpu") if to_host else ("cpu", device)
-    leaves = [torch.ones(n, device=source) for n in (4, 0, 4)]
-    before, empty, after = tdcopier.copy(leaves, target)
-    empty.resize_(64).zero_()
-    assert before.tolist() == after.tolist() == [1, 1, 1, 1]
-
-
 @pytest.mark.parametrize("elements", [4, 1 << 20], ids=["inline", "background"])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("to_host", [False, True], ids=["H2D", "D2H"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +11,6 @@ from support import assert_same, oracle
 
 import tdcopier
 from tdcopier.workloads import detection_batch, map_tensors
-
-
-class Subclass(torch.Tensor):
-    pass
 
 
 @pytest.fixture
@@ -61,118 +55,12 @@ def test_a_loop_that_has_one_result_while_it_makes_the_next_uses_two_in_turn(reu
     assert len(seen) == 2
 
 
-def test_an_empty_tensor_has_a_storage_of_its_own_each_time(device):
-    plan = tdcopier.prepare([torch.ones(2), torch.ones(0)], device, reuse_outputs=True)
-    for _ in range(3):
-        got = plan.start_copy([torch.ones(2), torch.ones(0)]).get()
-        assert got[1].untyped_storage().nbytes() == 0
-        assert got[1].shape == (0,)
-        del got
-    got = plan.start_copy([torch.ones(2), torch.ones(0)]).get()
-    got[1].resize_(5).fill_(7)
-    assert got[0].tolist() == [1, 1]
-
-
 def test_without_the_option_nothing_is_kept(device):
     plan = tdcopier.prepare(pair(0.0), device)
     got = plan.start_copy(pair(1.0)).get()
     gone = [weakref.ref(leaf) for leaf in got]
     del got
     assert [reference() for reference in gone] == [None, None]
-
-
-def _attribute(leaf: torch.Tensor) -> Any:
-    leaf.note = "mine"
-
-
-def _gradient(leaf: torch.Tensor) -> Any:
-    leaf.requires_grad_()
-
-
-def _gradient_on_and_off(leaf: torch.Tensor) -> Any:
-    leaf.requires_grad_().requires_grad_(False)
-
-
-def _changed(change: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], None]:
-    """Wraps the change so that its return value is dropped."""
-
-    def touch(leaf: torch.Tensor) -> None:
-        change(leaf)
-
-    return touch
-
-
-def _swapped(leaf: torch.Tensor) -> Any:
-    torch.utils.swap_tensors(leaf, torch.zeros(7))
-
-
-def _given_gradient(leaf: torch.Tensor) -> Any:
-    leaf.grad = torch.zeros_like(leaf)
-
-
-TOUCHED = {
-    "a reference": lambda leaf: leaf,
-    "a weak reference": weakref.ref,
-    "a weak reference of torch's own": torch._C._WeakTensorRef,
-    "an attribute": _attribute,
-    "its attributes": vars,
-    "a gradient": _gradient,
-    "a gradient, no more": _gradient_on_and_off,
-    "a gradient that was given": _given_gradient,
-    "another shape": _changed(lambda leaf: leaf.resize_(2)),
-    "another shape, with a class": _changed(lambda leaf: leaf.unsqueeze_(0)),
-    "another shape, the same strides": _changed(lambda leaf: leaf.as_strided_((2, 2), (2, 1))),
-    "the same shape, other strides": _changed(lambda leaf: leaf.as_strided_((3, 2), (1, 3))),
-    "other strides": _changed(lambda leaf: leaf.t_()),
-    "other data": lambda leaf: setattr(leaf, "data", torch.zeros(3, 2, device=leaf.device)),
-    "another dtype": lambda leaf: setattr(leaf, "data", torch.zeros(3, 2).int().to(leaf.device)),
-    "another class": lambda leaf: setattr(leaf, "__class__", Subclass),
-    "a swap": _swapped,
-    "a value": _changed(lambda leaf: leaf.add_(1)),
-    "a view": lambda leaf: leaf.view(-1),
-    "a detached one": lambda leaf: leaf.detach(),
-    "its data": lambda leaf: leaf.data,
-    "its storage": lambda leaf: leaf.untyped_storage(),
-    "the storage's size": _changed(lambda leaf: leaf.untyped_storage().resize_(0)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*resize:UserWarning")
-@pytest.mark.parametrize("touch", TOUCHED)
-def test_whatever_was_done_to_a_tensor_the_next_result_is_as_new(reusing, device, touch):
-    got = reusing.start_copy(pair(1.0)).get()
-    held = TOUCHED[touch](got[1])  # the first tensor decides whether a result is in use
-    held_values = held.clone() if isinstance(held, torch.Tensor) else None
-    del got
-    after = reusing.start_copy(pair(5.0)).get()
-    assert_same(after, [leaf.to(device) for leaf in pair(5.0)])
-    if isinstance(held, dict):
-        held["note"] = "somebody else's"
-    for leaf in after:
-        assert type(leaf) is torch.Tensor
-        assert not vars(leaf)
-        assert leaf.grad is None
-        assert leaf.grad_fn is None
-        assert leaf._version == 0
-        assert not leaf._is_view()
-    after[1].add_(1)
-    if isinstance(held, torch._C._WeakTensorRef):
-        assert held.expired()
-    if held_values is not None:  # with its values, and a version of its own
-        assert torch.equal(held, held_values)
-        assert held._version == 0
-        held.sub_(3)
-        assert after[1]._version == 1
-    assert torch.equal(after[1].cpu(), pair(6.0)[1])
-
-
-def test_a_weak_reference_to_a_tensor_never_sees_another_result(reusing):
-    got = reusing.start_copy(pair(1.0)).get()
-    seen = weakref.ref(got[1])
-    del got
-    after = reusing.start_copy(pair(2.0)).get()
-    assert seen() is None
-    assert_same([leaf.cpu() for leaf in after], pair(2.0))
 
 
 def test_a_graph_that_saved_a_tensor_still_has_its_values(reusing, device):

@@ -31,7 +31,7 @@ BESIDE += ["fsspec", "setuptools"]
 TO_TEST = ["pytest", "pytest-timeout", "hypothesis", "ml-dtypes", "h5py", "safetensors", "tqdm"]
 TESTS = [  # the rest of the package does not depend on the pair
     "tests/copy/test_oracle.py",
-    "tests/copy/test_later_uses.py",
+    "tests/promises/test_afterlife.py",
     "tests/copy/test_lifetime.py",
     "tests/copy_into/test_copy_into.py",
     "tests/rows/test_gather.py",

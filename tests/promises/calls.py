@@ -1,8 +1,12 @@
 """The calls that every suite of this folder holds to its promise: one row of `CALLS` each.
 
-A row says where the call reads and writes, and how it is made. All leaves of one call have one
-value, so what arrives is compared with a number. To add a call is to add a row; where a promise
-does not apply, `never` says why.
+A row says where the call reads and writes, and how it is made. In most tests all leaves of one call
+have one value, so what arrives is compared with a number. To add a call is to add a row; where a
+promise does not apply, `never` says why.
+
+Not here are `prefetch`, whose passes ask for batches on their own, `park` and `snapshot`, which
+raise what fails in the call itself and leave it to torch's allocator to keep what they read, and
+TensorDict's own calls, which return no handle. Their folders have the same promises.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from filled_leaves import filled
+from scenario_world import held
 from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +26,8 @@ import tdcopier
 from tdcopier import _C
 
 Leaves = list[torch.Tensor]
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+FEW = [10, 20]
 ROWS = torch.tensor([6, 0, 3])
 """The rows that calls of rows read or write, of tables that have 8."""
 
@@ -35,21 +41,26 @@ class Call:
         source: Where it reads: "host", "device" (the first one) or "other" (the second one).
         target: Where it writes.
         fills: Whether it writes into memory that exists.
-        pinned: Whether its host memory is pinned.
+        pinned: How its host memory is pinned: "by torch", or "in place" by `pin_memory_`.
         requires_pinned: Whether it must fail if no memory can be pinned.
-        tables: Which of its two sides are tables, of which it uses some rows.
+        tables: Which of its two sides are tables, of which it uses some rows; or "neither", if it
+            puts rows together.
+        numbers_on_device: Whether the device has the numbers of these rows.
         plan: Whether it is the copy of a plan: "plain", or "reusing" the results.
         never: What does not apply, each with the reason: "held" is that the host goes on while
-            the engine's streams are held.
+            the engine's streams are held, "busy" that it goes on while those of the caller are,
+            "unasked" that the copy goes on before the handle is asked, and "pinned" that results
+            on the host are in pinned memory.
     """
 
     start: Callable[[Work], Any]
     source: str
     target: str
     fills: bool = False
-    pinned: bool = False
+    pinned: str = ""
     requires_pinned: bool = False
     tables: str = ""
+    numbers_on_device: bool = False
     plan: str = ""
     never: dict[str, str] = field(default_factory=dict)
 
@@ -66,33 +77,50 @@ class Call:
         return self.is_from_device or self.is_to_device
 
     @property
+    def makes_memory(self) -> bool:
+        return not self.fills
+
+    @property
     def makes_device_memory(self) -> bool:
-        return self.is_to_device and not self.fills
+        return self.is_to_device and self.makes_memory
+
+    @property
+    def makes_host_memory(self) -> bool:
+        return not self.is_to_device and self.makes_memory
 
 
 class Work:
     """A call that is ready to be made, with leaves of its own."""
 
-    def __init__(self, call: Call, device: str, value: float, elements: list[int]) -> None:
+    def __init__(self, call: Call, device: str, leaves: Leaves) -> None:
+        """Takes leaves on the host; where tables take part, they are the rows that are copied."""
         places = {"host": "cpu", "device": device, "other": f"{device[:-1]}1"}
         self.call = call
         self.source, self.target = places[call.source], places[call.target]
-        self.sources = [
-            self._made(leaf, self.source, "source") for leaf in filled(value, elements, "cpu")
-        ]
+        self.sources = [self._made(leaf, self.source, "source") for leaf in leaves]
         self.written: Leaves = []
         if call.fills:
-            self.written = [
-                self._made(leaf, self.target, "target") for leaf in filled(0, elements, "cpu")
-            ]
+            empty = [torch.zeros_like(leaf) for leaf in leaves]
+            self.written = [self._made(leaf, self.target, "target") for leaf in empty]
 
-        self.plan = _plan(self.target, self.source, tuple(elements), call.plan)
+        layouts = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        self.plan = _plan(self.target, self.source, layouts, call.plan)
+        self.rows = ROWS.to(self.devices[0]) if call.numbers_on_device else ROWS
+        self.pins: Any = None
+        if call.pinned == "in place":
+            on_host = self.sources if self.source == "cpu" else self.written
+            self.pins = tdcopier.pin_memory_([*on_host], device)
 
     def _made(self, leaf: torch.Tensor, place: str, side: str) -> torch.Tensor:
-        if self.call.tables:
-            row = leaf[: len(leaf) // len(ROWS)]
-            leaf = row.repeat(8 if side == self.call.tables else len(ROWS), 1)
-        if place == "cpu" and self.call.pinned:
+        if self.call.tables == side:
+            zeros = torch.zeros(
+                8 * leaf[0].nbytes, dtype=torch.uint8
+            )  # torch fills not every dtype
+            table = zeros.view(leaf.dtype).view(8, *leaf.shape[1:])
+            for row, number in zip(leaf, ROWS, strict=True):
+                table[number].copy_(row)
+            leaf = table
+        if place == "cpu" and self.call.pinned == "by torch":
             return leaf.pin_memory()
         return leaf.to(place)
 
@@ -129,11 +157,34 @@ class Work:
         return _C.copy_stream(self.target, "to_device")
 
 
+class Done:
+    """A result that the call itself returned, with the methods of a handle."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def get(self) -> Any:
+        return self._result
+
+    wait = get
+
+    def ready(self) -> bool:
+        return True
+
+    def wait_staged(self) -> None:
+        return None
+
+
 @functools.cache
-def _plan(target: str, source: str, sizes: tuple[int, ...], kind: str) -> Any:
+def _plan(target: str, source: str, layouts: tuple[Layout, ...], kind: str) -> Any:
     """Returns a process's plan for such leaves; "reusing" ones keep two results."""
-    example = [torch.zeros(size, device=source) for size in sizes]
-    return tdcopier.prepare(example, target, reuse_outputs=kind == "reusing") if kind else None
+    if not kind:
+        return None
+    example = [
+        torch.empty_strided(shape, stride, dtype=dtype, device=source)
+        for shape, stride, dtype in layouts
+    ]
+    return tdcopier.prepare(example, target, reuse_outputs=kind == "reusing")
 
 
 def _copy(**options: Any) -> Callable[[Work], Any]:
@@ -149,21 +200,48 @@ def _planned(work: Work) -> Any:
     return work.plan.start_copy(work.sources)
 
 
-def _into(work: Work) -> Any:
-    return tdcopier.start_copy_into(work.sources, [*work.written])
+def _into(**options: Any) -> Callable[[Work], Any]:
+    return lambda work: tdcopier.start_copy_into(work.sources, [*work.written], **options)
+
+
+def _collated(work: Work) -> Any:
+    return Done(
+        tdcopier.collate([[leaf[row] for leaf in work.sources] for row in range(len(ROWS))])
+    )
+
+
+def _deferred(work: Work) -> Any:
+    with held():
+        return tdcopier.start_copy(work.sources, work.target)
 
 
 def _gather(work: Work) -> Any:
     if work.written:
-        return tdcopier.start_gather(work.sources, ROWS, out=[*work.written])
-    return tdcopier.start_gather(work.sources, ROWS, work.target)
+        return tdcopier.start_gather(work.sources, work.rows, out=[*work.written])
+    return tdcopier.start_gather(work.sources, work.rows, work.target)
 
 
 def _scatter(work: Work) -> Any:
-    return tdcopier.start_scatter(work.sources, [*work.written], ROWS)
+    return tdcopier.start_scatter(work.sources, [*work.written], work.rows)
+
+
+def _named(leaves: Leaves) -> TensorDict:
+    return TensorDict({f"{number}": leaf for number, leaf in enumerate(leaves)}, [len(leaves[0])])
+
+
+def _gather_tensordict(work: Work) -> Any:
+    return tdcopier.start_gather(_named(work.sources), work.rows, work.target)
+
+
+def _scatter_tensordict(work: Work) -> Any:
+    return tdcopier.start_scatter(_named(work.sources), _named(work.written), work.rows)
 
 
 HELD = {"held": "the host waits for the device, which reads or writes its memory where it is"}
+BUSY = {**HELD, "busy": "the host waits for the work before on the memory that it writes"}
+UNASKED = {"unasked": "its consumer sends it"}
+PAGEABLE = {"pinned": "it makes pageable memory"}
+NO_DEVICE = {"held": "no device takes part"}
 
 CALLS: dict[str, Call] = {
     "copy to device": Call(_copy(), "host", "device"),
@@ -173,45 +251,90 @@ CALLS: dict[str, Call] = {
         _copy(use_pinned_staging=False), "host", "device", never=HELD
     ),
     "pageable copy to host": Call(
-        _copy(use_pinned_staging=False), "device", "host", never=HELD
+        _copy(use_pinned_staging=False), "device", "host", never={**HELD, **PAGEABLE}
     ),
     "copy to pinned results": Call(
         _copy(require_pinned_results=True), "device", "host", requires_pinned=True
     ),
+    "copy in many chunks": Call(_copy(max_packed_chunk_bytes=512), "host", "device"),
+    "copy at wide addresses": Call(_copy(min_packed_alignment_bytes=4096), "device", "host"),
     "copy without threads": Call(_copy(use_background_thread=False), "device", "host"),
-    "copy of pinned": Call(_copy(), "host", "device", pinned=True, never=HELD),
+    "copy between devices without threads": Call(
+        _copy(use_background_thread=False), "device", "other"
+    ),
+    "copy of pinned": Call(_copy(), "host", "device", pinned="by torch", never=HELD),
+    "copy that is deferred": Call(_deferred, "host", "device", never=UNASKED),
     "async_to device": Call(_async_to, "host", "device"),
     "async_to host": Call(_async_to, "device", "host"),
     "planned to device": Call(_planned, "host", "device", plan="plain"),
     "planned to host": Call(_planned, "device", "host", plan="plain"),
     "planned between devices": Call(_planned, "device", "other", plan="plain"),
     "planned, reusing": Call(_planned, "host", "device", plan="reusing"),
-    "into device": Call(_into, "host", "device", fills=True),
-    "into host": Call(_into, "device", "host", fills=True),
-    "into pinned": Call(_into, "device", "host", fills=True, pinned=True),
-    "into the same device": Call(_into, "device", "device", fills=True),
-    "into another device": Call(_into, "device", "other", fills=True),
-    "into host from host": Call(
-        _into, "host", "host", fills=True, never={"held": "no device takes part"}
+    "planned to host, reusing": Call(_planned, "device", "host", plan="reusing"),
+    "collate": Call(_collated, "host", "host", tables="neither", never={**NO_DEVICE, **PAGEABLE}),
+    "into device": Call(_into(), "host", "device", fills=True),
+    "into host": Call(_into(), "device", "host", fills=True),
+    "into pinned": Call(_into(), "device", "host", fills=True, pinned="by torch"),
+    "into the same device": Call(_into(), "device", "device", fills=True),
+    "into another device": Call(_into(), "device", "other", fills=True),
+    "into host from host": Call(_into(), "host", "host", fills=True, never=NO_DEVICE),
+    "pageable into device": Call(
+        _into(use_pinned_staging=False), "host", "device", fills=True, never=BUSY
     ),
-    "gather to host": Call(
-        _gather, "host", "host", tables="source", never={"held": "no device takes part"}
+    "pageable into host": Call(
+        _into(use_pinned_staging=False), "device", "host", fills=True, never=HELD
     ),
+    "gather to host": Call(_gather, "host", "host", tables="source", never=NO_DEVICE),
     "gather to device": Call(_gather, "host", "device", tables="source"),
     "gather of pinned": Call(
-        _gather, "host", "device", pinned=True, tables="source", never=HELD
+        _gather, "host", "device", pinned="by torch", tables="source", never=HELD
+    ),
+    "gather of memory pinned in place": Call(
+        _gather, "host", "device", pinned="in place", tables="source", never=HELD
+    ),
+    "gather of numbers on the device": Call(
+        _gather, "host", "device", pinned="by torch", tables="source", numbers_on_device=True,
+        never=HELD,
+    ),
+    "gather of a TensorDict": Call(_gather_tensordict, "host", "device", tables="source"),
+    "gather of a TensorDict to host": Call(
+        _gather_tensordict, "host", "host", tables="source", never=NO_DEVICE
     ),
     "gather into device": Call(_gather, "host", "device", fills=True, tables="source"),
+    "gather into host": Call(
+        _gather, "host", "host", fills=True, tables="source", never=NO_DEVICE
+    ),
+    "gather into device, of numbers on it": Call(
+        _gather, "host", "device", fills=True, pinned="by torch", tables="source",
+        numbers_on_device=True, never=HELD,
+    ),
     "scatter": Call(_scatter, "device", "host", fills=True, tables="target"),
+    "scatter from host": Call(
+        _scatter, "host", "host", fills=True, tables="target", never=NO_DEVICE
+    ),
     "scatter to pinned": Call(
-        _scatter, "device", "host", fills=True, pinned=True, tables="target"
+        _scatter, "device", "host", fills=True, pinned="by torch", tables="target"
+    ),
+    "scatter to memory pinned in place": Call(
+        _scatter, "device", "host", fills=True, pinned="in place", tables="target"
+    ),
+    "scatter to numbers on the device": Call(
+        _scatter, "device", "host", fills=True, pinned="by torch", tables="target",
+        numbers_on_device=True,
+    ),
+    "scatter of a TensorDict": Call(
+        _scatter_tensordict, "device", "host", fills=True, tables="target"
     ),
 }  # fmt: skip
 
 
-def each_call(holds: Callable[[Call], bool] = lambda _: True, promise: str = "") -> Any:
-    """Parametrizes a test over the calls for which this holds and to which the promise applies."""
-    names = [name for name, call in CALLS.items() if holds(call) and promise not in call.never]
+def each_call(holds: Callable[[Call], bool] = lambda _: True, *promises: str) -> Any:
+    """Parametrizes a test over the calls for which this holds and to which the promises apply."""
+    names = [
+        name
+        for name, call in CALLS.items()
+        if holds(call) and call.never.keys().isdisjoint(promises)
+    ]
     return pytest.mark.parametrize("call", names)
 
 
@@ -224,6 +347,18 @@ def calls_for(devices: int) -> list[str]:
     ]
 
 
-def work_of(call: str, device: str, value: float, elements: list[int]) -> Work:
-    """Prepares the call with leaves of a value."""
-    return Work(CALLS[call], device, value, elements)
+def work_of(
+    call: str,
+    device: str,
+    value: float = 0,
+    elements: list[int] = FEW,
+    leaves: Leaves | None = None,
+) -> Work:
+    """Prepares the call with these leaves, or with leaves of a value and numbers of elements."""
+    row = CALLS[call]
+    if leaves is None:
+        leaves = filled(value, elements, "cpu")
+        if row.tables:
+            n_rows = len(ROWS)
+            leaves = [leaf[: len(leaf) // n_rows * n_rows].view(n_rows, -1) for leaf in leaves]
+    return Work(row, device, leaves)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-from calls import CALLS, Work, work_of
+from calls import CALLS, FEW, Leaves, Work, work_of
 
 import tdcopier
 
@@ -15,21 +15,22 @@ import tdcopier
 def make(
     call: str, device: str, accelerator: ModuleType, loaded_kernels: None
 ) -> Callable[..., Work]:
-    """Returns a function that prepares the call with leaves of a value, on idle devices.
+    """Returns a function that prepares the call with these leaves, on idle devices.
 
-    The call has been made once: what only the first one does is done.
+    They are filled with a value, each with a number of elements, or they are given. The call has
+    been made once: what only the first one does is done.
     """
     row = CALLS[call]
     if "other" in (row.source, row.target) and accelerator.device_count() < 2:
         pytest.skip("needs two devices")
     tdcopier.set_run_ahead_limit(1000)
 
-    def make(value: float, elements: list[int]) -> Work:
-        work = work_of(call, device, value, elements)
+    def make(value: float = 0, elements: list[int] = FEW, leaves: Leaves | None = None) -> Work:
+        work = work_of(call, device, value, elements, leaves)
         for place in work.devices:
             accelerator.synchronize(place)
         return work
 
-    first = make(0, [10, 20])
+    first = make()
     first.arrived(first.start().get())
     return make

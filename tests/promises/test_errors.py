@@ -166,6 +166,76 @@ def test_without_memory_the_error_keeps_its_type_and_the_next_call_works(sim, ma
     assert values_of(work.arrived(result)) == {2}
 
 
+# ---- without pinned memory -----------------------------------------------------------------------
+
+each_pinned_result = each_call(
+    lambda call: call.makes_host_memory and call.plan != "reusing", "pinned"
+)
+ILLEGAL_ADDRESS = 700  # an error code of CUDA: an earlier kernel has broken the device
+
+
+def usual_fallbacks(work: Work) -> int:
+    handle = work.start()
+    assert all(leaf.is_pinned() for leaf in work.arrived(handle.get()))
+    return handle.stats.fallbacks
+
+
+@each_pinned_result
+@pytest.mark.parametrize("n", [1, 2])
+def test_results_are_pageable_if_no_more_memory_can_be_pinned(sim, make, n):
+    work = make(3, [100, 50, 70_000])
+    usual = usual_fallbacks(work)
+    before = in_use(sim)
+    with sim.fail_pinned_allocation(n):
+        handle = work.start()
+        becomes(handle.ready)
+    if work.call.requires_pinned:
+        for _ in range(2):
+            with pytest.raises(torch.AcceleratorError, match="pinned"):
+                handle.get()
+    else:
+        result = work.arrived(handle.get())
+        assert handle.stats.fallbacks == usual + 1
+        assert values_of(result) == {3}
+        assert not any(leaf.is_pinned() for leaf in result)
+        del result
+    del handle
+    assert_gives_back(sim, before)
+
+
+@each_pinned_result
+@pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, 1, 3, 999])
+def test_another_error_of_the_device_in_a_pinned_allocation_is_raised(sim, make, code):
+    """Pageable memory would hide it: only a lack of memory has that way out."""
+    work = make(3, [99, 30])
+    usual = usual_fallbacks(work)
+    before = in_use(sim)
+    with sim.fail_pinned_allocation(code=code) as fault:
+        handle = work.start()
+        for ask in (handle.get, handle.wait, handle.get):
+            with pytest.raises(torch.AcceleratorError) as caught:
+                ask()
+            assert str(caught.value).startswith(f"{fault.struck} was made to fail")
+            assert caught.value.error_code == code
+    assert handle.stats.fallbacks == usual
+    del handle, caught, ask
+    assert usual_fallbacks(work) == usual
+    assert_gives_back(sim, before)
+
+
+def test_a_pageable_result_does_not_hold_the_caller_while_a_kernel_runs(sim, device):
+    batch = filled(3, [10, 10], device)
+    with sim.hold(), sim.fail_pinned_allocation(1):
+        handle = tdcopier.start_copy(batch, "cpu")  # would not return
+        assert not handle.ready()
+    assert values_of(handle.get()) == {3}
+
+
+def test_pageable_memory_and_pinned_results_are_a_contradiction():
+    with pytest.raises(ValueError, match="needs use_pinned_staging=True"):
+        tdcopier.copy(torch.ones(3), "cpu", require_pinned_results=True, use_pinned_staging=False)
+
+
 def test_internal_errors_are_runtime_errors():
     assert issubclass(tdcopier.InternalError, RuntimeError)
     assert tdcopier.InternalError.__module__ == "tdcopier"

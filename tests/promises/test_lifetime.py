@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from calls import each_call
+from fault_support import in_use
 from filled_leaves import filled, sizes, values_of
 from sim_support import BRIEFLY
 from support import are_released, memory_reference
@@ -47,7 +48,7 @@ def test_sources_that_are_dropped_right_after_the_call_are_copied_all_the_same(m
 
 
 @every_size
-@each_call(lambda call: call.is_from_device or call.is_to_device, "held")
+@each_call(lambda call: call.is_from_device or call.is_to_device, "held", "unasked")
 @pytest.mark.parametrize("dropped", [True, False], ids=["handle dropped", "handle kept"])
 def test_what_the_device_still_reads_or_writes_is_kept_and_no_longer(
     make, stall, elements, dropped
@@ -123,7 +124,7 @@ def test_a_source_whose_last_reference_the_copy_holds_is_finalised_with_the_gil(
 
 
 @sizes
-@each_call()
+@each_call(lambda _: True, "unasked")
 def test_both_trees_are_let_go_when_the_copy_is_done(make, elements):
     """A pending call of the interpreter releases the sources, although the handle lives."""
     work = make(3, elements)
@@ -162,3 +163,17 @@ def test_memory_is_given_back_when_the_results_go(make, accelerator):
         assert accelerator.memory_allocated(work.target) > before[work.devices.index(work.target)]
     del result
     assert [accelerator.memory_allocated(place) for place in work.devices] == before
+
+
+@pytest.mark.sim
+@each_call(lambda call: call.makes_host_memory)
+def test_pinned_memory_is_given_back_when_the_results_go(sim, make):
+    work = make(1, [100, 50, 70_000])
+    for _ in range(2):
+        work.start().get()  # a plan may keep two results
+    gc.collect()
+    before = in_use(sim)
+    result = work.arrived(work.start().get())
+    assert in_use(sim) > before or work.call.plan or not result[0].is_pinned()
+    del result
+    assert in_use(sim) == before

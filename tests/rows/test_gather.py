@@ -225,6 +225,29 @@ def test_rows_arrive_on_the_host_in_pinned_memory_that_is_sent_as_it_is(device):
     assert not any(leaf.is_pinned() for leaf in plain.values())
 
 
+@pytest.mark.sim
+def test_rows_of_tables_on_a_device_are_pageable_only_for_lack_of_pinned_memory(sim, device):
+    tree = [torch.full((ROWS, 4), 3.0, device=device)]
+
+    def gather() -> tdcopier.AsyncCopyHandle[list[torch.Tensor]]:
+        return tdcopier.start_gather(tree, torch.arange(30), "cpu")
+
+    usual = gather()
+    assert usual.get()[0].is_pinned()
+    with sim.fail_pinned_allocation():
+        handle = gather()
+        assert handle.get()[0].eq(3).all()
+    assert handle.stats.fallbacks == usual.stats.fallbacks + 1
+    assert not handle.get()[0].is_pinned()
+    with sim.fail_pinned_allocation(code=700):
+        handle = gather()
+        for ask in (handle.get, handle.wait):
+            with pytest.raises(torch.AcceleratorError) as caught:
+                ask()
+            assert caught.value.error_code == 700
+    assert gather().get()[0].is_pinned()
+
+
 def test_rows_for_the_host_do_not_begin_to_use_an_accelerator(accelerator, monkeypatch):
     """A query for pinned memory would initialize CUDA, which takes 0.3 s and 0.5 GB."""
     monkeypatch.setattr(accelerator, "is_initialized", lambda: False)
