@@ -154,19 +154,6 @@ def test_sources_are_given_back_when_they_are_staged(device, elements, sending):
     assert (handle.get()[0] == 1).all()
 
 
-def test_the_stream_that_is_current_at_the_end_sees_it(device, accelerator, stall, copy_stream):
-    source = tree(LARGE)
-    with held():
-        handle = tdcopier.start_copy(source, device)
-    handle.wait_staged()
-    consumer = accelerator.Stream(device=device)
-    with stall(copy_stream), accelerator.stream(consumer):
-        got = handle.wait()
-        read = got["large"].clone()
-    accelerator.synchronize(device)
-    assert torch.equal(read.cpu(), source["large"])
-
-
 NOT_HELD: dict[str, tuple[Callable[[str], Any], dict[str, Any]]] = {
     "a pinned leaf": (lambda device: [torch.ones(LARGE).pin_memory(), torch.ones(LARGE)], {}),
     "no staging": (lambda device: [torch.ones(LARGE)], {"use_pinned_staging": False}),

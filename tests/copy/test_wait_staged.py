@@ -84,21 +84,6 @@ def test_each_device_of_a_mixed_tree_gets_its_own_order(stall, device, other_dev
     assert values_of(tree[device]) == values_of(tree[other_device]) == {2}
 
 
-def test_a_delegated_leaf_is_waited_for_too(stall, device, other_device, accelerator):
-    """Its transfer waits for the target's current stream; a stream that overwrites it waits too."""
-    leaf = torch.full((4,), 1.0).to(device).requires_grad_()
-    with stall(accelerator.current_stream(other_device)):
-        with accelerator.stream(accelerator.Stream(device=device)):
-            handle = tdcopier.start_copy([leaf], other_device)
-        assert handle.stats.delegated_leaves == 1
-        handle.wait_staged()
-        with torch.no_grad():
-            refill([leaf], 2)
-        assert not becomes(accelerator.current_stream(device).query, within=BRIEFLY)
-    assert handle.get()[0].tolist() == [1] * 4
-    assert leaf.tolist() == [2] * 4
-
-
 # ---- other cases ---------------------------------------------------------------------------------
 
 

@@ -278,25 +278,6 @@ def test_tensordicts_are_filled(way):
     assert (handle.stats.packed_leaves, handle.stats.delegated_leaves) == (3, 0)
 
 
-def test_the_versions_of_what_is_written_move_and_no_others(way):
-    source = [torch.ones(3).to(way[0]), torch.ones(2, 2).to(way[0])]
-    destination = [torch.zeros(3, device=way[1]), torch.zeros(2, 2, device=way[1])]
-    view = destination[1][0]
-    versions = [leaf._version for leaf in (*destination, view, *source)]
-    tdcopier.start_copy_into(source, destination).get()
-    moved = [leaf._version for leaf in (*destination, view, *source)]
-    assert moved == [versions[0] + 1, versions[1] + 1, versions[2] + 1, *versions[3:]]
-
-
-def test_autograd_sees_that_a_saved_tensor_was_overwritten(device):
-    weight = torch.ones(3, device=device, requires_grad=True)
-    saved = torch.ones(3, device=device)
-    loss = (weight * saved).sum()
-    tdcopier.start_copy_into([torch.zeros(3)], [saved]).get()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_a_leaf_that_is_its_own_destination_is_reused_and_not_touched(device):
     leaf, other = torch.ones(3, device=device), torch.zeros(3, device=device)
     array = np.ones(3)

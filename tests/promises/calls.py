@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from filled_leaves import filled
 from scenario_world import held
 from tensordict import TensorDict
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
 import tdcopier
@@ -46,6 +48,7 @@ class Call:
         tables: Which of its two sides are tables, of which it uses some rows; or "neither", if it
             puts rows together.
         numbers_on_device: Whether the device has the numbers of these rows.
+        delegated: Why torch copies its leaves: each has a "gradient", or is a "wrapper" of two.
         plan: Whether it is the copy of a plan: "plain", or "reusing" the results.
         never: What does not apply, each with the reason: "held" is that the host goes on while
             the engine's streams are held, "busy" that it goes on while those of the caller are,
@@ -61,6 +64,7 @@ class Call:
     requires_pinned: bool = False
     tables: str = ""
     numbers_on_device: bool = False
+    delegated: str = ""
     plan: str = ""
     never: dict[str, str] = field(default_factory=dict)
 
@@ -122,7 +126,11 @@ class Work:
             leaf = table
         if place == "cpu" and self.call.pinned == "by torch":
             return leaf.pin_memory()
-        return leaf.to(place)
+        leaf = leaf.to(place)
+        if self.call.delegated == "wrapper":
+            return TwoTensor(leaf, leaf.clone())
+        # A leaf of the graph could not be written in place.
+        return leaf.requires_grad_().clone() if self.call.delegated else leaf
 
     def start(self) -> Any:
         return self.call.start(self)
@@ -132,6 +140,8 @@ class Work:
         leaves = list(result.values()) if isinstance(result, TensorDict) else tree_leaves(result)
         if self.call.tables == "target":
             leaves = [leaf[ROWS] for leaf in leaves]
+        if self.call.delegated == "wrapper":
+            leaves = [leaf.a for leaf in leaves]
         return leaves
 
     @property
@@ -143,6 +153,8 @@ class Work:
         """The stream of the engine that reads the sources, if they are on a device."""
         if self.source == "cpu":
             return None
+        if self.call.delegated:
+            return torch.get_device_module(self.source).current_stream(self.source)
         if self.source == self.target:
             return _C.copy_stream(self.source, "ordered")
         return _C.copy_stream(self.source, "from_device")
@@ -152,6 +164,8 @@ class Work:
         """The stream of the engine after which the results are there, if a device takes part."""
         if self.target == "cpu":
             return self.reading
+        if self.call.delegated:
+            return torch.get_device_module(self.target).current_stream(self.target)
         if self.call.fills or self.source != "cpu":
             return _C.copy_stream(self.target, "ordered")
         return _C.copy_stream(self.target, "to_device")
@@ -239,6 +253,7 @@ def _scatter_tensordict(work: Work) -> Any:
 
 HELD = {"held": "the host waits for the device, which reads or writes its memory where it is"}
 BUSY = {**HELD, "busy": "the host waits for the work before on the memory that it writes"}
+OF_TORCH = {"busy": "torch copies on the streams that are current at the call"}
 UNASKED = {"unasked": "its consumer sends it"}
 PAGEABLE = {"pinned": "it makes pageable memory"}
 NO_DEVICE = {"held": "no device takes part"}
@@ -264,6 +279,15 @@ CALLS: dict[str, Call] = {
     ),
     "copy of pinned": Call(_copy(), "host", "device", pinned="by torch", never=HELD),
     "copy that is deferred": Call(_deferred, "host", "device", never=UNASKED),
+    "copy of gradients": Call(
+        _copy(), "host", "device", delegated="gradient", never={**HELD, **OF_TORCH}
+    ),
+    "copy of gradients between devices": Call(
+        _copy(), "device", "other", delegated="gradient", never=OF_TORCH
+    ),
+    "copy of wrappers": Call(
+        _copy(), "host", "device", delegated="wrapper", never={**HELD, **OF_TORCH}
+    ),
     "async_to device": Call(_async_to, "host", "device"),
     "async_to host": Call(_async_to, "device", "host"),
     "planned to device": Call(_planned, "host", "device", plan="plain"),

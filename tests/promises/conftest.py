@@ -32,5 +32,7 @@ def make(
         return work
 
     first = make()
-    first.arrived(first.start().get())
+    handle = first.start()
+    first.arrived(handle.get())
+    assert not row.delegated or handle.stats.delegated_leaves == len(FEW)
     return make

@@ -1,4 +1,4 @@
-"""Afterlife, for every call that makes memory: its results are used later as those of `.to()`.
+"""Afterlife, for every call: its results are used later as those of `.to()`.
 
 `tests/tensordict/test_random_later_uses.py` plays random programs of later uses.
 """
@@ -23,11 +23,13 @@ import torch.distributed.checkpoint as dcp
 from calls import ROWS, Leaves, Work, each_call
 from catalogue import DTYPES
 from support import same_bytes
+from tensordict import TensorDict
 
 SIZE_SLACK_BYTES = 1024
 
-each_result = each_call(lambda call: call.makes_memory)
-each_host_result = each_call(lambda call: call.makes_host_memory)
+# Torch makes the results of delegated leaves itself.
+each_result = each_call(lambda call: call.makes_memory and not call.delegated)
+each_host_result = each_call(lambda call: call.makes_host_memory and not call.delegated)
 
 
 def mixed() -> Leaves:
@@ -269,6 +271,28 @@ def test_a_transfer_from_one_leaf_keeps_the_memory_of_all(sim, device, make):
         torch.empty(1 << 10, pin_memory=True).fill_(7)
     stream.synchronize()
     assert torch.equal(moved.cpu(), expected)
+
+
+# ---- memory that was given -----------------------------------------------------------------------
+
+
+@each_call(lambda call: call.fills)
+def test_what_is_filled_is_the_memory_that_was_given_and_only_its_versions_move(make):
+    work = make(3, [99, 30])
+    view = work.written[0][:1]
+    weight = torch.ones_like(work.written[1], requires_grad=True)
+    loss = (weight * work.written[1]).sum()
+    both = (*work.written, view, *work.sources)
+    before = [leaf._version for leaf in both]
+    addresses = [leaf.data_ptr() for leaf in work.written]
+    result = work.start().get()
+    given = [*result.values()] if isinstance(result, TensorDict) else result
+    assert all(leaf is its for leaf, its in zip(given, work.written, strict=True))
+    assert [leaf.data_ptr() for leaf in work.written] == addresses
+    moved = [leaf._version - version for leaf, version in zip(both, before, strict=True)]
+    assert moved == [1, 1, 1, 0, 0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 # ---- the next result -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from calls import each_call
+from calls import Work, each_call
 from filled_leaves import refill, sizes, values_of
 from sim_support import BRIEFLY, becomes
 from thread_support import let_go_without_the_gil
@@ -75,35 +75,49 @@ def test_a_destination_is_written_after_the_reads_that_were_enqueued_before(
 # ---- the next work on the sources ----------------------------------------------------------------
 
 
+def assert_may_be_refilled(work: Work, ask: str) -> None:
+    results = []
+    for step in range(4):
+        for leaf in work.sources:
+            leaf.fill_(step)
+        handle = work.start()
+        getattr(handle, ask)()
+        if work.call.numbers_on_device:
+            handle.wait_gathered()  # `wait` does not hold the host for rows that the device finds
+        for leaf in work.sources:
+            leaf.fill_(-1)
+        results.append(values_of(work.arrived(handle.wait())))
+    assert results == [{0}, {1}, {2}, {3}]
+
+
 @each_call(lambda call: not call.is_from_device)
 @sizes
 @pytest.mark.parametrize("ask", ["get", "wait", "wait_staged"])
 def test_a_host_source_may_be_refilled_when_the_call_has_returned(make, slow_link, elements, ask):
     """As in a loop that fills one buffer again and again."""
-    work = make(0, elements)
-    results = []
     with slow_link:
-        for step in range(4):
-            for leaf in work.sources:
-                leaf.fill_(step)
-            handle = work.start()
-            getattr(handle, ask)()
-            if work.call.numbers_on_device:
-                handle.wait_gathered()  # `wait` does not hold the host for rows of the device
-            for leaf in work.sources:
-                leaf.fill_(-1)
-            results.append(values_of(work.arrived(handle.wait())))
-    assert results == [{0}, {1}, {2}, {3}]
+        assert_may_be_refilled(make(0, elements), ask)
+
+
+@each_call(lambda call: call.tables == "source")
+@sizes
+def test_rows_may_be_overwritten_when_they_are_gathered(make, slow_link, elements):
+    with slow_link:
+        assert_may_be_refilled(make(0, elements), "wait_gathered")
 
 
 @each_call(lambda call: not call.is_from_device, "held")
-def test_host_sources_may_be_refilled_though_the_transfer_is_held(make, stall):
+@pytest.mark.parametrize(
+    ("elements", "copies"), [(PACKED, 10), ([1 << 20, 3], 2)], ids=["packed", "large"]
+)
+def test_host_sources_may_be_refilled_though_the_transfer_is_held(make, stall, elements, copies):
     """Staging is not used again before the device has read it."""
-    works = [make(value, PACKED) for value in range(10)]
+    works = [make(value, elements) for value in range(copies)]
+    ask = "wait_gathered" if works[0].call.tables else "wait_staged"
     with stall(works[0].writing):
         handles = [work.start() for work in works]
         for work, handle in zip(works, handles, strict=True):
-            assert handle.wait_staged() is None  # hangs if it waits for the transfer
+            assert getattr(handle, ask)() is None  # hangs if it waits for the transfer
             for leaf in work.sources:
                 leaf.fill_(-1)
         assert not any(handle.ready() for handle in handles)
@@ -196,7 +210,7 @@ def test_wait_returns_while_the_consumer_is_busy_and_what_is_read_later_is_right
     assert values_of(copied) == {7}
 
 
-@each_call(lambda call: call.makes_device_memory and not call.numbers_on_device)
+@each_call(lambda call: call.makes_device_memory and not call.numbers_on_device, "busy")
 def test_a_copy_to_new_memory_is_not_held_up_by_the_consumers_queue(make, accelerator, stall):
     work = make(7, PACKED)
     with stall(accelerator.current_stream(work.target)):

@@ -176,13 +176,6 @@ def test_what_is_left_to_torch_is_counted(device):
     assert (handle.stats.delegated_leaves, handle.stats.packed_leaves) == (3, 1)
 
 
-def test_version_counters_move(device):
-    table = torch.zeros(ROWS, 2)
-    before = table._version
-    tdcopier.start_scatter(torch.ones(1, 2, device=device), table, [3]).get()
-    assert table._version > before
-
-
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
