@@ -70,33 +70,6 @@ def test_wait_staged_lasts_until_the_device_has_read_it(stall, device, copy_stre
     assert handle.get()[0].eq(1).all()
 
 
-def test_it_is_kept_until_the_device_has_read_it(stall, device, copy_stream):
-    torch.get_device_module(device).synchronize(device)
-    source = pinned(1.0)
-    reference = weakref.ref(source)
-    with stall(copy_stream):
-        handle = tdcopier.start_copy([source], device)
-        del source
-        scratch = torch.zeros(10_000)
-        for _ in range(100):  # long enough for work that waits for the main thread
-            scratch.add_(1)
-        assert reference() is not None
-        others = [pinned(5.0) for _ in range(3)]
-    assert handle.get()[0].eq(1).all()
-    assert all(other.eq(5).all() for other in others)
-    assert are_released([reference])
-
-
-def test_a_handle_that_is_dropped_leaves_it_to_the_device(stall, device, copy_stream):
-    source = pinned(1.0)
-    reference = weakref.ref(source)
-    with stall(copy_stream):
-        tdcopier.start_copy([source], device)
-        del source
-        assert reference() is not None
-    assert are_released([reference])
-
-
 @pytest.mark.sim
 def test_a_copy_that_fails_keeps_what_the_device_reads(sim, device):
     source = [pinned(1.0), torch.full((LARGE,), 2.0)]

@@ -166,7 +166,7 @@ class Work:
             return self.reading
         if self.call.delegated:
             return torch.get_device_module(self.target).current_stream(self.target)
-        if self.call.fills or self.source != "cpu":
+        if self.call.fills or self.call.numbers_on_device or self.source != "cpu":
             return _C.copy_stream(self.target, "ordered")
         return _C.copy_stream(self.target, "to_device")
 

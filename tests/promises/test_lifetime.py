@@ -10,19 +10,33 @@ import weakref
 
 import pytest
 import torch
-from calls import Call, each_call
+from calls import Call, Work, each_call
 from fault_support import in_use
 from filled_leaves import filled, sizes, values_of
 from sim_support import BRIEFLY
 from support import are_released, memory_reference
 
 MANY = [*range(50, 90), 70_000]
-every_size = pytest.mark.parametrize("elements", [[100, 50], MANY], ids=["packed", "many"])
+every_size = pytest.mark.parametrize(
+    "elements", [[100, 50], MANY, [1 << 20]], ids=["packed", "many", "large"]
+)
 
 
-def by_engine(call: Call) -> bool:
-    """Whether the engine's own streams read or write; torch's allocator knows what torch does."""
-    return (call.is_from_device or call.is_to_device) and not call.delegated
+def is_late(call: Call) -> bool:
+    """Whether the call returns before the engine's own streams read or write.
+
+    Torch's allocator knows what torch does with delegated leaves.
+    """
+    is_of_engine = (call.is_from_device or call.is_to_device) and not call.delegated
+    return is_of_engine and (bool(call.pinned) or "held" not in call.never)
+
+
+def is_read_by_the_device(work: Work) -> bool:
+    """Whether the device reads the sources where they are: of pinned leaves, large ones."""
+    is_large = max(leaf.numel() for leaf in work.sources) == 1 << 20
+    return work.call.is_from_device or bool(
+        work.call.pinned and (work.call.tables == "source" or is_large)
+    )
 
 
 def others_like(leaves: list[torch.Tensor], place: str) -> list[torch.Tensor]:
@@ -53,7 +67,7 @@ def test_sources_that_are_dropped_right_after_the_call_are_copied_all_the_same(m
 
 
 @every_size
-@each_call(by_engine, "held", "unasked")
+@each_call(is_late, "unasked")
 @pytest.mark.parametrize("dropped", [True, False], ids=["handle dropped", "handle kept"])
 def test_what_the_device_still_reads_or_writes_is_kept_and_no_longer(
     make, stall, elements, dropped
@@ -62,7 +76,7 @@ def test_what_the_device_still_reads_or_writes_is_kept_and_no_longer(
     work = make(3, elements)
     read = [weakref.ref(leaf) for leaf in work.sources]
     written = [memory_reference(leaf) for leaf in work.written]
-    held = read if work.call.is_from_device else []
+    held = read if is_read_by_the_device(work) else []
     shapes = [torch.empty_like(leaf, device="meta") for leaf in work.sources]
     with stall(work.reading or work.writing):
         handle = work.start()
@@ -76,7 +90,7 @@ def test_what_the_device_still_reads_or_writes_is_kept_and_no_longer(
         kept = [*held, *written]
         assert not kept or not are_released(kept, within=BRIEFLY)
         assert all(reference() is not None for reference in kept)
-        if not work.call.is_from_device and not work.call.pinned:
+        if not held and not work.call.pinned:
             assert are_released(read)  # staged, though the device has read nothing yet
         others = others_like(shapes, work.source)
     assert are_released(read)
@@ -90,7 +104,7 @@ def test_what_the_device_still_reads_or_writes_is_kept_and_no_longer(
 
 
 @every_size
-@each_call(by_engine, "held")
+@each_call(is_late)
 def test_memory_that_is_dropped_is_not_given_out_before_it_was_written(
     make, accelerator, stall, elements
 ):
