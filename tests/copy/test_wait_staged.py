@@ -105,41 +105,6 @@ def test_it_may_be_called_again_and_after_the_copy_is_done(away, accelerator):
     assert values_of(handle.get()) == {1}
 
 
-@pytest.mark.sim
-@pytest.mark.parametrize("direction", ["H2D", "D2H", "D2D"])
-def test_of_a_copy_that_failed_it_returns_and_get_says_how(sim, device, other_device, direction):
-    source = "cpu" if direction == "H2D" else device
-    target = "cpu" if direction == "D2H" else other_device
-    limited = device if direction == "D2H" else other_device
-    leaves = filled(1, [10, 20], source)
-    torch.sim.synchronize()
-    torch.sim.empty_cache()
-    sim.set_memory_limit_bytes(limited, 0)
-    try:
-        handle = tdcopier.start_copy(leaves, target)
-        handle.wait_staged()
-        with pytest.raises(torch.OutOfMemoryError):
-            handle.get()
-    finally:
-        sim.set_memory_limit_bytes(limited, None)
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize("kind", ["packed", "delegated"])
-def test_of_a_copy_of_which_the_device_has_told_that_it_failed_it_returns_too(
-    sim, device, other_device, kind
-):
-    """The result must not depend on whether the failure is already known, which is up to chance."""
-    leaf = torch.ones(3, device=device).requires_grad_(kind == "delegated")
-    with sim.fail_transfer(direction="d2d", when="execution"):
-        handle = tdcopier.start_copy([leaf], other_device)
-        with pytest.raises(torch.AcceleratorError, match="was made to fail"):
-            handle.get()
-        handle.wait_staged()
-        with pytest.raises(torch.AcceleratorError, match="was made to fail"):
-            handle.get()
-
-
 def test_a_host_thread_that_waits_is_let_go_with_the_others(stall, device, copy_stream):
     """Several threads wait for one copy at once."""
     tdcopier.set_staging_limit_bytes(4 << 20)

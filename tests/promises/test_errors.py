@@ -149,6 +149,7 @@ def test_without_memory_the_error_keeps_its_type_and_the_next_call_works(sim, ma
     for place in work.devices:
         sim.set_memory_limit_bytes(place, sim.memory_stats(place).reserved_bytes)
     handle = work.start()
+    assert handle.wait_staged() is None
     try:
         result = handle.get()  # it may need none
     except torch.OutOfMemoryError:
