@@ -44,6 +44,7 @@ def mixed() -> Leaves:
         torch.empty(rows, 0),
         torch.arange(rows),
         torch.ones(rows, dtype=torch.bool),
+        torch.rand(rows, 4),
     ]
 
 
