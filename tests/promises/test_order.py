@@ -65,7 +65,7 @@ def test_a_destination_is_written_after_the_reads_that_were_enqueued_before(
     with accelerator.stream(reader), stall(reader):
         before = late_copies(work.written)
         handle = work.start()
-        assert not handle.ready()
+        assert not becomes(handle.ready, within=BRIEFLY)
         handle.wait()
         after = late_copies(work.written)
     reader.synchronize()
