@@ -22,9 +22,6 @@ ROUTES = {
     "several to the device": (["cpu", "sim:1"], "sim:0"),
     "several to the host": (["sim:0", "sim:1"], "cpu"),
 }
-SIZES = {"inline": [100, 50], "background": [2 * BUFFER_BYTES // 4 + 5, 100, 50]}
-routes = pytest.mark.parametrize(("places", "target"), ROUTES.values(), ids=list(ROUTES))
-sizes = pytest.mark.parametrize("elements", SIZES.values(), ids=list(SIZES))
 
 
 def leaves_on(places: list[str], elements: list[int], value: float) -> list[torch.Tensor]:
