@@ -362,12 +362,26 @@ def each_call(holds: Callable[[Call], bool] = lambda _: True, *promises: str) ->
     return pytest.mark.parametrize("call", names)
 
 
+def goes_on_alone(call: Call) -> bool:
+    """Returns whether the copy goes on whatever its caller does next.
+
+    Not so if torch copies the leaves in the call, or the call waits for earlier work on its memory,
+    or its consumer sends it.
+    """
+    return not call.delegated and call.never.keys().isdisjoint(["busy", "unasked"])
+
+
+def each_call_that_goes_on(holds: Callable[[Call], bool] = lambda _: True, *promises: str) -> Any:
+    """Parametrizes a test over those of `each_call` whose copies go on alone."""
+    return each_call(lambda call: goes_on_alone(call) and holds(call), *promises)
+
+
 def calls_for(devices: int) -> list[str]:
-    """Returns the calls that can be made with this number of devices."""
+    """Returns the calls that can be made with this number of devices, and go on alone."""
     return [
         name
         for name, row in CALLS.items()
-        if devices > 1 or "other" not in (row.source, row.target)
+        if goes_on_alone(row) and (devices > 1 or "other" not in (row.source, row.target))
     ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, each_call, work_of
+from calls import CALLS, calls_for, each_call_that_goes_on, work_of
 from fault_support import BUFFER_BYTES
 from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
 from support import run_python
@@ -43,8 +43,8 @@ def ends_well(act: Callable[[], None]) -> bool:
 
 
 def copy_on_the_host(device: str) -> None:
-    for name, row in CALLS.items():
-        if not row.uses_a_device:
+    for name in calls_for(2):
+        if not CALLS[name].uses_a_device:
             work = work_of(name, device, 5, LARGE)
             assert values_of(work.arrived(work.start().get())) == {5}
     assert tdcopier.copy([torch.ones(3), "text"], "cpu")[0].tolist() == [1, 1, 1]
@@ -56,7 +56,7 @@ class Cycle:
 
 
 @forks
-@each_call()
+@each_call_that_goes_on()
 def test_a_forked_child_drops_what_it_inherits_and_copies_on_the_host(make, device, accelerator):
     """At the fork copies are under way: workers may hold any lock, and none is in the child."""
     work, large = make(1, PACKED), make(2, LARGE)
@@ -94,7 +94,7 @@ def assert_is_told(wait: Callable[[], Any]) -> None:
 
 @forks
 @pytest.mark.parametrize("elements", [PACKED, BEYOND_STAGING], ids=["packed", "beyond staging"])
-@each_call(lambda call: call.uses_a_device, "held")
+@each_call_that_goes_on(lambda call: call.uses_a_device, "held")
 def test_a_forked_child_is_told_that_a_copy_was_not_done_at_the_fork(make, stall, elements):
     """It would wait for a device that only the parent can ask, or for a thread of the parent."""
     tdcopier.set_staging_limit_bytes(BUFFER_BYTES)
@@ -128,7 +128,7 @@ def test_a_forked_child_is_told_so_of_a_delegated_leaf(device, other_device, acc
 
 @forks
 @pytest.mark.parametrize("elements", [PACKED, LARGE], ids=["packed", "large"])
-@each_call(lambda call: not call.is_to_device and not call.fills)
+@each_call_that_goes_on(lambda call: not call.is_to_device and not call.fills)
 def test_a_child_shares_the_memory_that_its_parent_shared(make, elements):
     """The storage of a result may have been given other memory, with a deleter of its own."""
     work = make(1, elements)
