@@ -28,7 +28,7 @@ LIBRARIES = {
     "address": ["libasan.so", "libubsan.so", "libstdc++.so"],  # last: asan looks up its throw
 }
 TESTS = [
-    *(f"copy/test_{name}.py" for name in ("threads", "lifetime", "wait_staged", "order", "faults")),
+    *(f"copy/test_{name}.py" for name in ("threads", "lifetime", "wait_staged", "faults")),
     *(f"copy/test_{name}.py" for name in ("bounds", "device_sources", "pin_memory", "prepared")),
     *(
         f"copy/test_{name}.py"
