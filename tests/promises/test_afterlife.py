@@ -129,7 +129,8 @@ def test_safetensors_and_distributed_checkpoints_keep_the_values(make, tmp_path)
 def test_it_takes_as_much_room_as_the_result_of_to(make, dump):
     for work in (make(leaves=mixed()), make(1, [50] * 500)):
         result = result_of(work)
-        assert len(dump(result)) <= len(dump(clones(result))) + SIZE_SLACK_BYTES
+        slack_bytes = SIZE_SLACK_BYTES + 16 * len(result)  # a pickle has addresses, as text
+        assert len(dump(result)) <= len(dump(clones(result))) + slack_bytes
         for leaf in result[:10]:
             assert len(dump(leaf)) <= len(dump(leaf.clone())) + SIZE_SLACK_BYTES
 

@@ -44,6 +44,11 @@ def is_pageable(call: Call) -> bool:
     return "held" in call.never and not call.pinned
 
 
+def can_be_captured(call: Call) -> bool:
+    """Whether a device reads or writes rows in place in memory that exists."""
+    return bool(call.fills and call.tables and call.pinned)
+
+
 def is_delivered(call: Call) -> bool:
     """Whether threads write what arrives to host memory: four at most wait for kernels."""
     return call.is_from_device and not call.is_to_device and (call.fills or is_pageable(call))
@@ -69,6 +74,7 @@ def other_streams(device: str, accelerator: ModuleType) -> Iterator[None]:
 # ---- kernels of others ---------------------------------------------------------------------------
 
 
+@pytest.mark.sim  # a CUDA device's stall ends before all other calls were made
 @pytest.mark.parametrize(
     "elements",
     [PACKED, MANY, LARGE, BEYOND_STAGING],
@@ -316,7 +322,7 @@ def test_an_interrupt_at_any_point_leaves_nothing_behind_and_the_next_call_works
 
 
 @pytest.mark.cuda
-@each_call_that_goes_on(lambda call: call.uses_a_device)
+@each_call_that_goes_on(lambda call: call.uses_a_device and not can_be_captured(call))
 def test_a_call_during_the_callers_own_capture_is_refused_and_the_capture_goes_on(make, device):
     early, late = make(1, PACKED), make(2, PACKED)
     counter = torch.zeros(1, device=device)
