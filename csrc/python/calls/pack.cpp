@@ -80,6 +80,8 @@ std::unique_ptr<Parcel> pack(py::handle data, py::handle pickle, py::handle unpi
   LeafTable none(c10::Device(c10::kCPU));
   const LeafTable& leaves = flat.groups.empty() ? none : flat.groups.front().leaves;
   std::shared_ptr<const PackPlan> plan = parcel_plan(leaves);
+  // Pickling runs foreign code, which may give leaves new memory before theirs has been read.
+  if (!flat.groups.empty()) flat.groups.front().sources->keep_memory_of_tensors();
   ByteWriter layout;
   write_layout(flat.spec, leaves, pickle, layout);
   const uint64_t body_bytes = plan->chunks.empty() ? 0 : plan->chunks.back().end();

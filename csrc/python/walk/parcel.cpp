@@ -2,14 +2,16 @@
 // sizes of the layout and of the whole parcel.
 #include "python/walk/parcel.h"
 
-#include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
 
 #include <algorithm>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "engine/device/byte_tensor.h"
+#include "engine/leaves/leaf.h"
+#include "engine/leaves/part_storage.h"
 #include "engine/leaves/result.h"
 #include "python/runtime/torch_tensor.h"
 
@@ -38,15 +40,13 @@ class Views final : public LeafTensors {
   RecycledVector<at::Tensor> made_;
 };
 
-// Returns a storage over the bytes of a tensor, which it keeps alive. Unlike the tensor's own, it
-// can be resized, which moves it to new memory.
-c10::Storage storage_over(const at::Tensor& bytes) {
-  auto* const owner = new at::Tensor(bytes);
-  c10::DataPtr memory(
-      bytes.data_ptr(), owner, [](void* kept) { delete static_cast<at::Tensor*>(kept); },
-      c10::Device(c10::kCPU));
-  return {c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes.numel()), std::move(memory),
-          c10::GetAllocator(c10::kCPU), /*resizable=*/true};
+// Returns new memory of the host with these bytes. Their owner may resize, share or free his.
+c10::Storage copy_of(std::span<const std::byte> bytes) {
+  c10::Allocator* const allocator = c10::GetAllocator(c10::kCPU);
+  c10::Storage made(c10::Storage::use_byte_size_t(), bytes.size(),
+                    allocator->allocate(bytes.size()), allocator, /*resizable=*/true);
+  std::ranges::copy(bytes, static_cast<std::byte*>(made.mutable_data()));
+  return made;
 }
 
 }  // namespace
@@ -64,12 +64,17 @@ uint64_t write_head(ByteWriter& to, std::span<const std::byte> layout, uint64_t 
 std::unique_ptr<Parcel> Parcel::from_bytes(py::handle tensor, py::handle unpickle) {
   if (!is_tensor(tensor.ptr())) throw py::type_error("the bytes of a parcel are a tensor");
   const at::Tensor& bytes = tensor_in(tensor.ptr());
-  if (!bytes.device().is_cpu() || bytes.scalar_type() != c10::kByte || bytes.dim() != 1 ||
+  const PlainTensor plain = look_at(bytes, plain_tensor_keys(c10::Device(c10::kCPU)));
+  if (plain.packable == Packable::kShortStorage) {
+    throw py::value_error("the tensor" + why_out_of_reach(bytes));
+  }
+  if (plain.packable != Packable::kYes || bytes.scalar_type() != c10::kByte || bytes.dim() != 1 ||
       !bytes.is_contiguous()) {
     throw py::type_error("the bytes of a parcel are a contiguous uint8 tensor of the host");
   }
-  const std::span<const std::byte> all(static_cast<const std::byte*>(bytes.const_data_ptr()),
-                                       static_cast<size_t>(bytes.numel()));
+  const std::span<const std::byte> all(
+      static_cast<const std::byte*>(plain.storage->data()) + plain.begin,
+      static_cast<size_t>(bytes.numel()));
   if (all.size() < kHeaderBytes) throw MalformedBytes("a parcel has at least 32 bytes");
   const std::vector<std::byte> header(all.begin(), all.begin() + kHeaderBytes);
   ByteReader from(header);
@@ -85,7 +90,7 @@ std::unique_ptr<Parcel> Parcel::from_bytes(py::handle tensor, py::handle unpickl
   if (body_begin + layout->body_bytes() != all.size()) {
     throw MalformedBytes("the leaves need another number of bytes than the parcel has");
   }
-  return std::make_unique<Parcel>(std::move(layout), storage_over(bytes), body_begin);
+  return std::make_unique<Parcel>(std::move(layout), copy_of(all), body_begin);
 }
 
 const Parcel* Parcel::in(PyObject* object) {
@@ -97,7 +102,8 @@ const Parcel* Parcel::in(PyObject* object) {
 
 at::Tensor Parcel::bytes() const {
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(bytes_), plain_key_set(bytes_.device()), c10::scalarTypeToTypeMeta(c10::kByte));
+      PartStorage::make(bytes_, 0, bytes_.nbytes()), plain_key_set(bytes_.device()),
+      c10::scalarTypeToTypeMeta(c10::kByte));
   made.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes_.nbytes())});
   return made;
 }

@@ -24,9 +24,9 @@ class Parcel {
   Parcel(std::shared_ptr<const ParcelLayout> layout, c10::Storage bytes, uint64_t body_begin)
       : layout_(std::move(layout)), bytes_(std::move(bytes)), body_begin_(body_begin) {}
 
-  // Reads the header and the layout of bytes of any origin, which are copied to private memory
-  // first: another process may write to them. `bytes`: a tensor, (n,) uint8, contiguous, on the
-  // host. Throws: TypeError if it is not; MalformedBytes; as read_layout().
+  // Makes a parcel of a copy of bytes of any origin. `bytes`: a tensor, (n,) uint8, contiguous, on
+  // the host. Throws: TypeError if it is not; ValueError if its memory is too short;
+  // MalformedBytes; as read_layout().
   static std::unique_ptr<Parcel> from_bytes(pybind11::handle bytes, pybind11::handle unpickle);
 
   // Returns the parcel if it is one, or null.
@@ -36,7 +36,8 @@ class Parcel {
   const std::byte* body() const {
     return static_cast<const std::byte*>(bytes_.data()) + body_begin_;
   }
-  // (n,) uint8: all bytes, in the parcel's own memory.
+  // (n,) uint8: all bytes, in the parcel's own memory. Resizing or sharing it leaves the parcel as
+  // it is.
   at::Tensor bytes() const;
 
   // Builds the tree, of views of the parcel, which they keep alive. Runs Python code for custom

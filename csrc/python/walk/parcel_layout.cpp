@@ -9,6 +9,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,7 +22,8 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-constexpr uint64_t kMostDims = 64;      // torch's own limit
+constexpr uint64_t kMostDims = 64;  // torch's own limit
+constexpr uint64_t kMostStride = std::numeric_limits<int64_t>::max();
 constexpr size_t kLeastEntryBytes = 2;  // of a dict: a key and a child
 
 py::object tensordict_class() {
@@ -172,9 +174,9 @@ class LayoutReader {
     int64_t last = 0;  // of the element that is furthest from the first
     for (size_t d = 0; d < sizes.size(); ++d) {
       const uint64_t stride = from_.number();
-      if (stride > kMaxLeafBytes) throw MalformedBytes("a stride is too large");
+      if (stride > kMostStride) throw MalformedBytes("a stride is too large");
       strides[d] = static_cast<int64_t>(stride);
-      if (elements == 0) continue;
+      if (elements == 0) continue;  // any stride will do
       int64_t further = 0;
       if (__builtin_mul_overflow(sizes[d] - 1, strides[d], &further) ||
           __builtin_add_overflow(last, further, &last)) {

@@ -109,7 +109,7 @@ class LayoutWriter {
     for (const int64_t stride : strides) to_.number(static_cast<uint64_t>(stride));
   }
 
-  void write_value(PyObject* value) {
+  void write_value(PyObject* value, int depth = 0) {
     if (value == Py_None) return token(ParcelToken::kNone);
     if (value == Py_True || value == Py_False) {
       return token(value == Py_True ? ParcelToken::kTrue : ParcelToken::kFalse);
@@ -127,11 +127,11 @@ class LayoutWriter {
       return to_.fixed64(std::bit_cast<uint64_t>(PyFloat_AS_DOUBLE(value)));
     }
     if (THPSize_Check(value)) return write_sizes(value);
-    if (PyTuple_CheckExact(value)) {
+    if (PyTuple_CheckExact(value) && depth < kMostDepth) {
       token(ParcelToken::kTupleOf);
       to_.number(static_cast<uint64_t>(PyTuple_GET_SIZE(value)));
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
-        write_value(PyTuple_GET_ITEM(value, i));
+        write_value(PyTuple_GET_ITEM(value, i), depth + 1);
       }
       return;
     }
@@ -184,6 +184,7 @@ class LayoutWriter {
     size_t index = 0;
   };
   static constexpr size_t kRecent = 64;
+  static constexpr int kMostDepth = 100;  // of tuples; deeper ones are pickled
 
   const TreeSpec& spec_;
   const LeafTable& leaves_;
