@@ -296,8 +296,7 @@ def test_a_signal_ends_a_wait_in_which_no_thread_spins_and_the_copy_goes_on(
 def test_an_interrupt_at_any_point_leaves_nothing_behind_and_the_next_call_works(
     sim, make, call, device, kind
 ):
-    names = calls_for(2)
-    beside = names[names.index(call) - 1]
+    beside = "copy to device" if CALLS[call].is_from_device else "copy to host"
     works = [make(value, PACKED) for value in (1, 2)]
     other = work_of(beside, device, 3, PACKED)
     results = [work.start().get() for work in (*works, other) for _ in range(4)]
