@@ -40,7 +40,7 @@ class Views final : public LeafTensors {
   RecycledVector<at::Tensor> made_;
 };
 
-// Returns new memory of the host with these bytes. Their owner may resize, share or free his.
+// Returns new memory of the host with these bytes: that of others may be resized, shared or freed.
 c10::Storage copy_of(std::span<const std::byte> bytes) {
   c10::Allocator* const allocator = c10::GetAllocator(c10::kCPU);
   c10::Storage made(c10::Storage::use_byte_size_t(), bytes.size(),
