@@ -64,7 +64,7 @@ STEPS = [
     if call.is_from_device or call.is_to_device
     if size != "many" or call.fills  # which scatters them
     if size != "background" or fault != "event"  # these are in the call itself
-    # A worker may still hold memory of the device when its use is compared.
+    # Memory in use differs by chance there, for a reason that is not known yet.
     if size != "background" or fault != "device memory" or not name.startswith("gather")
 ]
 
