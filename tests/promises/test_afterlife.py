@@ -361,7 +361,7 @@ def test_whatever_was_done_to_a_leaf_the_next_result_is_as_new(make, touch):
     after = others.arrived(others.start().get())
     assert_same([leaf.cpu() for leaf in after], pair(5))
     if isinstance(held, dict):
-        held["note"] = "somebody else's"
+        held["note"] = "of another owner"
     for leaf in after:
         assert not vars(leaf)
         assert leaf.grad is None

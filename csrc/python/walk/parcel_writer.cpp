@@ -180,7 +180,7 @@ class LayoutWriter {
   }
 
   struct Recent {
-    PyObject* text = nullptr;  // borrowed: the dict keeps it
+    PyObject* text = nullptr;  // borrowed: the spec keeps it
     size_t index = 0;
   };
   static constexpr size_t kRecent = 64;
