@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -14,11 +15,12 @@ import tdcopier
 @pytest.fixture
 def make(
     call: str, device: str, accelerator: ModuleType, loaded_kernels: None
-) -> Callable[..., Work]:
-    """Returns a function that prepares the call with these leaves, on idle devices.
+) -> Iterator[Callable[..., Work]]:
+    """Yields a function that prepares the call with these leaves, on idle devices.
 
     They are filled with a value, each with a number of elements, or they are given. The call has
-    been made once: what only the first one does is done.
+    been made once: what only the first one does is done. No garbage is collected during the test:
+    that of earlier tests may have memory of a device that is held.
     """
     row = CALLS[call]
     if "other" in (row.source, row.target) and accelerator.device_count() < 2:
@@ -35,4 +37,8 @@ def make(
     handle = first.start()
     first.arrived(handle.get())
     assert not row.delegated or handle.stats.delegated_leaves == len(FEW)
-    return make
+    collecting = gc.isenabled()
+    gc.disable()
+    yield make
+    if collecting:
+        gc.enable()
