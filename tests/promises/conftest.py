@@ -37,6 +37,7 @@ def make(
     handle = first.start()
     first.arrived(handle.get())
     assert not row.delegated or handle.stats.delegated_leaves == len(FEW)
+    del first, handle
     collecting = gc.isenabled()
     gc.disable()
     yield make

@@ -26,7 +26,7 @@ from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
 from interrupts import KINDS, Interrupter, in_time, interrupted_everywhere
 from sim_support import becomes
 from thread_support import Call as InThread
-from thread_support import at_once
+from thread_support import at_once, let_go_without_the_gil
 
 import tdcopier
 from tdcopier import _C
@@ -238,6 +238,21 @@ def test_callers_wait_for_no_worker_that_is_busy(sim, make):
         assert not any(handle.ready() for handle in stuck)
     for handle in stuck:
         handle.get()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("elements", [PACKED, LARGE], ids=["packed", "large"])
+@each_call_that_goes_on(lambda call: call.uses_a_device)
+def test_the_gil_is_free_while_a_call_waits(sim, make, elements):
+    """Another thread releases the transfer, and must run Python code for it."""
+    work = make(3, elements)
+    hold = sim.hold(work.writing)
+    handle = work.start()
+    with let_go_without_the_gil(hold) as order:
+        result = handle.get()
+        order.append("arrived")
+    assert order == ["let go", "arrived"]
+    assert values_of(work.arrived(result)) == {3}
 
 
 # ---- signals -------------------------------------------------------------------------------------
