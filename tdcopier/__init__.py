@@ -32,6 +32,7 @@ from tdcopier._limits import (
     staging_bytes,
 )
 from tdcopier._options import CopyOptions
+from tdcopier._pack import Parcel, pack
 from tdcopier._stats import CopyStats, StepTimes
 from tdcopier._steps import time_steps
 
@@ -70,6 +71,7 @@ __all__ = [
     "ExplainedLeaf",
     "Explanation",
     "InternalError",
+    "Parcel",
     "Parked",
     "PinnedMemory",
     "PinnedMemoryUse",
@@ -90,6 +92,7 @@ __all__ = [
     "gather",
     "info",
     "install_tensordict_backend",
+    "pack",
     "park",
     "parked",
     "pin_memory_",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tdcopier import _C
+from tdcopier import _C, _packed_forms
 from tdcopier._asyncio import arrived
 from tdcopier._containers import unknown
 from tdcopier._containers.arrays import as_tensor
@@ -51,6 +51,18 @@ def _replacements(pairs: list[Any]) -> Any:
     return Replacements(pairs)
 
 
+def _dump_values(values: list[Any], path_of: Any, device: torch.device) -> Any:
+    from tdcopier._pickled_values import dump
+
+    return dump(values, path_of, device)
+
+
+def _load_values(pickled: bytes, memory: list[torch.Tensor]) -> list[Any]:
+    from tdcopier._pickled_values import load
+
+    return load(pickled, memory)
+
+
 _C.set_hooks(
     rule_of=rule_of,
     Refused=Refused,
@@ -70,4 +82,9 @@ _C.set_hooks(
     replacements=_replacements,
     arrived=arrived,
     stats_of=stats_of,
+    packed_form=_packed_forms.packed_form,
+    from_packed_form=_packed_forms.from_packed_form,
+    are_current=_packed_forms.are_current,
+    dump_values=_dump_values,
+    load_values=_load_values,
 )

@@ -22,7 +22,6 @@
 #include "python/bindings.h"
 #include "python/calls/copy_into.h"
 #include "python/calls/explain.h"
-#include "python/calls/pack.h"
 #include "python/calls/prepared_copy.h"
 #include "python/calls/start_copy.h"
 #include "python/handle/device_access.h"
@@ -48,7 +47,6 @@ using tdcopier::guarded;
 using tdcopier::Handle;
 using tdcopier::of_device;
 using tdcopier::OnUnknown;
-using tdcopier::Parcel;
 using tdcopier::PathStep;
 using tdcopier::PreparedCopy;
 using tdcopier::Reason;
@@ -283,17 +281,7 @@ Raises:
         return options;
       });
   m.def("start_copy", guarded(&tdcopier::start_copy));
-  py::class_<Parcel>(m, "Parcel")
-      .def_static("from_bytes", &Parcel::from_bytes)
-      .def("tree",
-           [](const Parcel& self) { return with_torch_errors([&] { return self.tree(); }); })
-      .def_property_readonly(
-          "bytes",
-          [](const Parcel& self) {
-            return py::reinterpret_steal<py::object>(tdcopier::wrap_tensor(self.bytes()));
-          })
-      .def_property_readonly("pickled", [](const Parcel& self) { return self.layout().pickled; });
-  m.def("pack", guarded(&tdcopier::pack));
+  tdcopier::bind_parcels(m);
   m.def("explain", guarded(&tdcopier::explain));
   m.def("start_copy_into", guarded(&tdcopier::start_copy_into));
   m.def("start_gather", guarded(&tdcopier::start_gather));

@@ -7,6 +7,8 @@ namespace tdcopier {
 
 // Binds pinned memory, leases of it, and the memory of storages that are parked.
 void bind_memory(pybind11::module_& m);
+// Binds parcels.
+void bind_parcels(pybind11::module_& m);
 // Binds the submodule `testing`.
 void bind_testing(pybind11::module_& m);
 

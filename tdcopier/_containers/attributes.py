@@ -33,7 +33,7 @@ def slots_of(value: Any) -> dict[str, Any]:
     cls = type(value)
     slots = _slots.get(cls)
     if slots is None:
-        slots = _slots[cls] = _find_slots(cls)
+        slots = _slots[cls] = find_slots(cls)
     found: dict[str, Any] = {}
     for index, name in slots:
         with contextlib.suppress(AttributeError):  # it is empty
@@ -41,7 +41,7 @@ def slots_of(value: Any) -> dict[str, Any]:
     return found
 
 
-def _find_slots(cls: type) -> tuple[tuple[int, str], ...]:
+def find_slots(cls: type) -> tuple[tuple[int, str], ...]:
     found: dict[str, int] = {}
     for index, base in enumerate(cls.__mro__):
         if base.__flags__ & _HEAP_TYPE:  # others have members, such as the factory of a defaultdict

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tdcopier import _C
 from tdcopier._containers import unknown
 from tdcopier._containers.visit import level_of
 
@@ -23,6 +24,8 @@ def tensors_beside(data: Any, target: torch.device) -> Iterator[tuple[str, Any]]
     left = [("data", data)]
     while left:
         path, value = left.pop()
+        if isinstance(value, _C.Parcel):
+            value = value.tree()
         level = level_of(value, target)
         if level is None:
             continue

@@ -219,7 +219,7 @@ def _tuple_rule(cls: type) -> Rule | None:
     if _builtin_bases(cls) != {tuple}:
         return None  # for example torch.Size, which contains no tensors
     named = isinstance(getattr(cls, "_fields", None), tuple)
-    return _NAMED_TUPLES if named else _TUPLES
+    return _NAMED_TUPLES if named else TUPLES
 
 
 def _flatten_tuple(value: tuple[Any, ...]) -> Flat:
@@ -252,8 +252,8 @@ def _unflatten_struct(children: list[Any], context: tuple[Any, dict[str, Any]]) 
 
 
 _STRUCTS = Rule(_flatten_struct, _unflatten_struct)
-_TUPLES = Rule(_flatten_tuple, _unflatten_tuple, beside=lambda value, context: context[1])
-_NAMED_TUPLES = _TUPLES._replace(flatten=_flatten_named_tuple, step=_C.Step.ATTRIBUTE)
+TUPLES = Rule(_flatten_tuple, _unflatten_tuple, beside=lambda value, context: context[1])
+_NAMED_TUPLES = TUPLES._replace(flatten=_flatten_named_tuple, step=_C.Step.ATTRIBUTE)
 
 
 def rebuilds_any_tuple(rule: Rule) -> bool:

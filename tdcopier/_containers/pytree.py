@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import SUPPORTED_NODES
 
-from tdcopier._containers.rule import Flat, Refused, Rule
+from tdcopier._containers.rule import Flat, OfClass, Refused, Rule
 
 _CXX_MODULE = "torch.utils._cxx_pytree"
 _OPTREE_REGISTRY = "optree.registry"
@@ -62,7 +62,14 @@ def _flatten(value: Any) -> Flat:
         )
     flatten, unflatten = functions
     children, context, *_ = flatten(value)
-    return list(children), (unflatten, context), None
+    return list(children), (OfClass(type(value), unflatten, _unflatten_of), context), None
+
+
+def _unflatten_of(cls: type) -> Callable[[list[Any], Any], Any]:
+    functions = _functions_of(cls)
+    if functions is None:
+        raise TypeError(f"{cls.__qualname__} is in none of torch's pytree registries here")
+    return functions[1]
 
 
 def _flatten_unless_placed(value: Any, device: torch.device | None, named: bool) -> Flat | None:

@@ -22,7 +22,7 @@ from tdcopier._containers import graphs, pytree, wrapped
 from tdcopier._containers.by_bases import rule_by_bases
 from tdcopier._containers.delegated_parts import DelegatedPart, is_tensor_collection
 from tdcopier._containers.own_to import OWN_TO, has_own_to
-from tdcopier._containers.rule import Flat, Refused, Rule, unless_placed
+from tdcopier._containers.rule import Flat, OfClass, Refused, Rule, unless_placed
 
 T = TypeVar("T")
 
@@ -58,6 +58,16 @@ class _Registration:
 
 def _no_registration() -> None:
     return None
+
+
+def _unflatten_of(cls: type) -> Callable[[list[Any], Any], Any]:
+    rule = _registered_rule(cls)
+    if rule is None:
+        raise TypeError(
+            f"{cls.__qualname__} is not registered in this process: call "
+            "tdcopier.register_container here too"
+        )
+    return rule.unflatten
 
 
 _ANCHOR = "__tdcopier_registration__"
@@ -117,7 +127,7 @@ def register_container(
             f"(children, context); it returned {answer!r}"
         )
 
-    _register(cls, Rule(flatten_checked, unflatten), subclasses)
+    _register(cls, Rule(flatten_checked, OfClass(cls, unflatten, _unflatten_of)), subclasses)
 
 
 @keep_out_of_graphs("register_tensor_subclass()")

@@ -25,6 +25,29 @@ class Carrier:
     value: Any
 
 
+class OfClass:
+    """A rebuild function that a user gave for a class. It may be a lambda: its class is pickled."""
+
+    __slots__ = ("_cls", "_find", "_function")
+
+    def __init__(
+        self,
+        cls: type,
+        function: Callable[[list[Any], Any], Any],
+        find: Callable[[type], Callable[[list[Any], Any], Any]],
+    ) -> None:
+        """`find` returns such a function for the class, in a process where it is unpickled."""
+        self._cls = cls
+        self._function = function
+        self._find = find
+
+    def __call__(self, children: list[Any], context: Any) -> Any:
+        return self._function(children, context)
+
+    def __reduce__(self) -> Any:
+        return self._find, (self._cls,)
+
+
 class Place(NamedTuple):
     """Where a container keeps an opaque child."""
 

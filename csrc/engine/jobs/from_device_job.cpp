@@ -24,22 +24,21 @@ const c10::Stream& arrival_stream(Accelerator& source, c10::Device target) {
   return target.is_cpu() ? source.from_device_stream() : Accelerator::of(target).ordered_stream();
 }
 
-bool is_within(const Accelerator& source, c10::Device target, const CopyWork& work) {
-  return !work.result && source.device() == target;
+// Work within a device is in the order of one stream.
+const c10::Stream& read_stream(Accelerator& source, c10::Device target) {
+  return source.device() == target ? source.ordered_stream() : source.from_device_stream();
 }
 
 }  // namespace
 
 FromDeviceJob::FromDeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned,
                              std::vector<ChunkRange> ranges)
-    : CopyJob(
-          arrival_accelerator(source, target), arrival_stream(source, target),
-          is_within(source, target, work) ? &source.ordered_stream() : &source.from_device_stream(),
-          target, std::move(work)),
+    : CopyJob(arrival_accelerator(source, target), arrival_stream(source, target),
+              &read_stream(source, target), target, std::move(work)),
       source_(source),
       pinned_(pinned),
       ranges_(std::move(ranges)),
-      within_(*read_stream_ == stream_ && !target.is_cpu()),
+      within_(source.device() == target),
       sources_ready_(source.record_current()),
       destinations_ready_(work_.result ? nullptr : accelerator_.record_current()) {}
 
@@ -50,7 +49,7 @@ void FromDeviceJob::transfer_all() {
   const c10::StreamGuard on_source_stream(*read_stream_);
   sources_ready_->block(*read_stream_);
   if (destinations_ready_) destinations_ready_->block(stream_);
-  if (within_) {
+  if (within_ && !work_.result) {
     const PhaseRange range(phases_, Phase::kEnqueue);
     copy_within(stream_, leaves_, work_.destinations);
     arrived_ = accelerator_.events().record_or_wait(stream_);
@@ -111,9 +110,10 @@ void FromDeviceJob::gather_straight(size_t first, size_t last) {
   for (size_t i = 0; i < launches; ++i) count_transfer(i == 0 ? bytes : 0);
 }
 
-// Tells the allocator that the stream writes these chunks. If that fails, waits for the stream: the
-// memory must not be freed before it is written.
+// Tells the pinned allocator that the stream writes these chunks. If that fails, waits for the
+// stream: the memory must not be freed before it is written.
 void FromDeviceJob::note_written(size_t first, size_t last) {
+  if (within_) return;
   try {
     for (size_t i = first; i < last; ++i) work_.result->note_written(i, *read_stream_);
   } catch (...) {

@@ -15,8 +15,8 @@ namespace tdcopier {
 struct ChunkRange {
   enum class By : uint8_t {
     kTransfer,  // one contiguous leaf, from where it is
-    kKernel,    // gathered by a kernel, straight into pinned memory
-    kScratch,   // gathered on the device, then transferred one by one
+    kKernel,  // gathered straight into the result: by a kernel into pinned memory, or on the device
+    kScratch,  // gathered on the device, then transferred one by one
   };
 
   size_t first;
@@ -26,15 +26,16 @@ struct ChunkRange {
 
 // A copy from a device. It reads the sources after the work that their device's current stream has
 // when the job is created, and writes destinations after the work that their device's has. A copy
-// within one device makes no transfers.
+// within one device into existing memory makes no transfers.
 class FromDeviceJob final : public CopyJob {
  public:
   // `pinned`: results on the host are in pinned memory. `ranges`: all chunks that have bytes; none
-  // for a copy within one device. Thread: the caller's, because its current streams are used.
+  // for a copy within one device into existing memory. Thread: the caller's, because its current
+  // streams are used.
   FromDeviceJob(Accelerator& source, c10::Device target, CopyWork work, bool pinned,
                 std::vector<ChunkRange> ranges);
 
-  size_t chunks() const override { return within_ ? 0 : CopyJob::chunks(); }
+  size_t chunks() const override { return within_ && ranges_.empty() ? 0 : CopyJob::chunks(); }
 
  private:
   void transfer_all() override;
@@ -47,7 +48,7 @@ class FromDeviceJob final : public CopyJob {
   Accelerator& source_;
   const bool pinned_;
   const std::vector<ChunkRange> ranges_;
-  const bool within_;                  // within one device, into existing memory
+  const bool within_;                  // within one device
   const EventRef sources_ready_;       // after the caller's work on the sources
   const EventRef destinations_ready_;  // after its work on the destinations; null: new memory
 };

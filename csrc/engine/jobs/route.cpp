@@ -122,10 +122,10 @@ Route into_host(const CopyWork& work, const RouteOptions& options) {
   return route;
 }
 
-// Returns whether the chunk is one contiguous leaf, which is transferred from where it is.
+// Returns whether the chunk is contiguous in the sources' memory, and is transferred from there.
 bool is_contiguous(const CopyWork& work, const ChunkPlan& chunk) {
   const Leaf* const leaf = only_leaf(work, chunk);
-  return leaf != nullptr && !leaf->strided;
+  return chunk.as_source || (leaf != nullptr && !leaf->strided);
 }
 
 // Returns the end of the group of chunks that are gathered together, from `first` on.
@@ -155,8 +155,8 @@ bool can_gather_straight(const CopyWork& work, size_t first, size_t last) {
 Route from_device(const LeafGroup& group, const RouteOptions& options) {
   const CopyWork& work = group.work;
   Route route{JobKind::kFromDevice};
-  const bool within = !is_to_new_memory(work) && work.leaves->device() == group.target;
-  const size_t chunks = within ? 0 : work.plan->chunks.size();
+  const bool within = work.leaves->device() == group.target;
+  const size_t chunks = within && !is_to_new_memory(work) ? 0 : work.plan->chunks.size();
   const bool to_pinned = group.target.is_cpu() && options.use_pinned_staging;
   for (size_t first = 0, last = 0; first < chunks; first = last) {
     const ChunkPlan& chunk = work.plan->chunks[first];
@@ -165,7 +165,7 @@ Route from_device(const LeafGroup& group, const RouteOptions& options) {
     ChunkRange::By by = ChunkRange::By::kTransfer;
     if (!is_contiguous(work, chunk)) {
       last = end_of_group(work, first);
-      const bool straight = to_pinned && can_gather_straight(work, first, last);
+      const bool straight = within || (to_pinned && can_gather_straight(work, first, last));
       by = straight ? ChunkRange::By::kKernel : ChunkRange::By::kScratch;
     }
     route.ranges.push_back({first, last, by});
@@ -196,8 +196,8 @@ void make_result(CopyWork& work, const MemoryOf& memory) {
 void make_result_on_device(LeafGroup& group) {
   Accelerator& target = Accelerator::of(group.target);
   const bool waits = !group.work.leaves->device().is_cpu() || rows_of(group.work).on_device;
-  make_result(group.work,
-              {group.target, waits ? &target.ordered_stream() : &target.to_device_stream()});
+  const c10::Stream& stream = waits ? target.ordered_stream() : target.to_device_stream();
+  make_result(group.work, {group.target, &stream, nullptr, group.image, group.image_begin});
 }
 
 // Makes a result in pinned memory, or in pageable memory if no more can be pinned and the caller

@@ -126,13 +126,15 @@ void LeafTable::add_strided(const void* data, c10::ScalarType dtype, std::span<c
   for (const int64_t stride : source_strides_bytes) shapes_.push_back(stride);
 }
 
-void LeafTable::add_placed(const LeafTable& others, const PackPlan& plan, const std::byte* image) {
+void LeafTable::add_placed(const LeafTable& others, const PackPlan& plan, const std::byte* image,
+                           bool pinned) {
   const auto first_size = static_cast<uint32_t>(shapes_.size());
   for (size_t i = 0; i < others.size(); ++i) {
     const Slot& slot = plan.slots[i];
     leaves_.push_back(others[i]);
     leaves_.back().data = image + plan.chunks[slot.chunk].begin + slot.offset;
     leaves_.back().first_size += first_size;
+    leaves_.back().pinned = pinned && leaves_.back().bytes > kMaxPackedLeafBytes;
   }
   extents_.insert(extents_.end(), others.extents_.begin(), others.extents_.end());
   shapes_.insert(shapes_.end(), others.shapes_.begin(), others.shapes_.end());

@@ -122,8 +122,10 @@ class LeafTable {
                    std::span<const int64_t> strides, std::span<const int64_t> source_strides_bytes);
 
   // Adds the leaves of another table, which have no addresses, where `plan` puts them in the image
-  // that begins at `image`. Requires: the other table is a host's, without strided leaves and rows.
-  void add_placed(const LeafTable& others, const PackPlan& plan, const std::byte* image);
+  // that begins at `image`. With `pinned`, large ones are marked as pinned. Requires: the other
+  // table has no strided leaves and no rows.
+  void add_placed(const LeafTable& others, const PackPlan& plan, const std::byte* image,
+                  bool pinned = false);
 
   // Adds the tensor if the engine may read its bytes itself: only a plain one of the table's
   // device, with no functorch, conj, neg, Python or wrapper keys. Others are left to `Tensor.to`.

@@ -31,7 +31,7 @@ struct MemoryOf {
   const c10::Stream* stream = nullptr;
   // On the host: the allocator. Null: torch's own for pageable memory.
   c10::Allocator* host_allocator = nullptr;
-  // On the host: existing memory for the whole image of the plan, from this byte on, instead.
+  // Existing memory for the whole image of the plan, from this byte on, instead.
   c10::Storage image{};
   uint64_t image_begin = 0;
 };

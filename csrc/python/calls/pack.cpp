@@ -1,20 +1,143 @@
-// The steps of pack(): walk, plan, layout, and a copy within the host into the body.
+// The steps of pack(): walk, values for pickle, plan, layout, and a copy into the body.
 #include "python/calls/pack.h"
 
-#include <c10/core/Allocator.h>
+#include <torch/csrc/Device.h>
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "engine/device/graph_capture.h"
 #include "engine/jobs/route.h"
+#include "engine/leaves/result.h"
+#include "python/calls/start_copy.h"
+#include "python/runtime/buffer_memory.h"
+#include "python/runtime/device_argument.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/interrupts.h"
+#include "python/runtime/torch_tensor.h"
 #include "python/walk/flatten.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
+
+std::string path_in_parcel(py::handle data, size_t node) {
+  return path_of(data, node, std::nullopt).value_or("a value of data");
+}
+
+// Returns the leaves of the tree. Throws if they are on several devices, or of a dtype that torch
+// has got since.
+SourceGroup only_group(FlatTree& flat, py::handle data) {
+  if (flat.groups.empty()) {
+    return {LeafTable(c10::Device(c10::kCPU)), std::make_shared<PySources>(), {}};
+  }
+  const c10::Device device = flat.groups.front().leaves.device();
+  for (size_t node = 0; node < flat.spec.nodes(); ++node) {
+    const TreeSpec::Node& it = flat.spec.node(node);
+    if (it.kind != NodeKind::kLeaf) continue;
+    const LeafTable& leaves = flat.groups[it.group].leaves;
+    if (leaves.device() != device) {
+      throw py::type_error(path_in_parcel(data, node) + " is on " + leaves.device().str() +
+                           ", and other leaves are on " + device.str() +
+                           ": a parcel is on one device. Copy the tree to one first");
+    }
+    if (!can_be_packed(leaves[it.number].dtype)) {
+      throw py::type_error(path_in_parcel(data, node) + " cannot be packed: parcels have no " +
+                           std::string(c10::toString(leaves[it.number].dtype)));
+    }
+  }
+  return std::move(flat.groups.front());
+}
+
+// A pickle has the gradient that a tensor needs, but not the one that it carries forward.
+void refuse_forward_gradients(const FlatTree& flat, py::handle data) {
+  for (const Delegated& leaf : flat.delegated) {
+    if (leaf.packable != Packable::kGradient) continue;
+    const at::Tensor& tensor = tensor_in(flat.spec.value(leaf.value));
+    if (!tensor._fw_grad(0).defined()) continue;
+    throw py::type_error(path_in_parcel(data, leaf.node) +
+                         " cannot be packed: it carries a forward gradient");
+  }
+}
+
+// Pickles the values that only pickle can write, and adds the memory of their tensors to the
+// leaves. Returns the pickle.
+std::string dump_values(const WrittenTree& tree, SourceGroup& group, py::handle data) {
+  if (tree.values.empty()) return {};
+  // Foreign code may give leaves new memory before theirs has been read.
+  group.sources->keep_memory_of_tensors();
+  const c10::Device device = group.leaves.device();
+  const auto device_object = py::reinterpret_steal<py::object>(THPDevice_New(device));
+  const py::cpp_function name(
+      [&](size_t value) { return path_in_parcel(data, tree.nodes[value]); });
+  const py::tuple dumped = hooks().dump_values(tree.values, name, device_object);
+  for (const py::handle each : py::list(dumped[1])) {
+    const at::Tensor& memory = tensor_in(each.ptr());
+    const bool is_plain = memory.scalar_type() == c10::kByte && memory.dim() == 1 &&
+                          memory.is_contiguous() && memory.device() == device;
+    check_invariant(is_plain && group.leaves.add_if_packable(memory) == Packable::kYes,
+                    "memory of pickled values is in plain tensors");
+    group.sources->keep(Py_NewRef(each.ptr()));
+  }
+  return dumped[0].cast<std::string>();
+}
+
+bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
+  return a.data() < b.data() + b.size() && b.data() < a.data() + a.size();
+}
+
+// Returns the memory of a uint8 tensor.
+c10::Storage memory_of_tensor(py::handle tensor) {
+  const at::Tensor& bytes = tensor_in(tensor.ptr());
+  const PlainTensor plain = look_at(bytes, plain_tensor_keys(bytes.device()));
+  if (plain.packable == Packable::kShortStorage) {
+    throw py::value_error("the tensor" + why_out_of_reach(bytes));
+  }
+  if (plain.packable != Packable::kYes || bytes.scalar_type() != c10::kByte || bytes.dim() != 1 ||
+      !bytes.is_contiguous()) {
+    throw py::type_error("the bytes of a parcel are a contiguous uint8 tensor of one dimension");
+  }
+  return part_of_memory(bytes.storage(), plain.begin, static_cast<uint64_t>(bytes.numel()));
+}
+
+// Returns the memory that the caller has given for the parcel.
+c10::Storage memory_given(py::handle out, c10::Device device, uint64_t bytes,
+                          const LeafTable& leaves) {
+  c10::Storage memory;
+  if (device.is_cpu()) {
+    const BufferMemory given = memory_of_buffer(out);
+    if (given.is_read_only) throw py::value_error("out is read-only");
+    memory = given.storage;
+  } else {
+    if (!is_tensor(out.ptr()) || tensor_in(out.ptr()).device() != device) {
+      throw py::type_error("out must be a tensor on " + device.str() + ", where the tree is");
+    }
+    memory = memory_of_tensor(out);
+  }
+  if (memory.nbytes() < bytes) {
+    throw py::value_error("out has " + std::to_string(memory.nbytes()) +
+                          " bytes, and the parcel needs " + std::to_string(bytes));
+  }
+  memory = part_of_memory(memory, 0, bytes);
+  const std::span<const std::byte> all(static_cast<const std::byte*>(memory.data()), bytes);
+  if (reinterpret_cast<uintptr_t>(all.data()) % kParcelAddressBytes != 0) {
+    throw py::value_error("out must begin at a multiple of 16 bytes");
+  }
+  for (const Leaf& leaf : leaves.all()) {
+    if (leaf.bytes != 0 && overlap(all, leaves.reach(leaf))) {
+      throw py::value_error("out overlaps a leaf of the tree");
+    }
+  }
+  return memory;
+}
+
+c10::Storage new_memory(c10::Device device, uint64_t bytes) {
+  return device.is_cpu() ? new_host_memory(bytes) : allocate_on_device(device, bytes);
+}
 
 // Clears the bytes between the leaves: parcels of equal trees have equal bytes, and none of another
 // use of the memory.
@@ -29,76 +152,85 @@ void clear_gaps(const LeafTable& leaves, const PackPlan& plan, std::byte* body) 
   }
 }
 
-bool is_refused(const FlatTree& flat, size_t node) {
-  const TreeSpec::Node& it = flat.spec.node(node);
-  if (it.kind != NodeKind::kLeaf) {
-    return std::ranges::any_of(flat.delegated,
-                               [=](const Delegated& leaf) { return leaf.node == node; });
+// Writes the head, and clears what the leaves leave free.
+void write_around_leaves(const c10::Storage& bytes, std::span<const std::byte> head,
+                         const LeafTable& leaves, const PackPlan& plan) {
+  if (bytes.device().is_cpu()) {
+    auto* const first = static_cast<std::byte*>(bytes.mutable_data());
+    std::ranges::copy(head, first);
+    return clear_gaps(leaves, plan, first + head.size());
   }
-  const LeafTable& leaves = flat.groups[it.group].leaves;
-  return !leaves.device().is_cpu() || !can_be_packed(leaves[it.number].dtype);
+  const c10::Storage on_host = new_host_memory(head.size());
+  std::ranges::copy(head, static_cast<std::byte*>(on_host.mutable_data()));
+  at::Tensor all = tensor_over(bytes);
+  all.zero_();
+  all.narrow(0, 0, static_cast<int64_t>(head.size())).copy_(tensor_over(on_host));
 }
 
-void refuse_what_cannot_be_packed(const FlatTree& flat, py::handle data) {
-  for (size_t node = 0; node < flat.spec.nodes(); ++node) {
-    if (!is_refused(flat, node)) continue;
-    throw py::type_error(path_of(data, node, c10::Device(c10::kCPU)).value_or("a leaf of data") +
-                         " cannot be packed: only plain tensors and arrays on the host can");
-  }
-}
-
+// Copies the leaves into the body. The host has waited for those of the host, and the current
+// stream waits for those of a device.
 void copy_leaves(SourceGroup&& group, std::shared_ptr<const PackPlan> plan,
                  const c10::Storage& bytes, uint64_t body_begin) {
-  const c10::Device host(c10::kCPU);
-  LeafGroup leaves{host,
+  const c10::Device device = group.leaves.device();
+  LeafGroup leaves{device,
                    {std::make_shared<const LeafTable>(std::move(group.leaves)), std::move(plan),
                     std::move(group.sources)},
                    group.mapped};
   leaves.image = bytes;
   leaves.image_begin = body_begin;
-  PhaseTimes phases;
-  const WaitWithoutGil waiting;
-  const StartedJob started = start(
-      std::move(leaves),
-      {.use_pinned_staging = false, .pack = PackOptions(), .use_background_thread = true}, phases);
-  if (!started.on_workers) {
-    started.job->run();
-  } else {
-    started.job->help();
-  }
-  started.job->wait_done();
-  if (started.job->has_failed()) started.job->rethrow_failure();
+  CopyOptions options;
+  options.use_pinned_staging = !device.is_cpu();
+  TreeSpec nothing;
+  nothing.add(NodeKind::kReady, 0);
+  nothing.set_ready(0, Py_NewRef(Py_None));
+  Handle handle(device, std::move(nothing), {});
+  start_group(handle, std::move(leaves), options);
+  handle.wait(py::none());
 }
 
 }  // namespace
 
-std::unique_ptr<Parcel> pack(py::handle data, py::handle pickle, py::handle unpickle) {
+std::unique_ptr<Parcel> pack(py::handle data, py::handle out) {
   release_returned_sources();
   const ReleaseAtEnd release_at_end;
   FlatTree flat = flatten_for_parcel(data);
-  refuse_what_cannot_be_packed(flat, data);
-  LeafTable none(c10::Device(c10::kCPU));
-  const LeafTable& leaves = flat.groups.empty() ? none : flat.groups.front().leaves;
-  std::shared_ptr<const PackPlan> plan = parcel_plan(leaves);
-  // Pickling runs foreign code, which may give leaves new memory before theirs has been read.
-  if (!flat.groups.empty()) flat.groups.front().sources->keep_memory_of_tensors();
-  ByteWriter layout;
-  write_layout(flat.spec, leaves, pickle, layout);
+  SourceGroup group = only_group(flat, data);
+  const c10::Device device = group.leaves.device();
+  if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
+  refuse_forward_gradients(flat, data);
+  const WrittenTree tree = write_tree(flat.spec, group.leaves);
+  const size_t tree_leaves = group.leaves.size();
+  const std::string pickled = dump_values(tree, group, data);
+  const std::shared_ptr<const PackPlan> plan = parcel_plan(group.leaves);
   const uint64_t body_bytes = plan->chunks.empty() ? 0 : plan->chunks.back().end();
+
+  ByteWriter layout;
+  write_layout(tree, pickled, group.leaves.all().subspan(tree_leaves), layout);
   ByteWriter head;
   const uint64_t body_begin = write_head(head, layout.written(), body_bytes);
-
-  c10::Allocator* const allocator = c10::GetAllocator(c10::kCPU);
   const uint64_t total = body_begin + body_bytes;
-  const c10::Storage bytes(c10::Storage::use_byte_size_t(), total, allocator->allocate(total),
-                           allocator, /*resizable=*/true);
-  auto* const first = static_cast<std::byte*>(bytes.mutable_data());
-  std::ranges::copy(head.written(), first);
-  std::fill(first + head.written().size(), first + body_begin, std::byte{0});
-  clear_gaps(leaves, *plan, first + body_begin);
-  std::shared_ptr<const ParcelLayout> read = read_layout(layout.written(), unpickle, body_bytes);
-  if (!flat.groups.empty()) copy_leaves(std::move(flat.groups.front()), plan, bytes, body_begin);
-  return std::make_unique<Parcel>(std::move(read), bytes, body_begin);
+  const c10::Storage bytes =
+      out.is_none() ? new_memory(device, total) : memory_given(out, device, total, group.leaves);
+  std::shared_ptr<const ParcelLayout> read =
+      read_layout(layout.written(), body_bytes, /*may_import=*/true);
+  write_around_leaves(bytes, head.written(), group.leaves, *plan);
+  if (group.leaves.size() != 0) copy_leaves(std::move(group), plan, bytes, body_begin);
+  return std::make_unique<Parcel>(std::move(read), bytes, body_begin,
+                                  ParcelTraits{.may_unpickle = true});
+}
+
+std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is_mapped) {
+  if (is_tensor(bytes.ptr())) {
+    return Parcel::read(memory_of_tensor(bytes), {.may_unpickle = may_unpickle});
+  }
+  BufferMemory found = memory_of_buffer(bytes);
+  ParcelTraits traits{may_unpickle, found.is_read_only, is_mapped};
+  if (reinterpret_cast<uintptr_t>(found.storage.data()) % kParcelAddressBytes != 0) {
+    const c10::Storage copy = new_host_memory(found.storage.nbytes());
+    std::memcpy(copy.mutable_data(), found.storage.data(), copy.nbytes());
+    return Parcel::read(copy, {.may_unpickle = may_unpickle});
+  }
+  return Parcel::read(std::move(found.storage), traits);
 }
 
 }  // namespace tdcopier

@@ -1,4 +1,4 @@
-// Packs a nested batch into a parcel.
+// Packs a nested batch into a parcel, and reads one.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,10 +9,17 @@
 
 namespace tdcopier {
 
-// Packs the leaves of a tree on the host, and its structure, into new memory. `pickle(values)`
-// returns the bytes of what only pickle can write. GIL: held; released while bytes are copied.
-// Throws: TypeError, with the path of a leaf that cannot be packed; what flatten() throws.
-std::unique_ptr<Parcel> pack(pybind11::handle data, pybind11::handle pickle,
-                             pybind11::handle unpickle);
+// Packs the leaves of a tree, which are all on one device, and its structure, into memory there.
+// `out`: None for new memory; else an object with a writable buffer, or for a tree on a device a
+// uint8 tensor there, whose first bytes become the parcel. GIL: held; released while bytes are
+// copied.
+// Throws: TypeError, with the path of a value that cannot be packed; ValueError if `out` is too
+// small or overlaps the tree; what flatten() throws.
+std::unique_ptr<Parcel> pack(pybind11::handle data, pybind11::handle out);
+
+// Reads a parcel from an object with a buffer, whose memory it keeps, or from a uint8 tensor on a
+// device. Bytes that are not aligned are copied. Throws: TypeError for other objects;
+// MalformedBytes.
+std::unique_ptr<Parcel> parcel_from(pybind11::handle bytes, bool may_unpickle, bool is_mapped);
 
 }  // namespace tdcopier

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/byte_format.h"
 #include "base/interleaver.h"
 #include "base/internal_error.h"
 #include "python/runtime/device_argument.h"
@@ -33,6 +34,8 @@ auto with_torch_errors(Function&& function) {
     throw;
   } catch (std::out_of_range& error) {  // of BadRowWatch
     throw pybind11::index_error(error.what());
+  } catch (MalformedBytes& error) {
+    throw pybind11::value_error(error.what());
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     throw pybind11::error_already_set();

@@ -30,6 +30,11 @@ constexpr std::pair<const char*, py::object Hooks::*> kNames[] = {
     {"replacements", &Hooks::replacements},
     {"arrived", &Hooks::arrived},
     {"stats_of", &Hooks::stats_of},
+    {"packed_form", &Hooks::packed_form},
+    {"from_packed_form", &Hooks::from_packed_form},
+    {"are_current", &Hooks::are_current},
+    {"dump_values", &Hooks::dump_values},
+    {"load_values", &Hooks::load_values},
 };
 
 // Never freed: a copy may end after the interpreter has dropped its modules.

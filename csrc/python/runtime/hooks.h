@@ -25,6 +25,17 @@ struct Hooks {
   pybind11::object replacements;
   pybind11::object arrived;
   pybind11::object stats_of;
+  // packed_form(unflatten, context): the (module, class name, value) of a container that can be
+  // rebuilt without a pickle, or None. from_packed_form(module, name, value, number of children,
+  // may import) returns (class, unflatten, context), or raises ValueError. are_current([(module,
+  // name, class)]) tells whether the names still mean these classes.
+  pybind11::object packed_form;
+  pybind11::object from_packed_form;
+  pybind11::object are_current;
+  // dump_values(values, path_of, device) returns (bytes, plain tensors); load_values(bytes, plain
+  // tensors) the values.
+  pybind11::object dump_values;
+  pybind11::object load_values;
 };
 
 // Returns the registered hooks. GIL: held, as for all uses. Requires: set_hooks() has been called.

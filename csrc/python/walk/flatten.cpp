@@ -227,10 +227,10 @@ class Flattener {
     add_seen(object, looks_.look(object, path_, depth, "data"), depth);
   }
 
-  // Its leaves need no walk where all of them are copied from the host.
+  // Its leaves need no walk where the engine moves all of them.
   void visit_parcel(PyObject* object, const Parcel& parcel, int depth) {
-    const bool has_pickle = !parcel.layout().pickled.is_none();
-    if (delegates_all_ || has_pickle || packs_ || rows_ != nullptr || !found_.moves_from_host()) {
+    const bool is_moved = parcel.device() != target_ && found_.is_moved_from(parcel.device());
+    if (delegates_all_ || parcel.needs_pickle() || packs_ || rows_ != nullptr || !is_moved) {
       const py::object tree = parcel.tree();
       if (paths_ != nullptr) paths_->pop_back();  // the root of the tree has it
       return visit_kept(tree.ptr(), depth);
@@ -370,10 +370,13 @@ NamedTree flatten_with_paths(py::handle data, c10::Device target) {
   return found;
 }
 
-std::optional<std::string> path_of(py::handle data, size_t node, c10::Device target) {
+std::optional<std::string> path_of(py::handle data, size_t node,
+                                   std::optional<c10::Device> target) {
   try {
-    const NamedTree found = flatten_with_paths(data, target);
-    if (node < found.paths.size()) return found.paths[node];
+    std::vector<std::string> paths;
+    const c10::Device host(c10::kCPU);
+    Flattener(target.value_or(host), &paths, nullptr, !target.has_value()).run(data.ptr());
+    if (node < paths.size()) return paths[node];
   } catch (const std::exception&) {  // the error about the leaf matters more
   }
   return std::nullopt;

@@ -27,6 +27,7 @@ struct SourceGroup {
   std::optional<PinnedTables> in_place{};
   // Set if the leaves are those of one parcel: its plan, with default options.
   std::shared_ptr<const PackPlan> plan{};
+  size_t leaves_of_plan = 0;  // while leaves are added
 
   // Marks the leaf added last as memory-mapped.
   void note_mapped() { mapped.note(leaves.reach(leaves[leaves.size() - 1])); }
@@ -59,7 +60,7 @@ struct FlatTree {
 // Throws: RecursionError; TypeError and ValueError with the leaf's path; any error of that code.
 FlatTree flatten(pybind11::handle data, c10::Device target);
 
-// Like flatten(), but leaves on the host are moved too. For pack().
+// Like flatten(), but leaves are moved from any device, the target's too. For pack().
 FlatTree flatten_for_parcel(pybind11::handle data);
 
 class RowLeaves;
@@ -68,10 +69,11 @@ class RowLeaves;
 // its place. Throws IndexError too.
 FlatTree flatten_tables(pybind11::handle data, c10::Device target, RowLeaves& rows);
 
-// Returns the path of a node of the spec of flatten(data, target), for example "data['boxes'][3]".
-// Repeats the walk, so only for messages. Returns nullopt if a container's own code raises in this
-// walk.
-std::optional<std::string> path_of(pybind11::handle data, size_t node, c10::Device target);
+// Returns the path of a node of the spec of flatten(data, target), for example "data['boxes'][3]";
+// without a target, of flatten_for_parcel(data). Repeats the walk, so only for messages. Returns
+// nullopt if a container's own code raises in this walk.
+std::optional<std::string> path_of(pybind11::handle data, size_t node,
+                                   std::optional<c10::Device> target);
 
 // A tree for messages.
 struct NamedTree {

@@ -10,6 +10,7 @@
 #include "python/runtime/cache_prefetch.h"
 #include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
+#include "python/walk/parcel.h"
 #include "python/walk/path.h"
 #include "python/walk/tensordict_node.h"
 #include "python/walk/value_kind.h"
@@ -198,6 +199,9 @@ class PairWalk {
   }
 
   void visit_rare(PyObject* source, PyObject* destination, int depth) {
+    if (Parcel::in(source) != nullptr || Parcel::in(destination) != nullptr) {
+      return visit_parcels(source, destination, depth);
+    }
     const bool from_tensordict = looks_.is_of_tensordict(Py_TYPE(source));
     if (from_tensordict != looks_.is_of_tensordict(Py_TYPE(destination))) {
       return visit_level(source, destination, depth);
@@ -209,6 +213,21 @@ class PairWalk {
       return visit_level(source, destination, depth);  // which may name the place where they differ
     }
     visit_halves(source, from, destination, to, depth);
+  }
+
+  // A parcel stands for its tree, whose leaves are views of it.
+  void visit_parcels(PyObject* source, PyObject* destination, int depth) {
+    const Parcel* const from = Parcel::in(source);
+    const Parcel* const to = Parcel::in(destination);
+    if (to != nullptr && (to->traits().is_read_only || !to->device().is_cpu())) {
+      throw py::type_error(names_.destination + path_.text(depth) +
+                           " is a parcel, and not in writable memory of the host");
+    }
+    const py::object from_tree =
+        from != nullptr ? from->tree() : py::reinterpret_borrow<py::object>(source);
+    const py::object to_tree =
+        to != nullptr ? to->tree() : py::reinterpret_borrow<py::object>(destination);
+    visit(from_tree.ptr(), to_tree.ptr(), depth);
   }
 
   // Visits two TensorDicts without Python code if they contain only tensors. Else returns false.

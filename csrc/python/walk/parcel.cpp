@@ -3,16 +3,18 @@
 #include "python/walk/parcel.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Device.h>
 
 #include <algorithm>
-#include <span>
 #include <utility>
-#include <vector>
 
 #include "engine/device/byte_tensor.h"
+#include "engine/device/pinned_ranges.h"
 #include "engine/leaves/leaf.h"
-#include "engine/leaves/part_storage.h"
 #include "engine/leaves/result.h"
+#include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
 
 namespace py = pybind11;
@@ -40,16 +42,66 @@ class Views final : public LeafTensors {
   RecycledVector<at::Tensor> made_;
 };
 
-// Returns new memory of the host with these bytes: that of others may be resized, shared or freed.
 c10::Storage copy_of(std::span<const std::byte> bytes) {
-  c10::Allocator* const allocator = c10::GetAllocator(c10::kCPU);
-  c10::Storage made(c10::Storage::use_byte_size_t(), bytes.size(),
-                    allocator->allocate(bytes.size()), allocator, /*resizable=*/true);
+  c10::Storage made = new_host_memory(bytes.size());
   std::ranges::copy(bytes, static_cast<std::byte*>(made.mutable_data()));
   return made;
 }
 
+// Returns the first bytes, in memory of their own: others may write to the parcel's.
+std::vector<std::byte> first_bytes(const c10::Storage& bytes, uint64_t count) {
+  if (bytes.nbytes() < count) throw MalformedBytes("the bytes end too early");
+  std::vector<std::byte> made(count);
+  if (bytes.device().is_cpu()) {
+    std::copy_n(static_cast<const std::byte*>(bytes.data()), count, made.begin());
+  } else {
+    const auto size = static_cast<int64_t>(count);
+    const at::Tensor on_host = tensor_over(bytes).narrow(0, 0, size).cpu();
+    std::copy_n(static_cast<const std::byte*>(on_host.const_data_ptr()), count, made.begin());
+  }
+  return made;
+}
+
+// Copies the body to the chunks of a result on the same device, on the current stream.
+void copy_within_device(std::span<const std::byte> body, const PackPlan& plan, Result& result) {
+  const c10::impl::ForceDispatchKeyGuard plain(
+      c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{}));
+  const c10::InferenceMode mode;
+  for (size_t i = 0; i < plan.chunks.size(); ++i) {
+    const ChunkPlan& chunk = plan.chunks[i];
+    if (chunk.bytes == 0) continue;
+    const at::Tensor from = bytes_at(result.device(), body.data() + chunk.begin, chunk.bytes);
+    bytes_at(result.device(), result.address(i), chunk.bytes).copy_(from);
+  }
+}
+
+// Puts unpickled values in their places.
+void fill_in(TreeSpec& spec, const ParcelLayout& layout, const py::list& values) {
+  for (const PickledPlace& each : layout.places) {
+    if (each.value >= values.size()) throw MalformedBytes("a pickled value that is not there");
+    const py::object value = values[each.value];
+    const bool fits = each.needs == PickledPlace::Needs::kNothing ||
+                      (each.needs == PickledPlace::Needs::kClass ? PyType_Check(value.ptr())
+                                                                 : PyDict_Check(value.ptr()));
+    if (!fits) throw MalformedBytes("a pickled value is of the wrong type");
+    each.is_key ? spec.replace_key(each.place, value) : spec.replace_value(each.place, value);
+  }
+}
+
 }  // namespace
+
+c10::Storage new_host_memory(uint64_t bytes) {
+  c10::Allocator* const allocator = c10::GetAllocator(c10::kCPU);
+  return {c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), allocator->allocate(bytes),
+          allocator, /*resizable=*/true};
+}
+
+at::Tensor tensor_over(const c10::Storage& bytes) {
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(bytes), plain_key_set(bytes.device()), c10::scalarTypeToTypeMeta(c10::kByte));
+  made.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes.nbytes())});
+  return made;
+}
 
 uint64_t write_head(ByteWriter& to, std::span<const std::byte> layout, uint64_t body_bytes) {
   const uint64_t body_begin = align_up(kHeaderBytes + layout.size(), kParcelAlignmentBytes);
@@ -58,39 +110,32 @@ uint64_t write_head(ByteWriter& to, std::span<const std::byte> layout, uint64_t 
   to.fixed64(layout.size());
   to.fixed64(body_begin + body_bytes);
   to.bytes(layout);
+  while (to.written().size() < body_begin) to.byte(0);
   return body_begin;
 }
 
-std::unique_ptr<Parcel> Parcel::from_bytes(py::handle tensor, py::handle unpickle) {
-  if (!is_tensor(tensor.ptr())) throw py::type_error("the bytes of a parcel are a tensor");
-  const at::Tensor& bytes = tensor_in(tensor.ptr());
-  const PlainTensor plain = look_at(bytes, plain_tensor_keys(c10::Device(c10::kCPU)));
-  if (plain.packable == Packable::kShortStorage) {
-    throw py::value_error("the tensor" + why_out_of_reach(bytes));
-  }
-  if (plain.packable != Packable::kYes || bytes.scalar_type() != c10::kByte || bytes.dim() != 1 ||
-      !bytes.is_contiguous()) {
-    throw py::type_error("the bytes of a parcel are a contiguous uint8 tensor of the host");
-  }
-  const std::span<const std::byte> all(
-      static_cast<const std::byte*>(plain.storage->data()) + plain.begin,
-      static_cast<size_t>(bytes.numel()));
-  if (all.size() < kHeaderBytes) throw MalformedBytes("a parcel has at least 32 bytes");
-  const std::vector<std::byte> header(all.begin(), all.begin() + kHeaderBytes);
+std::unique_ptr<Parcel> Parcel::read(c10::Storage bytes, ParcelTraits traits) {
+  const uint64_t total = bytes.nbytes();
+  const std::vector<std::byte> header = first_bytes(bytes, kHeaderBytes);
   ByteReader from(header);
   if (from.fixed64() != kMagic) throw MalformedBytes("the bytes are no parcel");
   if (from.fixed64() != kVersion) throw MalformedBytes("the parcel has an unknown version");
   const uint64_t layout_bytes = from.fixed64();
-  if (from.fixed64() != all.size()) throw MalformedBytes("a parcel has another size than it says");
-  if (layout_bytes > all.size() - kHeaderBytes) throw MalformedBytes("the bytes end too early");
-  const auto first = all.begin() + kHeaderBytes;
-  const std::vector<std::byte> written(first, first + static_cast<ptrdiff_t>(layout_bytes));
-  std::shared_ptr<const ParcelLayout> layout = read_layout(written, unpickle, all.size());
+  if (from.fixed64() != total) throw MalformedBytes("a parcel has another size than it says");
+  if (layout_bytes > total - kHeaderBytes) throw MalformedBytes("the bytes end too early");
+  const std::vector<std::byte> head = first_bytes(bytes, kHeaderBytes + layout_bytes);
+  std::shared_ptr<const ParcelLayout> layout =
+      read_layout(std::span(head).subspan(kHeaderBytes), total, traits.may_unpickle);
+  if (!layout->pickled.is_none() && !traits.may_unpickle) {
+    throw MalformedBytes(
+        "the parcel has a pickle, which runs code when it is read: give allow_pickle=True if you "
+        "trust where it comes from");
+  }
   const uint64_t body_begin = align_up(kHeaderBytes + layout_bytes, kParcelAlignmentBytes);
-  if (body_begin + layout->body_bytes() != all.size()) {
+  if (body_begin + layout->body_bytes() != total) {
     throw MalformedBytes("the leaves need another number of bytes than the parcel has");
   }
-  return std::make_unique<Parcel>(std::move(layout), copy_of(all), body_begin);
+  return std::make_unique<Parcel>(std::move(layout), std::move(bytes), body_begin, traits);
 }
 
 const Parcel* Parcel::in(PyObject* object) {
@@ -100,22 +145,34 @@ const Parcel* Parcel::in(PyObject* object) {
   return py::handle(object).cast<const Parcel*>();
 }
 
-at::Tensor Parcel::bytes() const {
-  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-      PartStorage::make(bytes_, 0, bytes_.nbytes()), plain_key_set(bytes_.device()),
-      c10::scalarTypeToTypeMeta(c10::kByte));
-  made.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(bytes_.nbytes())});
-  return made;
+bool Parcel::is_pinned() const {
+  return device().is_cpu() && !body().empty() && tdcopier::is_pinned(body());
 }
 
 py::object Parcel::tree() const {
-  LeafTable leaves(c10::Device(c10::kCPU));
+  LeafTable leaves(device());
   leaves.add_placed(layout_->leaves, *layout_->plan, nullptr);
-  Result result({.device = c10::Device(c10::kCPU), .image = bytes_, .image_begin = body_begin_},
-                std::make_shared<const LeafTable>(std::move(leaves)), layout_->plan);
+  MemoryOf memory{.device = device()};
+  if (device().is_cpu()) {
+    memory.image = traits_.is_read_only ? copy_of(body()) : bytes_;
+    memory.image_begin = traits_.is_read_only ? 0 : body_begin_;
+  }
+  Result result(memory, std::make_shared<const LeafTable>(std::move(leaves)), layout_->plan);
   result.allocate();
+  if (!device().is_cpu()) copy_within_device(body(), *layout_->plan, result);
   Views views(result);
-  return layout_->spec.unflatten(views);
+  const py::object own_device = py::reinterpret_steal<py::object>(THPDevice_New(device()));
+  if (!needs_pickle() && device().is_cpu()) return layout_->spec.unflatten(views);
+  TreeSpec spec;
+  spec.append(layout_->spec, parcel_device().ptr(), own_device.ptr());
+  if (needs_pickle()) {
+    py::list of_values;
+    for (size_t i = layout_->tree_leaves(); i < layout_->leaves.size(); ++i) {
+      of_values.append(py::reinterpret_steal<py::object>(views.take(0, static_cast<uint32_t>(i))));
+    }
+    fill_in(spec, *layout_, hooks().load_values(layout_->pickled, of_values));
+  }
+  return spec.unflatten(views);
 }
 
 }  // namespace tdcopier

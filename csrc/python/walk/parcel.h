@@ -1,4 +1,4 @@
-// A nested batch as one run of bytes in host memory: a header, the layout, and the body.
+// A nested batch as one run of bytes: a header, the layout, and the body.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "base/byte_format.h"
 #include "python/walk/parcel_layout.h"
@@ -16,42 +18,64 @@ namespace tdcopier {
 
 // The body begins at a multiple of this, counted from the first byte of the parcel.
 inline constexpr uint64_t kParcelAlignmentBytes = 64;
+// The parcel itself begins at a multiple of this.
+inline constexpr uint64_t kParcelAddressBytes = 16;
+
+struct ParcelTraits {
+  bool may_unpickle;          // its bytes are trusted
+  bool is_read_only = false;  // so views of its memory would end the process when written to
+  bool is_mapped = false;     // its memory is a file, and reading it may wait for a disk
+};
 
 // The class tdcopier.Parcel. GIL: held for every member.
 class Parcel {
  public:
-  // `bytes` has the whole parcel from its first byte on.
-  Parcel(std::shared_ptr<const ParcelLayout> layout, c10::Storage bytes, uint64_t body_begin)
-      : layout_(std::move(layout)), bytes_(std::move(bytes)), body_begin_(body_begin) {}
+  // `bytes` has the whole parcel, and nothing else, on the host or a device.
+  Parcel(std::shared_ptr<const ParcelLayout> layout, c10::Storage bytes, uint64_t body_begin,
+         ParcelTraits traits)
+      : layout_(std::move(layout)),
+        bytes_(std::move(bytes)),
+        body_begin_(body_begin),
+        traits_(traits) {}
 
-  // Makes a parcel of a copy of bytes of any origin. `bytes`: a tensor, (n,) uint8, contiguous, on
-  // the host. Throws: TypeError if it is not; ValueError if its memory is too short;
-  // MalformedBytes; as read_layout().
-  static std::unique_ptr<Parcel> from_bytes(pybind11::handle bytes, pybind11::handle unpickle);
+  // Makes a parcel of bytes of any origin. Throws: MalformedBytes, also if they have a pickle and
+  // are not trusted; as read_layout().
+  static std::unique_ptr<Parcel> read(c10::Storage bytes, ParcelTraits traits);
 
   // Returns the parcel if it is one, or null.
   static const Parcel* in(PyObject* object);
 
   const ParcelLayout& layout() const { return *layout_; }
-  const std::byte* body() const {
-    return static_cast<const std::byte*>(bytes_.data()) + body_begin_;
+  c10::Device device() const { return bytes_.device(); }
+  const c10::Storage& bytes() const { return bytes_; }
+  const ParcelTraits& traits() const { return traits_; }
+  std::span<const std::byte> body() const {
+    return {static_cast<const std::byte*>(bytes_.data()) + body_begin_, layout_->body_bytes()};
   }
-  // (n,) uint8: all bytes, in the parcel's own memory. Resizing or sharing it leaves the parcel as
-  // it is.
-  at::Tensor bytes() const;
+  bool needs_pickle() const { return !layout_->pickled.is_none(); }
+  bool is_pinned() const;
 
-  // Builds the tree, of views of the parcel, which they keep alive. Runs Python code for custom
-  // containers.
+  // Builds the tree. On the host its leaves are views of the parcel, which they keep alive, or of a
+  // copy if the parcel is read-only. On a device they have memory of their own, written on the
+  // current stream: views of several dtypes in one storage cannot be saved. Runs Python code for
+  // custom containers, and unpickles.
   pybind11::object tree() const;
 
  private:
   std::shared_ptr<const ParcelLayout> layout_;
   c10::Storage bytes_;
   uint64_t body_begin_;
+  ParcelTraits traits_;
 };
 
 // Writes the header of a parcel with such a layout, and the layout, and returns where its body
 // begins.
 uint64_t write_head(ByteWriter& to, std::span<const std::byte> layout, uint64_t body_bytes);
+
+// Returns new memory of the host.
+c10::Storage new_host_memory(uint64_t bytes);
+
+// Returns a uint8 tensor over the whole storage.
+at::Tensor tensor_over(const c10::Storage& bytes);
 
 }  // namespace tdcopier

@@ -1,5 +1,5 @@
-// Reads layouts, and keeps those of the last parcels. Each byte may be anything: a number is
-// checked before it is used, and a node before what it has.
+// Reads layouts. Each byte may be anything: a number is checked before it is used, and a node
+// before what it has.
 #include "python/walk/parcel_layout.h"
 
 #include <torch/csrc/Device.h>
@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "python/runtime/hooks.h"
+#include "python/walk/known_layouts.h"
 #include "python/walk/parcel_tokens.h"
 #include "python/walk/path.h"
 
@@ -30,15 +32,37 @@ py::object tensordict_class() {
   return py::module_::import("tensordict").attr("TensorDict");
 }
 
+using BatchSize = std::vector<int64_t>;
+
 class LayoutReader {
  public:
-  LayoutReader(ByteReader& from, py::list pickled, uint64_t most_bytes)
-      : from_(from), pickled_(std::move(pickled)), bytes_left_(most_bytes) {}
+  LayoutReader(std::span<const std::byte> bytes, uint64_t most_bytes, bool may_import)
+      : from_(bytes), bytes_left_(most_bytes), may_import_(may_import) {}
 
-  void read(ParcelLayout& layout) {
-    layout_ = &layout;
-    read_node(0);
+  std::shared_ptr<const ParcelLayout> read() {
+    const std::string_view pickled = from_.text(from_.number());
+    layout_ = std::make_shared<ParcelLayout>(
+        ParcelLayout{{}, LeafTable(c10::Device(c10::kCPU)), nullptr, nullptr, py::none()});
+    has_pickle_ = !pickled.empty();
+    if (has_pickle_) layout_->pickled = py::bytes(pickled.data(), pickled.size());
+    std::vector<uint64_t> memory(from_.count(1));
+    for (uint64_t& bytes : memory) {
+      bytes = from_.number();
+      take_bytes(bytes);
+    }
+    read_node(0, nullptr);
     if (from_.left() != 0) throw MalformedBytes("bytes follow the tree");
+    for (const uint64_t bytes : memory) {
+      const auto size = static_cast<int64_t>(bytes);
+      const int64_t stride = 1;
+      layout_->leaves.add(nullptr, c10::ScalarType::Byte, {&size, 1}, {&stride, 1});
+    }
+    layout_->memory = static_cast<uint32_t>(memory.size());
+    layout_->plan = parcel_plan(layout_->leaves);
+    PackPlan in_place = *layout_->plan;
+    for (ChunkPlan& chunk : in_place.chunks) chunk.as_source = true;
+    layout_->plan_in_place = std::make_shared<const PackPlan>(std::move(in_place));
+    return std::move(layout_);
   }
 
  private:
@@ -48,90 +72,150 @@ class LayoutReader {
     return static_cast<ParcelToken>(found);
   }
 
-  void read_node(int depth) {
+  void take_bytes(uint64_t bytes) {
+    if (bytes > bytes_left_) throw MalformedBytes("the leaves need more bytes than there are");
+    bytes_left_ -= bytes;
+  }
+
+  // `batch_size`: of the TensorDict that has the node as an entry, or null.
+  void read_node(int depth, const BatchSize* batch_size) {
     if (depth > kMaxDepth) throw MalformedBytes("the tree is nested too deep");
     TreeSpec& spec = layout_->spec;
     const ParcelToken found = token();
     switch (found) {
       case ParcelToken::kList:
-      case ParcelToken::kTuple: {
-        const size_t count = from_.count(1);
-        spec.add(found == ParcelToken::kList ? NodeKind::kList : NodeKind::kTuple, count);
-        for (size_t i = 0; i < count; ++i) read_node(depth + 1);
-        return;
-      }
+      case ParcelToken::kTuple:
+        refuse_entry(batch_size);
+        spec.add(found == ParcelToken::kList ? NodeKind::kList : NodeKind::kTuple, from_.count(1));
+        return read_children(depth);
       case ParcelToken::kDict:
-        return read_items(NodeKind::kDict, depth);
-      case ParcelToken::kCustom: {
-        const size_t count = from_.count(1);
-        spec.add(NodeKind::kCustom, count);
-        add_key(read_pickled([](PyObject* it) { return PyCallable_Check(it); }));
-        add_key(read_value(depth));
-        for (size_t i = 0; i < count; ++i) read_node(depth + 1);
-        return;
+        refuse_entry(batch_size);
+        return read_items(NodeKind::kDict, depth, nullptr);
+      case ParcelToken::kCustom:
+        spec.add(NodeKind::kCustom, from_.count(1));
+        add_value(PickledPlace::Needs::kNothing);
+        add_value(PickledPlace::Needs::kNothing);
+        return read_children(depth);
+      case ParcelToken::kRebuilt:
+        refuse_entry(batch_size);
+        spec.add(NodeKind::kCustom, from_.count(1));
+        add_parts_of_rebuilt();
+        return read_children(depth);
+      case ParcelToken::kTensorDict: {
+        const BatchSize its = read_state_of_tensordict();
+        if (batch_size != nullptr) check_begins_with(its, *batch_size);
+        return read_items(NodeKind::kTensorDict, depth, &its);
       }
-      case ParcelToken::kTensorDict:
-        read_state_of_tensordict();
-        return read_items(NodeKind::kTensorDict, depth);
       case ParcelToken::kTensorClass:
         spec.add(NodeKind::kTensorClass, 1);
-        add_key(read_pickled([](PyObject* it) { return PyType_Check(it); }));
-        add_key(read_pickled([](PyObject* it) { return PyDict_Check(it); }));
-        return read_node(depth + 1);
+        add_value(PickledPlace::Needs::kClass);
+        add_value(PickledPlace::Needs::kDict);
+        return read_node(depth + 1, batch_size);
       case ParcelToken::kLeaf:
       case ParcelToken::kPermuted:
-        return read_leaf(found == ParcelToken::kPermuted);
-      case ParcelToken::kValue: {
-        spec.add(NodeKind::kReady, 0);
-        const size_t node = spec.nodes() - 1;
-        spec.set_ready(node, read_value(depth).release().ptr());
-        ++layout_->opaque;
-        return;
-      }
+        return read_leaf(found == ParcelToken::kPermuted, batch_size);
+      case ParcelToken::kValue:
+        return read_opaque(batch_size);
       default:
         throw MalformedBytes("a value where a node is expected");
     }
   }
 
-  void read_items(NodeKind kind, int depth) {
+  static void refuse_entry(const BatchSize* batch_size) {
+    if (batch_size != nullptr) throw MalformedBytes("an entry of a TensorDict is no tensor");
+  }
+
+  static void check_begins_with(std::span<const int64_t> sizes, const BatchSize& batch_size) {
+    const bool fits = sizes.size() >= batch_size.size() &&
+                      std::ranges::equal(sizes.first(batch_size.size()), batch_size);
+    if (!fits) throw MalformedBytes("an entry of a TensorDict has another batch size");
+  }
+
+  void read_children(int depth) {
+    const uint32_t count = layout_->spec.node(layout_->spec.nodes() - 1).number;
+    for (uint32_t i = 0; i < count; ++i) read_node(depth + 1, nullptr);
+  }
+
+  void read_items(NodeKind kind, int depth, const BatchSize* batch_size) {
     const size_t count = from_.count(kLeastEntryBytes);
     layout_->spec.add(kind, count);
+    py::dict keys;
     for (size_t i = 0; i < count; ++i) {
-      const py::object key = read_value(depth);
-      if (PyObject_Hash(key.ptr()) == -1) {
-        PyErr_Clear();
-        throw MalformedBytes("the key of a dict has no hash");
-      }
-      layout_->spec.add_key(key.ptr());
-      read_node(depth + 1);
+      const py::object key = add_value(PickledPlace::Needs::kNothing);
+      const bool is_text = key && PyUnicode_CheckExact(key.ptr());
+      if (kind == NodeKind::kTensorDict && !is_text) throw MalformedBytes("a key is no text");
+      if (key) keys[key] = py::none();  // one that is pickled is not known yet
+      read_node(depth + 1, batch_size);
     }
+    if (!has_pickle_ && keys.size() != count) throw MalformedBytes("a dict has a key twice");
   }
 
-  void add_key(const py::object& key) { layout_->spec.add_key(key.ptr()); }
-
-  // Reads a value that a node needs to be of some type, and that only pickle can write.
-  template <typename IsIt>
-  py::object read_pickled(IsIt is_it) {
-    if (token() != ParcelToken::kPickled) throw MalformedBytes("a node needs a pickled value");
-    py::object found = pickled_[index_below(pickled_.size())];
-    if (!is_it(found.ptr())) throw MalformedBytes("a pickled value is of the wrong type");
-    return found;
+  void read_opaque(const BatchSize* batch_size) {
+    TreeSpec& spec = layout_->spec;
+    spec.add(NodeKind::kReady, 0);
+    const size_t node = spec.nodes() - 1;
+    const ParcelToken found = token();
+    if (found == ParcelToken::kPickled) {
+      const size_t value = read_index_of_pickled();
+      const size_t place = spec.set_ready(node, Py_NewRef(Py_None));
+      layout_->places.push_back({false, PickledPlace::Needs::kNothing, place, value});
+    } else {
+      refuse_entry(batch_size);
+      spec.set_ready(node, read_value(found, 0).release().ptr());
+    }
+    ++layout_->opaque;
   }
 
-  void read_state_of_tensordict() {
-    add_key(tensordict_class());
-    const py::object batch_size = read_value(0);
+  // Adds a value as a key of the spec, and returns it; null for one that is pickled.
+  py::object add_value(PickledPlace::Needs needs) {
+    TreeSpec& spec = layout_->spec;
+    const ParcelToken found = token();
+    if (found == ParcelToken::kPickled) {
+      const size_t value = read_index_of_pickled();
+      layout_->places.push_back({true, needs, spec.keys().size(), value});
+      spec.add_key(Py_None);
+      return {};
+    }
+    if (needs != PickledPlace::Needs::kNothing) throw MalformedBytes("a node needs a pickle");
+    py::object value = read_value(found, 0);
+    spec.add_key(value.ptr());
+    return value;
+  }
+
+  // The functions that build other containers run code, so only a pickle can name them.
+  void add_parts_of_rebuilt() {
+    const uint32_t children = layout_->spec.node(layout_->spec.nodes() - 1).number;
+    const py::object module = read_value(token(), 0);
+    const py::object name = read_value(token(), 0);
+    const py::object value = read_value(token(), 0);
+    const py::tuple parts = hooks().from_packed_form(module, name, value, children, may_import_);
+    layout_->classes.append(py::make_tuple(module, name, parts[0]));
+    layout_->spec.add_key(py::object(parts[1]).ptr());
+    layout_->spec.add_key(py::object(parts[2]).ptr());
+  }
+
+  // Adds its keys but for those of its entries, and returns its batch size.
+  BatchSize read_state_of_tensordict() {
+    TreeSpec& spec = layout_->spec;
+    const py::object batch_size = read_value(token(), 0);
     if (!THPSize_Check(batch_size.ptr())) throw MalformedBytes("a batch size is no torch.Size");
-    const py::object names = read_value(0);
-    const bool are_names = names.is_none() || PyTuple_CheckExact(names.ptr());
-    if (!are_names) throw MalformedBytes("names of dimensions are no tuple");
-    add_key(batch_size);
-    add_key(names);
-    layout_->spec.add_key(parcel_device().ptr());
-    add_key(py::bool_(read_value(0).is(py::bool_(true))));
+    BatchSize sizes;
+    for (const py::handle size : batch_size) sizes.push_back(size.cast<int64_t>());
+    const py::object names = read_value(token(), 0);
+    if (!names.is_none()) {
+      const bool fit = PyTuple_CheckExact(names.ptr()) &&
+                       static_cast<size_t>(PyTuple_GET_SIZE(names.ptr())) == sizes.size();
+      if (!fit) throw MalformedBytes("a TensorDict has other names than dimensions");
+    }
+    spec.add_key(tensordict_class().ptr());
+    spec.add_key(batch_size.ptr());
+    spec.add_key(names.ptr());
+    spec.add_key(parcel_device().ptr());
+    spec.add_key(read_value(token(), 0).is(py::bool_(true)) ? Py_True : Py_False);
+    return sizes;
   }
 
-  void read_leaf(bool permuted) {
+  void read_leaf(bool permuted, const BatchSize* batch_size) {
     const uint8_t code = from_.byte();
     if (code >= kParcelDtypes.size()) throw MalformedBytes("an unknown dtype");
     const c10::ScalarType dtype = kParcelDtypes[code];
@@ -163,8 +247,8 @@ class LayoutReader {
       }
     }
     const uint64_t bytes = is_empty ? 0 : static_cast<uint64_t>(elements) * c10::elementSize(dtype);
-    if (bytes > bytes_left_) throw MalformedBytes("the leaves need more bytes than there are");
-    bytes_left_ -= bytes;
+    take_bytes(bytes);
+    if (batch_size != nullptr) check_begins_with(sizes, *batch_size);
     layout_->spec.add(NodeKind::kLeaf, layout_->leaves.size());
     layout_->leaves.add(nullptr, dtype, sizes, strides);
   }
@@ -186,9 +270,10 @@ class LayoutReader {
     if (elements != 0 && last >= elements) throw MalformedBytes("a leaf reaches beyond its bytes");
   }
 
-  py::object read_value(int depth) {
+  // Reads a value that is not pickled, after its token.
+  py::object read_value(ParcelToken found, int depth) {
     if (depth > kMaxDepth) throw MalformedBytes("a value is nested too deep");
-    switch (token()) {
+    switch (found) {
       case ParcelToken::kNone:
         return py::none();
       case ParcelToken::kFalse:
@@ -206,13 +291,15 @@ class LayoutReader {
       case ParcelToken::kTupleOf: {
         const size_t count = from_.count(1);
         py::list items;  // a tuple that says how long it is may not be
-        for (size_t i = 0; i < count; ++i) items.append(read_value(depth + 1));
+        for (size_t i = 0; i < count; ++i) items.append(read_value(token(), depth + 1));
         return py::tuple(items);
       }
       case ParcelToken::kSizes:
         return read_sizes();
-      case ParcelToken::kPickled:
-        return pickled_[index_below(pickled_.size())];
+      case ParcelToken::kBytes: {
+        const std::string_view bytes = from_.text(from_.number());
+        return py::bytes(bytes.data(), bytes.size());
+      }
       default:
         throw MalformedBytes("a node where a value is expected");
     }
@@ -246,80 +333,21 @@ class LayoutReader {
     return static_cast<size_t>(index);
   }
 
-  ByteReader& from_;
-  const py::list pickled_;
+  // How many there are is known when they are unpickled.
+  size_t read_index_of_pickled() {
+    if (!has_pickle_) throw MalformedBytes("a pickled value, and no pickle");
+    return static_cast<size_t>(from_.number());
+  }
+
+  ByteReader from_;
   uint64_t bytes_left_;  // for further leaves
+  const bool may_import_;
+  bool has_pickle_ = false;
   std::vector<py::object> texts_;
-  ParcelLayout* layout_ = nullptr;
+  std::shared_ptr<ParcelLayout> layout_;
 };
 
 constexpr size_t kMostLayoutBytes = size_t{1} << 31;  // so that 32 bits are enough to number nodes
-
-std::shared_ptr<const ParcelLayout> read_new_layout(std::span<const std::byte> bytes,
-                                                    py::handle unpickle, uint64_t most_bytes) {
-  if (bytes.size() > kMostLayoutBytes) throw MalformedBytes("the layout is too long");
-  ByteReader from(bytes);
-  const std::string_view pickled = from.text(from.number());
-  auto layout = std::make_shared<ParcelLayout>(
-      ParcelLayout{{}, LeafTable(c10::Device(c10::kCPU)), nullptr, py::none()});
-  py::list values;
-  if (!pickled.empty()) {
-    if (unpickle.is_none()) {
-      throw MalformedBytes("the layout has a pickle, which runs code when it is read");
-    }
-    layout->pickled = py::bytes(pickled.data(), pickled.size());
-    values = unpickle(layout->pickled).cast<py::list>();
-  }
-  LayoutReader(from, std::move(values), most_bytes).read(*layout);
-  layout->plan = parcel_plan(layout->leaves);
-  return layout;
-}
-
-// The layouts of the last parcels: those of batches of fixed shapes are equal.
-class KnownLayouts {
- public:
-  // Never freed: its layouts have Python objects.
-  static KnownLayouts& get() {
-    static auto* const known = new KnownLayouts();
-    return *known;
-  }
-
-  std::shared_ptr<const ParcelLayout> find(std::span<const std::byte> bytes) const {
-    const Known& known = place(bytes);
-    return std::ranges::equal(known.bytes, bytes) ? known.layout : nullptr;
-  }
-
-  void keep(std::span<const std::byte> bytes, std::shared_ptr<const ParcelLayout> layout) {
-    if (bytes.size() > kMostKeptBytes) return;
-    Known replaced = std::exchange(place(bytes), {{bytes.begin(), bytes.end()}, std::move(layout)});
-    // Dropped last: that may run any code.
-  }
-
- private:
-  struct Known {
-    std::vector<std::byte> bytes;
-    std::shared_ptr<const ParcelLayout> layout;
-  };
-  static constexpr size_t kPlaces = 64;
-  static constexpr size_t kMostKeptBytes = 64 * 1024;
-
-  Known& place(std::span<const std::byte> bytes) { return known_[place_of(bytes)]; }
-  const Known& place(std::span<const std::byte> bytes) const { return known_[place_of(bytes)]; }
-
-  static size_t place_of(std::span<const std::byte> bytes) {
-    uint64_t hash = bytes.size();
-    for (; bytes.size() >= sizeof(uint64_t); bytes = bytes.subspan(sizeof(uint64_t))) {
-      uint64_t next = 0;
-      std::memcpy(&next, bytes.data(), sizeof(next));
-      hash = (hash ^ next) * 0x9E3779B97F4A7C15;
-      hash ^= hash >> 32;
-    }
-    for (const std::byte byte : bytes) hash = hash * 31 + static_cast<uint64_t>(byte);
-    return hash % kPlaces;
-  }
-
-  std::array<Known, kPlaces> known_;
-};
 
 }  // namespace
 
@@ -333,11 +361,12 @@ std::shared_ptr<const PackPlan> parcel_plan(const LeafTable& leaves) {
 }
 
 std::shared_ptr<const ParcelLayout> read_layout(std::span<const std::byte> bytes,
-                                                py::handle unpickle, uint64_t most_bytes) {
+                                                uint64_t most_bytes, bool may_import) {
   std::shared_ptr<const ParcelLayout> layout = KnownLayouts::get().find(bytes);
   if (layout) return layout;
-  layout = read_new_layout(bytes, unpickle, most_bytes);
-  if (layout->pickled.is_none()) KnownLayouts::get().keep(bytes, layout);
+  if (bytes.size() > kMostLayoutBytes) throw MalformedBytes("the layout is too long");
+  layout = LayoutReader(bytes, most_bytes, may_import).read();
+  KnownLayouts::get().keep(bytes, layout);
   return layout;
 }
 

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
+#include <vector>
 
 #include "base/byte_format.h"
 #include "base/pack_plan.h"
@@ -16,16 +18,31 @@
 
 namespace tdcopier {
 
+// A place in the spec for a value that was pickled.
+struct PickledPlace {
+  enum class Needs : uint8_t { kNothing, kClass, kDict };
+  bool is_key;  // of the spec's keys; else of its values
+  Needs needs;
+  size_t place;
+  size_t value;  // its index among the pickled values
+};
+
 // GIL: held for every member, including the destructor.
 struct ParcelLayout {
-  TreeSpec spec;     // all leaves are of group 0
-  LeafTable leaves;  // on the host, by index, without addresses
+  TreeSpec spec;     // all leaves are of group 0; None in the places of pickled values
+  LeafTable leaves;  // on the host, by index, without addresses: the tree's, and then `memory`
   // Where they are in the body: the image of this plan, which follows from the leaves alone. So
   // bytes of any origin name no address, and no two leaves share bytes.
   std::shared_ptr<const PackPlan> plan;
+  // The same with chunks that are read from the body as they are.
+  std::shared_ptr<const PackPlan> plan_in_place;
   pybind11::object pickled;  // bytes; None if nothing had to be pickled
+  std::vector<PickledPlace> places{};
+  uint32_t memory = 0;       // number of leaves that are memory of the tensors in pickled values
   uint32_t opaque = 0;       // number of values that are no leaves
+  pybind11::list classes{};  // of rebuilt containers: (module, name, class)
 
+  size_t tree_leaves() const { return leaves.size() - memory; }
   uint64_t body_bytes() const { return plan->chunks.empty() ? 0 : plan->chunks.back().end(); }
 };
 
@@ -39,16 +56,25 @@ std::shared_ptr<const PackPlan> parcel_plan(const LeafTable& leaves);
 // Returns whether leaves of the dtype can be packed.
 bool can_be_packed(c10::ScalarType dtype);
 
-// Writes a tree whose leaves are all in `leaves`. Values that only pickle can write are pickled, by
-// `pickle(list)`, which returns bytes. Requires: their dtypes can be packed. Throws: what that
-// raises.
-void write_layout(const TreeSpec& spec, const LeafTable& leaves, pybind11::handle pickle,
+// The nodes of a tree, and the values that only pickle can write.
+struct WrittenTree {
+  ByteWriter bytes;
+  pybind11::list values;
+  std::vector<size_t> nodes;  // by value: the node that it belongs to
+};
+
+// Writes a tree whose leaves are all in `leaves`. Requires: their dtypes can be packed. Runs Python
+// code for custom containers.
+WrittenTree write_tree(const TreeSpec& spec, const LeafTable& leaves);
+
+// Writes the layout. `memory`: leaves that hold the memory of the tensors in pickled values.
+void write_layout(const WrittenTree& tree, std::string_view pickled, std::span<const Leaf> memory,
                   ByteWriter& to);
 
-// Reads a layout. One that was read not long ago is returned again if nothing in it was pickled.
-// `unpickle(bytes)` returns the list; None if no pickle may be read. `most_bytes`: of all leaves.
-// Throws: MalformedBytes; what `unpickle` raises.
+// Reads a layout, and unpickles nothing; one that was read not long ago is returned again.
+// `most_bytes`: of all leaves. `may_import`: modules of classes that are not imported yet.
+// Throws: MalformedBytes; ValueError for a class that cannot be had.
 std::shared_ptr<const ParcelLayout> read_layout(std::span<const std::byte> bytes,
-                                                pybind11::handle unpickle, uint64_t most_bytes);
+                                                uint64_t most_bytes, bool may_import);
 
 }  // namespace tdcopier

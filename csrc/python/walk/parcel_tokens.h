@@ -15,6 +15,7 @@ enum class ParcelToken : uint8_t {
   kTuple,        // as kList
   kDict,         // number of children, then a key and a child for each
   kCustom,       // number of children, function that builds it, its context, children
+  kRebuilt,      // number of children, module, class, a value, children; see Hooks::packed_form
   kTensorDict,   // batch size, names, locked, then as kDict
   kTensorClass,  // class, other fields, its TensorDict
   kLeaf,         // dtype, number of dimensions, sizes
@@ -30,6 +31,7 @@ enum class ParcelToken : uint8_t {
   kAgain,    // the index of a text among all texts
   kTupleOf,  // number of items, values
   kSizes,    // a torch.Size: number of sizes, sizes
+  kBytes,    // number of bytes, bytes
   kPickled,  // its index in the pickled list
   kLast = kPickled,
 };
@@ -56,6 +58,13 @@ inline constexpr std::array kParcelDtypes = {
     c10::ScalarType::UInt16,
     c10::ScalarType::UInt32,
     c10::ScalarType::UInt64,
+    c10::ScalarType::Float8_e8m0fnu,
+    c10::ScalarType::Float4_e2m1fn_x2,
+    c10::ScalarType::Bits1x8,
+    c10::ScalarType::Bits2x4,
+    c10::ScalarType::Bits4x2,
+    c10::ScalarType::Bits8,
+    c10::ScalarType::Bits16,
 };
 
 }  // namespace tdcopier

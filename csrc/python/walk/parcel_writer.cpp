@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "python/runtime/hooks.h"
 #include "python/walk/parcel_layout.h"
 #include "python/walk/parcel_tokens.h"
 
@@ -27,18 +28,19 @@ bool is_in_order(at::IntArrayRef sizes, at::IntArrayRef strides) {
 
 class LayoutWriter {
  public:
-  LayoutWriter(const TreeSpec& spec, const LeafTable& leaves, ByteWriter& to)
-      : spec_(spec), leaves_(leaves), key_(spec.keys().data()), to_(to) {}
+  LayoutWriter(const TreeSpec& spec, const LeafTable& leaves)
+      : spec_(spec), leaves_(leaves), key_(spec.keys().data()), to_(written_.bytes) {}
 
-  py::list write() {
+  WrittenTree write() {
     write_node();
-    return std::move(pickled_);
+    return std::move(written_);
   }
 
  private:
   void token(ParcelToken token) { to_.byte(static_cast<uint8_t>(token)); }
 
   void write_node() {
+    at_ = node_;
     const TreeSpec::Node& node = spec_.node(node_++);
     switch (node.kind) {
       case NodeKind::kList:
@@ -51,9 +53,7 @@ class LayoutWriter {
         to_.number(node.number);
         return write_children(node.number, /*named=*/true);
       case NodeKind::kCustom:
-        token(ParcelToken::kCustom);
-        to_.number(node.number);
-        write_keys(2);
+        write_head_of_custom(node.number);
         return write_children(node.number, /*named=*/false);
       case NodeKind::kTensorDict:
         token(ParcelToken::kTensorDict);
@@ -62,7 +62,8 @@ class LayoutWriter {
         return write_children(node.number, /*named=*/true);
       case NodeKind::kTensorClass:
         token(ParcelToken::kTensorClass);
-        write_keys(2);
+        write_value(*key_++);
+        write_value(*key_++);
         return write_node();
       case NodeKind::kLeaf:
         return write_leaf(leaves_[node.number]);
@@ -74,14 +75,26 @@ class LayoutWriter {
   }
 
   void write_children(uint32_t count, bool named) {
+    const size_t container = at_;
     for (uint32_t i = 0; i < count; ++i) {
-      if (named) write_keys(1);
+      at_ = container;
+      if (named) write_value(*key_++);
       write_node();
     }
   }
 
-  void write_keys(int count) {
-    for (int i = 0; i < count; ++i) write_value(*key_++);
+  // Some containers are written by the name of their class; others need a pickle.
+  void write_head_of_custom(uint32_t children) {
+    PyObject* const* const its = std::exchange(key_, key_ + 2);
+    const py::object form = hooks().packed_form(py::handle(its[0]), py::handle(its[1]));
+    const bool is_named = !form.is_none() && is_written_as_it_is(form[py::int_(2)].ptr(), 0);
+    token(is_named ? ParcelToken::kRebuilt : ParcelToken::kCustom);
+    to_.number(children);
+    if (!is_named) return write_value(its[0]), write_value(its[1]);
+    for (int i = 0; i < 3; ++i) {
+      kept_.append(form[py::int_(i)]);  // known texts are told by their addresses
+      write_value(kept_[kept_.size() - 1].ptr());
+    }
   }
 
   // Its class is always the same, and its device is where the parcel is.
@@ -109,33 +122,57 @@ class LayoutWriter {
     for (const int64_t stride : strides) to_.number(static_cast<uint64_t>(stride));
   }
 
-  void write_value(PyObject* value, int depth = 0) {
+  // Returns whether a value needs no pickle. Such a value cannot be changed.
+  static bool is_written_as_it_is(PyObject* value, int depth) {
+    if (value == Py_None || PyBool_Check(value) || PyFloat_CheckExact(value)) return true;
+    if (PyUnicode_CheckExact(value)) {
+      if (PyUnicode_AsUTF8(value) != nullptr) return true;
+      PyErr_Clear();  // it has half a surrogate pair
+      return false;
+    }
+    if (PyLong_CheckExact(value)) {
+      int overflow = 0;
+      PyLong_AsLongLongAndOverflow(value, &overflow);
+      return overflow == 0;
+    }
+    if (PyBytes_CheckExact(value) || THPSize_Check(value)) return true;
+    if (!PyTuple_CheckExact(value) || depth == kMostDepth) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+      if (!is_written_as_it_is(PyTuple_GET_ITEM(value, i), depth + 1)) return false;
+    }
+    return true;
+  }
+
+  void write_value(PyObject* value) {
+    if (!is_written_as_it_is(value, 0)) return write_pickled(value);
+    write_plain_value(value);
+  }
+
+  void write_plain_value(PyObject* value) {
     if (value == Py_None) return token(ParcelToken::kNone);
     if (value == Py_True || value == Py_False) {
       return token(value == Py_True ? ParcelToken::kTrue : ParcelToken::kFalse);
     }
     if (PyUnicode_CheckExact(value)) return write_text(value);
     if (PyLong_CheckExact(value)) {
-      int overflow = 0;
-      const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-      if (overflow != 0) return write_pickled(value);
       token(ParcelToken::kInteger);
-      return to_.signed_number(number);
+      return to_.signed_number(PyLong_AsLongLong(value));
     }
     if (PyFloat_CheckExact(value)) {
       token(ParcelToken::kFloat);
       return to_.fixed64(std::bit_cast<uint64_t>(PyFloat_AS_DOUBLE(value)));
     }
     if (THPSize_Check(value)) return write_sizes(value);
-    if (PyTuple_CheckExact(value) && depth < kMostDepth) {
-      token(ParcelToken::kTupleOf);
-      to_.number(static_cast<uint64_t>(PyTuple_GET_SIZE(value)));
-      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
-        write_value(PyTuple_GET_ITEM(value, i), depth + 1);
-      }
-      return;
+    if (PyBytes_CheckExact(value)) {
+      token(ParcelToken::kBytes);
+      to_.number(static_cast<uint64_t>(PyBytes_GET_SIZE(value)));
+      return to_.text({PyBytes_AS_STRING(value), static_cast<size_t>(PyBytes_GET_SIZE(value))});
     }
-    write_pickled(value);
+    token(ParcelToken::kTupleOf);
+    to_.number(static_cast<uint64_t>(PyTuple_GET_SIZE(value)));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+      write_plain_value(PyTuple_GET_ITEM(value, i));
+    }
   }
 
   void write_sizes(PyObject* value) {
@@ -154,10 +191,6 @@ class LayoutWriter {
     if (recent.text != text) {
       Py_ssize_t bytes = 0;
       const char* const utf8 = PyUnicode_AsUTF8AndSize(text, &bytes);
-      if (utf8 == nullptr) {  // it has half a surrogate pair
-        PyErr_Clear();
-        return write_pickled(text);
-      }
       const size_t known = texts_.size();
       const py::int_ next(known);
       PyObject* const index = PyDict_SetDefault(texts_.ptr(), text, next.ptr());
@@ -175,8 +208,9 @@ class LayoutWriter {
 
   void write_pickled(PyObject* value) {
     token(ParcelToken::kPickled);
-    to_.number(pickled_.size());
-    pickled_.append(py::handle(value));
+    to_.number(written_.values.size());
+    written_.values.append(py::handle(value));
+    written_.nodes.push_back(at_);
   }
 
   struct Recent {
@@ -188,11 +222,13 @@ class LayoutWriter {
 
   const TreeSpec& spec_;
   const LeafTable& leaves_;
-  size_t node_ = 0;
+  size_t node_ = 0;  // the next one
+  size_t at_ = 0;    // the one whose values are written
   PyObject* const* key_;
+  WrittenTree written_;
   ByteWriter& to_;
-  py::list pickled_;
   py::dict texts_;  // to their indices
+  py::list kept_;
   std::array<Recent, kRecent> recent_{};
 };
 
@@ -202,14 +238,17 @@ bool can_be_packed(c10::ScalarType dtype) {
   return std::ranges::find(kParcelDtypes, dtype) != kParcelDtypes.end();
 }
 
-void write_layout(const TreeSpec& spec, const LeafTable& leaves, py::handle pickle,
+WrittenTree write_tree(const TreeSpec& spec, const LeafTable& leaves) {
+  return LayoutWriter(spec, leaves).write();
+}
+
+void write_layout(const WrittenTree& tree, std::string_view pickled, std::span<const Leaf> memory,
                   ByteWriter& to) {
-  ByteWriter tree;
-  const py::list values = LayoutWriter(spec, leaves, tree).write();
-  const std::string pickled = values.empty() ? "" : pickle(values).cast<std::string>();
   to.number(pickled.size());
   to.text(pickled);
-  to.bytes(tree.written());
+  to.number(memory.size());
+  for (const Leaf& leaf : memory) to.number(leaf.bytes);
+  to.bytes(tree.bytes.written());
 }
 
 }  // namespace tdcopier

@@ -41,7 +41,6 @@ void LeafSorter::sort(FlatTree& flat, PyObject* data) {
   data_ = data;
 
   for (Found& found : parcels_) sort_parcel(found);
-  const size_t leaves_of_parcels = flat_->groups.empty() ? 0 : flat_->groups[0].leaves.size();
   for (Found& found : arrays_) {
     const size_t group = group_of(c10::Device(c10::kCPU));
     LeafTable& leaves = flat_->groups[group].leaves;
@@ -56,8 +55,8 @@ void LeafSorter::sort(FlatTree& flat, PyObject* data) {
   }
   sort_tensors();
   sort_for_kernel();
-  if (leaves_of_parcels != 0 && flat_->groups[0].leaves.size() != leaves_of_parcels) {
-    flat_->groups[0].plan = nullptr;
+  for (SourceGroup& group : flat_->groups) {
+    if (group.leaves.size() != group.leaves_of_plan) group.plan = nullptr;
   }
 }
 
@@ -66,12 +65,16 @@ void LeafSorter::sort_parcel(Found& found) {
   const ParcelLayout& layout = parcel.layout();
   PyObject* const object = std::exchange(found.object, nullptr);
   if (layout.leaves.size() == 0) return Py_DECREF(object);
-  const size_t group = group_of(c10::Device(c10::kCPU));
-  LeafTable& leaves = flat_->groups[group].leaves;
-  const size_t first_leaf = leaves.size();
-  leaves.add_placed(layout.leaves, *layout.plan, parcel.body());
-  flat_->groups[group].sources->keep(object);
-  flat_->groups[group].plan = first_leaf == 0 ? layout.plan : nullptr;
+  const size_t group = group_of(parcel.device());
+  SourceGroup& those = flat_->groups[group];
+  const size_t first_leaf = those.leaves.size();
+  const bool is_pinned = parcel.is_pinned();
+  those.leaves.add_placed(layout.leaves, *layout.plan, parcel.body().data(), is_pinned);
+  if (parcel.traits().is_mapped) those.mapped.note(parcel.body());
+  those.sources->keep(object);
+  const bool in_place = is_pinned || !parcel.device().is_cpu();
+  those.plan = in_place ? layout.plan_in_place : layout.plan;
+  those.leaves_of_plan = first_leaf == 0 ? those.leaves.size() : 0;
   for (size_t i = 0; i < layout.spec.nodes(); ++i) {
     const TreeSpec::Node& node = layout.spec.node(i);
     if (node.kind != NodeKind::kLeaf) continue;

@@ -44,6 +44,8 @@ class LeafSorter {
 
   // Whether leaves in host memory go to the target by the engine.
   bool moves_from_host() const { return moves_from_host_; }
+  // Whether leaves on the device do, unless it is the target.
+  bool is_moved_from(c10::Device device) const;
 
   // Moves all that was added into the tree. `data`: the root of the walk, for messages. Throws:
   // ValueError with the path of a tensor that cannot be read; IndexError; any error of the code
@@ -66,7 +68,6 @@ class LeafSorter {
   void add_leaf(PyObject* object, size_t node, size_t group);
   [[noreturn]] void refuse_short_storage(const at::Tensor& tensor, size_t node) const;
   [[noreturn]] void refuse(size_t node, const std::string& why) const;
-  bool is_moved_from(c10::Device device) const;
   size_t group_of(c10::Device device, bool in_place = false);
   void set_leaf(PyObject* object, size_t node, size_t group);
 

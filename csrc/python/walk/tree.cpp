@@ -125,6 +125,11 @@ void TreeSpec::replace_value(size_t index, py::object value) {
   Py_DECREF(old);
 }
 
+void TreeSpec::replace_key(size_t index, py::object key) {
+  PyObject* old = std::exchange(keys_[index], key.release().ptr());
+  Py_DECREF(old);
+}
+
 py::object TreeSpec::unflatten(LeafTensors& leaves) const {
   return Builder(nodes_, keys_, values_, leaves).build();
 }

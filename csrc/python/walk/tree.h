@@ -65,6 +65,7 @@ class TreeSpec {
   const RecycledVector<PyObject*>& keys() const { return keys_; }
   PyObject* value(size_t index) const { return values_[index]; }  // borrowed
   void replace_value(size_t index, pybind11::object value);
+  void replace_key(size_t index, pybind11::object key);
 
   // Adds all nodes of another spec, with `new_key` in place of a key. Its leaves keep their
   // numbers.

@@ -1,0 +1,208 @@
+"""`pack`, and the methods of parcels that are written in Python."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from tdcopier import _C
+from tdcopier._C import Parcel as Parcel
+from tdcopier._compile import keep_out_of_graphs
+from tdcopier._copy import copy, start_copy
+from tdcopier._mistaken_use import say_what_to_use
+from tdcopier._options import Device
+
+SHARED_FROM_BYTES = 512 * 1024
+"""From this size a parcel goes to another process as shared memory, and below as bytes: sending
+a descriptor and mapping memory costs as much as copying about as many through a pipe."""
+
+
+@keep_out_of_graphs("pack()")
+def pack(tree: Any, *, out: Any = None) -> Parcel:
+    """Pack a nested batch into one run of bytes, which other processes and hosts take as one thing.
+
+    For example, in a process that makes batches, and in one that trains::
+
+        queue.put(tdcopier.pack(batch))  # one buffer, for any number of leaves
+
+        handle = tdcopier.start_copy(queue.get(), "cuda")
+        batch = handle.get()  # what start_copy(batch, "cuda") gives
+
+    The parcel has a copy of every leaf, the structure, and all other values. `start_copy(parcel,
+    device)` gives what `start_copy(tree, device)` gives; it need not walk the leaves. `tree()`
+    gives the tree on the host, of views.
+
+    Lists, tuples, named tuples, dicts, dataclasses, TensorDicts, numbers, strings and `bytes` are
+    written as they are. Everything else must be picklable, and `needs_pickle` says so: other
+    containers, tensor subclasses, objects. Of a tensor in a pickled object only the bytes that it
+    shows are packed, and they are beside the leaves, not in the pickle.
+
+    Args:
+        tree: a leaf or any nesting of containers and leaves, all on one device; the parcel is there
+            too. Numpy arrays arrive as tensors. Strided leaves are packed without gaps.
+        out: memory for the parcel, of at least its size: an object with a writable buffer that
+            begins at a multiple of 16 bytes, for example shared memory, a bytearray or a uint8
+            tensor; for a tree on a device, a uint8 tensor there. Do not resize it, or write to it,
+            while the parcel or a view of it is in use. By default the parcel gets new memory.
+
+    Returns:
+        The parcel. The tree may be changed as soon as the call returns. The call waits until
+        leaves on the host are copied; for leaves on a device, the current stream waits.
+
+    Raises:
+        TypeError: a value cannot be packed: the message names its path. It cannot be pickled, or
+            leaves are on several devices.
+        ValueError: `out` is too small, is read-only, is not aligned, or overlaps the tree.
+        RuntimeError: the tree is on a device whose current stream is capturing a CUDA graph.
+    """
+    if isinstance(out, torch.Tensor) and out.is_cpu:
+        out = out.numpy()
+    return _C.pack(tree, out)
+
+
+def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
+    """Read a parcel from its bytes, which may come from anywhere.
+
+    Args:
+        buffer: an object with the buffer protocol, or a uint8 tensor on the host or a device. The
+            parcel uses its memory without a copy, if it begins at a multiple of 16 bytes: do not
+            write to it or resize it meanwhile.
+        allow_pickle: accept bytes with pickled values. Unpickling runs any code that the
+            bytes' maker has chosen: only for bytes from a source that you trust.
+
+    Raises:
+        ValueError: the bytes are no parcel, are damaged, are of another version of the format, or
+            have pickled values and `allow_pickle` is False. No code of the bytes has run.
+        TypeError: `buffer` has no buffer.
+    """
+    if isinstance(buffer, torch.Tensor) and buffer.is_cpu:
+        buffer = buffer.numpy()
+    return _C.parcel_from(buffer, bool(allow_pickle), False)
+
+
+def _save(self: Parcel, path: str | os.PathLike[str]) -> None:
+    """Write all bytes to a file, which replaces one of this name once it is complete."""
+    beside = f"{os.fspath(path)}.{os.getpid()}.part"
+    try:
+        with open(beside, "wb") as file:
+            file.write(_on_host(self))
+        os.replace(beside, path)
+    except BaseException:
+        if os.path.exists(beside):
+            os.unlink(beside)
+        raise
+
+
+def _load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Parcel:
+    """Map a file that `save` has written; leaves are read from disk when they are used.
+
+    Writing to the leaves of `tree()` changes neither the file nor another process's leaves. The
+    file must not be shortened while the parcel is in use; `save` replaces files instead.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: as `from_buffer`.
+    """
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise ValueError(f"{os.fspath(path)} is empty, and no parcel")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return _C.parcel_from(mapped, bool(allow_pickle), True)
+
+
+def _to(self: Parcel, device: Device, non_blocking: bool = False) -> Any:
+    """Return the tree on a device, as trainers that call ``batch.to(device)`` expect.
+
+    With `non_blocking` it returns before the bytes have arrived; the current stream waits for them.
+    """
+    return start_copy(self, device).wait() if non_blocking else copy(self, device)
+
+
+def _pin_memory(self: Parcel, device: Device | None = None) -> Parcel:
+    """Return the parcel in pinned memory, from which a device reads it without staging.
+
+    `DataLoader(..., pin_memory=True)` calls this for a batch that is a parcel, in some versions of
+    torch with a device, which changes nothing. A parcel that is pinned is returned as it is.
+    """
+    if self.is_pinned():
+        return self
+    pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+    pinned.numpy()[:] = memoryview(_on_host(self))
+    return _C.parcel_from(pinned.numpy(), self._may_unpickle, False)
+
+
+def _on_host(parcel: Parcel) -> Any:
+    """Return the bytes as an object with a buffer on the host."""
+    return parcel if parcel.device.type == "cpu" else parcel._bytes.cpu().numpy()
+
+
+def _repr(self: Parcel) -> str:
+    traits = [f"{self.nbytes:,} bytes", f"device={str(self.device)!r}"]
+    if self.needs_pickle:
+        traits.append("needs_pickle=True")
+    return f"Parcel({', '.join(traits)})"
+
+
+# ---- pickle --------------------------------------------------------------------------------------
+
+
+def _reduce_ex(self: Parcel, protocol: Any) -> tuple[Callable[..., Parcel], tuple[Any, ...]]:
+    """Pickle the bytes: as one buffer, out of band where the pickler allows that."""
+    whole = _on_host(self)
+    if protocol < 5:
+        return _unpickled, (bytes(whole),)
+    return _unpickled, (pickle.PickleBuffer(whole),)
+
+
+def _unpickled(buffer: Any) -> Parcel:
+    # Unpickling a parcel has run a pickle of the same source already.
+    return _C.parcel_from(buffer, True, False)
+
+
+def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any, ...]]:
+    """Send a parcel through a queue or a pipe of `multiprocessing`."""
+    if parcel.nbytes < SHARED_FROM_BYTES:
+        return _unpickled, (bytes(_on_host(parcel)),)
+    whole = torch.frombuffer(_on_host(parcel), dtype=torch.uint8)
+    shared: Any = torch.empty_like(whole)
+    return _from_shared, (shared.share_memory_().copy_(whole),)
+
+
+def _from_shared(shared: torch.Tensor) -> Parcel:
+    return _C.parcel_from(shared.numpy(), True, False)
+
+
+_METHODS: dict[str, Any] = {
+    "from_buffer": staticmethod(_from_buffer),
+    "load": staticmethod(_load),
+    "save": _save,
+    "to": _to,
+    "pin_memory": _pin_memory,
+    "__repr__": _repr,
+}
+
+
+def _named(name: str, method: Any) -> Any:
+    function = method.__func__ if isinstance(method, staticmethod) else method
+    function.__name__, function.__qualname__ = name, f"Parcel.{name}"
+    function.__module__ = "tdcopier"
+    return method
+
+
+say_what_to_use(
+    Parcel,
+    "a parcel",
+    "it is a packed batch: parcel.tree() gives the batch on the host, and start_copy(parcel, "
+    "device) on a device",
+    "give parcel.tree()",
+)
+for _name, _method in _METHODS.items():
+    setattr(Parcel, _name, _named(_name, _method))
+Parcel.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]
+ForkingPickler.register(Parcel, _reduce_to_process)

@@ -1,0 +1,116 @@
+"""Containers that a parcel writes by the name of their class, so that reading them needs no pickle.
+
+Bytes of any origin may name a class. So they get only what can do no harm: named tuples and
+dataclasses of modules that are imported already, made without `__init__`, with attributes that are
+numbers, texts and tuples of these. No code of the class runs, not even when it is freed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tdcopier._containers import by_bases, dataclass_fields
+from tdcopier._containers.attributes import find_slots
+from tdcopier._containers.registry import rule_of
+from tdcopier._containers.rule import Rule
+
+_Form = tuple[str, str, Any]
+"""Module, qualified name, and the rest of the context, of which no part can be changed."""
+
+
+def packed_form(unflatten: Callable[..., Any], context: Any) -> _Form | None:
+    """Return what stands for a container's rebuild function and context; None: only a pickle can.
+
+    The native writer asks for a pickle too if the third part is no plain value.
+    """
+    if unflatten is by_bases.TUPLES.unflatten:
+        cls: type
+        cls, attributes = context
+        rest: Any = attributes or None  # a dict is no plain value
+    elif unflatten is dataclass_fields.DATACLASSES.unflatten:
+        cls, places, others, in_slots = context
+        rest = (_tuples(places), tuple(others.items()), tuple(sorted(in_slots)))
+    else:
+        return None
+    module, name = cls.__module__, cls.__qualname__
+    is_found = _is_harmless(cls) and _class_named(module, name) is cls
+    return (module, name, rest) if is_found else None
+
+
+def from_packed_form(
+    module: Any, name: Any, rest: Any, children: int, may_import: bool
+) -> tuple[type, Callable[..., Any], Any]:
+    """Return the class, the rebuild function and the context that such bytes mean.
+
+    Raises:
+        ValueError: they mean none.
+    """
+    if may_import and isinstance(module, str) and module and module not in sys.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f"the parcel has a class of a module that is missing: {error}") from (
+                error
+            )
+    found = _class_named(module, name)
+    if found is None or not _is_harmless(found):
+        raise ValueError(
+            f"the parcel has a class that this process does not know: {module}.{name}. Import its "
+            "module first"
+        )
+    cls: Any = found
+    rule = rule_of(cls)
+    unflatten = rule.unflatten if isinstance(rule, Rule) else None
+    if unflatten is by_bases.TUPLES.unflatten and rest is None:
+        if hasattr(cls, "_fields") and len(cls._fields) != children:
+            raise ValueError(f"the parcel has a {cls.__qualname__} of {children} items")
+        return cls, unflatten, (cls, {})
+    if unflatten is dataclass_fields.DATACLASSES.unflatten and _is_dataclass_form(rest, children):
+        places, others, in_slots = rest
+        if set(in_slots) <= {name for _, name in find_slots(cls)}:
+            return cls, unflatten, (cls, [list(names) for names in places], dict(others), in_slots)
+    raise ValueError(f"the parcel has a {cls.__qualname__} that cannot be rebuilt")
+
+
+def are_current(classes: Sequence[tuple[str, str, type]]) -> bool:
+    """Return whether the names still mean these classes: a notebook may define one again."""
+    return all(_class_named(module, name) is cls for module, name, cls in classes)
+
+
+def _class_named(module: Any, name: Any) -> type | None:
+    if not isinstance(module, str) or not isinstance(name, str):
+        return None
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, type) else None
+
+
+def _is_harmless(cls: Any) -> bool:
+    is_of_these = issubclass(cls, tuple) or dataclasses.is_dataclass(cls)
+    return is_of_these and not hasattr(cls, "__del__")
+
+
+def _tuples(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(row) for row in rows)
+
+
+def _is_dataclass_form(rest: Any, children: int) -> bool:
+    """Return whether these are (places of each child, other attributes, names of slots)."""
+    if not isinstance(rest, tuple) or len(rest) != 3:
+        return False
+    places, others, in_slots = rest
+    if not all(isinstance(part, tuple) for part in rest) or len(places) != children:
+        return False
+    pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in others)
+    names = [name for row in places if isinstance(row, tuple) for name in row]
+    return (
+        pairs
+        and all(isinstance(row, tuple) for row in places)
+        and all(isinstance(name, str) for name in [*names, *in_slots])
+        and all(isinstance(pair[0], str) for pair in others)
+    )
