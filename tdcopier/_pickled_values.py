@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch._tensor import _rebuild_from_type_v2
 
+from tdcopier import _C
 from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._into import is_mapped_class
 from tdcopier._pickled_memory import Array, Memory, Place, Places, Views
@@ -133,6 +134,8 @@ class _Pickler(pickle.Pickler):
         self._keep_strides: dict[int, torch.Tensor] = {}
 
     def persistent_id(self, value: Any) -> tuple[int, int] | None:
+        if value is _C.PACKING_DEVICE:
+            value = self._target_for(self._device)
         return (value.what, value.number) if type(value) is _Placeholder else None
 
     def reducer_override(self, value: Any) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tdcopier._copy import start_copy
 from tdcopier._options import Device
-from tdcopier._parcel import Parcel, pack, unpack
+from tdcopier._pack import Parcel, pack
 
 __all__ = ["broadcast", "scatter"]
 
@@ -31,16 +31,15 @@ def broadcast(
 
         tree = tdcopier.distributed.broadcast(tree if rank == 0 else None, src=0)
 
-    The first message contains two sizes, the second everything else: the leaves, packed into one
-    chunk, and the pickled structure. As with every collective of `torch.distributed`, all ranks of
-    the group must make the call, in the same order. The host waits until the structure has arrived;
-    the rest is enqueued on the current stream.
+    The first message contains a size, the second a parcel, as `pack` makes it: the leaves and the
+    structure. As with every collective of `torch.distributed`, all ranks of the group must make the
+    call, in the same order. The host waits until the structure has arrived; the rest is enqueued on
+    the current stream.
 
     The tree arrives as from `start_copy`: numpy arrays as tensors, leaves without gaps, TensorDicts
-    with `device` set on every node. Containers and opaque values are pickled, so each rank must be
-    able to import their classes. A tensor that is in the tree twice arrives as one tensor. Tensors
-    that need a gradient arrive as leaves of a graph. Parameters that were on the device of the
-    messages arrive as parameters. A leaf that is alive keeps the whole chunk alive.
+    with `device` set on every node. What `pack` pickles needs its classes on each rank. Tensors
+    that need a gradient arrive as leaves of a graph. On the host, a leaf that is alive keeps the
+    whole parcel alive.
 
     Unpickling runs code that the source chooses: use it among ranks that trust one another.
 
@@ -68,16 +67,14 @@ def broadcast(
     """
     ranks = _Ranks.of(group, src)
     ranks.check_given(tree, "tree")
-    outgoing = ranks.prepare(lambda: [pack(tree, ranks.device)])
-    ((chunk_bytes, spec_bytes),) = ranks.share_sizes(outgoing, 1)
+    outgoing = ranks.prepare(lambda: [ranks.packed(tree)])
+    (size,) = ranks.share_sizes(outgoing, 1)
     if outgoing is None:
-        body = ranks.new_body(chunk_bytes, spec_bytes)
-        ranks.broadcast(body)
-        return _on_device(unpack(body, chunk_bytes), device)
-    (parcel,) = outgoing.parcels
-    ranks.broadcast(parcel.body)
+        return _arrived(ranks.broadcast(ranks.new_message(size)), device)
+    ((moved, parcel),) = outgoing.parcels
+    ranks.broadcast(parcel._bytes)
     if device is None or str(device) in (str(ranks.device), ranks.device.type):
-        return parcel.moved
+        return moved
     return start_copy(tree, device).wait()
 
 
@@ -114,7 +111,7 @@ def scatter(
 
     def pack_all() -> list[Parcel | None]:
         return [
-            None if member == ranks.rank else pack(tree, ranks.device)._replace(moved=None)
+            None if member == ranks.rank else ranks.packed(tree)[1]
             for member, tree in zip(ranks.members, _checked(trees, ranks), strict=True)
         ]
 
@@ -122,13 +119,12 @@ def scatter(
     sizes = ranks.share_sizes(outgoing, len(ranks.members))
     mine = ranks.members.index(ranks.rank)
     if outgoing is None:
-        chunk_bytes, spec_bytes = sizes[mine]
-        body = ranks.new_body(chunk_bytes, spec_bytes)
-        ranks.exchange([dist.P2POp(dist.irecv, body, src, group)])
-        return _on_device(unpack(body, chunk_bytes), device)
+        message = ranks.new_message(sizes[mine])
+        ranks.exchange([dist.P2POp(dist.irecv, message, src, group)])
+        return _arrived(message, device)
     ranks.exchange(
         [
-            dist.P2POp(dist.isend, parcel.body, member, group)
+            dist.P2POp(dist.isend, parcel._bytes, member, group)
             for member, parcel in zip(ranks.members, outgoing.parcels, strict=True)
             if parcel is not None
         ]
@@ -196,24 +192,29 @@ class _Ranks(NamedTuple):
         except Exception as error:
             return _Outgoing([], error)
 
-    def share_sizes(self, outgoing: _Outgoing | None, count: int) -> list[tuple[int, int]]:
-        """Return the chunk and spec sizes of each parcel, in bytes, on every rank.
+    def packed(self, tree: Any) -> tuple[Any, Parcel]:
+        """Return the tree and its parcel on the device of the messages."""
+        moved = start_copy(tree, self.device).wait()
+        return moved, pack(moved)
+
+    def share_sizes(self, outgoing: _Outgoing | None, count: int) -> list[int]:
+        """Return the size of each parcel, in bytes, on every rank.
 
         Raises:
             Exception: the error that occurred on the source.
         """
-        rows = torch.zeros(count, 2, dtype=torch.int64, device="cpu")
+        sizes = [0] * count
         failure = b""
         if outgoing is not None and outgoing.error is not None:
             failure = pickle.dumps(_told(outgoing.error))
-            rows[0, 0], rows[0, 1] = _FAILED, len(failure)
+            sizes[0] = -len(failure)  # which no parcel has
         elif outgoing is not None:
-            for row, parcel in zip(rows, outgoing.parcels, strict=True):
-                if parcel is not None:
-                    row[0], row[1] = parcel.chunk_bytes, parcel.spec_bytes
-        sizes = [(row[0], row[1]) for row in self.broadcast(rows.to(self.device)).tolist()]
-        if sizes[0][0] == _FAILED:
-            self._raise_failure(outgoing, failure, sizes[0][1])
+            parcels = [each[1] if isinstance(each, tuple) else each for each in outgoing.parcels]
+            sizes = [0 if parcel is None else parcel.nbytes for parcel in parcels]
+        message = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(self.device)
+        sizes = self.broadcast(message).tolist()
+        if sizes[0] < 0:
+            self._raise_failure(outgoing, failure, -sizes[0])
         return sizes
 
     def _raise_failure(self, outgoing: _Outgoing | None, failure: bytes, size: int) -> None:
@@ -230,9 +231,9 @@ class _Ranks(NamedTuple):
         name, text = pickle.loads(body.numpy().tobytes())
         raise _SENT_AS_SUCH[name](f"rank {self.src} could not send: {text}")
 
-    def new_body(self, chunk_bytes: int, spec_bytes: int) -> torch.Tensor:
+    def new_message(self, size: int) -> torch.Tensor:
         """Allocate memory for a parcel."""
-        return torch.empty(chunk_bytes + spec_bytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def broadcast(self, message: torch.Tensor) -> torch.Tensor:
         """Fill the message on every rank with that of the source."""
@@ -245,7 +246,6 @@ class _Ranks(NamedTuple):
             work.wait()
 
 
-_FAILED = -1
 _SENT_AS_SUCH: dict[str, type[Exception]] = {
     cls.__name__: cls for cls in (TypeError, ValueError, RecursionError, RuntimeError)
 }
@@ -287,5 +287,6 @@ def _checked(trees: Any, ranks: _Ranks) -> Sequence[Any]:
     return trees
 
 
-def _on_device(tree: Any, device: Device | None) -> Any:
-    return tree if device is None else start_copy(tree, device).wait()
+def _arrived(message: torch.Tensor, device: Device | None) -> Any:
+    parcel = Parcel.from_buffer(message, allow_pickle=True)
+    return parcel.tree() if device is None else start_copy(parcel, device).wait()

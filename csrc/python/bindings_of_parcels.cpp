@@ -79,6 +79,7 @@ Return whether the leaves are in pinned memory, from which a device reads them w
       .def_property_readonly("_bytes", [](const Parcel& self) {
         return py::reinterpret_steal<py::object>(wrap_tensor(tensor_over(self.bytes())));
       });
+  m.attr("PACKING_DEVICE") = packing_device();
   m.def("pack", guarded(&pack));
   m.def("parcel_from", guarded(&parcel_from));
 }

@@ -151,17 +151,11 @@ def one_chunk_per_dtype(rank: int) -> None:
         assert got[2].data_ptr() - got[0].data_ptr() == 16
         assert all(leaf._base is None for leaf in got)
         if got[0].device.type == "cpu":
-            assert got[1].data_ptr() - got[0].data_ptr() == 32
+            assert 32 <= got[1].data_ptr() - got[0].data_ptr() < 128  # in one message
             assert [leaf.untyped_storage().nbytes() for leaf in got] == [12, 16, 16]
         else:  # one storage for each dtype, because torch saves a storage as elements of one
             chunks = [leaf.untyped_storage().data_ptr() for leaf in got]
             assert chunks[2] == chunks[0] != chunks[1]
-
-
-def same_tensor_twice(rank: int) -> None:
-    leaf = torch.ones(3)
-    got = sent(rank, [leaf, {"again": leaf}])
-    assert got[0] is got[1]["again"]
 
 
 def gradient(rank: int) -> None:
@@ -385,10 +379,9 @@ def scatter_keeps_no_second_copy(rank: int) -> None:
     """Checks that a tree moved to the messages' device is kept only as the message."""
     moved = []
 
-    def packing(tree: Any, device: torch.device) -> Any:
-        parcel = pack(tree, device)
-        moved.append(weakref.ref(parcel.moved[0]))
-        return parcel
+    def packing(tree: Any) -> Any:
+        moved.append(weakref.ref(tree[0]))
+        return pack(tree)
 
     def exchange(operations: Any) -> Any:
         assert [each() for each in moved] == [None] * len(moved)

@@ -356,6 +356,11 @@ py::handle parcel_device() {
   return made;
 }
 
+py::handle packing_device() {
+  static PyObject* const made = THPDevice_New(c10::Device(c10::kCPU));  // never freed
+  return made;
+}
+
 std::shared_ptr<const PackPlan> parcel_plan(const LeafTable& leaves) {
   return std::make_shared<const PackPlan>(make_pack_plan(leaves.extents(), PackOptions()));
 }

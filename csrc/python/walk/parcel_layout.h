@@ -50,6 +50,10 @@ struct ParcelLayout {
 // the host. A tree that goes elsewhere has another one in its place.
 pybind11::handle parcel_device();
 
+// Returns the object that pack() gives the code of collections as their target: another one. In a
+// pickle it means the device where it is read, which other devices do not.
+pybind11::handle packing_device();
+
 // Returns the plan of all parcels with these leaves.
 std::shared_ptr<const PackPlan> parcel_plan(const LeafTable& leaves);
 

@@ -187,6 +187,7 @@ Seen ValueLooks::look_into(PyTypeObject* tensordict, PyObject* entry, py::handle
 }
 
 const py::object& ValueLooks::target() {
+  if (!target_) target_ = rules_.target_object;
   if (!target_) {
     target_ = rules_.target ? py::reinterpret_steal<py::object>(THPDevice_New(*rules_.target))
                             : py::none();

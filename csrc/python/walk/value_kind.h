@@ -60,6 +60,7 @@ struct CollectionRules {
   bool left;  // leave all that consist of tensors, and wrapped tensors, to their own `.to`
   pybind11::object flatten{};  // replaces that of TensorDicts; null: does not
   pybind11::object unflatten{};
+  pybind11::object target_object{};  // what stands for the target; null: a torch.device
 };
 
 // The result of looking at a value. `kind` is kCollection only for the tensor collections of
