@@ -214,6 +214,11 @@ class Memory:
             raise ValueError(f"there are {len(runs)} runs of memory; the pickle has {places.runs}")
         self._places = places
         self._runs = [run.detach().view(torch.uint8) for run in runs]
+        for run, offset, _, dtype in places.places:
+            if run < 0 or dtype is None:
+                continue
+            if (self._runs[run].data_ptr() + offset) % dtype.itemsize:
+                self._runs[run] = self._runs[run].clone()  # to memory that is aligned
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     @property
@@ -262,7 +267,9 @@ class Memory:
         storage, first = self._storages[place.run]
         offset = first + place.offset_bytes
         if place.dtype is not None and offset % place.dtype.itemsize:
-            return storage[offset:].clone(), 0  # a tensor needs memory that is aligned
+            # Another view's elements begin within those of this one: they cannot share memory.
+            rest = _bytes_of(storage, offset, storage.nbytes() - offset)
+            return rest.clone().untyped_storage(), 0
         return storage, offset
 
     def _storage_of_run(self, index: int) -> tuple[torch.UntypedStorage, int]:

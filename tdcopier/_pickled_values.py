@@ -235,10 +235,11 @@ class _Pickler(pickle.Pickler):
 
     def _reduced_collection(self, value: Any) -> Any:
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
-        if isinstance(state, dict) and state.get("_device") == self._device:
+        if isinstance(state, dict) and state.get("_device") in (None, self._device):
             # The leaves arrive in other memory: not memory-mapped, shared or consolidated.
-            kept = {name: each for name, each in state.items() if name not in _MEMORY_OF_NODE}
-            state = {**kept, "_device": self._target_for(self._device)}
+            state = {name: each for name, each in state.items() if name not in _MEMORY_OF_NODE}
+            if state.get("_device") is not None:
+                state["_device"] = self._target_for(self._device)
         return function, arguments, state, *rest
 
     def _target_for(self, device: torch.device) -> Any:
