@@ -37,7 +37,7 @@ def broadcast(
     the current stream.
 
     The tree arrives as from `start_copy`: numpy arrays as tensors, leaves without gaps, TensorDicts
-    with `device` set on every node. What `pack` pickles needs its classes on each rank. Tensors
+    with `device` set on every node. Each rank needs the classes of values that `pack` pickles. Tensors
     that need a gradient arrive as leaves of a graph. On the host, a leaf that is alive keeps the
     whole parcel alive.
 
