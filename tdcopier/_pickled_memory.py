@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,10 @@ Array = np.ndarray[Any, Any]
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """For each size of an element, a dtype that copies its bytes unchanged."""
+_MOST_COMPARED = 64
+"""The number of views that are compared with each other."""
+_MOST_WORK: Any = 1000
+"""For numpy, which says that views share bytes if it has not found out by then."""
 
 
 class Place(NamedTuple):
@@ -57,8 +62,8 @@ class _View(NamedTuple):
 class Views:
     """Collects what pickled values show of memory, and says what memory to send.
 
-    Views that overlap become one run of bytes, so that they share memory again where they arrive.
-    A view that overlaps no other becomes a run without gaps.
+    Views that share bytes become one run, from the first to the last byte, and share memory again
+    where they arrive. A view that shares bytes with no other becomes a run without gaps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,7 +130,8 @@ class Views:
         places: dict[int, Place] = {}
         runs: list[torch.Tensor] = []
         whole = set()
-        for numbers in self._groups():
+        apart = (part for group in self._groups() for part in self._apart(group))
+        for numbers in apart:
             views = [self._views[number] for number in numbers]
             if not views[0].end:
                 empty = torch.empty_strided(views[0].shape, _strides_of(views[0]))
@@ -155,7 +161,7 @@ class Views:
         return len(self._views) - 1
 
     def _groups(self) -> Iterator[list[int]]:
-        """Yield the numbers of the views that overlap each other, directly or through others."""
+        """Yield the numbers of views whose first to last bytes overlap, directly or by others."""
         # On the host, several storages and arrays may have one memory; only its address matters.
         on_host = self._device.type == "cpu"
         by_address = sorted(
@@ -172,6 +178,27 @@ class Views:
             owner, end = its_owner, max(end, self._views[number].end)
         if group:
             yield group
+
+    def _apart(self, group: list[int]) -> list[list[int]]:
+        """Split a group that is mostly gaps into the views that share bytes.
+
+        For example, two columns of a wide table share none.
+        """
+        views = [self._views[number] for number in group]
+        shown = sum(math.prod(view.shape) * view.itemsize for view in views)
+        span = max(view.end for view in views) - views[0].begin
+        if span <= 2 * shown or not 1 < len(views) <= _MOST_COMPARED:
+            return [group]
+        parts: list[list[int]] = []
+        for number in group:
+            joined = [
+                part
+                for part in parts
+                if any(_share_bytes(self._views[number], self._views[other]) for other in part)
+            ]
+            parts = [part for part in parts if part not in joined]
+            parts.append([*(other for part in joined for other in part), number])
+        return parts
 
     def _without_gaps(self, view: _View) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Return what a view shows as one run, and its strides there."""
@@ -324,18 +351,35 @@ def _bytes_of(storage: torch.UntypedStorage, first: int, length: int) -> torch.T
     return as_bytes.set_(storage, first, (length,), (1,))
 
 
-class _HostBytes:
-    """Bytes at an address, for numpy."""
+def _share_bytes(view: _View, other: _View) -> bool:
+    """Return whether two views share bytes. Reads nothing, so they may be on a device."""
+    one, two = (
+        np.asarray(_Elements(each.origin, each.shape, each.strides, f"|V{each.itemsize}", []))
+        for each in (view, other)
+    )
+    return np.may_share_memory(one, two, max_work=_MOST_WORK)
 
-    def __init__(self, owners: list[Any], begin: int, length: int) -> None:
+
+class _Elements:
+    """Elements at an address, for numpy."""
+
+    def __init__(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        kind: str,
+        owners: list[Any],
+    ) -> None:
         self.owners = owners
         self.__array_interface__ = {
-            "data": (begin, False),
-            "shape": (length,),
-            "typestr": "|u1",
+            "data": (address, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": kind,
             "version": 3,
         }
 
 
 def _host_bytes(owners: list[Any], begin: int, length: int) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(_HostBytes(owners, begin, length)))
+    return torch.from_numpy(np.asarray(_Elements(begin, (length,), (1,), "|u1", owners)))

@@ -80,6 +80,7 @@ def dump(
         TypeError: a value cannot be pickled; the message has its path.
         RecursionError: a value is nested too deep.
     """
+    device = torch.empty(0, device=device).device  # with its index
     file = io.BytesIO()
     pickler = _Pickler(file, device)
     try:
@@ -147,7 +148,7 @@ class _Pickler(pickle.Pickler):
         if cls in (torch.UntypedStorage, torch.storage.TypedStorage):
             return self._reduced_storage(value)
         if is_tensor_collection(cls):
-            return self._reduced_collection(value)
+            return self._reduced_collection(value, cls)
         return NotImplemented
 
     def _reduced_tensor(self, value: Any, cls: type) -> Any:
@@ -216,7 +217,7 @@ class _Pickler(pickle.Pickler):
             or cls in self.dispatch_table
             or value.dtype.kind not in _PLAIN_KINDS
             or value.dtype.hasobject
-            or value.size == 0
+            or value.nbytes == 0
         ):
             return NotImplemented
         number = self.views.add_array(value)
@@ -233,7 +234,10 @@ class _Pickler(pickle.Pickler):
         number = self.views.add_storage(memory, value.dtype if is_typed else torch.uint8)
         return _storage, (_Placeholder(_STORAGE, number), is_typed)
 
-    def _reduced_collection(self, value: Any) -> Any:
+    def _reduced_collection(self, value: Any, cls: type) -> Any:
+        reducer = self.dispatch_table.get(cls)
+        if reducer is not None and not reducer.__module__.startswith("tensordict."):
+            return NotImplemented  # a user's own
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
         if isinstance(state, dict) and state.get("_device") in (None, self._device):
             # The leaves arrive in other memory: not memory-mapped, shared or consolidated.

@@ -74,6 +74,18 @@ def test_storages_share_memory_with_their_tensors_again():
     assert held.typed._untyped_storage.data_ptr() == untyped.data_ptr()
 
 
+def test_columns_of_a_wide_table_come_without_those_between_them():
+    table = torch.arange(4000.0).view(4, 1000)
+    columns = [table[:, 3], Holder(x=table[:, 8:10], y=table[:, 9]), table.numpy()[::-1, 20]]
+    first, held, array = passed_on(columns)
+    assert bytes_of(dump(columns)[1]) <= 16 + 4 * 3008 + 16
+    assert (first.stride(), held.x.stride()) == ((1,), (1000, 1))
+    held.x[2] = -1
+    assert held.y.tolist() == [9, 1009, -1, 3009]
+    assert first.tolist() == [3, 1003, 2003, 3003]
+    assert array.tolist() == [3020, 2020, 1020, 20]
+
+
 def test_views_of_smaller_and_larger_elements_are_aligned_together():
     base = torch.arange(64, dtype=torch.uint8)
     values = [base[3:5], base.view(torch.int64)[:2], base[1:].view(torch.uint8)[2:60:7]]
@@ -85,7 +97,7 @@ def test_views_of_smaller_and_larger_elements_are_aligned_together():
 
 def views_and_bases(rng: random.Random) -> list[Any]:
     """Returns tensors and arrays that show parts of few memories, some of them the same."""
-    bases = [torch.arange(256, dtype=torch.uint8) for _ in range(2)]
+    bases = [torch.arange(256, dtype=torch.uint8) for _ in range(rng.randrange(3))]
     bases.append(torch.from_numpy(np.arange(256, dtype=np.uint8)))
     made: list[Any] = []
     for _ in range(rng.randrange(1, 8)):
@@ -94,7 +106,9 @@ def views_and_bases(rng: random.Random) -> list[Any]:
         begin = rng.randrange(0, 192, dtype.itemsize)
         flat = base[begin : begin + rng.randrange(0, 256 - begin, 16)].view(dtype)
         rows = flat[: flat.numel() // 2 * 2].view(2, -1)
-        view = rng.choice([flat, flat[::2], flat[1:], rows, rows.t(), rows[:, ::3], rows[1]])
+        column = base.view(8, 32)[:, rng.randrange(3, 6) :][:, : rng.randrange(1, 3)]
+        gapped = [flat[::2], rows[:, ::3], column, column[::2]]
+        view = rng.choice([flat, flat[1:], rows, rows.t(), rows[1], *gapped, *gapped])
         if rng.randrange(3) == 0:
             array = view.numpy()
             made.append(rng.choice([array, array[::-1]]))
@@ -136,6 +150,12 @@ def each_alone(views: Views) -> Any:
 
 def test_a_random_test_fails_where_views_do_not_share(monkeypatch):
     monkeypatch.setattr(Views, "_groups", each_alone)
+    with pytest.raises(AssertionError):
+        test_random_views_share_their_bytes_again_and_no_others(0)
+
+
+def test_a_random_test_fails_where_views_that_share_bytes_are_taken_apart(monkeypatch):
+    monkeypatch.setattr(_pickled_memory, "_share_bytes", lambda view, other: False)
     with pytest.raises(AssertionError):
         test_random_views_share_their_bytes_again_and_no_others(0)
 
