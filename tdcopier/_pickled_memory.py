@@ -130,8 +130,7 @@ class Views:
         places: dict[int, Place] = {}
         runs: list[torch.Tensor] = []
         whole = set()
-        apart = (part for group in self._groups() for part in self._apart(group))
-        for numbers in apart:
+        for numbers in (part for group in self._groups() for part in self._apart(group)):
             views = [self._views[number] for number in numbers]
             if not views[0].end:
                 empty = torch.empty_strided(views[0].shape, _strides_of(views[0]))
@@ -219,9 +218,8 @@ class Views:
         return _bytes_of(dense.untyped_storage(), 0, dense.nbytes), dense_strides
 
     def _run(self, views: list[_View], begin: int, end: int) -> torch.Tensor:
-        """Return the bytes between two addresses, which one of the views keeps alive."""
-        owner = views[0].owner
-        if isinstance(owner, torch.UntypedStorage):
+        """Return the bytes between two addresses. On a device, one storage contains them."""
+        for owner in (view.owner for view in views if view.dtype):
             first = begin - owner.data_ptr()
             if first >= 0 and first + end - begin <= owner.nbytes():
                 return _bytes_of(owner, first, end - begin)

@@ -159,7 +159,8 @@ class _Pickler(pickle.Pickler):
             return self._with_placeholders(self.dispatch_table[cls](value))
         if value.layout in _SPARSE:
             where = self._target_for(value.device)
-            function, arguments = value.detach().__reduce_ex__(_PROTOCOL)
+            detached = value.detach() if value.requires_grad else value
+            function, arguments = detached.__reduce_ex__(_PROTOCOL)
             return _sparse_tensor, (function, arguments, where, value.requires_grad)
         keeps_strides = id(value) in self._keep_strides
         return self._with_placeholders(value.__reduce_ex__(_PROTOCOL), keeps_strides)
@@ -173,9 +174,14 @@ class _Pickler(pickle.Pickler):
             inner, cls, inner_arguments, state = arguments
             if inner is torch._utils._rebuild_wrapper_subclass:
                 # Its own strides, in the pickle, are about the tensors that it wraps.
-                parts = state[0] if isinstance(state, tuple) else state
-                tensors = [each for each in parts.values() if isinstance(each, torch.Tensor)]
-                self._keep_strides |= {id(each): each for each in tensors}
+                parts = state if isinstance(state, tuple) else (state,)
+                self._keep_strides |= {
+                    id(each): each
+                    for part in parts
+                    if isinstance(part, dict)
+                    for each in part.values()
+                    if isinstance(each, torch.Tensor)
+                }
             inner, inner_arguments = self._with_placeholders(
                 (inner, inner_arguments), keeps_strides
             )
@@ -236,7 +242,7 @@ class _Pickler(pickle.Pickler):
 
     def _reduced_collection(self, value: Any, cls: type) -> Any:
         reducer = self.dispatch_table.get(cls)
-        if reducer is not None and not reducer.__module__.startswith("tensordict."):
+        if reducer is not None and not _module_of(reducer).startswith("tensordict."):
             return NotImplemented  # a user's own
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
         if isinstance(state, dict) and state.get("_device") in (None, self._device):
@@ -276,10 +282,14 @@ def _reducers() -> dict[type, Callable[[Any], Any]]:
     registry: Any = ForkingPickler
     own = {
         cls: reducer
-        for cls, reducer in registry._extra_reducers.items()
-        if not getattr(reducer, "__module__", "").startswith(_SEND_DESCRIPTORS)
+        for cls, reducer in registry._extra_reducers.copy().items()
+        if not _module_of(reducer).startswith(_SEND_DESCRIPTORS)
     }
     return {**copyreg.dispatch_table, **own}
+
+
+def _module_of(function: Any) -> str:
+    return getattr(function, "__module__", None) or ""
 
 
 def _storage(storage: Any, is_typed: bool) -> Any:

@@ -74,6 +74,16 @@ def test_storages_share_memory_with_their_tensors_again():
     assert held.typed._untyped_storage.data_ptr() == untyped.data_ptr()
 
 
+def test_a_part_of_a_storage_shares_memory_with_the_whole_again(device):
+    storage = torch.arange(8, dtype=torch.uint8).to(device).untyped_storage()
+    values = [torch.empty(0, dtype=torch.uint8, device=device).set_(storage[:3]) for _ in "ab"]
+    values.append(torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[2:])
+    got = passed_on(values, torch.device(device))
+    assert [each.tolist() for each in got] == [[0, 1, 2], [0, 1, 2], [2, 3, 4, 5, 6, 7]]
+    got[0][2] = 9
+    assert [each.tolist() for each in got] == [[0, 1, 9], [0, 1, 9], [9, 3, 4, 5, 6, 7]]
+
+
 def test_columns_of_a_wide_table_come_without_those_between_them():
     table = torch.arange(4000.0).view(4, 1000)
     columns = [table[:, 3], Holder(x=table[:, 8:10], y=table[:, 9]), table.numpy()[::-1, 20]]

@@ -274,6 +274,45 @@ def test_reducers_that_are_registered_apply(monkeypatch, module):
     assert_same(plain, large[8:12])
 
 
+class Frames(TensorDict):
+    """A class of TensorDicts."""
+
+
+def reduced_frames(frames: Frames) -> Any:
+    return dict, (dict(frames.items()),)
+
+
+def test_a_users_reducer_for_tensordicts_applies(monkeypatch):
+    monkeypatch.setitem(ForkingPickler._extra_reducers, Frames, reduced_frames)
+    frames = Frames({"x": torch.ones(2)})
+    (got,) = passed_on([Holder(frames=frames)])
+    assert_same(got.frames, {"x": torch.ones(2)})
+
+
+class Wrapper(TwoTensor):
+    """Has slots beside its tensors, and its tensors beside other attributes."""
+
+    __slots__ = ("note",)
+
+
+def test_a_wrapper_with_slots_keeps_them():
+    wrapper = Wrapper(torch.arange(8)[::2], torch.arange(8)[::2])
+    wrapper.note = torch.ones(2)
+    (got,) = passed_on([wrapper])
+    assert_same([got.a, got.b, got.note], [*(2 * [torch.arange(8)[::2]]), torch.ones(2)])
+    assert type(got) is Wrapper
+
+
+def test_a_sparse_tensor_keeps_its_attributes_and_that_it_requires_grad():
+    sparse = torch.eye(3).to_sparse()
+    sparse.word = "a"
+    (got,) = passed_on([sparse])
+    assert (type(got), got.word, got.requires_grad) == (torch.Tensor, "a", False)
+    (got,) = passed_on([torch.eye(3).to_sparse().requires_grad_()])
+    assert got.requires_grad
+    assert torch.equal(got.detach().to_dense(), torch.eye(3))
+
+
 def test_torch_shares_no_memory_with_the_receiver():
     import torch.multiprocessing
 
