@@ -35,8 +35,8 @@ class Places(NamedTuple):
     """The places of all views, by their numbers."""
 
     places: list[Place]
-    runs: int
-    """The number of runs."""
+    run_bytes: list[int]
+    """The size of each run."""
     whole: set[int]
     """The runs that need a storage of their own, because a storage is among the values."""
 
@@ -153,7 +153,7 @@ class Views:
                 whole.add(len(runs))
             runs.append(run)
         in_order = [places[number] for number in range(len(self._views))]
-        return Places(in_order, len(runs), whole), runs
+        return Places(in_order, [run.numel() for run in runs], whole), runs
 
     def _add(self, view: _View) -> int:
         self._views.append(view)
@@ -233,10 +233,14 @@ class Memory:
         """Take the runs as tensors of any dtype, each in one piece.
 
         Raises:
-            ValueError: there are more or fewer runs than the places need.
+            ValueError: there are other runs than the pickle was made with.
         """
-        if len(runs) != places.runs:
-            raise ValueError(f"there are {len(runs)} runs of memory; the pickle has {places.runs}")
+        run_bytes = [run.nbytes for run in runs]
+        if run_bytes != places.run_bytes:
+            raise ValueError(
+                f"the memory has runs of {run_bytes} bytes, but those of the pickle have "
+                f"{places.run_bytes}"
+            )
         self._places = places
         self._runs = [run.detach().view(torch.uint8) for run in runs]
         for run, offset, _, dtype in places.places:

@@ -98,7 +98,7 @@ def dump(
     places, memory = pickler.views.placed()
     if not memory and (pickler.names_target or places.places):
         memory = [torch.empty(0, dtype=torch.uint8, device=device)]  # says which device it is
-        places = places._replace(runs=1)
+        places = places._replace(run_bytes=[0])
     table = ([tuple(place) for place in places.places], *places[1:])
     return pickle.dumps(table, _PROTOCOL) + file.getvalue(), memory
 
@@ -114,11 +114,11 @@ def load(pickled: bytes, memory: list[torch.Tensor]) -> list[Any]:
         memory: as `dump` returned it, or tensors with the same bytes on any one device.
 
     Raises:
-        ValueError: there are more or fewer tensors than `dump` returned.
+        ValueError: these are not as many tensors and bytes as `dump` returned.
     """
     file = io.BytesIO(pickled)
-    table, runs, whole = pickle.Unpickler(file).load()
-    places = Places([Place(*row) for row in table], runs, whole)
+    table, run_bytes, whole = pickle.Unpickler(file).load()
+    places = Places([Place(*row) for row in table], run_bytes, whole)
     values: list[Any] = _Unpickler(file, Memory(places, memory)).load()
     return values
 

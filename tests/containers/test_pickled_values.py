@@ -376,7 +376,9 @@ def test_values_too_deep_to_be_pickled_say_so():
         dump(tree)
 
 
-def test_memory_that_does_not_belong_to_the_pickle_is_refused():
-    pickled, memory = dump([torch.ones(2)])
-    with raises_exactly(ValueError, "there are 0 runs of memory; the pickle has 1"):
-        _pickled_values.load(pickled, memory[1:])
+@pytest.mark.parametrize("sizes", [[], [8, 8], [4]])
+def test_memory_that_does_not_belong_to_the_pickle_is_refused(sizes):
+    pickled, _ = dump([torch.ones(2)])
+    message = f"the memory has runs of {sizes} bytes, but those of the pickle have [8]"
+    with raises_exactly(ValueError, message):
+        _pickled_values.load(pickled, [torch.empty(n, dtype=torch.uint8) for n in sizes])
