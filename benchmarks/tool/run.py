@@ -35,6 +35,7 @@ SUITES = {
     "loop": "loops.training_loop",
     "replay": "rows.replay",
     "gather": "rows.gathers",
+    "parcels": "copies.parcels",
     "containers": "copies.containers",
     "tensordict": "copies.tensordicts",
     "park": "park.parking",

@@ -98,6 +98,22 @@ def containers(result: Found) -> list[str]:
     return [write("tree | way", groups, "contenders", *ALONE)]
 
 
+def parcels(result: Found) -> list[str]:
+    groups = {
+        title(f"{name}, {caches}", found): found
+        for caches, copies in result["copies"].items()
+        for name, found in copies.items()
+    }
+    packing = {
+        f"{name}: {its['parcel']:,} bytes": result["packing"][name]
+        for name, its in result["bytes"].items()
+    }
+    return [
+        write("batch | way", groups, "contenders", *ALONE),
+        write("batch | way", packing, "contenders", *times()),
+    ]
+
+
 def tensordict(result: Found) -> list[str]:
     into = {way: {"detection batch": each} for way, each in result["into"].items()}
     return [
@@ -241,6 +257,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "loop": loop,
     "replay": replay,
     "gather": gather,
+    "parcels": parcels,
     "containers": containers,
     "tensordict": tensordict,
     "park": park,
