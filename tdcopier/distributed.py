@@ -37,9 +37,9 @@ def broadcast(
     the current stream.
 
     The tree arrives as from `start_copy`: numpy arrays as tensors, leaves without gaps, TensorDicts
-    with `device` set on every node. Each rank needs the classes of values that `pack` pickles. Tensors
-    that need a gradient arrive as leaves of a graph. On the host, a leaf that is alive keeps the
-    whole parcel alive.
+    with `device` set on every node. Each rank needs the classes of values that `pack` pickles.
+    Tensors that need a gradient arrive as leaves of a graph. On the host, a leaf that is alive
+    keeps the whole parcel alive.
 
     Unpickling runs code that the source chooses: use it among ranks that trust one another.
 
