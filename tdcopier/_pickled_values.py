@@ -193,6 +193,8 @@ class _Pickler(pickle.Pickler):
             )
         elif function in _REBUILD_TENSOR:
             arguments = self._tensor_arguments(function, arguments, keeps_strides)
+            if function is torch._utils._rebuild_qtensor:
+                function = _quantized_tensor
         return function, arguments, *rest
 
     def _tensor_arguments(
@@ -294,6 +296,14 @@ def _module_of(function: Any) -> str:
 
 def _storage(storage: Any, is_typed: bool) -> Any:
     return storage if is_typed else storage._untyped_storage
+
+
+def _quantized_tensor(*arguments: Any) -> torch.Tensor:
+    """Rebuild a quantized tensor as torch's pickle does."""
+    with warnings.catch_warnings():  # some versions of torch warn of what they do here themselves
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+        rebuild: Any = torch._utils._rebuild_qtensor
+        return rebuild(*arguments)
 
 
 def _sparse_tensor(

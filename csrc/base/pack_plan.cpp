@@ -77,7 +77,7 @@ class Planner {
       if (leaves_[leaf].bytes != 0) pack(leaf);
     }
     check_invariant(plan_.chunks.size() == before + 1, "a run is one chunk");
-    plan_.chunks.back().as_source = true;
+    plan_.chunks.back().as_source = plan_.chunks.back().pinned = true;
   }
 
   void place_packed(std::span<const LeafSeries> runs) {

@@ -56,8 +56,10 @@ struct ChunkPlan {
   uint32_t first;            // its leaves are order[first, last)
   uint32_t last;
   bool packed;  // false: one leaf that travels alone
-  // A run: the chunk has the same layout as the sources' memory from its first leaf on.
+  // The chunk has the same layout as the sources' memory from its first leaf on: a run, or leaves
+  // of a parcel.
   bool as_source = false;
+  bool pinned = false;  // a device can read all of that memory
   // Its leaves arrive in scratch memory of the target, and are scattered from there.
   bool scattered = false;
   // Its offset in the image, in which all chunks follow one another as they are staged or gathered.

@@ -81,7 +81,7 @@ def test_every_kind_of_leaf_arrives_as_without_a_parcel_or_is_refused(
             without.get()
             assert handle.stats[:5] == without.stats[:5]
     assert all(re.match(r"data.* cannot be (packed|pickled)", each) for each in refusals)
-    kinds_without = ("gradient", "ZeroTensor", "fake_mode", "Parcel")
+    kinds_without = ("gradient", "ZeroTensor", "Named tensors", "fake_mode", "Parcel")
     assert not refusals or any(each in refusals[0] for each in kinds_without), refusals
 
 
@@ -269,7 +269,6 @@ def test_mutated_layouts_are_refused_or_are_trees():
         pytest.param([0, 0, 9, 20, 0], id="pickled value that is not there"),
         pytest.param([0, 0, 9, 15, 1, 255], id="no UTF-8"),
         pytest.param([0, 0, 2, 1, 16, 0, 9, 10], id="key that is not there"),
-        pytest.param([0, 0, 2, 2, *[15, 1, 65, 9, 10] * 2], id="key that is there twice"),
         pytest.param([0, 0, *[0, 1] * 1500, 9, 10], id="deep tree"),
         pytest.param([0, 0, 9, *[17, 1] * 1500, 10], id="deep value"),
         pytest.param([0, 0, 3, 0, 10, 10], id="container without a class"),

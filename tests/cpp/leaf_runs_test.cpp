@@ -135,6 +135,7 @@ void check_plan(const Memory& memory, const PackOptions& options) {
   for (uint32_t c = 0; c < plan.chunks.size(); ++c) {
     const ChunkPlan& chunk = plan.chunks[c];
     CHECK(chunk.as_source == (c < runs.size()));
+    CHECK(chunk.pinned == chunk.as_source);
     CHECK(chunk.last > chunk.first);
     CHECK(!chunk.as_source || chunk.bytes > kMaxPackedLeafBytes);
     CHECK(!chunk.packed || chunk.bytes <= options.max_chunk_bytes);

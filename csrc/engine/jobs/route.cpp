@@ -72,7 +72,7 @@ WindowBytes window_bytes(const LeafGroup& group, const RouteOptions& options) {
 // Returns whether the device can read the whole chunk from the sources' memory.
 bool is_straight(const CopyWork& work, const ChunkPlan& chunk) {
   const Leaf* const leaf = only_leaf(work, chunk);
-  return chunk.as_source || (leaf != nullptr && leaf->pinned);
+  return chunk.pinned || (leaf != nullptr && leaf->pinned);
 }
 
 Route from_host_to_device(const LeafGroup& group, const RouteOptions& options) {

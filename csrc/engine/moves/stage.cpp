@@ -32,6 +32,14 @@ void stage_strided(const LeafTable& leaves, const Leaf& leaf, LeafRange range, s
                range.begin / element_bytes, range.end / element_bytes, to);
 }
 
+void copy_contiguous(std::byte* to, const std::byte* from, uint64_t bytes, StoreTo store) {
+  if (bytes < kStreamedBytes) {
+    std::memcpy(to, from, bytes);
+  } else {
+    copy_streaming(to, from, bytes, store);
+  }
+}
+
 }  // namespace
 
 void stage_leaf(const LeafTable& leaves, const Leaf& leaf, LeafRange range, std::byte* to) {
@@ -66,6 +74,10 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
   const auto stage_chunk = [&](size_t index, uint64_t from, uint64_t to, uint64_t place) {
     const ChunkPlan& chunk = plan.chunks[index];
     std::byte* const here = staging + place;
+    if (chunk.as_source) {
+      const void* const first = leaves[plan.order[chunk.first]].data;
+      return copy_contiguous(here, static_cast<const std::byte*>(first) + from, to - from, store);
+    }
     for (uint32_t i = first_leaf_after(plan, leaves, chunk, from); i < chunk.last; ++i) {
       if (chunk.last - i > kAhead && !leaves[plan.order[i + kAhead]].is_rows()) {
         prefetch_beginning(leaves[plan.order[i + kAhead]]);
@@ -77,11 +89,11 @@ void stage_window(const PackPlan& plan, const LeafTable& leaves, const Window& w
       const uint64_t begin = std::max(offset, from);
       const uint64_t end = std::min(offset + leaf.bytes, to);
       const LeafRange range{begin - offset, end - offset};
-      if (leaf.strided || end - begin < kStreamedBytes) {
+      if (leaf.strided) {
         stage_leaf(leaves, leaf, range, here + (begin - from));
       } else {
-        copy_streaming(here + (begin - from),
-                       static_cast<const std::byte*>(leaf.data) + range.begin, end - begin, store);
+        copy_contiguous(here + (begin - from),
+                        static_cast<const std::byte*>(leaf.data) + range.begin, end - begin, store);
       }
     }
   };

@@ -201,7 +201,7 @@ std::unique_ptr<Parcel> pack(py::handle data, py::handle out) {
   const WrittenTree tree = write_tree(flat.spec, group.leaves);
   const size_t tree_leaves = group.leaves.size();
   const std::string pickled = dump_values(tree, group, data);
-  const std::shared_ptr<const PackPlan> plan = parcel_plan(group.leaves);
+  const auto plan = std::make_shared<const PackPlan>(parcel_plan(group.leaves));
   const uint64_t body_bytes = plan->chunks.empty() ? 0 : plan->chunks.back().end();
 
   ByteWriter layout;

@@ -41,8 +41,7 @@ class LayoutReader {
 
   std::shared_ptr<const ParcelLayout> read() {
     const std::string_view pickled = from_.text(from_.number());
-    layout_ = std::make_shared<ParcelLayout>(
-        ParcelLayout{{}, LeafTable(c10::Device(c10::kCPU)), nullptr, nullptr, py::none()});
+    layout_ = std::make_shared<ParcelLayout>();
     has_pickle_ = !pickled.empty();
     if (has_pickle_) layout_->pickled = py::bytes(pickled.data(), pickled.size());
     std::vector<uint64_t> memory(from_.count(1));
@@ -58,10 +57,9 @@ class LayoutReader {
       layout_->leaves.add(nullptr, c10::ScalarType::Byte, {&size, 1}, {&stride, 1});
     }
     layout_->memory = static_cast<uint32_t>(memory.size());
-    layout_->plan = parcel_plan(layout_->leaves);
-    PackPlan in_place = *layout_->plan;
-    for (ChunkPlan& chunk : in_place.chunks) chunk.as_source = true;
-    layout_->plan_in_place = std::make_shared<const PackPlan>(std::move(in_place));
+    PackPlan plan = parcel_plan(layout_->leaves);
+    for (ChunkPlan& chunk : plan.chunks) chunk.as_source = true;
+    layout_->plan = std::make_shared<const PackPlan>(std::move(plan));
     return std::move(layout_);
   }
 
@@ -139,15 +137,12 @@ class LayoutReader {
   void read_items(NodeKind kind, int depth, const BatchSize* batch_size) {
     const size_t count = from_.count(kLeastEntryBytes);
     layout_->spec.add(kind, count);
-    py::dict keys;
     for (size_t i = 0; i < count; ++i) {
       const py::object key = add_value(PickledPlace::Needs::kNothing);
       const bool is_text = key && PyUnicode_CheckExact(key.ptr());
       if (kind == NodeKind::kTensorDict && !is_text) throw MalformedBytes("a key is no text");
-      if (key) keys[key] = py::none();  // one that is pickled is not known yet
       read_node(depth + 1, batch_size);
     }
-    if (!has_pickle_ && keys.size() != count) throw MalformedBytes("a dict has a key twice");
   }
 
   void read_opaque(const BatchSize* batch_size) {
@@ -361,8 +356,17 @@ py::handle packing_device() {
   return made;
 }
 
-std::shared_ptr<const PackPlan> parcel_plan(const LeafTable& leaves) {
-  return std::make_shared<const PackPlan>(make_pack_plan(leaves.extents(), PackOptions()));
+PackPlan parcel_plan(const LeafTable& leaves) {
+  return make_pack_plan(leaves.extents(), PackOptions());
+}
+
+const std::shared_ptr<const PackPlan>& ParcelLayout::pinned_plan() const {
+  if (!pinned_plan_) {
+    PackPlan made = *plan;
+    for (ChunkPlan& chunk : made.chunks) chunk.pinned = true;
+    pinned_plan_ = std::make_shared<const PackPlan>(std::move(made));
+  }
+  return pinned_plan_;
 }
 
 std::shared_ptr<const ParcelLayout> read_layout(std::span<const std::byte> bytes,

@@ -28,22 +28,28 @@ struct PickledPlace {
 };
 
 // GIL: held for every member, including the destructor.
-struct ParcelLayout {
-  TreeSpec spec;     // all leaves are of group 0; None in the places of pickled values
-  LeafTable leaves;  // on the host, by index, without addresses: the tree's, and then `memory`
+class ParcelLayout {
+ public:
+  TreeSpec spec;  // all leaves are of group 0; None in the places of pickled values
+  // On the host, by index, without addresses: the tree's, and then `memory`.
+  LeafTable leaves{c10::Device(c10::kCPU)};
   // Where they are in the body: the image of this plan, which follows from the leaves alone. So
   // bytes of any origin name no address, and no two leaves share bytes.
   std::shared_ptr<const PackPlan> plan;
-  // The same with chunks that are read from the body as they are.
-  std::shared_ptr<const PackPlan> plan_in_place;
-  pybind11::object pickled;  // bytes; None if nothing had to be pickled
+  pybind11::object pickled = pybind11::none();  // bytes; None if nothing had to be pickled
   std::vector<PickledPlace> places{};
   uint32_t memory = 0;       // number of leaves that are memory of the tensors in pickled values
   uint32_t opaque = 0;       // number of values that are no leaves
   pybind11::list classes{};  // of rebuilt containers: (module, name, class)
 
+  // The same plan for a body that a device can read. Made by the first call.
+  const std::shared_ptr<const PackPlan>& pinned_plan() const;
+
   size_t tree_leaves() const { return leaves.size() - memory; }
   uint64_t body_bytes() const { return plan->chunks.empty() ? 0 : plan->chunks.back().end(); }
+
+ private:
+  mutable std::shared_ptr<const PackPlan> pinned_plan_{};
 };
 
 // Returns the object that the TensorDicts of all layouts have as their device: a torch.device of
@@ -55,7 +61,7 @@ pybind11::handle parcel_device();
 pybind11::handle packing_device();
 
 // Returns the plan of all parcels with these leaves.
-std::shared_ptr<const PackPlan> parcel_plan(const LeafTable& leaves);
+PackPlan parcel_plan(const LeafTable& leaves);
 
 // Returns whether leaves of the dtype can be packed.
 bool can_be_packed(c10::ScalarType dtype);

@@ -72,8 +72,7 @@ void LeafSorter::sort_parcel(Found& found) {
   those.leaves.add_placed(layout.leaves, *layout.plan, parcel.body().data(), is_pinned);
   if (parcel.traits().is_mapped) those.mapped.note(parcel.body());
   those.sources->keep(object);
-  const bool in_place = is_pinned || !parcel.device().is_cpu();
-  those.plan = in_place ? layout.plan_in_place : layout.plan;
+  those.plan = is_pinned ? layout.pinned_plan() : layout.plan;
   those.leaves_of_plan = first_leaf == 0 ? those.leaves.size() : 0;
   for (size_t i = 0; i < layout.spec.nodes(); ++i) {
     const TreeSpec::Node& node = layout.spec.node(i);
