@@ -298,7 +298,7 @@ def _storage(storage: Any, is_typed: bool) -> Any:
     return storage if is_typed else storage._untyped_storage
 
 
-def _quantized_tensor(*arguments: Any) -> torch.Tensor:
+def _quantized_tensor(*arguments: Any) -> Any:
     """Rebuild a quantized tensor as torch's pickle does."""
     with warnings.catch_warnings():  # some versions of torch warn of what they do here themselves
         warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
