@@ -53,7 +53,9 @@ void bind_testing(py::module_& m) {
   // Processes completions since the last copy, so that the next copy does not have to.
   testing.def("settle", [] {
     const WithoutGil no_gil;
+    Reclaimer::get().set_stays(false);
     rest_workers();
+    Reclaimer::get().set_stays(true);
     Reclaimer::get().look();
     Accelerator::poll_all();
   });

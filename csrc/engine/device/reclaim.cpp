@@ -72,13 +72,26 @@ EventRef Reclaimer::oldest(bool stays, bool ends) {
   return pending_.empty() ? nullptr : pending_.front().event;
 }
 
+void Reclaimer::set_stays(bool stays) noexcept {
+  {
+    const std::lock_guard lock(stay_mutex_);
+    stays_ = stays;
+  }
+  leaves_.notify_all();
+}
+
+bool Reclaimer::pause_while_idle() {
+  constexpr std::chrono::microseconds kIdlePause{5000};
+  std::unique_lock lock(stay_mutex_);
+  return !leaves_.wait_for(lock, kIdlePause, [this] { return !stays_; });
+}
+
 // To wake the thread for each copy of a loop would take microseconds of the caller and of the
 // thread, so it stays for a while when nothing is left.
 void Reclaimer::look_while_needed() noexcept {
   using namespace std::chrono_literals;
   constexpr std::chrono::microseconds kShortestPause = 100us;
   constexpr std::chrono::microseconds kLongestPause = 2000us;
-  constexpr auto kIdlePause = 5000us;
   constexpr int kMostIdlePauses = 20;
   auto pause = kShortestPause;
   for (int idle_pauses = 0; true;) {
@@ -88,9 +101,8 @@ void Reclaimer::look_while_needed() noexcept {
     const EventRef next = oldest(stays, ends);
     if (next == nullptr) {
       if (!stays) return;
-      ++idle_pauses;
+      idle_pauses = pause_while_idle() ? idle_pauses + 1 : kMostIdlePauses;
       pause = kShortestPause;
-      std::this_thread::sleep_for(kIdlePause);
       continue;
     }
     idle_pauses = 0;

@@ -4,8 +4,10 @@
 // by CopyJob::note_sources_free().
 #pragma once
 
+#include <condition_variable>
 #include <list>
 #include <memory>
+#include <mutex>
 
 #include "base/monitor.h"
 #include "engine/device/events.h"
@@ -37,6 +39,10 @@ class Reclaimer {
   // nothing is pending. Blocks: for that. GIL: must not be held. Throws: Interrupted.
   bool wait_for_oldest();
 
+  // Sets whether the thread stays for a while when nothing is left, as it does at first. Without,
+  // it leaves at once, also from a pause.
+  void set_stays(bool stays) noexcept;
+
  private:
   struct Pending {
     EventRef event;
@@ -47,10 +53,17 @@ class Reclaimer {
   // Returns null if nothing is pending; then `stays` says whether the thread looks again. `ends`:
   // it takes no new entries, whose callers wait instead.
   EventRef oldest(bool stays, bool ends);
+  // Returns false, at once, if the thread is not to stay.
+  bool pause_while_idle();
 
   Mutex mutex_;
   std::list<Pending> pending_;  // guarded by mutex_
   bool thread_looks_ = false;   // guarded by mutex_
+
+  // No part of a schedule, in which the thread does not stay.
+  std::mutex stay_mutex_;
+  std::condition_variable leaves_;
+  bool stays_ = true;  // guarded by stay_mutex_
 };
 
 }  // namespace tdcopier
