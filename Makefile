@@ -12,6 +12,9 @@ JOBS ?= $(shell nproc)
 # Processes that share the Python tests; 0 runs them in this one, for a debugger.
 TEST_PROCESSES ?= $(JOBS)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+# Bytecode is kept, whatever the environment says: without it, each process compiles the tests anew,
+# and pytest rewrites their assertions.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifneq ($(wildcard .venv/bin/python),)
   MODE := venv
@@ -42,10 +45,15 @@ endif
 demo: build $(HAS)demo
 	$(RUN) $(PY) tools/demo.py $(if $(filter venv,$(MODE)),--complete)
 
-test: test-cpp test-py
+# The broken engines are compiled beside the C++ tests: neither keeps the processors busy.
+test: build $(HAS)test
+	@$(MAKE) --no-print-directory -j2 test-cpp broken-engines
+	$(TEST_PY)
 
 test-py: build broken-engines $(HAS)test
-	export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
+	$(TEST_PY)
+
+TEST_PY = export TDCOPIER_TEST_DEVICE=sim; $(PYTEST)
 
 # Tests with the oldest tensordict that is supported, and the torchrl that goes with it, ahead of
 # the installed ones on the path.
@@ -68,7 +76,7 @@ test-gpu: build broken-engines $(HAS)test
 	export TDCOPIER_TEST_DEVICE=sim TDCOPIER_TEST_SCHEDULES=2000; $(PYTEST)
 
 # Builds engines whose defects are chosen at run time, for tests/schedules/test_broken_engines.py.
-broken-engines: $(HAS)build
+broken-engines: build
 	@$(RUN) $(PY) tests/support/build_broken_engines.py
 
 bench: build $(HAS)test
