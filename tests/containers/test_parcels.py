@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import random
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from catalogue_cases import ARRIVING, SOME_WRAPS, WRAPS, kind_and_ends
-from support import assert_same as assert_same_objects
+from parcel_support import assert_same
 from support import oracle
 from tensordict import TensorDict
 from torch.utils._pytree import tree_leaves
@@ -24,17 +22,6 @@ from tdcopier import Parcel, pack
 HEADER_BYTES, ALIGNMENT_BYTES = 32, 64
 TEXT_OS, A_KEY = (15, 2, *b"os"), (15, 1, 65)
 TO_DEVICE = [case for case in ARRIVING if case.values[1] == "H2D"]
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    """Asserts that the trees are the same, but for the identity of values that are no tensors."""
-    assert_same_objects(got, expected, is_same=is_equal)
-
-
-def is_equal(got: Any, expected: Any) -> bool:
-    if isinstance(expected, np.ndarray):
-        return got.dtype == expected.dtype and np.array_equal(got, expected)
-    return type(got) is type(expected) and pickle.dumps(got) == pickle.dumps(expected)
 
 
 def read(data: bytes, allow_pickle: bool = True) -> Parcel:
