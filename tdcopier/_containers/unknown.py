@@ -2,7 +2,8 @@
 
 `csrc/python/walk/unknown_values.cpp` finds the opaque values of a copy and asks here about each
 class. Unknown tensor subclasses do not come here: they are delegated
-(`csrc/python/walk/value_kind.h`).
+(`csrc/python/walk/value_kind.h`). `registry.py` (`_find_rule`) has the order in which a class is
+looked up, before its values are opaque.
 """
 
 from __future__ import annotations

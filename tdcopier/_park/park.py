@@ -1,4 +1,8 @@
-"""Moves the device memory of a state to pinned host memory and back, in place."""
+"""Moves the device memory of a state to pinned host memory and back, in place.
+
+`csrc/python/calls/storage_memory.cpp` empties and fills the storages; `transfers.py` moves the
+bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Finds the tensors in a state, each with its path, and refuses those whose memory is not known."""
+"""Finds the tensors in a state, each with its path, and refuses those whose memory is not known.
+
+A tensor that occurs twice is listed twice: `StorageMemory` makes one of each storage.
+"""
 
 from __future__ import annotations
 

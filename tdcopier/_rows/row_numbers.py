@@ -1,4 +1,8 @@
-"""Converts any index of rows to row numbers, in the shape that they have in the result."""
+"""Converts any index of rows to row numbers, in the shape that they have in the result.
+
+Only the numbers of pairs are checked and wrapped here; for others `csrc/python/walk/row_leaves.cpp`
+does it with `base/row_index.cpp`, and on a device the kernel (see `engine/device/bad_rows.h`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""State of the sample that a thread draws, shared by the buffer, its storage and its transforms."""
+"""State of the sample that a thread draws, shared by the buffer, its storage and its transforms.
+
+`_buffer.py` sends index and weights to the batch's device, and puts them into the batch.
+"""
 
 from __future__ import annotations
 

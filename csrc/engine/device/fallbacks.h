@@ -1,9 +1,10 @@
 // Counts operations that took a slower path because the fast one was unavailable:
 // `stats.fallbacks`, of which tdcopier/_stats.py has the list. Noted by what calls note_fallback():
 // in this folder the events, run-ahead and staging; in engine/moves the transfers and the gathers;
-// two jobs and the route. Such code serves many copies, so each thread points to the count of the
-// copy that it works on. Tables whose rows are read by their own code are added in
-// python/handle/handle.cpp.
+// in engine/jobs host_to_device_job.cpp and into_host_job.cpp (where they transfer without staging
+// or in place after all), and route.cpp (where no result can be pinned). Such code serves many
+// copies, so each thread points to the count of the copy that it works on. Tables whose rows are
+// read by their own code are added in python/handle/handle.cpp.
 #pragma once
 
 #include <c10/core/DeviceType.h>

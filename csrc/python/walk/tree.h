@@ -12,10 +12,12 @@
 namespace tdcopier {
 
 enum class NodeKind : uint8_t {
-  kList,    // number = children
-  kTuple,   // number = children
-  kDict,    // number = children; the spec has a key for each, before the keys of that child
-  kCustom,  // number = children; the spec's next two keys are its unflatten and its context
+  kList,   // number = children
+  kTuple,  // number = children
+  kDict,   // number = children; the spec has a key for each, before the keys of that child
+  // For example a named tuple: its rule is in tdcopier/_containers, and registry.py chooses it.
+  // number = children; the spec's next two keys are its unflatten and its context
+  kCustom,
   // number = entries; the spec's next keys are class, batch size, names, device and whether to lock
   // it, and a key for each entry as in kDict
   kTensorDict,
