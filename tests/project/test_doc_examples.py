@@ -176,6 +176,12 @@ def _(run: Run) -> Names:
     return {"dataset": [torch.rand(300, 300) for _ in range(3)], "learn": nothing}
 
 
+@set_up("docs/guide/between_processes.md")
+def _(run: Run) -> Names:
+    images = [{"image": torch.rand(4), "label": number} for number in range(64)]
+    return {"dataset": images, "model": torch.nn.Linear(4, 2).to(run.device)}
+
+
 @set_up("docs/guide/coming_from_multi_tensor_copier.md")
 def _(run: Run) -> Names:
     return {"batch": boxes()}
