@@ -69,6 +69,10 @@ def collate(samples: Sequence[Any]) -> Any:
     gradient, tensors of a subclass, and tensors that are not on the host. Nor do they contain the
     results of functions that you have added to `default_collate_fn_map`.
 
+    Samples of several sizes cannot be stacked: `collate_fn=tdcopier.pack` sends the list of them as
+    one message instead, a parcel, which `start_copy` and `prefetch` take as the list. It also sends
+    a batch of any other structure, and to other processes than that of a `DataLoader`.
+
     Set `pin_memory=False`: `start_copy` stages the batch in pinned memory itself, and the
     DataLoader's thread would give each leaf a pinned allocation of its own.
 

@@ -62,7 +62,7 @@ Raises:
           "`allow_pickle`.")
       .def_property_readonly(
           "nbytes", [](const Parcel& self) { return self.bytes().nbytes(); },
-          "The number of bytes: header, layout and leaves.")
+          "The number of bytes of header, layout and leaves together.")
       .def_property_readonly(
           "device",
           [](const Parcel& self) {
