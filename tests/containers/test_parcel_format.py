@@ -11,13 +11,15 @@ import random
 import re
 import struct
 import sys
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from support import assert_same
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
 from tdcopier import Parcel, pack
 
@@ -359,6 +361,21 @@ def test_the_memory_of_pickled_values_follows_the_leaves():
     assert tree[1] == Pickled(0)
     memory = [as_bytes(each) for each in leaves[2:]]
     assert sorted(memory) == sorted([as_bytes(sparse.values()), as_bytes(sparse.indices())])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(torch.ones(2).requires_grad_(), torch.nn.Parameter(torch.ones(2))),
+        *(torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex64).conj()),
+        *(OrderedDict(a=1), deque([1]), {1}),
+        *(LazyStackedTensorDict(TensorDict(), TensorDict()), TensorDict(a=NonTensorData("x"))),
+        *(np.float32(1), 1j, torch.float32, torch.device("cpu")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_values_that_the_guide_names_need_a_pickle(value):
+    assert pack([value]).needs_pickle
 
 
 # ---- the page ------------------------------------------------------------------------------------
