@@ -5,8 +5,9 @@ is done. `start_copy` and `copy` copy to new memory, and `async_to` and `to` are
 names that TensorDict users expect. `start_copy_into` and `copy_into` copy into an existing tree.
 `start_gather` and `gather` read rows of a storage; `start_scatter` and `scatter` write them.
 `prefetch` reads batches and copies them ahead of a loop. `pin_memory_` pins memory that exists.
-`park` moves the memory of a model or an optimizer to the host and back, in place, and `snapshot`
-copies it beside training. `explain` lists what a copy does with each value.
+`pack` makes one run of bytes of a batch, for another process, a file or a socket. `park` moves the
+memory of a model or an optimizer to the host and back, in place, and `snapshot` copies it beside
+training. `explain` lists what a copy does with each value.
 """
 
 import importlib

@@ -41,7 +41,8 @@ A nested batch as one run of bytes: what `pack` returns.
 
 It has the buffer protocol, so `bytes(parcel)`, `memoryview(parcel)`, files and sockets take all its
 bytes without walking leaves. `start_copy` and the other calls of this package take it in the place
-of its tree, anywhere in a batch. Its bytes do not change; the memory of `tree()` is the parcel's.)");
+of its tree, anywhere in a batch. Its bytes change only if you write to them: to the leaves of
+`tree()`, whose memory they are, or by `copy_into`.)");
   parcel.attr("__module__") = "tdcopier";
   parcel.def_buffer(&buffer_of)
       .def(
