@@ -1,10 +1,12 @@
 // The steps of pack(): walk, values for pickle, plan, layout, and a copy into the body.
 #include "python/calls/pack.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <torch/csrc/Device.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -139,32 +141,70 @@ c10::Storage new_memory(c10::Device device, uint64_t bytes) {
   return device.is_cpu() ? new_host_memory(bytes) : allocate_on_device(device, bytes);
 }
 
-// Clears the bytes between the leaves: parcels of equal trees have equal bytes, and none of another
-// use of the memory.
-void clear_gaps(const LeafTable& leaves, const PackPlan& plan, std::byte* body) {
+// Returns host memory for the head of a parcel on a device. It is pinned, so that the copy from it
+// does not wait for the kernels of the current stream, unless no more memory can be pinned.
+c10::Storage memory_for_head(c10::Device device, uint64_t bytes) {
+  c10::Allocator* const pinned = at::getHostAllocator(device.type());
+  try {
+    return {c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), pinned->allocate(bytes),
+            pinned, /*resizable=*/false};
+  } catch (const c10::Error& error) {
+    if (!is_lack_of_memory(error)) throw;
+  }
+  return new_host_memory(bytes);
+}
+
+// Calls visit(begin, end) for the bytes of the body before each leaf that no other leaf has.
+template <typename Visit>
+void visit_gaps(const LeafTable& leaves, const PackPlan& plan, const Visit& visit) {
   uint64_t end = 0;
   for (const ChunkPlan& chunk : plan.chunks) {
     for (uint32_t i = chunk.first; i < chunk.last; ++i) {
       const uint64_t begin = chunk.begin + plan.slots[plan.order[i]].offset;
-      if (begin > end) std::memset(body + end, 0, begin - end);
+      if (begin > end) visit(end, begin);
       end = begin + leaves[plan.order[i]].bytes;
     }
   }
 }
 
-// Writes the head, and clears what the leaves leave free.
+// Clears the gaps of a body on a device, where few large writes are faster than many small ones:
+// between two large leaves it clears what is between the first gap and the last, with the leaves
+// there, which are written later.
+void clear_gaps_on_device(const at::Tensor& body, const at::Tensor& zero, const LeafTable& leaves,
+                          const PackPlan& plan) {
+  std::optional<std::pair<uint64_t, uint64_t>> all;
+  const auto clear = [&] {
+    if (!all) return;
+    const auto size = static_cast<int64_t>(all->second - all->first);
+    body.narrow(0, static_cast<int64_t>(all->first), size)
+        .copy_(zero.expand({size}), /*non_blocking=*/true);
+    all.reset();
+  };
+  visit_gaps(leaves, plan, [&](uint64_t begin, uint64_t end) {
+    if (all && begin - all->second > kMaxPackedLeafBytes) clear();
+    all = {all ? all->first : begin, end};
+  });
+  clear();
+}
+
+// Writes the head, and clears what the leaves leave free: parcels of equal trees have equal bytes,
+// and none of another use of the memory. The host waits for no work on a device.
 void write_around_leaves(const c10::Storage& bytes, std::span<const std::byte> head,
                          const LeafTable& leaves, const PackPlan& plan) {
+  const auto head_bytes = static_cast<int64_t>(head.size());
   if (bytes.device().is_cpu()) {
     auto* const first = static_cast<std::byte*>(bytes.mutable_data());
     std::ranges::copy(head, first);
-    return clear_gaps(leaves, plan, first + head.size());
+    return visit_gaps(leaves, plan, [&](uint64_t begin, uint64_t end) {
+      std::memset(first + head_bytes + begin, 0, end - begin);
+    });
   }
-  const c10::Storage on_host = new_host_memory(head.size());
+  const c10::Storage on_host = memory_for_head(bytes.device(), head.size());
   std::ranges::copy(head, static_cast<std::byte*>(on_host.mutable_data()));
-  at::Tensor all = tensor_over(bytes);
-  all.zero_();
-  all.narrow(0, 0, static_cast<int64_t>(head.size())).copy_(tensor_over(on_host));
+  const at::Tensor all = tensor_over(bytes);
+  all.narrow(0, 0, head_bytes).copy_(tensor_over(on_host), /*non_blocking=*/true);
+  const at::Tensor body = all.narrow(0, head_bytes, all.numel() - head_bytes);
+  clear_gaps_on_device(body, all.narrow(0, kZeroByteOfHead, 1), leaves, plan);
 }
 
 // Copies the leaves into the body. The host has waited for those of the host, and the current

@@ -20,6 +20,8 @@ namespace tdcopier {
 inline constexpr uint64_t kParcelAlignmentBytes = 64;
 // The parcel itself begins at a multiple of this.
 inline constexpr uint64_t kParcelAddressBytes = 16;
+// The place of a byte that is 0 in each parcel: the highest one of the version.
+inline constexpr int64_t kZeroByteOfHead = 15;
 
 struct ParcelTraits {
   bool may_unpickle;          // its bytes are trusted
