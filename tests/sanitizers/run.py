@@ -1,11 +1,12 @@
 """Runs the stress program, then tests, on a build with a sanitizer; see the Makefile.
 
-    python run.py thread|address SITE
+    python run.py thread|address SITE [PROGRAM ARGUMENT ...]
 
 SITE contains the built package. Python and torch are built without a sanitizer, so its library is
 preloaded. It therefore does not see memory accesses of torch's and Python's own code, except in
 functions that the sanitizer intercepts everywhere (memcpy, malloc, free, locks, threads).
-The tests run without leak checks, which would make each of their many processes take minutes.
+The tests run without leak checks, which would make each of their many processes take minutes; so
+does a program of yours, in the place of both, for example `tests/support/play_parcels.py`.
 The suppressions and their reasons are in tsan.supp and lsan.supp.
 """
 
@@ -34,6 +35,7 @@ TESTS = [
         f"copy/test_{name}.py"
         for name in ("pinned_memory_changes", "small_pinned_leaves", "pinned_pool")
     ),
+    *(f"containers/test_{name}.py" for name in ("parcels", "random_parcels")),
     "promises",
     "rows",
     "park",
@@ -77,10 +79,13 @@ def main() -> None:
     tests = [str(ROOT / "tests" / name) for name in TESTS]
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     pytest.append(f"--ignore-glob={ROOT}/tests/*/test_checking_*")  # they race on purpose
-    for arguments, leaks in (
+    runs = [
         ([str(HERE / "stress.py"), "32", "100"], True),
         ([*pytest, "--rootdir", str(ROOT), "-o", "timeout=600", *tests], False),
-    ):
+    ]
+    if sys.argv[3:]:
+        runs = [([str(Path(sys.argv[3]).resolve()), *sys.argv[4:]], False)]
+    for arguments, leaks in runs:
         began = time.monotonic()
         environment = environment_of(kind, site, leaks)
         # Not from the root: the package there has no native module.

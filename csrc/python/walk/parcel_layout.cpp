@@ -10,6 +10,7 @@
 #include <bit>
 #include <cstring>
 #include <limits>
+#include <ranges>
 #include <string>
 #include <utility>
 #include <vector>
@@ -91,7 +92,9 @@ class LayoutReader {
         return read_items(NodeKind::kDict, depth, nullptr);
       case ParcelToken::kCustom:
         spec.add(NodeKind::kCustom, from_.count(1));
-        add_value(PickledPlace::Needs::kNothing);
+        if (add_value(PickledPlace::Needs::kNothing)) {
+          throw MalformedBytes("what builds a container is not in the pickle");
+        }
         add_value(PickledPlace::Needs::kNothing);
         return read_children(depth);
       case ParcelToken::kRebuilt:
@@ -108,7 +111,7 @@ class LayoutReader {
         spec.add(NodeKind::kTensorClass, 1);
         add_value(PickledPlace::Needs::kClass);
         add_value(PickledPlace::Needs::kDict);
-        return read_node(depth + 1, batch_size);
+        return read_tensordict_of_class(depth + 1, batch_size);
       case ParcelToken::kLeaf:
       case ParcelToken::kPermuted:
         return read_leaf(found == ParcelToken::kPermuted, batch_size);
@@ -116,6 +119,15 @@ class LayoutReader {
         return read_opaque(batch_size);
       default:
         throw MalformedBytes("a value where a node is expected");
+    }
+  }
+
+  void read_tensordict_of_class(int depth, const BatchSize* batch_size) {
+    const size_t node = layout_->spec.nodes();
+    read_node(depth, batch_size);
+    const NodeKind found = layout_->spec.node(node).kind;
+    if (found != NodeKind::kTensorDict) {
+      throw MalformedBytes("a tensorclass has no TensorDict");
     }
   }
 
@@ -196,11 +208,12 @@ class LayoutReader {
     if (!THPSize_Check(batch_size.ptr())) throw MalformedBytes("a batch size is no torch.Size");
     BatchSize sizes;
     for (const py::handle size : batch_size) sizes.push_back(size.cast<int64_t>());
+    if (std::ranges::any_of(sizes, [](int64_t size) { return size < 0; })) {
+      throw MalformedBytes("a batch size is negative");
+    }
     const py::object names = read_value(token(), 0);
-    if (!names.is_none()) {
-      const bool fit = PyTuple_CheckExact(names.ptr()) &&
-                       static_cast<size_t>(PyTuple_GET_SIZE(names.ptr())) == sizes.size();
-      if (!fit) throw MalformedBytes("a TensorDict has other names than dimensions");
+    if (!names.is_none() && !are_names(names, sizes.size())) {
+      throw MalformedBytes("a TensorDict has other names than dimensions");
     }
     spec.add_key(tensordict_class().ptr());
     spec.add_key(batch_size.ptr());
@@ -208,6 +221,14 @@ class LayoutReader {
     spec.add_key(parcel_device().ptr());
     spec.add_key(read_value(token(), 0).is(py::bool_(true)) ? Py_True : Py_False);
     return sizes;
+  }
+
+  // Returns whether it is a tuple of texts, or None for dimensions without a name.
+  static bool are_names(const py::object& names, size_t count) {
+    if (!PyTuple_CheckExact(names.ptr()) || py::len(names) != count) return false;
+    return std::ranges::all_of(py::tuple(names), [](const py::handle name) {
+      return name.is_none() || PyUnicode_CheckExact(name.ptr());
+    });
   }
 
   void read_leaf(bool permuted, const BatchSize* batch_size) {
@@ -233,7 +254,7 @@ class LayoutReader {
       }
     }
     if (permuted) {
-      read_strides(sizes, strides, is_empty ? 0 : elements);
+      read_strides(sizes, strides, is_empty);
     } else {
       int64_t next = 1;
       for (size_t d = dims; d-- > 0;) {
@@ -248,21 +269,29 @@ class LayoutReader {
     layout_->leaves.add(nullptr, dtype, sizes, strides);
   }
 
-  // A leaf reaches no further than its elements do in a row, so that none reads its neighbours.
-  void read_strides(std::span<const int64_t> sizes, std::span<int64_t> strides, int64_t elements) {
-    int64_t last = 0;  // of the element that is furthest from the first
-    for (size_t d = 0; d < sizes.size(); ++d) {
-      const uint64_t stride = from_.number();
-      if (stride > kMostStride) throw MalformedBytes("a stride is too large");
-      strides[d] = static_cast<int64_t>(stride);
-      if (elements == 0) continue;  // any stride will do
-      int64_t further = 0;
-      if (__builtin_mul_overflow(sizes[d] - 1, strides[d], &further) ||
-          __builtin_add_overflow(last, further, &last)) {
-        throw MalformedBytes("a stride is too large");
-      }
+  // Its elements are one run of bytes, in any order of dimensions: so it has none of its
+  // neighbours, and none twice. Strides that are not used may be anything.
+  void read_strides(std::span<const int64_t> sizes, std::span<int64_t> strides, bool is_empty) {
+    for (int64_t& stride : strides) {
+      const uint64_t found = from_.number();
+      if (found > kMostStride) throw MalformedBytes("a stride is too large");
+      stride = static_cast<int64_t>(found);
     }
-    if (elements != 0 && last >= elements) throw MalformedBytes("a leaf reaches beyond its bytes");
+    if (!is_empty && !are_one_run(sizes, strides)) {
+      throw MalformedBytes("the elements of a leaf are not one run");
+    }
+  }
+
+  static bool are_one_run(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
+    std::array<size_t, kMostDims> dims;
+    const auto last = std::ranges::copy_if(std::views::iota(size_t{0}, sizes.size()), dims.begin(),
+                                           [&](size_t d) { return sizes[d] != 1; })
+                          .out;
+    std::ranges::sort(dims.begin(), last, {}, [&](size_t d) { return strides[d]; });
+    int64_t next = 1;
+    return std::all_of(dims.begin(), last, [&](size_t d) {
+      return strides[d] == std::exchange(next, next * sizes[d]);
+    });
   }
 
   // Reads a value that is not pickled, after its token.
