@@ -14,6 +14,7 @@ from deferred_scenarios import HELD
 from fault_scenarios import FAULTS
 from not_yet import NOT_YET
 from pair_scenarios import PAIRS
+from parcel_scenarios import PARCELS
 from park_scenarios import PARK
 from row_scenarios import ROWS
 from scenario_world import ScenarioWorld
@@ -29,7 +30,18 @@ SCENARIOS: dict[str, Scenario] = {
     **{run.__name__: Scenario(run, one_transfer_a_job=True) for run in ONE_TRANSFER_EACH},
     **{
         run.__name__: Scenario(run)
-        for run in (*SEVERAL_TRANSFERS, *ROWS, *HELD, *CONSUMERS, *PAIRS, *COMPANY, *FAULTS, *PARK)
+        for scenarios in (
+            SEVERAL_TRANSFERS,
+            ROWS,
+            HELD,
+            CONSUMERS,
+            PAIRS,
+            COMPANY,
+            FAULTS,
+            PARK,
+            PARCELS,
+        )
+        for run in scenarios
     },
 }
 
