@@ -10,6 +10,7 @@ from __future__ import annotations
 from defect import Defect
 from defects_of_memory import MEMORY
 from defects_of_order import ORDER
+from defects_of_parcels import PARCELS
 from defects_of_waits_and_errors import WAITS_AND_ERRORS
 
-DEFECTS: dict[str, Defect] = {**MEMORY, **ORDER, **WAITS_AND_ERRORS}
+DEFECTS: dict[str, Defect] = {**MEMORY, **ORDER, **PARCELS, **WAITS_AND_ERRORS}

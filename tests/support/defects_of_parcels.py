@@ -1,0 +1,92 @@
+"""Broken engines that pack or read parcels wrongly."""
+
+from __future__ import annotations
+
+from defect import Defect
+
+PARCELS: dict[str, Defect] = {
+    "parcel_not_kept": Defect(
+        "Lifetime",
+        "python/walk/sort_leaves.cpp",
+        "  those.sources->keep(object);\n  those.plan",
+        "  {defect} ? Py_DECREF(object) : those.sources->keep(object);\n  those.plan",
+        "parcels_are_dropped_at_once",
+        "AssertionError",
+    ),
+    "views_do_not_keep_the_parcel": Defect(
+        "Afterlife",
+        "python/walk/parcel.cpp",
+        "  Result result(memory,",
+        "  if ({defect} && device().is_cpu()) {\n"
+        "    memory.image = {c10::Storage::use_byte_size_t(), bytes_.nbytes(),\n"
+        "                    c10::DataPtr(bytes_.mutable_data(), device()),\n"
+        "                    c10::GetAllocator(c10::kCPU)};\n"
+        "  }\n"
+        "  Result result(memory,",
+        "views_outlive_their_parcel",
+        "AssertionError",
+    ),
+    "views_of_read_only_bytes_not_copied": Defect(
+        "Oracle",
+        "python/walk/parcel.cpp",
+        "    memory.image = traits_.is_read_only ? copy_of(body()) : bytes_;\n"
+        "    memory.image_begin = traits_.is_read_only ? 0 : body_begin_;",
+        "    const bool copies = traits_.is_read_only && !{defect};\n"
+        "    memory.image = copies ? copy_of(body()) : bytes_;\n"
+        "    memory.image_begin = copies ? 0 : body_begin_;",
+        "views_of_read_only_bytes_are_written",
+        "AssertionError",
+    ),
+    "layout_told_by_its_place_alone": Defect(
+        "Oracle",
+        "python/walk/known_layouts.cpp",
+        "  if (!std::ranges::equal(known.bytes, bytes)) return nullptr;",
+        "  if ({defect} ? !known.layout : !std::ranges::equal(known.bytes, bytes)) return nullptr;",
+        "parcels_of_layouts_that_share_a_place",
+        "ValueError",
+    ),
+    "gaps_not_cleared": Defect(
+        "Oracle",
+        "python/calls/pack.cpp",
+        "      if (begin > end) visit(end, begin);",
+        "      if (begin > end && !{defect}) visit(end, begin);",
+        "gaps_are_cleared",
+        "AssertionError",
+    ),
+    "leaf_beyond_its_bytes_accepted": Defect(
+        "Bytes",
+        "python/walk/parcel_layout.cpp",
+        "    if (!is_empty && !are_one_run(sizes, strides)) {",
+        "    if (!is_empty && !are_one_run(sizes, strides) && !{defect}) {",
+        "bytes_of_others_are_refused",
+        "AssertionError",
+    ),
+    "pickle_read_without_permission": Defect(
+        "Bytes",
+        "python/walk/parcel.cpp",
+        "  if (!layout->pickled.is_none() && !traits.may_unpickle) {",
+        "  if (!layout->pickled.is_none() && !traits.may_unpickle && !{defect}) {",
+        "bytes_of_others_are_refused",
+        "AssertionError",
+    ),
+    "packed_before_the_current_stream": Defect(
+        "Order",
+        "engine/jobs/from_device_job.cpp",
+        "      sources_ready_(source.record_current()),",
+        "      sources_ready_({defect} && within_ && work_.result\n"
+        "                         ? source.events().record_or_wait(source.ordered_stream())\n"
+        "                         : source.record_current()),",
+        "a_tree_on_a_device_is_overwritten_when_it_is_packed",
+        "AssertionError",
+        "unordered",
+    ),
+    "current_stream_does_not_wait_for_the_pack": Defect(
+        "Order",
+        "python/calls/pack.cpp",
+        "  handle.wait(py::none());",
+        "  if (device.is_cpu() || !{defect}) handle.wait(py::none());",
+        "a_tree_on_a_device_is_overwritten_when_it_is_packed",
+        "AssertionError",
+        "unordered",
+    ),
+}
