@@ -8,8 +8,8 @@ MEMORY: dict[str, Defect] = {
     "last_byte_not_staged": Defect(
         "Oracle",
         "engine/moves/stage.cpp",
-        "                range.end - range.begin);",
-        "                range.end - range.begin - ({defect} ? 1 : 0));",
+        "    std::memcpy(to, from, bytes);",
+        "    std::memcpy(to, from, bytes - ({defect} ? 1 : 0));",
         "two_batches_for_two_streams",
         "AssertionError",
     ),
