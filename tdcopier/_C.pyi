@@ -224,22 +224,80 @@ def start_copy(
 
 @final
 class Parcel:
-    def tree(self) -> Any: ...
+    """A nested batch as one run of bytes: what `pack` returns.
+
+    It has the buffer protocol, so `bytes(parcel)`, `memoryview(parcel)`, files and sockets take all
+    its bytes without walking leaves. `start_copy` and the other calls of this package take it in
+    the place of its tree, anywhere in a batch. Its bytes change only if you write to them: to the
+    leaves of `tree()`, whose memory they are, or by `copy_into`.
+    """
+
+    def tree(self) -> Any:
+        """Return the tree, built anew by each call.
+
+        Its leaves are views of the parcel's memory, without a copy. Each view keeps the whole
+        parcel alive: `clone()` one that outlives its batch by far. Leaves of a parcel in read-only
+        memory, for example one from `bytes`, are copied. A parcel on a device gives leaves there
+        with memory of their own, written on the current stream. Values that were pickled are
+        unpickled.
+
+        Raises:
+            Exception: what the code of a pickled class raises.
+        """
     @property
-    def needs_pickle(self) -> bool: ...
+    def needs_pickle(self) -> bool:
+        """Whether values of the tree are pickled in it: then `from_buffer` needs `allow_pickle`."""
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The number of bytes of header, layout and leaves together."""
     @property
-    def device(self) -> torch.device: ...
-    def is_pinned(self) -> bool: ...
-    # Added by tdcopier/_pack.py.
+    def device(self) -> torch.device:
+        """The `torch.device` of the memory, which is that of the leaves that were packed."""
+    def is_pinned(self) -> bool:
+        """Return whether the leaves are in pinned memory, from which a device reads them without
+        staging.
+        """
     @staticmethod
-    def from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel: ...
+    def from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
+        """Read a parcel from its bytes, which may come from anywhere.
+
+        Args:
+            buffer: an object with the buffer protocol, or a uint8 tensor on the host or a device.
+                The parcel uses its memory without a copy, if it begins at a multiple of 16 bytes:
+                do not write to it or resize it meanwhile.
+            allow_pickle: accept bytes with pickled values. Unpickling runs any code that the bytes'
+                maker has chosen: only for bytes from a source that you trust.
+
+        Raises:
+            ValueError: the bytes are no parcel, are damaged, are of another version of the format,
+                or have pickled values and `allow_pickle` is False. No code of the bytes has run.
+            TypeError: `buffer` has no buffer.
+        """
     @staticmethod
-    def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Parcel: ...
-    def save(self, path: str | os.PathLike[str]) -> None: ...
-    def to(self, device: str | torch.device | int, non_blocking: bool = False) -> Any: ...
-    def pin_memory(self, device: str | torch.device | int | None = None) -> Parcel: ...
+    def load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Parcel:
+        """Map a file that `save` has written; leaves are read from disk when they are used.
+
+        Writing to the leaves of `tree()` changes neither the file nor another process's leaves. The
+        file must not be shortened while the parcel is in use; `save` replaces files instead.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: as `from_buffer`.
+        """
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all bytes to a file, which replaces one of this name once it is complete."""
+    def to(self, device: str | torch.device | int, non_blocking: bool = False) -> Any:
+        """Return the tree on a device, as trainers that call ``batch.to(device)`` expect.
+
+        With `non_blocking` it returns before the bytes have arrived; the current stream waits for
+        them.
+        """
+    def pin_memory(self, device: str | torch.device | int | None = None) -> Parcel:
+        """Return the parcel in pinned memory, from which a device reads it without staging.
+
+        `DataLoader(..., pin_memory=True)` calls this for a batch that is a parcel, in some versions
+        of torch with a device, which changes nothing. A parcel that is pinned is returned as it is.
+        """
     def __buffer__(self, flags: int, /) -> memoryview: ...
     @property
     def _is_read_only(self) -> bool: ...
