@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from catalogue_cases import ARRIVING, SOME_WRAPS, WRAPS, kind_and_ends
+from fault_support import assert_gives_back, in_use
 from filled_leaves import refill, values_of
 from parcel_parts import joined, parts_of
 from parcel_support import assert_same
@@ -172,6 +175,29 @@ def test_a_tree_on_a_device_is_packed_behind_its_kernels_which_the_host_does_not
         assert values_of(handle.get()) == {2}
         assert values_of(Parcel.from_buffer(copied.cpu()).tree()) == {2}
     assert values_of(leaves) == {3}
+
+
+@pytest.mark.sim
+def test_whatever_fails_while_a_tree_on_a_device_is_packed_is_raised_and_given_back(sim, device):
+    tree = [torch.full((n,), 3.0, device=device) for n in (100, 50, 70_000)]
+    tdcopier.copy(pack(tree), "cpu")
+    before = in_use(sim)
+    failed = 0
+    for fail in (sim.fail_transfer, sim.fail_device_allocation):
+        for n in itertools.count(1):
+            with fail(n) as fault:
+                parcel = None
+                with suppress(torch.AcceleratorError, torch.OutOfMemoryError):
+                    parcel = pack(tree)
+                assert fault.fired == (parcel is None)
+            if parcel is not None:
+                break
+            failed += 1
+            assert_gives_back(sim, before)
+        assert values_of(tdcopier.copy(parcel, "cpu")) == {3}
+        del parcel
+        assert_gives_back(sim, before)
+    assert failed > 4
 
 
 @pytest.mark.sim
