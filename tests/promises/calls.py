@@ -12,10 +12,14 @@ TensorDict's own calls, which return no handle. Their folders have the same prom
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from filled_leaves import filled
@@ -50,10 +54,15 @@ class Call:
         numbers_on_device: Whether the device has the numbers of these rows.
         delegated: Why torch copies its leaves: each has a "gradient", or is a "wrapper" of two.
         plan: Whether it is the copy of a plan: "plain", or "reusing" the results.
+        packed: Where it packs its sources first, and copies the parcel: "pageable" memory, "pinned"
+            memory, "read-only" bytes, a "mapped" file, memory that was "given", or on their
+            "device"; or "destination", if a parcel is what it fills.
         never: What does not apply, each with the reason: "held" is that the host goes on while
             the engine's streams are held, "busy" that it goes on while those of the caller are,
-            "unasked" that the copy goes on before the handle is asked, and "pinned" that results
-            on the host are in pinned memory.
+            "unasked" that the copy goes on before the handle is asked, "pinned" that results on
+            the host are in pinned memory, "told" that a failure is told by a handle, "others" that
+            any stream may be the handle's consumer, "itself" that the result is what was given, and
+            "interrupted" that nothing is left by an interrupt at any point.
     """
 
     start: Callable[[Work], Any]
@@ -66,6 +75,7 @@ class Call:
     numbers_on_device: bool = False
     delegated: str = ""
     plan: str = ""
+    packed: str = ""
     never: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -79,6 +89,10 @@ class Call:
     @property
     def uses_a_device(self) -> bool:
         return self.is_from_device or self.is_to_device
+
+    @property
+    def reads_pinned(self) -> bool:
+        return bool(self.pinned) or self.packed == "pinned"
 
     @property
     def makes_memory(self) -> bool:
@@ -106,6 +120,9 @@ class Work:
         if call.fills:
             empty = [torch.zeros_like(leaf) for leaf in leaves]
             self.written = [self._made(leaf, self.target, "target") for leaf in empty]
+        self.parcel_memory: Callable[[], Any] = lambda: None
+        if call.packed == "destination":
+            self.written = self._views_of_a_parcel(self.written)
 
         layouts = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
         self.plan = _plan(self.target, self.source, layouts, call.plan)
@@ -132,11 +149,20 @@ class Work:
         # A leaf of the graph could not be written in place.
         return leaf.requires_grad_().clone() if self.call.delegated else leaf
 
+    def _views_of_a_parcel(self, leaves: Leaves) -> Leaves:
+        """Returns views of a parcel's memory; only they, and who uses the memory, keep it."""
+        memory = np.zeros(tdcopier.pack(leaves).nbytes, np.uint8)
+        self.parcel_memory = weakref.ref(memory)
+        views: Leaves = tdcopier.pack(leaves, out=memory).tree()
+        return views
+
     def start(self) -> Any:
         return self.call.start(self)
 
     def arrived(self, result: Any) -> Leaves:
         """Returns the leaves of the result; of tables, the rows that were written."""
+        if isinstance(result, tdcopier.Parcel):
+            result = result.tree()
         leaves = list(result.values()) if isinstance(result, TensorDict) else tree_leaves(result)
         if self.call.tables == "target":
             leaves = [leaf[ROWS] for leaf in leaves]
@@ -179,6 +205,40 @@ class Done:
 
     def get(self) -> Any:
         return self._result
+
+    wait = get
+
+    def ready(self) -> bool:
+        return True
+
+    def wait_staged(self) -> None:
+        return None
+
+
+class Enqueued(Done):
+    """A result that the current stream makes."""
+
+    def __init__(self, result: Any, device: str) -> None:
+        super().__init__(result)
+        self._made = torch.Event(device)
+        self._made.record(torch.get_device_module(device).current_stream(device))
+
+    def ready(self) -> bool:
+        return self._made.query()
+
+    def get(self) -> Any:
+        self._made.synchronize()
+        return self._result
+
+
+class Failed:
+    """A failure that a call itself raised, with the methods of a handle."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error.with_traceback(None)
+
+    def get(self) -> Any:
+        raise self._error
 
     wait = get
 
@@ -251,12 +311,69 @@ def _scatter_tensordict(work: Work) -> Any:
     return tdcopier.start_scatter(_named(work.sources), _named(work.written), work.rows)
 
 
+def _packed(work: Work) -> tdcopier.Parcel:
+    """Returns the sources as a parcel in the memory that the row says."""
+    kind = work.call.packed
+    if kind == "given":
+        memory = bytearray(tdcopier.pack(work.sources).nbytes)
+        return tdcopier.pack(work.sources, out=memory)
+    parcel = tdcopier.pack(work.sources)
+    if kind == "pinned":
+        return parcel.pin_memory()
+    if kind == "read-only":
+        return tdcopier.Parcel.from_buffer(_aligned_bytes(parcel))
+    if kind == "mapped":
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "parcel")
+            parcel.save(path)
+            return tdcopier.Parcel.load(path)
+    return parcel
+
+
+def _aligned_bytes(parcel: tdcopier.Parcel) -> Any:
+    """Returns bytes that cannot be written, at an address where they are not copied."""
+    memory = np.frombuffer(bytearray(parcel), np.uint8)
+    memory.flags.writeable = False
+    return memory
+
+
+def _copy_of_parcel(work: Work) -> Any:
+    try:
+        parcel = _packed(work)
+    except RuntimeError as error:
+        return Failed(error)
+    return tdcopier.start_copy(parcel, work.target)
+
+
+def _parcel_into(work: Work) -> Any:
+    return tdcopier.start_copy_into(_packed(work), [*work.written])
+
+
+def _into_parcel(work: Work) -> Any:
+    parcel = tdcopier.Parcel.from_buffer(work.parcel_memory())
+    return tdcopier.start_copy_into(work.sources, parcel)
+
+
+def _pack(work: Work) -> Any:
+    try:
+        tree = _packed(work).tree()
+    except RuntimeError as error:
+        return Failed(error)
+    return Done(tree) if work.source == "cpu" else Enqueued(tree, work.source)
+
+
 HELD = {"held": "the host waits for the device, which reads or writes its memory where it is"}
 BUSY = {**HELD, "busy": "the host waits for the work before on the memory that it writes"}
 OF_TORCH = {"busy": "torch copies on the streams that are current at the call"}
 UNASKED = {"unasked": "its consumer sends it"}
 PAGEABLE = {"pinned": "it makes pageable memory"}
 NO_DEVICE = {"held": "no device takes part"}
+PACKS = {"told": "what is packed on a device first raises its failures in the call"}
+OF_STREAM = dict.fromkeys(
+    ("told", "others", "busy", "held"), "it returns a tree, which the current stream makes"
+)
+FILES = {"interrupted": "Python leaves a file open that is interrupted before its `with` begins"}
+VIEWS = {"itself": "it fills a parcel, of which each tree has views of its own"}
 
 CALLS: dict[str, Call] = {
     "copy to device": Call(_copy(), "host", "device"),
@@ -296,12 +413,42 @@ CALLS: dict[str, Call] = {
     "planned, reusing": Call(_planned, "host", "device", plan="reusing"),
     "planned to host, reusing": Call(_planned, "device", "host", plan="reusing"),
     "collate": Call(_collated, "host", "host", tables="neither", never={**NO_DEVICE, **PAGEABLE}),
+    "parcel to device": Call(_copy_of_parcel, "host", "device", packed="pageable"),
+    "pinned parcel to device": Call(
+        _copy_of_parcel, "host", "device", packed="pinned", never=HELD
+    ),
+    "read-only parcel to device": Call(_copy_of_parcel, "host", "device", packed="read-only"),
+    "mapped parcel to device": Call(
+        _copy_of_parcel, "host", "device", packed="mapped", never=FILES
+    ),
+    "parcel to host": Call(_copy_of_parcel, "device", "host", packed="device", never=PACKS),
+    "parcel between devices": Call(
+        _copy_of_parcel, "device", "other", packed="device", never=PACKS
+    ),
+    "pack on host": Call(
+        _pack, "host", "host", packed="given", never={**NO_DEVICE, **PAGEABLE}
+    ),
+    "pack of read-only": Call(
+        _pack, "host", "host", packed="read-only", never={**NO_DEVICE, **PAGEABLE}
+    ),
+    "pack on device": Call(_pack, "device", "device", packed="device", never=OF_STREAM),
     "into device": Call(_into(), "host", "device", fills=True),
     "into host": Call(_into(), "device", "host", fills=True),
     "into pinned": Call(_into(), "device", "host", fills=True, pinned="by torch"),
     "into the same device": Call(_into(), "device", "device", fills=True),
     "into another device": Call(_into(), "device", "other", fills=True),
     "into host from host": Call(_into(), "host", "host", fills=True, never=NO_DEVICE),
+    "parcel into device": Call(_parcel_into, "host", "device", fills=True, packed="pageable"),
+    "parcel on a device into host": Call(
+        _parcel_into, "device", "host", fills=True, packed="device", never=PACKS
+    ),
+    "into parcel": Call(
+        _into_parcel, "device", "host", fills=True, packed="destination", never=VIEWS
+    ),
+    "into parcel from host": Call(
+        _into_parcel, "host", "host", fills=True, packed="destination",
+        never={**NO_DEVICE, **VIEWS},
+    ),
     "pageable into device": Call(
         _into(use_pinned_staging=False), "host", "device", fills=True, never=BUSY
     ),

@@ -278,7 +278,7 @@ def test_a_transfer_from_one_leaf_keeps_the_memory_of_all(sim, device, make):
 # ---- memory that was given -----------------------------------------------------------------------
 
 
-@each_call(lambda call: call.fills)
+@each_call(lambda call: call.fills, "itself")
 def test_what_is_filled_is_the_memory_that_was_given_and_only_its_versions_move(make):
     work = make(3, [99, 30])
     view = work.written[0][:1]

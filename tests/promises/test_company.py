@@ -41,7 +41,7 @@ def waits_for_kernels(call: Call) -> bool:
 
 
 def is_pageable(call: Call) -> bool:
-    return "held" in call.never and not call.pinned
+    return "held" in call.never and not call.reads_pinned
 
 
 def can_be_captured(call: Call) -> bool:
@@ -292,7 +292,7 @@ def test_a_signal_ends_a_wait_in_which_no_thread_spins_and_the_copy_goes_on(
 
 @pytest.mark.sim
 @pytest.mark.parametrize("kind", KINDS)
-@each_call_that_goes_on()
+@each_call_that_goes_on(lambda _: True, "interrupted")
 def test_an_interrupt_at_any_point_leaves_nothing_behind_and_the_next_call_works(
     sim, make, call, device, kind
 ):

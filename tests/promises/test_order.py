@@ -168,7 +168,7 @@ def test_device_sources_behind_a_busy_stream_may_be_written_again(
 
 
 @sizes
-@each_call(lambda call: call.is_to_device, "held")
+@each_call(lambda call: call.is_to_device, "held", "others")
 def test_every_consumer_waits_for_a_copy_that_is_late_and_no_other_stream_does(
     make, accelerator, stall, elements
 ):
@@ -220,7 +220,7 @@ def test_a_copy_to_new_memory_is_not_held_up_by_the_consumers_queue(make, accele
         assert not accelerator.current_stream(work.target).query()
 
 
-@each_call(lambda call: call.makes_device_memory)
+@each_call(lambda call: call.makes_device_memory, "others")
 @pytest.mark.parametrize("hand_over", ["get", "wait"])
 def test_memory_is_not_reused_while_a_stream_that_got_it_can_still_read_it(
     make, accelerator, stall, hand_over
