@@ -190,13 +190,13 @@ def judge(data: bytes) -> str | None:
         except ValueError as error:
             return _without_details(error)
         try:
-            tree = parcel.tree()
-        except Exception as error:
-            return f"its pickle: {type(error).__name__}"
-    elif refusal:
+            check(parcel, parcel.tree())
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            return f"its pickle: {type(error).__name__}"  # of what it has in other places
+        return None
+    if refusal:
         return refusal
-    else:
-        assert not parcel.needs_pickle
+    assert not parcel.needs_pickle
     check(parcel, tree)
     return None
 
