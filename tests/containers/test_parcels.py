@@ -295,6 +295,9 @@ def test_every_byte_short_is_refused():
         pytest.param([0, 0, 5, 18, 1, 4, 17, 0, 11, 0], id="fewer names than dimensions"),
         pytest.param([0, 0, 5, 18, 1, 4, 17, 1, 12, 11, 0], id="name that is no text"),
         pytest.param([0, 0, 5, 18, 1, 3, 10, 11, 0], id="negative batch size"),
+        pytest.param(
+            [0, 0, 5, 18, 2, 2, 2, 17, 2, *A_KEY, *A_KEY, 11, 0], id="dimensions of one name"
+        ),
         pytest.param([0, 0, 9, 10, 10], id="bytes behind the tree"),
         pytest.param([4, 1, 2, 3, 4, 0, 9, 10], id="pickle without permission"),
     ],

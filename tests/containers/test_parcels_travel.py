@@ -160,6 +160,8 @@ def test_a_parcel_is_the_source_or_the_destination_of_a_fill(device):
     assert bytes(parcel) == bytes(pack(tree))
     with pytest.raises(TypeError, match=r"destination is a parcel, and not in writable memory"):
         tdcopier.copy_into(tree, Parcel.from_buffer(bytes(parcel)))
+    with pytest.raises(TypeError, match="copy_opaque=True"):
+        tdcopier.copy_into(tree, parcel, copy_opaque=True)
 
 
 def test_a_parcel_taken_for_its_tree_says_what_to_do():

@@ -47,8 +47,8 @@ class Flattener {
                 .left = altered_,
                 .flatten = rows != nullptr ? rows->flatten() : py::object(),
                 .unflatten = rows != nullptr ? rows->unflatten() : py::object(),
-                .target_object = packs ? py::reinterpret_borrow<py::object>(packing_device())
-                                       : py::object()}) {
+                .target_object =
+                    packs ? py::reinterpret_borrow<py::object>(packing_device()) : py::object()}) {
     flat_.spec.reserve(kFewNodes);
   }
   Flattener(const Flattener&) = delete;

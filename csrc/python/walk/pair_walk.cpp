@@ -223,6 +223,10 @@ class PairWalk {
       throw py::type_error(names_.destination + path_.text(depth) +
                            " is a parcel, and not in writable memory of the host");
     }
+    if (to != nullptr && found_.opaque_pairs) {
+      throw py::type_error(names_.destination + path_.text(depth) +
+                           " is a parcel, whose other values cannot be replaced: copy_opaque=True");
+    }
     const py::object from_tree =
         from != nullptr ? from->tree() : py::reinterpret_borrow<py::object>(source);
     const py::object to_tree =

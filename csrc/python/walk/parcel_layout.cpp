@@ -223,12 +223,18 @@ class LayoutReader {
     return sizes;
   }
 
-  // Returns whether it is a tuple of texts, or None for dimensions without a name.
+  // Returns whether it is a tuple of different texts, or None for dimensions without a name.
   static bool are_names(const py::object& names, size_t count) {
     if (!PyTuple_CheckExact(names.ptr()) || py::len(names) != count) return false;
-    return std::ranges::all_of(py::tuple(names), [](const py::handle name) {
-      return name.is_none() || PyUnicode_CheckExact(name.ptr());
-    });
+    py::set seen;
+    size_t named = 0;
+    for (const py::handle name : names) {
+      if (name.is_none()) continue;
+      if (!PyUnicode_CheckExact(name.ptr())) return false;
+      seen.add(name);
+      ++named;
+    }
+    return seen.size() == named;
   }
 
   void read_leaf(bool permuted, const BatchSize* batch_size) {
