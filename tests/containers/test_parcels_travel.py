@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parcel_support import assert_same
+from parcel_support import assert_same, echo
 from support import oracle
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -58,16 +58,11 @@ def test_a_parcel_from_read_only_bytes_gives_leaves_that_may_be_written():
     assert whole == bytes(pack(tree_of(2)))
 
 
-def _echo(arriving: Any, leaving: Any) -> None:
-    while (parcel := arriving.get()) is not None:
-        leaving.put((parcel.tree()["x"][-1].item(), parcel))
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_parcels_cross_processes_by_queues_whatever_their_size(method):
     context = multiprocessing.get_context(method)
     there, back = context.Queue(), context.Queue()
-    process = context.Process(target=_echo, args=(there, back), daemon=True)
+    process = context.Process(target=echo, args=(there, back), daemon=True)
     process.start()
     descriptors = len(os.listdir("/proc/self/fd"))
     for number, size in enumerate([10, LARGE, 10, 3 * LARGE] * 5):

@@ -230,6 +230,10 @@ class Enqueued(Done):
         self._made.synchronize()
         return self._result
 
+    def wait(self) -> Any:
+        self._made.wait()  # on the stream that is current now
+        return self._result
+
 
 class Failed:
     """A failure that a call itself raised, with the methods of a handle."""
@@ -341,6 +345,8 @@ def _copy_of_parcel(work: Work) -> Any:
     try:
         parcel = _packed(work)
     except RuntimeError as error:
+        if "capturing" in str(error):
+            raise  # in the call, as every call does
         return Failed(error)
     return tdcopier.start_copy(parcel, work.target)
 

@@ -338,7 +338,7 @@ def test_a_call_during_the_callers_own_capture_is_refused_and_the_capture_goes_o
 
 
 @pytest.mark.cuda
-@each_call_that_goes_on(lambda call: call.uses_a_device)
+@each_call_that_goes_on(lambda call: call.uses_a_device and call.packed != "pinned")  # by torch
 def test_a_call_on_another_thread_does_not_disturb_a_capture(make, device):
     works = [make(value, size) for value, size in enumerate([PACKED, MANY, LARGE])]
     counter = torch.zeros(1, device=device)

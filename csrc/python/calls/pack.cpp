@@ -237,6 +237,7 @@ std::unique_ptr<Parcel> pack(py::handle data, py::handle out) {
   SourceGroup group = only_group(flat, data);
   const c10::Device device = group.leaves.device();
   if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
+  const RelaxedCapture relaxed(device.type());  // of another thread
   refuse_forward_gradients(flat, data);
   const WrittenTree tree = write_tree(flat.spec, group.leaves);
   const size_t tree_leaves = group.leaves.size();

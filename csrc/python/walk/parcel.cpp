@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "engine/device/byte_tensor.h"
+#include "engine/device/graph_capture.h"
 #include "engine/device/pinned_ranges.h"
 #include "engine/leaves/leaf.h"
 #include "engine/leaves/result.h"
@@ -150,6 +151,7 @@ bool Parcel::is_pinned() const {
 }
 
 py::object Parcel::tree() const {
+  const RelaxedCapture relaxed(device().type());  // of another thread
   LeafTable leaves(device());
   leaves.add_placed(layout_->leaves, *layout_->plan, nullptr);
   MemoryOf memory{.device = device()};
