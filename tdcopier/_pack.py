@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 
 from tdcopier import _C
@@ -61,8 +63,10 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
         ValueError: `out` is too small, is read-only, is not aligned, or overlaps the tree.
         RuntimeError: the tree is on a device whose current stream is capturing a CUDA graph.
     """
+    if isinstance(out, Parcel):
+        raise TypeError("out is a parcel, which would read the new leaves by its old layout")
     if isinstance(out, torch.Tensor) and out.is_cpu:
-        out = out.numpy()
+        out = out.detach().numpy()
     return _C.pack(tree, out)
 
 
@@ -82,21 +86,28 @@ def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
         TypeError: `buffer` has no buffer.
     """
     if isinstance(buffer, torch.Tensor) and buffer.is_cpu:
-        buffer = buffer.numpy()
+        buffer = buffer.detach().numpy()
     return _C.parcel_from(buffer, bool(allow_pickle), False)
 
 
 def _save(self: Parcel, path: str | os.PathLike[str]) -> None:
     """Write all bytes to a file, which replaces one of this name once it is complete."""
-    beside = f"{os.fspath(path)}.{os.getpid()}.part"
-    try:
-        with open(beside, "wb") as file:
+    folder = os.path.dirname(os.path.abspath(os.fsdecode(path)))
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
+        try:
             file.write(_on_host(self))
-        os.replace(beside, path)
-    except BaseException:
-        if os.path.exists(beside):
-            os.unlink(beside)
-        raise
+            file.flush()
+            os.chmod(file.name, 0o666 & ~_umask())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Parcel:
@@ -132,7 +143,7 @@ def _pin_memory(self: Parcel, device: Device | None = None) -> Parcel:
     """
     if self.is_pinned():
         return self
-    pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     pinned.numpy()[:] = memoryview(_on_host(self))
     return _C.parcel_from(pinned.numpy(), self._may_unpickle, False)
 
@@ -156,7 +167,7 @@ def _reduce_ex(self: Parcel, protocol: Any) -> tuple[Callable[..., Parcel], tupl
     """Pickle the bytes: as one buffer, out of band where the pickler allows that."""
     whole = _on_host(self)
     if protocol < 5:
-        return _unpickled, (bytes(whole),)
+        return _unpickled, (bytearray(whole),)
     return _unpickled, (pickle.PickleBuffer(whole),)
 
 
@@ -168,10 +179,11 @@ def _unpickled(buffer: Any) -> Parcel:
 def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any, ...]]:
     """Send a parcel through a queue or a pipe of `multiprocessing`."""
     if parcel.nbytes < SHARED_FROM_BYTES:
-        return _unpickled, (bytes(_on_host(parcel)),)
-    whole = torch.frombuffer(_on_host(parcel), dtype=torch.uint8)
-    shared: Any = torch.empty_like(whole)
-    return _from_shared, (shared.share_memory_().copy_(whole),)
+        return _unpickled, (bytearray(_on_host(parcel)),)
+    memory: Any = torch.empty(parcel.nbytes, dtype=torch.uint8, device="cpu")
+    shared = memory.share_memory_()
+    shared.numpy()[:] = np.frombuffer(_on_host(parcel), np.uint8)
+    return _from_shared, (shared,)
 
 
 def _from_shared(shared: torch.Tensor) -> Parcel:

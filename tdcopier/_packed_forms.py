@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from tdcopier._containers.attributes import find_slots
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Rule
 
+_ABSTRACT = 1 << 20
+"""Py_TPFLAGS_IS_ABSTRACT of a type."""
 _Form = tuple[str, str, Any]
 """Module, qualified name, and the rest of the context, of which no part can be changed."""
 
@@ -66,8 +69,6 @@ def from_packed_form(
     rule = rule_of(cls)
     unflatten = rule.unflatten if isinstance(rule, Rule) else None
     if unflatten is by_bases.TUPLES.unflatten and rest is None:
-        if hasattr(cls, "_fields") and len(cls._fields) != children:
-            raise ValueError(f"the parcel has a {cls.__qualname__} of {children} items")
         return cls, unflatten, (cls, {})
     if unflatten is dataclass_fields.DATACLASSES.unflatten and _is_dataclass_form(rest, children):
         places, others, in_slots = rest
@@ -85,14 +86,20 @@ def _class_named(module: Any, name: Any) -> type | None:
     if not isinstance(module, str) or not isinstance(name, str):
         return None
     found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found if isinstance(found, type) else None
+    for part in name.split("."):  # runs no code of what is found
+        if type(found) is types.ModuleType:
+            names: Any = types.ModuleType.__getattribute__(found, "__dict__")
+        elif issubclass(type(found), type):
+            names = type.__getattribute__(found, "__dict__")
+        else:
+            return None
+        found = names.get(part)
+    return found if issubclass(type(found), type) else None
 
 
 def _is_harmless(cls: Any) -> bool:
     is_of_these = issubclass(cls, tuple) or dataclasses.is_dataclass(cls)
-    return is_of_these and not hasattr(cls, "__del__")
+    return is_of_these and not hasattr(cls, "__del__") and not cls.__flags__ & _ABSTRACT
 
 
 def _tuples(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:

@@ -44,7 +44,7 @@ _SPARSE = {
 _PARTS_OF_BYTES = {torch.quint4x2, torch.quint2x4}
 _PLAIN_KINDS = "?biufcmMSUV"
 """Kinds of dtypes whose arrays are bytes. Text of any length is not."""
-_SEND_DESCRIPTORS = ("multiprocessing.", "torch.multiprocessing.")
+_SEND_DESCRIPTORS = ("multiprocessing.", "torch.multiprocessing.", "tdcopier._pack")
 """The modules whose reducers share memory, files and sockets by descriptors, for one receiver."""
 _MEMORY_OF_NODE = {"_consolidated", "_is_memmap", "_is_shared", "_memmap_prefix"}
 

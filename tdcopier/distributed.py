@@ -71,8 +71,8 @@ def broadcast(
     (size,) = ranks.share_sizes(outgoing, 1)
     if outgoing is None:
         return _arrived(ranks.broadcast(ranks.new_message(size)), device)
-    ((moved, parcel),) = outgoing.parcels
-    ranks.broadcast(parcel._bytes)
+    ((moved, message),) = outgoing.parcels
+    ranks.broadcast(message)
     if device is None or str(device) in (str(ranks.device), ranks.device.type):
         return moved
     return start_copy(tree, device).wait()
@@ -109,7 +109,7 @@ def scatter(
     ranks = _Ranks.of(group, src)
     ranks.check_given(trees, "trees")
 
-    def pack_all() -> list[Parcel | None]:
+    def pack_all() -> list[torch.Tensor | None]:
         return [
             None if member == ranks.rank else ranks.packed(tree)[1]
             for member, tree in zip(ranks.members, _checked(trees, ranks), strict=True)
@@ -124,9 +124,9 @@ def scatter(
         return _arrived(message, device)
     ranks.exchange(
         [
-            dist.P2POp(dist.isend, parcel._bytes, member, group)
-            for member, parcel in zip(ranks.members, outgoing.parcels, strict=True)
-            if parcel is not None
+            dist.P2POp(dist.isend, message, member, group)
+            for member, message in zip(ranks.members, outgoing.parcels, strict=True)
+            if message is not None
         ]
     )
     own = _checked(trees, ranks)[mine]
@@ -192,10 +192,10 @@ class _Ranks(NamedTuple):
         except Exception as error:
             return _Outgoing([], error)
 
-    def packed(self, tree: Any) -> tuple[Any, Parcel]:
-        """Return the tree and its parcel on the device of the messages."""
+    def packed(self, tree: Any) -> tuple[Any, torch.Tensor]:
+        """Return the tree on the device of the messages, and its parcel as a message."""
         moved = start_copy(tree, self.device).wait()
-        return moved, pack(moved)
+        return moved, pack(moved)._bytes.to(self.device)  # a tree without tensors is on the host
 
     def share_sizes(self, outgoing: _Outgoing | None, count: int) -> list[int]:
         """Return the size of each parcel, in bytes, on every rank.
@@ -209,8 +209,8 @@ class _Ranks(NamedTuple):
             failure = pickle.dumps(_told(outgoing.error))
             sizes[0] = -len(failure)  # which no parcel has
         elif outgoing is not None:
-            parcels = [each[1] if isinstance(each, tuple) else each for each in outgoing.parcels]
-            sizes = [0 if parcel is None else parcel.nbytes for parcel in parcels]
+            sent = [each[1] if isinstance(each, tuple) else each for each in outgoing.parcels]
+            sizes = [0 if message is None else message.nbytes for message in sent]
         message = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(self.device)
         sizes = self.broadcast(message).tolist()
         if sizes[0] < 0:

@@ -33,6 +33,7 @@
 #include "python/runtime/torch_state.h"
 #include "python/runtime/torch_version.h"
 #include "python/walk/flatten.h"
+#include "python/walk/known_layouts.h"
 #include "python/walk/pair_walk.h"
 #include "python/walk/path.h"
 #include "python/walk/row_leaves.h"
@@ -328,7 +329,10 @@ Raises:
   m.def("pairs_with_paths", guarded(&pairs_with_paths), py::arg("source"), py::arg("destination"),
         py::arg("source_name") = "source", py::arg("destination_name") = "destination");
   m.def("tables_with_paths", guarded(&tables_with_paths));
-  m.def("forget_rules", &tdcopier::forget_rules);
+  m.def("forget_rules", [] {
+    tdcopier::forget_rules();
+    tdcopier::KnownLayouts::get().clear();
+  });
   m.def("is_dict_of_tensors", &tdcopier::is_dict_of_tensors);
   m.def("leaves_with_paths", [](py::handle data, py::handle device) {
     return with_torch_errors(

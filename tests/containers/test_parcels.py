@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+from collections import namedtuple
 from contextlib import suppress
 from typing import Any
 
@@ -264,6 +265,7 @@ def test_every_byte_short_is_refused():
 @pytest.mark.parametrize(
     "layout",
     [
+        pytest.param([], id="no layout"),
         pytest.param([0, 0, 0, *[255] * 8, 127], id="more children than bytes"),
         pytest.param([0, *[255] * 8, 127], id="more pieces of memory than bytes"),
         pytest.param([0, 1, 200, 1, 9, 10], id="more memory than the parcel has"),
@@ -363,6 +365,58 @@ def test_leaves_that_get_other_memory_while_values_are_pickled_are_packed_as_the
             return (int, (3,))
 
     assert_same(pack([Replaces(), leaf]).tree(), [3, torch.arange(100_000)])
+
+
+def test_memory_that_is_freed_while_values_are_pickled_is_not_read():
+    leaf = torch.arange(100_000)
+
+    class Frees:
+        def __reduce__(self) -> tuple[Any, ...]:
+            leaf.untyped_storage().resize_(0)
+            return (int, (3,))
+
+    with pytest.raises(RuntimeError, match="has resized memory of the tree"):
+        pack([Frees(), leaf])
+
+
+def test_a_tree_on_a_device_is_packed_there_whatever_its_tensors_are(device, other_device):
+    needs_grad = torch.ones(3, device=device, requires_grad=True)
+    parcel = pack([needs_grad])
+    assert str(parcel.device) == device
+    assert_same(parcel.tree(), [needs_grad])
+    assert_same(tdcopier.copy(parcel, "cpu"), oracle([needs_grad], "cpu"))
+    for other in (torch.ones(2), torch.ones(2, device=other_device, requires_grad=True)):
+        with pytest.raises(TypeError, match="a parcel is on one device"):
+            pack([needs_grad, other])
+
+
+Two = namedtuple("Two", "a b")
+
+
+def test_a_named_tuple_of_other_items_than_its_fields_arrives():
+    (got,) = pack([tuple.__new__(Two, [torch.ones(1)])]).tree()
+    assert type(got) is Two
+    assert len(got) == 1
+
+
+class Proxy:
+    """Stands in a module for something else, as in some libraries."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("this code ran")
+
+    __dict__ = property(lambda self: self.__getattr__("__dict__"))  # type: ignore[assignment]
+
+
+PROXY = Proxy()
+
+
+def test_names_of_classes_run_no_code_of_what_they_name():
+    for name in (b"PROXY.x", b"PROXY", b"Proxy.__dict__"):
+        module = __name__.encode()
+        text = [0, 0, 4, 0, 15, len(module), *module, 15, len(name), *name, 10]
+        with pytest.raises(ValueError, match="does not know"):
+            read(joined(bytes(text), bytes(64)), allow_pickle=False)
 
 
 def test_strides_of_dimensions_with_one_element_or_none_are_kept(device):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -90,6 +92,28 @@ def test_a_file_is_mapped_and_written_to_by_nobody(tmp_path, device):
     assert_same(Parcel.load(str(path)).tree(), tree_of(2))
     assert parcel.tree()["y"][1] == "text"
     assert [each.name for each in tmp_path.iterdir()] == ["batch.parcel"]
+
+
+def test_a_file_is_whole_while_threads_replace_it(tmp_path):
+    path, parcels = tmp_path / "batch", [pack(tree_of(n, 1000 * (n + 1))) for n in range(4)]
+    parcels[0].save(path)
+    with ThreadPoolExecutor(4) as pool:
+        saved = [pool.submit(parcels[n % 4].save, path) for n in range(200)]
+        while not all(each.done() for each in saved):
+            assert Parcel.load(path).tree()["y"][1] == "text"
+        assert [each.result() for each in saved] == [None] * 200
+    assert [each.name for each in tmp_path.iterdir()] == ["batch"]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]
+)
+def test_a_copy_of_a_parcel_may_be_written(copied):
+    parcel = pack(tree_of(1))
+    other = copied(parcel)
+    other.tree()["x"].fill_(7)
+    assert other.tree()["x"].tolist() == [7] * 10
+    assert_same(parcel.tree(), tree_of(1))
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):
@@ -199,5 +223,8 @@ def test_out_is_the_memory_of_the_parcel(device):
     overlapping = torch.arange(400)
     with pytest.raises(ValueError, match="overlaps"):
         pack([overlapping[:100]], out=overlapping.view(torch.uint8)[16:])
+    for out in (np.zeros(size, object), pack(tree)):
+        with pytest.raises(TypeError, match=r"Python objects|out is a parcel"):
+            pack(tree, out=out)
     with pytest.raises(TypeError, match="out must be a tensor on"):
         pack(tdcopier.copy(tree, device), out=bytearray(size))

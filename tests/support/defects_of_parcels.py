@@ -40,8 +40,9 @@ PARCELS: dict[str, Defect] = {
     "layout_told_by_its_place_alone": Defect(
         "Oracle",
         "python/walk/known_layouts.cpp",
-        "  if (!std::ranges::equal(known.bytes, bytes)) return nullptr;",
-        "  if ({defect} ? !known.layout : !std::ranges::equal(known.bytes, bytes)) return nullptr;",
+        "  if (!known.layout || !std::ranges::equal(known.bytes, bytes)) return nullptr;",
+        "  if (!known.layout) return nullptr;\n"
+        "  if (!{defect} && !std::ranges::equal(known.bytes, bytes)) return nullptr;",
         "parcels_of_layouts_that_share_a_place",
         "ValueError",
     ),

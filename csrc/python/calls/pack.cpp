@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,22 +32,31 @@ std::string path_in_parcel(py::handle data, size_t node) {
   return path_of(data, node, std::nullopt).value_or("a value of data");
 }
 
+[[noreturn]] void refuse_device(py::handle data, size_t node, c10::Device its, c10::Device others) {
+  throw py::type_error(path_in_parcel(data, node) + " is on " + its.str() +
+                       ", and other leaves are on " + others.str() +
+                       ": a parcel is on one device. Copy the tree to one first");
+}
+
 // Returns the leaves of the tree. Throws if they are on several devices, or of a dtype that torch
 // has got since.
 SourceGroup only_group(FlatTree& flat, py::handle data) {
-  if (flat.groups.empty()) {
-    return {LeafTable(c10::Device(c10::kCPU)), std::make_shared<PySources>(), {}};
+  std::optional<c10::Device> first;
+  if (!flat.groups.empty()) first = flat.groups.front().leaves.device();
+  for (const Delegated& leaf : flat.delegated) {
+    PyObject* const value = flat.spec.value(leaf.value);
+    if (!is_tensor(value)) continue;
+    const c10::Device its = tensor_in(value).device();
+    if (!first) first = its;
+    if (its != *first) refuse_device(data, leaf.node, its, *first);
   }
-  const c10::Device device = flat.groups.front().leaves.device();
+  const c10::Device device = first.value_or(c10::Device(c10::kCPU));
+  if (flat.groups.empty()) return {LeafTable(device), std::make_shared<PySources>(), {}};
   for (size_t node = 0; node < flat.spec.nodes(); ++node) {
     const TreeSpec::Node& it = flat.spec.node(node);
     if (it.kind != NodeKind::kLeaf) continue;
     const LeafTable& leaves = flat.groups[it.group].leaves;
-    if (leaves.device() != device) {
-      throw py::type_error(path_in_parcel(data, node) + " is on " + leaves.device().str() +
-                           ", and other leaves are on " + device.str() +
-                           ": a parcel is on one device. Copy the tree to one first");
-    }
+    if (leaves.device() != device) refuse_device(data, node, leaves.device(), device);
     if (!can_be_packed(leaves[it.number].dtype)) {
       throw py::type_error(path_in_parcel(data, node) + " cannot be packed: parcels have no " +
                            std::string(c10::toString(leaves[it.number].dtype)));
@@ -72,11 +82,18 @@ std::string dump_values(const WrittenTree& tree, SourceGroup& group, py::handle 
   if (tree.values.empty()) return {};
   // Foreign code may give leaves new memory before theirs has been read.
   group.sources->keep_memory_of_tensors();
+  const std::vector<std::span<const std::byte>> before = group.sources->memory();
   const c10::Device device = group.leaves.device();
   const auto device_object = py::reinterpret_steal<py::object>(THPDevice_New(device));
   const py::cpp_function name(
       [&](size_t value) { return path_in_parcel(data, tree.nodes[value]); });
   const py::tuple dumped = hooks().dump_values(tree.values, name, device_object);
+  const auto is_same = [](const auto& a, const auto& b) {
+    return a.data() == b.data() && a.size() == b.size();
+  };
+  if (!std::ranges::equal(before, group.sources->memory(), is_same)) {
+    throw std::runtime_error("the code of a class that was pickled has resized memory of the tree");
+  }
   for (const py::handle each : py::list(dumped[1])) {
     const at::Tensor& memory = tensor_in(each.ptr());
     const bool is_plain = memory.scalar_type() == c10::kByte && memory.dim() == 1 &&

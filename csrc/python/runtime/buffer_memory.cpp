@@ -3,6 +3,7 @@
 #include <c10/core/Allocator.h>
 
 #include <cstddef>
+#include <cstring>
 #include <memory>
 
 namespace py = pybind11;
@@ -26,12 +27,18 @@ void release_storage(void* context) {
 BufferMemory memory_of_buffer(py::handle object) {
   auto buffer = std::make_unique<Py_buffer>();
   bool is_read_only = false;
-  if (PyObject_GetBuffer(object.ptr(), buffer.get(), PyBUF_WRITABLE) != 0) {
+  // Its bytes, whatever their format: that is asked for with the shape, which must be contiguous.
+  constexpr int kReadable = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT;
+  if (PyObject_GetBuffer(object.ptr(), buffer.get(), kReadable | PyBUF_WRITABLE) != 0) {
     PyErr_Clear();
     is_read_only = true;
-    if (PyObject_GetBuffer(object.ptr(), buffer.get(), PyBUF_SIMPLE) != 0) {
+    if (PyObject_GetBuffer(object.ptr(), buffer.get(), kReadable) != 0) {
       throw py::error_already_set();
     }
+  }
+  if (buffer->format != nullptr && std::strchr(buffer->format, 'O') != nullptr) {
+    PyBuffer_Release(buffer.get());
+    throw py::type_error("memory of Python objects cannot have a parcel");
   }
   void* const data = buffer->buf;
   const auto bytes = static_cast<size_t>(buffer->len);

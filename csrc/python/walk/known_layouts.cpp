@@ -12,7 +12,7 @@ namespace tdcopier {
 
 std::shared_ptr<const ParcelLayout> KnownLayouts::find(std::span<const std::byte> bytes) const {
   const Known& known = known_[place_of(bytes)];
-  if (!std::ranges::equal(known.bytes, bytes)) return nullptr;
+  if (!known.layout || !std::ranges::equal(known.bytes, bytes)) return nullptr;
   std::shared_ptr<const ParcelLayout> layout = known.layout;
   const bool is_current =
       layout->classes.empty() || hooks().are_current(layout->classes).cast<bool>();
@@ -25,6 +25,10 @@ void KnownLayouts::keep(std::span<const std::byte> bytes,
   Known& known = known_[place_of(bytes)];
   const Known replaced = std::exchange(known, {{bytes.begin(), bytes.end()}, std::move(layout)});
   // Dropped last: that may run any code.
+}
+
+void KnownLayouts::clear() {
+  const std::array<Known, kPlaces> dropped = std::exchange(known_, {});
 }
 
 size_t KnownLayouts::place_of(std::span<const std::byte> bytes) {

@@ -23,6 +23,8 @@ class KnownLayouts {
 
   // Returns null for bytes that are not known, or whose classes have been defined again.
   std::shared_ptr<const ParcelLayout> find(std::span<const std::byte> bytes) const;
+  // Call it when a class is registered or unregistered.
+  void clear();
   // Not a long one.
   void keep(std::span<const std::byte> bytes, std::shared_ptr<const ParcelLayout> layout);
 

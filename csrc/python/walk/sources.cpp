@@ -100,6 +100,15 @@ int release_in_main_thread(void*) {
 
 }  // namespace
 
+std::vector<std::span<const std::byte>> PySources::memory() const {
+  std::vector<std::span<const std::byte>> found;
+  found.reserve(memory_.size());
+  for (const c10::Storage& each : memory_) {
+    found.emplace_back(static_cast<const std::byte*>(each.data()), each.nbytes());
+  }
+  return found;
+}
+
 void PySources::keep_memory_of_tensors() {
   for (PyObject* object : objects_) {
     if (!is_tensor(object)) continue;

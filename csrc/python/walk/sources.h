@@ -6,6 +6,9 @@
 #include <c10/core/Storage.h>
 
 #include <atomic>
+#include <cstddef>
+#include <span>
+#include <vector>
 
 #include "base/recycled.h"
 #include "engine/device/reclaim.h"
@@ -33,6 +36,9 @@ class PySources final : public KeepAlive {
   }
   // Keeps the memory of the tensors that it keeps. GIL: held.
   void keep_memory_of_tensors();
+
+  // The memory that keep_memory() keeps, as it is now.
+  std::vector<std::span<const std::byte>> memory() const;
 
   void release() noexcept override;
   bool is_released() const noexcept override { return given_back_; }
