@@ -220,8 +220,13 @@ class Enqueued(Done):
 
     def __init__(self, result: Any, device: str) -> None:
         super().__init__(result)
+        self._device = device
         self._made = torch.Event(device)
-        self._made.record(torch.get_device_module(device).current_stream(device))
+        self._made.record(self._current_stream())
+
+    def _current_stream(self) -> torch.Stream:
+        stream: torch.Stream = torch.get_device_module(self._device).current_stream(self._device)
+        return stream
 
     def ready(self) -> bool:
         return self._made.query()
@@ -231,7 +236,11 @@ class Enqueued(Done):
         return self._result
 
     def wait(self) -> Any:
-        self._made.wait()  # on the stream that is current now
+        """Lets the stream that is current now use the result, as a user of torch does."""
+        stream = self._current_stream()
+        self._made.wait(stream)
+        for leaf in self._result:
+            leaf.record_stream(stream)
         return self._result
 
 
