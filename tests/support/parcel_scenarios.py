@@ -16,11 +16,12 @@ from tdcopier import Parcel, pack
 def one_memory_for_the_next_parcels(world: ScenarioWorld) -> None:
     """H2D: memory that was given is packed into again once the copy before has staged it."""
     device = world.devices[0]
-    with small_limits():
-        memory = bytearray(pack(world.batch((100, 30))).nbytes)
-        for _ in range(3):
-            batch = world.batch((100, 30))
-            handle = tdcopier.start_copy(pack(batch, out=memory), device)
+    memory = bytearray(pack(world.batch((100, 30))).nbytes)
+    for _ in range(3):
+        batch = world.batch((100, 30))
+        parcel = pack(batch, out=memory)
+        with small_limits():
+            handle = tdcopier.start_copy(parcel, device)
             handle.wait_staged()
             world.read_late(handle.wait(), batch)
 
@@ -146,13 +147,14 @@ def _sizes(first: int) -> range:
 def parcels_of_one_layout_are_in_flight(world: ScenarioWorld) -> None:
     """H2D from one thread and another: one layout, whose values differ."""
     device = world.devices[0]
+    batches = [world.batch((50, 20)) for _ in range(4)]
+    parcels = [pack(batch) for batch in batches]
     with small_limits():
-        batches = [world.batch((50, 20)) for _ in range(4)]
         handles: list[Any] = [None] * 4
 
         def start(numbers: range) -> None:
             for number in numbers:
-                handles[number] = tdcopier.start_copy(pack(batches[number]), device)
+                handles[number] = tdcopier.start_copy(parcels[number], device)
 
         thread = world.schedule.thread(lambda: start(range(2, 4)))
         start(range(2))

@@ -121,6 +121,7 @@ void Result::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>&
 // Works in small parts, so that a caller can take the outputs made so far and make the rest.
 void Result::make_outputs_ahead(PhaseTimes& times) noexcept {
   constexpr size_t kPart = 64;
+  if (memory_.image) return;  // the caller has the memory, and takes no outputs
   const c10::InferenceMode mode(inference_mode_);
   for (size_t first = 0; first < leaves() && !made_are_taken_; first += kPart) {
     interleave();

@@ -1,21 +1,26 @@
-#include "python/runtime/buffer_memory.h"
+#include "python/walk/buffer_memory.h"
 
 #include <c10/core/Allocator.h>
 
 #include <cstddef>
 #include <cstring>
-#include <memory>
+#include <utility>
+
+#include "python/walk/sources.h"
 
 namespace py = pybind11;
 
 namespace tdcopier {
 namespace {
 
-void release_buffer(void* context) {
+// Drops a memoryview, which lets its object go. Without the GIL, leaves it to the next call: a
+// worker that waited for the GIL could deadlock with a caller that waits for the worker.
+void release_view(void* context) {
+  auto* const view = static_cast<PyObject*>(context);
   if (Py_IsInitialized() == 0) return;  // the interpreter has freed it
-  const py::gil_scoped_acquire gil;
-  const std::unique_ptr<Py_buffer> buffer(static_cast<Py_buffer*>(context));
-  PyBuffer_Release(buffer.get());
+  if (PyGILState_Check() != 0) return Py_DECREF(view);
+  PySources returned;
+  returned.keep(view);
 }
 
 void release_storage(void* context) {
@@ -25,24 +30,18 @@ void release_storage(void* context) {
 }  // namespace
 
 BufferMemory memory_of_buffer(py::handle object) {
-  auto buffer = std::make_unique<Py_buffer>();
-  bool is_read_only = false;
-  // Its bytes, whatever their format: that is asked for with the shape, which must be contiguous.
-  constexpr int kReadable = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT;
-  if (PyObject_GetBuffer(object.ptr(), buffer.get(), kReadable | PyBUF_WRITABLE) != 0) {
-    PyErr_Clear();
-    is_read_only = true;
-    if (PyObject_GetBuffer(object.ptr(), buffer.get(), kReadable) != 0) {
-      throw py::error_already_set();
-    }
+  auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(object.ptr()));
+  if (!view) throw py::error_already_set();
+  const Py_buffer& buffer = *PyMemoryView_GET_BUFFER(view.ptr());
+  if (PyBuffer_IsContiguous(&buffer, 'C') == 0) {
+    throw py::value_error("the memory of a parcel must be contiguous");
   }
-  if (buffer->format != nullptr && std::strchr(buffer->format, 'O') != nullptr) {
-    PyBuffer_Release(buffer.get());
+  if (buffer.format != nullptr && std::strchr(buffer.format, 'O') != nullptr) {
     throw py::type_error("memory of Python objects cannot have a parcel");
   }
-  void* const data = buffer->buf;
-  const auto bytes = static_cast<size_t>(buffer->len);
-  c10::DataPtr memory(data, buffer.release(), &release_buffer, c10::Device(c10::kCPU));
+  const bool is_read_only = buffer.readonly != 0;
+  const auto bytes = static_cast<size_t>(buffer.len);
+  c10::DataPtr memory(buffer.buf, view.release().ptr(), &release_view, c10::Device(c10::kCPU));
   return {c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(memory),
                        c10::GetAllocator(c10::kCPU), /*resizable=*/false),
           is_read_only};
