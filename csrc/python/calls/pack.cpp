@@ -16,11 +16,11 @@
 #include "engine/jobs/route.h"
 #include "engine/leaves/result.h"
 #include "python/calls/start_copy.h"
-#include "python/walk/buffer_memory.h"
 #include "python/runtime/device_argument.h"
 #include "python/runtime/hooks.h"
 #include "python/runtime/interrupts.h"
 #include "python/runtime/torch_tensor.h"
+#include "python/walk/buffer_memory.h"
 #include "python/walk/flatten.h"
 
 namespace py = pybind11;
