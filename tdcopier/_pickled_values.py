@@ -46,6 +46,8 @@ _PLAIN_KINDS = "?biufcmMSUV"
 """Kinds of dtypes whose arrays are bytes. Text of any length is not."""
 _SEND_DESCRIPTORS = ("multiprocessing.", "torch.multiprocessing.", "tdcopier._pack")
 """The modules whose reducers share memory, files and sockets by descriptors, for one receiver."""
+_FLAGS_OF_NODE = {"_is_memmap", "_is_shared"}
+"""Some versions of tensordict ask for them in classes of their own."""
 _MEMORY_OF_NODE = {"_consolidated", "_is_memmap", "_is_shared", "_memmap_prefix"}
 
 
@@ -249,7 +251,9 @@ class _Pickler(pickle.Pickler):
         function, arguments, state, *rest = (*value.__reduce_ex__(_PROTOCOL), None)[:6]
         if isinstance(state, dict) and state.get("_device") in (None, self._device):
             # The leaves arrive in other memory: not memory-mapped, shared or consolidated.
-            state = {name: each for name, each in state.items() if name not in _MEMORY_OF_NODE}
+            was = state
+            state = {name: each for name, each in was.items() if name not in _MEMORY_OF_NODE}
+            state |= dict.fromkeys(_FLAGS_OF_NODE & was.keys(), False)
             if state.get("_device") is not None:
                 state["_device"] = self._target_for(self._device)
         return function, arguments, state, *rest
