@@ -92,7 +92,7 @@ class Subclass:
         self._dense = dense
 
     def build(self, arrived: Leaves, device: torch.device) -> Any:
-        made = self._shell.empty()  # a copy, because `build` may be called twice
+        made = self._shell.empty(device=device)  # a copy, because `build` may be called twice
         made._tensordict.update(self._dense.build(arrived, device)._tensordict)
         return made
 

@@ -369,7 +369,7 @@ def _unbatched_for_rows(value: Any, walk: _Taking, batch_size: torch.Size) -> An
 
 def take_subclass(value: Any, walk: _Taking) -> Node:
     names = value.names if value._has_names() else None
-    shell = value.empty(batch_size=None, device=walk.device, names=names)
+    shell = value.empty(batch_size=None, device=None, names=names)
     return _nodes.Subclass(shell, _take_dense(value, walk))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -70,10 +69,6 @@ def test_tensors_that_are_not_plain_are_there_too(device, other_device, leaf):
     assert got[1].tolist() == [1, 1, 1]
 
 
-@pytest.mark.skipif(
-    os.environ.get("TDCOPIER_TEST_TENSORDICT") == "0.14",
-    reason="with tensordict 0.14 a node says another device, for a reason that is not known yet",
-)
 def test_every_node_of_a_tensordict_says_where_it_is_opened(device, other_device):
     tree = {
         "plain": TensorDict({"x": torch.ones(3), "n": {"y": torch.ones(3), "s": "text"}}),

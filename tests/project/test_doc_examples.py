@@ -333,6 +333,15 @@ def no_process_group() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def forked_workers() -> Iterator[None]:
+    """What a block defines cannot be pickled, as "spawn" asks, which torchrl 0.14 chooses."""
+    before = torch.multiprocessing.get_start_method()
+    torch.multiprocessing.set_start_method("fork", force=True)
+    yield
+    torch.multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.mark.filterwarnings(
     "ignore:This DataLoader will create:UserWarning",  # more workers than processors
     "ignore:.*multi-threaded.*:DeprecationWarning",
@@ -341,7 +350,7 @@ def no_process_group() -> Iterator[None]:
 )
 @pytest.mark.parametrize("page", pages_with_examples())
 def test_the_blocks_of_a_page_run_and_print_what_it_says(
-    page, registry, device, monkeypatch, tmp_path, no_process_group
+    page, registry, device, monkeypatch, tmp_path, no_process_group, forked_workers
 ):
     monkeypatch.chdir(tmp_path)  # some write files there
     make = SET_UPS.get(page)

@@ -135,17 +135,23 @@ class Pressed(Exception):
 @pytest.fixture
 def press() -> Iterator[Callable[[float, Callable[[], Any]], Any]]:
     """Returns a function that returns what a call does, or raises `Pressed` after some seconds."""
+    is_pressing = False  # a handler may run after the timer was stopped: its signal came before
 
     def raise_it(number: int, frame: FrameType) -> None:
+        if not is_pressing:
+            return
         if frame.f_code.co_filename.startswith(OURS):
             raise Pressed
         signal.setitimer(signal.ITIMER_REAL, 0.0001)  # a callback of a weak reference swallows it
 
     def press(after_s: float, ask: Callable[[], Any]) -> Any:
+        nonlocal is_pressing
+        is_pressing = True
         signal.setitimer(signal.ITIMER_REAL, after_s)
         try:
             return ask()
         finally:
+            is_pressing = False
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     before = signal.signal(signal.SIGALRM, raise_it)

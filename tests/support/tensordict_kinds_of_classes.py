@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from typing import Any
 
@@ -234,6 +235,9 @@ def _lazy_legacy():
         warnings.filterwarnings("ignore", "The legacy lazy mode", DeprecationWarning)
         with set_lazy_legacy(True):
             yield
+    # It leaves the text of None there, which tensordict cannot read in a new process.
+    if os.environ.get("LAZY_LEGACY_OP") == "None":
+        del os.environ["LAZY_LEGACY_OP"]
 
 
 _LEFT_WHERE_IT_IS = (
