@@ -202,6 +202,20 @@ def test_whatever_fails_while_a_tree_on_a_device_is_packed_is_raised_and_given_b
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("n", [2, 30])
+def test_memory_of_a_parcel_on_a_device_that_fails_is_not_used_again_while_it_is_written(
+    sim, device, n
+):
+    tree = [torch.ones(3000, device=device) for _ in range(40)]
+    size = pack(tree).nbytes
+    torch.sim.synchronize(device)
+    with sim.detect():
+        with sim.fail_transfer(n, direction="within"), pytest.raises(torch.AcceleratorError):
+            pack(tree)
+        torch.empty(size, dtype=torch.uint8, device=device).fill_(1)  # of the current stream
+
+
+@pytest.mark.sim
 @pytest.mark.hazardous
 @pytest.mark.parametrize("waits", [True, False])
 def test_memory_that_is_packed_into_before_the_device_has_read_it_is_told(sim, device, waits):

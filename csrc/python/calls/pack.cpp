@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "engine/device/accelerator.h"
 #include "engine/device/graph_capture.h"
+#include "engine/device/recorded_streams.h"
 #include "engine/jobs/route.h"
 #include "engine/leaves/result.h"
 #include "python/calls/start_copy.h"
@@ -241,8 +243,14 @@ void copy_leaves(SourceGroup&& group, std::shared_ptr<const PackPlan> plan,
   nothing.add(NodeKind::kReady, 0);
   nothing.set_ready(0, Py_NewRef(Py_None));
   Handle handle(device, std::move(nothing), {});
-  start_group(handle, std::move(leaves), options);
-  handle.wait(py::none());
+  try {
+    start_group(handle, std::move(leaves), options);
+    handle.wait(py::none());
+  } catch (...) {
+    // The current stream, whose memory it is, has not waited for what may be in flight.
+    if (!device.is_cpu()) record_stream(bytes, Accelerator::of(device).ordered_stream());
+    throw;
+  }
 }
 
 }  // namespace
