@@ -39,7 +39,7 @@ from tdcopier._steps import time_steps
 
 if TYPE_CHECKING:
     from tdcopier import distributed, sim
-    from tdcopier._collate import collate
+    from tdcopier._collate import collate, packed
     from tdcopier._commands.info_facts import info
     from tdcopier._explain import ExplainedCounts, ExplainedLeaf, Explanation, explain
     from tdcopier._park.park import Parked, park, parked
@@ -94,6 +94,7 @@ __all__ = [
     "info",
     "install_tensordict_backend",
     "pack",
+    "packed",
     "park",
     "parked",
     "pin_memory_",
@@ -123,7 +124,7 @@ __all__ = [
 ]
 
 _WHEN_ASKED_FOR = {
-    "tdcopier._collate": ("collate",),
+    "tdcopier._collate": ("collate", "packed"),
     "tdcopier._commands.info_facts": ("info",),
     "tdcopier._explain": ("ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"),
     "tdcopier._park.park": ("Parked", "park", "parked"),

@@ -1,18 +1,15 @@
-"""`collate`: stacks samples of a dataset into a batch, in workers with one chunk per dtype."""
+"""`collate` and `packed`: stack samples of a dataset into a batch that is cheap to send."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import (
     Callable,
     Iterator,
     Mapping,
-    MutableMapping,
-    MutableSequence,
     Sequence,
 )
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, overload
+from typing import Any, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -23,13 +20,25 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused
 from tdcopier._containers.unknown import class_name
-from tdcopier._slots import Slots, light_tensor, new_tensor
+from tdcopier._pack import Parcel, memory_for, pack
+from tdcopier._stacking import (
+    Chunks,
+    Collection,
+    Container,
+    Leaf,
+    Made,
+    OwnMemory,
+    ParcelMemory,
+    PassedThrough,
+    Plan,
+    Slots,
+    like_mapping,
+    like_named_tuple,
+    like_sequence,
+    raise_with_path,
+)
 
-__all__ = ["collate"]
-
-_Chunks = dict[torch.dtype, torch.UntypedStorage] | None
-"""Shared memory by dtype; None for leaves with memory of their own."""
-
+__all__ = ["collate", "packed"]
 
 K = TypeVar("K")
 Stacked: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | int | float"
@@ -70,8 +79,8 @@ def collate(samples: Sequence[Any]) -> Any:
     results of functions that you have added to `default_collate_fn_map`.
 
     Samples of several sizes cannot be stacked: `collate_fn=tdcopier.pack` sends the list of them as
-    one message instead, a parcel, which `start_copy` and `prefetch` take as the list. It also sends
-    a batch of any other structure, and to other processes than that of a `DataLoader`.
+    one message instead, a parcel, which `start_copy` and `prefetch` take as the list.
+    :func:`~tdcopier.packed` makes a parcel of a batch, which costs the main process less.
 
     Set `pin_memory=False`: `start_copy` stages the batch in pinned memory itself, and the
     DataLoader's thread would give each leaf a pinned allocation of its own.
@@ -92,20 +101,60 @@ def collate(samples: Sequence[Any]) -> Any:
         KeyError: a sample lacks a key of the first one.
         IndexError: there are no samples.
     """
-    if not is_tensor_collection(type(samples)):
-        _refuse_other(samples)
-        if len(samples) == 0:
-            raise IndexError("there are no samples to make a batch of: give at least one")
     walk = _Walk()
-    try:
-        plan = walk.plan_all(samples)
-    except Exception as error:
-        _raise_with_path(error, walk.path)
-        raise
+    plan = walk.plan_all(samples)
     if get_worker_info() is None:
-        return plan.build(None)
+        return plan.build(OwnMemory())
     sizes = walk.slots.chunk_bytes
-    return plan.build({dtype: _shared_memory(size) for dtype, size in sizes.items()})
+    return plan.build(Chunks({dtype: _shared_memory(size) for dtype, size in sizes.items()}))
+
+
+Collate: TypeAlias = Callable[[Any], Any]
+
+
+def packed(collate_fn: Collate = collate) -> Callable[..., Parcel]:
+    """Return a collate function for a `DataLoader` whose batches are parcels.
+
+    For example::
+
+        loader = DataLoader(dataset, batch_size=32, num_workers=4, collate_fn=tdcopier.packed())
+        for batch in tdcopier.prefetch(loader, "cuda"):  # what collate gives, on the device
+            ...
+
+    Each batch goes to the main process as one message; see :func:`~tdcopier.pack`. With
+    :func:`~tdcopier.collate` or torch's `default_collate`, the samples are stacked in the parcel,
+    so that their bytes are copied once. TensorDicts, and what torch's own functions have to stack,
+    are stacked before, as is all that any other function makes.
+
+    Args:
+        collate_fn: makes a batch of a list of samples. Start methods other than fork pickle it.
+
+    Returns:
+        A function of the samples. It takes `out` by keyword, as :func:`~tdcopier.pack` does: memory
+        for the parcel. It raises what `collate_fn` and :func:`~tdcopier.pack` raise.
+
+    Raises:
+        TypeError: `collate_fn` cannot be called.
+    """
+    if not callable(collate_fn):
+        raise TypeError(
+            f"packed() takes a collate function; got a {class_name(type(collate_fn))}: give what "
+            "it returns to a loader, as in DataLoader(dataset, collate_fn=tdcopier.packed())"
+        )
+    return partial(_packed, collate_fn)
+
+
+@keep_out_of_graphs("packed()")
+def _packed(collate_fn: Collate, samples: Any, *, out: Any = None) -> Parcel:
+    if collate_fn is collate or collate_fn is _torch.default_collate:
+        # Of TensorDicts, torch's function may make lazy stacks.
+        walk = _Walk(takes_collections=collate_fn is collate)
+        plan = walk.plan_all(samples)
+        if not walk.has_met_others:
+            memory = ParcelMemory(memory_for(out))
+            parcel = memory.written(plan.build(memory))
+            return pack(plan.build(OwnMemory()), out=out) if parcel is None else parcel
+    return pack(collate_fn(samples), out=out)
 
 
 def _refuse_other(samples: Any) -> None:
@@ -124,128 +173,33 @@ def _shared_memory(chunk_bytes: int) -> torch.UntypedStorage:
     return cast("torch.UntypedStorage", storages._new_shared(chunk_bytes, device="cpu"))
 
 
-def _slot(
-    chunks: _Chunks,
-    offset_bytes: int,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: Sequence[int] = (),
-) -> torch.Tensor:
-    if chunks is None or 0 in shape:
-        return new_tensor(torch.device("cpu"), dtype, shape, strides)
-    return light_tensor(chunks[dtype], offset_bytes, dtype, shape, strides)
-
-
-class _Leaf:
-    """One leaf of the batch: its slot, and the samples that fill it."""
-
-    __slots__ = ("_dtype", "_offset_bytes", "_path", "_samples", "_shape", "_strides")
-
-    def __init__(self, samples: Sequence[torch.Tensor], slots: Slots, path: list[str]) -> None:
-        """Take samples of one dtype; `torch.stack` checks later that their shapes agree."""
-        first = samples[0]
-        self._samples = samples
-        self._dtype = first.dtype
-        self._shape = (len(samples), *first.shape)
-        self._strides = _strides_of_stack(samples)
-        self._offset_bytes = slots.place(self._dtype, self._shape)
-        self._path = tuple(path)
-
-    def build(self, chunks: _Chunks) -> torch.Tensor:
-        slot = _slot(chunks, self._offset_bytes, self._dtype, self._shape, self._strides)
-        try:
-            return torch.stack(self._samples, 0, out=slot)  # type: ignore[arg-type]  # any sequence
-        except Exception as error:
-            _raise_with_path(error, self._path)
-            raise
-
-
-def _strides_of_stack(samples: Sequence[torch.Tensor]) -> Sequence[int]:
-    """Return the strides of `torch.stack`, which keeps orders such as channels last; () if plain.
-
-    Nothing for samples of different shapes, which it refuses.
-    """
-    first = samples[0]
-    plain = torch.empty(first.shape, device="meta").stride()
-    if all(sample.stride() == plain for sample in samples):
-        return ()
-    if any(sample.shape != first.shape for sample in samples):
-        return ()
-    return torch.stack(
-        [torch.empty_strided(s.shape, s.stride(), device="meta") for s in samples]
-    ).stride()
-
-
-class _Made:
-    """A leaf that was made elsewhere, and is copied to its slot."""
-
-    __slots__ = ("_made", "_offset_bytes")
-
-    def __init__(self, made: torch.Tensor, slots: Slots) -> None:
-        """Take a plain tensor."""
-        self._made = made
-        self._offset_bytes = slots.place(made.dtype, made.shape)
-
-    def build(self, chunks: _Chunks) -> torch.Tensor:
-        made = self._made
-        strides = torch.empty_like(made, device="meta").stride()
-        return _slot(chunks, self._offset_bytes, made.dtype, made.shape, strides).copy_(made)
-
-
-class _PassedThrough(NamedTuple):
-    """A value that is not put into a chunk."""
-
-    value: Any
-
-    def build(self, chunks: _Chunks) -> Any:
-        return self.value
-
-
-class _Container(NamedTuple):
-    """A container of the batch, built from its children."""
-
-    make: Callable[[list[Any]], Any]
-    children: list[Any]
-
-    def build(self, chunks: _Chunks) -> Any:
-        return self.make([child.build(chunks) for child in self.children])
-
-
-class _Collection(NamedTuple):
-    """A TensorDict or tensorclass that is a batch, with its leaves by `id()`."""
-
-    batch: Any
-    leaves: dict[int, _Made]
-
-    def build(self, chunks: _Chunks) -> Any:
-        def put(leaf: Any) -> Any:
-            made = self.leaves.get(id(leaf))
-            return leaf if made is None else made.build(chunks)
-
-        return self.batch.apply(put)
-
-
-_Plan = _Leaf | _Made | _PassedThrough | _Container | _Collection
-
-
 class _Walk:
     """One walk over all samples in parallel: plans the slots, and tracks the current path."""
 
-    __slots__ = ("_is_altered", "path", "slots")
+    __slots__ = ("_is_altered", "_takes_collections", "has_met_others", "path", "slots")
 
-    def __init__(self) -> None:
-        """Start at the samples themselves."""
+    def __init__(self, *, takes_collections: bool = True) -> None:
+        """Start at the samples themselves; `takes_collections`: plan TensorDicts too."""
         self.slots = Slots()
         self.path: list[str] = []
+        self.has_met_others = False
+        self._takes_collections = takes_collections
         self._is_altered = _is_altered()
 
-    def plan_all(self, samples: Any) -> _Plan:
+    def plan_all(self, samples: Any) -> Plan:
         """Plan the whole batch; the samples may be a batch already."""
         if is_tensor_collection(type(samples)):
-            return self._taken(samples)
-        return self.plan(samples)
+            return self._taken(samples) if self._takes_collections else self._other()
+        _refuse_other(samples)
+        if len(samples) == 0:
+            raise IndexError("there are no samples to make a batch of: give at least one")
+        try:
+            return self.plan(samples)
+        except Exception as error:
+            raise_with_path(error, self.path)
+            raise
 
-    def plan(self, samples: Sequence[Any]) -> _Plan:
+    def plan(self, samples: Sequence[Any]) -> Plan:
         """Plan the batch's value at one place, from the values there in every sample."""
         first = samples[0]
         if (function := _function_for(first)) is not None:
@@ -256,11 +210,11 @@ class _Walk:
             keys = list(first)
             columns = ([sample[key] for sample in samples] for key in keys)
             steps = [f"[{key!r}]" for key in keys]
-            return _Container(partial(_like_mapping, first, keys), self._children(steps, columns))
+            return Container(partial(like_mapping, first, keys), self._children(steps, columns))
         if isinstance(first, tuple) and hasattr(first, "_fields"):
             steps = [f".{name}" for name in first._fields]
             children = self._children(steps, iter(zip(*samples, strict=False)))
-            return _Container(partial(_like_named_tuple, first), children)
+            return Container(partial(like_named_tuple, first), children)
         if isinstance(first, Sequence):
             if any(len(sample) != len(first) for sample in samples):
                 lengths = sorted({len(sample) for sample in samples})
@@ -269,14 +223,14 @@ class _Walk:
                 )
             steps = [f"[{index}]" for index in range(len(first))]
             children = self._children(steps, iter(zip(*samples, strict=True)))
-            return _Container(partial(_like_sequence, first), children)
+            return Container(partial(like_sequence, first), children)
         raise TypeError(
             f"found {type(first)}; samples must contain tensors, numpy arrays, "
             "numbers, strings, mappings, sequences or TensorDicts, or classes for which "
             "torch.utils.data._utils.collate.default_collate_fn_map has a function"
         )
 
-    def _children(self, steps: list[str], columns: Iterator[Sequence[Any]]) -> list[_Plan]:
+    def _children(self, steps: list[str], columns: Iterator[Sequence[Any]]) -> list[Plan]:
         children = []
         for step in steps:
             self.path.append(step)
@@ -284,21 +238,27 @@ class _Walk:
             self.path.pop()
         return children
 
-    def _leaf(self, samples: Sequence[Any], function: Any) -> _Plan:
+    def _leaf(self, samples: Sequence[Any], function: Any) -> Plan:
         if self._is_altered:
-            return _PassedThrough(function(samples, collate_fn_map=_torch.default_collate_fn_map))
+            return PassedThrough(function(samples, collate_fn_map=_torch.default_collate_fn_map))
         if function is _torch.collate_numpy_array_fn and samples[0].dtype.kind in "biufc":
             samples = [torch.as_tensor(sample) for sample in samples]
             function = _torch.collate_tensor_fn
         if function is _torch.collate_tensor_fn and _are_plain(samples):
             if all(sample.dtype is samples[0].dtype for sample in samples):
-                return _Leaf(samples, self.slots, self.path)
-            return _Made(torch.stack(tuple(samples), 0), self.slots)
+                return Leaf(samples, self.slots, self.path)
+            return Made(torch.stack(tuple(samples), 0), self.slots)
         made = function(samples, collate_fn_map=_torch.default_collate_fn_map)
         is_torchs = _module_of(function) == _torch.__name__
-        return _Made(made, self.slots) if is_torchs and _is_plain(made) else _PassedThrough(made)
+        return Made(made, self.slots) if is_torchs and _is_plain(made) else PassedThrough(made)
 
-    def _collection(self, samples: Sequence[Any]) -> _Plan:
+    def _other(self) -> Plan:
+        self.has_met_others = True
+        return PassedThrough(None)
+
+    def _collection(self, samples: Sequence[Any]) -> Plan:
+        if not self._takes_collections:
+            return self._other()
         try:
             stacked: Any = torch.stack(tuple(samples), 0)
         except Exception:
@@ -306,32 +266,16 @@ class _Walk:
             raise
         return self._taken(stacked)
 
-    def _taken(self, batch: Any) -> _Plan:
-        leaves: dict[int, _Made] = {}
+    def _taken(self, batch: Any) -> Plan:
+        leaves: dict[int, Made] = {}
 
         def take(leaf: Any) -> Any:
             if not self._is_altered and _is_plain(leaf):
-                leaves[id(leaf)] = _Made(leaf, self.slots)
+                leaves[id(leaf)] = Made(leaf, self.slots)
             return leaf
 
         batch.apply(take)
-        return _Collection(batch, leaves)
-
-
-def _raise_with_path(error: Exception, steps: Sequence[str]) -> None:
-    """Raise an error of the same class that names the place in the samples.
-
-    Returns without raising if the class may take other arguments than a message.
-    """
-    path = "sample" + "".join(steps)
-    if type(error) is KeyError:
-        raise KeyError(f"{path} is in the first sample, and not in every other") from error
-    if type(error) in (RuntimeError, TypeError, ValueError, IndexError):
-        apart = "; to keep samples of several sizes apart, use collate_fn=list"
-        is_size = str(error).startswith("stack expects each tensor to be equal size")
-        raise type(error)(f"{path}: {error}{apart if is_size else ''}") from error
-    if hasattr(error, "add_note") and not isinstance(error, RecursionError):
-        error.add_note(f"while {path} was collated")
+        return Collection(batch, leaves)
 
 
 def _function_for(value: Any) -> Any:
@@ -377,57 +321,6 @@ def _are_plain(samples: Sequence[Any]) -> bool:
     return _is_plain(samples[0]) and not any(
         type(sample) is not torch.Tensor or sample.requires_grad for sample in samples
     )
-
-
-# ---- containers, made as `default_collate` makes them --------------------------------------------
-
-
-def _like_mapping(first: Any, keys: list[Any], children: list[Any]) -> Any:
-    values = dict(zip(keys, children, strict=True))
-    try:
-        if isinstance(first, MutableMapping):
-            before = {key: first[key] for key in keys}
-            made = copy.copy(first)  # keeps attributes besides the items
-            try:
-                made.update(values)
-            finally:
-                # Its copy may share its items, and a dataset may keep the sample.
-                is_shared = any(first[key] is value for key, value in values.items())
-                if is_shared:
-                    first.update(before)
-            if not is_shared:
-                return made
-        return type(first)(values)
-    except TypeError:  # a class whose constructor takes other arguments
-        return values
-
-
-def _like_named_tuple(first: Any, children: list[Any]) -> Any:
-    return type(first)(*children)
-
-
-def _like_sequence(first: Any, children: list[Any]) -> Any:
-    if isinstance(first, tuple):
-        return children
-    try:
-        if isinstance(first, MutableSequence):
-            before, made = list(first), copy.copy(first)
-            try:
-                _set_items(made, children)
-            finally:
-                is_shared = any(first[i] is child for i, child in enumerate(children))
-                if is_shared:
-                    _set_items(first, before)
-            if not is_shared:
-                return made
-        return type(first)(children)
-    except TypeError:  # a class whose constructor takes other arguments, such as range
-        return children
-
-
-def _set_items(sequence: Any, items: list[Any]) -> None:
-    for index, item in enumerate(items):
-        sequence[index] = item
 
 
 def _where_they_differ(collections: Sequence[Any]) -> list[str]:

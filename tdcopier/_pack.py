@@ -63,11 +63,16 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
         ValueError: `out` is too small, is read-only, is not aligned, or overlaps the tree.
         RuntimeError: the tree is on a device whose current stream is capturing a CUDA graph.
     """
+    return _C.pack(tree, memory_for(out))
+
+
+def memory_for(out: Any) -> Any:
+    """Return the memory that is meant for a parcel; on the host it has the buffer protocol."""
     if isinstance(out, Parcel):
         raise TypeError("out is a parcel, which would read the new leaves by its old layout")
     if isinstance(out, torch.Tensor) and out.is_cpu:
-        out = out.detach().numpy()
-    return _C.pack(tree, out)
+        return out.detach().numpy()
+    return out
 
 
 def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:

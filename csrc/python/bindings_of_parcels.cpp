@@ -6,6 +6,7 @@
 #include <torch/csrc/Device.h>
 
 #include <memory>
+#include <utility>
 
 #include "python/bindings.h"
 #include "python/calls/pack.h"
@@ -30,6 +31,11 @@ py::buffer_info buffer_of(const Parcel& parcel) {
   const auto bytes = static_cast<py::ssize_t>(parcel.bytes().nbytes());
   return {static_cast<uint8_t*>(parcel.bytes().mutable_data()), bytes,
           parcel.traits().is_read_only};
+}
+
+py::tuple parts_of_reserved(py::handle data, py::handle out) {
+  Reserved made = reserve(data, out);
+  return py::make_tuple(std::move(made.parcel), made.places);
 }
 
 }  // namespace
@@ -82,6 +88,7 @@ Return whether the leaves are in pinned memory, from which a device reads them w
       });
   m.attr("PACKING_DEVICE") = packing_device();
   m.def("pack", guarded(&pack));
+  m.def("reserve", guarded(&parts_of_reserved));
   m.def("parcel_from", guarded(&parcel_from));
 }
 

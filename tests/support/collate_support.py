@@ -87,6 +87,46 @@ def shared_memory_descriptors() -> int:
     return count
 
 
+DTYPES = [torch.uint8, torch.bool, torch.int16, torch.float16, torch.float32, torch.int64]
+DTYPES += [torch.float64, torch.bfloat16, torch.complex64, torch.complex128]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, value: int) -> torch.Tensor:
+    return (
+        torch.arange(value, value + max(int(np.prod(shape)), 1))[: int(np.prod(shape))]
+        .reshape(shape)
+        .to(dtype)
+    )
+
+
+LEAVES = {
+    **{
+        f"{dtype} of shape {shape}": (lambda i, s=shape, d=dtype: tensor(s, d, i))
+        for dtype in DTYPES
+        for shape in [(), (3,), (2, 5), (0, 4)]
+    },
+    "transposed": lambda i: tensor((4, 3), torch.float32, i).t(),
+    "channels last": lambda i: tensor((4, 5, 3), torch.uint8, i).permute(2, 0, 1),
+    "with gaps": lambda i: tensor((6, 4), torch.int64, i)[::2, 1:3],
+    "expanded": lambda i: tensor((1, 4), torch.float32, i).expand(3, 4),
+    "conjugated": lambda i: tensor((3,), torch.complex64, i).mul(1j).conj(),
+    "parameter": lambda i: torch.nn.Parameter(tensor((3,), torch.float32, i)),
+    "with a gradient": lambda i: tensor((3,), torch.float32, i).requires_grad_(),
+    "of two dtypes": lambda i: tensor((3,), DTYPES[3 + i % 3], i),
+    "on another device": lambda i: torch.empty(3, device="meta"),
+    "array": lambda i: np.full((2, 3), i, np.float64),
+    "array without dimensions": lambda i: np.array(i, np.int32),
+    "array with gaps": lambda i: np.arange(i, i + 12).reshape(3, 4)[:, ::2],
+    "array scalar": lambda i: np.float32(i),
+    "array bool": lambda i: np.bool_(i % 2),
+    "int": lambda i: i,
+    "float": lambda i: i / 4,
+    "bool": lambda i: bool(i % 2),
+    "int, then float": lambda i: i if i == 0 else i / 2,
+    "str": lambda i: f"text {i}",
+    "bytes": lambda i: b"bytes" * i,
+}
+
 CONTAINERS = {
     "list": lambda children: list(children),
     "tuple": lambda children: tuple(children),

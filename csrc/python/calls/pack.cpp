@@ -253,21 +253,21 @@ void copy_leaves(SourceGroup&& group, std::shared_ptr<const PackPlan> plan,
   }
 }
 
-}  // namespace
+// A parcel without its leaves.
+struct Written {
+  std::unique_ptr<Parcel> parcel;
+  SourceGroup group;
+  std::shared_ptr<const PackPlan> plan;
+  uint64_t body_begin;
+};
 
-std::unique_ptr<Parcel> pack(py::handle data, py::handle out) {
-  release_returned_sources();
-  const ReleaseAtEnd release_at_end;
-  FlatTree flat = flatten_for_parcel(data);
-  SourceGroup group = only_group(flat, data);
+Written write_all_but_leaves(py::handle data, FlatTree& flat, SourceGroup group, py::handle out) {
   const c10::Device device = group.leaves.device();
-  if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
-  const RelaxedCapture relaxed(device.type());  // of another thread
   refuse_forward_gradients(flat, data);
   const WrittenTree tree = write_tree(flat.spec, group.leaves);
   const size_t tree_leaves = group.leaves.size();
   const std::string pickled = dump_values(tree, group, data);
-  const auto plan = std::make_shared<const PackPlan>(parcel_plan(group.leaves));
+  auto plan = std::make_shared<const PackPlan>(parcel_plan(group.leaves));
   const uint64_t body_bytes = plan->chunks.empty() ? 0 : plan->chunks.back().end();
 
   ByteWriter layout;
@@ -280,9 +280,45 @@ std::unique_ptr<Parcel> pack(py::handle data, py::handle out) {
   std::shared_ptr<const ParcelLayout> read =
       read_layout(layout.written(), body_bytes, /*may_import=*/true);
   write_around_leaves(bytes, head.written(), group.leaves, *plan);
-  if (group.leaves.size() != 0) copy_leaves(std::move(group), plan, bytes, body_begin);
-  return std::make_unique<Parcel>(std::move(read), bytes, body_begin,
-                                  ParcelTraits{.may_unpickle = true});
+  return {std::make_unique<Parcel>(std::move(read), bytes, body_begin,
+                                   ParcelTraits{.may_unpickle = true}),
+          std::move(group), std::move(plan), body_begin};
+}
+
+}  // namespace
+
+std::unique_ptr<Parcel> pack(py::handle data, py::handle out) {
+  release_returned_sources();
+  const ReleaseAtEnd release_at_end;
+  FlatTree flat = flatten_for_parcel(data);
+  SourceGroup group = only_group(flat, data);
+  const c10::Device device = group.leaves.device();
+  if (!device.is_cpu()) refuse_capture(parse_stream(py::none(), device));
+  const RelaxedCapture relaxed(device.type());  // of another thread
+  Written written = write_all_but_leaves(data, flat, std::move(group), out);
+  if (written.group.leaves.size() != 0) {
+    copy_leaves(std::move(written.group), written.plan, written.parcel->bytes(),
+                written.body_begin);
+  }
+  return std::move(written.parcel);
+}
+
+Reserved reserve(py::handle data, py::handle out) {
+  release_returned_sources();
+  const ReleaseAtEnd release_at_end;
+  FlatTree flat = flatten_for_parcel(data);
+  SourceGroup group = only_group(flat, data);
+  if (!group.leaves.device().is_cpu()) return {};
+  Written written = write_all_but_leaves(data, flat, std::move(group), out);
+  Reserved made{std::move(written.parcel), {}};
+  for (size_t i = 0; i < written.group.leaves.size(); ++i) {
+    const Leaf& leaf = written.group.leaves[i];
+    if (leaf.bytes == 0) continue;
+    const Slot& slot = written.plan->slots[i];
+    const uint64_t offset = written.plan->chunks[slot.chunk].begin + slot.offset;
+    made.places.emplace_back(reinterpret_cast<uintptr_t>(leaf.data), written.body_begin + offset);
+  }
+  return made;
 }
 
 std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is_mapped) {

@@ -3,7 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "python/walk/parcel.h"
 
@@ -16,6 +19,16 @@ namespace tdcopier {
 // Throws: TypeError, with the path of a value that cannot be packed; ValueError if `out` is too
 // small or overlaps the tree; what flatten() throws.
 std::unique_ptr<Parcel> pack(pybind11::handle data, pybind11::handle out);
+
+// A parcel whose leaves are not written yet, with the address of each leaf of the tree and the
+// offset in the parcel's bytes where it is to be written. Leaves without bytes have no place.
+struct Reserved {
+  std::unique_ptr<Parcel> parcel;
+  std::vector<std::pair<uintptr_t, uint64_t>> places;
+};
+
+// As pack(), without the leaves. Does nothing for a tree on a device: the parcel is null.
+Reserved reserve(pybind11::handle data, pybind11::handle out);
 
 // Reads a parcel from an object with a buffer, whose memory it keeps, or from a uint8 tensor on a
 // device. Bytes that are not aligned are copied. Throws: TypeError for other objects;
