@@ -19,8 +19,6 @@ from tdcopier._containers.attributes import find_slots
 from tdcopier._containers.registry import rule_of
 from tdcopier._containers.rule import Rule
 
-_ABSTRACT = 1 << 20
-"""Py_TPFLAGS_IS_ABSTRACT of a type."""
 _Form = tuple[str, str, Any]
 """Module, qualified name, and the rest of the context, of which no part can be changed."""
 
@@ -98,8 +96,20 @@ def _class_named(module: Any, name: Any) -> type | None:
 
 
 def _is_harmless(cls: Any) -> bool:
-    is_of_these = issubclass(cls, tuple) or dataclasses.is_dataclass(cls)
-    return is_of_these and not hasattr(cls, "__del__") and not cls.__flags__ & _ABSTRACT
+    if hasattr(cls, "__del__"):
+        return False
+    if issubclass(cls, tuple):
+        return True
+    return dataclasses.is_dataclass(cls) and _can_be_made(cls)
+
+
+def _can_be_made(cls: type) -> bool:
+    """Return whether it is not abstract, and has no base that is made in its own way, as `int`."""
+    try:
+        object.__new__(cls)
+    except TypeError:
+        return False
+    return True
 
 
 def _tuples(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:

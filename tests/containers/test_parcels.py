@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import gc
 import itertools
 import re
@@ -431,6 +433,41 @@ def test_names_of_classes_run_no_code_of_what_they_name():
         text = [0, 0, 4, 0, 15, len(module), *module, 15, len(name), *name, 10]
         with pytest.raises(ValueError, match="does not know"):
             read(joined(bytes(text), bytes(64)), allow_pickle=False)
+
+
+@dataclasses.dataclass
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def method(self) -> None: ...
+
+
+@dataclasses.dataclass
+class Number(int):
+    pass
+
+
+@dataclasses.dataclass
+class Finalized:
+    def __del__(self) -> None:
+        raise AssertionError("this code ran")
+
+
+@dataclasses.dataclass
+class Harmless:
+    pass
+
+
+@pytest.mark.parametrize("cls", [Abstract, Number, Finalized, Harmless])
+def test_bytes_may_name_only_dataclasses_that_can_be_made_and_run_no_code(cls):
+    module, name = cls.__module__.encode(), cls.__qualname__.encode()
+    no_attributes = [17, 3, 17, 0, 17, 0, 17, 0]
+    text = [0, 0, 4, 0, 15, len(module), *module, 15, len(name), *name, *no_attributes]
+    data = joined(bytes(text), b"")
+    if cls is Harmless:
+        assert type(read(data, allow_pickle=False).tree()) is Harmless
+    else:
+        with pytest.raises(ValueError, match="does not know"):
+            read(data, allow_pickle=False)
 
 
 def test_strides_of_dimensions_with_one_element_or_none_are_kept(device):
