@@ -65,6 +65,7 @@ class ByteReader {
   uint8_t byte() { return static_cast<uint8_t>(bytes(1)[0]); }
 
   uint64_t number() {
+    if (!left_.empty() && static_cast<uint8_t>(left_.front()) < 0x80) return byte();
     uint64_t value = 0;
     for (int shift = 0; shift < 64; shift += 7) {
       const uint64_t next = byte();

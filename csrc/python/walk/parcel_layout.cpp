@@ -246,16 +246,16 @@ class LayoutReader {
     std::array<int64_t, 2 * kMostDims> shape;
     const std::span<int64_t> sizes(shape.data(), dims);
     const std::span<int64_t> strides(shape.data() + kMostDims, dims);
-    const auto most = static_cast<int64_t>(kMaxLeafBytes / c10::elementSize(dtype));
+    constexpr auto kMost = static_cast<int64_t>(kMaxLeafBytes);
     int64_t elements = 1;
     bool is_empty = false;
     for (int64_t& size : sizes) {
       const uint64_t found = from_.number();
-      if (found > static_cast<uint64_t>(most)) throw MalformedBytes("a leaf is too large");
+      if (found > kMaxLeafBytes) throw MalformedBytes("a leaf is too large");
       size = static_cast<int64_t>(found);
       is_empty |= size == 0;
       if (__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements) ||
-          elements > most) {
+          elements > kMost) {
         throw MalformedBytes("a leaf is too large");
       }
     }
@@ -268,8 +268,9 @@ class LayoutReader {
         next *= std::max<int64_t>(sizes[d], 1);
       }
     }
-    const uint64_t bytes = is_empty ? 0 : static_cast<uint64_t>(elements) * c10::elementSize(dtype);
-    take_bytes(bytes);
+    const uint64_t bytes = static_cast<uint64_t>(elements) * c10::elementSize(dtype);
+    if (bytes > kMaxLeafBytes) throw MalformedBytes("a leaf is too large");
+    take_bytes(is_empty ? 0 : bytes);
     if (batch_size != nullptr) check_begins_with(sizes, *batch_size);
     layout_->spec.add(NodeKind::kLeaf, layout_->leaves.size());
     layout_->leaves.add(nullptr, dtype, sizes, strides);
