@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,9 +21,15 @@ from tdcopier._copy import copy, start_copy
 from tdcopier._mistaken_use import say_what_to_use
 from tdcopier._options import Device
 
-SHARED_FROM_BYTES = 512 * 1024
-"""From this size a parcel goes to another process as shared memory, and below as bytes: sending
-a descriptor and mapping memory costs as much as copying about as many through a pipe."""
+SHARED_FROM_BYTES = 1 << 20
+"""From this size a parcel goes to another process as shared memory, and below as bytes.
+
+Measured from `put(pack(batch))` until a spawned process has read all leaves, with new memory each
+time (benchmarks/travel/threshold.py): bytes take 0.7 to 0.8 of the time of shared memory at 512
+KiB, about as long from 640 KiB to 1.5 MiB, and 1.7 times as long at 2 MiB."""
+
+_shared_outs: WeakKeyDictionary[Parcel, torch.Tensor] = WeakKeyDictionary()
+"""The memory of parcels that are in shared memory already, as the tensor that was given."""
 
 
 @keep_out_of_graphs("pack()")
@@ -51,7 +58,9 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
         out: memory for the parcel, of at least its size: an object with a writable buffer that
             begins at a multiple of 16 bytes, for example shared memory, a bytearray or a uint8
             tensor; for a tree on a device, a uint8 tensor there. Do not resize it, or write to it,
-            while the parcel or a view of it is in use. By default the parcel gets new memory.
+            while the parcel or a view of it is in use. A queue of `multiprocessing` does not copy
+            a large parcel again that is in a tensor in shared memory: the receiver has that
+            memory too. By default the parcel gets new memory.
 
     Returns:
         The parcel. The tree may be changed as soon as the call returns. The call waits until
@@ -63,7 +72,10 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
         ValueError: `out` is too small, is read-only, is not aligned, or overlaps the tree.
         RuntimeError: the tree is on a device whose current stream is capturing a CUDA graph.
     """
-    return _C.pack(tree, memory_for(out))
+    parcel = _C.pack(tree, memory_for(out))
+    if isinstance(out, torch.Tensor) and out.is_cpu and out.untyped_storage().is_shared():
+        _shared_outs[parcel] = out.detach().view(-1).view(torch.uint8)[: parcel.nbytes]
+    return parcel
 
 
 def memory_for(out: Any) -> Any:
@@ -184,11 +196,19 @@ def _unpickled(buffer: Any) -> Parcel:
 def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any, ...]]:
     """Send a parcel through a queue or a pipe of `multiprocessing`."""
     if parcel.nbytes < SHARED_FROM_BYTES:
-        return _unpickled, (bytearray(_on_host(parcel)),)
-    memory: Any = torch.empty(parcel.nbytes, dtype=torch.uint8, device="cpu")
-    shared = memory.share_memory_()
+        return _from_bytes, (bytes(_on_host(parcel)),)
+    if (given := _shared_outs.get(parcel)) is not None:
+        return _from_shared, (given,)
+    storages: Any = torch.UntypedStorage  # `share_memory_()` would copy what is not written yet
+    storage = storages._new_shared(parcel.nbytes, device="cpu")
+    shared = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     shared.numpy()[:] = np.frombuffer(_on_host(parcel), np.uint8)
     return _from_shared, (shared,)
+
+
+def _from_bytes(whole: bytes) -> Parcel:
+    # Below protocol 5 a bytearray would be copied once more by its sender.
+    return _unpickled(bytearray(whole))
 
 
 def _from_shared(shared: torch.Tensor) -> Parcel:

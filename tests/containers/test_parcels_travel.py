@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parcel_support import assert_same, echo
+from parcel_support import assert_same, echo, fill_with_sevens
 from support import oracle
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -75,6 +75,27 @@ def test_parcels_cross_processes_by_queues_whatever_their_size(method):
     del parcel
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 4
+    there.put(None)
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_a_parcel_in_shared_memory_of_the_callers_is_not_copied_again():
+    context = multiprocessing.get_context("spawn")
+    there, back = context.Queue(), context.Queue()
+    process = context.Process(target=fill_with_sevens, args=(there, back), daemon=True)
+    process.start()
+    tree = tree_of(1, LARGE)
+    size = pack(tree).nbytes
+    out = torch.zeros(size // 8 + 100, dtype=torch.int64).share_memory_()
+    there.put(pack(tree, out=out))
+    assert back.get(timeout=60) == size
+    x = Parcel.from_buffer(out.view(torch.uint8)[:size]).tree()["x"]
+    assert x.unique().tolist() == [7]
+    own = pack(tree)
+    there.put(own)
+    assert back.get(timeout=60) == size
+    assert_same(own.tree(), tree)
     there.put(None)
     process.join(60)
     assert process.exitcode == 0

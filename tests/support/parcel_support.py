@@ -24,3 +24,10 @@ def echo(arriving: Any, leaving: Any) -> None:
     """Sends parcels back from another process, with the last value of "x"; None ends it."""
     while (parcel := arriving.get()) is not None:
         leaving.put((parcel.tree()["x"][-1].item(), parcel))
+
+
+def fill_with_sevens(arriving: Any, leaving: Any) -> None:
+    """Writes to "x" of parcels, and sends their sizes back; None ends it."""
+    while (parcel := arriving.get()) is not None:
+        parcel.tree()["x"].fill_(7)
+        leaving.put(parcel.nbytes)
