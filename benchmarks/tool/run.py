@@ -1,7 +1,7 @@
 """Runs the benchmarks, and writes a JSON file for each, including the machine.
 
 ``python benchmarks/run.py`` needs a CUDA device. ``--device sim`` tries the machinery on the
-simulated device, whose times mean nothing.
+simulated device, whose times mean nothing. ``--device cpu`` runs what needs no device.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ SUITES = {
     "replay": "rows.replay",
     "gather": "rows.gathers",
     "parcels": "copies.parcels",
+    "travel": "travel.sending",
     "containers": "copies.containers",
     "tensordict": "copies.tensordicts",
     "park": "park.parking",
@@ -45,6 +46,8 @@ SUITES = {
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
 functions that yield the targets on values and on speed from these figures."""
+ON_THE_HOST = ("travel",)
+"""Benchmarks that use no device, for ``--device cpu``."""
 
 Result = dict[str, Any]
 
@@ -111,7 +114,7 @@ def _written(
 
 def figures_of(name: str, bench: Bench, workloads: Sequence[str]) -> Result:
     """Run a benchmark; that of a direction of copies with these workloads."""
-    for direction in directions.possible(bench.device).values():
+    for direction in () if name in ON_THE_HOST else directions.possible(bench.device).values():
         directions.start_workers(direction)
     module = importlib.import_module(SUITES[name])  # now, as tensordict takes seconds to import
     of_copies = (name, workloads) if name in DIRECTIONS else ()
@@ -130,6 +133,8 @@ def choose_device(asked: str | None) -> torch.device | None:
         from tdcopier import sim
 
         sim.enable()
+    elif kind == "cpu":
+        return torch.device(kind)
     elif not torch.cuda.is_available():
         print(
             "There is no CUDA device here. `python benchmarks/run.py --device sim` runs without "
@@ -144,6 +149,8 @@ def choose_device(asked: str | None) -> torch.device | None:
 
 def lacking(name: str, device: torch.device) -> str | None:
     """Return why a benchmark cannot run here."""
+    if device.type == "cpu" and name not in ON_THE_HOST:
+        return "it needs a device"
     if name == "d2d" and name not in directions.possible(device):
         return "it needs two devices"
     if name == "tensordict" and importlib.util.find_spec("tensordict") is None:
@@ -159,7 +166,9 @@ def targets_of(module: ModuleType, result: Result, *, speed: bool = True) -> lis
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", help='such as "cuda:1", or "sim"; default: the CUDA device')
+    parser.add_argument(
+        "--device", help='such as "cuda:1", "cpu" or "sim"; default: the CUDA device'
+    )
     parser.add_argument("--repeats", type=int, default=500, help="calls with each small workload")
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))

@@ -114,6 +114,18 @@ def parcels(result: Found) -> list[str]:
     ]
 
 
+def travel(result: Found) -> list[str]:
+    sent = {
+        f"{name}: {result['bytes'][name]:,} bytes, {transport}": found
+        for name, transports in result["sent"].items()
+        for transport, found in transports.items()
+    }
+    return [
+        write("batch, by | sent as", sent, "contenders", *times()),
+        write("parcel through a queue | as", result["threshold"], "contenders", *times()),
+    ]
+
+
 def tensordict(result: Found) -> list[str]:
     into = {way: {"detection batch": each} for way, each in result["into"].items()}
     return [
@@ -258,6 +270,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "replay": replay,
     "gather": gather,
     "parcels": parcels,
+    "travel": travel,
     "containers": containers,
     "tensordict": tensordict,
     "park": park,

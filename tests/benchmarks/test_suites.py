@@ -21,6 +21,7 @@ RESULTS = {result["name"]: result for result in report.load(report.RESULTS)}
 ON_SIM = sorted(RESULTS)
 ELSEWHERE = re.compile(
     r"^/machine|torchrl|multi_tensor_copier"  # other packages
+    r"|^/sent/[^/]*/(ZMQ|Ray)$"  # other packages
     r"|^/(workloads|loops|replays|gathers|from_pinned)/[^/]*$"  # left out here
     r"|^/(workloads|copies)/.*(pin_memory|pinned)"  # ways that need CUDA
     r"|^/beside/"  # loads, which would disturb other tests

@@ -1,0 +1,1 @@
+"""Parcels on their way to other processes."""
