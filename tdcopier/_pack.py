@@ -21,12 +21,12 @@ from tdcopier._copy import copy, start_copy
 from tdcopier._mistaken_use import say_what_to_use
 from tdcopier._options import Device
 
-SHARED_FROM_BYTES = 1 << 20
+SHARED_FROM_BYTES = 768 * 1024
 """From this size a parcel goes to another process as shared memory, and below as bytes.
 
 Measured from `put(pack(batch))` until a spawned process has read all leaves, with new memory each
-time (benchmarks/travel/threshold.py): bytes take 0.7 to 0.8 of the time of shared memory at 512
-KiB, about as long from 640 KiB to 1.5 MiB, and 1.7 times as long at 2 MiB."""
+time (benchmarks/travel/threshold.py), in two runs on 2 busy cores: bytes take 0.76 and 0.91 of the
+time of shared memory at 512 KiB, 0.87 and 1.16 at 768 KiB, and 1.26 and 1.6 at 1 MiB."""
 
 _shared_outs: WeakKeyDictionary[Parcel, torch.Tensor] = WeakKeyDictionary()
 """The memory of parcels that are in shared memory already, as the tensor that was given."""

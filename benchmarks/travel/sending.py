@@ -109,9 +109,7 @@ def _timed(
             else:
                 times_us[way].append(us)
     found = summaries(times_us)
-    best = min(found[way]["median_us"] for way in (BYTES, TENSOR))
-    over = found[OURS]["median_us"] / best
-    return {"contenders": found, "wrong": wrong, "over_best": over}
+    return {"contenders": found, "wrong": wrong}
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
@@ -119,8 +117,17 @@ def value_targets(result: dict[str, Any]) -> Iterator[Target]:
     yield none("parcels that travel: other bytes there, all ways", count_wrong(parts))
 
 
+def _over_best(found: dict[str, Any]) -> float:
+    """Return how long a parcel takes, in the way that suits its size, over the better other one."""
+
+    def quickest(*ways: str) -> float:
+        return min(found["contenders"][way]["median_us"] for way in ways if way in found["wrong"])
+
+    return quickest(OURS, UNPICKLED) / quickest(BYTES, TENSOR)
+
+
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     for name, transports in result["sent"].items():
         for transport, found in transports.items():
             what = f"{name}, {transport}: parcel over the better of its bytes and one tensor"
-            yield at_most(what, found["over_best"], MOST_OVER_BEST)
+            yield at_most(what, _over_best(found), MOST_OVER_BEST)
