@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
+import numpy as np
 import pytest
 import torch
+from ray_stand_ins import Rows, stand_in_for_ray
 from recipe_support import assert_all_packed, recipe
 from support import assert_same
 
@@ -55,3 +59,27 @@ def test_detection_samples_are_those_of_to_and_of_the_same_transform(device, pre
         assert sample["boxes"].canvas_size == on_host["boxes"].canvas_size == (64, 96)
         assert sample["image"].is_floating_point()
     assert [len(sample["boxes"]) for sample in got[:9]] == [1, 2, 3, 4, 5, 6, 7, 8, 1]
+
+
+# ---- Ray Data ------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:::ray")
+@pytest.mark.parametrize("which", ["its stand-in", "ray"])
+def test_batches_of_ray_data_are_its_columns_on_the_device(device, monkeypatch, which):
+    rows = [{"image": np.full((2, 4), n, np.float32), "label": n % 3} for n in range(50)]
+    if which == "ray":
+        dataset = pytest.importorskip("ray.data").from_items(rows)
+    else:
+        stand_in_for_ray(monkeypatch)
+        dataset = Rows(rows)
+    module = recipe("ray_data")
+    got = list(module.batches(dataset, device, size=16))
+    assert [len(batch["label"]) for batch in got] == [16, 16, 16, 2]
+    assert {batch["image"].device for batch in got} == {torch.device(device)}
+    images = torch.cat([batch["image"].cpu() for batch in got])
+    labels = torch.cat([batch["label"].cpu() for batch in got])
+    assert torch.equal(images, torch.arange(50.0)[:, None, None].expand(50, 2, 4))
+    assert labels.tolist() == [n % 3 for n in range(50)]
+    if which == "ray":
+        importlib.import_module("ray").shutdown()

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from libraries import library
+from ray_stand_ins import stand_in_for_ray
 from recipe_stand_ins import Signs, stand_in_for_stable_baselines3
 from recipe_support import RECIPES, recipe
 
+HAS_RAY = importlib.util.find_spec("ray") is not None
 HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
 
 
@@ -30,7 +32,7 @@ def test_the_page_shows_every_recipe_and_no_other():
     assert sorted(shown) == sorted(path.name for path in RECIPES.glob("*.py"))
 
 
-@pytest.mark.filterwarnings("ignore:::lightning")
+@pytest.mark.filterwarnings("ignore:::lightning", "ignore:::ray")
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.py")))
 def test_a_recipe_runs_and_prints_one_line(
     seeded, device, monkeypatch, capsys, prefetchers, gathers, copies, name
@@ -38,6 +40,8 @@ def test_a_recipe_runs_and_prints_one_line(
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)  # what the recipe sets is undone
     if name == "cleanrl_dqn":
         library("gymnasium")
+    if name == "ray_data" and not HAS_RAY:
+        stand_in_for_ray(monkeypatch)
     module = recipe(name)
     module.main()
     (line,) = capsys.readouterr().out.splitlines()
