@@ -47,9 +47,9 @@ enum class Sending : uint8_t {
 };
 
 struct RouteOptions {
-  bool use_pinned_staging;
-  PackOptions pack;  // for new memory only
-  bool use_background_thread;
+  bool use_pinned_staging = true;
+  PackOptions pack{};  // for new memory only
+  bool use_background_thread = true;
   bool requires_pinned_results = false;
   Sending sending = Sending::kAtOnce;
   // For existing memory only: the device reads large pinned sources in place. Where it does, no
