@@ -8,34 +8,27 @@ It ends at the first difference, with the seed and the shortest program that sho
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
-import faulthandler
 import gc
 import itertools
 import json
-import multiprocessing
-import os
 import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tensordict
 import torch
 from later_use_programs import NotMade, Program, difference, play, program_of, shrink
+from played_seeds import DEVICE_TYPE, Tally, parser_of, play_batches, prepare, write_json
 
-DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 A_BATCH = 50
-TIMEOUT_S = 120
 
 
 @dataclass
-class Played:
+class Played(Tally):
     """The outcome of a number of seeds."""
 
     programs: int = 0
@@ -48,12 +41,9 @@ class Played:
     peak_memory_mb: int = 0
 
     def add(self, other: Played) -> None:
-        self.programs += other.programs
-        self.not_made += other.not_made
-        self.uses += other.uses
-        self.copies += other.copies
-        self.kinds += other.kinds
-        self.peak_memory_mb = max(self.peak_memory_mb, other.peak_memory_mb)
+        peak_memory_mb = max(self.peak_memory_mb, other.peak_memory_mb)
+        super().add(other)
+        self.peak_memory_mb = peak_memory_mb
 
 
 def play_seeds(seeds: range) -> Played:
@@ -88,26 +78,6 @@ def _told(seed: int, program: Program, found: str) -> str:
     return f"seed {seed}: {found}\n{program}\nThe shortest, {first}:\n{shorter}"
 
 
-def prepare() -> None:
-    """Enables the simulated device, and ends the process with a traceback if it is stuck."""
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    if DEVICE_TYPE == "sim":
-        from tdcopier import sim
-
-        sim.enable(devices=2)
-    gc.collect()
-    gc.freeze()
-
-
-def _play_batch(seeds: range) -> Played:
-    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
-    try:
-        return play_seeds(seeds)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def _batches(first_seed: int, ends_at: float) -> Iterator[range]:
     for first in itertools.count(first_seed, A_BATCH):
         if time.monotonic() > ends_at:
@@ -116,11 +86,8 @@ def _batches(first_seed: int, ends_at: float) -> Iterator[range]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="play this one, and print it")
     parser.add_argument("--json", help="write what has been played to this file as it goes on")
     arguments = parser.parse_args()
 
@@ -129,8 +96,6 @@ def main() -> None:
         print(program_of(arguments.seed))
         print(json.dumps(play_seeds(range(arguments.seed, arguments.seed + 1)).uses, indent=2))
         return
-
-    from tqdm import tqdm
 
     started = time.monotonic()
     total = Played()
@@ -152,36 +117,14 @@ def main() -> None:
             "by_use": dict(sorted(total.uses.items())),
         }
 
-    def write(difference: str | None = None) -> None:
-        if arguments.json:  # report progress, in case the run is ended early
-            Path(arguments.json).write_text(json.dumps(told(difference), indent=2) + "\n")
-
-    spawn = multiprocessing.get_context("spawn")
     batches = _batches(arguments.first_seed, started + 60 * arguments.minutes)
-    with (
-        concurrent.futures.ProcessPoolExecutor(arguments.jobs, spawn, prepare) as pool,
-        tqdm(unit=" programs", mininterval=10) as progress,
-    ):
-        waiting = {}
-        for seeds in itertools.islice(batches, arguments.jobs):
-            waiting[pool.submit(_play_batch, seeds)] = seeds
-        while waiting:
-            done, _ = concurrent.futures.wait(
-                waiting, return_when=concurrent.futures.FIRST_COMPLETED
-            )
-            for each in done:
-                seeds = waiting.pop(each)
-                try:
-                    played = each.result()
-                except BaseException as error:
-                    write(f"in seeds {seeds.start} to {seeds.stop - 1}: {error}")
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-                total.add(played)
-                progress.update(played.programs)
-                write()
-                for more in itertools.islice(batches, 1):
-                    waiting[pool.submit(_play_batch, more)] = more
+    try:
+        for played in play_batches(play_seeds, batches, arguments.jobs, "programs"):
+            total.add(played)
+            write_json(arguments.json, told())
+    except RuntimeError as error:
+        write_json(arguments.json, told(str(error)))
+        raise
     print(json.dumps(told(), indent=2))
 
 

@@ -20,14 +20,9 @@ if the memory beside them is not what it was.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
-import faulthandler
 import functools
-import gc
-import multiprocessing
 import os
 import random
 import re
@@ -43,6 +38,7 @@ from typing import Any
 import torch
 from container_classes import FrozenSlottedSample, Pair, Sample, SlottedSample
 from parcel_parts import Extents, Layout, joined, parts_of
+from played_seeds import DEVICE_TYPE, Tally, batches_of, parser_of, play_batches, prepare
 from support import same_bytes
 from tensordict import TensorDict
 from tensordict_classes import Frames
@@ -50,10 +46,8 @@ from tensordict_classes import Frames
 import tdcopier
 from tdcopier import Parcel, pack
 
-DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 MUTATIONS = 100  # of a seed
 A_BATCH = 20  # seeds that a process plays at a time
-TIMEOUT_S = 300
 MOST_BYTES_PER_BYTE = 1000  # an empty TensorDict is made of six bytes, and has two thousand
 FREE_BYTES = 128 * 1024
 MOST_BODY_BYTES = 64 * 1024
@@ -127,7 +121,7 @@ def layouts() -> dict[str, Layout]:
 
 
 @dataclass
-class Played:
+class Played(Tally):
     """The outcome of a number of mutations."""
 
     mutations: int = 0
@@ -135,12 +129,6 @@ class Played:
     trees: Counter[str] = field(default_factory=Counter)
     """By the kind of the parcel that was mutated."""
     refusals: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: Played) -> None:
-        self.mutations += other.mutations
-        self.wrong += other.wrong
-        self.trees += other.trees
-        self.refusals += other.refusals
 
 
 def play_seeds(seeds: range) -> Played:
@@ -287,39 +275,22 @@ def limited_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def prepare() -> None:
-    """Enables the simulated device, and ends the process with a traceback if it is stuck."""
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    if DEVICE_TYPE == "sim":
-        from tdcopier import sim
-
-        sim.enable(devices=2)
-    gc.collect()
-    gc.freeze()
-
-
-def _play_batch(seeds: range) -> Played:
-    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
-    try:
-        return play_seeds(seeds)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--mutations", type=int, default=10_000)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="play this one alone")
     arguments = parser.parse_args()
 
     if arguments.seed is not None:
         prepare()
         total = play_seeds(range(arguments.seed, arguments.seed + 1))
     else:
-        total = _play_together(arguments.mutations, arguments.jobs, arguments.first_seed)
+        seeds = -(-arguments.mutations // MUTATIONS)
+        batches = batches_of(arguments.first_seed, seeds, A_BATCH)
+        total = Played()
+        for played in play_batches(
+            play_seeds, batches, arguments.jobs, "mutations", seeds * MUTATIONS
+        ):
+            total.add(played)
     for counted in (total.refusals, total.trees):
         for name, count in sorted(counted.items()):
             print(f"{count:9,}  {name}")
@@ -328,28 +299,6 @@ def main() -> int:
     print(f"{total.mutations:,} mutations, {sum(total.trees.values()):,} trees, torch "
           f"{torch.__version__}: {len(total.wrong)} wrong")  # fmt: skip
     return bool(total.wrong)
-
-
-def _play_together(mutations: int, jobs: int, first_seed: int) -> Played:
-    from tqdm import tqdm
-
-    total = Played()
-    last_seed = first_seed + -(-mutations // MUTATIONS)
-    batches = [
-        range(first, min(first + A_BATCH, last_seed))
-        for first in range(first_seed, last_seed, A_BATCH)
-    ]
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        concurrent.futures.ProcessPoolExecutor(jobs, spawn, prepare) as pool,
-        tqdm(total=(last_seed - first_seed) * MUTATIONS, unit=" mutations", mininterval=5) as bar,
-    ):
-        for done in concurrent.futures.as_completed(pool.submit(_play_batch, b) for b in batches):
-            played = done.result()
-            total.add(played)
-            bar.update(played.mutations)
-            bar.set_postfix(wrong=len(total.wrong))
-    return total
 
 
 if __name__ == "__main__":

@@ -11,12 +11,6 @@ and some results are compared only after the next case. Cases with other values 
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
-import faulthandler
-import gc
-import multiprocessing
-import os
 import random
 import sys
 from collections import Counter
@@ -25,30 +19,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from played_seeds import DEVICE_TYPE, Tally, batches_of, parser_of, play_batches, prepare
 from row_worlds import Pick, World, filled, last_places, same, spoil
 
 import tdcopier
 
-DEVICE_TYPE = os.environ.get("TDCOPIER_TEST_DEVICE", "sim")
 CASES = 25  # of a seed
 A_BATCH = 20  # seeds that a process plays at a time
-TIMEOUT_S = 120
 
 Check = Callable[[], bool]
 
 
 @dataclass
-class Played:
+class Played(Tally):
     """The outcome of a number of cases."""
 
     cases: int = 0
     wrong: list[str] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: Played) -> None:
-        self.cases += other.cases
-        self.wrong += other.wrong
-        self.kinds += other.kinds
 
 
 def play_seeds(seeds: range) -> Played:
@@ -218,39 +206,20 @@ def _raises(call: Callable[[], object]) -> Check:
 # ---- as a program --------------------------------------------------------------------------------
 
 
-def prepare() -> None:
-    """Enables the simulated device, and ends the process with a traceback if it is stuck."""
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    if DEVICE_TYPE == "sim":
-        from tdcopier import sim
-
-        sim.enable(devices=2)
-    gc.collect()
-    gc.freeze()
-
-
-def _play_batch(seeds: range) -> Played:
-    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
-    try:
-        return play_seeds(seeds)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="play this one alone")
     arguments = parser.parse_args()
 
     if arguments.seed is not None:
         prepare()
         total = play_seeds(range(arguments.seed, arguments.seed + 1))
     else:
-        total = _play_together(arguments.cases, arguments.jobs, arguments.first_seed)
+        seeds = -(-arguments.cases // CASES)
+        batches = batches_of(arguments.first_seed, seeds, A_BATCH)
+        total = Played()
+        for played in play_batches(play_seeds, batches, arguments.jobs, "cases", seeds * CASES):
+            total.add(played)
     for kind, count in sorted(total.kinds.items()):
         print(f"{count:8,}  {kind}")
     for wrong in total.wrong:
@@ -258,28 +227,6 @@ def main() -> int:
     print(f"{total.cases:,} cases on {DEVICE_TYPE}, torch {torch.__version__}: "
           f"{len(total.wrong)} wrong")  # fmt: skip
     return bool(total.wrong)
-
-
-def _play_together(cases: int, jobs: int, first_seed: int) -> Played:
-    from tqdm import tqdm
-
-    total = Played()
-    last_seed = first_seed + -(-cases // CASES)
-    batches = [
-        range(first, min(first + A_BATCH, last_seed))
-        for first in range(first_seed, last_seed, A_BATCH)
-    ]
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        concurrent.futures.ProcessPoolExecutor(jobs, spawn, prepare) as pool,
-        tqdm(total=(last_seed - first_seed) * CASES, unit=" cases", mininterval=5) as bar,
-    ):
-        for done in concurrent.futures.as_completed(pool.submit(_play_batch, b) for b in batches):
-            played = done.result()
-            total.add(played)
-            bar.update(played.cases)
-            bar.set_postfix(wrong=len(total.wrong))
-    return total
 
 
 if __name__ == "__main__":

@@ -9,18 +9,17 @@ stays in use, and deadlocks. Freed memory is poisoned.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
+import functools
 import json
 import multiprocessing
 import os
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from played_seeds import Tally, batches_of, parser_of, play_batches, write_json
 from scenario_table import PASSING, SCENARIOS
 from scenario_world import ScenarioWorld, device_values, keep_on, one_processor
 
@@ -29,11 +28,12 @@ from tdcopier import sim
 
 DEVICES = ("sim:0", "sim:1")
 TIMEOUT_S = float(os.environ.get("TDCOPIER_PLAY_TIMEOUT_S", "30"))
+A_BATCH = 50  # seeds that a process plays at a time
 _values: dict[str, torch.Tensor] = {}
 
 
 @dataclass
-class Played:
+class Played(Tally):
     """The outcome of a number of schedules."""
 
     schedules: int = 0
@@ -42,12 +42,6 @@ class Played:
     fingerprints: set[tuple[str, int]] = field(default_factory=set)
     """Of the overlapping schedules: the scenario and a fingerprint of the choices."""
     choices: int = 0
-
-    def add(self, other: Played) -> None:
-        self.schedules += other.schedules
-        self.overlapping += other.overlapping
-        self.fingerprints |= other.fingerprints
-        self.choices += other.choices
 
 
 def prepare() -> None:
@@ -102,12 +96,9 @@ def take_processor(taken: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--schedules", type=int, default=10_000, help="how many, all together")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", choices=SCENARIOS, action="append", help="a scenario; repeatable")
-    parser.add_argument("--seed", type=int, help="play this one and print its steps")
     parser.add_argument("--json", help="write what has been shown to this file as it goes on")
     arguments = parser.parse_args()
     names = arguments.only or PASSING
@@ -118,15 +109,8 @@ def main() -> None:
             print("\n".join(f"  {step}" for step in play(name, arguments.seed)[1].steps))
         return
 
-    from tqdm import tqdm
-
-    a_batch = 50
     seeds = -(-arguments.schedules // len(names))
-    last = arguments.first_seed + seeds
-    batches = [
-        range(first, min(first + a_batch, last))
-        for first in range(arguments.first_seed, last, a_batch)
-    ]
+    batches = batches_of(arguments.first_seed, seeds, A_BATCH)
     started = time.monotonic()
     total = Played()
 
@@ -143,18 +127,13 @@ def main() -> None:
             "torch": torch.__version__,
         }
 
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        concurrent.futures.ProcessPoolExecutor(
-            arguments.jobs, spawn, take_processor, (spawn.Value("i", 0),)
-        ) as pool,
-        tqdm(total=seeds * len(names), unit=" schedules", disable=None) as progress,
-    ):
-        for played in pool.map(play_range, [names] * len(batches), batches):
-            total.add(played)
-            progress.update(played.schedules)
-            if arguments.json:  # report progress, in case the run is ended early
-                Path(arguments.json).write_text(json.dumps(told(), indent=2) + "\n")
+    taken = multiprocessing.get_context("spawn").Value("i", 0)
+    for played in play_batches(
+        functools.partial(play_range, names), batches, arguments.jobs, "schedules",
+        seeds * len(names), take_processor, (taken,),
+    ):  # fmt: skip
+        total.add(played)
+        write_json(arguments.json, told())
     print(json.dumps(told(), indent=2))
 
 
