@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
-from calls import CALLS, FEW, Leaves, Work, work_of
+from calls import CALLS, FEW, work_of
+from work_of_calls import Leaves, Work
 
 import tdcopier
 

@@ -20,10 +20,11 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from calls import ROWS, Leaves, Work, each_call
+from calls import each_call
 from catalogue import DTYPES
 from support import same_bytes
 from tensordict import TensorDict
+from work_of_calls import ROWS, Leaves, Work
 
 SIZE_SLACK_BYTES = 1024
 

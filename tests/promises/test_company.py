@@ -20,13 +20,14 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, Call, calls_for, each_call_that_goes_on, work_of
+from calls import CALLS, calls_for, each_call_that_goes_on, work_of
 from fault_support import BUFFER_BYTES, assert_gives_back, in_use
 from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
 from interrupts import KINDS, Interrupter, in_time, interrupted_everywhere
 from sim_support import becomes
 from thread_support import Call as InThread
 from thread_support import at_once, let_go_without_the_gil
+from work_of_calls import Call
 
 import tdcopier
 from tdcopier import _C

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, Call, Work, each_call
+from calls import CALLS, each_call
 from fault_support import (
     BUFFER_BYTES,
     assert_fails_every_time,
@@ -27,6 +27,7 @@ from filled_leaves import filled, values_of
 from sim_support import BRIEFLY, becomes
 from sim_support import fresh as fresh
 from support import are_released, memory_reference
+from work_of_calls import Call, Work
 
 import tdcopier
 from tdcopier import _C

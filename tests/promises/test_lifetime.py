@@ -10,11 +10,12 @@ import weakref
 
 import pytest
 import torch
-from calls import Call, Work, each_call
+from calls import each_call
 from fault_support import in_use
 from filled_leaves import filled, sizes, values_of
 from sim_support import BRIEFLY
 from support import are_released, memory_reference
+from work_of_calls import Call, Work
 
 MANY = [*range(50, 90), 70_000]
 every_size = pytest.mark.parametrize(

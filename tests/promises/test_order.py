@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from calls import Work, each_call
+from calls import each_call
 from filled_leaves import refill, sizes, values_of
 from sim_support import BRIEFLY, becomes
 from thread_support import let_go_without_the_gil
+from work_of_calls import Work
 
 import tdcopier
 
