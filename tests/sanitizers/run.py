@@ -6,7 +6,8 @@ SITE contains the built package. Python and torch are built without a sanitizer,
 preloaded. It therefore does not see memory accesses of torch's and Python's own code, except in
 functions that the sanitizer intercepts everywhere (memcpy, malloc, free, locks, threads).
 The tests run without leak checks, which would make each of their many processes take minutes; so
-does a program of yours, in the place of both, for example `tests/support/play_parcels.py`.
+does a program of yours, in the place of both, for example `tests/support/play_parcels.py`, in which
+an allocation of more than `MOST_ALLOCATED_MB` is a finding, too.
 The suppressions and their reasons are in tsan.supp and lsan.supp.
 """
 
@@ -40,6 +41,7 @@ TESTS = [
     "rows",
     "park",
 ]
+MOST_ALLOCATED_MB = 8
 FOUND = 66  # the exit code for a finding; pytest would swallow the output
 
 
@@ -52,10 +54,13 @@ def library(name: str) -> str:
     return path
 
 
-def environment_of(kind: str, site: Path, leaks: bool) -> dict[str, str]:
+# Python has no frame pointers, and a suppressed function may be far up the stack.
+WITH_LEAKS = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=40"
+WITHOUT_LEAKS = "detect_leaks=0"
+
+
+def environment_of(kind: str, site: Path, asan: str) -> dict[str, str]:
     log = f"exitcode={FOUND}:log_path={site.with_name('report')}"
-    # Python has no frame pointers, and a suppressed function may be far up the stack.
-    leaking = "detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=40"
     return {
         **os.environ,
         "LD_PRELOAD": ":".join(library(name) for name in LIBRARIES[kind]),
@@ -67,7 +72,7 @@ def environment_of(kind: str, site: Path, leaks: bool) -> dict[str, str]:
         "TDCOPIER_TEST_LONGEST_S": "600",  # interrupts at hundreds of places take minutes
         # A forked child ends by itself, and may start threads.
         "TSAN_OPTIONS": f"{log}:die_after_fork=0:suppressions={HERE / 'tsan.supp'}",
-        "ASAN_OPTIONS": f"{log}:{leaking if leaks else 'detect_leaks=0'}",
+        "ASAN_OPTIONS": f"{log}:{asan}",
         "LSAN_OPTIONS": f"suppressions={HERE / 'lsan.supp'}:print_suppressions=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
@@ -80,14 +85,15 @@ def main() -> None:
     pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     pytest.append(f"--ignore-glob={ROOT}/tests/*/test_checking_*")  # they race on purpose
     runs = [
-        ([str(HERE / "stress.py"), "32", "100"], True),
-        ([*pytest, "--rootdir", str(ROOT), "-o", "timeout=600", *tests], False),
+        ([str(HERE / "stress.py"), "32", "100"], WITH_LEAKS),
+        ([*pytest, "--rootdir", str(ROOT), "-o", "timeout=600", *tests], WITHOUT_LEAKS),
     ]
     if sys.argv[3:]:
-        runs = [([str(Path(sys.argv[3]).resolve()), *sys.argv[4:]], False)]
-    for arguments, leaks in runs:
+        asan = f"{WITHOUT_LEAKS}:max_allocation_size_mb={MOST_ALLOCATED_MB}"
+        runs = [([str(Path(sys.argv[3]).resolve()), *sys.argv[4:]], asan)]
+    for arguments, asan in runs:
         began = time.monotonic()
-        environment = environment_of(kind, site, leaks)
+        environment = environment_of(kind, site, asan)
         # Not from the root: the package there has no native module.
         ended = subprocess.run([python, *arguments], cwd=site, env=environment, check=False)
         for report in site.parent.glob("report.*"):
