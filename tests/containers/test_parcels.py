@@ -19,7 +19,7 @@ from filled_leaves import refill, values_of
 from parcel_parts import joined, parts_of
 from parcel_support import assert_same
 from sim_support import hazards_of
-from support import oracle
+from support import oracle, same_bytes
 from tensordict import TensorDict
 from tensordict_classes import Frames
 from torch.utils._pytree import tree_leaves
@@ -257,7 +257,7 @@ def is_refused(data: bytes) -> bool:
         return True
     for leaf in tree_leaves(parcel.tree()):
         if isinstance(leaf, torch.Tensor):
-            leaf.clone().untyped_storage().tolist()
+            assert same_bytes(leaf.clone(), leaf)
     return False
 
 
