@@ -62,26 +62,26 @@ def test_training_goes_on_as_if_nothing_had_happened(device):
 
 
 @pytest.mark.sim
-def test_a_thousand_cycles_change_no_bit(sim):
+def test_hundreds_of_cycles_change_no_bit_and_keep_no_memory(sim):
     torch.manual_seed(0)
     models = [torch.nn.Linear(8, 4).to("sim") for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
     batch = torch.randn(3, 8).to("sim")
     used: list[tuple[int, int]] = []
-    for cycle in range(1000):
+    for cycle in range(300):
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             model(batch).square().sum().backward()
             optimizer.step()
         with tdcopier.parked(models[0], optimizers[0]):
             pass
-        if cycle in (10, 999):
+        if cycle in (10, 299):
             sim.synchronize()
             _C.testing.settle()
             used.append((sim.memory_stats().allocated_bytes, sim.pinned_bytes().in_use))
     assert used[0][0] == used[1][0]
-    assert used[1][1] <= used[0][1] + 2**20
+    assert used[1][1] <= used[0][1] + 2**18
     assert_values(values_of(models[1], optimizers[1]), models[0], optimizers[0])
 
 
