@@ -92,8 +92,8 @@ def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
 
     Args:
         buffer: an object with the buffer protocol, or a uint8 tensor on the host or a device. The
-            parcel uses its memory without a copy, if it begins at a multiple of 16 bytes: do not
-            write to it or resize it meanwhile.
+            parcel uses its memory without a copy, if it begins at a multiple of 8 bytes (of 16 for
+            complex128 leaves and pickled values): do not write to it or resize it meanwhile.
         allow_pickle: accept bytes with pickled values. Unpickling runs any code that the
             bytes' maker has chosen: only for bytes from a source that you trust.
 

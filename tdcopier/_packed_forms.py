@@ -103,7 +103,7 @@ def _is_harmless(cls: Any) -> bool:
     return dataclasses.is_dataclass(cls) and _can_be_made(cls)
 
 
-def _can_be_made(cls: type) -> bool:
+def _can_be_made(cls: Any) -> bool:
     """Return whether it is not abstract, and has no base that is made in its own way, as `int`."""
     try:
         object.__new__(cls)

@@ -14,7 +14,7 @@ Batch = dict[str, torch.Tensor]
 Columns = dict[str, np.ndarray[Any, Any]]
 
 
-class StartCopy(NumpyBatchCollateFn):
+class StartCopy(NumpyBatchCollateFn):  # type: ignore[misc, unused-ignore]  # without ray
     """Starts the copy of all columns of a batch, packed."""
 
     def __init__(self, device: str) -> None:

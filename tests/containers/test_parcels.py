@@ -11,6 +11,7 @@ from collections import namedtuple
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from catalogue_cases import ARRIVING, SOME_WRAPS, WRAPS, kind_and_ends
@@ -370,6 +371,29 @@ def test_memory_of_others_stays_while_a_parcel_uses_it(device):
     for each, seen in zip(parcels, views, strict=True):
         assert_same(seen, tree)
         assert_same(tdcopier.copy(each, device), oracle(tree, device))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "copied_from"),
+    [
+        pytest.param(torch.arange(9), 4, id="elements of 8 bytes"),
+        pytest.param(torch.ones(3, dtype=torch.complex128), 8, id="of 16 bytes"),
+        pytest.param(torch.nn.Parameter(torch.ones(3)), 8, id="pickled"),
+    ],
+)
+def test_memory_is_used_where_it_is_if_its_elements_can_be_read_there(leaf, copied_from, device):
+    data = bytes(pack([leaf]))
+    for offset in (0, 8, 4):
+        whole = np.zeros(len(data) + 16, np.uint8)
+        start = -whole.ctypes.data % 16 + offset
+        memory = whole[start : start + len(data)]
+        memory[:] = np.frombuffer(data, np.uint8)
+        parcel = Parcel.from_buffer(memory, allow_pickle=True)
+        is_copied = parcel._bytes.data_ptr() != memory.ctypes.data
+        assert is_copied == (offset != 0 and offset <= copied_from)
+        assert_same(parcel.tree(), [leaf])
+        (back,) = tdcopier.copy(tdcopier.copy(parcel, device), "cpu")
+        assert torch.equal(back.detach(), leaf.detach())
 
 
 def test_leaves_that_get_other_memory_while_values_are_pickled_are_packed_as_they_were():

@@ -234,8 +234,11 @@ def leaves_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, TensorDict):
-        TensorDict(dict(tree.items()), tree.batch_size)
-        assert all(name is None or type(name) is str for name in tree.names)
+        dims = len(tree.batch_size)
+        assert all(value.shape[:dims] == tree.batch_size for value in tree.values())
+        named = [name for name in tree.names if name is not None]
+        assert all(type(name) is str for name in named)
+        assert len({*named}) == len(named)  # its entries may have others, as users can give them
     if isinstance(tree, (dict, TensorDict)):
         children = [*tree.values()]
     elif isinstance(tree, (list, tuple)):

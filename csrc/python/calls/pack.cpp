@@ -30,6 +30,8 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
+constexpr uintptr_t kOutAddressBytes = 16;  // enough for any parcel
+
 std::string path_in_parcel(py::handle data, size_t node) {
   return path_of(data, node, std::nullopt).value_or("a value of data");
 }
@@ -145,7 +147,7 @@ c10::Storage memory_given(py::handle out, c10::Device device, uint64_t bytes,
   }
   memory = part_of_memory(memory, 0, bytes);
   const std::span<const std::byte> all(static_cast<const std::byte*>(memory.data()), bytes);
-  if (reinterpret_cast<uintptr_t>(all.data()) % kParcelAddressBytes != 0) {
+  if (reinterpret_cast<uintptr_t>(all.data()) % kOutAddressBytes != 0) {
     throw py::value_error("out must begin at a multiple of 16 bytes");
   }
   for (const Leaf& leaf : leaves.all()) {
@@ -325,14 +327,14 @@ std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is
   if (is_tensor(bytes.ptr())) {
     return Parcel::read(memory_of_tensor(bytes), {.may_unpickle = may_unpickle});
   }
-  BufferMemory found = memory_of_buffer(bytes);
-  ParcelTraits traits{may_unpickle, found.is_read_only, is_mapped};
-  if (reinterpret_cast<uintptr_t>(found.storage.data()) % kParcelAddressBytes != 0) {
-    const c10::Storage copy = new_host_memory(found.storage.nbytes());
-    std::memcpy(copy.mutable_data(), found.storage.data(), copy.nbytes());
-    return Parcel::read(copy, {.may_unpickle = may_unpickle});
-  }
-  return Parcel::read(std::move(found.storage), traits);
+  const BufferMemory found = memory_of_buffer(bytes);
+  std::unique_ptr<Parcel> made =
+      Parcel::read(found.storage, {may_unpickle, found.is_read_only, is_mapped});
+  const auto address = reinterpret_cast<uintptr_t>(found.storage.data());
+  if (address % made->layout().address_bytes == 0) return made;
+  const c10::Storage copy = new_host_memory(found.storage.nbytes());
+  std::memcpy(copy.mutable_data(), found.storage.data(), copy.nbytes());
+  return Parcel::read(copy, {.may_unpickle = may_unpickle});
 }
 
 }  // namespace tdcopier

@@ -5,6 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <exception>
+#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -36,6 +37,9 @@ auto with_torch_errors(Function&& function) {
     throw pybind11::index_error(error.what());
   } catch (MalformedBytes& error) {
     throw pybind11::value_error(error.what());
+  } catch (std::bad_alloc&) {  // torch makes a RuntimeError of it
+    PyErr_NoMemory();
+    throw pybind11::error_already_set();
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
     throw pybind11::error_already_set();

@@ -18,8 +18,6 @@ namespace tdcopier {
 
 // The body begins at a multiple of this, counted from the first byte of the parcel.
 inline constexpr uint64_t kParcelAlignmentBytes = 64;
-// The parcel itself begins at a multiple of this.
-inline constexpr uint64_t kParcelAddressBytes = 16;
 // The place of a byte that is 0 in each parcel: the highest one of the version.
 inline constexpr int64_t kZeroByteOfHead = 15;
 

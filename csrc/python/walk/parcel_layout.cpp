@@ -58,6 +58,9 @@ class LayoutReader {
       layout_->leaves.add(nullptr, c10::ScalarType::Byte, {&size, 1}, {&stride, 1});
     }
     layout_->memory = static_cast<uint32_t>(memory.size());
+    const bool is_of_small = std::ranges::none_of(
+        layout_->leaves.all(), [](const Leaf& leaf) { return c10::elementSize(leaf.dtype) > 8; });
+    if (memory.empty() && is_of_small) layout_->address_bytes = 8;
     PackPlan plan = parcel_plan(layout_->leaves);
     for (ChunkPlan& chunk : plan.chunks) chunk.as_source = true;
     layout_->plan = std::make_shared<const PackPlan>(std::move(plan));

@@ -42,6 +42,10 @@ class ParcelLayout {
   uint32_t opaque = 0;       // number of values that are no leaves
   pybind11::list classes{};  // of rebuilt containers: (module, name, class)
 
+  // What a parcel's address must be a multiple of: torch's code for 16-byte elements, which memory
+  // of pickled values may have too, needs that much.
+  uint64_t address_bytes = 16;
+
   // The same plan for a body that a device can read. Made by the first call.
   const std::shared_ptr<const PackPlan>& pinned_plan() const;
 
