@@ -40,7 +40,9 @@ PARCELS: dict[str, Defect] = {
     "layout_told_by_its_place_alone": Defect(
         "Oracle",
         "python/walk/known_layouts.cpp",
-        "  if (!known.layout || !std::ranges::equal(known.bytes, bytes)) return nullptr;",
+        "  if (!known.layout || known.bytes.size() != bytes.size()) return nullptr;\n"
+        "  // Not std::ranges::equal, which compares std::byte one by one.\n"
+        "  if (std::memcmp(known.bytes.data(), bytes.data(), bytes.size()) != 0) return nullptr;",
         "  if (!known.layout) return nullptr;\n"
         "  if (!{defect} && !std::ranges::equal(known.bytes, bytes)) return nullptr;",
         "parcels_of_layouts_that_share_a_place",

@@ -48,7 +48,7 @@ size_t KnownLayouts::place_of(std::span<const std::byte> bytes) {
   uint64_t hash = 0;
   for (const uint64_t lane : lanes) hash = (hash ^ lane) * kFactor;
   for (const std::byte byte : bytes) hash = hash * 31 + static_cast<uint64_t>(byte);
-  return (hash ^ hash >> 32) % kPlaces;
+  return (hash ^ hash >> 32) * kFactor >> 32 & (kPlaces - 1);
 }
 
 }  // namespace tdcopier

@@ -33,7 +33,7 @@ class KnownLayouts {
     std::vector<std::byte> bytes;
     std::shared_ptr<const ParcelLayout> layout;
   };
-  static constexpr size_t kPlaces = 64;
+  static constexpr size_t kPlaces = 64;  // a power of two
   static constexpr size_t kMostKeptBytes = 64 * 1024;
 
   static size_t place_of(std::span<const std::byte> bytes);
