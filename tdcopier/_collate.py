@@ -20,7 +20,7 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused
 from tdcopier._containers.unknown import class_name
-from tdcopier._pack import Parcel, memory_for, pack
+from tdcopier._pack import Parcel, memory_for, note_memory, pack
 from tdcopier._stacking import (
     Chunks,
     Collection,
@@ -112,6 +112,7 @@ def collate(samples: Sequence[Any]) -> Any:
 Collate: TypeAlias = Callable[[Any], Any]
 
 
+@keep_out_of_graphs("packed()")
 def packed(collate_fn: Collate = collate) -> Callable[..., Parcel]:
     """Return a collate function for a `DataLoader` whose batches are parcels.
 
@@ -123,8 +124,9 @@ def packed(collate_fn: Collate = collate) -> Callable[..., Parcel]:
 
     Each batch goes to the main process as one message; see :func:`~tdcopier.pack`. With
     :func:`~tdcopier.collate` or torch's `default_collate`, the samples are stacked in the parcel,
-    so that their bytes are copied once. TensorDicts, and what torch's own functions have to stack,
-    are stacked before, as is all that any other function makes.
+    so that their bytes are copied once before it is sent. TensorDicts, and what torch's own
+    functions have to stack, are stacked before. So are samples with containers of other classes
+    than `dict`, `list`, `tuple` and named tuples, whose code may look at the leaves.
 
     Args:
         collate_fn: makes a batch of a list of samples. Start methods other than fork pickle it.
@@ -146,14 +148,16 @@ def packed(collate_fn: Collate = collate) -> Callable[..., Parcel]:
 
 @keep_out_of_graphs("packed()")
 def _packed(collate_fn: Collate, samples: Any, *, out: Any = None) -> Parcel:
-    if collate_fn is collate or collate_fn is _torch.default_collate:
+    is_on_device = isinstance(out, torch.Tensor) and not out.is_cpu
+    if not is_on_device and (collate_fn is collate or collate_fn is _torch.default_collate):
         # Of TensorDicts, torch's function may make lazy stacks.
         walk = _Walk(takes_collections=collate_fn is collate)
         plan = walk.plan_all(samples)
         if not walk.has_met_others:
             memory = ParcelMemory(memory_for(out))
             parcel = memory.written(plan.build(memory))
-            return pack(plan.build(OwnMemory()), out=out) if parcel is None else parcel
+            if parcel is not None:
+                return note_memory(parcel, out)
     return pack(collate_fn(samples), out=out)
 
 
@@ -207,11 +211,13 @@ class _Walk:
         if is_tensor_collection(type(first)):
             return self._collection(samples)
         if isinstance(first, Mapping):
+            self._note_class(type(first) is dict)
             keys = list(first)
             columns = ([sample[key] for sample in samples] for key in keys)
             steps = [f"[{key!r}]" for key in keys]
             return Container(partial(like_mapping, first, keys), self._children(steps, columns))
         if isinstance(first, tuple) and hasattr(first, "_fields"):
+            self._note_class(_is_generated(type(first)))
             steps = [f".{name}" for name in first._fields]
             children = self._children(steps, iter(zip(*samples, strict=False)))
             return Container(partial(like_named_tuple, first), children)
@@ -221,6 +227,7 @@ class _Walk:
                 raise RuntimeError(
                     f"each element in list of batch should be of equal size; found sizes {lengths}"
                 )
+            self._note_class(type(first) is list or isinstance(first, tuple))
             steps = [f"[{index}]" for index in range(len(first))]
             children = self._children(steps, iter(zip(*samples, strict=True)))
             return Container(partial(like_sequence, first), children)
@@ -252,6 +259,10 @@ class _Walk:
         is_torchs = _module_of(function) == _torch.__name__
         return Made(made, self.slots) if is_torchs and _is_plain(made) else PassedThrough(made)
 
+    def _note_class(self, runs_no_code: bool) -> None:
+        """Note a class, whose code may look at leaves that are not written yet."""
+        self.has_met_others |= not runs_no_code
+
     def _other(self) -> Plan:
         self.has_met_others = True
         return PassedThrough(None)
@@ -267,6 +278,7 @@ class _Walk:
         return self._taken(stacked)
 
     def _taken(self, batch: Any) -> Plan:
+        self._note_class(_runs_no_code(batch))
         leaves: dict[int, Made] = {}
 
         def take(leaf: Any) -> Any:
@@ -276,6 +288,24 @@ class _Walk:
 
         batch.apply(take)
         return Collection(batch, leaves)
+
+
+def _runs_no_code(collection: Any) -> bool:
+    """Return whether it has no class of a user's: a TensorDict of tensors, values and others."""
+    cls = type(collection)
+    if not is_tensor_collection(cls):
+        return True
+    if cls.__module__.partition(".")[0] != "tensordict":
+        return False
+    if cls.__name__ != "TensorDict":
+        return cls.__name__ == "NonTensorData"
+    return all(_runs_no_code(each) for each in collection.values())
+
+
+def _is_generated(cls: type) -> bool:
+    """Return whether `collections.namedtuple` or `typing.NamedTuple` has made all of the class."""
+    made: Any = cls.__new__
+    return cls.__bases__ == (tuple,) and made.__module__ == f"namedtuple_{cls.__name__}"
 
 
 def _function_for(value: Any) -> Any:

@@ -17,6 +17,7 @@ from tdcopier import _C
 from tdcopier._C import Parcel as Parcel
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._copy import copy, start_copy
+from tdcopier._into import copy_into
 from tdcopier._mistaken_use import say_what_to_use
 from tdcopier._options import Device
 
@@ -71,7 +72,11 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
         ValueError: `out` is too small, is read-only, is not aligned, or overlaps the tree.
         RuntimeError: the tree is on a device whose current stream is capturing a CUDA graph.
     """
-    parcel = _C.pack(tree, memory_for(out))
+    return note_memory(_C.pack(tree, memory_for(out)), out)
+
+
+def note_memory(parcel: Parcel, out: Any) -> Parcel:
+    """Return the parcel, which has been written to `out`; other processes may share that."""
     if isinstance(out, torch.Tensor) and out.is_cpu and out.untyped_storage().is_shared():
         _shared_outs[parcel] = out.detach().view(-1).view(torch.uint8)[: parcel.nbytes]
     return parcel
@@ -201,7 +206,8 @@ def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any
     storages: Any = torch.UntypedStorage  # `share_memory_()` would copy what is not written yet
     storage = storages._new_shared(parcel.nbytes, device="cpu")
     shared = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    shared.copy_(parcel._bytes)  # by several threads, unlike numpy
+    # Not by torch, whose threads hang in a forked process.
+    copy_into(parcel._bytes, shared)
     return _from_shared, (shared,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import namedtuple
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +22,12 @@ from collate_support import (
     dtypes_of,
     leaves_of,
 )
-from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict, tensorclass
 from torch.utils.data import DataLoader, default_collate
 
 import tdcopier
 from tdcopier import Parcel, pack, packed
+from tdcopier._pack import _shared_outs
 
 COLLATES = [
     pytest.param(tdcopier.collate, id="collate"),
@@ -73,6 +75,44 @@ def test_torchs_own_function_makes_lazy_stacks_of_ragged_tensordicts_here_too():
     assert [each["x"].tolist() for each in got.unbind(0)] == [[1, 1], [1, 1, 1]]
 
 
+class Cropped(namedtuple("Cropped", ["x", "y"])):
+    """Keeps a part of its leaf, and looks at it."""
+
+    def __new__(cls, x: torch.Tensor, y: Any) -> Any:
+        assert (x >= 0).all()
+        return super().__new__(cls, x[..., :2], y)
+
+
+class Summed(dict):  # type: ignore[type-arg]
+    """Computes with its leaves when it is made."""
+
+    def update(self, *arguments: Any, **items: Any) -> None:
+        super().update(*arguments, **items)
+        self.total = float(self["x"].sum())
+
+
+@tensorclass
+class Watchful:
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert (self.x >= 0).all()
+
+
+@pytest.mark.parametrize("collate_fn", COLLATES[:2])
+def test_code_of_containers_sees_leaves_that_are_written(collate_fn):
+    leaves = [torch.arange(3.0) + 10 * i for i in range(4)]
+    for samples in (
+        [Cropped(leaf, torch.ones(2)) for leaf in leaves],
+        [[Summed(x=leaf)] for leaf in leaves],
+        [{"x": Watchful(leaf, batch_size=[])} for leaf in leaves],
+    ):
+        # Freed memory is given again, with what is there.
+        junk = [torch.full((4, 3), -1.0) for _ in range(50)]
+        del junk
+        assert bytes(packed(collate_fn)(samples)) == bytes(pack(collate_fn(samples)))
+
+
 @pytest.mark.parametrize("is_given", [True, False], ids=["memory of ours", "new memory"])
 def test_samples_are_stacked_in_the_parcel(is_given):
     samples = samples_of(Nested(20))
@@ -105,6 +145,22 @@ def test_samples_on_a_device_are_packed_there(device, others):
         parcel = packed()(samples)
         assert parcel.device == torch.device(device)
         assert tdcopier.copy(parcel, "cpu")["x"].tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_memory_on_a_device_is_refused_for_samples_on_the_host_as_by_pack(device):
+    out = torch.zeros(4096, dtype=torch.uint8, device=device)
+    with pytest.raises((TypeError, ValueError)) as error:
+        pack(torch.ones(2, 3), out=out)
+    with pytest.raises(error.type):
+        packed()([torch.ones(3)] * 2, out=out)
+    parcel = packed()([torch.ones(3, device=device)] * 2, out=out)
+    assert parcel._bytes.data_ptr() == out.data_ptr()
+
+
+def test_shared_memory_that_was_given_is_sent_as_it_is():
+    out = torch.empty(2_000_000, dtype=torch.uint8).share_memory_()
+    parcel = packed()([torch.ones(300_000)], out=out)
+    assert _shared_outs[parcel].data_ptr() == out.data_ptr()
 
 
 def test_what_stands_in_the_gaps_of_the_memory_is_cleared():

@@ -481,6 +481,12 @@ class Harmless:
     pass
 
 
+def test_a_tensor_without_memory_is_refused():
+    for tree in ([torch.empty(2, device="meta")], [torch.ones(1), torch.empty(2, device="meta")]):
+        with pytest.raises(TypeError, match="on meta"):
+            pack(tree)
+
+
 @pytest.mark.parametrize("cls", [Abstract, Number, Finalized, Harmless])
 def test_bytes_may_name_only_dataclasses_that_can_be_made_and_run_no_code(cls):
     module, name = cls.__module__.encode(), cls.__qualname__.encode()

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,48 @@ from tdcopier import Parcel, pack
 from tdcopier._pack import SHARED_FROM_BYTES
 
 LARGE = SHARED_FROM_BYTES // 8
+
+
+def _made(count: int) -> Parcel:
+    return pack([np.ones(count, np.float32)])
+
+
+def _send_one(connection: Any) -> None:
+    connection.send(_made(1_000_000))
+    connection.recv()  # it must be alive until the parcel has been received
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_the_main_thread_of_a_forked_process_sends_a_large_parcel():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    (torch.ones(1_000_000) + 1).sum()  # starts threads of torch, which the child lacks
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    sender = context.Process(target=_send_one, args=(theirs,))
+    try:
+        sender.start()
+        assert ours.poll(60)
+        (leaf,) = ours.recv().tree()
+        assert leaf.sum() == 1_000_000
+    finally:
+        torch.set_num_threads(threads)
+        sender.kill()
+        sender.join()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="counts mappings")
+def test_memory_that_was_received_goes_with_the_last_leaf():
+    parcels = [ForkingPickler.dumps(_made(500_000)) for _ in range(20)]
+    before = len(os.listdir("/proc/self/fd"))
+    most = 0
+    for data in parcels:
+        parcel = pickle.loads(data)
+        leaves = parcel.tree()
+        del parcel
+        assert leaves[0].sum() == 500_000
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+    assert most <= 3
 
 
 def tree_of(number: int, size: int = 10) -> dict[str, Any]:

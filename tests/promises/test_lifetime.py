@@ -183,6 +183,9 @@ def test_memory_is_given_back_when_the_results_go(make, accelerator):
     work = make(1, [100_000, 50])
     for _ in range(2):
         work.start().get()  # a plan may keep two results
+    gc.collect()
+    for place in work.devices:
+        accelerator.synchronize(place)
     before = [accelerator.memory_allocated(place) for place in work.devices]
     result = work.start().get()
     if work.call.makes_device_memory and not work.call.plan:

@@ -24,6 +24,7 @@
 #include "python/runtime/torch_tensor.h"
 #include "python/walk/buffer_memory.h"
 #include "python/walk/flatten.h"
+#include "python/walk/sources.h"
 
 namespace py = pybind11;
 
@@ -34,6 +35,11 @@ constexpr uintptr_t kOutAddressBytes = 16;  // enough for any parcel
 
 std::string path_in_parcel(py::handle data, size_t node) {
   return path_of(data, node, std::nullopt).value_or("a value of data");
+}
+
+[[noreturn]] void refuse_unreadable(py::handle data, size_t node, c10::Device device) {
+  throw py::type_error(path_in_parcel(data, node) + " cannot be packed: it is on " + device.str() +
+                       ", and parcels are on the host or a device that tdcopier copies from");
 }
 
 [[noreturn]] void refuse_device(py::handle data, size_t node, c10::Device its, c10::Device others) {
@@ -51,6 +57,7 @@ SourceGroup only_group(FlatTree& flat, py::handle data) {
     PyObject* const value = flat.spec.value(leaf.value);
     if (!is_tensor(value)) continue;
     const c10::Device its = tensor_in(value).device();
+    if (!its.is_cpu() && !has_engine_transfers(its)) refuse_unreadable(data, leaf.node, its);
     if (!first) first = its;
     if (its != *first) refuse_device(data, leaf.node, its, *first);
   }
@@ -324,6 +331,7 @@ Reserved reserve(py::handle data, py::handle out) {
 }
 
 std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is_mapped) {
+  release_returned_sources();
   if (is_tensor(bytes.ptr())) {
     return Parcel::read(memory_of_tensor(bytes), {.may_unpickle = may_unpickle});
   }

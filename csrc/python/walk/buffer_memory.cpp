@@ -13,14 +13,14 @@ namespace py = pybind11;
 namespace tdcopier {
 namespace {
 
-// Drops a memoryview, which lets its object go. Without the GIL, leaves it to the next call: a
-// worker that waited for the GIL could deadlock with a caller that waits for the worker.
+// Drops a memoryview, which lets its object go. Without the GIL, which torch releases while it
+// frees the memory of a tensor, later: a worker that waited for the GIL could deadlock with a
+// caller that waits for the worker.
 void release_view(void* context) {
   auto* const view = static_cast<PyObject*>(context);
   if (Py_IsInitialized() == 0) return;  // the interpreter has freed it
   if (PyGILState_Check() != 0) return Py_DECREF(view);
-  PySources returned;
-  returned.keep(view);
+  drop_later(view);
 }
 
 void release_storage(void* context) {

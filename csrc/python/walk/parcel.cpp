@@ -17,6 +17,7 @@
 #include "engine/leaves/result.h"
 #include "python/runtime/hooks.h"
 #include "python/runtime/torch_tensor.h"
+#include "python/walk/sources.h"
 
 namespace py = pybind11;
 
@@ -151,6 +152,7 @@ bool Parcel::is_pinned() const {
 }
 
 py::object Parcel::tree() const {
+  release_returned_sources();
   const RelaxedCapture relaxed(device().type());  // of another thread
   LeafTable leaves(device());
   leaves.add_placed(layout_->leaves, *layout_->plan, nullptr);

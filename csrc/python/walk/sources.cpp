@@ -132,6 +132,15 @@ void PySources::release() noexcept {
   if (is_worker && !list.ending) Py_AddPendingCall(release_in_main_thread, nullptr);
 }
 
+void drop_later(PyObject* object) {
+  {
+    PySources dropped;
+    dropped.keep(object);
+  }
+  // A Python thread may be in code of others: no call of ours that is about to end.
+  if (!returned().ending) Py_AddPendingCall(release_in_main_thread, nullptr);
+}
+
 void release_returned_sources() {
   Returned& list = returned();
   if (!list.any) return;

@@ -49,6 +49,10 @@ class PySources final : public KeepAlive {
   RecycledVector<c10::Storage> memory_;
 };
 
+// Drops an object once a thread has the GIL: in the next call, or as the main thread's pending one.
+// Takes over a reference. GIL: not held.
+void drop_later(PyObject* object);
+
 // Drops all objects on that list. GIL: held. May run any Python code (finalizers of the sources).
 void release_returned_sources();
 
