@@ -25,8 +25,8 @@ SHARED_FROM_BYTES = 768 * 1024
 """From this size a parcel goes to another process as shared memory, and below as bytes.
 
 Measured from `put(pack(batch))` until a spawned process has read all leaves, with new memory each
-time (benchmarks/travel/threshold.py), in two runs on 2 busy cores: bytes take 0.76 and 0.91 of the
-time of shared memory at 512 KiB, 0.87 and 1.16 at 768 KiB, and 1.26 and 1.6 at 1 MiB."""
+time (benchmarks/travel/threshold.py), on 2 cores without other work: bytes take 0.76 of the time of
+shared memory at 512 KiB, 0.82 at 768 KiB, and 1.19 at 1 MiB."""
 
 _shared_outs: WeakKeyDictionary[Parcel, torch.Tensor] = WeakKeyDictionary()
 """The memory of parcels that are in shared memory already, as the tensor that was given."""
