@@ -44,7 +44,7 @@ def test_the_command_runs_on_the_simulated_device_and_says_that_it_says_nothing_
     assert "one large tensor, sim:0 to cpu: 1 leaf, 1 MB; tdcopier: 1 transfer\n" in done.stdout
     assert "detection batch, H2D ...\n" in done.stderr
 
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_text("utf-8"))
     assert [(case["batch"], case["source"], case["target"]) for case in result["cases"]] == [
         ("detection batch", "cpu", "sim:0"),
         ("detection batch", "sim:0", "cpu"),

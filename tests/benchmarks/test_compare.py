@@ -38,7 +38,7 @@ def a_site(folder: Path, version: str) -> Path:
     for module in Path(_C.__file__).parent.glob("*.so"):
         if not (package / module.name).exists():
             shutil.copy(module, package)
-    text = (package / "__init__.py").read_text()
+    text = (package / "__init__.py").read_text("utf-8")
     (package / "__init__.py").write_text(text + f"\n__version__ = {version!r}\n")
     return folder
 
@@ -86,7 +86,7 @@ def test_each_build_times_its_own_package_with_the_batches_of_this_checkout(tmp_
         command, capture_output=True, text=True, timeout=200, check=False, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(path.read_text())
+    result = json.loads(path.read_text("utf-8"))
     assert [result[build]["version"] for build in (compare.OLD, compare.NEW)] == ["1.old", "2.new"]
     assert [result[build]["failed"] for build in (compare.OLD, compare.NEW)] == [{}, {}]
     assert result["machine"]["device"] == "sim:0"
@@ -118,7 +118,7 @@ def test_the_build_that_goes_first_alternates_and_ratios_are_of_the_same_round(
     monkeypatch.setattr(compare, "Child", Child)
     assert compare.main([*options, "--rounds", "3"]) == 0
     assert leaders == ["old", "new", "old"]
-    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "found.json").read_text("utf-8"))["rows"]
     assert row == {
         "row": "copy",
         "old_us": 200.0,
@@ -140,7 +140,7 @@ def test_a_round_in_which_a_build_fails_is_left_out(
 
     monkeypatch.setattr(compare, "Child", Child)
     assert compare.main([*options, "--rounds", "2"]) == 0
-    result = json.loads((tmp_path / "found.json").read_text())
+    result = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert result["rounds"] == 1
     assert [row["ratio"] for row in result["rows"]] == [1 / 3]  # the new build led in this round
     assert compare.main([*options, "--rounds", "1"]) == 1

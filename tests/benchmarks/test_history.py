@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_result_gives_a_line_for_each_main_way_and_for_each_target(path: Path) -> None:
     assert history.add([a_result()], path) == 3
-    ours, other, target = map(json.loads, path.read_text().splitlines())
+    ours, other, target = map(json.loads, path.read_text("utf-8").splitlines())
     about = {
         "commit": "0123456",
         "dirty": False,
@@ -80,10 +80,10 @@ def test_another_commit_machine_or_changed_tree_has_lines_of_its_own(
 
 def test_a_result_of_the_simulated_device_is_refused_and_leaves_the_file(path: Path) -> None:
     history.add([a_result()], path)
-    before = path.read_text()
+    before = path.read_text("utf-8")
     with pytest.raises(ValueError, match="'h2d' is of the simulated device"):
         history.add([a_result(git_commit="a"), a_result(device="sim:0")], path)
-    assert path.read_text() == before
+    assert path.read_text("utf-8") == before
 
 
 @pytest.mark.parametrize(

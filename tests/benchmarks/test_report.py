@@ -149,7 +149,7 @@ def test_the_readme_has_the_figures_of_one_machine() -> None:
 
 
 def test_the_readme_has_the_figures_of_the_committed_results() -> None:
-    readme = (BENCHMARKS.parent / "README.md").read_text()
+    readme = (BENCHMARKS.parent / "README.md").read_text("utf-8")
     assert report.with_part(readme, report.readme_part(list(RESULTS.values()))) == readme
     assert report.with_part(readme, "new") != readme
     with pytest.raises(ValueError, match="has no"):
@@ -162,7 +162,7 @@ def test_the_readme_has_the_figures_of_the_committed_results() -> None:
 @pytest.mark.parametrize("name", list(plots.BARS))
 def test_the_committed_plot_has_every_bar_of_its_result(name: str) -> None:
     plot = plots.plot_of(RESULTS[name])
-    svg = (report.RESULTS / report.plot_name(RESULTS[name])).read_text()
+    svg = (report.RESULTS / report.plot_name(RESULTS[name])).read_text("utf-8")
     texts = texts_of(svg)
     assert plot.heading in " ".join(texts)
     assert {*plot.us} <= set(texts)

@@ -85,7 +85,7 @@ def test_a_benchmark_runs_with_right_values_and_the_keys_of_the_committed_result
     assert torch.get_num_threads() == threads
     printed = capsys.readouterr().out
     assert printed.endswith("targets: all hit\n")
-    result = json.loads((tmp_path / f"{name}-sim.json").read_text())
+    result = json.loads((tmp_path / f"{name}-sim.json").read_text("utf-8"))
     assert list(missing(RESULTS.get(name, {}), result)) == []
     wrong = list(wrong_numbers(result))
     assert set(wrong) == ({0} if name != "containers" else set())

@@ -351,7 +351,7 @@ def test_the_command_tries_a_loop_on_the_simulated_device(sim, tmp_path, capsys)
     printed = capsys.readouterr()
     assert "loop_few: a round takes" in printed.err
     assert "hit: batches that differ from the dataset's" in printed.out
-    result = json.loads(file.read_text())
+    result = json.loads(file.read_text("utf-8"))
     found = result["trainers"]["loop_few"]
     assert (found["leaves"], found["rounds"]) == (6, 2)
     assert found["wrong"] == {"resident": 0, "pin_memory": 0, "prefetch:depth=3": 0}
@@ -374,7 +374,7 @@ def test_the_runner_of_all_benchmarks_knows_it(sim, monkeypatch, tmp_path, capsy
     asked = ["--device", "sim", "--quick", "--only", "trainers", "--out", str(tmp_path)]
     assert run.main(asked) == 0
     assert capsys.readouterr().out.endswith("targets: all hit\n")
-    result = json.loads((tmp_path / "trainers-sim.json").read_text())
+    result = json.loads((tmp_path / "trainers-sim.json").read_text("utf-8"))
     assert result["trainers"]["loop_few"]["step"].keys() == set(chosen)
 
 

@@ -383,7 +383,7 @@ def test_the_values_that_the_guide_names_need_a_pickle(value):
 
 def rows_below(heading: str) -> list[list[str]]:
     """Returns the rows of the first table below a heading of the page."""
-    text = PAGE.read_text().split(f"\n{heading}\n")[1]
+    text = PAGE.read_text("utf-8").split(f"\n{heading}\n")[1]
     table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert table is not None
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in
@@ -391,7 +391,7 @@ def rows_below(heading: str) -> list[list[str]]:
 
 
 def test_the_bytes_of_the_example_are_those_on_the_page():
-    block = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    block = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert block is not None
     names: dict[str, Any] = {"print": lambda *_: None}
     exec(block[1], names)

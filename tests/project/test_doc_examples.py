@@ -54,7 +54,7 @@ class Block:
 
 def blocks_of(path: Path) -> list[Block]:
     """Returns the fenced blocks of a page; those in lists are indented."""
-    page = path.read_text()
+    page = path.read_text("utf-8")
     found = []
     end = 0
     for fence in re.finditer(r"^( *)```(\S*).*\n((?:.*\n)*?)\1```$", page, re.MULTILINE):
@@ -321,7 +321,7 @@ def pages_with_examples() -> list[Any]:
     found = []
     for page, path in sorted(PAGES.items()):
         if any(block.language == "python" for block in blocks_of(path)):
-            detects = "sim.detect(" in path.read_text()
+            detects = "sim.detect(" in path.read_text("utf-8")
             found.append(pytest.param(page, marks=[pytest.mark.hazardous] if detects else []))
     return found
 
@@ -366,7 +366,7 @@ def test_a_set_up_belongs_to_a_page():
 def test_every_block_of_a_page_has_a_language_that_is_known(page):
     found = {block.language for block in blocks_of(PAGES[page])}
     assert {name for name in found if not name.startswith("{")} <= LANGUAGES
-    fences = re.findall(r"^ *```", PAGES[page].read_text(), re.MULTILINE)
+    fences = re.findall(r"^ *```", PAGES[page].read_text("utf-8"), re.MULTILINE)
     assert len(fences) == 2 * len(blocks_of(PAGES[page]))
 
 

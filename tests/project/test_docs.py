@@ -32,7 +32,7 @@ def tables(page: Path = PAGE) -> list[list[list[str]]]:
     """Returns all tables of a page: rows of cells, the heading first, without the line below it."""
     found: list[list[list[str]]] = []
     inside = False
-    for line in page.read_text().splitlines():
+    for line in page.read_text("utf-8").splitlines():
         if line.startswith("|"):
             if not inside:
                 found.append([])

@@ -23,7 +23,7 @@ MODULES = {
 
 
 def imported_by(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"

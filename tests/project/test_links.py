@@ -57,8 +57,8 @@ def roles(text: str) -> list[tuple[str, str]]:
 def anchors(page: Path) -> set[str]:
     """Returns the anchors of a page's headings, as GitHub and myst form them."""
     found: dict[str, int] = {}
-    names = set(re.findall(r"^\(([\w-]+)\)=$", page.read_text(), re.MULTILINE))
-    for marks, heading in re.findall(r"^(#+) (.+)$", FENCED.sub("", page.read_text()), re.M):
+    names = set(re.findall(r"^\(([\w-]+)\)=$", page.read_text("utf-8"), re.MULTILINE))
+    for marks, heading in re.findall(r"^(#+) (.+)$", FENCED.sub("", page.read_text("utf-8")), re.M):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip())
         slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
         count = found[slug] = found.get(slug, -1) + 1
@@ -95,7 +95,7 @@ def broken(page: Path, target: str) -> str | None:
 def documented() -> dict[str, set[str] | None]:
     """Returns the names on the API page, with their members where it lists them."""
     found: dict[str, set[str] | None] = {}
-    entries = re.split(r"^\.\. (?=auto|py:)", API.read_text(), flags=re.MULTILINE)[1:]
+    entries = re.split(r"^\.\. (?=auto|py:)", API.read_text("utf-8"), flags=re.MULTILINE)[1:]
     for entry in entries:
         name = re.match(r"\S+:: ([\w.]+)", entry)
         assert name is not None, entry
@@ -131,13 +131,13 @@ def exists(name: str) -> bool:
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_the_links_of_a_page_lead_to_files_and_headings(page):
-    text = PAGES[page].read_text()
+    text = PAGES[page].read_text("utf-8")
     assert [why for link in links(text) if (why := broken(PAGES[page], link))] == []
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_the_files_that_a_page_includes_exist(page):
-    for name in INCLUDED.findall(PAGES[page].read_text()):
+    for name in INCLUDED.findall(PAGES[page].read_text("utf-8")):
         file = (PAGES[page].parent / name).resolve()
         assert file.exists() or file.is_relative_to(DOCS / "_build"), name
 
@@ -145,7 +145,7 @@ def test_the_files_that_a_page_includes_exist(page):
 @pytest.mark.parametrize("page", sorted(WITH_ROLES))
 def test_the_references_of_a_page_name_what_the_api_page_has(page):
     known = documented()
-    for role, name in roles(WITH_ROLES[page].read_text()):
+    for role, name in roles(WITH_ROLES[page].read_text("utf-8")):
         if role == "doc":
             assert file_of(WITH_ROLES[page], name).exists(), name
             continue
@@ -160,7 +160,7 @@ def test_the_references_of_a_page_name_what_the_api_page_has(page):
 
 def test_every_page_of_the_docs_stands_in_the_table_of_contents():
     index = DOCS / "index.md"
-    listed = re.findall(r"^[a-z_]+/[a-z_]+$", index.read_text(), re.MULTILINE)
+    listed = re.findall(r"^[a-z_]+/[a-z_]+$", index.read_text("utf-8"), re.MULTILINE)
     pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.glob("*/*.md")}
     pages |= {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.glob("*/*.rst")}
     generated = {"tutorials", "_build"}

@@ -24,10 +24,10 @@ def test_the_headers_are_what_the_sources_compile_to(monkeypatch, tmp_path):
     except tool.WrongCompiler as error:
         pytest.skip(str(error))
     for name, header in headers.items():
-        assert tool.header_of(name).read_text() == header
+        assert tool.header_of(name).read_text("utf-8") == header
     assert tool.main(["--check"]) == 0
     for file in (*tool.KERNELS.glob("*.cu"), *tool.KERNELS.glob("*_ptx.h")):
-        (tmp_path / file.name).write_text(file.read_text().replace("blockDim.x", "32"))
+        (tmp_path / file.name).write_text(file.read_text("utf-8").replace("blockDim.x", "32"))
     monkeypatch.setattr(tool, "KERNELS", tmp_path)
     assert tool.main(["--check"]) == 1
 

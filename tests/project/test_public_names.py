@@ -180,7 +180,7 @@ def test_the_handle_can_be_subscripted_where_annotations_run():
 
 def test_the_stub_has_the_docstrings_of_the_module():
     """An editor shows those of the stub, `help` those of the module."""
-    stub = ast.parse((ROOT / "_C.pyi").read_text())
+    stub = ast.parse((ROOT / "_C.pyi").read_text("utf-8"))
     (handle,) = (node for node in stub.body if getattr(node, "name", "") == "AsyncCopyHandle")
     nodes = [handle, *(each for each in handle.body if isinstance(each, ast.FunctionDef))]
     public = [node for node in nodes if not node.name.startswith("_")]

@@ -27,7 +27,7 @@ def seeded() -> None:
 
 
 def test_the_page_shows_every_recipe_and_no_other():
-    page = (RECIPES.parent / "guide" / "recipes.md").read_text()
+    page = (RECIPES.parent / "guide" / "recipes.md").read_text("utf-8")
     shown = [line.split("recipes/")[1] for line in page.splitlines() if "literalinclude" in line]
     assert sorted(shown) == sorted(path.name for path in RECIPES.glob("*.py"))
 
