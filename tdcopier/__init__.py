@@ -155,7 +155,7 @@ _MODULE_OF = {name: module for module, names in _WHEN_ASKED_FOR.items() for name
 
 def __getattr__(name: str) -> Any:
     """Import what a name needs on first access."""
-    if name in ("distributed", "ray", "sim"):
+    if name in ("distributed", "sim"):
         return importlib.import_module(f"tdcopier.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,18 +20,18 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused
 from tdcopier._containers.unknown import class_name
-from tdcopier._pack import Parcel, memory_for, note_memory, pack
+from tdcopier._pack import Parcel, memory_for, note_memory, pack, shared_memory
 from tdcopier._stacking import (
-    Chunks,
     Collection,
     Container,
+    InParcel,
     Leaf,
     Made,
-    OwnMemory,
-    ParcelMemory,
     PassedThrough,
     Plan,
     Slots,
+    in_chunks,
+    in_own_memory,
     like_mapping,
     like_named_tuple,
     like_sequence,
@@ -104,9 +104,9 @@ def collate(samples: Sequence[Any]) -> Any:
     walk = _Walk()
     plan = walk.plan_all(samples)
     if get_worker_info() is None:
-        return plan.build(OwnMemory())
+        return plan.build(in_own_memory)
     sizes = walk.slots.chunk_bytes
-    return plan.build(Chunks({dtype: _shared_memory(size) for dtype, size in sizes.items()}))
+    return plan.build(in_chunks({dtype: shared_memory(size) for dtype, size in sizes.items()}))
 
 
 Collate: TypeAlias = Callable[[Any], Any]
@@ -154,10 +154,11 @@ def _packed(collate_fn: Collate, samples: Any, *, out: Any = None) -> Parcel:
         walk = _Walk(takes_collections=collate_fn is collate)
         plan = walk.plan_all(samples)
         if not walk.has_met_others:
-            memory = ParcelMemory(memory_for(out))
-            parcel = memory.written(plan.build(memory))
+            memory = InParcel(memory_for(out))
+            parcel = None if walk.has_met_code else memory.written(plan.build(memory))
             if parcel is not None:
                 return note_memory(parcel, out)
+            return pack(plan.build(in_own_memory), out=out)
     return pack(collate_fn(samples), out=out)
 
 
@@ -172,20 +173,23 @@ def _refuse_other(samples: Any) -> None:
         )
 
 
-def _shared_memory(chunk_bytes: int) -> torch.UntypedStorage:
-    storages: Any = torch.UntypedStorage  # its private `_new_shared` has no type annotations
-    return cast("torch.UntypedStorage", storages._new_shared(chunk_bytes, device="cpu"))
-
-
 class _Walk:
     """One walk over all samples in parallel: plans the slots, and tracks the current path."""
 
-    __slots__ = ("_is_altered", "_takes_collections", "has_met_others", "path", "slots")
+    __slots__ = (
+        "_is_altered",
+        "_takes_collections",
+        "has_met_code",
+        "has_met_others",
+        "path",
+        "slots",
+    )
 
     def __init__(self, *, takes_collections: bool = True) -> None:
         """Start at the samples themselves; `takes_collections`: plan TensorDicts too."""
         self.slots = Slots()
         self.path: list[str] = []
+        self.has_met_code = False
         self.has_met_others = False
         self._takes_collections = takes_collections
         self._is_altered = _is_altered()
@@ -261,7 +265,7 @@ class _Walk:
 
     def _note_class(self, runs_no_code: bool) -> None:
         """Note a class, whose code may look at leaves that are not written yet."""
-        self.has_met_others |= not runs_no_code
+        self.has_met_code |= not runs_no_code
 
     def _other(self) -> Plan:
         self.has_met_others = True

@@ -8,7 +8,7 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -203,12 +203,16 @@ def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any
         return _from_bytes, (bytes(_on_host(parcel)),)
     if (given := _shared_outs.get(parcel)) is not None:
         return _from_shared, (given,)
-    storages: Any = torch.UntypedStorage  # `share_memory_()` would copy what is not written yet
-    storage = storages._new_shared(parcel.nbytes, device="cpu")
-    shared = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    shared = torch.empty(0, dtype=torch.uint8, device="cpu").set_(shared_memory(parcel.nbytes))
     # Not by torch, whose threads hang in a forked process.
     copy_into(parcel._bytes, shared)
     return _from_shared, (shared,)
+
+
+def shared_memory(nbytes: int) -> torch.UntypedStorage:
+    """Return new shared memory; `share_memory_()` would copy what is not written yet."""
+    storages: Any = torch.UntypedStorage  # its private `_new_shared` has no type annotations
+    return cast("torch.UntypedStorage", storages._new_shared(nbytes, device="cpu"))
 
 
 def _from_bytes(whole: bytes) -> Parcel:

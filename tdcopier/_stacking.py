@@ -59,66 +59,60 @@ class Slots:
         return Place(offset, dtype, shape, strides)
 
 
-class Memory(Protocol):
-    """Gives each leaf its memory, and sees to it that the leaf is written there."""
+class Unwritten(Protocol):
+    """A leaf of the batch that has no memory yet."""
 
-    def put(
-        self,
-        place: Place,
-        write: Callable[[torch.Tensor], Any],
-        sources: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        """Return the leaf. `write` writes it from `sources`."""
-
-
-class OwnMemory:
-    """Leaves have memory of their own."""
-
-    def put(
-        self, place: Place, write: Callable[[torch.Tensor], Any], _: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        leaf = place.new()
-        write(leaf)
-        return leaf
+    @property
+    def place(self) -> Place: ...
+    @property
+    def sources(self) -> Sequence[torch.Tensor]: ...
+    def write(self, leaf: torch.Tensor) -> None:
+        """Write it from its sources."""
 
 
-class Chunks:
-    """Leaves are in one chunk of memory per dtype."""
-
-    def __init__(self, chunks: dict[torch.dtype, torch.UntypedStorage]) -> None:
-        self._chunks = chunks
-
-    def put(
-        self, place: Place, write: Callable[[torch.Tensor], Any], _: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        leaf = place.within(self._chunks[place.dtype]) if 0 not in place.shape else place.new()
-        write(leaf)
-        return leaf
+Memory: TypeAlias = Callable[[Unwritten], torch.Tensor]
+"""Returns a leaf with memory, and sees to it that it is written there."""
 
 
-class ParcelMemory:
+def in_own_memory(leaf: Unwritten) -> torch.Tensor:
+    """Return a leaf with memory of its own."""
+    made = leaf.place.new()
+    leaf.write(made)
+    return made
+
+
+def in_chunks(chunks: dict[torch.dtype, torch.UntypedStorage]) -> Memory:
+    """Return what puts leaves into one chunk of memory per dtype."""
+
+    def put(leaf: Unwritten) -> torch.Tensor:
+        place = leaf.place
+        if 0 in place.shape:
+            return in_own_memory(leaf)
+        made = place.within(chunks[place.dtype])
+        leaf.write(made)
+        return made
+
+    return put
+
+
+class InParcel:
     """Leaves are written into a parcel; those of the tree are forms whose memory is not touched."""
 
     def __init__(self, out: Any) -> None:
         """Take the memory that the parcel gets; None for new memory."""
         self._out = out
         self._taken = None if out is None else _extent(out)
-        self._writes: dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {}
+        self._unwritten: dict[int, tuple[torch.Tensor, Unwritten]] = {}
 
-    def put(
-        self,
-        place: Place,
-        write: Callable[[torch.Tensor], Any],
-        sources: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        form = place.new()
-        if 0 in place.shape:
-            write(form)
-            return form
+    def __call__(self, leaf: Unwritten) -> torch.Tensor:
+        """Return the form of a leaf."""
+        if 0 in leaf.place.shape:
+            return in_own_memory(leaf)
         if self._taken is not None:
-            for source in sources:
+            for source in leaf.sources:
                 _refuse_overlap(self._taken, source)
-        self._writes[form.data_ptr()] = form, write
+        form = leaf.place.new()
+        self._unwritten[form.data_ptr()] = form, leaf
         return form
 
     def written(self, tree: Any) -> _C.Parcel | None:
@@ -127,13 +121,13 @@ class ParcelMemory:
         A class that only pickle can carry, for example, has them in its pickle.
         """
         parcel, places = _C.reserve(tree, self._out)
-        if parcel is None or {address for address, _ in places} != self._writes.keys():
+        if parcel is None or {address for address, _ in places} != self._unwritten.keys():
             return None
         storage = parcel._bytes.untyped_storage()
         for address, offset in places:
-            form, write = self._writes[address]
-            leaf = torch.empty(0, dtype=form.dtype, device="cpu")
-            write(leaf.set_(storage, offset // form.itemsize, form.shape, form.stride()))
+            form, leaf = self._unwritten[address]
+            made = torch.empty(0, dtype=form.dtype, device="cpu")
+            leaf.write(made.set_(storage, offset // form.itemsize, form.shape, form.stride()))
         return parcel
 
 
@@ -157,22 +151,22 @@ def _refuse_overlap(taken: range, source: torch.Tensor) -> None:
 class Leaf:
     """One leaf of the batch: its place, and the samples that fill it."""
 
-    __slots__ = ("_path", "_place", "_samples")
+    __slots__ = ("_path", "place", "sources")
 
     def __init__(self, samples: Sequence[torch.Tensor], slots: Slots, path: list[str]) -> None:
         """Take samples of one dtype; `torch.stack` checks later that their shapes agree."""
         first = samples[0]
         shape = (len(samples), *first.shape)
-        self._samples = samples
-        self._place = slots.place(first.dtype, shape, _strides_of_stack(samples))
+        self.sources = samples
+        self.place = slots.place(first.dtype, shape, _strides_of_stack(samples))
         self._path = tuple(path)
 
     def build(self, memory: Memory) -> torch.Tensor:
-        return memory.put(self._place, self._stack, self._samples)
+        return memory(self)
 
-    def _stack(self, leaf: torch.Tensor) -> None:
+    def write(self, leaf: torch.Tensor) -> None:
         try:
-            torch.stack(self._samples, 0, out=leaf)  # type: ignore[arg-type]  # any sequence
+            torch.stack(self.sources, 0, out=leaf)  # type: ignore[arg-type]  # any sequence
         except Exception as error:
             raise_with_path(error, self._path)
             raise
@@ -197,16 +191,19 @@ def _strides_of_stack(samples: Sequence[torch.Tensor]) -> Sequence[int]:
 class Made:
     """A leaf that was made elsewhere, and is copied to its place."""
 
-    __slots__ = ("_made", "_place")
+    __slots__ = ("place", "sources")
 
     def __init__(self, made: torch.Tensor, slots: Slots) -> None:
         """Take a plain tensor."""
-        self._made = made
+        self.sources = (made,)
         strides = torch.empty_like(made, device="meta").stride()
-        self._place = slots.place(made.dtype, made.shape, strides)
+        self.place = slots.place(made.dtype, made.shape, strides)
 
     def build(self, memory: Memory) -> torch.Tensor:
-        return memory.put(self._place, lambda leaf: leaf.copy_(self._made), [self._made])
+        return memory(self)
+
+    def write(self, leaf: torch.Tensor) -> None:
+        leaf.copy_(self.sources[0])
 
 
 class PassedThrough(NamedTuple):

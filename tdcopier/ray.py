@@ -23,6 +23,8 @@ def register(*classes: type) -> None:
     each process that sends makes the call, after it has connected; one that only receives need
     not. For example, for the driver and all workers::
 
+        import tdcopier.ray
+
         ray.init(runtime_env={"worker_process_setup_hook": tdcopier.ray.register})
         tdcopier.ray.register()
 

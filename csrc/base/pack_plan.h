@@ -83,6 +83,11 @@ struct PackPlan {
   uint32_t packed_leaves = 0;
   uint64_t total_bytes = 0;  // of all chunks
 
+  // Returns the offset of a leaf in the image.
+  uint64_t begin_of(size_t leaf) const {
+    return chunks[slots[leaf].chunk].begin + slots[leaf].offset;
+  }
+
   // Returns the offset in the image of a further chunk that starts at `address` on the target (0:
   // any address): after the existing chunks, at the same offset in a cache line as on the target.
   uint64_t next_begin(uintptr_t address = 0) const;

@@ -73,3 +73,20 @@ memory = bytearray(pack([torch.zeros(1 << 24), torch.zeros(1 << 23)]))
 play(memory, few, few)
 """
     )
+
+
+def test_a_lack_of_memory_is_a_memory_error():
+    run_python(
+        PROGRAM
+        + """
+count, leaf = 200_000, Part(Token.LEAF, (b"\\0", b"\\1", 0))
+layout = Layout(b"", (), Part(Token.LIST, (count, *[leaf] * count)))
+memory = bytearray(joined(layout.written(), b""))
+try:
+    play(memory, few, few)
+except MemoryError:
+    pass
+else:
+    raise SystemExit("it has found memory")
+"""
+    )

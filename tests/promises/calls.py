@@ -131,6 +131,11 @@ def _pack(work: Work) -> Any:
     return Done(tree) if work.source == "cpu" else Enqueued(tree, work.source)
 
 
+def _stacked(work: Work) -> Any:
+    batch = TensorDict({str(i): leaf for i, leaf in enumerate(work.sources)}, [])
+    return Done([*tdcopier.packed()(batch).tree().values()])
+
+
 HELD = {"held": "the host waits for the device, which reads or writes its memory where it is"}
 BUSY = {**HELD, "busy": "the host waits for the work before on the memory that it writes"}
 OF_TORCH = {"busy": "torch copies on the streams that are current at the call"}
@@ -199,6 +204,9 @@ CALLS: dict[str, Call] = {
     ),
     "pack of read-only": Call(
         _pack, "host", "host", packed="read-only", never={**NO_DEVICE, **PAGEABLE}
+    ),
+    "packed samples": Call(
+        _stacked, "host", "host", packed="given", never={**NO_DEVICE, **PAGEABLE}
     ),
     "pack on device": Call(_pack, "device", "device", packed="device", never=OF_STREAM),
     "into device": Call(_into(), "host", "device", fills=True),

@@ -36,7 +36,7 @@ TESTS = [
         f"copy/test_{name}.py"
         for name in ("pinned_memory_changes", "small_pinned_leaves", "pinned_pool")
     ),
-    *(f"containers/test_{name}.py" for name in ("parcels", "random_parcels")),
+    *(f"containers/test_{name}.py" for name in ("parcels", "foreign_parcels", "random_parcels")),
     "promises",
     "rows",
     "park",

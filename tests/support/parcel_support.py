@@ -6,7 +6,32 @@ import pickle
 from typing import Any
 
 import numpy as np
+import torch
 from support import assert_same as assert_same_objects
+from tensordict import TensorDict
+
+from tdcopier import Parcel
+
+
+def read(data: bytes, allow_pickle: bool = True) -> Parcel:
+    return Parcel.from_buffer(bytearray(data), allow_pickle=allow_pickle)
+
+
+def example() -> dict[Any, Any]:
+    """A tree with everything that needs no pickle."""
+    control = TensorDict(
+        {"position": torch.randn(4, 3), "next": {"done": torch.ones(4, 1, dtype=torch.bool)}},
+        [4],
+        names=["step"],
+    )
+    return {
+        "boxes": [torch.randn(3, 4).t(), torch.arange(20)[::3], torch.randn(0, 4)],
+        "control": control.lock_(),
+        ("key", 1, None): (torch.randn(2, 3, 4).permute(2, 0, 1), torch.ones(()).bfloat16()),
+        "words": ["straße", 3, -(1 << 40), 2.5, True, None, (1, ("x",)), torch.Size([2, 3])],
+        "image": torch.randn(300, 1000),
+        "nothing": [(), {}, []],
+    }
 
 
 def assert_same(got: Any, expected: Any) -> None:

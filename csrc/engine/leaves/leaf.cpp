@@ -130,9 +130,8 @@ void LeafTable::add_placed(const LeafTable& others, const PackPlan& plan, const 
                            bool pinned) {
   const auto first_size = static_cast<uint32_t>(shapes_.size());
   for (size_t i = 0; i < others.size(); ++i) {
-    const Slot& slot = plan.slots[i];
     leaves_.push_back(others[i]);
-    leaves_.back().data = image + plan.chunks[slot.chunk].begin + slot.offset;
+    leaves_.back().data = image + plan.begin_of(i);
     leaves_.back().first_size += first_size;
     leaves_.back().pinned = pinned && leaves_.back().bytes > kMaxPackedLeafBytes;
   }

@@ -323,9 +323,8 @@ Reserved reserve(py::handle data, py::handle out) {
   for (size_t i = 0; i < written.group.leaves.size(); ++i) {
     const Leaf& leaf = written.group.leaves[i];
     if (leaf.bytes == 0) continue;
-    const Slot& slot = written.plan->slots[i];
-    const uint64_t offset = written.plan->chunks[slot.chunk].begin + slot.offset;
-    made.places.emplace_back(reinterpret_cast<uintptr_t>(leaf.data), written.body_begin + offset);
+    made.places.emplace_back(reinterpret_cast<uintptr_t>(leaf.data),
+                             written.body_begin + written.plan->begin_of(i));
   }
   return made;
 }
