@@ -192,7 +192,14 @@ def packed_batch(samples: list[Any]) -> Parcel:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_that_a_loader_packs_arrive_by_every_way(device, workers):
     def loader(collate: Any) -> Any:
-        return DataLoader(Samples(), batch_size=4, num_workers=workers, collate_fn=collate)
+        context = "fork" if workers else None  # torchrl 0.14 would make it "spawn" when imported
+        return DataLoader(
+            Samples(),
+            batch_size=4,
+            num_workers=workers,
+            collate_fn=collate,
+            multiprocessing_context=context,
+        )
 
     expected = [oracle(batch, device) for batch in loader(default_collate)]
     ways = {
