@@ -106,9 +106,7 @@ def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
             have pickled values and `allow_pickle` is False. No code of the bytes has run.
         TypeError: `buffer` has no buffer.
     """
-    if isinstance(buffer, torch.Tensor) and buffer.is_cpu:
-        buffer = buffer.detach().numpy()
-    return _C.parcel_from(buffer, bool(allow_pickle), False)
+    return _C.parcel_from(buffer, bool(allow_pickle), False, False)
 
 
 def _save(self: Parcel, path: str | os.PathLike[str]) -> None:
@@ -145,7 +143,7 @@ def _load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Parcel
         if os.fstat(file.fileno()).st_size == 0:
             raise ValueError(f"{os.fspath(path)} is empty, and no parcel")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return _C.parcel_from(mapped, bool(allow_pickle), True)
+    return _C.parcel_from(mapped, bool(allow_pickle), True, False)
 
 
 def _to(self: Parcel, device: Device, non_blocking: bool = False) -> Any:
@@ -166,7 +164,7 @@ def _pin_memory(self: Parcel, device: Device | None = None) -> Parcel:
         return self
     pinned = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     pinned.numpy()[:] = memoryview(_on_host(self))
-    return _C.parcel_from(pinned.numpy(), self._may_unpickle, False)
+    return _C.parcel_from(pinned.numpy(), self._may_unpickle, False, False)
 
 
 def _on_host(parcel: Parcel) -> Any:
@@ -188,13 +186,13 @@ def _reduce_ex(self: Parcel, protocol: Any) -> tuple[Callable[..., Parcel], tupl
     """Pickle the bytes: as one buffer, out of band where the pickler allows that."""
     whole = _on_host(self)
     if protocol < 5:
-        return _unpickled, (bytearray(whole),)
+        return _from_bytes, (bytes(whole),)
     return _unpickled, (pickle.PickleBuffer(whole),)
 
 
 def _unpickled(buffer: Any) -> Parcel:
     # Unpickling a parcel has run a pickle of the same source already.
-    return _C.parcel_from(buffer, True, False)
+    return _C.parcel_from(buffer, True, False, False)
 
 
 def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any, ...]]:
@@ -216,12 +214,13 @@ def shared_memory(nbytes: int) -> torch.UntypedStorage:
 
 
 def _from_bytes(whole: bytes) -> Parcel:
-    # Below protocol 5 a bytearray would be copied once more by its sender.
-    return _unpickled(bytearray(whole))
+    # The unpickler made the object for this call, and drops it: its memory may be written, as that
+    # of a bytearray, which below protocol 5 would be copied once more by its sender.
+    return _C.parcel_from(whole, True, False, True)
 
 
 def _from_shared(shared: torch.Tensor) -> Parcel:
-    return _C.parcel_from(shared.numpy(), True, False)
+    return _unpickled(shared.numpy())
 
 
 _METHODS: dict[str, Any] = {

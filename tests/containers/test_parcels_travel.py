@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import multiprocessing
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -74,9 +76,20 @@ def test_a_pickle_has_one_buffer_out_of_band_and_copies_nothing(device):
     )
 
 
-@pytest.mark.parametrize("protocol", range(2, 6))
-def test_every_protocol_has_the_tree(protocol):
-    assert_same(pickle.loads(pickle.dumps(pack(tree_of(1)), protocol)).tree(), tree_of(1))
+PICKLERS = {
+    **{f"protocol {n}": functools.partial(pickle.dumps, protocol=n) for n in range(2, 6)},
+    "multiprocessing": ForkingPickler.dumps,
+}
+
+
+@pytest.mark.parametrize("dumps", PICKLERS.values(), ids=PICKLERS)
+def test_what_is_unpickled_has_memory_of_its_own_that_views_share(dumps):
+    sent = dumps(pack(tree_of(1)))
+    first, second = pickle.loads(sent), pickle.loads(sent)
+    assert_same(first.tree(), tree_of(1))
+    first.tree()["x"].fill_(7)
+    assert (first.tree()["x"] == 7).all()
+    assert_same(second.tree(), tree_of(1))
 
 
 def test_a_parcel_from_read_only_bytes_gives_leaves_that_may_be_written():

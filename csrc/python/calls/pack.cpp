@@ -329,14 +329,17 @@ Reserved reserve(py::handle data, py::handle out) {
   return made;
 }
 
-std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is_mapped) {
+std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is_mapped,
+                                    bool is_owned) {
   release_returned_sources();
-  if (is_tensor(bytes.ptr())) {
+  const bool is_a_tensor = is_tensor(bytes.ptr());
+  if (is_a_tensor && !tensor_in(bytes.ptr()).is_cpu()) {
     return Parcel::read(memory_of_tensor(bytes), {.may_unpickle = may_unpickle});
   }
-  const BufferMemory found = memory_of_buffer(bytes);
+  const BufferMemory found =
+      memory_of_buffer(is_a_tensor ? py::object(bytes.attr("detach")().attr("numpy")()) : bytes);
   std::unique_ptr<Parcel> made =
-      Parcel::read(found.storage, {may_unpickle, found.is_read_only, is_mapped});
+      Parcel::read(found.storage, {may_unpickle, found.is_read_only && !is_owned, is_mapped});
   const auto address = reinterpret_cast<uintptr_t>(found.storage.data());
   if (address % made->layout().address_bytes == 0) return made;
   const c10::Storage copy = new_host_memory(found.storage.nbytes());

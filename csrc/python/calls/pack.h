@@ -31,8 +31,9 @@ struct Reserved {
 Reserved reserve(pybind11::handle data, pybind11::handle out);
 
 // Reads a parcel from an object with a buffer, whose memory it keeps, or from a uint8 tensor on a
-// device. Bytes that are not aligned are copied. Throws: TypeError for other objects;
-// MalformedBytes.
-std::unique_ptr<Parcel> parcel_from(pybind11::handle bytes, bool may_unpickle, bool is_mapped);
+// device. Bytes that are not aligned are copied. `is_owned`: no one else has the object, so even
+// the memory of a `bytes` may be written. Throws: TypeError for other objects; MalformedBytes.
+std::unique_ptr<Parcel> parcel_from(pybind11::handle bytes, bool may_unpickle, bool is_mapped,
+                                    bool is_owned);
 
 }  // namespace tdcopier
