@@ -178,6 +178,31 @@ def test_changes_in_place_stay_in_one_leaf(make):
     assert [leaf._version for leaf in result[3:]] == versions
 
 
+@each_result
+def test_the_next_results_versions_are_their_own(make):
+    work = make(leaves=mixed())
+    result = work.arrived(work.start().get())
+    for leaf in result:
+        leaf.fill_(1)
+    kept = [leaf for leaf in result if leaf.is_floating_point()]
+    factors = [torch.ones_like(leaf, requires_grad=True) for leaf in kept]
+    products = [a * b for a, b in zip(factors, kept, strict=True)]
+    views = [leaf.detach() for leaf in result]
+    versions = [view._version for view in views]
+    del result, leaf, kept
+    after = work.arrived(work.start().get())
+    for leaf in after:
+        leaf.fill_(2)
+    assert [view._version for view in views] == versions
+    for factor, product in zip(factors, products, strict=True):
+        product.sum().backward()  # an error, if a version of what it keeps had changed
+        assert (factor.grad == 1).all()
+    before = [leaf._version for leaf in after]
+    for view in views:
+        view.fill_(3)
+    assert [leaf._version for leaf in after] == before
+
+
 @pytest.mark.parametrize("elements", [[3], [5, 1 << 17], [2, 7], [4, 0, 9]])
 @each_host_result
 def test_a_storage_has_the_bytes_of_its_leaf(make, elements):

@@ -159,6 +159,21 @@ def a_leaf_on_the_host_is_grown(world: ScenarioWorld) -> None:
         world.expect([result[0], result[2]], [batch[0], batch[2]])
 
 
+def a_view_outlives_its_result(world: ScenarioWorld) -> None:
+    """H2D twice: the tensors of the second result count their versions from 0, alone."""
+    device = world.devices[0]
+    with world.on(world.stream(device)):
+        batch = world.batch((40, 17))
+        result = tdcopier.start_copy(batch, device).get()
+        view = result[0].fill_(-1).fill_(-2).detach()
+        del result
+        after = tdcopier.start_copy(batch, device).get()
+        assert [leaf._version for leaf in after] == [0, 0]
+        after[0].add_(1)
+        after[1].add_(1)
+        assert view._version == 2
+
+
 def a_leaf_of_a_host_result_is_sent_by_torch(world: ScenarioWorld) -> None:
     """D2H, then torch's own H2D: it keeps the pinned memory of a result that is dropped."""
     device = world.devices[0]
@@ -233,6 +248,7 @@ CONSUMERS = (
     a_pass_is_closed_while_its_reader_is_at_work,
     an_empty_leaf_of_a_result_is_grown,
     a_leaf_on_the_host_is_grown,
+    a_view_outlives_its_result,
     a_leaf_of_a_host_result_is_sent_by_torch,
     leased_memory_is_sent_by_torch,
     leased_memory_is_filled,

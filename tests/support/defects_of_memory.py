@@ -45,6 +45,22 @@ MEMORY: dict[str, Defect] = {
         "a_leaf_on_the_host_is_grown",
         "AssertionError",
     ),
+    "version_counter_reused_early": Defect(
+        "Afterlife",
+        "engine/leaves/output_tensor.h",
+        "    if (!version_counter_.enabled() || !version_counter_.unique()) return;",
+        "    if (!version_counter_.enabled() || (!{defect} && !version_counter_.unique())) return;",
+        "a_view_outlives_its_result",
+        "AssertionError",
+    ),
+    "version_not_counted_anew": Defect(
+        "Afterlife",
+        "engine/leaves/output_tensor.h",
+        "    if (version_counter_.current_version() != 0) ",
+        "    if (!{defect} && version_counter_.current_version() != 0) ",
+        "a_view_outlives_its_result",
+        "AssertionError",
+    ),
     "host_leaf_hides_its_allocation": Defect(
         "Lifetime",
         "engine/leaves/part_storage.h",

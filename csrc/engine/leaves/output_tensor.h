@@ -10,14 +10,30 @@
 #include <utility>
 
 #include "base/block_stack.h"
+#include "base/spare_stack.h"
 
 namespace tdcopier {
 
-// A plain tensor whose object comes from a pool of memory blocks, because each batch makes hundreds
-// and drops those of the batch before.
+// A plain tensor whose object comes from a pool of memory blocks, and its version counter from a
+// pool of counters, because each batch makes hundreds and drops those of the batch before.
 class OutputTensor final : public c10::TensorImpl {
  public:
   using c10::TensorImpl::TensorImpl;
+
+  // Views and saved variables may share the counter, and then it goes on counting for them.
+  ~OutputTensor() override {
+    if (!version_counter_.enabled() || !version_counter_.unique()) return;
+    if (version_counter_.current_version() != 0) version_counter_.set_version(0);
+    Counters::give(std::move(version_counter_));
+  }
+
+  // Makes a tensor of inference mode, which has cost no counter, one of normal mode with these
+  // keys.
+  void leave_inference_mode(c10::DispatchKeySet keys) {
+    key_set_ = keys;
+    version_counter_ = Counters::take();
+    if (!version_counter_.enabled()) version_counter_ = c10::VariableVersion(0);
+  }
 
   // Returns null if the tensor has an implementation of another class, for example after a swap
   // with another tensor.
@@ -53,6 +69,7 @@ class OutputTensor final : public c10::TensorImpl {
  private:
   static constexpr size_t kMostKept = 4096;  // under 1 MiB
   using Blocks = BlockStack<sizeof(c10::TensorImpl), kMostKept>;
+  using Counters = SpareStack<c10::VariableVersion, kMostKept>;
 };
 static_assert(sizeof(OutputTensor) == sizeof(c10::TensorImpl));
 

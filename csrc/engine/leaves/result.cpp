@@ -115,7 +115,15 @@ void Result::note_written(size_t chunk, const c10::Stream& stream) const {
 }
 
 void Result::make_outputs(size_t first, size_t last, RecycledVector<at::Tensor>& to) const {
-  for (size_t i = first; i < last; ++i) to[i] = output(static_cast<uint32_t>(i));
+  if (first == last) return;
+  to[first] = output(static_cast<uint32_t>(first));
+  const c10::DispatchKeySet keys = to[first].key_set();  // torch's, of the mode that is on
+  const bool is_normal_mode = !to[first].is_inference();
+  const c10::InferenceMode without_counters;
+  for (size_t i = first + 1; i < last; ++i) {
+    to[i] = output(static_cast<uint32_t>(i));
+    if (is_normal_mode) OutputTensor::of(to[i])->leave_inference_mode(keys);
+  }
 }
 
 // Works in small parts, so that a caller can take the outputs made so far and make the rest.
