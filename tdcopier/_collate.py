@@ -20,7 +20,7 @@ from tdcopier._compile import keep_out_of_graphs
 from tdcopier._containers.delegated_parts import is_tensor_collection
 from tdcopier._containers.rule import Flat, Refused
 from tdcopier._containers.unknown import class_name
-from tdcopier._pack import Parcel, memory_for, note_memory, pack, shared_memory
+from tdcopier._pack import Memory, Parcel, memory_to_send, pack, shared_memory
 from tdcopier._stacking import (
     Collection,
     Container,
@@ -122,7 +122,8 @@ def packed(collate_fn: Collate = collate) -> Callable[..., Parcel]:
         for batch in tdcopier.prefetch(loader, "cuda"):  # what collate gives, on the device
             ...
 
-    Each batch goes to the main process as one message; see :func:`~tdcopier.pack`. With
+    Each batch goes to the main process as one message; see :func:`~tdcopier.pack`. In a worker
+    process a large parcel is written to shared memory, which the main process gets as it is. With
     :func:`~tdcopier.collate` or torch's `default_collate`, the samples are stacked in the parcel,
     so that their bytes are copied once before it is sent. TensorDicts, and what torch's own
     functions have to stack, are stacked before. So are samples with containers of other classes
@@ -149,15 +150,18 @@ def packed(collate_fn: Collate = collate) -> Callable[..., Parcel]:
 @keep_out_of_graphs("packed()")
 def _packed(collate_fn: Collate, samples: Any, *, out: Any = None) -> Parcel:
     is_on_device = isinstance(out, torch.Tensor) and not out.is_cpu
+    if out is None and get_worker_info() is not None:
+        out = memory_to_send
     if not is_on_device and (collate_fn is collate or collate_fn is _torch.default_collate):
         # Of TensorDicts, torch's function may make lazy stacks.
         walk = _Walk(takes_collections=collate_fn is collate)
         plan = walk.plan_all(samples)
         if not walk.has_met_others:
-            memory = InParcel(memory_for(out))
+            given = Memory(out)
+            memory = InParcel(given.of)
             parcel = None if walk.has_met_code else memory.written(plan.build(memory))
             if parcel is not None:
-                return note_memory(parcel, out)
+                return given.noted(parcel)
             return pack(plan.build(in_own_memory), out=out)
     return pack(collate_fn(samples), out=out)
 

@@ -60,7 +60,8 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
             tensor; for a tree on a device, a uint8 tensor there. Do not resize it, or write to it,
             while the parcel or a view of it is in use. A queue of `multiprocessing` does not copy
             a large parcel again that is in a tensor in shared memory: the receiver has that
-            memory too. By default the parcel gets new memory.
+            memory too. Or a function that is called as ``out(nbytes, device)``, once for each
+            parcel, and returns such memory, or None. By default the parcel gets new memory.
 
     Returns:
         The parcel. The tree may be changed as soon as the call returns. The call waits until
@@ -72,23 +73,42 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
         ValueError: `out` is too small, is read-only, is not aligned, or overlaps the tree.
         RuntimeError: the tree is on a device whose current stream is capturing a CUDA graph.
     """
-    return note_memory(_C.pack(tree, memory_for(out)), out)
+    if out is None:
+        return _C.pack(tree, None)
+    memory = Memory(out)
+    return memory.noted(_C.pack(tree, memory.of))
 
 
-def note_memory(parcel: Parcel, out: Any) -> Parcel:
-    """Return the parcel, which has been written to `out`; other processes may share that."""
-    if isinstance(out, torch.Tensor) and out.is_cpu and out.untyped_storage().is_shared():
-        _shared_outs[parcel] = out.detach().view(-1).view(torch.uint8)[: parcel.nbytes]
-    return parcel
+class Memory:
+    """The memory that a caller has given for one parcel."""
+
+    def __init__(self, out: Any) -> None:
+        """Take what the caller has given as `out`."""
+        self._out = out
+
+    def of(self, nbytes: int, device: torch.device) -> Any:
+        """Return the memory; on the host it has the buffer protocol. None for new memory."""
+        if callable(self._out):
+            self._out = self._out(nbytes, device)
+        if isinstance(self._out, Parcel):
+            raise TypeError("out is a parcel, which would read the new leaves by its old layout")
+        if isinstance(self._out, torch.Tensor) and self._out.is_cpu:
+            return self._out.detach().numpy()
+        return self._out
+
+    def noted(self, parcel: Parcel) -> Parcel:
+        """Return the parcel, which has been written there; other processes may share that."""
+        out = self._out
+        if isinstance(out, torch.Tensor) and out.is_cpu and out.untyped_storage().is_shared():
+            _shared_outs[parcel] = out.detach().view(-1).view(torch.uint8)[: parcel.nbytes]
+        return parcel
 
 
-def memory_for(out: Any) -> Any:
-    """Return the memory that is meant for a parcel; on the host it has the buffer protocol."""
-    if isinstance(out, Parcel):
-        raise TypeError("out is a parcel, which would read the new leaves by its old layout")
-    if isinstance(out, torch.Tensor) and out.is_cpu:
-        return out.detach().numpy()
-    return out
+def memory_to_send(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Return memory from which another process takes a parcel without a copy; None if by bytes."""
+    if nbytes < SHARED_FROM_BYTES or device.type != "cpu":
+        return None
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(shared_memory(nbytes))
 
 
 def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
@@ -201,7 +221,7 @@ def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any
         return _from_bytes, (bytes(_on_host(parcel)),)
     if (given := _shared_outs.get(parcel)) is not None:
         return _from_shared, (given,)
-    shared = torch.empty(0, dtype=torch.uint8, device="cpu").set_(shared_memory(parcel.nbytes))
+    shared = memory_to_send(parcel.nbytes, torch.device("cpu"))
     # Not by torch, whose threads hang in a forked process.
     copy_into(parcel._bytes, shared)
     return _from_shared, (shared,)

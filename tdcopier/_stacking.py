@@ -98,19 +98,15 @@ def in_chunks(chunks: dict[torch.dtype, torch.UntypedStorage]) -> Memory:
 class InParcel:
     """Leaves are written into a parcel; those of the tree are forms whose memory is not touched."""
 
-    def __init__(self, out: Any) -> None:
-        """Take the memory that the parcel gets; None for new memory."""
-        self._out = out
-        self._taken = None if out is None else _extent(out)
+    def __init__(self, memory_of: Callable[[int, torch.device], Any]) -> None:
+        """Take a function of the parcel's size and device that returns its memory, or None."""
+        self._memory_of = memory_of
         self._unwritten: dict[int, tuple[torch.Tensor, Unwritten]] = {}
 
     def __call__(self, leaf: Unwritten) -> torch.Tensor:
         """Return the form of a leaf."""
         if 0 in leaf.place.shape:
             return in_own_memory(leaf)
-        if self._taken is not None:
-            for source in leaf.sources:
-                _refuse_overlap(self._taken, source)
         form = leaf.place.new()
         self._unwritten[form.data_ptr()] = form, leaf
         return form
@@ -120,7 +116,7 @@ class InParcel:
 
         A class that only pickle can carry, for example, has them in its pickle.
         """
-        parcel, places = _C.reserve(tree, self._out)
+        parcel, places = _C.reserve(tree, self._memory_apart)
         if parcel is None or {address for address, _ in places} != self._unwritten.keys():
             return None
         storage = parcel._bytes.untyped_storage()
@@ -130,10 +126,15 @@ class InParcel:
             leaf.write(made.set_(storage, offset // form.itemsize, form.shape, form.stride()))
         return parcel
 
-
-def _extent(buffer: Any) -> range:
-    memory = np.frombuffer(buffer, np.uint8)
-    return range(memory.ctypes.data, memory.ctypes.data + memory.nbytes)
+    def _memory_apart(self, nbytes: int, device: torch.device) -> Any:
+        """Return the memory, if it does not overlap what is stacked there."""
+        memory = self._memory_of(nbytes, device)
+        if memory is not None:
+            begin = np.frombuffer(memory, np.uint8).ctypes.data
+            for _, leaf in self._unwritten.values():
+                for source in leaf.sources:
+                    _refuse_overlap(range(begin, begin + nbytes), source)
+        return memory
 
 
 def _refuse_overlap(taken: range, source: torch.Tensor) -> None:

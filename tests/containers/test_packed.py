@@ -28,7 +28,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 import tdcopier
 from tdcopier import Parcel, pack, packed
-from tdcopier._pack import _shared_outs
+from tdcopier._pack import SHARED_FROM_BYTES, _shared_outs
 
 TAKES_TENSORDICTS = any(issubclass(TensorDict, cls) for cls in default_collate_fn_map)
 """Whether torch's own function does, which older versions of tensordict do not tell."""
@@ -176,6 +176,58 @@ def test_shared_memory_that_was_given_is_sent_as_it_is():
     assert _shared_outs[parcel].data_ptr() == out.data_ptr()
 
 
+class Large(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((SHARED_FROM_BYTES // 8,), float(index))
+
+
+class Telling:
+    """A collate function that also says whether the parcel can be sent without a copy."""
+
+    def __init__(self, collate_fn: Any) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: list[Any]) -> Any:
+        parcel = packed(self.collate_fn)(samples)
+        return parcel, parcel in _shared_outs
+
+
+@pytest.mark.parametrize("collate_fn", COLLATES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_worker_packs_in_the_memory_that_it_sends(collate_fn, size, device):
+    loader = DataLoader(
+        Large(), size, num_workers=1, collate_fn=Telling(collate_fn), multiprocessing_context="fork"
+    )
+    for number, (parcel, is_shared) in enumerate(loader):
+        assert is_shared == (size == 2)
+        assert_like(parcel.tree(), collate_fn([Large()[size * number + i] for i in range(size)]))
+    assert not Telling(collate_fn)([Large()[0]] * 4)[1]
+
+
+@pytest.mark.parametrize("collate_fn", COLLATES)
+def test_a_function_is_asked_for_memory_of_the_size(collate_fn):
+    samples, asked = samples_of(Nested(3)), []
+
+    def allocate(nbytes: int, device: torch.device) -> bytearray:
+        asked.append((nbytes, device, bytearray(nbytes)))
+        return asked[-1][-1]
+
+    parcel = packed(collate_fn)(samples, out=allocate)
+    assert bytes(parcel) == bytes(packed(collate_fn)(samples, out=lambda nbytes, device: None))
+    [(nbytes, device, memory)] = asked
+    assert (nbytes, device) == (parcel.nbytes, torch.device("cpu"))
+    assert bytes(memory) == bytes(parcel)
+    memory[-8:] = bytes(8)
+    assert bytes(memory) == bytes(parcel)  # is one memory
+    with pytest.raises(ZeroDivisionError):
+        packed(collate_fn)(samples, out=lambda nbytes, device: 1 // 0)
+    with pytest.raises(ValueError, match="the parcel needs"):
+        packed(collate_fn)(samples, out=lambda nbytes, device: bytearray(nbytes - 1))
+
+
 def test_what_stands_in_the_gaps_of_the_memory_is_cleared():
     samples = samples_of(Nested(9))
     expected = bytes(pack(tdcopier.collate(samples)))
@@ -200,7 +252,7 @@ def test_memory_that_overlaps_the_samples_is_refused_and_kept(collate_fn):
 def test_memory_that_adjoins_the_samples_is_taken():
     memory = torch.zeros(100_000, dtype=torch.uint8)
     samples = [memory[i:][-1000 - i :][:900:3] for i in range(3)]
-    parcel = packed()(samples, out=memory[: len(memory) - 1002 - 2])
+    parcel = packed()(samples, out=memory)  # which reaches beyond the parcel, over the samples
     assert parcel.tree().tolist() == [[0] * 300] * 3
 
 

@@ -281,6 +281,11 @@ def test_out_is_the_memory_of_the_parcel(device):
     there = torch.zeros(size, dtype=torch.uint8, device=device)
     parcel = pack(tdcopier.copy(tree, device), out=there)
     assert bytes(there.cpu().numpy()) == bytes(pack(tree))
+    there.fill_(7)
+    asked = []
+    pack(tdcopier.copy(tree, device), out=lambda *wanted: asked.append(wanted) or there)
+    assert asked == [(size, there.device)]
+    assert bytes(there.cpu().numpy()) == bytes(pack(tree))
     assert_same(tdcopier.copy(parcel, "cpu"), tree)
     for out, why in (
         (bytearray(size - 1), "the parcel needs"),

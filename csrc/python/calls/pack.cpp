@@ -165,7 +165,13 @@ c10::Storage memory_given(py::handle out, c10::Device device, uint64_t bytes,
   return memory;
 }
 
-c10::Storage new_memory(c10::Device device, uint64_t bytes) {
+// Returns the memory that `out` gives for these bytes, or new memory.
+c10::Storage memory_from(py::handle out, c10::Device device, uint64_t bytes,
+                         const LeafTable& leaves) {
+  if (!out.is_none()) {
+    const py::object given = out(bytes, py::reinterpret_steal<py::object>(THPDevice_New(device)));
+    if (!given.is_none()) return memory_given(given, device, bytes, leaves);
+  }
   return device.is_cpu() ? new_host_memory(bytes) : allocate_on_device(device, bytes);
 }
 
@@ -284,8 +290,7 @@ Written write_all_but_leaves(py::handle data, FlatTree& flat, SourceGroup group,
   ByteWriter head;
   const uint64_t body_begin = write_head(head, layout.written(), body_bytes);
   const uint64_t total = body_begin + body_bytes;
-  const c10::Storage bytes =
-      out.is_none() ? new_memory(device, total) : memory_given(out, device, total, group.leaves);
+  const c10::Storage bytes = memory_from(out, device, total, group.leaves);
   std::shared_ptr<const ParcelLayout> read =
       read_layout(layout.written(), body_bytes, /*may_import=*/true);
   write_around_leaves(bytes, head.written(), group.leaves, *plan);

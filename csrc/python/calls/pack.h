@@ -13,11 +13,11 @@
 namespace tdcopier {
 
 // Packs the leaves of a tree, which are all on one device, and its structure, into memory there.
-// `out`: None for new memory; else an object with a writable buffer, or for a tree on a device a
-// uint8 tensor there, whose first bytes become the parcel. GIL: held; released while bytes are
-// copied.
-// Throws: TypeError, with the path of a value that cannot be packed; ValueError if `out` is too
-// small or overlaps the tree; what flatten() throws.
+// `out`: None for new memory; else it is called with the number of bytes and the device, and
+// returns an object with a writable buffer, or for a device a uint8 tensor there, whose first bytes
+// become the parcel; or None. GIL: held; released while bytes are copied. Throws: TypeError, with
+// the path of a value that cannot be packed; ValueError if `out` is too small or overlaps the tree;
+// what flatten() throws.
 std::unique_ptr<Parcel> pack(pybind11::handle data, pybind11::handle out);
 
 // A parcel whose leaves are not written yet, with the address of each leaf of the tree and the
