@@ -29,6 +29,7 @@ def prefetch(
     *,
     depth: int = 2,
     threaded: bool | None = None,
+    pack_in_workers: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[Any]: ...
 @overload
@@ -38,6 +39,7 @@ def prefetch(
     *,
     depth: int = 2,
     threaded: bool | None = None,
+    pack_in_workers: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[T]: ...
 @overload
@@ -47,6 +49,7 @@ def prefetch(
     *,
     depth: int = 2,
     threaded: bool | None = None,
+    pack_in_workers: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[torch.Tensor]: ...
 @overload
@@ -56,6 +59,7 @@ def prefetch(
     *,
     depth: int = 2,
     threaded: bool | None = None,
+    pack_in_workers: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[T]: ...
 @keep_out_of_graphs("prefetch()")
@@ -65,6 +69,7 @@ def prefetch(
     *,
     depth: int = 2,
     threaded: bool | None = None,
+    pack_in_workers: bool = True,
     **options: Unpack[CopyOptions],
 ) -> Prefetcher[Any]:
     """Read batches of a source and start their copies ahead of the loop that uses them.
@@ -123,6 +128,13 @@ def prefetch(
             many small kernels. The source then sees the state of the loop's thread. If it raises an
             error that is not an `Exception`, for example KeyboardInterrupt, the error is raised at
             once.
+        pack_in_workers: let the workers of a torch `DataLoader` pack each batch into a parcel (see
+            :func:`~tdcopier.pack`), which reaches this process as one message and not leaf by leaf.
+            The loader's collate function runs as before, in the worker. The pass iterates a copy of
+            the loader, with `pin_memory` off; your own iteration is not changed. A batch that
+            cannot be packed is sent as torch sends it. `stats` says how many came packed, and why
+            others did not: for example, the loader has no workers, an `__iter__` of its own, or a
+            state.
         **options: see `CopyOptions`.
 
     Raises:
@@ -137,4 +149,4 @@ def prefetch(
     Type checkers take the type of the batches from the source. That of a `DataLoader` depends on
     its `collate_fn`, so annotate it: ``batches: Prefetcher[Batch] = prefetch(loader, "cuda")``.
     """
-    return Prefetcher(source, device, depth, threaded, options)
+    return Prefetcher(source, device, depth, threaded, pack_in_workers, options)

@@ -28,6 +28,7 @@ from tdcopier._prefetch.checking import (
 )
 from tdcopier._prefetch.in_loop import LoopPass
 from tdcopier._prefetch.of_source import AttributesOfSource
+from tdcopier._prefetch.packing import Packing
 from tdcopier._prefetch.queue import BatchQueue, forks, refuse_in_child
 from tdcopier._prefetch.reader import ReaderPass
 from tdcopier._prefetch.source import NoState, Source, copier_of_state
@@ -73,6 +74,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         device: Device,
         depth: int,
         threaded: bool | None,
+        pack_in_workers: bool,
         options: CopyOptions,
         /,
     ) -> None:
@@ -90,6 +92,14 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         refuse_other_options(options)
         start_copy(None, device, **options)  # raises if the device or a value is wrong
         self._counters = PrefetchCounters()
+        self._packing = Packing(
+            source,
+            device,
+            is_wanted=bool_option("pack_in_workers", pack_in_workers),
+            inspects=options.get("on_unknown") not in (None, "ignore"),
+            counters=self._counters,
+        )
+        self._counters.why_unpacked = self._packing.why_not
         self._copy_state = copier_of_state(source)
         self._starting = threading.RLock()
         self._queue: BatchQueue | None = None
@@ -330,9 +340,9 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
         if self._is_callable:
             read = batches_of_call(self._source)
         else:
-            iterator = iter(self._source)
+            iterator = self._packing.begin()
             self._begins_anew = iterator is not self._source
-            read = partial(next, iterator)
+            read = partial(self._packing.read, iterator)
             if isinstance(iterator, Generator):
                 generator = iterator
         source = Source(

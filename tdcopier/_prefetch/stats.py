@@ -32,6 +32,11 @@ class PrefetchStats:
     """Time that the reader spent starting copies and waiting until their sources were read."""
     idle_us: float
     """Time that the reader waited for room, because `depth` batches were in flight."""
+    packed_batches: int = 0
+    """Batches that were read as parcels: the workers of the source have packed them."""
+    why_unpacked: str | None = None
+    """Why workers do not pack, or why the last batch that was not packed was not; None if all
+    batches that workers made were."""
 
 
 @dataclass
@@ -44,6 +49,8 @@ class PrefetchCounters:
     read_ns: int = 0
     copy_ns: int = 0
     idle_ns: int = 0
+    packed_batches: int = 0
+    why_unpacked: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards what consumers count
 
     def count_batch(self, is_late: bool, began_ns: int) -> None:
@@ -62,4 +69,6 @@ class PrefetchCounters:
             self.read_ns / 1000,
             self.copy_ns / 1000,
             self.idle_ns / 1000,
+            self.packed_batches,
+            self.why_unpacked,
         )

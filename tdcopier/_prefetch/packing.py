@@ -1,0 +1,142 @@
+"""Lets the workers of a `DataLoader` pack their batches, without a change by the user.
+
+The loader's collate function runs in the worker, then `pack`. A pass iterates a copy of the loader,
+so the user's own iteration never gets parcels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from tdcopier._collate import Collate, _packed, collate
+from tdcopier._containers.unknown import class_name
+from tdcopier._options import Device
+from tdcopier._pack import Parcel, memory_to_send, pack
+from tdcopier._prefetch.source import copier_of_state
+from tdcopier._prefetch.stats import PrefetchCounters
+
+
+class Unpacked(NamedTuple):
+    """A batch that a worker could not pack, and sends as torch does."""
+
+    batch: Any
+    why: str
+
+
+class PackingCollate:
+    """A loader's collate function, whose batches are packed in the worker."""
+
+    def __init__(self, collate_fn: Collate) -> None:
+        """Take the loader's own function."""
+        self._collate_fn = collate_fn
+
+    def __call__(self, samples: Any) -> Parcel | Unpacked:
+        """Return the parcel of a batch, or the batch itself; raise what the function raises."""
+        parcel = self._stacked(samples)
+        if parcel is not None:
+            return parcel
+        batch = self._collate_fn(samples)
+        if isinstance(batch, Parcel):
+            return batch
+        try:
+            parcel = pack(batch, out=memory_to_send)
+        except Exception as error:  # torch may be able to send it
+            return Unpacked(batch, f"{type(error).__name__}: {error}")
+        if parcel.device.type != "cpu":  # torch sends memory of a device without a copy
+            return Unpacked(batch, f"its leaves are on {parcel.device}")
+        return parcel
+
+    def _stacked(self, samples: Any) -> Parcel | None:
+        """Return a parcel in which samples are stacked, for the functions that this is known of."""
+        if self._collate_fn is not collate and self._collate_fn is not default_collate:
+            return None
+        try:
+            return _packed(self._collate_fn, samples)
+        except Exception:  # the function is called next, and says what is wrong
+            return None
+
+
+class Packing:
+    """Begins the passes over a source, and packs the batches of its workers where it can."""
+
+    why_not: str | None
+    """Why workers do not pack, or None: one sentence without a capital and a full stop."""
+
+    def __init__(
+        self,
+        source: Any,
+        device: Device,
+        *,
+        is_wanted: bool,
+        inspects: bool,
+        counters: PrefetchCounters,
+    ) -> None:
+        """Take the source and where its batches go; `inspects`: an option needs their values."""
+        self._source = source
+        self._counters = counters
+        if not is_wanted:
+            self.why_not = "pack_in_workers is False"
+        elif inspects:
+            self.why_not = "on_unknown looks for values in the batch itself"
+        elif torch.device(device).type == "cpu":
+            self.why_not = "the batches stay on the host"
+        else:
+            self.why_not = _why_not(source)
+
+    def begin(self) -> Iterator[Any]:
+        """Return an iterator of the source, or of a copy whose workers pack."""
+        # Attributes of a loader may be set between two passes.
+        if self.why_not is not None or _packs_itself(self._source.collate_fn):
+            return iter(self._source)
+        made = _copies.get(self._source)
+        if made is None:
+            # `copy.copy` would share the iterator of persistent workers.
+            made = _copies[self._source] = object.__new__(type(self._source))
+        workers = made.__dict__.get("_iterator")
+        made.__dict__.clear()
+        made.__dict__.update(self._source.__dict__)
+        made.__dict__["_iterator"] = workers
+        made.collate_fn = PackingCollate(self._source.collate_fn)
+        made.pin_memory = False  # the engine stages the batch in pinned memory
+        return iter(made)
+
+    def read(self, iterator: Iterator[Any]) -> Any:
+        """Return the next batch, and count it."""
+        batch = next(iterator)
+        if type(batch) is Unpacked:
+            self._counters.why_unpacked = batch.why
+            return batch.batch
+        if type(batch) is Parcel:
+            self._counters.packed_batches += 1
+        return batch
+
+
+_copies: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
+"""The copies by loader, which keep persistent workers from one prefetcher to the next."""
+
+
+def _packs_itself(collate_fn: Any) -> bool:
+    return isinstance(collate_fn, partial) and collate_fn.func is _packed
+
+
+def _why_not(source: Any) -> str | None:
+    cls = type(source)
+    if not isinstance(source, DataLoader):
+        return f"the source is no DataLoader of torch, but a {class_name(cls)}"
+    if source.num_workers == 0:
+        return "the loader has no workers"
+    if copier_of_state(source) is not None:
+        return f"a {class_name(cls)} has a state, which a copy of it would not share"
+    own = [name for name in _ITERATION if getattr(cls, name) is not getattr(DataLoader, name)]
+    if own:
+        return f"{class_name(cls)} has its own {own[0]}, which may need the batches themselves"
+    return None
+
+
+_ITERATION = ("__iter__", "_get_iterator", "__getattribute__", "__setattr__", "__eq__")
