@@ -69,7 +69,7 @@ def pack(tree: Any, *, out: Any = None) -> Parcel:
 
     Raises:
         TypeError: a value cannot be packed: the message names its path. It cannot be pickled, or
-            leaves are on several devices.
+            leaves are on several devices. Or `out` has no buffer, or is on another device.
         ValueError: `out` is too small, is read-only, is not aligned, or overlaps the tree.
         RuntimeError: the tree is on a device whose current stream is capturing a CUDA graph.
     """
@@ -92,7 +92,9 @@ class Memory:
             self._out = self._out(nbytes, device)
         if isinstance(self._out, Parcel):
             raise TypeError("out is a parcel, which would read the new leaves by its old layout")
-        if isinstance(self._out, torch.Tensor) and self._out.is_cpu:
+        if isinstance(self._out, torch.Tensor) and device.type == "cpu":
+            if not self._out.is_cpu:
+                raise TypeError(f"out is on {self._out.device}, and the tree on the host")
             return self._out.detach().numpy()
         return self._out
 
@@ -122,7 +124,7 @@ def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
             bytes' maker has chosen: only for bytes from a source that you trust.
 
     Raises:
-        ValueError: the bytes are no parcel, are damaged, are of another version of the format, or
+        ValueError: the bytes are no parcel, have a damaged layout, are of another version, or
             have pickled values and `allow_pickle` is False. No code of the bytes has run.
         TypeError: `buffer` has no buffer.
     """
@@ -163,7 +165,10 @@ def _load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Parcel
         if os.fstat(file.fileno()).st_size == 0:
             raise ValueError(f"{os.fspath(path)} is empty, and no parcel")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return _C.parcel_from(mapped, bool(allow_pickle), True, False)
+    try:
+        return _C.parcel_from(mapped, bool(allow_pickle), True, False)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
 
 
 def _to(self: Parcel, device: Device, non_blocking: bool = False) -> Any:
