@@ -175,7 +175,7 @@ def slow_link(device: str) -> AbstractContextManager[Any]:
         return nullcontext()
     from tdcopier import sim
 
-    return sim.pace("h2d", latency_us=5_000)
+    return sim.pace("h2d", latency_us=1_000)
 
 
 @pytest.fixture
