@@ -1,6 +1,6 @@
-"""Runs programs in processes that are forked from one that has imported torch, and nothing of ours.
+"""Runs programs in processes forked from one that has imported torch and pytest, nothing of ours.
 
-Importing torch takes most of the time of a small program. A program runs as with ``python -c``, and
+Importing these takes most of the time of a small program. A program runs as with ``python -c``, and
 its process ends as any other does.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 # All objects are frozen before the fork, so that no collection at a program's end looks at them.
 _SERVER = """
 import gc, json, os, sys
-import torch
+import pytest, torch
 
 gc.collect()
 gc.freeze()
