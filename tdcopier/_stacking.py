@@ -252,7 +252,7 @@ def raise_with_path(error: Exception, steps: Sequence[str]) -> None:
     if type(error) is KeyError:
         raise KeyError(f"{path} is in the first sample, and not in every other") from error
     if type(error) in (RuntimeError, TypeError, ValueError, IndexError):
-        apart = "; to keep samples of several sizes apart, use collate_fn=list, or tdcopier.pack in a worker"
+        apart = "; to keep samples of several sizes apart, use collate_fn=list or tdcopier.pack"
         is_size = str(error).startswith("stack expects each tensor to be equal size")
         raise type(error)(f"{path}: {error}{apart if is_size else ''}") from error
     if hasattr(error, "add_note") and not isinstance(error, RecursionError):
