@@ -60,7 +60,7 @@ def loader_of(dataset: Any, collate_fn: Any = None, size: int | None = 4, **opti
 
 
 def loaded(loader: Any, device: str, packed: int | None = None, **options: Any) -> list[Any]:
-    """Return the batches of a pass, all of which workers must have packed, or so many."""
+    """Return the batches of a pass, all or `packed` of which workers must have packed."""
     with tdcopier.prefetch(loader, device, **options) as batches:
         found = list(batches)
         assert batches.stats.packed_batches == (len(found) if packed is None else packed)
