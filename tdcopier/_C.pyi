@@ -313,7 +313,9 @@ def pack(data: Any, out: Callable[[int, torch.device], Any] | None, /) -> Parcel
 def reserve(
     data: Any, out: Callable[[int, torch.device], Any] | None, /
 ) -> tuple[Parcel | None, list[tuple[int, int]]]: ...
-def parcel_from(buffer: Any, may_unpickle: bool, is_mapped: bool, is_owned: bool, /) -> Parcel: ...
+def parcel_from(
+    buffer: Any, *, may_unpickle: bool, is_mapped: bool = False, is_owned: bool = False
+) -> Parcel: ...
 def explain(
     data: Any,
     device: str | torch.device | int,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
-import tempfile
+import secrets
+import sys
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
@@ -128,27 +128,21 @@ def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
             have pickled values and `allow_pickle` is False. No code of the bytes has run.
         TypeError: `buffer` has no buffer.
     """
-    return _C.parcel_from(buffer, bool(allow_pickle), False, False)
+    return _C.parcel_from(buffer, may_unpickle=bool(allow_pickle))
 
 
 def _save(self: Parcel, path: str | os.PathLike[str]) -> None:
     """Write all bytes to a file, which replaces one of this name once it is complete."""
-    folder = os.path.dirname(os.path.abspath(os.fsdecode(path)))
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
-        try:
-            file.write(_on_host(self))
-            file.flush()
-            os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    part = f"{os.path.abspath(os.fsdecode(path))}.{secrets.token_hex(8)}.part"
+    # With the rights of any new file, which `tempfile` does not give.
+    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with open(file, "wb") as to:
+            to.write(_on_host(self))
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
 
 
 def _load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Parcel:
@@ -162,11 +156,15 @@ def _load(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Parcel
         ValueError: as `from_buffer`.
     """
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
             raise ValueError(f"{os.fspath(path)} is empty, and no parcel")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        # Keeps no file descriptor, as `mmap` does; and a file that replaces this one is not meant.
+        mapped = torch.from_file(
+            f"/proc/self/fd/{file.fileno()}", shared=False, size=size, dtype=torch.uint8
+        )
     try:
-        return _C.parcel_from(mapped, bool(allow_pickle), True, False)
+        return _C.parcel_from(mapped, may_unpickle=bool(allow_pickle), is_mapped=True)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
 
@@ -189,7 +187,7 @@ def _pin_memory(self: Parcel, device: Device | None = None) -> Parcel:
         return self
     pinned = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     pinned.numpy()[:] = memoryview(_on_host(self))
-    return _C.parcel_from(pinned.numpy(), self._may_unpickle, False, False)
+    return _C.parcel_from(pinned, may_unpickle=self._may_unpickle)
 
 
 def _on_host(parcel: Parcel) -> Any:
@@ -217,7 +215,7 @@ def _reduce_ex(self: Parcel, protocol: Any) -> tuple[Callable[..., Parcel], tupl
 
 def _unpickled(buffer: Any) -> Parcel:
     # Unpickling a parcel has run a pickle of the same source already.
-    return _C.parcel_from(buffer, True, False, False)
+    return _C.parcel_from(buffer, may_unpickle=True)
 
 
 def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any, ...]]:
@@ -239,13 +237,21 @@ def shared_memory(nbytes: int) -> torch.UntypedStorage:
 
 
 def _from_bytes(whole: bytes) -> Parcel:
-    # The unpickler made the object for this call, and drops it: its memory may be written, as that
-    # of a bytearray, which below protocol 5 would be copied once more by its sender.
-    return _C.parcel_from(whole, True, False, True)
+    # The unpickler has made the object for this call, and drops it, so its memory may be written;
+    # unless the stream that it reads keeps the object too. (Sent as a bytearray, it would be copied
+    # once more below protocol 5.)
+    is_owned = sys.getrefcount(whole) <= _REFERENCES_OF_UNPICKLER
+    return _C.parcel_from(
+        whole if is_owned else bytearray(whole), may_unpickle=True, is_owned=is_owned
+    )
+
+
+_REFERENCES_OF_UNPICKLER = 4
+"""To an object that only an unpickler has: of its memo, its stack, this call and `getrefcount`."""
 
 
 def _from_shared(shared: torch.Tensor) -> Parcel:
-    return _unpickled(shared.numpy())
+    return _unpickled(shared)
 
 
 _METHODS: dict[str, Any] = {

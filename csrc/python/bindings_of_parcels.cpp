@@ -89,7 +89,8 @@ Return whether the leaves are in pinned memory, from which a device reads them w
   m.attr("PACKING_DEVICE") = packing_device();
   m.def("pack", guarded(&pack));
   m.def("reserve", guarded(&parts_of_reserved));
-  m.def("parcel_from", guarded(&parcel_from));
+  m.def("parcel_from", guarded(&parcel_from), py::arg("buffer"), py::kw_only(),
+        py::arg("may_unpickle"), py::arg("is_mapped") = false, py::arg("is_owned") = false);
 }
 
 }  // namespace tdcopier

@@ -1,13 +1,15 @@
-// Tests that blocks are reused, up to the limit, and freed when their thread ends.
+// Tests that blocks and other items are reused, up to the limit, and freed when their thread ends.
 #include "base/block_stack.h"
 
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 
 using tdcopier::BlockStack;
+using tdcopier::SpareStack;
 
 namespace {
 
@@ -49,10 +51,46 @@ void threads_take_and_give_each_others() {
   }).join();
 }
 
+// Counts those that are owned.
+struct Counted {
+  static inline int alive = 0;
+  int number = 0;  // 0: empty
+
+  Counted() = default;
+  explicit Counted(int which) : number(which) { ++alive; }
+  Counted(Counted&& other) noexcept : number(std::exchange(other.number, 0)) {}
+  Counted& operator=(Counted&& other) noexcept {
+    std::swap(number, other.number);
+    return *this;
+  }
+  ~Counted() { alive -= number != 0; }
+};
+
+void items_are_dropped_beyond_the_limit_and_with_their_thread() {
+  using Items = SpareStack<Counted, 4>;
+  std::thread([] {
+    CHECK(Items::take().number == 0);
+    for (int i = 1; i <= 6; ++i) Items::give(Counted(i));
+#ifdef __SANITIZE_ADDRESS__
+    CHECK(Counted::alive == 0);
+#else
+    CHECK(Counted::alive == 4);
+    CHECK(Items::later(0)->number == 4);
+    CHECK(Items::later(3)->number == 1);
+    CHECK(Items::later(4) == nullptr);
+    CHECK(Items::take().number == 4);
+    CHECK(Counted::alive == 3);
+#endif
+  }).join();
+  CHECK(Counted::alive == 0);
+}
+
 }  // namespace
 
 int main() {
   return run_cases({{"what was given last is taken first", what_was_given_last_is_taken_first},
                     {"no block is given out twice", no_block_is_given_out_twice},
-                    {"threads take and give each other's", threads_take_and_give_each_others}});
+                    {"threads take and give each other's", threads_take_and_give_each_others},
+                    {"items are dropped beyond the limit and with their thread",
+                     items_are_dropped_beyond_the_limit_and_with_their_thread}});
 }

@@ -184,19 +184,20 @@ def test_the_next_results_versions_are_their_own(make):
     result = work.arrived(work.start().get())
     for leaf in result:
         leaf.fill_(1)
-    kept = [leaf for leaf in result if leaf.is_floating_point()]
-    factors = [torch.ones_like(leaf, requires_grad=True) for leaf in kept]
-    products = [a * b for a, b in zip(factors, kept, strict=True)]
-    views = [leaf.detach() for leaf in result]
+    views = [leaf.detach() for leaf in result[3:]]
     versions = [view._version for view in views]
-    del result, leaf, kept
+    factors = [torch.ones_like(leaf, requires_grad=True) for leaf in (result[0], result[2])]
+    # `mul` keeps the leaf; `exp_` keeps the version of its own result, which is the leaf, alone.
+    sums = [(result[0] * factors[0]).sum(), result[2].mul_(factors[1]).exp_().sum()]
+    del result, leaf
     after = work.arrived(work.start().get())
     for leaf in after:
         leaf.fill_(2)
     assert [view._version for view in views] == versions
-    for factor, product in zip(factors, products, strict=True):
-        product.sum().backward()  # an error, if a version of what it keeps had changed
-        assert (factor.grad == 1).all()
+    for each in sums:
+        each.backward()  # an error, if a version of what it keeps had changed
+    assert (factors[0].grad == 1).all()
+    torch.testing.assert_close(factors[1].grad.cpu(), torch.ones(factors[1].shape).exp())
     before = [leaf._version for leaf in after]
     for view in views:
         view.fill_(3)

@@ -15,7 +15,8 @@
 namespace tdcopier {
 
 // A plain tensor whose object comes from a pool of memory blocks, and its version counter from a
-// pool of counters, because each batch makes hundreds and drops those of the batch before.
+// pool of counters, because each batch makes hundreds and drops those of the batch before. A thread
+// has the blocks and counters of those that it has dropped.
 class OutputTensor final : public c10::TensorImpl {
  public:
   using c10::TensorImpl::TensorImpl;
