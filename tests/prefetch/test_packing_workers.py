@@ -5,28 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from collate_support import CONTEXTS, Nested, Ragged, Tensordicts, assert_like
+from collate_support import CONTEXTS, Boxes, Nested, Ragged, Tensordicts, as_boxes, assert_like
 from tensordict import TensorDict
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import tdcopier
 from tdcopier import Parcel
-
-
-class Boxes(NamedTuple):
-    """A batch of a user's collate function."""
-
-    boxes: list[torch.Tensor]
-    names: list[str]
-
-
-def as_boxes(samples: list[Any]) -> Boxes:
-    several = [torch.full((each["number"] + 1, 4), 2.0) for each in samples]
-    return Boxes(several, [each["name"] for each in samples])
 
 
 def with_its_worker(samples: list[Any]) -> Any:
@@ -208,6 +196,10 @@ class Indices(Dataset[Any]):
         return {"index": index}
 
 
+def forking(cls: type[DataLoader[Any]]) -> DataLoader[Any]:
+    return cls(Indices(), 4, num_workers=1, multiprocessing_context="fork")
+
+
 @pytest.mark.parametrize(
     ("make", "options", "why"),
     [
@@ -219,8 +211,8 @@ class Indices(Dataset[Any]):
         (lambda: DataLoader(Indices(), 4), {}, "the loader has no workers"),
         (lambda: loader_of(Indices()), {"pack_in_workers": False}, "pack_in_workers is False"),
         (lambda: loader_of(Indices()), {"on_unknown": "raise"}, "on_unknown looks for values"),
-        (lambda: OwnIteration(Indices(), 4, num_workers=1), {}, "has its own __iter__"),
-        (lambda: WithState(Indices(), 4, num_workers=1), {}, "has a state"),
+        (lambda: forking(OwnIteration), {}, "has its own __iter__"),
+        (lambda: forking(WithState), {}, "has a state"),
     ],
 )
 def test_why_workers_do_not_pack_is_told(device, make, options, why):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict, UserList, namedtuple
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -74,6 +74,18 @@ class Tensordicts(Nested):
 
         many = {f"x{k}": torch.full((2,), float(index * 1000 + k)) for k in range(self.leaves)}
         return {"td": TensorDict({"many": many, "name": f"{index}"}, device="cpu"), "index": index}
+
+
+class Boxes(NamedTuple):
+    """A batch of a user's collate function."""
+
+    boxes: list[torch.Tensor]
+    names: list[str]
+
+
+def as_boxes(samples: list[Any]) -> Boxes:
+    several = [torch.full((each["number"] + 1, 4), 2.0) for each in samples]
+    return Boxes(several, [each["name"] for each in samples])
 
 
 def shared_memory_descriptors() -> int:
