@@ -21,12 +21,12 @@ from tdcopier._into import copy_into
 from tdcopier._mistaken_use import say_what_to_use
 from tdcopier._options import Device
 
-SHARED_FROM_BYTES = 768 * 1024
+SHARED_FROM_BYTES = 1024 * 1024
 """From this size a parcel goes to another process as shared memory, and below as bytes.
 
 Measured from `put(pack(batch))` until a spawned process has read all leaves, with new memory each
-time (benchmarks/travel/threshold.py), on 2 cores without other work: bytes take 0.76 of the time of
-shared memory at 512 KiB, 0.82 at 768 KiB, and 1.19 at 1 MiB."""
+time (benchmarks/travel/threshold.py), on 2 cores without other work: bytes take 0.73 of the time of
+shared memory at 512 KiB, 0.81 at 768 KiB, 1.03 at 1 MiB, and 1.26 at 1.5 MiB."""
 
 _shared_outs: WeakKeyDictionary[Parcel, torch.Tensor] = WeakKeyDictionary()
 """The memory of parcels that are in shared memory already, as the tensor that was given."""
