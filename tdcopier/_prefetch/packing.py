@@ -94,16 +94,20 @@ class Packing:
         # Attributes of a loader may be set between two passes.
         if self.why_not is not None or _packs_itself(self._source.collate_fn):
             return iter(self._source)
-        made = _copies.get(self._source)
+        source = self._source
+        made = _copies.get(source) if source.persistent_workers else None
         if made is None:
-            # `copy.copy` would share the iterator of persistent workers.
-            made = _copies[self._source] = object.__new__(type(self._source))
-        workers = made.__dict__.get("_iterator")
-        made.__dict__.clear()
-        made.__dict__.update(self._source.__dict__)
-        made.__dict__["_iterator"] = workers
-        made.collate_fn = PackingCollate(self._source.collate_fn)
-        made.pin_memory = False  # the engine stages the batch in pinned memory
+            made = object.__new__(type(source))
+            if source.persistent_workers:
+                _copies[source] = made
+        made.__dict__.update(
+            {
+                **source.__dict__,
+                "_iterator": made.__dict__.get("_iterator"),  # its own persistent workers
+                "collate_fn": PackingCollate(source.collate_fn),
+                "pin_memory": False,  # the engine stages the batch in pinned memory
+            }
+        )
         return iter(made)
 
     def read(self, iterator: Iterator[Any]) -> Any:
@@ -118,7 +122,7 @@ class Packing:
 
 
 _copies: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
-"""The copies by loader, which keep persistent workers from one prefetcher to the next."""
+"""The copies by loader, for persistent workers, which serve one prefetcher after the other."""
 
 
 def _packs_itself(collate_fn: Any) -> bool:

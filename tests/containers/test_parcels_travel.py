@@ -334,6 +334,15 @@ def test_out_is_the_memory_of_the_parcel(device):
     ):
         with pytest.raises(ValueError, match=why):
             pack(tree, out=out)
+
+    def allocate(nbytes: int, where: torch.device) -> bytearray:
+        tree["x"].resize_(1 << 20)
+        return bytearray(nbytes)
+
+    tree = {"x": torch.ones(1000)}
+    with pytest.raises(RuntimeError, match="resized memory of the tree"):
+        pack(tree, out=allocate)
+    tree = tree_of(1)
     overlapping = torch.arange(400)
     with pytest.raises(ValueError, match="overlaps"):
         pack([overlapping[:100]], out=overlapping.view(torch.uint8)[16:])

@@ -87,24 +87,32 @@ void refuse_forward_gradients(const FlatTree& flat, py::handle data) {
   }
 }
 
-// Pickles the values that only pickle can write, and adds the memory of their tensors to the
-// leaves. Returns the pickle.
-std::string dump_values(const WrittenTree& tree, SourceGroup& group, py::handle data) {
-  if (tree.values.empty()) return {};
-  // Foreign code may give leaves new memory before theirs has been read.
+// Calls `run`, whose foreign code may give leaves new memory before theirs has been read, and
+// refuses that.
+template <typename Run>
+auto run_beside_leaves(SourceGroup& group, const Run& run) {
   group.sources->keep_memory_of_tensors();
   const std::vector<std::span<const std::byte>> before = group.sources->memory();
-  const c10::Device device = group.leaves.device();
-  const auto device_object = py::reinterpret_steal<py::object>(THPDevice_New(device));
-  const py::cpp_function name(
-      [&](size_t value) { return path_in_parcel(data, tree.nodes[value]); });
-  const py::tuple dumped = hooks().dump_values(tree.values, name, device_object);
+  auto result = run();
   const auto is_same = [](const auto& a, const auto& b) {
     return a.data() == b.data() && a.size() == b.size();
   };
   if (!std::ranges::equal(before, group.sources->memory(), is_same)) {
-    throw std::runtime_error("the code of a class that was pickled has resized memory of the tree");
+    throw std::runtime_error("the code of a class or of `out` has resized memory of the tree");
   }
+  return result;
+}
+
+// Pickles the values that only pickle can write, and adds the memory of their tensors to the
+// leaves. Returns the pickle.
+std::string dump_values(const WrittenTree& tree, SourceGroup& group, py::handle data) {
+  if (tree.values.empty()) return {};
+  const c10::Device device = group.leaves.device();
+  const auto device_object = py::reinterpret_steal<py::object>(THPDevice_New(device));
+  const py::cpp_function name(
+      [&](size_t value) { return path_in_parcel(data, tree.nodes[value]); });
+  const py::tuple dumped = run_beside_leaves(
+      group, [&] { return hooks().dump_values(tree.values, name, device_object); });
   for (const py::handle each : py::list(dumped[1])) {
     const at::Tensor& memory = tensor_in(each.ptr());
     const bool is_plain = memory.scalar_type() == c10::kByte && memory.dim() == 1 &&
@@ -166,11 +174,12 @@ c10::Storage memory_given(py::handle out, c10::Device device, uint64_t bytes,
 }
 
 // Returns the memory that `out` gives for these bytes, or new memory.
-c10::Storage memory_from(py::handle out, c10::Device device, uint64_t bytes,
-                         const LeafTable& leaves) {
+c10::Storage memory_from(py::handle out, uint64_t bytes, SourceGroup& group) {
+  const c10::Device device = group.leaves.device();
   if (!out.is_none()) {
-    const py::object given = out(bytes, py::reinterpret_steal<py::object>(THPDevice_New(device)));
-    if (!given.is_none()) return memory_given(given, device, bytes, leaves);
+    const auto of_device = py::reinterpret_steal<py::object>(THPDevice_New(device));
+    const py::object given = run_beside_leaves(group, [&] { return out(bytes, of_device); });
+    if (!given.is_none()) return memory_given(given, device, bytes, group.leaves);
   }
   return device.is_cpu() ? new_host_memory(bytes) : allocate_on_device(device, bytes);
 }
@@ -277,7 +286,6 @@ struct Written {
 };
 
 Written write_all_but_leaves(py::handle data, FlatTree& flat, SourceGroup group, py::handle out) {
-  const c10::Device device = group.leaves.device();
   refuse_forward_gradients(flat, data);
   const WrittenTree tree = write_tree(flat.spec, group.leaves);
   const size_t tree_leaves = group.leaves.size();
@@ -290,7 +298,7 @@ Written write_all_but_leaves(py::handle data, FlatTree& flat, SourceGroup group,
   ByteWriter head;
   const uint64_t body_begin = write_head(head, layout.written(), body_bytes);
   const uint64_t total = body_begin + body_bytes;
-  const c10::Storage bytes = memory_from(out, device, total, group.leaves);
+  const c10::Storage bytes = memory_from(out, total, group);
   std::shared_ptr<const ParcelLayout> read =
       read_layout(layout.written(), body_bytes, /*may_import=*/true);
   write_around_leaves(bytes, head.written(), group.leaves, *plan);
