@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
 import sys
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -133,7 +132,7 @@ def _from_buffer(buffer: Any, *, allow_pickle: bool = False) -> Parcel:
 
 def _save(self: Parcel, path: str | os.PathLike[str]) -> None:
     """Write all bytes to a file, which replaces one of this name once it is complete."""
-    part = f"{os.path.abspath(os.fsdecode(path))}.{secrets.token_hex(8)}.part"
+    part = f"{os.path.abspath(os.fsdecode(path))}.{os.urandom(8).hex()}.part"
     # With the rights of any new file, which `tempfile` does not give.
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
