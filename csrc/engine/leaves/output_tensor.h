@@ -60,11 +60,8 @@ class OutputTensor final : public c10::TensorImpl {
     const c10::Storage old = std::exchange(storage_, std::move(storage));
     storage_offset_ = static_cast<int64_t>(offset);
     if (is_inference()) return;
-    if (!version_counter_.unique()) {
-      version_counter_ = c10::VariableVersion(0);
-    } else if (version_counter_.current_version() != 0) {
-      version_counter_.set_version(0);
-    }
+    if (version_counter_.current_version() == 0 && version_counter_.unique()) return;
+    version_counter_ = c10::VariableVersion(0);
   }
 
   static void* operator new(size_t) { return Blocks::take(); }
