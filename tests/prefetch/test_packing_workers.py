@@ -139,10 +139,13 @@ def test_what_is_changed_between_passes_holds_for_the_next(device):
         assert type(next(iter(batches))) is Boxes
 
 
-def test_memory_is_not_pinned_by_the_loaders_thread(device):
-    loader = loader_of(Nested(5), pin_memory=True)
+def test_memory_is_not_pinned_by_the_loaders_thread(device, monkeypatch):
+    pinning, begun = torch.utils.data._utils.pin_memory, []
+    monkeypatch.setattr(pinning, "_pin_memory_loop", lambda *_: begun.append(1))
+    loader = loader_of(Nested(5), pin_memory=True, timeout=5)
     assert_like(loaded(loader, device), tdcopier.copy(list(loader_of(Nested(5))), device))
     assert loader.pin_memory
+    assert not begun
 
 
 def test_two_passes_over_one_loader_at_once(device):
