@@ -29,6 +29,7 @@ from tdcopier._into import copy_into, start_copy_into
 from tdcopier._limits import (
     set_pinned_limit_bytes,
     set_run_ahead_limit,
+    set_slab_limit_bytes,
     set_staging_limit_bytes,
     staging_bytes,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "scatter",
     "set_pinned_limit_bytes",
     "set_run_ahead_limit",
+    "set_slab_limit_bytes",
     "set_staging_limit_bytes",
     "sim",
     "snapshot",

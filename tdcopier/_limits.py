@@ -12,6 +12,7 @@ from tdcopier._options import LARGEST_CHUNK_BYTES, Device
 
 _STAGING_LIMIT_VARIABLE = "TDCOPIER_STAGING_LIMIT_BYTES"
 _PINNED_LIMIT_VARIABLE = "TDCOPIER_PINNED_LIMIT_BYTES"
+_SLAB_LIMIT_VARIABLE = "TDCOPIER_SLAB_LIMIT_BYTES"
 _GATHER_VARIABLE = "TDCOPIER_GATHER"
 _WORKERS_VARIABLE = "TDCOPIER_WORKERS"
 _PROGRESS_VARIABLE = "TDCOPIER_PROGRESS"
@@ -98,6 +99,25 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     _C.set_pinned_limit_bytes(min(limit, LARGEST_CHUNK_BYTES))
 
 
+@keep_out_of_graphs("set_slab_limit_bytes()")
+def set_slab_limit_bytes(limit_bytes: int) -> None:
+    """Set the limit on the pinned memory through which a loader's workers send; default 2 GiB.
+
+    The limit applies to the process, to the slabs of all loaders together (see the guide on
+    pipelines). Six workers that prepare two batches each, of 64 MB, and a loop with two more ahead
+    need 1.4 GiB. Batches that come in a slab over the limit are not lost: the slab is not pinned,
+    and they are staged. A lower limit applies to slabs that come later. The environment variable
+    `TDCOPIER_SLAB_LIMIT_BYTES` sets the limit at import.
+
+    Raises:
+        ValueError: the limit is negative.
+    """
+    limit = integer("limit_bytes", limit_bytes)
+    if limit < 0:
+        raise ValueError(f"limit_bytes must not be negative; got {limit}")
+    _C.set_slab_limit_bytes(min(limit, LARGEST_CHUNK_BYTES))
+
+
 @keep_out_of_graphs("set_run_ahead_limit()")
 def set_run_ahead_limit(batches: int) -> None:
     """Set how many handed-over batches the host may be ahead of the device; default 4.
@@ -154,6 +174,7 @@ def _progress_from_environment() -> bool:
 
 _limit_from_environment(_STAGING_LIMIT_VARIABLE, set_staging_limit_bytes)
 _limit_from_environment(_PINNED_LIMIT_VARIABLE, set_pinned_limit_bytes)
+_limit_from_environment(_SLAB_LIMIT_VARIABLE, set_slab_limit_bytes)
 _gather_from_environment()
 _workers_from_environment()
 shows_progress = _progress_from_environment()

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tdcopier import _C
+from tdcopier import _slabs as slabs
 from tdcopier._C import Parcel as Parcel
 from tdcopier._compile import keep_out_of_graphs
 from tdcopier._copy import copy, start_copy
@@ -27,8 +28,9 @@ Measured from `put(pack(batch))` until a spawned process has read all leaves, wi
 time (benchmarks/travel/threshold.py), on 2 cores without other work: bytes take 0.73 of the time of
 shared memory at 512 KiB, 0.81 at 768 KiB, 1.03 at 1 MiB, and 1.26 at 1.5 MiB."""
 
-_shared_outs: WeakKeyDictionary[Parcel, torch.Tensor] = WeakKeyDictionary()
-"""The memory of parcels that are in shared memory already, as the tensor that was given."""
+_sent_outs: WeakKeyDictionary[Parcel, torch.Tensor] = WeakKeyDictionary()
+"""The memory of parcels that are in shared memory already, or in a slab, as the tensor that was
+given."""
 
 
 @keep_out_of_graphs("pack()")
@@ -100,15 +102,25 @@ class Memory:
     def noted(self, parcel: Parcel) -> Parcel:
         """Return the parcel, which has been written there; other processes may share that."""
         out = self._out
-        if isinstance(out, torch.Tensor) and out.is_cpu and out.untyped_storage().is_shared():
-            _shared_outs[parcel] = out.detach().view(-1).view(torch.uint8)[: parcel.nbytes]
+        is_on_host = isinstance(out, torch.Tensor) and out.is_cpu
+        if is_on_host and (out.untyped_storage().is_shared() or slabs.has(out)):
+            _sent_outs[parcel] = out.detach().view(-1).view(torch.uint8)[: parcel.nbytes]
         return parcel
 
 
 def memory_to_send(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Return memory from which another process takes a parcel without a copy; None if by bytes."""
-    if nbytes < SHARED_FROM_BYTES or device.type != "cpu":
+    """Return memory from which a worker of a loader sends a parcel without a copy: of its slabs.
+
+    None for a small one, which goes as bytes, and for one that is not on the host.
+    """
+    if device.type != "cpu":
         return None
+    if (memory := slabs.memory_in_slab(nbytes)) is not None:
+        return memory
+    return None if nbytes < SHARED_FROM_BYTES else _shared_tensor(nbytes)
+
+
+def _shared_tensor(nbytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(shared_memory(nbytes))
 
 
@@ -182,7 +194,7 @@ def _pin_memory(self: Parcel, device: Device | None = None) -> Parcel:
     `DataLoader(..., pin_memory=True)` calls this for a batch that is a parcel, in some versions of
     torch with a device, which changes nothing. A parcel that is pinned is returned as it is.
     """
-    if self.is_pinned():
+    if self.is_pinned() or slabs.why_not_in_place(self) is None:
         return self
     pinned = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     pinned.numpy()[:] = memoryview(_on_host(self))
@@ -219,11 +231,14 @@ def _unpickled(buffer: Any) -> Parcel:
 
 def _reduce_to_process(parcel: Parcel) -> tuple[Callable[..., Parcel], tuple[Any, ...]]:
     """Send a parcel through a queue or a pipe of `multiprocessing`."""
+    given = _sent_outs.get(parcel)
+    if given is not None and (message := slabs.message_of(given, parcel.nbytes)) is not None:
+        return slabs.receive, (message,)
     if parcel.nbytes < SHARED_FROM_BYTES:
         return _from_bytes, (bytes(_on_host(parcel)),)
-    if (given := _shared_outs.get(parcel)) is not None:
+    if given is not None and given.untyped_storage().is_shared():
         return _from_shared, (given,)
-    shared = memory_to_send(parcel.nbytes, torch.device("cpu"))
+    shared = _shared_tensor(parcel.nbytes)
     # Not by torch, whose threads hang in a forked process.
     copy_into(parcel._bytes, shared)
     return _from_shared, (shared,)

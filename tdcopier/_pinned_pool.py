@@ -42,6 +42,8 @@ class PinnedMemoryUse:
     torch_bytes: int | None
     """Memory that torch's allocator has, in use or kept for reuse. None: this torch does not tell.
     Results on the host are there."""
+    slab_bytes: int
+    """Memory through which a loader's workers send batches: see `set_slab_limit_bytes`."""
 
 
 @keep_out_of_graphs("lease()")
@@ -86,7 +88,7 @@ def pinned_memory() -> PinnedMemoryUse:
 
     Memory that `pin_memory_` has pinned is not counted.
     """
-    return PinnedMemoryUse(*_C.pinned_use())
+    return PinnedMemoryUse(*_C.pinned_use(), _C.pinned_slab_bytes())
 
 
 @keep_out_of_graphs("reserve_pinned_memory()")

@@ -201,6 +201,7 @@ def restore_limits() -> Iterator[None]:
     yield
     tdcopier.set_staging_limit_bytes(_C.DEFAULT_STAGING_LIMIT_BYTES)
     tdcopier.set_run_ahead_limit(4)
+    tdcopier.set_slab_limit_bytes(2 << 30)
 
 
 @pytest.fixture

@@ -224,6 +224,7 @@ def _reader_of(batches: Iterator[Any]) -> dict[str, float]:
     if stats is None:
         return {}
     names = ("batches", "late_batches", "waited_us", "read_us", "copy_us", "idle_us")
+    names += ("packed_batches", "slab_batches", "why_unpacked")
     return {name: getattr(stats, name) for name in names}
 
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <utility>
 
+#include "engine/device/slab.h"
 #include "python/bindings.h"
 #include "python/calls/pack.h"
 #include "python/runtime/guarded.h"
@@ -29,6 +30,7 @@ py::buffer_info buffer_of(const Parcel& parcel) {
     throw py::buffer_error("the parcel is on " + parcel.device().str() + ", not on the host");
   }
   const auto bytes = static_cast<py::ssize_t>(parcel.bytes().nbytes());
+  Slab::note_views(parcel.bytes());
   return {static_cast<uint8_t*>(parcel.bytes().mutable_data()), bytes,
           parcel.traits().is_read_only};
 }
@@ -84,6 +86,7 @@ Return whether the leaves are in pinned memory, from which a device reads them w
       .def_property_readonly("_may_unpickle",
                              [](const Parcel& self) { return self.traits().may_unpickle; })
       .def_property_readonly("_bytes", [](const Parcel& self) {
+        Slab::note_views(self.bytes());
         return py::reinterpret_steal<py::object>(wrap_tensor(tensor_over(self.bytes())));
       });
   m.attr("PACKING_DEVICE") = packing_device();

@@ -92,6 +92,8 @@ class Limits(TypedDict):
     """Size of a staging buffer, and so the maximum size of a staged transfer."""
     pinned_limit_bytes: int
     """Of the pool of pinned memory, in this process; set by `set_pinned_limit_bytes`."""
+    slab_limit_bytes: int
+    """Of pinned slabs, in this process; set by `set_slab_limit_bytes`."""
     run_ahead_batches: int
     """Set by `set_run_ahead_limit`."""
     inline_bytes: int
@@ -172,6 +174,7 @@ def info(*, make_contexts: bool = False) -> Info:
             "staging_limit_bytes": _limits.limits_in_force.staging_limit_bytes,
             "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
             "pinned_limit_bytes": tdcopier.pinned_memory().limit_bytes,
+            "slab_limit_bytes": _C.slab_limit_bytes(),
             "run_ahead_batches": _limits.limits_in_force.run_ahead_batches,
             "inline_bytes": _C.MAX_INLINE_BYTES,
             "straight_bytes": _C.MAX_STRAIGHT_BYTES,

@@ -60,7 +60,7 @@ class LoopPass(BatchQueue):
             return
         self._wait_read()
         item = self._source.begin(lambda: self.why_closed is None, sending)
-        if isinstance(item, Batch):
+        if isinstance(item, Batch) and item.may_be_written:
             self._unread = item.handle
         if item is None or self.why_closed is not None:
             return

@@ -6,7 +6,7 @@ so the user's own iteration never gets parcels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from tdcopier import _slabs as slabs
 from tdcopier._collate import Collate, _packed, collate
 from tdcopier._containers.unknown import class_name
 from tdcopier._options import Device
@@ -108,7 +109,7 @@ class Packing:
                 "pin_memory": False,  # the engine stages the batch in pinned memory
             }
         )
-        return iter(made)
+        return _Packed(iter(made))
 
     def read(self, iterator: Iterator[Any]) -> Any:
         """Return the next batch, and count it."""
@@ -118,7 +119,34 @@ class Packing:
             return batch.batch
         if type(batch) is Parcel:
             self._counters.packed_batches += 1
+            why_not = slabs.why_not_in_place(batch)
+            self._counters.slab_batches += why_not is None
+            self._counters.why_not_in_place = why_not or self._counters.why_not_in_place
         return batch
+
+
+class _Packed:
+    """The iterator of a pass whose workers pack. Unmaps their slabs when they have ended."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches: Iterator[Any] | None = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        try:
+            return next(self._batches)
+        except StopIteration:
+            slabs.drop_ended()
+            raise
+
+    def __del__(self, drop_ended: Callable[[], None] = slabs.drop_ended) -> None:
+        """Python empties modules when it ends, so this keeps what it calls then."""
+        self._batches = None  # torch's iterator waits for its workers
+        drop_ended()
 
 
 _copies: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()

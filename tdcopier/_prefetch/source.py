@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from tdcopier import _C
+from tdcopier import _slabs as slabs
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import start_copy
 from tdcopier._options import SENDING, CopyOptions, Device
@@ -43,6 +44,8 @@ class Batch(NamedTuple):
     handle: AsyncCopyHandle[Any]
     made_at: StreamPosition | None
     """Position of the reader's stream, if the batch has leaves that were on the device already."""
+    may_be_written: bool
+    """Whether the source may write to the batch's memory when it makes the next batch."""
     state: Any
     """That of the source when it had returned this batch; None if it is not asked for one."""
 
@@ -102,7 +105,8 @@ class Source:
     copy_state: Callable[[], Any] | None
     """Returns a copy of the source's state, which is part of each item; see `copier_of_state`."""
     has_reader: bool
-    """Whether a reader thread reads. If so, `begin` waits until a batch's memory has been read."""
+    """Whether a reader thread reads. If so, `begin` waits until a batch's memory has been read,
+    if the source may write to it again."""
     is_copying: bool = False
 
     def begin(self, is_wanted: Callable[[], bool], sending: _C.Sending) -> Item | None:
@@ -171,15 +175,16 @@ class Source:
         self.is_copying = True
         try:
             batch = passed.pop()
+            may_be_written = not slabs.has_parcel(batch)  # else its worker waits for the slab
             if isinstance(batch, AsyncCopyHandle):  # the source has started the copy itself
                 handle = batch
             else:
                 handle = start_copy(batch, self.device, **self.options)
             del batch
             made_at = self._position() if handle._reuses_leaves else None
-            if self.has_reader:
+            if may_be_written and self.has_reader:
                 handle.wait_staged()
-            return Batch(handle, made_at, state)
+            return Batch(handle, made_at, may_be_written, state)
         except Exception as error:
             return Failure(error, state)
         finally:

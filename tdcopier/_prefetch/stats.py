@@ -34,9 +34,14 @@ class PrefetchStats:
     """Time that the reader waited for room, because `depth` batches were in flight."""
     packed_batches: int = 0
     """Batches that were read as parcels: the workers of the source have packed them."""
+    slab_batches: int = 0
+    """Of these, batches that the device reads straight from a worker's slab."""
     why_unpacked: str | None = None
     """Why workers do not pack, or why the last batch that was not packed was not; None if all
     batches that workers made were."""
+    why_not_in_place: str | None = None
+    """Why the last packed batch that the device could not read in place was not in a pinned slab;
+    None if all were."""
 
 
 @dataclass
@@ -50,7 +55,9 @@ class PrefetchCounters:
     copy_ns: int = 0
     idle_ns: int = 0
     packed_batches: int = 0
+    slab_batches: int = 0
     why_unpacked: str | None = None
+    why_not_in_place: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # guards what consumers count
 
     def count_batch(self, is_late: bool, began_ns: int) -> None:
@@ -70,5 +77,7 @@ class PrefetchCounters:
             self.copy_ns / 1000,
             self.idle_ns / 1000,
             self.packed_batches,
+            self.slab_batches,
             self.why_unpacked,
+            self.why_not_in_place,
         )

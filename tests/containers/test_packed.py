@@ -28,7 +28,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 import tdcopier
 from tdcopier import Parcel, pack, packed
-from tdcopier._pack import SHARED_FROM_BYTES, _shared_outs
+from tdcopier._pack import SHARED_FROM_BYTES, _sent_outs
 
 TAKES_TENSORDICTS = any(issubclass(TensorDict, cls) for cls in default_collate_fn_map)
 """Whether torch's own function does, which older versions of tensordict do not tell."""
@@ -173,7 +173,7 @@ def test_memory_on_a_device_is_refused_for_samples_on_the_host_as_by_pack(device
 def test_shared_memory_that_was_given_is_sent_as_it_is():
     out = torch.empty(2_000_000, dtype=torch.uint8).share_memory_()
     parcel = packed()([torch.ones(300_000)], out=out)
-    assert _shared_outs[parcel].data_ptr() == out.data_ptr()
+    assert _sent_outs[parcel].data_ptr() == out.data_ptr()
 
 
 class Large(torch.utils.data.Dataset[torch.Tensor]):
@@ -192,17 +192,21 @@ class Telling:
 
     def __call__(self, samples: list[Any]) -> Any:
         parcel = packed(self.collate_fn)(samples)
-        return parcel, parcel in _shared_outs
+        return parcel, parcel in _sent_outs
 
 
 @pytest.mark.parametrize("collate_fn", COLLATES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_worker_packs_in_the_memory_that_it_sends(collate_fn, size, device):
-    loader = DataLoader(
-        Large(), size, num_workers=1, collate_fn=Telling(collate_fn), multiprocessing_context="fork"
-    )
-    for number, (parcel, is_shared) in enumerate(loader):
-        assert is_shared == (size == 2)
+    def loaded(dataset: Any) -> Any:
+        collate = Telling(collate_fn)
+        return DataLoader(
+            dataset, size, num_workers=1, collate_fn=collate, multiprocessing_context="fork"
+        )
+
+    assert not any(is_shared for _, is_shared in loaded(torch.arange(4)))  # sent as bytes
+    for number, (parcel, is_shared) in enumerate(loaded(Large())):
+        assert is_shared
         assert_like(parcel.tree(), collate_fn([Large()[size * number + i] for i in range(size)]))
     assert not Telling(collate_fn)([Large()[0]] * 4)[1]
 

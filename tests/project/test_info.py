@@ -52,6 +52,7 @@ def test_limits_are_those_in_force():
         "staging_limit_bytes": _C.DEFAULT_STAGING_LIMIT_BYTES,
         "staging_buffer_bytes": _C.STAGING_BUFFER_BYTES,
         "pinned_limit_bytes": tdcopier.pinned_memory().limit_bytes,
+        "slab_limit_bytes": 2 << 30,
         "run_ahead_batches": 4,
         "inline_bytes": _C.MAX_INLINE_BYTES,
         "straight_bytes": _C.MAX_STRAIGHT_BYTES,

@@ -1,8 +1,6 @@
 // Best fit among the free ranges, and events for ranges that came back while a device may use them.
 #include "engine/device/pinned_pool.h"
 
-#include <ATen/Context.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -14,7 +12,6 @@
 #include <utility>
 
 #include "base/polling_wait.h"
-#include "engine/device/graph_capture.h"
 
 namespace tdcopier {
 namespace {
@@ -159,26 +156,9 @@ void PinnedPool::give_back_after_work(MemoryRange range, c10::DeviceType type) n
 
 // Returns whether it knows all work. If not, the range stays taken, and the next call tries again.
 bool PinnedPool::record_events(Returned& returned) noexcept {
-  std::vector<EventRef> events;
-  try {
-    const RelaxedCapture relaxed(returned.type);
-    const c10::impl::VirtualGuardImpl backend(returned.type);
-    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(returned.type);
-    for (c10::DeviceIndex i = 0; i < backend.deviceCount(); ++i) {
-      const c10::Device device(returned.type, i);
-      if (!hooks.hasPrimaryContext(i)) continue;
-      const c10::Stream stream = backend.getStream(device);
-      if (is_capturing(stream)) return false;
-      if (stream.query()) continue;
-      auto& pool = events_[i];
-      if (!pool) pool = std::make_unique<EventPool>(returned.type);
-      events.push_back(pool->record(stream));
-    }
-  } catch (...) {
-    return false;
-  }
-  returned.events = std::move(events);
-  return true;
+  auto events = current_work_.record(returned.type);
+  if (events) returned.events = std::move(*events);
+  return events.has_value();
 }
 
 bool PinnedPool::has_come_back(Returned& returned) noexcept {

@@ -20,6 +20,7 @@
 #include "base/anonymous_memory.h"
 #include "base/free_ranges.h"
 #include "base/monitor.h"
+#include "engine/device/current_work.h"
 #include "engine/device/events.h"
 #include "engine/device/pinned_ranges.h"
 
@@ -110,7 +111,7 @@ class PinnedPool {
   FreeRanges ranges_;
   uint64_t bytes_ = 0;            // of blocks, and of those in the making
   std::list<Returned> returned_;  // that a device may still use
-  std::map<c10::DeviceIndex, std::unique_ptr<EventPool>> events_;
+  CurrentWork current_work_;
 };
 
 }  // namespace tdcopier

@@ -13,6 +13,7 @@
 #include "engine/device/byte_tensor.h"
 #include "engine/device/graph_capture.h"
 #include "engine/device/pinned_ranges.h"
+#include "engine/device/slab.h"
 #include "engine/leaves/leaf.h"
 #include "engine/leaves/result.h"
 #include "python/runtime/hooks.h"
@@ -158,6 +159,7 @@ py::object Parcel::tree() const {
   leaves.add_placed(layout_->leaves, *layout_->plan, nullptr);
   MemoryOf memory{.device = device()};
   if (device().is_cpu()) {
+    Slab::note_views(bytes_);
     memory.image = traits_.is_read_only ? copy_of(body()) : bytes_;
     memory.image_begin = traits_.is_read_only ? 0 : body_begin_;
   }

@@ -1,0 +1,230 @@
+"""Slabs: shared memory that a loader's workers pack batches into, used again and again.
+
+A worker makes its slabs, and packs into one that is free. The process that trains maps each once,
+pins it once, and sends batches to the device from there; when the device has read a batch, the
+worker may write to its slab again. A worker that finds none free makes another one, so nothing ever
+waits for a slab.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from multiprocessing.connection import wait as wait_for_any
+from typing import NamedTuple
+
+import torch
+
+from tdcopier import _C
+
+SLAB_FROM_BYTES = 16 * 1024
+"""From this size a batch is packed into a slab, and below it is sent as bytes."""
+
+_BATCHES_UNUSED = 64
+"""A worker lets go of a slab that it has not used for this number of batches."""
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class SlabMessage(NamedTuple):
+    """What a worker sends in the place of a batch."""
+
+    process: int
+    descriptor: int
+    token: bytes
+    nbytes: int
+
+
+# ---- in the worker -------------------------------------------------------------------------------
+
+
+class _Made:
+    """A slab of this process."""
+
+    def __init__(self, slab: _C.Slab) -> None:
+        self.slab = slab
+        self.used_at = 0  # as a number of batches
+
+
+class _Ring:
+    """The slabs of one worker, the one that was taken last first."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._slabs: list[_Made] = []
+        self._batches = 0
+
+    def memory(self, nbytes: int) -> torch.Tensor | None:
+        """Return memory for a batch, in a free slab or a new one; None if no memory can be had."""
+        self._batches += 1
+        self._slabs = [made for made in self._slabs if not self._lets_go_of(made)]
+        for made in self._slabs:
+            if (memory := self._take(made, nbytes)) is not None:
+                return memory
+        try:
+            made = _Made(_C.Slab.make(_with_room(nbytes)))
+        except (OSError, MemoryError):
+            return None
+        self._slabs.append(made)
+        return self._take(made, nbytes)
+
+    def _take(self, made: _Made, nbytes: int) -> torch.Tensor | None:
+        memory = made.slab.take(nbytes) if nbytes <= made.slab.nbytes else None
+        if memory is not None:
+            made.used_at = self._batches
+            self._slabs.remove(made)
+            self._slabs.insert(0, made)
+        return memory
+
+    def _lets_go_of(self, made: _Made) -> bool:
+        made.slab.close_if_received()
+        return self._batches - made.used_at > _BATCHES_UNUSED and made.slab.retire()
+
+
+_ring: _Ring | None = None
+
+
+def memory_in_slab(nbytes: int) -> torch.Tensor | None:
+    """Return memory of this worker's slabs for a batch.
+
+    None if the batch is small, if the system has no memory, or if others cannot open it.
+    """
+    global _ring
+    if _ring is None or _ring.process != os.getpid():
+        _ring = _Ring()  # a process that a worker has forked makes its own
+        _watch_parent()
+    if nbytes < SLAB_FROM_BYTES or not _can_be_opened():
+        return None
+    return _ring.memory(nbytes)
+
+
+def _with_room(nbytes: int) -> int:
+    """Return the size of a new slab: whole pages, and at most a quarter more than is needed.
+
+    So a batch that is a little larger finds room too.
+    """
+    step = max(1 << max(nbytes.bit_length() - 3, 0), _PAGE_BYTES)
+    return -(-nbytes // step) * step
+
+
+_opens: bool | None = None
+
+
+def _can_be_opened() -> bool:
+    """Return whether the parent can probably open this process's memory, as it could the parent's.
+
+    The system asks the same of both: the same user, and a `/proc` that shows processes.
+    """
+    global _opens
+    if _opens is None:
+        parent = multiprocessing.parent_process()
+        try:
+            _opens = parent is not None and bool(os.readlink(f"/proc/{parent.pid}/cwd"))
+        except OSError:
+            _opens = False
+    return _opens
+
+
+def _watch_parent() -> None:
+    """End this process when the one that trains ends, in whatever way."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        watched = (parent.pid, parent.sentinel)
+        threading.Thread(target=_end_with, args=watched, name="tdcopier-end", daemon=True).start()
+
+
+def _end_with(process: int, sentinel: int) -> None:
+    """Wait for the end of a process, and end.
+
+    A worker of torch asks for its parent's number from time to time, which under forkserver is
+    another process's, and it may wait for ever at a pipe that has no reader.
+    """
+    try:
+        ended = os.pidfd_open(process)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # an old kernel; the pipe tells it once no process that was forked has it
+        ended = sentinel
+    wait_for_any([ended])
+    os._exit(1)
+
+
+def has(memory: torch.Tensor) -> bool:
+    """Return whether the memory is in a slab."""
+    return _C.Slab.of_tensor(memory) is not None
+
+
+def message_of(memory: torch.Tensor, nbytes: int) -> SlabMessage | None:
+    """Return a message for a batch in a slab, to be sent once; None if it was, or is in none."""
+    slab = _C.Slab.of_tensor(memory)
+    if slab is None or not slab.send():
+        return None
+    return SlabMessage(os.getpid(), slab.descriptor, slab.token, nbytes)
+
+
+# ---- in the process that trains ------------------------------------------------------------------
+
+
+class _Mapped(NamedTuple):
+    """A slab of another process."""
+
+    slab: _C.Slab
+    process: int
+    began: str
+    """When the process began: its number may be another one's later."""
+
+
+_mapped: dict[bytes, _Mapped] = {}
+"""By token. Changed by single operations only, since the garbage collector may interrupt any."""
+
+
+def receive(message: SlabMessage) -> _C.Parcel:
+    """Return the parcel of a message, whose memory is the slab.
+
+    Raises:
+        OSError: the worker has ended, or its memory cannot be opened.
+        RuntimeError: the batch was received before.
+    """
+    known = _mapped.get(message.token)
+    if known is None:
+        drop_ended()
+        began = _began(message.process) or ""
+        slab = _C.Slab.open(f"/proc/{message.process}/fd/{message.descriptor}", message.token)
+        known = _mapped.setdefault(message.token, _Mapped(slab, message.process, began))
+    return known.slab.receive(message.nbytes)
+
+
+def drop_ended() -> None:
+    """Unmap the slabs that no worker will send any more, once their batches are gone too."""
+    for token, each in list(_mapped.items()):
+        if each.slab.is_retired or _began(each.process) != each.began:
+            _mapped.pop(token, None)
+
+
+def _began(process: int) -> str | None:
+    """Return when a process began, by the system's clock; None if it has ended."""
+    try:
+        with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def has_parcel(batch: object) -> bool:
+    """Return whether the batch is a parcel in a slab."""
+    return type(batch) is _C.Parcel and _C.Slab.of(batch) is not None
+
+
+def why_not_in_place(parcel: _C.Parcel) -> str | None:
+    """Return why a device cannot read the parcel where it is; None if it is in a slab that is
+    pinned. Pins the slab if it can be.
+    """
+    slab = _C.Slab.of(parcel)
+    if slab is None:
+        if parcel.nbytes < SLAB_FROM_BYTES:
+            return f"batches of less than {SLAB_FROM_BYTES} bytes are sent as bytes"
+        return "the worker had no slab: no memory, or this process cannot open it"
+    device = torch.accelerator.current_accelerator()
+    return "there is no accelerator" if device is None else slab.pin(device)

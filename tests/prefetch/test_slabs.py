@@ -1,0 +1,323 @@
+"""A slab is written by its worker only when no host code and no device can see its batch."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import tdcopier
+from tdcopier import _C, _slabs, pack
+from tdcopier._pack import Memory
+
+SIZE = 1 << 20
+
+
+class Pair:
+    """A slab as its worker has it, and as the process that trains has it."""
+
+    def __init__(self, nbytes: int = SIZE) -> None:
+        self.made = _C.Slab.make(nbytes)
+        path = f"/proc/{os.getpid()}/fd/{self.made.descriptor}"
+        self.opened = _C.Slab.open(path, self.made.token)
+
+    def send(self, tree: Any) -> tdcopier.Parcel:
+        """Pack a tree into the slab, and return the parcel that arrives."""
+        given = Memory(lambda nbytes, device: self.made.take(nbytes))
+        parcel = given.noted(_C.pack(tree, given.of))
+        assert self.made.take(1) is None  # the parcel shows it
+        nbytes = parcel.nbytes
+        del parcel, given
+        assert self.made.send()
+        return self.opened.receive(nbytes)
+
+    def is_free(self) -> bool:
+        gc.collect()
+        return self.made.take(1) is not None
+
+
+def becomes_free(pair: Pair) -> bool:
+    for _ in range(2000):
+        if pair.is_free():
+            return True
+        _C.reclaim()
+        threading.Event().wait(0.002)
+    return False
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def batch(value: float) -> dict[str, Any]:
+    return {"x": torch.full((50_000,), value), "small": [torch.tensor(value), "name"]}
+
+
+def assert_is(found: Any, value: float) -> None:
+    assert found["x"].eq(value).all()
+    assert found["small"][0] == value
+
+
+def test_the_same_memory_is_packed_and_received(pair):
+    parcel = pair.send(batch(3))
+    assert_is(parcel.tree(), 3)
+    assert pair.made.nbytes == pair.opened.nbytes >= SIZE
+
+
+def test_it_is_free_when_the_last_view_is_gone(pair):
+    parcel = pair.send(batch(1))
+    assert not pair.is_free()
+    view = parcel.tree()["x"][5:6]
+    del parcel
+    assert not pair.is_free()
+    assert view == 1
+    del view
+    assert becomes_free(pair)
+    assert_is(pair.send(batch(2)).tree(), 2)
+
+
+def test_a_buffer_of_the_parcel_keeps_it(pair):
+    parcel = pair.send(batch(1))
+    buffer = memoryview(parcel)
+    del parcel
+    assert not pair.is_free()
+    buffer.release()
+    assert becomes_free(pair)
+
+
+def test_a_batch_is_received_once(pair):
+    parcel = pair.send(batch(1))
+    with pytest.raises(RuntimeError, match="received already"):
+        pair.opened.receive(parcel.nbytes)
+    assert not pair.made.send()
+    assert_is(parcel.tree(), 1)
+
+
+def test_bytes_that_are_no_parcel_are_refused_and_the_slab_is_free_again(pair):
+    memory = pair.made.take(64)
+    memory.zero_()
+    del memory
+    pair.made.send()
+    with pytest.raises(ValueError, match="no parcel"):
+        pair.opened.receive(64)
+    assert becomes_free(pair)
+    with pytest.raises(ValueError, match="smaller"):
+        pair.made.take(pair.made.nbytes + 1)
+    pair.made.send()
+    with pytest.raises(RuntimeError, match="smaller than its batch"):
+        pair.opened.receive(pair.made.nbytes + 1)
+
+
+def test_another_memory_is_not_taken_for_it(pair):
+    other = _C.Slab.make(SIZE)
+    path = f"/proc/{os.getpid()}/fd/{other.descriptor}"
+    with pytest.raises(RuntimeError, match="another slab"):
+        _C.Slab.open(path, pair.made.token)
+    with pytest.raises(ValueError, match="16 bytes"):
+        _C.Slab.open(path, b"short")
+    number = os.memfd_create("empty")
+    with pytest.raises((RuntimeError, OSError)):
+        _C.Slab.open(f"/proc/{os.getpid()}/fd/{number}", pair.made.token)
+    os.close(number)
+    with pytest.raises(FileNotFoundError):
+        _C.Slab.open(f"/proc/{os.getpid()}/fd/99999", pair.made.token)
+
+
+def test_its_packer_lets_go_only_when_no_message_is_on_its_way(pair):
+    memory = pair.made.take(64)
+    assert not pair.made.retire()  # it is shown
+    del memory
+    pair.made.send()
+    assert not pair.made.retire()
+    other = Pair()
+    parcel = other.send(batch(1))
+    assert other.made.retire()
+    assert other.opened.is_retired
+    assert other.made.take(1) is None
+    assert_is(parcel.tree(), 1)
+    del parcel
+    assert not other.is_free()
+    assert other.opened.is_retired
+
+
+def test_descriptors_are_closed_once_the_batch_has_arrived(pair):
+    pair.made.close_if_received()
+    assert pair.made.descriptor != -1
+    parcel = pair.send(batch(1))
+    pair.made.close_if_received()
+    assert pair.made.descriptor == -1
+    assert_is(parcel.tree(), 1)
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def test_a_batch_goes_to_the_device_straight_from_the_slab(device):
+    pair = Pair()
+    parcel = pair.send(batch(4))
+    assert pair.opened.pin(device) is None
+    assert parcel.is_pinned()
+    before = tdcopier.pinned_memory()
+    assert before.slab_bytes >= SIZE
+    handle = tdcopier.start_copy(parcel, device)
+    assert_is(handle.get(), 4)
+    assert handle.stats.transfers == handle.stats.chunks == 2
+    assert tdcopier.pinned_memory().staging_bytes == before.staging_bytes
+    del pair, parcel
+    gc.collect()
+    _C.reclaim()
+    assert tdcopier.pinned_memory().slab_bytes == before.slab_bytes - (SIZE + 4096)
+
+
+def test_it_is_not_free_until_the_device_has_read_it(stall, pair, device, copy_stream):
+    parcel = pair.send(batch(5))
+    assert pair.opened.pin(device) is None
+    with stall(copy_stream):
+        handle = tdcopier.start_copy(parcel, device)
+        del parcel
+        _C.reclaim()
+        assert not pair.is_free()
+    assert_is(handle.get(), 5)
+    assert becomes_free(pair)
+
+
+def test_nor_if_the_copy_is_dropped(stall, pair, device, copy_stream):
+    parcel = pair.send(batch(5))
+    pair.opened.pin(device)
+    with stall(copy_stream):
+        tdcopier.start_copy(parcel, device)
+        del parcel
+        _C.reclaim()
+        assert not pair.is_free()
+    assert becomes_free(pair)
+
+
+def test_a_view_that_was_copied_by_torch_is_waited_for(stall, pair, device):
+    tree = pair.send(batch(6)).tree()
+    pair.opened.pin(device)
+    stream = torch.accelerator.current_stream(device)
+    with stall(stream):
+        copied = tree["x"].to(device, non_blocking=True)
+        del tree
+        assert not pair.is_free()
+    assert copied.eq(6).all()
+    assert becomes_free(pair)
+
+
+def test_a_batch_for_the_host_keeps_its_slab(pair):
+    kept = tdcopier.start_copy(pair.send(batch(7)), "cpu").get()
+    assert not pair.is_free()
+    assert_is(kept, 7)
+    del kept
+    assert becomes_free(pair)
+
+
+def test_over_the_limit_it_is_not_pinned_and_says_so(pair, device):
+    parcel = pair.send(batch(8))
+    tdcopier.set_slab_limit_bytes(SIZE)
+    try:
+        assert "set_slab_limit_bytes" in pair.opened.pin(device)
+        assert not parcel.is_pinned()
+        assert_is(tdcopier.copy(parcel, device), 8)
+        tdcopier.set_slab_limit_bytes(1 << 31)
+        assert pair.opened.pin(device) is None
+    finally:
+        tdcopier.set_slab_limit_bytes(1 << 31)
+    with pytest.raises(ValueError, match="negative"):
+        tdcopier.set_slab_limit_bytes(-1)
+
+
+@pytest.mark.sim
+def test_a_driver_that_refuses_is_asked_once(sim, pair, device, monkeypatch):
+    parcel = pair.send(batch(9))
+    other = tdcopier.pin_memory_(parcel._bytes[4096:8192], device)  # a part is taken
+    why = pair.opened.pin(device)
+    assert why is not None
+    assert "pinned in part" in why
+    other.close()
+    assert pair.opened.pin(device) == why
+    assert_is(tdcopier.copy(parcel, device), 9)
+
+
+def test_a_parcel_in_a_slab_is_pinned_in_place(pair, device):
+    parcel = pair.send(batch(1))
+    assert parcel.pin_memory() is parcel
+    assert parcel.is_pinned()
+
+
+def test_a_forked_child_frees_nothing(pair):
+    parcel = pair.send(batch(1))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            del parcel
+            gc.collect()
+            code = 0 if pair.made.take(1) is None else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not pair.is_free()
+    assert_is(parcel.tree(), 1)
+
+
+# ---- the ring of a worker ------------------------------------------------------------------------
+
+
+def test_a_new_slab_has_room_for_a_little_more():
+    for nbytes in (16 * 1024, 150_000, 64_000_000, 10**9 + 1):
+        room = _slabs._with_room(nbytes)
+        assert nbytes <= room <= nbytes * 1.26
+        assert room % 4096 == 0
+
+
+def test_a_ring_uses_one_slab_as_long_as_that_is_free():
+    ring = _slabs._Ring()
+    seen = {ring.memory(100_000 + i).data_ptr() for i in range(20)}
+    assert len(seen) == len(ring._slabs) == 1
+    held = [ring.memory(100_000) for _ in range(3)]
+    assert len({memory.data_ptr() for memory in held}) == len(ring._slabs) == 3
+    large = ring.memory(10_000_000)
+    assert len(ring._slabs) == 4
+    del held, large
+
+
+def test_a_ring_lets_go_of_slabs_that_it_no_longer_uses():
+    ring = _slabs._Ring()
+    held = [ring.memory(100_000) for _ in range(5)]
+    del held
+    for _ in range(_slabs._BATCHES_UNUSED + 1):
+        ring.memory(100_000)
+    assert len(ring._slabs) == 1
+
+
+def test_slabs_of_an_ended_process_are_dropped_once_their_batches_are_gone():
+    reading, writing = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        memory = _slabs._Ring().memory(100_000)
+        parcel = pack(torch.arange(20_000.0), out=memory)
+        message = _slabs.message_of(memory, parcel.nbytes)
+        os.write(writing, repr(tuple(message)).encode())
+        os.kill(os.getpid(), 19)  # stops here
+        os._exit(0)
+    os.waitpid(worker, os.WUNTRACED)
+    message = _slabs.SlabMessage(*eval(os.read(reading, 1000)))
+    parcel = _slabs.receive(message)
+    assert message.token in _slabs._mapped
+    _slabs.drop_ended()
+    assert message.token in _slabs._mapped
+    os.kill(worker, 9)
+    os.waitpid(worker, 0)
+    _slabs.drop_ended()
+    assert message.token not in _slabs._mapped
+    assert parcel.tree().equal(torch.arange(20_000.0))
+    with pytest.raises(FileNotFoundError):
+        _slabs.receive(message)
+    os.close(reading)
+    os.close(writing)
