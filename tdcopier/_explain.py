@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from tdcopier import _C, _options
 from tdcopier._compile import keep_out_of_graphs
@@ -17,6 +18,7 @@ from tdcopier._containers import unknown
 from tdcopier._containers.beside import tensors_beside
 from tdcopier._containers.delegated_parts import DelegatedPart, plain_parts, stays
 from tdcopier._options import Device
+from tdcopier._prefetch.packing import why_not_packed
 from tdcopier._words import counted
 
 __all__ = ["ExplainedCounts", "ExplainedLeaf", "Explanation", "explain"]
@@ -297,6 +299,10 @@ class _Rows:
         if treatment == "opaque":
             if unknown.is_plain_value(value):
                 return "plain data: the same object"
+            if isinstance(value, DataLoader):
+                why_not = why_not_packed(value, self._target)
+                packs = "its workers pack" if why_not is None else f"no packing: {why_not}"
+                return f"no batch: explain one that it yields; with prefetch, {packs}"
             return f"not looked into, the same object: {unknown.found(value)}"
         if treatment == "reused":
             is_array = isinstance(value, np.ndarray)

@@ -85,10 +85,8 @@ class Packing:
             self.why_not = "pack_in_workers is False"
         elif inspects:
             self.why_not = "on_unknown looks for values in the batch itself"
-        elif torch.device(device).type == "cpu":
-            self.why_not = "the batches stay on the host"
         else:
-            self.why_not = _why_not(source)
+            self.why_not = why_not_packed(source, device)
 
     def begin(self) -> Iterator[Any]:
         """Return an iterator of the source, or of a copy whose workers pack."""
@@ -157,14 +155,19 @@ def _packs_itself(collate_fn: Any) -> bool:
     return isinstance(collate_fn, partial) and collate_fn.func is _packed
 
 
-def _why_not(source: Any) -> str | None:
+def why_not_packed(source: Any, device: Device) -> str | None:
+    """Return why the workers of a source do not pack for a device, or None if they do."""
     cls = type(source)
+    if torch.device(device).type == "cpu":
+        return "the batches stay on the host"
     if not isinstance(source, DataLoader):
         return f"the source is no DataLoader of torch, but a {class_name(cls)}"
+    if _packs_itself(source.collate_fn):
+        return None
     if source.num_workers == 0:
         return "the loader has no workers"
     if copier_of_state(source) is not None:
-        return f"a {class_name(cls)} has a state, which a copy of it would not share"
+        return f"{class_name(cls)} has a state, which a copy of it would not share"
     own = [name for name in _ITERATION if getattr(cls, name) is not getattr(DataLoader, name)]
     if own:
         return f"{class_name(cls)} has its own {own[0]}, which may need the batches themselves"

@@ -296,3 +296,14 @@ class Slow(Nested):
 def test_the_loaders_timeout_holds(device):
     with pytest.raises(RuntimeError, match="timed out after 1 s"):
         loaded(loader_of(Slow(5), timeout=1), device)
+
+
+@pytest.mark.parametrize(
+    ("workers", "told"),
+    [(1, "with prefetch, its workers pack"), (0, "no packing: the loader has no workers")],
+)
+def test_explain_says_whether_workers_pack(workers, told, device):
+    options = {"multiprocessing_context": None} if workers == 0 else {}
+    (row,) = tdcopier.explain(loader_of(Nested(3), num_workers=workers, **options), device)
+    assert row.treatment == "opaque"
+    assert told in row.reason

@@ -9,38 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from slab_pair import SlabPair
 
 import tdcopier
 from tdcopier import _C, _slabs, pack
-from tdcopier._pack import Memory
 
 SIZE = 1 << 20
 
 
-class Pair:
-    """A slab as its worker has it, and as the process that trains has it."""
-
-    def __init__(self, nbytes: int = SIZE) -> None:
-        self.made = _C.Slab.make(nbytes)
-        path = f"/proc/{os.getpid()}/fd/{self.made.descriptor}"
-        self.opened = _C.Slab.open(path, self.made.token)
-
-    def send(self, tree: Any) -> tdcopier.Parcel:
-        """Pack a tree into the slab, and return the parcel that arrives."""
-        given = Memory(lambda nbytes, device: self.made.take(nbytes))
-        parcel = given.noted(_C.pack(tree, given.of))
-        assert self.made.take(1) is None  # the parcel shows it
-        nbytes = parcel.nbytes
-        del parcel, given
-        assert self.made.send()
-        return self.opened.receive(nbytes)
-
-    def is_free(self) -> bool:
-        gc.collect()
-        return self.made.take(1) is not None
-
-
-def becomes_free(pair: Pair) -> bool:
+def becomes_free(pair: SlabPair) -> bool:
     for _ in range(2000):
         if pair.is_free():
             return True
@@ -50,8 +27,8 @@ def becomes_free(pair: Pair) -> bool:
 
 
 @pytest.fixture
-def pair() -> Pair:
-    return Pair()
+def pair() -> SlabPair:
+    return SlabPair()
 
 
 def batch(value: float) -> dict[str, Any]:
@@ -134,7 +111,7 @@ def test_its_packer_lets_go_only_when_no_message_is_on_its_way(pair):
     del memory
     pair.made.send()
     assert not pair.made.retire()
-    other = Pair()
+    other = SlabPair()
     parcel = other.send(batch(1))
     assert other.made.retire()
     assert other.opened.is_retired
@@ -158,7 +135,7 @@ def test_descriptors_are_closed_once_the_batch_has_arrived(pair):
 
 
 def test_a_batch_goes_to_the_device_straight_from_the_slab(device):
-    pair = Pair()
+    pair = SlabPair()
     parcel = pair.send(batch(4))
     assert pair.opened.pin(device) is None
     assert parcel.is_pinned()

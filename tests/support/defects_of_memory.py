@@ -72,7 +72,7 @@ MEMORY: dict[str, Defect] = {
     ),
     "leased_memory_reused_early": Defect(
         "Lifetime",
-        "engine/device/pinned_pool.cpp",
+        "engine/device/current_work.cpp",
         "      if (stream.query()) continue;\n",
         "      if ({defect} || stream.query()) continue;\n",
         "leased_memory_is_sent_by_torch",

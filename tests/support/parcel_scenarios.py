@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from parcel_parts import joined
 from scenario_world import READ_IN_PLACE, ScenarioWorld, Tree, small_limits
+from slab_pair import SlabPair
 
 import tdcopier
 from tdcopier import Parcel, pack
@@ -68,6 +69,40 @@ def pinned_parcels_are_dropped_at_once(world: ScenarioWorld) -> None:
             torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(255)
         for handle, batch in copies:
             world.read_late(handle.wait(), batch)
+
+
+def a_slab_is_written_as_soon_as_it_is_free(world: ScenarioWorld) -> None:
+    """H2D: a worker packs into a slab again when the device has read it, and not before."""
+    device = world.devices[0]
+    with world.on(world.stream(device)):
+        pairs: list[SlabPair] = []
+        for _ in range(4):
+            batch = world.batch((100, 30))
+            pair = next((pair for pair in pairs if pair.is_free()), None) or SlabPair(4096)
+            pairs.append(pair)
+            parcel = pair.send(batch)
+            assert pair.opened.pin(device) is None
+            handle = tdcopier.start_copy(parcel, device)
+            del parcel
+            for each in pairs:
+                each.scribble()
+            world.read_late(handle.wait(), batch)
+
+
+def views_of_a_slab_are_sent_by_torch(world: ScenarioWorld) -> None:
+    """Torch's own H2D from a slab: its worker waits for that too."""
+    device = world.devices[0]
+    with world.on(world.stream(device)):
+        pairs, sent = [SlabPair(4096) for _ in range(3)], []
+        for pair in pairs:
+            batch = world.batch((40,))
+            tree = pair.send(batch).tree()
+            assert pair.opened.pin(device) is None
+            sent.append((tree[0].to(device, non_blocking=True), batch[0]))
+            del tree
+            pair.scribble()
+        for moved, leaf in sent:
+            world.expect([moved], [leaf])
 
 
 def views_outlive_their_parcel(world: ScenarioWorld) -> None:
@@ -221,6 +256,8 @@ def the_memory_of_a_parcel_on_a_device_is_given_again(world: ScenarioWorld) -> N
 
 
 PARCELS = (
+    a_slab_is_written_as_soon_as_it_is_free,
+    views_of_a_slab_are_sent_by_torch,
     one_memory_for_the_next_parcels,
     one_pinned_memory_for_the_next_parcels,
     parcels_are_dropped_at_once,

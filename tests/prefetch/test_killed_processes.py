@@ -1,0 +1,78 @@
+"""A process that is killed takes its workers along, and a killed worker leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import tdcopier
+from tdcopier import _slabs
+
+SCRIPT = Path(__file__).parents[1] / "support" / "train_until_killed.py"
+WITHIN_S = 10.0
+
+pytestmark = pytest.mark.sim  # what a device adds is its context, which dies with the process
+
+
+def is_running(process: int) -> bool:
+    return _slabs._began(process) is not None
+
+
+def are_gone(processes: list[int]) -> bool:
+    end = time.monotonic() + WITHIN_S
+    while any(map(is_running, processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(is_running, processes))
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("elements", [10, 100_000])
+def test_workers_end_with_the_process_that_trains(context, elements):
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), context, str(elements)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trains:
+        workers = [int(number) for number in trains.stdout.readline().split()]
+        assert len(workers) == 2
+        assert all(map(is_running, workers))
+        trains.kill()
+    assert are_gone(workers)
+
+
+class Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((30_000,), float(index))
+
+
+def test_after_a_worker_was_killed_nothing_is_left(device):
+    loader = DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="fork")
+    before, kept = tdcopier.pinned_memory().slab_bytes, []
+    with tdcopier.prefetch(loader, device) as batches:
+        reading: Any = enumerate(batches)
+        for number, batch in reading:
+            assert batch[1, -1].item() == 2 * number + 1
+            kept.append(batch)
+            if number == 3:
+                break
+        assert tdcopier.pinned_memory().slab_bytes > before
+        os.kill(active_children()[0].pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="worker") as error:
+            kept += [batch for _, batch in reading]
+    error.value.__traceback__ = None
+    del reading, batches
+    assert [batch[1, -1].item() for batch in kept] == [2 * i + 1 for i in range(len(kept))]
+    tdcopier._C.reclaim()
+    _slabs.drop_ended()
+    assert tdcopier.pinned_memory().slab_bytes == before
+    assert not _slabs._mapped
