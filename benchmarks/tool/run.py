@@ -43,6 +43,7 @@ SUITES = {
     "concurrent": "loops.concurrent",
     "asyncio": "loops.event_loop",
     "trainers": "trainers.benchmark",
+    "reading": "trainers.reading",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
 functions that yield the targets on values and on speed from these figures."""

@@ -126,6 +126,20 @@ def travel(result: Found) -> list[str]:
     ]
 
 
+def reading(result: Found) -> list[str]:
+    columns = [
+        *times("wall_us/*", "a batch, us"),
+        *times("process_cpu_us/*", "processor, us"),
+        at("page faults", "faults/*"),
+    ]
+    open_ = result["descriptors"]
+    told = ", ".join(f"{open_[key]} with {key}" for key in open_ if key != "workers")
+    return [
+        write("batches | way", result["cases"], "wall_us", *columns),
+        f"Open descriptors of the process, {open_['workers']} workers: {told}.",
+    ]
+
+
 def tensordict(result: Found) -> list[str]:
     into = {way: {"detection batch": each} for way, each in result["into"].items()}
     return [
@@ -277,5 +291,6 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "concurrent": concurrent,
     "asyncio": event_loop,
     "trainers": page.tables,
+    "reading": reading,
 }
 """By benchmark, in the order of the page. Every section also has a table of targets."""

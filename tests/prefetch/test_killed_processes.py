@@ -1,4 +1,4 @@
-"""A process that is killed takes its workers along, and a killed worker leaves nothing behind."""
+"""Workers end with the process that trains, and of a killed worker no memory is left."""
 
 from __future__ import annotations
 
