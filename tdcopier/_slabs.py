@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from multiprocessing.connection import wait as wait_for_any
 from typing import NamedTuple
 
@@ -171,43 +172,99 @@ class _Mapped(NamedTuple):
 
     slab: _C.Slab
     process: int
-    began: str
-    """When the process began: its number may be another one's later."""
+    began: str | None
+    """When the process began: its number may be another one's later. None if it had ended."""
+
+    def is_used_no_more(self) -> bool:
+        """Return whether no batch will come in it any more."""
+        if self.slab.is_retired or self.began is None:
+            return True
+        try:
+            return _began(self.process) != self.began
+        except OSError:  # perhaps no descriptor is left: the next sweep knows
+            return False
 
 
 _mapped: dict[bytes, _Mapped] = {}
 """By token. Changed by single operations only, since the garbage collector may interrupt any."""
+_sweeper: tuple[int, threading.Thread] | None = None
+"""The thread that unmaps slabs, and its process."""
+
+_SWEEP_EVERY_S = 1.0
+_MOST_WAIT_S = 1.0
 
 
 def receive(message: SlabMessage) -> _C.Parcel:
     """Return the parcel of a message, whose memory is the slab.
 
     Raises:
-        OSError: the worker has ended, or its memory cannot be opened.
-        RuntimeError: the batch was received before.
+        RuntimeError: the worker has ended; or the batch was received before.
+        OSError: its memory cannot be opened.
     """
     known = _mapped.get(message.token)
     if known is None:
         drop_ended()
-        began = _began(message.process) or ""
-        slab = _C.Slab.open(f"/proc/{message.process}/fd/{message.descriptor}", message.token)
-        known = _mapped.setdefault(message.token, _Mapped(slab, message.process, began))
+        try:
+            path = f"/proc/{message.process}/fd/{message.descriptor}"
+            slab = _C.Slab.open(path, message.token)
+        except FileNotFoundError as error:
+            _wait_for_end(message.process)  # so that a loader finds why it is not there
+            raise RuntimeError(
+                f"the worker (process {message.process}) ended before its batch was read"
+            ) from error
+        made = _Mapped(slab, message.process, _began(message.process))
+        known = _mapped.setdefault(message.token, made)
+        _start_sweeper()
     return known.slab.receive(message.nbytes)
 
 
 def drop_ended() -> None:
     """Unmap the slabs that no worker will send any more, once their batches are gone too."""
     for token, each in list(_mapped.items()):
-        if each.slab.is_retired or _began(each.process) != each.began:
+        if each.is_used_no_more():
             _mapped.pop(token, None)
 
 
+def _start_sweeper() -> None:
+    """See to it that slabs are unmapped soon after their worker has ended.
+
+    A loader does not say when its workers end, which persistent ones do at any time.
+    """
+    global _sweeper
+    if _sweeper is None or _sweeper[0] != os.getpid() or not _sweeper[1].is_alive():
+        thread = threading.Thread(target=_sweep, name="tdcopier-slabs", daemon=True)
+        _sweeper = os.getpid(), thread
+        thread.start()
+
+
+def _sweep() -> None:
+    global _sweeper
+    while True:
+        while _mapped:
+            time.sleep(_SWEEP_EVERY_S)
+            drop_ended()
+        _sweeper = None  # from now on the next slab starts another thread
+        if not _mapped:
+            return
+
+
+def _wait_for_end(process: int) -> None:
+    """Wait a moment for a process that is being ended."""
+    end = time.monotonic() + _MOST_WAIT_S
+    while time.monotonic() < end and _began(process) is not None:
+        time.sleep(0.01)
+
+
 def _began(process: int) -> str | None:
-    """Return when a process began, by the system's clock; None if it has ended."""
+    """Return when a process began, by the system's clock; None if it has ended.
+
+    Raises:
+        OSError: the system does not tell, for example since no descriptor is left.
+    """
     try:
         with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]
 

@@ -18,4 +18,8 @@ void watch_forks();
 // that was made in another generation belongs to an ancestor process.
 uint32_t fork_generation();
 
+// Returns the number of children that this process has forked since then. Each has a copy of all
+// objects that existed, and sees what is written to shared memory.
+uint64_t forks_made();
+
 }  // namespace tdcopier

@@ -54,7 +54,10 @@ of its tree, anywhere in a batch. Its bytes change only if you write to them: to
   parcel.attr("__module__") = "tdcopier";
   parcel.def_buffer(&buffer_of)
       .def(
-          "tree", [](const Parcel& self) { return with_torch_errors([&] { return self.tree(); }); },
+          "tree",
+          [](const Parcel& self) {
+            return with_torch_errors([&] { return self.tree(/*for_caller=*/true); });
+          },
           R"(
 Return the tree, built anew by each call.
 

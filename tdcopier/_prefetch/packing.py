@@ -81,6 +81,7 @@ class Packing:
         """Take the source and where its batches go; `inspects`: an option needs their values."""
         self._source = source
         self._counters = counters
+        self._pins = torch.device(device).type != "cpu"
         if not is_wanted:
             self.why_not = "pack_in_workers is False"
         elif inspects:
@@ -91,8 +92,10 @@ class Packing:
     def begin(self) -> Iterator[Any]:
         """Return an iterator of the source, or of a copy whose workers pack."""
         # Attributes of a loader may be set between two passes.
-        if self.why_not is not None or _packs_itself(self._source.collate_fn):
+        if self.why_not is not None:
             return iter(self._source)
+        if _packs_itself(self._source.collate_fn):
+            return _Packed(iter(self._source))
         source = self._source
         made = _copies.get(source) if source.persistent_workers else None
         if made is None:
@@ -117,7 +120,7 @@ class Packing:
             return batch.batch
         if type(batch) is Parcel:
             self._counters.packed_batches += 1
-            why_not = slabs.why_not_in_place(batch)
+            why_not = slabs.why_not_in_place(batch) if self._pins else _FOR_THE_HOST
             self._counters.slab_batches += why_not is None
             self._counters.why_not_in_place = why_not or self._counters.why_not_in_place
         return batch
@@ -147,6 +150,8 @@ class _Packed:
         drop_ended()
 
 
+_FOR_THE_HOST = "the batches stay on the host"
+
 _copies: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
 """The copies by loader, for persistent workers, which serve one prefetcher after the other."""
 
@@ -159,7 +164,7 @@ def why_not_packed(source: Any, device: Device) -> str | None:
     """Return why the workers of a source do not pack for a device, or None if they do."""
     cls = type(source)
     if torch.device(device).type == "cpu":
-        return "the batches stay on the host"
+        return _FOR_THE_HOST
     if not isinstance(source, DataLoader):
         return f"the source is no DataLoader of torch, but a {class_name(cls)}"
     if _packs_itself(source.collate_fn):

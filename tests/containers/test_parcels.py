@@ -280,3 +280,15 @@ def test_deep_values_are_pickled():
     for _ in range(500):
         deep = (deep,)
     assert_same(pack({deep: torch.ones(1)}).tree(), {deep: torch.ones(1)})
+
+
+def test_torch_knows_the_streams_that_read_a_pinned_parcel(stall, device):
+    parcel = pack({"x": torch.full((50_000,), 3.0)}).pin_memory()
+    size, tree = parcel.nbytes, parcel.tree()
+    del parcel
+    with stall(torch.accelerator.current_stream(device)):
+        copied = tree["x"].to(device, non_blocking=True)
+        del tree
+        for _ in range(3):
+            torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(255)
+    assert copied.eq(3).all()

@@ -174,16 +174,54 @@ def test_nor_if_the_copy_is_dropped(stall, pair, device, copy_stream):
     assert becomes_free(pair)
 
 
-def test_a_view_that_was_copied_by_torch_is_waited_for(stall, pair, device):
-    tree = pair.send(batch(6)).tree()
-    pair.opened.pin(device)
-    stream = torch.accelerator.current_stream(device)
-    with stall(stream):
-        copied = tree["x"].to(device, non_blocking=True)
-        del tree
+def test_what_torch_copies_from_its_buffer_is_waited_for(stall, pair, device):
+    parcel = pair.send(batch(6))
+    assert pair.opened.pin(device) is None
+    wanted = bytes(parcel)
+    with stall(torch.accelerator.current_stream(device)):
+        shown = torch.frombuffer(parcel, dtype=torch.uint8)
+        copied = shown.to(device, non_blocking=True)
+        del parcel, shown
         assert not pair.is_free()
-    assert copied.eq(6).all()
+    assert bytes(copied.cpu().numpy()) == wanted
     assert becomes_free(pair)
+
+
+def test_the_tree_of_a_pinned_slab_is_a_copy_of_which_torch_knows_the_streams(stall, pair, device):
+    parcel = pair.send(batch(6))
+    assert pair.opened.pin(device) is None
+    tree = parcel.tree()
+    assert tree["x"].is_pinned()
+    assert (
+        not torch.frombuffer(parcel, dtype=torch.uint8).data_ptr()
+        <= tree["x"].data_ptr()
+        < (torch.frombuffer(parcel, dtype=torch.uint8).data_ptr() + parcel.nbytes)
+    )
+    del parcel
+    assert becomes_free(pair)
+    side = torch.Stream(device=device)
+    with stall(side):
+        with side:
+            copied = tree["x"].to(device, non_blocking=True)
+        del tree
+        torch.empty(50_000, pin_memory=True).fill_(-1)
+    side.synchronize()
+    assert copied.eq(6).all()
+
+
+def test_a_slab_that_tensors_show_is_not_pinned(pair, device):
+    parcel = pair.send(batch(6))
+    tree = parcel.tree()
+    assert "tensors show" in pair.opened.pin(device)
+    assert parcel.pin_memory() is not parcel
+    assert parcel.pin_memory().is_pinned()
+    del tree, parcel
+    gc.collect()
+    assert pair.opened.pin(device) is None
+
+
+def test_only_the_receiver_pins(pair, device):
+    assert "packs into" in pair.made.pin(device)
 
 
 def test_a_batch_for_the_host_keeps_its_slab(pair):
@@ -212,11 +250,9 @@ def test_over_the_limit_it_is_not_pinned_and_says_so(pair, device):
 @pytest.mark.sim
 def test_a_driver_that_refuses_is_asked_once(sim, pair, device, monkeypatch):
     parcel = pair.send(batch(9))
-    other = tdcopier.pin_memory_(parcel._bytes[4096:8192], device)  # a part is taken
-    why = pair.opened.pin(device)
-    assert why is not None
-    assert "pinned in part" in why
-    other.close()
+    with sim.fail_pinned_allocation(1):
+        why = pair.opened.pin(device)
+    assert "a slab cannot be pinned" in why
     assert pair.opened.pin(device) == why
     assert_is(tdcopier.copy(parcel, device), 9)
 
@@ -241,6 +277,23 @@ def test_a_forked_child_frees_nothing(pair):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not pair.is_free()
     assert_is(parcel.tree(), 1)
+
+
+def test_what_a_forked_child_may_see_is_not_written_again(pair):
+    parcel = pair.send(batch(1))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading, 1)
+        os._exit(0 if parcel.tree()["x"].eq(1).all() else 1)
+    del parcel
+    assert not pair.is_free()
+    assert pair.opened.is_retired
+    assert pair.made.retire()
+    os.write(writing, b"1")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(reading)
+    os.close(writing)
 
 
 # ---- the ring of a worker ------------------------------------------------------------------------
@@ -294,7 +347,7 @@ def test_slabs_of_an_ended_process_are_dropped_once_their_batches_are_gone():
     _slabs.drop_ended()
     assert message.token not in _slabs._mapped
     assert parcel.tree().equal(torch.arange(20_000.0))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(RuntimeError, match="ended before its batch was read"):
         _slabs.receive(message)
     os.close(reading)
     os.close(writing)

@@ -17,7 +17,7 @@ PARCELS: dict[str, Defect] = {
         "Lifetime",
         "engine/device/slab.cpp",
         "  ++uses_;\n  return storage(bytes, true);",
-        "  {defect} ? free_received() : void(++uses_);\n  return storage(bytes, true);",
+        "  {defect} ? end_received(kFree) : void(++uses_);\n  return storage(bytes, true);",
         "a_slab_is_written_as_soon_as_it_is_free",
         "AssertionError",
     ),
@@ -53,11 +53,8 @@ PARCELS: dict[str, Defect] = {
     "views_of_read_only_bytes_not_copied": Defect(
         "Oracle",
         "python/walk/parcel.cpp",
-        "    memory.image = traits_.is_read_only ? copy_of(body()) : bytes_;\n"
-        "    memory.image_begin = traits_.is_read_only ? 0 : body_begin_;",
-        "    const bool copies = traits_.is_read_only && !{defect};\n"
-        "    memory.image = copies ? copy_of(body()) : bytes_;\n"
-        "    memory.image_begin = copies ? 0 : body_begin_;",
+        "    const bool copies = traits_.is_read_only || ",
+        "    const bool copies = (traits_.is_read_only && !{defect}) || ",
         "views_of_read_only_bytes_are_written",
         "AssertionError",
     ),

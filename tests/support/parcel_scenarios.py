@@ -96,10 +96,11 @@ def views_of_a_slab_are_sent_by_torch(world: ScenarioWorld) -> None:
         pairs, sent = [SlabPair(4096) for _ in range(3)], []
         for pair in pairs:
             batch = world.batch((40,))
-            tree = pair.send(batch).tree()
+            parcel = pair.send(batch)
             assert pair.opened.pin(device) is None
-            sent.append((tree[0].to(device, non_blocking=True), batch[0]))
-            del tree
+            shown = torch.frombuffer(parcel, dtype=torch.uint8)
+            sent.append((shown.to(device, non_blocking=True), shown.clone()))
+            del parcel, shown
             pair.scribble()
         for moved, leaf in sent:
             world.expect([moved], [leaf])

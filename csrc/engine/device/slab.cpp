@@ -24,8 +24,6 @@
 namespace tdcopier {
 namespace {
 
-enum State : uint32_t { kFree, kSent, kReceived, kRetired };
-
 constexpr uint64_t kDefaultSlabLimitBytes = uint64_t{2} << 30;
 std::atomic<uint64_t> g_slab_limit_bytes = kDefaultSlabLimitBytes;
 std::atomic<uint64_t> g_pinned_slab_bytes = 0;
@@ -56,7 +54,10 @@ struct Slab::Header {
 class Slab::Use {
  public:
   Use(std::shared_ptr<Slab> slab, bool is_received)
-      : slab_(std::move(slab)), is_received_(is_received), generation_(fork_generation()) {}
+      : slab_(std::move(slab)),
+        is_received_(is_received),
+        generation_(fork_generation()),
+        forks_(forks_made()) {}
   // A forked child has its parent's storages too, and leaves the slab to it.
   ~Use() {
     if (generation_ == fork_generation()) end();
@@ -67,23 +68,29 @@ class Slab::Use {
   static void drop(void* use) { delete static_cast<Use*>(use); }
 
   const std::shared_ptr<Slab>& slab() const { return slab_; }
-  void note_views() { has_views_ = true; }
+  void note_views() {
+    if (!has_views_.exchange(true)) ++slab_->shown_;
+  }
 
  private:
   void end() noexcept {
     interleave();
+    if (has_views_) --slab_->shown_;
     if (!is_received_) {
       --slab_->uses_;
+    } else if (forks_ != forks_made()) {
+      slab_->end_received(kRetired);  // a child may still see the batch
     } else if (has_views_) {
       slab_->free_after_work();
     } else {
-      slab_->free_received();
+      slab_->end_received(kFree);
     }
   }
 
   const std::shared_ptr<Slab> slab_;
   const bool is_received_;
   const uint32_t generation_;
+  const uint64_t forks_;
   std::atomic<bool> has_views_ = false;
 };
 
@@ -94,18 +101,19 @@ std::shared_ptr<Slab> Slab::make(size_t bytes) {
     throw std::system_error(errno, std::generic_category());
   }
   new (memory.bytes().data()) Header{token, kFree};
-  return std::make_shared<Slab>(Made{}, std::move(memory));
+  return std::make_shared<Slab>(Made{}, std::move(memory), /*is_made_here=*/true);
 }
 
 std::shared_ptr<Slab> Slab::open(const std::string& path, const Token& token) {
   SharedMemory memory = SharedMemory::open(path);
   if (memory.bytes().size() <= head_bytes()) throw SlabError("the memory is no slab");
-  auto made = std::make_shared<Slab>(Made{}, std::move(memory));
+  auto made = std::make_shared<Slab>(Made{}, std::move(memory), /*is_made_here=*/false);
   if (made->token() != token) throw SlabError("the memory is of another slab");
   return made;
 }
 
-Slab::Slab(Made /*by*/, SharedMemory memory) : memory_(std::move(memory)) {}
+Slab::Slab(Made /*by*/, SharedMemory memory, bool is_made_here)
+    : memory_(std::move(memory)), is_made_here_(is_made_here) {}
 
 // A forked child has pinned nothing.
 Slab::~Slab() {
@@ -159,6 +167,7 @@ bool Slab::retire() {
   while (state == kFree || state == kReceived) {
     if (header().state.compare_exchange_weak(state, kRetired)) return true;
   }
+  if (state == kRetired) return true;  // the receiver has let go
   --uses_;
   return false;
 }
@@ -183,10 +192,10 @@ bool Slab::is_retired() const {
   return header().state == kRetired;
 }
 
-void Slab::free_received() noexcept {
+void Slab::end_received(State next) noexcept {
   --uses_;
   uint32_t expected = kReceived;
-  header().state.compare_exchange_strong(expected, kFree, std::memory_order_release);
+  header().state.compare_exchange_strong(expected, next, std::memory_order_release);
 }
 
 namespace {
@@ -215,20 +224,21 @@ std::optional<std::vector<EventRef>> record_current_work(c10::DeviceType type) n
 
 }  // namespace
 
-// Code that has had views may have enqueued copies from them. If its work is unknown, since a
-// stream is capturing a graph, the slab stays received for good, and its packer makes another one.
+// Code that has had views may have enqueued copies from them, on its current streams. If its work
+// is unknown, since a stream is capturing a graph, the slab stays received for good, and its packer
+// makes another one.
 void Slab::free_after_work() noexcept {
   std::optional<c10::DeviceType> type;
   {
     const std::lock_guard lock(pinning_);
     type = pinned_for_;
   }
-  if (!type) return free_received();
+  if (!type) return end_received(kFree);
   const auto events = record_current_work(*type);
   if (!events) return;
-  if (events->empty()) return free_received();
+  if (events->empty()) return end_received(kFree);
   const auto frees = std::make_shared<FreesSlab>(
-      events->size(), [slab = shared_from_this()] { slab->free_received(); });
+      events->size(), [slab = shared_from_this()] { slab->end_received(kFree); });
   for (const EventRef& event : *events) Reclaimer::get().release_after(event, frees);
 }
 
@@ -236,7 +246,9 @@ std::optional<std::string> Slab::pin(c10::Device device) {
   const std::lock_guard lock(pinning_);
   if (pinned_) return std::nullopt;
   if (why_never_pinned_) return why_never_pinned_;
+  if (is_made_here_) return "this process packs into the slab";
   if (fork_generation() != 0) return "a forked child cannot pin memory";
+  if (shown_ != 0) return "tensors show the slab, of which torch would not know that it is pinned";
   const std::span<std::byte> all = memory_.bytes();
   if (!count_pinned(all.size())) {
     return "pinned slabs would exceed their limit of " + std::to_string(g_slab_limit_bytes) +
@@ -255,6 +267,11 @@ std::optional<std::string> Slab::pin(c10::Device device) {
   }
   g_pinned_slab_bytes -= all.size();
   return why_never_pinned_;
+}
+
+bool Slab::is_pinned() {
+  const std::lock_guard lock(pinning_);
+  return pinned_ != nullptr;
 }
 
 uint64_t Slab::pinned_bytes_of_all() {

@@ -5,7 +5,7 @@
 //   free      the packer's: it may write, unless an object of its own still shows the memory
 //   sent      a message is on its way, and neither may touch it
 //   received  the receiver's: until the last storage is gone there, and the device has read it
-//   retired   the packer has let go: nothing is sent in it any more
+//   retired   one of the two has let go: nothing is sent in it any more
 //
 // The packer alone ends `free`, and the receiver alone comes back to it. What the receiver has
 // mapped stays, whatever becomes of the packer.
@@ -73,8 +73,10 @@ class Slab : public std::enable_shared_from_this<Slab> {
   bool is_retired() const;
 
   // Pins the memory once, for the devices of this one's type. Returns nullopt, or why that cannot
-  // be. Blocks: see PinnedRanges.
+  // be: for example, torch would not know that memory is pinned of which it has views. Blocks: see
+  // PinnedRanges.
   std::optional<std::string> pin(c10::Device device);
+  bool is_pinned();
   static uint64_t pinned_bytes_of_all();
   static void set_limit_bytes(uint64_t bytes);
   static uint64_t limit_bytes();
@@ -86,22 +88,25 @@ class Slab : public std::enable_shared_from_this<Slab> {
   static void note_views(const c10::Storage& storage);
 
  private:
+  enum State : uint32_t { kFree, kSent, kReceived, kRetired };
   struct Header;
   class Use;
   struct Made {};
 
  public:
-  Slab(Made /*by make() and open()*/, SharedMemory memory);
+  Slab(Made /*by make() and open()*/, SharedMemory memory, bool is_made_here);
 
  private:
   static Use* use_of(const c10::Storage& storage);
   Header& header() const;
   c10::Storage storage(size_t bytes, bool is_received);
-  void free_received() noexcept;
+  void end_received(State next) noexcept;
   void free_after_work() noexcept;
 
   SharedMemory memory_;
-  std::atomic<uint32_t> uses_ = 0;  // storages in this process
+  const bool is_made_here_;
+  std::atomic<uint32_t> uses_ = 0;   // storages in this process
+  std::atomic<uint32_t> shown_ = 0;  // of these, those that have views
   std::mutex pinning_;
   std::unique_ptr<PinnedRanges> pinned_;         // guarded by pinning_, and constant once it is set
   std::optional<c10::DeviceType> pinned_for_;    // the same

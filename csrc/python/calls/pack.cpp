@@ -349,6 +349,9 @@ std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is
   if (is_a_tensor && !tensor_in(bytes.ptr()).is_cpu()) {
     return Parcel::read(memory_of_tensor(bytes), {.may_unpickle = may_unpickle});
   }
+  if (is_a_tensor && is_owned) {  // torch knows the streams that read its own storage
+    return Parcel::read(tensor_in(bytes.ptr()).storage(), {.may_unpickle = may_unpickle});
+  }
   const BufferMemory found =
       memory_of_buffer(is_a_tensor ? py::object(bytes.attr("detach")().attr("numpy")()) : bytes);
   std::unique_ptr<Parcel> made =

@@ -233,7 +233,8 @@ class Flattener {
   void visit_parcel(PyObject* object, const Parcel& parcel, int depth) {
     const bool is_moved = parcel.device() != target_ && found_.is_moved_from(parcel.device());
     if (delegates_all_ || parcel.needs_pickle() || packs_ || rows_ != nullptr || !is_moved) {
-      const py::object tree = parcel.tree();
+      const bool for_caller = !is_moved && !packs_ && rows_ == nullptr;  // who gets the views
+      const py::object tree = parcel.tree(for_caller);
       if (paths_ != nullptr) paths_->pop_back();  // the root of the tree has it
       return visit_kept(tree.ptr(), depth);
     }

@@ -227,10 +227,10 @@ class PairWalk {
       throw py::type_error(names_.destination + path_.text(depth) +
                            " is a parcel, whose other values cannot be replaced: copy_opaque=True");
     }
-    const py::object from_tree =
-        from != nullptr ? from->tree() : py::reinterpret_borrow<py::object>(source);
-    const py::object to_tree =
-        to != nullptr ? to->tree() : py::reinterpret_borrow<py::object>(destination);
+    const py::object from_tree = from != nullptr ? from->tree(/*for_caller=*/false)
+                                                 : py::reinterpret_borrow<py::object>(source);
+    const py::object to_tree = to != nullptr ? to->tree(/*for_caller=*/false)
+                                             : py::reinterpret_borrow<py::object>(destination);
     visit(from_tree.ptr(), to_tree.ptr(), depth);
   }
 

@@ -2,6 +2,8 @@
 // sizes of the layout and of the whole parcel.
 #include "python/walk/parcel.h"
 
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -45,8 +47,17 @@ class Views final : public LeafTensors {
   RecycledVector<at::Tensor> made_;
 };
 
-c10::Storage copy_of(std::span<const std::byte> bytes) {
-  c10::Storage made = new_host_memory(bytes.size());
+// Returns torch's allocator of pinned memory, or null.
+c10::Allocator* pinned_memory() {
+  const auto type = at::getAccelerator();
+  return type ? at::getHostAllocator(*type) : nullptr;
+}
+
+c10::Storage copy_of(std::span<const std::byte> bytes, c10::Allocator* memory) {
+  c10::Storage made =
+      memory == nullptr ? new_host_memory(bytes.size())
+                        : c10::Storage(c10::Storage::use_byte_size_t(), bytes.size(),
+                                       memory->allocate(bytes.size()), memory, /*resizable=*/true);
   std::ranges::copy(bytes, static_cast<std::byte*>(made.mutable_data()));
   return made;
 }
@@ -152,16 +163,18 @@ bool Parcel::is_pinned() const {
   return device().is_cpu() && !body().empty() && tdcopier::is_pinned(body());
 }
 
-py::object Parcel::tree() const {
+py::object Parcel::tree(bool for_caller) const {
   release_returned_sources();
   const RelaxedCapture relaxed(device().type());  // of another thread
   LeafTable leaves(device());
   leaves.add_placed(layout_->leaves, *layout_->plan, nullptr);
   MemoryOf memory{.device = device()};
   if (device().is_cpu()) {
-    Slab::note_views(bytes_);
-    memory.image = traits_.is_read_only ? copy_of(body()) : bytes_;
-    memory.image_begin = traits_.is_read_only ? 0 : body_begin_;
+    const std::shared_ptr<Slab> slab = for_caller ? Slab::of(bytes_) : nullptr;
+    const bool copies = traits_.is_read_only || (slab && slab->is_pinned());
+    if (!copies) Slab::note_views(bytes_);
+    memory.image = copies ? copy_of(body(), slab ? pinned_memory() : nullptr) : bytes_;
+    memory.image_begin = copies ? 0 : body_begin_;
   }
   Result result(memory, std::make_shared<const LeafTable>(std::move(leaves)), layout_->plan);
   result.allocate();

@@ -55,11 +55,12 @@ class Parcel {
   bool needs_pickle() const { return !layout_->pickled.is_none(); }
   bool is_pinned() const;
 
-  // Builds the tree. On the host its leaves are views of the parcel, which they keep alive, or of a
-  // copy if the parcel is read-only. On a device they have memory of their own, written on the
-  // current stream: views of several dtypes in one storage cannot be saved. Runs Python code for
-  // custom containers, and unpickles.
-  pybind11::object tree() const;
+  // Builds the tree. On the host its leaves are views of the parcel, which they keep alive. They
+  // are views of a copy if the parcel is read-only, and, `for_caller`, in pinned memory of torch's
+  // if it is in a slab that is pinned: of that memory torch knows which streams read it. On a
+  // device they have memory of their own, written on the current stream: views of several dtypes in
+  // one storage cannot be saved. Runs Python code for custom containers, and unpickles.
+  pybind11::object tree(bool for_caller) const;
 
  private:
   std::shared_ptr<const ParcelLayout> layout_;
