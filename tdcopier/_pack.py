@@ -198,7 +198,7 @@ def _pin_memory(self: Parcel, device: Device | None = None) -> Parcel:
         return self
     pinned = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     pinned.numpy()[:] = memoryview(_on_host(self))
-    return _C.parcel_from(pinned, may_unpickle=self._may_unpickle, is_owned=True)
+    return _C.parcel_from(pinned, may_unpickle=self._may_unpickle)
 
 
 def _on_host(parcel: Parcel) -> Any:

@@ -282,8 +282,16 @@ def test_deep_values_are_pickled():
     assert_same(pack({deep: torch.ones(1)}).tree(), {deep: torch.ones(1)})
 
 
-def test_torch_knows_the_streams_that_read_a_pinned_parcel(stall, device):
-    parcel = pack({"x": torch.full((50_000,), 3.0)}).pin_memory()
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_torch_knows_the_streams_that_read_a_pinned_parcel(is_ours, stall, device):
+    parcel = pack({"x": torch.full((50_000,), 3.0)})
+    if is_ours:
+        parcel = parcel.pin_memory()
+    else:
+        whole = torch.empty(parcel.nbytes + 64, dtype=torch.uint8, pin_memory=True)[64:]
+        whole.copy_(torch.frombuffer(bytearray(parcel), dtype=torch.uint8))
+        parcel = tdcopier.Parcel.from_buffer(whole)
+        del whole
     size, tree = parcel.nbytes, parcel.tree()
     del parcel
     with stall(torch.accelerator.current_stream(device)):

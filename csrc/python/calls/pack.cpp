@@ -16,6 +16,7 @@
 #include "engine/device/graph_capture.h"
 #include "engine/device/recorded_streams.h"
 #include "engine/jobs/route.h"
+#include "engine/leaves/part_storage.h"
 #include "engine/leaves/result.h"
 #include "python/calls/start_copy.h"
 #include "python/runtime/device_argument.h"
@@ -140,6 +141,20 @@ c10::Storage memory_of_tensor(py::handle tensor) {
     throw py::type_error("the bytes of a parcel are a contiguous uint8 tensor of one dimension");
   }
   return part_of_memory(bytes.storage(), plain.begin, static_cast<uint64_t>(bytes.numel()));
+}
+
+// Returns the same memory as the tensor's own: if that is pinned, torch knows which streams read
+// it.
+c10::Storage part_of_tensor(const at::Tensor& tensor, const c10::Storage& memory) {
+  const auto begin = reinterpret_cast<uintptr_t>(memory.data());
+  const auto base = reinterpret_cast<uintptr_t>(tensor.storage().data());
+  if (memory.nbytes() == 0 || begin < base ||
+      begin + memory.nbytes() > base + tensor.storage().nbytes()) {
+    return memory;
+  }
+  c10::Storage part = PartStorage::make(tensor.storage(), begin - base, memory.nbytes());
+  part.unsafeGetStorageImpl()->set_resizable(false);
+  return part;
 }
 
 // Returns the memory that the caller has given for the parcel.
@@ -349,11 +364,9 @@ std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is
   if (is_a_tensor && !tensor_in(bytes.ptr()).is_cpu()) {
     return Parcel::read(memory_of_tensor(bytes), {.may_unpickle = may_unpickle});
   }
-  if (is_a_tensor && is_owned) {  // torch knows the streams that read its own storage
-    return Parcel::read(tensor_in(bytes.ptr()).storage(), {.may_unpickle = may_unpickle});
-  }
-  const BufferMemory found =
+  BufferMemory found =  // an array of a tensor keeps it from being resized
       memory_of_buffer(is_a_tensor ? py::object(bytes.attr("detach")().attr("numpy")()) : bytes);
+  if (is_a_tensor) found.storage = part_of_tensor(tensor_in(bytes.ptr()), found.storage);
   std::unique_ptr<Parcel> made =
       Parcel::read(found.storage, {may_unpickle, found.is_read_only && !is_owned, is_mapped});
   const auto address = reinterpret_cast<uintptr_t>(found.storage.data());
