@@ -103,11 +103,11 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
 def set_slab_limit_bytes(limit_bytes: int) -> None:
     """Set the limit on the pinned memory through which a loader's workers send; default 2 GiB.
 
-    The limit applies to the process, to the slabs of all loaders together (see the guide on
-    pipelines). Six workers that prepare two batches each, of 64 MB, and a loop with two more ahead
-    need 1.4 GiB. Batches that come in a slab over the limit are not lost: the slab is not pinned,
-    and they are staged. A lower limit applies to slabs that come later. The environment variable
-    `TDCOPIER_SLAB_LIMIT_BYTES` sets the limit at import.
+    The limit applies to the process, to the slabs of all loaders together (see the guide "From a
+    DataLoader to the GPU"). Six workers that prepare two batches each, of 64 MB, and a loop with
+    two more ahead need 1.4 GiB. Batches that come in a slab over the limit are not lost: the slab
+    is not pinned, and they are staged. A lower limit applies to slabs that come later. The
+    environment variable `TDCOPIER_SLAB_LIMIT_BYTES` sets the limit at import.
 
     Raises:
         ValueError: the limit is negative.

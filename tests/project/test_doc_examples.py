@@ -171,6 +171,11 @@ def boxes(count: int = 12) -> dict[str, Any]:
     return {"boxes": [torch.rand(count, 4), torch.rand(count + 1, 4)], "ids": torch.arange(count)}
 
 
+@set_up("README.md")
+def _(run: Run) -> Names:
+    return {"dataset": torch.rand(256, 4), "model": nothing}
+
+
 @set_up("docs/concepts/memory.md")
 def _(run: Run) -> Names:
     return {"dataset": [torch.rand(300, 300) for _ in range(3)], "learn": nothing}
@@ -199,6 +204,12 @@ def _(run: Run) -> Names:
         "optimizer": optimizer,
         "host": host,
     }
+
+
+@set_up("docs/guide/from_a_dataloader.md")
+def _(run: Run) -> Names:
+    images = [{"image": torch.rand(3, 16, 16), "label": number} for number in range(256)]
+    return {"dataset": images, "model": nothing}
 
 
 @set_up("docs/guide/park.md")

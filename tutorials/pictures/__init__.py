@@ -229,6 +229,37 @@ def timeline(ways: Mapping[str, Sequence[tuple[str, str, int, float, float]]], a
     _finish(figure, below=0.05)
 
 
+def parts(title: str, ways: Mapping[str, Mapping[str, Mapping[str, float]]], axis: str) -> None:
+    """Draw a bar of full parts for each way, and a pale one below it for the work beside the loop.
+
+    Args:
+        title: Printed above.
+        ways: By way, the parts in ms: those of the ``loop``, and those ``beside`` it.
+        axis: Label of the horizontal axis.
+
+    """
+    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.9 * len(ways)))
+    names = dict.fromkeys(name for way in ways.values() for group in way.values() for name in group)
+    colours = dict(zip(names, COLOURS[1:], strict=False))
+    for row, way in enumerate(ways.values()):
+        for where, alpha, offset in (("loop", 1.0, -0.18), ("beside", 0.35, 0.18)):
+            begin = 0.0
+            for name, took in way[where].items():
+                axes.barh(row + offset, took, 0.34, begin, color=colours[name], alpha=alpha)
+                begin += took
+            if way[where]:
+                label = f" {begin:.2g} ms" + (", beside the loop" if where == "beside" else "")
+                axes.text(begin, row + offset, label, va="center", fontsize=9)
+    axes.set_yticks(range(len(ways)), list(ways))
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel(axis)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    axes.legend(handles=handles, loc="lower right", frameon=False)
+    _finish(figure, title)
+
+
 def curves(title: str, runs: Mapping[str, Sequence[tuple[int, float]]], mean_of: int) -> None:
     """Draw the running mean of the episodes' returns of two runs, the first as a wide line.
 
