@@ -280,6 +280,8 @@ def why_not_in_place(parcel: _C.Parcel) -> str | None:
     """
     slab = _C.Slab.of(parcel)
     if slab is None:
+        if parcel.is_pinned():
+            return "the loader has copied it to pinned memory: see pinned_memory()"
         if parcel.nbytes < SLAB_FROM_BYTES:
             return f"batches of less than {SLAB_FROM_BYTES} bytes are sent as bytes"
         return "the worker had no slab: no memory, or this process cannot open it"

@@ -39,6 +39,8 @@ class PackingCollate:
 
     def __call__(self, samples: Any) -> Parcel | Unpacked:
         """Return the parcel of a batch, or the batch itself; raise what the function raises."""
+        if self._collate_fn is pack:
+            return pack(samples, out=memory_to_send)
         parcel = self._stacked(samples)
         if parcel is not None:
             return parcel

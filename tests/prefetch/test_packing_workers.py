@@ -298,6 +298,15 @@ def test_the_loaders_timeout_holds(device):
         loaded(loader_of(Slow(5), timeout=1), device)
 
 
+def test_pack_itself_as_the_collate_function_packs_into_slabs(device):
+    samples = [{"x": torch.full((3_000 + i,), float(i))} for i in range(8)]
+    with tdcopier.prefetch(loader_of(samples, tdcopier.pack, 4), device) as batches:
+        found = list(batches)
+        assert batches.stats.slab_batches == 2
+    for i, sample in enumerate(sample for batch in found for sample in batch):
+        assert torch.equal(sample["x"].cpu(), samples[i]["x"])
+
+
 @pytest.mark.parametrize(
     ("workers", "told"),
     [(1, "with prefetch, its workers pack"), (0, "no packing: the loader has no workers")],

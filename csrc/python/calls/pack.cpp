@@ -143,16 +143,14 @@ c10::Storage memory_of_tensor(py::handle tensor) {
   return part_of_memory(bytes.storage(), plain.begin, static_cast<uint64_t>(bytes.numel()));
 }
 
-// Returns the same memory as the tensor's own: if that is pinned, torch knows which streams read
-// it.
+// Returns memory of a tensor; if torch has pinned it, as the tensor's own, so that torch knows
+// which streams read it.
 c10::Storage part_of_tensor(const at::Tensor& tensor, const c10::Storage& memory) {
-  const auto begin = reinterpret_cast<uintptr_t>(memory.data());
-  const auto base = reinterpret_cast<uintptr_t>(tensor.storage().data());
-  if (memory.nbytes() == 0 || begin < base ||
-      begin + memory.nbytes() > base + tensor.storage().nbytes()) {
-    return memory;
-  }
-  c10::Storage part = PartStorage::make(tensor.storage(), begin - base, memory.nbytes());
+  const c10::Storage& whole = tensor.storage();
+  if (memory.nbytes() == 0 || whole.allocator() == nullptr || !tensor.is_pinned()) return memory;
+  const auto begin = static_cast<uint64_t>(static_cast<const std::byte*>(memory.data()) -
+                                           static_cast<const std::byte*>(whole.data()));
+  c10::Storage part = PartStorage::make(whole, begin, memory.nbytes());
   part.unsafeGetStorageImpl()->set_resizable(false);
   return part;
 }
