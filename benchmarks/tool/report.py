@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainers import ways
+
 from tool.machine import BENCHMARKS, ROOT
 from tool.plots import as_svg, plot_of
 from tool.sections import DIRECTIONS, TABLES, title
@@ -107,6 +109,58 @@ def ways_of_torch(results: Sequence[dict[str, Any]]) -> str:
             for direction, batches in result["copies"].items():
                 parts.append(_against(f"TensorDicts, {DIRECTIONS[direction].lower()}", batches))
     return "\n\n".join(parts) + "\n"
+
+
+def ways_of_loaders(results: Sequence[dict[str, Any]]) -> str:
+    """Return tables of what it takes to train from a loader, and to read one alone, by way.
+
+    The result is empty without results.
+    """
+    parts = []
+    for result in results:
+        if result["name"] == "trainers":
+            rows = []
+            for found in result["trainers"].values():
+                rows += [_trained(way, found) for way in LOADERS if way in _over_resident(found)]
+            parts.append(table([heading(result).partition(":")[0], *_TRAINED], rows))
+        elif result["name"] == "reading":
+            rows = []
+            for name, found in result["cases"].items():
+                rows += [_read(name, way, found) for way in found["wall_us"]]
+            parts.append(table(["reading alone", *_READ], rows))
+    return "\n\n".join(parts) + "\n"
+
+
+LOADERS = (ways.RESIDENT, ways.FLOOR, ways.PINNED, ways.OURS)
+_TRAINED = ["way", "step, ms", "over resident", "processor, ms", "page faults"]
+_READ = ["way", "a batch, ms", "processor, ms", "page faults"]
+
+
+def _over_resident(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    over: Mapping[str, Any] = found["over"].get(ways.RESIDENT, {})
+    return over
+
+
+def _trained(way: str, found: Mapping[str, Any]) -> list[str]:
+    over, used = _over_resident(found)[way], found["per_step"][way]
+    return [
+        found["what"] if way == ways.RESIDENT else "",
+        f"`{way}`",
+        f"{found['step'][way]['mean_us'] / 1e3:.1f}",
+        f"{over['ratio']:.2f} ({over['low']:.2f} - {over['high']:.2f})",
+        f"{used['process_cpu_us'] / 1e3:.1f}",
+        f"{used['minor_faults']:.0f}",
+    ]
+
+
+def _read(name: str, way: str, found: Mapping[str, Any]) -> list[str]:
+    return [
+        name if way == next(iter(found["wall_us"])) else "",
+        f"`{way}`",
+        f"{found['wall_us'][way]['median_us'] / 1e3:.1f}",
+        f"{found['process_cpu_us'][way]['median_us'] / 1e3:.1f}",
+        f"{found['faults'][way]:.0f}",
+    ]
 
 
 def _against(header: str, batches: Mapping[str, dict[str, Any]]) -> str:

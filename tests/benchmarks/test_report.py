@@ -219,6 +219,14 @@ def test_the_same_plot_is_the_same_text() -> None:
     assert "<dc:date>" not in plots.as_svg(plot)
 
 
+def test_the_ways_of_loaders_are_those_of_the_results() -> None:
+    text = report.ways_of_loaders(report.load(report.RESULTS))
+    assert text.count("| `resident` |") == 5
+    assert text.count("`prefetch`") == 5 + 4
+    assert "1.00 (1.00 - 1.00)" in text
+    assert report.ways_of_loaders([]).strip() == ""
+
+
 def test_the_ways_of_torch_have_a_cell_for_each_ratio_and_the_faster_ones_are_bold() -> None:
     text = report.ways_of_torch(report.load(report.RESULTS))
     h2d = RESULTS["h2d"]["workloads"]

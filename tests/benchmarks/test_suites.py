@@ -26,6 +26,7 @@ ELSEWHERE = re.compile(
     r"|^/(workloads|copies)/.*(pin_memory|pinned)"  # ways that need CUDA
     r"|^/beside/"  # loads, which would disturb other tests
     r"|^/trainers/(maskrcnn|ssd|detr|rl)(, .*)?$"  # models, which take long
+    r"|^/cases/samples in JPEG$"  # needs torchvision
     r"|^/trainers/.*/(peak|torch_host)_"  # memory of CUDA
     r"|^/trainers/.*(prefetch:|/(taken|git_commit)$)"  # variations, and a run of its own
 )
