@@ -78,8 +78,8 @@ def collate(samples: Sequence[Any]) -> Any:
     gradient, tensors of a subclass, and tensors that are not on the host. Nor do they contain the
     results of functions that you have added to `default_collate_fn_map`.
 
-    Samples of several sizes cannot be stacked: `collate_fn=tdcopier.pack` sends the list of them as
-    one message instead, a parcel, which `start_copy` and `prefetch` take as the list.
+    Samples of several sizes cannot be stacked: `collate_fn=tdcopier.packed(list)` sends the list of
+    them as one message instead, a parcel, which `start_copy` and `prefetch` take as the list.
     :func:`~tdcopier.packed` makes a parcel of a batch, which costs the main process less.
 
     Set `pin_memory=False`: `start_copy` stages the batch in pinned memory itself, and the
@@ -122,8 +122,9 @@ def packed(collate_fn: Collate = collate) -> Callable[..., Parcel]:
         for batch in tdcopier.prefetch(loader, "cuda"):  # what collate gives, on the device
             ...
 
-    Each batch goes to the main process as one message; see :func:`~tdcopier.pack`. In a worker
-    process a large parcel is written to shared memory, which the main process gets as it is. With
+    Each batch goes to the main process as one message; see :func:`~tdcopier.pack`. A worker writes
+    batches of 16 KiB and more to slabs: shared memory that it uses again and again. `prefetch`, or
+    the loader with `pin_memory=True`, pins each slab once, and devices read batches from it. With
     :func:`~tdcopier.collate` or torch's `default_collate`, the samples are stacked in the parcel,
     so that their bytes are copied once before it is sent. TensorDicts, and what torch's own
     functions have to stack, are stacked before. So are samples with containers of other classes

@@ -284,6 +284,6 @@ def why_not_in_place(parcel: _C.Parcel) -> str | None:
             return "the loader has copied it to pinned memory: see pinned_memory()"
         if parcel.nbytes < SLAB_FROM_BYTES:
             return f"batches of less than {SLAB_FROM_BYTES} bytes are sent as bytes"
-        return "the worker had no slab: no memory, or this process cannot open it"
+        return "it is in no slab: its worker had no memory that others can open, or did not pack it"
     device = torch.accelerator.current_accelerator()
     return "there is no accelerator" if device is None else slab.pin(device)
