@@ -77,8 +77,9 @@ def play_pass(dice: random.Random, most: int) -> tuple[int, bool]:
     ends_at = dice.randrange(len(loader)) if dice.random() < 0.3 else None
     kills_at = dice.randrange(len(loader)) if dice.random() < 0.2 else None
     holds, held, number, was_killed = dice.choice((0, 0, 3, 40)), [], -1, False
-    with tdcopier.prefetch(loader, DEVICE, **options) as batches:
-        try:
+    # torch raises in the main thread, wherever that is, when it learns of the worker's end.
+    try:
+        with tdcopier.prefetch(loader, DEVICE, **options) as batches:
             for number, batch in enumerate(batches):
                 if holds:
                     held.append((batch, number))
@@ -93,10 +94,10 @@ def play_pass(dice: random.Random, most: int) -> tuple[int, bool]:
                     break
             else:
                 assert was_killed or number == len(loader) - 1
-        except RuntimeError as error:
-            if not was_killed or "worker" not in str(error):
-                raise
-            error.__traceback__ = None
+    except RuntimeError as error:
+        if not was_killed or "worker" not in str(error):
+            raise
+        error.__traceback__ = None
     for batch, its_number in held:
         check(batch, its_number, items)
     return number + 1, was_killed
