@@ -93,10 +93,7 @@ def set_pinned_limit_bytes(limit_bytes: int) -> None:
     Raises:
         ValueError: the limit is negative.
     """
-    limit = integer("limit_bytes", limit_bytes)
-    if limit < 0:
-        raise ValueError(f"limit_bytes must not be negative; got {limit}")
-    _C.set_pinned_limit_bytes(min(limit, LARGEST_CHUNK_BYTES))
+    _C.set_pinned_limit_bytes(_bytes_of_limit(limit_bytes))
 
 
 @keep_out_of_graphs("set_slab_limit_bytes()")
@@ -112,10 +109,7 @@ def set_slab_limit_bytes(limit_bytes: int) -> None:
     Raises:
         ValueError: the limit is negative.
     """
-    limit = integer("limit_bytes", limit_bytes)
-    if limit < 0:
-        raise ValueError(f"limit_bytes must not be negative; got {limit}")
-    _C.set_slab_limit_bytes(min(limit, LARGEST_CHUNK_BYTES))
+    _C.set_slab_limit_bytes(_bytes_of_limit(limit_bytes))
 
 
 @keep_out_of_graphs("set_run_ahead_limit()")
@@ -135,6 +129,13 @@ def set_run_ahead_limit(batches: int) -> None:
     limit = min(limit, 0xFFFFFFFF)
     _C.set_run_ahead_limit(limit)
     limits_in_force.run_ahead_batches = limit
+
+
+def _bytes_of_limit(limit_bytes: object) -> int:
+    limit = integer("limit_bytes", limit_bytes)
+    if limit < 0:
+        raise ValueError(f"limit_bytes must not be negative; got {limit}")
+    return min(limit, LARGEST_CHUNK_BYTES)
 
 
 def _limit_from_environment(variable: str, set_limit: Callable[[int], None]) -> None:

@@ -177,12 +177,9 @@ class _Mapped(NamedTuple):
 
     def is_used_no_more(self) -> bool:
         """Return whether no batch will come in it any more."""
-        if self.slab.is_retired or self.began is None:
-            return True
-        try:
-            return _began(self.process) != self.began
-        except OSError:  # perhaps no descriptor is left: the next sweep knows
-            return False
+        now = _began(self.process)
+        has_ended = now != self.began and _UNKNOWN not in (now, self.began)
+        return self.slab.is_retired or now is None or has_ended
 
 
 _mapped: dict[bytes, _Mapped] = {}
@@ -212,6 +209,11 @@ def receive(message: SlabMessage) -> _C.Parcel:
             raise RuntimeError(
                 f"the worker (process {message.process}) ended before its batch was read"
             ) from error
+        except PermissionError as error:
+            raise RuntimeError(
+                f"this process may not open the memory of its worker (process {message.process}), "
+                "although the worker may look at it: use prefetch(..., pack_in_workers=False)"
+            ) from error
         made = _Mapped(slab, message.process, _began(message.process))
         known = _mapped.setdefault(message.token, made)
         _start_sweeper()
@@ -220,9 +222,10 @@ def receive(message: SlabMessage) -> _C.Parcel:
 
 def drop_ended() -> None:
     """Unmap the slabs that no worker will send any more, once their batches are gone too."""
-    for token, each in list(_mapped.items()):
-        if each.is_used_no_more():
-            _mapped.pop(token, None)
+    used_no_more = [token for token, each in list(_mapped.items()) if each.is_used_no_more()]
+    if used_no_more:
+        gone = (_mapped.pop(token, None) for token in used_no_more)
+        _C.drop_slabs([each.slab for each in gone if each is not None])
 
 
 def _start_sweeper() -> None:
@@ -258,15 +261,19 @@ def _wait_for_end(process: int) -> None:
 def _began(process: int) -> str | None:
     """Return when a process began, by the system's clock; None if it has ended.
 
-    Raises:
-        OSError: the system does not tell, for example since no descriptor is left.
+    `_UNKNOWN` if the system does not tell now, for example since no descriptor is left.
     """
     try:
         with open(f"/proc/{process}/stat", encoding="ascii", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError:
+        return _UNKNOWN
     return None if fields[0] in "ZX" else fields[19]
+
+
+_UNKNOWN = "unknown"
 
 
 def has_parcel(batch: object) -> bool:
@@ -284,6 +291,6 @@ def why_not_in_place(parcel: _C.Parcel) -> str | None:
             return "the loader has copied it to pinned memory: see pinned_memory()"
         if parcel.nbytes < SLAB_FROM_BYTES:
             return f"batches of less than {SLAB_FROM_BYTES} bytes are sent as bytes"
-        return "it is in no slab: its worker had no memory that others can open, or did not pack it"
+        return "it is in no slab: its worker did not pack it, or had no memory that others can open"
     device = torch.accelerator.current_accelerator()
     return "there is no accelerator" if device is None else slab.pin(device)

@@ -175,7 +175,7 @@ def _measured(bench: Bench, name: str, data: Data, rounds: int, small: bool) -> 
                     {key: (now - before[key]) / timed for key, now in _used().items()}
                 )
     finally:
-        reader = getattr(opened[OURS], "stats", None)
+        reader = opened[OURS].stats
         for iterator in opened.values():
             close(iterator)
         opened.clear()
@@ -188,7 +188,7 @@ def _measured(bench: Bench, name: str, data: Data, rounds: int, small: bool) -> 
         "wall_us": summaries(by_way["wall_us"]),
         "process_cpu_us": summaries(by_way["process_cpu_us"]),
         "faults": {way: median(found) for way, found in by_way["minor_faults"].items()},
-        "slab_batches": [reader.slab_batches, reader.batches] if reader else None,
+        "slab_batches": [reader.slab_batches, reader.packed_batches],
         "wrong": wrong,
     }
 

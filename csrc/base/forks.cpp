@@ -1,4 +1,4 @@
-// A counter that a pthread_atfork() handler increments in the child.
+// Counters that pthread_atfork() handlers increment, one in the child and one in the parent.
 #include "base/forks.h"
 
 #include <pthread.h>
@@ -9,13 +9,14 @@ namespace tdcopier {
 namespace {
 
 std::atomic<uint32_t> g_generation = 0;
-std::atomic<uint64_t> g_forks_made = 0;
+std::atomic<uint64_t> g_forks = 0;
 
 }  // namespace
 
 void watch_forks() {
+  // Before and after: what is made in between, by a thread that goes on, is in the child too.
   static const int registered =
-      pthread_atfork([] { ++g_forks_made; }, nullptr, [] { ++g_generation; });
+      pthread_atfork([] { ++g_forks; }, [] { ++g_forks; }, [] { ++g_generation; });
   (void)registered;
 }
 
@@ -23,8 +24,8 @@ uint32_t fork_generation() {
   return g_generation;
 }
 
-uint64_t forks_made() {
-  return g_forks_made;
+uint64_t fork_mark() {
+  return g_forks;
 }
 
 }  // namespace tdcopier

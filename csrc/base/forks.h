@@ -18,8 +18,8 @@ void watch_forks();
 // that was made in another generation belongs to an ancestor process.
 uint32_t fork_generation();
 
-// Returns the number of children that this process has forked since then. Each has a copy of all
-// objects that existed, and sees what is written to shared memory.
-uint64_t forks_made();
+// Returns a number that changes whenever this process forks: of an object that existed with another
+// one, a child has a copy, and it sees what is written to shared memory.
+uint64_t fork_mark();
 
 }  // namespace tdcopier

@@ -63,7 +63,8 @@ Return the tree, built anew by each call.
 
 Its leaves are views of the parcel's memory, without a copy. Each view keeps the whole parcel alive:
 `clone()` one that outlives its batch by far. Leaves of a parcel in read-only memory, for example one
-from `bytes`, are copied. A parcel on a device gives leaves there with memory of their own, written on
+from `bytes`, are copied, and so are those of a loader's batch in a slab that is pinned: to pinned
+memory of torch's. A parcel on a device gives leaves there with memory of their own, written on
 the current stream. Values that were pickled are unpickled.
 
 Raises:

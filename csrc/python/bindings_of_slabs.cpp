@@ -11,11 +11,13 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "engine/device/slab.h"
 #include "python/bindings.h"
 #include "python/runtime/device_argument.h"
 #include "python/runtime/guarded.h"
+#include "python/runtime/interrupts.h"
 #include "python/runtime/torch_tensor.h"
 #include "python/walk/parcel.h"
 
@@ -67,6 +69,15 @@ py::object pin(Slab& slab, py::handle device) {
   return py::cast(why_not);
 }
 
+// Lets go of slabs whose last objects are in the list. Unpins without the GIL.
+void drop_slabs(py::list slabs) {
+  std::vector<std::shared_ptr<Slab>> kept;
+  for (const py::handle each : slabs) kept.push_back(each.cast<std::shared_ptr<Slab>>());
+  slabs.attr("clear")();
+  const WithoutGil no_gil;
+  kept.clear();
+}
+
 }  // namespace
 
 void bind_slabs(py::module_& m) {
@@ -99,6 +110,7 @@ void bind_slabs(py::module_& m) {
       .def("receive", guarded(&receive))
       .def_property_readonly("is_retired", &Slab::is_retired)
       .def("pin", guarded(&pin));
+  m.def("drop_slabs", guarded(&drop_slabs));
   m.def("pinned_slab_bytes", &Slab::pinned_bytes_of_all);
   m.def("set_slab_limit_bytes", &Slab::set_limit_bytes);
   m.def("slab_limit_bytes", &Slab::limit_bytes);

@@ -1,12 +1,12 @@
 """Lets the workers of a `DataLoader` pack their batches, without a change by the user.
 
 The loader's collate function runs in the worker, then `pack`. A pass iterates a copy of the loader,
-so the user's own iteration never gets parcels.
+so the user's own iteration never gets parcels; unless its collate function packs already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -94,10 +94,8 @@ class Packing:
     def begin(self) -> Iterator[Any]:
         """Return an iterator of the source, or of a copy whose workers pack."""
         # Attributes of a loader may be set between two passes.
-        if self.why_not is not None:
+        if self.why_not is not None or _packs_itself(self._source.collate_fn):
             return iter(self._source)
-        if _packs_itself(self._source.collate_fn):
-            return _Packed(iter(self._source))
         source = self._source
         made = _copies.get(source) if source.persistent_workers else None
         if made is None:
@@ -112,7 +110,7 @@ class Packing:
                 "pin_memory": False,  # the engine stages the batch in pinned memory
             }
         )
-        return _Packed(iter(made))
+        return iter(made)
 
     def read(self, iterator: Iterator[Any]) -> Any:
         """Return the next batch, and count it."""
@@ -128,30 +126,6 @@ class Packing:
         return batch
 
 
-class _Packed:
-    """The iterator of a pass whose workers pack. Unmaps their slabs when they have ended."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches: Iterator[Any] | None = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._batches is None:
-            raise StopIteration
-        try:
-            return next(self._batches)
-        except StopIteration:
-            slabs.drop_ended()
-            raise
-
-    def __del__(self, drop_ended: Callable[[], None] = slabs.drop_ended) -> None:
-        """Python empties modules when it ends, so this keeps what it calls then."""
-        self._batches = None  # torch's iterator waits for its workers
-        drop_ended()
-
-
 _FOR_THE_HOST = "the batches stay on the host"
 
 _copies: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
@@ -165,14 +139,14 @@ def _packs_itself(collate_fn: Any) -> bool:
 def why_not_packed(source: Any, device: Device) -> str | None:
     """Return why the workers of a source do not pack for a device, or None if they do."""
     cls = type(source)
-    if torch.device(device).type == "cpu":
-        return _FOR_THE_HOST
     if not isinstance(source, DataLoader):
         return f"the source is no DataLoader of torch, but a {class_name(cls)}"
-    if _packs_itself(source.collate_fn):
-        return None
     if source.num_workers == 0:
         return "the loader has no workers"
+    if _packs_itself(source.collate_fn):
+        return None
+    if torch.device(device).type == "cpu":
+        return _FOR_THE_HOST
     if copier_of_state(source) is not None:
         return f"{class_name(cls)} has a state, which a copy of it would not share"
     own = [name for name in _ITERATION if getattr(cls, name) is not getattr(DataLoader, name)]

@@ -131,7 +131,8 @@ def prefetch(
         pack_in_workers: let the workers of a torch `DataLoader` pack each batch into a parcel (see
             :func:`~tdcopier.pack`), which reaches this process as one message and not leaf by leaf.
             The loader's collate function runs as before, in the worker. The pass iterates a copy of
-            the loader, with `pin_memory` off; your own iteration is not changed. A batch that
+            the loader, with `pin_memory` off; your own iteration is not changed. (A loader with
+            `collate_fn=packed(...)` is iterated itself.) A batch that
             cannot be packed is sent as torch sends it. `stats` says how many came packed, and why
             others did not: for example, the loader has no workers, an `__iter__` of its own, or a
             state.

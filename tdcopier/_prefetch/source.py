@@ -175,7 +175,7 @@ class Source:
         self.is_copying = True
         try:
             batch = passed.pop()
-            may_be_written = not slabs.has_parcel(batch)  # else its worker waits for the slab
+            may_be_written = not slabs.has_parcel(batch)  # else its worker takes another slab
             if isinstance(batch, AsyncCopyHandle):  # the source has started the copy itself
                 handle = batch
             else:

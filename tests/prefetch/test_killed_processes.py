@@ -41,10 +41,12 @@ def are_gone(processes: list[int]) -> bool:
 def test_workers_end_with_the_process_that_trains(context, elements):
     command = [sys.executable, "-W", "ignore", str(SCRIPT), context, str(elements)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trains:
-        workers = [int(number) for number in trains.stdout.readline().split()]
-        assert len(workers) == 2
-        assert all(map(is_running, workers))
-        trains.kill()
+        try:
+            workers = [int(number) for number in trains.stdout.readline().split()]
+            assert len(workers) == 2
+            assert all(map(is_running, workers))
+        finally:
+            trains.kill()
     assert are_gone(workers)
 
 

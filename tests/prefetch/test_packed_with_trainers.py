@@ -84,3 +84,32 @@ def test_lightning(device):
 def test_a_trainer_that_calls_to(device):
     found = [parcel.to(device) for parcel in loader_of(pin_memory=False)]
     assert_are_the_batches(found, device)
+
+
+class Closed(DataLoader[Any]):
+    """A loader whose own pass ends with an error when it is closed."""
+
+    def __iter__(self) -> Any:
+        try:
+            yield from super().__iter__()
+        finally:
+            raise KeyError("closed")
+
+
+@pytest.mark.parametrize("collate_fn", [None, tdcopier.packed()])
+def test_an_error_of_a_generator_that_is_closed_is_raised(collate_fn, device):
+    options = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": collate_fn}
+    batches = tdcopier.prefetch(Closed(Boxes(), 1, **options), device)
+    next(batches)
+    with pytest.raises(KeyError, match="closed"):
+        batches.close()
+
+
+def test_without_workers_nothing_is_said_to_be_packed(device):
+    loader = DataLoader(Boxes(), SIZE, collate_fn=tdcopier.packed())
+    (row,) = tdcopier.explain(loader, device)
+    assert "the loader has no workers" in row.reason
+    with tdcopier.prefetch(loader, device) as batches:
+        pixels = [batch["pixels"][0, 0].item() for batch in batches]
+        assert pixels == [SIZE * i for i in range(COUNT)]
+        assert batches.stats.why_unpacked == "the loader has no workers"

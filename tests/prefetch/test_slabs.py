@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from typing import Any
 
@@ -98,8 +99,11 @@ def test_another_memory_is_not_taken_for_it(pair):
         _C.Slab.open(path, pair.made.token)
     with pytest.raises(ValueError, match="16 bytes"):
         _C.Slab.open(path, b"short")
-    number = os.memfd_create("empty")
-    with pytest.raises((RuntimeError, OSError)):
+    number = os.memfd_create("small")
+    with pytest.raises(OSError, match="Invalid argument"):
+        _C.Slab.open(f"/proc/{os.getpid()}/fd/{number}", pair.made.token)
+    os.ftruncate(number, 4096)
+    with pytest.raises(RuntimeError, match="no slab"):
         _C.Slab.open(f"/proc/{os.getpid()}/fd/{number}", pair.made.token)
     os.close(number)
     with pytest.raises(FileNotFoundError):
@@ -170,7 +174,7 @@ def test_it_is_not_free_until_the_device_has_read_it(stall, pair, device, copy_s
 
 def test_nor_if_the_copy_is_dropped(stall, pair, device, copy_stream):
     parcel = pair.send(batch(5))
-    pair.opened.pin(device)
+    assert pair.opened.pin(device) is None
     with stall(copy_stream):
         tdcopier.start_copy(parcel, device)
         del parcel
@@ -244,10 +248,10 @@ def test_over_the_limit_it_is_not_pinned_and_says_so(pair, device):
         assert "set_slab_limit_bytes" in pair.opened.pin(device)
         assert not parcel.is_pinned()
         assert_is(tdcopier.copy(parcel, device), 8)
-        tdcopier.set_slab_limit_bytes(1 << 31)
+        tdcopier.set_slab_limit_bytes(2 << 30)
         assert pair.opened.pin(device) is None
     finally:
-        tdcopier.set_slab_limit_bytes(1 << 31)
+        tdcopier.set_slab_limit_bytes(2 << 30)
     with pytest.raises(ValueError, match="negative"):
         tdcopier.set_slab_limit_bytes(-1)
 
@@ -289,16 +293,63 @@ def test_what_a_forked_child_may_see_is_not_written_again(pair):
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.read(reading, 1)
-        os._exit(0 if parcel.tree()["x"].eq(1).all() else 1)
+        code = 1
+        try:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent has written, or ended
+            code = 0 if parcel.tree()["x"].eq(1).all() else 2
+        finally:
+            os._exit(code)
     del parcel
-    assert not pair.is_free()
+    gc.collect()
+    pair.scribble()
+    os.close(writing)
+    os.close(reading)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert pair.opened.is_retired
     assert pair.made.retire()
-    os.write(writing, b"1")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    os.close(reading)
-    os.close(writing)
+
+
+@pytest.mark.sim
+def test_it_is_kept_for_good_if_the_work_on_its_views_is_unknown(sim, stall, device):
+    pair, before = SlabPair(), tdcopier.pinned_memory().slab_bytes
+    parcel = pair.send(batch(1))
+    assert pair.opened.pin(device) is None
+    with stall(torch.accelerator.current_stream(device)), sim.fail_event_record(1):
+        shown = torch.frombuffer(parcel, dtype=torch.uint8)
+        copied = shown.to(device, non_blocking=True)
+        del parcel, shown
+    assert bytes(copied.cpu()[:8].numpy()) == b"TDPARCEL"
+    assert not pair.is_free()
+    assert pair.made.retire()
+    del pair
+    gc.collect()
+    assert tdcopier.pinned_memory().slab_bytes > before  # the device could still read it
+
+
+@pytest.mark.sim
+def test_slabs_are_unpinned_without_the_gil(sim, device):
+    pair = SlabPair()
+    assert pair.opened.pin(device) is None
+    slabs, before = [pair.opened], tdcopier.pinned_memory().slab_bytes
+    del pair
+    _C.drop_slabs(slabs)
+    assert slabs == []
+    assert tdcopier.pinned_memory().slab_bytes < before
+
+
+def test_why_a_batch_is_not_read_in_place_is_said(pair, device):
+    def why(parcel: tdcopier.Parcel) -> str | None:
+        return _slabs.why_not_in_place(parcel)
+
+    assert "less than 16384 bytes" in why(pack(torch.ones(3)))
+    assert "did not pack it" in why(pack(torch.ones(9_000)))
+    assert "copied it to pinned memory" in why(pack(torch.ones(9_000)).pin_memory())
+    parcel = pair.send(batch(1))
+    tdcopier.set_slab_limit_bytes(SIZE)
+    assert "exceed their limit" in why(parcel)  # the limit is restored after each test
+    tdcopier.set_slab_limit_bytes(2 << 30)
+    assert why(parcel) is None
 
 
 # ---- the ring of a worker ------------------------------------------------------------------------
@@ -335,19 +386,21 @@ def test_slabs_of_an_ended_process_are_dropped_once_their_batches_are_gone():
     reading, writing = os.pipe()
     worker = os.fork()
     if worker == 0:
-        memory = _slabs._Ring().memory(100_000)
-        parcel = pack(torch.arange(20_000.0), out=memory)
-        message = _slabs.message_of(memory, parcel.nbytes)
-        os.write(writing, repr(tuple(message)).encode())
-        os.kill(os.getpid(), 19)  # stops here
-        os._exit(0)
+        try:
+            memory = _slabs._Ring().memory(100_000)
+            parcel = pack(torch.arange(20_000.0), out=memory)
+            message = _slabs.message_of(memory, parcel.nbytes)
+            os.write(writing, repr(tuple(message)).encode())
+            os.kill(os.getpid(), signal.SIGSTOP)
+        finally:
+            os._exit(1)
     os.waitpid(worker, os.WUNTRACED)
     message = _slabs.SlabMessage(*eval(os.read(reading, 1000)))
     parcel = _slabs.receive(message)
     assert message.token in _slabs._mapped
     _slabs.drop_ended()
     assert message.token in _slabs._mapped
-    os.kill(worker, 9)
+    os.kill(worker, signal.SIGKILL)
     os.waitpid(worker, 0)
     _slabs.drop_ended()
     assert message.token not in _slabs._mapped

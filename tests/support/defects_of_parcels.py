@@ -16,8 +16,8 @@ PARCELS: dict[str, Defect] = {
     "slab_free_before_it_is_read": Defect(
         "Lifetime",
         "engine/device/slab.cpp",
-        "  ++uses_;\n  return storage(bytes, true);",
-        "  {defect} ? end_received(kFree) : void(++uses_);\n  return storage(bytes, true);",
+        "  return storage(bytes, /*is_received=*/true);",
+        "  if ({defect}) end_received(kFree);\n  return storage(bytes, /*is_received=*/true);",
         "a_slab_is_written_as_soon_as_it_is_free",
         "AssertionError",
     ),
@@ -53,8 +53,8 @@ PARCELS: dict[str, Defect] = {
     "views_of_read_only_bytes_not_copied": Defect(
         "Oracle",
         "python/walk/parcel.cpp",
-        "    const bool copies = traits_.is_read_only || ",
-        "    const bool copies = (traits_.is_read_only && !{defect}) || ",
+        "    const bool copies = traits_.is_read_only || hides;",
+        "    const bool copies = (traits_.is_read_only && !{defect}) || hides;",
         "views_of_read_only_bytes_are_written",
         "AssertionError",
     ),

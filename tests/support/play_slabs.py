@@ -147,10 +147,12 @@ def kill_trainers(count: int, seed: int) -> None:
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trains:
             assert trains.stdout is not None
-            workers = [int(each) for each in trains.stdout.readline().split()]
-            assert len(workers) == 2, workers
-            time.sleep(dice.choice((0.0, 0.05)))
-            trains.kill()
+            try:
+                workers = [int(each) for each in trains.stdout.readline().split()]
+                assert len(workers) == 2, workers
+                time.sleep(dice.choice((0.0, 0.05)))
+            finally:
+                trains.kill()
         began = time.monotonic()
         while any(_slabs._began(worker) is not None for worker in workers):
             assert time.monotonic() - began < 10, f"workers of {context} did not end"
@@ -165,6 +167,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if not options.batches and not options.kills:
+        parser.error("give --batches or --kills")
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     if options.kills:
         kill_trainers(options.kills, options.seed)

@@ -3,10 +3,10 @@
 #include "engine/device/slab.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/util/ScopeExit.h>
 #include <sys/random.h>
 
 #include <cerrno>
-#include <functional>
 #include <mutex>
 #include <new>
 #include <system_error>
@@ -57,7 +57,7 @@ class Slab::Use {
       : slab_(std::move(slab)),
         is_received_(is_received),
         generation_(fork_generation()),
-        forks_(forks_made()) {}
+        forks_(fork_mark()) {}
   // A forked child has its parent's storages too, and leaves the slab to it.
   ~Use() {
     if (generation_ == fork_generation()) end();
@@ -68,8 +68,15 @@ class Slab::Use {
   static void drop(void* use) { delete static_cast<Use*>(use); }
 
   const std::shared_ptr<Slab>& slab() const { return slab_; }
-  void note_views() {
-    if (!has_views_.exchange(true)) ++slab_->shown_;
+  // Returns whether it had none.
+  bool note_views() {
+    const bool had = has_views_.exchange(true);
+    if (!had) ++slab_->shown_;
+    return !had;
+  }
+  void forget_views() {
+    has_views_ = false;
+    --slab_->shown_;
   }
 
  private:
@@ -78,7 +85,7 @@ class Slab::Use {
     if (has_views_) --slab_->shown_;
     if (!is_received_) {
       --slab_->uses_;
-    } else if (forks_ != forks_made()) {
+    } else if (forks_ != fork_mark()) {
       slab_->end_received(kRetired);  // a child may still see the batch
     } else if (has_views_) {
       slab_->free_after_work();
@@ -150,7 +157,8 @@ c10::Storage Slab::storage(size_t bytes, bool is_received) {
 c10::Storage Slab::take(size_t bytes) {
   uint32_t none = 0;
   if (!uses_.compare_exchange_strong(none, 1)) return {};
-  if (header().state.load(std::memory_order_acquire) == kFree) return storage(bytes, false);
+  if (header().state.load(std::memory_order_acquire) == kFree)
+    return storage(bytes, /*is_received=*/false);
   --uses_;
   return {};
 }
@@ -184,8 +192,7 @@ c10::Storage Slab::receive(size_t bytes) {
   if (!header().state.compare_exchange_strong(expected, kReceived, std::memory_order_acquire)) {
     throw SlabError("the batch has been received already");
   }
-  ++uses_;
-  return storage(bytes, true);
+  return storage(bytes, /*is_received=*/true);
 }
 
 bool Slab::is_retired() const {
@@ -193,25 +200,24 @@ bool Slab::is_retired() const {
 }
 
 void Slab::end_received(State next) noexcept {
-  --uses_;
   uint32_t expected = kReceived;
   header().state.compare_exchange_strong(expected, next, std::memory_order_release);
 }
 
 namespace {
 
-// Frees a slab once it has been told so as many times as there are events.
-class FreesSlab final : public KeepAlive {
+// Keeps what is dropped, once, when a device has ended.
+class DroppedLater final : public KeepAlive {
  public:
-  FreesSlab(size_t events, std::function<void()> free) : left_(events), free_(std::move(free)) {}
+  explicit DroppedLater(std::shared_ptr<const void> kept) : kept_(std::move(kept)) {}
   void release() noexcept override {
-    if (--left_ == 0) free_();
+    if (!is_released_.exchange(true)) kept_.reset();
   }
-  bool is_released() const noexcept override { return false; }
+  bool is_released() const noexcept override { return is_released_; }
 
  private:
-  std::atomic<size_t> left_;
-  const std::function<void()> free_;
+  std::shared_ptr<const void> kept_;
+  std::atomic<bool> is_released_ = false;
 };
 
 // Never destroyed: a slab may be dropped at any time.
@@ -225,21 +231,21 @@ std::optional<std::vector<EventRef>> record_current_work(c10::DeviceType type) n
 }  // namespace
 
 // Code that has had views may have enqueued copies from them, on its current streams. If its work
-// is unknown, since a stream is capturing a graph, the slab stays received for good, and its packer
-// makes another one.
+// is unknown, since a stream is capturing a graph, the slab is never written, unpinned or unmapped
+// again: its packer makes another one.
 void Slab::free_after_work() noexcept {
-  std::optional<c10::DeviceType> type;
-  {
-    const std::lock_guard lock(pinning_);
-    type = pinned_for_;
+  if (!is_pinned_) return end_received(kFree);  // torch waits for copies from other memory
+  const auto events = record_current_work(*pinned_for_);
+  if (!events) {
+    new std::shared_ptr<Slab>(shared_from_this());
+    return;
   }
-  if (!type) return end_received(kFree);
-  const auto events = record_current_work(*type);
-  if (!events) return;
-  if (events->empty()) return end_received(kFree);
-  const auto frees = std::make_shared<FreesSlab>(
-      events->size(), [slab = shared_from_this()] { slab->end_received(kFree); });
-  for (const EventRef& event : *events) Reclaimer::get().release_after(event, frees);
+  // Called when the last of the events has ended.
+  const std::shared_ptr<const void> ends(
+      nullptr, [slab = shared_from_this()](const void*) { slab->end_received(kFree); });
+  for (const EventRef& event : *events) {
+    Reclaimer::get().release_after(event, std::make_shared<DroppedLater>(ends));
+  }
 }
 
 std::optional<std::string> Slab::pin(c10::Device device) {
@@ -248,30 +254,27 @@ std::optional<std::string> Slab::pin(c10::Device device) {
   if (why_never_pinned_) return why_never_pinned_;
   if (is_made_here_) return "this process packs into the slab";
   if (fork_generation() != 0) return "a forked child cannot pin memory";
-  if (shown_ != 0) return "tensors show the slab, of which torch would not know that it is pinned";
   const std::span<std::byte> all = memory_.bytes();
   if (!count_pinned(all.size())) {
     return "pinned slabs would exceed their limit of " + std::to_string(g_slab_limit_bytes) +
            " bytes: see tdcopier.set_slab_limit_bytes()";
   }
+  auto undone = c10::make_scope_exit([&] {
+    is_pinned_ = false;
+    g_pinned_slab_bytes -= all.size();
+  });
+  pinned_for_ = device.type();
+  is_pinned_ = true;
+  if (shown_ != 0) return "tensors show the slab, of which torch would not know that it is pinned";
   try {
     const PinnedRanges::Range ranges[] = {all};
     pinned_ = std::make_unique<PinnedRanges>(device, ranges);
-    pinned_for_ = device.type();
-    return std::nullopt;
   } catch (const PinningError& error) {
     why_never_pinned_ = std::string("a slab ") + error.what();
-  } catch (...) {
-    g_pinned_slab_bytes -= all.size();
-    throw;
+    return why_never_pinned_;
   }
-  g_pinned_slab_bytes -= all.size();
-  return why_never_pinned_;
-}
-
-bool Slab::is_pinned() {
-  const std::lock_guard lock(pinning_);
-  return pinned_ != nullptr;
+  undone.release();
+  return std::nullopt;
 }
 
 uint64_t Slab::pinned_bytes_of_all() {
@@ -300,6 +303,15 @@ std::shared_ptr<Slab> Slab::of(const c10::Storage& storage) {
 
 void Slab::note_views(const c10::Storage& storage) {
   if (Use* const use = use_of(storage)) use->note_views();
+}
+
+bool Slab::note_views_unless_pinned(const c10::Storage& storage) {
+  Use* const use = use_of(storage);
+  if (use == nullptr) return true;
+  const bool had_none = use->note_views();
+  if (!use->slab()->is_pinned_) return true;
+  if (had_none) use->forget_views();
+  return false;
 }
 
 }  // namespace tdcopier

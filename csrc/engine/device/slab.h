@@ -76,16 +76,18 @@ class Slab : public std::enable_shared_from_this<Slab> {
   // be: for example, torch would not know that memory is pinned of which it has views. Blocks: see
   // PinnedRanges.
   std::optional<std::string> pin(c10::Device device);
-  bool is_pinned();
   static uint64_t pinned_bytes_of_all();
   static void set_limit_bytes(uint64_t bytes);
   static uint64_t limit_bytes();
 
   // Returns the slab of a storage that take() or receive() has made, or null.
   static std::shared_ptr<Slab> of(const c10::Storage& storage);
-  // Notes that other code than the engine may read the storage, whose work on a device is then
-  // waited for before the slab is free. For any storage. Thread: who has the storage.
+  // Notes that other code than the engine may read the storage. Its current streams are waited for
+  // before the slab is free. For any storage.
   static void note_views(const c10::Storage& storage);
+  // The same, unless the storage is in a slab that is pinned, or is being pinned: then returns
+  // false.
+  static bool note_views_unless_pinned(const c10::Storage& storage);
 
  private:
   enum State : uint32_t { kFree, kSent, kReceived, kRetired };
@@ -105,12 +107,15 @@ class Slab : public std::enable_shared_from_this<Slab> {
 
   SharedMemory memory_;
   const bool is_made_here_;
-  std::atomic<uint32_t> uses_ = 0;   // storages in this process
-  std::atomic<uint32_t> shown_ = 0;  // of these, those that have views
-  std::mutex pinning_;
-  std::unique_ptr<PinnedRanges> pinned_;         // guarded by pinning_, and constant once it is set
-  std::optional<c10::DeviceType> pinned_for_;    // the same
-  std::optional<std::string> why_never_pinned_;  // guarded by pinning_
+  std::atomic<uint32_t> uses_ = 0;  // the packer's storages
+  // Storages that have views. Each of pin() and note_views_unless_pinned() sets its own of these
+  // two, and then looks at the other one.
+  std::atomic<uint32_t> shown_ = 0;
+  std::atomic<bool> is_pinned_ = false;
+  std::mutex pinning_;  // guards all below; what is set once is_pinned_ is true stays
+  std::unique_ptr<PinnedRanges> pinned_;
+  std::optional<c10::DeviceType> pinned_for_;
+  std::optional<std::string> why_never_pinned_;
 };
 
 }  // namespace tdcopier

@@ -170,10 +170,10 @@ py::object Parcel::tree(bool for_caller) const {
   leaves.add_placed(layout_->leaves, *layout_->plan, nullptr);
   MemoryOf memory{.device = device()};
   if (device().is_cpu()) {
-    const std::shared_ptr<Slab> slab = for_caller ? Slab::of(bytes_) : nullptr;
-    const bool copies = traits_.is_read_only || (slab && slab->is_pinned());
-    if (!copies) Slab::note_views(bytes_);
-    memory.image = copies ? copy_of(body(), slab ? pinned_memory() : nullptr) : bytes_;
+    const bool hides = for_caller && !Slab::note_views_unless_pinned(bytes_);
+    if (!for_caller) Slab::note_views(bytes_);
+    const bool copies = traits_.is_read_only || hides;
+    memory.image = copies ? copy_of(body(), hides ? pinned_memory() : nullptr) : bytes_;
     memory.image_begin = copies ? 0 : body_begin_;
   }
   Result result(memory, std::make_shared<const LeafTable>(std::move(leaves)), layout_->plan);
