@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,26 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.full((30_000,), float(index))
 
 
-def test_after_a_worker_was_killed_nothing_is_left(device):
+def error_of(reading: Any, kept: list[Any]) -> str:
+    """Reads on until an error, and returns its text: its traceback would keep the loader."""
+    try:
+        kept += [batch for _, batch in reading]
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def no_handler_of_torch() -> Iterator[None]:
+    """Disarms torch's handler of SIGCHLD, which raises wherever the main thread is, and again when
+    the other workers end. Without it the pass tells the error.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_after_a_worker_was_killed_nothing_is_left(device, no_handler_of_torch):
     loader = DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="fork")
     before, kept = tdcopier.pinned_memory().slab_bytes, []
     with tdcopier.prefetch(loader, device) as batches:
@@ -69,14 +90,14 @@ def test_after_a_worker_was_killed_nothing_is_left(device):
             if number == 3:
                 break
         assert tdcopier.pinned_memory().slab_bytes > before
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader has set its handler
         os.kill(active_children()[0].pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="worker") as error:
-            kept += [batch for _, batch in reading]
-    error.value.__traceback__ = None
+        assert "worker" in error_of(reading, kept)
     del reading, batches
     assert [batch[1, -1].item() for batch in kept] == [2 * i + 1 for i in range(len(kept))]
 
     def is_nothing_left() -> bool:
+        gc.collect()  # the error has left a cycle with the loader's iterator
         tdcopier._C.reclaim()  # of batches that were on their way
         _slabs.drop_ended()
         return tdcopier.pinned_memory().slab_bytes == before and not _slabs._mapped

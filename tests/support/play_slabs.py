@@ -77,7 +77,6 @@ def play_pass(dice: random.Random, most: int) -> tuple[int, bool]:
     ends_at = dice.randrange(len(loader)) if dice.random() < 0.3 else None
     kills_at = dice.randrange(len(loader)) if dice.random() < 0.2 else None
     holds, held, number, was_killed = dice.choice((0, 0, 3, 40)), [], -1, False
-    # torch raises in the main thread, wherever that is, when it learns of the worker's end.
     try:
         with tdcopier.prefetch(loader, DEVICE, **options) as batches:
             for number, batch in enumerate(batches):
@@ -89,6 +88,8 @@ def play_pass(dice: random.Random, most: int) -> tuple[int, bool]:
                     check(batch, number, items)
                 if number == kills_at and (workers := active_children()):
                     was_killed = True
+                    # torch's handler raises wherever the main thread is; the pass tells it too.
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     os.kill(dice.choice(workers).pid, signal.SIGKILL)
                 if number == ends_at:
                     break

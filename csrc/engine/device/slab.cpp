@@ -206,17 +206,20 @@ void Slab::end_received(State next) noexcept {
 
 namespace {
 
-// Keeps what is dropped, once, when a device has ended.
-class DroppedLater final : public KeepAlive {
+// Drops its share of `ends` once, when a device has ended. Keeps the slab as long as it exists
+// itself: release() is called under the reclaimer's lock, where no slab may be unpinned.
+class DropsShare final : public KeepAlive {
  public:
-  explicit DroppedLater(std::shared_ptr<const void> kept) : kept_(std::move(kept)) {}
+  DropsShare(std::shared_ptr<const void> ends, std::shared_ptr<Slab> slab)
+      : ends_(std::move(ends)), slab_(std::move(slab)) {}
   void release() noexcept override {
-    if (!is_released_.exchange(true)) kept_.reset();
+    if (!is_released_.exchange(true)) ends_.reset();
   }
   bool is_released() const noexcept override { return is_released_; }
 
  private:
-  std::shared_ptr<const void> kept_;
+  std::shared_ptr<const void> ends_;
+  const std::shared_ptr<Slab> slab_;
   std::atomic<bool> is_released_ = false;
 };
 
@@ -240,11 +243,12 @@ void Slab::free_after_work() noexcept {
     new std::shared_ptr<Slab>(shared_from_this());
     return;
   }
-  // Called when the last of the events has ended.
-  const std::shared_ptr<const void> ends(
-      nullptr, [slab = shared_from_this()](const void*) { slab->end_received(kFree); });
+  // The slab is free when the last of the events has ended.
+  const std::shared_ptr<Slab> self = shared_from_this();
+  const std::shared_ptr<const void> ends(nullptr,
+                                         [self](const void*) { self->end_received(kFree); });
   for (const EventRef& event : *events) {
-    Reclaimer::get().release_after(event, std::make_shared<DroppedLater>(ends));
+    Reclaimer::get().release_after(event, std::make_shared<DropsShare>(ends, self));
   }
 }
 
