@@ -20,6 +20,13 @@ c10::DeviceIndex index_of(c10::Device device) {
   return resolve_device(device.index());
 }
 
+// As CUDA, most of whose calls fail in a forked child, and whose allocator may wait there for a
+// lock that a thread of the parent held.
+void check_not_in_child() {
+  TORCH_CHECK(!in_forked_child(),
+              "simulated device error: initialization error: a forked child uses the device");
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDeviceType; }
 
@@ -89,16 +96,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     auto& queue = queue_of(stream);
     count_event_call(EventCall::kStreamWait);
+    check_not_in_child();
     if (event != nullptr) static_cast<Event*>(event)->block(queue);
   }
 
   bool queryEvent(void* event) const override {
     count_event_call(EventCall::kQuery);
+    check_not_in_child();
     return event == nullptr || static_cast<Event*>(event)->query();
   }
 
   void synchronizeEvent(void* event) const override {
     count_event_call(EventCall::kHostWait);
+    check_not_in_child();
     if (event != nullptr) static_cast<Event*>(event)->synchronize();
   }
 
@@ -115,6 +125,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    check_not_in_child();
     DeviceAllocator::get().recordStream(data, stream);
   }
 };

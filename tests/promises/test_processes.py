@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from filled_leaves import BEYOND_STAGING, LARGE, MANY, PACKED, values_of
 from support import run_python
 
 import tdcopier
+from tdcopier import sim
 
 forks = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 
@@ -27,19 +28,28 @@ forks = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:Depre
 
 
 def ends_well(act: Callable[[], None]) -> bool:
-    """Returns whether a forked child that does this ends without an error or a signal."""
+    """Returns whether a forked child that does this ends without an error or a signal, and without
+    a question about the device's work: a thread of its parent may have held a lock of the driver.
+    """
     child = os.fork()
     if child == 0:
         status = 1
         try:
             signal.alarm(20)
+            asked = questions()
             act()
+            assert questions() == asked
             status = 0
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1] == 0
+
+
+def questions() -> Sequence[int]:
+    """Returns the numbers of calls about events, which only the simulated device counts."""
+    return sim.event_counts() if sim.is_enabled() else []
 
 
 def copy_on_the_host(device: str) -> None:

@@ -213,6 +213,11 @@ bool CopyJob::are_sources_free() const {
   return !last_read_ || !source_device().is_cpu() || has_ended(*last_read_);
 }
 
+bool CopyJob::are_sources_known_free() const {
+  if (!sources_free_.load(std::memory_order_acquire)) return false;
+  return !last_read_ || !source_device().is_cpu() || is_known_done();
+}
+
 void CopyJob::wait_sources_free() {
   wait_until_set(sources_free_);
   if (last_read_ && source_device().is_cpu()) wait_until_ended(*last_read_);

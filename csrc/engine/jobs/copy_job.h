@@ -126,6 +126,8 @@ class CopyJob : public std::enable_shared_from_this<CopyJob> {
   // read. Device sources may be written by work that is ordered after the reads, see
   // order_after_reads().
   bool are_sources_free() const;
+  // Returns whether the sources are known to be free, without asking the device.
+  bool are_sources_known_free() const;
   void wait_sources_free();  // Blocks. GIL: must not be held.
   // Makes `stream`, of the sources' device, wait for the reads. Requires: are_sources_free().
   void order_after_reads(const c10::Stream& stream) const;

@@ -38,7 +38,7 @@ Handle::Handle(std::vector<c10::Device> targets, py::object result, LeafCounts c
       result_(std::move(result)) {}
 
 Handle::~Handle() {
-  if (generation_ != fork_generation()) {
+  if (is_of_parent()) {
     // Leaks these in a forked child: their destructors may need a lock that a thread of the parent
     // held during the fork.
     new std::vector<std::shared_ptr<CopyJob>>(std::move(jobs_));
@@ -48,6 +48,10 @@ Handle::~Handle() {
   for (const auto& job : jobs_) job->drop_result();
   jobs_.clear();
   release_returned_sources();
+}
+
+bool Handle::is_of_parent() const {
+  return generation_ != fork_generation();
 }
 
 void Handle::attach(std::shared_ptr<CopyJob> job, bool background) {
@@ -87,7 +91,7 @@ bool Handle::ready() {
     const WithoutGil no_gil;
     interleave();
   }
-  if (is_unknown_in_child()) return false;  // only the parent can ask the device
+  if (is_of_parent()) return !is_unknown_in_child();
   Reclaimer::get().look();
   release_returned_sources();
   // Even after a failure, the sources of a job that is still running must not be modified.
@@ -201,6 +205,7 @@ std::unique_ptr<DeviceAccess> Handle::device_access() {
   raise_if_failed();
   std::vector<EventRef> ends;
   c10::Device device = c10::kCPU;
+  if (is_of_parent()) return std::make_unique<DeviceAccess>(device, std::move(ends));
   for (const auto& job : jobs_) {
     if (job->target().is_cpu() && job->rows_in_place() == 0) {
       const WaitWithoutGil waiting;
@@ -225,6 +230,7 @@ std::vector<c10::Stream> Handle::producers() const {
 }
 
 void Handle::order_after_reads(const std::vector<c10::Stream>& producers) {
+  if (is_of_parent()) return;
   size_t next = 0;
   for (const auto& job : jobs_) {
     if (!job->source_device().is_cpu()) job->order_after_reads(producers[next++]);
@@ -234,9 +240,10 @@ void Handle::order_after_reads(const std::vector<c10::Stream>& producers) {
 
 void Handle::wait_staged() {
   const std::vector<c10::Stream> producing = producers();
-  const auto enqueued = [](const auto& job) { return job->are_sources_free(); };
-  if (!std::all_of(jobs_.begin(), jobs_.end(), enqueued)) {
-    refuse_in_child();
+  if (is_of_parent()) {
+    const auto is_free = [](const auto& job) { return job->are_sources_known_free(); };
+    if (!std::ranges::all_of(jobs_, is_free)) refuse_in_child();
+  } else if (!std::ranges::all_of(jobs_, [](const auto& job) { return job->are_sources_free(); })) {
     const WaitWithoutGil waiting;
     // Jobs with device sources may have to wait for the device after their reads.
     help(/*host_sources_only=*/true);
@@ -290,7 +297,7 @@ void Handle::build_once() {
   py::object built;
   try {
     Outputs outputs(jobs_, kept_ != nullptr ? kept_->pick(inference_mode_) : nullptr,
-                    generation_ == fork_generation());
+                    !is_of_parent());
     {
       const PhaseRange range(phases_, Phase::kUnflatten);
       built = spec->unflatten(outputs);
@@ -317,6 +324,7 @@ void Handle::forget_kept() {
 }
 
 void Handle::hand_over_to(const std::vector<c10::Stream>& streams) {
+  if (is_of_parent()) return;
   for (const c10::Stream& stream : streams) {
     for (const auto& job : jobs_) {
       if (job->target() == stream.device()) job->hand_over_to(stream);

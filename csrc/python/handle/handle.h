@@ -106,6 +106,10 @@ class Handle {
  private:
   pybind11::object order(pybind11::handle stream, bool for_reads);
   pybind11::object result_of_capture(pybind11::handle stream);
+  // Returns whether this is a forked child of the process that started the copy. It makes no call
+  // for the copy to the device, nor to torch's allocators: a thread of the parent may have held one
+  // of their locks during the fork, and none is in the child to release it.
+  bool is_of_parent() const;
   void check_numbers() const;  // throws if a device has found one out of range
   bool is_enqueued() const;
   bool has_failed() const;  // Requires: is_enqueued()

@@ -4,7 +4,6 @@
 #include <exception>
 #include <stdexcept>
 
-#include "base/forks.h"
 #include "engine/device/phases.h"
 #include "engine/leaves/leaf.h"
 #include "python/handle/handle.h"
@@ -13,6 +12,7 @@
 namespace tdcopier {
 
 void Handle::wait_host_sources_read() {
+  if (is_of_parent()) return;  // it is done
   const auto is_read = [](const auto& job) {
     return !job->source_device().is_cpu() || !job->waits_hold_for_reads() ||
            job->are_sources_free();
@@ -26,7 +26,7 @@ void Handle::wait_host_sources_read() {
 }
 
 void Handle::refuse_in_child() const {
-  if (generation_ == fork_generation()) return;
+  if (!is_of_parent()) return;
   throw std::runtime_error(
       "this copy was started before the process was forked, and the threads that work on it are "
       "the parent's: get its result there, or start another copy here");
@@ -41,8 +41,8 @@ void Handle::help(bool host_sources_only) const {
 }
 
 void Handle::wait_enqueued() {
+  if (is_unknown_in_child()) refuse_in_child();
   if (!is_enqueued()) {
-    refuse_in_child();
     const PhaseRange range(phases_, Phase::kWait);
     const WaitWithoutGil waiting;
     help(/*host_sources_only=*/false);
@@ -62,20 +62,22 @@ void Handle::wait_stopped() {
 // Once a failure is reported, the caller may write to the destinations or start another copy into
 // them.
 void Handle::wait_stopped_if_failed() {
-  if (!fills_ || (!python_failure_ && !device_failure_ && !has_failed())) return;
+  if (!fills_ || is_of_parent() || (!python_failure_ && !device_failure_ && !has_failed())) return;
   const WaitWithoutGil waiting;
   synchronize();  // ignores the device's error: the first failure is raised
 }
 
 bool Handle::is_unknown_in_child() const {
-  if (generation_ == fork_generation() || is_known_done_) return false;
-  const auto is_known = [](const auto& job) { return job->is_known_done(); };
+  if (!is_of_parent() || is_known_done_) return false;
+  const auto is_known = [](const auto& job) {
+    return job->is_known_done() || (job->is_enqueued() && job->has_failed());
+  };
   const auto is_in_flight = [](const DelegatedOutputs& each) { return each.made != nullptr; };
   return !std::ranges::all_of(jobs_, is_known) || std::ranges::any_of(delegated_, is_in_flight);
 }
 
 void Handle::wait_done(bool on_host_only) {
-  if (is_unknown_in_child()) refuse_in_child();
+  if (is_of_parent()) return raise_if_failed();  // wait_enqueued() has checked that it is done
   const PhaseRange range(phases_, Phase::kWait);
   std::exception_ptr failure;
   if (!on_host_only && ready()) {
