@@ -155,6 +155,31 @@ def collate_detection(items: Sequence[Any]) -> Any:
     return tuple(zip(*items, strict=True))
 
 
+class Varied(Detection):
+    """Images whose height is up to a fifth less, equal in a batch.
+
+    Args:
+        height: Pixels, at most.
+        width: Pixels.
+        objects: Numbers of objects, by index.
+        period: After that many items they repeat.
+        size: Items of a batch.
+
+    """
+
+    def __init__(
+        self, height: int, width: int, objects: Sequence[int], period: int, size: int
+    ) -> None:
+        super().__init__(height, width, objects, period)
+        self.size = size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        image, target = super().__getitem__(index)
+        number = index % self.period // self.size
+        height = self.height - self.height * (number * 3 % 5) // 20
+        return image[:, :height].contiguous(), target
+
+
 class Padded(Detection):
     """Images of several sizes, with boxes as DETR wants them."""
 

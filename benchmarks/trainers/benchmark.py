@@ -15,16 +15,28 @@ import torch
 from tool.measure import Bench
 from tool.target_forms import Target, at_most, count_wrong, none
 
-from trainers import first_batch, paired, threads, ways
+from trainers import paired, starts, threads, ways
 from trainers.batches import leaves_of
 from trainers.rounds import Block, Runner, clocks_of_workers, rounds, wrong_of
 from trainers.table import TRAINERS, checksums, in_bytes
-from trainers.ways import FLOOR, LOADER, OURS, PINNED, PINNED_AGAIN, RESIDENT, Source, Way
+from trainers.ways import (
+    FLOOR,
+    FLOOR_PACKED,
+    LOADER,
+    OURS,
+    PINNED,
+    PINNED_AGAIN,
+    RESIDENT,
+    Source,
+    Way,
+)
 
-ON_SIM = ("loop_many", "loop_few")
-MAX_STEP, MAX_PROCESSOR, MAX_SWITCHES = 1.02, 1.02, 1.05
+LOOPS = ("loop_many", "loop_images", "loop_few")
+ON_SIM = LOOPS
+REFERENCES = (RESIDENT, FLOOR, FLOOR_PACKED, PINNED)
+MAX_STEP, MAX_OVER_FLOOR, MAX_PROCESSOR, MAX_SWITCHES = 1.02, 1.03, 1.02, 1.05
 NOISE = 0.02
-MAX_LATER_S = 0.2
+MAX_LATER_S, MAX_LONGEST, MAX_MORE_BATCHES = 0.2, 2.0, 2.0
 QUICK_REPEATS = 10
 NO_CLOCKS = (
     "This system does not tell the processor time of other processes: after a block there is only "
@@ -42,10 +54,14 @@ class Options(NamedTuple):
     rounds: int
     minutes: float
     """For all trainers together; each gets an equal share."""
-    workers: int = 6
+    workers: int | None = None
+    """Of each loader; None: as many as the trainer has."""
     steps: Mapping[str, Any] = {}
     """Fields of `Steps` in place of those that a trainer has."""
     first_batches: int = 3
+    """How often each way is started anew."""
+    references: tuple[str, ...] = REFERENCES
+    """The ways that the others are compared with."""
     small: bool = False
     pictures: str | None = None
     """The folder for pictures of threads; None: threads are not watched."""
@@ -79,7 +95,7 @@ def run_with(device: torch.device, options: Options, progress: Progress) -> dict
     return {
         "what": "Training loops: time of a step, by how a loader's batches get to the device",
         "settings": {
-            "workers": options.workers,
+            "workers": "as the trainer has" if options.workers is None else options.workers,
             "prefetch_factor": 2,
             "order": "a block of each way in each round, shuffled",
             "data": "repeat after the batches of a block",
@@ -103,6 +119,14 @@ def value_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     for name, found in result["trainers"].items():
+        yield from _targets_of_starts(name, found)
+        # Kernels of a fixed time, or a model, whose step the workers' load makes longer.
+        references = (RESIDENT,) if name in LOOPS else (FLOOR, FLOOR_PACKED)
+        for reference in references:
+            if OURS in found["over"].get(reference, {}):
+                over = found["over"][reference][OURS]["high"]
+                what = f"{name}, {OURS} over {reference}: step, upper end of the interval"
+                yield at_most(what, over, MAX_STEP if name in LOOPS else MAX_OVER_FLOOR)
         if OURS not in found["over"].get(PINNED, {}):
             continue
         begin = f"{name}, {OURS} over {PINNED}"
@@ -116,9 +140,25 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
         if PINNED_AGAIN in found["over"][PINNED]:
             off = abs(found["over"][PINNED][PINNED_AGAIN]["ratio"] - 1.0)
             yield at_most(f"{name}, {PINNED_AGAIN} over {PINNED}: distance from 1", off, NOISE)
-        if LOADER in found["first_batch"] and OURS in found["first_batch"]:
-            later_s = found["first_batch"][OURS]["over_loader_s"]
-            yield at_most(f"{name}, first batch of {OURS}, later", later_s, MAX_LATER_S, "s")
+
+
+def _targets_of_starts(name: str, found: Mapping[str, Any]) -> Iterator[Target]:
+    ours, others = found["first_batch"].get(OURS), found["first_batch"]
+    if ours is None:
+        return
+    if LOADER in others:
+        later_s = ours["over_loader_s"]
+        yield at_most(f"{name}, first batch of {OURS}, later", later_s, MAX_LATER_S, "s")
+    if (longest := ours.get("longest_over_median")) is not None:
+        what = f"{name}, longest of the first steps with {OURS}, over the median"
+        yield at_most(what, longest, MAX_LONGEST)
+    if PINNED in others and starts.PEAKS[0] in ours:
+        allocated, reserved = (
+            (ours[key] - others[PINNED][key]) / found["bytes"] for key in starts.PEAKS
+        )
+        what = f"{name}, peak device memory of {OURS}, over {PINNED}, in batches"
+        yield at_most(what, allocated, MAX_MORE_BATCHES)
+        yield at_most(f"{what}: reserved above allocated", reserved - allocated, 0.0)
 
 
 # ---- one trainer ---------------------------------------------------------------------------------
@@ -131,23 +171,22 @@ def _measured(
     steps = trainer.steps._replace(**options.steps)
     data = trainer.data(steps.period, options.small)
     on_host = [data.batch(number) for number in range(steps.period)]
-    _check_shared_memory(in_bytes(on_host[0]), options)
-    source = Source(
-        data, device, options.workers, [trainer.move(b, device, False) for b in on_host]
-    )
+    workers = trainer.workers if options.workers is None else options.workers
+    source = Source(data, device, workers, [trainer.move(b, device, False) for b in on_host])
+    _check_shared_memory(in_bytes(on_host[0]), workers, options.ways)
     expected = [checksums(batch).tolist() for batch in on_host[: steps.untimed]]
     step = trainer.make_step(device, small=options.small)
     for batch in source.on_device:  # kernels are chosen, and memory is allocated
         step(batch)
     runner = Runner(trainer, step, device, expected, steps)
-    times = progress(f"{name}, first batches")(range(options.first_batches))
-    first = first_batch.measure(trainer, source, options.ways, times)
+    times = progress(f"{name}, starts")(range(options.first_batches))
+    first = starts.measure(trainer, source, options.ways, step, times)
     with _opened(options.ways, source) as batches:
 
         def run_block(way: str) -> Block:
             return runner.block(options.ways[way], batches[way])
 
-        if options.workers and not clocks_of_workers():
+        if workers and not clocks_of_workers():
             print(NO_CLOCKS, file=sys.stderr)
         begin_s = time.monotonic()
         warm_up = {way: [run_block(way)] for way in batches}
@@ -164,10 +203,11 @@ def _measured(
         "what": trainer.what,
         "leaves": len(leaves_of(on_host[0])),
         "bytes": in_bytes(on_host[0]),
+        "workers": workers,
         "block": f"{steps.untimed} untimed and {steps.timed} timed steps, then a pause of "
         f"{steps.pause_s:g} s, and until the process and the workers are idle",
         "first_batch": first,
-        **figures(blocks),
+        **figures(blocks, options.references),
         "reader": {way: stats for way, stats in reader.items() if stats},
         "threads": watched,
     }
@@ -176,12 +216,14 @@ def _measured(
     return result
 
 
-def figures(blocks: Mapping[str, list[Block]]) -> dict[str, Any]:
+def figures(
+    blocks: Mapping[str, list[Block]], references: Iterable[str] = REFERENCES
+) -> dict[str, Any]:
     """Return the figures of blocks by way and round."""
     return {
         "rounds": len(next(iter(blocks.values()))),
         "step": {way: paired.summary(found) for way, found in blocks.items()},
-        "over": {name: paired.ratios(blocks, name) for name in (RESIDENT, FLOOR, PINNED)},
+        "over": {name: paired.ratios(blocks, name) for name in references},
         "more_over": {
             what: paired.ratios(blocks, PINNED, paired.used(what)) for what in (PROCESSOR, SWITCHES)
         },
@@ -238,10 +280,10 @@ def _print_estimate(name: str, round_s: float, options: Options, end_s: float) -
     )
 
 
-def _check_shared_memory(batch_bytes: int, options: Options) -> None:
+def _check_shared_memory(batch_bytes: int, workers: int, chosen: Mapping[str, Way]) -> None:
     """Refuse what does not fit: a worker that lacks shared memory dies of a bus error."""
-    ahead = 2 * options.workers * sum(way.has_workers for way in options.ways.values())
-    needed = batch_bytes * (ahead + 2 * options.workers)  # also what workers are making
+    ahead = 2 * workers * sum(way.has_workers for way in chosen.values())
+    needed = batch_bytes * (ahead + 2 * workers)  # also what workers are making
     there = os.statvfs("/dev/shm")
     free = there.f_bavail * there.f_frsize
     if needed > free:

@@ -7,8 +7,6 @@ from typing import Any
 
 from tool.tables import leaves_and_bytes, table, way_cell
 
-from trainers.ways import FLOOR, PINNED, RESIDENT
-
 
 def tables(result: Mapping[str, Any]) -> list[str]:
     """Return a table for each trainer."""
@@ -16,12 +14,13 @@ def tables(result: Mapping[str, Any]) -> list[str]:
 
 
 def _table(name: str, found: Mapping[str, Any]) -> str:
+    over = {name: ratios for name, ratios in found["over"].items() if ratios}
     header = [
         f"{name}: {leaves_and_bytes(found)}, {found['rounds']} rounds",
         "step, ms",
         "median",
         "90th percentile",
-        *(f"over {reference}" for reference in (RESIDENT, FLOOR, PINNED)),
+        *(f"over {reference}" for reference in over),
         "processor ms",
         "main thread ms",
         "vol. switches",
@@ -29,11 +28,12 @@ def _table(name: str, found: Mapping[str, Any]) -> str:
         "faults",
         "peak MB",
         "first batch, s",
+        "longest of the first steps, over the median",
     ]
-    return table(header, [_row(way, found) for way in found["step"]])
+    return table(header, [_row(way, found, over) for way in found["step"]])
 
 
-def _row(way: str, found: Mapping[str, Any]) -> list[str]:
+def _row(way: str, found: Mapping[str, Any], over: Mapping[str, Any]) -> list[str]:
     step, used = found["step"][way], found["per_step"][way]
     first = found["first_batch"].get(way)
     peak = found["memory"][way].get("peak_allocated_bytes")
@@ -42,7 +42,7 @@ def _row(way: str, found: Mapping[str, Any]) -> list[str]:
         f"{step['mean_us'] / 1e3:.2f}",
         f"{step['median_us'] / 1e3:.2f}",
         f"{step['p90_us'] / 1e3:.2f}",
-        *(_ratio(found["over"][name].get(way)) for name in (RESIDENT, FLOOR, PINNED)),
+        *(_ratio(ratios.get(way)) for ratios in over.values()),
         f"{used['process_cpu_us'] / 1e3:.2f}",
         f"{used['main_cpu_us'] / 1e3:.2f}",
         f"{used['voluntary_switches']:.1f}",
@@ -50,6 +50,7 @@ def _row(way: str, found: Mapping[str, Any]) -> list[str]:
         f"{used['minor_faults']:.0f}",
         f"{peak / 1e6:.0f}" if peak else "",
         f"{first['median_s']:.2f}" if first else "",
+        f"{first['longest_over_median']:.1f}" if first and "longest_over_median" in first else "",
     ]
 
 

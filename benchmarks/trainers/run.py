@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         {name: ways.variation(name) for name in names},
         options.rounds,
         options.minutes,
-        options.workers if options.workers is not None else (6 if is_real else 1),
+        options.workers if options.workers is not None or is_real else 1,
         {name: value for name in Steps._fields if (value := getattr(options, name)) is not None},
         options.first,
         small=not is_real,
@@ -83,11 +83,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=40, help="at most; 5 at least are not cut")
     parser.add_argument("--minutes", type=float, default=5.0, help="for all trainers together")
-    parser.add_argument("--workers", type=int, help="of each loader; default 6")
+    parser.add_argument("--workers", type=int, help="of each loader; default: as the trainer has")
     parser.add_argument("--untimed", type=int, help="steps of a block, before the timed")
     parser.add_argument("--timed", type=int, help="steps of a block; default: as the trainer has")
     parser.add_argument("--pause", dest="pause_s", type=float, help="seconds after a block")
-    parser.add_argument("--first", type=int, default=3, help="times that first batches are timed")
+    parser.add_argument("--first", type=int, default=3, help="times that each way starts anew")
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--threads", action="store_true", help="also watch the threads of each way")
     parser.add_argument("--pictures", type=Path, help="folder for pictures of the threads")

@@ -51,6 +51,7 @@ class Trainer(NamedTuple):
     needs: tuple[str, ...] = ()
     """Packages that the model needs."""
     steps: Steps = Steps()
+    workers: int = 6
 
     def missing(self) -> list[str]:
         """Return the packages that are not installed."""
@@ -85,6 +86,12 @@ def _rl(period: int, small: bool) -> Data:
 
 def _many(period: int, small: bool) -> Data:
     return Data(batches.Batches(batches.ManyLeaves(1 if small else 16), period), None)
+
+
+def _images(period: int, small: bool) -> Data:
+    pixels, size = (64, 2) if small else (320, 4)
+    dataset = batches.Varied(pixels, pixels, OBJECTS, period * size, size)
+    return Data(dataset, size, batches.collate_detection)
 
 
 def _few(period: int, small: bool) -> Data:
@@ -160,7 +167,15 @@ TRAINERS = {
         steps=SHORT,
     ),
     "loop_many": Trainer(
-        f"{WORK_MS:g} ms of kernels, 528 leaves", _many, _move_tree, _loop, steps=SHORT
+        f"{WORK_MS:g} ms of kernels, 528 leaves", _many, _move_tree, _loop, steps=SHORT, workers=4
+    ),
+    "loop_images": Trainer(
+        f"{WORK_MS:g} ms of kernels, 4 images of 3x320x320, some up to 20 % smaller",
+        _images,
+        _move_detection,
+        _loop,
+        steps=SHORT,
+        workers=4,
     ),
     "loop_few": Trainer(
         f"{WORK_MS:g} ms of kernels, 6 leaves, 2 MB", _few, _move_tree, _loop, steps=SHORT

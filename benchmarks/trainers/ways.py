@@ -8,12 +8,13 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_convert
 
 import tdcopier
 from trainers.batches import Data, NestedTensor, leaves_of
 
-RESIDENT, FLOOR, LOADER, PINNED = "resident", "floor", "loader", "pin_memory"
+RESIDENT, LOADER, PINNED = "resident", "loader", "pin_memory"
+FLOOR, FLOOR_PACKED = "floor", "floor_packed"
 PINNED_AGAIN, OURS, OURS_PINNED = "pin_memory_again", "prefetch", "prefetch_pinned"
 
 
@@ -26,19 +27,23 @@ class Source(NamedTuple):
     on_device: Sequence[Any] = ()
     """The batches of a period, moved before."""
 
-    def loader(self, *, pin_memory: bool = False, discard: bool = False) -> DataLoader[Any]:
-        """Return a loader with workers of its own.
+    def collate(self, *, discard: bool = False, is_packed: bool = False) -> Any:
+        """Return the function that makes a batch of a worker's items, or None for torch's.
 
         Args:
-            pin_memory: As in torch.
             discard: The workers make the batches and drop them; the loader gives integers.
+            is_packed: The workers pack the batches.
 
         """
         collate = partial(_discarded, self.data.collate) if discard else self.data.collate
+        return tdcopier.packed(collate or default_convert) if is_packed else collate
+
+    def loader(self, *, pin_memory: bool = False, **options: bool) -> DataLoader[Any]:
+        """Return a loader with workers of its own; ``options`` are those of `collate`."""
         return DataLoader(
             self.data.dataset,
             batch_size=self.data.batch_size,
-            collate_fn=collate,
+            collate_fn=self.collate(**options),
             num_workers=self.workers,
             # Other packages change the default, and Python 3.14 has another one.
             multiprocessing_context="fork" if self.workers else None,
@@ -82,14 +87,14 @@ def _resident(source: Source) -> Iterator[Any]:
     return cycle(source.on_device)
 
 
-def _floor(source: Source) -> Iterator[Any]:
-    return _Beside(iter(source.loader(discard=True)), cycle(source.on_device))
+def _floor(source: Source, **options: bool) -> Iterator[Any]:
+    return _Beside(iter(source.loader(**options)), cycle(source.on_device))
 
 
 class _Beside:
-    """Takes what a loader gives, and yields a batch that is on the device."""
+    """Takes what a loader gives, drops it, and yields a batch that is on the device."""
 
-    def __init__(self, discarded: Iterator[int], on_device: Iterator[Any]) -> None:
+    def __init__(self, discarded: Iterator[Any], on_device: Iterator[Any]) -> None:
         self._discarded, self._on_device = discarded, on_device
 
     def __iter__(self) -> Iterator[Any]:
@@ -114,7 +119,8 @@ def _prefetch(source: Source, pin_memory: bool = False, **options: Any) -> Itera
 
 WAYS: dict[str, Way] = {
     RESIDENT: Way(_resident, has_workers=False, has_first_batch=False),
-    FLOOR: Way(_floor, has_first_batch=False),
+    FLOOR: Way(partial(_floor, discard=True), has_first_batch=False),
+    FLOOR_PACKED: Way(partial(_floor, is_packed=True), has_first_batch=False),
     LOADER: Way(_loader),
     PINNED: Way(partial(_loader, pin_memory=True), non_blocking=True),
     OURS: Way(_prefetch),
@@ -122,8 +128,9 @@ WAYS: dict[str, Way] = {
     PINNED_AGAIN: Way(partial(_loader, pin_memory=True), non_blocking=True, has_first_batch=False),
 }
 """By name. A variation is a row, for example ``"prefetch_depth_4": Way(partial(_prefetch,
-depth=4))`` or ``"prefetch_in_loop": Way(partial(_prefetch, threaded=False))``."""
-DEFAULT = (RESIDENT, FLOOR, LOADER, PINNED, OURS, OURS_PINNED, PINNED_AGAIN)
+depth=4))`` or ``"prefetch_in_loop": Way(partial(_prefetch, threaded=False))``. In a floor
+the workers do all their work, with torch's leaves or packed, and nothing is copied."""
+DEFAULT = (RESIDENT, FLOOR, FLOOR_PACKED, LOADER, PINNED, OURS, OURS_PINNED, PINNED_AGAIN)
 
 
 def variation(text: str) -> Way:

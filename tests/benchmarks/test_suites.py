@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storages, "REPLAYS", {"sac": storages.REPLAYS["sac"]})
     monkeypatch.setattr(storages, "ROWS_OF_SIM", 40)
     for name, module in run.SUITES.items():
-        if name != "tensordict" or importlib.util.find_spec("tensordict"):
+        if not run.lacking(name, torch.device("sim:0")):
             load(module)
     monkeypatch.setattr(load("copies.host_loads"), "KINDS", {})
     monkeypatch.setattr(load("copies.timed"), "OTHER_BYTES", 8)
@@ -78,8 +77,8 @@ def wrong_numbers(found: Any, counted: bool = False) -> Iterator[int]:
 def test_a_benchmark_runs_with_right_values_and_the_keys_of_the_committed_result(
     sim: ModuleType, small: None, tmp_path: Path, capsys: Any, name: str
 ) -> None:
-    if name == "tensordict":
-        pytest.importorskip("tensordict")
+    if why := run.lacking(name, torch.device("sim:0")):
+        pytest.skip(why)
     threads = torch.get_num_threads()
     asked = ["--device", "sim", "--quick", "--repeats", "4", "--only", name]
     assert run.main([*asked, "--workloads", "detection_batch", "--out", str(tmp_path)]) == 0
