@@ -8,9 +8,9 @@ ORDER: dict[str, Defect] = {
     "rows_given_back_early": Defect(
         "Order",
         "python/handle/handle.cpp",
-        "  const auto enqueued = [](const auto& job) { return job->are_sources_free(); };",
+        "  const std::vector<c10::Stream> producing = producers();\n  if (is_of_parent()) {",
         "  if ({defect}) return;\n"
-        "  const auto enqueued = [](const auto& job) { return job->are_sources_free(); };",
+        "  const std::vector<c10::Stream> producing = producers();\n  if (is_of_parent()) {",
         "rows_are_overwritten_when_they_are_gathered",
         "AssertionError",
     ),

@@ -59,8 +59,8 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     "failed_copy_still_writes": Defect(
         "Errors",
         "python/handle/handle_waits.cpp",
-        "  if (!fills_ || (!python_failure_",
-        "  if ({defect} || !fills_ || (!python_failure_",
+        "  if (!fills_ || is_of_parent()",
+        "  if ({defect} || !fills_ || is_of_parent()",
         "a_transfer_fails_beside_rows_that_are_gathered",
         "AssertionError",
         "unordered",
