@@ -88,15 +88,14 @@ class Memory:
         self._out = out
 
     def of(self, nbytes: int, device: torch.device) -> Any:
-        """Return the memory; on the host it has the buffer protocol. None for new memory."""
+        """Return the memory: a tensor there, or on the host a buffer. None for new memory."""
         if callable(self._out):
             self._out = self._out(nbytes, device)
         if isinstance(self._out, Parcel):
             raise TypeError("out is a parcel, which would read the new leaves by its old layout")
-        if isinstance(self._out, torch.Tensor) and device.type == "cpu":
-            if not self._out.is_cpu:
-                raise TypeError(f"out is on {self._out.device}, and the tree on the host")
-            return self._out.detach().numpy()
+        is_tensor = isinstance(self._out, torch.Tensor)
+        if is_tensor and device.type == "cpu" and not self._out.is_cpu:
+            raise TypeError(f"out is on {self._out.device}, and the tree on the host")
         return self._out
 
     def noted(self, parcel: Parcel) -> Parcel:

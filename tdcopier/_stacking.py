@@ -130,7 +130,9 @@ class InParcel:
         """Return the memory, if it does not overlap what is stacked there."""
         memory = self._memory_of(nbytes, device)
         if memory is not None:
-            begin = np.frombuffer(memory, np.uint8).ctypes.data
+            is_tensor = isinstance(memory, torch.Tensor)
+            buffer = memory.detach().numpy() if is_tensor else memory
+            begin = np.frombuffer(buffer, np.uint8).ctypes.data
             for _, leaf in self._unwritten.values():
                 for source in leaf.sources:
                     _refuse_overlap(range(begin, begin + nbytes), source)

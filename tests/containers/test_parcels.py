@@ -282,15 +282,20 @@ def test_deep_values_are_pickled():
     assert_same(pack({deep: torch.ones(1)}).tree(), {deep: torch.ones(1)})
 
 
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_torch_knows_the_streams_that_read_a_pinned_parcel(is_ours, stall, device):
-    parcel = pack({"x": torch.full((50_000,), 3.0)})
-    if is_ours:
+@pytest.mark.parametrize("made_by", ["pin_memory", "from_buffer", "out"])
+def test_torch_knows_the_streams_that_read_a_pinned_parcel(made_by, stall, device):
+    tree = {"x": torch.full((50_000,), 3.0)}
+    parcel = pack(tree)
+    if made_by == "pin_memory":
         parcel = parcel.pin_memory()
     else:
-        whole = torch.empty(parcel.nbytes + 64, dtype=torch.uint8, pin_memory=True)[64:]
-        whole.copy_(torch.frombuffer(bytearray(parcel), dtype=torch.uint8))
-        parcel = tdcopier.Parcel.from_buffer(whole)
+        whole = torch.empty(parcel.nbytes + 100, dtype=torch.uint8, pin_memory=True)[64:]
+        if made_by == "out":
+            parcel = pack(tree, out=whole)
+        else:
+            whole = whole[: parcel.nbytes]
+            whole.copy_(torch.frombuffer(bytearray(parcel), dtype=torch.uint8))
+            parcel = tdcopier.Parcel.from_buffer(whole)
         del whole
     size, tree = parcel.nbytes, parcel.tree()
     del parcel

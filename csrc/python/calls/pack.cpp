@@ -143,9 +143,18 @@ c10::Storage memory_of_tensor(py::handle tensor) {
   return part_of_memory(bytes.storage(), plain.begin, static_cast<uint64_t>(bytes.numel()));
 }
 
-// Returns memory of a tensor; if torch has pinned it, as the tensor's own, so that torch knows
-// which streams read it.
-c10::Storage part_of_tensor(const at::Tensor& tensor, const c10::Storage& memory) {
+// Returns the memory of a tensor on the host, or of an object with the buffer protocol. An array of
+// the tensor keeps it from being resized.
+BufferMemory memory_on_host(py::handle object) {
+  if (!is_tensor(object.ptr())) return memory_of_buffer(object);
+  return memory_of_buffer(object.attr("detach")().attr("numpy")());
+}
+
+// Returns memory of an object; if that is a tensor that torch has pinned, as the tensor's own, so
+// that torch knows which streams read it.
+c10::Storage known_to_torch(py::handle object, const c10::Storage& memory) {
+  if (!is_tensor(object.ptr())) return memory;
+  const at::Tensor& tensor = tensor_in(object.ptr());
   const c10::Storage& whole = tensor.storage();
   if (memory.nbytes() == 0 || whole.allocator() == nullptr || !tensor.is_pinned()) return memory;
   const auto begin = static_cast<uint64_t>(static_cast<const std::byte*>(memory.data()) -
@@ -160,7 +169,7 @@ c10::Storage memory_given(py::handle out, c10::Device device, uint64_t bytes,
                           const LeafTable& leaves) {
   c10::Storage memory;
   if (device.is_cpu()) {
-    const BufferMemory given = memory_of_buffer(out);
+    const BufferMemory given = memory_on_host(out);
     if (given.is_read_only) throw py::value_error("out is read-only");
     memory = given.storage;
   } else {
@@ -174,6 +183,7 @@ c10::Storage memory_given(py::handle out, c10::Device device, uint64_t bytes,
                           " bytes, and the parcel needs " + std::to_string(bytes));
   }
   memory = part_of_memory(memory, 0, bytes);
+  if (device.is_cpu()) memory = known_to_torch(out, memory);
   const std::span<const std::byte> all(static_cast<const std::byte*>(memory.data()), bytes);
   if (reinterpret_cast<uintptr_t>(all.data()) % kOutAddressBytes != 0) {
     throw py::value_error("out must begin at a multiple of 16 bytes");
@@ -358,13 +368,11 @@ Reserved reserve(py::handle data, py::handle out) {
 std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is_mapped,
                                     bool is_owned) {
   release_returned_sources();
-  const bool is_a_tensor = is_tensor(bytes.ptr());
-  if (is_a_tensor && !tensor_in(bytes.ptr()).is_cpu()) {
+  if (is_tensor(bytes.ptr()) && !tensor_in(bytes.ptr()).is_cpu()) {
     return Parcel::read(memory_of_tensor(bytes), {.may_unpickle = may_unpickle});
   }
-  BufferMemory found =  // an array of a tensor keeps it from being resized
-      memory_of_buffer(is_a_tensor ? py::object(bytes.attr("detach")().attr("numpy")()) : bytes);
-  if (is_a_tensor) found.storage = part_of_tensor(tensor_in(bytes.ptr()), found.storage);
+  BufferMemory found = memory_on_host(bytes);
+  found.storage = known_to_torch(bytes, found.storage);
   std::unique_ptr<Parcel> made =
       Parcel::read(found.storage, {may_unpickle, found.is_read_only && !is_owned, is_mapped});
   const auto address = reinterpret_cast<uintptr_t>(found.storage.data());
