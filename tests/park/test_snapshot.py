@@ -268,7 +268,6 @@ def test_wrapper_subclasses_keep_their_class(device):
     assert got.b.eq(2).all()
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.cuda  # the simulated device has no such tensors
 def test_a_quantized_tensor_on_a_device_is_refused_with_its_path(device):
     state = [torch.quantize_per_tensor(torch.ones(3, device=device), 0.1, 0, torch.qint8)]
@@ -276,7 +275,6 @@ def test_a_quantized_tensor_on_a_device_is_refused_with_its_path(device):
         tdcopier.snapshot(state)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")  # by torch's own deepcopy
 def test_a_quantized_tensor_on_the_host_is_copied(device):
     state = [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)]
