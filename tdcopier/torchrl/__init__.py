@@ -2,6 +2,7 @@
 
 try:
     from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
+    from tdcopier.torchrl._learner import GraphedLearner, LearnerStats
     from tdcopier.torchrl._pinned import PackedLazyTensorStorage, WriteStats
     from tdcopier.torchrl._samplers import (
         DeviceRandomSampler,
@@ -19,6 +20,8 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "DeviceRandomSampler",
+    "GraphedLearner",
+    "LearnerStats",
     "PackedLazyMemmapStorage",
     "PackedLazyTensorStorage",
     "PackedPrioritizedSampler",

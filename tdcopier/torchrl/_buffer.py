@@ -84,7 +84,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         if drawn is None:
             raise _unknown("sample() does not call _sample()")
         if include_info is None or include_info:
-            _put_into(batch, drawn.tensors)
+            put_into(batch, drawn.tensors)
         for position in drawn.positions:
             position.hand_over(batch)
         return (batch, _as_torchrls(drawn.info, self.storage)) if return_info else batch
@@ -190,7 +190,7 @@ def _as_torchrls(info: dict[Any, Any], storage: Any) -> dict[Any, Any]:
     return moved
 
 
-def _put_into(batch: Any, tensors: dict[Any, torch.Tensor]) -> None:
+def put_into(batch: Any, tensors: dict[Any, torch.Tensor]) -> None:
     """Set the tensors of the info in the batch, whatever keys the batch has already."""
     if not is_tensor_collection(batch):
         raise RuntimeError(

@@ -59,10 +59,10 @@ class Sampling:
         """Return the tensors of `info` in the form that the batch needs, wherever they are now."""
         if self.moved is not None:
             return self.moved
-        return {key: _as_tensor(key, value) for key, value in (self.info or {}).items()}
+        return {key: as_tensor(key, value) for key, value in (self.info or {}).items()}
 
 
-def _as_tensor(key: Any, value: Any) -> torch.Tensor:
+def as_tensor(key: Any, value: Any) -> torch.Tensor:
     if isinstance(value, IndexOnDevice):
         return value.numbers
     if key == "index" and isinstance(value, tuple):  # a tensor for each dimension of the storage

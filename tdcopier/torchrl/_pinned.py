@@ -67,7 +67,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             `PackedTensorDictReplayBuffer`.
         pinned: pin the storage in place, at the first sample or the first write of a batch that is
             on the device: see `pin_memory_`. The system never swaps it out then. Needs
-            `sample_device`.
+            `sample_device`; for "cpu" there is nothing to pin, so that the same code runs there.
         **options: those of torchrl's storage.
 
         Raises:
@@ -80,7 +80,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                 "pinned=True and shared_init=True exclude each other: the shared memory is mapped "
                 "from a file, which cannot be pinned"
             )
-        self.pinned = pinned
+        self.pinned = pinned and str(sample_device) != "cpu"
         self._pin = _Pin()
         self._in_flight = InFlight()
         self._late_cursor = _LateCursor()

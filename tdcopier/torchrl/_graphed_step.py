@@ -1,0 +1,113 @@
+"""Captures a step of a learner in a CUDA graph, and replays it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tdcopier import _C
+from tdcopier.torchrl._static_batch import StaticBatch
+
+_NOT_CAPTURED = (
+    "update() cannot be captured in a CUDA graph: {error}. A graph holds no work that needs the "
+    "host, such as .item(), printing a tensor, or a copy to pageable memory: do it with what "
+    "step() returns, or give graph=False"
+)
+_PAUSE_S = 20e-6
+
+
+class GraphedStep:
+    """One captured step. Its memory must stay: that of the batch, and of what the step uses."""
+
+    def __init__(
+        self,
+        static: StaticBatch,
+        learn: Callable[[StaticBatch], tuple[Any, Any]],
+        stream: torch.cuda.Stream,
+        *,
+        draws: bool,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Capture a step.
+
+        Args:
+            static: the batch.
+            learn: takes it, and returns a batch and a result.
+            stream: where to capture: that of the steps before, which ran without a graph.
+            draws: whether the graph draws the index.
+            generator: draws it; None: the device's default one.
+
+        Raises:
+            RuntimeError: the step does something that a graph cannot hold.
+        """
+        self._device = static.index.device
+        self._reads = torch.zeros(1, dtype=torch.int64, device=self._device)
+        reads_on_host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._reads_on_host = reads_on_host.numpy()
+        self._replays = 0
+        self._static = static
+        self._graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            self._graph.register_generator_state(generator)
+        gc.collect()  # a graph that is freed during a capture would break it
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(stream):
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                if draws:
+                    static.draw(generator)
+                self._read = static.read()
+                self._reads.add_(1)
+                reads_on_host.copy_(self._reads, non_blocking=True)
+                self.batch, self.result = learn(static)
+            except BaseException as error:
+                with contextlib.suppress(RuntimeError):  # of the same failure, told again
+                    self._graph.capture_end()
+                if isinstance(error, RuntimeError):
+                    raise RuntimeError(_NOT_CAPTURED.format(error=error)) from error
+                raise
+            self._graph.capture_end()
+
+    def replay(self, count: int) -> ReplayedRead:
+        """Enqueue replays on the current stream; return when the device will have read the rows."""
+        replay = self._graph.replay
+        for _ in range(count):
+            replay()
+        self._replays += count
+        end = _C.DeviceAccess(torch.cuda.current_stream(self._device))
+        return ReplayedRead(self._reads_on_host, self._replays, end)
+
+    def raise_if_bad(self) -> None:
+        """Raise an `IndexError` if a replay that is done had a row that is out of range."""
+        self._read.get()
+
+
+class ReplayedRead:
+    """The reads of rows in replays of one graph, which end before the replays do.
+
+    It stands where a `DeviceAccess` stands.
+    """
+
+    __slots__ = ("_end", "_number", "_reads_on_host")
+
+    def __init__(self, reads_on_host: Any, number: int, end: _C.DeviceAccess) -> None:
+        """Take the number of reads that have ended, as the device writes it, and that to reach."""
+        self._reads_on_host = reads_on_host
+        self._number = number
+        self._end = end
+
+    def has_ended(self) -> bool:
+        return bool(self._reads_on_host[0] >= self._number) or self._end.has_ended()
+
+    def wait(self) -> None:
+        while not self.has_ended():
+            time.sleep(_PAUSE_S)
+
+    def order(self) -> None:
+        """Make the current stream wait; a graph has no event after its reads alone."""
+        self._end.order()
