@@ -203,14 +203,14 @@ def _in_one_graph(device: str, update: Any, rows: Any, batch: int) -> Callable[[
 
 
 def _by_sample(device: str, is_real: bool, update: Any, rows: Any, batch: int) -> Callable[[], Any]:
-    buffer, learn = _ours(device, rows, batch), _graphed(update, is_real)
+    buffer, learn = _ours(device, rows, batch), _graphed(update, device, is_real)
     return lambda: learn(buffer.sample())
 
 
 def _floor(device: str, update: Any, rows: Any, batch: int) -> Callable[[], Any]:
     from tdcopier.torchrl._watched import Watched
 
-    Watched.of(update).make_capturable()
+    Watched([update]).make_capturable(torch.device(device))
     found = _ours(device, rows, batch).sample()
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -246,11 +246,11 @@ def _torchrl(
     if not on_device:
         buffer.append_transform(lambda found: found.to(device))
     buffer.extend(rows)
-    learn = _graphed(update, is_real)
+    learn = _graphed(update, device, is_real)
     return lambda: learn(buffer.sample())
 
 
-def _graphed(update: Any, is_real: bool) -> Any:
+def _graphed(update: Any, device: str, is_real: bool) -> Any:
     """Return the update in a graph, as torchrl's scripts make it."""
     if not is_real:
         return update
@@ -258,7 +258,7 @@ def _graphed(update: Any, is_real: bool) -> Any:
 
     from tdcopier.torchrl._watched import Watched
 
-    Watched.of(update).make_capturable()
+    Watched([update]).make_capturable(torch.device(device))
     return CudaGraphModule(update, in_keys=[], out_keys=[], warmup=5)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torchrl.data import Bounded, OneHot
 from torchrl.modules import (
     MLP,
+    ConvNet,
     NormalParamExtractor,
     ProbabilisticActor,
     QValueActor,
@@ -109,20 +110,23 @@ def td3(observations: int, actions: int, device: str, *, width: int = 256) -> Ag
 def dqn(actions: int, device: str) -> Agent:
     """Learns from frames: observations of 4 x 84 x 84 bytes."""
     with torch.device(device):
-        net = nn.Sequential(
-            nn.Conv2d(4, 32, 8, stride=4),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 4, stride=2),
-            nn.ReLU(),
-            nn.Conv2d(64, 64, 3),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64 * 7 * 7, 512),
-            nn.ReLU(),
-            nn.Linear(512, actions),
+        frames = ConvNet(
+            in_features=4,
+            num_cells=[32, 64, 64],
+            kernel_sizes=[8, 4, 3],
+            strides=[4, 2, 1],
+            activation_class=nn.ReLU,
+        )
+        values = MLP(
+            in_features=64 * 7 * 7,
+            out_features=actions,
+            num_cells=[512],
+            activation_class=nn.ReLU,
         )
         actor = QValueActor(
-            Scaled(net), in_keys=["observation"], spec=OneHot(actions, device=device)
+            Scaled(nn.Sequential(frames, values)),
+            in_keys=["observation"],
+            spec=OneHot(actions, device=device),
         )
         loss = DQNLoss(actor, action_space="one-hot", delay_value=True, double_dqn=True)
     loss.make_value_estimator(gamma=0.99)

@@ -5,20 +5,28 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from tdcopier import _C
 from tdcopier.torchrl._static_batch import StaticBatch
+from tdcopier.torchrl._watched import Watched
 
 _NOT_CAPTURED = (
-    "update() cannot be captured in a CUDA graph: {error}. A graph holds no work that needs the "
-    "host, such as .item(), printing a tensor, or a copy to pageable memory: do it with what "
-    "step() returns, or give graph=False"
+    "the step failed while it was captured in a CUDA graph: {error}. One cause may be work that "
+    "needs the host, such as .item(), printing a tensor, or a copy to pageable memory: do it with "
+    "what step() returns, or give graph=False"
+)
+_COUNTS = (
+    "update() changes numbers or tensors that Python binds to names, and a graph does not do that "
+    "again: {names}. Change tensors on the device in place, or give graph=False"
 )
 _PAUSE_S = 20e-6
+
+Named = list[tuple[str, Any]]
 
 
 class GraphedStep:
@@ -54,9 +62,8 @@ class GraphedStep:
         self._graph = torch.cuda.CUDAGraph()
         if generator is not None:
             self._graph.register_generator_state(generator)
-        gc.collect()  # a graph that is freed during a capture would break it
         torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(stream):
+        with _no_collections(), torch.cuda.stream(stream):
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 if draws:
@@ -68,7 +75,8 @@ class GraphedStep:
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # of the same failure, told again
                     self._graph.capture_end()
-                if isinstance(error, RuntimeError):
+                is_known = isinstance(error, torch.OutOfMemoryError)
+                if isinstance(error, RuntimeError) and not is_known:
                     raise RuntimeError(_NOT_CAPTURED.format(error=error)) from error
                 raise
             self._graph.capture_end()
@@ -77,14 +85,63 @@ class GraphedStep:
         """Enqueue replays on the current stream; return when the device will have read the rows."""
         replay = self._graph.replay
         for _ in range(count):
+            self._replays += 1  # before: Ctrl-C may come between, and a read must not be missed
             replay()
-        self._replays += count
         end = _C.DeviceAccess(torch.cuda.current_stream(self._device))
         return ReplayedRead(self._reads_on_host, self._replays, end)
 
     def raise_if_bad(self) -> None:
         """Raise an `IndexError` if a replay that is done had a row that is out of range."""
         self._read.get()
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Collect garbage before a block, and none in it: what is freed there would break a capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def captured(
+    static: StaticBatch,
+    learn: Callable[[StaticBatch], tuple[Any, Any]],
+    stream: torch.cuda.Stream,
+    watched: Watched,
+    *,
+    draws: bool,
+    generator: torch.Generator | None,
+) -> GraphedStep:
+    """Return a `GraphedStep`; warn of what Python does in it, which no replay does again.
+
+    If it fails, the gradients of what is `watched` are those from before.
+    """
+    gradients, before = watched.gradients(), watched.counters()
+    try:
+        step = GraphedStep(static, learn, stream, draws=draws, generator=generator)
+    except BaseException:
+        for parameter, gradient in gradients:  # the capture has computed none
+            parameter.grad = gradient
+        raise
+    if changed := changed_names(before, watched.counters()):
+        warnings.warn(_COUNTS.format(names=", ".join(changed)), stacklevel=7)
+    return step
+
+
+def changed_names(before: Named, after: Named) -> list[str]:
+    """Return the names whose number, or whose tensor, is another one."""
+    pairs = zip(before, after, strict=False)
+    return sorted({name for (name, old), (_, new) in pairs if _differ(old, new)})
+
+
+def _differ(old: Any, new: Any) -> bool:
+    is_tensor = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
+    return old is not new if is_tensor else bool(old != new)
 
 
 class ReplayedRead:

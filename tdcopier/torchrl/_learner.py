@@ -10,21 +10,22 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torchrl.data import PrioritizedSampler
+from torchrl.data.replay_buffers.storages import _get_default_collate
 from typing_extensions import Self
 
 from tdcopier import _C
 from tdcopier._prefetch.stream_position import StreamPosition
 from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
-from tdcopier.torchrl._graphed_step import GraphedStep
+from tdcopier.torchrl._current_sample import RecordingSampleUnit
+from tdcopier.torchrl._graphed_step import GraphedStep, captured
 from tdcopier.torchrl._pinned import PackedLazyTensorStorage
 from tdcopier.torchrl._samplers import DeviceRandomSampler
-from tdcopier.torchrl._static_batch import StaticBatch, as_tensors
+from tdcopier.torchrl._static_batch import StaticBatch
 from tdcopier.torchrl._watched import Watched
 
 STEPS_AT_ONCE = 32
@@ -61,7 +62,9 @@ class GraphedLearner:
     others. The learner captures a new graph, after as many such steps, when the memory of the
     storage, the layout of the batch, or anything that `update` depends on has changed: a parameter
     or an optimizer's state that was replaced, a learning rate that is a number, a mode. It knows
-    the modules and optimizers that `update` finds in its closure, its globals and its object.
+    the modules, optimizers and tensors that `update` finds in its closure, its globals and its
+    object. Python in `update` runs in the steps without a graph and in the capture, and no more:
+    what counts there stands still, and the learner warns of it.
 
     A batch, and what `update` returns, is overwritten by the next step. Without CUDA, and with
     ``graph=False``, the same steps run without a graph, with the same values.
@@ -97,9 +100,9 @@ class GraphedLearner:
 
         Raises:
             TypeError: the buffer is of another class, or has another storage.
-            ValueError: there is no batch size; `warmup` is less than 1; the buffer has `prefetch=`;
-                the storage is not pinned or has several dimensions; or `graph` is true and the
-                device is no CUDA device.
+            ValueError: there is no batch size; `warmup` is less than 1; the buffer has `prefetch=`
+                or `collate_fn=`; the storage is not pinned or has several dimensions; or `graph`
+                is true and the device is no CUDA device.
         """
         self._buffer, self._storage = buffer, _checked_storage(buffer)
         self._device: torch.device = self._storage.sample_device  # type: ignore[assignment]
@@ -115,12 +118,11 @@ class GraphedLearner:
         self._update, self._keys, self._warmup = update, keys, warmup
         captures = is_cuda and graph is not False
         self._stream: Any = torch.Stream(self._device) if captures else None
-        self._watched = Watched.of(update, watch)
-        if is_cuda:
-            self._watched.make_capturable()
+        self._watched = Watched([update, *watch, buffer.transform])
         self._lock = threading.RLock()
         self._static: StaticBatch | None = None
-        self._made_with: list[Any] = []  # of the buffer, for the batch
+        self._made_with: list[int] = []  # identities and addresses, for the batch
+        self._kept: list[Any] = []  # or other objects might get these identities
         self._step: GraphedStep | None = None
         self._left = warmup  # steps without a graph, before the next capture
         self._why: str | None = None
@@ -166,41 +168,58 @@ class GraphedLearner:
                 if self._is_closed:
                     raise RuntimeError("the learner is closed: make another one")
                 done, result = self._some_steps(min(count, STEPS_AT_ONCE))
-                self._steps += done
                 count -= done
         return result
 
     def _some_steps(self, most: int) -> tuple[int, Any]:
         """Do at least one step, and at most that many; return their number, and the last result."""
         self._order_after_the_last()
-        with self._reading() as static:
-            step = self._graph_of(static)
+        try:
+            with self._reading() as static:
+                step = self._graph_of(static)
+                if step is None:
+                    done = 1
+                    if self._draws_on_the_device:
+                        static.draw(self._generator)
+                    self._note(static.read()._device_access(), done)
+                else:
+                    done = most if self._draws_on_the_device else 1
+                    self._note(step.replay(done), done)
+                    self._replays += done
+                    self._replays_of_graph += done
             if step is None:
-                done = 1
-                if self._draws_on_the_device:
-                    static.draw(self._generator)
-                self._note(static.read()._device_access(), done)
+                is_first = self._left == self._warmup  # also after a state was loaded
+                if is_first and self._device.type == "cuda":
+                    self._watched.make_capturable(self._device)
+                batch, result = self._learn_beside(static)
+                self._left = max(0, self._left - 1)
             else:
-                done = most if self._draws_on_the_device else 1
-                self._note(step.replay(done), done)
-        if step is None:
-            batch, result = self._learn_beside(static)
-            self._left = max(0, self._left - 1)
-        else:
-            batch, result = step.batch, step.result
-            self._replays += done
-            self._replays_of_graph += done
-            step.raise_if_bad()
-        if isinstance(self._buffer.sampler, PrioritizedSampler):
-            key = self._buffer.priority_key
-            if key in batch.keys(include_nested=True):
-                self._buffer.update_tensordict_priority(batch)
-        self._remember_the_last()
+                batch, result = step.batch, step.result
+            self._steps += done
+            if step is not None:
+                step.raise_if_bad()
+            if isinstance(self._buffer.sampler, PrioritizedSampler):
+                key = self._buffer.priority_key
+                if key in batch.keys(include_nested=True):
+                    self._buffer.update_tensordict_priority(batch)
+        finally:
+            self._remember_the_last()
         return done, result
 
     @property
     def _draws_on_the_device(self) -> bool:
-        return type(self._buffer.sampler) is DeviceRandomSampler
+        """Whether the index needs nothing of the host: no sample unit, for example."""
+        sampler, unit = self._buffer.sampler, self._buffer._sample_unit
+        return (
+            type(sampler) is DeviceRandomSampler
+            and sampler.device == self._device
+            and (unit is None or (type(unit) is RecordingSampleUnit and unit._unit is None))
+            and not self._tracks_generations
+        )
+
+    @property
+    def _tracks_generations(self) -> bool:
+        return bool(getattr(self._buffer.writer, "tracks_generations", False))
 
     @property
     def _generator(self) -> torch.Generator | None:
@@ -218,8 +237,6 @@ class GraphedLearner:
         buffer, storage = self._buffer, self._storage
         if storage.is_being_written_here:
             raise RuntimeError("within storage.writing(), no step can read rows: end it before")
-        if buffer._delayed_init and not buffer.initialized:
-            buffer._init()
         if (before := getattr(buffer, "_sample_dependency", None)) is not None:
             before.result()
         with ExitStack() as stack:
@@ -227,7 +244,8 @@ class GraphedLearner:
                 stack.enter_context(lock)
             if len(storage) == 0:
                 raise RuntimeError("Cannot sample from an empty storage.")
-            info = None if self._draws_on_the_device else self._info_of_sampler()
+            is_drawn_here = self._draws_on_the_device
+            info = self._batch_size if is_drawn_here else self._info_of_sampler()
             if storage.pinned:
                 stack.enter_context(storage._in_flight.start(self._device))
                 storage._pin.keep(storage._rows, self._device)
@@ -235,20 +253,20 @@ class GraphedLearner:
                     storage._in_flight.order_after_writes()
             static = self._static_for(info)
             static.set_rows_in_use(len(storage))
-            if info is not None:
+            if isinstance(info, dict):
                 static.take(info)
             yield static
 
-    def _info_of_sampler(self) -> dict[Any, torch.Tensor]:
+    def _info_of_sampler(self) -> dict[Any, Any]:
         """Draw on the host, as the buffer's `sample` does."""
         buffer, storage = self._buffer, self._storage
         index, info = buffer.sampler.sample(storage, self._batch_size)
         if buffer._sample_unit is not None:
             index, info = buffer._sample_unit.expand(index, info, storage)
         info["index"] = index
-        if buffer.writer.tracks_generations:
+        if self._tracks_generations:
             info["index_generation"] = buffer.writer.generations_of(index)
-        return as_tensors(info)
+        return dict(info)
 
     def _note(self, access: Any, reads: int) -> None:
         """Let writes to the storage wait for these reads."""
@@ -261,15 +279,14 @@ class GraphedLearner:
         else:
             storage._in_flight.add_read(access)
 
-    def _static_for(self, info: dict[Any, torch.Tensor] | None) -> StaticBatch:
+    def _static_for(self, info: dict[Any, Any] | int) -> StaticBatch:
         """Return the batch, a new one if the storage or the sampler needs another."""
-        storage, static = self._storage, self._static
-        rows = storage._rows
-        transform = self._buffer.transform
-        made_with = [self._buffer.sampler, transform, *transform.transforms, rows, *_leaves(rows)]
-        is_same = len(made_with) == len(self._made_with) and all(
-            a is b for a, b in zip(made_with, self._made_with, strict=True)
-        )
+        buffer, static, rows = self._buffer, self._static, self._storage._rows
+        leaves = _leaves(rows)
+        kept = [buffer.sampler, self._generator, *buffer.transform.transforms, rows, *leaves]
+        # Of the same tensors too the memory may be another, if it was moved to shared memory.
+        made_with = [*map(id, kept), *(leaf.data_ptr() for leaf in leaves)]
+        is_same = made_with == self._made_with
         if static is not None and is_same and static.fits(info):
             return static
         if type(rows) is not TensorDict:
@@ -282,8 +299,8 @@ class GraphedLearner:
                 if not is_same
                 else "the sampler's index or info has another shape"
             )
-        self._static = StaticBatch(rows, self._keys, self._batch_size, self._device, info)
-        self._made_with = made_with
+        self._static = StaticBatch(rows, self._keys, self._device, info)
+        self._made_with, self._kept = made_with, kept
         return self._static
 
     # ---- learning --------------------------------------------------------------------------------
@@ -320,10 +337,11 @@ class GraphedLearner:
             self._forget(why)
         if self._step is None and self._left == 0:
             draws = self._draws_on_the_device
-            self._step = GraphedStep(
+            self._step = captured(
                 static,
                 self._learn,
                 self._stream,
+                self._watched,
                 draws=draws,
                 generator=self._generator if draws else None,
             )
@@ -345,8 +363,8 @@ class GraphedLearner:
             warnings.warn(
                 f"GraphedLearner captured {MANY_CAPTURES} graphs in a row that it could replay at "
                 f"most {FEW_REPLAYS} times each; the last time, {why}. Give a learning rate that "
-                "changes as a tensor, and set modes once.",
-                stacklevel=5,
+                "changes as a tensor on the device, and set modes once.",
+                stacklevel=6,
             )
 
     def _order_after_the_last(self) -> None:
@@ -369,18 +387,13 @@ class GraphedLearner:
             if self._last is not None:
                 self._last[1].wait()
             self._step = self._static = self._last = None
-            self._made_with = []
+            self._made_with, self._kept = [], []
             self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> Any:
@@ -390,6 +403,8 @@ class GraphedLearner:
 def _checked_storage(buffer: Any) -> PackedLazyTensorStorage:
     if not isinstance(buffer, PackedTensorDictReplayBuffer):
         raise TypeError(_WANTED + f"got a {type(buffer).__qualname__}")
+    if buffer._delayed_init and not buffer.initialized:
+        buffer._init()
     storage = buffer.storage
     if not isinstance(storage, PackedLazyTensorStorage):
         raise TypeError(_WANTED + f"its storage is a {type(storage).__qualname__}")
@@ -400,6 +415,8 @@ def _checked_storage(buffer: Any) -> PackedLazyTensorStorage:
         raise ValueError(_WANTED + f"its storage has {storage.ndim} dimensions, not one")
     if buffer._prefetch:
         raise ValueError("the buffer has prefetch=: a step reads its own batch, so leave it out")
+    if buffer._collate_fn is not _get_default_collate(storage):
+        raise ValueError("the buffer has collate_fn=: make it a transform, or do it in update()")
     return storage
 
 

@@ -25,45 +25,37 @@ class StaticBatch:
         self,
         rows: TensorDict,
         keys: Sequence[Any] | None,
-        batch_size: int,
         device: torch.device,
-        info: dict[Any, torch.Tensor] | None,
+        info: dict[Any, Any] | int,
     ) -> None:
-        """Args:
-        rows: all rows of the storage.
-        keys: those to read; None: all.
-        batch_size: number of rows, if `info` is None.
-        device: where the batch is.
-        info: the sampler's info with its index; None if the index is drawn on the device.
+        """Read some rows, whatever they are: the first batch has the layout of all.
+
+        Args:
+            rows: all rows of the storage, which has at least one in use.
+            keys: those to read; None: all.
+            device: where the batch is.
+            info: the sampler's info with its index; or, if the index is drawn on the device, the
+                number of rows.
         """
-        self.of = rows
         self._tables = rows if keys is None else rows.select(*keys)
-        self.info: dict[Any, torch.Tensor] | None = None
-        if info is None:
-            self.index = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self._layout = _layout_of(info)
+        if isinstance(info, int):
+            self.index = torch.zeros(info, dtype=torch.int64, device=device)
+            self._info = {"index": self.index}
         else:
-            self.info = {key: torch.empty_like(part, device=device) for key, part in info.items()}
-            self.index = self.info["index"].flatten()  # samplers of slices give a column
-        lead = self.index.shape
-        self._rows = TensorDict(
-            {
-                key: torch.empty((*lead, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
-                for key, leaf in self._tables.items(include_nested=True, leaves_only=True)
-            },
-            batch_size=lead,
-            device=device,
-        )
+            self._info = {
+                key: torch.zeros(part.shape, dtype=part.dtype, device=device)
+                for key, part in as_tensors(info).items()
+            }
+            is_column = isinstance(info["index"], tuple)  # as samplers of slices give it
+            self.index = self._info["index"].squeeze(-1) if is_column else self._info["index"]
+        self._rows: Any = start_gather(self._tables, self.index, device).get()
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._in_use = 0
 
-    def fits(self, info: dict[Any, torch.Tensor] | None) -> bool:
+    def fits(self, info: dict[Any, Any] | int) -> bool:
         """Return whether a sampler's info has the keys, shapes and dtypes of this batch."""
-        if info is None or self.info is None:
-            return info is self.info
-        if info.keys() != self.info.keys():
-            return False
-        pairs = ((part, self.info[key]) for key, part in info.items())
-        return all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+        return bool(_layout_of(info) == self._layout)
 
     def set_rows_in_use(self, count: int) -> None:
         """Tell the device how many rows it may draw, in the order of the current stream."""
@@ -71,9 +63,9 @@ class StaticBatch:
             self._count.fill_(count)
             self._in_use = count
 
-    def take(self, info: dict[Any, torch.Tensor]) -> None:
+    def take(self, info: dict[Any, Any]) -> None:
         """Send a sampler's info to the batch, in the order of the current stream."""
-        _into.start_copy_into(info, self.info).wait()
+        _into.start_copy_into(as_tensors(info), self._info).wait()
 
     def draw(self, generator: torch.Generator | None) -> None:
         """Draw the index on the device."""
@@ -85,7 +77,7 @@ class StaticBatch:
         handle.wait()
         return handle
 
-    def batch(self) -> TensorDict:
+    def batch(self) -> Any:
         """Return the rows in a TensorDict of their own, to which keys may be added."""
         return self._rows.copy()
 
@@ -93,9 +85,15 @@ class StaticBatch:
         """Set index and info as `PackedTensorDictReplayBuffer.sample` does."""
         from tdcopier.torchrl._buffer import put_into
 
-        put_into(batch, {"index": self.index} if self.info is None else self.info)
+        put_into(batch, self._info)
 
 
 def as_tensors(info: dict[Any, Any]) -> dict[Any, torch.Tensor]:
     """Return the info of a sampler as tensors, wherever they are."""
     return {key: as_tensor(key, value) for key, value in info.items()}
+
+
+def _layout_of(info: dict[Any, Any] | int) -> Any:
+    if isinstance(info, int):
+        return info
+    return {key: (part.shape, part.dtype) for key, part in as_tensors(info).items()}

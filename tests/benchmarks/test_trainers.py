@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from benchmark_support import load
-from libraries import importing, library
 
 benchmark, entry = load("trainers.benchmark"), load("trainers.run")
 batches, paired, rounds = (load(f"trainers.{name}") for name in ("batches", "paired", "rounds"))
@@ -390,26 +389,6 @@ def test_the_runner_of_all_benchmarks_knows_it(sim, monkeypatch, tmp_path, capsy
     assert capsys.readouterr().out.endswith("targets: all hit\n")
     result = json.loads((tmp_path / "trainers-sim.json").read_text("utf-8"))
     assert result["trainers"]["loop_few"]["step"].keys() == set(chosen)
-
-
-def test_the_loaders_of_frameworks_give_the_same_batches_packed(sim, monkeypatch) -> None:
-    with importing():
-        frameworks = load("trainers.frameworks")
-        for name in frameworks.FRAMEWORKS:
-            library(name)
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "sim:0")  # restored: the benchmark sets it
-    bench = load("tool.measure").Bench(torch.device("sim", 0), 4, lambda label: iter)
-    try:
-        result = frameworks.run(bench)
-    finally:
-        library("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
-    (target,) = entry.targets_of(frameworks, result, speed=False)
-    assert target["hit"], target
-    found = result["trainers"]["loop_images"]
-    assert found["wrong"] == dict.fromkeys(["resident", *frameworks.OF_FRAMEWORKS], 0)
-    over = found["over"]["transformers"]["transformers_packed"]
-    assert over["ratio"] > 0
-    assert len(list(frameworks.speed_targets(result))) == 3
 
 
 def test_a_trainer_whose_package_is_missing_is_left_out_and_named(sim, monkeypatch, capsys) -> None:

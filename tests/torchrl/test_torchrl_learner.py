@@ -5,15 +5,18 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict_same import assert_same_tensordict
 from torch import nn
 
 pytest.importorskip("torchrl")
 
+from torchrl.data.replay_buffers import SampleUnit
 from torchrl.envs.transforms import RewardScaling
 from torchrl_support import BATCH, CAPACITY, SAMPLERS, fill
 
@@ -23,6 +26,7 @@ from tdcopier.torchrl import (
     PackedLazyTensorStorage,
     PackedTensorDictReplayBuffer,
 )
+from tdcopier.torchrl._graphed_step import GraphedStep
 
 pytestmark = pytest.mark.usefixtures("no_collections")
 
@@ -40,7 +44,8 @@ class Learner:
     def __init__(self, device: str, **options: Any) -> None:
         torch.manual_seed(3)
         self.model = nn.Linear(5, 1).to(device)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), **{"lr": 0.05, **options})
+        options = {"lr": 0.05, "capturable": torch.device(device).type == "cuda", **options}
+        self.optimizer = torch.optim.Adam(self.model.parameters(), **options)
 
     def update(self, batch: Any) -> TensorDict:
         found = self.model(batch["observation"].float())
@@ -182,6 +187,18 @@ def test_rows_that_another_thread_writes_are_read_as_a_whole(device):
     assert torn.item() == 0
 
 
+def test_a_buffer_that_is_made_late_is_made_by_the_learner(place):
+    buffer = PackedTensorDictReplayBuffer(
+        storage=lambda: PackedLazyTensorStorage(CAPACITY, sample_device=place, pinned=True),
+        sampler=lambda: DeviceRandomSampler(place),
+        batch_size=BATCH,
+        delayed_init=True,
+    )
+    learner = GraphedLearner(buffer, lambda batch: len(batch))
+    fill([buffer], 44)
+    assert learner.step() == BATCH
+
+
 def test_several_learners_share_a_buffer(place):
     ours, other, buffer, _ = both(place, lambda: DeviceRandomSampler(place))
     learners = [GraphedLearner(buffer, each.update) for each in (ours, other)]
@@ -216,6 +233,8 @@ def test_buffers_that_do_not_suit_are_refused_with_what_to_do(device):
         GraphedLearner(plain, len)
     with pytest.raises(ValueError, match="leave it out"):
         GraphedLearner(buffer_on(device, prefetch=2), len)
+    with pytest.raises(ValueError, match="make it a transform"):
+        GraphedLearner(buffer_on(device, collate_fn=lambda rows: rows), len)
     with pytest.raises(ValueError, match="no batch size"):
         GraphedLearner(buffer_on(device, batch_size=None), len)
     with pytest.raises(ValueError, match="warmup must be at least 1"):
@@ -242,6 +261,72 @@ def test_what_a_learner_cannot_do_is_said(place):
     learner.close()
     with pytest.raises(RuntimeError, match="is closed"):
         learner.step()
+
+
+class Twice(SampleUnit):
+    """Gives each row that the sampler has chosen two times, in a second dimension."""
+
+    def expand(self, index: Any, info: dict[Any, Any], storage: Any) -> tuple[Any, dict[Any, Any]]:
+        return torch.stack([index, index], -1), info
+
+
+@pytest.mark.parametrize("unit", [None, Twice()])
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_batches_have_the_layout_of_samples(place, unit, shape):
+    """Sample units, rows that have dimensions of their own, and nested TensorDicts."""
+    buffers = [buffer_on(place, sample_unit=unit) for _ in range(2)]
+    rows = TensorDict(
+        {"a": torch.rand(20, *shape, 3), "b": TensorDict({"c": torch.rand(20, *shape)}, [20])},
+        [20, *shape],
+        device="cpu",
+    )
+    for buffer in buffers:
+        buffer.extend(rows)
+    learner = GraphedLearner(buffers[0], lambda batch: batch.clone())
+    for _ in range(3):
+        torch.manual_seed(6)
+        found = learner.step()
+        torch.manual_seed(6)
+        assert_same_tensordict(found, buffers[1].sample().clone())
+
+
+def test_a_generator_that_is_set_later_draws(place):
+    ours, theirs, buffer, other = both(place, lambda: DeviceRandomSampler(place))
+    learner = GraphedLearner(buffer, ours.update)
+    learner.step()
+    theirs.update(other.sample())
+    for each in (buffer, other):
+        each.set_rng(torch.Generator(place).manual_seed(3))
+    before = learner._static
+    assert learner.step()["index"].tolist() == other.sample()["index"].tolist()
+    assert learner._static is not before  # and no graph that draws by the other one is left
+
+
+def test_a_storage_whose_memory_has_moved_is_read_anew(place):
+    buffer = buffer_on(place)
+    fill([buffer], 44)
+    learner = GraphedLearner(buffer, lambda batch: batch["observation"].clone())
+    learner.step()
+    before = learner._static
+    with buffer.storage.writing():
+        leaf = buffer.storage._storage["observation"]
+        leaf.set_(torch.full_like(leaf, 7))
+    assert learner.step().eq(7).all()
+    assert learner._static is not before  # and no graph that reads the old memory is left
+
+
+def test_interrupted_replays_are_waited_for(monkeypatch):
+    """An interrupt between a replay and its count must not let the host write too early."""
+    step = GraphedStep.__new__(GraphedStep)
+    step._replays, step._device = 0, torch.device("cpu")
+
+    def replay() -> None:
+        raise KeyboardInterrupt
+
+    step._graph = SimpleNamespace(replay=replay)
+    with pytest.raises(KeyboardInterrupt):
+        step.replay(3)
+    assert step._replays == 1
 
 
 # ---- graphs --------------------------------------------------------------------------------------
@@ -368,9 +453,9 @@ def test_a_step_that_a_graph_cannot_hold_is_named_and_nothing_is_lost(device):
     with pytest.raises(RuntimeError, match="needs the host"):
         learner.step()
     assert ours.values() == before
+    assert all(parameter.grad is None for parameter in ours.model.parameters())
     assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
     other = GraphedLearner(buffer, update, graph=False)
-    ours.optimizer.zero_grad()
     assert other.step() > 0
 
 
@@ -408,3 +493,36 @@ def test_the_host_writes_as_soon_as_the_rows_are_read(device):
     fill([buffer], 4)
     assert not torch.cuda.current_stream(device).query()
     torch.cuda.synchronize(device)
+
+
+@pytest.mark.cuda
+def test_a_step_that_counts_in_python_gives_a_warning(device):
+    buffer, counted = buffer_on(device), SimpleNamespace(steps=0)
+    fill([buffer], 44)
+
+    def update(batch: Any) -> Any:
+        counted.steps += 1
+        return batch["observation"]
+
+    learner = GraphedLearner(buffer, update, warmup=1)
+    learner.step()
+    with pytest.warns(UserWarning, match=r"SimpleNamespace\.steps"):
+        learner.step()
+    assert counted.steps == 2
+
+
+@pytest.mark.cuda
+def test_a_state_of_an_optimizer_may_be_loaded(device):
+    ours, theirs, buffer, other = both(device, lambda: DeviceRandomSampler(device))
+    found: list[list[Any]] = []
+    for model, sampled, graph in ((ours, buffer, None), (theirs, other, False)):
+        learner = GraphedLearner(sampled, model.update, graph=graph)
+        state = Learner(device, capturable=False).optimizer.state_dict()
+        torch.manual_seed(5)
+        steps = [learner.step().clone() for _ in range(5)]
+        model.optimizer.load_state_dict(state)
+        if graph is False:
+            model.optimizer.param_groups[0]["capturable"] = True
+        found.append([*steps, *(learner.step().clone() for _ in range(6))])
+        assert learner.stats.captures == (2 if graph is None else 0)
+    assert_equal_steps(*found)
