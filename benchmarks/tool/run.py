@@ -44,9 +44,17 @@ SUITES = {
     "asyncio": "loops.event_loop",
     "trainers": "trainers.benchmark",
     "reading": "trainers.reading",
+    "frameworks": "trainers.frameworks",
+    "learners": "rows.graphed_learners",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
 functions that yield the targets on values and on speed from these figures."""
+NEEDED = {
+    "tensordict": ("tensordict",),
+    "frameworks": ("accelerate", "lightning", "transformers"),
+    "learners": ("torchrl",),
+}
+"""Packages that a benchmark needs beside torch."""
 ON_THE_HOST = ("travel",)
 """Benchmarks that use no device, for ``--device cpu``."""
 
@@ -154,9 +162,8 @@ def lacking(name: str, device: torch.device) -> str | None:
         return "it needs a device"
     if name == "d2d" and name not in directions.possible(device):
         return "it needs two devices"
-    if name == "tensordict" and importlib.util.find_spec("tensordict") is None:
-        return "it needs the package tensordict"
-    return None
+    missing = [each for each in NEEDED.get(name, ()) if importlib.util.find_spec(each) is None]
+    return f"it needs {', '.join(missing)}" if missing else None
 
 
 def targets_of(module: ModuleType, result: Result, *, speed: bool = True) -> list[Target]:

@@ -2,7 +2,8 @@
 
 In a graph, Python runs once: a counter in Python would stay where it was. So target networks are
 updated a little at each step (`SoftUpdate`, not `HardUpdate`), and TD3, whose actor learns from
-every second batch, takes two batches as one.
+every second batch, takes two batches as one. Nor can a graph copy from pageable host memory: the
+bounds of SAC's actions are tensors on the device.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def sac(observations: int, actions: int, device: str, *, width: int = 256) -> Ag
             in_keys=["loc", "scale"],
             spec=Bounded(-1.0, 1.0, (actions,), device=device),
             distribution_class=TanhNormal,
+            distribution_kwargs={"low": -torch.ones(actions), "high": torch.ones(actions)},
         )
         value = ValueOperator(Value(observations + actions, width), ["observation", "action"])
         loss = SACLoss(actor, value, num_qvalue_nets=2)

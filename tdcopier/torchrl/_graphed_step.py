@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -59,40 +60,94 @@ class GraphedStep:
         self._reads_on_host = reads_on_host.numpy()
         self._replays = 0
         self._static = static
-        self._graph = torch.cuda.CUDAGraph()
-        if generator is not None:
-            self._graph.register_generator_state(generator)
         torch.cuda.synchronize(self._device)
-        with _no_collections(), torch.cuda.stream(stream):
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                if draws:
-                    static.draw(generator)
-                self._read = static.read()
-                self._reads.add_(1)
-                reads_on_host.copy_(self._reads, non_blocking=True)
-                self.batch, self.result = learn(static)
-            except BaseException as error:
-                with contextlib.suppress(RuntimeError):  # of the same failure, told again
-                    self._graph.capture_end()
-                is_known = isinstance(error, torch.OutOfMemoryError)
-                if isinstance(error, RuntimeError) and not is_known:
-                    raise RuntimeError(_NOT_CAPTURED.format(error=error)) from error
-                raise
-            self._graph.capture_end()
+        with _no_collections(), torch.cuda.stream(stream), _capturing(generator) as self._graph:
+            if draws:
+                static.draw(generator)
+            self._read = static.read()
+            self._reads.add_(1)
+            reads_on_host.copy_(self._reads, non_blocking=True)
+            self.batch, self.result = learn(static)
 
     def replay(self, count: int) -> ReplayedRead:
         """Enqueue replays on the current stream; return when the device will have read the rows."""
-        replay = self._graph.replay
-        for _ in range(count):
-            self._replays += 1  # before: Ctrl-C may come between, and a read must not be missed
-            replay()
-        end = _C.DeviceAccess(torch.cuda.current_stream(self._device))
+        with _turn_on(self._device):
+            for _ in range(count):
+                self._replays += 1  # before: Ctrl-C may come between, and a read must not be missed
+                self._graph.replay()
+            end = _C.DeviceAccess(torch.cuda.current_stream(self._device))
         return ReplayedRead(self._reads_on_host, self._replays, end)
 
     def raise_if_bad(self) -> None:
         """Raise an `IndexError` if a replay that is done had a row that is out of range."""
         self._read.get()
+
+
+@contextlib.contextmanager
+def _capturing(generator: torch.Generator | None) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture what a block does on the current stream."""
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    if generator is not None:
+        graph.register_generator_state(generator)
+    try:
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        yield graph
+    except BaseException as error:
+        _end_failed(graph, pool, generator)
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise RuntimeError(_NOT_CAPTURED.format(error=error)) from error
+        raise
+    try:
+        graph.capture_end()
+    except RuntimeError as error:  # of work that torch did not refuse
+        _end_failed(graph, pool, generator)
+        raise RuntimeError(_NOT_CAPTURED.format(error=error)) from error
+
+
+def _end_failed(
+    graph: torch.cuda.CUDAGraph, pool: tuple[int, int], generator: torch.Generator | None
+) -> None:
+    """End a capture that failed, and what torch leaves begun then.
+
+    Its allocator would take the memory of a later capture for that of this one, and would keep
+    what several streams have used; its generators would refuse to draw. A capture that succeeds
+    ends the latter.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:  # of the same failure, told again
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # the capture did not begin
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        empty = torch.cuda.CUDAGraph()
+        if generator is not None:
+            empty.register_generator_state(generator)
+        empty.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device="cuda")  # torch warns of a graph without work
+        empty.capture_end()
+
+
+_turns = threading.Lock()
+_last: dict[torch.device, tuple[torch.cuda.Stream, _C.DeviceAccess]] = {}
+"""The last replays on each device."""
+
+
+@contextlib.contextmanager
+def _turn_on(device: torch.device) -> Iterator[None]:
+    """Order a block's replays after those of all learners on the device.
+
+    Graphs that draw from one generator read seed and offset from the same memory, which torch
+    writes before each replay.
+    """
+    stream = torch.cuda.current_stream(device)
+    with _turns:
+        if (last := _last.get(device)) is not None and last[0] != stream:
+            last[1].order()
+        try:
+            yield
+        finally:
+            _last[device] = stream, _C.DeviceAccess(stream)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from tensordict_same import assert_same_tensordict
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("torchrl")
 
@@ -25,6 +27,7 @@ from tdcopier.torchrl import (
     GraphedLearner,
     PackedLazyTensorStorage,
     PackedTensorDictReplayBuffer,
+    _graphed_step,
 )
 from tdcopier.torchrl._graphed_step import GraphedStep
 
@@ -324,6 +327,7 @@ def test_interrupted_replays_are_waited_for(monkeypatch):
         raise KeyboardInterrupt
 
     step._graph = SimpleNamespace(replay=replay)
+    monkeypatch.setattr(_graphed_step, "_turn_on", lambda _: nullcontext())
     with pytest.raises(KeyboardInterrupt):
         step.replay(3)
     assert step._replays == 1
@@ -381,7 +385,7 @@ def test_rows_that_are_written_between_replays_are_read(device):
 
 
 CHANGES: dict[str, Callable[[Learner, Any], Any]] = {
-    "a parameter was": lambda ours, buffer: setattr(
+    "a parameter, a buffer": lambda ours, buffer: setattr(
         ours.model, "bias", nn.Parameter(torch.zeros(1, device=ours.model.bias.device))
     ),
     "learning rate": lambda ours, buffer: ours.optimizer.param_groups[0].update(lr=0.01),
@@ -419,8 +423,7 @@ def test_another_graph_is_captured_when_the_buffer_was_loaded(device):
     for _ in range(5):
         learner.step()
     state = other.state_dict()
-    for leaf in state["_storage"]["_storage"].values(True, True):
-        leaf.zero_()
+    tree_map_only(torch.Tensor, torch.Tensor.zero_, state["_storage"]["_storage"])
     buffer.load_state_dict(state)
     assert [learner.step().item() for _ in range(6)] == [0.0] * 6
 
@@ -457,6 +460,49 @@ def test_a_step_that_a_graph_cannot_hold_is_named_and_nothing_is_lost(device):
     assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
     other = GraphedLearner(buffer, update, graph=False)
     assert other.step() > 0
+    working = GraphedLearner(buffer, ours.update, warmup=1)
+    assert len({working.step()["loss"].item() for _ in range(4)}) == 4
+    assert working.stats.replays == 3
+
+
+@pytest.mark.cuda
+def test_a_failed_capture_keeps_no_memory(device):
+    """Torch returns no memory that several streams have used while it believes in a capture."""
+    buffer = buffer_on(device)
+    fill([buffer], 44)
+    learner = GraphedLearner(buffer, lambda batch: batch["index"].sum().item(), warmup=1)
+    learner.step()
+    with pytest.raises(RuntimeError, match="needs the host"):
+        learner.step()
+    learner.close()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    used = torch.zeros(1_000_000, device=device)
+    used.record_stream(torch.cuda.Stream(device))
+    del used
+    torch.cuda.synchronize(device)
+    torch.zeros(1, device=device)  # the allocator looks at what has ended
+    assert torch.cuda.memory_allocated(device) <= before + 1024
+
+
+@pytest.mark.cuda
+def test_learners_on_two_streams_draw_what_each_draws_alone(device):
+    buffer, streams = buffer_on(device), [torch.cuda.Stream(device) for _ in range(2)]
+    fill([buffer], 44)
+    learners = [GraphedLearner(buffer, lambda batch: batch["index"], warmup=1) for _ in streams]
+    found: list[list[torch.Tensor]] = []
+    for is_waiting in (True, False):
+        torch.manual_seed(5)
+        found.append([])
+        for number in range(60):
+            with torch.cuda.stream(streams[number % 2]):
+                found[-1].append(learners[number % 2].step().clone())
+            if is_waiting:
+                torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
+        found[-1] = found[-1][4:]  # those of the first time have no graph
+    assert len(torch.stack(found[1]).unique(dim=0)) == len(found[1])
+    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
 
 
 @pytest.mark.cuda
