@@ -14,6 +14,7 @@
 #include "sim/note.h"
 #include "sim/pinned_allocator.h"
 #include "sim/runtime.h"
+#include "sim/stream_queue.h"
 #include "sim/tracker.h"
 
 namespace tdcopier::sim {
@@ -46,6 +47,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 
   bool isPinnedPtr(const void* data) const override {
+    TORCH_CHECK(!in_forked_child(),
+                "simulated device error: initialization error: a forked child asks for an address");
     ++g_pinned_queries;
     return PinnedAllocator::get().is_pinned(data);
   }

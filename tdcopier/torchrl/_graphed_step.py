@@ -68,6 +68,8 @@ class GraphedStep:
             self._reads.add_(1)
             reads_on_host.copy_(self._reads, non_blocking=True)
             self.batch, self.result = learn(static)
+        # Torch writes seed and offset on this stream before a capture, and on another for a replay.
+        stream.synchronize()
 
     def replay(self, count: int) -> ReplayedRead:
         """Enqueue replays on the current stream; return when the device will have read the rows."""

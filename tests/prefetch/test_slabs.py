@@ -394,6 +394,7 @@ def test_slabs_of_an_ended_process_are_dropped_once_their_batches_are_gone():
             os.kill(os.getpid(), signal.SIGSTOP)
         finally:
             os._exit(1)
+    os.close(writing)  # or a child that fails would be waited for
     os.waitpid(worker, os.WUNTRACED)
     message = _slabs.SlabMessage(*eval(os.read(reading, 1000)))
     parcel = _slabs.receive(message)
@@ -408,4 +409,3 @@ def test_slabs_of_an_ended_process_are_dropped_once_their_batches_are_gone():
     with pytest.raises(RuntimeError, match="ended before its batch was read"):
         _slabs.receive(message)
     os.close(reading)
-    os.close(writing)

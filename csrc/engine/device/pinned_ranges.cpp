@@ -286,9 +286,18 @@ PinnedRanges::Found PinnedRanges::find(Range range) {
   return View().find(range);
 }
 
+bool is_pinned_for_driver(const void* data) {
+  try {
+    return at::globalContext().isPinnedPtr(data);
+  } catch (const c10::Error&) {
+    if (fork_generation() == 0) throw;
+    return false;
+  }
+}
+
 bool is_pinned(PinnedRanges::Range range) {
   // Torch is asked first: what a PinnedRanges pins meanwhile is then found below.
-  if (!at::globalContext().isPinnedPtr(range.data())) return false;
+  if (!is_pinned_for_driver(range.data())) return false;
   return PinnedRanges::find(range) != PinnedRanges::Found::kNot;
 }
 
@@ -298,7 +307,7 @@ bool is_pinned_by_others(PinnedRanges::Range range) {
   while (true) {
     PinnedRanges::View before;
     if (before.find(range) != PinnedRanges::Found::kNowhere) return false;
-    if (!at::globalContext().isPinnedPtr(range.data())) return false;
+    if (!is_pinned_for_driver(range.data())) return false;
     if (PinnedRanges::View() == before) return true;
   }
 }

@@ -124,6 +124,10 @@ class PinnedRanges {
   uint64_t bytes_ = 0;
 };
 
+// Returns whether the driver knows the address as pinned memory. In a forked child, where torch may
+// not let it be asked, none is.
+bool is_pinned_for_driver(const void* data);
+
 // Returns whether the devices of the accelerator's type can access the range in one transfer: torch
 // has allocated it as pinned memory, or a PinnedRanges or other code has pinned it.
 bool is_pinned(PinnedRanges::Range range);

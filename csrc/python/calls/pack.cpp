@@ -14,6 +14,7 @@
 
 #include "engine/device/accelerator.h"
 #include "engine/device/graph_capture.h"
+#include "engine/device/pinned_ranges.h"
 #include "engine/device/recorded_streams.h"
 #include "engine/jobs/route.h"
 #include "engine/leaves/part_storage.h"
@@ -154,9 +155,9 @@ BufferMemory memory_on_host(py::handle object) {
 // that torch knows which streams read it.
 c10::Storage known_to_torch(py::handle object, const c10::Storage& memory) {
   if (!is_tensor(object.ptr())) return memory;
-  const at::Tensor& tensor = tensor_in(object.ptr());
-  const c10::Storage& whole = tensor.storage();
-  if (memory.nbytes() == 0 || whole.allocator() == nullptr || !tensor.is_pinned()) return memory;
+  const c10::Storage& whole = tensor_in(object.ptr()).storage();
+  if (memory.nbytes() == 0 || whole.allocator() == nullptr) return memory;
+  if (!is_pinned_for_driver(whole.data())) return memory;
   const auto begin = static_cast<uint64_t>(static_cast<const std::byte*>(memory.data()) -
                                            static_cast<const std::byte*>(whole.data()));
   c10::Storage part = PartStorage::make(whole, begin, memory.nbytes());
