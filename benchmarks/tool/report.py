@@ -118,10 +118,11 @@ def ways_of_loaders(results: Sequence[dict[str, Any]]) -> str:
     """
     parts = []
     for result in results:
-        if result["name"] == "trainers":
+        if result["name"] in ("trainers", "frameworks"):
             rows = []
             for found in result["trainers"].values():
-                rows += [_trained(way, found) for way in LOADERS if way in _over_resident(found)]
+                shown = LOADERS if result["name"] == "trainers" else _over_resident(found)
+                rows += [_trained(way, found) for way in shown if way in _over_resident(found)]
             parts.append(table([heading(result).partition(":")[0], *_TRAINED], rows))
         elif result["name"] == "reading":
             rows = []
