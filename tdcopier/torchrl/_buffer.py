@@ -15,7 +15,8 @@ from tensordict.utils import expand_as_right
 from torch.utils._pytree import tree_map
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tdcopier import _copy
+from tdcopier import _checking, _copy
+from tdcopier._options import SENDING
 from tdcopier._prefetch.stream_position import StreamPosition
 from tdcopier.torchrl._current_sample import (
     IndexOnDevice,
@@ -24,6 +25,8 @@ from tdcopier.torchrl._current_sample import (
     current,
     untraced,
 )
+from tdcopier.torchrl._pinned import PackedLazyTensorStorage
+from tdcopier.torchrl._samplers import DeviceRandomSampler
 
 _DRAWN = "tdcopier: a drawn sample"
 """Key in a sample's info; passes a `_Drawn` from the drawing thread to `sample`."""
@@ -74,6 +77,10 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
                 stacklevel=2,
             )
         self._refuse_within_writing()
+        if not return_info and include_info is None:
+            sampled = self._sample_plainly(batch_size)
+            if sampled is not None:
+                return sampled
         if self._prefetch:
             batch, box = ReplayBuffer.sample(self, batch_size, return_info=True)
             drawn = box.pop(_DRAWN, None)
@@ -88,6 +95,45 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         for position in drawn.positions:
             position.hand_over(batch)
         return (batch, _as_torchrls(drawn.info, self.storage)) if return_info else batch
+
+    def _sample_plainly(self, batch_size: int | None) -> Any:
+        """Draw a sample and let the device read it; None if Python has more to do.
+
+        Fast path: the usual way passes through functions of torchrl and of this package that find
+        out what there is to do, and takes twice as long.
+        """
+        storage, sampler = self._storage, self._sampler
+        size = self._batch_size
+        if (
+            self._prefetch
+            or size is None
+            or (batch_size is not None and batch_size != size)
+            or type(sampler) is not DeviceRandomSampler
+            or type(storage) is not PackedLazyTensorStorage
+            or sampler.device != storage.sample_device
+            or type(self)._sample is not PackedTensorDictReplayBuffer._sample
+            or self._sample_unit is None
+            or self._sample_unit._unit is not None
+            or (self._transform is not None and len(self._transform))
+            or getattr(self._writer, "tracks_generations", False)
+            or self._sample_dependency is not None
+            or self._service_shutdown
+            or self._pin_memory
+            or _checking.enabled
+            or SENDING.now is not None
+        ):
+            return None
+        with self._replay_lock, self._write_lock:
+            read = storage.plain_read(size)
+            if read is None:
+                return None
+            index, _ = sampler.sample(storage, size)
+            try:
+                batch = storage.read_plainly(read, index)
+            except (ValueError, TypeError):  # a leaf has changed in place
+                read.give_up()
+                return None
+        return self._collate_fn(batch)
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Draw a sample in torchrl's way. No other result of an internal method is replaced."""

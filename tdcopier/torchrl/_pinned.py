@@ -17,15 +17,16 @@ from tensordict import TensorDict, is_tensor_collection
 from torchrl.data import LazyTensorStorage
 
 from tdcopier import _C, _copy
-from tdcopier._C import AsyncCopyHandle
+from tdcopier._C import AsyncCopyHandle, DeviceAccess
 from tdcopier._options import Device, options_for_filling
-from tdcopier._pin_memory import PinnedMemory, pin_memory_
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.row_numbers import row_index
 from tdcopier._rows.scatter import enqueue_scatter
 from tdcopier.torchrl._current_sample import IndexOnDevice, current, untraced
 from tdcopier.torchrl._in_flight import InFlight
-from tdcopier.torchrl._requests import Request, narrowed
+from tdcopier.torchrl._pin import Pin
+from tdcopier.torchrl._plain_read import PlainRead
+from tdcopier.torchrl._requests import Request
 from tdcopier.torchrl._storage import Packed, is_on_the_host
 
 
@@ -81,7 +82,8 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                 "from a file, which cannot be pinned"
             )
         self.pinned = pinned and str(sample_device) != "cpu"
-        self._pin = _Pin()
+        self._pin = Pin()
+        self._plain: PlainRead | None = None
         self._in_flight = InFlight()
         self._late_cursor = _LateCursor()
         self._written_by_device = 0
@@ -181,6 +183,38 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         self._reads.add(gathered=1)
         return found
 
+    def plain_read(self, size: int) -> PlainRead | None:
+        """Return how the device reads samples of a size; None if Python must look at each."""
+        rows, read = self._rows, self._plain
+        if read is None or not read.fits(rows, size):
+            device = self.sample_device
+            if device is None or not self.takes_index_on(device):
+                return None
+            if not self.initialized or not is_on_the_host(self):
+                return None
+            read = self._plain = PlainRead(rows, size, device)
+        if not read.is_possible:
+            return None
+        self._pin.keep(rows, self.sample_device)
+        return read
+
+    def read_plainly(self, read: PlainRead, index: torch.Tensor) -> TensorDict:
+        """Return the sample of an index that the device has drawn."""
+        with self._in_flight.start(index.device):
+            if self._in_flight.has_writes():
+                self._in_flight.order_after_writes()
+            handle = read.start(index)
+            leaves = handle._hand_over()
+            self._note_read(handle._device_access())
+        self._reads.add(gathered=1)
+        return read.batch(leaves, index)
+
+    def _note_read(self, access: DeviceAccess) -> None:
+        if self._pin.is_shared:  # other processes may write once the buffer's lock is free
+            access.wait()
+        else:
+            self._in_flight.add_read(access)
+
     def _request(self, index: Any) -> Request | None:
         request = super()._request(index)
         if request is not None and self.pinned:
@@ -213,11 +247,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                     self._in_flight.order_after_writes()
             handle = start_gather((request.rows, beside), numbers, device)
             rows, arrived = handle._hand_over()
-            access = handle._device_access()
-            if self._pin.is_shared:  # other processes may write once the buffer's lock is free
-                access.wait()
-            else:
-                self._in_flight.add_read(access)
+            self._note_read(handle._device_access())
         return rows, moved | arrived
 
     # ---- writes ----------------------------------------------------------------------------------
@@ -352,75 +382,3 @@ class _LateCursor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _LateCursor, ()
-
-
-class _Pin:
-    """Keeps the present memory of a storage pinned. A copy of the storage pins its own."""
-
-    def __init__(self) -> None:
-        self.is_shared = False
-        """Whether other processes may write to the memory."""
-        self._lock = threading.Lock()
-        self._of: Any = None  # None: the memory may have changed
-        self._looks = 0
-        self._memory: PinnedMemory | None = None
-        self._places: list[int] | None = None
-        self._views: tuple[Any, int, Any] = (None, 0, None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Pin, ()
-
-    def keep(self, rows: Any, device: Device | None) -> None:
-        """Pin the rows, unless that was done.
-
-        torchrl replaces them when it loads a storage, and `writing` is for code that may.
-        """
-        if self._of is rows:
-            return
-        with self._lock:
-            if self._of is rows:
-                return
-            looks = self._looks
-            self._pin_rows(rows, device)
-            if looks == self._looks:
-                self._of = rows
-
-    def look_again(self) -> None:
-        """Find out at the next use whether the tensors and their memory are still the same."""
-        self._looks += 1
-        self._of = None
-        self._views = (None, 0, None)
-
-    def _pin_rows(self, rows: Any, device: Device | None) -> None:
-        if self._memory is not None:
-            if _places_of(_leaves(rows, device)) == self._places:
-                return  # the old memory has not become that of others: it is pinned, thus alive
-            memory, self._memory = self._memory, None
-            memory.close()
-        self._memory = pin_memory_(rows, device)
-        leaves = _leaves(rows, device)
-        self._places = _places_of(leaves)
-        self.is_shared = any(leaf.is_shared() for leaf in leaves)  # type: ignore[no-untyped-call]
-
-    def in_use(self, rows: Any, count: int, is_full: bool) -> Any:
-        """Return a tree with the first rows, of which a device finds out what is out of range."""
-        if is_full:
-            return rows
-        of, views, tree = self._views
-        if of is not rows or views != count:
-            tree = narrowed(rows, count)
-            self._views = rows, count, tree
-        return tree
-
-
-def _leaves(rows: Any, device: Device | None) -> list[torch.Tensor]:
-    found = _C.leaves_with_paths(rows, "cpu" if device is None else device)
-    return [leaf for _, leaf in found if isinstance(leaf, torch.Tensor)]
-
-
-def _places_of(leaves: list[torch.Tensor]) -> list[int] | None:
-    """Return the addresses of tensors; None if one has none, as pin_memory_() will say."""
-    try:
-        return [leaf.data_ptr() for leaf in leaves]
-    except (NotImplementedError, RuntimeError):
-        return None
