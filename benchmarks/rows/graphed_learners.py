@@ -19,9 +19,9 @@ import torch
 from tool.machine import ROOT
 from tool.measure import Bench, summaries
 from tool.tables import OURS
-from tool.target_forms import Target, at_least, count_wrong, none
+from tool.target_forms import Target, at_least, at_most, count_wrong, none
 
-UPDATES, ROUNDS = 200, 20
+UPDATES, ROUNDS = 200, 15
 """Updates of a block, and rounds with a block of each way."""
 FLOOR = "the same graph, on a batch that stays"
 RESIDENT, RESIDENT_AHEAD = "torchrl, rows on the device", "torchrl, rows on the device, prefetch"
@@ -29,6 +29,7 @@ RAM, RAM_AHEAD = "torchrl, rows in RAM, .to(device)", "torchrl, rows in RAM, .to
 BY_SAMPLE = f"{OURS}, sample() and CudaGraphModule"
 OF_ONE_GRAPH = f"{OURS}, GraphedLearner"
 DEPTH, SEED = 3, 5
+BETWEEN_CALLS_S, MAX_SAMPLE_US = 0.002, 150.0
 
 
 class Case(NamedTuple):
@@ -81,7 +82,7 @@ CASES = {
         lambda examples, device: examples.sac(3, 1, device), _pendulum, 200_000, 256, 0.97
     ),
     "DQN, 256 rows of 4x84x84 frames": Case(
-        lambda examples, device: examples.dqn(6, device), _frames, 20_000, 256, 0.93
+        lambda examples, device: examples.dqn(6, device), _frames, 10_000, 256, 0.93
     ),
 }
 
@@ -91,6 +92,7 @@ def run(bench: Bench) -> dict[str, Any]:
         "what": "Off-policy learners, rows in host memory: time of an update",
         "settings": {"updates of a block": UPDATES if bench.is_real else 2, "prefetch": DEPTH},
         "learners": {name: _measured(bench, name, case) for name, case in CASES.items()},
+        "sample": _sample_alone(bench),
     }
 
 
@@ -121,6 +123,39 @@ def _measured(bench: Bench, name: str, case: Case) -> dict[str, Any]:
         "updates_per_s": {way: 1e6 / us for way, us in medians.items()},
         "wrong": {OF_ONE_GRAPH: _wrong_rows(device, rows, batch)},
     }
+
+
+def _sample_alone(bench: Bench) -> dict[str, Any]:
+    """Return how long a call of `sample` keeps the host, if it is called now and then."""
+    device = str(bench.device)
+    count, calls = (100_000, 300) if bench.is_real else (40, 2)
+    torch.manual_seed(SEED)
+    leaves = {f"leaf {number}": torch.randn(count, 4) for number in range(13)}
+    rows = _rows(count, leaves, {})
+    size = min(256, count // 4)
+    buffers = {OURS: _ours(device, rows, size)}
+    if bench.is_real:
+        buffers[RESIDENT] = _resident(device, rows, size)
+    taken: dict[str, list[float]] = {way: [] for way in buffers}
+    for _ in bench.progress("learners, sample() alone")(range(calls)):
+        for way, buffer in buffers.items():
+            _spin(BETWEEN_CALLS_S if bench.is_real else 0.0)
+            begin = time.perf_counter()
+            sampled = buffer.sample()
+            taken[way].append((time.perf_counter() - begin) * 1e6)
+            del sampled
+        _synchronize(device)
+    return {
+        "leaves": len(list(rows.keys(include_nested=True, leaves_only=True))),
+        "between calls, s": BETWEEN_CALLS_S,
+        "host": summaries(taken),
+    }
+
+
+def _spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def _us_of(step: Callable[[], Any], updates: int, device: str) -> float:
@@ -241,13 +276,24 @@ def _torchrl(
 ) -> Callable[[], Any]:
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
-    storage = LazyTensorStorage(len(rows), device=device if on_device else "cpu")
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=batch, prefetch=prefetch)
-    if not on_device:
+    if on_device:
+        buffer = _resident(device, rows, batch, prefetch)
+    else:
+        storage = LazyTensorStorage(len(rows))
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=batch, prefetch=prefetch)
         buffer.append_transform(lambda found: found.to(device))
-    buffer.extend(rows)
+        buffer.extend(rows)
     learn = _graphed(update, device, is_real)
     return lambda: learn(buffer.sample())
+
+
+def _resident(device: str, rows: Any, batch: int, prefetch: int | None = None) -> Any:
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+    storage = LazyTensorStorage(len(rows), device=device)
+    buffer = TensorDictReplayBuffer(storage=storage, batch_size=batch, prefetch=prefetch)
+    buffer.extend(rows)
+    return buffer
 
 
 def _graphed(update: Any, device: str, is_real: bool) -> Any:
@@ -282,6 +328,10 @@ def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
             from_ram, resident = (max(rate[way] for way in ways) for ways in _OF_TORCHRL)
             yield at_least(f"{name}: updates/s over torchrl's best from RAM", ours / from_ram, 1.3)
             yield at_least(f"{name}: over torchrl's best on the device", ours / resident, 1.1)
+
+    us = result["sample"]["host"][OURS]["median_us"]
+    leaves = result["sample"]["leaves"]
+    yield at_most(f"sample() alone, {leaves} leaves: time of the host", us, MAX_SAMPLE_US, "us")
 
 
 _OF_TORCHRL = ((RAM, RAM_AHEAD), (RESIDENT, RESIDENT_AHEAD))

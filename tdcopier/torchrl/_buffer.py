@@ -99,8 +99,8 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
     def _sample_plainly(self, batch_size: int | None) -> Any:
         """Draw a sample and let the device read it; None if Python has more to do.
 
-        Fast path: the usual way passes through functions of torchrl and of this package that find
-        out what there is to do, and takes twice as long.
+        Fast path: the usual way passes through functions of torchrl and of this package that look
+        for transforms, sample units and devices, and takes twice as long.
         """
         storage, sampler = self._storage, self._sampler
         size = self._batch_size

@@ -20,15 +20,26 @@ def test_all_ways_learn_and_read_the_rows_of_their_index(sim, monkeypatch) -> No
     (found,) = result["learners"].values()
     assert found["updates_per_s"].keys() == learners._ways("cpu", False).keys()
     assert found["wrong"] == {learners.OF_ONE_GRAPH: 0}
+    assert result["sample"]["leaves"] == 16
+    assert result["sample"]["host"].keys() == {learners.OURS}
     (target,) = entry.targets_of(learners, result, speed=False)
     assert target["hit"]
 
 
-def result(**changed: float) -> dict[str, Any]:
+def result(sample_us: float = 150.0, **changed: float) -> dict[str, Any]:
     rate = dict.fromkeys(learners._ways("cpu", True), 100.0)
     ours = dict.fromkeys((learners.OF_ONE_GRAPH, learners.FLOOR), 140.0)
     rate = {**rate, **ours, **changed}
-    return {"learners": {name: {"updates_per_s": rate, "wrong": {}} for name in learners.CASES}}
+    return {
+        "learners": {name: {"updates_per_s": rate, "wrong": {}} for name in learners.CASES},
+        "sample": {"leaves": 16, "host": {learners.OURS: {"median_us": sample_us}}},
+    }
+
+
+def test_a_slow_sample_misses_its_target() -> None:
+    found = entry.targets_of(learners, result(sample_us=151.0))
+    (missed,) = (target["what"] for target in found if not target["hit"])
+    assert missed.startswith("sample() alone, 16 leaves")
 
 
 @pytest.mark.parametrize(
