@@ -142,8 +142,7 @@ def start_copy(
         options = options_for_results(options, use_pinned_staging, require_pinned_results)
     if on_unknown is not None:
         options = options_for_unknown(options, on_unknown)
-    if (sending := SENDING.now) is not None:
-        options = options.with_sending(sending)
+    options = SENDING.apply(options)
     handle = _C.start_copy(data, device, options)
     return handle if check is None else _checking.checked(handle, check)
 

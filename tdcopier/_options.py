@@ -29,6 +29,13 @@ class _Sending(threading.local):
 
     now: _C.Sending | None = None
     """None: at once."""
+    in_callers_order = False
+    """Whether the results are in memory of the current stream, and written after its work."""
+
+    def apply(self, options: _C.CopyOptions) -> _C.CopyOptions:
+        if self.now is None:
+            return options
+        return options.with_sending(self.now, self.in_callers_order)
 
 
 SENDING = _Sending()

@@ -268,8 +268,9 @@ Raises:
              return options;
            })
       .def("with_sending",
-           [](CopyOptions options, Sending sending) {
+           [](CopyOptions options, Sending sending, bool in_callers_order) {
              options.sending = sending;
+             options.in_callers_order = in_callers_order;
              return options;
            })
       .def("requiring_pinned_results",

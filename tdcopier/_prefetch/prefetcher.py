@@ -352,6 +352,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
             self._options,
             self._counters,
             self._copy_state,
+            in_callers_order=self._depth > 1,
             has_reader=is_threaded,
         )
         make: type[BatchQueue] = ReaderPass if is_threaded else LoopPass

@@ -104,6 +104,9 @@ class Source:
     counters: PrefetchCounters
     copy_state: Callable[[], Any] | None
     """Returns a copy of the source's state, which is part of each item; see `copier_of_state`."""
+    in_callers_order: bool
+    """Whether batches from workers are in memory of the current stream: see `RouteOptions` of the
+    engine."""
     has_reader: bool
     """Whether a reader thread reads. If so, `begin` waits until a batch's memory has been read,
     if the source may write to it again."""
@@ -144,7 +147,7 @@ class Source:
                 raise  # for example an interrupt, which the loop gets at once
             return EndOfPass(error)
         finally:
-            SENDING.now = None
+            SENDING.now, SENDING.in_callers_order = None, False
 
     def state(self) -> Any:
         """Return a copy of the state; None for a source without one."""
@@ -179,6 +182,8 @@ class Source:
             if isinstance(batch, AsyncCopyHandle):  # the source has started the copy itself
                 handle = batch
             else:
+                # Their memory is read late then, which must not hold up the source.
+                SENDING.in_callers_order = self.in_callers_order and not may_be_written
                 handle = start_copy(batch, self.device, **self.options)
             del batch
             made_at = self._position() if handle._reuses_leaves else None

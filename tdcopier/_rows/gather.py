@@ -155,8 +155,7 @@ def start_gather(
         options = _options.options_for_results(options, use_pinned_staging, require_pinned_results)
     if on_unknown is not None:
         options = _options.options_for_unknown(options, on_unknown)
-    if (sending := _options.SENDING.now) is not None:
-        options = options.with_sending(sending)
+    options = _options.SENDING.apply(options)
     if out is not None:
         return _start_into(storage, index, device, out, options)
     if device is None:

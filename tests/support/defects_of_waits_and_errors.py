@@ -8,9 +8,8 @@ WAITS_AND_ERRORS: dict[str, Defect] = {
     "new_memory_waits_for_kernels": Defect(
         "Company",
         "engine/jobs/host_to_device_job.cpp",
-        "  return work.result ? target.to_device_stream() : target.ordered_stream();",
-        "  if ({defect}) return target.ordered_stream();\n"
-        "  return work.result ? target.to_device_stream() : target.ordered_stream();",
+        "  if (!work.result) return target.ordered_stream();",
+        "  if (!work.result || {defect}) return target.ordered_stream();",
         "new_memory_waits_for_no_stream",
         "DeadlockError",
     ),

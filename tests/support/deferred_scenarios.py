@@ -48,7 +48,50 @@ def a_batch_is_sent_by_two_threads(world: ScenarioWorld) -> None:
         assert handle.stats.transfers == 1
 
 
+def memory_of_the_callers_stream_is_filled_behind_its_reads(world: ScenarioWorld) -> None:
+    """H2D: each batch gets the memory of the one before, whose reads are enqueued."""
+    device = world.devices[0]
+    with world.on(world.stream(device)), held(in_callers_order=True):
+        for _ in range(3):
+            batch = world.batch((100,))
+            handle = tdcopier.start_copy(batch, device)
+            world.read_late(handle.wait(), batch)
+            del handle
+
+
+def memory_of_the_callers_stream_is_dropped_while_it_is_filled(world: ScenarioWorld) -> None:
+    """H2D: the caller's stream gets no memory back that the copy still writes to."""
+    device = world.devices[0]
+    with world.on(world.stream(device)), held(in_callers_order=True):
+        for _ in range(2):
+            handle = tdcopier.start_copy(world.batch((100,)), device)
+            handle.wait_staged()
+            handle._send_if_staged()
+            del handle
+            batch = world.batch((100,))
+            world.read_late(world.write(device, batch), batch)
+
+
+def batches_in_the_callers_order_are_for_another_stream(world: ScenarioWorld) -> None:
+    """H2D: a stream that reads late keeps memory from the stream that it belongs to."""
+    device = world.devices[0]
+    owner, reader = world.stream(device), world.stream(device)
+    for _ in range(2):
+        batch = world.batch((100, 30))
+        with world.on(owner), held(in_callers_order=True):
+            handle = tdcopier.start_copy(batch, device)
+        with world.on(reader):
+            world.read_late(handle.wait(), batch)
+        del handle
+        with world.on(owner):
+            other = world.batch((100, 30))
+            world.read_late(world.write(device, other), other)
+
+
 HELD = (
+    memory_of_the_callers_stream_is_filled_behind_its_reads,
+    memory_of_the_callers_stream_is_dropped_while_it_is_filled,
+    batches_in_the_callers_order_are_for_another_stream,
     batches_are_sent_by_their_consumer,
     batches_are_dropped_before_they_are_sent,
     a_batch_is_sent_by_two_threads,

@@ -146,10 +146,10 @@ def keep_on(processors: set[int]) -> None:
 
 
 @contextlib.contextmanager
-def held(sending: Any = _C.Sending.DEFERRED) -> Iterator[None]:
+def held(sending: Any = _C.Sending.DEFERRED, *, in_callers_order: bool = False) -> Iterator[None]:
     """Copies that this thread starts in the block are deferred: staged, and sent by their user."""
-    SENDING.now = sending
+    SENDING.now, SENDING.in_callers_order = sending, in_callers_order
     try:
         yield
     finally:
-        SENDING.now = None
+        SENDING.now, SENDING.in_callers_order = None, False

@@ -30,7 +30,13 @@ constexpr size_t kFarAheadOfMany = 2;
 constexpr uint64_t kManyLeftBytes = 64 * 1024 * 1024;
 
 const c10::Stream& stream_of(Accelerator& target, const CopyWork& work) {
-  return work.result ? target.to_device_stream() : target.ordered_stream();
+  if (!work.result) return target.ordered_stream();
+  return work.result->writer() ? *work.result->writer() : target.to_device_stream();
+}
+
+// Returns whether the caller's stream may still use the memory that is to be written.
+bool is_in_callers_order(const CopyWork& work) {
+  return !work.result || work.result->writer() != nullptr;
 }
 
 }  // namespace
@@ -43,7 +49,7 @@ HostToDeviceJob::HostToDeviceJob(Accelerator& target, CopyWork work, bool use_pi
               std::move(work)),
       use_pinned_staging_(use_pinned_staging),
       generation_(fork_generation()),
-      destinations_ready_(work_.result ? nullptr : target.record_current()),
+      destinations_ready_(is_in_callers_order(work_) ? target.record_current() : nullptr),
       straight_(std::move(straight)),
       windows_(std::move(windows)),
       batch_(std::move(batch)) {
@@ -83,7 +89,7 @@ void HostToDeviceJob::transfer_all() {
 
 // Leases a buffer for a window. Returns nullopt if none can be had, or if no window is left.
 std::optional<StagingLease> HostToDeviceJob::lease_buffer() {
-  const StagingUse use = work_.result ? StagingUse::kToDevice : StagingUse::kToDeviceOrdered;
+  const StagingUse use = destinations_ready_ ? StagingUse::kToDeviceOrdered : StagingUse::kToDevice;
   try {
     const WithoutPart waiting(*this);
     return accelerator_.staging().acquire(use, [this] { return is_part_left(); });
@@ -118,9 +124,10 @@ void HostToDeviceJob::transfer_window() {
 }
 
 // Small jobs, and processors that cannot make use of the answer, do not ask the device. Nor do
-// copies into existing memory: their transfers may wait for kernels, and then need no bandwidth.
+// copies that wait for the caller's kernels: they need no bandwidth meanwhile.
 bool HostToDeviceJob::is_far_ahead(const Window& next) {
-  if (!work_.result || windows_.size() <= kFarAhead || !has_shared_cache_store()) return false;
+  if (destinations_ready_ || windows_.size() <= kFarAhead || !has_shared_cache_store())
+    return false;
   const uint64_t left = windows_.back().end - next.begin;
   return accelerator_.staging().has_in_flight(StagingUse::kToDevice,
                                               left > kManyLeftBytes ? kFarAheadOfMany : kFarAhead);

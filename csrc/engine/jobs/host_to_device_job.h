@@ -25,9 +25,9 @@ namespace tdcopier {
 inline constexpr size_t kMostDeferredParticipants = 4;
 
 // A copy from the host to a device. A participant claims a window, stages it in a buffer, enqueues
-// its transfers, and goes on to the next. Copies to new memory never wait for a caller's stream.
-// Existing destinations are written after the work that the caller's current stream of the target
-// has when the job is created.
+// its transfers, and goes on to the next. Copies to new memory of the engine's stream never wait
+// for a caller's stream. Existing destinations, and new memory of the caller's stream, are written
+// after the work that the caller's current stream of the target has when the job is created.
 //
 // With memory for the whole batch the transfers are deferred: workers stage, and the thread that
 // uses the batch enqueues one transfer for each chunk. This is for loops that enqueue kernels all
@@ -36,15 +36,15 @@ inline constexpr size_t kMostDeferredParticipants = 4;
 class HostToDeviceJob final : public CopyJob {
  public:
   // `straight`: chunks that the device reads from the sources' memory. If that is to fill existing
-  // memory, the caller has promised not to write to the sources before the copy is done, so wait()
-  // does not hold the host until they have been read. `windows`: of the other chunks; each fits in
-  // a buffer if it is staged. `batch`: memory for the plan's image; the transfers are deferred.
-  // Requires then: new memory, and no chunk that is read in place.
+  // memory, or is in the caller's order, the caller has promised not to write to the sources before
+  // the copy is done, so wait() does not hold the host until they have been read. `windows`: of the
+  // other chunks; each fits in a buffer if it is staged. `batch`: memory for the plan's image; the
+  // transfers are deferred. Requires then: new memory, and no chunk that is read in place.
   HostToDeviceJob(Accelerator& target, CopyWork work, bool use_pinned_staging,
                   std::vector<size_t> straight, std::vector<Window> windows,
                   std::optional<DeferredLease> batch);
 
-  bool waits_hold_for_reads() const override { return work_.result || straight_.empty(); }
+  bool waits_hold_for_reads() const override { return !destinations_ready_ || straight_.empty(); }
   void send() noexcept override;
 
  private:
@@ -72,8 +72,9 @@ class HostToDeviceJob final : public CopyJob {
   std::byte* address(size_t chunk) const;
 
   const bool use_pinned_staging_;
-  const uint32_t generation_;           // of the process that made it: a forked child sends nothing
-  const EventRef destinations_ready_;   // after the work on the caller's stream; null: new memory
+  const uint32_t generation_;  // of the process that made it: a forked child sends nothing
+  // After the work on the caller's stream; null: the memory is new, and the engine's stream's.
+  const EventRef destinations_ready_;
   std::vector<c10::Storage> scratch_;   // by chunk, for scattered chunks; empty: there are none
   const std::vector<size_t> straight_;  // claimed one by one
   std::atomic<size_t> next_straight_ = 0;

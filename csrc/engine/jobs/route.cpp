@@ -193,11 +193,23 @@ void make_result(CopyWork& work, const MemoryOf& memory) {
   work.result = std::move(result);
 }
 
-void make_result_on_device(LeafGroup& group) {
+// Returns whether a copy from the host to a device holds no buffer of the staging ring.
+bool needs_no_staging(const CopyWork& work) {
+  const auto straight = [&](const ChunkPlan& chunk) { return is_straight(work, chunk); };
+  return work.leaves->device().is_cpu() && std::ranges::all_of(work.plan->chunks, straight);
+}
+
+void make_result_on_device(LeafGroup& group, bool in_callers_order) {
   Accelerator& target = Accelerator::of(group.target);
+  if (in_callers_order) {
+    return make_result(group.work, {.device = group.target, .writer = &target.ordered_stream()});
+  }
   const bool waits = !group.work.leaves->device().is_cpu() || rows_of(group.work).on_device;
   const c10::Stream& stream = waits ? target.ordered_stream() : target.to_device_stream();
-  make_result(group.work, {group.target, &stream, nullptr, group.image, group.image_begin});
+  make_result(group.work, {.device = group.target,
+                           .stream = &stream,
+                           .image = group.image,
+                           .image_begin = group.image_begin});
 }
 
 // Makes a result in pinned memory, or in pageable memory if no more can be pinned and the caller
@@ -212,14 +224,17 @@ bool make_result_on_host(LeafGroup& group, const RouteOptions& options) {
         "used no accelerator, or is a forked child");
   }
   try {
-    make_result(group.work, {group.target, nullptr, pinned, group.image, group.image_begin});
+    make_result(group.work, {.device = group.target,
+                             .host_allocator = pinned,
+                             .image = group.image,
+                             .image_begin = group.image_begin});
     return pinned != nullptr;
   } catch (const c10::Error& error) {
     const bool is_required = pinned == nullptr || options.requires_pinned_results;
     if (is_required || !is_lack_of_memory(error)) throw;
   }
   note_fallback();
-  make_result(group.work, {group.target, nullptr, nullptr});
+  make_result(group.work, {.device = group.target});
   return false;
 }
 
@@ -227,7 +242,7 @@ bool make_result_on_host(LeafGroup& group, const RouteOptions& options) {
 
 // Runs the job of memory that a device accesses itself. Returns null if it is no longer pinned.
 std::shared_ptr<CopyJob> run_in_place(LeafGroup& group, std::optional<PhaseRange>& planning) {
-  if (is_to_new_memory(group.work)) make_result_on_device(group);
+  if (is_to_new_memory(group.work)) make_result_on_device(group, /*in_callers_order=*/false);
   const PinnedRanges::Access access;
   if (group.in_place->are_pinned(access)) {
     Accelerator& device = Accelerator::of(mover(group));
@@ -375,7 +390,8 @@ StartedJob start(LeafGroup&& group, RouteOptions options, PhaseTimes& times) {
   if (is_to_new_memory(group.work) && group.target.is_cpu()) {
     options.use_pinned_staging = make_result_on_host(group, options);
   } else if (is_to_new_memory(group.work)) {
-    make_result_on_device(group);
+    const bool may_wait = batch || needs_no_staging(group.work);
+    make_result_on_device(group, options.in_callers_order && may_wait && !group.image);
   }
   Route route = find_route(group, options);
   const bool in_call = !options.use_background_thread || fits_in_call(group, route, options);

@@ -52,6 +52,12 @@ struct RouteOptions {
   bool use_background_thread = true;
   bool requires_pinned_results = false;
   Sending sending = Sending::kAtOnce;
+  // For copies from the host to new memory of a device that need no staging buffer: the memory is
+  // taken from that of the current stream, and written after the work that the stream has now. So
+  // the copy gets what the caller's program has freed, and that gets it back. (Staging buffers
+  // would wait for this work too, and then hold up the caller.) As with the next option, the caller
+  // must not write to pinned sources before the copy is done.
+  bool in_callers_order = false;
   // For existing memory only: the device reads large pinned sources in place. Where it does, no
   // wait() holds the host for any source, so the caller must not write to them before the copy is
   // done.

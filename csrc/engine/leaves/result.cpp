@@ -104,10 +104,17 @@ Result::Chunk Result::allocate(const ChunkPlan& plan) const {
   return chunk;
 }
 
-void Result::record_on(const c10::Stream& stream) const {
+void Result::record_on(const c10::Stream& stream) {
+  is_handed_over_ = true;
   for (const Chunk& chunk : chunks_) {
     if (chunk.storage.nbytes() != 0) record_stream(chunk.storage, stream);
   }
+}
+
+// The caller's stream reuses its memory in its own order, so it must not get memory back that
+// another stream still writes to. A consumer's stream has waited for the writes.
+void Result::protect_from_writer() noexcept {
+  if (memory_.writer != nullptr && !is_handed_over_) record_on(*memory_.writer);
 }
 
 void Result::note_written(size_t chunk, const c10::Stream& stream) const {
@@ -158,6 +165,7 @@ RecycledVector<at::Tensor> Result::take_made_outputs() {
 
 // Leaves it to the destructor if a worker has lost its processor while it makes outputs.
 void Result::drop_memory() noexcept {
+  protect_from_writer();
   made_are_taken_ = true;
   if (!try_lock_briefly(made_mutex_)) return;
   // Destroyed without the lock, because code of a finalizer may run.

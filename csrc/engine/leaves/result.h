@@ -27,8 +27,10 @@ namespace tdcopier {
 struct MemoryOf {
   c10::Device device;
   // On an accelerator: the stream that the memory belongs to; consumers' streams are recorded on
-  // it. engine/jobs/route.cpp chooses it by the source's device.
+  // it. engine/jobs/route.cpp chooses it by the source's device. Null: the caller's current stream.
   const c10::Stream* stream = nullptr;
+  // Of the caller's memory: the stream of the writes, which waits for the caller's work first.
+  const c10::Stream* writer = nullptr;
   // On the host: the allocator. Null: torch's own for pageable memory.
   c10::Allocator* host_allocator = nullptr;
   // Existing memory for the whole image of the plan, from this byte on, instead.
@@ -41,9 +43,10 @@ struct MemoryOf {
 // out share it. Thread: any.
 class Result {
  public:
-  // Requires: the stream in `memory` lives as long as the result.
+  // Requires: the streams in `memory` live as long as the result.
   Result(const MemoryOf& memory, std::shared_ptr<const LeafTable> leaves,
          std::shared_ptr<const PackPlan> plan);
+  ~Result() { protect_from_writer(); }
   Result(const Result&) = delete;
   Result& operator=(const Result&) = delete;
 
@@ -59,8 +62,11 @@ class Result {
     return static_cast<std::byte*>(chunks_[chunk].storage.mutable_data()) + chunks_[chunk].shift;
   }
 
-  // Ensures that no chunk is reused while `stream`, of the device, may still read it.
-  void record_on(const c10::Stream& stream) const;
+  // The stream that writes to memory of the caller's stream; null: the memory's own writes.
+  const c10::Stream* writer() const { return memory_.writer; }
+  // Ensures that no chunk is reused while `stream`, of the device, may still read it. Requires: the
+  // stream waits for the writes.
+  void record_on(const c10::Stream& stream);
   // Notes that the work on `stream` writes to the chunk, which is pinned: even if the chunk is
   // dropped, its allocator does not reuse it before that work is done.
   void note_written(size_t chunk, const c10::Stream& stream) const;
@@ -89,6 +95,8 @@ class Result {
   };
 
   Chunk allocate(const ChunkPlan& plan) const;
+  // Ensures that no memory that has not been handed over is reused while it is written.
+  void protect_from_writer() noexcept;
   at::Tensor output(uint32_t leaf) const;
   std::pair<c10::Storage, uint64_t> place(uint32_t leaf) const;
 
@@ -98,6 +106,7 @@ class Result {
   const c10::DispatchKeySet output_keys_;
   const bool inference_mode_;  // whether the caller was in it
   std::vector<Chunk> chunks_;  // constant from allocate() to drop_memory()
+  std::atomic<bool> is_handed_over_ = false;
 
   std::mutex made_mutex_;
   RecycledVector<at::Tensor> made_;  // outputs, by leaf; guarded by made_mutex_
