@@ -324,6 +324,18 @@ def _(run: Run) -> Names:
     }
 
 
+@set_up("docs/guide/from_torchrls_script.md")
+def _(run: Run) -> Names:
+    pytest.importorskip("torchrl")
+    from tensordict import TensorDict
+
+    data = {"observation": torch.rand(512, 4), "reward": torch.rand(512, 1)}
+    return {
+        "rollout": TensorDict(data, [512], device="cpu"),
+        "learn": lambda batch: batch["reward"].mean(),
+    }
+
+
 # ---- tests ---------------------------------------------------------------------------------------
 
 
