@@ -32,6 +32,9 @@ class _Sending(threading.local):
     in_callers_order = False
     """Whether the results are in memory of the current stream, and written after its work."""
 
+    def end(self) -> None:
+        self.now, self.in_callers_order = None, False
+
     def apply(self, options: _C.CopyOptions) -> _C.CopyOptions:
         if self.now is None:
             return options

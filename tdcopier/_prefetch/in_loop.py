@@ -47,7 +47,7 @@ class LoopPass(BatchQueue):
                 is_needed_next = len(self._items) == 1
                 self._begin(_C.Sending.AT_ONCE if is_needed_next else _C.Sending.DEFERRED_STAGED)
         finally:
-            SENDING.now = None  # repeated: see Note [Interrupts]
+            SENDING.end()  # repeated: see Note [Interrupts]
             self._finish_close()
 
     def _has_room(self) -> bool:

@@ -352,7 +352,7 @@ class Prefetcher(AttributesOfSource, Generic[T_co]):
             self._options,
             self._counters,
             self._copy_state,
-            in_callers_order=self._depth > 1,
+            in_callers_order=self._depth > 1 and self._packing.why_not is None,
             has_reader=is_threaded,
         )
         make: type[BatchQueue] = ReaderPass if is_threaded else LoopPass

@@ -105,8 +105,8 @@ class Source:
     copy_state: Callable[[], Any] | None
     """Returns a copy of the source's state, which is part of each item; see `copier_of_state`."""
     in_callers_order: bool
-    """Whether batches from workers are in memory of the current stream: see `RouteOptions` of the
-    engine."""
+    """Whether batches in slabs are in memory of the current stream: see `RouteOptions` of the
+    engine. Then only their workers may write to them."""
     has_reader: bool
     """Whether a reader thread reads. If so, `begin` waits until a batch's memory has been read,
     if the source may write to it again."""
@@ -127,6 +127,7 @@ class Source:
         """
         began = time.perf_counter_ns()
         try:
+            SENDING.end()  # repeated: see Note [Interrupts]
             SENDING.now = sending  # applies to a copy that the source starts, too
             batch = self.read()
             read = time.perf_counter_ns()
@@ -147,7 +148,7 @@ class Source:
                 raise  # for example an interrupt, which the loop gets at once
             return EndOfPass(error)
         finally:
-            SENDING.now, SENDING.in_callers_order = None, False
+            SENDING.end()
 
     def state(self) -> Any:
         """Return a copy of the state; None for a source without one."""

@@ -102,6 +102,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
         Fast path: the usual way passes through functions of torchrl and of this package that look
         for transforms, sample units and devices, and takes twice as long.
         """
+        current.drawn_index = None
         storage, sampler = self._storage, self._sampler
         size = self._batch_size
         if (
@@ -129,11 +130,16 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
                 return None
             index, _ = sampler.sample(storage, size)
             try:
-                batch = storage.read_plainly(read, index)
-            except (ValueError, TypeError):  # a leaf has changed in place
-                read.give_up()
+                rows = storage.read_plainly(read, index)
+            except (ValueError, TypeError):  # a leaf has changed in place, or a mode of torch is on
+                current.drawn_index = index
                 return None
-        return self._collate_fn(batch)
+        batch = self._collate_fn(rows)
+        if batch is rows:
+            read.put_index(batch, index)
+        else:
+            put_into(batch, {"index": index})
+        return batch
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Draw a sample in torchrl's way. No other result of an internal method is replaced."""
@@ -156,6 +162,7 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
                 current.drawn = drawn
         finally:
             current.sampling = before  # not a call: no interrupt can come before it
+            current.drawn_index = None
         return batch, {_DRAWN: drawn}
 
     # These wait for prefetched samples, with a lock that another thread may hold while it waits for

@@ -74,6 +74,8 @@ class _Current(threading.local):
     sampling: Sampling | None = None
     drawn: Any = None
     """What the last `_sample` of this thread has drawn, for the `sample` that called it."""
+    drawn_index: torch.Tensor | None = None
+    """An index that `DeviceRandomSampler` has drawn, and whose rows are still to be read."""
 
 
 current = _Current()

@@ -113,11 +113,12 @@ def _end_failed(
 
     Its allocator would take the memory of a later capture for that of this one, and would keep
     what several streams have used; its generators would refuse to draw. A capture that succeeds
-    ends the latter.
+    ends the latter. The allocator of pinned memory goes on to look at the failed graph.
     """
     try:
         graph.capture_end()
     except RuntimeError:  # of the same failure, told again
+        _failed.append(graph)
         device = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # the capture did not begin
             torch._C._cuda_endAllocateToPool(device, pool)
@@ -126,10 +127,15 @@ def _end_failed(
         if generator is not None:
             empty.register_generator_state(generator)
         empty.capture_begin(capture_error_mode="thread_local")
-        torch.zeros(1, device="cuda")  # torch warns of a graph without work
-        empty.capture_end()
+        try:
+            torch.zeros(1, device="cuda")  # torch warns of a graph without work
+        finally:
+            empty.capture_end()
+        torch.cuda.current_stream().synchronize()  # as after a capture that succeeds
 
 
+_failed: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture failed, which stay as long as the process."""
 _turns = threading.Lock()
 _last: dict[torch.device, tuple[torch.cuda.Stream, _C.DeviceAccess]] = {}
 """The last replays on each device."""

@@ -128,7 +128,10 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             for lock in sorted((lock for lock in locks if lock is not None), key=id):
                 stack.enter_context(lock)
             stack.enter_context(self.host_writes())
-            yield
+            try:
+                yield
+            finally:
+                self._plain = None
 
     @contextmanager
     def host_writes(self) -> Iterator[None]:
@@ -199,7 +202,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         return read
 
     def read_plainly(self, read: PlainRead, index: torch.Tensor) -> TensorDict:
-        """Return the sample of an index that the device has drawn."""
+        """Return the rows of an index that the device has drawn."""
         with self._in_flight.start(index.device):
             if self._in_flight.has_writes():
                 self._in_flight.order_after_writes()
@@ -207,7 +210,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             leaves = handle._hand_over()
             self._note_read(handle._device_access())
         self._reads.add(gathered=1)
-        return read.batch(leaves, index)
+        return read.batch(leaves)
 
     def _note_read(self, access: DeviceAccess) -> None:
         if self._pin.is_shared:  # other processes may write once the buffer's lock is free

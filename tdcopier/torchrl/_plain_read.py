@@ -35,7 +35,10 @@ class PlainRead:
         """
         self._rows, self._size, self._device = rows, size, device
         nodes = _nodes_of(rows)
-        self._entries = [(node, tuple(node.values())) for node in nodes or ()]
+        self._entries = [
+            (node, node._tensordict, tuple(node._tensordict), tuple(node._tensordict.values()))
+            for node in nodes or ()
+        ]
         taken: _walk.Taken | None = None
         if nodes is not None:
             some = torch.zeros(size, dtype=torch.int64, device="cpu")
@@ -51,18 +54,16 @@ class PlainRead:
         """Whether the storage is a TensorDict of plain tensors."""
         return self._context is not None
 
-    def give_up(self) -> None:
-        """Leave reads to Python, until the storage holds something else."""
-        self._context = None
-
     def fits(self, rows: Any, size: int) -> bool:
         """Return whether it reads samples of this size from what the storage holds now."""
         return (
             rows is self._rows
             and size == self._size
             and all(
-                len(node) == len(values) and all(map(is_, node.values(), values))
-                for node, values in self._entries
+                node._tensordict is entries
+                and tuple(entries) == keys
+                and all(map(is_, entries.values(), values))
+                for node, entries, keys, values in self._entries
             )
         )
 
@@ -71,22 +72,26 @@ class PlainRead:
         numbers = RowIndex(index, 1, False, (), index, False)
         return _C.start_gather(self._leaves, numbers, _READERS, self._device, _OPTIONS)
 
-    def batch(self, leaves: list[Any], index: torch.Tensor) -> TensorDict:
-        """Return what has arrived as the sample of the index, which it contains."""
+    def batch(self, leaves: list[Any]) -> TensorDict:
+        """Return what has arrived as a TensorDict."""
         batch: TensorDict = _walk.unflatten(leaves, self._context)
-        batch._tensordict["index"] = index if batch.dim() == 1 else expand_as_right(index, batch)
         return batch
 
+    @staticmethod
+    def put_index(batch: TensorDict, index: torch.Tensor) -> None:
+        """Set the index in a batch that was made here."""
+        batch._tensordict["index"] = index if batch.dim() == 1 else expand_as_right(index, batch)
 
-def _nodes_of(rows: Any) -> list[dict[str, Any]] | None:
-    """Return the dicts of nested TensorDicts; None if a leaf or a node is of another class."""
+
+def _nodes_of(rows: Any) -> list[TensorDict] | None:
+    """Return nested TensorDicts; None if a leaf or a node is of another class."""
     if type(rows) is not TensorDict:
         return None
-    nodes: list[dict[str, Any]] = [rows._tensordict]
+    nodes = [rows]
     for node in nodes:  # grows
-        for value in node.values():
+        for value in node._tensordict.values():
             if type(value) is TensorDict:
-                nodes.append(value._tensordict)
+                nodes.append(value)
             elif type(value) is not torch.Tensor:
                 return None
     return nodes

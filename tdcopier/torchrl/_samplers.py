@@ -12,6 +12,7 @@ from torchrl.data import PrioritizedSampler, RandomSampler
 from tdcopier import _copy
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._options import Device
+from tdcopier.torchrl._current_sample import current
 from tdcopier.torchrl._to_device import with_index
 
 MOST_LATE, MOST_CALLS = 64, 1024
@@ -55,6 +56,9 @@ class DeviceRandomSampler(RandomSampler):  # type: ignore[misc]
                 f"DeviceRandomSampler needs a storage of one dimension; this one has "
                 f"{storage.ndim}: use torchrl's RandomSampler"
             )
+        if (drawn := current.drawn_index) is not None:
+            current.drawn_index = None
+            return drawn, {}
         index = torch.empty(batch_size, dtype=torch.int64, device=self.device)
         draw(index, rows, self._rng)
         return index, {}

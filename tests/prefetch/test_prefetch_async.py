@@ -255,7 +255,7 @@ def test_a_batch_is_ordered_on_the_stream_that_is_current_at_anext(
     source = torch.arange(1000.0)
 
     async def scene() -> torch.Tensor:
-        async with tdcopier.prefetch([source], device, depth=1) as batches:
+        async with tdcopier.prefetch([source], device) as batches:
             with accelerator.stream(consumer):
                 with stall(copy_stream):
                     moved = await anext(batches)

@@ -76,7 +76,7 @@ def test_a_batch_is_ordered_on_the_stream_that_is_current_when_it_is_taken(
 ):
     batches = [torch.full((1000,), float(i)) for i in range(4)]
     accelerator.synchronize(device)  # a held stream keeps every staging buffer
-    passing = iter(in_loop(batches, device, depth=1))
+    passing = iter(in_loop(batches, device, depth=2))
     reads = []
     for _ in range(4):
         stream = accelerator.Stream(device=device)

@@ -271,10 +271,15 @@ def test_rows_for_the_host_are_pageable_in_a_child_of_a_fork(device):
     (before,) = tdcopier.start_gather([torch.arange(8)], torch.tensor([3, 1]), "cpu").get()
     assert before.is_pinned()
     child = os.fork()
-    if child == 0:
-        (rows,) = tdcopier.start_gather([torch.arange(8)], torch.tensor([3, 1]), "cpu").get()
-        pinned = device.startswith("sim") and rows.is_pinned()  # on CUDA this query fails here
-        os._exit(0 if rows.tolist() == [3, 1] and not pinned else 1)
+    if child == 0:  # where a tensor cannot be asked whether it is pinned
+        status = 1
+        try:
+            (rows,) = tdcopier.start_gather([torch.arange(8)], torch.tensor([3, 1]), "cpu").get()
+            with pytest.raises(RuntimeError, match="is a forked child"):
+                tdcopier.gather([rows], [0], "cpu", require_pinned_results=True)
+            status = int(rows.tolist() != [3, 1])
+        finally:
+            os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -164,13 +164,69 @@ def test_a_leaf_that_the_device_cannot_read_any_more_is_read_by_the_host(device,
         batch = buffer.sample()
         rows = buffer.storage[:][batch["index"].cpu()]
         assert torch.equal(batch["observation"].cpu(), rows["observation"])
-    assert len(plain_reads) == 2
+    assert len(plain_reads) == 4
     assert buffer.storage.read_stats.moved_indices == 3
     with buffer.storage.writing():
         buffer.storage._storage["observation"] = torch.rand(CAPACITY, 5)
     batch = buffer.sample()
     assert torch.equal(batch["observation"].cpu(), buffer[:]["observation"][batch["index"].cpu()])
-    assert len(plain_reads) == 3
+    assert len(plain_reads) == 5
+
+
+def rename_last(rows: TensorDict) -> None:
+    rows["next"].rename_key_("truncated", "cut")
+
+
+def name_rows(rows: TensorDict) -> None:
+    rows.names = ["time"]
+
+
+def widen_batch(rows: TensorDict) -> None:
+    rows["next"].batch_size = [CAPACITY, 1]
+
+
+def select_in_place(rows: TensorDict) -> None:
+    rows.select(*rows.keys(), inplace=True)
+    rows["new"] = torch.arange(CAPACITY)
+
+
+CHANGES = {change.__name__: change for change in (rename_last, name_rows, widen_batch)}
+CHANGES["select_in_place"] = select_in_place
+CHANGES["needs_grad"] = lambda rows: rows["observation"].requires_grad_()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_in_place_is_seen_as_in_the_usual_way(device, name):
+    found = []
+    for cls in (Buffer, Usual):
+        torch.manual_seed(2)
+        buffer = made(device, cls, CAPACITY)
+        torch.manual_seed(3)
+        buffer.sample()
+        with buffer.storage.writing():
+            CHANGES[name](buffer.storage._storage)
+        found.append([buffer.sample() for _ in range(3)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_same_tensordict(ours, theirs)
+
+
+COLLATES: dict[str, Callable[[Any], Any]] = {
+    "select": lambda batch: batch.select("episode"),
+    "in place": lambda batch: batch.update({"episode": batch["episode"] + 1}),
+    "cast": lambda batch: batch.float(),
+}
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_the_index_does_not_pass_through_a_collate_function(device, plain_reads, name):
+    found = []
+    for cls in (Buffer, Usual):
+        torch.manual_seed(2)
+        buffer = made(device, cls, collate_fn=COLLATES[name])
+        torch.manual_seed(3)
+        found.append(buffer.sample())
+    assert_same_tensordict(*found)
+    assert len(plain_reads) == 1
 
 
 def test_modified_sources_are_still_found(device, plain_reads, monkeypatch):

@@ -390,7 +390,7 @@ StartedJob start(LeafGroup&& group, RouteOptions options, PhaseTimes& times) {
   if (is_to_new_memory(group.work) && group.target.is_cpu()) {
     options.use_pinned_staging = make_result_on_host(group, options);
   } else if (is_to_new_memory(group.work)) {
-    const bool may_wait = batch || needs_no_staging(group.work);
+    const bool may_wait = options.use_pinned_staging && (batch || needs_no_staging(group.work));
     make_result_on_device(group, options.in_callers_order && may_wait && !group.image);
   }
   Route route = find_route(group, options);
