@@ -13,7 +13,7 @@ import torchrl
 from tensordict import is_tensor_collection, is_tensorclass
 from tensordict.utils import expand_as_right
 from torch.utils._pytree import tree_map
-from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import ReplayBuffer, TensorDictReplayBuffer, TensorStorage
 
 from tdcopier import _checking, _copy
 from tdcopier._options import SENDING
@@ -25,7 +25,6 @@ from tdcopier.torchrl._current_sample import (
     current,
     untraced,
 )
-from tdcopier.torchrl._pinned import PackedLazyTensorStorage
 from tdcopier.torchrl._samplers import DeviceRandomSampler
 
 _DRAWN = "tdcopier: a drawn sample"
@@ -110,7 +109,8 @@ class PackedTensorDictReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc
             or size is None
             or (batch_size is not None and batch_size != size)
             or type(sampler) is not DeviceRandomSampler
-            or type(storage) is not PackedLazyTensorStorage
+            or not isinstance(storage, TensorStorage)  # it is made later
+            or not hasattr(storage, "plain_read")
             or sampler.device != storage.sample_device
             or type(self)._sample is not PackedTensorDictReplayBuffer._sample
             or self._sample_unit is None

@@ -191,7 +191,8 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         rows, read = self._rows, self._plain
         if read is None or not read.fits(rows, size):
             device = self.sample_device
-            if device is None or not self.takes_index_on(device):
+            is_derived = type(self) is not PackedLazyTensorStorage  # it may read in its own way
+            if is_derived or device is None or not self.takes_index_on(device):
                 return None
             if not self.initialized or not is_on_the_host(self):
                 return None

@@ -60,12 +60,16 @@ def test_an_interrupt_leaves_later_copies_as_they_are(device, monkeypatch):
     class Interrupting:
         def __setattr__(self, name: str, sending: _C.Sending | None) -> None:
             setattr(SENDING, name, sending)
-            if sending not in (None, _C.Sending.AT_ONCE):
+            if name == "now" and sending not in (None, _C.Sending.AT_ONCE):
                 raise KeyboardInterrupt
+
+        def end(self) -> None:
+            SENDING.end()
 
     monkeypatch.setattr("tdcopier._prefetch.source.SENDING", Interrupting())
     with pytest.raises(KeyboardInterrupt):
         next(in_loop([batch(i) for i in range(9)], device, depth=4))
+    assert (SENDING.now, SENDING.in_callers_order) == (None, False)
     handle = tdcopier.start_copy(torch.ones(LARGE), device)
     handle.wait_staged()
     assert handle.stats.transfers > 0

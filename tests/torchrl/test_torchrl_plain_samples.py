@@ -229,6 +229,19 @@ def test_the_index_does_not_pass_through_a_collate_function(device, plain_reads,
     assert len(plain_reads) == 1
 
 
+class Zeros(PackedLazyTensorStorage):
+    def get(self, index: Any) -> Any:
+        return super().get(index).zero_()
+
+
+def test_a_derived_storage_reads_in_its_own_way(device, plain_reads):
+    storage = Zeros(CAPACITY, sample_device=device, pinned=True)
+    buffer = Buffer(storage=storage, sampler=DeviceRandomSampler(device), batch_size=BATCH)
+    buffer.extend(data(44))
+    assert not buffer.sample()["observation"].any()
+    assert not plain_reads
+
+
 def test_modified_sources_are_still_found(device, plain_reads, monkeypatch):
     monkeypatch.setattr(tdcopier._checking, "enabled", True)
     buffer = made(device)
