@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from container_classes import FrozenSlottedSample, Pair, Sample, SlottedSample
 from parcel_parts import Extents, Layout, joined, parts_of
-from played_seeds import DEVICE_TYPE, Tally, batches_of, parser_of, play_batches, prepare
+from played_seeds import DEVICE_TYPE, Tally, played_by_arguments, print_played
 from support import same_bytes
 from tensordict import TensorDict
 from tensordict_classes import Frames
@@ -287,26 +287,8 @@ def limited_memory(more_bytes: int = MORE_ADDRESS_SPACE_BYTES) -> Iterator[None]
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--mutations", type=int, default=10_000)
-    arguments = parser.parse_args()
-
-    if arguments.seed is not None:
-        prepare()
-        total = play_seeds(range(arguments.seed, arguments.seed + 1))
-    else:
-        seeds = -(-arguments.mutations // MUTATIONS)
-        batches = batches_of(arguments.first_seed, seeds, A_BATCH)
-        total = Played()
-        for played in play_batches(
-            play_seeds, batches, arguments.jobs, "mutations", seeds * MUTATIONS
-        ):
-            total.add(played)
-    for counted in (total.refusals, total.trees):
-        for name, count in sorted(counted.items()):
-            print(f"{count:9,}  {name}")
-    for wrong in total.wrong:
-        print(f"WRONG: {wrong}")
+    total = played_by_arguments(__doc__, play_seeds, Played(), "mutations", MUTATIONS, A_BATCH)
+    print_played(total.refusals + total.trees, total.wrong)
     print(f"{total.mutations:,} mutations, {sum(total.trees.values()):,} trees, torch "
           f"{torch.__version__}: {len(total.wrong)} wrong")  # fmt: skip
     return bool(total.wrong)

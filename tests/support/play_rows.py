@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from played_seeds import DEVICE_TYPE, Tally, batches_of, parser_of, play_batches, prepare
+from played_seeds import DEVICE_TYPE, Tally, played_by_arguments, print_played
 from row_worlds import Pick, World, filled, last_places, same, spoil
 
 import tdcopier
@@ -207,23 +207,8 @@ def _raises(call: Callable[[], object]) -> Check:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    arguments = parser.parse_args()
-
-    if arguments.seed is not None:
-        prepare()
-        total = play_seeds(range(arguments.seed, arguments.seed + 1))
-    else:
-        seeds = -(-arguments.cases // CASES)
-        batches = batches_of(arguments.first_seed, seeds, A_BATCH)
-        total = Played()
-        for played in play_batches(play_seeds, batches, arguments.jobs, "cases", seeds * CASES):
-            total.add(played)
-    for kind, count in sorted(total.kinds.items()):
-        print(f"{count:8,}  {kind}")
-    for wrong in total.wrong:
-        print(f"WRONG: {wrong}")
+    total = played_by_arguments(__doc__, play_seeds, Played(), "cases", CASES, A_BATCH)
+    print_played(total.kinds, total.wrong)
     print(f"{total.cases:,} cases on {DEVICE_TYPE}, torch {torch.__version__}: "
           f"{len(total.wrong)} wrong")  # fmt: skip
     return bool(total.wrong)

@@ -11,6 +11,7 @@ import itertools
 import json
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,34 @@ def parser_of(doc: str) -> argparse.ArgumentParser:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seed", type=int, help="play this one alone")
     return parser
+
+
+def played_by_arguments(
+    doc: str, play: Callable[[range], T], total: T, unit: str, of_a_seed: int, a_batch: int
+) -> T:
+    """Plays the seeds that a program's arguments ask for, and returns the tally.
+
+    `unit` is the field of the tally that is counted, which grows by `of_a_seed` with each seed.
+    """
+    parser = parser_of(doc)
+    parser.add_argument(f"--{unit}", type=int, default=10_000)
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        prepare()
+        total.add(play(range(arguments.seed, arguments.seed + 1)))
+        return total
+    seeds = -(-getattr(arguments, unit) // of_a_seed)
+    batches = batches_of(arguments.first_seed, seeds, a_batch)
+    for played in play_batches(play, batches, arguments.jobs, unit, seeds * of_a_seed):
+        total.add(played)
+    return total
+
+
+def print_played(counts: Counter[str], wrong: list[str]) -> None:
+    for name, count in sorted(counts.items()):
+        print(f"{count:9,}  {name}")
+    for each in wrong:
+        print(f"WRONG: {each}")
 
 
 def prepare() -> None:
