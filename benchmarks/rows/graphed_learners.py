@@ -28,6 +28,7 @@ RESIDENT, RESIDENT_AHEAD = "torchrl, rows on the device", "torchrl, rows on the 
 RAM, RAM_AHEAD = "torchrl, rows in RAM, .to(device)", "torchrl, rows in RAM, .to(device), prefetch"
 BY_SAMPLE = f"{OURS}, sample() and CudaGraphModule"
 OF_ONE_GRAPH = f"{OURS}, GraphedLearner"
+AHEAD = f"{OURS}, GraphedLearner, read_ahead"
 DEPTH, SEED = 3, 5
 BETWEEN_CALLS_S, MAX_SAMPLE_US = 0.002, 150.0
 
@@ -39,6 +40,8 @@ class Case(NamedTuple):
     count: int
     """Rows of the storage on a real device."""
     batch: int
+    best: str
+    """The way that suits these rows."""
     least_over_floor: float
 
 
@@ -79,10 +82,20 @@ def _frames(count: int) -> Any:
 
 CASES = {
     "SAC, 13 leaves, 256 rows": Case(
-        lambda examples, device: examples.sac(3, 1, device), _pendulum, 200_000, 256, 0.97
+        agent=lambda examples, device: examples.sac(3, 1, device),
+        rows=_pendulum,
+        count=200_000,
+        batch=256,
+        best=OF_ONE_GRAPH,
+        least_over_floor=0.97,
     ),
     "DQN, 256 rows of 4x84x84 frames": Case(
-        lambda examples, device: examples.dqn(6, device), _frames, 10_000, 256, 0.93
+        agent=lambda examples, device: examples.dqn(6, device),
+        rows=_frames,
+        count=10_000,
+        batch=256,
+        best=AHEAD,
+        least_over_floor=0.93,
     ),
 }
 
@@ -121,7 +134,10 @@ def _measured(bench: Bench, name: str, case: Case) -> dict[str, Any]:
         "batch": batch,
         "update": summaries(taken),
         "updates_per_s": {way: 1e6 / us for way, us in medians.items()},
-        "wrong": {OF_ONE_GRAPH: _wrong_rows(device, rows, batch)},
+        "wrong": {
+            way: _wrong_rows(device, rows, batch, read_ahead=way == AHEAD)
+            for way in (OF_ONE_GRAPH, AHEAD)
+        },
     }
 
 
@@ -172,12 +188,12 @@ def _synchronize(device: str) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _wrong_rows(device: str, rows: Any, batch: int) -> int:
+def _wrong_rows(device: str, rows: Any, batch: int, *, read_ahead: bool) -> int:
     """Return the number of steps of a `GraphedLearner` with other rows than their index names."""
     from tdcopier.torchrl import GraphedLearner
 
     buffer, wrong = _ours(device, rows, batch), 0
-    with GraphedLearner(buffer, lambda found: found) as learner:
+    with GraphedLearner(buffer, lambda found: found, read_ahead=read_ahead) as learner:
         for _ in range(10):
             found = learner.step().cpu()
             right = rows[found["index"]]
@@ -207,6 +223,7 @@ def _ways(device: str, is_real: bool) -> dict[str, Make]:
     return {
         **({FLOOR: partial(_floor, device)} if is_real else {}),
         OF_ONE_GRAPH: partial(_in_one_graph, device),
+        AHEAD: partial(_in_one_graph, device, read_ahead=True),
         BY_SAMPLE: partial(_by_sample, device, is_real),
         RESIDENT: partial(_torchrl, device, is_real, on_device=True),
         RESIDENT_AHEAD: partial(_torchrl, device, is_real, on_device=True, prefetch=DEPTH),
@@ -231,10 +248,12 @@ def _ours(device: str, rows: Any, batch: int) -> Any:
     return buffer
 
 
-def _in_one_graph(device: str, update: Any, rows: Any, batch: int) -> Callable[[], Any]:
+def _in_one_graph(
+    device: str, update: Any, rows: Any, batch: int, *, read_ahead: bool = False
+) -> Callable[[], Any]:
     from tdcopier.torchrl import GraphedLearner
 
-    return GraphedLearner(_ours(device, rows, batch), update).step
+    return GraphedLearner(_ours(device, rows, batch), update, read_ahead=read_ahead).step
 
 
 def _by_sample(device: str, is_real: bool, update: Any, rows: Any, batch: int) -> Callable[[], Any]:
@@ -257,7 +276,7 @@ def _floor(device: str, update: Any, rows: Any, batch: int) -> Callable[[], Any]
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         kept = update(found.copy())
 
-    def step(kept: Any = (kept, found)) -> Any:
+    def step(kept: Any = (kept, found, update)) -> Any:  # update: its parameters are in the graph
         graph.replay()
         return kept
 
@@ -318,12 +337,10 @@ def value_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     for name, found in result["learners"].items():
-        rate = found["updates_per_s"]
-        ours = rate[OF_ONE_GRAPH]
-        least = CASES[name].least_over_floor
-        yield at_least(
-            f"{name}: updates/s over those on a batch that stays", ours / rate[FLOOR], least
-        )
+        rate, case = found["updates_per_s"], CASES[name]
+        ours = rate[case.best]
+        what = f"{name}, {case.best}: updates/s over those on a batch that stays"
+        yield at_least(what, ours / rate[FLOOR], case.least_over_floor)
         if "SAC" in name:
             from_ram, resident = (max(rate[way] for way in ways) for ways in _OF_TORCHRL)
             yield at_least(f"{name}: updates/s over torchrl's best from RAM", ours / from_ram, 1.3)

@@ -61,13 +61,20 @@ class GraphedStep:
         self._replays = 0
         self._static = static
         torch.cuda.synchronize(self._device)
+        reader = stream
+        if static.reads_ahead:  # beside the learning
+            reader = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with _no_collections(), torch.cuda.stream(stream), _capturing(generator) as self._graph:
-            if draws:
-                static.draw(generator)
-            self._read = static.read()
-            self._reads.add_(1)
-            reads_on_host.copy_(self._reads, non_blocking=True)
+            static.advance()
+            reader.wait_stream(stream)
+            with torch.cuda.stream(reader):
+                if draws:
+                    static.draw(generator)
+                self._read = static.read()
+                self._reads.add_(1)
+                reads_on_host.copy_(self._reads, non_blocking=True)
             self.batch, self.result = learn(static)
+            stream.wait_stream(reader)
         # Torch writes seed and offset on this stream before a capture, and on another for a replay.
         stream.synchronize()
 

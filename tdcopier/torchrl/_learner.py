@@ -31,7 +31,7 @@ from tdcopier.torchrl._watched import Watched
 STEPS_AT_ONCE = 32
 """Replays between two looks at what has changed, in `steps`."""
 FEW_REPLAYS, MANY_CAPTURES = 10, 4
-"""A learner warns after `MANY_CAPTURES` graphs in a row with at most `FEW_REPLAYS` replays each."""
+"""A learner warns if it begins anew so often in a row, each time after at most so few replays."""
 
 _WANTED = (
     "GraphedLearner needs a PackedTensorDictReplayBuffer with a PackedLazyTensorStorage("
@@ -83,6 +83,7 @@ class GraphedLearner:
         watch: Iterable[Any] = (),
         graph: bool | None = None,
         warmup: int = 3,
+        read_ahead: bool = False,
     ) -> None:
         """Args:
             buffer: with a pinned `PackedLazyTensorStorage` and no `prefetch=`. With a
@@ -97,12 +98,16 @@ class GraphedLearner:
                 way that the learner cannot see.
             graph: whether to capture; None: if the device is a CUDA device.
             warmup: number of steps without a graph before each capture, at least 1.
+            read_ahead: whether each step reads the rows of the next one while it learns, which pays
+                for large rows. A step then learns from rows as they were at the step before, and
+                the device holds two batches. Needs a `DeviceRandomSampler`.
 
         Raises:
             TypeError: the buffer is of another class, or has another storage.
             ValueError: there is no batch size; `warmup` is less than 1; the buffer has `prefetch=`
-                or `collate_fn=`; the storage is not pinned or has several dimensions; or `graph`
-                is true and the device is no CUDA device.
+                or `collate_fn=`; the storage is not pinned or has several dimensions; `graph` is
+                true and the device is no CUDA device; or `read_ahead` is true and the graph cannot
+                draw the index.
         """
         self._buffer, self._storage = buffer, _checked_storage(buffer)
         self._device: torch.device = self._storage.sample_device  # type: ignore[assignment]
@@ -116,6 +121,8 @@ class GraphedLearner:
             raise ValueError("there is no batch size: give the buffer or the learner one")
         self._batch_size: int = size
         self._update, self._keys, self._warmup = update, keys, warmup
+        self._reads_ahead = read_ahead
+        self._check_read_ahead()
         captures = is_cuda and graph is not False
         self._stream: Any = torch.Stream(self._device) if captures else None
         self._watched = Watched([update, *watch, buffer.transform])
@@ -123,6 +130,7 @@ class GraphedLearner:
         self._static: StaticBatch | None = None
         self._made_with: list[int] = []  # identities and addresses, for the batch
         self._kept: list[Any] = []  # or other objects might get these identities
+        self._replacements = 0
         self._step: GraphedStep | None = None
         self._left = warmup  # steps without a graph, before the next capture
         self._why: str | None = None
@@ -176,9 +184,13 @@ class GraphedLearner:
         self._order_after_the_last()
         try:
             with self._reading() as static:
+                if static.reads_ahead and not static.has_next:
+                    static.draw(self._generator)
+                    self._note(static.read()._device_access(), 1)
                 step = self._graph_of(static)
                 if step is None:
                     done = 1
+                    static.advance()
                     if self._draws_on_the_device:
                         static.draw(self._generator)
                     self._note(static.read()._device_access(), done)
@@ -193,6 +205,8 @@ class GraphedLearner:
                     self._watched.make_capturable(self._device)
                 batch, result = self._learn_beside(static)
                 self._left = max(0, self._left - 1)
+                if self._stream is not None and self._left == 0:
+                    self._watched.remember()  # what is changed before the capture needs such a step
             else:
                 batch, result = step.batch, step.result
             self._steps += done
@@ -244,6 +258,7 @@ class GraphedLearner:
                 stack.enter_context(lock)
             if len(storage) == 0:
                 raise RuntimeError("Cannot sample from an empty storage.")
+            self._check_read_ahead()
             is_drawn_here = self._draws_on_the_device
             info = self._batch_size if is_drawn_here else self._info_of_sampler()
             if storage.pinned:
@@ -256,6 +271,14 @@ class GraphedLearner:
             if isinstance(info, dict):
                 static.take(info)
             yield static
+
+    def _check_read_ahead(self) -> None:
+        if self._reads_ahead and not self._draws_on_the_device:
+            raise ValueError(
+                "read_ahead=True needs an index that the device draws: give the buffer a "
+                f"DeviceRandomSampler({str(self._device)!r}), no sample unit of your own, and no "
+                "writer that tracks generations"
+            )
 
     def _info_of_sampler(self) -> dict[Any, Any]:
         """Draw on the host, as the buffer's `sample` does."""
@@ -288,6 +311,10 @@ class GraphedLearner:
         made_with = [*map(id, kept), *(leaf.data_ptr() for leaf in leaves)]
         is_same = made_with == self._made_with
         if static is not None and is_same and static.fits(info):
+            if (
+                self._storage.replacements != self._replacements
+            ):  # rows that were read ahead are old
+                self._replacements, static.has_next = self._storage.replacements, False
             return static
         if type(rows) is not TensorDict:
             raise TypeError(
@@ -299,8 +326,11 @@ class GraphedLearner:
                 if not is_same
                 else "the sampler's index or info has another shape"
             )
-        self._static = StaticBatch(rows, self._keys, self._device, info)
+        self._static = StaticBatch(
+            rows, self._keys, self._device, info, reads_ahead=self._reads_ahead
+        )
         self._made_with, self._kept = made_with, kept
+        self._replacements = self._storage.replacements
         return self._static
 
     # ---- learning --------------------------------------------------------------------------------
@@ -333,7 +363,9 @@ class GraphedLearner:
         """Return the captured step; None if this step runs without one."""
         if self._stream is None:
             return None
-        if self._step is not None and (why := self._watched.difference()) is not None:
+        if (self._step is not None or self._left == 0) and (
+            why := self._watched.difference()
+        ) is not None:
             self._forget(why)
         if self._step is None and self._left == 0:
             draws = self._draws_on_the_device
@@ -347,23 +379,24 @@ class GraphedLearner:
             )
             self._watched.remember()
             self._captures += 1
-            self._replays_of_graph = 0
         return self._step
 
     def _forget(self, why: str) -> None:
         """Drop the graph; the next steps run without one, and then another is captured."""
-        self._left = self._warmup
-        if self._step is None:
+        left, self._left = self._left, self._warmup
+        if self._step is not None:
+            torch.cuda.synchronize(self._device)
+            self._step, self._why = None, why
+        elif left > 0:  # no graph was due yet
             return
-        torch.cuda.synchronize(self._device)
-        self._step, self._why = None, why
         is_short_lived = self._replays_of_graph <= FEW_REPLAYS
+        self._replays_of_graph = 0
         self._short_lived = self._short_lived + 1 if is_short_lived else 0
         if self._short_lived == MANY_CAPTURES:
             warnings.warn(
-                f"GraphedLearner captured {MANY_CAPTURES} graphs in a row that it could replay at "
-                f"most {FEW_REPLAYS} times each; the last time, {why}. Give a learning rate that "
-                "changes as a tensor on the device, and set modes once.",
+                f"GraphedLearner began anew {MANY_CAPTURES} times in a row, after at most "
+                f"{FEW_REPLAYS} replays of a graph; the last time, {why}. Give a learning rate "
+                "that changes as a tensor on the device, and set modes once.",
                 stacklevel=6,
             )
 

@@ -84,6 +84,8 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         self.pinned = pinned and str(sample_device) != "cpu"
         self._pin = Pin()
         self._plain: PlainRead | None = None
+        self.replacements = 0
+        """How often all rows were loaded or removed."""
         self._in_flight = InFlight()
         self._late_cursor = _LateCursor()
         self._written_by_device = 0
@@ -321,10 +323,16 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with self.host_writes():
             super().load_state_dict(state_dict)
+            self.replacements += 1
 
     def loads(self, path: Any) -> None:
         with self.host_writes():
             super().loads(path)
+            self.replacements += 1
+
+    def _empty(self) -> None:
+        super()._empty()
+        self.replacements += 1
 
     def _apply_conditional_patch(self, index: Any, patch: Any) -> None:
         with self.host_writes():

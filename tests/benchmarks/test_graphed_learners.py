@@ -19,7 +19,7 @@ def test_all_ways_learn_and_read_the_rows_of_their_index(sim, monkeypatch) -> No
     result = learners.run(bench)
     (found,) = result["learners"].values()
     assert found["updates_per_s"].keys() == learners._ways("cpu", False).keys()
-    assert found["wrong"] == {learners.OF_ONE_GRAPH: 0}
+    assert found["wrong"] == {learners.OF_ONE_GRAPH: 0, learners.AHEAD: 0}
     assert result["sample"]["leaves"] == 16
     assert result["sample"]["host"].keys() == {learners.OURS}
     (target,) = entry.targets_of(learners, result, speed=False)
@@ -28,7 +28,7 @@ def test_all_ways_learn_and_read_the_rows_of_their_index(sim, monkeypatch) -> No
 
 def result(sample_us: float = 150.0, **changed: float) -> dict[str, Any]:
     rate = dict.fromkeys(learners._ways("cpu", True), 100.0)
-    ours = dict.fromkeys((learners.OF_ONE_GRAPH, learners.FLOOR), 140.0)
+    ours = dict.fromkeys((learners.OF_ONE_GRAPH, learners.AHEAD, learners.FLOOR), 140.0)
     rate = {**rate, **ours, **changed}
     return {
         "learners": {name: {"updates_per_s": rate, "wrong": {}} for name in learners.CASES},
@@ -45,7 +45,16 @@ def test_a_slow_sample_misses_its_target() -> None:
 @pytest.mark.parametrize(
     ("way", "rate", "missed"),
     [
-        (learners.FLOOR, 145.0, ["SAC, 13 leaves, 256 rows: updates/s over those on a batch"]),
+        (
+            learners.AHEAD,
+            130.0,
+            ["DQN, 256 rows of 4x84x84 frames, tdcopier, GraphedLearner, read"],
+        ),
+        (
+            learners.FLOOR,
+            145.0,
+            ["SAC, 13 leaves, 256 rows, tdcopier, GraphedLearner: updates/s over those"],
+        ),
         (learners.RAM, 108.0, ["SAC, 13 leaves, 256 rows: updates/s over torchrl's best from RAM"]),
         (learners.RESIDENT_AHEAD, 128.0, ["SAC, 13 leaves, 256 rows: over torchrl's best on"]),
     ],

@@ -6,8 +6,8 @@
 A seed makes two equal buffers and two equal models. One learns by a `GraphedLearner`, the other by
 a loop that is written by hand, and between steps both get the same rows, settings and parameters.
 A case is a step; its rows, its loss and, at the end of the seed, the parameters must be equal, and
-the rows those that the storage has at the index. Cases with other values are printed with their
-seed.
+the rows those that the storage has at the index. Some learners read ahead. Cases with other values
+are printed with their seed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from played_seeds import DEVICE_TYPE, Tally, batches_of, parser_of, play_batches, prepare
+from played_seeds import DEVICE_TYPE, Tally, played_by_arguments, print_played
 from tensordict import TensorDict
 from torch import nn
 from torchrl.data import RandomSampler
@@ -57,7 +56,7 @@ def play_seeds(seeds: range) -> Played:
     total = Played()
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "GraphedLearner captured")  # changes come often here
+        warnings.filterwarnings("ignore", "GraphedLearner began anew")  # changes come often here
         for seed in seeds:
             total.add(Game(seed, f"{DEVICE_TYPE}:0").play())
     return total
@@ -105,14 +104,18 @@ class Game:
             torch.manual_seed(seed)
             self.sides.append(Side(device, self.capacity, self.batch, samples_on))
         self.ours, self.theirs = self.sides
+        self.reads_ahead = samples_on is not None and dice.random() < 0.3
         self.learner = GraphedLearner(
-            self.ours.buffer, self.ours.update, warmup=dice.choice((1, 1, 2))
+            self.ours.buffer,
+            self.ours.update,
+            warmup=dice.choice((1, 1, 2)),
+            read_ahead=self.reads_ahead,
         )
+        self.ahead: tuple[TensorDict, TensorDict] | None = None
         self.played = Played()
         self.written = 0
-        self.streams: list[Any] = [nullcontext()]
-        if torch.device(device).type == "cuda":
-            self.streams.append(torch.cuda.stream(torch.cuda.Stream(device)))
+        is_cuda = torch.device(device).type == "cuda"
+        self.streams = [None, torch.cuda.Stream(device)] if is_cuda else [None]
 
     def play(self) -> Played:
         case = ""
@@ -141,13 +144,15 @@ class Game:
         count = self.dice.choice((1, 1, 1, 2, 5))
         seed = self.dice.randrange(2**31)
         torch.manual_seed(seed)
-        with self.dice.choice(self.streams):
+        if (stream := self.dice.choice(self.streams)) is not None:
+            stream.wait_stream(torch.cuda.current_stream())  # for what was changed there
+        with torch.cuda.stream(stream):
             found = self.learner.steps(count).cpu()
         torch.manual_seed(seed)
         for _ in range(count):
-            wanted = self.theirs.update(self.theirs.buffer.sample())
+            batch, rows = self._batch_by_hand()
+            wanted = self.theirs.update(batch)
         wanted = wanted.cpu()
-        rows = self.theirs.buffer.storage[:][wanted["index"]]
         keys = set(wanted.keys(True, True))
         if keys != set(found.keys(True, True)):
             self.played.wrong.append(f"{case}: other keys")
@@ -155,6 +160,17 @@ class Game:
             self.played.wrong.append(f"{case}: other values")
         elif not all(torch.equal(found[key], rows[key]) for key in rows.keys(True, True)):
             self.played.wrong.append(f"{case}: other rows than the storage has")
+
+    def _batch_by_hand(self) -> tuple[TensorDict, TensorDict]:
+        """Returns a batch of the buffer of the loop by hand, and what its storage had there."""
+        batch = self.ahead or self._sample_by_hand()
+        if self.reads_ahead:
+            self.ahead = self._sample_by_hand()
+        return batch
+
+    def _sample_by_hand(self) -> tuple[TensorDict, TensorDict]:
+        batch = self.theirs.buffer.sample()
+        return batch, self.theirs.buffer.storage[:][batch["index"].cpu()]
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -191,11 +207,19 @@ class Game:
         for side in self.sides:
             with side.buffer.storage.writing():
                 side.buffer.storage._storage["x"] = side.buffer.storage._storage["x"] * 2
+        self.ahead = None
 
     def _load(self) -> None:
         state = self.theirs.buffer.state_dict()
         for side in self.sides:
             side.buffer.load_state_dict(copy.deepcopy(state))
+        self.ahead = None
+
+    def _empty(self) -> None:
+        for side in self.sides:
+            side.buffer.empty()
+        self.ahead = None
+        self._extend()
 
     def _sample(self) -> None:
         torch.manual_seed(self.seed)
@@ -255,6 +279,7 @@ _CHANGES: dict[Callable[[Game], None], int] = {
     Game._write_leaf: 2,
     Game._replace_leaf: 1,
     Game._load: 1,
+    Game._empty: 1,
     Game._sample: 3,
     Game._change_rate: 1,
     Game._replace_parameter: 1,
@@ -267,23 +292,8 @@ _CHANGES: dict[Callable[[Game], None], int] = {
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    arguments = parser.parse_args()
-
-    if arguments.seed is not None:
-        prepare()
-        total = play_seeds(range(arguments.seed, arguments.seed + 1))
-    else:
-        seeds = -(-arguments.cases // CASES)
-        batches = batches_of(arguments.first_seed, seeds, A_BATCH)
-        total = Played()
-        for played in play_batches(play_seeds, batches, arguments.jobs, "cases", seeds * CASES):
-            total.add(played)
-    for kind, count in sorted(total.kinds.items()):
-        print(f"{count:8,}  {kind}")
-    for wrong in total.wrong:
-        print(f"WRONG: {wrong}")
+    total = played_by_arguments(__doc__, play_seeds, Played(), "cases", CASES, A_BATCH)
+    print_played(total.kinds, total.wrong)
     print(
         f"{total.cases:,} cases on {DEVICE_TYPE}, {total.replays:,} replays of {total.captures:,} "
         f"graphs, torch {torch.__version__}: {len(total.wrong)} wrong"

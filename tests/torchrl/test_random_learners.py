@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,15 +19,6 @@ SEEDS = -(-int(os.environ.get("TDCOPIER_TEST_LEARNERS", "200")) // (CASES * PART
 FIRST_SEED = int(os.environ.get("TDCOPIER_TEST_FIRST_SEED", "0"))
 
 pytestmark = pytest.mark.usefixtures("no_collections")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Keeps torch's thread teams out: they take longer than these small tensors."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("part", range(PARTS))

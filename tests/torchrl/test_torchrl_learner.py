@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +12,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict_same import assert_same_tensordict
-from torch import nn
-from torch.utils._pytree import tree_map_only
 
 pytest.importorskip("torchrl")
 
+from learner_cases import assert_equal_steps, both, buffer_on, steps_by_hand
 from torchrl.data.replay_buffers import SampleUnit
 from torchrl.envs.transforms import RewardScaling
 from torchrl_support import BATCH, CAPACITY, SAMPLERS, fill
@@ -34,57 +32,9 @@ from tdcopier.torchrl._graphed_step import GraphedStep
 pytestmark = pytest.mark.usefixtures("no_collections")
 
 
-def buffer_on(device: str, sampler: Any = None, **options: Any) -> PackedTensorDictReplayBuffer:
-    storage = PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True)
-    sampler = DeviceRandomSampler(device) if sampler is None else sampler
-    options = {"batch_size": BATCH, **options}
-    return PackedTensorDictReplayBuffer(storage=storage, sampler=sampler, **options)
-
-
-class Learner:
-    """Learns the reward from the observation, with an optimizer that has a state."""
-
-    def __init__(self, device: str, **options: Any) -> None:
-        torch.manual_seed(3)
-        self.model = nn.Linear(5, 1).to(device)
-        options = {"lr": 0.05, "capturable": torch.device(device).type == "cuda", **options}
-        self.optimizer = torch.optim.Adam(self.model.parameters(), **options)
-
-    def update(self, batch: Any) -> TensorDict:
-        found = self.model(batch["observation"].float())
-        error = (found - batch["next", "reward"].float()).square().mean()
-        error.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return TensorDict({"loss": error.detach(), "index": batch["index"]})
-
-    def values(self) -> list[list[float]]:
-        return [parameter.tolist() for parameter in self.model.parameters()]
-
-
 @pytest.fixture(params=["the device", "the host alone"])
 def place(request, device):
     return device if request.param == "the device" else "cpu"
-
-
-def both(device: str, make: Callable[[], Any], **options: Any) -> tuple[Learner, Learner, Any, Any]:
-    """Returns two learners with a buffer each: one for a loop written by hand."""
-    buffers = [buffer_on(device, make(), **options) for _ in range(2)]
-    fill(buffers, 44)
-    return Learner(device), Learner(device), *buffers
-
-
-def steps_by_hand(learner: Learner, buffer: Any, count: int) -> list[Any]:
-    found = []
-    for _ in range(count):
-        found.append(learner.update(buffer.sample()).clone())
-    return found
-
-
-def assert_equal_steps(found: list[Any], wanted: list[Any]) -> None:
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert torch.equal(ours["index"].cpu(), theirs["index"].cpu())
-        assert ours["loss"].item() == theirs["loss"].item()
 
 
 def test_steps_are_those_of_a_loop_that_is_written_by_hand(place):
@@ -129,6 +79,50 @@ def test_a_buffer_may_grow(place):
     wanted.append(steps_by_hand(theirs, other, 3)[-1])
     assert_equal_steps(found, wanted)
     assert learner.stats.steps == 7
+
+
+def test_a_learner_that_reads_ahead_learns_from_rows_of_the_step_before(place):
+    ours, theirs, buffer, other = both(place, lambda: DeviceRandomSampler(place))
+    learner = GraphedLearner(buffer, ours.update, read_ahead=True)
+    torch.manual_seed(5)
+    found = [learner.step().clone() for _ in range(5)]
+    fill([buffer], 10)
+    found += [learner.step().clone(), learner.steps(3).clone()]
+    with pytest.raises(ZeroDivisionError):
+        GraphedLearner(buffer, lambda batch: 1 / 0, read_ahead=True).step()
+    wanted = []
+    torch.manual_seed(5)
+    following = other.sample()
+    for number in range(9):
+        if number == 5:
+            fill([other], 10)
+        batch, following = following, other.sample()
+        wanted.append(theirs.update(batch).clone())
+    assert_equal_steps(found, [*wanted[:6], wanted[8]])
+    assert ours.values() == theirs.values()
+
+
+def test_a_batch_that_was_read_ahead_goes_with_its_storage(place):
+    buffer = buffer_on(place)
+    fill([buffer], 44)
+    learner = GraphedLearner(buffer, lambda batch: batch["observation"].clone(), read_ahead=True)
+    learner.step()
+    with buffer.storage.writing():
+        leaf = buffer.storage._storage["observation"]
+        leaf.set_(torch.full_like(leaf, 7))
+    assert learner.step().eq(7).all()
+
+
+def test_reading_ahead_needs_an_index_that_the_device_draws(place):
+    with pytest.raises(ValueError, match="needs an index that the device draws"):
+        GraphedLearner(buffer_on(place, SAMPLERS["random"]()), len, read_ahead=True)
+    buffer = buffer_on(place)
+    fill([buffer], 44)
+    learner = GraphedLearner(buffer, len, read_ahead=True)
+    assert learner.step() == BATCH
+    buffer.set_sampler(SAMPLERS["random"]())
+    with pytest.raises(ValueError, match="needs an index that the device draws"):
+        learner.step()
 
 
 def test_only_the_keys_that_are_given_are_read(place):
@@ -331,245 +325,3 @@ def test_interrupted_replays_are_waited_for(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         step.replay(3)
     assert step._replays == 1
-
-
-# ---- graphs --------------------------------------------------------------------------------------
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", [None, "random", "weighted", "slices"])
-def test_a_graph_gives_the_values_of_steps_without_one(device, name):
-    make = SAMPLERS[name] if name else lambda: DeviceRandomSampler(device)
-    ours, theirs, buffer, other = both(device, make)
-    found: list[list[Any]] = []
-    for model, sampled, graph in ((ours, buffer, None), (theirs, other, False)):
-        learner = GraphedLearner(sampled, model.update, graph=graph)
-        torch.manual_seed(5)
-        found.append([learner.step().clone() for _ in range(9)])
-        assert learner.stats.replays == (6 if graph is None else 0)
-        assert learner.stats.captures == (1 if graph is None else 0)
-        learner.close()
-    assert_equal_steps(*found)
-    assert ours.values() == theirs.values()
-
-
-@pytest.mark.cuda
-def test_a_generator_of_the_buffer_draws_in_the_graph(device):
-    found = []
-    for graph in (True, False):
-        generator = torch.Generator(device).manual_seed(8)
-        buffer = buffer_on(device, generator=generator)
-        fill([buffer], 44)
-        learner = GraphedLearner(buffer, lambda batch: batch["index"], graph=graph)
-        found.append([learner.step().tolist() for _ in range(8)])
-    assert found[0] == found[1]
-    assert len({tuple(index) for index in found[0]}) == 8
-
-
-@pytest.mark.cuda
-def test_rows_that_are_written_between_replays_are_read(device):
-    storage = PackedLazyTensorStorage(CAPACITY, sample_device=device, pinned=True)
-    buffer = PackedTensorDictReplayBuffer(
-        storage=storage, sampler=DeviceRandomSampler(device), batch_size=64
-    )
-    learner = GraphedLearner(buffer, lambda batch: batch["a"], warmup=1)
-    for number in range(40):
-        rows = TensorDict({"a": torch.arange(20) + 100 * number}, [20], device="cpu")
-        buffer.extend(rows.to(device) if number % 3 == 0 else rows)
-        found = set(learner.step().tolist())
-        first = max(0, number - 2)
-        assert found <= {i + 100 * n for n in range(first, number + 1) for i in range(20)}
-        if number % 5 == 0:
-            assert any(value >= 100 * number for value in found)
-    assert learner.stats.captures == 1
-
-
-CHANGES: dict[str, Callable[[Learner, Any], Any]] = {
-    "a parameter, a buffer": lambda ours, buffer: setattr(
-        ours.model, "bias", nn.Parameter(torch.zeros(1, device=ours.model.bias.device))
-    ),
-    "learning rate": lambda ours, buffer: ours.optimizer.param_groups[0].update(lr=0.01),
-    "training and evaluation": lambda ours, buffer: ours.model.eval(),
-    "another storage": lambda ours, buffer: buffer.append_transform(
-        RewardScaling(0.0, 2.0, in_keys=[("next", "reward")])
-    ),
-}
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("why", CHANGES)
-def test_another_graph_is_captured_after_a_change(device, why):
-    ours, theirs, buffer, other = both(device, lambda: DeviceRandomSampler(device))
-    found: list[list[Any]] = []
-    for model, sampled, graph in ((ours, buffer, None), (theirs, other, False)):
-        learner = GraphedLearner(sampled, model.update, graph=graph, warmup=2)
-        torch.manual_seed(5)
-        steps = [learner.step().clone() for _ in range(5)]
-        CHANGES[why](model, sampled)
-        steps += [learner.step().clone() for _ in range(6)]
-        if graph is None:
-            assert learner.stats.captures == 2
-            assert learner.stats.replays == 3 + 4
-            assert why in learner.stats.why_captured
-        found.append(steps)
-    assert_equal_steps(*found)
-    assert ours.values() == theirs.values()
-
-
-@pytest.mark.cuda
-def test_another_graph_is_captured_when_the_buffer_was_loaded(device):
-    _, _, buffer, other = both(device, lambda: DeviceRandomSampler(device))
-    learner = GraphedLearner(buffer, lambda batch: batch["observation"].float().mean())
-    for _ in range(5):
-        learner.step()
-    state = other.state_dict()
-    tree_map_only(torch.Tensor, torch.Tensor.zero_, state["_storage"]["_storage"])
-    buffer.load_state_dict(state)
-    assert [learner.step().item() for _ in range(6)] == [0.0] * 6
-
-
-@pytest.mark.cuda
-def test_changes_at_each_step_give_a_warning(device):
-    ours, _, buffer, _ = both(device, lambda: DeviceRandomSampler(device))
-    learner = GraphedLearner(buffer, ours.update, warmup=1)
-
-    def decay() -> None:
-        for number in range(10):
-            ours.optimizer.param_groups[0]["lr"] = 1.0 / (number + 1)
-            learner.steps(2)
-
-    with pytest.warns(UserWarning, match="Give a learning rate that changes as a tensor"):
-        decay()
-
-
-@pytest.mark.cuda
-def test_a_step_that_a_graph_cannot_hold_is_named_and_nothing_is_lost(device):
-    ours, _, buffer, _ = both(device, lambda: DeviceRandomSampler(device))
-
-    def update(batch: Any) -> float:
-        return ours.update(batch)["loss"].item()
-
-    learner = GraphedLearner(buffer, update, warmup=2)
-    assert learner.step() > 0
-    assert learner.step() > 0
-    before = ours.values()
-    with pytest.raises(RuntimeError, match="needs the host"):
-        learner.step()
-    assert ours.values() == before
-    assert all(parameter.grad is None for parameter in ours.model.parameters())
-    assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-    other = GraphedLearner(buffer, update, graph=False)
-    assert other.step() > 0
-    working = GraphedLearner(buffer, ours.update, warmup=1)
-    assert len({working.step()["loss"].item() for _ in range(4)}) == 4
-    assert working.stats.replays == 3
-
-
-@pytest.mark.cuda
-def test_a_failed_capture_keeps_no_memory(device):
-    """Torch returns no memory that several streams have used while it believes in a capture."""
-    buffer = buffer_on(device)
-    fill([buffer], 44)
-    learner = GraphedLearner(buffer, lambda batch: batch["index"].sum().item(), warmup=1)
-    learner.step()
-    with pytest.raises(RuntimeError, match="needs the host"):
-        learner.step()
-    learner.close()
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    used = torch.zeros(1_000_000, device=device)
-    used.record_stream(torch.cuda.Stream(device))
-    del used
-    torch.cuda.synchronize(device)
-    torch.zeros(1, device=device)  # the allocator looks at what has ended
-    assert torch.cuda.memory_allocated(device) <= before + 1024
-
-
-@pytest.mark.cuda
-def test_learners_on_two_streams_draw_what_each_draws_alone(device):
-    buffer, streams = buffer_on(device), [torch.cuda.Stream(device) for _ in range(2)]
-    fill([buffer], 44)
-    learners = [GraphedLearner(buffer, lambda batch: batch["index"], warmup=1) for _ in streams]
-    found: list[list[torch.Tensor]] = []
-    for is_waiting in (True, False):
-        torch.manual_seed(5)
-        found.append([])
-        for number in range(60):
-            with torch.cuda.stream(streams[number % 2]):
-                found[-1].append(learners[number % 2].step().clone())
-            if is_waiting:
-                torch.cuda.synchronize(device)
-        torch.cuda.synchronize(device)
-        found[-1] = found[-1][4:]  # those of the first time have no graph
-    assert len(torch.stack(found[1]).unique(dim=0)) == len(found[1])
-    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
-
-
-@pytest.mark.cuda
-def test_the_caller_may_change_its_stream(device):
-    ours, theirs, buffer, other = both(device, lambda: DeviceRandomSampler(device))
-    learner = GraphedLearner(buffer, ours.update, warmup=1)
-    streams = [torch.cuda.default_stream(device), torch.cuda.Stream(device)]
-    torch.manual_seed(5)
-    found = []
-    for number in range(8):
-        with torch.cuda.stream(streams[number % 2]):
-            found.append(learner.step().clone())
-    torch.cuda.synchronize(device)
-    reference = GraphedLearner(other, theirs.update, graph=False)
-    torch.manual_seed(5)
-    assert_equal_steps(found, [reference.step().clone() for _ in range(8)])
-
-
-@pytest.mark.cuda
-def test_the_host_writes_as_soon_as_the_rows_are_read(device):
-    """And not when the step ends, whose kernels take long."""
-    buffer = buffer_on(device)
-    fill([buffer], 44)
-
-    def update(batch: Any) -> torch.Tensor:
-        torch.cuda._sleep(2_000_000_000)  # a second or so
-        return batch["observation"]
-
-    learner = GraphedLearner(buffer, update, warmup=1)
-    learner.step()
-    learner.step()
-    torch.cuda.synchronize(device)
-    rows = buffer[:4].clone()
-    learner.step()
-    buffer.extend(rows)
-    assert not torch.cuda.current_stream(device).query()
-    torch.cuda.synchronize(device)
-
-
-@pytest.mark.cuda
-def test_a_step_that_counts_in_python_gives_a_warning(device):
-    buffer, counted = buffer_on(device), SimpleNamespace(steps=0)
-    fill([buffer], 44)
-
-    def update(batch: Any) -> Any:
-        counted.steps += 1
-        return batch["observation"]
-
-    learner = GraphedLearner(buffer, update, warmup=1)
-    learner.step()
-    with pytest.warns(UserWarning, match=r"SimpleNamespace\.steps"):
-        learner.step()
-    assert counted.steps == 2
-
-
-@pytest.mark.cuda
-def test_a_state_of_an_optimizer_may_be_loaded(device):
-    ours, theirs, buffer, other = both(device, lambda: DeviceRandomSampler(device))
-    found: list[list[Any]] = []
-    for model, sampled, graph in ((ours, buffer, None), (theirs, other, False)):
-        learner = GraphedLearner(sampled, model.update, graph=graph)
-        state = Learner(device, capturable=False).optimizer.state_dict()
-        torch.manual_seed(5)
-        steps = [learner.step().clone() for _ in range(5)]
-        model.optimizer.load_state_dict(state)
-        if graph is False:
-            model.optimizer.param_groups[0]["capturable"] = True
-        found.append([*steps, *(learner.step().clone() for _ in range(6))])
-        assert learner.stats.captures == (2 if graph is None else 0)
-    assert_equal_steps(*found)
