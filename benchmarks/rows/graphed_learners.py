@@ -40,8 +40,6 @@ class Case(NamedTuple):
     count: int
     """Rows of the storage on a real device."""
     batch: int
-    best: str
-    """The way that suits these rows."""
     least_over_floor: float
 
 
@@ -86,7 +84,6 @@ CASES = {
         rows=_pendulum,
         count=200_000,
         batch=256,
-        best=OF_ONE_GRAPH,
         least_over_floor=0.97,
     ),
     "DQN, 256 rows of 4x84x84 frames": Case(
@@ -94,7 +91,6 @@ CASES = {
         rows=_frames,
         count=10_000,
         batch=256,
-        best=AHEAD,
         least_over_floor=0.93,
     ),
 }
@@ -337,13 +333,13 @@ def value_targets(result: dict[str, Any]) -> Iterator[Target]:
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     for name, found in result["learners"].items():
-        rate, case = found["updates_per_s"], CASES[name]
-        ours = rate[case.best]
-        what = f"{name}, {case.best}: updates/s over those on a batch that stays"
-        yield at_least(what, ours / rate[FLOOR], case.least_over_floor)
+        rate = found["updates_per_s"]
+        ours = rate[AHEAD]  # as torchrl's ways have prefetch
+        what = f"{name}, {AHEAD}: updates/s over those on a batch that stays"
+        yield at_least(what, ours / rate[FLOOR], CASES[name].least_over_floor)
         if "SAC" in name:
             from_ram, resident = (max(rate[way] for way in ways) for ways in _OF_TORCHRL)
-            yield at_least(f"{name}: updates/s over torchrl's best from RAM", ours / from_ram, 1.3)
+            yield at_least(f"{name}: the same over torchrl's best from RAM", ours / from_ram, 1.3)
             yield at_least(f"{name}: over torchrl's best on the device", ours / resident, 1.1)
 
     us = result["sample"]["host"][OURS]["median_us"]

@@ -19,7 +19,7 @@ KEY = ("commit", "dirty", "machine", "suite", "row", "way")
 """What a line is known by: a later result replaces the figures of an earlier one."""
 FIELDS = (*KEY, "date", "device", "torch")
 SHORT = 7  # letters of a commit, as some results name it so
-PARTS = ("contenders", "step", "park", "resume")
+PARTS = ("contenders", "step", "update", "park", "resume")
 """Where a part of a result has times by way."""
 FOLDERS = ("workloads", "copies", "loops", "replays", "learners", "gathers", "from_pinned")
 FOLDERS += ("cases", "parked")

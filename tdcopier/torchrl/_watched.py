@@ -219,7 +219,7 @@ class _Walk:
         if isinstance(value, types.FunctionType):
             return self._parts_of_function(value)
         if is_tensor_collection(value) and not isinstance(value, nn.Module):
-            return self._bound_by("", lambda: dict(value.items(True, True)))
+            return self._bound_by("", lambda: _leaves_of(value))
         name = f"{type(value).__qualname__}."
         return [*self._methods_of(value), *self._bound_by(name, lambda: self.attributes_of(value))]
 
@@ -258,6 +258,12 @@ class _Walk:
     def _bound_by(self, name: str, holder: Callable[[], dict[str, Any]]) -> list[Any]:
         self.holders.append((name, holder))
         return list(holder().values())
+
+
+def _leaves_of(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a TensorDict, with the names of nested ones in one text."""
+    leaves = tree.items(include_nested=True, leaves_only=True)
+    return {key if isinstance(key, str) else ".".join(key): leaf for key, leaf in leaves}
 
 
 def _is_assigned(cell: types.CellType) -> bool:
