@@ -45,12 +45,14 @@ SUITES = {
     "trainers": "trainers.benchmark",
     "reading": "trainers.reading",
     "frameworks": "trainers.frameworks",
+    "learners": "rows.graphed_learners",
 }
 """Modules by benchmark. Each has a function ``run``, which returns the figures of the result, and
 functions that yield the targets on values and on speed from these figures."""
 NEEDED = {
     "tensordict": ("tensordict",),
     "frameworks": ("accelerate", "lightning", "transformers"),
+    "learners": ("torchrl",),
 }
 """Packages that a benchmark needs beside torch."""
 ON_THE_HOST = ("travel",)

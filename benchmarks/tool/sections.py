@@ -235,6 +235,21 @@ def gather(result: Found) -> list[str]:
     ]
 
 
+def learners(result: Found) -> list[str]:
+    """Return one table: the updates a second of each way."""
+    found = {f"{name}, {each['rows']:,} rows": each for name, each in result["learners"].items()}
+    return [
+        write(
+            "learner | way",
+            found,
+            "update",
+            at("updates/s", "updates_per_s/*", "{:.0f}".format),
+            *times("update/*", "update, us"),
+            at("blocks", "update/*/repeats", str),
+        )
+    ]
+
+
 # ---- parking -------------------------------------------------------------------------------------
 
 
@@ -293,5 +308,6 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "trainers": page.tables,
     "reading": reading,
     "frameworks": page.tables,
+    "learners": learners,
 }
 """By benchmark, in the order of the page. Every section also has a table of targets."""
