@@ -132,6 +132,21 @@ def ways_of_loaders(results: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def ways_of_learners(results: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the updates a second of off-policy learners, by how a batch gets to them.
+
+    The result is empty without results.
+    """
+    parts = []
+    for result in results:
+        if result["name"] == "learners":
+            learners = result["learners"]
+            rates = [found["updates_per_s"] for found in learners.values()]
+            rows = [[way, *(f"{rate[way]:,.0f}" for rate in rates)] for way in rates[0]]
+            parts.append(table(["updates a second", *learners], rows))
+    return "\n\n".join(parts) + "\n"
+
+
 LOADERS = (ways.RESIDENT, ways.FLOOR, ways.PINNED, ways.OURS)
 _TRAINED = ["way", "step, ms", "over resident", "processor, ms", "page faults"]
 _READ = ["way", "a batch, ms", "processor, ms", "page faults"]

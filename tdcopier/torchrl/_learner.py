@@ -1,30 +1,26 @@
 """A learner's step as one CUDA graph: an index is drawn, the device reads the rows, and learns.
 
-`_graphed_step.py` captures and replays, `_static_batch.py` draws and reads, and `_watched.py` finds
-what has changed; this file decides when to capture.
+`_learner_reads.py` reads rows of the buffer to a batch that stays (`_static_batch.py`),
+`_graphed_step.py` captures and replays, and `_watched.py` finds what has changed; this file decides
+when to capture.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from torchrl.data import PrioritizedSampler
-from torchrl.data.replay_buffers.storages import _get_default_collate
 from typing_extensions import Self
 
 from tdcopier import _C
 from tdcopier._prefetch.stream_position import StreamPosition
 from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
-from tdcopier.torchrl._current_sample import RecordingSampleUnit
 from tdcopier.torchrl._graphed_step import GraphedStep, captured
-from tdcopier.torchrl._pinned import PackedLazyTensorStorage
-from tdcopier.torchrl._samplers import DeviceRandomSampler
+from tdcopier.torchrl._learner_reads import LearnerReads
 from tdcopier.torchrl._static_batch import StaticBatch
 from tdcopier.torchrl._watched import Watched
 
@@ -32,11 +28,6 @@ STEPS_AT_ONCE = 32
 """Replays between two looks at what has changed, in `steps`."""
 FEW_REPLAYS, MANY_CAPTURES = 10, 4
 """A learner warns if it begins anew so often in a row, each time after at most so few replays."""
-
-_WANTED = (
-    "GraphedLearner needs a PackedTensorDictReplayBuffer with a PackedLazyTensorStorage("
-    "size, sample_device=device, pinned=True); "
-)
 
 
 class LearnerStats(NamedTuple):
@@ -109,28 +100,19 @@ class GraphedLearner:
                 true and the device is no CUDA device; or `read_ahead` is true and the graph cannot
                 draw the index.
         """
-        self._buffer, self._storage = buffer, _checked_storage(buffer)
-        self._device: torch.device = self._storage.sample_device  # type: ignore[assignment]
+        self._buffer = buffer
+        self._reads = LearnerReads(buffer, batch_size, keys, reads_ahead=read_ahead)
+        self._device = self._reads.device
         is_cuda = self._device.type == "cuda"
         if graph and not is_cuda:
             raise ValueError(f"graph=True needs a CUDA device; the rows go to {self._device}")
         if warmup < 1:
             raise ValueError(f"warmup must be at least 1, got {warmup}")
-        size = buffer._batch_size if batch_size is None else batch_size
-        if size is None:
-            raise ValueError("there is no batch size: give the buffer or the learner one")
-        self._batch_size: int = size
-        self._update, self._keys, self._warmup = update, keys, warmup
-        self._reads_ahead = read_ahead
-        self._check_read_ahead()
+        self._update, self._warmup = update, warmup
         captures = is_cuda and graph is not False
         self._stream: Any = torch.Stream(self._device) if captures else None
         self._watched = Watched([update, *watch, buffer.transform])
         self._lock = threading.RLock()
-        self._static: StaticBatch | None = None
-        self._made_with: list[int] = []  # identities and addresses, for the batch
-        self._kept: list[Any] = []  # or other objects might get these identities
-        self._replacements = 0
         self._step: GraphedStep | None = None
         self._left = warmup  # steps without a graph, before the next capture
         self._why: str | None = None
@@ -183,20 +165,17 @@ class GraphedLearner:
         """Do at least one step, and at most that many; return their number, and the last result."""
         self._order_after_the_last()
         try:
-            with self._reading() as static:
-                if static.reads_ahead and not static.has_next:
-                    static.draw(self._generator)
-                    self._note(static.read()._device_access(), 1)
+            with self._reads.started() as static:
+                if self._reads.why_new is not None:
+                    self._forget(self._reads.why_new)
+                    self._reads.why_new = None
                 step = self._graph_of(static)
                 if step is None:
                     done = 1
-                    static.advance()
-                    if self._draws_on_the_device:
-                        static.draw(self._generator)
-                    self._note(static.read()._device_access(), done)
+                    self._reads.read(static)
                 else:
-                    done = most if self._draws_on_the_device else 1
-                    self._note(step.replay(done), done)
+                    done = most if self._reads.draws_on_the_device else 1
+                    self._reads.note(step.replay(done), done)
                     self._replays += done
                     self._replays_of_graph += done
             if step is None:
@@ -219,119 +198,6 @@ class GraphedLearner:
         finally:
             self._remember_the_last()
         return done, result
-
-    @property
-    def _draws_on_the_device(self) -> bool:
-        """Whether the index needs nothing of the host: no sample unit, for example."""
-        sampler, unit = self._buffer.sampler, self._buffer._sample_unit
-        return (
-            type(sampler) is DeviceRandomSampler
-            and sampler.device == self._device
-            and (unit is None or (type(unit) is RecordingSampleUnit and unit._unit is None))
-            and not self._tracks_generations
-        )
-
-    @property
-    def _tracks_generations(self) -> bool:
-        return bool(getattr(self._buffer.writer, "tracks_generations", False))
-
-    @property
-    def _generator(self) -> torch.Generator | None:
-        generator: torch.Generator | None = self._buffer.sampler._rng
-        return generator
-
-    # ---- reading ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def _reading(self) -> Iterator[StaticBatch]:
-        """Hold the buffer's locks for a block that starts reads, and notes them.
-
-        Gives the batch, whose index has been drawn if that is done on the host.
-        """
-        buffer, storage = self._buffer, self._storage
-        if storage.is_being_written_here:
-            raise RuntimeError("within storage.writing(), no step can read rows: end it before")
-        if (before := getattr(buffer, "_sample_dependency", None)) is not None:
-            before.result()
-        with ExitStack() as stack:
-            for lock in (buffer._replay_lock, buffer._write_lock):
-                stack.enter_context(lock)
-            if len(storage) == 0:
-                raise RuntimeError("Cannot sample from an empty storage.")
-            self._check_read_ahead()
-            is_drawn_here = self._draws_on_the_device
-            info = self._batch_size if is_drawn_here else self._info_of_sampler()
-            if storage.pinned:
-                stack.enter_context(storage._in_flight.start(self._device))
-                storage._pin.keep(storage._rows, self._device)
-                if storage._in_flight.has_writes():
-                    storage._in_flight.order_after_writes()
-            static = self._static_for(info)
-            static.set_rows_in_use(len(storage))
-            if isinstance(info, dict):
-                static.take(info)
-            yield static
-
-    def _check_read_ahead(self) -> None:
-        if self._reads_ahead and not self._draws_on_the_device:
-            raise ValueError(
-                "read_ahead=True needs an index that the device draws: give the buffer a "
-                f"DeviceRandomSampler({str(self._device)!r}), no sample unit of your own, and no "
-                "writer that tracks generations"
-            )
-
-    def _info_of_sampler(self) -> dict[Any, Any]:
-        """Draw on the host, as the buffer's `sample` does."""
-        buffer, storage = self._buffer, self._storage
-        index, info = buffer.sampler.sample(storage, self._batch_size)
-        if buffer._sample_unit is not None:
-            index, info = buffer._sample_unit.expand(index, info, storage)
-        info["index"] = index
-        if self._tracks_generations:
-            info["index_generation"] = buffer.writer.generations_of(index)
-        return dict(info)
-
-    def _note(self, access: Any, reads: int) -> None:
-        """Let writes to the storage wait for these reads."""
-        storage = self._storage
-        storage._reads.add(gathered=reads)
-        if not storage.pinned:
-            return
-        if storage._pin.is_shared:  # other processes may write once the buffer's lock is free
-            access.wait()
-        else:
-            storage._in_flight.add_read(access)
-
-    def _static_for(self, info: dict[Any, Any] | int) -> StaticBatch:
-        """Return the batch, a new one if the storage or the sampler needs another."""
-        buffer, static, rows = self._buffer, self._static, self._storage._rows
-        leaves = _leaves(rows)
-        kept = [buffer.sampler, self._generator, *buffer.transform.transforms, rows, *leaves]
-        # Of the same tensors too the memory may be another, if it was moved to shared memory.
-        made_with = [*map(id, kept), *(leaf.data_ptr() for leaf in leaves)]
-        is_same = made_with == self._made_with
-        if static is not None and is_same and static.fits(info):
-            if (
-                self._storage.replacements != self._replacements
-            ):  # rows that were read ahead are old
-                self._replacements, static.has_next = self._storage.replacements, False
-            return static
-        if type(rows) is not TensorDict:
-            raise TypeError(
-                _WANTED + f"the storage has {type(rows).__qualname__}s: store TensorDicts"
-            )
-        if static is not None:
-            self._forget(
-                "the buffer has another storage, sampler or transform"
-                if not is_same
-                else "the sampler's index or info has another shape"
-            )
-        self._static = StaticBatch(
-            rows, self._keys, self._device, info, reads_ahead=self._reads_ahead
-        )
-        self._made_with, self._kept = made_with, kept
-        self._replacements = self._storage.replacements
-        return self._static
 
     # ---- learning --------------------------------------------------------------------------------
 
@@ -368,14 +234,14 @@ class GraphedLearner:
         ) is not None:
             self._forget(why)
         if self._step is None and self._left == 0:
-            draws = self._draws_on_the_device
+            draws = self._reads.draws_on_the_device
             self._step = captured(
                 static,
                 self._learn,
                 self._stream,
                 self._watched,
                 draws=draws,
-                generator=self._generator if draws else None,
+                generator=self._reads.generator if draws else None,
             )
             self._watched.remember()
             self._captures += 1
@@ -419,8 +285,8 @@ class GraphedLearner:
         with self._lock:
             if self._last is not None:
                 self._last[1].wait()
-            self._step = self._static = self._last = None
-            self._made_with, self._kept = [], []
+            self._step = self._last = None
+            self._reads.close()
             self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -431,27 +297,3 @@ class GraphedLearner:
 
     def __reduce__(self) -> Any:
         raise TypeError("a GraphedLearner cannot be copied or pickled: make one in each process")
-
-
-def _checked_storage(buffer: Any) -> PackedLazyTensorStorage:
-    if not isinstance(buffer, PackedTensorDictReplayBuffer):
-        raise TypeError(_WANTED + f"got a {type(buffer).__qualname__}")
-    if buffer._delayed_init and not buffer.initialized:
-        buffer._init()
-    storage = buffer.storage
-    if not isinstance(storage, PackedLazyTensorStorage):
-        raise TypeError(_WANTED + f"its storage is a {type(storage).__qualname__}")
-    device = storage.sample_device
-    if device is None or not (storage.pinned or device.type == "cpu"):
-        raise ValueError(_WANTED + "its storage is not pinned")
-    if storage.ndim != 1:
-        raise ValueError(_WANTED + f"its storage has {storage.ndim} dimensions, not one")
-    if buffer._prefetch:
-        raise ValueError("the buffer has prefetch=: a step reads its own batch, so leave it out")
-    if buffer._collate_fn is not _get_default_collate(storage):
-        raise ValueError("the buffer has collate_fn=: make it a transform, or do it in update()")
-    return storage
-
-
-def _leaves(rows: Any) -> list[Any]:
-    return list(rows.values(include_nested=True, leaves_only=True)) if rows is not None else []

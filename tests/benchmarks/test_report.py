@@ -228,6 +228,15 @@ def test_the_ways_of_loaders_are_those_of_the_results() -> None:
     assert report.ways_of_loaders([]).strip() == ""
 
 
+def test_the_ways_of_learners_are_those_of_the_results() -> None:
+    text = report.ways_of_learners(report.load(report.RESULTS))
+    found = RESULTS["learners"]["learners"]
+    for way, rate in next(iter(found.values()))["updates_per_s"].items():
+        assert f"| {way} | {rate:,.0f} |" in text
+    assert len(text.splitlines()) == 2 + 8
+    assert report.ways_of_learners([]).strip() == ""
+
+
 def test_the_ways_of_torch_have_a_cell_for_each_ratio_and_the_faster_ones_are_bold() -> None:
     text = report.ways_of_torch(report.load(report.RESULTS))
     h2d = RESULTS["h2d"]["workloads"]

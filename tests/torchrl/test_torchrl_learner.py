@@ -294,9 +294,9 @@ def test_a_generator_that_is_set_later_draws(place):
     theirs.update(other.sample())
     for each in (buffer, other):
         each.set_rng(torch.Generator(place).manual_seed(3))
-    before = learner._static
+    before = learner._reads._static
     assert learner.step()["index"].tolist() == other.sample()["index"].tolist()
-    assert learner._static is not before  # and no graph that draws by the other one is left
+    assert learner._reads._static is not before  # and no graph that draws by the other one is left
 
 
 def test_a_storage_whose_memory_has_moved_is_read_anew(place):
@@ -304,12 +304,12 @@ def test_a_storage_whose_memory_has_moved_is_read_anew(place):
     fill([buffer], 44)
     learner = GraphedLearner(buffer, lambda batch: batch["observation"].clone())
     learner.step()
-    before = learner._static
+    before = learner._reads._static
     with buffer.storage.writing():
         leaf = buffer.storage._storage["observation"]
         leaf.set_(torch.full_like(leaf, 7))
     assert learner.step().eq(7).all()
-    assert learner._static is not before  # and no graph that reads the old memory is left
+    assert learner._reads._static is not before  # and no graph that reads the old memory is left
 
 
 def test_interrupted_replays_are_waited_for(monkeypatch):
