@@ -90,6 +90,7 @@ _history = history.load()
 (GENERATED / "history.md").write_text(history.page(_history, "/_build/generated/history.svg"))
 (GENERATED / "history.svg").write_text(plots.as_svg(history.trends(_history)))
 (GENERATED / "ways_of_loaders.md").write_text(report.ways_of_loaders(_results))
+(GENERATED / "ways_of_learners.md").write_text(report.ways_of_learners(_results))
 (GENERATED / "ways_of_torch.md").write_text(report.ways_of_torch(_results))
 (GENERATED / "wheels.md").write_text(wheels_table())
 with (GENERATED / "info.txt").open("wb") as file:

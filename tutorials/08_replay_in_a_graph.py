@@ -9,6 +9,9 @@ The storage is pinned, so that the device reads its rows itself; the index is dr
 and the rows go to a batch that exists, so that their addresses stay.
 A CUDA graph can then hold the whole step, and a replay of it runs no line of Python.
 
+With torchrl's replay buffers, `tdcopier.torchrl.GraphedLearner` does all of this around a function
+that learns: see the guide page "From torchrl's script to one graph".
+
 Without a CUDA device the same step runs on the simulated device, without a graph.
 """
 
