@@ -1,292 +1,168 @@
 """Trees through `torch.distributed`: one message with all leaves, instead of one for each.
 
 `broadcast` sends one rank's tree to every rank. `scatter` sends each rank a tree of its own.
+`sender` and `receiver` are the ends of a channel, which carries batch after batch between two
+processes that need not be in one group; senders may come, go and die.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
-from tdcopier._copy import start_copy
+from tdcopier._distributed.collectives import broadcast, scatter
+from tdcopier._distributed.ends import ChannelClosed, PeerLost
+from tdcopier._distributed.pair import Address
+from tdcopier._distributed.receiver import Receiver, ReceiverStats
+from tdcopier._distributed.rendezvous import Options
+from tdcopier._distributed.sender import Sender, SenderStats
 from tdcopier._options import Device
-from tdcopier._pack import Parcel, pack
 
-__all__ = ["broadcast", "scatter"]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
-Group: TypeAlias = "dist.ProcessGroup"
-
-
-def broadcast(
-    tree: Any, src: int, *, group: Group | None = None, device: Device | None = None
-) -> Any:
-    """Send a tree from one rank to every rank of a group, in two messages.
-
-    For example, on every rank::
-
-        tree = tdcopier.distributed.broadcast(tree if rank == 0 else None, src=0)
-
-    The first message contains a size, the second a parcel, as `pack` makes it: the leaves and the
-    structure. As with every collective of `torch.distributed`, all ranks of the group must make the
-    call, in the same order. The host waits until the structure has arrived; the rest is enqueued on
-    the current stream.
-
-    The tree arrives as from `start_copy`: numpy arrays as tensors, leaves without gaps, TensorDicts
-    with `device` set on every node. Each rank needs the classes of values that `pack` pickles.
-    Tensors that need a gradient arrive as leaves of a graph. On the host, a leaf that is alive
-    keeps the whole parcel alive.
-
-    Unpickling runs code that the source chooses: use it among ranks that trust one another.
-
-    Args:
-        tree: on the source, a leaf or any nesting of containers and leaves; None on other ranks.
-        src: the global rank of the source, as for `torch.distributed.broadcast`.
-        group: the ranks that take part; by default, all.
-        device: where the tree goes on this rank; ranks may differ. The default is the device that
-            the group's backend works on: the current CUDA device for NCCL, the host for gloo. Any
-            other device takes one more copy.
-
-    Returns:
-        The tree on `device`. On the source, the result of `start_copy(tree, device)`.
-
-    Raises:
-        RuntimeError: `torch.distributed` has not been initialised.
-        TypeError: `src` is not an int.
-        ValueError: `src` or this rank is not in the group; a rank that is not the source passed a
-            tree. These errors and the two above are raised on the rank that makes the mistake,
-            before any message.
-        Exception: an error that prevents the source from sending, for example a `TypeError` with
-            the path of a value that cannot be pickled. Every rank raises it. Ranks other than the
-            source raise the nearest base class among `TypeError`, `ValueError`, `RecursionError`
-            and `RuntimeError`, or else a `RuntimeError`.
-    """
-    ranks = _Ranks.of(group, src)
-    ranks.check_given(tree, "tree")
-    outgoing = ranks.prepare(lambda: [ranks.packed(tree)])
-    (size,) = ranks.share_sizes(outgoing, 1)
-    if outgoing is None:
-        return _arrived(ranks.broadcast(ranks.new_message(size)), device)
-    ((moved, message),) = outgoing.parcels
-    ranks.broadcast(message)
-    if device is None or str(device) in (str(ranks.device), ranks.device.type):
-        return moved
-    return start_copy(tree, device).wait()
+__all__ = [
+    "ChannelClosed",
+    "PeerLost",
+    "Receiver",
+    "ReceiverStats",
+    "Sender",
+    "SenderStats",
+    "broadcast",
+    "receiver",
+    "scatter",
+    "sender",
+]
 
 
-def scatter(
-    trees: Sequence[Any] | None,
-    src: int,
+def sender(
+    dst: int | None = None,
     *,
-    group: Group | None = None,
-    device: Device | None = None,
-) -> Any:
-    """Send each rank of a group a tree of its own, from one rank that has all of them.
+    store: Store | None = None,
+    name: str = "channel",
+    slots: int = 2,
+    timeout_s: float = 5.0,
+    connect_timeout_s: float = 60.0,
+    host: str | None = None,
+    interface: str | None = None,
+    checksum: bool = False,
+) -> Sender:
+    """Open the end of a channel that sends, when its receiver is there.
 
-    All sizes are broadcast in one message. Then each rank receives one message with its tree, in
-    the form that `broadcast` uses. The trees may have nothing in common.
+    For example, in a process that makes batches, and in one that learns::
+
+        with tdcopier.distributed.sender(store=store) as tx:
+            for batch in batches:
+                tx.start(batch)
+
+        for batch in tdcopier.distributed.receiver(device="cuda", store=store):
+            learn(batch)
+
+    `start` packs a batch into memory of a slot, and sends it as one message by gloo, over a group
+    of the two processes alone: other processes may come, go and die meanwhile.
 
     Args:
-        trees: on the source, a list or tuple of one tree for each rank, in the order of the group;
-            None on other ranks.
-        src: as for `broadcast`.
-        group: as for `broadcast`.
-        device: as for `broadcast`.
-
-    Returns:
-        This rank's tree on `device`.
+        dst: the global rank of the receiver, which calls ``receiver(src=...)`` with this rank; None
+            for one that takes batches from any sender.
+        store: where the two find each other, for example a `torch.distributed.TCPStore`. By default
+            that of `torch.distributed`, if it has been initialised.
+        name: of the channel in the store.
+        slots: number of batches that may be under way. `start` waits while all are.
+        timeout_s: within this time, in seconds, the channel notices that the receiver has died or
+            stopped. Code that holds the GIL for as long looks like that.
+        connect_timeout_s: how long to wait for a receiver.
+        host: the name or address of this host, by which the other end reaches it. By default what
+            `torch.distributed` takes.
+        interface: in place of `host`, the network interface, such as "eth0".
+        checksum: whether the receiver checks the bytes of each batch.
 
     Raises:
-        TypeError: `trees` is not a list or tuple, on every rank; as `broadcast`.
-        ValueError: the number of trees is not the number of ranks, on every rank; as `broadcast`.
-        RuntimeError: as `broadcast`.
-        Exception: as `broadcast`.
+        ConnectionError: no receiver has come in time.
+        RuntimeError: `torch.distributed` has not been initialised, and there is no `store`.
+        ValueError: `slots` or a time is not positive; both `host` and `interface` are given.
+        TypeError: `dst` is not an int.
     """
-    ranks = _Ranks.of(group, src)
-    ranks.check_given(trees, "trees")
+    options = _channel(dst, store, name, slots, timeout_s, connect_timeout_s, host, interface, True)
+    return Sender(options, slots, checksum=checksum)
 
-    def pack_all() -> list[torch.Tensor | None]:
-        return [
-            None if member == ranks.rank else ranks.packed(tree)[1]
-            for member, tree in zip(ranks.members, _checked(trees, ranks), strict=True)
-        ]
 
-    outgoing = ranks.prepare(pack_all)
-    sizes = ranks.share_sizes(outgoing, len(ranks.members))
-    mine = ranks.members.index(ranks.rank)
-    if outgoing is None:
-        message = ranks.new_message(sizes[mine])
-        ranks.exchange([dist.P2POp(dist.irecv, message, src, group)])
-        return _arrived(message, device)
-    ranks.exchange(
-        [
-            dist.P2POp(dist.isend, message, member, group)
-            for member, message in zip(ranks.members, outgoing.parcels, strict=True)
-            if message is not None
-        ]
+def receiver(
+    src: int | None = None,
+    *,
+    device: Device = "cpu",
+    store: Store | None = None,
+    name: str = "channel",
+    slots: int = 4,
+    timeout_s: float = 5.0,
+    connect_timeout_s: float = 60.0,
+    host: str | None = None,
+    interface: str | None = None,
+    allow_pickle: bool = False,
+) -> Receiver:
+    """Open the end of a channel that receives; it returns at once, and senders may come.
+
+    ``rx.next().wait()`` is the next batch on the device: a batch arrives in pinned memory, from
+    which one copy sends it. A batch whose parcel needs no pickle can come from anyone; others only
+    with `allow_pickle`, from senders that you trust.
+
+    Args:
+        src: the global rank of the only sender, which calls ``sender(dst=...)`` with this rank;
+            None: from all that come, in the order in which their batches do.
+        device: where batches go. On the host their leaves are views of the memory in which they
+            have arrived; a slot whose batch is kept gets other memory.
+        store: as for `sender`, as for `name`, `timeout_s`, `host` and `interface`.
+        name: of the channel in the store.
+        slots: number of batches of each sender that may be here: those that were not taken,
+            and those that the device reads.
+        timeout_s: the time to notice that a sender has died or stopped. A batch must arrive in this
+            time.
+        connect_timeout_s: how long to wait for a process that has joined, and ends meanwhile.
+        host: see `sender`.
+        interface: see `sender`.
+        allow_pickle: take batches with pickled values, whose code then runs here.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: as `sender`.
+    """
+    options = _channel(
+        src, store, name, slots, timeout_s, connect_timeout_s, host, interface, False
     )
-    own = _checked(trees, ranks)[mine]
-    return start_copy(own, ranks.device if device is None else device).wait()
+    return Receiver(options, device, slots, is_for_one=src is not None, allow_pickle=allow_pickle)
 
 
-@dataclasses.dataclass
-class _Outgoing:
-    """Parcels that the source sends, or the error that prevents it."""
-
-    parcels: list[Any]
-    error: Exception | None = None
-
-
-class _Ranks(NamedTuple):
-    """The ranks that take part, and the device of their messages."""
-
-    group: Group | None
-    src: int
-    rank: int
-    members: list[int]
-    """Global ranks, in the order of the group."""
-    device: torch.device
-
-    @classmethod
-    def of(cls, group: Group | None, src: int) -> _Ranks:
-        """Return the ranks of this call.
-
-        Raises:
-            RuntimeError, TypeError, ValueError: as documented for `broadcast`.
-        """
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed has not been initialised: call init_process_group() first"
-            )
-        if not isinstance(src, int) or isinstance(src, bool):
-            raise TypeError(f"src must be a rank, which is an int; got {src!r}")
-        rank = dist.get_rank()
-        members = (
-            list(range(dist.get_world_size()))
-            if group is None
-            else list(dist.get_process_group_ranks(group))
+def _channel(
+    peer: int | None,
+    store: Store | None,
+    name: str,
+    slots: int,
+    timeout_s: float,
+    connect_timeout_s: float,
+    host: str | None,
+    interface: str | None,
+    sends: bool,
+) -> Options:
+    """Return the checked options of one end of a channel."""
+    for what, value in (
+        ("slots", slots),
+        ("timeout_s", timeout_s),
+        ("connect_timeout_s", connect_timeout_s),
+    ):
+        if not value > 0:
+            raise ValueError(f"{what} must be positive, got {value!r}")
+    if host is not None and interface is not None:
+        raise ValueError("give host or interface, not both")
+    if peer is not None and (not isinstance(peer, int) or isinstance(peer, bool)):
+        raise TypeError(f"a rank is an int; got {peer!r}")
+    if (store is None or peer is not None) and not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "torch.distributed has not been initialised: call init_process_group() first, or give "
+            "a store, and no rank"
         )
-        for name, each in (("src", src), ("this rank", rank)):
-            if each not in members:
-                raise ValueError(f"{name} is {each}, which is not a rank of the group: {members}")
-        return cls(group, src, rank, members, _device_of(group))
-
-    def check_given(self, given: Any, name: str) -> None:
-        """Raise unless this rank is the source or has passed None."""
-        if self.rank != self.src and given is not None:
-            raise ValueError(
-                f"rank {self.rank} was given {name}, and is not the source, which is rank "
-                f"{self.src}: give None"
-            )
-
-    def prepare(self, pack_all: Callable[[], list[Any]]) -> _Outgoing | None:
-        """Do everything that may fail on the source before other ranks wait for its messages."""
-        if self.rank != self.src:
-            return None
-        try:
-            return _Outgoing(pack_all())
-        except Exception as error:
-            return _Outgoing([], error)
-
-    def packed(self, tree: Any) -> tuple[Any, torch.Tensor]:
-        """Return the tree on the device of the messages, and its parcel as a message."""
-        moved = start_copy(tree, self.device).wait()
-        return moved, pack(moved)._bytes.to(self.device)  # a tree without tensors is on the host
-
-    def share_sizes(self, outgoing: _Outgoing | None, count: int) -> list[int]:
-        """Return the size of each parcel, in bytes, on every rank.
-
-        Raises:
-            Exception: the error that occurred on the source.
-        """
-        sizes = [0] * count
-        failure = b""
-        if outgoing is not None and outgoing.error is not None:
-            failure = pickle.dumps(_told(outgoing.error))
-            sizes[0] = -len(failure)  # which no parcel has
-        elif outgoing is not None:
-            sent = [each[1] if isinstance(each, tuple) else each for each in outgoing.parcels]
-            sizes = [0 if message is None else message.nbytes for message in sent]
-        message = torch.tensor(sizes, dtype=torch.int64, device="cpu").to(self.device)
-        sizes = self.broadcast(message).tolist()
-        if sizes[0] < 0:
-            self._raise_failure(outgoing, failure, -sizes[0])
-        return sizes
-
-    def _raise_failure(self, outgoing: _Outgoing | None, failure: bytes, size: int) -> None:
-        body = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        if failure:
-            body.copy_(torch.frombuffer(bytearray(failure), dtype=torch.uint8))
-        body = self.broadcast(body.to(self.device)).cpu()
-        if outgoing is not None and outgoing.error is not None:
-            error, outgoing.error = outgoing.error, None
-            try:
-                raise error
-            finally:
-                del error  # avoids a reference cycle with its traceback, which keeps the tree
-        name, text = pickle.loads(body.numpy().tobytes())
-        raise _SENT_AS_SUCH[name](f"rank {self.src} could not send: {text}")
-
-    def new_message(self, size: int) -> torch.Tensor:
-        """Allocate memory for a parcel."""
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
-
-    def broadcast(self, message: torch.Tensor) -> torch.Tensor:
-        """Fill the message on every rank with that of the source."""
-        dist.broadcast(message, self.src, group=self.group)
-        return message
-
-    def exchange(self, operations: list[dist.P2POp]) -> None:
-        """Send and receive messages between pairs of ranks."""
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-
-
-_SENT_AS_SUCH: dict[str, type[Exception]] = {
-    cls.__name__: cls for cls in (TypeError, ValueError, RecursionError, RuntimeError)
-}
-
-
-def _told(error: Exception) -> tuple[str, str]:
-    """Return what other ranks receive of an error: the name of the class to raise, and the text."""
-    as_such = (cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _SENT_AS_SUCH)
-    name = next(as_such, RuntimeError.__name__)
-    try:
-        text = str(error)
-    except Exception:
-        text = "its text cannot be had"
-    own = type(error).__name__
-    return name, text if own == name else f"{own}: {text}"
-
-
-def _device_of(group: Group | None) -> torch.device:
-    """Return the device of a group's messages: the accelerator of its backend, or else the host."""
-    for part in dist.get_backend_config(group).split(","):
-        kind, backend = part.split(":")
-        if kind == "cpu" or backend == "gloo":  # gloo sends all memory through the host
-            continue
-        module = torch.get_device_module(kind)
-        if module.is_available():
-            return torch.device(kind, module.current_device())
-    return torch.device("cpu")
-
-
-def _checked(trees: Any, ranks: _Ranks) -> Sequence[Any]:
-    if not isinstance(trees, (list, tuple)):
-        raise TypeError(
-            f"trees must be a list or tuple of one tree for each rank; got a {type(trees).__name__}"
-        )
-    if len(trees) != len(ranks.members):
-        raise ValueError(
-            f"trees must have one tree for each of the {len(ranks.members)} ranks; got {len(trees)}"
-        )
-    return trees
-
-
-def _arrived(message: torch.Tensor, device: Device | None) -> Any:
-    parcel = Parcel.from_buffer(message, allow_pickle=True)
-    return parcel.tree() if device is None else start_copy(parcel, device).wait()
+    if store is None:
+        store = dist.distributed_c10d._get_default_store()
+    if peer is not None:
+        ranks = (dist.get_rank(), peer) if sends else (peer, dist.get_rank())
+        name = f"{name}, rank {ranks[0]} to {ranks[1]}"
+    address = Address(host, interface)
+    return Options(store, name, address, float(timeout_s), float(connect_timeout_s))

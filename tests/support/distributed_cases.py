@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tdcopier
 from tdcopier import distributed
+from tdcopier._distributed import collectives
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -94,7 +95,7 @@ def sent(rank: int, tree: Any, src: int = 0, **options: Any) -> Any:
 
 def as_it_arrives(tree: Any, device: str | None, *, at_src: bool) -> Any:
     """Other ranks receive it through the messages' device: a parameter that moves is a tensor."""
-    by_way_of = distributed._device_of(None)
+    by_way_of = collectives._device_of(None)
     there = tree if at_src else tdcopier.copy(tree, by_way_of)
     return tdcopier.copy(there, torch.device(device or by_way_of))
 
@@ -109,7 +110,7 @@ def whole_tree(rank: int, src: int, device: str | None) -> None:
 
 def any_root(rank: int) -> None:
     for tree in (torch.arange(3), None, "text", [], {}, torch.empty(0), (torch.ones(2), 3)):
-        assert_equal(sent(rank, tree), tdcopier.copy(tree, distributed._device_of(None)))
+        assert_equal(sent(rank, tree), tdcopier.copy(tree, collectives._device_of(None)))
 
 
 class Counted:
@@ -236,7 +237,7 @@ def tensordicts(rank: int, src: int) -> None:
         "data": NonTensorData({"k": 1}),
     }
     got = sent(rank, tree, src)
-    device = distributed._device_of(None)
+    device = collectives._device_of(None)
     for name, value in tree.items():
         assert type(got[name]) is type(value), name
     assert got["device, of the user's"] == torch.device("cpu")
@@ -340,8 +341,8 @@ def other_error(rank: int, name: str) -> tuple[str, str]:
     def fail(*_: Any) -> Any:
         raise errors[name]
 
-    packing = distributed.pack
-    distributed.pack = fail
+    packing = collectives.pack
+    collectives.pack = fail
     try:
         sent(rank, [1], 1)
     except Untold:
@@ -349,7 +350,7 @@ def other_error(rank: int, name: str) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
-        distributed.pack = packing
+        collectives.pack = packing
     return "", ""
 
 
@@ -388,12 +389,12 @@ def scatter_keeps_no_second_copy(rank: int) -> None:
         return exchanging(operations)
 
     exchanging, dist.batch_isend_irecv = dist.batch_isend_irecv, exchange
-    pack, distributed.pack = distributed.pack, packing
+    pack, collectives.pack = collectives.pack, packing
     try:
         trees = [[np.arange(3) + each] for each in range(2)]
         got = distributed.scatter(trees if rank == 1 else None, 1)
     finally:
-        dist.batch_isend_irecv, distributed.pack = exchanging, pack
+        dist.batch_isend_irecv, collectives.pack = exchanging, pack
     assert got[0].tolist() == [rank, rank + 1, rank + 2]
     assert len(moved) == rank
 

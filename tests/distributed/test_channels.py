@@ -1,0 +1,331 @@
+"""Channels: what is sent arrives in order, slots limit what is under way, and every end is told."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_cases import assert_equal
+from support import run_python
+from tensordict import TensorDict
+from tensordict_same import assert_same_tensordict
+
+import tdcopier
+from tdcopier import distributed
+from tdcopier._distributed import pair as pairs
+
+TIMEOUT_S = 1.0
+Ends = tuple[distributed.Sender, distributed.Receiver]
+Open = Callable[..., Ends]
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def channel(store: Any) -> Iterator[Open]:
+    """Returns a function that opens both ends in this process."""
+    opened: list[Any] = []
+
+    def both(device: Any = "cpu", *, of: tuple[str, ...] = (), **options: Any) -> Ends:
+        of_sender = {key: options.pop(key) for key in of}
+        common = {"store": store, "timeout_s": TIMEOUT_S, "host": "127.0.0.1"}
+        rx = distributed.receiver(device=device, **common, **options)
+        opened.append(rx)
+        tx = distributed.sender(**common, **of_sender)
+        opened.insert(0, tx)
+        return tx, rx
+
+    yield both
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda end: end.close(timeout_s=5), opened))
+
+
+def trees() -> list[Any]:
+    """Returns batches of several layouts and sizes."""
+    return [
+        {"a": torch.arange(4), "b": [torch.rand(3, 2), (torch.ones(2, dtype=torch.bool), 5, "x")]},
+        [torch.full((1000,), number) for number in range(20)],
+        {"a": torch.rand(200_000)},
+        torch.zeros(0),
+        {"empty": {}, "a": torch.rand(300_000), "n": None},
+        {"a": torch.arange(4), "b": [torch.rand(3, 2), (torch.ones(2, dtype=torch.bool), 5, "x")]},
+    ]
+
+
+def test_batches_of_any_layout_arrive_in_order(channel, device):
+    tx, rx = channel(device)
+    sent = trees() * 3
+    thread = threading.Thread(target=lambda: [tx.start(tree) for tree in sent])
+    thread.start()
+    for tree in sent:
+        assert_equal(rx.next(10).get(), tdcopier.copy(tree, device))
+    thread.join()
+    assert tx.stats.batches == rx.stats.batches == len(sent)
+    assert tx.stats.nbytes == rx.stats.nbytes == sum(tdcopier.pack(tree).nbytes for tree in sent)
+
+
+@pytest.mark.parametrize("makes", [lambda tree: tree, tdcopier.pack])
+def test_a_batch_may_be_changed_as_soon_as_it_is_started(channel, device, makes):
+    tx, rx = channel(device)
+    source = {"a": torch.zeros(1000)}
+    for number in range(10):
+        source["a"].fill_(number)
+        tx.start(makes(source))
+        source["a"].fill_(-1)
+        assert rx.next(10).get()["a"].eq(number).all()
+
+
+def test_batches_on_a_device_are_sent_from_there(channel, device):
+    tx, rx = channel()
+    for number in range(6):
+        tx.start({"a": torch.full((1000 * number,), number, device=device), "b": number})
+        found = rx.next(10).get()
+        assert found["a"].tolist() == [number] * (1000 * number)
+        assert found["a"].is_cpu
+
+
+def test_tensordicts_and_arrays_are_batches(channel, device):
+    tx, rx = channel(device)
+    batch = TensorDict({"a": torch.rand(3, 2), "b": {"c": torch.arange(3)}}, [3])
+    tx.start(batch)
+    assert_same_tensordict(rx.next(10).get(), tdcopier.copy(batch, device))
+    tx.start(np.arange(3.0))
+    assert rx.next(10).get().tolist() == [0, 1, 2]
+
+
+def test_batches_that_are_kept_stay_as_they_are(channel, device):
+    tx, rx = channel(device)
+    thread = threading.Thread(
+        target=lambda: [tx.start({"a": torch.full((5000,), n), "n": n}) for n in range(40)]
+    )
+    thread.start()
+    kept = [rx.next(10).wait() for _ in range(40)]
+    thread.join()
+    for number, batch in enumerate(kept):
+        assert batch["n"] == number
+        assert batch["a"].eq(number).all()
+
+
+def test_memory_is_used_again(channel, device):
+    tx, rx = channel(device)
+    for number in range(60):
+        tx.start({"a": torch.full((30_000,), float(number))})
+        assert rx.next(10).get()["a"][-1].item() == number
+    assert tx.stats.allocations <= 2  # its slots
+    assert rx.stats.allocations <= 2 * 4  # its slots, before it knew the size, and then
+
+
+def test_a_slot_is_not_written_while_the_device_reads_it(channel, device, slow_link):
+    tx, rx = channel(device, slots=2)
+    batches = [{"a": torch.full((400_000,), float(number))} for number in range(12)]
+    thread = threading.Thread(target=lambda: [tx.start(batch) for batch in batches])
+    with slow_link:
+        thread.start()
+        handles = [rx.next(20) for _ in batches]
+        thread.join()
+        found = [handle.get()["a"] for handle in handles]
+    for number, leaf in enumerate(found):
+        assert leaf.eq(number).all()
+
+
+def test_slots_limit_what_is_under_way(channel):
+    tx, rx = channel(of=("slots",), slots=2)
+
+    def start_many() -> None:
+        for _ in range(30):
+            tx.start(torch.zeros(10), timeout_s=0.5)
+
+    with pytest.raises(TimeoutError, match=r"took no batch in 0\.5 s"):
+        start_many()
+    started = tx.stats.batches
+    assert started <= 2 + 4
+    assert tx.stats.waits >= 1
+    for _ in range(started):
+        rx.next(10)
+    tx.start(torch.ones(10), timeout_s=5)
+    assert rx.next(10).get().eq(1).all()
+
+
+def test_a_slow_receiver_is_not_taken_for_lost(channel):
+    tx, rx = channel()
+    thread = threading.Thread(target=lambda: [tx.start(torch.full((10,), n)) for n in range(12)])
+    thread.start()
+    time.sleep(2.5 * TIMEOUT_S)
+    assert [rx.next(10).get()[0].item() for _ in range(12)] == list(range(12))
+    thread.join()
+    time.sleep(1.5 * TIMEOUT_S)  # nothing but beats
+    tx.start(torch.zeros(1))
+    assert rx.next(10).get() == 0
+
+
+def test_an_end_that_is_closed_is_of_no_use(channel):
+    tx, rx = channel()
+    assert repr(tx) == f"<Sender to {rx.peers[0]}, open, 0 batches>"
+    with tx:
+        tx.start(1)
+        assert rx.next(10).get() == 1
+    with pytest.raises(distributed.ChannelClosed, match="this sender is closed"):
+        tx.start(1)
+    rx.close()
+    assert repr(rx) == "<Receiver on cpu, closed, 1 batches>"
+    with pytest.raises(distributed.ChannelClosed, match="this receiver is closed"):
+        rx.next()
+    for end in (tx, rx):
+        with pytest.raises(TypeError, match="make one in each"):
+            pickle.dumps(end)
+
+
+def test_what_was_started_arrives_before_the_end(channel):
+    tx, rx = channel()
+    for number in range(4):
+        tx.start(torch.full((3,), number))
+    closing = threading.Thread(target=tx.close)
+    closing.start()
+    assert [rx.next(10).get()[0].item() for _ in range(4)] == [0, 1, 2, 3]
+    closing.join(5)
+    assert not closing.is_alive()
+    with pytest.raises(TimeoutError, match=r"no batch has come in 0\.2 s"):
+        rx.next(0.2)  # other senders may come
+    assert rx.stats.closed_peers == 1
+    assert rx.peers == []
+
+
+def test_a_receiver_that_closes_tells_its_senders(channel):
+    tx, rx = channel()
+    tx.start(torch.zeros(3))
+    rx.close(timeout_s=5)
+
+    def start_many() -> None:
+        for _ in range(20):
+            tx.start(torch.zeros(3))
+            time.sleep(0.05)
+
+    with pytest.raises(distributed.ChannelClosed, match="has closed the channel"):
+        start_many()
+    with pytest.raises(distributed.ChannelClosed, match="this receiver is closed"):
+        rx.next()
+    assert list(rx) == []
+    tx.close()
+
+
+def test_several_senders_come_and_go(channel, store):
+    first, rx = channel()
+    others = [distributed.sender(store=store, timeout_s=TIMEOUT_S) for _ in range(3)]
+    seen: dict[int, list[int]] = {}
+    for number in range(5):
+        for sender, tx in enumerate([first, *others]):
+            tx.start({"sender": sender, "number": number})
+        for _ in range(4):
+            batch = rx.next(10).get()
+            seen.setdefault(batch["sender"], []).append(batch["number"])
+    assert seen == {sender: list(range(5)) for sender in range(4)}
+    assert rx.stats.open_peers == 4
+    for tx in others:
+        tx.close()
+    with distributed.sender(store=store, timeout_s=TIMEOUT_S) as late:
+        late.start("late")
+        assert rx.next(10).get() == "late"
+    first.start("first")
+    assert rx.next(10).get() == "first"
+    assert rx.stats.lost_peers == 0
+
+
+def test_the_next_receiver_of_a_name_gets_the_next_senders(channel):
+    tx, rx = channel()
+    rx.close(timeout_s=5)
+    again, other = channel()
+    again.start(torch.ones(2))
+    assert other.next(10).get().tolist() == [1, 1]
+    tx.close()
+
+
+def test_values_that_need_a_pickle_are_refused_and_the_next_batch_comes(channel):
+    tx, rx = channel()
+    tx.start({"a": torch.zeros(2), "b": slice(1, 2)})
+    tx.start({"a": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"batch 0 of .*allow_pickle"):
+        rx.next(10)
+    assert rx.next(10).get()["a"].tolist() == [1, 1]
+    assert rx.stats.refused == 1
+
+
+def test_values_that_need_a_pickle_come_from_senders_that_are_trusted(channel):
+    tx, rx = channel(allow_pickle=True)
+    tx.start({"a": torch.zeros(2), "b": slice(1, 2)})
+    assert rx.next(10).get()["b"] == slice(1, 2)
+
+
+def test_what_cannot_be_packed_is_raised_and_the_next_batch_is_sent(channel):
+    tx, rx = channel()
+    for _ in range(5):  # more than there are slots
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            tx.start({"a": threading.Lock()})
+    tx.start(torch.ones(2))
+    assert rx.next(10).get().tolist() == [1, 1]
+
+
+def test_a_checksum_finds_changed_bytes(channel, monkeypatch):
+    tx, rx = channel(of=("checksum",), checksum=True)
+    tx.start(torch.arange(100))
+    assert rx.next(10).get().tolist() == list(range(100))
+    header = pairs.Header.write
+
+    def changed(self: Any, memory: torch.Tensor) -> None:
+        header(self, memory)
+        if self.kind is pairs.Kind.BATCH:
+            memory[pairs.HEADER_BYTES + self.nbytes - 1] ^= 1
+
+    monkeypatch.setattr(pairs.Header, "write", changed)
+    tx.start(torch.arange(100))
+    monkeypatch.undo()
+    tx.start(torch.ones(1))
+    with pytest.raises(ValueError, match="their checksum differs"):
+        rx.next(10)
+    assert rx.next(10).get() == 1
+
+
+def test_an_end_that_nobody_joins_says_so(store):
+    options = {"store": store, "timeout_s": TIMEOUT_S, "connect_timeout_s": 0.3}
+    with pytest.raises(ConnectionError, match="no receiver with the name 'channel'"):
+        distributed.sender(**options)
+    with distributed.receiver(**options) as rx, pytest.raises(TimeoutError, match="no batch"):
+        rx.next(0.1)
+
+
+def test_wrong_options_are_refused(store):
+    for call in (distributed.sender, distributed.receiver):
+        for name in ("slots", "timeout_s", "connect_timeout_s"):
+            with pytest.raises(ValueError, match=f"{name} must be positive"):
+                call(store=store, **{name: 0})
+        with pytest.raises(ValueError, match="host or interface"):
+            call(store=store, host="a", interface="b")
+        with pytest.raises(TypeError, match="a rank is an int"):
+            call("0", store=store)
+        with pytest.raises(RuntimeError, match="has not been initialised"):
+            call()
+
+
+EXITS = """
+import torch, torch.distributed as dist, threading
+from tdcopier import distributed
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+rx = distributed.receiver(store=store)
+tx = distributed.sender(store=store)
+tx.start(torch.ones(2))
+print(rx.next(10).get().tolist())
+"""
+
+
+def test_a_process_may_exit_with_open_ends():
+    assert run_python(EXITS).strip() == "[1.0, 1.0]"
