@@ -37,6 +37,7 @@ SUITES = {
     "gather": "rows.gathers",
     "parcels": "copies.parcels",
     "travel": "travel.sending",
+    "channels": "travel.channels",
     "containers": "copies.containers",
     "tensordict": "copies.tensordicts",
     "park": "park.parking",
@@ -55,7 +56,7 @@ NEEDED = {
     "learners": ("torchrl",),
 }
 """Packages that a benchmark needs beside torch."""
-ON_THE_HOST = ("travel",)
+ON_THE_HOST = ("travel", "channels")
 """Benchmarks that use no device, for ``--device cpu``."""
 
 Result = dict[str, Any]

@@ -126,6 +126,16 @@ def travel(result: Found) -> list[str]:
     ]
 
 
+def channels(result: Found) -> list[str]:
+    cases = {f"{name}: {found['bytes']:,} bytes": found for name, found in result["cases"].items()}
+    columns = [
+        *times("wall_us/*", "a batch, us"),
+        *times("process_us/*", "processor time of both, us"),
+        at("blocks", "wall_us/*/repeats", str),
+    ]
+    return [write("batches | way", cases, "wall_us", *columns)]
+
+
 def reading(result: Found) -> list[str]:
     columns = [
         *times("wall_us/*", "a batch, us"),
@@ -300,6 +310,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "gather": gather,
     "parcels": parcels,
     "travel": travel,
+    "channels": channels,
     "containers": containers,
     "tensordict": tensordict,
     "park": park,
