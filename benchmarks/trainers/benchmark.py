@@ -153,9 +153,8 @@ def _targets_of_starts(name: str, found: Mapping[str, Any]) -> Iterator[Target]:
         what = f"{name}, longest of the first steps with {OURS}, over the median"
         yield at_most(what, longest, MAX_LONGEST)
     if PINNED in others and starts.PEAKS[0] in ours:
-        allocated, reserved = (
-            (ours[key] - others[PINNED][key]) / found["bytes"] for key in starts.PEAKS
-        )
+        largest = found.get("largest_bytes", found["bytes"])  # sizes vary, and peaks are of these
+        allocated, reserved = ((ours[key] - others[PINNED][key]) / largest for key in starts.PEAKS)
         what = f"{name}, peak device memory of {OURS}, over {PINNED}, in batches"
         yield at_most(what, allocated, MAX_MORE_BATCHES)
         yield at_most(f"{what}: reserved above allocated", reserved - allocated, 0.0)
@@ -203,6 +202,7 @@ def _measured(
         "what": trainer.what,
         "leaves": len(leaves_of(on_host[0])),
         "bytes": in_bytes(on_host[0]),
+        "largest_bytes": max(map(in_bytes, on_host)),
         "workers": workers,
         "block": f"{steps.untimed} untimed and {steps.timed} timed steps, then a pause of "
         f"{steps.pause_s:g} s, and until the process and the workers are idle",
