@@ -38,6 +38,7 @@ class GraphedStep:
         static: StaticBatch,
         learn: Callable[[StaticBatch], tuple[Any, Any]],
         stream: torch.cuda.Stream,
+        reader: torch.cuda.Stream,
         *,
         draws: bool,
         generator: torch.Generator | None,
@@ -48,6 +49,7 @@ class GraphedStep:
             static: the batch.
             learn: takes it, and returns a batch and a result.
             stream: where to capture: that of the steps before, which ran without a graph.
+            reader: where to read, beside the learning if this is another one.
             draws: whether the graph draws the index.
             generator: draws it; None: the device's default one.
 
@@ -61,20 +63,16 @@ class GraphedStep:
         self._replays = 0
         self._static = static
         torch.cuda.synchronize(self._device)
-        reader = stream
-        if static.reads_ahead:  # beside the learning
-            reader = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with _no_collections(), torch.cuda.stream(stream), _capturing(generator) as self._graph:
             static.advance()
-            reader.wait_stream(stream)
-            with torch.cuda.stream(reader):
-                if draws:
-                    static.draw(generator)
-                self._read = static.read()
-                self._reads.add_(1)
-                reads_on_host.copy_(self._reads, non_blocking=True)
-            self.batch, self.result = learn(static)
-            stream.wait_stream(reader)
+            with _branch(stream, reader):
+                with torch.cuda.stream(reader):
+                    if draws:
+                        static.draw(generator)
+                    self._read = static.read()
+                    self._reads.add_(1)
+                    reads_on_host.copy_(self._reads, non_blocking=True)
+                self.batch, self.result = learn(static)
         # Torch writes seed and offset on this stream before a capture, and on another for a replay.
         stream.synchronize()
 
@@ -111,6 +109,19 @@ def _capturing(generator: torch.Generator | None) -> Iterator[torch.cuda.CUDAGra
     except RuntimeError as error:  # of work that torch did not refuse
         _end_failed(graph, pool, generator)
         raise RuntimeError(_NOT_CAPTURED.format(error=error)) from error
+
+
+@contextlib.contextmanager
+def _branch(stream: torch.cuda.Stream, branch: torch.cuda.Stream) -> Iterator[None]:
+    """Let a stream begin where another is, and join it at the end of a block."""
+    branch.wait_stream(stream)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # CUDA has ended the capture with an error already
+            stream.wait_stream(branch)
+        raise
+    stream.wait_stream(branch)
 
 
 def _end_failed(
@@ -182,6 +193,7 @@ def captured(
     static: StaticBatch,
     learn: Callable[[StaticBatch], tuple[Any, Any]],
     stream: torch.cuda.Stream,
+    reader: torch.cuda.Stream,
     watched: Watched,
     *,
     draws: bool,
@@ -193,7 +205,7 @@ def captured(
     """
     gradients, before = watched.gradients(), watched.counters()
     try:
-        step = GraphedStep(static, learn, stream, draws=draws, generator=generator)
+        step = GraphedStep(static, learn, stream, reader, draws=draws, generator=generator)
     except BaseException:
         for parameter, gradient in gradients:  # the capture has computed none
             parameter.grad = gradient

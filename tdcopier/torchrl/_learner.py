@@ -101,7 +101,9 @@ class GraphedLearner:
                 draw the index.
         """
         self._buffer = buffer
-        self._reads = LearnerReads(buffer, batch_size, keys, reads_ahead=read_ahead)
+        self._reads = LearnerReads(
+            buffer, batch_size, keys, reads_ahead=read_ahead, forget=self._forget
+        )
         self._device = self._reads.device
         is_cuda = self._device.type == "cuda"
         if graph and not is_cuda:
@@ -111,6 +113,7 @@ class GraphedLearner:
         self._update, self._warmup = update, warmup
         captures = is_cuda and graph is not False
         self._stream: Any = torch.Stream(self._device) if captures else None
+        self._reader: Any = torch.Stream(self._device) if captures and read_ahead else self._stream
         self._watched = Watched([update, *watch, buffer.transform])
         self._lock = threading.RLock()
         self._step: GraphedStep | None = None
@@ -166,9 +169,6 @@ class GraphedLearner:
         self._order_after_the_last()
         try:
             with self._reads.started() as static:
-                if self._reads.why_new is not None:
-                    self._forget(self._reads.why_new)
-                    self._reads.why_new = None
                 step = self._graph_of(static)
                 if step is None:
                     done = 1
@@ -239,6 +239,7 @@ class GraphedLearner:
                 static,
                 self._learn,
                 self._stream,
+                self._reader,
                 self._watched,
                 draws=draws,
                 generator=self._reads.generator if draws else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,9 +32,15 @@ class LearnerReads:
         keys: Sequence[Any] | None,
         *,
         reads_ahead: bool,
+        forget: Callable[[str], None],
     ) -> None:
         """Args:
-            buffer: see `GraphedLearner`, as for the others.
+            buffer: see `GraphedLearner`, as for the next three.
+            batch_size: by default the buffer's.
+            keys: those to read.
+            reads_ahead: whether each step reads the rows of the next one.
+            forget: called with the reason before the batch gets other memory, of which a graph of
+                the learner knows nothing.
 
         Raises:
             TypeError: the buffer is of another class, or has another storage.
@@ -46,14 +52,12 @@ class LearnerReads:
         if size is None:
             raise ValueError("there is no batch size: give the buffer or the learner one")
         self._batch_size: int = size
-        self._keys, self._reads_ahead = keys, reads_ahead
+        self._keys, self._reads_ahead, self._forget = keys, reads_ahead, forget
         self._check_read_ahead()
         self._static: StaticBatch | None = None
         self._made_with: list[int] = []  # identities and addresses, for the batch
         self._kept: list[Any] = []  # or other objects might get these identities
         self._replacements = 0
-        self.why_new: str | None = None
-        """Why the batch has got other memory, until the learner sets it to None."""
 
     @property
     def draws_on_the_device(self) -> bool:
@@ -82,7 +86,7 @@ class LearnerReads:
         Gives the batch, whose index has been drawn if that is done on the host; and if the learner
         reads ahead, its next rows have been read.
         """
-        buffer, storage = self._buffer, self._storage
+        buffer, storage = self._buffer, self._current_storage()
         if storage.is_being_written_here:
             raise RuntimeError("within storage.writing(), no step can read rows: end it before")
         if (before := getattr(buffer, "_sample_dependency", None)) is not None:
@@ -111,6 +115,7 @@ class LearnerReads:
     def read(self, static: StaticBatch) -> None:
         """Draw and read a batch without a graph."""
         static.advance()
+        static.has_next = False  # until another one has been read as a whole
         self._draw_and_read(static)
 
     def _draw_and_read(self, static: StaticBatch) -> None:
@@ -132,6 +137,18 @@ class LearnerReads:
     def close(self) -> None:
         """Free the batch."""
         self._static, self._made_with, self._kept = None, [], []
+
+    def _current_storage(self) -> PackedLazyTensorStorage:
+        """Return the buffer's storage, which may be another one since the last step."""
+        if self._buffer.storage is not self._storage:
+            storage = _checked_storage(self._buffer)
+            if storage.sample_device != self.device:
+                raise ValueError(
+                    f"the buffer has got a storage for {storage.sample_device}; the learner is on "
+                    f"{self.device}: make another one"
+                )
+            self._storage = storage
+        return self._storage
 
     def _check_read_ahead(self) -> None:
         if self._reads_ahead and not self.draws_on_the_device:
@@ -175,7 +192,7 @@ class LearnerReads:
                 _WANTED + f"the storage has {type(rows).__qualname__}s: store TensorDicts"
             )
         if static is not None:
-            self.why_new = (
+            self._forget(
                 "the buffer has another storage, sampler or transform"
                 if not is_same
                 else "the sampler's index or info has another shape"

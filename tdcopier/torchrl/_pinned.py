@@ -322,13 +322,13 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with self.host_writes():
-            super().load_state_dict(state_dict)
             self.replacements += 1
+            super().load_state_dict(state_dict)
 
     def loads(self, path: Any) -> None:
         with self.host_writes():
-            super().loads(path)
             self.replacements += 1
+            super().loads(path)
 
     def _empty(self) -> None:
         super()._empty()

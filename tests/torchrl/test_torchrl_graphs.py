@@ -157,6 +157,34 @@ def test_a_step_that_a_graph_cannot_hold_is_named_and_nothing_is_lost(device):
     assert working.stats.replays == 3
 
 
+@pytest.mark.parametrize("error", ["needs the host", "mine"])
+def test_a_capture_that_fails_beside_the_reading_loses_nothing(device, error):
+    """The rows that were read ahead are those of the step after it."""
+    ours, theirs, buffer, other = both(device, lambda: DeviceRandomSampler(device))
+    fails = [error]
+
+    def update(batch: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing() and fails:
+            if fails.pop() == "mine":
+                raise RuntimeError("mine")
+            batch["index"].sum().item()
+        return ours.update(batch)
+
+    learner = GraphedLearner(buffer, update, warmup=2, read_ahead=True)
+    reference = GraphedLearner(other, theirs.update, graph=False, read_ahead=True)
+    torch.manual_seed(5)
+    found = [learner.step().clone() for _ in range(2)]
+    with pytest.raises(RuntimeError, match=error):
+        learner.step()
+    torch.manual_seed(6)
+    found += [learner.step().clone() for _ in range(4)]
+    torch.manual_seed(5)
+    wanted = [reference.step().clone() for _ in range(2)]
+    torch.manual_seed(6)
+    wanted += [reference.step().clone() for _ in range(4)]
+    assert_equal_steps(found, wanted)
+
+
 def test_a_failed_capture_keeps_no_memory(device):
     """Torch returns no memory that several streams have used while it believes in a capture."""
     buffer = buffer_on(device)

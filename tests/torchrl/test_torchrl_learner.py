@@ -26,6 +26,7 @@ from tdcopier.torchrl import (
     PackedLazyTensorStorage,
     PackedTensorDictReplayBuffer,
     _graphed_step,
+    _static_batch,
 )
 from tdcopier.torchrl._graphed_step import GraphedStep
 
@@ -113,6 +114,42 @@ def test_a_batch_that_was_read_ahead_goes_with_its_storage(place):
     assert learner.step().eq(7).all()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_are_those_of_the_index_after_a_read_that_failed(place, ahead, monkeypatch):
+    buffer = buffer_on(place)
+    fill([buffer], 44)
+    learner = GraphedLearner(buffer, lambda batch: batch.clone(), read_ahead=ahead)
+    learner.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(_static_batch, "start_gather", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            learner.step()
+    for _ in range(3):
+        batch = learner.step().cpu()
+        rows = buffer.storage[:][batch["index"]]
+        assert torch.equal(batch["observation"], rows["observation"])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_another_storage_of_the_buffer_is_read(place, ahead):
+    buffer = buffer_on(place)
+    fill([buffer], 44)
+    learner = GraphedLearner(buffer, lambda batch: batch["observation"].clone(), read_ahead=ahead)
+    learner.step()
+    other = PackedLazyTensorStorage(CAPACITY, sample_device=place, pinned=True)
+    buffer.set_storage(other)
+    buffer.writer.register_storage(other)
+    buffer.empty()
+    fill([buffer], 44)
+    with other.writing():
+        other._storage["observation"].fill_(7)
+    assert learner.step().eq(7).all()
+    buffer.set_storage(PackedLazyTensorStorage(CAPACITY, sample_device=place))
+    if place != "cpu":
+        with pytest.raises(ValueError, match="storage is not pinned"):
+            learner.step()
+
+
 def test_reading_ahead_needs_an_index_that_the_device_draws(place):
     with pytest.raises(ValueError, match="needs an index that the device draws"):
         GraphedLearner(buffer_on(place, SAMPLERS["random"]()), len, read_ahead=True)
@@ -197,11 +234,14 @@ def test_a_buffer_that_is_made_late_is_made_by_the_learner(place):
 
 
 def test_several_learners_share_a_buffer(place):
-    ours, other, buffer, _ = both(place, lambda: DeviceRandomSampler(place))
-    learners = [GraphedLearner(buffer, each.update) for each in (ours, other)]
+    buffer = buffer_on(place)
+    fill([buffer], 44)
+    learners = [GraphedLearner(buffer, lambda batch: batch, read_ahead=n == 1) for n in range(2)]
     for _ in range(6):
         for learner in learners:
-            assert learner.step()["loss"].isfinite()
+            found = learner.step().cpu()
+            rows = buffer.storage[:][found["index"]]
+            assert torch.equal(found["observation"], rows["observation"])
     assert [learner.stats.steps for learner in learners] == [6, 6]
 
 
