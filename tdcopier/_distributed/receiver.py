@@ -166,14 +166,16 @@ class Receiver:
             parcel = Parcel.from_buffer(whole, allow_pickle=self._allow_pickle)
             handle = start_copy(parcel, self._device)
         except Exception as error:
-            self._refused += 1
+            with self._changed:
+                self._refused += 1
             if isinstance(error, ValueError):
                 raise ValueError(f"batch {header.number} of {link.peer}: {error}") from None
             raise
         finally:
             slot.is_full = False
-        self._batches += 1
-        self._nbytes += header.nbytes
+        with self._changed:
+            self._batches += 1
+            self._nbytes += header.nbytes
         return handle
 
     def __iter__(self) -> Iterator[Any]:
@@ -347,7 +349,8 @@ class _Link:
             with self._changed:
                 self._changed.wait(_LOOKS_S if full < receiver._slots else _BLOCKED_S)
         slot = _Slot(self._room, pinned=receiver._pinned)
-        receiver._allocations += 1
+        with self._changed:
+            receiver._allocations += 1
         self._used.append(slot)
         return slot
 

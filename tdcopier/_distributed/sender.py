@@ -64,8 +64,8 @@ class Sender:
         self._checksum = checksum
         self._starting = threading.Lock()
         self._changed = threading.Condition()
-        self._free = [_Slot() for _ in range(slots)]
-        self._slots = slots
+        self._free: list[_Slot] = []
+        self._slots, self._under_way = slots, 0
         self._lost: str | None = None
         self._is_closed = self._peer_closed = self._has_said_last = False
         self._room_of_receiver = 0
@@ -107,8 +107,8 @@ class Sender:
             slot = self._take_slot(timeout_s)
             try:
                 nbytes = self._fill(slot, batch)
-            except BaseException:
-                self._give_back(slot)
+            except Exception:
+                self._free.append(slot)
                 raise
             self._send(slot, nbytes)
 
@@ -120,7 +120,7 @@ class Sender:
             TimeoutError: that was not so in time.
         """
         with self._changed:
-            self._wait_until(lambda: len(self._free) == self._slots, timeout_s)
+            self._wait_until(lambda: self._under_way <= 0, timeout_s)
             if self._lost is not None and not self._peer_closed:
                 raise PeerLost(self._lost)
 
@@ -136,8 +136,10 @@ class Sender:
         if self._process != os.getpid():  # a forked child, which has no end of it
             return
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            self._is_closed = True  # a call of another thread that waits for a slot ends
+            self._changed.notify_all()
         with self._starting:
-            self._is_closed = True
             self._say_last()
         open_ends.discard(self)
         if not has_ended(self._threads, lambda: self._lost is not None, end_s):
@@ -163,11 +165,14 @@ class Sender:
     def _take_slot(self, timeout_s: float | None) -> _Slot:
         with self._changed:
             self._check_open()
-            if not self._free:
+            if self._under_way >= self._slots:
                 self._waits += 1
-            self._wait_until(lambda: bool(self._free) or self._peer_closed, timeout_s)
+            self._wait_until(
+                lambda: self._under_way < self._slots or self._peer_closed or self._is_closed,
+                timeout_s,
+            )
             self._check_open()
-            return self._free.pop()
+            return self._free.pop() if self._free else _Slot()
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -190,11 +195,6 @@ class Sender:
             if left is not None and left <= 0:
                 raise TimeoutError(f"the receiver, {self.peer}, took no batch in {timeout_s:g} s")
             wait_a_piece(self._changed, left)
-
-    def _give_back(self, slot: _Slot) -> None:
-        with self._changed:
-            self._free.append(slot)
-            self._changed.notify_all()
 
     # ---- messages --------------------------------------------------------------------------------
 
@@ -225,6 +225,8 @@ class Sender:
             self._enqueue(message(Kind.GROW, self._room_of_receiver))
         self._batches += 1
         self._nbytes += nbytes
+        with self._changed:
+            self._under_way += 1
         self._enqueue(slot.memory[: HEADER_BYTES + nbytes], slot)
 
     def _enqueue(
@@ -255,7 +257,10 @@ class Sender:
                 self._lose(error)
                 return
             if slot is not None:
-                self._give_back(slot)
+                with self._changed:
+                    self._free.append(slot)
+                    self._under_way -= 1
+                    self._changed.notify_all()
 
     def _hear(self) -> None:
         """Wait for the receiver's beats, until it closes."""

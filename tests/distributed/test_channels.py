@@ -157,6 +157,30 @@ def test_slots_limit_what_is_under_way(channel):
     assert rx.next(10).get().eq(1).all()
 
 
+def test_closing_ends_a_start_that_waits_in_another_thread(channel):
+    tx, rx = channel()
+    ended: list[BaseException] = []
+
+    def start_many() -> None:
+        try:
+            while True:
+                tx.start(torch.zeros(10))
+        except distributed.ChannelClosed as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=start_many)
+    thread.start()
+    while not tx.stats.waits:
+        time.sleep(0.01)
+    with pytest.raises(TimeoutError, match=r"took no batch in 0\.3 s"):
+        tx.close(timeout_s=0.3)
+    thread.join(5)
+    assert "this sender is closed" in str(ended[0])
+    for _ in range(tx.stats.batches):
+        rx.next(10)
+    tx.close(timeout_s=5)
+
+
 def test_a_slow_receiver_is_not_taken_for_lost(channel):
     tx, rx = channel()
     thread = threading.Thread(target=lambda: [tx.start(torch.full((10,), n)) for n in range(12)])

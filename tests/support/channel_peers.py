@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from typing import Any
 
 import torch
@@ -38,8 +37,7 @@ class Peer:
         os.kill(self.process.pid, number)
 
     def end(self) -> None:
-        if self.process.is_alive():
-            self.signal(signal.SIGKILL)
+        self.process.kill()
         self.process.join()
         self.pipe.close()
 
@@ -82,6 +80,14 @@ def _receive(store: Any, pipe: Any, count: int) -> None:
     pipe.send("closed")
 
 
+def _send_on(store: Any, pipe: Any, name: str, size: int) -> None:
+    tx = distributed.sender(store=store, timeout_s=TIMEOUT_S)
+    number = 0
+    while True:
+        tx.start(batch_of(name, number, size))
+        number += 1
+
+
 def _send_as_rank_1(store: Any, pipe: Any, count: int) -> None:
     dist.init_process_group("gloo", store=store, rank=1, world_size=2)
     tx = distributed.sender(0, timeout_s=TIMEOUT_S)
@@ -92,4 +98,4 @@ def _send_as_rank_1(store: Any, pipe: Any, count: int) -> None:
     pipe.recv()
 
 
-ROLES = {"send": _send, "send as rank 1": _send_as_rank_1, "receive": _receive}
+ROLES = {"send": _send, "send on": _send_on, "send as rank 1": _send_as_rank_1, "receive": _receive}
