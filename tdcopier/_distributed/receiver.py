@@ -105,6 +105,8 @@ class Receiver:
         self._changed = threading.Condition()
         self._arrived: deque[_Arrived] = deque()
         self._links: list[_Link] = []
+        self._ending: list[_Link] = []
+        """Links with senders that are gone, whose threads may be at their last lines."""
         self._is_closed = False
         self._batches = self._nbytes = self._refused = self._allocations = 0
         self._closed_peers = 0
@@ -231,7 +233,7 @@ class Receiver:
             self._is_closed = True
             while self._arrived:
                 self._arrived.popleft().slot.is_full = False
-            links = [*self._links]
+            links = [*self._links, *self._ending]
             self._changed.notify_all()
         for link in links:
             link.close()
@@ -290,6 +292,9 @@ class _Link:
         """Tell the sender that nothing more is taken."""
         self._closing.set()
 
+    def is_alive(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
     def has_ended(self, end_s: float | None) -> bool:
         return has_ended(self._threads, lambda: self._is_lost, end_s)
 
@@ -318,6 +323,7 @@ class _Link:
         with self._changed:
             receiver = self._receiver
             receiver._links.remove(self)
+            receiver._ending = [link for link in receiver._ending if link.is_alive()] + [self]
             if lost is None:
                 receiver._closed_peers += 1
             else:
