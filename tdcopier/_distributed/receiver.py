@@ -319,7 +319,6 @@ class _Link:
                 f"the sender, {self.peer}, has ended or has not answered for "
                 f"{self._receiver.timeout_s:g} s: {first_line(error)}"
             )
-        self._closing.set()
         with self._changed:
             receiver = self._receiver
             receiver._links.remove(self)
@@ -330,6 +329,7 @@ class _Link:
                 receiver._lost.append(lost)
                 self._is_lost = True
             self._changed.notify_all()
+        self._closing.set()  # now the sender is told, and may ask for the counts
 
     def _hand_over(self, arrived: _Arrived) -> None:
         with self._changed:

@@ -195,10 +195,11 @@ def test_a_slow_receiver_is_not_taken_for_lost(channel):
 
 def test_an_end_that_is_closed_is_of_no_use(channel):
     tx, rx = channel()
-    assert repr(tx) == f"<Sender to {rx.peers[0]}, open, 0 batches>"
+    assert repr(tx) == f"<Sender to {tx.peer}, open, 0 batches>"
     with tx:
         tx.start(1)
         assert rx.next(10).get() == 1
+        assert rx.peers == [tx.peer]  # both ends are in this process
     with pytest.raises(distributed.ChannelClosed, match="this sender is closed"):
         tx.start(1)
     rx.close()
