@@ -23,6 +23,7 @@ ELSEWHERE = re.compile(
     r"|^/sent/[^/]*/(ZMQ|Ray)$"  # other packages
     r"|^/(workloads|loops|replays|gathers|from_pinned)/[^/]*$"  # left out here
     r"|^/(workloads|copies)/.*(pin_memory|pinned)"  # ways that need CUDA
+    r"|^/learners/.*/the same graph, on a batch that stays$"  # needs CUDA
     r"|^/beside/"  # loads, which would disturb other tests
     r"|^/trainers/(maskrcnn|ssd|detr|rl)(, .*)?$"  # models, which take long
     r"|^/cases/samples in JPEG$"  # needs torchvision
