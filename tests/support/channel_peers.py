@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tdcopier import distributed
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 2.5
 """Of the channels, so that tests are short."""
 
 
