@@ -64,7 +64,7 @@ class _Ring:
             if (memory := self._take(made, nbytes)) is not None:
                 return memory
         try:
-            made = _Made(_C.Slab.make(_with_room(nbytes)))
+            made = _Made(_C.Slab.make(with_room(nbytes)))
         except (OSError, MemoryError):
             return None
         self._slabs.append(made)
@@ -100,7 +100,7 @@ def memory_in_slab(nbytes: int) -> torch.Tensor | None:
     return _ring.memory(nbytes)
 
 
-def _with_room(nbytes: int) -> int:
+def with_room(nbytes: int) -> int:
     """Return the size of a new slab: whole pages, and at most a quarter more than is needed.
 
     So a batch that is a little larger finds room too.

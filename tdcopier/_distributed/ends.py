@@ -34,12 +34,6 @@ def message(kind: Kind, nbytes: int = 0) -> torch.Tensor:
     return memory
 
 
-def with_room(nbytes: int) -> int:
-    """Return a size for memory: at most a quarter more than is needed, in whole pages."""
-    step = max(1 << max(nbytes.bit_length() - 3, 0), 4096)
-    return -(-nbytes // step) * step
-
-
 def new_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Return memory for a message with a parcel of that size."""
     return torch.empty(HEADER_BYTES + nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)

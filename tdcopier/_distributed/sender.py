@@ -21,11 +21,11 @@ from tdcopier._distributed.ends import (
     new_memory,
     open_ends,
     wait_a_piece,
-    with_room,
 )
 from tdcopier._distributed.pair import HEADER_BYTES, Header, Kind, Pair, checksum_of
 from tdcopier._distributed.rendezvous import Options, join
 from tdcopier._pack import Parcel, pack
+from tdcopier._slabs import with_room
 
 
 class SenderStats(NamedTuple):

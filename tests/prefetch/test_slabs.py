@@ -357,7 +357,7 @@ def test_why_a_batch_is_not_read_in_place_is_said(pair, device):
 
 def test_a_new_slab_has_room_for_a_little_more():
     for nbytes in (16 * 1024, 150_000, 64_000_000, 10**9 + 1):
-        room = _slabs._with_room(nbytes)
+        room = _slabs.with_room(nbytes)
         assert nbytes <= room <= nbytes * 1.26
         assert room % 4096 == 0
 
