@@ -221,9 +221,9 @@ def test_the_same_plot_is_the_same_text() -> None:
 
 def test_the_ways_of_loaders_are_those_of_the_results() -> None:
     text = report.ways_of_loaders(report.load(report.RESULTS))
-    assert text.count("| `resident` |") == 5 + 2
+    assert text.count("| `resident` |") == 6 + 2
     assert text.count("`accelerate_packed`") == 2
-    assert text.count("`prefetch`") == 5 + 4
+    assert text.count("`prefetch`") == 6 + 4
     assert "1.00 (1.00 - 1.00)" in text
     assert report.ways_of_loaders([]).strip() == ""
 
