@@ -2,7 +2,8 @@
 
 `broadcast` sends one rank's tree to every rank. `scatter` sends each rank a tree of its own.
 `sender` and `receiver` are the ends of a channel, which carries batch after batch between two
-processes that need not be in one group; senders may come, go and die.
+processes that need not be in one group; senders may come, go and die. `publish` and `follow` carry
+the weights of a module to processes that may do so too.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import torch.distributed as dist
 
 from tdcopier._distributed.collectives import broadcast, scatter
 from tdcopier._distributed.ends import ChannelClosed, PeerLost
+from tdcopier._distributed.follower import Follower
 from tdcopier._distributed.pair import Address
+from tdcopier._distributed.publisher import Publisher, PublisherStats
 from tdcopier._distributed.receiver import Receiver, ReceiverStats
 from tdcopier._distributed.rendezvous import Options
 from tdcopier._distributed.sender import Sender, SenderStats
+from tdcopier._distributed.weights import Weights
 from tdcopier._options import Device
 
 if TYPE_CHECKING:
@@ -24,12 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChannelClosed",
+    "Follower",
     "PeerLost",
+    "Publisher",
+    "PublisherStats",
     "Receiver",
     "ReceiverStats",
     "Sender",
     "SenderStats",
     "broadcast",
+    "follow",
+    "publish",
     "receiver",
     "scatter",
     "sender",
@@ -68,7 +77,8 @@ def sender(
         store: where the two find each other, for example a `torch.distributed.TCPStore`. By default
             that of `torch.distributed`, if it has been initialised.
         name: of the channel in the store.
-        slots: number of batches that may be under way. `start` waits while all are.
+        slots: number of batches that may be packed and not yet be read by gloo. `start` waits if
+            the receiver has no slot for a batch.
         timeout_s: within this time, in seconds, the channel notices that the receiver has died or
             stopped. Code that holds the GIL for as long looks like that.
         connect_timeout_s: how long to wait for a receiver.
@@ -93,7 +103,7 @@ def receiver(
     device: Device = "cpu",
     store: Store | None = None,
     name: str = "channel",
-    slots: int = 4,
+    slots: int | None = None,
     timeout_s: float = 5.0,
     connect_timeout_s: float = 60.0,
     host: str | None = None,
@@ -114,7 +124,8 @@ def receiver(
         store: as for `sender`, as for `name`, `timeout_s`, `host` and `interface`.
         name: of the channel in the store.
         slots: number of batches of each sender that may be here: those that were not taken,
-            and those that the device reads.
+            and those that the device, or a result on the host, still reads. By default 4, and up to
+            16 while their memory is at most 8 MiB.
         timeout_s: the time to notice that a sender has died or stopped. A batch must arrive in this
             time.
         connect_timeout_s: how long to wait for a process that has joined, and ends meanwhile.
@@ -131,11 +142,90 @@ def receiver(
     return Receiver(options, device, slots, is_for_one=src is not None, allow_pickle=allow_pickle)
 
 
+def publish(
+    weights: Weights,
+    *,
+    store: Store | None = None,
+    name: str = "weights",
+    timeout_s: float = 5.0,
+    connect_timeout_s: float = 60.0,
+    host: str | None = None,
+    interface: str | None = None,
+) -> Publisher:
+    """Publish the weights of a module; it returns at once, and followers may come.
+
+    For example, in the process that learns, and in those that act::
+
+        weights = tdcopier.distributed.publish(model, store=store)
+        for batch in batches:
+            learn(model, batch)
+            weights.publish()
+
+        followed = tdcopier.distributed.follow(model, store=store)
+        followed.update(timeout_s=None)
+        while True:
+            act(model)
+            followed.update()
+
+    Each follower gets one message with the tensors whose values have changed since the version
+    before, over a pair of processes of its own; one that comes later, or reads slowly, gets all.
+
+    Args:
+        weights: a module, whose parameters and buffers are sent; or a mapping of names to tensors,
+            for example those that are trained. Writes that are under way on a device are waited for
+            in the order of its current stream.
+        store: where the processes find each other, as for `sender`.
+        name: of the weights in the store.
+        timeout_s: within this time, in seconds, a follower that has died or stopped is noticed.
+        connect_timeout_s: how long to wait for a process that has joined, and ends meanwhile.
+        host: see `sender`.
+        interface: see `sender`.
+
+    Raises:
+        RuntimeError, ValueError: as `sender`.
+        TypeError: the weights are neither, or a value is not a tensor.
+    """
+    options = _channel(
+        None, store, name, None, timeout_s, connect_timeout_s, host, interface, False
+    )
+    return Publisher(weights, options)
+
+
+def follow(
+    weights: Weights,
+    *,
+    store: Store | None = None,
+    name: str = "weights",
+    timeout_s: float = 5.0,
+    connect_timeout_s: float = 60.0,
+    host: str | None = None,
+    interface: str | None = None,
+) -> Follower:
+    """Follow the weights that another process publishes: `update` writes the newest to a module.
+
+    Args:
+        weights: as for `publish`, with the same names, shapes and dtypes, on any device.
+        store: as for `publish`, as for `name`, `timeout_s`, `host` and `interface`.
+        name: of the weights in the store.
+        timeout_s: the time to notice that the publisher has died or stopped. A message must arrive
+            in this time.
+        connect_timeout_s: how long to wait for a publisher.
+        host: see `sender`.
+        interface: see `sender`.
+
+    Raises:
+        ConnectionError: no publisher has come in time.
+        RuntimeError, ValueError, TypeError: as `publish`.
+    """
+    options = _channel(None, store, name, None, timeout_s, connect_timeout_s, host, interface, True)
+    return Follower(weights, options)
+
+
 def _channel(
     peer: int | None,
     store: Store | None,
     name: str,
-    slots: int,
+    slots: int | None,
     timeout_s: float,
     connect_timeout_s: float,
     host: str | None,
@@ -148,7 +238,7 @@ def _channel(
         ("timeout_s", timeout_s),
         ("connect_timeout_s", connect_timeout_s),
     ):
-        if not value > 0:
+        if value is not None and not value > 0:
             raise ValueError(f"{what} must be positive, got {value!r}")
     if host is not None and interface is not None:
         raise ValueError("give host or interface, not both")

@@ -1,7 +1,8 @@
-"""Times batches through a channel of two processes, beside one tensor of their bytes by gloo.
+"""Times batches, and weights, to another process, beside one tensor of their bytes by gloo.
 
 Both processes are on this host. A block is a number of batches one after the other, until all have
-arrived and were taken; the blocks of all ways take turns.
+arrived and were taken, or of versions of weights, each of which is written before the next; the
+blocks of all ways take turns.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,10 +25,11 @@ from tdcopier import distributed
 from tdcopier.workloads import leaves
 
 ONE, AHEAD = "one tensor, send and recv", "one tensor, isend and irecv of two"
+ONE_AND_ANSWER = "one tensor and an answer"
 EACH = "each leaf, send and recv"
-BATCHES, FEW = 40, 2
-"""Of a block; and of one in which each leaf is a message."""
-MOST_OVER_ONE = 1.25
+BATCHES, FEW, VERSIONS = 40, 2, 2
+"""Of a block; of one in which each leaf is a message; and of weights."""
+MOST_OVER_ONE, MOST_OF_WEIGHTS = 1.25, 1.2
 WARM_UP = 1
 
 
@@ -36,8 +38,14 @@ class Case(NamedTuple):
     floats: int
     """Of each leaf."""
 
+    are_weights: bool = False
 
-CASES = {"200 leaves of 8 KB": Case(200, 2000), "528 leaves of 288 bytes": Case(528, 72)}
+
+CASES = {
+    "200 leaves of 8 KB": Case(200, 2000),
+    "528 leaves of 288 bytes": Case(528, 72),
+    "500 parameters, 64 MB": Case(500, 32_768, are_weights=True),
+}
 
 
 def run(bench: Bench) -> dict[str, Any]:
@@ -46,33 +54,35 @@ def run(bench: Bench) -> dict[str, Any]:
         for name, case in CASES.items():
             found[name] = _timed(bench, name, case, other)
     return {
-        "what": "Batches to another process of this host: a channel, beside gloo's own messages",
+        "what": "Batches and weights to another process of this host, beside gloo's own messages",
         "settings": {"batches of a block": BATCHES, "with a message for each leaf": FEW},
         "cases": found,
     }
 
 
 def _timed(bench: Bench, name: str, case: Case, other: Any) -> dict[str, Any]:
-    end = Ends(1, name, case)
-    wall: dict[str, list[float]] = {way: [] for way in WAYS}
-    process: dict[str, list[float]] = {way: [] for way in WAYS}
     other.send((name, case))
+    end = _end_of(case)(1, name, case)
+    ways = end.ways
+    wall: dict[str, list[float]] = {way: [] for way in ways}
+    process: dict[str, list[float]] = {way: [] for way in ways}
     expected = zlib.crc32(tdcopier.pack(_batch(case, 0)))
-    wrong = {OURS: int(zlib.crc32(tdcopier.pack(end.rx.next().get())) != expected)}
+    wrong = {OURS: int(zlib.crc32(tdcopier.pack(end.first())) != expected)}
     for index, way in shuffled(
-        list(WAYS), bench.progress(name), rounds=bench.rounds(0.05), warm_up=WARM_UP
+        list(ways), bench.progress(name), rounds=bench.rounds(0.05), warm_up=WARM_UP
     ):
         other.send(way)
         assert other.recv() == "ready"
-        count, begin, used = _batches_of(way), time.perf_counter_ns(), time.process_time_ns()
-        WAYS[way](end, count)
+        count, begin, used = end.batches_of(way), time.perf_counter_ns(), time.process_time_ns()
+        ways[way](count)
         used, took = time.process_time_ns() - used, time.perf_counter_ns() - begin
         used += other.recv()
         if index >= 0:
             wall[way].append(took / 1e3 / count)
             process[way].append(used / 1e3 / count)
     other.send(None)
-    end.rx.close()
+    wrong[OURS] += end.count_wrong()
+    end.close()
     return {
         "leaves": case.count,
         "bytes": 4 * case.count * case.floats,
@@ -90,10 +100,6 @@ def _batch(case: Case, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _batches_of(way: str) -> int:
-    return FEW if way == EACH else BATCHES
-
-
 class Ends:
     """One process: rank 0 sends, rank 1 receives."""
 
@@ -101,19 +107,38 @@ class Ends:
         self.rank = rank
         self.batch = _batch(case, 0)
         self.tensor = torch.zeros(4 * case.count * case.floats, dtype=torch.uint8)
+        self.ways = {
+            OURS: self.channel,
+            ONE: self.one,
+            AHEAD: self.ahead,
+            EACH: self.each,
+        }
         if rank == 0:
             self.tx = distributed.sender(1, name=name, host="127.0.0.1")
+            self.tx.start(self.batch)
         else:
             self.rx = distributed.receiver(0, name=name, host="127.0.0.1")
+            self.last: Any = None
+
+    def first(self) -> Any:
+        self.last = self.rx.next().get()
+        return self.last
+
+    def batches_of(self, way: str) -> int:
+        return FEW if way == EACH else BATCHES
 
     def channel(self, count: int) -> None:
         for _ in range(count):
             if self.rank == 0:
                 self.tx.start(self.batch)
             else:
-                self.rx.next().wait()
+                self.last = self.rx.next().wait()
         if self.rank == 0:
             self.tx.flush()
+
+    def count_wrong(self) -> int:
+        """Return whether the last batch differs."""
+        return int(zlib.crc32(tdcopier.pack(self.last)) != zlib.crc32(tdcopier.pack(self.batch)))
 
     def one(self, count: int) -> None:
         for _ in range(count):
@@ -137,13 +162,67 @@ class Ends:
             for leaf in leaves(self.batch):
                 self._message(leaf)
 
+    def close(self) -> None:
+        (self.tx if self.rank == 0 else self.rx).close()
 
-WAYS: dict[str, Callable[[Ends, int], None]] = {
-    OURS: Ends.channel,
-    ONE: Ends.one,
-    AHEAD: Ends.ahead,
-    EACH: Ends.each,
-}
+
+class Weights:
+    """One process: rank 0 publishes, rank 1 follows."""
+
+    def __init__(self, rank: int, name: str, case: Case) -> None:
+        self.rank = rank
+        self.weights = _batch(case, rank)
+        self.numbers = [leaf[:1] for leaf in self.weights.values()]
+        self.tensor = torch.zeros(4 * case.count * case.floats, dtype=torch.uint8)
+        self.answer = torch.zeros(1)
+        self.ways = {OURS: self.versions, ONE_AND_ANSWER: self.one}
+        if rank == 0:
+            self.end: Any = distributed.publish(self.weights, name=name, host="127.0.0.1")
+        else:
+            self.end = distributed.follow(self.weights, name=name, host="127.0.0.1")
+
+    def first(self) -> Any:
+        self.end.update(timeout_s=None)
+        return self.weights
+
+    def batches_of(self, way: str) -> int:
+        return VERSIONS
+
+    def versions(self, count: int) -> None:
+        for _ in range(count):
+            if self.rank == 0:
+                torch._foreach_add_(self.numbers, 1.0)
+                self.end.publish()
+            else:
+                self.end.update(timeout_s=None)
+            self._answer()
+
+    def one(self, count: int) -> None:
+        for _ in range(count):
+            if self.rank == 0:
+                torch._foreach_add_(self.numbers, 1.0)
+                dist.send(self.tensor, 1)
+            else:
+                dist.recv(self.tensor, 0)
+            self._answer()
+
+    def _answer(self) -> None:
+        dist.recv(self.answer, 1) if self.rank == 0 else dist.send(self.answer, 0)
+
+    def count_wrong(self) -> int:
+        """Return whether the last version differs in the first number of a parameter."""
+        case = Case(len(self.numbers), self.weights["leaf 0"].numel())
+        begin = [leaf[0] for leaf in _batch(case, 0).values()]
+        pairs = zip(self.numbers, begin, strict=True)
+        steps = {round(float(now) - float(then)) for now, then in pairs}
+        return int(steps == {0} or len(steps) != 1)
+
+    def close(self) -> None:
+        self.end.close()
+
+
+def _end_of(case: Case) -> type[Ends] | type[Weights]:
+    return Weights if case.are_weights else Ends
 
 
 # ---- the other process ---------------------------------------------------------------------------
@@ -185,26 +264,27 @@ def _send(pipe: Any, port: int) -> None:
 
 
 def _send_case(pipe: Any, name: str, case: Case) -> None:
-    end = Ends(0, name, case)
-    end.tx.start(end.batch)
+    end = _end_of(case)(0, name, case)
     while (way := pipe.recv()) is not None:
         pipe.send("ready")
         used = time.process_time_ns()
-        WAYS[way](end, _batches_of(way))
+        end.ways[way](end.batches_of(way))
         pipe.send(time.process_time_ns() - used)
-    end.tx.close()
+    end.close()
 
 
 # ---- targets -------------------------------------------------------------------------------------
 
 
 def value_targets(result: dict[str, Any]) -> Iterator[Target]:
-    yield none("first batches with other values", count_wrong(result["cases"].values()))
+    yield none("first and last batches with other values", count_wrong(result["cases"].values()))
 
 
 def speed_targets(result: dict[str, Any]) -> Iterator[Target]:
     for name, found in result["cases"].items():
         for key, what in (("wall_us", "time"), ("process_us", "processor time of both")):
             medians = {way: each["median_us"] for way, each in found[key].items()}
-            over = medians[OURS] / min(medians[ONE], medians[AHEAD])
-            yield at_most(f"{name}: {what}, over one tensor of the bytes", over, MOST_OVER_ONE)
+            ones = [medians[way] for way in (ONE, AHEAD, ONE_AND_ANSWER) if way in medians]
+            most = MOST_OF_WEIGHTS if ONE_AND_ANSWER in medians else MOST_OVER_ONE
+            over = medians[OURS] / min(ones)
+            yield at_most(f"{name}: {what}, over one tensor of the bytes", over, most)

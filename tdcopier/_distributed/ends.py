@@ -1,22 +1,24 @@
-"""Parts of both ends of a channel: errors, memory of messages, and the beat."""
+"""Common parts of the ends of channels: errors, waits, and the thread that gives signs of life."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from typing_extensions import Self
 
-from tdcopier._distributed.pair import HEADER_BYTES, Header, Kind
+from tdcopier._distributed.link import Link
 
-_PIECE_S, _LONG_PIECE_S = 0.05, 0.5
-BEATS = 5
-"""In the time after which the other end takes this one for lost."""
+_TURNS_S = 0.05
+"""Between two looks of the thread."""
+_SHORTEST_S, _LONGEST_S, _SHARE = 20e-6, 2e-3, 0.1
+"""Of a nap in a wait: this share of the time waited so far, within these limits."""
 
 
 class ChannelClosed(EOFError):
@@ -27,47 +29,91 @@ class PeerLost(ConnectionError):
     """The process at the other end has ended, or has not answered for the channel's timeout."""
 
 
-def message(kind: Kind, nbytes: int = 0) -> torch.Tensor:
-    """Return a message without a parcel."""
-    memory = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-    Header(kind, nbytes).write(memory)
-    return memory
+class End:
+    """One end of a channel. Threads may share it. `with` closes it."""
 
+    _what = "an end of a channel"
 
-def new_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return memory for a message with a parcel of that size."""
-    return torch.empty(HEADER_BYTES + nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s, self._process = timeout_s, os.getpid()
+        self._lock = threading.RLock()
+        """Of the links, and of what their messages change."""
+        self._is_closed = False
+        self._ending: list[Link] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tdcopier-channel", daemon=True)
 
+    def _begin(self) -> None:
+        """Start the thread, which calls `_turn` until `_end`."""
+        self._thread.start()
+        _open_ends.add(self)
 
-def wait_a_piece(changed: threading.Condition, left_s: float | None) -> None:
-    """Wait for a change; not for long, as a signal may have come to another thread."""
-    changed.wait(_LONG_PIECE_S if left_s is None else min(left_s, _LONG_PIECE_S))
+    def _end(self) -> None:
+        self._wait(self._are_gone, None)
+        self._stopped.set()
+        _open_ends.discard(self)
+        self._thread.join()  # in gloo's code it would end a process that exits
 
+    def _run(self) -> None:
+        while not self._stopped.wait(_TURNS_S):
+            with self._lock:
+                self._turn()
+                self._are_gone()
 
-def has_ended(
-    threads: Iterable[threading.Thread], is_lost: Callable[[], bool], end_s: float | None
-) -> bool:
-    """Wait until threads have ended, or the other end is lost; return False if it is late then."""
-    for thread in threads:
-        while thread.is_alive() and not is_lost():  # in pieces, for Ctrl-C
-            left = _PIECE_S if end_s is None else min(end_s - time.monotonic(), _PIECE_S)
-            if left <= 0:
+    def _are_gone(self) -> bool:
+        self._ending = [link for link in self._ending if not link.is_gone()]
+        return not self._ending
+
+    def _has_ended(self, link: Link) -> bool:
+        """End a link if both of its ends have closed, or the other one is lost."""
+        has_ended = link.has_ended or link.end()
+        if has_ended and link not in self._ending:
+            self._ending.append(link)
+        return has_ended
+
+    def _turn(self) -> None:
+        """Do what is due, with the lock."""
+        raise NotImplementedError
+
+    def _wait(self, is_so: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until something is so, which is asked with the lock; return False if it is late."""
+        begin = time.monotonic()
+        while True:
+            with self._lock:
+                if is_so():
+                    return True
+            waited_s = time.monotonic() - begin
+            if timeout_s is not None and waited_s >= timeout_s:
                 return False
-            thread.join(left)
-    return True
+            nap_s = min(max(waited_s * _SHARE, _SHORTEST_S), _LONGEST_S)
+            time.sleep(nap_s if timeout_s is None else min(nap_s, timeout_s - waited_s))
+
+    def _is_forked(self) -> bool:
+        return self._process != os.getpid()
+
+    def _check_process(self) -> None:
+        if self._is_forked():
+            raise RuntimeError(f"this {self._what} belongs to the process that forked this one")
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Close this end."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} belongs to its process: make one in each")
 
 
-def first_line(error: Exception) -> str:
-    """Return the begin of an error's text, as gloo's go on about hosts and causes."""
-    return str(error).strip().partition("\n")[0]
-
-
-open_ends: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those that are closed when the interpreter exits."""
+_open_ends: weakref.WeakSet[End] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_at_exit() -> None:
-    for end in list(open_ends):
+    for end in list(_open_ends):
         with contextlib.suppress(TimeoutError, ConnectionError):  # the other end cannot be told
             end.close(timeout_s=end.timeout_s)

@@ -52,7 +52,7 @@ class Found(NamedTuple):
     """How long the other end waits for a message."""
 
 
-def join(options: Options) -> Found:
+def join(options: Options, what: str = "receiver") -> Found:
     """Make a pair with the process that listens.
 
     Raises:
@@ -63,7 +63,7 @@ def join(options: Options) -> Found:
     while not store.check([key]):
         if time.monotonic() > end:
             raise ConnectionError(
-                f"no receiver with the name {options.name!r} is in the store after "
+                f"no {what} with the name {options.name!r} is in the store after "
                 f"{options.connect_timeout_s:g} s"
             )
         time.sleep(_LOOKS_S)
@@ -75,7 +75,7 @@ def join(options: Options) -> Found:
         pair = Pair(store, place, 0, options.address, max(end - time.monotonic(), 1.0))
     except RuntimeError as error:
         raise ConnectionError(
-            f"the receiver with the name {options.name!r} is in the store, and does not answer: "
+            f"the {what} with the name {options.name!r} is in the store, and does not answer: "
             f"{error}"
         ) from None
     return Found(pair, told["peer"], told["timeout_s"])
@@ -98,8 +98,6 @@ class Listener:
 
     def close(self) -> None:
         """Listen no more. Pairs that were made stay."""
-        if self._ended.is_set():
-            return
         self._ended.set()
         self._thread.join()  # in the store's code it would end a process that exits
         store = self._options.store

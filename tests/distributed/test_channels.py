@@ -123,7 +123,7 @@ def test_memory_is_used_again(channel, device):
         tx.start({"a": torch.full((30_000,), float(number))})
         assert rx.next(10).get()["a"][-1].item() == number
     assert tx.stats.allocations <= 2  # its slots
-    assert rx.stats.allocations <= 2 * 4  # its slots, before it knew the size, and then
+    assert rx.stats.allocations <= 2 * 16  # its slots, before it knew the size, and then
 
 
 def test_a_slot_is_not_written_while_the_device_reads_it(channel, device, slow_link):
@@ -140,7 +140,7 @@ def test_a_slot_is_not_written_while_the_device_reads_it(channel, device, slow_l
 
 
 def test_slots_limit_what_is_under_way(channel):
-    tx, rx = channel(of=("slots",), slots=2)
+    tx, rx = channel(slots=3)
 
     def start_many() -> None:
         for _ in range(30):
@@ -149,7 +149,7 @@ def test_slots_limit_what_is_under_way(channel):
     with pytest.raises(TimeoutError, match=r"took no batch in 0\.5 s"):
         start_many()
     started = tx.stats.batches
-    assert started <= 2 + 4
+    assert started == 3
     assert tx.stats.waits >= 1
     for _ in range(started):
         rx.next(10)
@@ -158,7 +158,7 @@ def test_slots_limit_what_is_under_way(channel):
 
 
 def test_closing_ends_a_start_that_waits_in_another_thread(channel):
-    tx, rx = channel()
+    tx, rx = channel(slots=4)
     ended: list[BaseException] = []
 
     def start_many() -> None:
@@ -170,15 +170,13 @@ def test_closing_ends_a_start_that_waits_in_another_thread(channel):
 
     thread = threading.Thread(target=start_many)
     thread.start()
-    while tx.stats.batches < 4 + 2:  # all slots of both ends
+    while tx.stats.batches < 4:  # all slots of the receiver
         time.sleep(0.01)
-    with pytest.raises(TimeoutError, match=r"took no batch in 0\.3 s"):
-        tx.close(timeout_s=0.3)
+    tx.close(timeout_s=5)
     thread.join(5)
     assert "this sender is closed" in str(ended[0])
-    for _ in range(tx.stats.batches):
-        rx.next(10)
-    tx.close(timeout_s=5)
+    assert [rx.next(10).get().numel() for _ in range(tx.stats.batches)] == [10] * 4
+    assert rx.stats.closed_peers == 1
 
 
 def test_a_slow_receiver_is_not_taken_for_lost(channel):
@@ -306,7 +304,7 @@ def test_a_checksum_finds_changed_bytes(channel, monkeypatch):
     assert rx.next(10).get().tolist() == list(range(100))
     header = pairs.Header.write
 
-    def changed(self: Any, memory: torch.Tensor) -> None:
+    def changed(self: Any, memory: memoryview) -> None:
         header(self, memory)
         if self.kind is pairs.Kind.BATCH:
             memory[pairs.HEADER_BYTES + self.nbytes - 1] ^= 1

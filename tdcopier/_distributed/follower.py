@@ -1,0 +1,165 @@
+"""Writes the weights that another process publishes to a module."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
+from tdcopier._distributed.incoming import Arrived, Incoming
+from tdcopier._distributed.rendezvous import Options, join
+from tdcopier._distributed.weights import Weights, named
+from tdcopier._into import copy_into
+
+_SLOTS = 2
+"""Messages that there is memory for."""
+
+
+class Follower(End):
+    """Gets a publisher's weights. Made by `follow`. `with` closes it."""
+
+    _what = "follower"
+
+    def __init__(self, weights: Weights, options: Options) -> None:
+        """Find the publisher."""
+        super().__init__(options.timeout_s)
+        self._weights, self._names = weights, list[str]()
+        pinned = any(not tensor.is_cpu for tensor in named(weights).values())
+        self._link = Incoming(
+            join(options, "publisher"),
+            self.timeout_s,
+            self._lock,
+            _SLOTS,
+            pinned=pinned,
+            what="publisher",
+        )
+        self._arrived: deque[Arrived] = deque()
+        self._version = 0
+        self._begin()
+
+    @property
+    def peer(self) -> str:
+        """The publisher's host, process and rank."""
+        return self._link.peer
+
+    @property
+    def version(self) -> int:
+        """The version that the weights have; 0: none was there yet."""
+        return self._version
+
+    def update(self, timeout_s: float | None = 0.0) -> int:
+        """Write the newest version that has come to the weights, and return its number.
+
+        Call it between two steps: nothing else writes them. They are written in place, on their
+        device in the order of its current stream.
+
+        Args:
+            timeout_s: how long to wait for a version that is newer than the weights'; by default,
+                not at all. None: without limit.
+
+        Raises:
+            ChannelClosed: the publisher has closed, and all that it has sent is written.
+            PeerLost: the publisher has ended, or does not answer; the weights stay as they are.
+            ValueError: its weights have other names, shapes or dtypes, or a message cannot be read;
+                the weights stay as they are.
+        """
+        self._check_process()
+        self._wait(self._has_news, timeout_s)
+        while self._arrived:  # an interrupted one is written again
+            message = self._arrived[0]
+            try:
+                self._write(message)
+            except ValueError:
+                self._drop()
+                raise
+            self._drop()
+        with self._lock:
+            self._link.receive(self._arrived)  # gives memory for the next
+        return self._version
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Follow no more. The weights stay as they are. May be repeated.
+
+        Raises:
+            TimeoutError: the publisher has not answered in time.
+        """
+        if self._is_forked():  # it has no end of it
+            return
+        self._is_closed = True
+        with self._lock:
+            self._link.close()
+        if not self._wait(self._is_over, timeout_s):
+            raise TimeoutError(f"the publisher, {self.peer}, has not answered in {timeout_s:g} s")
+        self._end()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "lost" if self._link.lost else "open"
+        return f"<Follower of {self.peer}, {state}, version {self._version}>"
+
+    # ---- versions --------------------------------------------------------------------------------
+
+    def _has_news(self) -> bool:
+        self._link.hear()
+        self._link.receive(self._arrived)
+        if self._arrived:
+            return True
+        if self._is_closed:
+            raise ChannelClosed("this follower is closed")
+        if self._link.peer_closes:
+            raise ChannelClosed(f"the publisher, {self.peer}, has closed")
+        if self._link.lost is not None:
+            raise PeerLost(self._link.lost)
+        return False
+
+    def _drop(self) -> None:
+        self._arrived.popleft().free()
+
+    def _write(self, message: Arrived) -> None:
+        try:
+            tree: Any = message.parcel(allow_pickle=False).tree()
+            version, *places = tree["index"].tolist()
+            targets = self._targets(tree["names"], version, places, tree["values"])
+        except ValueError as error:
+            raise ValueError(f"weights of {self.peer}: {error}") from None
+        with torch.no_grad():
+            copy_into(tree["values"], targets)
+        self._version = version
+
+    def _targets(
+        self,
+        names: list[str] | None,
+        version: int,
+        places: Sequence[int],
+        values: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return where the values go, of a message with all weights or with a part of them."""
+        own = named(self._weights)
+        if names is not None:
+            if missing := sorted(set(own) ^ set(names)):
+                raise ValueError(f"only one of the two has {', '.join(missing[:5])}")
+            self._names = names
+        elif version != self._version + 1:
+            raise ValueError(f"version {version} has only what has changed since the one before")
+        found = [self._names[place] for place in places]
+        for name, value in zip(found, values, strict=True):
+            if (own[name].shape, own[name].dtype) != (value.shape, value.dtype):
+                theirs, mine = (f"{t.dtype} {list(t.shape)}" for t in (value, own[name]))
+                raise ValueError(f"{name} is {theirs} there, and {mine} here")
+        return [own[name] for name in found]
+
+    # ---- the publisher ---------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self._link.turn()
+        self._link.receive(self._arrived)
+        if self._link.peer_closes:
+            self._link.check_whole()
+            self._link.close()
+        self._has_ended(self._link)
+
+    def _is_over(self) -> bool:
+        self._turn()
+        return self._link.has_ended

@@ -1,0 +1,265 @@
+"""Sends a module's weights to the processes that follow it, each over a pair of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tdcopier._copy import start_copy
+from tdcopier._distributed.ends import ChannelClosed, End
+from tdcopier._distributed.outgoing import Message, Outgoing
+from tdcopier._distributed.rendezvous import Found, Listener, Options
+from tdcopier._distributed.weights import Weights, batch_of, bits_of, bytes_of, named
+from tdcopier._into import copy_into
+from tdcopier._pack import Parcel
+
+_MOST_OF_PART = 0.5
+"""Share of the bytes that a message may have which is not all weights."""
+
+
+class PublisherStats(NamedTuple):
+    """Counts of one publisher."""
+
+    messages: int
+    """To all followers together."""
+    nbytes: int
+    """Of their parcels."""
+    parts: int
+    """Messages that had the changed weights alone."""
+    open_peers: int
+    """Followers now."""
+    closed_peers: int
+    """Followers that have closed their end."""
+    lost_peers: int
+    """Followers that have ended without it, or did not answer."""
+
+
+class _Follower(Outgoing):
+    """The link with a follower, and which version it has been sent."""
+
+    version = 0
+
+
+class _Published(Message):
+    """A message with weights, and what sends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sends: list[tuple[_Follower, Any]] = []
+        self._tree: Any = None
+
+    def fill(self, batch: Any) -> None:
+        super().fill(batch)
+        self._tree = None
+
+    @property
+    def tree(self) -> Any:
+        """The batch, whose tensors are views of the message."""
+        if self._tree is None:
+            self._tree = Parcel.from_buffer(self.parcel()).tree()
+        return self._tree
+
+    def send_to(self, link: _Follower, version: int) -> None:
+        self._sends.append((link, link.send(self.whole(version))))
+        link.version = version
+
+    def finish(self) -> None:
+        """Wait until gloo has read it for all followers."""
+        while self._sends:
+            link, work = self._sends.pop()
+            link.finish(work)
+
+
+class Publisher(End):
+    """Sends weights to processes that follow. Made by `publish`. `with` closes it."""
+
+    _what = "publisher"
+
+    def __init__(self, weights: Weights, options: Options) -> None:
+        """Begin to listen for followers, and publish the first version."""
+        super().__init__(options.timeout_s)
+        self._weights = weights
+        self._publishing = threading.Lock()
+        self._links: list[_Follower] = []
+        self._whole, self._spare, self._part = _Published(), _Published(), _Published()
+        self._names: list[str] = []
+        self._is_ready = False
+        """The whole message may be sent: nothing writes it."""
+        self._version = self._messages = self._nbytes = self._parts = 0
+        self._closed_peers = 0
+        self._lost: list[str] = []
+        self.publish()
+        self._begin()
+        self._listener = Listener(options, self._meet)
+
+    @property
+    def version(self) -> int:
+        """The number of the last version, from 1."""
+        return self._version
+
+    @property
+    def stats(self) -> PublisherStats:
+        """Counts since it was made."""
+        with self._lock:
+            open_peers, lost = len(self._links), len(self._lost)
+            counts = (self._messages, self._nbytes, self._parts)
+            return PublisherStats(*counts, open_peers, self._closed_peers, lost)
+
+    @property
+    def peers(self) -> list[str]:
+        """The followers: host, process and rank."""
+        with self._lock:
+            return [link.peer for link in self._links]
+
+    @property
+    def problems(self) -> list[str]:
+        """Why followers were lost, or could not join, in words."""
+        with self._lock:
+            return [*self._lost, *self._listener.failures]
+
+    def publish(self) -> int:
+        """Copy the weights, start to send those that have changed, and return the new version.
+
+        The weights may be changed as soon as the call returns. A follower that has not read the
+        messages before gets all weights when it has; no call waits for it. If no value has changed,
+        there is no new version.
+
+        Raises:
+            ChannelClosed: it is closed.
+        """
+        self._check_process()
+        with self._publishing:
+            if self._is_closed:
+                raise ChannelClosed("this publisher is closed")
+            weights = named(self._weights)  # a parameter may have been replaced
+            tensors = [tensor.detach() for tensor in weights.values()]
+            if any(not tensor.is_cpu for tensor in tensors):
+                tensors = start_copy(tensors, "cpu").wait()
+            changed = self._changed(tensors)
+            if changed:
+                self._take(changed, list(weights), tensors)
+            return self._version
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Tell the followers that no version follows. May be repeated.
+
+        Followers that read on get the last version before. Those that do not are waited for as long
+        as for one that does not answer.
+
+        Raises:
+            TimeoutError: a follower has not answered in time.
+        """
+        if self._is_forked():  # it has no end of it
+            return
+        self._listener.close()
+        with self._publishing:
+            self._is_closed = True
+        self._wait(self._all_are_told, self.timeout_s)
+        for message in (self._whole, self._spare, self._part):
+            message.finish()
+        with self._lock:
+            for link in self._links:
+                link.close(link.messages)
+        if not self._wait(self._is_alone, timeout_s):
+            raise TimeoutError(f"a follower has not answered in {timeout_s:g} s")
+        self._end()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{len(self._links)} followers"
+        return f"<Publisher, {state}, version {self._version}>"
+
+    # ---- versions --------------------------------------------------------------------------------
+
+    def _changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the places of the tensors that have other bits than in the version before.
+
+        Their version counters would not tell: writes by `.data` or a CUDA graph do not count.
+        """
+        if not self._is_ready:  # there was none, or a call was interrupted
+            return list(range(len(tensors)))
+        before = self._whole.tree["values"]
+        if len(before) != len(tensors):
+            return list(range(len(tensors)))
+        return [
+            place
+            for place, (old, new) in enumerate(zip(before, tensors, strict=True))
+            if old.shape != new.shape
+            or old.dtype != new.dtype
+            or not torch.equal(bits_of(old), bits_of(new))
+        ]
+
+    def _take(
+        self, changed: Sequence[int], names: list[str], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Write messages of a new version, and send them to those that have memory."""
+        some = [tensors[place] for place in changed]
+        version, share = self._version + 1, bytes_of(some) / max(bytes_of(tensors), 1)
+        is_part = share <= _MOST_OF_PART and names == self._names
+        if is_part:
+            self._part.finish()
+            self._part.fill(batch_of(version, None, changed, some))
+            with self._lock:
+                self._is_ready = False
+            self._whole.finish()
+            tree = self._whole.tree
+            tree["index"][0] = version
+            copy_into(some, [tree["values"][place] for place in changed])
+        else:
+            self._spare.finish()
+            self._spare.fill(batch_of(version, names, range(len(tensors)), tensors))
+        with self._lock:
+            if not is_part:
+                self._whole, self._spare = self._spare, self._whole
+            before, self._version, self._is_ready = self._version, version, True
+            self._names = names
+            for link in self._links:
+                link.hear()
+                if is_part and link.version == before and link.may_send_or_grows(self._part.nbytes):
+                    self._parts += 1
+                    self._send(self._part, link)
+                else:
+                    self._send_whole(link)
+
+    def _send_whole(self, link: _Follower) -> None:
+        is_behind = link.version < self._version and self._is_ready and not link.is_closing
+        if is_behind and link.may_send_or_grows(self._whole.nbytes):
+            self._send(self._whole, link)
+
+    def _send(self, message: _Published, link: _Follower) -> None:
+        message.send_to(link, self._version)
+        self._messages += 1
+        self._nbytes += message.nbytes
+
+    # ---- followers -------------------------------------------------------------------------------
+
+    def _meet(self, found: Found) -> None:
+        link = _Follower(found, self.timeout_s, self._lock, "follower")
+        with self._lock:
+            self._links.append(link)
+            if self._is_closed:
+                link.close()
+
+    def _turn(self) -> None:
+        for link in list(self._links):
+            link.turn()
+            if link.peer_closes:
+                link.close(link.messages)
+            elif not link.has_ended:
+                self._send_whole(link)
+            if self._has_ended(link):
+                self._links.remove(link)
+                if link.lost is None:
+                    self._closed_peers += 1
+                else:
+                    self._lost.append(link.lost)
+
+    def _all_are_told(self) -> bool:
+        self._turn()
+        return all(link.version == self._version for link in self._links)
+
+    def _is_alone(self) -> bool:
+        self._turn()
+        return not self._links
