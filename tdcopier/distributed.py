@@ -1,6 +1,7 @@
 """Trees through `torch.distributed`: one message with all leaves, instead of one for each.
 
 `broadcast` sends one rank's tree to every rank. `scatter` sends each rank a tree of its own.
+`gather` sends each rank's tree to one, and `all_gather` to all.
 `sender` and `receiver` are the ends of a channel, which carries batch after batch between two
 processes that need not be in one group; senders may come, go and die. `publish` and `follow` carry
 the weights of a module to processes that may do so too.
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from tdcopier._distributed.collectives import broadcast, scatter
+from tdcopier._distributed.collectives import all_gather, broadcast, gather, scatter
 from tdcopier._distributed.ends import ChannelClosed, PeerLost
 from tdcopier._distributed.follower import Follower
 from tdcopier._distributed.pair import Address
@@ -36,8 +37,10 @@ __all__ = [
     "ReceiverStats",
     "Sender",
     "SenderStats",
+    "all_gather",
     "broadcast",
     "follow",
+    "gather",
     "publish",
     "receiver",
     "scatter",

@@ -1,11 +1,11 @@
-"""Trees to all ranks of a group: a size, and then a parcel."""
+"""Trees between the ranks of a group: sizes, and then parcels."""
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -68,9 +68,7 @@ def broadcast(
         return _arrived(ranks.broadcast(ranks.new_message(size)), device)
     ((moved, message),) = outgoing.parcels
     ranks.broadcast(message)
-    if device is None or str(device) in (str(ranks.device), ranks.device.type):
-        return moved
-    return start_copy(tree, device).wait()
+    return ranks.own(tree, moved, device)
 
 
 def scatter(
@@ -128,6 +126,73 @@ def scatter(
     return start_copy(own, ranks.device if device is None else device).wait()
 
 
+def gather(
+    tree: Any, dst: int, *, group: Group | None = None, device: Device | None = None
+) -> list[Any] | None:
+    """Send each rank's tree to one rank, which gets all of them.
+
+    All sizes are exchanged in one message of each rank. Then each sends its tree, in the form that
+    `broadcast` uses. The trees may have nothing in common.
+
+    Args:
+        tree: a leaf or any nesting of containers and leaves, on every rank.
+        dst: the global rank of the destination.
+        group: as for `broadcast`.
+        device: where the trees go on the destination; as for `broadcast`.
+
+    Returns:
+        On the destination, a list of the trees in the order of the group, its own as `start_copy`
+        gives it; None on other ranks.
+
+    Raises:
+        TypeError: `dst` is not an int.
+        ValueError: `dst` or this rank is not in the group.
+        RuntimeError: as `broadcast`.
+        Exception: what prevents a rank from sending. That rank raises it, and the others as
+            `broadcast` says.
+    """
+    ranks = _Ranks.of(group, dst, "dst")
+    moved, message, sizes = ranks.collect(tree)
+    if ranks.rank != dst:
+        ranks.exchange([dist.P2POp(dist.isend, message, dst, group)])
+        return None
+    messages = {
+        member: ranks.new_message(size)
+        for member, size in zip(ranks.members, sizes, strict=True)
+        if member != dst
+    }
+    ranks.exchange([dist.P2POp(dist.irecv, each, of, group) for of, each in messages.items()])
+    return [
+        ranks.own(tree, moved, device) if of == dst else _arrived(messages[of], device)
+        for of in ranks.members
+    ]
+
+
+def all_gather(tree: Any, *, group: Group | None = None, device: Device | None = None) -> list[Any]:
+    """Send each rank's tree to every rank of a group.
+
+    As `gather`, to all. Each rank sends as many bytes as the largest tree has.
+
+    Args:
+        tree: as for `gather`.
+        group: as for `broadcast`.
+        device: as for `broadcast`.
+
+    Returns:
+        A list of the trees, in the order of the group, on `device`.
+
+    Raises:
+        ValueError, RuntimeError, Exception: as `gather`.
+    """
+    ranks = _Ranks.of(group, None)
+    moved, message, sizes = ranks.collect(tree)
+    messages = ranks.all_gather(message, max(sizes))
+    return [
+        ranks.own(tree, moved, device) if member == ranks.rank else _arrived(whole[:size], device)
+        for member, whole, size in zip(ranks.members, messages, sizes, strict=True)
+    ]
+
+
 @dataclasses.dataclass
 class _Outgoing:
     """Parcels that the source sends, or the error that prevents it."""
@@ -147,8 +212,8 @@ class _Ranks(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, group: Group | None, src: int) -> _Ranks:
-        """Return the ranks of this call.
+    def of(cls, group: Group | None, src: int | None, name: str = "src") -> _Ranks:
+        """Return the ranks of this call; without `src`, none has more to do than the others.
 
         Raises:
             RuntimeError, TypeError, ValueError: as documented for `broadcast`.
@@ -157,17 +222,18 @@ class _Ranks(NamedTuple):
             raise RuntimeError(
                 "torch.distributed has not been initialised: call init_process_group() first"
             )
-        if not isinstance(src, int) or isinstance(src, bool):
-            raise TypeError(f"src must be a rank, which is an int; got {src!r}")
         rank = dist.get_rank()
+        src = rank if src is None else src
+        if not isinstance(src, int) or isinstance(src, bool):
+            raise TypeError(f"{name} must be a rank, which is an int; got {src!r}")
         members = (
             list(range(dist.get_world_size()))
             if group is None
             else list(dist.get_process_group_ranks(group))
         )
-        for name, each in (("src", src), ("this rank", rank)):
+        for what, each in (("this rank", rank), (name, src)):
             if each not in members:
-                raise ValueError(f"{name} is {each}, which is not a rank of the group: {members}")
+                raise ValueError(f"{what} is {each}, which is not a rank of the group: {members}")
         return cls(group, src, rank, members, _device_of(group))
 
     def check_given(self, given: Any, name: str) -> None:
@@ -223,8 +289,61 @@ class _Ranks(NamedTuple):
                 raise error
             finally:
                 del error  # avoids a reference cycle with its traceback, which keeps the tree
+        self.raise_told(body, self.src)
+
+    def raise_told(self, body: torch.Tensor, rank: int) -> NoReturn:
+        """Raise what another rank has told of its error."""
         name, text = pickle.loads(body.numpy().tobytes())
-        raise _SENT_AS_SUCH[name](f"rank {self.src} could not send: {text}")
+        raise _SENT_AS_SUCH[name](f"rank {rank} could not send: {text}")
+
+    def own(self, tree: Any, moved: Any, device: Device | None) -> Any:
+        """Return this rank's tree on the device that was asked for."""
+        if device is None or str(device) in (str(self.device), self.device.type):
+            return moved
+        return start_copy(tree, device).wait()
+
+    def collect(self, tree: Any) -> tuple[Any, torch.Tensor, list[int]]:
+        """Return this rank's tree and parcel on the messages' device, and all parcels' sizes.
+
+        Raises:
+            Exception: the error of this rank, or else of the first that has one.
+        """
+        moved, message, failure = None, self.new_message(0), None
+        try:
+            moved, message = self.packed(tree)
+        except Exception as error:
+            failure = error
+        told = b"" if failure is None else pickle.dumps(_told(failure))
+        size = torch.tensor(
+            [-len(told) if told else message.nbytes], dtype=torch.int64, device="cpu"
+        )
+        sizes = [int(each) for each in torch.cat(self.all_gather(size.to(self.device), 1)).tolist()]
+        if any(size < 0 for size in sizes):
+            body = torch.frombuffer(bytearray(told or b"-"), dtype=torch.uint8).to(self.device)
+            bodies = self.all_gather(body, -min(sizes))
+            self._raise_first(failure, sizes, bodies)
+        return moved, message, sizes
+
+    def _raise_first(
+        self, own: Exception | None, sizes: list[int], bodies: list[torch.Tensor]
+    ) -> NoReturn:
+        if own is not None:
+            try:
+                raise own
+            finally:
+                del own  # avoids a reference cycle with its traceback
+        first = next(place for place, size in enumerate(sizes) if size < 0)
+        self.raise_told(bodies[first].cpu()[: -sizes[first]], self.members[first])
+
+    def all_gather(self, message: torch.Tensor, longest: int) -> list[torch.Tensor]:
+        """Return the messages of all ranks, each with room for the longest."""
+        if message.numel() < longest:
+            whole = torch.zeros(longest, dtype=message.dtype, device=message.device)
+            whole[: message.numel()] = message
+            message = whole
+        found = [torch.empty_like(message) for _ in self.members]
+        dist.all_gather(found, message, group=self.group)
+        return found
 
     def new_message(self, size: int) -> torch.Tensor:
         """Allocate memory for a parcel."""

@@ -82,6 +82,40 @@ def test_scatter_gives_each_rank_a_tree_of_its_own(ranks, src):
     ranks.run("scattered", src, None)
 
 
+@pytest.mark.parametrize("dst", [0, 2])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_gather_brings_the_trees_of_all_ranks_to_one(three, dst, device):
+    three.run("gathered", dst, device)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_all_gather_brings_the_trees_of_all_ranks_to_all(three, device):
+    three.run("all_gathered", device)
+
+
+def test_a_part_of_the_ranks_gathers_among_itself(three):
+    three.run("gathered_by_a_part")
+
+
+CANNOT = "data['a'][1] cannot be pickled ("
+
+
+@pytest.mark.parametrize(
+    ("name", "starts"),
+    [
+        ("one cannot send", ("rank 1 could not send: " + CANNOT, CANNOT)),
+        ("one of all cannot", (CANNOT, "rank 0 could not send: " + CANNOT)),
+        ("none can send", (CANNOT, CANNOT)),
+        ("no such destination", ("dst is 9, which is not a rank",) * 2),
+        ("destination that is no rank", ("dst must be a rank, which is an int",) * 2),
+    ],
+)
+def test_mistakes_of_a_gather_are_raised_on_every_rank(ranks, name, starts):
+    for (kind, text), start in zip(ranks.run("gather_mistake", name), starts, strict=True):
+        assert kind == ("ValueError" if name == "no such destination" else "TypeError")
+        assert text.startswith(start)
+
+
 @pytest.mark.parametrize("where", [0, 1], ids=["receiver", "source"])
 def test_messages_are_where_the_group_needs_them_whatever_the_default_device(ranks, where):
     ranks.run("under_a_default_device", where)
@@ -206,6 +240,10 @@ def test_importing_tdcopier_does_not_import_this():
         ("tensordicts", (1,)),
         ("scattered", (0, None)),
         ("scattered", (1, "cpu")),
+        ("gathered", (0, None)),
+        ("gathered", (1, "cpu")),
+        ("all_gathered", (None,)),
+        ("all_gathered", ("cpu",)),
     ],
 )
 def test_nccl_brings_the_same_to_each_ranks_own_gpu(gpus, case, arguments):

@@ -284,6 +284,11 @@ def _(run: Run) -> Names:
     return {
         "dataset": torch.rand(64, 4),
         "model": torch.nn.Linear(4, 2).to(run.device),
+        "copy_of_model": torch.nn.Linear(4, 2),
+        "batches": [boxes()],
+        "learn": lambda model, batch: model.bias.data.add_(1),
+        "act": lambda model: model(torch.ones(4)),
+        "steps": 3,
         "rank": 0,
         "settings": {"rate": torch.tensor(0.1)},
         "parts": [boxes()],

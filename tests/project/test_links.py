@@ -99,7 +99,7 @@ def documented() -> dict[str, set[str] | None]:
     for entry in entries:
         name = re.match(r"\S+:: ([\w.]+)", entry)
         assert name is not None, entry
-        members = re.search(r"^ +:members: *(.*)$", entry, re.MULTILINE)
+        members = re.search(r"^ +:members: *(.*(?:\n {6,}\S.*)*)$", entry, re.MULTILINE)
         listed = {text.strip() for text in members[1].split(",")} if members else set()
         inside = set(re.findall(r"^ +\.\. py:\w+:: (\w+)", entry, re.MULTILINE))
         place = "tdcopier.torchrl." if entry.startswith("py:") else ""
