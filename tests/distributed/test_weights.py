@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import tdcopier
@@ -21,11 +20,6 @@ from tdcopier._distributed import follower, publisher
 
 TIMEOUT_S = 2.5
 Open = Callable[..., Any]
-
-
-@pytest.fixture
-def store() -> Any:
-    return dist.HashStore()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
