@@ -48,6 +48,9 @@ __all__ = [
 ]
 
 
+_LONGEST_S = 1e7  # about what the system can wait
+
+
 def sender(
     dst: int | None = None,
     *,
@@ -93,7 +96,8 @@ def sender(
     Raises:
         ConnectionError: no receiver has come in time.
         RuntimeError: `torch.distributed` has not been initialised, and there is no `store`.
-        ValueError: `slots` or a time is not positive; both `host` and `interface` are given.
+        ValueError: `slots` or a time is not positive; both `host` and `interface` are given, or
+            this host has no such address.
         TypeError: `dst` is not an int.
     """
     options = _channel(dst, store, name, slots, timeout_s, connect_timeout_s, host, interface, True)
@@ -241,8 +245,12 @@ def _channel(
         ("timeout_s", timeout_s),
         ("connect_timeout_s", connect_timeout_s),
     ):
-        if value is not None and not value > 0:
-            raise ValueError(f"{what} must be positive, got {value!r}")
+        if value is not None and not 0 < value < _LONGEST_S:
+            raise ValueError(
+                f"{what} must be positive, and less than {_LONGEST_S:g}, got {value!r}"
+            )
+    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool)):
+        raise TypeError(f"slots is an int, got {slots!r}")
     if host is not None and interface is not None:
         raise ValueError("give host or interface, not both")
     if peer is not None and (not isinstance(peer, int) or isinstance(peer, bool)):
@@ -258,4 +266,5 @@ def _channel(
         ranks = (dist.get_rank(), peer) if sends else (peer, dist.get_rank())
         name = f"{name}, rank {ranks[0]} to {ranks[1]}"
     address = Address(host, interface)
+    address.check()
     return Options(store, name, address, float(timeout_s), float(connect_timeout_s))

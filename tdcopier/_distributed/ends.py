@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from typing_extensions import Self
@@ -29,6 +31,38 @@ class PeerLost(ConnectionError):
     """The process at the other end has ended, or has not answered for the channel's timeout."""
 
 
+class Uninterrupted:
+    """A block that Ctrl-C does not end in the middle: the interrupt is raised after it.
+
+    Memory that was given to gloo, and what is known of it, must not differ.
+    """
+
+    def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._lock = contextlib.nullcontext() if lock is None else lock
+        self._before: list[tuple[Any, list[Any]]] = []
+        """For each block of the main thread, since blocks may be within others."""
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            noted: list[Any] = []
+            handler = signal.getsignal(signal.SIGINT)
+            is_ours = callable(handler)  # else it raises nothing
+            self._before.append((handler if is_ours else None, noted))
+            if is_ours:
+                signal.signal(signal.SIGINT, lambda *arguments: noted.append(arguments))
+        self._lock.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.__exit__(None, None, None)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler, noted = self._before.pop()
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+            if noted:
+                handler(*noted[0])
+
+
 class End:
     """One end of a channel. Threads may share it. `with` closes it."""
 
@@ -36,7 +70,7 @@ class End:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self._process = timeout_s, os.getpid()
-        self._lock = threading.RLock()
+        self._lock = Uninterrupted(threading.RLock())
         """Of the links, and of what their messages change."""
         self._is_closed = False
         self._ending: list[Link] = []
@@ -57,8 +91,12 @@ class End:
     def _run(self) -> None:
         while not self._stopped.wait(_TURNS_S):
             with self._lock:
-                self._turn()
-                self._are_gone()
+                try:
+                    self._turn()
+                    self._are_gone()
+                except Exception as error:  # no one else would hear of it
+                    for link in self._all_links():
+                        link.lose(error)
 
     def _are_gone(self) -> bool:
         self._ending = [link for link in self._ending if not link.is_gone()]
@@ -70,6 +108,9 @@ class End:
         if has_ended and link not in self._ending:
             self._ending.append(link)
         return has_ended
+
+    def _all_links(self) -> Sequence[Link]:
+        raise NotImplementedError
 
     def _turn(self) -> None:
         """Do what is due, with the lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
 from tdcopier._distributed.incoming import Arrived, Incoming
+from tdcopier._distributed.link import Link
 from tdcopier._distributed.rendezvous import Options, join
 from tdcopier._distributed.weights import Weights, named
 from tdcopier._into import copy_into
@@ -27,7 +29,8 @@ class Follower(End):
         """Find the publisher."""
         super().__init__(options.timeout_s)
         self._weights, self._names = weights, list[str]()
-        pinned = any(not tensor.is_cpu for tensor in named(weights).values())
+        pinned = any(tensor.device.type not in ("cpu", "meta") for tensor in self._own().values())
+        torch.empty(1, pin_memory=pinned)  # raises here, and not of the publisher
         self._link = Incoming(
             join(options, "publisher"),
             self.timeout_s,
@@ -37,6 +40,7 @@ class Follower(End):
             what="publisher",
         )
         self._arrived: deque[Arrived] = deque()
+        self._updating = threading.Lock()
         self._version = 0
         self._begin()
 
@@ -68,16 +72,14 @@ class Follower(End):
         """
         self._check_process()
         self._wait(self._has_news, timeout_s)
-        while self._arrived:  # an interrupted one is written again
-            message = self._arrived[0]
-            try:
-                self._write(message)
-            except ValueError:
-                self._drop()
-                raise
-            self._drop()
-        with self._lock:
-            self._link.receive(self._arrived)  # gives memory for the next
+        with self._updating:
+            while self._arrived and not self._is_closed:
+                version = self._write(self._arrived[0])  # if it raises, the next call repeats it
+                with self._lock:
+                    self._version = version
+                    self._arrived.popleft().free()
+            with self._lock:
+                self._link.receive(self._arrived)  # gives memory for the next
         return self._version
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -102,31 +104,32 @@ class Follower(End):
     # ---- versions --------------------------------------------------------------------------------
 
     def _has_news(self) -> bool:
+        if self._is_closed:
+            raise ChannelClosed("this follower is closed")
         self._link.hear()
         self._link.receive(self._arrived)
         if self._arrived:
             return True
-        if self._is_closed:
-            raise ChannelClosed("this follower is closed")
         if self._link.peer_closes:
             raise ChannelClosed(f"the publisher, {self.peer}, has closed")
         if self._link.lost is not None:
             raise PeerLost(self._link.lost)
         return False
 
-    def _drop(self) -> None:
-        self._arrived.popleft().free()
-
-    def _write(self, message: Arrived) -> None:
+    def _write(self, message: Arrived) -> int:
+        """Write the weights that a message has, and return its version."""
         try:
             tree: Any = message.parcel(allow_pickle=False).tree()
-            version, *places = tree["index"].tolist()
+            version, *places = map(int, tree["index"].tolist())
             targets = self._targets(tree["names"], version, places, tree["values"])
         except ValueError as error:
             raise ValueError(f"weights of {self.peer}: {error}") from None
         with torch.no_grad():
             copy_into(tree["values"], targets)
-        self._version = version
+        return version
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        return named(self._weights)
 
     def _targets(
         self,
@@ -136,7 +139,7 @@ class Follower(End):
         values: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Return where the values go, of a message with all weights or with a part of them."""
-        own = named(self._weights)
+        own = self._own()
         if names is not None:
             if missing := sorted(set(own) ^ set(names)):
                 raise ValueError(f"only one of the two has {', '.join(missing[:5])}")
@@ -151,6 +154,9 @@ class Follower(End):
         return [own[name] for name in found]
 
     # ---- the publisher ---------------------------------------------------------------------------
+
+    def _all_links(self) -> Sequence[Link]:
+        return [self._link]
 
     def _turn(self) -> None:
         self._link.turn()

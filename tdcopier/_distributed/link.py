@@ -148,7 +148,8 @@ class Link:
         if self.has_ended:
             return
         gone = f"has ended or has not answered for {self.timeout_s:g} s"
-        how = "is given up" if isinstance(error, (ValueError, MemoryError)) else gone
+        is_of_gloo = type(error) is RuntimeError or isinstance(error, (TimeoutError, OSError))
+        how = gone if is_of_gloo else "is given up"
         self.lost = f"the {self._what}, {self.peer}, {how}: {_first_line(error)}"
         self._drop()
 

@@ -67,9 +67,10 @@ class Outgoing(Link):
 
         Needs no lock.
         """
+        if work is None or self.lost is not None:  # then the pair is closed
+            return
         try:
-            if work is not None:
-                finish(work, self.timeout_s)
+            finish(work, self.timeout_s)
         except RuntimeError as error:
             self.lose(error)
 
@@ -96,11 +97,12 @@ class Message:
         def out(nbytes: int, device: torch.device) -> torch.Tensor | None:
             return self._parcel(nbytes, pinned=False) if device.type == "cpu" else None
 
-        parcel = batch if isinstance(batch, Parcel) else pack(batch, out=out)
-        self.nbytes = parcel.nbytes
-        if isinstance(batch, Parcel) or parcel.device.type != "cpu":
-            pinned = parcel.device.type != "cpu"
-            self._parcel(self.nbytes, pinned=pinned).copy_(parcel._bytes)
+        with torch.inference_mode(False):  # the memory is used in other modes too
+            parcel = batch if isinstance(batch, Parcel) else pack(batch, out=out)
+            self.nbytes = parcel.nbytes
+            if isinstance(batch, Parcel) or parcel.device.type != "cpu":
+                pinned = parcel.device.type != "cpu"
+                self._parcel(self.nbytes, pinned=pinned).copy_(parcel._bytes)
 
     def _parcel(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         if len(self._view) < message_bytes(nbytes):

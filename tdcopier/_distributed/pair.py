@@ -139,6 +139,13 @@ class Address(NamedTuple):
     host: str | None = None
     interface: str | None = None
 
+    def check(self) -> None:
+        """Raise a ValueError if this host has no such address."""
+        try:
+            _device(_dist.ProcessGroupGloo, self)
+        except RuntimeError as error:
+            raise ValueError(f"host or interface: {error}") from None
+
 
 class Pair:
     """One end of a pair. Threads may share it."""

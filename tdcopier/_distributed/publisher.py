@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcopier._copy import start_copy
-from tdcopier._distributed.ends import ChannelClosed, End
+from tdcopier._distributed.ends import ChannelClosed, End, Uninterrupted
+from tdcopier._distributed.link import Link
 from tdcopier._distributed.outgoing import Message, Outgoing
 from tdcopier._distributed.rendezvous import Found, Listener, Options
 from tdcopier._distributed.weights import Weights, batch_of, bits_of, bytes_of, named
@@ -69,8 +70,9 @@ class _Published(Message):
     def finish(self) -> None:
         """Wait until gloo has read it for all followers."""
         while self._sends:
-            link, work = self._sends.pop()
-            link.finish(work)
+            with Uninterrupted():
+                link, work = self._sends.pop()
+                link.finish(work)
 
 
 class Publisher(End):
@@ -85,7 +87,7 @@ class Publisher(End):
         self._publishing = threading.Lock()
         self._links: list[_Follower] = []
         self._whole, self._spare, self._part = _Published(), _Published(), _Published()
-        self._names: list[str] = []
+        self._layout: list[Any] = []
         self._is_ready = False
         """The whole message may be sent: nothing writes it."""
         self._version = self._messages = self._nbytes = self._parts = 0
@@ -103,6 +105,7 @@ class Publisher(End):
     @property
     def stats(self) -> PublisherStats:
         """Counts since it was made."""
+        self._check_process()
         with self._lock:
             open_peers, lost = len(self._links), len(self._lost)
             counts = (self._messages, self._nbytes, self._parts)
@@ -111,12 +114,14 @@ class Publisher(End):
     @property
     def peers(self) -> list[str]:
         """The followers: host, process and rank."""
+        self._check_process()
         with self._lock:
             return [link.peer for link in self._links]
 
     @property
     def problems(self) -> list[str]:
         """Why followers were lost, or could not join, in words."""
+        self._check_process()
         with self._lock:
             return [*self._lost, *self._listener.failures]
 
@@ -124,8 +129,9 @@ class Publisher(End):
         """Copy the weights, start to send those that have changed, and return the new version.
 
         The weights may be changed as soon as the call returns. A follower that has not read the
-        messages before gets all weights when it has; no call waits for it. If no value has changed,
-        there is no new version.
+        messages before gets all weights when it has; no call waits for it. One that dies or stops
+        while a message is half sent can hold one call for `timeout_s`. If neither a value nor a
+        name has changed, there is no new version.
 
         Raises:
             ChannelClosed: it is closed.
@@ -135,12 +141,16 @@ class Publisher(End):
             if self._is_closed:
                 raise ChannelClosed("this publisher is closed")
             weights = named(self._weights)  # a parameter may have been replaced
-            tensors = [tensor.detach() for tensor in weights.values()]
-            if any(not tensor.is_cpu for tensor in tensors):
-                tensors = start_copy(tensors, "cpu").wait()
-            changed = self._changed(tensors)
-            if changed:
-                self._take(changed, list(weights), tensors)
+            with torch.inference_mode(False):  # the messages are used in other modes too
+                tensors = [each.detach().resolve_conj().resolve_neg() for each in weights.values()]
+                if any(not tensor.is_cpu for tensor in tensors):
+                    tensors = start_copy(tensors, "cpu").wait()
+                layout = [
+                    (name, t.dtype, t.shape) for name, t in zip(weights, tensors, strict=True)
+                ]
+                changed = self._changed(layout, tensors)
+                if changed or not self._version:
+                    self._take(changed, layout, tensors)
             return self._version
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -154,7 +164,7 @@ class Publisher(End):
         """
         if self._is_forked():  # it has no end of it
             return
-        self._listener.close()
+        self._listener.close(timeout_s)
         with self._publishing:
             self._is_closed = True
         self._wait(self._all_are_told, self.timeout_s)
@@ -173,31 +183,27 @@ class Publisher(End):
 
     # ---- versions --------------------------------------------------------------------------------
 
-    def _changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def _changed(self, layout: list[Any], tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the places of the tensors that have other bits than in the version before.
 
         Their version counters would not tell: writes by `.data` or a CUDA graph do not count.
         """
-        if not self._is_ready:  # there was none, or a call was interrupted
+        if not self._is_ready or layout != self._layout:  # or a call was interrupted
             return list(range(len(tensors)))
         before = self._whole.tree["values"]
-        if len(before) != len(tensors):
-            return list(range(len(tensors)))
         return [
             place
             for place, (old, new) in enumerate(zip(before, tensors, strict=True))
-            if old.shape != new.shape
-            or old.dtype != new.dtype
-            or not torch.equal(bits_of(old), bits_of(new))
+            if not torch.equal(bits_of(old), bits_of(new))
         ]
 
     def _take(
-        self, changed: Sequence[int], names: list[str], tensors: Sequence[torch.Tensor]
+        self, changed: Sequence[int], layout: list[Any], tensors: Sequence[torch.Tensor]
     ) -> None:
         """Write messages of a new version, and send them to those that have memory."""
         some = [tensors[place] for place in changed]
         version, share = self._version + 1, bytes_of(some) / max(bytes_of(tensors), 1)
-        is_part = share <= _MOST_OF_PART and names == self._names
+        is_part = self._is_ready and share <= _MOST_OF_PART and layout == self._layout
         if is_part:
             self._part.finish()
             self._part.fill(batch_of(version, None, changed, some))
@@ -209,12 +215,14 @@ class Publisher(End):
             copy_into(some, [tree["values"][place] for place in changed])
         else:
             self._spare.finish()
-            self._spare.fill(batch_of(version, names, range(len(tensors)), tensors))
+            self._spare.fill(
+                batch_of(version, [name for name, *_ in layout], range(len(tensors)), tensors)
+            )
         with self._lock:
             if not is_part:
                 self._whole, self._spare = self._spare, self._whole
             before, self._version, self._is_ready = self._version, version, True
-            self._names = names
+            self._layout = layout
             for link in self._links:
                 link.hear()
                 if is_part and link.version == before and link.may_send_or_grows(self._part.nbytes):
@@ -241,6 +249,9 @@ class Publisher(End):
             self._links.append(link)
             if self._is_closed:
                 link.close()
+
+    def _all_links(self) -> Sequence[Link]:
+        return list(self._links)
 
     def _turn(self) -> None:
         for link in list(self._links):

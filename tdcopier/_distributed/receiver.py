@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import start_copy
 from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
 from tdcopier._distributed.incoming import Arrived, Incoming
+from tdcopier._distributed.link import Link
 from tdcopier._distributed.rendezvous import Found, Listener, Options
 
 
@@ -58,6 +59,7 @@ class Receiver(End):
         super().__init__(options.timeout_s)
         self._device, self._slots, self._allow_pickle = device, slots, allow_pickle
         self._pinned = torch.device(device).type not in ("cpu", "meta")
+        torch.empty(1, pin_memory=self._pinned)  # raises here, and not where senders come
         self._is_for_one = is_for_one
         self._arrived: deque[Arrived] = deque()
         self._links: list[Incoming] = []
@@ -71,6 +73,7 @@ class Receiver(End):
     @property
     def stats(self) -> ReceiverStats:
         """Counts since it was made."""
+        self._check_process()
         with self._lock:
             return ReceiverStats(
                 self._batches,
@@ -86,12 +89,14 @@ class Receiver(End):
     @property
     def peers(self) -> list[str]:
         """The senders: host, process and rank."""
+        self._check_process()
         with self._lock:
             return [link.peer for link in self._links]
 
     @property
     def problems(self) -> list[str]:
         """Why senders were lost, or could not join, in words."""
+        self._check_process()
         with self._lock:
             return [*self._lost, *self._listener.failures]
 
@@ -120,9 +125,15 @@ class Receiver(End):
                 taken.append(self._arrived.popleft())
             return bool(taken)
 
-        if not self._wait(take, timeout_s):
-            raise TimeoutError(f"no batch has come in {timeout_s:g} s")
-        (arrived,) = taken
+        try:
+            if not self._wait(take, timeout_s):
+                raise TimeoutError(f"no batch has come in {timeout_s:g} s")
+            return self._start_copy(taken[0])
+        finally:
+            for arrived in taken:
+                arrived.free()
+
+    def _start_copy(self, arrived: Arrived) -> AsyncCopyHandle[Any]:
         number, nbytes = arrived.header.number, arrived.header.nbytes
         try:
             parcel = arrived.parcel(allow_pickle=self._allow_pickle)
@@ -132,8 +143,6 @@ class Receiver(End):
             if isinstance(error, ValueError):
                 raise ValueError(f"batch {number} of {arrived.peer}: {error}") from None
             raise
-        finally:
-            arrived.free()
         with self._lock:
             self._batches += 1
             self._nbytes += nbytes
@@ -176,7 +185,7 @@ class Receiver(End):
         """
         if self._is_forked():  # it has no end of it
             return
-        self._listener.close()
+        self._listener.close(timeout_s)
         with self._lock:
             self._is_closed = True
             self._arrived.clear()
@@ -202,6 +211,9 @@ class Receiver(End):
                 link.close()
         if self._is_for_one and is_asked_for:
             self._listener.close()
+
+    def _all_links(self) -> Sequence[Link]:
+        return list(self._links)
 
     def _turn(self) -> None:
         for link in list(self._links):

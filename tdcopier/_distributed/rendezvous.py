@@ -7,6 +7,7 @@ no process waits for what was left of the one before.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import socket
@@ -39,7 +40,10 @@ class Options(NamedTuple):
     def own_store(self) -> Store:
         """Return the store by a connection of its own: one that waits holds up its other users."""
         store: Any = self.store
-        own: Store = store.clone() if hasattr(store, "clone") else store
+        if not hasattr(store, "clone"):
+            return self.store
+        own: Store = store.clone()
+        own.set_timeout(datetime.timedelta(seconds=self.connect_timeout_s))
         return own
 
 
@@ -58,24 +62,28 @@ def join(options: Options, what: str = "receiver") -> Found:
     Raises:
         ConnectionError: none has listened in time.
     """
-    store, key = options.own_store(), _key(options.name)
+    store, key, token, place = options.own_store(), _key(options.name), "", ""
     end = time.monotonic() + options.connect_timeout_s
-    while not store.check([key]):
+    told: dict[str, Any] = {}
+    while not place or not store.check([f"{place}/ready"]):
         if time.monotonic() > end:
+            found = "is in the store, and does not answer" if place else "is in the store"
             raise ConnectionError(
-                f"no {what} with the name {options.name!r} is in the store after "
+                f"{'the' if place else 'no'} {what} with the name {options.name!r} {found} after "
                 f"{options.connect_timeout_s:g} s"
             )
-        time.sleep(_LOOKS_S)
-    told = json.loads(store.get(key))
-    number = store.add(f"{key}/{told['token']}/arrivals", 1)
-    place = f"{key}/{told['token']}/{number}"
-    store.set(f"{place}/about", json.dumps(_about(options)))
+        if store.check([key]):
+            told = json.loads(store.get(key))
+        if told and told["token"] != token:  # also of one that listens in place of another
+            token = told["token"]
+            place = f"{key}/{token}/{store.add(f'{key}/{token}/arrivals', 1)}"
+            store.set(f"{place}/about", json.dumps(_about(options)))
+        time.sleep(_LOOKS_S / 2)
     try:
         pair = Pair(store, place, 0, options.address, max(end - time.monotonic(), 1.0))
     except RuntimeError as error:
         raise ConnectionError(
-            f"the {what} with the name {options.name!r} is in the store, and does not answer: "
+            f"the {what} with the name {options.name!r} is in the store, and cannot be reached: "
             f"{error}"
         ) from None
     return Found(pair, told["peer"], told["timeout_s"])
@@ -89,17 +97,21 @@ class Listener:
         self._options, self._came = options, came
         self._key = _key(options.name)
         self._about = {"token": uuid.uuid4().hex, **_about(options)}
-        self._ended = threading.Event()
+        self._ended, self._closing, self._is_closed = threading.Event(), threading.Lock(), False
         self.failures: list[str] = []
         """Why processes that have joined, or the store, could not be reached."""
         options.store.set(self._key, json.dumps(self._about))
         self._thread = threading.Thread(target=self._listen, name="tdcopier-listen", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Listen no more. Pairs that were made stay."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Listen no more. Pairs that were made stay. A store that hangs is left after that time."""
         self._ended.set()
-        self._thread.join()  # in the store's code it would end a process that exits
+        self._thread.join(timeout_s)  # in the store's code it would end a process that exits
+        with self._closing:
+            if self._is_closed or self._thread.is_alive():
+                return
+            self._is_closed = True
         store = self._options.store
         try:
             is_there = store.check([self._key])  # or `get` would wait for it
@@ -128,11 +140,11 @@ class Listener:
             store = self._options.own_store()
             about: dict[str, Any] = json.loads(store.get(f"{place}/about"))
             seconds = self._options.connect_timeout_s
+            store.set(f"{place}/ready", "")
             pair = Pair(store, place, 1, self._options.address, seconds)
-        except RuntimeError as error:  # it has ended meanwhile
+            self._came(Found(pair, about["peer"], about["timeout_s"]))
+        except Exception as error:  # for example, it has ended meanwhile
             self.failures.append(str(error))
-            return
-        self._came(Found(pair, about["peer"], about["timeout_s"]))
 
 
 def _key(name: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
+from tdcopier._distributed.ends import ChannelClosed, End, PeerLost, Uninterrupted
+from tdcopier._distributed.link import Link
 from tdcopier._distributed.outgoing import Message, Outgoing
 from tdcopier._distributed.rendezvous import Options, join
 
@@ -77,7 +79,7 @@ class Sender(End):
             Exception: what `pack` raises; the batch is not sent.
         """
         self._check_process()
-        with self._starting:
+        with self._alone(timeout_s):
             if not self._may_send():
                 self._waits += 1
                 self._wait_for_room(self._may_send, timeout_s)
@@ -97,12 +99,8 @@ class Sender(End):
             TimeoutError: a `start` of another thread has not ended in time.
         """
         self._check_process()
-        if not self._starting.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise TimeoutError(self._says_late(timeout_s))
-        try:
+        with self._alone(timeout_s):
             self._finish_all()
-        finally:
-            self._starting.release()
         if self._is_lost():
             raise PeerLost(self._link.lost)
 
@@ -118,7 +116,7 @@ class Sender(End):
         if self._is_forked():  # it has no end of it
             return
         self._is_closed = True  # a call of another thread that waits ends
-        with self._starting:
+        with self._alone(timeout_s):
             self._finish_all()
         with self._lock:
             self._link.close(self._link.messages)
@@ -146,21 +144,44 @@ class Sender(End):
 
     def _send(self, slot: _Slot) -> None:
         link = self._link
-        heard = link.say_heard()
-        whole = slot.message.whole(self._batches, heard=heard, checksum=self._checksum)
-        self._batches += 1
-        self._nbytes += slot.message.nbytes
-        slot.work = link.send(whole)
+        with Uninterrupted():
+            heard = link.say_heard()
+            whole = slot.message.whole(self._batches, heard=heard, checksum=self._checksum)
+            self._batches += 1
+            self._nbytes += slot.message.nbytes
+            slot.work = link.send(whole)
 
     def _finish(self, slot: _Slot) -> None:
-        work, slot.work = slot.work, None
-        self._link.finish(work)
+        with Uninterrupted():
+            work, slot.work = slot.work, None
+            self._link.finish(work)
+
+    @contextlib.contextmanager
+    def _alone(self, timeout_s: float | None) -> Iterator[None]:
+        """Let no other thread send."""
+        acquired: list[bool] = []
+
+        def acquire() -> bool:  # within a block that no interrupt ends between the two
+            if self._starting.acquire(blocking=False):
+                acquired.append(True)
+            return bool(acquired)
+
+        try:
+            if not self._wait(acquire, timeout_s):
+                raise TimeoutError(self._says_late(timeout_s))
+            yield
+        finally:
+            if acquired:
+                self._starting.release()
 
     def _finish_all(self) -> None:
         for slot in self._slots:
             self._finish(slot)
 
     # ---- the other end ---------------------------------------------------------------------------
+
+    def _all_links(self) -> Sequence[Link]:
+        return [self._link]
 
     def _turn(self) -> None:
         self._link.turn()
@@ -184,4 +205,4 @@ class Sender(End):
             raise PeerLost(self._link.lost)
 
     def _says_late(self, timeout_s: float | None) -> str:
-        return f"the receiver, {self.peer}, took no batch in {timeout_s:g} s"
+        return f"the receiver, {self.peer}, took no batch in {timeout_s or 0.0:g} s"

@@ -10,7 +10,7 @@ from torch import nn
 
 Weights: TypeAlias = "nn.Module | Mapping[str, torch.Tensor]"
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def named(weights: Weights) -> dict[str, torch.Tensor]:
@@ -39,8 +39,9 @@ def batch_of(
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values as integers, of which -0 is not 0, and NaN is NaN."""
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.view(_INTEGERS[tensor.itemsize]) if is_number else tensor
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -180,6 +180,85 @@ def test_an_open_channel_needs_no_store():
     rx.close(timeout_s=10)
 
 
+def test_a_sender_that_waits_for_a_receiver_that_was_killed_finds_the_next(store):
+    key = "tdcopier/channels/channel"
+    store.set(key, '{"token": "of one that is gone", "peer": "gone", "timeout_s": 5}')
+    options = {"store": store, "timeout_s": TIMEOUT_S, "connect_timeout_s": 10}
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(distributed.sender, **options)
+        time.sleep(0.3)
+        with distributed.receiver(**options) as rx, joining.result() as tx:
+            tx.start(1)
+            assert rx.next(10).get() == 1
+
+
+def test_a_call_waits_for_another_threads_no_longer_than_it_may(channel):
+    tx, rx = channel(slots=1)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: [tx.start(n) for n in range(4)])
+        while not tx.stats.waits:
+            time.sleep(0.01)
+        for call in (lambda: tx.start(5, timeout_s=0.2), lambda: tx.flush(timeout_s=0.2)):
+            with pytest.raises(TimeoutError, match=r"in 0\.2 s"):
+                call()
+        assert [rx.next(10).get() for _ in range(4)] == [0, 1, 2, 3]
+        other.result()
+
+
+INTERRUPTED = """
+import signal, threading, torch.distributed as dist
+from tdcopier import distributed
+from tdcopier._distributed import pair
+
+store = dist.HashStore()
+rx = distributed.receiver(store=store, slots=2)
+tx = distributed.sender(store=store)
+calls = {"send": 0, "receive": 0}
+
+def interrupting(name):
+    method = getattr(pair.Pair, name)
+
+    def call(self, memory, tag):
+        work = method(self, memory, tag)
+        if tag == 0 and threading.current_thread() is threading.main_thread():
+            calls[name] += 1
+            if calls[name] == 2:
+                signal.raise_signal(signal.SIGINT)  # memory was given, and that is noted nowhere
+        return work
+
+    setattr(pair.Pair, name, call)
+
+for name in calls:
+    interrupting(name)
+seen, interrupts = [], 0
+for number in range(20):
+    for call in (lambda: tx.start(number), lambda: seen.append(rx.next(5).get())):
+        try:
+            call()
+        except KeyboardInterrupt:
+            interrupts += 1
+assert interrupts == 2, interrupts
+assert seen == sorted(seen) and len(seen) >= 18 and seen[-1] >= 18, seen
+tx.close()
+rx.close()
+print("closed")
+"""
+
+
+def test_an_interrupt_ends_a_call_and_not_the_channel():
+    assert run_python(INTERRUPTED).strip() == "closed"
+
+
+def test_options_that_cannot_work_are_refused_by_the_call(store):
+    for call in (distributed.sender, distributed.receiver):
+        with pytest.raises(TypeError, match="slots is an int"):
+            call(store=store, slots=2.5)
+        with pytest.raises(ValueError, match="timeout_s must be positive, and less than"):
+            call(store=store, timeout_s=float("inf"))
+        with pytest.raises(ValueError, match="host or interface: "):
+            call(store=store, interface="none0")
+
+
 def test_ends_close_at_the_same_time_or_one_after_the_other(store):
     choose = random.Random(1)
     for number in range(12):

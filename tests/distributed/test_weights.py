@@ -122,6 +122,63 @@ def test_only_tensors_that_have_changed_are_sent(ends):
     assert torch.equal(late.small, source.small)
 
 
+def test_names_shapes_and_dtypes_may_change_between_versions(ends):
+    publish, follow = ends
+    source = {"a": torch.zeros(1000), "b": torch.zeros(3), "c": torch.zeros(2).to(torch.complex128)}
+    target = {name: torch.ones_like(tensor) for name, tensor in source.items()}
+    published, followed = publish(source), follow(target)
+    followed.update(timeout_s=10)
+    source["c"].neg_()  # to -0
+    assert published.publish() == followed.update(timeout_s=10) == 2
+    source["b"] = target["b"] = torch.ones(4)
+    assert published.publish() == followed.update(timeout_s=10) == 3
+    source["b"] = torch.full((4,), 2.0).double()
+    target["b"] = torch.zeros(4).double()
+    with torch.inference_mode():
+        assert published.publish() == 4
+    assert followed.update(timeout_s=10) == 4
+    source["d"], target["d"] = source.pop("b"), target.pop("b")
+    assert published.publish() == followed.update(timeout_s=10) == 5
+    source["c"] = torch.ones(2, dtype=torch.complex128).mul_(1j).conj()
+    assert published.publish() == followed.update(timeout_s=10) == 6
+    assert target["d"].tolist() == [2.0] * 4
+    assert target["c"].tolist() == [-1j, -1j]
+
+
+def test_a_module_without_tensors_has_a_version(ends):
+    publish, follow = ends
+    assert publish(nn.ReLU()).version == follow(nn.ReLU()).update(timeout_s=10) == 1
+
+
+def test_threads_share_a_follower(ends):
+    publish, follow = ends
+    source, target = {"a": torch.zeros(2000)}, {"a": torch.ones(2000)}
+    published, followed = publish(source), follow(target)
+    followed.update(timeout_s=10)
+    with ThreadPoolExecutor(4) as pool:
+        updates = [pool.submit(lambda: [followed.update(0.01) for _ in range(60)]) for _ in "1234"]
+        for number in range(1, 60):
+            source["a"].fill_(number)
+            published.publish()
+        for each in updates:
+            each.result()
+    while followed.version < published.version:
+        followed.update(timeout_s=10)
+    assert torch.equal(source["a"], target["a"])
+
+
+def test_a_closed_follower_writes_nothing(ends):
+    publish, follow = ends
+    publish({"a": torch.ones(3)})
+    target = {"a": torch.zeros(3)}
+    followed = follow(target)
+    time.sleep(0.3)
+    followed.close(timeout_s=10)
+    with pytest.raises(distributed.ChannelClosed, match="this follower is closed"):
+        followed.update()
+    assert target["a"].eq(0).all()
+
+
 def test_what_has_not_changed_is_no_version(ends):
     publish, follow = ends
     source, target = Model(), Model()
@@ -175,6 +232,7 @@ def test_the_last_version_comes_before_the_end(ends):
     publish, follow = ends
     source, target = {"a": torch.zeros(100_000)}, {"a": torch.ones(100_000)}
     published, followed = publish(source), follow(target)
+    followed.update(timeout_s=10)
     source["a"].fill_(5)
     published.publish()
     published.close(timeout_s=10)
@@ -206,11 +264,17 @@ def test_other_weights_are_refused_and_stay_as_they_are(ends, target, says):
     with pytest.raises(ValueError, match=says):
         followed.update(timeout_s=10)
     assert followed.version == 0
+    assert all(tensor.eq(0).all() for tensor in target.values())
     source["b"].add_(1)
     published.publish()
-    with pytest.raises(ValueError, match="since the one before"):
+    with pytest.raises(ValueError, match=says):
         followed.update(timeout_s=10)
-    assert all(tensor.eq(0).all() for tensor in target.values())
+    target.clear()  # as the user may change it
+    target.update({"a": torch.zeros(3), "b": torch.zeros(2)})
+    assert followed.update(timeout_s=10) in (1, 2)
+    while followed.version < 2:
+        followed.update(timeout_s=10)
+    assert all(torch.equal(source[name], target[name]) for name in source)
 
 
 def test_an_interrupted_publish_leaves_nothing_out(ends, monkeypatch):
