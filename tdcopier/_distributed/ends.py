@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import signal
 import threading
@@ -16,6 +17,10 @@ from typing import Any
 from typing_extensions import Self
 
 from tdcopier._distributed.link import Link
+
+# The functions of `signal` look for names of numbers, which takes ten times as long.
+_signal: Any = importlib.import_module("_signal")
+_SIGINT = int(signal.SIGINT)
 
 _TURNS_S = 0.05
 """Between two looks of the thread."""
@@ -43,22 +48,22 @@ class Uninterrupted:
         """For each block of the main thread, since blocks may be within others."""
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == threading.main_thread().ident:
             noted: list[Any] = []
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(_SIGINT)
             is_ours = callable(handler)  # else it raises nothing
             self._before.append((handler if is_ours else None, noted))
             if is_ours:
-                signal.signal(signal.SIGINT, lambda *arguments: noted.append(arguments))
+                _signal.signal(_SIGINT, lambda *arguments: noted.append(arguments))
         self._lock.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._lock.__exit__(None, None, None)
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return
         handler, noted = self._before.pop()
         if handler is not None:
-            signal.signal(signal.SIGINT, handler)
+            _signal.signal(_SIGINT, handler)
             if noted:
                 handler(*noted[0])
 

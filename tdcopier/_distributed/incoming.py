@@ -93,7 +93,8 @@ class Incoming(Link):
         super().__init__(found, timeout_s, what, lock)
         self.allocations = 0
         self._most_slots = slots
-        self._slots: list[_Slot] = []
+        self._away: deque[_Slot] = deque()
+        """Those whose messages have come, until memory is given again."""
         self._given: deque[_Slot] = deque()
         """Those that gloo writes to, in their order."""
         self._pinned, self._room, self._begin = pinned, _FIRST_BYTES, 0
@@ -105,6 +106,7 @@ class Incoming(Link):
         try:
             while self._given and has_come(self._given[0].view):
                 slot = self._given.popleft()
+                self._away.append(slot)
                 work, slot.work = slot.work, None
                 finish(work, self.timeout_s)
                 self._messages += 1
@@ -138,30 +140,28 @@ class Incoming(Link):
         most = self._most_slots or min(
             max(_BYTES_OF_MANY // message_bytes(self._room), _FEWEST), _MOST
         )
-        self._slots += [_Slot() for _ in range(most - len(self._slots))]
-        for place, slot in enumerate(self._slots):
-            if slot.work is not None or slot.is_full or place >= most:
-                continue
-            if slot.is_in_use():
-                # Results on the host may be kept for long, and the device is about to end.
-                if self._pinned or self._given or any(each.is_full for each in self._slots):
-                    continue
-                slot = self._slots[place] = _Slot()
-            if len(slot.view) < message_bytes(self._room):
-                slot.resize(self._room, pinned=self._pinned)
-                self.allocations += 1
-            clear(slot.view)
-            slot.work = self.pair.receive(slot.memory, BATCHES)
-            self._given.append(slot)
-            self._count += 1
-        if len(self._slots) > most:  # they are larger now
-            self._slots = [
-                slot
-                for place, slot in enumerate(self._slots)
-                if place < most or slot.work is not None or slot.is_full
-            ]
+        for slot in [each for each in self._away if not each.is_full]:
+            if not slot.is_in_use():
+                self._away.remove(slot)
+                if len(self._given) + len(self._away) < most:  # else they are larger now, and fewer
+                    self._give_slot(slot)
+        while len(self._given) + len(self._away) < most:
+            self._give_slot(_Slot())
+        # Results on the host may be kept for long, where the device is about to end.
+        if not (self._given or self._pinned or any(slot.is_full for slot in self._away)):
+            self._away.popleft()
+            self._give_slot(_Slot())
         # The sender is told of them when it has used half of those that it knows of.
         left = self._told_count - self._messages
         if self._count > self._told_count and left <= most // 2:
             self._told_count = self._count
             self.tell(room=self._room, begin=self._begin, messages=self._count)
+
+    def _give_slot(self, slot: _Slot) -> None:
+        if len(slot.view) < message_bytes(self._room):
+            slot.resize(self._room, pinned=self._pinned)
+            self.allocations += 1
+        clear(slot.view)
+        slot.work = self.pair.receive(slot.memory, BATCHES)
+        self._given.append(slot)
+        self._count += 1

@@ -30,7 +30,8 @@ class _Slot:
     """A message, and what was sent of it."""
 
     def __init__(self) -> None:
-        self.message, self.work = Message(), None
+        self.message = Message()
+        self.work: Any = None
 
 
 class Sender(End):
@@ -152,6 +153,8 @@ class Sender(End):
             slot.work = link.send(whole)
 
     def _finish(self, slot: _Slot) -> None:
+        if slot.work is None:
+            return
         with Uninterrupted():
             work, slot.work = slot.work, None
             self._link.finish(work)
