@@ -151,9 +151,9 @@ class Incoming(Link):
         if not (self._given or self._pinned or any(slot.is_full for slot in self._away)):
             self._away.popleft()
             self._give_slot(_Slot())
-        # The sender is told of them when it has used half of those that it knows of.
-        left = self._told_count - self._messages
-        if self._count > self._told_count and left <= most // 2:
+        # The sender is told of several together, before it has used those that it knows of.
+        new, left = self._count - self._told_count, self._told_count - self._messages
+        if new and left <= most // 2 and (new >= most // 4 or left <= 1):
             self._told_count = self._count
             self.tell(room=self._room, begin=self._begin, messages=self._count)
 
