@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcopier._copy import start_copy
-from tdcopier._distributed.ends import ChannelClosed, End, Uninterrupted
-from tdcopier._distributed.link import Link
+from tdcopier._distributed.ends import ChannelClosed, Uninterrupted
+from tdcopier._distributed.hub import Hub
 from tdcopier._distributed.outgoing import Message, Outgoing
 from tdcopier._distributed.rendezvous import Found, Listener, Options
 from tdcopier._distributed.weights import Weights, batch_of, bits_of, bytes_of, named
@@ -75,7 +75,7 @@ class _Published(Message):
                 link.finish(work)
 
 
-class Publisher(End):
+class Publisher(Hub):
     """Sends weights to processes that follow. Made by `publish`. `with` closes it."""
 
     _what = "publisher"
@@ -85,14 +85,11 @@ class Publisher(End):
         super().__init__(options.timeout_s)
         self._weights = weights
         self._publishing = threading.Lock()
-        self._links: list[_Follower] = []
         self._whole, self._spare, self._part = _Published(), _Published(), _Published()
         self._layout: list[Any] = []
         self._is_ready = False
         """The whole message may be sent: nothing writes it."""
         self._version = self._messages = self._nbytes = self._parts = 0
-        self._closed_peers = 0
-        self._lost: list[str] = []
         self.publish()
         self._begin()
         self._listener = Listener(options, self._meet)
@@ -110,20 +107,6 @@ class Publisher(End):
             open_peers, lost = len(self._links), len(self._lost)
             counts = (self._messages, self._nbytes, self._parts)
             return PublisherStats(*counts, open_peers, self._closed_peers, lost)
-
-    @property
-    def peers(self) -> list[str]:
-        """The followers: host, process and rank."""
-        self._check_process()
-        with self._lock:
-            return [link.peer for link in self._links]
-
-    @property
-    def problems(self) -> list[str]:
-        """Why followers were lost, or could not join, in words."""
-        self._check_process()
-        with self._lock:
-            return [*self._lost, *self._listener.failures]
 
     def publish(self) -> int:
         """Copy the weights, start to send those that have changed, and return the new version.
@@ -250,9 +233,6 @@ class Publisher(End):
             if self._is_closed:
                 link.close()
 
-    def _all_links(self) -> Sequence[Link]:
-        return list(self._links)
-
     def _turn(self) -> None:
         for link in list(self._links):
             link.turn()
@@ -260,17 +240,8 @@ class Publisher(End):
                 link.close(link.messages)
             elif not link.has_ended:
                 self._send_whole(link)
-            if self._has_ended(link):
-                self._links.remove(link)
-                if link.lost is None:
-                    self._closed_peers += 1
-                else:
-                    self._lost.append(link.lost)
+            self._removed(link)
 
     def _all_are_told(self) -> bool:
         self._turn()
         return all(link.version == self._version for link in self._links)
-
-    def _is_alone(self) -> bool:
-        self._turn()
-        return not self._links

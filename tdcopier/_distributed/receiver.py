@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import start_copy
-from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
+from tdcopier._distributed.ends import ChannelClosed, PeerLost
+from tdcopier._distributed.hub import Hub
 from tdcopier._distributed.incoming import Arrived, Incoming
-from tdcopier._distributed.link import Link
 from tdcopier._distributed.rendezvous import Found, Listener, Options
 
 
@@ -37,7 +37,7 @@ class ReceiverStats(NamedTuple):
     """Senders that have ended without it, or did not answer."""
 
 
-class Receiver(End):
+class Receiver(Hub):
     """Takes batches that senders have sent, each by one copy from pinned memory.
 
     Made by `receiver`. Iterating gives the batches on the device. Threads may share it. `with`
@@ -62,11 +62,8 @@ class Receiver(End):
         torch.empty(1, pin_memory=self._pinned)  # raises here, and not where senders come
         self._is_for_one = is_for_one
         self._arrived: deque[Arrived] = deque()
-        self._links: list[Incoming] = []
         self._batches = self._nbytes = self._refused = self._allocations = 0
-        self._closed_peers = 0
         self._has_met = False
-        self._lost: list[str] = []
         self._begin()
         self._listener = Listener(options, self._meet)
 
@@ -85,20 +82,6 @@ class Receiver(End):
                 self._closed_peers,
                 len(self._lost),
             )
-
-    @property
-    def peers(self) -> list[str]:
-        """The senders: host, process and rank."""
-        self._check_process()
-        with self._lock:
-            return [link.peer for link in self._links]
-
-    @property
-    def problems(self) -> list[str]:
-        """Why senders were lost, or could not join, in words."""
-        self._check_process()
-        with self._lock:
-            return [*self._lost, *self._listener.failures]
 
     # ---- batches ---------------------------------------------------------------------------------
 
@@ -212,9 +195,6 @@ class Receiver(End):
         if self._is_for_one and is_asked_for:
             self._listener.close()
 
-    def _all_links(self) -> Sequence[Link]:
-        return list(self._links)
-
     def _turn(self) -> None:
         for link in list(self._links):
             link.turn()
@@ -222,15 +202,5 @@ class Receiver(End):
             if link.peer_closes:
                 link.check_whole()
                 link.close()
-            if not self._has_ended(link):
-                continue
-            self._links.remove(link)
-            self._allocations += link.allocations
-            if link.lost is None:
-                self._closed_peers += 1
-            else:
-                self._lost.append(link.lost)
-
-    def _is_alone(self) -> bool:
-        self._turn()
-        return not self._links
+            if self._removed(link):
+                self._allocations += link.allocations
