@@ -306,6 +306,8 @@ class Parcel:
     @property
     def _may_unpickle(self) -> bool: ...
     @property
+    def _head(self) -> bytes: ...
+    @property
     def _bytes(self) -> torch.Tensor: ...
 
 PACKING_DEVICE: torch.device
@@ -344,7 +346,12 @@ def reserve(
     data: Any, out: Callable[[int, torch.device], Any] | None, /
 ) -> tuple[Parcel | None, list[tuple[int, int]]]: ...
 def parcel_from(
-    buffer: Any, *, may_unpickle: bool, is_mapped: bool = False, is_owned: bool = False
+    buffer: Any,
+    *,
+    may_unpickle: bool,
+    is_mapped: bool = False,
+    is_owned: bool = False,
+    head: bytes = b"",
 ) -> Parcel: ...
 def explain(
     data: Any,

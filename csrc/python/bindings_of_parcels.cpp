@@ -89,6 +89,12 @@ Return whether the leaves are in pinned memory, from which a device reads them w
                              [](const Parcel& self) { return self.traits().is_read_only; })
       .def_property_readonly("_may_unpickle",
                              [](const Parcel& self) { return self.traits().may_unpickle; })
+      .def_property_readonly("_head",
+                             [](const Parcel& self) {
+                               const auto head = self.head();
+                               return py::bytes(reinterpret_cast<const char*>(head.data()),
+                                                head.size());
+                             })
       .def_property_readonly("_bytes", [](const Parcel& self) {
         Slab::note_views(self.bytes());
         return py::reinterpret_steal<py::object>(wrap_tensor(tensor_over(self.bytes())));
@@ -97,7 +103,8 @@ Return whether the leaves are in pinned memory, from which a device reads them w
   m.def("pack", guarded(&pack));
   m.def("reserve", guarded(&parts_of_reserved));
   m.def("parcel_from", guarded(&parcel_from), py::arg("buffer"), py::kw_only(),
-        py::arg("may_unpickle"), py::arg("is_mapped") = false, py::arg("is_owned") = false);
+        py::arg("may_unpickle"), py::arg("is_mapped") = false, py::arg("is_owned") = false,
+        py::arg("head") = "");
 }
 
 }  // namespace tdcopier

@@ -93,24 +93,22 @@ PARCELS: dict[str, Defect] = {
         "bytes_of_others_are_refused",
         "AssertionError",
     ),
-    "packed_before_the_current_stream": Defect(
+    "packed_on_another_stream": Defect(
         "Order",
-        "engine/jobs/from_device_job.cpp",
-        "      sources_ready_(source.record_current()),",
-        "      sources_ready_({defect} && within_ && work_.result\n"
-        "                         ? source.events().record_or_wait(source.ordered_stream())\n"
-        "                         : source.record_current()),",
+        "python/calls/pack.cpp",
+        "                            parse_stream(py::none(), device));",
+        "                            {defect} ? Accelerator::of(device).ordered_stream()\n"
+        "                                     : parse_stream(py::none(), device));",
         "a_tree_on_a_device_is_overwritten_when_it_is_packed",
         "AssertionError",
         "unordered",
     ),
-    "current_stream_does_not_wait_for_the_pack": Defect(
-        "Order",
-        "python/calls/pack.cpp",
-        "  handle.wait(py::none());",
-        "  if (device.is_cpu() || !{defect}) handle.wait(py::none());",
-        "a_tree_on_a_device_is_overwritten_when_it_is_packed",
+    "known_tree_told_by_its_nodes_and_keys": Defect(
+        "Oracle",
+        "python/walk/known_trees.cpp",
+        "  return leaves.is_like(*known.leaves) ? known.head : nullptr;",
+        "  return {defect} || leaves.is_like(*known.leaves) ? known.head : nullptr;",
+        "parcels_of_layouts_that_share_a_place",
         "AssertionError",
-        "unordered",
     ),
 }

@@ -206,10 +206,7 @@ void make_result_on_device(LeafGroup& group, bool in_callers_order) {
   }
   const bool waits = !group.work.leaves->device().is_cpu() || rows_of(group.work).on_device;
   const c10::Stream& stream = waits ? target.ordered_stream() : target.to_device_stream();
-  make_result(group.work, {.device = group.target,
-                           .stream = &stream,
-                           .image = group.image,
-                           .image_begin = group.image_begin});
+  make_result(group.work, {.device = group.target, .stream = &stream});
 }
 
 // Makes a result in pinned memory, or in pageable memory if no more can be pinned and the caller
@@ -391,7 +388,7 @@ StartedJob start(LeafGroup&& group, RouteOptions options, PhaseTimes& times) {
     options.use_pinned_staging = make_result_on_host(group, options);
   } else if (is_to_new_memory(group.work)) {
     const bool may_wait = options.use_pinned_staging && (batch || needs_no_staging(group.work));
-    make_result_on_device(group, options.in_callers_order && may_wait && !group.image);
+    make_result_on_device(group, options.in_callers_order && may_wait);
   }
   Route route = find_route(group, options);
   const bool in_call = !options.use_background_thread || fits_in_call(group, route, options);

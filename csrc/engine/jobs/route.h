@@ -74,7 +74,7 @@ struct LeafGroup {
   std::optional<PinnedTables> in_place{};
   // For a result that goes from the host to the host: the allocator of pinned memory; null: none.
   c10::Allocator* pinned_memory = nullptr;
-  // For a result in existing memory: see MemoryOf.
+  // For a result in existing memory of the host: see MemoryOf.
   c10::Storage image{};
   uint64_t image_begin = 0;
 };

@@ -77,7 +77,7 @@ void Result::allocate() {
   chunks_.reserve(plan_->chunks.size());
   for (const ChunkPlan& chunk : plan_->chunks) {
     chunks_.push_back(allocate(chunk));
-    if (memory_.device.is_cpu() || chunk.last - chunk.first <= 1) continue;
+    if (memory_.device.is_cpu() || memory_.image || chunk.last - chunk.first <= 1) continue;
     remember_chunk(chunks_.back().storage, chunks_.back().shift, *plan_, chunk, *leaves_);
   }
 }

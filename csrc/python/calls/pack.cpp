@@ -15,10 +15,11 @@
 #include "engine/device/accelerator.h"
 #include "engine/device/graph_capture.h"
 #include "engine/device/pinned_ranges.h"
-#include "engine/device/recorded_streams.h"
 #include "engine/jobs/route.h"
+#include "engine/leaves/destination.h"
 #include "engine/leaves/part_storage.h"
 #include "engine/leaves/result.h"
+#include "engine/moves/gather_scatter.h"
 #include "python/calls/start_copy.h"
 #include "python/runtime/device_argument.h"
 #include "python/runtime/hooks.h"
@@ -26,6 +27,7 @@
 #include "python/runtime/torch_tensor.h"
 #include "python/walk/buffer_memory.h"
 #include "python/walk/flatten.h"
+#include "python/walk/known_trees.h"
 #include "python/walk/sources.h"
 
 namespace py = pybind11;
@@ -274,31 +276,62 @@ void write_around_leaves(const c10::Storage& bytes, std::span<const std::byte> h
   clear_gaps_on_device(body, all.narrow(0, kZeroByteOfHead, 1), leaves, plan);
 }
 
-// Copies the leaves into the body. The host has waited for those of the host, and the current
-// stream waits for those of a device.
-void copy_leaves(SourceGroup&& group, std::shared_ptr<const PackPlan> plan,
-                 const c10::Storage& bytes, uint64_t body_begin) {
-  const c10::Device device = group.leaves.device();
-  LeafGroup leaves{device,
+// Copies the leaves of the host into the body.
+void copy_leaves_on_host(SourceGroup&& group, std::shared_ptr<const PackPlan> plan,
+                         const c10::Storage& bytes, uint64_t body_begin) {
+  const c10::Device host(c10::kCPU);
+  LeafGroup leaves{host,
                    {std::make_shared<const LeafTable>(std::move(group.leaves)), std::move(plan),
                     std::move(group.sources)},
                    group.mapped};
   leaves.image = bytes;
   leaves.image_begin = body_begin;
   CopyOptions options;
-  options.use_pinned_staging = !device.is_cpu();
+  options.use_pinned_staging = false;
   TreeSpec nothing;
   nothing.add(NodeKind::kReady, 0);
   nothing.set_ready(0, Py_NewRef(Py_None));
-  Handle handle(device, std::move(nothing), {});
-  try {
-    start_group(handle, std::move(leaves), options);
-    handle.wait(py::none());
-  } catch (...) {
-    // The current stream, whose memory it is, has not waited for what may be in flight.
-    if (!device.is_cpu()) record_stream(bytes, Accelerator::of(device).ordered_stream());
-    throw;
+  Handle handle(host, std::move(nothing), {});
+  start_group(handle, std::move(leaves), options);
+  handle.wait(py::none());
+}
+
+// Copies the leaves of a device into the body on its current stream, as torch's own calls would.
+void copy_leaves_on_device(const LeafTable& leaves, const PackPlan& plan, const c10::Storage& bytes,
+                           uint64_t body_begin, const c10::Stream& stream) {
+  auto* const body = static_cast<std::byte*>(bytes.mutable_data()) + body_begin;
+  DestinationTable places;
+  places.reserve(leaves.size());
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    places.add(body + plan.begin_of(i), nullptr, /*pinned=*/false);
   }
+  const WithoutGil no_gil;
+  const c10::impl::ForceDispatchKeyGuard plain(
+      c10::impl::LocalDispatchKeySet(c10::impl::PODLocalDispatchKeySet{}));
+  const c10::StreamGuard on_stream(stream);  // and on its device
+  copy_within(stream, leaves, places);
+}
+
+// Returns what precedes the leaves. Adds the memory of pickled values to them.
+std::shared_ptr<const ParcelHead> head_of(py::handle data, const FlatTree& flat,
+                                          SourceGroup& group) {
+  KnownTrees& known_trees = KnownTrees::get();
+  if (std::shared_ptr<const ParcelHead> known = known_trees.find(flat.spec, group.leaves)) {
+    return known;
+  }
+  const WrittenTree tree = write_tree(flat.spec, group.leaves);
+  const size_t tree_leaves = group.leaves.size();
+  const std::string pickled = dump_values(tree, group, data);
+  ByteWriter layout;
+  write_layout(tree, pickled, group.leaves.all().subspan(tree_leaves), layout);
+  auto made = std::make_shared<ParcelHead>();
+  made->plan = std::make_shared<const PackPlan>(parcel_plan(group.leaves));
+  ByteWriter head;
+  write_head(head, layout.written(), made->body_bytes());
+  made->bytes.assign(head.written().begin(), head.written().end());
+  made->layout = read_layout(layout.written(), made->body_bytes(), /*may_import=*/true);
+  if (tree.values.empty()) known_trees.keep(flat.spec, group.leaves, made);
+  return made;
 }
 
 // A parcel without its leaves.
@@ -309,26 +342,17 @@ struct Written {
   uint64_t body_begin;
 };
 
-Written write_all_but_leaves(py::handle data, FlatTree& flat, SourceGroup group, py::handle out) {
+Written write_all_but_leaves(py::handle data, const FlatTree& flat, SourceGroup group,
+                             py::handle out) {
   refuse_forward_gradients(flat, data);
-  const WrittenTree tree = write_tree(flat.spec, group.leaves);
-  const size_t tree_leaves = group.leaves.size();
-  const std::string pickled = dump_values(tree, group, data);
-  auto plan = std::make_shared<const PackPlan>(parcel_plan(group.leaves));
-  const uint64_t body_bytes = plan->chunks.empty() ? 0 : plan->chunks.back().end();
-
-  ByteWriter layout;
-  write_layout(tree, pickled, group.leaves.all().subspan(tree_leaves), layout);
-  ByteWriter head;
-  const uint64_t body_begin = write_head(head, layout.written(), body_bytes);
-  const uint64_t total = body_begin + body_bytes;
+  const std::shared_ptr<const ParcelHead> head = head_of(data, flat, group);
+  const uint64_t total = head->bytes.size() + head->body_bytes();
   const c10::Storage bytes = memory_from(out, total, group);
-  std::shared_ptr<const ParcelLayout> read =
-      read_layout(layout.written(), body_bytes, /*may_import=*/true);
-  write_around_leaves(bytes, head.written(), group.leaves, *plan);
-  return {std::make_unique<Parcel>(std::move(read), bytes, body_begin,
-                                   ParcelTraits{.may_unpickle = true}),
-          std::move(group), std::move(plan), body_begin};
+  write_around_leaves(bytes, head->bytes, group.leaves, *head->plan);
+  auto parcel = std::make_unique<Parcel>(head->layout, bytes, head->bytes.size(),
+                                         ParcelTraits{.may_unpickle = true});
+  if (!bytes.device().is_cpu()) parcel->keep_head(head->bytes);
+  return {std::move(parcel), std::move(group), head->plan, head->bytes.size()};
 }
 
 }  // namespace
@@ -343,8 +367,13 @@ std::unique_ptr<Parcel> pack(py::handle data, py::handle out) {
   const RelaxedCapture relaxed(device.type());  // of another thread
   Written written = write_all_but_leaves(data, flat, std::move(group), out);
   if (written.group.leaves.size() != 0) {
-    copy_leaves(std::move(written.group), written.plan, written.parcel->bytes(),
-                written.body_begin);
+    const c10::Storage& bytes = written.parcel->bytes();
+    if (device.is_cpu()) {
+      copy_leaves_on_host(std::move(written.group), written.plan, bytes, written.body_begin);
+    } else {
+      copy_leaves_on_device(written.group.leaves, *written.plan, bytes, written.body_begin,
+                            parse_stream(py::none(), device));
+    }
   }
   return std::move(written.parcel);
 }
@@ -367,15 +396,19 @@ Reserved reserve(py::handle data, py::handle out) {
 }
 
 std::unique_ptr<Parcel> parcel_from(py::handle bytes, bool may_unpickle, bool is_mapped,
-                                    bool is_owned) {
+                                    bool is_owned, std::string_view head) {
   release_returned_sources();
   if (is_tensor(bytes.ptr()) && !tensor_in(bytes.ptr()).is_cpu()) {
-    return Parcel::read(memory_of_tensor(bytes), {.may_unpickle = may_unpickle});
+    return Parcel::read(memory_of_tensor(bytes),
+                        {.may_unpickle = may_unpickle, .is_owned = is_owned},
+                        std::as_bytes(std::span(head)));
   }
   BufferMemory found = memory_on_host(bytes);
   found.storage = known_to_torch(bytes, found.storage);
   std::unique_ptr<Parcel> made =
-      Parcel::read(found.storage, {may_unpickle, found.is_read_only && !is_owned, is_mapped});
+      Parcel::read(found.storage, {.may_unpickle = may_unpickle,
+                                   .is_read_only = found.is_read_only && !is_owned,
+                                   .is_mapped = is_mapped});
   const auto address = reinterpret_cast<uintptr_t>(found.storage.data());
   if (address % made->layout().address_bytes == 0) return made;
   const c10::Storage copy = new_host_memory(found.storage.nbytes());

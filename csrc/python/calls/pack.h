@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -32,8 +33,10 @@ Reserved reserve(pybind11::handle data, pybind11::handle out);
 
 // Reads a parcel from an object with a buffer, whose memory it keeps, or from a uint8 tensor on a
 // device. Bytes that are not aligned are copied. `is_owned`: no one else has the object, so even
-// the memory of a `bytes` may be written. Throws: TypeError for other objects; MalformedBytes.
+// the memory of a `bytes` may be written. `head`: of a parcel on a device, its first bytes, if they
+// are known on the host: then the host does not wait for the device. Throws: TypeError for other
+// objects; MalformedBytes.
 std::unique_ptr<Parcel> parcel_from(pybind11::handle bytes, bool may_unpickle, bool is_mapped,
-                                    bool is_owned);
+                                    bool is_owned, std::string_view head);
 
 }  // namespace tdcopier

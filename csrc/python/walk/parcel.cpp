@@ -30,6 +30,7 @@ namespace {
 constexpr uint64_t kMagic = 0x4C45435241504454;  // "TDPARCEL"
 constexpr uint64_t kVersion = 1;
 constexpr uint64_t kHeaderBytes = 32;
+constexpr uint64_t kFirstBytesOfDevice = 16 * 1024;
 
 // The tensors over the body, made in one go.
 class Views final : public LeafTensors {
@@ -62,16 +63,15 @@ c10::Storage copy_of(std::span<const std::byte> bytes, c10::Allocator* memory) {
   return made;
 }
 
-// Returns the first bytes, in memory of their own: others may write to the parcel's.
+// Returns the first bytes, up to `count`, in memory of their own: others may write to the parcel.
 std::vector<std::byte> first_bytes(const c10::Storage& bytes, uint64_t count) {
-  if (bytes.nbytes() < count) throw MalformedBytes("the bytes end too early");
-  std::vector<std::byte> made(count);
+  std::vector<std::byte> made(std::min<uint64_t>(count, bytes.nbytes()));
   if (bytes.device().is_cpu()) {
-    std::copy_n(static_cast<const std::byte*>(bytes.data()), count, made.begin());
-  } else {
-    const auto size = static_cast<int64_t>(count);
+    std::copy_n(static_cast<const std::byte*>(bytes.data()), made.size(), made.begin());
+  } else if (!made.empty()) {
+    const auto size = static_cast<int64_t>(made.size());
     const at::Tensor on_host = tensor_over(bytes).narrow(0, 0, size).cpu();
-    std::copy_n(static_cast<const std::byte*>(on_host.const_data_ptr()), count, made.begin());
+    std::copy_n(static_cast<const std::byte*>(on_host.const_data_ptr()), made.size(), made.begin());
   }
   return made;
 }
@@ -87,6 +87,11 @@ void copy_within_device(std::span<const std::byte> body, const PackPlan& plan, R
     const at::Tensor from = bytes_at(result.device(), body.data() + chunk.begin, chunk.bytes);
     bytes_at(result.device(), result.address(i), chunk.bytes).copy_(from);
   }
+}
+
+bool have_one_dtype(const LeafTable& leaves) {
+  return std::ranges::all_of(leaves.all(),
+                             [&](const Leaf& leaf) { return leaf.dtype == leaves[0].dtype; });
 }
 
 // Puts unpickled values in their places.
@@ -128,18 +133,28 @@ uint64_t write_head(ByteWriter& to, std::span<const std::byte> layout, uint64_t 
   return body_begin;
 }
 
-std::unique_ptr<Parcel> Parcel::read(c10::Storage bytes, ParcelTraits traits) {
+std::unique_ptr<Parcel> Parcel::read(c10::Storage bytes, ParcelTraits traits,
+                                     std::span<const std::byte> head) {
   const uint64_t total = bytes.nbytes();
-  const std::vector<std::byte> header = first_bytes(bytes, kHeaderBytes);
-  ByteReader from(header);
+  const bool is_on_device = !bytes.device().is_cpu();
+  std::vector<std::byte> own;
+  if (head.empty()) {  // of a device as many as most have, since each read waits for it
+    own = first_bytes(bytes, is_on_device ? kFirstBytesOfDevice : kHeaderBytes);
+    head = own;
+  }
+  if (head.size() < kHeaderBytes) throw MalformedBytes("the bytes end too early");
+  ByteReader from(head);
   if (from.fixed64() != kMagic) throw MalformedBytes("the bytes are no parcel");
   if (from.fixed64() != kVersion) throw MalformedBytes("the parcel has an unknown version");
   const uint64_t layout_bytes = from.fixed64();
   if (from.fixed64() != total) throw MalformedBytes("a parcel has another size than it says");
   if (layout_bytes > total - kHeaderBytes) throw MalformedBytes("the bytes end too early");
-  const std::vector<std::byte> head = first_bytes(bytes, kHeaderBytes + layout_bytes);
+  if (head.size() < kHeaderBytes + layout_bytes) {
+    own = first_bytes(bytes, kHeaderBytes + layout_bytes);
+    head = own;
+  }
   std::shared_ptr<const ParcelLayout> layout =
-      read_layout(std::span(head).subspan(kHeaderBytes), total, traits.may_unpickle);
+      read_layout(head.subspan(kHeaderBytes, layout_bytes), total, traits.may_unpickle);
   if (!layout->pickled.is_none() && !traits.may_unpickle) {
     throw MalformedBytes(
         "the parcel has a pickle, which runs code when it is read: give allow_pickle=True if you "
@@ -175,10 +190,13 @@ py::object Parcel::tree(bool for_caller) const {
     const bool copies = traits_.is_read_only || hides;
     memory.image = copies ? copy_of(body(), hides ? pinned_memory() : nullptr) : bytes_;
     memory.image_begin = copies ? 0 : body_begin_;
+  } else if (traits_.is_owned && have_one_dtype(layout_->leaves)) {
+    memory.image = bytes_;
+    memory.image_begin = body_begin_;
   }
   Result result(memory, std::make_shared<const LeafTable>(std::move(leaves)), layout_->plan);
   result.allocate();
-  if (!device().is_cpu()) copy_within_device(body(), *layout_->plan, result);
+  if (!memory.image) copy_within_device(body(), *layout_->plan, result);
   Views views(result);
   const py::object own_device = py::reinterpret_steal<py::object>(THPDevice_New(device()));
   if (!needs_pickle() && device().is_cpu()) return layout_->spec.unflatten(views);

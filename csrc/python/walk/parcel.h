@@ -25,6 +25,7 @@ struct ParcelTraits {
   bool may_unpickle;          // its bytes are trusted
   bool is_read_only = false;  // so views of its memory would end the process when written to
   bool is_mapped = false;     // its memory is a file, and reading it may wait for a disk
+  bool is_owned = false;      // no one else has its memory
 };
 
 // The class tdcopier.Parcel. GIL: held for every member.
@@ -38,9 +39,11 @@ class Parcel {
         body_begin_(body_begin),
         traits_(traits) {}
 
-  // Makes a parcel of bytes of any origin. Throws: MalformedBytes, also if they have a pickle and
+  // Makes a parcel of bytes of any origin. `head`: those before the body, if they are known on the
+  // host; else they are read from the bytes. Throws: MalformedBytes, also if they have a pickle and
   // are not trusted; as read_layout().
-  static std::unique_ptr<Parcel> read(c10::Storage bytes, ParcelTraits traits);
+  static std::unique_ptr<Parcel> read(c10::Storage bytes, ParcelTraits traits,
+                                      std::span<const std::byte> head = {});
 
   // Returns the parcel if it is one, or null.
   static const Parcel* in(PyObject* object);
@@ -54,12 +57,16 @@ class Parcel {
   }
   bool needs_pickle() const { return !layout_->pickled.is_none(); }
   bool is_pinned() const;
+  // Keep the bytes before the body on the host, of a parcel on a device.
+  void keep_head(std::span<const std::byte> head) { head_.assign(head.begin(), head.end()); }
+  std::span<const std::byte> head() const { return head_; }  // empty: they are not kept
 
   // Builds the tree. On the host its leaves are views of the parcel, which they keep alive. They
   // are views of a copy if the parcel is read-only, and, `for_caller`, in pinned memory of torch's
   // if it is in a slab that is pinned: of that memory torch knows which streams read it. On a
-  // device they have memory of their own, written on the current stream: views of several dtypes in
-  // one storage cannot be saved. Runs Python code for custom containers, and unpickles.
+  // device they have memory of their own, written on the current stream, since views of several
+  // dtypes in one storage cannot be saved; but they are views of an owned parcel if they have one
+  // dtype. Runs Python code for custom containers, and unpickles.
   pybind11::object tree(bool for_caller) const;
 
  private:
@@ -67,6 +74,7 @@ class Parcel {
   c10::Storage bytes_;
   uint64_t body_begin_;
   ParcelTraits traits_;
+  std::vector<std::byte> head_;
 };
 
 // Writes the header of a parcel with such a layout, and the layout, and returns where its body

@@ -65,6 +65,7 @@ class TreeSpec {
 
   void add_key(PyObject* key);  // adds a reference
   const RecycledVector<PyObject*>& keys() const { return keys_; }
+  const RecycledVector<PyObject*>& values() const { return values_; }
   PyObject* value(size_t index) const { return values_[index]; }  // borrowed
   void replace_value(size_t index, pybind11::object value);
   void replace_key(size_t index, pybind11::object key);
