@@ -38,6 +38,8 @@ SUITES = {
     "parcels": "copies.parcels",
     "travel": "travel.sending",
     "channels": "travel.channels",
+    "collectives": "travel.collectives",
+    "remote_replay": "travel.replay",
     "containers": "copies.containers",
     "tensordict": "copies.tensordicts",
     "park": "park.parking",
@@ -54,9 +56,10 @@ NEEDED = {
     "tensordict": ("tensordict",),
     "frameworks": ("accelerate", "lightning", "transformers"),
     "learners": ("torchrl",),
+    "remote_replay": ("torchrl",),
 }
 """Packages that a benchmark needs beside torch."""
-ON_THE_HOST = ("travel", "channels")
+ON_THE_HOST = ("travel", "channels", "collectives", "remote_replay")
 """Benchmarks that use no device, for ``--device cpu``."""
 
 Result = dict[str, Any]

@@ -136,6 +136,28 @@ def channels(result: Found) -> list[str]:
     return [write("batches | way", cases, "wall_us", *columns)]
 
 
+def collectives(result: Found) -> list[str]:
+    cases = {f"{name}: {found['bytes']:,} bytes": found for name, found in result["cases"].items()}
+    columns = [
+        *times("wall_us/*", "a call, us"),
+        *times("calls_us/*", "in the source's call, us"),
+        at("blocks", "wall_us/*/repeats", str),
+    ]
+    told = f"By {result['settings']['backend']}."
+    return [told, write("trees | way", cases, "wall_us", *columns)]
+
+
+def remote_replay(result: Found) -> list[str]:
+    cases = {f"{name}: {found['bytes']:,} bytes": found for name, found in result["cases"].items()}
+    columns = [
+        *times("wall_us/*", "a call, us"),
+        *times("process_us/*", "processor time of both, us"),
+        at("blocks", "wall_us/*/repeats", str),
+    ]
+    told = f"Taken with torchrl {result['settings']['torchrl']}."
+    return [told, write("batches | way", cases, "wall_us", *columns)]
+
+
 def reading(result: Found) -> list[str]:
     columns = [
         *times("wall_us/*", "a batch, us"),
@@ -311,6 +333,8 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "parcels": parcels,
     "travel": travel,
     "channels": channels,
+    "collectives": collectives,
+    "remote_replay": remote_replay,
     "containers": containers,
     "tensordict": tensordict,
     "park": park,

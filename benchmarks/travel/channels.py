@@ -7,22 +7,20 @@ blocks of all ways take turns.
 
 from __future__ import annotations
 
-import multiprocessing
-import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tool.measure import Bench, shuffled, summaries
+from tool.measure import Bench, summaries
 from tool.tables import OURS
 from tool.target_forms import Target, at_most, count_wrong, none
 
 import tdcopier
 from tdcopier import distributed
 from tdcopier.workloads import leaves
+from travel.two_ranks import Other, two_ranks
 
 ONE, AHEAD = "one tensor, send and recv", "one tensor, isend and irecv of two"
 ONE_AND_ANSWER = "one tensor and an answer"
@@ -30,7 +28,6 @@ EACH = "each leaf, send and recv"
 BATCHES, FEW, VERSIONS = 40, 2, 2
 """Of a block; of one in which each leaf is a message; and of weights."""
 MOST_OVER_ONE, MOST_OF_WEIGHTS = 1.25, 1.2
-WARM_UP = 1
 
 
 class Case(NamedTuple):
@@ -50,7 +47,7 @@ CASES = {
 
 def run(bench: Bench) -> dict[str, Any]:
     found = {}
-    with _two_ranks() as other:
+    with two_ranks("gloo", _end_of) as other:
         for name, case in CASES.items():
             found[name] = _timed(bench, name, case, other)
     return {
@@ -60,34 +57,17 @@ def run(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _timed(bench: Bench, name: str, case: Case, other: Any) -> dict[str, Any]:
-    other.send((name, case))
-    end = _end_of(case)(1, name, case)
-    ways = end.ways
-    wall: dict[str, list[float]] = {way: [] for way in ways}
-    process: dict[str, list[float]] = {way: [] for way in ways}
-    expected = zlib.crc32(tdcopier.pack(_batch(case, 0)))
-    wrong = {OURS: int(zlib.crc32(tdcopier.pack(end.first())) != expected)}
-    for index, way in shuffled(
-        list(ways), bench.progress(name), rounds=bench.rounds(0.05), warm_up=WARM_UP
-    ):
-        other.send(way)
-        assert other.recv() == "ready"
-        count, begin, used = end.batches_of(way), time.perf_counter_ns(), time.process_time_ns()
-        ways[way](count)
-        used, took = time.process_time_ns() - used, time.perf_counter_ns() - begin
-        used += other.recv()
-        if index >= 0:
-            wall[way].append(took / 1e3 / count)
-            process[way].append(used / 1e3 / count)
-    other.send(None)
-    wrong[OURS] += end.count_wrong()
-    end.close()
+def _timed(bench: Bench, name: str, case: Case, other: Other) -> dict[str, Any]:
+    with other.end(name, case) as end:
+        expected = zlib.crc32(tdcopier.pack(_batch(case, 0)))
+        wrong = {OURS: int(zlib.crc32(tdcopier.pack(end.first())) != expected)}
+        times = other.times(bench, name, end)
+        wrong[OURS] += end.count_wrong()
     return {
         "leaves": case.count,
         "bytes": 4 * case.count * case.floats,
-        "wall_us": summaries(wall),
-        "process_us": summaries(process),
+        "wall_us": summaries(times.wall_us),
+        "process_us": summaries(times.process_us),
         "wrong": wrong,
     }
 
@@ -221,56 +201,8 @@ class Weights:
         self.end.close()
 
 
-def _end_of(case: Case) -> type[Ends] | type[Weights]:
-    return Weights if case.are_weights else Ends
-
-
-# ---- the other process ---------------------------------------------------------------------------
-
-
-@contextmanager
-def _two_ranks() -> Iterator[Any]:
-    """Make this process rank 1 of two; give a connection to the other one."""
-    store = _store(0, is_master=True)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_send, args=(there, store.port), daemon=True)
-    process.start()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
-    try:
-        yield here
-    finally:
-        here.close()
-        dist.destroy_process_group()
-        process.join()
-        torch.set_num_threads(threads)
-
-
-def _store(port: int, *, is_master: bool) -> Any:
-    made: Any = dist
-    return made.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False)
-
-
-def _send(pipe: Any, port: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=_store(port, is_master=False), rank=0, world_size=2)
-    try:
-        while True:
-            _send_case(pipe, *pipe.recv())
-    except EOFError:
-        dist.destroy_process_group()
-
-
-def _send_case(pipe: Any, name: str, case: Case) -> None:
-    end = _end_of(case)(0, name, case)
-    while (way := pipe.recv()) is not None:
-        pipe.send("ready")
-        used = time.process_time_ns()
-        end.ways[way](end.batches_of(way))
-        pipe.send(time.process_time_ns() - used)
-    end.close()
+def _end_of(rank: int, name: str, case: Case) -> Ends | Weights:
+    return (Weights if case.are_weights else Ends)(rank, name, case)
 
 
 # ---- targets -------------------------------------------------------------------------------------

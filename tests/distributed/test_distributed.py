@@ -55,7 +55,7 @@ def test_two_messages_bring_any_number_of_leaves(ranks, leaves):
 
 @pytest.mark.parametrize(
     "case",
-    ["one_chunk_per_dtype", "gradient", "opaque", "source_is_as_it_was"],
+    ["one_chunk_per_dtype", "gradient", "opaque", "source_is_as_it_was", "layouts_that_come_again"],
 )
 def test_what_arrives_is_of_its_own(ranks, case):
     ranks.run(case)
@@ -235,6 +235,7 @@ def test_importing_tdcopier_does_not_import_this():
         ("whole_tree", (0, None)),
         ("whole_tree", (1, "cpu")),
         ("any_root", ()),
+        ("layouts_that_come_again", ()),
         ("one_chunk_per_dtype", ()),
         ("gradient", ()),
         ("tensordicts", (1,)),
@@ -252,6 +253,8 @@ def test_nccl_brings_the_same_to_each_ranks_own_gpu(gpus, case, arguments):
 
 @pytest.mark.cuda
 def test_two_messages_bring_any_number_of_leaves_through_nccl(gpus):
+    gpus.run("messages", 2)
+    assert gpus.run("messages", 300) == [(3, 1, 1), (3, 1, 1)]  # one with the structure
     assert gpus.run("messages", 300) == [(2, 1, 1), (2, 1, 1)]
 
 

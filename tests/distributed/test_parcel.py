@@ -6,11 +6,12 @@ import threading
 
 import pytest
 import torch
+from support import assert_same
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 from tensordict_classes import Episode, Frames, Labelled
 
 import tdcopier
-from tdcopier import Parcel, pack
+from tdcopier import _C, Parcel, pack
 
 
 def opened_on(tree, device, other_device):
@@ -147,3 +148,30 @@ def test_what_arrives_is_saved_whole_and_leaf_by_leaf(device, other_device, tmp_
             torch.save(saved, tmp_path / "saved")
             again = torch.load(tmp_path / "saved")
             assert all(torch.equal(again[key].cpu(), tree[key]) for key in saved)
+
+
+@pytest.mark.parametrize("knows_head", [False, True])
+@pytest.mark.parametrize("dtypes", [1, 2])
+def test_leaves_of_a_message_on_a_device_are_views_of_it_if_they_can_be_saved(
+    device, tmp_path, dtypes, knows_head
+):
+    tree = {"a": torch.arange(300.0), "b": [torch.ones(2, 3), torch.zeros(0)]}
+    if dtypes == 2:
+        tree["c"] = torch.arange(3)
+    sent = tdcopier.pack(tdcopier.copy(tree, device))
+    message = sent._bytes.clone()
+    head = sent._head if knows_head else b""
+    got = _C.parcel_from(message, may_unpickle=True, is_owned=True, head=head).tree()
+    assert_same(got, tdcopier.copy(tree, device))
+    is_view = got["a"].untyped_storage().data_ptr() == message.untyped_storage().data_ptr()
+    assert is_view == (dtypes == 1)
+    torch.save(got, tmp_path / "tree.pt")
+    assert_same(tdcopier.copy(torch.load(tmp_path / "tree.pt"), "cpu"), tree)
+
+
+def test_a_head_that_is_not_that_of_the_message_is_refused(device):
+    parcels = [tdcopier.pack(torch.ones(n, device=device)) for n in (3, 300)]
+    heads = {"another size": parcels[1]._head, "no parcel": b"x" * 64, "too early": b"x"}
+    for why, head in heads.items():
+        with pytest.raises(ValueError, match=why):
+            _C.parcel_from(parcels[0]._bytes, may_unpickle=False, head=head)

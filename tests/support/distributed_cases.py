@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tdcopier
 from tdcopier import distributed
-from tdcopier._distributed import collectives
+from tdcopier._distributed import ranks
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -96,7 +96,7 @@ def sent(rank: int, tree: Any, src: int = 0, **options: Any) -> Any:
 
 def as_it_arrives(tree: Any, device: str | None, *, at_src: bool) -> Any:
     """Other ranks receive it through the messages' device: a parameter that moves is a tensor."""
-    by_way_of = collectives._device_of(None)
+    by_way_of = ranks._device_of(None)
     there = tree if at_src else tdcopier.copy(tree, by_way_of)
     return tdcopier.copy(there, torch.device(device or by_way_of))
 
@@ -111,7 +111,7 @@ def whole_tree(rank: int, src: int, device: str | None) -> None:
 
 def any_root(rank: int) -> None:
     for tree in (torch.arange(3), None, "text", [], {}, torch.empty(0), (torch.ones(2), 3)):
-        assert_equal(sent(rank, tree), tdcopier.copy(tree, collectives._device_of(None)))
+        assert_equal(sent(rank, tree), tdcopier.copy(tree, ranks._device_of(None)))
 
 
 class Counted:
@@ -145,6 +145,21 @@ def messages(rank: int, leaves: int) -> tuple[int, int, int]:
         distributed.scatter([tree] * dist.get_world_size() if rank == 0 else None, 0)
     assert first.exchanged == 0
     return first.broadcasts, second.broadcasts, second.exchanged
+
+
+def layouts_that_come_again(rank: int) -> None:
+    """Broadcasts trees whose layouts are those of the one before, of the same rank or another."""
+    trees = [
+        {"a": torch.arange(4.0), "b": torch.ones(2)},
+        {"a": torch.arange(3.0), "b": torch.ones(2)},
+        [torch.arange(3), torch.ones(2), "text"],
+    ]
+    for number, (which, src) in enumerate(
+        [(0, 0), (0, 0), (1, 1), (0, 0), (1, 0), (1, 1), (0, 1), (2, 0), (2, 0), (2, 1), (0, 0)]
+    ):
+        tree = trees[which]
+        tree[0 if which == 2 else "a"][0] = number
+        assert_equal(sent(rank, tree, src), as_it_arrives(tree, None, at_src=rank == src))
 
 
 def one_chunk_per_dtype(rank: int) -> None:
@@ -242,7 +257,7 @@ def tensordicts(rank: int, src: int) -> None:
         "data": NonTensorData({"k": 1}),
     }
     got = sent(rank, tree, src)
-    device = collectives._device_of(None)
+    device = ranks._device_of(None)
     for name, value in tree.items():
         assert type(got[name]) is type(value), name
     assert got["device, of the user's"] == torch.device("cpu")
@@ -402,8 +417,8 @@ def other_error(rank: int, name: str) -> tuple[str, str]:
     def fail(*_: Any) -> Any:
         raise errors[name]
 
-    packing = collectives.pack
-    collectives.pack = fail
+    packing = ranks.pack
+    ranks.pack = fail
     try:
         sent(rank, [1], 1)
     except Untold:
@@ -411,7 +426,7 @@ def other_error(rank: int, name: str) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
-        collectives.pack = packing
+        ranks.pack = packing
     return "", ""
 
 
@@ -450,12 +465,12 @@ def scatter_keeps_no_second_copy(rank: int) -> None:
         return exchanging(operations)
 
     exchanging, dist.batch_isend_irecv = dist.batch_isend_irecv, exchange
-    pack, collectives.pack = collectives.pack, packing
+    pack, ranks.pack = ranks.pack, packing
     try:
         trees = [[np.arange(3) + each] for each in range(2)]
         got = distributed.scatter(trees if rank == 1 else None, 1)
     finally:
-        dist.batch_isend_irecv, collectives.pack = exchanging, pack
+        dist.batch_isend_irecv, ranks.pack = exchanging, pack
     assert got[0].tolist() == [rank, rank + 1, rank + 2]
     assert len(moved) == rank
 

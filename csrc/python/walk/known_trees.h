@@ -1,6 +1,6 @@
 // Keeps the heads of the parcels that were written last: batches that follow one another mostly
-// differ in nothing but the bytes of their leaves. With it, packing 500 small leaves in a dict takes
-// 28 us instead of 62 (2 cores, AMD EPYC).
+// differ in nothing but the bytes of their leaves. With it, packing 500 small leaves in a dict
+// takes 28 us instead of 62 (2 cores, AMD EPYC).
 #pragma once
 
 #include <array>
