@@ -41,7 +41,8 @@ class _Slot:
     def resize(self, nbytes: int, *, pinned: bool) -> None:
         """Get other memory, for a parcel of that size."""
         size = message_bytes(nbytes)
-        self.memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        # Not empty: where the memory had a message of an earlier channel, its end would still be.
+        self.memory = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.view = self.memory.numpy().data
         self._uses = self._count()
 

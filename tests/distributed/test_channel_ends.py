@@ -17,6 +17,7 @@ import torch.distributed as dist
 from support import run_python
 
 from tdcopier import distributed
+from tdcopier._distributed import incoming
 from tdcopier._distributed import pair as pairs
 
 TIMEOUT_S = 2.5
@@ -301,3 +302,18 @@ print(rx.next(10).get().tolist())
 
 def test_a_process_may_exit_with_open_ends():
     assert run_python(EXITS).strip() == "[1.0, 1.0]"
+
+
+def test_the_end_of_an_older_message_is_not_taken_for_that_of_the_next():
+    """Memory comes back with what it had, and each channel numbers its messages from 0."""
+    header = pairs.Header(pairs.Kind.BATCH, 0, 1000)
+    for _ in range(20):
+        older = torch.zeros(pairs.message_bytes(1000), dtype=torch.uint8)
+        pairs.write_stamp(older.numpy().data, header)
+        del older
+        slot = incoming._Slot()
+        slot.resize(1000, pinned=False)
+        header.write(slot.view)
+        assert not pairs.has_come(slot.view)
+        pairs.write_stamp(slot.view, header)
+        assert pairs.has_come(slot.view)

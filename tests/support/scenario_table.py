@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from channel_scenarios import CHANNELS
 from company_scenarios import COMPANY
 from consumer_scenarios import CONSUMERS
 from deferred_scenarios import HELD
@@ -40,6 +41,7 @@ SCENARIOS: dict[str, Scenario] = {
             FAULTS,
             PARK,
             PARCELS,
+            CHANNELS,
         )
         for run in scenarios
     },
