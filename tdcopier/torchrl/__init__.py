@@ -3,13 +3,13 @@
 try:
     from tdcopier.torchrl._buffer import PackedTensorDictReplayBuffer
     from tdcopier.torchrl._learner import GraphedLearner, LearnerStats
-    from tdcopier.torchrl._pinned import PackedLazyTensorStorage, WriteStats
+    from tdcopier.torchrl._pinned import PackedLazyTensorStorage
     from tdcopier.torchrl._samplers import (
         DeviceRandomSampler,
         PackedPrioritizedSampler,
         PriorityStats,
     )
-    from tdcopier.torchrl._storage import PackedLazyMemmapStorage, ReadStats
+    from tdcopier.torchrl._storage import PackedLazyMemmapStorage, ReadStats, WriteStats
     from tdcopier.torchrl._to_device import ToDevice
 except ModuleNotFoundError as error:
     if error.name != "torchrl":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
@@ -27,18 +27,7 @@ from tdcopier.torchrl._in_flight import InFlight
 from tdcopier.torchrl._pin import Pin
 from tdcopier.torchrl._plain_read import PlainRead
 from tdcopier.torchrl._requests import Request
-from tdcopier.torchrl._storage import Packed, is_on_the_host
-
-
-class WriteStats(NamedTuple):
-    """Counts of the writes to one pinned storage, in this process."""
-
-    by_device: int
-    """Batches on the device whose rows the device has written."""
-    by_host: int
-    """Batches that the host has written, those on the host included."""
-    waits: int
-    """Writes by the host that waited because the device was still reading rows."""
+from tdcopier.torchrl._storage import Packed, WriteStats, is_on_the_host, places
 
 
 class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
@@ -89,7 +78,6 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         self._in_flight = InFlight()
         self._late_cursor = _LateCursor()
         self._written_by_device = 0
-        self._written_by_host = 0
         super().__init__(max_size, sample_device=sample_device, **options)
 
     # ---- the tensors -----------------------------------------------------------------------------
@@ -152,7 +140,9 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
     @property
     def write_stats(self) -> WriteStats:
         """How the writes so far were done; of a storage that is not pinned, zeros."""
-        return WriteStats(self._written_by_device, self._written_by_host, self._in_flight.waits)
+        return super().write_stats._replace(
+            by_device=self._written_by_device, waits=self._in_flight.waits
+        )
 
     # ---- reads -----------------------------------------------------------------------------------
 
@@ -280,13 +270,12 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
                 if is_on_the_host(self):
                     cursor, data = _on_the_host(cursor), _on_the_host(data)
                 super().set(cursor, data, set_cursor=set_cursor)
-            self._written_by_host += 1
 
     def _set_by_device(self, cursor: Any, data: Any, set_cursor: bool) -> bool:
         """Let the device write the rows, if it can."""
-        places = _places(data)
+        found = places(data)
         device: Any = self.sample_device
-        if not is_on_the_host(self) or device not in places or places - {device, _HOST}:
+        if not is_on_the_host(self) or device not in found or found - {device, _HOST}:
             return False
         is_one = isinstance(cursor, int)
         if not is_one and not (isinstance(cursor, torch.Tensor) and cursor.dim() == 1):
@@ -300,7 +289,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
             return False
         if is_tensor_collection(self._rows) and self._rows.is_locked:
             data = data.select(*self._storage_keys, strict=False)
-        if _HOST in places:  # of a TensorDict without a device, torchrl's index
+        if _HOST in found:  # of a TensorDict without a device, torchrl's index
             data = _copy.start_copy(data, device).wait()
         try:
             with self._in_flight.start(device):
@@ -314,10 +303,7 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
         except (ValueError, TypeError):
             return False  # torchrl casts, broadcasts, or says what is wrong
         self._writes += 1
-        if set_cursor:
-            self._set_last_cursor(cursor)
-            self._get_new_len(data, cursor)
-        self._bump_mutation_revision()
+        self._note_set(cursor, data, set_cursor)
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -361,19 +347,6 @@ class PackedLazyTensorStorage(Packed, LazyTensorStorage):  # type: ignore[misc]
 
 
 _HOST = torch.device("cpu")
-
-
-def _places(data: Any) -> set[torch.device]:
-    """Return the devices of a batch whose leaves a device can write to rows; otherwise none."""
-    if type(data) is torch.Tensor:
-        leaves: list[Any] = [data]
-    elif type(data) is TensorDict:
-        leaves = list(data.values(include_nested=True, leaves_only=True))
-    else:
-        return set()
-    if all(type(leaf) is torch.Tensor and not leaf.requires_grad for leaf in leaves):
-        return {leaf.device for leaf in leaves}
-    return set()
 
 
 def _on_the_host(value: Any) -> Any:

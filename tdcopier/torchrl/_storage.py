@@ -8,17 +8,22 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import is_tensor_collection
+from tensordict import TensorDict, is_tensor_collection
 from torchrl.data import LazyMemmapStorage, ReplayBuffer, TensorStorage
 
 from tdcopier import _copy
-from tdcopier._options import Device
+from tdcopier._into import finished
+from tdcopier._options import Device, options_for_filling
 from tdcopier._rows.gather import Whole, start_gather
 from tdcopier._rows.request import RowIndex
 from tdcopier._rows.row_numbers import is_numbers
+from tdcopier._rows.scatter import enqueue_scatter
 from tdcopier.torchrl._current_sample import current, untraced
 from tdcopier.torchrl._requests import Request, alike, gives_view, rows_in_use
 from tdcopier.torchrl._to_device import with_index
+
+_HOST = torch.device("cpu")
+_OPTIONS = options_for_filling(use_pinned_staging=True, use_background_thread=True)
 
 
 class ReadStats(NamedTuple):
@@ -42,6 +47,20 @@ class ReadStats(NamedTuple):
     the rows, for example of trees with classes of their own."""
 
 
+class WriteStats(NamedTuple):
+    """Counts of the writes to one packed storage, in this process."""
+
+    by_device: int
+    """Batches on the device whose rows the device has written, to a pinned storage."""
+    by_host: int
+    """Batches that the host has written, those on the host included."""
+    waits: int
+    """Writes by the host that waited because the device was still reading rows."""
+    fallbacks: int = 0
+    """Of those by the host: by torchrl's own code, one leaf after the other, because the engine
+    does not: the first, masks and single rows, other dtypes or shapes, and classes of their own."""
+
+
 class Packed(TensorStorage):  # type: ignore[misc]
     """Reads rows for both storages. torchrl's code decides what is stored, and how."""
 
@@ -58,7 +77,7 @@ class Packed(TensorStorage):  # type: ignore[misc]
         self.sample_device = None if sample_device is None else with_index(sample_device)
         self._last = _LastRead()
         self._reads = _ReadCounts()
-        self._writes = 0
+        self._writes = self._written_by_host = self._write_fallbacks = 0
         super().__init__(max_size, **options)
 
     def attach(self, buffer: Any) -> None:
@@ -79,11 +98,50 @@ class Packed(TensorStorage):  # type: ignore[misc]
         """Store rows, as torchrl does."""
         if not torch.compiler.is_compiling():  # each value would be compiled for
             self._writes += 1
+            if self._set_by_threads(cursor, data, set_cursor):
+                self._written_by_host += 1
+                return
         super().set(cursor, data, set_cursor=set_cursor)
+        if not torch.compiler.is_compiling():
+            self._written_by_host += 1
+            self._write_fallbacks += 1
+
+    @untraced
+    def _set_by_threads(self, cursor: Any, data: Any, set_cursor: bool) -> bool:
+        """Write rows of the host without a call for each leaf, if that does what torchrl does."""
+        initialized: bool = self.initialized
+        if not initialized or not is_on_the_host(self) or places(data) != {_HOST}:
+            return False
+        if not isinstance(cursor, torch.Tensor) or cursor.dim() != 1 or not cursor.is_cpu:
+            return False
+        rows = self._tables()
+        is_tree = is_tensor_collection(rows)
+        if cursor.dtype != torch.int64 or is_tree is isinstance(data, torch.Tensor):
+            return False
+        if is_tree and rows.is_locked:
+            data = data.select(*self._storage_keys, strict=False)
+        try:
+            finished(enqueue_scatter(data, rows, cursor, _OPTIONS))
+        except (ValueError, TypeError, IndexError):
+            return False  # torchrl casts, broadcasts, or says what is wrong
+        self._note_set(cursor, data, set_cursor)
+        return True
+
+    def _note_set(self, cursor: Any, data: Any, set_cursor: bool) -> None:
+        """Do what torchrl does beside writing rows."""
+        if set_cursor:
+            self._set_last_cursor(cursor)
+            self._get_new_len(data, cursor)
+        self._bump_mutation_revision()
 
     def _changes(self) -> tuple[int, Any]:
         """Return a value that differs after each change, in shared memory by any process."""
         return self._writes, getattr(self, "_mutation_revision", None)
+
+    @property
+    def write_stats(self) -> WriteStats:
+        """Counts of the writes."""
+        return WriteStats(0, self._written_by_host, 0, self._write_fallbacks)
 
     @property
     def read_stats(self) -> ReadStats:
@@ -190,6 +248,19 @@ def takes_samples_on_a_device(buffer: Any) -> bool:
 def is_on_the_host(storage: Any) -> bool:
     device = storage.device
     return isinstance(device, torch.device) and device.type == "cpu"
+
+
+def places(data: Any) -> set[torch.device]:
+    """Return the devices of a batch whose leaves can be written to rows as they are, or none."""
+    if type(data) is torch.Tensor:
+        leaves: list[Any] = [data]
+    elif type(data) is TensorDict:
+        leaves = list(data.values(include_nested=True, leaves_only=True))
+    else:
+        return set()
+    if all(type(leaf) is torch.Tensor and not leaf.requires_grad for leaf in leaves):
+        return {leaf.device for leaf in leaves}
+    return set()
 
 
 class _ReadCounts:

@@ -14,6 +14,7 @@ from tensordict_same import assert_same_tensordict
 pytest.importorskip("torchrl")
 
 from torchrl.data import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     RandomSampler,
     ReplayBuffer,
@@ -25,6 +26,7 @@ from torchrl_support import BATCH, CAPACITY, STORAGES, data, fill, two_buffers
 
 from tdcopier._rows import row_numbers as _row_numbers
 from tdcopier.torchrl import (
+    PackedLazyMemmapStorage,
     PackedLazyTensorStorage,
     PackedTensorDictReplayBuffer,
     ToDevice,
@@ -129,6 +131,7 @@ def test_a_slice_is_a_view_that_writes_into_the_storage():
 
 
 def test_samples_lie_in_pinned_memory_that_is_sent_as_it_is(device):
+    torch.zeros(1, device=device)  # so that memory can be pinned
     _, ours = two_buffers(device, "host", "tensor", lambda: SliceSampler(num_slices=4))
     fill((ours,), 44)
     rows = ours.storage.get(torch.tensor([3, 7, 3]))
@@ -402,3 +405,35 @@ def test_a_buffer_is_saved_and_loaded(device, classes, tmp_path):
     asked = torch.tensor([3, 43])
     assert torch.equal(again.storage.get(asked)["pixels"], buffer.storage.get(asked)["pixels"])
     assert len(again) == 44
+
+
+WRITTEN = [
+    (PackedLazyTensorStorage, LazyTensorStorage),
+    (PackedLazyMemmapStorage, LazyMemmapStorage),
+]
+
+
+@pytest.mark.parametrize("classes", WRITTEN, ids=["RAM", "memmap"])
+@pytest.mark.parametrize(
+    ("change", "is_fallback"),
+    [
+        pytest.param(lambda td: td, 0, id="nothing"),
+        pytest.param(lambda td: td.set("b", td["b"].t().contiguous().t()), 0, id="transposed"),
+        pytest.param(lambda td: td.set("a", td["a"].requires_grad_()), 1, id="needs a gradient"),
+        pytest.param(lambda td: td.exclude("b"), 1, id="no such leaf"),
+    ],
+)
+def test_batches_on_the_host_are_written_as_torchrl_writes_them(classes, change, is_fallback):
+    storages = [cls(20) for cls in classes]
+    for step in range(7):  # round the end
+        numbers = torch.arange(6.0) + 6 * step
+        data = {"a": numbers, "b": numbers.view(-1, 1).expand(6, 3).contiguous()}
+        rows = change(TensorDict(data, [6])) if step > 3 else TensorDict(data, [6])
+        cursor = (torch.arange(6) + 6 * step) % 20
+        with torch.no_grad():
+            for storage in storages:
+                storage.set(cursor, rows)
+    assert_same_tensordict(storages[0][:], storages[1][:])
+    assert len(storages[0]) == len(storages[1]) == 20
+    assert storages[0]._last_cursor_index == storages[1]._last_cursor_index
+    assert storages[0].write_stats == (0, 7, 0, 1 + 3 * is_fallback)
