@@ -40,6 +40,7 @@ SUITES = {
     "channels": "travel.channels",
     "collectives": "travel.collectives",
     "remote_replay": "travel.replay",
+    "served_steps": "travel.served_steps",
     "containers": "copies.containers",
     "tensordict": "copies.tensordicts",
     "park": "park.parking",
@@ -57,6 +58,7 @@ NEEDED = {
     "frameworks": ("accelerate", "lightning", "transformers"),
     "learners": ("torchrl",),
     "remote_replay": ("torchrl",),
+    "served_steps": ("torchrl",),
 }
 """Packages that a benchmark needs beside torch."""
 ON_THE_HOST = ("travel", "channels", "collectives", "remote_replay")

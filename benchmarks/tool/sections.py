@@ -126,14 +126,27 @@ def travel(result: Found) -> list[str]:
     ]
 
 
-def channels(result: Found) -> list[str]:
+def _of_two_processes(result: Found, each: str) -> str:
     cases = {f"{name}: {found['bytes']:,} bytes": found for name, found in result["cases"].items()}
     columns = [
-        *times("wall_us/*", "a batch, us"),
+        *times("wall_us/*", f"{each}, us"),
         *times("process_us/*", "processor time of both, us"),
         at("blocks", "wall_us/*/repeats", str),
     ]
-    return [write("batches | way", cases, "wall_us", *columns)]
+    return write("batches | way", cases, "wall_us", *columns)
+
+
+def channels(result: Found) -> list[str]:
+    return [_of_two_processes(result, "a batch")]
+
+
+def remote_replay(result: Found) -> list[str]:
+    told = f"Taken with torchrl {result['settings']['torchrl']}."
+    return [told, _of_two_processes(result, "a call")]
+
+
+def served_steps(result: Found) -> list[str]:
+    return [_of_two_processes(result, "a step")]
 
 
 def collectives(result: Found) -> list[str]:
@@ -145,17 +158,6 @@ def collectives(result: Found) -> list[str]:
     ]
     told = f"By {result['settings']['backend']}."
     return [told, write("trees | way", cases, "wall_us", *columns)]
-
-
-def remote_replay(result: Found) -> list[str]:
-    cases = {f"{name}: {found['bytes']:,} bytes": found for name, found in result["cases"].items()}
-    columns = [
-        *times("wall_us/*", "a call, us"),
-        *times("process_us/*", "processor time of both, us"),
-        at("blocks", "wall_us/*/repeats", str),
-    ]
-    told = f"Taken with torchrl {result['settings']['torchrl']}."
-    return [told, write("batches | way", cases, "wall_us", *columns)]
 
 
 def reading(result: Found) -> list[str]:
@@ -335,6 +337,7 @@ TABLES: dict[str, Callable[[Found], list[str]]] = {
     "channels": channels,
     "collectives": collectives,
     "remote_replay": remote_replay,
+    "served_steps": served_steps,
     "containers": containers,
     "tensordict": tensordict,
     "park": park,

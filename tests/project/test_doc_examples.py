@@ -329,6 +329,15 @@ def _(run: Run) -> Names:
     }
 
 
+@set_up("docs/guide/replay_service.md")
+def _(run: Run) -> Names:
+    pytest.importorskip("torchrl")
+    from tensordict import TensorDict
+
+    data = {"observation": torch.rand(512, 4), "reward": torch.rand(512, 1)}
+    return {"rollout": TensorDict(data, [512], device="cpu"), "learn": nothing, "steps": 3}
+
+
 @set_up("docs/guide/from_torchrls_script.md")
 def _(run: Run) -> Names:
     pytest.importorskip("torchrl")

@@ -40,7 +40,7 @@ def test_a_recipe_runs_and_prints_one_line(
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)  # what the recipe sets is undone
     if name == "cleanrl_dqn":
         library("gymnasium")
-    if name == "ray_data" and not HAS_RAY:
+    if name.startswith("ray_") and not HAS_RAY:
         stand_in_for_ray(monkeypatch)
     module = recipe(name)
     module.main()

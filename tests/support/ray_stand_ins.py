@@ -6,13 +6,19 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-Stored = tuple[bytes, list[bytes]]
+
+class Stored(NamedTuple):
+    """A reference to a value."""
+
+    head: bytes
+    buffers: list[bytes]
 
 
 class Store:
@@ -42,10 +48,27 @@ class Store:
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
         Pickler(file, 5, buffer_callback=buffers.append).dump(value)
-        return file.getvalue(), [bytes(each.raw()) for each in buffers]
+        return Stored(file.getvalue(), [bytes(each.raw()) for each in buffers])
 
-    def get(self, stored: Stored) -> Any:
-        return pickle.loads(stored[0], buffers=stored[1])
+    def get(self, stored: Stored | list[Stored]) -> Any:
+        if isinstance(stored, list):
+            return [self.get(each) for each in stored]
+        return pickle.loads(stored.head, buffers=stored.buffers)
+
+    def remote(self, cls: type) -> Any:
+        """Makes actors in this process. A call is done at once; what it takes and gives is put."""
+
+        def call(method: Callable[..., Any], *arguments: Any) -> Stored:
+            return self.put(method(*(self.get(self.put(each)) for each in arguments)))
+
+        class Handle:
+            def __init__(self, *arguments: Any) -> None:
+                self.actor = cls(*arguments)
+
+            def __getattr__(self, name: str) -> Any:
+                return SimpleNamespace(remote=partial(call, getattr(self.actor, name)))
+
+        return SimpleNamespace(remote=Handle)
 
 
 class Rows:
@@ -72,7 +95,12 @@ def stand_in_for_ray(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
     collate_fn = SimpleNamespace(NumpyBatchCollateFn=type("NumpyBatchCollateFn", (), {}))
     contents = {
-        "ray": {"put": store.put, "get": store.get, "shutdown": lambda: None},
+        "ray": {
+            "put": store.put,
+            "get": store.get,
+            "remote": store.remote,
+            "shutdown": lambda: None,
+        },
         "ray.util": {
             "register_serializer": store.register_serializer,
             "deregister_serializer": store.deregister_serializer,

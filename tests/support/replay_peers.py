@@ -1,0 +1,124 @@
+"""Processes with a replay server or a client, for tests that kill or stop them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import torch
+from channel_peers import Peer, store_of
+from replay_support import TIMEOUT_S, RowBuffer, checked_rows, count_torn
+
+from tdcopier.replay import ChannelClosed, ReplayClient, ReplayServer
+
+
+class ReplayPeer(Peer):
+    """A process that runs a function of this module with a connection to the store."""
+
+    def __init__(self, role: str, port: int, *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(
+            target=_run, args=(role, port, there, *arguments), daemon=True
+        )
+        self.process.start()
+        there.close()
+
+    def told(self) -> Any:
+        assert self.pipe.poll(40), "the peer said nothing"
+        found = self.pipe.recv()
+        assert not isinstance(found, str), found
+        return found
+
+
+def _run(role: str, port: int, pipe: Any, *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        ROLES[role](store_of(port), pipe, *arguments)
+    except BaseException as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def client_of(store: Any, **options: Any) -> ReplayClient:
+    return ReplayClient(
+        store=store, host="127.0.0.1", timeout_s=TIMEOUT_S, reconnect_s=30, **options
+    )
+
+
+def server_of(store: Any, capacity: int, **options: Any) -> ReplayServer:
+    buffer = RowBuffer(capacity)
+    return ReplayServer(buffer, store=store, host="127.0.0.1", timeout_s=TIMEOUT_S, **options)
+
+
+def _act(store: Any, pipe: Any, source: int, count: int, batches: int) -> None:
+    """Write batches, tell how many were acknowledged, and wait for the test."""
+    with client_of(store) as client:
+        pipe.send("connected")
+        done = 0
+        try:
+            while done < batches:
+                client.extend(checked_rows(source, count * done, count))
+                done += 1
+        except ChannelClosed:
+            pass
+        pipe.send((source, done, client.reconnects))
+        pipe.recv()
+
+
+def _act_on(store: Any, pipe: Any, source: int, count: int) -> None:
+    """Write batches until the test ends it; tell of the first that is acknowledged."""
+    with client_of(store) as client:
+        pipe.send("connected")
+        done = 0
+        while True:
+            client.extend(checked_rows(source, count * done, count))
+            done += 1
+            if done == 1:
+                pipe.send(done)
+
+
+def _learn(store: Any, pipe: Any, batches: int, size: int) -> None:
+    """Take samples, and tell how many rows were torn."""
+    with client_of(store, batch_size=size) as client:
+        pipe.send("connected")
+        torn = done = 0
+        try:
+            while done < batches:
+                torn += count_torn(client.sample())
+                done += 1
+        except ChannelClosed:
+            pass
+        pipe.send((torn, done, client.reconnects))
+        pipe.recv()
+
+
+def _ask_ahead(store: Any, pipe: Any) -> None:
+    """Ask for samples, and take none."""
+    client = client_of(store, prefetch=8)
+    client.sample()
+    pipe.send("connected")
+    pipe.recv()
+
+
+def _serve(store: Any, pipe: Any, capacity: int, state: Any, options: dict[str, Any]) -> None:
+    """Serve; answer with stats, rows or the state, until the test says "close"."""
+    server = server_of(store, capacity, **options)
+    if state is not None:
+        server.load_state_dict(state)
+    pipe.send("serves")
+    while (asked := pipe.recv()) != "close":
+        if asked == "state":
+            pipe.send(server.state_dict())
+        else:
+            pipe.send(tuple(server.stats))
+    server.close()
+    pipe.send("closed")
+
+
+ROLES = {
+    "act": _act,
+    "act on": _act_on,
+    "learn": _learn,
+    "ask ahead": _ask_ahead,
+    "serve": _serve,
+}
