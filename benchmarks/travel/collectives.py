@@ -22,7 +22,7 @@ from tdcopier.workloads import leaves
 from travel.two_ranks import Other, two_ranks
 
 ONE, EACH = "one tensor, broadcast", "each leaf, broadcast"
-CALLS, FEW = 40, 4
+CALLS, FEW = {"nccl": 40, "gloo": 4}, 4
 """Of a block, and of one with a message for each leaf."""
 MOST_OVER_ONE, MOST_IN_CALL_US = 1.1, 60.0
 
@@ -50,7 +50,7 @@ def run(bench: Bench) -> dict[str, Any]:
             found[name] = _timed(bench, name, case, other)
     return {
         "what": "Trees broadcast to another process of this host, beside one tensor",
-        "settings": {"backend": backend, "calls of a block": CALLS, "for each leaf": FEW},
+        "settings": {"backend": backend, "calls of a block": CALLS[backend], "for each leaf": FEW},
         "cases": found,
     }
 
@@ -91,7 +91,7 @@ class Ends:
         self.last: Any = None
 
     def batches_of(self, way: str) -> int:
-        return FEW if way == EACH else CALLS
+        return FEW if way == EACH else CALLS[dist.get_backend()]
 
     def ours(self, count: int) -> None:
         for _ in range(count):

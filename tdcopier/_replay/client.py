@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _OF_PRIORITIES = ("index", "anchor_index", "validity_mask")
 """Keys that torchrl's buffers read to give the rows of a sample another priority."""
+_MOST_KINDS = 4
+"""Of samples, by size, that are asked for ahead: those asked for last."""
 _MOST_UNWRITTEN = 4
 """Batches that are on their way without a wait."""
 _SPARE_SLOTS, _FEWEST_SLOTS = 2, 4
@@ -135,7 +137,7 @@ class ReplayClient:
             return self._ask(Kind.EXTEND, value)
         with self._extending:
             while len(self._unwritten) >= _MOST_UNWRITTEN:
-                self._connection.answer(self._unwritten.popleft())
+                self._wait_for_oldest()
             self._check_process()
             self._unwritten.append(self._connection.ask(Kind.EXTEND, value))
         return None
@@ -149,7 +151,17 @@ class ReplayClient:
         self._check_process()
         with self._extending:
             while self._unwritten:
-                self._connection.answer(self._unwritten.popleft())
+                self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        """Wait for a batch that is on its way, again if an interrupt has ended that."""
+        number = self._unwritten[0]
+        try:
+            self._connection.answer(number)
+        except Exception:
+            self._unwritten.popleft()
+            raise
+        self._unwritten.popleft()
 
     def add(self, data: Any) -> Any:
         """Write one row to the buffer, and return its index. It raises what `extend` does."""
@@ -292,13 +304,27 @@ class ReplayClient:
         self._connection.raise_failed()
         size = self._batch_size if batch_size is None else batch_size
         with self._asking:
-            ahead = self._ahead.setdefault((size, return_info), deque())
+            ahead = self._ahead.pop((size, return_info), deque())
+            self._ahead[size, return_info] = ahead  # the last one that was asked for
+            while len(self._ahead) > _MOST_KINDS:
+                self._forget(next(iter(self._ahead)))
             while len(ahead) <= self._prefetch:
                 ahead.append(self._connection.ask(Kind.SAMPLE, (size, return_info)))
             return ahead.popleft()
 
+    def _forget(self, kind: tuple[int | None, bool]) -> None:
+        """Drop the samples of a kind that were asked for ahead."""
+        for number in self._ahead.pop(kind):
+            self._connection.forget(number)
+
     def _take_sample(self, number: int) -> Any:
-        sampled = self._connection.answer(number)
+        try:
+            sampled = self._connection.answer(number)
+        except Exception:  # those asked for ahead would raise it again, whatever is there by then
+            with self._asking:
+                for kind in list(self._ahead):
+                    self._forget(kind)
+            raise
         if self._prefetch:
             self._connection.read_what_has_come()
         return sampled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,8 +77,9 @@ class Clients:
             self._clients.clear()
         for client in clients:
             client.end(Answer(OVER) if is_over else None)
+        end = time.monotonic() + timeout_s
         for client in clients:
-            client.join(timeout_s)
+            client.join(max(end - time.monotonic(), 0.0))
         with contextlib.suppress(TimeoutError):  # a client that does not answer
             self._requests.close(timeout_s=timeout_s)
         self._thread.join()
@@ -129,7 +131,7 @@ class Clients:
             return
         try:
             answer = Answer(request.number, self._do(request))
-        except Exception as error:
+        except BaseException as error:  # SystemExit of a transform ends no server
             answer = Answer.of_error(request.number, error)
         if request.kind not in UNANSWERED:
             client.answer(answer, is_small=_is_small(answer.value))

@@ -52,8 +52,16 @@ class Connection:
         """Why there are no answers any more."""
         self._is_in_doubt = False
         """An interrupt may have lost an answer."""
+        end = time.monotonic() + connect_timeout_s
         with self._sending:
-            self._connect(connect_timeout_s)
+            while True:
+                try:
+                    self._connect(max(end - time.monotonic(), _LEAST_S))
+                    return
+                except LOST as error:  # a server that closes; the next one may come
+                    if time.monotonic() > end:
+                        raise ConnectionError(f"no replay server stays: {error}") from None
+                    time.sleep(_NAP_S)
 
     @property
     def peer(self) -> str:
@@ -73,7 +81,7 @@ class Connection:
         with self._sending:
             self._check_open()
             if self._is_in_doubt:
-                self._reconnect(self._attempt, InterruptedError("a call was interrupted"))
+                self._clear_doubt()
             number, self._number = self._number, self._number + 1
             answered = min(self._unanswered, default=number)
             request = Request(kind, self.client, self._attempt, number, answered, value)
@@ -96,6 +104,8 @@ class Connection:
             Exception: what the server has raised.
         """
         while True:
+            if self._is_in_doubt:
+                self._clear_doubt()
             with self._came:
                 found = self._answers.pop(number, None)
                 if found is None:
@@ -123,10 +133,19 @@ class Connection:
             with contextlib.suppress(TimeoutError, *LOST):  # the next call finds that out
                 while True:
                     self._note(self._rx.next(timeout_s=0))
+        except BaseException:
+            self._is_in_doubt = True
+            raise
         finally:
             with self._came:
                 self._is_read = False
                 self._came.notify_all()
+
+    def forget(self, number: int) -> None:
+        """Drop the answer to a request, if it is here, or when it comes."""
+        with self._came:
+            self._unanswered.pop(number, None)
+            self._answers.pop(number, None)
 
     def raise_failed(self) -> None:
         """Raise the error of a request that has no answer otherwise."""
@@ -151,9 +170,11 @@ class Connection:
                 found.result()
             except Exception as error:
                 self._failed.append(error)
-        elif self._unanswered.pop(found.number, None) is not None:  # or it came twice
+        else:
             with self._came:
-                self._answers[found.number] = found
+                if found.number in self._unanswered:  # or it came twice, or is forgotten
+                    self._answers[found.number] = found
+                    del self._unanswered[found.number]
 
     # ---- the server ------------------------------------------------------------------------------
 
@@ -188,6 +209,12 @@ class Connection:
             self._leave(tx, rx)
             raise
         self._tx, self._rx = tx, rx
+
+    def _clear_doubt(self) -> None:
+        """Ask again for all answers, by another connection."""
+        with self._sending:
+            if self._is_in_doubt:
+                self._reconnect(self._attempt, InterruptedError("a call was interrupted"))
 
     def _first_answer(self, tx: PlainSender, rx: AnswerReceiver, end: float) -> Any:
         while True:

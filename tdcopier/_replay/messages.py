@@ -87,9 +87,14 @@ class Answer(NamedTuple):
         return self._asdict()
 
     @classmethod
-    def of_error(cls, number: int, error: Exception) -> Answer:
+    def of_error(cls, number: int, error: BaseException) -> Answer:
         """Return an answer that raises an error at the client."""
-        return cls(number, error=_nearest_builtin(error), text=str(error) or type(error).__name__)
+        try:
+            text = str(error) or type(error).__name__
+        except Exception:
+            text = f"{type(error).__name__}, whose text cannot be had"
+        text = text.encode("utf-8", "backslashreplace").decode()  # else it would need a pickle
+        return cls(number, error=_nearest_builtin(error), text=text)
 
     def result(self) -> Any:
         """Return the value, or raise the error."""
@@ -98,9 +103,10 @@ class Answer(NamedTuple):
         raise _error_of(self.error, f"the replay server: {self.text}")
 
 
-def _nearest_builtin(error: Exception) -> str:
+def _nearest_builtin(error: BaseException) -> str:
+    """Return the name of its first base that is a builtin exception."""
     for cls in type(error).__mro__:
-        if cls.__module__ == "builtins":
+        if cls.__module__ == "builtins" and issubclass(cls, Exception):
             return cls.__name__
     return "RuntimeError"
 

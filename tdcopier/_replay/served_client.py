@@ -46,7 +46,7 @@ class ServedClient:
         A small one goes at once, if there is memory for it: handing it over takes longer.
         """
         if is_small and self._is_idle and self._sender is not None:
-            with contextlib.suppress(TimeoutError, *LOST):  # then the thread tries
+            with contextlib.suppress(Exception):  # then the thread tries, or tells of the error
                 self._sender.start(answer.message(), timeout_s=0)
                 return
         self._answers.put(answer)
@@ -63,10 +63,10 @@ class ServedClient:
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self._sender is not None:
             try:
-                self._sender.close(timeout_s=self._timeout_s)
+                self._sender.close(timeout_s=timeout_s)
             except (*LOST, TimeoutError) as error:
                 self.problem = str(error)
-        self._thread.join(timeout_s)
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:

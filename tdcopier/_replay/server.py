@@ -185,10 +185,14 @@ class ReplayServer:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the buffer, of the limiter, and of what clients may send again."""
-        with self._use() as buffer:
+        """Return the state of the buffer, of the limiter, and of what clients may send again.
+
+        After `close(restarts=True)` it has all that clients were told is written.
+        """
+        self._check_process()
+        with self._limited.lock:
             return {
-                "buffer": buffer.state_dict(),
+                "buffer": self._limited.buffer.state_dict(),
                 "limiter": self._limited.limiter.state_dict(),
                 "written": self._written.state_dict(),
             }

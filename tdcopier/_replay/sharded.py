@@ -16,6 +16,8 @@ from tdcopier._replay.stats import ReplayStats
 
 _SIZES_HOLD_S = 1.0
 """How long the sizes of the shards are taken for those that were read."""
+_NAP_S = 0.02
+"""Between two looks whether a shard has rows."""
 _INDEX = "index"
 
 
@@ -85,10 +87,11 @@ class ShardedReplayClient:
             Exception: as `ReplayClient.sample`.
         """
         counts = self._counts(self._rows(batch_size))
+        most = max(range(len(counts)), key=lambda each: self._sizes[each])
+        shards = [shard for shard, count in enumerate(counts) if count] or [most]
         asked = [
-            (shard, client, client._ask_for_samples(counts[shard], return_info))
-            for shard, client in enumerate(self._clients)
-            if counts[shard]
+            (shard, self._clients[shard], self._clients[shard]._ask_for_samples(count, return_info))
+            for shard, count in ((each, counts[each]) for each in shards)
         ]
         parts = [(shard, client._take_sample(number)) for shard, client, number in asked]
         if not return_info:
@@ -108,16 +111,19 @@ class ShardedReplayClient:
 
     # ---- priorities ------------------------------------------------------------------------------
 
-    def update_priority(self, index: torch.Tensor, priority: Any) -> None:
+    def update_priority(self, index: Any, priority: Any) -> None:
         """Give rows another priority, each in its shard.
 
         Args:
-            index: of the rows, as in a sample: a tensor on any device.
+            index: of the rows, as in a sample: a tensor on any device, or numbers.
             priority: of each row, or of all.
 
         Raises:
             Exception: as `ReplayClient.update_priority`.
         """
+        index = torch.as_tensor(index)
+        if not index.dim():
+            index = index.unsqueeze(0)
         for shard, client in enumerate(self._clients):
             is_its = _rowwise(index) % len(self._clients) == shard
             if bool(is_its.any()):
@@ -211,6 +217,9 @@ class ShardedReplayClient:
         """Return how many rows of a batch each shard draws."""
         with self._lock:
             if time.monotonic() - self._sizes_at > _SIZES_HOLD_S or not any(self._sizes):
+                self._sizes, self._sizes_at = self._read_sizes(), time.monotonic()
+            while not any(self._sizes) and rows:  # one of them may never get any
+                time.sleep(_NAP_S)
                 self._sizes, self._sizes_at = self._read_sizes(), time.monotonic()
             whole = sum(self._sizes)
             shares = [size / whole if whole else 1 / len(self._sizes) for size in self._sizes]

@@ -110,7 +110,7 @@ class Packed(TensorStorage):  # type: ignore[misc]
     def _set_by_threads(self, cursor: Any, data: Any, set_cursor: bool) -> bool:
         """Write rows of the host without a call for each leaf, if that does what torchrl does."""
         initialized: bool = self.initialized
-        if not initialized or not is_on_the_host(self) or places(data) != {_HOST}:
+        if not initialized or not is_on_the_host(self):
             return False
         if not isinstance(cursor, torch.Tensor) or cursor.dim() != 1 or not cursor.is_cpu:
             return False
@@ -118,11 +118,13 @@ class Packed(TensorStorage):  # type: ignore[misc]
         is_tree = is_tensor_collection(rows)
         if cursor.dtype != torch.int64 or is_tree is isinstance(data, torch.Tensor):
             return False
-        if is_tree and rows.is_locked:
-            data = data.select(*self._storage_keys, strict=False)
         try:
+            if is_tree and rows.is_locked and type(data) is TensorDict:
+                data = data.select(*self._storage_keys, strict=False)
+            if places(data) != {_HOST}:
+                return False
             finished(enqueue_scatter(data, rows, cursor, _OPTIONS))
-        except (ValueError, TypeError, IndexError):
+        except (ValueError, TypeError, IndexError, RuntimeError):
             return False  # torchrl casts, broadcasts, or says what is wrong
         self._note_set(cursor, data, set_cursor)
         return True
