@@ -215,12 +215,9 @@ class ShardedReplayClient:
 
     def _counts(self, rows: int) -> list[int]:
         """Return how many rows of a batch each shard draws."""
+        while not self._have_rows() and rows:  # one of them may never get any
+            time.sleep(_NAP_S)  # without the lock, which `extend` takes too
         with self._lock:
-            if time.monotonic() - self._sizes_at > _SIZES_HOLD_S or not any(self._sizes):
-                self._sizes, self._sizes_at = self._read_sizes(), time.monotonic()
-            while not any(self._sizes) and rows:  # one of them may never get any
-                time.sleep(_NAP_S)
-                self._sizes, self._sizes_at = self._read_sizes(), time.monotonic()
             whole = sum(self._sizes)
             shares = [size / whole if whole else 1 / len(self._sizes) for size in self._sizes]
             self._owed = [o + rows * share for o, share in zip(self._owed, shares, strict=True)]
@@ -230,6 +227,13 @@ class ShardedReplayClient:
                 counts[shard] += 1
                 self._owed[shard] -= 1
         return counts
+
+    def _have_rows(self) -> bool:
+        """Return whether a shard has rows, as of not long ago."""
+        with self._lock:
+            if time.monotonic() - self._sizes_at > _SIZES_HOLD_S or not any(self._sizes):
+                self._sizes, self._sizes_at = self._read_sizes(), time.monotonic()
+            return any(self._sizes)
 
     def _read_sizes(self) -> list[int]:
         return [stats.size for stats in self.stats]

@@ -121,10 +121,14 @@ class Packed(TensorStorage):  # type: ignore[misc]
         try:
             if is_tree and rows.is_locked and type(data) is TensorDict:
                 data = data.select(*self._storage_keys, strict=False)
-            if places(data) != {_HOST}:
-                return False
+            is_plain = places(data) == {_HOST}
+        except RuntimeError:  # of a lazy stack whose members differ
+            is_plain = False
+        if not is_plain:
+            return False
+        try:
             finished(enqueue_scatter(data, rows, cursor, _OPTIONS))
-        except (ValueError, TypeError, IndexError, RuntimeError):
+        except (ValueError, TypeError, IndexError):
             return False  # torchrl casts, broadcasts, or says what is wrong
         self._note_set(cursor, data, set_cursor)
         return True

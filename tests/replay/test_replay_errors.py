@@ -141,6 +141,18 @@ def test_a_sharded_sample_does_not_wait_for_a_shard_without_rows(store, opened, 
     assert len(sharded) == 20
 
 
+def test_a_sharded_sample_that_waits_holds_up_no_extend(store, opened, threads):
+    options = {"store": store, "timeout_s": 2.5, "host": "127.0.0.1"}
+    for name in ("one", "two"):
+        opened.append(ReplayServer(RowBuffer(), name=name, **options))
+    clients = [ReplayClient(name=name, **options) for name in ("one", "two")]
+    opened.append(sharded := ShardedReplayClient(clients, batch_size=6))
+    waits = threads.submit(sharded.sample)
+    time.sleep(0.2)
+    threads.submit(sharded.extend, rows_of(0, 20)).result(20)
+    assert len(waits.result(20)["index"]) == 6
+
+
 def test_a_client_waits_for_the_server_that_comes_after_one_that_closes(store, opened):
     options = {"store": store, "timeout_s": 2.5, "host": "127.0.0.1"}
     servers = [ReplayServer(RowBuffer(), **options)]

@@ -21,11 +21,15 @@ class Peer:
     def __init__(self, role: str, port: int, *arguments: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         self.pipe, there = context.Pipe()
+        function = self._functions()[role]
         self.process = context.Process(
-            target=_run, args=(role, port, there, *arguments), daemon=True
+            target=_run, args=(function, port, there, *arguments), daemon=True
         )
         self.process.start()
         there.close()
+
+    def _functions(self) -> dict[str, Any]:
+        return ROLES
 
     def says(self, wanted: str) -> None:
         assert self.pipe.poll(30), f"the peer did not say {wanted!r}"
@@ -46,10 +50,10 @@ def store_of(port: int) -> Any:
     return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
-def _run(role: str, port: int, pipe: Any, *arguments: Any) -> None:
+def _run(function: Any, port: int, pipe: Any, *arguments: Any) -> None:
     torch.set_num_threads(1)
     try:
-        ROLES[role](store_of(port), pipe, *arguments)
+        function(store_of(port), pipe, *arguments)
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
 

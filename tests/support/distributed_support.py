@@ -1,4 +1,4 @@
-"""Runs the functions of `distributed_cases` on ranks in processes of their own."""
+"""Runs functions of `distributed_cases` and `gathered_cases` on ranks in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _TIMEOUT_S = 90
+_MODULES = ("distributed_cases", "gathered_cases")
 
 
 class Ranks:
@@ -60,14 +61,15 @@ def _serve(pipe: Connection, rank: int, count: int, backend: str, file: str) -> 
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=count)
-    cases = importlib.import_module("distributed_cases")
+    modules = [importlib.import_module(name) for name in _MODULES]
+    cases = {name: case for module in modules for name, case in vars(module).items()}
     while True:
         try:
             case, arguments = pipe.recv()
         except EOFError:
             break
         try:
-            pipe.send((True, getattr(cases, case)(rank, *arguments)))
+            pipe.send((True, cases[case](rank, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()

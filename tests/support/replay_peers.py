@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
-import torch
-from channel_peers import Peer, store_of
+from channel_peers import Peer
 from replay_support import TIMEOUT_S, RowBuffer, checked_rows, count_torn
 
 from tdcopier.replay import ChannelClosed, ReplayClient, ReplayServer
@@ -15,28 +13,14 @@ from tdcopier.replay import ChannelClosed, ReplayClient, ReplayServer
 class ReplayPeer(Peer):
     """A process that runs a function of this module with a connection to the store."""
 
-    def __init__(self, role: str, port: int, *arguments: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.pipe, there = context.Pipe()
-        self.process = context.Process(
-            target=_run, args=(role, port, there, *arguments), daemon=True
-        )
-        self.process.start()
-        there.close()
+    def _functions(self) -> dict[str, Any]:
+        return ROLES
 
     def told(self) -> Any:
         assert self.pipe.poll(40), "the peer said nothing"
         found = self.pipe.recv()
         assert not isinstance(found, str), found
         return found
-
-
-def _run(role: str, port: int, pipe: Any, *arguments: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        ROLES[role](store_of(port), pipe, *arguments)
-    except BaseException as error:
-        pipe.send(f"{type(error).__name__}: {error}")
 
 
 def client_of(store: Any, **options: Any) -> ReplayClient:
