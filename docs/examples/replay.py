@@ -184,8 +184,8 @@ def main() -> None:
         if options.picture and episodes:
             draw(episodes, options.picture)
             print(f"wrote {options.picture}")
-    except KeyboardInterrupt:
-        print("interrupted")
+    except (KeyboardInterrupt, ChannelClosed, PeerLost) as error:  # Ctrl-C ends the server too
+        print(str(error) or "interrupted")
     finally:
         with contextlib.suppress(RuntimeError):  # the server is gone, and its store
             store.set(OVER, "")

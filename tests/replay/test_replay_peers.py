@@ -125,8 +125,8 @@ def test_a_client_that_waits_for_samples_and_ends_leaves_no_part(store, peers, h
 def test_clients_find_the_next_server_with_the_state_of_the_one_before(store, peers, how):
     peers.append(ReplayPeer("serve", store.port, 100_000, None, {}))
     peers[0].says("serves")
-    peers += [ReplayPeer("act", store.port, source, 3, 100) for source in (1, 2)]
-    peers.append(ReplayPeer("learn", store.port, 150, 10))
+    peers += [ReplayPeer("act", store.port, source, 3, 1000) for source in (1, 2)]
+    peers.append(ReplayPeer("learn", store.port, 1000, 10))
     for peer in peers[1:]:
         peer.says("connected")
     while ReplayStats(*_asked(peers[0], "stats")).inserted < 60:
@@ -138,12 +138,12 @@ def test_clients_find_the_next_server_with_the_state_of_the_one_before(store, pe
         server.load_state_dict(state)
         for peer in peers[1:3]:
             source, done, reconnects = peer.told()
-            assert (done, reconnects) == (100, 1)
+            assert (done, reconnects) == (1000, 1)
             numbers = rows_by_source(server)[source]
             assert len(set(numbers)) == len(numbers)  # none twice
-            assert numbers[-1] == 299
+            assert numbers[-1] == 2999
         torn, done, reconnects = peers[3].told()
-        assert (torn, done, reconnects) == (0, 150, 1)
+        assert (torn, done, reconnects) == (0, 1000, 1)
         assert server.stats.inserted >= inserted
 
 
