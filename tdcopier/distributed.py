@@ -16,10 +16,9 @@ import torch.distributed as dist
 from tdcopier._distributed.collectives import all_gather, broadcast, gather, scatter
 from tdcopier._distributed.ends import ChannelClosed, PeerLost
 from tdcopier._distributed.follower import Follower
-from tdcopier._distributed.pair import Address
 from tdcopier._distributed.publisher import Publisher, PublisherStats
 from tdcopier._distributed.receiver import Receiver, ReceiverStats
-from tdcopier._distributed.rendezvous import Options
+from tdcopier._distributed.rendezvous import Address, Options
 from tdcopier._distributed.sender import Sender, SenderStats
 from tdcopier._distributed.weights import Weights
 from tdcopier._options import Device
@@ -74,8 +73,8 @@ def sender(
         for batch in tdcopier.distributed.receiver(device="cuda", store=store):
             learn(batch)
 
-    `start` packs a batch into memory of a slot, and sends it as one message by gloo, over a group
-    of the two processes alone: other processes may come, go and die meanwhile.
+    `start` packs a batch, and sends it as one message over a TCP connection of the two processes
+    alone: other processes may come, go and die meanwhile.
 
     Args:
         dst: the global rank of the receiver, which calls ``receiver(src=...)`` with this rank; None
@@ -83,13 +82,13 @@ def sender(
         store: where the two find each other, for example a `torch.distributed.TCPStore`. By default
             that of `torch.distributed`, if it has been initialised.
         name: of the channel in the store.
-        slots: number of batches that may be packed and not yet be read by gloo. `start` waits if
-            the receiver has no slot for a batch.
+        slots: number of batches that may be packed, and not yet be given to the network. `start`
+            waits if the receiver has no slot for a batch.
         timeout_s: within this time, in seconds, the channel notices that the receiver has died or
-            stopped. Code that holds the GIL for as long looks like that.
+            stopped.
         connect_timeout_s: how long to wait for a receiver.
-        host: the name or address of this host, by which the other end reaches it. By default what
-            `torch.distributed` takes.
+        host: the name or address of this host, by which the other end reaches it. By default that
+            of the host's name.
         interface: in place of `host`, the network interface, such as "eth0".
         checksum: whether the receiver checks the bytes of each batch.
 
@@ -130,11 +129,10 @@ def receiver(
             have arrived; a slot whose batch is kept gets other memory.
         store: as for `sender`, as for `name`, `timeout_s`, `host` and `interface`.
         name: of the channel in the store.
-        slots: number of batches of each sender that may be here: those that were not taken,
-            and those that the device, or a result on the host, still reads. By default 4, and up to
-            16 while their memory is at most 8 MiB.
-        timeout_s: the time to notice that a sender has died or stopped. A batch must arrive in this
-            time.
+        slots: number of batches of each sender that may be here and not be taken. By default 4,
+            and up to 16 while their memory is at most 8 MiB. Those that the device, or a result on
+            the host, still reads have memory beside these.
+        timeout_s: the time to notice that a sender has died or stopped.
         connect_timeout_s: how long to wait for a process that has joined, and ends meanwhile.
         host: see `sender`.
         interface: see `sender`.
@@ -175,7 +173,7 @@ def publish(
             followed.update()
 
     Each follower gets one message with the tensors whose values have changed since the version
-    before, over a pair of processes of its own; one that comes later, or reads slowly, gets all.
+    before, over a connection of its own; one that comes later, or reads slowly, gets all.
 
     Args:
         weights: a module, whose parameters and buffers are sent; or a mapping of names to tensors,
@@ -214,8 +212,7 @@ def follow(
         weights: as for `publish`, with the same names, shapes and dtypes, on any device.
         store: as for `publish`, as for `name`, `timeout_s`, `host` and `interface`.
         name: of the weights in the store.
-        timeout_s: the time to notice that the publisher has died or stopped. A message must arrive
-            in this time.
+        timeout_s: the time to notice that the publisher has died or stopped.
         connect_timeout_s: how long to wait for a publisher.
         host: see `sender`.
         interface: see `sender`.
@@ -265,6 +262,5 @@ def _channel(
     if peer is not None:
         ranks = (dist.get_rank(), peer) if sends else (peer, dist.get_rank())
         name = f"{name}, rank {ranks[0]} to {ranks[1]}"
-    address = Address(host, interface)
-    address.check()
+    address = Address(host, interface).resolve()
     return Options(store, name, address, float(timeout_s), float(connect_timeout_s))

@@ -40,6 +40,8 @@ class Interleaver {
   // Called before a thread is created. May throw std::system_error, as if the process had reached
   // its limit of threads.
   virtual void make_thread() = 0;
+  // Called by a thread of the engine as it ends.
+  virtual void end_thread() noexcept = 0;
 };
 
 namespace detail {
@@ -64,6 +66,11 @@ inline void set_interleaver(Interleaver& chosen) noexcept {
 // Called before each thread that the engine creates.
 inline void about_to_make_thread() {
   if (Interleaver* const chosen = interleaver()) chosen->make_thread();
+}
+
+// Called last by a thread that ends before the process does.
+inline void about_to_end_thread() noexcept {
+  if (Interleaver* const chosen = interleaver()) chosen->end_thread();
 }
 
 // Marks a place where the order of threads matters and no lock or condition shows it.

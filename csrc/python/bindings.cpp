@@ -284,6 +284,7 @@ Raises:
       });
   m.def("start_copy", guarded(&tdcopier::start_copy));
   tdcopier::bind_parcels(m);
+  tdcopier::bind_channels(m);
   tdcopier::bind_slabs(m);
   m.def("explain", guarded(&tdcopier::explain));
   m.def("start_copy_into", guarded(&tdcopier::start_copy_into));

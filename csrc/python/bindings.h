@@ -9,6 +9,8 @@ namespace tdcopier {
 void bind_memory(pybind11::module_& m);
 // Binds parcels.
 void bind_parcels(pybind11::module_& m);
+// Binds the connections of channels.
+void bind_channels(pybind11::module_& m);
 // Binds slabs.
 void bind_slabs(pybind11::module_& m);
 // Binds the submodule `testing`.

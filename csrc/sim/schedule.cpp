@@ -67,6 +67,8 @@ Schedule::Actor* Schedule::this_actor() noexcept {
   if (!is_on()) return nullptr;
   if (name.starts_with(kWorkerPrefix)) {
     actor = &add_actor(std::move(name), /*native=*/true);
+    actor->is_new = coming_ > 0;
+    if (coming_ > 0) --coming_;
   } else {
     has_outsiders_ = true;
   }
@@ -84,10 +86,10 @@ void Schedule::begin(std::uint64_t seed, std::chrono::nanoseconds stall) {
   steps_.clear();
   failure_.clear();
   abandoned_ = false;
-  choices_ = pending_ = most_pending_ = 0;
+  choices_ = pending_ = most_pending_ = coming_ = 0;
   pool_turns_ = pool_turns();
   fingerprint_ = 0xcbf29ce484222325;
-  has_outsiders_ = false;
+  has_outsiders_ = has_made_threads_ = false;
   stall_ = stall;
   random_ = seed;
   even_ = draw() % 4 == 0;
@@ -249,6 +251,44 @@ void Schedule::notify(const void* condition) noexcept {
 
 void Schedule::make_thread() {
   strike_thread();
+  if (!is_on() || this_actor() == nullptr) return;
+  const Lock lock(mutex_);
+  ++coming_;
+  has_made_threads_ = true;
+}
+
+void Schedule::end_thread() noexcept {
+  if (is_on()) leave();
+}
+
+// Waits for threads that this one has made, so that they can be picked from now on.
+void Schedule::await_made_threads(Lock& lock, const Actor& self) {
+  const auto has_arrived = [&](const auto& actor) {
+    return actor.get() == &self || !actor->native || actor->stands_still() ||
+           actor->state == Actor::State::kGone;
+  };
+  const auto all_have = [&] {
+    return !is_on() || (coming_ == 0 && std::ranges::all_of(actors_, has_arrived));
+  };
+  arrived_.wait_for(lock, stall_, all_have);
+  coming_ = 0;
+  has_made_threads_ = false;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < actors_.size(); ++i) {
+    if (actors_[i]->is_new) places.push_back(i);
+  }
+  // They arrived in an arbitrary order.
+  for (std::size_t i = 0; i + 1 < places.size(); ++i) {
+    for (std::size_t j = i + 1; j < places.size(); ++j) {
+      auto &one = actors_[places[i]], &other = actors_[places[j]];
+      if (other->name < one->name) std::swap(one, other);
+    }
+  }
+  for (const std::size_t place : places) {
+    actors_[place]->number = place;
+    actors_[place]->weight = draw_weight();
+    actors_[place]->is_new = false;
+  }
 }
 
 void Schedule::note_work(StreamQueue& stream, bool is_transfer) {

@@ -67,6 +67,7 @@ class Schedule final : public Interleaver {
   void wait() override;
   void notify(const void* condition) noexcept override;
   void make_thread() override;
+  void end_thread() noexcept override;
 
   // The record of the current schedule, or of the last one.
   struct Record {
@@ -95,6 +96,7 @@ class Schedule final : public Interleaver {
   Actor& add_actor(std::string name, bool native);
   // All require that mutex_ is held.
   void let_others_go_on(Lock& lock, Actor& self, bool with_threads);
+  void await_made_threads(Lock& lock, const Actor& self);
   void collect_candidates(const Actor& self, bool with_threads);
   const Candidate& pick();
   void give_turn(Lock& lock, Actor& self, Actor& other);
@@ -128,6 +130,8 @@ class Schedule final : public Interleaver {
   std::uint64_t progress_ = 0;
   std::size_t pending_ = 0;  // transfers
   std::size_t most_pending_ = 0;
+  std::size_t coming_ = 0;            // threads of the engine that were made, and have not arrived
+  bool has_made_threads_ = false;     // since they were waited for
   std::vector<unsigned> pool_turns_;  // as they were at the beginning
   std::size_t standing_ = 0;          // threads in stand_still()
   bool even_ = false;                 // all weights are the same

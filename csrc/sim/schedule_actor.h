@@ -17,6 +17,7 @@ struct Schedule::Actor {
   std::size_t number = 0;
   std::string name;
   bool native = false;  // a worker of the engine: it never wants the GIL
+  bool is_new = false;  // made in the schedule: its place and weight are chosen when it arrives
   double weight = 1;
   State state = State::kGoing;
   bool has_gil = false;  // while it stands still

@@ -58,6 +58,7 @@ const Schedule::Candidate& Schedule::pick() {
 // goes on.
 void Schedule::let_others_go_on(Lock& lock, Actor& self, bool with_threads) {
   self.has_gil = has_python_lock();
+  if (has_made_threads_) await_made_threads(lock, self);
   for (;;) {
     if (!is_on()) break;
     ++progress_;

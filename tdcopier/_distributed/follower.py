@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
-from tdcopier._distributed.incoming import Arrived, Incoming
 from tdcopier._distributed.link import Link
+from tdcopier._distributed.messages import Arrived
 from tdcopier._distributed.rendezvous import Options, join
 from tdcopier._distributed.weights import Weights, named
 from tdcopier._into import copy_into
@@ -31,18 +30,19 @@ class Follower(End):
         self._weights, self._names = weights, list[str]()
         pinned = any(tensor.device.type not in ("cpu", "meta") for tensor in self._own().values())
         torch.empty(1, pin_memory=pinned)  # raises here, and not of the publisher
-        self._link = Incoming(
+        self._link = Link(
             join(options, "publisher"),
+            self._bell,
             self.timeout_s,
-            self._lock,
-            _SLOTS,
+            "publisher",
+            receives=True,
+            slots=_SLOTS,
             pinned=pinned,
-            what="publisher",
         )
-        self._arrived: deque[Arrived] = deque()
-        self._updating = threading.Lock()
+        self._arrived: list[Any] = []
+        """Messages that were taken, and are not written yet."""
+        self._updating = threading.RLock()
         self._version = 0
-        self._begin()
 
     @property
     def peer(self) -> str:
@@ -73,13 +73,9 @@ class Follower(End):
         self._check_process()
         self._wait(self._has_news, timeout_s)
         with self._updating:
-            while self._arrived and not self._is_closed:
-                version = self._write(self._arrived[0])  # if it raises, the next call repeats it
-                with self._lock:
-                    self._version = version
-                    self._arrived.popleft().free()
-            with self._lock:
-                self._link.receive(self._arrived)  # gives memory for the next
+            while not self._is_closed and (self._arrived or self._link.take_into(self._arrived)):
+                self._version = self._write(Arrived(*self._arrived[0]))
+                self._arrived.clear()  # if one of these raises, the next call repeats it
         return self._version
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -91,14 +87,14 @@ class Follower(End):
         if self._is_forked():  # it has no end of it
             return
         self._is_closed = True
-        with self._lock:
-            self._link.close()
-        if not self._wait(self._is_over, timeout_s):
+        self._link.close()
+        self._bell.ring()  # a call of another thread that waits ends
+        if not self._wait(lambda: self._link.has_ended, timeout_s):
             raise TimeoutError(f"the publisher, {self.peer}, has not answered in {timeout_s:g} s")
         self._end()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "lost" if self._link.lost else "open"
+        state = "closed" if self._is_closed else "lost" if self._link.lost is not None else "open"
         return f"<Follower of {self.peer}, {state}, version {self._version}>"
 
     # ---- versions --------------------------------------------------------------------------------
@@ -106,14 +102,12 @@ class Follower(End):
     def _has_news(self) -> bool:
         if self._is_closed:
             raise ChannelClosed("this follower is closed")
-        self._link.hear()
-        self._link.receive(self._arrived)
-        if self._arrived:
+        if self._arrived or self._link.waiting:
             return True
         if self._link.peer_closes:
             raise ChannelClosed(f"the publisher, {self.peer}, has closed")
-        if self._link.lost is not None:
-            raise PeerLost(self._link.lost)
+        if (lost := self._link.why_lost) is not None:
+            raise PeerLost(lost)
         return False
 
     def _write(self, message: Arrived) -> int:
@@ -153,19 +147,5 @@ class Follower(End):
                 raise ValueError(f"{name} is {theirs} there, and {mine} here")
         return [own[name] for name in found]
 
-    # ---- the publisher ---------------------------------------------------------------------------
-
     def _all_links(self) -> Sequence[Link]:
         return [self._link]
-
-    def _turn(self) -> None:
-        self._link.turn()
-        self._link.receive(self._arrived)
-        if self._link.peer_closes:
-            self._link.check_whole()
-            self._link.close()
-        self._has_ended(self._link)
-
-    def _is_over(self) -> bool:
-        self._turn()
-        return self._link.has_ended

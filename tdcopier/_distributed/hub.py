@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from typing import Any
 
 from tdcopier._distributed.ends import End
 from tdcopier._distributed.link import Link
@@ -17,8 +17,10 @@ class Hub(End):
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._links: list[Any] = []
-        """Of the processes that have joined, of a class of each hub."""
+        self._lock = threading.RLock()
+        """Of the links."""
+        self._links: list[Link] = []
+        """Of the processes that have joined."""
         self._closed_peers = 0
         self._lost: list[str] = []
 
@@ -26,30 +28,41 @@ class Hub(End):
     def peers(self) -> list[str]:
         """The processes that have joined: host, process and rank."""
         self._check_process()
-        with self._lock:
-            return [link.peer for link in self._links]
+        return [link.peer for link in self._open_links()]
 
     @property
     def problems(self) -> list[str]:
         """Why processes were lost, or could not join, in words."""
         self._check_process()
+        self._open_links()
         with self._lock:
             return [*self._lost, *self._listener.failures]
 
     def _all_links(self) -> Sequence[Link]:
-        return list(self._links)
+        with self._lock:
+            return list(self._links)
+
+    def _open_links(self) -> Sequence[Link]:
+        """Remove the links that have ended, and of which nothing is left; return the others."""
+        with self._lock:
+            for link in [each for each in self._links if each.has_ended]:
+                if self._is_left(link):
+                    continue
+                self._links.remove(link)
+                self._note_removed(link)
+                link.abandon()
+                if (lost := link.why_lost) is None:
+                    self._closed_peers += 1
+                else:
+                    self._lost.append(lost)
+            return [link for link in self._links if not link.has_ended]
+
+    def _is_left(self, link: Link) -> bool:
+        """Return whether a link that has ended is still needed."""
+        return False
+
+    def _note_removed(self, link: Link) -> None:
+        """Do what is due when a link is removed."""
 
     def _is_alone(self) -> bool:
-        self._turn()
-        return not self._links
-
-    def _removed(self, link: Link) -> bool:
-        """Remove a link that has ended, and count it."""
-        if not self._has_ended(link):
-            return False
-        self._links.remove(link)
-        if link.lost is None:
-            self._closed_peers += 1
-        else:
-            self._lost.append(link.lost)
-        return True
+        return not self._open_links()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from tdcopier._copy import start_copy
-from tdcopier._distributed.ends import ChannelClosed, Uninterrupted
+from tdcopier._distributed.ends import ChannelClosed
 from tdcopier._distributed.hub import Hub
-from tdcopier._distributed.outgoing import Message, Outgoing
+from tdcopier._distributed.link import Link
+from tdcopier._distributed.messages import Packer
 from tdcopier._distributed.rendezvous import Found, Listener, Options
 from tdcopier._distributed.weights import Weights, batch_of, bits_of, bytes_of, named
 from tdcopier._into import copy_into
-from tdcopier._pack import Parcel
+from tdcopier._pack import Parcel, pack
 
+_MESSAGES = 4
+"""Whose memory is kept."""
 _MOST_OF_PART = 0.5
 """Share of the bytes that a message may have which is not all weights."""
 
@@ -38,41 +41,10 @@ class PublisherStats(NamedTuple):
     """Followers that have ended without it, or did not answer."""
 
 
-class _Follower(Outgoing):
+class _Follower(Link):
     """The link with a follower, and which version it has been sent."""
 
     version = 0
-
-
-class _Published(Message):
-    """A message with weights, and what sends it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sends: list[tuple[_Follower, Any]] = []
-        self._tree: Any = None
-
-    def fill(self, batch: Any) -> None:
-        super().fill(batch)
-        self._tree = None
-
-    @property
-    def tree(self) -> Any:
-        """The batch, whose tensors are views of the message."""
-        if self._tree is None:
-            self._tree = Parcel.from_buffer(self.parcel()).tree()
-        return self._tree
-
-    def send_to(self, link: _Follower, version: int) -> None:
-        self._sends.append((link, link.send(self.whole(version))))
-        link.version = version
-
-    def finish(self) -> None:
-        """Wait until gloo has read it for all followers."""
-        while self._sends:
-            with Uninterrupted():
-                link, work = self._sends.pop()
-                link.finish(work)
 
 
 class Publisher(Hub):
@@ -85,14 +57,19 @@ class Publisher(Hub):
         super().__init__(options.timeout_s)
         self._weights = weights
         self._publishing = threading.Lock()
-        self._whole, self._spare, self._part = _Published(), _Published(), _Published()
+        self._packer = Packer(_MESSAGES)
+        self._whole = pack([])
+        """The last version, and its tree, whose tensors are views of it."""
+        self._tree: Any = None
         self._layout: list[Any] = []
         self._is_ready = False
         """The whole message may be sent: nothing writes it."""
         self._version = self._messages = self._nbytes = self._parts = 0
         self.publish()
-        self._begin()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="tdcopier-weights", daemon=True)
         self._listener = Listener(options, self._meet)
+        self._thread.start()
 
     @property
     def version(self) -> int:
@@ -104,7 +81,7 @@ class Publisher(Hub):
         """Counts since it was made."""
         self._check_process()
         with self._lock:
-            open_peers, lost = len(self._links), len(self._lost)
+            open_peers, lost = len(self._open_links()), len(self._lost)
             counts = (self._messages, self._nbytes, self._parts)
             return PublisherStats(*counts, open_peers, self._closed_peers, lost)
 
@@ -151,17 +128,21 @@ class Publisher(Hub):
         with self._publishing:
             self._is_closed = True
         self._wait(self._all_are_told, self.timeout_s)
-        for message in (self._whole, self._spare, self._part):
-            message.finish()
         with self._lock:
             for link in self._links:
-                link.close(link.messages)
+                link.close()
         if not self._wait(self._is_alone, timeout_s):
             raise TimeoutError(f"a follower has not answered in {timeout_s:g} s")
         self._end()
 
+    def _end(self) -> None:
+        self._stopped = True
+        self._bell.ring()
+        self._thread.join()
+        super()._end()
+
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{len(self._links)} followers"
+        state = "closed" if self._is_closed else f"{len(self._open_links())} followers"
         return f"<Publisher, {state}, version {self._version}>"
 
     # ---- versions --------------------------------------------------------------------------------
@@ -173,7 +154,7 @@ class Publisher(Hub):
         """
         if not self._is_ready or layout != self._layout:  # or a call was interrupted
             return list(range(len(tensors)))
-        before = self._whole.tree["values"]
+        before = self._tree["values"]
         return [
             place
             for place, (old, new) in enumerate(zip(before, tensors, strict=True))
@@ -188,60 +169,66 @@ class Publisher(Hub):
         version, share = self._version + 1, bytes_of(some) / max(bytes_of(tensors), 1)
         is_part = self._is_ready and share <= _MOST_OF_PART and layout == self._layout
         if is_part:
-            self._part.finish()
-            self._part.fill(batch_of(version, None, changed, some))
+            sent = self._packer.pack(batch_of(version, None, changed, some))
             with self._lock:
                 self._is_ready = False
-            self._whole.finish()
-            tree = self._whole.tree
-            tree["index"][0] = version
-            copy_into(some, [tree["values"][place] for place in changed])
+            self._wait(self._is_written, None)
+            self._tree["index"][0] = version
+            copy_into(some, [self._tree["values"][place] for place in changed])
         else:
-            self._spare.finish()
-            self._spare.fill(
-                batch_of(version, [name for name, *_ in layout], range(len(tensors)), tensors)
-            )
+            names = [name for name, *_ in layout]
+            sent = self._packer.pack(batch_of(version, names, range(len(tensors)), tensors))
+            self._tree = sent.tree()
         with self._lock:
             if not is_part:
-                self._whole, self._spare = self._spare, self._whole
+                self._whole = sent
             before, self._version, self._is_ready = self._version, version, True
             self._layout = layout
-            for link in self._links:
-                link.hear()
-                if is_part and link.version == before and link.may_send_or_grows(self._part.nbytes):
+            for link in self._followers():
+                if is_part and link.version == before and self._send(sent, link):
                     self._parts += 1
-                    self._send(self._part, link)
                 else:
                     self._send_whole(link)
 
     def _send_whole(self, link: _Follower) -> None:
-        is_behind = link.version < self._version and self._is_ready and not link.is_closing
-        if is_behind and link.may_send_or_grows(self._whole.nbytes):
+        if link.version < self._version and self._is_ready:
             self._send(self._whole, link)
 
-    def _send(self, message: _Published, link: _Follower) -> None:
-        message.send_to(link, self._version)
+    def _send(self, parcel: Parcel, link: _Follower) -> bool:
+        """Start to send a message; return False if the follower takes none."""
+        if not link.send(parcel, 0):
+            return False
+        link.version = self._version
         self._messages += 1
-        self._nbytes += message.nbytes
+        self._nbytes += parcel.nbytes
+        return True
+
+    def _is_written(self) -> bool:
+        return not any(link.is_sending(self._whole) for link in self._all_links())
 
     # ---- followers -------------------------------------------------------------------------------
 
     def _meet(self, found: Found) -> None:
-        link = _Follower(found, self.timeout_s, self._lock, "follower")
+        link = _Follower(found, self._bell, self.timeout_s, "follower")
         with self._lock:
             self._links.append(link)
             if self._is_closed:
                 link.close()
+        self._bell.ring()
 
-    def _turn(self) -> None:
-        for link in list(self._links):
-            link.turn()
-            if link.peer_closes:
-                link.close(link.messages)
-            elif not link.has_ended:
+    def _followers(self) -> list[_Follower]:
+        return cast("list[_Follower]", self._open_links())
+
+    def _send_to_all(self) -> bool:
+        """Send the last version to those that have read the ones before; return whether to end."""
+        with self._lock:
+            for link in self._followers():
                 self._send_whole(link)
-            self._removed(link)
+        return self._stopped
+
+    def _run(self) -> None:
+        self._wait(self._send_to_all, None)
 
     def _all_are_told(self) -> bool:
-        self._turn()
-        return all(link.version == self._version for link in self._links)
+        self._send_to_all()
+        return all(link.version == self._version for link in self._followers())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +11,8 @@ from tdcopier._C import AsyncCopyHandle
 from tdcopier._copy import start_copy
 from tdcopier._distributed.ends import ChannelClosed, PeerLost
 from tdcopier._distributed.hub import Hub
-from tdcopier._distributed.incoming import Arrived, Incoming
+from tdcopier._distributed.link import Link
+from tdcopier._distributed.messages import Arrived
 from tdcopier._distributed.rendezvous import Found, Listener, Options
 
 
@@ -61,10 +61,8 @@ class Receiver(Hub):
         self._pinned = torch.device(device).type not in ("cpu", "meta")
         torch.empty(1, pin_memory=self._pinned)  # raises here, and not where senders come
         self._is_for_one = is_for_one
-        self._arrived: deque[Arrived] = deque()
         self._batches = self._nbytes = self._refused = self._allocations = 0
-        self._has_met = False
-        self._begin()
+        self._first, self._has_met = 0, False
         self._listener = Listener(options, self._meet)
 
     @property
@@ -72,13 +70,14 @@ class Receiver(Hub):
         """Counts since it was made."""
         self._check_process()
         with self._lock:
+            open_peers = len(self._open_links())
             return ReceiverStats(
                 self._batches,
                 self._nbytes,
-                len(self._arrived),
+                sum(link.waiting for link in self._links),
                 self._refused,
                 self._allocations + sum(link.allocations for link in self._links),
-                len(self._links),
+                open_peers,
                 self._closed_peers,
                 len(self._lost),
             )
@@ -101,34 +100,23 @@ class Receiver(Hub):
                 is false, or its checksum differs. The next one can be taken.
         """
         self._check_process()
-        taken: list[Arrived] = []
+        taken: list[Any] = []
+        if not self._wait(lambda: self._take_into(taken), timeout_s):
+            raise TimeoutError(f"no batch has come in {timeout_s:g} s")
+        return self._start_copy(taken[1], Arrived(*taken[0]))
 
-        def take() -> bool:
-            if self._has_arrived():
-                taken.append(self._arrived.popleft())
-            return bool(taken)
-
-        try:
-            if not self._wait(take, timeout_s):
-                raise TimeoutError(f"no batch has come in {timeout_s:g} s")
-            return self._start_copy(taken[0])
-        finally:
-            for arrived in taken:
-                arrived.free()
-
-    def _start_copy(self, arrived: Arrived) -> AsyncCopyHandle[Any]:
-        number, nbytes = arrived.header.number, arrived.header.nbytes
+    def _start_copy(self, peer: str, arrived: Arrived) -> AsyncCopyHandle[Any]:
         try:
             parcel = arrived.parcel(allow_pickle=self._allow_pickle)
             handle = start_copy(parcel, self._device)
         except Exception as error:
             self._refused += 1
             if isinstance(error, ValueError):
-                raise ValueError(f"batch {number} of {arrived.peer}: {error}") from None
+                raise ValueError(f"batch {arrived.number} of {peer}: {error}") from None
             raise
         with self._lock:
             self._batches += 1
-            self._nbytes += nbytes
+            self._nbytes += arrived.memory.nbytes
         return handle
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,20 +128,28 @@ class Receiver(Hub):
                 return
             yield handle.wait()
 
-    def _has_arrived(self) -> bool:
-        if not self._is_closed:  # also if one has come: the senders go on meanwhile
-            for link in self._links:
-                link.receive(self._arrived)
-        if not self._arrived or self._is_closed:
+    def _take_into(self, taken: list[Any]) -> bool:
+        """Append the next message, and whose it is, to a list. The senders take turns."""
+        with self._lock:
+            if not self._is_closed:
+                for place in range(len(self._links)):
+                    link = self._links[(self._first + place) % len(self._links)]
+                    if link.take_into(taken):
+                        self._first = (self._first + place + 1) % len(self._links)
+                        taken.append(link.peer)
+                        return True
             self._check_open()
-        return bool(self._arrived)
+        return False
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ChannelClosed("this receiver is closed")
-        if self._is_for_one and self._lost:
+        if not self._is_for_one:
+            return
+        links = self._open_links()
+        if self._lost:
             raise PeerLost(self._lost[0])
-        if self._is_for_one and self._has_met and not self._links:
+        if self._has_met and self._closed_peers and not links:
             raise ChannelClosed("the sender has closed the channel")
 
     # ---- the end ---------------------------------------------------------------------------------
@@ -171,36 +167,41 @@ class Receiver(Hub):
         self._listener.close(timeout_s)
         with self._lock:
             self._is_closed = True
-            self._arrived.clear()
             for link in self._links:
                 link.close()
+        self._bell.ring()  # a call of another thread that waits ends
         if not self._wait(self._is_alone, timeout_s):
             raise TimeoutError(f"a sender has not answered in {timeout_s:g} s")
         self._end()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{len(self._links)} senders"
+        state = "closed" if self._is_closed else f"{len(self._open_links())} senders"
         return f"<Receiver on {self._device}, {state}, {self._batches} batches>"
 
     # ---- senders ---------------------------------------------------------------------------------
 
     def _meet(self, found: Found) -> None:
-        link = Incoming(found, self.timeout_s, self._lock, self._slots, pinned=self._pinned)
         with self._lock:
-            is_asked_for = not (self._is_for_one and self._has_met)
+            if self._is_for_one and self._has_met:
+                raise ConnectionError("this receiver has its sender already")
             self._has_met = True
+        link = Link(
+            found,
+            self._bell,
+            self.timeout_s,
+            "sender",
+            receives=True,
+            slots=self._slots,
+            pinned=self._pinned,
+        )
+        with self._lock:
             self._links.append(link)
-            if self._is_closed or not is_asked_for:
+            if self._is_closed:
                 link.close()
-        if self._is_for_one and is_asked_for:
-            self._listener.close()
+        self._bell.ring()
 
-    def _turn(self) -> None:
-        for link in list(self._links):
-            link.turn()
-            link.receive(self._arrived)
-            if link.peer_closes:
-                link.check_whole()
-                link.close()
-            if self._removed(link):
-                self._allocations += link.allocations
+    def _is_left(self, link: Link) -> bool:
+        return link.waiting > 0 and not self._is_closed
+
+    def _note_removed(self, link: Link) -> None:
+        self._allocations += link.allocations

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tdcopier._distributed.ends import ChannelClosed, End, PeerLost, Uninterrupted
+from tdcopier._distributed.ends import ChannelClosed, End, PeerLost
 from tdcopier._distributed.link import Link
-from tdcopier._distributed.outgoing import Message, Outgoing
+from tdcopier._distributed.messages import Packer, checksum_of
 from tdcopier._distributed.rendezvous import Options, join
+from tdcopier._pack import Parcel
 
 
 class SenderStats(NamedTuple):
@@ -26,14 +27,6 @@ class SenderStats(NamedTuple):
     """Times that a slot got new memory."""
 
 
-class _Slot:
-    """A message, and what was sent of it."""
-
-    def __init__(self) -> None:
-        self.message = Message()
-        self.work: Any = None
-
-
 class Sender(End):
     """Sends batches to one receiver, each as one message. Made by `sender`.
 
@@ -45,12 +38,11 @@ class Sender(End):
     def __init__(self, options: Options, slots: int, *, checksum: bool) -> None:
         """Find the receiver."""
         super().__init__(options.timeout_s)
-        self._link = Outgoing(join(options), options.timeout_s, self._lock)
+        self._link = Link(join(options), self._bell, options.timeout_s, "receiver")
         self._checksum = checksum
-        self._starting = threading.Lock()
-        self._slots = [_Slot() for _ in range(slots)]
-        self._batches = self._nbytes = self._waits = 0
-        self._begin()
+        self._starting = threading.RLock()
+        self._slots, self._packer = slots, Packer(slots)
+        self._nbytes = self._waits = 0
 
     @property
     def peer(self) -> str:
@@ -60,8 +52,7 @@ class Sender(End):
     @property
     def stats(self) -> SenderStats:
         """Counts since it was made."""
-        allocations = sum(slot.message.allocations for slot in self._slots)
-        return SenderStats(self._batches, self._nbytes, self._waits, allocations)
+        return SenderStats(self._link.sent, self._nbytes, self._waits, self._packer.allocations)
 
     def start(self, batch: Any, *, timeout_s: float | None = None) -> None:
         """Pack a batch, and start to send it.
@@ -83,27 +74,28 @@ class Sender(End):
         with self._alone(timeout_s):
             if not self._may_send():
                 self._waits += 1
-                self._wait_for_room(self._may_send, timeout_s)
-            slot = self._slots[self._batches % len(self._slots)]
-            self._finish(slot)
-            slot.message.fill(batch)
-            nbytes = slot.message.nbytes
-            if not self._may_send(nbytes):
-                self._wait_for_room(lambda: self._may_send(nbytes), timeout_s)
-            self._send(slot)
+                self._wait_until(self._may_send, timeout_s)
+            self._wait_until(lambda: self._link.unwritten < self._slots, timeout_s)
+            parcel = self._packer.pack(batch)
+            self._check(parcel)
+            checksum = checksum_of(parcel._bytes) if self._checksum else 0
+            if not self._link.send(parcel, checksum):
+                self._check_open()
+                raise PeerLost(f"the receiver, {self.peer}, is gone")
+            self._nbytes += parcel.nbytes
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until the receiver's process has all batches.
 
         Raises:
             PeerLost: the receiver has ended, or does not answer.
-            TimeoutError: a `start` of another thread has not ended in time.
+            TimeoutError: it has not said so in time.
         """
         self._check_process()
-        with self._alone(timeout_s):
-            self._finish_all()
+        self._link.ask()
+        self._wait_until(lambda: self._link.all_have_arrived or self._link.has_ended, timeout_s)
         if self._is_lost():
-            raise PeerLost(self._link.lost)
+            raise PeerLost(self._link.why_lost)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Say that nothing follows, and wait until the receiver's process has all batches.
@@ -116,96 +108,58 @@ class Sender(End):
         """
         if self._is_forked():  # it has no end of it
             return
-        self._is_closed = True  # a call of another thread that waits ends
+        self._is_closed = True
+        self._bell.ring()  # a call of another thread that waits ends
         with self._alone(timeout_s):
-            self._finish_all()
-        with self._lock:
-            self._link.close(self._link.messages)
-        if not self._wait(self._is_over, timeout_s):
-            raise TimeoutError(self._says_late(timeout_s))
+            self._link.close()
+        self._wait_until(lambda: self._link.has_ended, timeout_s)
         self._end()
         if self._is_lost():
-            raise PeerLost(self._link.lost)
+            raise PeerLost(self._link.why_lost)
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "lost" if self._link.lost else "open"
-        return f"<Sender to {self.peer}, {state}, {self._batches} batches>"
+        state = "closed" if self._is_closed else "lost" if self._is_lost() else "open"
+        return f"<Sender to {self.peer}, {state}, {self._link.sent} batches>"
 
     # ---- messages --------------------------------------------------------------------------------
 
-    def _may_send(self, nbytes: int = 0) -> bool:
-        with self._lock:
-            self._link.hear()
-            self._check_open()
-            return self._link.may_send_or_grows(nbytes) if nbytes else self._link.may_send()
+    def _check(self, parcel: Parcel) -> None:
+        """Raise an error if a parcel must not be sent."""
 
-    def _wait_for_room(self, is_so: Callable[[], bool], timeout_s: float | None) -> None:
+    def _may_send(self) -> bool:
+        self._check_open()
+        return self._link.may_send
+
+    def _wait_until(self, is_so: Callable[[], bool], timeout_s: float | None) -> None:
         if not self._wait(is_so, timeout_s):
-            raise TimeoutError(self._says_late(timeout_s))
+            raise self._late(timeout_s)
 
-    def _send(self, slot: _Slot) -> None:
-        link = self._link
-        with Uninterrupted():
-            heard = link.say_heard()
-            whole = slot.message.whole(self._batches, heard=heard, checksum=self._checksum)
-            self._batches += 1
-            self._nbytes += slot.message.nbytes
-            slot.work = link.send(whole)
-
-    def _finish(self, slot: _Slot) -> None:
-        if slot.work is None:
-            return
-        with Uninterrupted():
-            work, slot.work = slot.work, None
-            self._link.finish(work)
+    def _late(self, timeout_s: float | None) -> TimeoutError:
+        return TimeoutError(f"the receiver, {self.peer}, took no batch in {timeout_s or 0.0:g} s")
 
     @contextlib.contextmanager
     def _alone(self, timeout_s: float | None) -> Iterator[None]:
         """Let no other thread send."""
-        acquired: list[bool] = []
-
-        def acquire() -> bool:  # within a block that no interrupt ends between the two
-            if self._starting.acquire(blocking=False):
-                acquired.append(True)
-            return bool(acquired)
-
         try:
-            if not self._wait(acquire, timeout_s):
-                raise TimeoutError(self._says_late(timeout_s))
+            if not self._starting.acquire(timeout=-1 if timeout_s is None else timeout_s):
+                raise self._late(timeout_s)
             yield
         finally:
-            if acquired:
+            if self._starting._is_owned():  # type: ignore[attr-defined]  # an interrupt may come
                 self._starting.release()
-
-    def _finish_all(self) -> None:
-        for slot in self._slots:
-            self._finish(slot)
 
     # ---- the other end ---------------------------------------------------------------------------
 
     def _all_links(self) -> Sequence[Link]:
         return [self._link]
 
-    def _turn(self) -> None:
-        self._link.turn()
-        if self._link.peer_closes:
-            self._link.close()
-        self._has_ended(self._link)
-
-    def _is_over(self) -> bool:
-        self._turn()
-        return self._link.has_ended
-
     def _is_lost(self) -> bool:
-        return self._link.lost is not None and not self._link.peer_closes
+        return self._link.lost is not None
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise ChannelClosed("this sender is closed")
         if self._link.peer_closes:
             raise ChannelClosed(f"the receiver, {self.peer}, has closed the channel")
-        if self._link.lost is not None:
-            raise PeerLost(self._link.lost)
-
-    def _says_late(self, timeout_s: float | None) -> str:
-        return f"the receiver, {self.peer}, took no batch in {timeout_s or 0.0:g} s"
+        if self._is_lost():
+            raise PeerLost(self._link.why_lost)

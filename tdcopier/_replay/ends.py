@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tdcopier import distributed
-from tdcopier._distributed.incoming import Arrived
+from tdcopier._distributed.messages import Arrived
 from tdcopier._distributed.receiver import Receiver
 from tdcopier._distributed.rendezvous import Options
 from tdcopier._distributed.sender import Sender
@@ -68,10 +68,9 @@ class PlainSender(Sender):
         """Raise what `start` does if the other end is gone."""
         self._may_send()
 
-    def _send(self, slot: Any) -> None:
-        if not self.may_pickle:
-            Parcel.from_buffer(slot.message.parcel(), allow_pickle=False)  # raises a ValueError
-        super()._send(slot)
+    def _check(self, parcel: Parcel) -> None:
+        if not self.may_pickle and parcel.needs_pickle:
+            Parcel.from_buffer(parcel._bytes, allow_pickle=False)  # raises a ValueError
 
 
 class Arriving(NamedTuple):
@@ -91,8 +90,8 @@ class AnswerReceiver(Receiver):
     def __init__(self, options: Options, device: Any, slots: int, *, allow_pickle: bool) -> None:
         super().__init__(options, device, slots, is_for_one=True, allow_pickle=allow_pickle)
 
-    def _start_copy(self, arrived: Arrived) -> Any:
-        handle = super()._start_copy(arrived)
+    def _start_copy(self, peer: str, arrived: Arrived) -> Any:
+        handle = super()._start_copy(peer, arrived)
         # On the host: asking the handle would make the caller's stream wait for the copy.
         is_here = torch.device(self._device).type == "cpu"
         tree = handle.get() if is_here else arrived.parcel(allow_pickle=self._allow_pickle).tree()

@@ -70,6 +70,7 @@ class SlowPoints final : public Interleaver {
   void wait() override {}
   void notify(const void*) noexcept override {}
   void make_thread() override {}
+  void end_thread() noexcept override {}
 
  private:
   std::thread::id maker_ = std::this_thread::get_id();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -125,15 +126,14 @@ def test_a_stopped_sender_that_goes_on_learns_that_it_is_lost(store, peers):
 def test_a_sender_that_dies_while_it_joins_holds_up_nobody(store):
     """The receiver waits for it beside the others."""
     with distributed.receiver(store=store, timeout_s=TIMEOUT_S, connect_timeout_s=1.0) as rx:
-        key = "tdcopier/channels/channel"
-        token = json.loads(store.get(key))["token"]
-        number = store.add(f"{key}/{token}/arrivals", 1)
-        store.set(f"{key}/{token}/{number}/about", '{"peer": "gone", "timeout_s": 5}')
+        told = json.loads(store.get("tdcopier/channels/channel"))
+        gone = socket.create_connection((told["address"], told["port"]))
         with distributed.sender(store=store, timeout_s=TIMEOUT_S) as tx:
             tx.start(torch.ones(1))
             assert rx.next(10).get() == 1
         while not rx.problems:
             time.sleep(0.01)
+        gone.close()
 
 
 INTERRUPTED = """

@@ -85,9 +85,9 @@ def test_a_sample_after_an_interrupt_has_an_answer(serve, connect, prefetch):
     receiver = connection._rx
     own = receiver._start_copy
 
-    def interrupted(arrived: Any) -> Any:
+    def interrupted(peer: str, arrived: Any) -> Any:
         receiver._start_copy = own
-        own(arrived)
+        own(peer, arrived)
         raise KeyboardInterrupt
 
     if prefetch:

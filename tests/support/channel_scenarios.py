@@ -136,9 +136,7 @@ def _publish(world: ScenarioWorld, exchange: Exchange, versions: Sequence[Tree])
         tree = list(weights.values())
         weights_of = distributed.publish(weights, store=STORE, timeout_s=TIMEOUT_S)
         world.overwrite(tree)
-        seen = -1
-        while not weights_of.peers:
-            seen = exchange.await_more_than(seen)
+        weights_of._wait(lambda: bool(weights_of.peers), None)
         for number, version in enumerate(versions[1:], 2):
             world.fill(tree, version)
             assert weights_of.publish() == number

@@ -63,13 +63,13 @@ def _sender_ends(store: Any, number: int, message: int, size: int) -> float:
     seen: dict[str, int] = {}
 
     def take(wanted: str) -> None:
-        batch = rx.next(20).get()
-        sender = batch["sender"]
-        assert batch["number"] == seen.get(sender, 0), f"{sender}: {batch['number']} after {seen}"
-        assert batch["a"].eq(batch["number"]).all(), f"{sender}: other values"
-        seen[sender] = batch["number"] + 1
-        if sender != wanted:
-            take(wanted)
+        sender = None
+        while sender != wanted:
+            batch = rx.next(20).get()
+            sender, number = batch["sender"], batch["number"]
+            assert number == seen.get(sender, 0), f"{sender}: {number} after {seen}"
+            assert batch["a"].eq(number).all(), f"{sender}: other values"
+            seen[sender] = number + 1
 
     with distributed.receiver(store=store, timeout_s=TIMEOUT_S) as rx:
         victim = Peer("send on", store.port, "victim", size)

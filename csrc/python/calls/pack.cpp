@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/channels/message_pool.h"
 #include "engine/device/accelerator.h"
 #include "engine/device/graph_capture.h"
 #include "engine/device/pinned_ranges.h"
@@ -202,7 +203,9 @@ c10::Storage memory_given(py::handle out, c10::Device device, uint64_t bytes,
 // Returns the memory that `out` gives for these bytes, or new memory.
 c10::Storage memory_from(py::handle out, uint64_t bytes, SourceGroup& group) {
   const c10::Device device = group.leaves.device();
-  if (!out.is_none()) {
+  if (py::isinstance<MessagePool>(out)) {
+    if (device.is_cpu()) return part_of_memory(out.cast<MessagePool&>().take(bytes), 0, bytes);
+  } else if (!out.is_none()) {
     const auto of_device = py::reinterpret_steal<py::object>(THPDevice_New(device));
     const py::object given = run_beside_leaves(group, [&] { return out(bytes, of_device); });
     if (!given.is_none()) return memory_given(given, device, bytes, group.leaves);
